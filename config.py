@@ -1,0 +1,254 @@
+"""Every number a run depends on, in flat frozen records. Standard library only.
+
+A preset is the list of its differences from the defaults; the command line is the list of a
+run's differences from its preset. What is set is what is used, or `load_config` refuses.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5ModelConfig:
+    """Shape of a T5 (v1.0: ReLU, tied embeddings, scaled decoder output)."""
+
+    d_model: int  # width of the residual stream
+    d_ff: int  # width inside the feed-forward
+    num_heads: int
+    d_kv: int  # width of one head
+    num_layers: int  # encoder blocks
+    num_decoder_layers: int
+    vocab_size: int = 0  # 0: the tokenizer's
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128  # tokens
+    layer_norm_epsilon: float = 1e-6
+
+    def __post_init__(self):
+        bad = [
+            f"{f.name}={v!r}" for f in fields(self) if not (v := getattr(self, f.name)) > 0 and f.name != "vocab_size"
+        ]
+        if bad or self.vocab_size < 0:
+            raise ValueError(f"the model's numbers must be above zero, not {', '.join(bad) or self.vocab_size}")
+
+
+MODELS = {
+    "tiny": dict(d_model=192, d_ff=768, num_heads=3, d_kv=64, num_layers=3, num_decoder_layers=3),
+    "small": dict(d_model=512, d_ff=2048, num_heads=8, d_kv=64, num_layers=6, num_decoder_layers=6),
+    "chatlm": dict(d_model=768, d_ff=3072, num_heads=12, d_kv=64, num_layers=10, num_decoder_layers=10),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. Each field is an option of the command line: --name=value."""
+
+    # Data
+    train_file: str = "data/pretrain_train.parquet"  # parquet, json, jsonl, csv or tsv
+    validation_file: str = "data/pretrain_valid.parquet"
+    test_file: str = ""  # read by the command test; empty: validation_file
+    prompt_column: str = ""  # empty: found by name
+    response_column: str = ""  # empty: found by name
+    tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer
+    max_seq_len: int = 256  # tokens a side, EOS included
+    # Model
+    model: str = "small"  # tiny, small, chatlm or a JSON file with T5ModelConfig's fields
+    finetune_from_ckp_file: str = ""  # Hugging Face directory, run directory or old .bin; empty: from scratch
+    trainable: str = "all"  # all, decoder
+    dropout: float = 0.0  # probability
+    # Optimization
+    epochs: int = 6
+    batch_size_per_gpu: int = 32  # pairs
+    gradient_accumulation_steps: int = 2
+    global_batch_size: int = 0  # pairs in one optimizer step over all ranks; 0: the product
+    optimizer: str = "adamw_rms"  # adamw_rms, adamw, adafactor
+    learn_rate: float = 1e-2  # the peak; adamw_rms multiplies it by each tensor's root mean square
+    warmup_steps: int = 1000  # optimizer steps
+    lr_schedule: str = "cosine"  # cosine, wsd (constant, then down to zero over the last fifth)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # 0: no clipping
+    z_loss: float = 0.0  # weight of the squared log-normaliser
+    seed: int = 23333
+    # Memory and speed
+    mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
+    gradient_checkpointing: str = "auto"  # auto (where the plan needs it), True, False
+    compile: str = "auto"  # auto (where it repays itself in this run), True, False
+    micro_batch_tokens: int = 0  # tokens of both sides in one forward; 0: planned
+    gpu_memory_limit_gb: float = 0.0  # GiB; 0: what is free
+    deterministic: bool = False  # the same bits from the same run on the same hardware
+    # Run
+    output_dir: str = "model_save/pretrain"
+    logging_steps: int = 20  # optimizer steps
+    eval_steps: int = 0  # optimizer steps; 0: each epoch
+    save_steps: int = 500  # optimizer steps
+    save_seconds: int = 600  # a checkpoint at least this often
+    keep_latest_n_ckp: int = 2
+    bleu_pairs: int = 100  # validation pairs answered for BLEU and chrF; 0: none
+    max_new_tokens: int = 128  # tokens of one generated answer
+    log_sample_ids: bool = False  # write each step's example ids to samples_rank<r>.jsonl
+    backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
+    ddp_timeout_s: int = 600  # a silent rank ends the run after this long
+
+    def __post_init__(self):
+        problems = list(_problems(self))
+        if problems:
+            raise ValueError("cannot run with this configuration:\n  " + "\n  ".join(problems))
+
+
+AT_LEAST = dict(
+    epochs=1, batch_size_per_gpu=1, gradient_accumulation_steps=1, global_batch_size=0, max_seq_len=8, seed=0,
+    warmup_steps=0, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
+    logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
+    ddp_timeout_s=30,
+)  # fmt: skip
+CHOICES = dict(
+    optimizer=("adamw_rms", "adamw", "adafactor"),
+    lr_schedule=("cosine", "wsd"),
+    mixed_precision=("auto", "bf16", "no"),
+    gradient_checkpointing=("auto", "True", "False"),
+    compile=("auto", "True", "False"),
+    trainable=("all", "decoder"),
+    backend=("auto", "nccl", "gloo"),
+)
+
+
+def _problems(config):
+    for name, least in AT_LEAST.items():
+        if getattr(config, name) < least:
+            yield f"{name}={getattr(config, name)}: must be at least {least}"
+    for name, choices in CHOICES.items():
+        if getattr(config, name) not in choices:
+            why = "; fp16 is refused because T5 diverges in it" if getattr(config, name) == "fp16" else ""
+            yield f"{name}={getattr(config, name)!r}: choose one of {', '.join(choices)}{why}"
+    if not 0 < config.learn_rate <= 1:
+        yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1"
+    if not 0 <= config.dropout < 1:
+        yield f"dropout={config.dropout}: must be in [0, 1)"
+    if config.max_seq_len > 65_535:
+        yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
+    if config.model not in MODELS and not config.model.endswith(".json"):
+        yield f"model={config.model!r}: choose one of {', '.join(MODELS)}, or name a .json file"
+    if not config.output_dir:
+        yield "output_dir is empty: name a directory"
+
+
+PRESETS = {
+    "pretrain": {},
+    "pretrain_large": dict(output_dir="model_save/pretrain_large", model="chatlm", max_seq_len=192),
+    "sft": dict(
+        output_dir="model_save/sft", finetune_from_ckp_file="model_save/pretrain/best",
+        train_file="data/sft_train.parquet", validation_file="data/sft_valid.parquet",
+        epochs=5, batch_size_per_gpu=20, learn_rate=2e-3, warmup_steps=100, logging_steps=10,
+    ),
+    "sft_small": dict(
+        output_dir="model_save/sft_small", finetune_from_ckp_file="model_save/pretrain/best",
+        train_file="data/sft_train.parquet", validation_file="data/sft_valid.parquet",
+        epochs=3, batch_size_per_gpu=1, gradient_accumulation_steps=8, learn_rate=1e-3, warmup_steps=100, logging_steps=10,
+    ),
+    "sft_fast": dict(
+        output_dir="model_save/sft_fast", finetune_from_ckp_file="model_save/pretrain/best",
+        train_file="data/sft_train.parquet", validation_file="data/sft_valid.parquet",
+        epochs=3, batch_size_per_gpu=16, learn_rate=2e-3, warmup_steps=20, logging_steps=10, save_steps=156,
+    ),
+}  # fmt: skip
+
+
+def preset_name(*, is_finetune=False, use_small_config=False, use_fast_config=False, use_large_config=False):
+    """Name of the preset that these flags choose; small and fast imply is_finetune.
+
+    Raises ValueError for flags that contradict each other.
+    """
+    flags = dict(use_small_config="sft_small", use_fast_config="sft_fast", use_large_config="pretrain_large")
+    chosen = [
+        flag for flag, value in zip(flags, (use_small_config, use_fast_config, use_large_config), strict=True) if value
+    ]
+    if len(chosen) > 1:
+        raise ValueError(f"--{' and --'.join(chosen)} contradict each other: give one of them")
+    if use_large_config and is_finetune:
+        raise ValueError("--use_large_config is a pre-training preset and contradicts --is_finetune: give one of them")
+    return flags[chosen[0]] if chosen else "sft" if is_finetune else "pretrain"
+
+
+def load_config(preset, overrides):
+    """TrainConfig of `preset` with `overrides` (name: text or value) on top.
+
+    Raises ValueError, naming all problems at once: unknown options, values of another type, contradictions.
+    """
+    kinds = {f.name: f.type for f in fields(TrainConfig)}
+    values, problems = dict(PRESETS[preset]), []
+    for name, value in overrides.items():
+        if name not in kinds:
+            near = get_close_matches(name, [*kinds, *TRAIN_FLAGS], n=1)
+            problems.append(f"unknown option --{name}" + (f": did you mean --{near[0]}?" if near else ""))
+            continue
+        try:
+            values[name] = as_type(name, value, kinds[name])
+        except ValueError as error:
+            problems.append(str(error))
+    try:
+        config = TrainConfig(**values)
+    except ValueError as error:
+        problems += str(error).splitlines()[1:] if problems else str(error).splitlines()
+    if problems:
+        raise ValueError("\n  ".join(problem.strip() for problem in problems))
+    return config
+
+
+TRAIN_FLAGS = (
+    "is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite",
+)  # fmt: skip
+TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
+
+
+def as_type(name, value, kind):
+    """`value` of the option --`name` as a `kind`; raises ValueError where that would lose something."""
+    text = str(value).strip()
+    if kind is str:
+        canonical = {word: str(word in TRUE) for word in TRUE + FALSE}  # for the options auto, True, False
+        return canonical.get(text.lower(), text) if "True" in CHOICES.get(name, ()) else str(value)
+    if kind is bool and text.lower() in TRUE + FALSE:
+        return text.lower() in TRUE
+    try:
+        if kind is int and float(text) == int(float(text)):
+            return int(text) if text.lstrip("+-").isdigit() else int(float(text))
+        if kind is float:
+            return float(text)
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(
+        f"--{name}={text}: this option takes {dict(bool='True or False', int='a whole number').get(kind.__name__, 'a number')}"
+    )
+
+
+def global_batch(config, world_size, given):
+    """Pairs in one optimizer step over all ranks.
+
+    `given` are the options that the user named. Raises ValueError when they contradict each other.
+    """
+    product = config.batch_size_per_gpu * config.gradient_accumulation_steps * world_size
+    if not config.global_batch_size:
+        return product
+    explicit = {"batch_size_per_gpu", "gradient_accumulation_steps"} <= set(given)
+    if explicit and product != config.global_batch_size:
+        raise ValueError(
+            f"--global_batch_size={config.global_batch_size} contradicts batch_size_per_gpu * "
+            f"gradient_accumulation_steps * processes = {product}: leave one of them out"
+        )
+    return config.global_batch_size
+
+
+def model_config(name):
+    """T5ModelConfig of a named size or of a JSON file; raises ValueError for a file that is not one."""
+    if name in MODELS:
+        return T5ModelConfig(**MODELS[name])
+    try:
+        return T5ModelConfig(**json.loads(Path(name).read_text(encoding="utf-8")))
+    except (OSError, TypeError, json.JSONDecodeError) as error:
+        shape = json.dumps(MODELS["small"])
+        raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {shape}") from None
+
+
+def to_dict(config):
+    """`config` as plain values, for JSON."""
+    return asdict(config)

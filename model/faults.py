@@ -1,0 +1,77 @@
+"""Named places where a test can make a run fail for real. No cost when CHAT_FAULT is unset.
+
+CHAT_FAULT=site:rank:step:kind[:count], several separated by commas. `site` is one of SITES, `rank` a number,
+last or all, `step` the optimizer step being attempted (from 1), `kind` one of KINDS. A fault fires `count`
+times (1) and is spent.
+"""
+
+import errno
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import torch
+
+SITES = ("forward", "loss", "backward_first", "backward", "reduce", "optimizer", "evaluate", "generate", "save")
+ERRORS = {
+    "oom": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.23 GiB (injected)"),
+    "cublas": lambda: RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle) (injected)"
+    ),
+    "cudnn": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED (injected)"),
+    "nccl": lambda: RuntimeError("NCCL error: unhandled cuda error, Cuda failure 'out of memory' (injected)"),
+    "cpu": lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes (injected)"),
+    "enospc": lambda: OSError(errno.ENOSPC, "No space left on device (injected)"),
+    "eio": lambda: OSError(errno.EIO, "Input/output error (injected)"),
+}
+SIGNALS = {"int": signal.SIGINT, "term": signal.SIGTERM, "kill": signal.SIGKILL}
+SLEEPS = {"hang": 1e6, "slow": 5.0}  # seconds
+KINDS = (*ERRORS, *SIGNALS, *SLEEPS, "nan")
+
+
+@dataclass
+class Fault:
+    site: str
+    rank: str
+    step: int
+    kind: str
+    count: int
+
+    def is_for(self, site, step):
+        rank, last = os.environ.get("RANK", "0"), str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+        here = self.rank in ("all", rank) or (self.rank == "last" and rank == last)
+        return self.count > 0 and (self.site, self.step) == (site, step) and here
+
+
+def parse_faults(text):
+    """Faults that `text` describes; raises ValueError for a word that means nothing."""
+    faults = []
+    for word in filter(None, text.split(",")):
+        site, rank, step, kind, count = (word.split(":") + ["1"])[:5] if word.count(":") in (3, 4) else [""] * 5
+        if site not in SITES or kind not in KINDS or not (step + count).isdigit():
+            raise ValueError(
+                f"CHAT_FAULT={word}: write site:rank:step:kind[:count] with a site of {', '.join(SITES)} "
+                f"and a kind of {', '.join(KINDS)}"
+            )
+        faults.append(Fault(site, rank, int(step), kind, int(count)))
+    return faults
+
+
+_faults = parse_faults(os.environ.get("CHAT_FAULT", ""))
+
+
+def fire(site, step):
+    """Let the faults planned for this place happen; True if the number computed here is to become NaN."""
+    return any([_happen(fault) for fault in _faults if fault.is_for(site, step)])
+
+
+def _happen(fault):
+    fault.count -= 1
+    if fault.kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault.kind])
+    elif fault.kind in SLEEPS:
+        time.sleep(SLEEPS[fault.kind])
+    elif fault.kind in ERRORS:
+        raise ERRORS[fault.kind]()
+    return fault.kind == "nan"
