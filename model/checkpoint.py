@@ -1,0 +1,132 @@
+"""What a run remembers: atomic save, exact load. safetensors and JSON only, each file's sha256 in a manifest.
+
+Data order, learning rate and random numbers are functions of the position, so a checkpoint holds weights, optimizer
+state and the few values of TrainState.
+"""
+
+import hashlib
+import re
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import ujson
+from safetensors.torch import load_file, save_file
+
+from model import faults
+from model.durable import whole_directory, write_file
+
+NAME = re.compile(r"step_\d{8}")
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands."""
+
+    step: int = 0  # optimizer steps done
+    pairs_seen: int = 0  # over all epochs
+    warmup_pairs: int = 0  # fixed at the run's first start
+    best_loss: float | None = None  # validation loss of best/
+    best_step: int = 0
+    seed: int = 0
+    world_size: int = 1
+    tokenizer_fingerprint: str = ""
+    num_pairs: int = 0  # of the training file
+    plan: dict | None = None  # how steps are cut
+
+    def after(self, result):
+        return replace(self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint read back, verified."""
+
+    path: Path
+    state: TrainState
+    weights: dict
+    optimizer: dict
+
+
+def save_checkpoint(run_dir, state, model, optimizer, keep):
+    """Write checkpoints/step_<step>/, durable before LATEST names it, then delete all but the newest `keep`.
+
+    Returns its path. Raises OSError when the disk fails; earlier checkpoints are then as they were.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    path = folder / f"step_{state.step:08d}"
+    with whole_directory(path) as draft:
+        save_file({name: t.contiguous() for name, t in model.state_dict().items()}, draft / "model.safetensors")
+        faults.fire("save", state.step)
+        save_file(_optimizer_tensors(model, optimizer), draft / "optimizer.safetensors")
+        (draft / "state.json").write_text(ujson.dumps(asdict(state), indent=1))
+        manifest = {file.name: dict(size=file.stat().st_size, sha256=_sha256(file)) for file in draft.iterdir()}
+        (draft / "manifest.json").write_text(ujson.dumps(manifest, indent=1))
+    write_file(folder / "LATEST", path.name.encode())
+    for old in checkpoint_paths(run_dir)[keep:]:
+        shutil.rmtree(old)
+    return path
+
+
+def checkpoint_paths(run_dir):
+    """Checkpoint directories of a run, the newest first."""
+    folder = Path(run_dir) / "checkpoints"
+    return sorted((p for p in folder.glob("step_*") if NAME.fullmatch(p.name) and p.is_dir()), reverse=True)
+
+
+def load_newest(run_dir, say):
+    """The newest Checkpoint that is whole, or None; `say(text)` hears about each one passed over."""
+    for path in checkpoint_paths(run_dir):
+        try:
+            return read_checkpoint(path)
+        except ValueError as error:
+            say(f"{error}; going back to the checkpoint before it")
+    return None
+
+
+def read_checkpoint(path):
+    """The Checkpoint at `path`; raises ValueError when a file is missing, cut or changed."""
+    files = ("model.safetensors", "optimizer.safetensors", "state.json")
+    try:
+        manifest = ujson.loads((path / "manifest.json").read_text())
+        for name in files:
+            if manifest[name]["sha256"] != _sha256(path / name):
+                raise ValueError(f"{name} has changed since it was written")
+        state = TrainState(**ujson.loads((path / "state.json").read_text()))
+        return Checkpoint(path, state, load_file(path / files[0]), load_file(path / files[1]))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"checkpoint {path} is damaged ({error})") from None
+
+
+def load_optimizer(optimizer, model, tensors):
+    """Put the optimizer state of a Checkpoint back; options such as weight decay stay what they are now."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    state = {i: {} for i in range(len(names))}
+    for key, tensor in tensors.items():
+        name, _, field = key.rpartition("/")
+        if name not in names:
+            raise ValueError(
+                f"the checkpoint has optimizer state for {name}, which is not trained now: keep --trainable"
+            )
+        state[names.index(name)][field] = tensor
+    expected = sorted(_optimizer_tensors(model, optimizer)) or sorted(tensors)
+    if expected != sorted(tensors):
+        raise ValueError("the checkpoint is of another optimizer: keep --optimizer, or start with --overwrite=True")
+    optimizer.load_state_dict(dict(state=state, param_groups=optimizer.state_dict()["param_groups"]))
+
+
+def _optimizer_tensors(model, optimizer):
+    """Optimizer state by <parameter name>/<field>."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        f"{names[p]}/{field}": torch.as_tensor(value).contiguous()
+        for p, fields in optimizer.state.items()
+        for field, value in fields.items()
+        if value is not None
+    }
+
+
+def _sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

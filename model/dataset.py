@@ -1,0 +1,182 @@
+"""Files -> pairs -> token ids on disk, memory-mapped.
+
+A token store is a directory model_save/tokens/<key>/ with pairs.arrow (token ids, EOS included), lengths.npy and
+meta.json. It is built once, whole or not at all, and read by every rank without a copy in memory.
+"""
+
+import fcntl
+import hashlib
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import ujson
+from datasets import Dataset
+
+from model.durable import whole_directory
+from model.pairs import read_pairs
+
+PAIRS_A_BATCH = 4096
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Examples on disk, by row number."""
+
+    rows: Dataset
+    lengths: np.ndarray  # (rows, 2) tokens of the prompt and of the response, memory-mapped
+    meta: dict
+    directory: Path
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def tokens(self, ids):
+        """Flat prompt ids and flat response ids (int64) of the examples `ids`, in their order."""
+        table = self.rows[ids]
+        return tuple(
+            table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+            for name in ("prompt_ids", "response_ids")
+        )
+
+
+def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), builds=True, progress=None, stop=lambda: False):
+    """Token store of the pairs in `path`, built first if this is the process that builds and it is not there.
+
+    Other processes wait for it without a collective. `progress(rows)` is called as pairs are tokenised; when `stop()`
+    turns true, KeyboardInterrupt is raised. Raises ValueError for a file without usable pairs.
+    """
+    source = _source(path, tokenizer, max_seq_len, columns)
+    directory = Path(root) / hashlib.sha256(ujson.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
+    while not (directory / "meta.json").exists():
+        if builds:
+            with _lock(directory.with_suffix(".lock"), stop):
+                if not (directory / "meta.json").exists() and not _adopt(source, directory):
+                    _build(source, tokenizer, directory, progress, stop)
+        else:
+            _wait(stop)
+    meta = ujson.loads((directory / "meta.json").read_text())
+    rows = Dataset.from_file(str(directory / "pairs.arrow")).with_format("arrow")
+    return TokenStore(rows, np.load(directory / "lengths.npy", mmap_mode="r"), meta, directory)
+
+
+def _source(path, tokenizer, max_seq_len, columns):
+    """What a store depends on."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; name a parquet, json, jsonl, csv or tsv file")
+    stat = path.stat()
+    return dict(
+        path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns,
+        tokenizer=tokenizer.fingerprint, max_seq_len=max_seq_len, columns=list(columns),
+    )  # fmt: skip
+
+
+@contextmanager
+def _lock(path, stop):
+    """Held by one process of this machine at a time; the system frees it when its holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                _wait(stop)
+        yield
+
+
+def _wait(stop):
+    if stop():
+        raise KeyboardInterrupt
+    time.sleep(POLL_SECONDS)
+
+
+def _adopt(source, directory):
+    """Use the store of a file that was only touched: everything but mtime is equal, and so is the content."""
+    content = None
+    for meta_path in directory.parent.glob("*/meta.json"):
+        meta = ujson.loads(meta_path.read_text())
+        if {**meta["source"], "mtime_ns": 0} != {**source, "mtime_ns": 0}:
+            continue
+        content = content or _sha256(source["path"])
+        if content == meta["sha256"]:
+            meta_path.write_text(ujson.dumps({**meta, "source": source}))
+            os.rename(meta_path.parent, directory)
+            return True
+    return False
+
+
+def _sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _build(source, tokenizer, directory, progress, stop):
+    counts = dict(pairs=0, empty=0, prompts_cut=0, responses_cut=0, prompt_tokens=0, response_tokens=0)
+    with whole_directory(directory) as draft:
+        lengths = _write_pairs(source, tokenizer, draft / "pairs.arrow", counts, progress, stop)
+        if not counts["pairs"]:
+            raise ValueError(
+                f"{source['path']}: none of its {counts['empty']} pairs has text on both sides; name the columns with "
+                "--prompt_column and --response_column, or clean the file with scripts/prepare_data.py"
+            )
+        np.save(draft / "lengths.npy", np.concatenate(lengths))
+        meta = dict(source=source, sha256=_sha256(source["path"]), **counts)
+        (draft / "meta.json").write_text(ujson.dumps(meta))
+
+
+def _write_pairs(source, tokenizer, path, counts, progress, stop):
+    """Write the token ids of all pairs as an Arrow stream; return their lengths, batch by batch."""
+    kind = pa.uint16() if tokenizer.vocab_size <= 2**16 else pa.int32()
+    schema = pa.schema([(name, pa.list_(kind)) for name in ("prompt_ids", "response_ids")])
+    pairs, lengths = read_pairs(source["path"], *source["columns"]), []
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        while batch := list(islice(pairs, PAIRS_A_BATCH)):
+            if stop():
+                raise KeyboardInterrupt
+            kept = [(prompt, response) for prompt, response in batch if prompt.strip() and response.strip()]
+            counts["empty"] += len(batch) - len(kept)
+            sides = [_encode(texts, tokenizer, source["max_seq_len"]) for texts in zip(*kept, strict=True)]
+            if sides:
+                writer.write_batch(pa.record_batch([_list_array(side[0], kind) for side in sides], schema=schema))
+                lengths.append(np.array([[len(ids) for ids in side[0]] for side in sides], np.uint16).T)
+                _count(counts, sides, lengths[-1])
+            if progress:
+                progress(counts["pairs"] + counts["empty"])
+    return lengths
+
+
+def _encode(texts, tokenizer, max_seq_len):
+    """Ids of each text, cut to leave room for the one EOS that ends them, and how many were cut."""
+    encoded = tokenizer.encode_batch(list(texts))
+    cut = sum(len(ids) >= max_seq_len for ids in encoded)
+    return [[*ids[: max_seq_len - 1], tokenizer.eos_id] for ids in encoded], cut
+
+
+def _list_array(rows, kind):
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    flat = np.fromiter((i for row in rows for i in row), dtype=kind.to_pandas_dtype(), count=offsets[-1])
+    return pa.ListArray.from_arrays(offsets, flat)
+
+
+def _count(counts, sides, lengths):
+    for (_, cut), name, tokens in zip(sides, ("prompt", "response"), lengths.sum(axis=0), strict=True):
+        counts[f"{name}s_cut"] += cut
+        counts[f"{name}_tokens"] += int(tokens)
+    counts["pairs"] += len(lengths)
+
+
+def describe_store(store):
+    """One line: how many pairs, how long, and what share was cut."""
+    meta, pairs = store.meta, store.meta["pairs"]
+    line = f"{meta['source']['path']}: {pairs:,} pairs, {meta['prompt_tokens'] / pairs:.1f} + "
+    line += f"{meta['response_tokens'] / pairs:.1f} tokens on average; cut to {meta['source']['max_seq_len']} tokens: "
+    line += f"{meta['prompts_cut'] / pairs:.2%} of prompts, {meta['responses_cut'] / pairs:.2%} of responses"
+    return line + (f"; {meta['empty']:,} pairs with an empty side left out" if meta["empty"] else "")

@@ -1,0 +1,178 @@
+"""The only door to accelerate and torch.distributed: start, agree, sum, and the CPU side channel for votes.
+
+Collectives here are all_reduce, broadcast and all_gather only: Gloo offers no more on CUDA tensors.
+"""
+
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from glob import glob
+
+import torch
+import torch.distributed as dist
+import ujson
+from accelerate import Accelerator, InitProcessGroupKwargs
+
+REPEAT_SECONDS = 3.0  # signals this close together are one request: launchers forward them twice
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str  # nccl, gloo or none
+    side: object = field(repr=False)  # CPU (Gloo) process group; None when alone
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    @property
+    def is_local_main(self):
+        return self.local_rank == 0
+
+
+def start_ranks(backend="auto", timeout_s=600):
+    """Join the run's processes as the launcher set them up; alone under plain python.
+
+    Raises RuntimeError when the processes cannot be what the launcher promised.
+    """
+    _refuse_lone_cpu_launch()
+    on_cpu = _must_use_cpu()
+    if on_cpu and backend == "nccl":
+        raise ValueError("--backend=nccl needs GPUs and there are none here: leave it out")
+    os.environ.setdefault("NCCL_CUMEM_HOST_ENABLE", "0")  # NCCL >= 2.26 on asymmetric NUMA: NVIDIA/nccl issue 2190
+    gloo = on_cpu or backend == "gloo" or os.environ.get("ACCELERATE_USE_GLOO") == "1"
+    timeout = timedelta(seconds=timeout_s)
+    handlers = [InitProcessGroupKwargs(backend="gloo" if gloo else "nccl", timeout=timeout)]
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=handlers)
+    promised, real = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
+    if promised != real:
+        raise RuntimeError(f"the launcher promised {promised} processes and this group has {real}: start them again")
+    if not on_cpu:
+        torch.cuda.set_device(accelerator.device)
+    side = dist.new_group(backend="gloo", timeout=timeout) if real > 1 else None
+    name = dist.get_backend() if real > 1 else "none"
+    return Ranks(
+        accelerator.process_index, real, accelerator.local_process_index, accelerator.device, name, side
+    )  # fmt: skip
+
+
+def _refuse_lone_cpu_launch():
+    """`accelerate launch --cpu --num_processes N` starts one process and leaves only these traces of N."""
+    wanted_many = "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    if wanted_many and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "accelerate launch --cpu starts one process whatever --num_processes says: "
+            "type accelerate launch --multi_gpu --num_processes N ./train_low_mem.py …, which works without GPUs too"
+        )
+
+
+def _must_use_cpu():
+    """True without a GPU; raises RuntimeError where torch cannot see the one there is and nobody asked for the CPU."""
+    if torch.cuda.is_available():
+        return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or "ACCELERATE_USE_CPU" in os.environ
+    if (glob("/dev/nvidia[0-9]*") or os.path.exists("/proc/driver/nvidia/version")) and not asked:
+        raise RuntimeError(
+            f"this machine has an NVIDIA GPU or driver but torch {torch.__version__} sees none: install a CUDA build "
+            "of torch that the driver supports (nvidia-smi shows its version), or set CUDA_VISIBLE_DEVICES= for the CPU"
+        )
+    return True
+
+
+def vote(ranks, *numbers):
+    """Each number's maximum over ranks, on the CPU: what all ranks act on together."""
+    votes = torch.tensor(numbers, dtype=torch.int64)
+    if ranks.side is not None:
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=ranks.side)
+    return votes.tolist()
+
+
+def sum_over_ranks(ranks, tensor):
+    """Add `tensor` over all ranks, in place, on the device's backend."""
+    if ranks.world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def broadcast(ranks, tensors):
+    """Give every rank rank 0's values of `tensors`, in place."""
+    if ranks.world_size > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+
+
+def gather_json(ranks, value):
+    """Every rank's `value` (plain values), in rank order, on every rank."""
+    if ranks.side is None:
+        return [value]
+    data = torch.frombuffer(bytearray(ujson.dumps(value).encode()), dtype=torch.uint8)
+    (longest,) = vote(ranks, len(data))
+    padded = torch.full((longest,), ord(" "), dtype=torch.uint8)
+    padded[: len(data)] = data
+    parts = [torch.empty_like(padded) for _ in range(ranks.world_size)]
+    dist.all_gather(parts, padded, group=ranks.side)
+    return [ujson.loads(bytes(part.tolist()).decode()) for part in parts]
+
+
+def agree(ranks, what, value):
+    """Raise RuntimeError unless every rank has the same `value`."""
+    values = gather_json(ranks, value)
+    if any(other != values[0] for other in values):
+        raise RuntimeError(f"the ranks disagree about {what}: {values}; start them with the same options and files")
+
+
+def stop_ranks():
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# Signals. A handler only notes the request; the vote of the next step makes all ranks act on it together.
+
+_first_signal_time = None
+_saving = False
+
+
+def watch_signals():
+    """From now on INT, TERM and USR1 ask for a stop; a repeat later than REPEAT_SECONDS quits unless saving."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _on_signal)
+
+
+def _on_signal(number, _frame):
+    global _first_signal_time
+    now = time.monotonic()
+    if _first_signal_time is None:
+        _first_signal_time = now
+        print(
+            f"{signal.Signals(number).name}: stopping after this step, with a checkpoint", file=sys.stderr, flush=True
+        )
+    elif now - _first_signal_time > REPEAT_SECONDS and not _saving:
+        print(f"{signal.Signals(number).name} again: quitting without a checkpoint", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def stop_asked():
+    """True once a signal asked this process to stop."""
+    return _first_signal_time is not None
+
+
+@contextmanager
+def saving():
+    """While a checkpoint is written, further signals change nothing."""
+    global _saving
+    _saving = True
+    try:
+        yield
+    finally:
+        _saving = False

@@ -1,0 +1,220 @@
+"""The training loop: one optimizer step at a time, handed out as a StepResult.
+
+A step is a transaction. Local gradients are computed with no collective inside; all ranks vote on the outcome on the
+CPU; only then are gradients reduced, once, and weights changed. A step that runs out of memory on any rank is done
+again on every rank: same examples, same loss, same gradient.
+"""
+
+import hashlib
+import time
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+
+from model import faults
+from model.batches import collate, cut, share_of, step_at
+from model.memory import MemoryPlan, is_out_of_memory, release_memory, shrink_plan
+from model.optim import learn_rate_at, set_learn_rate
+from model.ranks import stop_asked, sum_over_ranks, vote
+
+MAX_SKIPPED_STEPS = 10  # steps in a row that may be left out for numbers that are not finite
+
+
+class Outcome(IntEnum):
+    """What an attempt came to; all ranks act on the worst."""
+
+    OK = 0
+    NOT_FINITE = 1
+    OUT_OF_MEMORY = 2
+
+
+@dataclass(frozen=True)
+class Course:
+    """What fixes the steps of a run, beside the configuration."""
+
+    total_pairs: int  # over all epochs
+    warmup_pairs: int
+    global_batch: int  # pairs in a step
+    start_id: int  # token that begins a decoder's input
+
+
+@dataclass(frozen=True)
+class StepResult:
+    step: int  # optimizer steps done, this one included
+    epoch: int  # from 1
+    ends_epoch: bool
+    pairs_seen: int  # over all epochs, this step's included
+    loss: torch.Tensor  # nats per target token, over all ranks; on the device
+    grad_norm: torch.Tensor  # before clipping; on the device
+    learn_rate: float
+    target_tokens: int  # over all ranks
+    tokens: int  # of both sides, over all ranks
+    micro_batches: int  # of this rank
+    ids: list  # this rank's examples
+    plan: MemoryPlan  # the plan that this step fitted in
+    events: tuple  # what went wrong on the way, for the journal
+    step_seconds: float
+    data_wait_seconds: float
+    skipped: bool  # its numbers were not finite twice: the weights are as before
+    stop: bool  # some rank was asked to stop
+
+
+def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0):
+    """Yield a StepResult after each optimizer step from `pairs_seen` to the end of the course.
+
+    Raises RuntimeError when a step does not fit with the smallest plan, or too many in a row are not finite.
+    """
+    gradients = GradientBuffer(model, ranks.device)
+    skipped_in_a_row = 0
+    while pairs_seen < course.total_pairs:
+        started = time.perf_counter()
+        examples = step_at(pairs_seen, len(store), course.global_batch, config.seed)
+        lengths = store.lengths[examples.ids].astype("int64")
+        rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
+        share = share_of(examples.ids, lengths, ranks.rank, ranks.world_size)
+        work = Work(step + 1, share, int(lengths[:, 1].sum()), course.start_id)
+        attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work, gradients)
+        skipped = attempt.outcome is not Outcome.OK
+        if not skipped:
+            grad_norm = _commit(ranks, optimizer, gradients, rate, config.max_grad_norm, work.step)
+        skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
+        if skipped_in_a_row > MAX_SKIPPED_STEPS:
+            raise RuntimeError(
+                f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite, the last at step "
+                f"{work.step} with examples {work.ids[:8].tolist()} …: lower --learn_rate (now {config.learn_rate})"
+            )
+        step, pairs_seen = work.step, pairs_seen + len(examples.ids)
+        yield StepResult(
+            step=step, epoch=examples.epoch, ends_epoch=pairs_seen % len(store) == 0, pairs_seen=pairs_seen,
+            loss=torch.full_like(gradients.loss, torch.nan) if skipped else gradients.loss.clone(),
+            grad_norm=torch.full_like(gradients.loss, torch.nan) if skipped else grad_norm,
+            learn_rate=rate, target_tokens=work.target_tokens, tokens=int(lengths.sum()),
+            micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
+            step_seconds=time.perf_counter() - started, data_wait_seconds=attempt.data_wait_seconds,
+            skipped=skipped, stop=stop,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """One rank's part of a step."""
+
+    step: int  # as the journal numbers it
+    ids: object  # this rank's examples
+    target_tokens: int  # of the whole step, over all ranks: what its loss is divided by
+    start_id: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    outcome: Outcome
+    micro_batches: int = 0
+    data_wait_seconds: float = 0.0
+
+
+class GradientBuffer:
+    """All gradients, and the step's loss, as views of one flat float32 tensor: what one reduction sums."""
+
+    def __init__(self, model, device):
+        params = [p for p in model.parameters() if p.requires_grad]
+        self.flat = torch.zeros(sum(p.numel() for p in params) + 1, device=device)
+        *views, loss = self.flat.split([*(p.numel() for p in params), 1])
+        self.loss = loss[0]
+        self.gradients = self.flat[:-1]
+        for p, view in zip(params, views, strict=True):
+            p.grad = view.view_as(p)  # backward adds into it
+
+
+def _until_voted(ranks, model, store, plan, config, work, gradients):
+    """Attempt the step until all ranks have succeeded or agreed to skip it.
+
+    Returns the attempt, the plan it fitted in, the journal's events, and whether some rank was asked to stop.
+    """
+    events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
+    while True:
+        attempt = _attempt(ranks, model, store, plan, config, work, gradients)
+        # outside the except block: the traceback no longer holds the failed attempt's tensors
+        worst, stop, last, first = vote(ranks, attempt.outcome, stop_asked(), work.step, -work.step)
+        if last != -first:
+            raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: restart from the checkpoint")
+        outcome = Outcome(worst)
+        if outcome is Outcome.OK:
+            return attempt, plan, events, bool(stop)
+        failures[outcome] += 1
+        if outcome is Outcome.NOT_FINITE:
+            events.append(("not_finite", dict(step=work.step, rank=ranks.rank, here=attempt.outcome == outcome)))
+            if failures[outcome] > 1:
+                return replace(attempt, outcome=outcome), plan, events, bool(stop)
+            continue
+        smaller = _after_out_of_memory(ranks, store, plan, failures[outcome])
+        events.append(
+            ("oom", dict(step=work.step, where="step", rank=ranks.rank, before=vars(plan), after=vars(smaller)))
+        )
+        plan = smaller
+
+
+def _after_out_of_memory(ranks, store, plan, failures):
+    """The plan to try next: the same one once, the cache being free now, then smaller ones."""
+    release_memory(ranks.device)
+    if failures == 1:
+        return plan
+    smaller = shrink_plan(plan, longest_tokens=2 * store.meta["source"]["max_seq_len"])
+    if smaller is None:
+        raise RuntimeError(
+            f"out of memory with the smallest plan ({plan}): one example does not fit; lower --max_seq_len or free the GPU"
+        )
+    return smaller
+
+
+def _attempt(ranks, model, store, plan, config, work, gradients):
+    """Fill the gradient buffer with this rank's part of the step; no collective inside."""
+    try:
+        return _local_gradients(ranks, model, store, plan, config, work, gradients)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return Attempt(Outcome.OUT_OF_MEMORY)
+
+
+def _local_gradients(ranks, model, store, plan, config, work, gradients):
+    gradients.flat.zero_()
+    model.gradient_checkpointing = plan.gradient_checkpointing
+    parts = cut(work.ids, store.lengths[work.ids], plan.micro_batch_tokens)
+    data_wait_seconds = 0.0
+    for index, part in enumerate(parts):
+        started = time.perf_counter()
+        micro_batch = collate(store, part, work.start_id, ranks.device)
+        data_wait_seconds += time.perf_counter() - started
+        if config.dropout:
+            torch.manual_seed(_dropout_seed(config.seed, work.step, ranks.rank, index))
+        faults.fire("forward", work.step)
+        loss = model(micro_batch, plan.chunk_tokens, config.z_loss) / work.target_tokens
+        if faults.fire("loss", work.step):
+            loss = loss * torch.nan
+        faults.fire("backward_first" if index == 0 else "backward", work.step)
+        loss.backward()
+        gradients.loss.add_(loss.detach())
+    faults.fire("reduce", work.step)
+    finite = torch.isfinite(gradients.flat.norm()).item()  # the step's one wait for the device
+    return Attempt(Outcome.OK if finite else Outcome.NOT_FINITE, len(parts), data_wait_seconds)
+
+
+def _dropout_seed(*numbers):
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
+
+
+def _commit(ranks, optimizer, gradients, rate, max_grad_norm, step):
+    """Reduce, clip and update the weights; returns the gradient's norm before clipping, on the device.
+
+    A sum over ranks that is not finite though every part was leaves the weights as they are: gradient and rate become 0.
+    """
+    sum_over_ranks(ranks, gradients.flat)
+    norm = gradients.gradients.norm()
+    finite = torch.isfinite(norm)
+    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if max_grad_norm else torch.ones_like(norm)
+    gradients.gradients.nan_to_num_(0.0, 0.0, 0.0).mul_(torch.where(finite, scale, 0.0))
+    faults.fire("optimizer", step)
+    set_learn_rate(optimizer, torch.where(finite, rate, 0.0))
+    optimizer.step()
+    return norm
