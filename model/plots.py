@@ -31,7 +31,7 @@ def plot_run(run_dir: str | Path) -> Path | None:
 
 
 def _curve(axes, records: list[dict], kind: str, key: str, **look) -> None:
-    points = [(record["step"], record[key]) for record in records if record["kind"] == kind]
+    points = [(record["step"], record.get(key)) for record in records if record["kind"] == kind]
     points = [(step, value) for step, value in points if value is not None]
     axes.plot([step for step, _ in points], [value for _, value in points], **look)
 

@@ -33,7 +33,7 @@ def main() -> int:
             time.sleep(options.watch)
             print()
             show(options.run_dir)
-    except ValueError as error:
+    except (ValueError, PermissionError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def state(records: list[dict], now: float) -> str:
     if last_stop:
         return f"{STOPS.get(last_stop['reason'], last_stop['reason'])} at step {last_stop['step']:,}"
     quiet_seconds = max(0, now - records[-1]["time"])
-    if quiet_seconds > max(QUIET_SECONDS, 5 * longest_pause(records)):
+    if quiet_seconds > max(QUIET_SECONDS, 2 * longest_pause(records)):
         return f"silent for {human_seconds(quiet_seconds)}: it may be dead, see the end of the newest file in logs/"
     return f"training, last line {human_seconds(quiet_seconds)} ago"
 
@@ -103,14 +103,14 @@ def training_rows(start: dict, trained: list[dict], records: list[dict]) -> dict
     last = trained[-1]
     rows = {
         "step": out_of(last["step"], start.get("total_steps")),
-        "epoch": f"{last['epoch']:.4g}" + (f" of {start['epochs']}" if "epochs" in start else ""),
+        "epoch": f"{last['epoch']:.4g}" + (f" of {start['epochs']}" if start.get("epochs") else ""),
         "pairs seen": out_of(last["pairs_seen"], start.get("total_pairs")),
         "training loss": loss_row(trained),
         "learning rate": f"{last['learn_rate']:.3e}",
         "speed": f"{last['tokens_per_second']:,.0f} tokens/s",
     }
     pace = seconds_per_step(records)
-    if pace and "total_steps" in start:
+    if pace and start.get("total_steps"):
         rows["time left"] = human_seconds(pace * max(0, start["total_steps"] - last["step"]))
     peak = max(trained, key=lambda record: record.get("peak_bytes") or 0)
     if peak.get("peak_bytes"):
@@ -157,12 +157,18 @@ def at_step(record: dict, key: str) -> str:
     return f"{record[key]:.4f} (step {record['step']:,})"
 
 
+def events_row(events: list[dict]) -> str:
+    if not events:
+        return "0"
+    last = events[-1]
+    step = f", last at step {last['step']:,}" if "step" in last else ""
+    return f"{len(events)}{step}" + (f" in {last['where']}" if "where" in last else "")
+
+
 def event_rows(records: list[dict], now: float) -> dict[str, str]:
     rows = {}
     for kind, name in (("oom", "out of memory"), ("resume", "resumes")):
-        events = of_kind(records, kind)
-        where = f", last in {events[-1]['where']}" if events and "where" in events[-1] else ""
-        rows[name] = f"{len(events)}, last at step {events[-1]['step']:,}{where}" if events else "0"
+        rows[name] = events_row(of_kind(records, kind))
     saved = of_kind(records, "save")
     if saved:
         ago = human_seconds(max(0, now - saved[-1]["time"]))
