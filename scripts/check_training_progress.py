@@ -1,0 +1,182 @@
+"""Where a run stands, told from its journal alone: reading it never disturbs the training.
+
+    python scripts/check_training_progress.py [RUN_DIR] [--watch SECONDS]
+
+Exit code 2 if there is no journal to read.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from model.report import human_bytes, human_seconds, read_journal  # noqa: E402
+
+QUIET_SECONDS = 600
+RECENT_LINES = 20
+STOPS = {"finished": "finished", "asked": "stopped, as asked", "failed": "failed"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Where a run stands, from its journal.")
+    parser.add_argument("run_dir", nargs="?", help="default: the run under model_save/ that wrote last")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="show again every SECONDS until Ctrl+C")
+    options = parser.parse_args()
+    try:
+        if options.watch is not None and options.watch <= 0:
+            raise ValueError(f"--watch={options.watch:g}: seconds between two looks must be above 0, e.g. --watch 10")
+        show(options.run_dir)
+        while options.watch:
+            time.sleep(options.watch)
+            print()
+            show(options.run_dir)
+    except (ValueError, PermissionError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def show(run_dir: str | None) -> None:
+    path = find_journal(run_dir)
+    rows = {"run": str(path.parent)} | describe(read_journal(path), time.time())
+    width = max(map(len, rows))
+    print("\n".join(f"{name:{width}}  {text}" for name, text in rows.items()), flush=True)
+
+
+def find_journal(run_dir: str | None) -> Path:
+    """The journal of the run, or the one written last. Raises ValueError if there is none."""
+    if run_dir is not None:
+        path = Path(run_dir) / "metrics.jsonl"
+        if not path.is_file():
+            raise ValueError(f"no journal at {path}: name a run directory, for example model_save/pretrain")
+        return path
+    found = {path for folder in (Path.cwd(), ROOT) for path in folder.glob("model_save/*/metrics.jsonl")}
+    if not found:
+        raise ValueError("no model_save/*/metrics.jsonl here: name the run directory (its output_dir)")
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def describe(records: list[dict], now: float) -> dict[str, str]:
+    """What each row of the report says, by its name. `now` in unix seconds."""
+    if not records:
+        raise ValueError("the journal is still empty: the run has not started its first step, look again in a minute")
+    start = (of_kind(records, "start") or [{}])[-1]
+    trained = of_kind(records, "train")
+    rows = {"state": state(records, now)}
+    if trained:
+        rows |= training_rows(start, trained, records)
+    return rows | evaluation_rows(of_kind(records, "eval")) | event_rows(records, now)
+
+
+def of_kind(records: list[dict], kind: str) -> list[dict]:
+    return [record for record in records if record["kind"] == kind]
+
+
+def state(records: list[dict], now: float) -> str:
+    last_stop = next((record for record in reversed(current_attempt(records)) if record["kind"] == "stop"), None)
+    if last_stop:
+        return f"{STOPS.get(last_stop['reason'], last_stop['reason'])} at step {last_stop['step']:,}"
+    quiet_seconds = max(0, now - records[-1]["time"])
+    if quiet_seconds > max(QUIET_SECONDS, 2 * longest_pause(records)):
+        return f"silent for {human_seconds(quiet_seconds)}: it may be dead, see the end of the newest file in logs/"
+    return f"training, last line {human_seconds(quiet_seconds)} ago"
+
+
+def current_attempt(records: list[dict]) -> list[dict]:
+    """The lines since the last start or resume, it included: a stretch during which one process ran."""
+    begins = [number for number, record in enumerate(records) if record["kind"] in ("start", "resume")]
+    return records[begins[-1] :] if begins else records
+
+
+def longest_pause(records: list[dict]) -> float:
+    """Seconds of the longest wait between two lines of the current attempt."""
+    times = [record["time"] for record in current_attempt(records)]
+    return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0)
+
+
+def training_rows(start: dict, trained: list[dict], records: list[dict]) -> dict[str, str]:
+    last = trained[-1]
+    rows = {
+        "step": out_of(last["step"], start.get("total_steps")),
+        "epoch": f"{last['epoch']:.4g}" + (f" of {start['epochs']}" if start.get("epochs") else ""),
+        "pairs seen": out_of(last["pairs_seen"], start.get("total_pairs")),
+        "training loss": loss_row(trained),
+        "learning rate": f"{last['learn_rate']:.3e}",
+        "speed": f"{last['tokens_per_second']:,.0f} tokens/s",
+    }
+    pace = seconds_per_step(records)
+    if pace and start.get("total_steps"):
+        rows["time left"] = human_seconds(pace * max(0, start["total_steps"] - last["step"]))
+    peak = max(trained, key=lambda record: record.get("peak_bytes") or 0)
+    if peak.get("peak_bytes"):
+        rows["peak memory"] = f"{human_bytes(peak['peak_bytes'])} (by step {peak['step']:,})"
+    return rows
+
+
+def out_of(done: int, total: int | None) -> str:
+    return f"{done:,} of {total:,} ({done / total:.1%})" if total else f"{done:,}"
+
+
+def loss_row(trained: list[dict]) -> str:
+    """The loss now and about 100 steps ago."""
+    now, earlier = trained[-1], [record for record in trained if record["step"] <= trained[-1]["step"] - 100]
+    return number(now["loss"]) + (f" (step {earlier[-1]['step']:,}: {number(earlier[-1]['loss'])})" if earlier else "")
+
+
+def number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def seconds_per_step(records: list[dict]) -> float | None:
+    """Recent wall seconds of a step, evaluations and saves included; None where the journal cannot tell."""
+    lines = of_kind(current_attempt(records), "train")[-RECENT_LINES:]
+    if len(lines) < 2 or lines[-1]["step"] == lines[0]["step"]:
+        return of_kind(records, "train")[-1].get("step_seconds")
+    return (lines[-1]["time"] - lines[0]["time"]) / (lines[-1]["step"] - lines[0]["step"])
+
+
+def evaluation_rows(evaluated: list[dict]) -> dict[str, str]:
+    rows = {}
+    losses = [record for record in evaluated if record.get("loss") is not None]
+    if losses:
+        best = min(losses, key=lambda record: record["loss"])
+        rows["validation loss"] = f"best {at_step(best, 'loss')}, last {at_step(losses[-1], 'loss')}"
+    for key, name in (("bleu", "BLEU"), ("chrf", "chrF")):
+        scored = [record for record in evaluated if record.get(key) is not None]
+        if scored:
+            rows[name] = at_step(scored[-1], key)
+    return rows
+
+
+def at_step(record: dict, key: str) -> str:
+    return f"{record[key]:.4f} (step {record['step']:,})"
+
+
+def events_row(events: list[dict]) -> str:
+    if not events:
+        return "0"
+    last = events[-1]
+    step = f", last at step {last['step']:,}" if "step" in last else ""
+    return f"{len(events)}{step}" + (f" in {last['where']}" if "where" in last else "")
+
+
+def event_rows(records: list[dict], now: float) -> dict[str, str]:
+    rows = {}
+    for kind, name in (("oom", "out of memory"), ("resume", "resumes")):
+        rows[name] = events_row(of_kind(records, kind))
+    saved = of_kind(records, "save")
+    if saved:
+        ago = human_seconds(max(0, now - saved[-1]["time"]))
+        rows["checkpoint"] = f"{saved[-1]['path']} (step {saved[-1]['step']:,}, {ago} ago)"
+    else:
+        rows["checkpoint"] = "none yet"
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
