@@ -5,6 +5,7 @@ run's differences from its preset. What is set is what is used, or `load_config`
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,11 +27,9 @@ class T5ModelConfig:
     layer_norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        bad = [
-            f"{f.name}={v!r}" for f in fields(self) if not (v := getattr(self, f.name)) > 0 and f.name != "vocab_size"
-        ]
-        if bad or self.vocab_size < 0:
-            raise ValueError(f"the model's numbers must be above zero, not {', '.join(bad) or self.vocab_size}")
+        bad = [f"{name}={value!r}" for name, value in asdict(self).items() if value <= 0 and name != "vocab_size"]
+        if bad:
+            raise ValueError(f"the model's numbers must be above zero, not {', '.join(bad)}")
 
 
 MODELS = {
@@ -73,7 +72,6 @@ class TrainConfig:
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
     gradient_checkpointing: str = "auto"  # auto (where the plan needs it), True, False
-    compile: str = "auto"  # auto (where it repays itself in this run), True, False
     micro_batch_tokens: int = 0  # tokens of both sides in one forward; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: what is free
     deterministic: bool = False  # the same bits from the same run on the same hardware
@@ -107,7 +105,6 @@ CHOICES = dict(
     lr_schedule=("cosine", "wsd"),
     mixed_precision=("auto", "bf16", "no"),
     gradient_checkpointing=("auto", "True", "False"),
-    compile=("auto", "True", "False"),
     trainable=("all", "decoder"),
     backend=("auto", "nccl", "gloo"),
 )
@@ -133,41 +130,32 @@ def _problems(config):
         yield "output_dir is empty: name a directory"
 
 
+SFT = dict(
+    finetune_from_ckp_file="model_save/pretrain/best", train_file="data/sft_train.parquet",
+    validation_file="data/sft_valid.parquet", epochs=3, learn_rate=2e-3, warmup_steps=100, logging_steps=10,
+)  # fmt: skip
 PRESETS = {
     "pretrain": {},
     "pretrain_large": dict(output_dir="model_save/pretrain_large", model="chatlm", max_seq_len=192),
-    "sft": dict(
-        output_dir="model_save/sft", finetune_from_ckp_file="model_save/pretrain/best",
-        train_file="data/sft_train.parquet", validation_file="data/sft_valid.parquet",
-        epochs=5, batch_size_per_gpu=20, learn_rate=2e-3, warmup_steps=100, logging_steps=10,
-    ),
-    "sft_small": dict(
-        output_dir="model_save/sft_small", finetune_from_ckp_file="model_save/pretrain/best",
-        train_file="data/sft_train.parquet", validation_file="data/sft_valid.parquet",
-        epochs=3, batch_size_per_gpu=1, gradient_accumulation_steps=8, learn_rate=1e-3, warmup_steps=100, logging_steps=10,
-    ),
-    "sft_fast": dict(
-        output_dir="model_save/sft_fast", finetune_from_ckp_file="model_save/pretrain/best",
-        train_file="data/sft_train.parquet", validation_file="data/sft_valid.parquet",
-        epochs=3, batch_size_per_gpu=16, learn_rate=2e-3, warmup_steps=20, logging_steps=10, save_steps=156,
-    ),
-}  # fmt: skip
+    "sft": SFT | dict(output_dir="model_save/sft", epochs=5, batch_size_per_gpu=20),
+    "sft_small": SFT | dict(output_dir="model_save/sft_small", batch_size_per_gpu=1, gradient_accumulation_steps=8),
+    "sft_fast": SFT | dict(output_dir="model_save/sft_fast", batch_size_per_gpu=16, warmup_steps=20, save_steps=156),
+}
 
 
-def preset_name(*, is_finetune=False, use_small_config=False, use_fast_config=False, use_large_config=False):
+def preset_name(is_finetune=False, use_small_config=False, use_fast_config=False, use_large_config=False):
     """Name of the preset that these flags choose; small and fast imply is_finetune.
 
     Raises ValueError for flags that contradict each other.
     """
-    flags = dict(use_small_config="sft_small", use_fast_config="sft_fast", use_large_config="pretrain_large")
-    chosen = [
-        flag for flag, value in zip(flags, (use_small_config, use_fast_config, use_large_config), strict=True) if value
-    ]
-    if len(chosen) > 1:
-        raise ValueError(f"--{' and --'.join(chosen)} contradict each other: give one of them")
-    if use_large_config and is_finetune:
-        raise ValueError("--use_large_config is a pre-training preset and contradicts --is_finetune: give one of them")
-    return flags[chosen[0]] if chosen else "sft" if is_finetune else "pretrain"
+    flags = dict(sft_small=use_small_config, sft_fast=use_fast_config, pretrain_large=use_large_config)
+    chosen = [name for name, value in flags.items() if value]
+    if len(chosen) > 1 or (use_large_config and is_finetune):
+        raise ValueError(
+            "use_small_config, use_fast_config (both fine-tuning) and use_large_config (pre-training) contradict "
+            "each other: give one of them"
+        )
+    return chosen[0] if chosen else "sft" if is_finetune else "pretrain"
 
 
 def load_config(preset, overrides):
@@ -178,47 +166,49 @@ def load_config(preset, overrides):
     kinds = {f.name: f.type for f in fields(TrainConfig)}
     values, problems = dict(PRESETS[preset]), []
     for name, value in overrides.items():
-        if name not in kinds:
-            near = get_close_matches(name, [*kinds, *TRAIN_FLAGS], n=1)
-            problems.append(f"unknown option --{name}" + (f": did you mean --{near[0]}?" if near else ""))
-            continue
         try:
-            values[name] = as_type(name, value, kinds[name])
+            values[name] = as_type(name, value, kinds)
         except ValueError as error:
             problems.append(str(error))
     try:
-        config = TrainConfig(**values)
+        config = TrainConfig(**{name: value for name, value in values.items() if name in kinds})
     except ValueError as error:
-        problems += str(error).splitlines()[1:] if problems else str(error).splitlines()
+        problems += str(error).splitlines()[1:]
     if problems:
-        raise ValueError("\n  ".join(problem.strip() for problem in problems))
+        raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
     return config
 
 
-TRAIN_FLAGS = (
-    "is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite",
-)  # fmt: skip
-TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
+FLAGS = ("is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite")
+WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-def as_type(name, value, kind):
-    """`value` of the option --`name` as a `kind`; raises ValueError where that would lose something."""
-    text = str(value).strip()
+def as_bool(name, text):
+    """True or False as people type it; raises ValueError for anything else."""
+    if (word := str(text).strip().lower()) in WORDS:
+        return WORDS[word]
+    raise ValueError(f"--{name}={text}: this option takes True or False")
+
+
+def as_type(name, value, kinds):
+    """`value` of the option --`name` as its kind; raises ValueError where that would lose something."""
+    if name not in kinds:
+        near = get_close_matches(name, [*kinds, *FLAGS], n=1)
+        raise ValueError(f"unknown option --{name}" + (f": did you mean --{near[0]}?" if near else ""))
+    kind, text = kinds[name], str(value).strip()
+    if kind is bool:
+        return as_bool(name, text)
     if kind is str:
-        canonical = {word: str(word in TRUE) for word in TRUE + FALSE}  # for the options auto, True, False
-        return canonical.get(text.lower(), text) if "True" in CHOICES.get(name, ()) else str(value)
-    if kind is bool and text.lower() in TRUE + FALSE:
-        return text.lower() in TRUE
+        return str(WORDS[text.lower()]) if "True" in CHOICES.get(name, ()) and text.lower() in WORDS else str(value)
     try:
-        if kind is int and float(text) == int(float(text)):
-            return int(text) if text.lstrip("+-").isdigit() else int(float(text))
-        if kind is float:
-            return float(text)
+        number = float(text)
+        if kind is float and math.isfinite(number):
+            return number
+        if kind is int and number == int(number):
+            return int(number)
     except (ValueError, OverflowError):
         pass
-    raise ValueError(
-        f"--{name}={text}: this option takes {dict(bool='True or False', int='a whole number').get(kind.__name__, 'a number')}"
-    )
+    raise ValueError(f"--{name}={text}: this option takes a {'whole ' if kind is int else ''}number")
 
 
 def global_batch(config, world_size, given):
@@ -247,8 +237,3 @@ def model_config(name):
     except (OSError, TypeError, json.JSONDecodeError) as error:
         shape = json.dumps(MODELS["small"])
         raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {shape}") from None
-
-
-def to_dict(config):
-    """`config` as plain values, for JSON."""
-    return asdict(config)

@@ -34,6 +34,7 @@ class TrainState:
     tokenizer_fingerprint: str = ""
     num_pairs: int = 0  # of the training file
     plan: dict | None = None  # how steps are cut
+    evaluated_step: int = 0  # the last step that was evaluated
 
     def after(self, result):
         return replace(self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan))
@@ -45,7 +46,7 @@ class Checkpoint:
 
     path: Path
     state: TrainState
-    weights: dict
+    tensors: dict
     optimizer: dict
 
 

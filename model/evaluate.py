@@ -36,7 +36,7 @@ def evaluating(model):
 
 
 def evaluate_loss(ranks, model, store, plan, start_id, step=0):
-    """Mean cross-entropy over all target tokens of `store` in nats, each pair counted once; None if a stop was asked."""
+    """Mean cross-entropy a target token of `store` in nats, each pair counted once; None if a stop was asked."""
     mine = np.arange(ranks.rank, len(store), ranks.world_size)
     total = torch.zeros(2, dtype=torch.float64)  # loss, target tokens
     with evaluating(model):

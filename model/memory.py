@@ -83,11 +83,19 @@ def is_out_of_memory(error):
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in (*signs, "DefaultCPUAllocator"))
 
 
-def free_memory(device):
-    """Bytes this process can still allocate on `device`; None on a CPU."""
+def free_memory(device, limit_gb=0.0):
+    """Bytes this process may still allocate on `device` under its limit (GiB; 0: none); None on a CPU."""
     if device.type != "cuda":
         return None
-    return torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(device)[0]
+    return min(free, int(limit_gb * 2**30) - torch.cuda.memory_reserved(device)) if limit_gb else free
+
+
+def limit_memory(device, limit_gb):
+    """Let this process use at most `limit_gb` GiB of `device`; 0 sets no limit."""
+    if limit_gb and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(limit_gb * 2**30 / total, 1.0), device)
 
 
 def release_memory(device):

@@ -124,6 +124,20 @@ def gather_json(ranks, value):
     return [ujson.loads(bytes(part.tolist()).decode()) for part in parts]
 
 
+def from_main(ranks, function, *args):
+    """What `function(*args)` (plain values) gives on rank 0, on every rank; so are its ValueError and RuntimeError."""
+    outcome = None
+    if ranks.is_main:
+        try:
+            outcome = ("value", function(*args))
+        except (ValueError, RuntimeError) as error:
+            outcome = (type(error).__name__, str(error))
+    kind, value = gather_json(ranks, outcome)[0]
+    if kind != "value":
+        raise (RuntimeError if kind == "RuntimeError" else ValueError)(value)
+    return value
+
+
 def agree(ranks, what, value):
     """Raise RuntimeError unless every rank has the same `value`."""
     values = gather_json(ranks, value)

@@ -162,7 +162,8 @@ def _after_out_of_memory(ranks, store, plan, failures):
     smaller = shrink_plan(plan, longest_tokens=2 * store.meta["source"]["max_seq_len"])
     if smaller is None:
         raise RuntimeError(
-            f"out of memory with the smallest plan ({plan}): one example does not fit; lower --max_seq_len or free the GPU"
+            f"out of memory with the smallest plan ({plan}): lower --max_seq_len, or free memory and go on with "
+            "--is_keep_training=True"
         )
     return smaller
 
@@ -207,7 +208,7 @@ def _dropout_seed(*numbers):
 def _commit(ranks, optimizer, gradients, rate, max_grad_norm, step):
     """Reduce, clip and update the weights; returns the gradient's norm before clipping, on the device.
 
-    A sum over ranks that is not finite though every part was leaves the weights as they are: gradient and rate become 0.
+    A sum over ranks that is not finite though every part was leaves the weights alone: gradient and rate become 0.
     """
     sum_over_ranks(ranks, gradients.flat)
     norm = gradients.gradients.norm()

@@ -1,0 +1,260 @@
+"""The story of a run: options, ranks, data, model, plan, steps; evaluation and checkpoints between them.
+
+accelerate launch --multi_gpu --num_processes 3 ./train_low_mem.py train --is_keep_training=True
+python train_low_mem.py train|test [--any_field=value …]
+"""
+
+import hashlib
+import logging
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: against fragmentation
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: what --deterministic needs
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads local files only
+
+import accelerate
+import fire
+import torch
+import transformers
+from fire.decorators import SetParseFn
+
+from model.checkpoint import save_checkpoint
+from model.dataset import describe_store
+from model.evaluate import answer_pairs, evaluate_loss, score
+from model.export import as_hugging_face, export_model
+from model.memory import peak_memory
+from model.prepare import prepare_run, prepare_test
+from model.ranks import agree, from_main, saving, start_ranks, stop_asked, stop_ranks, vote, watch_signals
+from model.report import Journal, Progress, epoch_line, open_log, progress_note, train_line
+from model.run_dir import admit, append_sample_ids, cut_sample_ids, read_request, write_json
+from model.step import train_steps
+
+LOGGER = logging.getLogger("chat_trainer")
+LOGS_DIR = "logs"
+
+
+@SetParseFn(str)
+def train(*stray, **options):
+    """Train a model, or go on with one: every field of TrainConfig is an option (README has the table)."""
+    request = read_request(stray, options)
+    watch_signals()
+    config = request.config
+    ranks = start_ranks(config.backend, config.ddp_timeout_s)
+    agree(ranks, "the options", asdict(config))
+    if ranks.is_main:
+        open_log(LOGS_DIR, request.preset)
+    resumed = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
+    run, state, plan = prepare_run(ranks, config, request.given, resumed)
+    with Journal(run.dir / "metrics.jsonl" if ranks.is_main else None) as journal:
+        if state.pairs_seen >= run.course.total_pairs and state.evaluated_step == state.step:
+            say(ranks, f"{run.dir} is finished: {config.epochs} epochs done; raise --epochs to train longer")
+            return
+        begin(run, journal, request, state, plan)
+        finish(run, journal, *train_to_the_end(run, journal, state, plan))
+
+
+def train_to_the_end(run, journal, state, plan):
+    """Train, evaluate and save from `state` on; returns the last state and why it ended: finished or asked."""
+    config, course = run.config, run.course
+    recent, saved_at = [], time.monotonic()
+    state, stop = evaluate_if_due(run, journal, state, plan)
+    steps = train_steps(
+        run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen
+    )  # fmt: skip
+    with Progress("training", total_steps(run, state), done=state.step, shown=run.ranks.is_main) as progress:
+        while not stop and (result := next(steps, None)):
+            state, stop = state.after(result), result.stop
+            recent.append(result)
+            write_events(run, journal, result)
+            last = result.ends_epoch or stop or result.pairs_seen == course.total_pairs
+            if last or result.step % config.logging_steps == 0:
+                progress.update(result.step, log_steps(run, journal, recent))
+                recent.clear()
+            if not stop:
+                state, stop = evaluate_if_due(run, journal, state, result.plan)
+            late = time.monotonic() - saved_at > config.save_seconds
+            if last or stop or late or result.step % config.save_steps == 0:
+                save(run, journal, state)
+                saved_at = time.monotonic()
+    return state, "asked" if stop else "finished"
+
+
+def begin(run, journal, request, state, plan):
+    """Write down what runs, and from where."""
+    config, ranks = run.config, run.ranks
+    plain = asdict(config)
+    if ranks.is_main:
+        write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=plain))
+        write_json(run.dir / "plan.json", asdict(plan))
+        cut_sample_ids(run.dir, state.step)
+    journal.write(
+        "start", preset=request.preset, config_hash=hashlib.sha256(repr(plain).encode()).hexdigest()[:16],
+        world=ranks.world_size, backend=ranks.backend, device=device_name(ranks.device),
+        dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
+        tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
+        global_batch=run.course.global_batch, total_pairs=run.course.total_pairs, epochs=config.epochs,
+        total_steps=total_steps(run, state),
+    )  # fmt: skip
+    journal.write("resume", step=state.step, pairs_seen=state.pairs_seen)
+    where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}, {run.model.compute_dtype}"
+    say(ranks, f"{total_steps(run, state)} steps of {run.course.global_batch} pairs on {where}")
+
+
+def total_steps(run, state):
+    """Number of the run's last step when every step from now on has the present global batch."""
+    num_pairs, batch = len(run.train), run.course.global_batch
+    left = run.course.total_pairs - state.pairs_seen
+    in_this_epoch = left % num_pairs
+    return state.step + -(-in_this_epoch // batch) + (left // num_pairs) * -(-num_pairs // batch)
+
+
+def write_events(run, journal, result):
+    """Journal what went wrong on the way to a step, and its example ids where they are wanted."""
+    for kind, values in result.events:
+        journal.write(kind, **values)
+        say(run.ranks, f"{kind}: {values}")
+    if run.config.log_sample_ids:
+        append_sample_ids(run.dir, run.ranks.rank, result)
+
+
+def log_steps(run, journal, results):
+    """Write one train line over `results`, the steps since the last one; returns the progress line's note."""
+    peak_bytes, reserved_bytes, host_rss_bytes = peak_memory(run.ranks.device)
+    done = [result for result in results if not result.skipped]
+    seconds, tokens = sum(r.step_seconds for r in results), sum(r.tokens for r in results)
+    target_tokens = sum(r.target_tokens for r in done)
+    loss = sum(float(r.loss) * r.target_tokens for r in done) / target_tokens if done else float("nan")
+    last = results[-1]
+    values = dict(
+        step=last.step, epoch=last.epoch, loss=loss, learn_rate=last.learn_rate, grad_norm=float(last.grad_norm),
+        pairs_seen=last.pairs_seen, target_tokens=target_tokens, tokens=tokens, tokens_per_second=tokens / seconds,
+        step_seconds=seconds / len(results), micro_batches=sum(r.micro_batches for r in results) / len(results),
+        peak_bytes=peak_bytes, reserved_bytes=reserved_bytes, host_rss_bytes=host_rss_bytes,
+        data_wait_seconds=sum(r.data_wait_seconds for r in results) / len(results),
+    )  # fmt: skip
+    journal.write("train", **values)
+    say(run.ranks, train_line(values))
+    return progress_note(loss, tokens / seconds)
+
+
+def evaluate_if_due(run, journal, state, plan):
+    """(state, stop asked): evaluated at the end of each epoch and every eval_steps, best/ kept by validation loss."""
+    config, ranks = run.config, run.ranks
+    at_epoch_end = state.pairs_seen % len(run.train) == 0 or state.pairs_seen >= run.course.total_pairs
+    due = at_epoch_end or (config.eval_steps and state.step % config.eval_steps == 0)
+    if state.step == state.evaluated_step or not due:
+        return state, False
+    scores = measure(run, run.validation, plan, config.bleu_pairs, state.step)
+    if scores is None:
+        return state, True
+    journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores)
+    state = replace(state, evaluated_step=state.step)
+    if state.best_loss is None or scores["loss"] < state.best_loss:
+        state = replace(state, best_loss=scores["loss"], best_step=state.step)
+        if ranks.is_main:
+            export_model(run.model, run.tokenizer, run.dir / "best")
+    say(ranks, epoch_line(dict(
+        epoch=state.pairs_seen / len(run.train), step=state.step, val_loss=scores["loss"],
+        cur_bleu4=scores.get("bleu"), cur_chrf=scores.get("chrf"),
+        best_val_loss=state.best_loss, best_step=state.best_step,
+    )))  # fmt: skip
+    return state, bool(vote(ranks, stop_asked())[0])
+
+
+def measure(run, store, plan, num_answers, step):
+    """Loss, and BLEU and chrF of `num_answers` generated answers, on `store`; None when a stop was asked for."""
+    loss = evaluate_loss(run.ranks, run.model, store, plan, run.tokenizer.pad_id, step)
+    if loss is None or not num_answers:
+        return loss if loss is None else dict(loss=loss)
+    stock = as_hugging_face(run.model, run.tokenizer)
+    answers = answer_pairs(
+        run.ranks, stock, store, run.tokenizer, num_answers, run.config.max_new_tokens, run.model.compute_dtype, step
+    )
+    return None if answers is None else dict(loss=loss, **score(answers))
+
+
+def save(run, journal, state):
+    """Write a checkpoint; a disk that refuses is said aloud and the run goes on."""
+    if not run.ranks.is_main:
+        return
+    started = time.monotonic()
+    try:
+        with saving():
+            path = save_checkpoint(run.dir, state, run.model, run.optimizer, run.config.keep_latest_n_ckp)
+    except OSError as error:
+        LOGGER.error(
+            "no checkpoint of step %d: %s; earlier ones are whole, the next save tries again", state.step, error
+        )
+        journal.write("save", step=state.step, error=str(error))
+    else:
+        journal.write("save", step=state.step, path=str(path), seconds=time.monotonic() - started)
+
+
+def finish(run, journal, state, reason):
+    """Leave last/ and the final word."""
+    if run.ranks.is_main:
+        with saving():
+            export_model(run.model, run.tokenizer, run.dir / "last")
+    journal.write("stop", step=state.step, reason=reason)
+    go_on = "" if reason == "finished" else "; go on with --is_keep_training=True"
+    say(run.ranks, f"{reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
+
+
+@SetParseFn(str)
+def test(*stray, **options):
+    """Loss, BLEU and chrF of a run's best/ model on test_file."""
+    request = read_request(stray, options, keep_training="auto")
+    watch_signals()
+    ranks = start_ranks(request.config.backend, request.config.ddp_timeout_s)
+    if ranks.is_main:
+        open_log(LOGS_DIR, request.preset)
+    run, plan = prepare_test(ranks, request.config)
+    scores = measure(run, run.validation, plan, request.config.bleu_pairs, 0)
+    if scores:
+        say(ranks, f"test {describe_store(run.validation)}")
+        say(ranks, f"test {run.dir / 'best'}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+
+
+def say(ranks, text):
+    """Log one line, on the main rank."""
+    if ranks.is_main:
+        LOGGER.info(text)
+
+
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
+
+
+def versions():
+    python = ".".join(map(str, sys.version_info[:3]))
+    libraries = {module.__name__: module.__version__ for module in (torch, transformers, accelerate)}
+    return dict(python=python, cuda=torch.version.cuda, **libraries)
+
+
+def main(argv):
+    """Run a command line; returns its exit code: 0 done or asked to stop, 2 bad options or input, 1 the rest."""
+    words = [word for word in argv if not word.startswith(("--local_rank", "--local-rank"))]
+    if not words or (words[0].startswith("--") and words[0] != "--help"):
+        words.insert(0, "train")
+    try:
+        fire.Fire(dict(train=train, test=test), words, name="train_low_mem.py")
+    except ValueError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault in what the user gave
+            print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0  # asked to stop before there was anything to save
+    except RuntimeError as error:
+        print(f"rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
+        logging.getLogger("chat_trainer").debug("", exc_info=True)
+        return 1
+    finally:
+        stop_ranks()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
