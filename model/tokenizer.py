@@ -60,7 +60,7 @@ class ChatTokenizer:
     """A loaded tokenizer and the ids that training and generation need.
 
     vocab_size is one more than the highest id, so an embedding of that many rows holds every token.
-    fingerprint is equal for two tokenizers exactly when they encode alike, wherever they are saved.
+    fingerprint covers all that decides the ids of a text, and saving the tokenizer again leaves it as it is.
     """
 
     backend: Tokenizer
@@ -155,11 +155,10 @@ def _sample_slices(texts: Iterable[str], max_chars: int = MAX_TRAINING_CHARS, se
     ticket = random.Random(seed).random
     kept, kept_chars, seen_chars, share = [], 0, 0, 1.0
     for piece in _slices(texts):
-        kept.append((ticket(), piece))
-        kept_chars += len(piece)
         seen_chars += len(piece)
-        if kept[-1][0] >= share:
-            kept_chars -= len(kept.pop()[1])
+        if (drawn := ticket()) < share:
+            kept.append((drawn, piece))
+            kept_chars += len(piece)
         while kept_chars > max_chars:
             share /= 2
             kept = [entry for entry in kept if entry[0] < share]
