@@ -19,7 +19,7 @@ from model.tokenizer import (
     train_tokenizer,
 )
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tokenizer.py"
+ROOT = Path(__file__).resolve().parents[1]
 TRAPS = ["[EOS]", "[PAD]", "[UNK]", "<0x41>", "<0xE4><0xBD><0xA0>", "</s>", "<pad>", "[", "<0x", "▁", "Ġ"]
 BLANKS = ["", " ", "  ", "\n", "\r\n", "\t", "\u3000", "\u00a0", "\u200b", "\u2028", "\x85", "\x00", "\x1b", "\x7f"]
 SIGNS = ["👨‍👩‍👧", "1️⃣", "🇨🇳", "é", "e\u0301", "ﷺ", "𠀀", "\ue000", "\ufeff", "\ufffd", "\U0010ffff", "，", "……"]
@@ -294,7 +294,7 @@ def test_loading_imports_neither_transformers_nor_torch(directory):
         "import sys; from model.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]); "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", code, directory], cwd=SCRIPT.parents[1], check=True)
+    subprocess.run([sys.executable, "-c", code, directory], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize(("vocab_size", "num_texts"), [(299, 1000), (400, 0), (400, 1)])
@@ -302,28 +302,3 @@ def test_training_refuses_too_few_tokens_or_texts(tmp_path, vocab_size, num_text
     with pytest.raises(ValueError, match="300"):
         train_tokenizer(["你好"] * num_texts, vocab_size, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def run_script(*arguments, cwd):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-
-
-def test_the_script_trains_on_pairs_and_lines_and_prints_a_summary(tmp_path):
-    texts = synthetic_texts(1200, num_characters=100)
-    (tmp_path / "lines.txt").write_text("\n".join(texts[:400]), encoding="utf-8")
-    pairs = zip(texts[400:800], texts[800:], strict=True)
-    lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    done = run_script("lines.txt", "pairs.jsonl", "--output_dir", "out", "--vocab_size", 700, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in ("vocabulary", "700 tokens", "characters per token", "time"))
-    assert load_tokenizer(tmp_path / "out").vocab_size == 700
-
-
-def test_the_script_answers_bad_input_with_one_line_and_exit_code_2(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("你好".encode("gb18030"))
-    for arguments in (["missing.txt"], ["latin.txt"], ["missing.jsonl"]):
-        done = run_script(*arguments, "--output_dir", "out", cwd=tmp_path)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert arguments[0] in done.stderr
