@@ -43,7 +43,7 @@ class _Cursor:
     def items(self) -> Iterator[object]:
         """The values of the array that begins here, one at a time."""
         self.at += 1
-        separator = "," if self.peek() != "]" else self.peek()
+        separator = "]" if self.peek() == "]" else ","
         while separator == ",":
             if self.peek() == "]":
                 raise self._error("a comma before the closing bracket; remove the comma")
@@ -78,7 +78,7 @@ class _Cursor:
         rest = self.text[self.at :]
         if len(rest) >= MAX_ITEM_CHARS:
             raise self._error(f"an item has more than {MAX_ITEM_CHARS:,} characters; write one JSON object a line")
-        more = self.file.read(max(CHUNK_CHARS, len(rest)))
+        more = self.file.read(min(max(CHUNK_CHARS, len(rest)), MAX_ITEM_CHARS - len(rest)))
         if more:
             self.lines_before += self.text.count("\n", 0, self.at)
             self.chars_before += self.at

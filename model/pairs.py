@@ -112,13 +112,8 @@ def clean_pair(prompt: str, response: str, max_chars: int) -> tuple[str, str] | 
     """The pair with both sides cleaned, or the one of REASONS why it is of no use; max_chars bounds each side."""
     prompt, response = clean_text(prompt), clean_text(response)
     both = prompt + response
-    problems = (
-        not prompt,
-        not response,
-        "\ufffd" in both,
-        _PRIVATE.search(both),
-        max_chars < len(max(prompt, response, key=len)),
-    )
+    is_long = max(len(prompt), len(response)) > max_chars
+    problems = (not prompt, not response, "\ufffd" in both, _PRIVATE.search(both), is_long)
     return next((reason for reason, found in zip(REASONS, problems, strict=True) if found), (prompt, response))
 
 
