@@ -1,0 +1,92 @@
+"""A JSON text of any size, value by value: arrays, JSON lines, or both after one another.
+
+Promises that memory is bounded by one value of at most MAX_ITEM_CHARS, and that what is malformed is a ValueError with
+its line.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import TextIO
+
+CHUNK_CHARS = 1 << 18
+MAX_ITEM_CHARS = 1 << 24
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_decode = json.JSONDecoder().raw_decode
+
+
+def read_json(file: TextIO) -> Iterator[Iterable]:
+    """The items of each value at the top of the text: an array's own, lazily, or the value alone.
+
+    Each must be used up before the next is asked for. Raises ValueError for malformed JSON.
+    """
+    cursor = _Cursor(file)
+    while opening := cursor.peek():
+        yield cursor.items() if opening == "[" else (cursor.value(),)
+
+
+class _Cursor:
+    """A place in a JSON text that is decoded value by value from a buffer of at most MAX_ITEM_CHARS."""
+
+    def __init__(self, file: TextIO):
+        self.file, self.text, self.at = file, "", 0
+        self.lines_before = self.chars_before = 0
+
+    def peek(self) -> str:
+        """The next character that is not white space, "" at the end of the file."""
+        self.at = _SPACE.match(self.text, self.at).end()
+        while self.at == len(self.text) and self._read_on():
+            self.at = _SPACE.match(self.text, self.at).end()
+        return self.text[self.at : self.at + 1]
+
+    def items(self) -> Iterator[object]:
+        """The values of the array that begins here, one at a time."""
+        self.at += 1
+        separator = "]" if self.peek() == "]" else ","
+        while separator == ",":
+            if self.peek() == "]":
+                raise self._error("a comma before the closing bracket; remove the comma")
+            yield self.value()
+            separator = self.peek()
+            self.at += separator == ","
+        if separator != "]":
+            raise self._error("no , or ] after an item of the list; the file was cut or edited: write it again")
+        self.at += 1
+
+    def value(self) -> object:
+        """The value that begins at the next character."""
+        self.peek()
+        while True:
+            try:
+                value, end = _decode(self.text, self.at)
+            except RecursionError:
+                raise self._error("brackets nested too deep; give a list of rows") from None
+            except ValueError as error:
+                # Only at the buffer's end, or in a string that runs past it, can more text mend the value.
+                at, problem = getattr(error, "pos", self.at), getattr(error, "msg", str(error))
+                is_cut = problem.startswith("Unterminated") or at > len(self.text) - 16
+                if not (is_cut and self._read_on()):
+                    self.at = at
+                    raise self._error(f"{problem}; repair the file here, or write it again") from None
+            else:
+                if end < len(self.text) or not self._read_on():
+                    self.at = end
+                    return value
+
+    def _read_on(self) -> bool:
+        rest = self.text[self.at :]
+        if len(rest) >= MAX_ITEM_CHARS:
+            raise self._error(f"an item has more than {MAX_ITEM_CHARS:,} characters; write one JSON object a line")
+        more = self.file.read(min(max(CHUNK_CHARS, len(rest)), MAX_ITEM_CHARS - len(rest)))
+        if more:
+            self.lines_before += self.text.count("\n", 0, self.at)
+            self.chars_before += self.at
+            self.text, self.at = rest + more, 0
+        return bool(more)
+
+    def _error(self, problem: str) -> ValueError:
+        line = self.lines_before + self.text.count("\n", 0, self.at) + 1
+        return ValueError(
+            f"{self.file.name} line {line:,} (character {self.chars_before + self.at:,}): malformed JSON: {problem}"
+        )

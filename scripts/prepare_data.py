@@ -1,0 +1,134 @@
+"""Cleans data files and writes their pairs as one parquet file, with a count of what was dropped and why.
+
+python scripts/prepare_data.py IN... --output OUT.parquet [--prompt_column NAME] [--response_column NAME]
+    [--max_chars 2048] [--overwrite]
+
+Reads .json, .jsonl, .csv, .tsv and .parquet. OUT.parquet appears whole or not at all. Host memory: about 100 bytes for
+each pair kept, to know duplicates, and a row group. Exit codes: 0 written, 2 input or options refused, 1 disk or
+permission. Damaged text is text with U+FFFD in it; private use means characters that no two fonts show alike.
+"""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from model.pairs import REASONS, clean_pair, find_columns, read_pairs, read_rows
+
+ROW_GROUP_PAIRS = 20_000
+SCHEMA = pa.schema({"prompt": pa.string(), "response": pa.string()})
+COLUMNS = ("read", "kept", *REASONS, "duplicate")
+
+
+def main() -> None:
+    options = parse_options()
+    try:
+        tables = prepare(options)
+    except (ValueError, OSError) as error:
+        print(f"prepare_data: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+    print(format_counts(tables))
+    print(f"{options.output}: {sum(counts['kept'] for _, counts in tables):,} pairs written")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="a .json, .jsonl, .csv, .tsv or .parquet file")
+    parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
+    parser.add_argument("--prompt_column", default="", metavar="NAME", help="found by its name when not given")
+    parser.add_argument("--response_column", default="", metavar="NAME", help="found by its name when not given")
+    parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT.parquet if it is there")
+    return parser.parse_args()
+
+
+def prepare(options: argparse.Namespace) -> list[tuple[str, Counter]]:
+    """Writes the output; gives (input, its counts by COLUMNS) in order. Raises ValueError, with nothing written."""
+    output = options.output
+    if output.suffix != ".parquet":
+        raise ValueError(f"--output={output}: the output is a parquet file; give it a name that ends in .parquet")
+    if output.exists() and not options.overwrite:
+        raise ValueError(f"--output={output}: it is there already; give another name, or add --overwrite")
+    if options.max_chars < 1:
+        raise ValueError(f"--max_chars={options.max_chars}: a side needs at least 1 character")
+    tables = [(path, Counter()) for path in options.inputs]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        write_parquet(clean_files(tables, options), partial)
+        if not any(counts["kept"] for _, counts in tables):
+            raise ValueError("no pair is left, so nothing was written:\n" + format_counts(tables))
+        os.replace(partial, output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return tables
+
+
+def clean_files(tables: list[tuple[str, Counter]], options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The pairs worth keeping, each once over all files; fills in the counts. ValueError if a side is always empty."""
+    seen = set()
+    for path, counts in tables:
+        has_prompt = has_response = False
+        for pair in read_pairs(path, options.prompt_column, options.response_column):
+            cleaned = clean_pair(*pair, options.max_chars)
+            has_prompt = has_prompt or cleaned != "empty prompt"
+            has_response = has_response or bool(pair[1].strip())
+            if not isinstance(cleaned, str) and (key := fingerprint(cleaned)) in seen:
+                cleaned = "duplicate"
+            counts["read"] += 1
+            counts[cleaned if isinstance(cleaned, str) else "kept"] += 1
+            if not isinstance(cleaned, str):
+                seen.add(key)
+                yield cleaned
+        if not (has_prompt and has_response):
+            raise ValueError(describe_empty_side(path, counts["read"], has_prompt, options))
+
+
+def fingerprint(pair: tuple[str, str]) -> bytes:
+    """16 bytes that differ for different pairs; clean text holds no NUL, so the two sides cannot run together."""
+    return blake2b("\0".join(pair).encode(), digest_size=16).digest()
+
+
+def describe_empty_side(path: str, num_rows: int, has_prompt: bool, options: argparse.Namespace) -> str:
+    """What to tell the user of a file that has no prompt, or no response, in any row."""
+    names = tuple(next(read_rows(path)))
+    prompts, responses = find_columns(names, options.prompt_column, options.response_column)
+    side = "response" if has_prompt else "prompt"
+    used = responses if has_prompt else dict.fromkeys(name for columns in prompts for name in columns)
+    return (
+        f"{path}: the {side} is empty in all {num_rows:,} rows (read from {', '.join(map(repr, used))}; columns found: "
+        f"{', '.join(map(repr, names))}); name the right one with --{side}_column=NAME, or leave the file out"
+    )
+
+
+def write_parquet(pairs: Iterator[tuple[str, str]], path: Path) -> None:
+    """Writes the pairs as they come, a row group of ROW_GROUP_PAIRS at a time."""
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+        while group := list(islice(pairs, ROW_GROUP_PAIRS)):
+            prompts, responses = zip(*group, strict=True)
+            writer.write_table(pa.table([prompts, responses], schema=SCHEMA))
+
+
+def format_counts(tables: list[tuple[str, Counter]]) -> str:
+    """A table: a line for each input and one for their total, a column for each of COLUMNS."""
+    total = sum((counts for _, counts in tables), Counter())
+    rows = [(Path(path).name, counts) for path, counts in tables] + [("total", total)]
+    width = max(len(name) for name, _ in rows)
+    lines = ["  ".join([" " * width, *(column.rjust(max(9, len(column))) for column in COLUMNS)])]
+    for name, counts in rows:
+        cells = (f"{counts[column]:,}".rjust(max(9, len(column))) for column in COLUMNS)
+        lines.append("  ".join([name.ljust(width), *cells]))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""scripts/prepare_data.py as people run it: what it writes, counts and refuses, and never half a file."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py"
+ROWS = [
+    {"prompt": "问一", "response": "答一"},
+    {"prompt": "\u3000问一\u200b", "response": "答一\r\n"},
+    {"prompt": "", "response": "答"},
+    {"prompt": "问", "response": None},
+    {"prompt": "问", "response": "坏\ufffd"},
+    {"prompt": "问", "response": "\ue844"},
+    {"prompt": "问", "response": "长" * 51},
+    {"prompt": "问二", "response": "答👩\u200d⚕️"},
+]
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    """Runs the script in tmp_path; gives (exit code, stdout, stderr)."""
+
+    def run(*words):
+        command = [sys.executable, SCRIPT, *map(str, words)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def write_rows(path, rows):
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    return path
+
+
+def counts_in(table, name):
+    header, *lines = (re.split(r"\s{2,}", line.strip()) for line in table.splitlines())
+    numbers = next(line[1:] for line in lines if line[0] == name)
+    return {column: int(number) for column, number in zip(header, numbers, strict=True)}
+
+
+def test_rows_are_cleaned_dropped_by_reason_and_counted_over_all_inputs(tmp_path, prepare):
+    write_rows(tmp_path / "messy.jsonl", ROWS)
+    (tmp_path / "medical.csv").write_bytes('title,ask,answer\n标题,"问\n三",答三\n问一,,答一\n'.encode("gb18030"))
+    code, table, errors = prepare("messy.jsonl", "medical.csv", "--output", "out/pairs.parquet", "--max_chars=50")
+    assert (code, errors) == (0, "")
+    dropped = {"empty prompt": 1, "empty response": 1, "damaged text": 1, "private use": 1, "too long": 1}
+    assert counts_in(table, "messy.jsonl") == {"read": 8, "kept": 2, **dropped, "duplicate": 1}
+    assert counts_in(table, "medical.csv") == {"read": 2, "kept": 1, **dict.fromkeys(dropped, 0), "duplicate": 1}
+    assert counts_in(table, "total") == {"read": 10, "kept": 3, **dropped, "duplicate": 2}
+    written = pq.read_table(tmp_path / "out" / "pairs.parquet").to_pylist()
+    assert [tuple(row.values()) for row in written] == [("问一", "答一"), ("问二", "答👩\u200d⚕️"), ("问\n三", "答三")]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["pairs.parquet"]
+
+
+def test_the_output_is_zstd_with_row_groups_of_20000_pairs_and_can_be_an_input(tmp_path, prepare):
+    write_rows(tmp_path / "many.jsonl", ({"prompt": f"问{i}", "response": "答"} for i in range(20_001)))
+    assert prepare("many.jsonl", "--output", "a.parquet")[0] == 0
+    assert prepare("a.parquet", "--output", "b.parquet")[0] == 0
+    file = pq.ParquetFile(tmp_path / "b.parquet")
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [20_000, 1]
+    assert file.metadata.row_group(0).column(0).compression == "ZSTD"
+    assert file.read() == pq.read_table(tmp_path / "a.parquet")
+
+
+def test_a_file_with_one_side_always_empty_is_refused_by_name(tmp_path, prepare):
+    write_rows(tmp_path / "belle.jsonl", [{"question": "q", "std_answer": "", "class": "c"}, {"question": ""}])
+    write_rows(tmp_path / "good.jsonl", ROWS)
+    code, table, errors = prepare("good.jsonl", "belle.jsonl", "--output", "out.parquet")
+    assert (code, table) == (2, "")
+    assert "belle.jsonl: the response is empty in all 2 rows (read from 'std_answer'; " in errors
+    assert "'question', 'std_answer', 'class'" in errors and "--response_column=NAME" in errors
+    write_rows(tmp_path / "noprompt.jsonl", [{"instruction": " ", "input": "", "output": "a"}])
+    code, _, errors = prepare("noprompt.jsonl", "--output", "out.parquet")
+    assert code == 2 and "the prompt is empty in all 1 rows (read from 'instruction', 'input'; " in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["belle.jsonl", "good.jsonl", "noprompt.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "0 bytes"),
+        ('[{"prompt": "p", "response": "r"},\n]', "line 2 (character 35): malformed JSON: a comma before"),
+        ('[{"prompt": "p", "response": "\\ufffd"}]', "no pair is left"),
+        ('[{"a": "p"}]', "no prompt or response column; found 'a'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_message_and_nothing_is_written(tmp_path, prepare, text, expected):
+    (tmp_path / "bad.json").write_text(text, encoding="utf-8")
+    code, table, errors = prepare("bad.json", "--output", "out.parquet")
+    assert (code, table) == (2, "") and expected in errors and "Traceback" not in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.json"]
+
+
+def test_an_output_that_is_there_stays_as_it_is_until_a_whole_one_replaces_it(tmp_path, prepare):
+    output = tmp_path / "out.parquet"
+    output.write_bytes(b"old")
+    write_rows(tmp_path / "good.jsonl", ROWS)
+    (tmp_path / "bad.json").write_text("[1", encoding="utf-8")
+    code, _, errors = prepare("good.jsonl", "--output", output)
+    assert code == 2 and "--overwrite" in errors
+    assert prepare("good.jsonl", "bad.json", "--output", output, "--overwrite")[0] == 2
+    assert output.read_bytes() == b"old"
+    assert prepare("good.jsonl", "--output", output, "--overwrite")[0] == 0
+    assert pq.read_metadata(output).num_rows == 3
+
+
+def test_named_columns_and_wrong_options(tmp_path, prepare):
+    write_rows(tmp_path / "x.jsonl", [{"a": "p", "b": "r"}])
+    assert prepare("x.jsonl", "--output", "o.parquet", "--prompt_column=b", "--response_column", "a")[0] == 0
+    assert pq.read_table(tmp_path / "o.parquet").to_pylist() == [{"prompt": "r", "response": "p"}]
+    for words in (
+        ["--output", "o.json"],
+        ["--output=p.parquet", "--max_chars=0"],
+        ["--output=p.parquet", "--maxchars=9"],
+    ):
+        code, _, errors = prepare("x.jsonl", *words)
+        assert code == 2 and words[-1].partition("=")[0] in errors and "Traceback" not in errors
