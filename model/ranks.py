@@ -52,7 +52,8 @@ def start_ranks(backend="auto", timeout_s=600):
     os.environ.setdefault("NCCL_CUMEM_HOST_ENABLE", "0")  # NCCL >= 2.26 on asymmetric NUMA: NVIDIA/nccl issue 2190
     gloo = on_cpu or backend == "gloo" or os.environ.get("ACCELERATE_USE_GLOO") == "1"
     timeout = timedelta(seconds=timeout_s)
-    handlers = [InitProcessGroupKwargs(backend="gloo" if gloo else "nccl", timeout=timeout)]
+    launched = "WORLD_SIZE" in os.environ
+    handlers = [InitProcessGroupKwargs(backend="gloo" if gloo else "nccl", timeout=timeout)] if launched else []
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=handlers)
     promised, real = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
     if promised != real:
