@@ -14,7 +14,6 @@ from model.tokenizer import (
     PROBE,
     SPECIAL_TOKENS,
     copy_tokenizer,
-    count_merged_tokens,
     load_tokenizer,
     train_tokenizer,
 )
@@ -137,11 +136,6 @@ def test_at_least_half_of_the_learnt_tokens_are_merges_when_characters_abound(tm
 def test_at_least_half_of_8000_tokens_are_left_to_merges():
     text = "".join(chr(0x4E00 + n) for n in range(9000))
     assert 8000 - 263 - len(tokenizer_module._alphabet([text], 8000)) >= 4000
-
-
-def test_the_summary_counts_merges_only(tokenizer):
-    merges = json.loads(tokenizer.backend.to_str())["model"]["merges"]
-    assert count_merged_tokens(tokenizer) == len(merges)
 
 
 def test_equal_texts_give_an_equal_tokenizer(directory, tmp_path):

@@ -25,6 +25,8 @@ def test_the_script_trains_on_pairs_and_lines_and_prints_a_summary(tmp_path):
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in ("vocabulary", "700 tokens", "characters per token", "time"))
     assert load_tokenizer(tmp_path / "out").vocab_size == 700
+    merges = json.loads((tmp_path / "out" / "tokenizer.json").read_text(encoding="utf-8"))["model"]["merges"]
+    assert f"multi-character       {len(merges)} tokens" in done.stdout
 
 
 def test_the_script_answers_bad_input_with_one_line_and_exit_code_2(tmp_path):
