@@ -9,52 +9,66 @@ Letters: N tokens, B examples of one block, H heads, K head width, T queries, S 
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# cuDNN's attention is left out: with a mask its gradients can be wrong (pytorch issues 196678 and 191612).
-BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+@dataclass(frozen=True)
+class Side:
+    """Where packed tokens stand once each block is padded: a gather and its inverse."""
+
+    padded_rows: torch.Tensor  # (padded tokens,) row of the packed tokens; padding repeats its example's first row
+    packed_rows: torch.Tensor  # (N,) row of the padded tokens
 
 
 @dataclass(frozen=True)
 class Block:
     """Examples that are attended together, padded to T queries and S keys."""
 
-    query_rows: torch.Tensor  # (B, T) rows in the flat queries
-    key_rows: torch.Tensor  # (B, S) rows in the flat keys
+    shape: tuple[int, int, int]  # B, T, S
     key_is_pad: torch.Tensor  # (B, 1, 1, S)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each example's queries and keys stand, block by block."""
+    """How packed examples fall into blocks of like lengths."""
 
     blocks: tuple[Block, ...]
-    output_rows: torch.Tensor  # (N,) where each query's output stands in the blocks laid end to end
+    queries: Side
+    keys: Side
+
+    @property
+    def longest(self):
+        return max(max(block.shape[1:]) for block in self.blocks)
 
 
 def make_layout(query_lengths, key_lengths, device="cpu"):
     """Layout of packed examples; lengths are in tokens, one number an example, in the packed order."""
-    query_lengths, key_lengths = np.asarray(query_lengths), np.asarray(key_lengths)
-    query_starts, key_starts = _starts(query_lengths), _starts(key_lengths)
-    padded = np.stack([_round_up(query_lengths), _round_up(key_lengths)])
-    blocks, output_rows, done = [], np.empty(query_lengths.sum(), np.int64), 0
-    for shape in np.unique(padded, axis=1).T:
-        members = np.flatnonzero((padded == shape[:, None]).all(axis=0))
-        query_rows, query_is_pad = _rows(query_starts[members], query_lengths[members], shape[0])
-        key_rows, key_is_pad = _rows(key_starts[members], key_lengths[members], shape[1])
-        output_rows[query_rows[~query_is_pad]] = done + np.flatnonzero(~query_is_pad)
-        done += query_rows.size
-        to_device = [torch.from_numpy(a).to(device) for a in (query_rows, key_rows, key_is_pad[:, None, None])]
-        blocks.append(Block(*to_device))
-    return Layout(tuple(blocks), torch.from_numpy(output_rows).to(device))
+    lengths = np.stack([query_lengths, key_lengths])
+    padded = _round_up(lengths)
+    order = np.lexsort(padded)
+    edges = np.flatnonzero(np.diff(padded[:, order], axis=1).any(axis=0)) + 1
+    blocks = []
+    for start, end in pairwise([0, *edges, len(order)]):
+        num_queries, num_keys = padded[:, order[start]].tolist()
+        key_is_pad = np.arange(num_keys) >= lengths[1, order[start:end], None]
+        mask = torch.from_numpy(key_is_pad[:, None, None]).to(device)
+        blocks.append(Block((int(end - start), num_queries, num_keys), mask))
+    return Layout(tuple(blocks), *(_side(lengths[i], padded[i], order, device) for i in (0, 1)))
 
 
-def _starts(lengths):
-    return np.cumsum(lengths) - lengths
+def _side(lengths, padded, order, device):
+    starts = (np.cumsum(lengths) - lengths)[order]
+    ends = np.cumsum(padded[order])
+    offsets = np.arange(ends[-1]) - np.repeat(ends - padded[order], padded[order])
+    is_pad = offsets >= np.repeat(lengths[order], padded[order])
+    padded_rows = np.repeat(starts, padded[order]) + np.where(is_pad, 0, offsets)
+    packed_rows = np.empty(lengths.sum(), np.int64)
+    packed_rows[padded_rows[~is_pad]] = np.flatnonzero(~is_pad)
+    return Side(*(torch.from_numpy(rows).to(device) for rows in (padded_rows, packed_rows)))
 
 
 def _round_up(lengths):
@@ -63,47 +77,71 @@ def _round_up(lengths):
     return np.where((lengths <= power * 3 // 4) & (power > 16), power * 3 // 4, power)
 
 
-def _rows(starts, lengths, padded_length):
-    """Rows (B, padded_length) in the flat tensor, the first row repeated as padding, and which are padding."""
-    offsets = np.arange(padded_length)
-    is_pad = offsets >= lengths[:, None]
-    return np.where(is_pad, starts[:, None], starts[:, None] + offsets), is_pad
+class _Pad(torch.autograd.Function):
+    """Packed rows to padded rows. What padding receives in backward is not the example's, so it is dropped."""
+
+    @staticmethod
+    def forward(ctx, packed, side):
+        ctx.side = side
+        return packed.index_select(0, side.padded_rows)
+
+    @staticmethod
+    def backward(ctx, grad_padded):
+        return grad_padded.index_select(0, ctx.side.packed_rows), None
 
 
-def score_biases(layout, position_bias=None, causal=False, dtype=torch.float32, heads=1):
+class _Unpad(torch.autograd.Function):
+    """Padded rows to packed rows; in backward padding receives zero."""
+
+    @staticmethod
+    def forward(ctx, padded, side):
+        ctx.side = side
+        return padded.index_select(0, side.packed_rows)
+
+    @staticmethod
+    def backward(ctx, grad_packed):
+        grad_padded = grad_packed.new_zeros(len(ctx.side.padded_rows), grad_packed.shape[1])
+        return grad_padded.index_copy_(0, ctx.side.packed_rows, grad_packed), None
+
+
+def score_biases(layout, position_bias=None, causal=False, dtype=torch.float32):
     """What each block adds to its scores (B, H, T, S): position bias, and -inf where a query must not look.
 
     `position_bias` (H, L, L) is the learned bias of the longest block. Computed once a stack: T5's layers share it.
     """
-    return [_score_bias(block, position_bias, causal, dtype, heads) for block in layout.blocks]
+    return [_score_bias(block, position_bias, causal, dtype) for block in layout.blocks]
 
 
-def _score_bias(block, position_bias, causal, dtype, heads):
-    (num_examples, num_queries), num_keys = block.query_rows.shape, block.key_rows.shape[1]
+def _score_bias(block, position_bias, causal, dtype):
+    _, num_queries, num_keys = block.shape
     hidden = block.key_is_pad
     if causal:
         hidden = hidden | torch.ones(num_queries, num_keys, dtype=torch.bool, device=hidden.device).triu(1)
     if position_bias is None:
-        bias = torch.zeros((), dtype=dtype, device=hidden.device)
-    else:
-        bias = position_bias[:, :num_queries, :num_keys].to(dtype)
-    return torch.where(hidden, -math.inf, bias).expand(num_examples, heads, num_queries, num_keys)
+        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
+    return torch.where(hidden, -math.inf, position_bias[:, :num_queries, :num_keys].to(dtype))
 
 
-def attend(q_NHK, k_NHK, v_NHK, layout, biases, dropout=0.0):
-    """softmax(q k^T + bias) v for each example of `layout`; queries (N, H, K), result (N, H*K).
+def attend(q, k, v, layout, biases, num_heads, dropout=0.0):
+    """softmax(q k^T + bias) v for each example of `layout`; q, k, v and the result are (N, H*K).
 
     Scores are not scaled: T5 folds 1/sqrt(K) into the initial weights of q
     (Raffel et al. 2020; mesh_tensorflow/transformer/attention.py).
     """
+    q_blocks = _Pad.apply(q, layout.queries).split([b * t for b, t, _ in (block.shape for block in layout.blocks)])
+    k_blocks, v_blocks = (
+        _Pad.apply(x, layout.keys).split([b * s for b, _, s in (block.shape for block in layout.blocks)])
+        for x in (k, v)
+    )
     outputs = []
-    for block, bias in zip(layout.blocks, biases, strict=True):
-        q = q_NHK[block.query_rows].transpose(1, 2)
-        k, v = (x[block.key_rows].transpose(1, 2) for x in (k_NHK, v_NHK))
-        with sdpa_kernel(BACKENDS):
-            out_BHTK = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
-        outputs.append(out_BHTK.transpose(1, 2).reshape(-1, q_NHK.shape[1] * q_NHK.shape[2]))
-    return torch.cat(outputs).index_select(0, layout.output_rows)
+    for block, bias, *qkv in zip(layout.blocks, biases, q_blocks, k_blocks, v_blocks, strict=True):
+        q_BHTK, k_BHSK, v_BHSK = (
+            x.view(block.shape[0], -1, num_heads, x.shape[1] // num_heads).transpose(1, 2) for x in qkv
+        )
+        scores_BHTS = (q_BHTK @ k_BHSK.transpose(2, 3)).add_(bias)
+        weights_BHTS = F.dropout(scores_BHTS.softmax(dim=-1), dropout)
+        outputs.append((weights_BHTS @ v_BHSK).transpose(1, 2).reshape(-1, q.shape[1]))
+    return _Unpad.apply(torch.cat(outputs), layout.queries)
 
 
 def relative_position_bias(weight, max_length, max_distance, bidirectional):

@@ -51,11 +51,8 @@ class Attention(nn.Module):
             self.relative_attention_bias = nn.Embedding(shape.relative_attention_num_buckets, shape.num_heads)
 
     def forward(self, x, memory, layout, biases, dropout):
-        q, k, v = (linear(y).unflatten(1, (self.num_heads, -1)) for linear, y in self._inputs(x, memory))
-        return self.o(attend(q, k, v, layout, biases, dropout))
-
-    def _inputs(self, x, memory):
-        return (self.q, x), (self.k, memory), (self.v, memory)
+        q, k, v = self.q(x), self.k(memory), self.v(memory)
+        return self.o(attend(q, k, v, layout, biases, self.num_heads, dropout))
 
 
 class SelfAttentionLayer(nn.Module):
@@ -136,10 +133,9 @@ class Stack(nn.Module):
 
     def _biases(self, layout, dtype):
         attention = self.block[0].layer[0].SelfAttention
-        longest = max(block.query_rows.shape[1] for block in layout.blocks)
         table = attention.relative_attention_bias.weight
-        bias = relative_position_bias(table, longest, self.max_distance, bidirectional=not self.is_decoder)
-        return score_biases(layout, bias, self.is_decoder, dtype, attention.num_heads)
+        bias = relative_position_bias(table, layout.longest, self.max_distance, bidirectional=not self.is_decoder)
+        return score_biases(layout, bias, self.is_decoder, dtype)
 
 
 class TextToTextModel(nn.Module):
@@ -165,7 +161,7 @@ class TextToTextModel(nn.Module):
         """Decoder output (N, d_model) scaled for the tied head: its logits are hidden @ shared.weight.T."""
         dropout = self.dropout if self.training else 0.0
         encoded = self._stack(self.encoder, micro_batch.prompt_ids, micro_batch.encoder_layout, None, dropout)
-        biases = score_biases(micro_batch.cross_layout, dtype=self.compute_dtype, heads=self.shape.num_heads)
+        biases = score_biases(micro_batch.cross_layout, dtype=self.compute_dtype)
         cross = (encoded, micro_batch.cross_layout, biases)
         decoded = self._stack(self.decoder, micro_batch.decoder_ids, micro_batch.decoder_layout, cross, dropout)
         return decoded * self.shape.d_model**-0.5
