@@ -136,7 +136,8 @@ def log_steps(run, journal, results):
         data_wait_seconds=sum(r.data_wait_seconds for r in results) / len(results),
     )  # fmt: skip
     journal.write("train", **values)
-    say(run.ranks, train_line(values))
+    on_gpu = run.ranks.device.type == "cuda"
+    say(run.ranks, train_line({k: v for k, v in values.items() if on_gpu or k not in ("peak_bytes", "reserved_bytes")}))
     return progress_note(loss, tokens / seconds)
 
 

@@ -8,11 +8,13 @@ import ujson
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
+from transformers.utils.logging import disable_progress_bar
 
 from config import T5ModelConfig
 from model.durable import whole_directory
 from model.tokenizer import copy_tokenizer
 
+disable_progress_bar()
 ALIASES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight
 
 

@@ -22,15 +22,15 @@ class MemoryPlan:
     predicted_peak_bytes: int
 
 
-def choose_plan(config, shape, num_parameters, free_bytes, compute_dtype, step_tokens, longest_tokens):
+def choose_plan(config, shape, num_parameters, free_bytes, compute_dtype, share_tokens, longest_tokens):
     """The plan that `config` asks for, or the one with the fewest forwards that fits `free_bytes` (None on a CPU).
 
-    `step_tokens` are one rank's tokens of a step, `longest_tokens` those of the longest example.
+    `share_tokens` is the most that one rank's share of a step can have, `longest_tokens` the longest example's.
     Raises RuntimeError when one example alone does not fit.
     """
     chunk_tokens = 2048 if free_bytes else 1024
     largest = LARGEST_MICRO_BATCH_TOKENS if free_bytes else CPU_MICRO_BATCH_TOKENS
-    wanted = config.micro_batch_tokens or max(min(step_tokens, largest), longest_tokens)
+    wanted = config.micro_batch_tokens or max(min(share_tokens, largest), longest_tokens)
     choices = {"auto": (False, True), "True": (True,), "False": (False,)}[config.gradient_checkpointing]
     for checkpointing in choices:
         tokens = wanted

@@ -161,11 +161,11 @@ def _restore(ranks, config, model, optimizer, tokenizer, num_pairs):
 def _plan(ranks, config, model, store, batch, state):
     """The plan in the checkpoint while the options still ask for it, else a fresh one that all ranks can hold."""
     longest = int(store.lengths.sum(axis=1, dtype="int64").max())
-    step_tokens = int(store.lengths.sum(axis=1, dtype="int64").mean() * batch / ranks.world_size * 1.1)
+    share_tokens = longest * -(-batch // ranks.world_size)
     free = free_memory(ranks.device, config.gpu_memory_limit_gb)
     free = None if free is None else -vote(ranks, -free)[0]  # the smallest over ranks
     parameters = sum(p.numel() for p in model.parameters())
-    chosen = choose_plan(config, model.shape, parameters, free, model.compute_dtype, step_tokens, longest)
+    chosen = choose_plan(config, model.shape, parameters, free, model.compute_dtype, share_tokens, longest)
     kept = MemoryPlan(**state.plan) if state.plan else None
     plan = (
         kept

@@ -1,0 +1,88 @@
+"""The house's one structural rule: a module imports only from floors below its own.
+
+Read with ast, so it needs neither torch nor a GPU and takes milliseconds.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FLOORS = [
+    {"config", "model.faults", "model.kernels", "model.durable", "model.json_items"},
+    {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
+    {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots"},
+    {"model.batches", "model.memory", "model.checkpoint"},
+    {"model.step", "model.evaluate", "model.run_dir"},
+    {"model.prepare"},
+    {"train_low_mem", "scripts", "bench"},
+]
+# A package named here comes in by these doors only.
+DOORS = {
+    "accelerate": {"model.ranks", "train_low_mem"},  # the story only asks for its version
+    "transformers": {"model.export", "model.tokenizer", "train_low_mem", "scripts", "bench"},
+    "tokenizers": {"model.tokenizer"},
+    "datasets": {"model.dataset"},
+    "ujson": {
+        "model.dataset",
+        "model.report",
+        "model.ranks",
+        "model.export",
+        "model.checkpoint",
+        "model.run_dir",
+        "scripts",
+    },
+    "fire": {"train_low_mem", "scripts", "bench"},
+    "pickle": set(),
+}
+FILES = [
+    path
+    for folder in (".", "model", "scripts", "bench")
+    for path in sorted((ROOT / folder).glob("*.py"))
+    if path.name != "__init__.py"
+]
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def within(module, names):
+    return any(module == name or module.startswith(name + ".") for name in names)
+
+
+def floor_of(module):
+    """Floor number of `module`, or None if it is not one of ours."""
+    return next((floor for floor, names in enumerate(FLOORS) if within(module, names)), None)
+
+
+def imports_of(path):
+    """Names that `path` imports, wherever in the file the import stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}:{node.lineno}: write the import in full, not relative"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_only_from_lower_floors(path):
+    mine = name_of(path)
+    assert floor_of(mine) is not None, f"{mine} stands on no floor: add it to FLOORS"
+    for other in imports_of(path):
+        theirs = floor_of(other)
+        assert theirs is None or theirs < floor_of(mine), (
+            f"{mine} (floor {floor_of(mine)}) imports {other} (floor {theirs})"
+        )
+        doors = DOORS.get(other.split(".")[0])
+        assert doors is None or within(mine, doors), f"{mine} imports {other}: only {sorted(doors)} may"
+
+
+def test_config_needs_only_the_standard_library():
+    for other in imports_of(ROOT / "config.py"):
+        assert other.split(".")[0] in sys.stdlib_module_names, f"config.py imports {other}"
