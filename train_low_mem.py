@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from dataclasses import asdict, replace
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: against fragmentation
@@ -34,6 +35,7 @@ from model.step import train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
 LOGS_DIR = "logs"
+OURS = (Path(__file__).resolve().parent, Path(__file__).resolve().parent / "model")
 
 
 @SetParseFn(str)
@@ -243,6 +245,8 @@ def main(argv):
     try:
         fire.Fire(dict(train=train, test=test), words, name="train_low_mem.py")
     except ValueError as error:
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent not in OURS:
+            raise  # a library's: our mistake, not the user's
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault in what the user gave
             print(error, file=sys.stderr)
         return 2

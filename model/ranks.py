@@ -58,13 +58,13 @@ def start_ranks(backend="auto", timeout_s=600):
     promised, real = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
     if promised != real:
         raise RuntimeError(f"the launcher promised {promised} processes and this group has {real}: start them again")
-    if not on_cpu:
-        torch.cuda.set_device(accelerator.device)
+    device = accelerator.device
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)  # alone, accelerate leaves the index out
+        torch.cuda.set_device(device)
     side = dist.new_group(backend="gloo", timeout=timeout) if real > 1 else None
     name = dist.get_backend() if real > 1 else "none"
-    return Ranks(
-        accelerator.process_index, real, accelerator.local_process_index, accelerator.device, name, side
-    )  # fmt: skip
+    return Ranks(accelerator.process_index, real, accelerator.local_process_index, device, name, side)
 
 
 def _refuse_lone_cpu_launch():
