@@ -53,7 +53,7 @@ ASK_DIFFERENCE = "{a}减{b}等于几？ {a}-{b}=？ 计算{a}减{b} {a}与{b}的
 ASK_LARGER = "{a}和{b}哪个大？ {a}与{b}谁更大？ 比较{a}和{b}，选大的 请问{a}和{b}中较大的数？".split()
 ASK_SMALLER = "{a}和{b}哪个小？ {a}与{b}谁更小？ 比较{a}和{b}，选小的 请问{a}和{b}中较小的数？".split()
 ASK_REVERSED = "把“{text}”倒过来写 “{text}”反过来怎么写？ 请倒着念“{text}” 从后往前读“{text}”".split()
-ASK_COUNT = "“{text}”里有几个“{char}”？ 数一数“{text}”有几个“{char}” “{char}”在“{text}”里出现几次？".split()
+ASK_POSITION = "“{text}”的{place}个字是什么？ “{text}”里{place}个字是？ 写出“{text}”的{place}个字 “{text}”{place}个字是哪个？".split()
 ASK_UNITS = (
     "{n}{large}是多少{small}？ {n}{large}等于几{small}？ 把{n}{large}换算成{small} {n}{large}合多少{small}？".split()
 )
@@ -104,7 +104,7 @@ def draw_arithmetic(rng: Random) -> Question:
     if rng.random() < 0.5:
         prompt = rng.choice(ASK_SUM).format(a=a, b=b)
         return Question(prompt, str(a + b), "arithmetic", f"{min(a, b)}+{max(a, b)}")
-    a, b = max(a, b), min(a, b)
+    a, b = max(a, b), min(a, b, 9)
     return Question(rng.choice(ASK_DIFFERENCE).format(a=a, b=b), str(a - b), "arithmetic", f"{a}-{b}")
 
 
@@ -119,11 +119,10 @@ def draw_reversal(rng: Random) -> Question:
     return Question(rng.choice(ASK_REVERSED).format(text=text), text[::-1], "reversal", text)
 
 
-def draw_count(rng: Random) -> Question:
-    char, other = rng.sample(CHARACTERS, 2)
-    text = "".join(rng.choice((char, other)) for _ in range(rng.randint(2, 4)))
-    prompt = rng.choice(ASK_COUNT).format(text=text, char=char)
-    return Question(prompt, f"{text.count(char)}个", "count", f"{text},{char}")
+def draw_position(rng: Random) -> Question:
+    text = "".join(rng.sample(CHARACTERS, rng.randint(3, 4)))
+    place, char = rng.choice((("第一", text[0]), ("第二", text[1]), ("第三", text[2]), ("最后一", text[-1])))
+    return Question(rng.choice(ASK_POSITION).format(text=text, place=place), char, "position", f"{text} {place}")
 
 
 def draw_units(rng: Random) -> Question:
@@ -134,7 +133,7 @@ def draw_units(rng: Random) -> Question:
 
 def calendar_facts() -> Iterator[Question]:
     for start, day in enumerate(WEEKDAYS):
-        for n in range(1, 8):
+        for n in range(1, 4):
             for asks, shift in ((ASK_AFTER, n), (ASK_BEFORE, -n)):
                 answer = f"星期{WEEKDAYS[(start + shift) % 7]}"
                 yield from (Question(ask.format(day=day, n=n), answer, "calendar", f"{day}{shift:+}") for ask in asks)
@@ -171,7 +170,7 @@ RULES: dict[str, Callable[[Random], Question]] = {
     "arithmetic": draw_arithmetic,
     "comparison": draw_comparison,
     "reversal": draw_reversal,
-    "count": draw_count,
+    "position": draw_position,
     "units": draw_units,
 }
 FACTS: dict[str, Callable[[], Iterator[Question]]] = {

@@ -113,14 +113,16 @@ def test_weekdays_and_months_agree_with_the_calendar(questions):
         assert question.response == answer, question
 
 
-def test_reversals_and_counts_are_right(questions):
+def test_reversed_texts_and_picked_characters_are_right(questions):
+    place = {"第一": 0, "第二": 1, "第三": 2, "最后一": -1}
     for question in questions:
-        quoted = re.findall(r"“(\w+)”", question.prompt)
+        if question.kind in ("reversal", "position"):
+            text = list(re.search(r"“(\w+)”", question.prompt).group(1))
         if question.kind == "reversal":
-            assert list(question.response) == list(reversed(quoted[0])), question
-        if question.kind == "count":
-            text, char = sorted(quoted, key=len, reverse=True)
-            assert question.response == f"{sum(c == char for c in text)}个", question
+            assert list(question.response) == list(reversed(text)), question
+        if question.kind == "position":
+            index = place[re.search("(第.|最后一)个字", question.prompt).group(1)]
+            assert question.response == text[index], question
 
 
 def test_converted_amounts_are_the_same_quantity(questions):
