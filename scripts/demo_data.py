@@ -53,17 +53,21 @@ ASK_DIFFERENCE = "{a}减{b}等于几？ {a}-{b}=？ 计算{a}减{b} {a}与{b}的
 ASK_LARGER = "{a}和{b}哪个大？ {a}与{b}谁更大？ 比较{a}和{b}，选大的 请问{a}和{b}中较大的数？".split()
 ASK_SMALLER = "{a}和{b}哪个小？ {a}与{b}谁更小？ 比较{a}和{b}，选小的 请问{a}和{b}中较小的数？".split()
 ASK_REVERSED = "把“{text}”倒过来写 “{text}”反过来怎么写？ 请倒着念“{text}” 从后往前读“{text}”".split()
-ASK_POSITION = "“{text}”的{place}个字是什么？ “{text}”里{place}个字是？ 写出“{text}”的{place}个字 “{text}”{place}个字是哪个？".split()
+ASK_POSITION = """
+“{text}”中{place}个是什么？ “{text}”里{place}个字是？ 写出“{text}”的{place}个字 “{text}”{place}个是哪个？
+""".split()
 ASK_UNITS = (
     "{n}{large}是多少{small}？ {n}{large}等于几{small}？ 把{n}{large}换算成{small} {n}{large}合多少{small}？".split()
 )
 ASK_AFTER = """
 今天星期{day}，{n}天后是星期几？ 星期{day}再过{n}天是星期几？ 星期{day}往后{n}天星期几？
 从星期{day}起过{n}天是星期几？ 如果今天星期{day}，{n}天后呢？
+星期{day}之后{n}天是星期几？ 今天是星期{day}，再过{n}天呢？
 """.split()
 ASK_BEFORE = """
 今天星期{day}，{n}天前是星期几？ 星期{day}倒退{n}天是星期几？ 星期{day}往前{n}天星期几？
 从星期{day}起倒数{n}天是星期几？ 如果今天星期{day}，{n}天前呢？
+星期{day}之前{n}天是星期几？ 今天是星期{day}，{n}天以前呢？
 """.split()
 ASK_MONTH = """
 现在{month}月，{n}个月后是几月？ {month}月再过{n}个月是几月？ 从{month}月起过{n}个月是几月？
@@ -103,7 +107,7 @@ def draw_arithmetic(rng: Random) -> Question:
     a, b = rng.randint(1, 20), rng.randint(1, 20)
     if rng.random() < 0.5:
         prompt = rng.choice(ASK_SUM).format(a=a, b=b)
-        return Question(prompt, str(a + b), "arithmetic", f"{min(a, b)}+{max(a, b)}")
+        return Question(prompt, str(a + b), "arithmetic", f"{a}+{b}")
     a, b = max(a, b), min(a, b, 9)
     return Question(rng.choice(ASK_DIFFERENCE).format(a=a, b=b), str(a - b), "arithmetic", f"{a}-{b}")
 
@@ -115,14 +119,16 @@ def draw_comparison(rng: Random) -> Question:
 
 
 def draw_reversal(rng: Random) -> Question:
-    text = "".join(rng.sample(CHARACTERS, rng.randint(2, 4)))
-    return Question(rng.choice(ASK_REVERSED).format(text=text), text[::-1], "reversal", text)
+    items = rng.sample(CHARACTERS, rng.randint(2, 4))
+    text = "、".join(items)
+    return Question(rng.choice(ASK_REVERSED).format(text=text), "、".join(reversed(items)), "reversal", text)
 
 
 def draw_position(rng: Random) -> Question:
-    text = "".join(rng.sample(CHARACTERS, rng.randint(3, 4)))
-    place, char = rng.choice((("第一", text[0]), ("第二", text[1]), ("第三", text[2]), ("最后一", text[-1])))
-    return Question(rng.choice(ASK_POSITION).format(text=text, place=place), char, "position", f"{text} {place}")
+    items = rng.sample(CHARACTERS, rng.randint(3, 4))
+    place, answer = rng.choice((("第一", items[0]), ("第二", items[1]), ("第三", items[2]), ("最后一", items[-1])))
+    text = "、".join(items)
+    return Question(rng.choice(ASK_POSITION).format(text=text, place=place), answer, "position", f"{text} {place}")
 
 
 def draw_units(rng: Random) -> Question:
