@@ -1,0 +1,43 @@
+# Sourced by the launchers: moves to the project's root and puts its .venv first on PATH, installing what is missing.
+# The stamp in .venv is written last and holds a hash of the files that say what to install. A .venv without a stamp
+# is one whose installation was cut off: pip cannot tell which of its packages are whole, so it is made anew.
+
+find_python() {
+    local name
+    for name in python3.13 python3.12 python3.11 python3; do
+        if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            echo "$name"
+            return
+        fi
+    done
+    echo "set-up: none of python3.13, python3.12, python3.11, python3 is Python >= 3.11 with the venv module:" \
+        "install one (on Debian and Ubuntu: apt-get install python3 python3-venv)" >&2
+    return 1
+}
+
+inputs_hash() {
+    cat pyproject.toml constraints.txt |
+        .venv/bin/python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+}
+
+set_up() {
+    local python stamp=.venv/installed.sha256
+    if [[ ! -s $stamp ]] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
+        python=$(find_python)
+        echo "set-up: making .venv with $("$python" --version)"
+        "$python" -m venv --clear .venv
+    elif [[ $(<"$stamp") == $(inputs_hash) ]]; then
+        echo "set-up: .venv is up to date"
+        return
+    fi
+    rm -f "$stamp"
+    echo "set-up: installing torch (the largest download)"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+    echo "set-up: installing the project and its other packages"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+    inputs_hash >"$stamp"
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+set_up
+export PATH="$PWD/.venv/bin:$PATH"
