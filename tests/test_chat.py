@@ -1,0 +1,160 @@
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+from model.tokenizer import PROBE, load_tokenizer, train_tokenizer
+from scripts.chat import find_model
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "chat.py"
+# No character of 🐱, 👍 and 龘 is in the tokenizer's alphabet: each becomes several byte tokens.
+PAIRS = {"你好": "今天天气真好，谢谢你。", "请说一个字": "龘龘🐱👍", "hello": "how are you? 好 龘 ok\n你好"}
+SECONDS = 60
+
+
+def over_fit(model, tokenizer):
+    """Train on PAIRS until the loss is near zero."""
+    prompts, answers = (
+        [torch.tensor([*tokenizer.encode(text), tokenizer.eos_id]) for text in side]
+        for side in (PAIRS.keys(), PAIRS.values())
+    )
+    ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=tokenizer.pad_id)
+    labels = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=-100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(400):
+        loss = model(input_ids=ids, attention_mask=ids != tokenizer.pad_id, labels=labels).loss
+        if loss < 0.01:
+            return
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    raise AssertionError(f"the loss is still {loss:.3f}")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A folder with model_save/tiny/best, a model that knows PAIRS."""
+    folder = tmp_path_factory.mktemp("project")
+    best = folder / "model_save" / "tiny" / "best"
+    train_tokenizer([PROBE + "，。?how are you hello ok\n"] * 3, 400, best)
+    tokenizer = load_tokenizer(best)
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=tokenizer.vocab_size, d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=2, dropout_rate=0.0,
+        pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+    over_fit(model, tokenizer)
+    model.save_pretrained(best)
+    (folder / "model_save" / "tiny" / "config.json").write_text("{}")
+    return folder
+
+
+def chat_through_pipe(folder, questions, *arguments):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], cwd=folder, input=questions.encode(), capture_output=True, timeout=SECONDS
+    )
+
+
+class Terminal:
+    """The script in a pseudo terminal."""
+
+    def __init__(self, folder, *arguments):
+        self.output = b""
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execvpe(sys.executable, [sys.executable, str(SCRIPT), *arguments], {**os.environ, "TERM": "dumb"})
+
+    def type(self, text):
+        os.write(self.fd, text.encode())
+
+    def wait_for(self, text):
+        """Everything written up to and with `text`; the rest stays for the next call."""
+        deadline = time.monotonic() + SECONDS
+        while text.encode() not in self.output:
+            assert select.select([self.fd], [], [], max(0, deadline - time.monotonic()))[0], self.output.decode()
+            self.output += os.read(self.fd, 4096)
+        seen, _, self.output = self.output.partition(text.encode())
+        return seen.decode() + text
+
+    def exit_code(self):
+        """Read to the end, and wait for the process."""
+        try:
+            while data := os.read(self.fd, 4096):
+                self.output += data
+        except OSError:  # how Linux ends a pseudo terminal
+            pass
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_questions_from_a_pipe_are_answered_one_after_the_other_and_nothing_else_is_printed(project):
+    done = chat_through_pipe(project, "\ufeff你好\n\n   \n请说一个字 \r\ncls\nhello\nexit\n你好\n")
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == "".join(f"{answer}\n" for answer in PAIRS.values())
+    assert done.stderr == b""
+
+
+def test_sampling_and_a_short_limit_leave_no_broken_character(project):
+    words = ["model_save/tiny", "--temperature", "0.01", "--top_p", "0.5", "--max_new_tokens", "5"]
+    done = chat_through_pipe(project, "请说一个字", *words)
+    assert (done.returncode, done.stdout.decode()) == (0, "龘\n"), done.stderr.decode()
+
+
+def test_a_terminal_shows_prompts_and_answers_and_ctrl_d_and_ctrl_c_leave_with_code_0(project):
+    first, second = Terminal(project), Terminal(project, "model_save/tiny")
+    assert "model_save/tiny/best on c" in first.wait_for("> ")
+    for question, answer in PAIRS.items():
+        first.type(question + "\n")
+        first.wait_for(question + "\r\n")
+        assert first.wait_for("> ") == answer.replace("\n", "\r\n") + "\r\n> "
+    first.type("cls\n")
+    first.wait_for("\033[2J")
+    first.wait_for("> ")
+    first.type("\x04")
+    second.wait_for("> ")
+    second.type("\x03")
+    for terminal in (first, second):
+        assert terminal.exit_code() == 0
+        assert b"Traceback" not in terminal.output
+
+
+def test_ctrl_c_in_the_middle_of_an_answer_leaves_with_code_0(project):
+    terminal = Terminal(project, "--max_new_tokens", "100000", "--temperature", "1e9")
+    terminal.wait_for("> ")
+    terminal.type("你好\n")
+    terminal.wait_for("你好\r\n")
+    time.sleep(0.2)
+    os.kill(terminal.pid, signal.SIGINT)
+    assert terminal.exit_code() == 0
+    assert b"Traceback" not in terminal.output
+
+
+def test_what_cannot_be_used_is_refused_with_one_line_and_exit_code_2(project, tmp_path):
+    for arguments, words in (
+        (["nowhere"], "no model in nowhere"),
+        ([], "no model_save/*/best here"),
+        (["--temperature", "0"], "--temperature=0"),
+    ):
+        done = chat_through_pipe(tmp_path, "你好\n", *map(str, arguments))
+        assert (done.returncode, done.stdout) == (2, b"")
+        assert words in done.stderr.decode() and done.stderr.count(b"\n") == 1
+
+
+def test_a_run_directory_gives_its_best_else_its_last_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("last", "best"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (tmp_path / name / file).touch()
+        assert find_model(tmp_path) == tmp_path / name
