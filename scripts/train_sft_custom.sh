@@ -46,6 +46,7 @@ is_positive "$pairs" || usage
 words=()
 for word in "$@"; do
     case $word in
+    --help) usage ;;
     --*[-_]file=[!/]* | --*[-_]dir=[!/]* | --model=[!/]*.json) words+=("${word%%=*}=$here${word#*=}") ;;
     --*) words+=("$word") ;;
     *) usage ;;
