@@ -42,19 +42,19 @@ class WholeCharacters:
     tokenizer: ChatTokenizer
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids).rstrip("\ufffd")
+        # One byte too many spoils the whole run of bytes before it, so the ids are cut and not the text.
+        texts = (self.tokenizer.decode(ids[: len(ids) - missing]) for missing in range(4))
+        return next((text for text in texts if not text.endswith("\ufffd")), "")
 
 
-def main() -> int:
-    options = parse_arguments()
+def main(argv: list[str]) -> int:
+    options = parse_arguments(argv)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    sys.stdin.reconfigure(errors="replace")
-    sys.stdout.reconfigure(errors="replace")
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program without a traceback
     try:
         generation = generation_options(options)
         directory = find_model(options.model_dir) if options.model_dir else newest_model()
         model, tokenizer = load_model(directory)
+        prepare_streams()
         if interactive:
             print(f"{directory} on {model.device}; exit, quit or Ctrl+D leaves, cls clears the screen")
         for question in read_questions(interactive):
@@ -68,13 +68,13 @@ def main() -> int:
     return 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", nargs="?", type=Path)
     parser.add_argument("--temperature", type=float, help="above 0: sample; default: the likeliest token each time")
     parser.add_argument("--top_p", type=float, help="above 0, at most 1: sample from the tokens of this share")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="the longest answer")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def generation_options(options: argparse.Namespace) -> dict:
@@ -132,6 +132,13 @@ def load_model(directory: Path) -> tuple[T5ForConditionalGeneration, ChatTokeniz
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
+def prepare_streams() -> None:
+    """From now on a character that cannot be read or shown becomes a mark, and a closed pipe ends the program."""
+    sys.stdin.reconfigure(errors="replace")
+    sys.stdout.reconfigure(errors="replace")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
 def read_questions(interactive: bool) -> Iterator[str]:
     """Questions as they are typed, without empty ones, until exit or quit. Raises EOFError where the input ends."""
     while (line := input("> " if interactive else "").strip()).lower() not in ("exit", "quit"):
@@ -154,4 +161,4 @@ def answer(model: T5ForConditionalGeneration, tokenizer: ChatTokenizer, question
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
