@@ -1,0 +1,1 @@
+scripts/quick_start_sft_fast.sh

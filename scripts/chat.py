@@ -1,0 +1,164 @@
+"""Talk with a trained model: questions from the terminal, or one a line from a pipe; answers appear as they are made.
+
+    python scripts/chat.py [MODEL_DIR] [--temperature 0.7] [--top_p 0.9] [--max_new_tokens 256]
+    python scripts/chat.py model_save/sft_fast < questions.txt > answers.txt
+
+MODEL_DIR is a Hugging Face T5 directory or a run directory; default: the newest model_save/*/best.
+In the terminal exit, quit, Ctrl+D and Ctrl+C leave, cls clears the screen.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: only local files are read
+
+import torch  # noqa: E402
+from safetensors import SafetensorError  # noqa: E402
+from transformers import T5ForConditionalGeneration, TextStreamer  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+from model.pairs import clean_text  # noqa: E402
+from model.tokenizer import ChatTokenizer, load_tokenizer  # noqa: E402
+
+with suppress(ImportError):
+    import readline  # noqa: F401  # input() then has a history and deletes wide characters whole
+
+MAX_QUESTION_TOKENS = 2048  # memory of the encoder grows with the square
+CLEAR_SCREEN = "\033[2J\033[3J\033[H"
+
+
+@dataclass(frozen=True)
+class WholeCharacters:
+    """Decoding for a streamer: a character is left out until all of its bytes have come."""
+
+    tokenizer: ChatTokenizer
+
+    def decode(self, ids: list[int]) -> str:
+        # One byte too many spoils the whole run of bytes before it, so the ids are cut and not the text.
+        texts = (self.tokenizer.decode(ids[: len(ids) - missing]) for missing in range(4))
+        return next((text for text in texts if not text.endswith("\ufffd")), "")
+
+
+def main(argv: list[str]) -> int:
+    options = parse_arguments(argv)
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    try:
+        generation = generation_options(options)
+        directory = find_model(options.model_dir) if options.model_dir else newest_model()
+        model, tokenizer = load_model(directory)
+        prepare_streams()
+        if interactive:
+            print(f"{directory} on {model.device}; exit, quit or Ctrl+D leaves, cls clears the screen")
+        for question in read_questions(interactive):
+            answer(model, tokenizer, question, generation)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (EOFError, KeyboardInterrupt):
+        if interactive:
+            print()
+    return 0
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", nargs="?", type=Path)
+    parser.add_argument("--temperature", type=float, help="above 0: sample; default: the likeliest token each time")
+    parser.add_argument("--top_p", type=float, help="above 0, at most 1: sample from the tokens of this share")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="the longest answer")
+    return parser.parse_args(argv)
+
+
+def generation_options(options: argparse.Namespace) -> dict:
+    """Keywords of generate(); greedy unless a temperature or top_p is given. ValueError for numbers out of range."""
+    temperature, top_p = options.temperature, options.top_p
+    if temperature is not None and not 0 < temperature < float("inf"):
+        raise ValueError(f"--temperature={temperature:g}: must be above 0; leave it out for the likeliest answer")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"--top_p={top_p:g}: must be above 0 and at most 1, for example --top_p 0.9")
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens={options.max_new_tokens}: must be at least 1")
+    common = dict(max_new_tokens=options.max_new_tokens, num_beams=1)
+    if temperature is None and top_p is None:
+        return common | dict(do_sample=False)
+    return common | dict(do_sample=True, temperature=temperature or 1.0, top_p=top_p or 1.0, top_k=0)
+
+
+def find_model(path: Path) -> Path:
+    """The Hugging Face directory that `path` is, or its best/, else last/. Raises ValueError if there is none."""
+    for directory in (path, path / "best", path / "last"):
+        if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
+            return directory
+    raise ValueError(
+        f"no model in {path}: name a Hugging Face directory (config.json and model.safetensors) or a run directory "
+        "with best/ or last/, for example model_save/sft_fast"
+    )
+
+
+def newest_model() -> Path:
+    """The model_save/*/best written last, here or in the project. Raises ValueError if there is none."""
+    found = {path for folder in (Path.cwd(), ROOT) for path in folder.glob("model_save/*/best/model.safetensors")}
+    if not found:
+        raise ValueError("no model_save/*/best here: name the model's directory, or train a model first")
+    return max(found, key=lambda path: path.stat().st_mtime).parent
+
+
+def load_model(directory: Path) -> tuple[T5ForConditionalGeneration, ChatTokenizer]:
+    """transformers' T5 on the GPU, if there is one, and its tokenizer. Raises ValueError if they are not whole."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tokenizer = load_tokenizer(directory)
+    try:
+        model, report = T5ForConditionalGeneration.from_pretrained(
+            directory, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{directory} cannot be read as a T5: {error}") from None
+    if report["missing_keys"]:
+        raise ValueError(f"{directory} is not a whole T5: it lacks {', '.join(sorted(report['missing_keys'])[:3])}")
+    if model.config.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"{directory}: the model has {model.config.vocab_size} tokens and the tokenizer beside it "
+            f"{tokenizer.vocab_size}: copy the tokenizer files that the model was trained with"
+        )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def prepare_streams() -> None:
+    """From now on a character that cannot be read or shown becomes a mark, and a closed pipe ends the program."""
+    sys.stdin.reconfigure(errors="replace")
+    sys.stdout.reconfigure(errors="replace")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def read_questions(interactive: bool) -> Iterator[str]:
+    """Questions as they are typed, without empty ones, until exit or quit. Raises EOFError where the input ends."""
+    while (line := input("> " if interactive else "").strip()).lower() not in ("exit", "quit"):
+        if line.lower() == "cls":
+            print(CLEAR_SCREEN if interactive else "", end="", flush=True)
+        elif question := clean_text(line):
+            yield question
+
+
+def answer(model: T5ForConditionalGeneration, tokenizer: ChatTokenizer, question: str, generation: dict) -> None:
+    """Print the answer while it is made; it ends at the tokenizer's EOS."""
+    ids = tokenizer.encode(question)
+    if len(ids) >= MAX_QUESTION_TOKENS:
+        print(f"the question has {len(ids)} tokens: only the first {MAX_QUESTION_TOKENS - 1} are read", file=sys.stderr)
+    prompt = torch.tensor([[*ids[: MAX_QUESTION_TOKENS - 1], tokenizer.eos_id]], device=model.device)
+    model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id,
+        streamer=TextStreamer(WholeCharacters(tokenizer), skip_prompt=True), **generation,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

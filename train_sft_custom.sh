@@ -1,0 +1,1 @@
+scripts/train_sft_custom.sh
