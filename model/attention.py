@@ -1,14 +1,17 @@
 """Attention over packed examples with T5's relative position bias.
 
 Packed: the tokens of all examples of a micro-batch stand one after the other, without padding, in one flat
-tensor. Examples never see each other. This is the plain twin: examples of like lengths form dense blocks, so
-its cost is the sum of squared lengths, never the square of the sum.
+tensor. Examples never see each other. On GPUs the Triton kernels of model/kernels.py do the work; here is the plain
+twin, which defines the truth: examples of like lengths form dense blocks, so its cost is the sum of squared lengths,
+never the square of the sum.
 
 Letters: N tokens, B examples of one block, H heads, K head width, T queries, S keys.
 """
 
+import functools
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
@@ -45,8 +48,18 @@ class Layout:
         return max(max(block.shape[1:]) for block in self.blocks)
 
 
-def make_layout(query_lengths, key_lengths, device="cpu"):
-    """Layout of packed examples; lengths are in tokens, one number an example, in the packed order."""
+def has_kernels(device, dtype, head_width, dropout):
+    """True where the kernels can stand in for the plain twin: bf16 on a GPU; they have no dropout."""
+    fits = device.type == "cuda" and dtype == torch.bfloat16 and head_width in (16, 32, 64, 128) and not dropout
+    return fits and find_spec("triton") is not None
+
+
+def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):
+    """Layout of packed examples, for the kernels or for the plain twin; lengths are in tokens, in the packed order."""
+    if kernels:
+        from model.kernels import packed_layout  # a CPU build of torch comes without Triton
+
+        return packed_layout(np.asarray(query_lengths), np.asarray(key_lengths), device)
     lengths = np.stack([query_lengths, key_lengths])
     padded = _round_up(lengths)
     order = np.lexsort(padded)
@@ -104,15 +117,35 @@ class _Unpad(torch.autograd.Function):
         return grad_padded.index_copy_(0, ctx.side.packed_rows, grad_packed), None
 
 
-def score_biases(layout, position_bias=None, causal=False, dtype=torch.float32):
-    """What each block adds to its scores (B, H, T, S): position bias, and -inf where a query must not look.
+@dataclass(frozen=True)
+class ScoreBias:
+    """What is added to the scores, in the form that the layout's attention reads. T5's layers share one a stack."""
 
-    `position_bias` (H, L, L) is the learned bias of the longest block. Computed once a stack: T5's layers share it.
-    """
-    return [_score_bias(block, position_bias, causal, dtype) for block in layout.blocks]
+    causal: bool
+    blocks: tuple = ()  # plain twin: (B or 1, H or 1, T, S) for each block, -inf where a query must not look
+    weight: torch.Tensor | None = None  # kernels: T5's table (buckets, H)
+    buckets: torch.Tensor | None = None  # kernels: the bucket of each distance from -max_distance to max_distance
 
 
-def _score_bias(block, position_bias, causal, dtype):
+def score_bias(layout, weight=None, max_distance=128, causal=False, dtype=torch.float32):
+    """ScoreBias of one stack from T5's learned table `weight` (buckets, H); without one only masks."""
+    if not isinstance(layout, Layout):
+        buckets = None if weight is None else _distance_buckets(len(weight), max_distance, not causal, weight.device)
+        return ScoreBias(causal, weight=weight, buckets=buckets)
+    bias = None
+    if weight is not None:
+        bias = relative_position_bias(weight, layout.longest, max_distance, bidirectional=not causal)
+    return ScoreBias(causal, tuple(_block_bias(block, bias, causal, dtype) for block in layout.blocks))
+
+
+@functools.cache
+def _distance_buckets(num_buckets, max_distance, bidirectional, device):
+    """Buckets of the distances from -max_distance to max_distance; all further ones share the outermost."""
+    distances = torch.arange(-max_distance, max_distance + 1, device=device)
+    return position_buckets(distances, num_buckets, max_distance, bidirectional).to(torch.int32)
+
+
+def _block_bias(block, position_bias, causal, dtype):
     _, num_queries, num_keys = block.shape
     hidden = block.key_is_pad
     if causal:
@@ -122,23 +155,27 @@ def _score_bias(block, position_bias, causal, dtype):
     return torch.where(hidden, -math.inf, position_bias[:, :num_queries, :num_keys].to(dtype))
 
 
-def attend(q, k, v, layout, biases, num_heads, dropout=0.0):
+def attend(q, k, v, layout, bias, num_heads, dropout=0.0):
     """softmax(q k^T + bias) v for each example of `layout`; q, k, v and the result are (N, H*K).
 
     Scores are not scaled: T5 folds 1/sqrt(K) into the initial weights of q
     (Raffel et al. 2020; mesh_tensorflow/transformer/attention.py).
     """
+    if not isinstance(layout, Layout):
+        from model.kernels import packed_attention  # a CPU build of torch comes without Triton
+
+        return packed_attention(q, k, v, layout, bias.weight, bias.buckets, bias.causal, num_heads)
     q_blocks = _Pad.apply(q, layout.queries).split([b * t for b, t, _ in (block.shape for block in layout.blocks)])
     k_blocks, v_blocks = (
         _Pad.apply(x, layout.keys).split([b * s for b, _, s in (block.shape for block in layout.blocks)])
         for x in (k, v)
     )
     outputs = []
-    for block, bias, *qkv in zip(layout.blocks, biases, q_blocks, k_blocks, v_blocks, strict=True):
+    for block, block_bias, *qkv in zip(layout.blocks, bias.blocks, q_blocks, k_blocks, v_blocks, strict=True):
         q_BHTK, k_BHSK, v_BHSK = (
             x.view(block.shape[0], -1, num_heads, x.shape[1] // num_heads).transpose(1, 2) for x in qkv
         )
-        scores_BHTS = (q_BHTK @ k_BHSK.transpose(2, 3)).add_(bias)
+        scores_BHTS = (q_BHTK @ k_BHSK.transpose(2, 3)).add_(block_bias)
         weights_BHTS = F.dropout(scores_BHTS.softmax(dim=-1), dropout)
         outputs.append((weights_BHTS @ v_BHSK).transpose(1, 2).reshape(-1, q.shape[1]))
     return _Unpad.apply(torch.cat(outputs), layout.queries)

@@ -100,8 +100,11 @@ def cut(ids, lengths, micro_batch_tokens):
     raise AssertionError("unreachable: the last cut is one example a micro-batch")
 
 
-def collate(store, ids, start_id, device):
-    """MicroBatch of the examples `ids`; `start_id` is the token that begins a decoder's input."""
+def collate(store, ids, start_id, device, kernels=False):
+    """MicroBatch of the examples `ids`, for the attention kernels or the plain twin.
+
+    `start_id` is the token that begins a decoder's input.
+    """
     prompt_ids, labels = store.tokens(ids)
     prompt_lengths, response_lengths = store.lengths[ids].astype(np.int64).T
     decoder_ids = np.roll(labels, 1)
@@ -109,7 +112,7 @@ def collate(store, ids, start_id, device):
     flat = [torch.from_numpy(array).to(device, non_blocking=True) for array in (prompt_ids, decoder_ids, labels)]
     return MicroBatch(
         *flat,
-        encoder_layout=make_layout(prompt_lengths, prompt_lengths, device),
-        decoder_layout=make_layout(response_lengths, response_lengths, device),
-        cross_layout=make_layout(response_lengths, prompt_lengths, device),
+        encoder_layout=make_layout(prompt_lengths, prompt_lengths, device, kernels),
+        decoder_layout=make_layout(response_lengths, response_lengths, device, kernels),
+        cross_layout=make_layout(response_lengths, prompt_lengths, device, kernels),
     )

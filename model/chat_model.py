@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import attend, relative_position_bias, score_biases
+from model.attention import attend, has_kernels, score_bias
 from model.loss import linear_cross_entropy
 
 
@@ -50,9 +50,9 @@ class Attention(nn.Module):
         if has_position_bias:
             self.relative_attention_bias = nn.Embedding(shape.relative_attention_num_buckets, shape.num_heads)
 
-    def forward(self, x, memory, layout, biases, dropout):
+    def forward(self, x, memory, layout, bias, dropout):
         q, k, v = self.q(x), self.k(memory), self.v(memory)
-        return self.o(attend(q, k, v, layout, biases, self.num_heads, dropout))
+        return self.o(attend(q, k, v, layout, bias, self.num_heads, dropout))
 
 
 class SelfAttentionLayer(nn.Module):
@@ -61,9 +61,9 @@ class SelfAttentionLayer(nn.Module):
         self.SelfAttention = Attention(shape, has_position_bias)
         self.layer_norm = RMSNorm(shape.d_model, shape.layer_norm_epsilon)
 
-    def forward(self, x, layout, biases, dropout):
+    def forward(self, x, layout, bias, dropout):
         normed = self.layer_norm(x)
-        return x + F.dropout(self.SelfAttention(normed, normed, layout, biases, dropout), dropout)
+        return x + F.dropout(self.SelfAttention(normed, normed, layout, bias, dropout), dropout)
 
 
 class CrossAttentionLayer(nn.Module):
@@ -72,8 +72,8 @@ class CrossAttentionLayer(nn.Module):
         self.EncDecAttention = Attention(shape, has_position_bias=False)
         self.layer_norm = RMSNorm(shape.d_model, shape.layer_norm_epsilon)
 
-    def forward(self, x, memory, layout, biases, dropout):
-        return x + F.dropout(self.EncDecAttention(self.layer_norm(x), memory, layout, biases, dropout), dropout)
+    def forward(self, x, memory, layout, bias, dropout):
+        return x + F.dropout(self.EncDecAttention(self.layer_norm(x), memory, layout, bias, dropout), dropout)
 
 
 class DenseReluDense(nn.Module):
@@ -123,7 +123,7 @@ class Stack(nn.Module):
 
     def forward(self, x, layout, cross_attention, dropout, checkpointing):
         x = F.dropout(x, dropout)
-        self_attention = (layout, self._biases(layout, x.dtype))
+        self_attention = (layout, self._bias(layout, x.dtype))
         for block in self.block:
             if checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, self_attention, cross_attention, dropout, use_reentrant=False)
@@ -131,11 +131,10 @@ class Stack(nn.Module):
                 x = block(x, self_attention, cross_attention, dropout)
         return F.dropout(self.final_layer_norm(x), dropout)
 
-    def _biases(self, layout, dtype):
+    def _bias(self, layout, dtype):
         attention = self.block[0].layer[0].SelfAttention
-        table = attention.relative_attention_bias.weight
-        bias = relative_position_bias(table, layout.longest, self.max_distance, bidirectional=not self.is_decoder)
-        return score_biases(layout, bias, self.is_decoder, dtype)
+        weight = attention.relative_attention_bias.weight
+        return score_bias(layout, weight, self.max_distance, self.is_decoder, dtype)
 
 
 class TextToTextModel(nn.Module):
@@ -152,6 +151,12 @@ class TextToTextModel(nn.Module):
         self.encoder = Stack(shape, shape.num_layers, is_decoder=False)
         self.decoder = Stack(shape, shape.num_decoder_layers, is_decoder=True)
 
+    @property
+    def uses_kernels(self):
+        """True when layouts are to be made for the attention kernels."""
+        dropout = self.dropout if self.training else 0.0
+        return has_kernels(self.shared.weight.device, self.compute_dtype, self.shape.d_kv, dropout)
+
     def forward(self, micro_batch, chunk_tokens=2048, z_loss=0.0):
         """Sum over target tokens of the cross-entropy in nats, plus `z_loss`; a float32 scalar."""
         hidden = self.decode(micro_batch)
@@ -161,8 +166,8 @@ class TextToTextModel(nn.Module):
         """Decoder output (N, d_model) scaled for the tied head: its logits are hidden @ shared.weight.T."""
         dropout = self.dropout if self.training else 0.0
         encoded = self._stack(self.encoder, micro_batch.prompt_ids, micro_batch.encoder_layout, None, dropout)
-        biases = score_biases(micro_batch.cross_layout, dtype=self.compute_dtype)
-        cross = (encoded, micro_batch.cross_layout, biases)
+        bias = score_bias(micro_batch.cross_layout, dtype=self.compute_dtype)
+        cross = (encoded, micro_batch.cross_layout, bias)
         decoded = self._stack(self.decoder, micro_batch.decoder_ids, micro_batch.decoder_layout, cross, dropout)
         return decoded * self.shape.d_model**-0.5
 

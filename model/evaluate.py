@@ -44,7 +44,7 @@ def evaluate_loss(ranks, model, store, plan, start_id, step=0):
             if stop_asked():
                 break
             faults.fire("evaluate", step)
-            micro_batch = collate(store, part, start_id, ranks.device)
+            micro_batch = collate(store, part, start_id, ranks.device, model.uses_kernels)
             loss = model(micro_batch, plan.chunk_tokens)
             total += torch.tensor([loss.item(), len(micro_batch.labels)], dtype=torch.float64)
     if vote(ranks, stop_asked())[0]:

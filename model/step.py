@@ -185,7 +185,7 @@ def _local_gradients(ranks, model, store, plan, config, work, gradients):
     data_wait_seconds = 0.0
     for index, part in enumerate(parts):
         started = time.perf_counter()
-        micro_batch = collate(store, part, work.start_id, ranks.device)
+        micro_batch = collate(store, part, work.start_id, ranks.device, model.uses_kernels)
         data_wait_seconds += time.perf_counter() - started
         if config.dropout:
             torch.manual_seed(_dropout_seed(config.seed, work.step, ranks.rank, index))

@@ -1,0 +1,254 @@
+"""Triton kernels: attention over packed examples with T5's relative position bias, forward and backward.
+
+Nothing is padded in memory and no mask or bias matrix is read: an example's tokens are found by its offsets, the bias
+of a pair of positions in a table by distance. The gradient of the bias is summed by bucket inside each block of
+queries and keys, so no two programs write to the same place and results are the same at every run.
+
+Letters: M queries and N keys of one tile, D head width. Scores are not scaled: T5 has none.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and the hardware has exp2
+
+
+@triton.jit
+def _tile(TILES, STARTS_Q, STARTS_K, tile):
+    """Where a tile stands: first row within its example, and its example's offsets and lengths on both sides."""
+    example = tl.load(TILES + 2 * tile)
+    first = tl.load(TILES + 2 * tile + 1)
+    start_q, start_k = tl.load(STARTS_Q + example), tl.load(STARTS_K + example)
+    return first, start_q, tl.load(STARTS_Q + example + 1) - start_q, start_k, tl.load(STARTS_K + example + 1) - start_k
+
+
+@triton.jit
+def _rows(X, rows, row_is_real, stride, head, D: tl.constexpr):
+    """Rows of one head, zero where there is none."""
+    columns = head * D + tl.arange(0, D)
+    return tl.load(X + rows[:, None].to(tl.int64) * stride + columns[None, :], mask=row_is_real[:, None], other=0.0)
+
+
+@triton.jit
+def _scores(q, k, queries, keys, num_keys, BIAS, head, centre, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Scores (M, N) in units of log2, -inf where a query must not look. BIAS (heads, 2 * centre + 1) by distance."""
+    scores = tl.dot(q, tl.trans(k))
+    distance = keys[None, :] - queries[:, None]
+    visible = (keys < num_keys)[None, :]
+    if CAUSAL:
+        visible = visible & (distance <= 0)
+    if HAS_BIAS:
+        inside = tl.minimum(tl.maximum(distance, -centre), centre)  # rows of padding may lie outside the table
+        scores += tl.load(BIAS + head * (2 * centre + 1) + centre + inside)
+    return tl.where(visible, scores * LOG2E, float("-inf"))
+
+
+@triton.jit
+def attention_forward(
+    Q, K, V, OUT, LSE, BIAS, TILES, STARTS_Q, STARTS_K,
+    stride_q, stride_k, stride_v, stride_out, num_queries_total, centre,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """OUT = softmax(Q K^T + bias) V and LSE (heads, N) = log2 of the softmax's denominator. One tile of queries."""
+    head = tl.program_id(1)
+    first, start_q, num_queries, start_k, num_keys = _tile(TILES, STARTS_Q, STARTS_K, tl.program_id(0))
+    queries = first + tl.arange(0, M)
+    real = queries < num_queries
+    q = _rows(Q, start_q + queries, real, stride_q, head, D)
+    highest = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    out = tl.zeros([M, D], tl.float32)
+    last = tl.minimum(num_keys, first + M) if CAUSAL else num_keys
+    for first_key in range(0, last, N):
+        keys = first_key + tl.arange(0, N)
+        k = _rows(K, start_k + keys, keys < num_keys, stride_k, head, D)
+        v = _rows(V, start_k + keys, keys < num_keys, stride_v, head, D)
+        scores = _scores(q, k, queries, keys, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS)
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        rescale = tl.exp2(highest - new_highest)
+        total = total * rescale + tl.sum(weights, 1)
+        out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
+        highest = new_highest
+    place = OUT + (start_q + queries)[:, None].to(tl.int64) * stride_out + head * D + tl.arange(0, D)[None, :]
+    tl.store(place, (out / total[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
+    tl.store(LSE + head * num_queries_total + start_q + queries, highest + tl.log2(total), mask=real)
+
+
+@triton.jit
+def _weights_and_score_grads(
+    q, k, v, grad_out, lse, delta, queries, keys, num_queries, num_keys, BIAS, head, centre,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Attention weights (M, N) computed again, and the gradient of the scores."""
+    scores = _scores(q, k, queries, keys, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS)
+    weights = tl.where((queries < num_queries)[:, None], tl.exp2(scores - lse[:, None]), 0.0)
+    return weights, weights * (tl.dot(grad_out, tl.trans(v)) - delta[:, None])
+
+
+@triton.jit
+def attention_delta(OUT, GRAD_OUT, DELTA, stride_out, stride_grad, num_queries_total, D: tl.constexpr, M: tl.constexpr):
+    """DELTA (heads, N) = sum over the head of OUT * GRAD_OUT: what softmax's gradient subtracts."""
+    head = tl.program_id(1)
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    real = rows < num_queries_total
+    out, grad = _rows(OUT, rows, real, stride_out, head, D), _rows(GRAD_OUT, rows, real, stride_grad, head, D)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    tl.store(DELTA + head * num_queries_total + rows, delta, mask=real)
+
+
+@triton.jit
+def attention_backward_queries(
+    Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, GRAD_Q, TILES, STARTS_Q, STARTS_K,
+    stride_q, stride_k, stride_v, stride_grad, stride_grad_q, num_queries_total, centre,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """GRAD_Q of one tile of queries."""
+    head = tl.program_id(1)
+    first, start_q, num_queries, start_k, num_keys = _tile(TILES, STARTS_Q, STARTS_K, tl.program_id(0))
+    queries = first + tl.arange(0, M)
+    real = queries < num_queries
+    q = _rows(Q, start_q + queries, real, stride_q, head, D)
+    grad_out = _rows(GRAD_OUT, start_q + queries, real, stride_grad, head, D)
+    lse = tl.load(LSE + head * num_queries_total + start_q + queries, mask=real, other=0.0)
+    delta = tl.load(DELTA + head * num_queries_total + start_q + queries, mask=real, other=0.0)
+    grad_q = tl.zeros([M, D], tl.float32)
+    last = tl.minimum(num_keys, first + M) if CAUSAL else num_keys
+    for first_key in range(0, last, N):
+        keys = first_key + tl.arange(0, N)
+        k = _rows(K, start_k + keys, keys < num_keys, stride_k, head, D)
+        v = _rows(V, start_k + keys, keys < num_keys, stride_v, head, D)
+        _, grad_scores = _weights_and_score_grads(
+            q, k, v, grad_out, lse, delta, queries, keys, num_queries, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS
+        )
+        grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q)
+    place = GRAD_Q + (start_q + queries)[:, None].to(tl.int64) * stride_grad_q + head * D + tl.arange(0, D)[None, :]
+    tl.store(place, grad_q.to(GRAD_Q.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def attention_backward_keys(
+    Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, BUCKETS, GRAD_K, GRAD_V, GRAD_BIAS, TILES, STARTS_Q, STARTS_K,
+    stride_q, stride_k, stride_v, stride_grad, stride_grad_k, stride_grad_v, num_queries_total, centre,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_BUCKETS: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """GRAD_K and GRAD_V of one tile of keys; GRAD_BIAS (tiles, heads, buckets), its part of the bias gradient."""
+    head = tl.program_id(1)
+    first, start_q, num_queries, start_k, num_keys = _tile(TILES, STARTS_Q, STARTS_K, tl.program_id(0))
+    keys = first + tl.arange(0, N)
+    real = keys < num_keys
+    k = _rows(K, start_k + keys, real, stride_k, head, D)
+    v = _rows(V, start_k + keys, real, stride_v, head, D)
+    grad_k, grad_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    bucket_ids = tl.arange(0, NUM_BUCKETS)
+    grad_bias = tl.zeros([NUM_BUCKETS], tl.float32)
+    first_query = first // M * M if CAUSAL else 0
+    for start in range(first_query, num_queries, M):
+        queries = start + tl.arange(0, M)
+        query_real = queries < num_queries
+        q = _rows(Q, start_q + queries, query_real, stride_q, head, D)
+        grad_out = _rows(GRAD_OUT, start_q + queries, query_real, stride_grad, head, D)
+        lse = tl.load(LSE + head * num_queries_total + start_q + queries, mask=query_real, other=0.0)
+        delta = tl.load(DELTA + head * num_queries_total + start_q + queries, mask=query_real, other=0.0)
+        weights, grad_scores = _weights_and_score_grads(
+            q, k, v, grad_out, lse, delta, queries, keys, num_queries, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS
+        )
+        grad_v = tl.dot(tl.trans(weights).to(v.dtype), grad_out, grad_v)
+        grad_k = tl.dot(tl.trans(grad_scores).to(q.dtype), q, grad_k)
+        if HAS_BIAS:
+            distance = tl.minimum(tl.maximum(keys[None, :] - queries[:, None], -centre), centre)
+            buckets = tl.load(BUCKETS + centre + distance)
+            for bucket in range(tl.min(buckets), tl.max(buckets) + 1):  # few of them lie in one tile
+                part = tl.sum(tl.where(buckets == bucket, grad_scores, 0.0))
+                grad_bias += tl.where(bucket_ids == bucket, part, 0.0)
+    columns = head * D + tl.arange(0, D)[None, :]
+    rows = (start_k + keys)[:, None].to(tl.int64)
+    tl.store(GRAD_K + rows * stride_grad_k + columns, grad_k.to(GRAD_K.dtype.element_ty), mask=real[:, None])
+    tl.store(GRAD_V + rows * stride_grad_v + columns, grad_v.to(GRAD_V.dtype.element_ty), mask=real[:, None])
+    if HAS_BIAS:
+        slot = tl.program_id(0) * tl.num_programs(1) + head
+        tl.store(GRAD_BIAS + slot * NUM_BUCKETS + bucket_ids, grad_bias)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where each example's queries and keys stand, and how they are cut into tiles; int32 tensors on the device."""
+
+    starts_q: torch.Tensor  # (examples + 1,)
+    starts_k: torch.Tensor  # (examples + 1,)
+    query_tiles: torch.Tensor  # (tiles, 2) example, first query within it
+    key_tiles: torch.Tensor  # (tiles, 2) example, first key within it
+    longest: int
+
+
+TILE = 64  # queries and keys of a tile
+
+
+def packed_layout(query_lengths, key_lengths, device):
+    """PackedLayout of examples of these lengths (numpy, tokens)."""
+    starts = [np.concatenate([[0], np.cumsum(lengths)]) for lengths in (query_lengths, key_lengths)]
+    tiles = [_tiles(lengths) for lengths in (query_lengths, key_lengths)]
+    tensors = [torch.from_numpy(a.astype(np.int32)).to(device, non_blocking=True) for a in (*starts, *tiles)]
+    return PackedLayout(*tensors, longest=int(max(query_lengths.max(), key_lengths.max())))
+
+
+def _tiles(lengths):
+    counts = -(-lengths // TILE)
+    example = np.repeat(np.arange(len(lengths)), counts)
+    index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([example, index * TILE], axis=1)
+
+
+def packed_attention(q, k, v, layout, bias_weight=None, buckets=None, causal=False, num_heads=1):
+    """softmax(q k^T + bias) v for each example; q, k, v and the result (N, heads * D), D a power of two from 16 on.
+
+    `bias_weight` (buckets, heads) is T5's table and `buckets` (2 * C + 1,) int32 the bucket of each distance (key
+    minus query) from -C to C.
+    """
+    return _PackedAttention.apply(q, k, v, bias_weight, layout, buckets, causal, num_heads)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, bias_weight, layout, buckets, causal, num_heads):
+        bias = None if bias_weight is None else bias_weight.float()[buckets.long()].T.contiguous()
+        centre = 0 if buckets is None else len(buckets) // 2
+        out, lse = torch.empty_like(q), torch.empty(num_heads, len(q), device=q.device)
+        options = dict(CAUSAL=causal, HAS_BIAS=bias is not None, D=q.shape[1] // num_heads, M=TILE, N=TILE)
+        attention_forward[len(layout.query_tiles), num_heads](
+            q, k, v, out, lse, bias, layout.query_tiles, layout.starts_q, layout.starts_k,
+            q.stride(0), k.stride(0), v.stride(0), out.stride(0), len(q), centre, **options,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse, bias, buckets)
+        ctx.layout, ctx.centre, ctx.num_heads, ctx.options = layout, centre, num_heads, options
+        ctx.num_buckets = 16 if bias_weight is None else len(bias_weight)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, k, v, out, lse, bias, buckets = ctx.saved_tensors
+        layout, centre, heads, options = ctx.layout, ctx.centre, ctx.num_heads, ctx.options
+        grad_out, delta = grad_out.contiguous(), torch.empty_like(lse)
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        attention_delta[triton.cdiv(len(q), TILE), heads](
+            out, grad_out, delta, out.stride(0), grad_out.stride(0), len(q), D=options["D"], M=TILE
+        )
+        places = (layout.starts_q, layout.starts_k)
+        strides = (q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0))
+        attention_backward_queries[len(layout.query_tiles), heads](
+            q, k, v, grad_out, lse, delta, bias, grad_q, layout.query_tiles, *places, *strides, grad_q.stride(0),
+            len(q), centre, **options,
+        )  # fmt: skip
+        num_tiles = len(layout.key_tiles)
+        grad_bias = None if bias is None else torch.empty(num_tiles, heads, ctx.num_buckets, device=q.device)
+        attention_backward_keys[num_tiles, heads](
+            q, k, v, grad_out, lse, delta, bias, buckets, grad_k, grad_v, grad_bias, layout.key_tiles, *places,
+            *strides, grad_k.stride(0), grad_v.stride(0), len(q), centre, NUM_BUCKETS=ctx.num_buckets, **options,
+        )  # fmt: skip
+        grad_weight = None if bias is None else grad_bias.sum(0).T
+        return grad_q, grad_k, grad_v, grad_weight, None, None, None, None
