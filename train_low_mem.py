@@ -15,6 +15,7 @@ from pathlib import Path
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: against fragmentation
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: what --deterministic needs
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: spinning threads starve a busy machine
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads local files only
 
 import accelerate
@@ -27,7 +28,7 @@ from model.checkpoint import save_checkpoint
 from model.dataset import describe_store
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, export_model
-from model.memory import peak_memory
+from model.memory import memory_cap, peak_memory
 from model.prepare import prepare_run, prepare_test
 from model.ranks import agree, from_main, saving, start_ranks, stop_asked, stop_ranks, vote, watch_signals
 from model.report import Journal, Progress, epoch_line, open_log, progress_note, train_line
@@ -62,7 +63,7 @@ def train(*stray, **options):
 def train_to_the_end(run, journal, state, plan):
     """Train, evaluate and save from `state` on; returns the last state and why it ended: finished or asked."""
     config, course = run.config, run.course
-    recent, saved_at = [], time.monotonic()
+    recent, note, saved_at = [], "", time.monotonic()
     state, stop = evaluate_if_due(run, journal, state, plan)
     steps = train_steps(
         run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen
@@ -74,8 +75,9 @@ def train_to_the_end(run, journal, state, plan):
             write_events(run, journal, result)
             last = result.ends_epoch or stop or result.pairs_seen == course.total_pairs
             if last or result.step % config.logging_steps == 0:
-                progress.update(result.step, log_steps(run, journal, recent))
+                note = log_steps(run, journal, recent)
                 recent.clear()
+            progress.update(result.step, note)
             if not stop:
                 state, stop = evaluate_if_due(run, journal, state, result.plan)
             late = time.monotonic() - saved_at > config.save_seconds
@@ -141,7 +143,9 @@ def log_steps(run, journal, results):
     journal.write("train", **values)
     on_gpu = run.ranks.device.type == "cuda"
     say(run.ranks, train_line({k: v for k, v in values.items() if on_gpu or k not in ("peak_bytes", "reserved_bytes")}))
-    return progress_note(loss, tokens / seconds)
+    return progress_note(
+        loss, tokens / seconds, reserved_bytes, memory_cap(run.ranks.device, run.config.gpu_memory_limit_gb)
+    )
 
 
 def evaluate_if_due(run, journal, state, plan):

@@ -33,6 +33,7 @@ class TrainState:
     world_size: int = 1
     tokenizer_fingerprint: str = ""
     num_pairs: int = 0  # of the training file
+    shape: dict | None = None  # of the model
     plan: dict | None = None  # how steps are cut
     evaluated_step: int = 0  # the last step that was evaluated
 

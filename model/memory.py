@@ -105,6 +105,13 @@ def release_memory(device):
         torch.cuda.empty_cache()
 
 
+def memory_cap(device, limit_gb=0.0):
+    """Bytes of `device` that this process may fill: its limit (GiB; 0: none) or all of the card; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return int(limit_gb * 2**30) or torch.cuda.get_device_properties(device).total_memory
+
+
 def peak_memory(device):
     """Highest (allocated, reserved) bytes on `device` since the last call, and the process's resident host bytes."""
     with open("/proc/self/statm") as statm:

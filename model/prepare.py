@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from config import TrainConfig, global_batch, model_config
+from config import T5ModelConfig, TrainConfig, global_batch, model_config
 from model.chat_model import TextToTextModel
 from model.checkpoint import TrainState, load_newest, load_optimizer
 from model.dataset import TokenStore, describe_store, open_store
@@ -46,20 +46,24 @@ def prepare_run(ranks, config, given, resumed):
     Raises ValueError when the options do not fit each other, the data or the checkpoint.
     """
     set_numerics(config, ranks.device)
+    found = _newest_checkpoint(ranks, config) if resumed else None
     tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
-    model = make_model(ranks, config, tokenizer, weights)
+    shape = T5ModelConfig(**found.state.shape) if found else weights.shape if weights else None
+    if shape and "model" in given:
+        _check_same_shape(shape, config)
+    model = make_model(ranks, config, tokenizer, weights, shape)
     optimizer = make_optimizer(model, config)
     batch = global_batch(config, ranks.world_size, given)
-    if resumed:
-        state = _restore(ranks, config, model, optimizer, tokenizer, len(train))
-    else:
-        state = TrainState(
-            warmup_pairs=config.warmup_steps * batch, seed=config.seed, num_pairs=len(train),
-            tokenizer_fingerprint=tokenizer.fingerprint, world_size=ranks.world_size,
-        )  # fmt: skip
+    state = TrainState(
+        warmup_pairs=config.warmup_steps * batch, seed=config.seed, num_pairs=len(train), shape=asdict(model.shape),
+        tokenizer_fingerprint=tokenizer.fingerprint, world_size=ranks.world_size,
+    )  # fmt: skip
+    if found:
+        _check_same_run(found, config, state)
+        state = _restore(ranks, model, optimizer, found)
     course = Course(len(train) * config.epochs, state.warmup_pairs, batch, tokenizer.pad_id)
     if config.optimizer == "adafactor":
         check_adafactor_rate(config, course.warmup_pairs, course.total_pairs, batch)
@@ -106,9 +110,12 @@ def _open_data(ranks, config, file, tokenizer):
     return store
 
 
-def make_model(ranks, config, tokenizer, weights=None):
-    """The model on this rank's device: random weights, or `weights`; equal on all ranks."""
-    shape = weights.shape if weights and weights.shape else model_config(config.model)
+def make_model(ranks, config, tokenizer, weights=None, shape=None):
+    """The model on this rank's device: random weights, or `weights`; equal on all ranks.
+
+    `shape` is the weights' or the checkpoint's where it is known, else config.model names it.
+    """
+    shape = shape or model_config(config.model)
     shape = replace(shape, vocab_size=shape.vocab_size or tokenizer.vocab_size)
     if shape.vocab_size < tokenizer.vocab_size:
         raise ValueError(
@@ -133,29 +140,40 @@ def compute_dtype(mixed_precision, device):
     return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and native) else torch.float32
 
 
-def _restore(ranks, config, model, optimizer, tokenizer, num_pairs):
-    """Put the newest whole checkpoint into model and optimizer; returns its TrainState."""
+def _check_same_shape(shape, config):
+    """Raise ValueError where --model asks for another shape than the weights have."""
+    wanted = model_config(config.model)
+    if replace(wanted, vocab_size=shape.vocab_size) != shape:
+        raise ValueError(f"--model={config.model} is {wanted}, and the weights are {shape}: leave --model out")
+
+
+def _newest_checkpoint(ranks, config):
     found = load_newest(config.output_dir, LOGGER.warning)
     if found is None:
         raise ValueError(f"no checkpoint in {config.output_dir} is whole: start afresh with --overwrite=True")
-    state = found.state
-    agree(ranks, "the newest checkpoint", [found.path.name, state.step])
-    for what, then, now in (
-        ("tokenizer", state.tokenizer_fingerprint, tokenizer.fingerprint),
-        ("seed", state.seed, config.seed),
-        ("number of training pairs", state.num_pairs, num_pairs),
-    ):
+    agree(ranks, "the newest checkpoint", found.path.name)
+    return found
+
+
+def _check_same_run(found, config, fresh):
+    """Raise ValueError where the options would make `found` another run than the one it is of."""
+    for what, name in (("tokenizer", "tokenizer_fingerprint"), ("seed", "seed"), ("training pairs", "num_pairs")):
+        then, now = getattr(found.state, name), getattr(fresh, name)
         if then != now:
             raise ValueError(
                 f"{found.path} was written with {what} {then}, and it is {now} now: go on with what it was, or start "
                 f"another run with --finetune_from_ckp_file={config.output_dir}"
             )
+
+
+def _restore(ranks, model, optimizer, found):
+    """Put a Checkpoint into model and optimizer; returns its TrainState."""
     load_into(model, found, found.path)
     load_optimizer(optimizer, model, found.optimizer)
     broadcast(ranks, [p.data for p in model.parameters()])
     if ranks.is_main:
-        LOGGER.info("going on from %s: step %d, %d pairs seen", found.path, state.step, state.pairs_seen)
-    return replace(state, world_size=ranks.world_size)
+        LOGGER.info("going on from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)
+    return replace(found.state, world_size=ranks.world_size)
 
 
 def _plan(ranks, config, model, store, batch, state):
@@ -183,7 +201,7 @@ def prepare_test(ranks, config):
     config = replace(config, finetune_from_ckp_file=str(best), tokenizer_dir="")
     tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed=False)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
-    model = make_model(ranks, config, tokenizer, weights)
+    model = make_model(ranks, config, tokenizer, weights, weights.shape)
     course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)
     plan = _plan(ranks, config, model, store, course.global_batch, TrainState())
     return Run(config, ranks, tokenizer, store, store, model, None, course), plan

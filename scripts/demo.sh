@@ -5,9 +5,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 SECONDS=0
 
-# OpenMP threads that spin while they wait slow a small model tenfold where other programs use the same cores.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-
 pairs=${DEMO_PAIRS:-12000}
 epochs=${DEMO_EPOCHS:-14}
 demo=${DEMO_DIR:-.demo}

@@ -29,12 +29,11 @@ def copy(tmp_path):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """A folder outside of the project with pairs.jsonl, shape.json and start/, a tiny Hugging Face directory."""
+    """A folder outside of the project with pairs.jsonl and start/, a tiny Hugging Face directory."""
     folder = tmp_path / "else where"
     train_tokenizer([PROBE] * 3, 300, folder / "start")
     tokenizer = load_tokenizer(folder / "start")
     shape = dict(d_model=32, d_ff=64, num_heads=2, d_kv=16, num_layers=1, num_decoder_layers=1)
-    (folder / "shape.json").write_text(json.dumps(shape))
     config = T5Config(
         **shape, vocab_size=tokenizer.vocab_size,
         pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id,
@@ -64,7 +63,7 @@ def launch(script, *words, cwd, **environment):
 
 def options(epochs):
     values = dict(
-        finetune_from_ckp_file="start", model="shape.json", train_file="pairs.jsonl", validation_file="pairs.jsonl",
+        finetune_from_ckp_file="start", train_file="pairs.jsonl", validation_file="pairs.jsonl",
         output_dir="out", epochs=epochs, bleu_pairs=0, gradient_accumulation_steps=1,
     )  # fmt: skip
     return [f"--{name}={value}" for name, value in values.items()]
