@@ -9,7 +9,7 @@ SECONDS=0
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
 pairs=${DEMO_PAIRS:-12000}
-epochs=${DEMO_EPOCHS:-14}
+epochs=${DEMO_EPOCHS:-16}
 demo=${DEMO_DIR:-.demo}
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')

@@ -104,7 +104,7 @@ class Question:
 
 
 def draw_arithmetic(rng: Random) -> Question:
-    a, b = rng.randint(1, 15), rng.randint(1, 15)
+    a, b = rng.randint(1, 20), rng.randint(1, 20)
     if rng.random() < 0.5:
         prompt = rng.choice(ASK_SUM).format(a=a, b=b)
         return Question(prompt, str(a + b), "arithmetic", f"{a}+{b}")
