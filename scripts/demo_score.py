@@ -25,7 +25,9 @@ def read_questions(path: Path) -> list[dict[str, str]]:
 
 @torch.inference_mode()
 def answer(model_dir: Path, prompts: list[str]) -> list[str]:
-    """The model's greedy answers, in order."""
+    """The model's greedy answers, in order; ValueError where the directory holds no model."""
+    if not (model_dir / "config.json").is_file():  # transformers would ask a hub for a directory that is not there
+        raise ValueError(f"{model_dir} holds no config.json: name an exported model, such as .demo/run/best")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForSeq2SeqLM.from_pretrained(model_dir).to(device).eval()
