@@ -33,7 +33,7 @@ class T5ModelConfig:
 
 
 MODELS = {
-    "tiny": dict(d_model=192, d_ff=768, num_heads=3, d_kv=64, num_layers=3, num_decoder_layers=3),
+    "tiny": dict(d_model=128, d_ff=512, num_heads=2, d_kv=64, num_layers=2, num_decoder_layers=2),
     "small": dict(d_model=512, d_ff=2048, num_heads=8, d_kv=64, num_layers=6, num_decoder_layers=6),
     "chatlm": dict(d_model=768, d_ff=3072, num_heads=12, d_kv=64, num_layers=10, num_decoder_layers=10),
 }
@@ -45,7 +45,7 @@ class TrainConfig:
 
     # Data
     train_file: str = "data/pretrain_train.parquet"  # parquet, json, jsonl, csv or tsv
-    validation_file: str = "data/pretrain_valid.parquet"
+    validation_file: str = "data/pretrain_valid.parquet"  # its loss chooses best/
     test_file: str = ""  # read by the command test; empty: validation_file
     prompt_column: str = ""  # empty: found by name
     response_column: str = ""  # empty: found by name
@@ -57,18 +57,18 @@ class TrainConfig:
     trainable: str = "all"  # all, decoder
     dropout: float = 0.0  # probability
     # Optimization
-    epochs: int = 6
+    epochs: int = 6  # passes over train_file
     batch_size_per_gpu: int = 32  # pairs
-    gradient_accumulation_steps: int = 2
+    gradient_accumulation_steps: int = 2  # multiplies the pairs of an optimizer step
     global_batch_size: int = 0  # pairs in one optimizer step over all ranks; 0: the product
     optimizer: str = "adamw_rms"  # adamw_rms, adamw, adafactor
     learn_rate: float = 1e-2  # the peak; adamw_rms multiplies it by each tensor's root mean square
     warmup_steps: int = 1000  # optimizer steps
     lr_schedule: str = "cosine"  # cosine, wsd (constant, then down to zero over the last fifth)
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # share of a weight that the learning rate takes off at each step
     max_grad_norm: float = 1.0  # 0: no clipping
     z_loss: float = 0.0  # weight of the squared log-normaliser
-    seed: int = 23333
+    seed: int = 23333  # of the first weights, the order of pairs and dropout
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
     gradient_checkpointing: str = "auto"  # auto (where the plan needs it), True, False
@@ -76,12 +76,12 @@ class TrainConfig:
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: what is free
     deterministic: bool = False  # the same bits from the same run on the same hardware
     # Run
-    output_dir: str = "model_save/pretrain"
+    output_dir: str = "model_save/pretrain"  # the run directory
     logging_steps: int = 20  # optimizer steps
     eval_steps: int = 0  # optimizer steps; 0: each epoch
     save_steps: int = 500  # optimizer steps
     save_seconds: int = 600  # a checkpoint at least this often
-    keep_latest_n_ckp: int = 2
+    keep_latest_n_ckp: int = 2  # checkpoints kept
     bleu_pairs: int = 100  # validation pairs answered for BLEU and chrF; 0: none
     max_new_tokens: int = 128  # tokens of one generated answer
     log_sample_ids: bool = False  # write each step's example ids to samples_rank<r>.jsonl
