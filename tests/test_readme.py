@@ -1,0 +1,48 @@
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from config import PRESETS, TrainConfig, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def table(heading):
+    """Rows of the first table after a line that begins with `heading`, as lists of cells."""
+    text = README[README.index(heading) :]
+    rows = re.search(r"\n\|.*\n\| ---.*\n((?:\|.*\n)+)", text).group(1)
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
+
+
+def test_each_option_stands_in_the_table_with_its_default():
+    shown = {name.strip("`"): default for name, default, *_ in table("## Options")}
+    real = {f.name: "empty" if f.default == "" else f"`{f.default}`" for f in fields(TrainConfig)}
+    assert shown == real
+
+
+def test_each_preset_stands_in_the_table_with_its_differences():
+    shown = {name.strip("`"): differences for name, _, differences in table("A preset is")}
+    real = {
+        name: ", ".join(f"`{field}={value}`" for field, value in preset.items()) or "none"
+        for name, preset in PRESETS.items()
+    }
+    assert shown == real
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_can_be_loaded(name):
+    assert load_config(name, {}).output_dir == f"model_save/{name}"
+
+
+def test_each_file_that_readme_names_exists():
+    for path in re.findall(r"`((?:model|scripts|bench|docs)/\w+\.\w+)`", README):
+        assert (ROOT / path).is_file(), path
+
+
+def test_each_room_says_what_it_is_for_in_readme():
+    shown = {cell.strip("`") for cell, _ in table("| file | what it is for |")}
+    rooms = {f"model/{path.name}" for path in (ROOT / "model").glob("*.py") if path.name != "__init__.py"}
+    assert rooms <= shown
