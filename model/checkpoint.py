@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 def save_checkpoint(run_dir, state, model, optimizer, keep):
-    """Write checkpoints/step_<step>/, durable before LATEST names it, then delete all but the newest `keep`.
+    """Write checkpoints/step_<step>/, durable before LATEST names it; of those up to this one `keep` are kept.
 
     Returns its path. Raises OSError when the disk fails; earlier checkpoints are then as they were.
     """
@@ -66,7 +66,9 @@ def save_checkpoint(run_dir, state, model, optimizer, keep):
         manifest = {file.name: dict(size=file.stat().st_size, sha256=_sha256(file)) for file in draft.iterdir()}
         (draft / "manifest.json").write_text(ujson.dumps(manifest, indent=1))
     write_file(folder / "LATEST", path.name.encode())
-    for old in checkpoint_paths(run_dir)[keep:]:
+    present = checkpoint_paths(run_dir)
+    kept = [p for p in present if p <= path][:keep]  # later ones are damaged: the run went back past them
+    for old in {*present, *folder.glob(".step_*.tmp")}.difference(kept):  # drafts: left by killed processes
         shutil.rmtree(old)
     return path
 
