@@ -6,7 +6,7 @@ run's differences from its preset. What is set is what is used, or `load_config`
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -27,9 +27,16 @@ class T5ModelConfig:
     layer_norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        bad = [f"{name}={value!r}" for name, value in asdict(self).items() if value <= 0 and name != "vocab_size"]
+        values = [(f, getattr(self, f.name)) for f in fields(self)]
+        bad = [
+            f"{f.name}={value!r}"
+            for f, value in values
+            if not isinstance(value, f.type) or value < 0 or (value == 0 and f.name != "vocab_size")
+        ]
         if bad:
-            raise ValueError(f"the model's numbers must be above zero, not {', '.join(bad)}")
+            raise ValueError(
+                f"the model's numbers must be whole (epsilon a fraction) and above 0, not {', '.join(bad)}"
+            )
 
 
 MODELS = {
@@ -201,6 +208,8 @@ def as_type(name, value, kinds):
     if kind is str:
         return str(WORDS[text.lower()]) if "True" in CHOICES.get(name, ()) and text.lower() in WORDS else str(value)
     try:
+        if kind is int and text.removeprefix("-").isdecimal():
+            return int(text)
         number = float(text)
         if kind is float and math.isfinite(number):
             return number
@@ -234,6 +243,6 @@ def model_config(name):
         return T5ModelConfig(**MODELS[name])
     try:
         return T5ModelConfig(**json.loads(Path(name).read_text(encoding="utf-8")))
-    except (OSError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, TypeError, ValueError) as error:
         shape = json.dumps(MODELS["small"])
         raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {shape}") from None

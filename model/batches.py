@@ -88,16 +88,15 @@ def cut(ids, lengths, micro_batch_tokens):
 
     One example alone may exceed the limit: planning has seen to it that it fits.
     """
-    if len(ids) == 0:
-        return []
     order = np.lexsort((ids, lengths[:, 0], lengths[:, 1]))
     ends = np.cumsum(lengths[order].sum(axis=1, dtype=np.int64))
-    for pieces in range(max(-(-int(ends[-1]) // micro_batch_tokens), 1), len(ids) + 1):
-        bounds = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) / pieces, side="right")
-        parts = np.split(order, bounds)
-        if pieces == len(ids) or max(lengths[part].sum() for part in parts) <= micro_batch_tokens:
-            return [ids[part] for part in parts if len(part)]
-    raise AssertionError("unreachable: the last cut is one example a micro-batch")
+    parts, start = [], 0
+    while start < len(order):
+        tokens_before = ends[start - 1] if start else 0
+        end = max(int(np.searchsorted(ends, tokens_before + micro_batch_tokens, side="right")), start + 1)
+        parts.append(ids[order[start:end]])
+        start = end
+    return parts
 
 
 def collate(store, ids, start_id, device, kernels=False):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from model import faults
 from model.durable import whole_directory, write_file
+from model.optim import STATE_FIELDS
 
 NAME = re.compile(r"step_\d{8}")
 
@@ -52,7 +53,7 @@ class Checkpoint:
 
 
 def save_checkpoint(run_dir, state, model, optimizer, keep):
-    """Write checkpoints/step_<step>/, durable before LATEST names it, then delete all but the newest `keep`.
+    """Write checkpoints/step_<step>/, durable before LATEST names it; of those up to this one `keep` are kept.
 
     Returns its path. Raises OSError when the disk fails; earlier checkpoints are then as they were.
     """
@@ -66,7 +67,9 @@ def save_checkpoint(run_dir, state, model, optimizer, keep):
         manifest = {file.name: dict(size=file.stat().st_size, sha256=_sha256(file)) for file in draft.iterdir()}
         (draft / "manifest.json").write_text(ujson.dumps(manifest, indent=1))
     write_file(folder / "LATEST", path.name.encode())
-    for old in checkpoint_paths(run_dir)[keep:]:
+    present = checkpoint_paths(run_dir)
+    kept = [p for p in present if p <= path][:keep]  # later ones are damaged: the run went back past them
+    for old in {*present, *folder.glob(".step_*.tmp")}.difference(kept):  # drafts: left by killed processes
         shutil.rmtree(old)
     return path
 
@@ -102,20 +105,26 @@ def read_checkpoint(path):
 
 
 def load_optimizer(optimizer, model, tensors):
-    """Put the optimizer state of a Checkpoint back; options such as weight decay stay what they are now."""
+    """Put the optimizer state of a Checkpoint back; options such as weight decay stay what they are now.
+
+    Raises ValueError for the state of another optimizer or of other weights.
+    """
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    state = {i: {} for i in range(len(names))}
+    state = {}
     for key, tensor in tensors.items():
         name, _, field = key.rpartition("/")
-        if name not in names:
-            raise ValueError(
-                f"the checkpoint has optimizer state for {name}, which is not trained now: keep --trainable"
-            )
-        state[names.index(name)][field] = tensor
-    expected = sorted(_optimizer_tensors(model, optimizer)) or sorted(tensors)
-    if expected != sorted(tensors):
+        state.setdefault(name, {})[field] = tensor
+    if not state and not optimizer.state:
+        return  # saved before the first update
+    if state.keys() != set(names):
+        raise ValueError(
+            f"the checkpoint has optimizer state for {len(state)} weights, and {len(names)} are trained now: keep "
+            "--trainable"
+        )
+    if {field for fields in state.values() for field in fields} != STATE_FIELDS[type(optimizer)]:
         raise ValueError("the checkpoint is of another optimizer: keep --optimizer, or start with --overwrite=True")
-    optimizer.load_state_dict(dict(state=state, param_groups=optimizer.state_dict()["param_groups"]))
+    numbered = {i: state[name] for i, name in enumerate(names)}
+    optimizer.load_state_dict(dict(state=numbered, param_groups=optimizer.state_dict()["param_groups"]))
 
 
 def _optimizer_tensors(model, optimizer):

@@ -14,10 +14,12 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fs.h
 def whole_directory(target):
     """A new directory to fill; when the block ends well it takes the place of `target` at once, fsynced.
 
-    When the block fails, `target` is as it was.
+    When the block fails, `target` is as it was. One process at a time may write one `target`.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(f".{target.name}.*.tmp"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     draft.mkdir()
     try:

@@ -49,10 +49,11 @@ def parse_faults(text):
     faults = []
     for word in filter(None, text.split(",")):
         site, rank, step, kind, count = (word.split(":") + ["1"])[:5] if word.count(":") in (3, 4) else [""] * 5
-        if site not in SITES or kind not in KINDS or not (step + count).isdigit():
+        numbers = step.isdecimal() and count.isdecimal() and (rank.isdecimal() or rank in ("last", "all"))
+        if site not in SITES or kind not in KINDS or not numbers or (kind == "nan" and site != "loss"):
             raise ValueError(
                 f"CHAT_FAULT={word}: write site:rank:step:kind[:count] with a site of {', '.join(SITES)} "
-                f"and a kind of {', '.join(KINDS)}"
+                f"and a kind of {', '.join(KINDS)} (nan at loss only)"
             )
         faults.append(Fault(site, rank, int(step), kind, int(count)))
     return faults

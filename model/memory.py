@@ -26,23 +26,35 @@ def choose_plan(config, shape, num_parameters, free_bytes, compute_dtype, share_
     """The plan that `config` asks for, or the one with the fewest forwards that fits `free_bytes` (None on a CPU).
 
     `share_tokens` is the most that one rank's share of a step can have, `longest_tokens` the longest example's.
-    Raises RuntimeError when one example alone does not fit.
+    Raises RuntimeError when one example alone does not fit the memory, ValueError when it does not fit the
+    micro-batch that `config` names.
     """
+    if 0 < config.micro_batch_tokens < longest_tokens:
+        raise ValueError(
+            f"micro_batch_tokens={config.micro_batch_tokens}: the longest example has {longest_tokens} tokens on both "
+            "sides: give at least that, or lower --max_seq_len"
+        )
     chunk_tokens = 2048 if free_bytes else 1024
     largest = LARGEST_MICRO_BATCH_TOKENS if free_bytes else CPU_MICRO_BATCH_TOKENS
     wanted = config.micro_batch_tokens or max(min(share_tokens, largest), longest_tokens)
     choices = {"auto": (False, True), "True": (True,), "False": (False,)}[config.gradient_checkpointing]
     for checkpointing in choices:
-        tokens = wanted
-        while tokens >= longest_tokens:
+        for tokens in _halves(wanted, longest_tokens):
             peak = predict_peak_bytes(config, shape, num_parameters, tokens, chunk_tokens, checkpointing, compute_dtype)
             if free_bytes is None or peak <= free_bytes * USABLE or config.micro_batch_tokens:
                 return MemoryPlan(tokens, chunk_tokens, checkpointing, peak)
-            tokens //= 2
     raise RuntimeError(
         f"one example of {longest_tokens} tokens needs about {peak / 2**30:.2f} GiB and {free_bytes / 2**30:.2f} GiB "
         f"are free: lower --max_seq_len (now {config.max_seq_len}), choose a smaller --model, or free the GPU"
     )
+
+
+def _halves(tokens, least):
+    """`tokens`, half of them and so on while above `least`; last `least` itself."""
+    while tokens > least:
+        yield tokens
+        tokens //= 2
+    yield least
 
 
 def predict_peak_bytes(config, shape, num_parameters, tokens, chunk_tokens, checkpointing, compute_dtype):

@@ -47,8 +47,15 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         torch._foreach_add_(params, updates)
 
 
+STATE_FIELDS = {  # what each optimizer remembers of its weights
+    RMSScaledAdamW: {"count", "exp_avg", "exp_avg_sq"},
+    torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
+    torch.optim.Adafactor: {"step", "row_var", "col_var", "variance"},
+}
+
+
 def make_optimizer(model, config):
-    """The optimizer that `config` names over the trainable weights, its state already allocated.
+    """The optimizer that `config` names over the trainable weights.
 
     The learning rate lives in a tensor on the weights' device: `set_learn_rate` writes it.
     """
@@ -85,13 +92,16 @@ def learn_rate_at(pairs_seen, config, warmup_pairs, total_pairs):
 
 def check_adafactor_rate(config, warmup_pairs, total_pairs, global_batch):
     """Raise ValueError where torch's Adafactor would use a lower rate than the one set: it caps it at 1/sqrt(step)."""
-    for point in range(1, 1001):
-        pairs = total_pairs * point / 1000
-        cap = max(pairs / global_batch, 1) ** -0.5
-        rate = learn_rate_at(pairs, config, warmup_pairs, total_pairs)
-        if rate > cap:
-            fitting = config.learn_rate * cap / rate
-            raise ValueError(
-                f"learn_rate={config.learn_rate} asks for {rate:.2g} at step {pairs / global_batch:.0f}, where torch's "
-                f"Adafactor uses at most 1/sqrt(step) = {cap:.2g}: type --learn_rate={fitting:.1g}"
-            )
+    room, step, rate = min(_room_under_cap(config, warmup_pairs, total_pairs, global_batch, i) for i in range(1, 1001))
+    if room < 1:
+        raise ValueError(
+            f"learn_rate={config.learn_rate} asks for {rate:.2g} at step {step:.0f}, where torch's Adafactor uses at "
+            f"most 1/sqrt(step) = {rate * room:.2g}: type --learn_rate={0.95 * room * config.learn_rate:.2g}"
+        )
+
+
+def _room_under_cap(config, warmup_pairs, total_pairs, global_batch, thousandths):
+    """(the cap over the rate, step, rate) after so many thousandths of the course."""
+    pairs = total_pairs * thousandths / 1000
+    step, rate = max(pairs / global_batch, 1), learn_rate_at(pairs, config, warmup_pairs, total_pairs)
+    return step**-0.5 / rate if rate else math.inf, step, rate

@@ -1,0 +1,81 @@
+"""Tiny real parts of a run: pairs of text, a file of them, a model, a plan. One thread, so that bits repeat."""
+
+import os
+import random
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.nn.functional as F
+
+from config import T5ModelConfig, load_config
+from model.chat_model import TextToTextModel
+from model.memory import MemoryPlan
+from model.ranks import Ranks
+from model.tokenizer import PROBE
+
+torch.set_num_threads(1)
+ALONE = Ranks(0, 1, 0, torch.device("cpu"), "none", None)
+PLAN = MemoryPlan(micro_batch_tokens=400, chunk_tokens=64, gradient_checkpointing=False, predicted_peak_bytes=0)
+SHAPE = dict(d_model=32, d_ff=64, num_heads=2, d_kv=16, num_layers=2, num_decoder_layers=2)
+
+
+def make_pairs(num_pairs, seed=0, longest=40):
+    """Pairs of generated text of 2 to `longest` characters a side."""
+    draw = random.Random(seed)
+    sides = ["".join(draw.choices(PROBE, k=draw.randint(2, longest))) for _ in range(2 * num_pairs)]
+    return list(zip(sides[::2], sides[1::2], strict=True))
+
+
+def write_parquet(path, pairs):
+    prompts, responses = zip(*pairs, strict=True)
+    pq.write_table(pa.table(dict(prompt=prompts, response=responses)), path)
+    return path
+
+
+def make_model(vocab_size, seed=1, **options):
+    return TextToTextModel(T5ModelConfig(**SHAPE, vocab_size=vocab_size), **options).initialise(seed)
+
+
+def make_config(**options):
+    """A TrainConfig that leaves gradients as they are: no clipping."""
+    return load_config("pretrain", dict(max_grad_norm=0, warmup_steps=0) | options)
+
+
+def examples_of(store, ids):
+    """(prompt ids, response ids) of each example, as lists."""
+    sides = []
+    for flat, lengths in zip(store.tokens(ids), store.lengths[ids].astype(int).T, strict=True):
+        sides.append([part.tolist() for part in torch.from_numpy(flat).split(lengths.tolist())])
+    return list(zip(*sides, strict=True))
+
+
+def padded(store, ids, pad_id):
+    """What transformers' T5 takes: input_ids, attention_mask and labels, with -100 where there is no token."""
+    prompts, responses = zip(*examples_of(store, ids), strict=True)
+    input_ids, labels = (_pad(rows, fill) for rows, fill in ((prompts, pad_id), (responses, -100)))
+    mask = _pad([[1] * len(prompt) for prompt in prompts], 0)
+    return dict(input_ids=input_ids, attention_mask=mask, labels=labels)
+
+
+def _pad(rows, fill):
+    longest = max(map(len, rows))
+    return torch.tensor([row + [fill] * (longest - len(row)) for row in rows])
+
+
+def stock_loss(stock, batch):
+    """Sum over target tokens of the cross-entropy that transformers' T5 gives, in nats."""
+    logits = stock(**batch).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+
+
+def gradients_of(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def farthest(one, other):
+    """Largest relative distance between the tensors of two dicts, norm of the difference over the norm."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).norm() / other[name].norm().clamp(min=1e-12)) for name in one)

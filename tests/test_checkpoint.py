@@ -1,0 +1,182 @@
+import os
+import re
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import ujson
+from safetensors import safe_open
+
+from model import faults
+from model.batches import collate
+from model.checkpoint import TrainState, checkpoint_paths, load_newest, read_checkpoint, save_checkpoint
+from model.export import export_model
+from model.optim import make_optimizer
+from model.report import Journal
+from model.run_dir import write_json
+from model.tokenizer import copy_tokenizer
+from tests.parts import PLAN, make_config
+
+FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+STATE = TrainState(
+    step=500, pairs_seen=32_000, warmup_pairs=640, best_loss=1.2345678901234567, best_step=400, seed=7, world_size=3,
+    tokenizer_fingerprint="abc", num_pairs=1000, plan=asdict(PLAN), evaluated_step=400,
+)  # fmt: skip
+
+
+@pytest.fixture
+def optimizer(model, store):
+    """An optimizer after one real step."""
+    optimizer = make_optimizer(model, make_config())
+    model(collate(store, [0, 1], 0, "cpu")).backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.fixture
+def save(tmp_path, model, optimizer):
+    return lambda step, keep=5: save_checkpoint(tmp_path, replace(STATE, step=step), model, optimizer, keep)
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(save, model, optimizer):
+    checkpoint = read_checkpoint(save(500))
+    assert checkpoint.state == STATE
+    assert checkpoint.tensors.keys() == model.state_dict().keys()
+    assert all(torch.equal(checkpoint.tensors[name], weight) for name, weight in model.state_dict().items())
+    for name, p in model.named_parameters():
+        for field, value in optimizer.state[p].items():
+            assert torch.equal(checkpoint.optimizer[f"{name}/{field}"], value)
+    assert len(checkpoint.optimizer) == 3 * len(checkpoint.tensors)
+
+
+def test_a_checkpoint_has_the_files_and_the_name_of_the_contract(save, tmp_path):
+    path = save(500)
+    assert path == tmp_path / "checkpoints" / "step_00000500"
+    assert sorted(os.listdir(path)) == sorted(FILES)
+    assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step_00000500"
+    manifest = ujson.loads((path / "manifest.json").read_text())
+    assert {name: entry["size"] for name, entry in manifest.items()} == {
+        name: (path / name).stat().st_size for name in FILES[:3]
+    }
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[0 if path.name == "manifest.json" else len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def delete(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty, delete])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_passed_over_aloud(save, tmp_path, name, damage):
+    save(400)
+    newest = save(500)
+    damage(newest / name)
+    said = []
+    assert load_newest(tmp_path, said.append).state.step == 400
+    (line,) = said
+    assert str(newest) in line and "damaged" in line and "going back" in line
+    with pytest.raises(ValueError, match="is damaged"):
+        read_checkpoint(newest)
+
+
+def test_without_a_whole_checkpoint_there_is_none(save, tmp_path):
+    assert load_newest(tmp_path, pytest.fail) is None
+    delete(save(400) / "model.safetensors")
+    delete(save(500) / "manifest.json")
+    said = []
+    assert load_newest(tmp_path, said.append) is None
+    assert len(said) == 2
+
+
+def test_only_the_newest_are_kept(save, tmp_path):
+    for step in (1, 2, 9, 10, 11, 100):
+        save(step, keep=3)
+    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000100", "step_00000011", "step_00000010"]
+    assert load_newest(tmp_path, pytest.fail).state.step == 100
+
+
+def test_damaged_checkpoints_that_a_run_went_back_past_do_not_crowd_out_its_own(save, tmp_path):
+    for step in (100, 200, 300):
+        save(step, keep=3)
+    for step in (200, 300):
+        cut(tmp_path / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+    for step in (110, 120):
+        save(step, keep=2)
+    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000120", "step_00000110"]
+    assert load_newest(tmp_path, pytest.fail).state.step == 120
+
+
+def test_the_same_step_may_be_saved_again(save, tmp_path, model):
+    save(500)
+    with torch.no_grad():
+        model.shared.weight.add_(1)
+    assert torch.equal(read_checkpoint(save(500)).tensors["shared.weight"], model.shared.weight)
+    assert len(checkpoint_paths(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("kind", ["enospc", "eio"])
+def test_a_save_that_fails_leaves_earlier_ones_whole_and_the_next_succeeds(save, tmp_path, monkeypatch, kind):
+    save(400, keep=2)
+    monkeypatch.setattr(faults, "_faults", faults.parse_faults(f"save:0:500:{kind}"))
+    with pytest.raises(OSError, match="injected"):
+        save(500, keep=2)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["LATEST", "step_00000400"]
+    assert load_newest(tmp_path, pytest.fail).state.step == 400
+    save(500, keep=2)
+    assert load_newest(tmp_path, pytest.fail).state.step == 500
+
+
+def test_what_killed_saves_left_does_not_pile_up(save, tmp_path, monkeypatch):
+    for step in (100, 200):
+        if (child := os.fork()) == 0:
+            faults._faults = faults.parse_faults(f"save:0:{step}:kill")
+            save(step)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    assert len(os.listdir(tmp_path / "checkpoints")) == 2
+    assert load_newest(tmp_path, pytest.fail) is None
+    save(300)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["LATEST", "step_00000300"]
+
+
+def test_a_foreign_folder_beside_checkpoints_is_left_alone(save, tmp_path):
+    foreign = tmp_path / "checkpoints" / "step_by_hand"
+    foreign.mkdir(parents=True)
+    for step in (1, 2, 3):
+        save(step, keep=2)
+    assert foreign.is_dir()
+    assert len(checkpoint_paths(tmp_path)) == 2
+
+
+def test_promise_8_no_pickle_is_written_in_a_run_directory(save, tmp_path, model, tokenizer):
+    save(500)
+    for name in ("best", "last"):
+        export_model(model, tokenizer, tmp_path / name)
+    copy_tokenizer(tokenizer.directory, tmp_path / "tokenizer")
+    write_json(tmp_path / "config.json", asdict(make_config()))
+    write_json(tmp_path / "plan.json", asdict(PLAN))
+    with Journal(tmp_path / "metrics.jsonl") as journal:
+        journal.write("train", step=1, loss=2.0)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 12
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as content:
+                assert list(content.keys())
+        else:
+            text = path.read_text(encoding="utf-8")
+            assert path.suffix in (".json", ".jsonl") or path.name == "LATEST"
+            assert re.match(r'step_|[{\["]', text)

@@ -1,0 +1,166 @@
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from config import MODELS, PRESETS, T5ModelConfig, TrainConfig, as_bool, global_batch, load_config, model_config
+from config import preset_name as name_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = MODELS["small"]
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ValueError) as refusal:
+        load_config("pretrain", dict(epochs="0", learnrate="1", dropout="2", optimizer="sgd", logging_steps="x"))
+    assert len(str(refusal.value).splitlines()) == 6
+    for word in ("epochs=0", "--learnrate", "dropout=2.0", "optimizer='sgd'", "--logging_steps=x"):
+        assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("learn_rat", "learn_rate"),
+        ("batch_size_gpu", "batch_size_per_gpu"),
+        ("save_step", "save_steps"),
+        ("is_fine_tune", "is_finetune"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_nearest_name(typed, meant):
+    with pytest.raises(ValueError, match=f"unknown option --{typed}: did you mean --{meant}\\?"):
+        load_config("pretrain", {typed: "1"})
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [("True", True), ("true", True), ("1", True), ("yes", True), (True, True)]
+    + [("False", False), ("false", False), ("0", False), ("no", False), (False, False)],
+)
+def test_true_and_false_may_be_spelt_as_people_spell_them(typed, meant):
+    assert load_config("pretrain", dict(deterministic=typed)).deterministic is meant
+    assert load_config("pretrain", dict(gradient_checkpointing=typed)).gradient_checkpointing == str(meant)
+    assert as_bool("is_finetune", typed) is meant
+
+
+@pytest.mark.parametrize("word", ["", "2", "maybe", "None", "tru"])
+def test_other_words_are_not_taken_for_true_or_false(word):
+    with pytest.raises(ValueError, match="takes True or False"):
+        load_config("pretrain", dict(deterministic=word))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("epochs", "3.5"), ("epochs", "three"), ("epochs", "inf"), ("epochs", "True"), ("epochs", ""), ("seed", None)]
+    + [("learn_rate", "fast"), ("learn_rate", "nan"), ("learn_rate", "inf"), ("dropout", "1e999")],
+)
+def test_a_value_of_another_type_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"--{name}=.*number"):
+        load_config("pretrain", {name: value})
+
+
+def test_numbers_are_read_as_people_write_them():
+    config = load_config("pretrain", dict(epochs="1e1", learn_rate="2e-3", max_seq_len=" 64 ", seed=7))
+    assert (config.epochs, config.learn_rate, config.max_seq_len, config.seed) == (10, 2e-3, 64, 7)
+
+
+def test_a_whole_number_that_a_float_cannot_hold_is_kept_exactly():
+    assert load_config("pretrain", dict(seed="9007199254740993")).seed == 9007199254740993
+
+
+def test_fp16_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="fp16.*T5 diverges"):
+        load_config("pretrain", dict(mixed_precision="fp16"))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("epochs", 0), ("max_seq_len", 7), ("max_seq_len", 65_536), ("keep_latest_n_ckp", 1), ("learn_rate", 0)]
+    + [("learn_rate", 1.5), ("dropout", 1), ("dropout", -0.1), ("max_grad_norm", -1), ("ddp_timeout_s", 29)]
+    + [("output_dir", ""), ("model", "huge"), ("lr_schedule", "linear"), ("trainable", "encoder"), ("backend", "mpi")],
+)
+def test_a_value_outside_its_range_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name}[= ]"):
+        load_config("pretrain", {name: value})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_loads_and_differs_from_the_defaults_only_where_it_says(preset):
+    config, default = load_config(preset, {}), TrainConfig()
+    for field in fields(TrainConfig):
+        expected = PRESETS[preset].get(field.name, getattr(default, field.name))
+        assert getattr(config, field.name) == expected
+    assert model_config(config.model).d_model > 0
+
+
+def test_an_option_stands_above_its_preset():
+    assert load_config("sft_fast", dict(batch_size_per_gpu="3")).batch_size_per_gpu == 3
+
+
+def test_flags_choose_the_preset():
+    assert name_of() == "pretrain"
+    assert name_of(is_finetune=True) == "sft"
+    assert name_of(use_small_config=True) == name_of(True, True) == "sft_small"
+    assert name_of(use_fast_config=True) == name_of(is_finetune=True, use_fast_config=True) == "sft_fast"
+    assert name_of(use_large_config=True) == "pretrain_large"
+
+
+@pytest.mark.parametrize("flags", [(0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 0, 1)])
+def test_flags_that_contradict_each_other_are_refused(flags):
+    with pytest.raises(ValueError, match="contradict"):
+        name_of(*map(bool, flags))
+
+
+def test_the_global_batch_is_the_product_unless_it_is_named():
+    config = TrainConfig(batch_size_per_gpu=20, gradient_accumulation_steps=2)
+    assert [global_batch(config, world, ()) for world in (1, 2, 3)] == [40, 80, 120]
+    config = TrainConfig(global_batch_size=96)
+    assert [global_batch(config, world, ["global_batch_size"]) for world in (1, 2, 3)] == [96, 96, 96]
+
+
+def test_a_global_batch_beside_another_product_is_a_contradiction():
+    config = TrainConfig(global_batch_size=96, batch_size_per_gpu=20, gradient_accumulation_steps=2)
+    named = ["global_batch_size", "batch_size_per_gpu", "gradient_accumulation_steps"]
+    with pytest.raises(ValueError, match="global_batch_size=96 contradicts .* = 80"):
+        global_batch(config, 2, named)
+    assert global_batch(config, 2, named[:2]) == 96
+    assert global_batch(TrainConfig(global_batch_size=64), 1, named) == 64
+
+
+def test_the_default_that_people_edit_stands_in_one_line():
+    lines = [line for line in (ROOT / "config.py").read_text().splitlines() if "batch_size_per_gpu" in line]
+    (default,) = [int(n) for line in lines for n in re.findall(r"^\s+batch_size_per_gpu: int = (\d+)", line)]
+    assert default == TrainConfig().batch_size_per_gpu
+
+
+def test_a_model_may_be_a_json_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(SMALL | dict(num_layers=2, relative_attention_num_buckets=16)))
+    assert load_config("pretrain", dict(model=str(path))).model == str(path)
+    assert model_config(str(path)) == T5ModelConfig(**SMALL | dict(num_layers=2, relative_attention_num_buckets=16))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1, 2]", "{", '{"d_model": 512}', json.dumps(SMALL | dict(width=3)), json.dumps(SMALL | dict(d_ff="many"))]
+    + [json.dumps(SMALL | dict(num_layers=0)), json.dumps(SMALL | dict(d_model=512.5)), "\udcff"],
+)
+def test_a_json_file_that_is_not_a_model_is_refused(tmp_path, text):
+    path = tmp_path / "mine.json"
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(ValueError, match="mine.json"):
+        model_config(str(path))
+
+
+def test_a_model_file_that_is_missing_is_refused():
+    with pytest.raises(ValueError, match="nowhere.json"):
+        model_config("nowhere.json")
+
+
+@pytest.mark.parametrize("change", [dict(d_model=0), dict(num_heads=-1), dict(d_kv=1.5), dict(vocab_size=-1)])
+def test_a_shape_that_cannot_be_is_refused(change):
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        T5ModelConfig(**SMALL | change)

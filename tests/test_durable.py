@@ -1,0 +1,83 @@
+import os
+
+import pytest
+
+from model import durable
+from model.durable import whole_directory, write_file
+
+
+def contents(directory):
+    return {path.name: path.read_text() for path in directory.iterdir()}
+
+
+def fill(target, **files):
+    with whole_directory(target) as draft:
+        for name, text in files.items():
+            (draft / name).write_text(text)
+
+
+def test_a_directory_appears_whole_with_its_parents(tmp_path):
+    target = tmp_path / "deep" / "er" / "best"
+    with whole_directory(target) as draft:
+        (draft / "a").write_text("1")
+        assert not target.exists()
+    assert contents(target) == {"a": "1"}
+    assert os.listdir(target.parent) == ["best"]
+
+
+def test_a_directory_is_replaced_as_a_whole(tmp_path):
+    fill(tmp_path / "best", a="1", b="2")
+    fill(tmp_path / "best", a="3")
+    assert contents(tmp_path / "best") == {"a": "3"}
+    assert os.listdir(tmp_path) == ["best"]
+
+
+def test_a_directory_is_replaced_at_once_for_who_looks_on(tmp_path):
+    fill(tmp_path / "best", a="1")
+    opened = os.open(tmp_path / "best", os.O_RDONLY)
+    with whole_directory(tmp_path / "best") as draft:
+        (draft / "a").write_text("2")
+        inode = draft.stat().st_ino
+        assert contents(tmp_path / "best") == {"a": "1"}
+    assert (tmp_path / "best").stat().st_ino == inode
+    os.close(opened)
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, KeyboardInterrupt])
+def test_a_failure_leaves_the_directory_as_it_was_and_nothing_else(tmp_path, error):
+    fill(tmp_path / "best", a="1")
+    for target in (tmp_path / "best", tmp_path / "other"):
+        with pytest.raises(error), whole_directory(target) as draft:
+            (draft / "a").write_text("2")
+            raise error
+    assert contents(tmp_path / "best") == {"a": "1"}
+    assert os.listdir(tmp_path) == ["best"]
+
+
+def test_a_file_system_without_exchange_replaces_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable, "_exchange", lambda one, other: -1)
+    fill(tmp_path / "best", a="1")
+    fill(tmp_path / "best", a="2")
+    assert contents(tmp_path / "best") == {"a": "2"}
+    assert os.listdir(tmp_path) == ["best"]
+
+
+def test_what_a_killed_process_left_is_swept_by_the_next(tmp_path):
+    if (child := os.fork()) == 0:
+        with whole_directory(tmp_path / "best") as draft:
+            (draft / "a").write_text("half")
+            os._exit(9)
+    os.waitpid(child, 0)
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(".best.")
+    fill(tmp_path / "best", a="1")
+    assert os.listdir(tmp_path) == ["best"]
+
+
+def test_a_file_holds_its_old_content_or_its_next(tmp_path):
+    path = tmp_path / "LATEST"
+    write_file(path, b"one")
+    write_file(path, b"two")
+    with pytest.raises(TypeError):
+        write_file(path, "text is not bytes")
+    assert contents(tmp_path) == {"LATEST": "two"}

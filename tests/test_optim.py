@@ -1,0 +1,182 @@
+import math
+
+import pytest
+import torch
+
+from model.batches import collate
+from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint
+from model.optim import RMSScaledAdamW, check_adafactor_rate, learn_rate_at, make_optimizer, set_learn_rate
+from tests.parts import make_config, make_model
+
+OPTIMIZERS = ["adamw_rms", "adamw", "adafactor"]
+
+
+def naive_steps(p, grads, rates, decay, betas=(0.9, 0.999), eps=1e-6):
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) of one tensor, its step times max(1e-3, RMS of the tensor)."""
+    m = v = torch.zeros_like(p)
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), start=1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        direction = m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+        scale = max(1e-3, p.square().mean().sqrt().item())
+        p = p - rate * decay * p - rate * scale * direction
+    return p
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_twenty_steps_are_those_of_the_formula(decay):
+    generator = torch.Generator().manual_seed(0)
+    shapes, sizes = [(7, 5), (11,), (3, 2), (1,)], [1.0, 1e-5, 30.0, 0.1]
+    starts = [size * torch.randn(shape, generator=generator) for shape, size in zip(shapes, sizes, strict=True)]
+    grads = [[torch.randn(shape, generator=generator) for _ in range(20)] for shape in shapes]
+    rates = [0.01 * (1 + step % 3) for step in range(20)]
+    params = [start.clone().requires_grad_() for start in starts]
+    optimizer = RMSScaledAdamW(params, torch.tensor(0.0), weight_decay=decay)
+    for step, rate in enumerate(rates):
+        for p, history in zip(params, grads, strict=True):
+            p.grad = history[step]
+        set_learn_rate(optimizer, torch.tensor(rate))
+        optimizer.step()
+    for p, start, history in zip(params, starts, grads, strict=True):
+        expected = naive_steps(start, history, rates, decay)
+        assert (p - expected).norm() < 1e-4 * (expected - start).norm()
+
+
+def take_steps(model, optimizer, store, num_steps, rate=0.01):
+    for step in range(num_steps):
+        micro_batch = collate(store, [step, step + 1], 0, "cpu")
+        model.zero_grad()
+        (model(micro_batch) / len(micro_batch.labels)).backward()
+        set_learn_rate(optimizer, torch.tensor(rate))
+        optimizer.step()
+
+
+def weights_after(store, tokenizer, name, num_steps=3, rate=0.01):
+    model = make_model(tokenizer.vocab_size)
+    take_steps(model, make_optimizer(model, make_config(optimizer=name)), store, num_steps, rate)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("trainable", ["all", "decoder"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_saved_optimizer_goes_on_bit_for_bit(tmp_path, store, tokenizer, name, trainable):
+    runs = []
+    for _ in range(2):
+        model = make_model(tokenizer.vocab_size)
+        if trainable == "decoder":
+            model.freeze_all_but_decoder()
+        runs.append((model, make_optimizer(model, make_config(optimizer=name, weight_decay=0.01))))
+    (model, optimizer), (other, resumed) = runs
+    take_steps(model, optimizer, store, 4)
+    checkpoint = read_checkpoint(save_checkpoint(tmp_path, TrainState(step=4), model, optimizer, keep=2))
+    other.load_state_dict(checkpoint.tensors)
+    load_optimizer(resumed, other, checkpoint.optimizer)
+    take_steps(model, optimizer, store, 3)
+    take_steps(other, resumed, store, 3)
+    for key, weight in model.state_dict().items():
+        assert torch.equal(other.state_dict()[key], weight), key
+
+
+@pytest.mark.parametrize("now", OPTIMIZERS)
+@pytest.mark.parametrize("then", OPTIMIZERS)
+def test_the_state_of_another_optimizer_is_refused(tmp_path, store, tokenizer, then, now):
+    model = make_model(tokenizer.vocab_size)
+    optimizer = make_optimizer(model, make_config(optimizer=then))
+    take_steps(model, optimizer, store, 1)
+    tensors = read_checkpoint(save_checkpoint(tmp_path, TrainState(step=1), model, optimizer, keep=2)).optimizer
+    other = make_optimizer(model, make_config(optimizer=now))
+    if now == then:
+        load_optimizer(other, model, tensors)
+    else:
+        with pytest.raises(ValueError, match="of another optimizer: keep --optimizer"):
+            load_optimizer(other, model, tensors)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_other_weights_is_refused(tmp_path, store, tokenizer, name):
+    config = make_config(optimizer=name)
+    saved = []
+    for step, model in enumerate([make_model(tokenizer.vocab_size), make_model(tokenizer.vocab_size)]):
+        if step:
+            model.freeze_all_but_decoder()
+        optimizer = make_optimizer(model, config)
+        take_steps(model, optimizer, store, 1)
+        path = save_checkpoint(tmp_path / str(step), TrainState(step=1), model, optimizer, keep=2)
+        saved.append((model, read_checkpoint(path).optimizer))
+    (whole, of_all), (frozen, of_decoder) = saved
+    for model, tensors in ((whole, of_decoder), (frozen, of_all)):
+        with pytest.raises(ValueError, match="keep --trainable"):
+            load_optimizer(make_optimizer(model, config), model, tensors)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_learning_rate_that_is_set_is_the_one_used(store, tokenizer, name):
+    before = make_model(tokenizer.vocab_size).state_dict()
+    moves = []
+    for rate in (0.0, 1e-4, 1e-3):
+        after = weights_after(store, tokenizer, name, num_steps=1, rate=rate)
+        moves.append(sum((after[key] - before[key]).norm().item() ** 2 for key in before) ** 0.5)
+    assert moves[0] == 0
+    assert moves[2] / moves[1] == pytest.approx(10, rel=0.01)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_lowers_the_loss(store, tokenizer, name):
+    model = make_model(tokenizer.vocab_size)
+    micro_batch = collate(store, [0, 1], 0, "cpu")
+    before = model(micro_batch).item()
+    take_steps(model, make_optimizer(model, make_config(optimizer=name)), store, 1)
+    assert model(micro_batch).item() < before
+
+
+def test_the_rate_lives_in_a_tensor_that_the_optimizer_reads_at_each_step(model):
+    for name in OPTIMIZERS:
+        optimizer = make_optimizer(model, make_config(optimizer=name))
+        rate = optimizer.param_groups[0]["lr"]
+        set_learn_rate(optimizer, 0.125)
+        assert isinstance(rate, torch.Tensor)
+        assert rate.item() == 0.125
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_rate_warms_up_to_the_peak_and_ends_at_zero(schedule):
+    config = make_config(lr_schedule=schedule, learn_rate=0.01)
+
+    def rate(pairs):
+        return learn_rate_at(pairs, config, 100, 1000)
+
+    assert [rate(pairs) for pairs in (0, 25, 50, 100)] == pytest.approx([0, 0.0025, 0.005, 0.01])
+    assert max(rate(pairs) for pairs in range(1001)) == pytest.approx(0.01)
+    assert rate(1000) == pytest.approx(0, abs=1e-12)
+    assert rate(1500) == pytest.approx(0, abs=1e-12)
+    after_peak = [rate(pairs) for pairs in range(100, 1001)]
+    assert after_peak == sorted(after_peak, reverse=True)
+    assert rate(321) == rate(321)
+
+
+def test_each_schedule_has_its_shape():
+    cosine, wsd = (make_config(lr_schedule=name, learn_rate=0.01) for name in ("cosine", "wsd"))
+    assert learn_rate_at(550, cosine, 100, 1000) == pytest.approx(0.005)
+    assert learn_rate_at(325, cosine, 100, 1000) == pytest.approx(0.01 * (1 + math.cos(math.pi / 4)) / 2)
+    assert [learn_rate_at(p, wsd, 100, 1000) for p in (500, 799, 900, 950)] == pytest.approx(
+        [0.01, 0.01, 0.005, 0.0025]
+    )
+    assert learn_rate_at(0, cosine, 0, 1000) == 0.01
+
+
+def test_adafactor_is_refused_where_torch_would_cap_its_rate():
+    fits, capped = (make_config(optimizer="adafactor", learn_rate=rate) for rate in (2e-2, 0.1))
+    check_adafactor_rate(fits, 0, 32 * 1000, 32)
+    with pytest.raises(ValueError, match=r"learn_rate=0.1 asks for .* at step .* 1/sqrt\(step\)") as refusal:
+        check_adafactor_rate(capped, 0, 32 * 1000, 32)
+    advised = float(str(refusal.value).split("--learn_rate=")[1])
+    assert advised < 0.1
+    check_adafactor_rate(capped, 0, 32 * 50, 32)
+
+
+def test_the_rate_advised_for_adafactor_is_accepted():
+    config = make_config(optimizer="adafactor", learn_rate=0.5, lr_schedule="wsd")
+    with pytest.raises(ValueError) as refusal:
+        check_adafactor_rate(config, 0, 32 * 5000, 32)
+    advised = str(refusal.value).split("--learn_rate=")[1]
+    check_adafactor_rate(make_config(optimizer="adafactor", learn_rate=advised, lr_schedule="wsd"), 0, 32 * 5000, 32)
