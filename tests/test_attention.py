@@ -3,7 +3,7 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from model.attention import attend, make_layout, position_buckets, relative_position_bias, score_biases
+from model.attention import attend, make_layout, position_buckets, score_bias
 
 HEADS, WIDTH = 2, 8
 LENGTHS = [(5, 5), (1, 1), (17, 17), (40, 40), (16, 16), (33, 33), (2, 2)]
@@ -20,8 +20,7 @@ def random_inputs(lengths, seed=0):
 
 def packed(lengths, q, k, v, table, causal, is_cross):
     layout = make_layout(*np.array(lengths).T)
-    bias = None if is_cross else relative_position_bias(table, layout.longest, 128, bidirectional=not causal)
-    return attend(q, k, v, layout, score_biases(layout, bias, causal), HEADS)
+    return attend(q, k, v, layout, score_bias(layout, None if is_cross else table, 128, causal), HEADS)
 
 
 def separate(lengths, q, k, v, table, causal, is_cross):
@@ -102,7 +101,7 @@ def test_cost_is_the_sum_of_squares_and_never_the_square_of_the_sum(num_examples
     q, k, v = (torch.zeros(n, HEADS * WIDTH) for n in (lengths[0].sum(), lengths[1].sum(), lengths[1].sum()))
     if num_examples == 10:
         with torch.profiler.profile(profile_memory=True) as profile:
-            attend(q, k, v, layout, score_biases(layout), HEADS)
+            attend(q, k, v, layout, score_bias(layout), HEADS)
         largest = max(event.self_cpu_memory_usage for event in profile.events())
         assert 0 < largest < 4 * HEADS * lengths[0].sum() * lengths[1].sum() / 2
 
@@ -124,10 +123,10 @@ def test_dropout_takes_its_share_of_the_weights_and_keeps_the_mean():
     lengths = [(64, 64)] * 16
     q, k, v, table = random_inputs(lengths)
     layout = make_layout(*np.array(lengths).T)
-    biases = score_biases(layout)
+    bias = score_bias(layout)
     ones = torch.ones_like(v)
     torch.manual_seed(0)
-    out = attend(q, k, ones, layout, biases, HEADS, dropout=0.25)
+    out = attend(q, k, ones, layout, bias, HEADS, dropout=0.25)
     assert abs(out.mean().item() - 1) < 0.02
     assert out.std() > 0.05
-    torch.testing.assert_close(attend(q, k, ones, layout, biases, HEADS), ones)
+    torch.testing.assert_close(attend(q, k, ones, layout, bias, HEADS), ones)

@@ -1,0 +1,76 @@
+"""The Triton kernels against the plain twin: on CPU through Triton's interpreter, on a GPU as they are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SELF = [(5, 5), (70, 70), (64, 64), (1, 1), (130, 130)]
+CROSS = [(9, 70), (3, 4), (100, 2), (65, 128)]
+CASES = {"encoder": (SELF, False, True), "decoder": (SELF, True, True), "cross": (CROSS, False, False)}
+
+
+def relative_errors(lengths, causal, has_bias, heads, width, dtype, device, seed):
+    """Of the output and the gradients of q, k, v and the bias table: kernels in `dtype` against the twin in float32."""
+    from model.attention import attend, make_layout, score_bias
+
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = np.sum(lengths, axis=0)
+    shapes = [(n, heads * width) for n in (queries, keys, keys, queries)]
+    *qkv, grad = (torch.randn(shape, generator=generator).mul(0.6).to(device, dtype) for shape in shapes)
+    table = torch.randn(32, heads, generator=generator).to(device)
+    results = []
+    for kernels in (True, False):
+        inputs = [x.to(dtype if kernels else torch.float32).clone().requires_grad_() for x in qkv]
+        weight = table.clone().requires_grad_() if has_bias else None
+        layout = make_layout(*np.array(lengths).T, device, kernels)
+        out = attend(*inputs, layout, score_bias(layout, weight, 128, causal), heads)
+        out.backward(grad.to(out.dtype))
+        results.append([out, *(x.grad for x in (*inputs, weight) if x is not None)])
+    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_interpreted_kernels_give_the_plain_twin(name):
+    # A process of its own: Triton reads TRITON_INTERPRET when a kernel is defined.
+    code = f"import torch; from tests.test_kernels import *; print(*interpreted({name!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [float(word) for word in done.stdout.split()]
+    assert len(errors) == (5 if CASES[name][2] else 4)
+    assert max(errors) < 1e-5
+
+
+def interpreted(name):
+    seed = int.from_bytes(os.urandom(4), "little")
+    return relative_errors(*CASES[name], heads=2, width=16, dtype=torch.float32, device="cpu", seed=seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_in_bf16_are_within_a_hundredth_of_the_plain_twin(name):
+    lengths, causal, has_bias = CASES[name]
+    rng = np.random.default_rng()
+    many = [(int(n), int(n) if has_bias else int(m)) for n, m in rng.integers(1, 513, size=(200, 2))]
+    for case in (lengths, many):
+        errors = relative_errors(case, causal, has_bias, 8, 64, torch.bfloat16, "cuda", seed=int(rng.integers(2**31)))
+        assert max(errors) <= 1e-2, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernels_give_the_same_bits_at_every_run():
+    runs = [relative_errors(*CASES["decoder"], 8, 64, torch.bfloat16, "cuda", seed=1) for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
