@@ -1,0 +1,26 @@
+"""Twenty losses of a fixed run. They change only when the mathematics does, in a commit that says why."""
+
+from pathlib import Path
+
+import pytest
+
+from model.optim import make_optimizer
+from model.step import Course, train_steps
+from tests.parts import ALONE, PLAN, make_config, make_model
+
+GOLDEN = Path(__file__).parent / "golden" / "losses.txt"
+NUM_STEPS = 20
+
+
+def losses_of(store, tokenizer):
+    config = make_config(seed=3, learn_rate=0.02, weight_decay=0.01, z_loss=1e-4)
+    model = make_model(tokenizer.vocab_size)
+    course = Course(len(store) * 6, warmup_pairs=48, global_batch=16, start_id=tokenizer.pad_id)
+    steps = train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, course)
+    return [result.loss.item() for result, _ in zip(steps, range(NUM_STEPS), strict=False)]
+
+
+def test_the_losses_of_a_fixed_run_are_the_golden_ones(store, tokenizer):
+    golden = [float(line) for line in GOLDEN.read_text().splitlines()]
+    assert len(golden) == NUM_STEPS
+    assert losses_of(store, tokenizer) == pytest.approx(golden, rel=1e-4)
