@@ -42,7 +42,7 @@ def test_each_file_that_readme_names_exists():
         assert (ROOT / path).is_file(), path
 
 
-def test_each_room_says_what_it_is_for_in_readme():
-    shown = {cell.strip("`") for cell, _ in table("| file | what it is for |")}
+def test_each_room_says_what_it_is_for():
+    shown = {cell.strip("`") for cell, _ in table("## How it works")}
     rooms = {f"model/{path.name}" for path in (ROOT / "model").glob("*.py") if path.name != "__init__.py"}
     assert rooms <= shown
