@@ -188,6 +188,8 @@ def measure(run, store, plan, num_answers, step):
 
 def save(run, journal, state):
     """Write a checkpoint; a disk that refuses is said aloud and the run goes on."""
+    if run.config.log_sample_ids:
+        vote(run.ranks, 0)  # every rank has written its ids down before a checkpoint says that they are done
     if not run.ranks.is_main:
         return
     started = time.monotonic()
