@@ -26,8 +26,13 @@ def choose_plan(config, shape, num_parameters, free_bytes, compute_dtype, share_
     """The plan that `config` asks for, or the one with the fewest forwards that fits `free_bytes` (None on a CPU).
 
     `share_tokens` is the most that one rank's share of a step can have, `longest_tokens` the longest example's.
-    Raises RuntimeError when one example alone does not fit.
+    Raises ValueError for a micro-batch too small for one example, RuntimeError when one alone does not fit.
     """
+    if 0 < config.micro_batch_tokens < longest_tokens:
+        raise ValueError(
+            f"micro_batch_tokens={config.micro_batch_tokens} cannot hold the longest example, {longest_tokens} tokens: "
+            "raise it, leave it out, or lower --max_seq_len"
+        )
     chunk_tokens = 2048 if free_bytes else 1024
     largest = LARGEST_MICRO_BATCH_TOKENS if free_bytes else CPU_MICRO_BATCH_TOKENS
     wanted = config.micro_batch_tokens or max(min(share_tokens, largest), longest_tokens)
