@@ -98,6 +98,22 @@ def test_a_signal_in_an_evaluation_or_a_save_is_a_stop_like_any_other(home, calm
     finish_and_compare(home, name, calm_hash)
 
 
+@pytest.mark.parametrize(("number", "codes"), ((signal.SIGTERM, [0, 0]), (signal.SIGKILL, [-9, 1])))
+def test_a_signal_to_the_rank_that_tokenises_ends_those_that_wait_for_it(tmp_path, number, codes):
+    furnish(tmp_path)
+    lines = (tmp_path / "train.jsonl").read_bytes()
+    (tmp_path / "long.jsonl").write_bytes(lines * 4000)
+    processes = start(tmp_path, 2, output_dir="run", train_file="long.jsonl", max_seq_len=24)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("model_save/tokens/.*.tmp/pairs.arrow")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    send(processes[:1], number)
+    done = wait_for(processes, tmp_path, STOP_SECONDS)
+    assert done.codes == codes, done.text
+    assert not list(tmp_path.glob("model_save/tokens/*/meta.json")), "the file was too short: this test tested nothing"
+
+
 def test_a_second_signal_long_after_the_first_quits_a_step_that_does_not_end(home):
     (process,) = start(home, 1, "forward:0:3:hang", output_dir="stuck", **LONG)
     wait_for_steps(home / "stuck", 2)
