@@ -176,6 +176,13 @@ def test_promise_4_out_of_memory_again_and_again_shrinks_the_plan_on_all_ranks(h
     assert ids_by_epoch(home / "shrunk") == EVERY_ID_ONCE
 
 
+def test_a_number_that_is_not_finite_once_changes_no_bit(home, calm):
+    done = train(home, 2, "loss:1:3:nan", output_dir="blip", dropout=0.1)
+    assert done.codes == [0, 0], done.text
+    assert [(e["step"], e["rank"]) for e in journal(home / "blip", "not_finite")] == [(3, 1)]
+    assert weights_hash(home / "blip") == weights_hash(calm(2))
+
+
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(home, calm):
     done = train(home, 2, "save:0:7:enospc", output_dir="full", dropout=0.1)
     assert done.codes == [0, 0], done.text
@@ -205,6 +212,7 @@ def test_promise_7_the_run_directory_tells_what_the_user_set(home, calm):
     assert (begun["world"], begun["global_batch"], begun["epochs"], begun["total_steps"]) == (2, 8, EPOCHS, STEPS)
     assert begun["backend"] == "gloo"
     rates = [line["learn_rate"] for line in journal(calm(2), "train")]
+    assert rates[0] == pytest.approx(1e-2 * 4 / 24)  # the first step's middle, in a warm-up of 3 steps of 8 pairs
     assert 0.9 * 1e-2 < max(rates) <= 1e-2
 
 
