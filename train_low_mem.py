@@ -26,6 +26,7 @@ from fire.decorators import SetParseFn
 
 from model.checkpoint import save_checkpoint
 from model.dataset import describe_store
+from model.durable import remove_drafts
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, export_model
 from model.memory import memory_cap, peak_memory
@@ -92,6 +93,7 @@ def begin(run, journal, request, state, plan):
     config, ranks = run.config, run.ranks
     plain = asdict(config)
     if ranks.is_main:
+        remove_drafts(run.dir, run.dir / "checkpoints")
         write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=plain))
         write_json(run.dir / "plan.json", asdict(plan))
         cut_sample_ids(run.dir, state.step)
@@ -186,6 +188,8 @@ def measure(run, store, plan, num_answers, step):
 
 def save(run, journal, state):
     """Write a checkpoint; a disk that refuses is said aloud and the run goes on."""
+    if run.config.log_sample_ids:
+        vote(run.ranks, 0)  # every rank has written its ids down before a checkpoint says that they are done
     if not run.ranks.is_main:
         return
     started = time.monotonic()

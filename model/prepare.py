@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from model.dataset import TokenStore, describe_store, open_store
 from model.export import load_into, load_weights
 from model.memory import MemoryPlan, choose_plan, free_memory, limit_memory
 from model.optim import check_adafactor_rate, make_optimizer
-from model.ranks import Ranks, agree, broadcast, stop_asked, vote
+from model.ranks import Ranks, agree, broadcast, local_main_first, stop_asked, vote
 from model.report import Progress
 from model.step import Course
 from model.tokenizer import ChatTokenizer, copy_tokenizer, load_tokenizer
@@ -46,6 +47,8 @@ def prepare_run(ranks, config, given, resumed):
     Raises ValueError when the options do not fit each other, the data or the checkpoint.
     """
     set_numerics(config, ranks.device)
+    batch = global_batch(config, ranks.world_size, given)
+    model_config(config.model)  # a model that cannot be read is refused before hours of tokenising
     found = _newest_checkpoint(ranks, config) if resumed else None
     tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed)
     train, validation = (
@@ -56,7 +59,6 @@ def prepare_run(ranks, config, given, resumed):
         _check_same_shape(shape, config)
     model = make_model(ranks, config, tokenizer, weights, shape)
     optimizer = make_optimizer(model, config)
-    batch = global_batch(config, ranks.world_size, given)
     state = TrainState(
         warmup_pairs=config.warmup_steps * batch, seed=config.seed, num_pairs=len(train), shape=asdict(model.shape),
         tokenizer_fingerprint=tokenizer.fingerprint, world_size=ranks.world_size,
@@ -100,10 +102,9 @@ def _tokenizer_and_weights(ranks, config, resumed):
 
 def _open_data(ranks, config, file, tokenizer):
     with Progress(f"tokenising {file}", None, unit="rows", shown=ranks.is_main) as progress:
-        store = open_store(
-            file, tokenizer, config.max_seq_len, TOKENS_DIR, columns=(config.prompt_column, config.response_column),
-            builds=ranks.is_local_main, progress=progress.update, stop=stop_asked,
-        )  # fmt: skip
+        columns = (config.prompt_column, config.response_column)
+        options = dict(columns=columns, builds=ranks.is_local_main, progress=progress.update, stop=stop_asked)
+        store = local_main_first(ranks, partial(open_store, file, tokenizer, config.max_seq_len, TOKENS_DIR, **options))
     agree(ranks, f"the content of {file}", store.meta["sha256"])
     if ranks.is_main:
         LOGGER.info(describe_store(store))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import ujson
 from accelerate import Accelerator, InitProcessGroupKwargs
 
+PATIENCE = timedelta(days=7)  # for what has no time limit
 REPEAT_SECONDS = 3.0  # signals this close together are one request: launchers forward them twice
 
 
@@ -30,6 +31,7 @@ class Ranks:
     device: torch.device
     backend: str  # nccl, gloo or none
     side: object = field(repr=False)  # CPU (Gloo) process group; None when alone
+    patient: object = field(default=None, repr=False)  # as side, for waits that may take hours
 
     @property
     def is_main(self):
@@ -62,9 +64,11 @@ def start_ranks(backend="auto", timeout_s=600):
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)  # alone, accelerate leaves the index out
         torch.cuda.set_device(device)
-    side = dist.new_group(backend="gloo", timeout=timeout) if real > 1 else None
+    side, patient = (
+        dist.new_group(backend="gloo", timeout=limit) if real > 1 else None for limit in (timeout, PATIENCE)
+    )
     name = dist.get_backend() if real > 1 else "none"
-    return Ranks(accelerator.process_index, real, accelerator.local_process_index, device, name, side)
+    return Ranks(accelerator.process_index, real, accelerator.local_process_index, device, name, side, patient)
 
 
 def _refuse_lone_cpu_launch():
@@ -90,11 +94,11 @@ def _must_use_cpu():
     return True
 
 
-def vote(ranks, *numbers):
+def vote(ranks, *numbers, group=None):
     """Each number's maximum over ranks, on the CPU: what all ranks act on together."""
     votes = torch.tensor(numbers, dtype=torch.int64)
     if ranks.side is not None:
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=ranks.side)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=group or ranks.side)
     return votes.tolist()
 
 
@@ -137,6 +141,25 @@ def from_main(ranks, function, *args):
     if kind != "value":
         raise (RuntimeError if kind == "RuntimeError" else ValueError)(value)
     return value
+
+
+def local_main_first(ranks, function):
+    """What `function()` gives, called on the other ranks of a machine once its main one is done, however long that is.
+
+    An error on a main rank, or a stop that it was asked for, ends all of them.
+    """
+    value, error = None, None
+    if ranks.is_local_main:
+        try:
+            value = function()
+        except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as caught:
+            error = caught
+    endings = (None, KeyboardInterrupt, ValueError, RuntimeError)
+    mine = next((i for i, kind in enumerate(endings) if kind and isinstance(error, kind)), 3) if error else 0
+    (worst,) = vote(ranks, mine, group=ranks.patient)
+    if error or worst:
+        raise error or endings[worst]("the main rank of this or another machine failed: its message tells why")
+    return value if ranks.is_local_main else function()
 
 
 def agree(ranks, what, value):

@@ -28,16 +28,15 @@ def read_request(stray, options, keep_training=False):
 
     Raises ValueError for anything that cannot be obeyed, all of it at once.
     """
-    if stray:
-        raise ValueError(f"cannot read {' '.join(map(str, stray))!r}: options are written --name=value")
-    flags = {name: options[name] for name in FLAGS if name in options}
-    given = {name: value for name, value in options.items() if name not in flags}
-    keep = flags.pop("is_keep_training", keep_training)
-    keep = keep if keep == "auto" else as_bool("is_keep_training", keep)
-    flags = {name: as_bool(name, value) for name, value in flags.items()}
-    overwrite = flags.pop("overwrite", False)
-    preset = preset_name(**flags)
-    config = load_config(preset, given)
+    given = {name: value for name, value in options.items() if name not in FLAGS}
+    flags, preset, problems = _read_flags(stray, {name: options[name] for name in FLAGS if name in options})
+    try:
+        config = load_config(preset, given)
+    except ValueError as error:
+        problems += str(error).splitlines()[1:]
+    if problems:
+        raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
+    keep, overwrite = flags.pop("is_keep_training", keep_training), flags.pop("overwrite", False)
     stored = _stored_request(config.output_dir) if keep else None
     if stored:
         if any(flags.values()) and stored[0] != preset:
@@ -47,6 +46,22 @@ def read_request(stray, options, keep_training=False):
         preset, given = stored[0], {**stored[1], **given}
         config = load_config(preset, given)
     return Request(preset, config, given, keep, overwrite)
+
+
+def _read_flags(stray, texts):
+    """(values of the flags, the preset they choose, what is wrong with them and with words that are no options)."""
+    problems = [f"cannot read {' '.join(map(str, stray))!r}: options are written --name=value"] if stray else []
+    flags, preset = {}, "pretrain"
+    for name, text in texts.items():
+        try:
+            flags[name] = text if (name, text) == ("is_keep_training", "auto") else as_bool(name, text)
+        except ValueError as error:
+            problems.append(str(error))
+    try:
+        preset = preset_name(**{name: flags[name] for name in flags.keys() - {"is_keep_training", "overwrite"}})
+    except ValueError as error:
+        problems.append(str(error))
+    return flags, preset, problems
 
 
 def _stored_request(run_dir):

@@ -135,22 +135,21 @@ def _until_voted(ranks, model, store, plan, config, work, gradients):
     while True:
         attempt = _attempt(ranks, model, store, plan, config, work, gradients)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
-        worst, stop, last, first = vote(ranks, attempt.outcome, stop_asked(), work.step, -work.step)
+        mine = attempt.outcome * ranks.world_size + ranks.rank
+        worst, stop, last, first = vote(ranks, mine, stop_asked(), work.step, -work.step)
         if last != -first:
             raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: restart from the checkpoint")
-        outcome = Outcome(worst)
+        outcome, rank = Outcome(worst // ranks.world_size), worst % ranks.world_size
         if outcome is Outcome.OK:
             return attempt, plan, events, bool(stop)
         failures[outcome] += 1
         if outcome is Outcome.NOT_FINITE:
-            events.append(("not_finite", dict(step=work.step, rank=ranks.rank, here=attempt.outcome == outcome)))
+            events.append(("not_finite", dict(step=work.step, rank=rank)))
             if failures[outcome] > 1:
                 return replace(attempt, outcome=outcome), plan, events, bool(stop)
             continue
         smaller = _after_out_of_memory(ranks, store, plan, failures[outcome])
-        events.append(
-            ("oom", dict(step=work.step, where="step", rank=ranks.rank, before=vars(plan), after=vars(smaller)))
-        )
+        events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
         plan = smaller
 
 

@@ -1,0 +1,135 @@
+"""Runs made of real processes, for tests: forked from one warm parent, because importing torch takes seconds.
+
+A rank finds what a launcher would set, writes stdout and stderr to <folder>/rank<r>.txt, and is killed when its time
+is up.
+"""
+
+import contextlib
+import functools
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import faults
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Ended:
+    codes: list  # exit codes by rank; minus the signal's number for a rank that was killed
+    text: str  # what all ranks wrote
+
+
+def run_ranks(world, function, *args, folder, env=None, seconds=90):
+    """Run `function(*args)` on `world` ranks in `folder`; what it returns is the rank's exit code."""
+    return wait_for(fork_ranks(world, function, *args, folder=folder, env=env), folder, seconds)
+
+
+def fork_ranks(world, function, *args, folder, env=None):
+    """Start the ranks of `run_ranks` and return their processes; one rank alone is as under plain python."""
+    port, processes = free_port(), []
+    for rank in range(world):
+        launched = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        values = dict(OMP_NUM_THREADS=1) | (launched if world > 1 else {}) | (env or {})
+        values = {name: str(value) for name, value in values.items()}
+        processes.append(_context().Process(target=_run_rank, args=(rank, folder, values, function, args)))
+    for process in processes:
+        process.start()
+    return processes
+
+
+def wait_for(processes, folder, seconds=90):
+    """Ended of processes that have `seconds` to end; those still running then are killed and the test fails."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    kill_all(processes)
+    text = "".join(Path(folder, f"rank{rank}.txt").read_text() for rank in range(len(processes)))
+    assert not hung, f"ranks {hung} were still running after {seconds} s:\n{text}"
+    return Ended([process.exitcode for process in processes], text)
+
+
+def kill_all(processes):
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
+def send(processes, number=signal.SIGINT):
+    for process in processes:
+        os.kill(process.pid, number)
+
+
+def launcher(name, world=2):
+    """The words that start train_low_mem.py on `world` ranks under plain python, accelerate or torchrun."""
+    folder, script = Path(sys.executable).parent, ROOT / "train_low_mem.py"
+    return {
+        "python": [sys.executable],
+        "torchrun": [folder / "torchrun", "--nproc_per_node", world, "--master_port", free_port()],
+        "accelerate": [
+            folder / "accelerate", "launch", "--multi_gpu", "--num_processes", world, "--main_process_port", free_port()
+        ],
+    }[name] + [script]  # fmt: skip
+
+
+def launch(words, folder, env=None):
+    """Popen of a command in `folder`, in a process group of its own; it writes to <folder>/launch.txt."""
+    with open(Path(folder, "launch.txt"), "ab") as file:
+        return subprocess.Popen(
+            [str(word) for word in words], cwd=folder, env=os.environ | dict(OMP_NUM_THREADS="1") | (env or {}),
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def wait_for_launch(process, folder, seconds=120):
+    """(exit code, what was written) of a launched command; its whole group is killed when its time is up."""
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        code = None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    text = Path(folder, "launch.txt").read_text()
+    assert code is not None, f"still running after {seconds} s:\n{text}"
+    return code, text
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@functools.cache
+def _context():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train_low_mem", "tests.ranks"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # the warm parent does not know pytest's path
+        forkserver.ensure_running()
+    return context
+
+
+def _run_rank(rank, folder, env, function, args):
+    os.chdir(folder)
+    with open(f"rank{rank}.txt", "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    importlib.reload(faults)  # read CHAT_FAULT
+    sys.exit(function(*args))

@@ -1,0 +1,262 @@
+"""The promises that take several processes to keep, or a kill to break."""
+
+import functools
+import json
+import os
+import random
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from config import load_config
+from model.dataset import open_store
+from model.optim import learn_rate_at
+from model.prepare import TOKENS_DIR, prepare_run
+from model.ranks import start_ranks, stop_ranks
+from model.step import train_steps
+from model.tokenizer import load_tokenizer
+from tests.ranks import kill_all, launch, launcher, run_ranks, wait_for_launch
+from tests.tiny import NUM_PAIRS, OPTIONS, furnish, ids_by_epoch, journal, start, train, weights_hash, words
+from train_low_mem import main
+
+EPOCHS, STEPS = OPTIONS["epochs"], 12
+EVERY_ID_ONCE = {epoch: list(range(NUM_PAIRS)) for epoch in range(1, EPOCHS + 1)}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return furnish(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="module")
+def calm(home):
+    """Run directory of a run on so many ranks that nothing disturbed, by number of ranks."""
+
+    @functools.cache
+    def run(world):
+        done = train(home, world, output_dir=f"calm{world}", dropout=0.1)
+        assert done.codes == [0] * world, done.text
+        return home / f"calm{world}"
+
+    return run
+
+
+# 2. The same gradient for a step, however it is cut
+
+
+def write_gradient(name, changes):
+    ranks = start_ranks("gloo", 60)
+    config = load_config("pretrain", OPTIONS | dict(output_dir=name, max_grad_norm=0) | changes)
+    run, state, plan = prepare_run(ranks, config, {}, resumed=False)
+    result = next(train_steps(ranks, run.model, run.optimizer, run.train, plan, config, run.course))
+    gradient = {name: p.grad for name, p in run.model.named_parameters()}
+    save_file(gradient, f"{name}.{ranks.rank}", dict(micro_batches=str(result.micro_batches)))
+    stop_ranks()
+
+
+def gradients(home, world, **changes):
+    """The first step's reduced gradient on each rank, by parameter name."""
+    name = f"gradient{world}{'_'.join(map(str, changes.values()))}"
+    done = run_ranks(world, write_gradient, name, changes, folder=home)
+    assert done.codes == [0] * world, done.text
+    return [load_file(home / f"{name}.{rank}") for rank in range(world)]
+
+
+def test_promise_2_a_step_has_the_same_gradient_on_1_2_and_4_ranks_split_or_merged(home):
+    (alone,) = gradients(home, 1)
+    for world, changes in ((2, {}), (4, {}), (1, dict(micro_batch_tokens=64)), (2, dict(micro_batch_tokens=64))):
+        for gradient in gradients(home, world, **changes):
+            assert gradient.keys() == alone.keys()
+            for name, expected in alone.items():
+                error = (gradient[name] - expected).norm() / expected.norm()
+                assert error <= 1e-5, f"{name} is off by {error:.1e} on {world} ranks with {changes}"
+
+
+def test_promise_2_is_tested_with_micro_batches_that_are_really_split_and_steps_that_differ(home):
+    def parts(name):
+        with safe_open(home / name, "pt") as file:
+            return int(file.metadata()["micro_batches"])
+
+    (other,) = gradients(home, 1, seed=5)
+    (alone,) = gradients(home, 1)
+    gradients(home, 1, micro_batch_tokens=64)
+    assert (parts("gradient1.0"), parts("gradient164.0") > 3) == (1, True)
+    assert (other["shared.weight"] - alone["shared.weight"]).norm() > 1e-2 * alone["shared.weight"].norm()
+
+
+# 3. Stopped anywhere and resumed
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_promise_3_a_run_killed_at_random_steps_and_inside_saves_ends_with_the_weights_of_a_calm_one(home, calm, world):
+    draw = random.Random(world)
+    sites = draw.sample(["forward", "reduce", "optimizer", "save", "backward_first"], 5)
+    steps = sorted(draw.sample(range(2, STEPS + 1), 5))
+    faults = [
+        f"{site}:{0 if site == 'save' else world - 1}:{step}:kill" for site, step in zip(sites, steps, strict=True)
+    ]
+    faults.insert(2, f"evaluate:0:{STEPS // 2}:kill")
+    name, keep = f"killed{world}", False
+    for fault in sorted(faults, key=lambda fault: int(fault.split(":")[2])):
+        done = train(home, world, fault, output_dir=name, dropout=0.1, is_keep_training=keep)
+        assert -9 in done.codes and 0 not in done.codes, f"{fault}: {done}"
+        keep = True
+    finish_and_compare(home, world, name, calm)
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_promise_3_a_run_killed_at_any_moment_ends_with_the_weights_of_a_calm_one(home, calm, world):
+    draw, name = random.Random(world), f"cut{world}"
+    path = home / name / "metrics.jsonl"
+    for kill in range(5):
+        processes = start(home, world, output_dir=name, dropout=0.1, is_keep_training=kill > 0)
+        size = path.stat().st_size if path.exists() else 0
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (path.stat().st_size if path.exists() else 0) <= size + 1000:
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.15))
+        kill_all(processes)
+    finish_and_compare(home, world, name, calm)
+
+
+def finish_and_compare(home, world, name, calm):
+    done = train(home, world, output_dir=name, dropout=0.1, is_keep_training=True)
+    assert done.codes == [0] * world, done.text
+    assert weights_hash(home / name) == weights_hash(calm(world))
+    assert ids_by_epoch(home / name) == EVERY_ID_ONCE
+    assert [line["loss"] for line in journal(home / name, "train")] == [
+        line["loss"] for line in journal(calm(world), "train")
+    ]
+    assert not list((home / name).rglob("*.tmp")), "what the kills left unfinished is still there"
+
+
+def test_promise_3_a_run_goes_on_with_another_batch_size_and_fewer_ranks(home):
+    done = train(home, 2, "forward:all:5:kill", output_dir="moved")
+    assert done.codes == [-9, -9], done.text
+    done = train(home, 1, output_dir="moved", global_batch_size=6, is_keep_training=True)
+    assert done.codes == [0], done.text
+    run_dir = home / "moved"
+    assert ids_by_epoch(run_dir) == EVERY_ID_ONCE
+    assert [(s["world"], s["global_batch"]) for s in journal(run_dir, "start")] == [(2, 8), (1, 6)]
+    assert journal(run_dir, "stop")[-1]["reason"] == "finished"
+    lines = journal(run_dir, "train")
+    assert [line["step"] for line in lines] == list(range(1, lines[-1]["step"] + 1))
+    assert lines[-1]["pairs_seen"] == EPOCHS * NUM_PAIRS
+    config, seen = load_config("pretrain", OPTIONS), 0
+    for line in lines:  # the schedule runs on pairs, and its warm-up is the first start's
+        middle = (seen + line["pairs_seen"]) / 2
+        expected = learn_rate_at(middle, config, OPTIONS["warmup_steps"] * 8, EPOCHS * NUM_PAIRS)
+        assert line["learn_rate"] == pytest.approx(expected, rel=1e-6)
+        seen = line["pairs_seen"]
+
+
+# 4. Out of memory, and a rank that fails
+
+
+def test_promise_4_out_of_memory_on_the_last_rank_alone_changes_no_bit(home):
+    same = dict(micro_batch_tokens=64, dropout=0.1)
+    for name, fault in (("enough", ""), ("scarce", "backward:last:3:oom,forward:0:8:cpu")):
+        done = train(home, 2, fault, output_dir=name, **same)
+        assert done.codes == [0, 0], done.text
+    events = journal(home / "scarce", "oom")
+    assert [(e["step"], e["rank"], e["before"] == e["after"]) for e in events] == [(3, 1, True), (8, 0, True)]
+    assert weights_hash(home / "scarce") == weights_hash(home / "enough")
+    assert ids_by_epoch(home / "scarce") == EVERY_ID_ONCE
+
+
+def test_promise_4_out_of_memory_again_and_again_shrinks_the_plan_on_all_ranks(home):
+    done = train(home, 2, "forward:last:3:oom:3", output_dir="shrunk")
+    assert done.codes == [0, 0], done.text
+    tokens = [e["after"]["micro_batch_tokens"] for e in journal(home / "shrunk", "oom")]
+    assert len(tokens) == 3 and tokens[0] > tokens[1] > tokens[2]
+    assert ids_by_epoch(home / "shrunk") == EVERY_ID_ONCE
+
+
+def test_a_number_that_is_not_finite_once_changes_no_bit(home, calm):
+    done = train(home, 2, "loss:1:3:nan", output_dir="blip", dropout=0.1)
+    assert done.codes == [0, 0], done.text
+    assert [(e["step"], e["rank"]) for e in journal(home / "blip", "not_finite")] == [(3, 1)]
+    assert weights_hash(home / "blip") == weights_hash(calm(2))
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(home, calm):
+    done = train(home, 2, "save:0:7:enospc", output_dir="full", dropout=0.1)
+    assert done.codes == [0, 0], done.text
+    (failed,) = [line for line in journal(home / "full", "save") if "error" in line]
+    assert failed["step"] == 7 and "No space left" in failed["error"]
+    assert weights_hash(home / "full") == weights_hash(calm(2))
+
+
+def test_a_rank_that_fails_ends_all_ranks_under_the_launcher(home):
+    process = launch([*launcher("accelerate"), *words(output_dir="failed")], home, dict(CHAT_FAULT="forward:1:3:eio"))
+    code, text = wait_for_launch(process, home)
+    assert code != 0
+    assert "Input/output error (injected)" in text
+    last = journal(home / "failed", "train")[-1]
+    assert last["step"] == 2 and time.time() - last["time"] < 60
+
+
+# 7. What the user set is what is used
+
+
+def test_promise_7_the_run_directory_tells_what_the_user_set(home, calm):
+    stored = json.loads((calm(2) / "config.json").read_text())
+    given = OPTIONS | dict(output_dir="calm2", dropout=0.1)
+    assert {name: stored["config"][name] for name in given} == given
+    assert stored["config"] == asdict(load_config("pretrain", given))
+    (begun,) = journal(calm(2), "start")
+    assert (begun["world"], begun["global_batch"], begun["epochs"], begun["total_steps"]) == (2, 8, EPOCHS, STEPS)
+    assert begun["backend"] == "gloo"
+    rates = [line["learn_rate"] for line in journal(calm(2), "train")]
+    assert rates[0] == pytest.approx(1e-2 * 4 / 24)  # the first step's middle, in a warm-up of 3 steps of 8 pairs
+    assert 0.9 * 1e-2 < max(rates) <= 1e-2
+
+
+def test_promise_7_ten_times_the_learning_rate_gives_other_weights(home, calm):
+    done = train(home, output_dir="fast", dropout=0.1, learn_rate=0.1)
+    assert done.codes == [0], done.text
+    ours, theirs = (load_file(path / "last" / "model.safetensors") for path in (home / "fast", calm(1)))
+    assert all(not torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_promise_7_contradictions_are_refused_before_anything_is_written(home):
+    done = train(home, 2, output_dir="refused", batch_size_per_gpu=3, gradient_accumulation_steps=1, epochs=0)
+    assert done.codes == [2, 2], done.text
+    assert "epochs=0" in done.text
+    done = train(home, 2, output_dir="refused", batch_size_per_gpu=3, gradient_accumulation_steps=1)
+    assert done.codes == [2, 2], done.text
+    assert "--global_batch_size=8 contradicts" in done.text
+    assert not (home / "refused").exists()
+
+
+def train_at_my_rank_s_rate(name):
+    return main(words(output_dir=name, learn_rate=[1e-2, 2e-2][int(os.environ["RANK"])]))
+
+
+def test_promise_7_ranks_that_disagree_on_an_option_stop(home):
+    done = run_ranks(2, train_at_my_rank_s_rate, "disagreed", folder=home)
+    assert done.codes == [1, 1], done.text
+    assert "the ranks disagree about the options" in done.text
+    assert not (home / "disagreed").exists()
+
+
+# 8. No pickle
+
+
+def test_promise_8_no_file_of_a_run_is_a_pickle(home, calm):
+    files = [path for folder in (calm(2), home / "model_save") for path in folder.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"model.safetensors", "optimizer.safetensors", "pairs.arrow"}
+    for path in files:
+        assert path.suffix in (".json", ".jsonl", ".safetensors", ".arrow", ".npy", ".png", ".lock") or (
+            path.name == "LATEST"
+        ), f"{path} is of an unknown kind"
+        assert not path.read_bytes().startswith((b"\x80", b"PK")), f"{path} looks like a pickle or a zip of pickles"
+
+
+def test_promise_8_the_token_store_s_arrays_hold_no_objects(home, calm):
+    store = open_store(home / "train.jsonl", load_tokenizer(calm(1) / "tokenizer"), 32, home / TOKENS_DIR)
+    assert store.lengths.dtype.hasobject is False and len(store) == NUM_PAIRS

@@ -1,0 +1,156 @@
+"""Stopped by a signal: every rank at the same step, with a checkpoint, and nothing is lost by it."""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.ranks import launch, launcher, send, wait_for, wait_for_launch
+from tests.tiny import furnish, ids_by_epoch, journal, start, train, weights_hash, words
+
+LONG = dict(epochs=10, save_steps=1000, dropout=0.1)
+STEPS = 60
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SECONDS = 20
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return furnish(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="module")
+def calm_hash(home):
+    """sha256 of the weights that two ranks reach when nobody stops them."""
+
+    @functools.cache
+    def run():
+        done = train(home, 2, output_dir="calm", **LONG)
+        assert done.codes == [0, 0], done.text
+        return weights_hash(home / "calm")
+
+    return run
+
+
+def wait_for_steps(run_dir, steps, seconds=60):
+    """Wait until the run has done so many steps more than a moment ago."""
+    path, deadline = run_dir / "metrics.jsonl", time.monotonic() + seconds
+
+    def lines():
+        return path.read_bytes().count(b'"kind":"train"') if path.exists() else 0
+
+    wanted = lines() + steps
+    while lines() < wanted:
+        assert time.monotonic() < deadline, f"{run_dir} did not get {steps} steps further in {seconds} s"
+        time.sleep(0.005)
+
+
+def check_stop(run_dir, asked_at):
+    """Both ranks stopped at the same step, in time, with a checkpoint of it; returns that step."""
+    stop = journal(run_dir, "stop")[-1]
+    last_steps = {json.loads(path.read_text().splitlines()[-1])["step"] for path in run_dir.glob("samples_rank*.jsonl")}
+    assert (last_steps, stop["reason"]) == ({stop["step"]}, "asked")
+    assert stop["time"] - asked_at < STOP_SECONDS
+    assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step_{stop['step']:08d}"
+    assert stop["step"] < STEPS, "the run was over before it was asked to stop: this test tested nothing"
+    return stop["step"]
+
+
+def finish_and_compare(home, name, calm_hash):
+    done = train(home, 2, output_dir=name, is_keep_training=True, **LONG)
+    assert done.codes == [0, 0], done.text
+    assert journal(home / name, "stop")[-1]["reason"] == "finished"
+    assert weights_hash(home / name) == calm_hash()
+    assert all(ids == list(range(len(ids))) for ids in ids_by_epoch(home / name).values())
+
+
+@pytest.mark.parametrize("receivers", ("every rank", "rank 0", "rank 1"))
+def test_each_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_as_if_it_had_not(home, calm_hash, receivers):
+    name = receivers.replace(" ", "_")
+    for number in SIGNALS:
+        processes = start(home, 2, output_dir=name, is_keep_training="auto", **LONG)
+        wait_for_steps(home / name, 3)
+        targets = {"rank 0": processes[:1], "rank 1": processes[1:]}.get(receivers, processes)
+        asked_at = time.time()
+        send(targets, number)
+        done = wait_for(processes, home)
+        assert done.codes == [0, 0], done.text
+        check_stop(home / name, asked_at)
+    finish_and_compare(home, name, calm_hash)
+
+
+def test_signals_that_follow_one_another_half_a_second_apart_are_one_request(home, calm_hash):
+    processes = start(home, 2, "forward:all:4:slow", output_dir="repeated", **LONG)
+    wait_for_steps(home / "repeated", 3)
+    asked_at = time.time()
+    for number in (signal.SIGINT, signal.SIGINT, *SIGNALS):
+        send(processes, number)
+        time.sleep(0.5)
+    assert all(process.is_alive() for process in processes), "the step was over: this test tested nothing"
+    done = wait_for(processes, home)
+    assert done.codes == [0, 0], done.text
+    assert check_stop(home / "repeated", asked_at) == 4
+    finish_and_compare(home, "repeated", calm_hash)
+
+
+@pytest.mark.parametrize(
+    "fault", ("evaluate:1:6:term", "generate:0:6:int", "save:0:12:int", "forward:1:4:term,save:0:4:term")
+)
+def test_a_signal_in_an_evaluation_or_a_save_is_a_stop_like_any_other(home, calm_hash, fault):
+    name, asked_at = fault.replace(":", "_").replace(",", "_"), time.time()
+    done = train(home, 2, fault, output_dir=name, **LONG | dict(save_steps=6, bleu_pairs=2, max_new_tokens=4))
+    assert done.codes == [0, 0], done.text
+    assert check_stop(home / name, asked_at) in (4, 6, 13)
+    finish_and_compare(home, name, calm_hash)
+
+
+@pytest.mark.parametrize(("number", "codes"), ((signal.SIGTERM, [0, 0]), (signal.SIGKILL, [-9, 1])))
+def test_a_signal_to_the_rank_that_tokenises_ends_those_that_wait_for_it(tmp_path, number, codes):
+    furnish(tmp_path)
+    lines = (tmp_path / "train.jsonl").read_bytes()
+    (tmp_path / "long.jsonl").write_bytes(lines * 4000)
+    processes = start(tmp_path, 2, output_dir="run", train_file="long.jsonl", max_seq_len=24)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("model_save/tokens/.*.tmp/pairs.arrow")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    send(processes[:1], number)
+    done = wait_for(processes, tmp_path, STOP_SECONDS)
+    assert done.codes == codes, done.text
+    assert not list(tmp_path.glob("model_save/tokens/*/meta.json")), "the file was too short: this test tested nothing"
+
+
+def test_a_second_signal_long_after_the_first_quits_a_step_that_does_not_end(home):
+    (process,) = start(home, 1, "forward:0:3:hang", output_dir="stuck", **LONG)
+    wait_for_steps(home / "stuck", 2)
+    send([process])
+    time.sleep(3.2)
+    send([process])
+    done = wait_for([process], home, seconds=10)
+    assert done.codes == [1]
+    assert "stopping after this step" in done.text and "quitting" in done.text
+
+
+@pytest.mark.parametrize("receivers", ("the launcher", "the group and every descendant"))
+def test_ctrl_c_under_accelerate_launch_stops_with_a_checkpoint(home, calm_hash, receivers):
+    name = receivers.replace(" ", "_")
+    process = launch([*launcher("accelerate"), *words(output_dir=name, **LONG | dict(epochs=100))], home)
+    wait_for_steps(home / name, 3)
+    asked_at = time.time()
+    if receivers == "the launcher":
+        os.kill(process.pid, signal.SIGINT)
+    else:  # a terminal's Ctrl+C, then a shell script's trap that signals all that it finds
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        for descendant in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendant.send_signal(signal.SIGINT)
+    _, text = wait_for_launch(process, home)
+    stop = journal(home / name, "stop")
+    assert stop, text
+    assert check_stop(home / name, asked_at) < STEPS

@@ -1,0 +1,72 @@
+"""A folder where a run takes a second: a tokenizer, a handful of pairs, a model of a few thousand weights."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+from model.report import read_journal
+from model.tokenizer import PROBE, train_tokenizer
+from tests.ranks import fork_ranks, wait_for
+from train_low_mem import main
+
+NUM_PAIRS = 44
+SHAPE = dict(d_model=16, d_ff=32, num_heads=2, d_kv=8, num_layers=1, num_decoder_layers=1)
+OPTIONS = dict(
+    model="shape.json", train_file="train.jsonl", validation_file="valid.jsonl", max_seq_len=32, epochs=2,
+    global_batch_size=8, warmup_steps=3, logging_steps=1,
+    save_steps=1, bleu_pairs=0, log_sample_ids=True,
+)  # fmt: skip
+
+
+def furnish(folder):
+    """`folder` with a tokenizer, data and a model's shape in it; runs there differ by output_dir."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(PROBE, k=draw.randint(4, 24))) for _ in range(2 * NUM_PAIRS + 20)]
+    train_tokenizer(texts, 400, folder / "model_save" / "tokenizer")
+    write_pairs(folder / "train.jsonl", texts[: 2 * NUM_PAIRS])
+    write_pairs(folder / "valid.jsonl", texts[2 * NUM_PAIRS :])
+    (folder / "shape.json").write_text(json.dumps(SHAPE))
+    return folder
+
+
+def write_pairs(path, texts):
+    lines = [
+        json.dumps(dict(prompt=p, response=r), ensure_ascii=False) for p, r in zip(texts[::2], texts[1::2], strict=True)
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def words(command="train", **changes):
+    """The words of a command line: the tiny run's options with `changes`, None leaving one out."""
+    options = OPTIONS | changes
+    return [command, *(f"--{name}={value}" for name, value in options.items() if value is not None)]
+
+
+def train(home, world=1, fault="", seconds=90, env=None, command="train", **changes):
+    """Ended of a tiny run in `home`."""
+    return wait_for(start(home, world, fault, env=env, command=command, **changes), home, seconds)
+
+
+def start(home, world=1, fault="", env=None, command="train", **changes):
+    """The processes of a tiny run in `home`."""
+    return fork_ranks(world, main, words(command, **changes), folder=home, env=dict(CHAT_FAULT=fault) | (env or {}))
+
+
+def weights_hash(run_dir):
+    """sha256 of the weights that a run left in last/."""
+    return hashlib.sha256(Path(run_dir, "last", "model.safetensors").read_bytes()).hexdigest()
+
+
+def journal(run_dir, kind):
+    """The journal's lines of one kind that still count."""
+    return [line for line in read_journal(Path(run_dir, "metrics.jsonl")) if line["kind"] == kind]
+
+
+def ids_by_epoch(run_dir):
+    """Sorted example ids that all ranks wrote down, by epoch."""
+    epochs = {}
+    for path in Path(run_dir).glob("samples_rank*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            epochs.setdefault(line["epoch"], []).extend(line["ids"])
+    return {epoch: sorted(ids) for epoch, ids in sorted(epochs.items())}
