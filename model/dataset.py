@@ -18,7 +18,7 @@ import pyarrow as pa
 import ujson
 from datasets import Dataset
 
-from model.durable import whole_directory
+from model.durable import whole_directory, write_file
 from model.pairs import read_pairs
 
 PAIRS_A_BATCH = 4096
@@ -46,21 +46,18 @@ class TokenStore:
         )
 
 
-def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), builds=True, progress=None, stop=lambda: False):
-    """Token store of the pairs in `path`, built first if this is the process that builds and it is not there.
+def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), progress=None, stop=lambda: False):
+    """Token store of the pairs in `path`, built first by one of the processes that ask for it.
 
-    Other processes wait for it without a collective. `progress(rows)` is called as pairs are tokenised; when `stop()`
-    turns true, KeyboardInterrupt is raised. Raises ValueError for a file without usable pairs.
+    `progress(rows)` is called as pairs are tokenised; when `stop()` turns true, KeyboardInterrupt is raised. Raises
+    ValueError for a file without usable pairs.
     """
     source = _source(path, tokenizer, max_seq_len, columns)
     directory = Path(root) / hashlib.sha256(ujson.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
-    while not (directory / "meta.json").exists():
-        if builds:
-            with _lock(directory.with_suffix(".lock"), stop):
-                if not (directory / "meta.json").exists() and not _adopt(source, directory):
-                    _build(source, tokenizer, directory, progress, stop)
-        else:
-            _wait(stop)
+    if not (directory / "meta.json").exists():
+        with _lock(directory.with_suffix(".lock"), stop):
+            if not (directory / "meta.json").exists() and not _adopt(source, directory):
+                _build(source, tokenizer, directory, progress, stop)
     meta = ujson.loads((directory / "meta.json").read_text())
     rows = Dataset.from_file(str(directory / "pairs.arrow")).with_format("arrow")
     return TokenStore(rows, np.load(directory / "lengths.npy", mmap_mode="r"), meta, directory)
@@ -88,26 +85,22 @@ def _lock(path, stop):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                _wait(stop)
+                if stop():
+                    raise KeyboardInterrupt from None
+                time.sleep(POLL_SECONDS)
         yield
-
-
-def _wait(stop):
-    if stop():
-        raise KeyboardInterrupt
-    time.sleep(POLL_SECONDS)
 
 
 def _adopt(source, directory):
     """Use the store of a file that was only touched: everything but mtime is equal, and so is the content."""
     content = None
-    for meta_path in directory.parent.glob("*/meta.json"):
+    for meta_path in directory.parent.glob("[!.]*/meta.json"):
         meta = ujson.loads(meta_path.read_text())
         if {**meta["source"], "mtime_ns": 0} != {**source, "mtime_ns": 0}:
             continue
         content = content or _sha256(source["path"])
         if content == meta["sha256"]:
-            meta_path.write_text(ujson.dumps({**meta, "source": source}))
+            write_file(meta_path, ujson.dumps({**meta, "source": source}).encode())
             os.rename(meta_path.parent, directory)
             return True
     return False

@@ -103,7 +103,7 @@ def _tokenizer_and_weights(ranks, config, resumed):
 def _open_data(ranks, config, file, tokenizer):
     with Progress(f"tokenising {file}", None, unit="rows", shown=ranks.is_main) as progress:
         columns = (config.prompt_column, config.response_column)
-        options = dict(columns=columns, builds=ranks.is_local_main, progress=progress.update, stop=stop_asked)
+        options = dict(columns=columns, progress=progress.update, stop=stop_asked)
         store = local_main_first(ranks, partial(open_store, file, tokenizer, config.max_seq_len, TOKENS_DIR, **options))
     agree(ranks, f"the content of {file}", store.meta["sha256"])
     if ranks.is_main:

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import random
 import signal
@@ -139,13 +140,17 @@ def test_changed_content_is_tokenised_again_even_at_the_same_size(tmp_path, toke
     assert contents[1] == contents[0][::-1]
 
 
-def test_one_who_does_not_build_waits_and_may_be_asked_to_stop(open_it):
-    polls = iter([False, True])
+def test_one_who_waits_for_another_to_build_may_be_asked_to_stop(open_it, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        open_it(builds=False, stop=lambda: next(polls))
-    assert not open_it.built
-    open_it()
-    assert len(open_it(builds=False)) == 30
+        open_it(stop=lambda: True)  # leaves the lock's file, and nothing else
+    (lock,) = (tmp_path / "tokens").glob("*.lock")
+    polls = iter([False, True])
+    with open(lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(KeyboardInterrupt):
+            open_it(stop=lambda: next(polls))
+    assert next(polls, None) is None
+    assert len(open_it()) == 30
 
 
 def test_a_stop_while_tokenising_leaves_nothing(open_it, tmp_path):
