@@ -110,16 +110,19 @@ def test_promise_3_a_run_killed_at_random_steps_and_inside_saves_ends_with_the_w
 
 @pytest.mark.parametrize("world", (1, 2))
 def test_promise_3_a_run_killed_at_any_moment_ends_with_the_weights_of_a_calm_one(home, calm, world):
-    draw, name = random.Random(world), f"cut{world}"
+    draw, name, kills = random.Random(world), f"cut{world}", 0
     path = home / name / "metrics.jsonl"
-    for kill in range(5):
-        processes = start(home, world, output_dir=name, dropout=0.1, is_keep_training=kill > 0)
-        size = path.stat().st_size if path.exists() else 0
+    for attempt in range(5):
+        size = path.stat().st_size if attempt else 0
+        processes = start(home, world, output_dir=name, dropout=0.1, is_keep_training=attempt > 0)
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and (path.stat().st_size if path.exists() else 0) <= size + 1000:
+        while processes[0].is_alive() and (path.stat().st_size if path.exists() else 0) <= size + 1000:
+            assert time.monotonic() < deadline
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.15))
+        kills += processes[0].is_alive()
         kill_all(processes)
+    assert kills >= 3, "the run was over too soon: this test tested little"
     finish_and_compare(home, world, name, calm)
 
 
