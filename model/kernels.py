@@ -131,6 +131,30 @@ def attention_backward_queries(
 
 
 @triton.jit
+def _sums_by_bucket(grad_scores, offset, BUCKETS, centre, NUM_BUCKETS: tl.constexpr, N: tl.constexpr):
+    """Sum of a square tile (N, N) over the pairs of each bucket; `offset` is the first key minus the first query.
+
+    Row i is turned left by i, so that a column holds one distance down to the row where it wraps round, and another
+    below it: two sums down the columns, then from distances to buckets.
+    """
+    row, column = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    turned = tl.gather(grad_scores, (column + row) % N, 1)
+    wrapped = column + row >= N
+    near = tl.sum(tl.where(wrapped, 0.0, turned), 0)
+    far = tl.sum(tl.where(wrapped, turned, 0.0), 0)
+    distance = offset + tl.arange(0, N)
+    return _to_buckets(near, distance, BUCKETS, centre, NUM_BUCKETS) + _to_buckets(
+        far, distance - N, BUCKETS, centre, NUM_BUCKETS
+    )
+
+
+@triton.jit
+def _to_buckets(sums, distance, BUCKETS, centre, NUM_BUCKETS: tl.constexpr):
+    buckets = tl.load(BUCKETS + centre + tl.minimum(tl.maximum(distance, -centre), centre))
+    return tl.sum(tl.where(buckets[:, None] == tl.arange(0, NUM_BUCKETS)[None, :], sums[:, None], 0.0), 0)
+
+
+@triton.jit
 def attention_backward_keys(
     Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, BUCKETS, GRAD_K, GRAD_V, GRAD_BIAS, TILES, STARTS_Q, STARTS_K,
     stride_q, stride_k, stride_v, stride_grad, stride_grad_k, stride_grad_v, num_queries_total, centre,
@@ -161,11 +185,7 @@ def attention_backward_keys(
         grad_v = tl.dot(tl.trans(weights).to(v.dtype), grad_out, grad_v)
         grad_k = tl.dot(tl.trans(grad_scores).to(q.dtype), q, grad_k)
         if HAS_BIAS:
-            distance = tl.minimum(tl.maximum(keys[None, :] - queries[:, None], -centre), centre)
-            buckets = tl.load(BUCKETS + centre + distance)
-            for bucket in range(tl.min(buckets), tl.max(buckets) + 1):  # few of them lie in one tile
-                part = tl.sum(tl.where(buckets == bucket, grad_scores, 0.0))
-                grad_bias += tl.where(bucket_ids == bucket, part, 0.0)
+            grad_bias += _sums_by_bucket(grad_scores, first - start, BUCKETS, centre, NUM_BUCKETS, N)
     columns = head * D + tl.arange(0, D)[None, :]
     rows = (start_k + keys)[:, None].to(tl.int64)
     tl.store(GRAD_K + rows * stride_grad_k + columns, grad_k.to(GRAD_K.dtype.element_ty), mask=real[:, None])
