@@ -119,7 +119,7 @@ def test_promise_3_a_run_killed_at_any_moment_ends_with_the_weights_of_a_calm_on
         while processes[0].is_alive() and (path.stat().st_size if path.exists() else 0) <= size + 1000:
             assert time.monotonic() < deadline
             time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.15))
+        time.sleep(draw.uniform(0, 0.05))
         kills += processes[0].is_alive()
         kill_all(processes)
     assert kills >= 3, "the run was over too soon: this test tested little"
