@@ -30,6 +30,7 @@ from model.durable import remove_drafts
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, export_model
 from model.memory import memory_cap, peak_memory
+from model.plots import plot_run
 from model.prepare import prepare_run, prepare_test
 from model.ranks import agree, from_main, saving, start_ranks, stop_asked, stop_ranks, vote, watch_signals
 from model.report import Journal, Progress, epoch_line, open_log, progress_note, train_line
@@ -206,11 +207,13 @@ def save(run, journal, state):
 
 
 def finish(run, journal, state, reason):
-    """Leave last/ and the final word."""
+    """Leave last/, the final word and the curves."""
     if run.ranks.is_main:
         with saving():
             export_model(run.model, run.tokenizer, run.dir / "last")
     journal.write("stop", step=state.step, reason=reason)
+    if run.ranks.is_main:
+        plot_run(run.dir)
     go_on = "" if reason == "finished" else "; go on with --is_keep_training=True"
     say(run.ranks, f"{reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
 
