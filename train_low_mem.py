@@ -15,7 +15,8 @@ from pathlib import Path
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: against fragmentation
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: what --deterministic needs
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: spinning threads starve a busy machine
+if os.getloadavg()[0] > os.cpu_count():  # a busy machine: threads that spin while they wait starve each other
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads local files only
 
 import accelerate

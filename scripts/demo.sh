@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 SECONDS=0
 
 pairs=${DEMO_PAIRS:-12000}
-epochs=${DEMO_EPOCHS:-16}
+epochs=${DEMO_EPOCHS:-18}
 demo=${DEMO_DIR:-.demo}
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')

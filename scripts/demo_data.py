@@ -104,11 +104,10 @@ class Question:
 
 
 def draw_arithmetic(rng: Random) -> Question:
-    a, b = rng.randint(1, 20), rng.randint(1, 20)
+    a, b = rng.randint(10, 89), rng.randint(1, 9)
     if rng.random() < 0.5:
         prompt = rng.choice(ASK_SUM).format(a=a, b=b)
         return Question(prompt, str(a + b), "arithmetic", f"{a}+{b}")
-    a, b = max(a, b), min(a, b, 9)
     return Question(rng.choice(ASK_DIFFERENCE).format(a=a, b=b), str(a - b), "arithmetic", f"{a}-{b}")
 
 

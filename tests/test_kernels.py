@@ -59,7 +59,6 @@ def interpreted(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_in_bf16_are_within_a_hundredth_of_the_plain_twin(name):
     lengths, causal, has_bias = CASES[name]
@@ -71,7 +70,6 @@ def test_the_kernels_in_bf16_are_within_a_hundredth_of_the_plain_twin(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernels_give_the_same_bits_at_every_run():
     runs = [outcome(*CASES["decoder"], 8, 64, torch.bfloat16, "cuda", 1, kernels=True) for _ in range(3)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
