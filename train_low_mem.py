@@ -108,8 +108,10 @@ def begin(run, journal, request, state, plan):
         total_steps=total_steps(run, state),
     )  # fmt: skip
     journal.write("resume", step=state.step, pairs_seen=state.pairs_seen)
-    where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}, {run.model.compute_dtype}"
-    say(ranks, f"{total_steps(run, state)} steps of {run.course.global_batch} pairs on {where}")
+    attention = "Triton kernels" if run.model.uses_kernels else "plain attention"
+    where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
+    steps = f"{total_steps(run, state)} steps of {run.course.global_batch} pairs"
+    say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
 
 
 def total_steps(run, state):
