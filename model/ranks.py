@@ -48,6 +48,7 @@ def start_ranks(backend="auto", timeout_s=600):
     Raises RuntimeError when the processes cannot be what the launcher promised.
     """
     _refuse_lone_cpu_launch()
+    _refuse_sharding()
     on_cpu = _must_use_cpu()
     if on_cpu and backend == "nccl":
         raise ValueError("--backend=nccl needs GPUs and there are none here: leave it out")
@@ -79,6 +80,16 @@ def _refuse_lone_cpu_launch():
             "accelerate launch --cpu starts one process whatever --num_processes says: "
             "type accelerate launch --multi_gpu --num_processes N ./train_low_mem.py …, which works without GPUs too"
         )
+
+
+def _refuse_sharding():
+    """An accelerate configuration for DeepSpeed or FSDP would split the weights, and no step could be done again."""
+    for name in ("DEEPSPEED", "FSDP"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
+            raise ValueError(
+                f"ACCELERATE_USE_{name} is set, by accelerate's configuration file or by hand: this trainer keeps "
+                "whole weights on each GPU, which a model of this size does not fill; launch with --multi_gpu"
+            )
 
 
 def _must_use_cpu():
