@@ -28,18 +28,18 @@ from fire.decorators import SetParseFn
 from model.checkpoint import save_checkpoint
 from model.dataset import describe_store
 from model.durable import remove_drafts
-from model.evaluate import answer_pairs, evaluate_loss, score
-from model.export import as_hugging_face, export_model
-from model.memory import memory_cap, peak_memory
+from model.export import export_model
+from model.memory import NothingFits, growth_of, memory_cap, peak_memory, release_memory
 from model.plots import plot_run
-from model.prepare import prepare_run, prepare_test
+from model.prepare import measure, prepare_run, prepare_test
 from model.ranks import agree, from_main, saving, start_ranks, stop_asked, stop_ranks, vote, watch_signals
 from model.report import Journal, Progress, epoch_line, open_log, progress_note, train_line
 from model.run_dir import admit, append_sample_ids, cut_sample_ids, read_request, write_json
-from model.step import train_steps
+from model.step import TornUpdate, train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
 LOGS_DIR = "logs"
+TORN_UPDATES = 3
 OURS = (Path(__file__).resolve().parent, Path(__file__).resolve().parent / "model")
 
 
@@ -54,39 +54,65 @@ def train(*stray, **options):
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset)
     resumed = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
+    for _ in range(TORN_UPDATES):
+        if train_from(ranks, request, resumed):
+            return
+        release_memory(ranks.device)
+        resumed = from_main(ranks, admit, config.output_dir, "auto", False)
+    raise RuntimeError(
+        f"{TORN_UPDATES} updates in a row ran out of memory: lower --gpu_memory_limit_gb or free the GPU"
+    )
+
+
+def train_from(ranks, request, resumed):
+    """Prepare and train; False when memory ran out while weights were written, so that it is all to be done again."""
+    config = request.config
     run, state, plan = prepare_run(ranks, config, request.given, resumed)
     with Journal(run.dir / "metrics.jsonl" if ranks.is_main else None) as journal:
         if state.pairs_seen >= run.course.total_pairs and state.evaluated_step == state.step:
             say(ranks, f"{run.dir} is finished: {config.epochs} epochs done; raise --epochs to train longer")
-            return
+            return True
         begin(run, journal, request, state, plan)
-        finish(run, journal, *train_to_the_end(run, journal, state, plan))
+        try:
+            finish(run, journal, *train_to_the_end(run, journal, state, plan))
+        except TornUpdate as error:
+            say(ranks, str(error))
+            journal.write("oom", step=error.step, where="optimizer", rank=error.rank, before=None, after=None)
+            return False
+    return True
 
 
 def train_to_the_end(run, journal, state, plan):
     """Train, evaluate and save from `state` on; returns the last state and why it ended: finished or asked."""
     config, course = run.config, run.course
     recent, note, saved_at = [], "", time.monotonic()
-    state, stop = evaluate_if_due(run, journal, state, plan)
     steps = train_steps(
-        run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen
+        run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen,
+        growth_of(state.growth, plan),
     )  # fmt: skip
-    with Progress("training", total_steps(run, state), done=state.step, shown=run.ranks.is_main) as progress:
-        while not stop and (result := next(steps, None)):
-            state, stop = state.after(result), result.stop
-            recent.append(result)
-            write_events(run, journal, result)
-            last = result.ends_epoch or stop or result.pairs_seen == course.total_pairs
-            if last or result.step % config.logging_steps == 0:
-                note = log_steps(run, journal, recent)
-                recent.clear()
-            progress.update(result.step, note)
-            if not stop:
-                state, stop = evaluate_if_due(run, journal, state, result.plan)
-            late = time.monotonic() - saved_at > config.save_seconds
-            if last or stop or late or result.step % config.save_steps == 0:
-                save(run, journal, state)
-                saved_at = time.monotonic()
+    try:
+        state, stop = evaluate_if_due(run, journal, state, plan)
+        with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
+            while not stop and (result := next(steps, None)):
+                state, stop = state.after(result), result.stop
+                recent.append(result)
+                write_events(run, journal, result)
+                last = result.ends_epoch or stop or result.pairs_seen == course.total_pairs
+                if last or result.step % config.logging_steps == 0:
+                    note = log_steps(run, journal, recent)
+                    recent.clear()
+                progress.update(result.step, note)
+                if not stop:
+                    state, stop = evaluate_if_due(run, journal, state, result.plan)
+                late = time.monotonic() - saved_at > config.save_seconds
+                if last or stop or late or result.step % config.save_steps == 0:
+                    save(run, journal, state)
+                    saved_at = time.monotonic()
+    except NothingFits:
+        save(run, journal, state)
+        journal.write("oom", step=state.step + 1, where="anywhere", before=asdict(plan), after=None)
+        journal.write("stop", step=state.step, reason="failed")
+        raise
     return state, "asked" if stop else "finished"
 
 
@@ -97,7 +123,7 @@ def begin(run, journal, request, state, plan):
     if ranks.is_main:
         remove_drafts(run.dir, run.dir / "checkpoints")
         write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=plain))
-        write_json(run.dir / "plan.json", asdict(plan))
+        write_json(run.dir / "plan.json", asdict(plan) | run.memory)
         cut_sample_ids(run.dir, state.step)
     journal.write(
         "start", preset=request.preset, config_hash=hashlib.sha256(repr(plain).encode()).hexdigest()[:16],
@@ -105,21 +131,13 @@ def begin(run, journal, request, state, plan):
         dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
         tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
         global_batch=run.course.global_batch, total_pairs=run.course.total_pairs, epochs=config.epochs,
-        total_steps=total_steps(run, state),
+        total_steps=run.total_steps(state),
     )  # fmt: skip
     journal.write("resume", step=state.step, pairs_seen=state.pairs_seen)
     attention = "Triton kernels" if run.model.uses_kernels else "plain attention"
     where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
-    steps = f"{total_steps(run, state)} steps of {run.course.global_batch} pairs"
+    steps = f"{run.total_steps(state)} steps of {run.course.global_batch} pairs"
     say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
-
-
-def total_steps(run, state):
-    """Number of the run's last step when every step from now on has the present global batch."""
-    num_pairs, batch = len(run.train), run.course.global_batch
-    left = run.course.total_pairs - state.pairs_seen
-    in_this_epoch = left % num_pairs
-    return state.step + -(-in_this_epoch // batch) + (left // num_pairs) * -(-num_pairs // batch)
 
 
 def write_events(run, journal, result):
@@ -161,7 +179,7 @@ def evaluate_if_due(run, journal, state, plan):
     due = at_epoch_end or (config.eval_steps and state.step % config.eval_steps == 0)
     if state.step == state.evaluated_step or not due:
         return state, False
-    scores = measure(run, run.validation, plan, config.bleu_pairs, state.step)
+    scores = measure(run, plan, state.step, journal.write)
     if scores is None:
         return state, True
     journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores)
@@ -176,18 +194,6 @@ def evaluate_if_due(run, journal, state, plan):
         best_val_loss=state.best_loss, best_step=state.best_step,
     )))  # fmt: skip
     return state, bool(vote(ranks, stop_asked())[0])
-
-
-def measure(run, store, plan, num_answers, step):
-    """Loss, and BLEU and chrF of `num_answers` generated answers, on `store`; None when a stop was asked for."""
-    loss = evaluate_loss(run.ranks, run.model, store, plan, run.tokenizer.pad_id, step)
-    if loss is None or not num_answers:
-        return loss if loss is None else dict(loss=loss)
-    stock = as_hugging_face(run.model, run.tokenizer)
-    answers = answer_pairs(
-        run.ranks, stock, store, run.tokenizer, num_answers, run.config.max_new_tokens, run.model.compute_dtype, step
-    )
-    return None if answers is None else dict(loss=loss, **score(answers))
 
 
 def save(run, journal, state):
@@ -230,7 +236,7 @@ def test(*stray, **options):
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset)
     run, plan = prepare_test(ranks, request.config)
-    scores = measure(run, run.validation, plan, request.config.bleu_pairs, 0)
+    scores = measure(run, plan)
     if scores:
         say(ranks, f"test {describe_store(run.validation)}")
         say(ranks, f"test {run.dir / 'best'}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))

@@ -36,10 +36,13 @@ class TrainState:
     num_pairs: int = 0  # of the training file
     shape: dict | None = None  # of the model
     plan: dict | None = None  # how steps are cut
+    growth: dict | None = None  # of a plan that was shrunk
     evaluated_step: int = 0  # the last step that was evaluated
 
     def after(self, result):
-        return replace(self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan))
+        return replace(
+            self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan), growth=asdict(result.growth)
+        )
 
 
 @dataclass(frozen=True)

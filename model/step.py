@@ -14,7 +14,7 @@ import torch
 
 from model import faults
 from model.batches import collate, cut, share_of, step_at
-from model.memory import MemoryPlan, is_out_of_memory, release_memory, shrink_plan
+from model.memory import Growth, MemoryPlan, is_out_of_memory, plan_after_out_of_memory, shrink_plan
 from model.optim import learn_rate_at, set_learn_rate
 from model.ranks import stop_asked, sum_over_ranks, vote
 
@@ -27,6 +27,15 @@ class Outcome(IntEnum):
     OK = 0
     NOT_FINITE = 1
     OUT_OF_MEMORY = 2
+    TORN = 3  # an update that failed when weights may have been written
+
+
+class TornUpdate(RuntimeError):
+    """A rank failed in the middle of an update: the newest checkpoint is the last state that all ranks share."""
+
+    def __init__(self, step, rank):
+        super().__init__(f"rank {rank} ran out of memory in the update of step {step}: going back to the checkpoint")
+        self.step, self.rank = step, rank
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,8 @@ class StepResult:
     tokens: int  # of both sides, over all ranks
     micro_batches: int  # of this rank
     ids: list  # this rank's examples
-    plan: MemoryPlan  # the plan that this step fitted in
+    plan: MemoryPlan  # the next step's: what this one fitted in, or a rung more after a long calm
+    growth: Growth
     events: tuple  # what went wrong on the way, for the journal
     step_seconds: float
     data_wait_seconds: float
@@ -60,12 +70,14 @@ class StepResult:
     stop: bool  # some rank was asked to stop
 
 
-def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0):
+def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0, growth=None):
     """Yield a StepResult after each optimizer step from `pairs_seen` to the end of the course.
 
-    Raises RuntimeError when a step does not fit with the smallest plan, or too many in a row are not finite.
+    Raises NothingFits when a step does not fit with the smallest plan, TornUpdate when a rank failed while it wrote
+    weights, RuntimeError when too many steps in a row are not finite.
     """
     gradients = GradientBuffer(model, ranks.device)
+    growth = growth or Growth(plan)
     skipped_in_a_row = 0
     while pairs_seen < course.total_pairs:
         started = time.perf_counter()
@@ -74,23 +86,28 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
         rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
         share = share_of(examples.ids, lengths, ranks.rank, ranks.world_size)
         work = Work(step + 1, share, int(lengths[:, 1].sum()), course.start_id)
-        attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work, gradients)
+        attempt, fitted, events, stop = _until_voted(ranks, model, store, plan, config, work, gradients)
+        plan, growth = growth.after_step(fitted, shrunk=fitted != plan)
+        step, pairs_seen = work.step, pairs_seen + len(examples.ids)
+        ends_epoch = pairs_seen % len(store) == 0
         skipped = attempt.outcome is not Outcome.OK
         if not skipped:
-            grad_norm = _commit(ranks, optimizer, gradients, rate, config.max_grad_norm, work.step)
+            grad_norm = _try_commit(ranks, optimizer, gradients, rate, config.max_grad_norm, step)
+            is_used_next = stop or ends_epoch or (config.eval_steps and step % config.eval_steps == 0)
+            if grad_norm is None or is_used_next:
+                _confirm(ranks, step, torn=grad_norm is None, now=is_used_next)
         skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
         if skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise RuntimeError(
                 f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite, the last at step "
                 f"{work.step} with examples {work.ids[:8].tolist()} …: lower --learn_rate (now {config.learn_rate})"
             )
-        step, pairs_seen = work.step, pairs_seen + len(examples.ids)
         yield StepResult(
-            step=step, epoch=examples.epoch, ends_epoch=pairs_seen % len(store) == 0, pairs_seen=pairs_seen,
+            step=step, epoch=examples.epoch, ends_epoch=ends_epoch, pairs_seen=pairs_seen,
             loss=torch.full_like(gradients.loss, torch.nan) if skipped else gradients.loss.clone(),
             grad_norm=torch.full_like(gradients.loss, torch.nan) if skipped else grad_norm,
             learn_rate=rate, target_tokens=work.target_tokens, tokens=int(lengths.sum()),
-            micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
+            micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, growth=growth, events=tuple(events),
             step_seconds=time.perf_counter() - started, data_wait_seconds=attempt.data_wait_seconds,
             skipped=skipped, stop=stop,
         )  # fmt: skip
@@ -133,7 +150,7 @@ def _until_voted(ranks, model, store, plan, config, work, gradients):
     """
     events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
     while True:
-        attempt = _attempt(ranks, model, store, plan, config, work, gradients)
+        attempt = attempt_gradients(ranks, model, store, plan, config, work, gradients)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
         mine = attempt.outcome * ranks.world_size + ranks.rank
         worst, stop, last, first = vote(ranks, mine, stop_asked(), work.step, -work.step)
@@ -142,32 +159,25 @@ def _until_voted(ranks, model, store, plan, config, work, gradients):
         outcome, rank = Outcome(worst // ranks.world_size), worst % ranks.world_size
         if outcome is Outcome.OK:
             return attempt, plan, events, bool(stop)
+        if outcome is Outcome.TORN:
+            raise TornUpdate(work.step - 1, rank)
         failures[outcome] += 1
         if outcome is Outcome.NOT_FINITE:
             events.append(("not_finite", dict(step=work.step, rank=rank)))
             if failures[outcome] > 1:
                 return replace(attempt, outcome=outcome), plan, events, bool(stop)
             continue
-        smaller = _after_out_of_memory(ranks, store, plan, failures[outcome])
+        smaller = plan_after_out_of_memory(
+            ranks.device,
+            plan,
+            failures[outcome],
+            lambda plan: shrink_plan(plan, 2 * store.meta["source"]["max_seq_len"]),
+        )
         events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
         plan = smaller
 
 
-def _after_out_of_memory(ranks, store, plan, failures):
-    """The plan to try next: the same one once, the cache being free now, then smaller ones."""
-    release_memory(ranks.device)
-    if failures == 1:
-        return plan
-    smaller = shrink_plan(plan, longest_tokens=2 * store.meta["source"]["max_seq_len"])
-    if smaller is None:
-        raise RuntimeError(
-            f"out of memory with the smallest plan ({plan}): lower --max_seq_len, or free memory and go on with "
-            "--is_keep_training=True"
-        )
-    return smaller
-
-
-def _attempt(ranks, model, store, plan, config, work, gradients):
+def attempt_gradients(ranks, model, store, plan, config, work, gradients):
     """Fill the gradient buffer with this rank's part of the step; no collective inside."""
     try:
         return _local_gradients(ranks, model, store, plan, config, work, gradients)
@@ -202,6 +212,28 @@ def _local_gradients(ranks, model, store, plan, config, work, gradients):
 
 def _dropout_seed(*numbers):
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
+
+
+def _try_commit(*args):
+    """What `_commit` gives, or None when memory ran out in it."""
+    try:
+        return _commit(*args)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
+
+
+def _confirm(ranks, step, torn, now):
+    """Raise TornUpdate on every rank when the update of `step` failed on any.
+
+    Where the weights are not read before the next step (`now` is false) only a rank whose update failed comes here,
+    and the others hear of it in the vote of that step: an update that went well costs no vote of its own.
+    """
+    number = step if now else step + 1
+    worst, _, _, _ = vote(ranks, Outcome.TORN * ranks.world_size + ranks.rank if torn else 0, 0, number, -number)
+    if worst:
+        raise TornUpdate(step, worst % ranks.world_size)
 
 
 def _commit(ranks, optimizer, gradients, rate, max_grad_norm, step):

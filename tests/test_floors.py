@@ -15,8 +15,10 @@ FLOORS = [
     {"config", "model.faults", "model.kernels", "model.durable", "model.json_items"},
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots"},
-    {"model.batches", "model.memory", "model.checkpoint"},
-    {"model.step", "model.evaluate", "model.run_dir"},
+    {"model.batches", "model.estimate", "model.checkpoint"},
+    {"model.memory", "model.run_dir"},
+    {"model.step", "model.evaluate"},
+    {"model.rehearsal"},
     {"model.prepare"},
     {"train_low_mem", "scripts", "bench"},
 ]
