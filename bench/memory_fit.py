@@ -90,7 +90,7 @@ def predict(case, constants=FITTED):
     """Peak reserved bytes of the case's step."""
     dtype = getattr(torch, case.dtype)
     shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
-    kernels = has_kernels(torch.device("cuda"), dtype, shape.d_kv, 0.0)
+    kernels = has_kernels(torch.device("cuda"), dtype, shape.d_kv)
     setting = Setting(shape, dtype.itemsize, kernels, constants=constants)
     lengths = Lengths(np.array([[case.tokens, case.tokens]]), np.array([case.pairs]))
     tokens = 2 * case.pairs * case.tokens
@@ -104,8 +104,7 @@ def measure(case, device):
     shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
     with torch.device(device):
         model = TextToTextModel(shape, compute_dtype=getattr(torch, case.dtype))
-        for weight in model.parameters():
-            torch.nn.init.normal_(weight, std=0.02)
+    model.flat.masters.normal_(std=0.02)
     config = load_config("pretrain", dict(warmup_steps=0))
     plan = MemoryPlan(2 * case.pairs * case.tokens, CHUNK_TOKENS, case.checkpointing, 0)
     ranks, store = Ranks(0, 1, 0, device, "none", None), OneLength(case.pairs, case.tokens)
@@ -118,7 +117,7 @@ def measure(case, device):
 def made_up(case, _):
     """What a device with other constants than ours would measure."""
     draw = np.random.default_rng(abs(hash(case)) % 2**32)
-    others = Constants(kept=1.08, work=1.3, logit_bytes=14.0, update_bytes=0.0, reserved=1.05, workspace_bytes=3e8)
+    others = Constants(kept=1.08, work=1.3, logits=1.5, reserved=1.05, workspace_bytes=3e8)
     measured = int(predict(case, others) * draw.uniform(0.99, 1.01))
     return measured if measured < LARGEST_BYTES else None
 
@@ -182,8 +181,6 @@ def fit(measured):
         return float((np.where(error < 0, 3 * error, error) ** 2).mean())
 
     best, step = FITTED, 0.5
-    if best.update_bytes == 0:
-        best = replace(best, update_bytes=1.0)
     while step > 0.002:
         before = badness(best)
         for name in (f.name for f in fields(Constants)):

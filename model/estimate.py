@@ -1,7 +1,8 @@
 """Closed form of the device memory that each phase of a run needs, from the architecture and the examples' lengths.
 
-Counted tensor by tensor from model/chat_model.py, model/attention.py, model/loss.py and model/optim.py; what no count
-gives (kernels' workspaces, the allocator's rounding) are the constants below, fitted by bench/memory_fit.py.
+Counted tensor by tensor from model/chat_model.py, model/attention.py, model/loss.py and model/optim.py as they work on
+a GPU; what no count gives (libraries' workspaces, the allocator's rounding) are the constants below, fitted by
+bench/memory_fit.py.
 
 Letters: D d_model, F d_ff, H heads, I = H * d_kv, V vocabulary, s bytes of a number in the compute dtype.
 """
@@ -12,9 +13,10 @@ import numpy as np
 
 from config import T5ModelConfig
 from model.attention import round_up
+from model.weights import ROWS
 
 STATE_BYTES = dict(adamw_rms=8, adamw=8, adafactor=0)  # optimizer state, a parameter; Adafactor's is rows and columns
-UPDATE_BYTES = dict(adamw=0, adafactor=4)  # temporaries of the update, a parameter; of adamw_rms: Constants
+UPDATE_BYTES = dict(adamw_rms=0, adamw=0, adafactor=4)  # temporaries of the update, a parameter
 ANSWERS_A_BATCH = 32  # prompts that are answered together
 
 
@@ -24,8 +26,7 @@ class Constants:
 
     kept: float = 1.0  # of activations kept for backward
     work: float = 1.0  # of the temporaries of one layer's backward
-    logit_bytes: float = 12.0  # one logit while its chunk is alive: in s, in float32, a temporary of log-sum-exp
-    update_bytes: float = 8.0  # temporaries of the update of adamw_rms, a parameter
+    logits: float = 1.0  # of one chunk's logits
     reserved: float = 1.03  # what the allocator holds over what is asked of it
     workspace_bytes: float = 96 * 2**20  # cuBLAS, layouts, rounding
 
@@ -105,7 +106,7 @@ def _attention(setting, queries, keys):
     else:  # q, k, v of padded blocks, and the weights of each query and key
         queries_padded, keys_padded = round_up(queries), round_up(keys)
         scores = heads * queries_padded * keys_padded
-        kept = inner * s * (queries_padded + 2 * keys_padded) + scores * (s + setting.dropout)
+        kept = inner * s * (queries_padded + 2 * keys_padded) + scores * s
         work = inner * s * (queries_padded + 2 * keys_padded) + 3 * scores * s
     # the norm's input and output, the attention's output, a number for the norm; their gradients
     kept = kept + (2 * d * s + inner * s + setting.dropout * d + 4) * queries
@@ -115,7 +116,8 @@ def _attention(setting, queries, keys):
 def _feed_forward(setting, queries):
     """As `_attention`, for one feed-forward layer: the norm's input and output, what the ReLU gives."""
     d, f, s = setting.shape.d_model, setting.shape.d_ff, setting.number_bytes
-    return ((2 * d + f) * s + (d + f) * setting.dropout + 4) * queries, (3 * d + 2 * f) * s * queries
+    dropped = (d + f + f * s) * setting.dropout  # two masks, and what dropout left of the ReLU's output
+    return ((2 * d + f) * s + dropped + 4) * queries, (3 * d + 2 * f) * s * queries
 
 
 def _ends(setting, queries):
@@ -127,11 +129,11 @@ def _ends(setting, queries):
 def _stack(setting, layers, num_blocks, queries, checkpointing):
     """(bytes kept by a stack's blocks, the most that the backward of its last block holds).
 
-    `layers` are the (kept, temporaries) of the layers of one block. With checkpointing a block keeps its input, and
-    its backward computes the rest again.
+    `layers` are the (kept, temporaries) of the layers of one block. With checkpointing a block keeps its input, the
+    stream and what is to be added to it, and its backward computes the rest again.
     """
     kept_by_layer = [setting.constants.kept * kept for kept, _ in layers]
-    block = setting.shape.d_model * setting.number_bytes * queries if checkpointing else sum(kept_by_layer)
+    block = 2 * setting.shape.d_model * setting.number_bytes * queries if checkpointing else sum(kept_by_layer)
     kept, moments = num_blocks * block, []
     for i, (_, work) in enumerate(layers):
         rest = sum(kept_by_layer[: i + 1]) if checkpointing else -sum(kept_by_layer[i + 1 :])
@@ -154,11 +156,12 @@ def step_moments(setting, tokens, checkpointing):
     if setting.decoder_only:
         encoder, encoder_backward = 0, 0  # nothing of it waits for a backward
     ends = _ends(setting, prompt) + _ends(setting, response)
-    hidden = shape.d_model * setting.number_bytes * response
+    stream = shape.d_model * setting.number_bytes
     return dict(
-        loss=encoder + decoder + ends + hidden,
-        decoder=encoder + decoder_backward + ends,
+        loss=encoder + decoder + ends + stream * response,
+        decoder=encoder + decoder_backward + ends + 2 * stream * prompt,  # the gradient of what cross-attention reads
         encoder=encoder_backward + _ends(setting, prompt),
+        embedding=(stream + 4 * shape.d_model) * (prompt + response),
     )
 
 
@@ -226,34 +229,38 @@ class Estimate:
 
     def step_parts(self, micro_batch_tokens, chunk_tokens, checkpointing):
         """Bytes at each moment of a training step, over what is held all the time."""
-        shape, constants = self.setting.shape, self.setting.constants
+        shape = self.setting.shape
         tokens = max(micro_batch_tokens, self.lengths.longest)
         moments = {name: worst(tokens) for name, worst in self._step[checkpointing].items()}
-        table = 0 if self.setting.decoder_only else 4 * shape.vocab_size * shape.d_model  # the embedding's gradient
-        chunk = min(chunk_tokens, self._targets(tokens)) * shape.vocab_size * constants.logit_bytes
-        moments["loss"] += chunk + table * (1 + self.setting.number_bytes / 4)
-        moments["decoder"] += table
-        moments["encoder"] += 2 * table
-        update = UPDATE_BYTES.get(self.setting.optimizer, constants.update_bytes)
-        moments["update"] = update * count_parameters(shape, self.setting.decoder_only)
+        vocabulary = ROWS * -(-shape.vocab_size // ROWS)
+        table = (
+            0 if self.setting.decoder_only else 4 * vocabulary * shape.d_model
+        )  # the embedding's gradient, once more
+        moments["loss"] += self._chunk_bytes(tokens, chunk_tokens) + table
+        moments["embedding"] += table
+        update = UPDATE_BYTES[self.setting.optimizer] * count_parameters(shape, self.setting.decoder_only)
+        moments["update"] = update
         return moments
 
     def peaks(self, micro_batch_tokens, chunk_tokens, checkpointing, answers=ANSWERS_A_BATCH):
         """Peak reserved bytes on the device by phase."""
         tokens = max(micro_batch_tokens, self.lengths.longest)
         step = max(self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing).values())
-        chunk = min(chunk_tokens, self._targets(tokens)) * self.setting.shape.vocab_size
         prompt = int(self.lengths.tokens[:, 0].max())
         beyond = dict(
             load=-self.fixed["gradients"] - self.fixed["optimizer"],
             first_step=step,
             step=step,
-            evaluation=self._evaluation(tokens) + chunk * self.setting.constants.logit_bytes,
+            evaluation=self._evaluation(tokens) + self._chunk_bytes(tokens, chunk_tokens),
             generation=generation_bytes(self.setting, answers, prompt, self.max_new_tokens),
             save=0,
         )
         held = sum(self.fixed.values())
         return {name: int((held + more) * self.setting.constants.reserved) for name, more in beyond.items()}
+
+    def _chunk_bytes(self, tokens, chunk_tokens):
+        logits = min(chunk_tokens, self._targets(tokens)) * self.setting.shape.vocab_size
+        return logits * self.setting.number_bytes * self.setting.constants.logits
 
     def step_peak(self, *cutting):
         """Peak reserved bytes on the device of a training step."""

@@ -28,7 +28,7 @@ from model.memory import (
 )  # fmt: skip
 from model.optim import set_learn_rate
 from model.ranks import sum_over_ranks, vote
-from model.step import GradientBuffer, Outcome, Work, attempt_gradients
+from model.step import Outcome, Work, attempt_gradients
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
@@ -39,15 +39,14 @@ def rehearse_update(ranks, model, optimizer):
 
     The collective's buffers and the optimizer's state exist from now on. `optimizer` must be fresh.
     """
-    gradients = GradientBuffer(model, ranks.device)
-    sum_over_ranks(ranks, gradients.flat)
+    model.zero_grad()
+    sum_over_ranks(ranks, model.flat.gradients_and_loss)
     set_learn_rate(optimizer, 0.0)
     optimizer.step()
     for fields in optimizer.state.values():
         for value in fields.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
-    _forget(model, ranks.device)
 
 
 def plan_run(run, kept, foreign):
@@ -113,12 +112,10 @@ def _step_peak(run, plan, share_pairs):
     ranks, model, store = run.ranks, run.model, run.train
     ids = worst_examples(store.lengths, plan.micro_batch_tokens, share_pairs)
     work = Work(0, ids, int(store.lengths[ids, 1].sum(dtype=np.int64)), run.course.start_id)
-    gradients = GradientBuffer(model, ranks.device)
     torch.cuda.reset_peak_memory_stats(ranks.device)
-    attempt = attempt_gradients(ranks, model, store, plan, run.config, work, gradients)
+    attempt = attempt_gradients(ranks, model, store, plan, run.config, work)
     peak = torch.cuda.max_memory_reserved(ranks.device)
-    del gradients
-    _forget(model, ranks.device)
+    release_memory(ranks.device)
     failed, highest = vote(ranks, attempt.outcome is Outcome.OUT_OF_MEMORY, peak)
     return None if failed else highest
 
@@ -170,9 +167,3 @@ def _worst_generation(run, plan):
     ids = np.argsort(-store.lengths[:, 0].astype(np.int64), kind="stable")[: plan.answers]
     with answering(run.ranks, dtype):
         answer(as_hugging_face(run.model, run.tokenizer), store, run.tokenizer, ids, run.config.max_new_tokens)
-
-
-def _forget(model, device):
-    for p in model.parameters():
-        p.grad = None
-    release_memory(device)

@@ -76,8 +76,7 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
     Raises NothingFits when a step does not fit with the smallest plan, TornUpdate when a rank failed while it wrote
     weights, RuntimeError when too many steps in a row are not finite.
     """
-    gradients = GradientBuffer(model, ranks.device)
-    growth = growth or Growth(plan)
+    flat, growth = model.flat, growth or Growth(plan)
     skipped_in_a_row = 0
     while pairs_seen < course.total_pairs:
         started = time.perf_counter()
@@ -86,13 +85,13 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
         rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
         share = share_of(examples.ids, lengths, ranks.rank, ranks.world_size)
         work = Work(step + 1, share, int(lengths[:, 1].sum()), course.start_id)
-        attempt, fitted, events, stop = _until_voted(ranks, model, store, plan, config, work, gradients)
+        attempt, fitted, events, stop = _until_voted(ranks, model, store, plan, config, work)
         plan, growth = growth.after_step(fitted, shrunk=fitted != plan)
         step, pairs_seen = work.step, pairs_seen + len(examples.ids)
         ends_epoch = pairs_seen % len(store) == 0
         skipped = attempt.outcome is not Outcome.OK
         if not skipped:
-            grad_norm = _try_commit(ranks, optimizer, gradients, rate, config.max_grad_norm, step)
+            grad_norm = _try_commit(ranks, optimizer, flat, rate, config.max_grad_norm, step)
             is_used_next = stop or ends_epoch or (config.eval_steps and step % config.eval_steps == 0)
             if grad_norm is None or is_used_next:
                 _confirm(ranks, step, torn=grad_norm is None, now=is_used_next)
@@ -104,8 +103,8 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
             )
         yield StepResult(
             step=step, epoch=examples.epoch, ends_epoch=ends_epoch, pairs_seen=pairs_seen,
-            loss=torch.full_like(gradients.loss, torch.nan) if skipped else gradients.loss.clone(),
-            grad_norm=torch.full_like(gradients.loss, torch.nan) if skipped else grad_norm,
+            loss=torch.full_like(flat.loss, torch.nan) if skipped else flat.loss.clone(),
+            grad_norm=torch.full_like(flat.loss, torch.nan) if skipped else grad_norm,
             learn_rate=rate, target_tokens=work.target_tokens, tokens=int(lengths.sum()),
             micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, growth=growth, events=tuple(events),
             step_seconds=time.perf_counter() - started, data_wait_seconds=attempt.data_wait_seconds,
@@ -130,27 +129,14 @@ class Attempt:
     data_wait_seconds: float = 0.0
 
 
-class GradientBuffer:
-    """All gradients, and the step's loss, as views of one flat float32 tensor: what one reduction sums."""
-
-    def __init__(self, model, device):
-        params = [p for p in model.parameters() if p.requires_grad]
-        self.flat = torch.zeros(sum(p.numel() for p in params) + 1, device=device)
-        *views, loss = self.flat.split([*(p.numel() for p in params), 1])
-        self.loss = loss[0]
-        self.gradients = self.flat[:-1]
-        for p, view in zip(params, views, strict=True):
-            p.grad = view.view_as(p)  # backward adds into it
-
-
-def _until_voted(ranks, model, store, plan, config, work, gradients):
+def _until_voted(ranks, model, store, plan, config, work):
     """Attempt the step until all ranks have succeeded or agreed to skip it.
 
     Returns the attempt, the plan it fitted in, the journal's events, and whether some rank was asked to stop.
     """
     events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
     while True:
-        attempt = attempt_gradients(ranks, model, store, plan, config, work, gradients)
+        attempt = attempt_gradients(ranks, model, store, plan, config, work)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
         mine = attempt.outcome * ranks.world_size + ranks.rank
         worst, stop, last, first = vote(ranks, mine, stop_asked(), work.step, -work.step)
@@ -177,18 +163,18 @@ def _until_voted(ranks, model, store, plan, config, work, gradients):
         plan = smaller
 
 
-def attempt_gradients(ranks, model, store, plan, config, work, gradients):
+def attempt_gradients(ranks, model, store, plan, config, work):
     """Fill the gradient buffer with this rank's part of the step; no collective inside."""
     try:
-        return _local_gradients(ranks, model, store, plan, config, work, gradients)
+        return _local_gradients(ranks, model, store, plan, config, work)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     return Attempt(Outcome.OUT_OF_MEMORY)
 
 
-def _local_gradients(ranks, model, store, plan, config, work, gradients):
-    gradients.flat.zero_()
+def _local_gradients(ranks, model, store, plan, config, work):
+    model.zero_grad()
     model.gradient_checkpointing = plan.gradient_checkpointing
     parts = cut(work.ids, store.lengths[work.ids], plan.micro_batch_tokens)
     data_wait_seconds = 0.0
@@ -204,9 +190,9 @@ def _local_gradients(ranks, model, store, plan, config, work, gradients):
             loss = loss * torch.nan
         faults.fire("backward_first" if index == 0 else "backward", work.step)
         loss.backward()
-        gradients.loss.add_(loss.detach())
+        model.flat.loss.add_(loss.detach())
     faults.fire("reduce", work.step)
-    finite = torch.isfinite(gradients.flat.norm()).item()  # the step's one wait for the device
+    finite = torch.isfinite(model.flat.gradients_and_loss.norm()).item()  # the step's one wait for the device
     return Attempt(Outcome.OK if finite else Outcome.NOT_FINITE, len(parts), data_wait_seconds)
 
 
@@ -236,16 +222,16 @@ def _confirm(ranks, step, torn, now):
         raise TornUpdate(step, worst % ranks.world_size)
 
 
-def _commit(ranks, optimizer, gradients, rate, max_grad_norm, step):
+def _commit(ranks, optimizer, flat, rate, max_grad_norm, step):
     """Reduce, clip and update the weights; returns the gradient's norm before clipping, on the device.
 
     A sum over ranks that is not finite though every part was leaves the weights alone: gradient and rate become 0.
     """
-    sum_over_ranks(ranks, gradients.flat)
-    norm = gradients.gradients.norm()
+    sum_over_ranks(ranks, flat.gradients_and_loss)
+    norm = flat.gradients.norm()
     finite = torch.isfinite(norm)
     scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if max_grad_norm else torch.ones_like(norm)
-    gradients.gradients.nan_to_num_(0.0, 0.0, 0.0).mul_(torch.where(finite, scale, 0.0))
+    flat.gradients.nan_to_num_(0.0, 0.0, 0.0).mul_(torch.where(finite, scale, 0.0))
     faults.fire("optimizer", step)
     set_learn_rate(optimizer, torch.where(finite, rate, 0.0))
     optimizer.step()
