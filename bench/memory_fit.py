@@ -38,6 +38,7 @@ SIZES = (
 )  # fmt: skip
 LARGEST_BYTES = 130 * 2**30
 SECONDS = 360
+RANGE = 0.4, 4.0  # of a constant, over what it is now: few cases do not tell each one apart
 BARS = dict(median=0.05, percentile_95=0.12, worst_under=-0.03)
 
 
@@ -157,12 +158,13 @@ def measure_all(rehearse):
 
 
 def choose_for_fit(cases):
-    """At most 12 of the cases: the middle one of each group by size, and the largest of every other group."""
+    """At most 12 of the cases: of each group by turns a small, a middle and the largest; small checkpointed ones,
+    whose peak is in the loss."""
     chosen = []
     for i, group in enumerate(sorted({case.group for case in cases})):
         ours = sorted((case for case in cases if case.group == group), key=predict)
-        chosen += [ours[len(ours) // 2], *ours[len(ours) - 1 :][: i % 2]]
-    return chosen[:12]
+        chosen += [ours[round((0.2, 0.6, 1.0)[i % 3] * (len(ours) - 1))], *ours[1 : 1 + group[2]]]
+    return list(dict.fromkeys(chosen))[:12]
 
 
 def errors(measured, constants):
@@ -184,8 +186,9 @@ def fit(measured):
     while step > 0.002:
         before = badness(best)
         for name in (f.name for f in fields(Constants)):
-            factors = (1 - step, 1 - step / 3, 1.0, 1 + step / 3, 1 + step)
-            best = min((replace(best, **{name: getattr(best, name) * k}) for k in factors), key=badness)
+            values = (getattr(best, name) * k for k in (1 - step, 1 - step / 3, 1.0, 1 + step / 3, 1 + step))
+            least, most = (getattr(FITTED, name) * k for k in RANGE)
+            best = min((replace(best, **{name: min(max(v, least), most)}) for v in values), key=badness)
         if badness(best) > 0.999 * before:
             step /= 1.7
     under = max(0.0, -errors(measured, best).min() - 0.005)
