@@ -1,7 +1,7 @@
 """The story of a run: options, ranks, data, model, plan, steps; evaluation and checkpoints between them.
 
 accelerate launch --multi_gpu --num_processes 3 ./train_low_mem.py train --is_keep_training=True
-python train_low_mem.py train|test [--any_field=value …]
+python train_low_mem.py train|plan|test [--any_field=value …]
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from model.export import export_model
 from model.memory import NothingFits, growth_of, memory_cap, peak_memory, release_memory
 from model.plots import plot_run
 from model.prepare import measure, prepare_run, prepare_test
+from model.preview import answer
 from model.ranks import agree, from_main, saving, start_ranks, stop_asked, stop_ranks, vote, watch_signals
 from model.report import Journal, Progress, epoch_line, open_log, progress_note, train_line
 from model.run_dir import admit, append_sample_ids, cut_sample_ids, read_request, write_json
@@ -242,6 +243,12 @@ def test(*stray, **options):
         say(ranks, f"test {run.dir / 'best'}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))
 
 
+@SetParseFn(str)
+def plan(*stray, **options):
+    """What a run would take, on this machine or another: also --num_processes, --vocab_size, --json."""
+    print(answer(stray, options))
+
+
 def say(ranks, text):
     """Log one line, on the main rank."""
     if ranks.is_main:
@@ -264,7 +271,7 @@ def main(argv):
     if not words or (words[0].startswith("--") and words[0] != "--help"):
         words.insert(0, "train")
     try:
-        fire.Fire(dict(train=train, test=test), words, name="train_low_mem.py")
+        fire.Fire(dict(train=train, plan=plan, test=test), words, name="train_low_mem.py")
     except ValueError as error:
         if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent not in OURS:
             raise  # a library's: our mistake, not the user's

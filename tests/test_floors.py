@@ -20,6 +20,7 @@ FLOORS = [
     {"model.step", "model.evaluate"},
     {"model.rehearsal"},
     {"model.prepare"},
+    {"model.preview"},
     {"train_low_mem", "scripts", "bench"},
 ]
 # A package named here comes in by these doors only.
@@ -35,6 +36,7 @@ DOORS = {
         "model.export",
         "model.checkpoint",
         "model.run_dir",
+        "model.preview",
         "scripts",
     },
     "fire": {"train_low_mem", "scripts", "bench"},
