@@ -12,7 +12,8 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from model import faults
 from model.batches import collate, cut, permute
-from model.ranks import gather_json, stop_asked, sum_over_ranks, vote
+from model.ranks import gather_json, sum_over_ranks, vote
+from model.watch import stop_asked
 
 ANSWERS_A_BATCH = 32
 

@@ -16,7 +16,8 @@ from model import faults
 from model.batches import collate, cut, share_of, step_at
 from model.memory import MemoryPlan, is_out_of_memory, release_memory, shrink_plan
 from model.optim import learn_rate_at, set_learn_rate
-from model.ranks import stop_asked, sum_over_ranks, vote
+from model.ranks import sum_over_ranks, vote
+from model.watch import stop_asked
 
 MAX_SKIPPED_STEPS = 10  # steps in a row that may be left out for numbers that are not finite
 
@@ -58,6 +59,7 @@ class StepResult:
     data_wait_seconds: float
     skipped: bool  # its numbers were not finite twice: the weights are as before
     stop: bool  # some rank was asked to stop
+    clock_seconds: int  # a clock that all ranks agree on
 
 
 def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0):
@@ -74,7 +76,7 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
         rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
         share = share_of(examples.ids, lengths, ranks.rank, ranks.world_size)
         work = Work(step + 1, share, int(lengths[:, 1].sum()), course.start_id)
-        attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work, gradients)
+        attempt, plan, events, stop, clock_seconds = _until_voted(ranks, model, store, plan, config, work, gradients)
         skipped = attempt.outcome is not Outcome.OK
         if not skipped:
             grad_norm = _commit(ranks, optimizer, gradients, rate, config.max_grad_norm, work.step)
@@ -92,7 +94,7 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
             learn_rate=rate, target_tokens=work.target_tokens, tokens=int(lengths.sum()),
             micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
             step_seconds=time.perf_counter() - started, data_wait_seconds=attempt.data_wait_seconds,
-            skipped=skipped, stop=stop,
+            skipped=skipped, stop=stop, clock_seconds=clock_seconds,
         )  # fmt: skip
 
 
@@ -129,24 +131,25 @@ class GradientBuffer:
 def _until_voted(ranks, model, store, plan, config, work, gradients):
     """Attempt the step until all ranks have succeeded or agreed to skip it.
 
-    Returns the attempt, the plan it fitted in, the journal's events, and whether some rank was asked to stop.
+    Returns the attempt, the plan it fitted in, the journal's events, whether some rank was asked to stop, and the time.
     """
     events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
     while True:
         attempt = _attempt(ranks, model, store, plan, config, work, gradients)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
         mine = attempt.outcome * ranks.world_size + ranks.rank
-        worst, stop, last, first = vote(ranks, mine, stop_asked(), work.step, -work.step)
+        clock = int(time.monotonic())
+        worst, stop, clock, last, first = vote(ranks, mine, stop_asked(), clock, work.step, -work.step)
         if last != -first:
             raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: restart from the checkpoint")
         outcome, rank = Outcome(worst // ranks.world_size), worst % ranks.world_size
         if outcome is Outcome.OK:
-            return attempt, plan, events, bool(stop)
+            return attempt, plan, events, bool(stop), clock
         failures[outcome] += 1
         if outcome is Outcome.NOT_FINITE:
             events.append(("not_finite", dict(step=work.step, rank=rank)))
             if failures[outcome] > 1:
-                return replace(attempt, outcome=outcome), plan, events, bool(stop)
+                return replace(attempt, outcome=outcome), plan, events, bool(stop), clock
             continue
         smaller = _after_out_of_memory(ranks, store, plan, failures[outcome])
         events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
