@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REPEAT_SECONDS = 3.0  # signals this close together are one request: launchers forward them twice
 BEAT_SECONDS = 1.0
 DEAD_SECONDS = 40.0  # a rank without a beat for so long has died
-GRACE_SECONDS = 15.0  # for the main thread to end by itself when it can have nothing to save, or another rank failed
+GRACE_SECONDS = 12.0  # for the main thread to end by itself when it can have nothing to save, or another rank failed
 VERDICT_SECONDS = 3 * BEAT_SECONDS  # for every rank to hear why all end
 
 
@@ -150,7 +150,8 @@ def _watch(reader, parent):
         if _doom and now > _doom[0]:
             _end(_doom[1])
         if _mine.stop and not _training and now - _asked_at > GRACE_SECONDS:
-            os._exit(0)  # asked to stop before there was anything to save
+            # before it joined the others only a failure makes the launcher end them
+            os._exit(int(_peers is None and int(os.environ.get("WORLD_SIZE", "1")) > 1))
 
 
 def _hear(what):
