@@ -10,7 +10,6 @@ Where mounting is not allowed, those rows say so.
 """
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -19,8 +18,8 @@ import time
 from pathlib import Path
 
 from model.checkpoint import checkpoint_paths, load_newest
-from tests.tiny import furnish, journal, train
-from tests.trials import Disturbed, calm_hash, tell, write_section
+from tests.tiny import furnish, journal, train, weights_hash
+from tests.trials import Disturbed, calm_hash, delete, fill, flip, mount, tell, truncate, write_section
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json", "LATEST")
 SHORT, LONG = dict(epochs=3, save_steps=1), dict(epochs=30, save_steps=1)
@@ -37,26 +36,10 @@ def main():
         records = [*damage_trials(home), *disk_trials(home)]
     for record in records:
         tell(given.out, harness="disks", **record)
-    write_section(
-        "disks", "Damaged, full, read-only and vanished disks", ["what happened", "what the run said", "held"],
-        [[record["trial"], record["said"], "no: " + record["wrong"] if record["wrong"] else "yes"] for record in records],
-        "`python -m bench.disks`; held: training went on or resumed, and ended with the calm run's sha256 and ids.",
-    )  # fmt: skip
+    rows = [[r["trial"], r["said"], f"no: {r['wrong']}" if r["wrong"] else "yes"] for r in records]
+    note = "`python -m bench.disks`; held: the run went on, or again, and ended with the calm run's sha256 and ids."
+    write_section("disks", "Damaged, full, read-only and vanished disks", ["what happened", "said", "held"], rows, note)
     return 1 if any(record["wrong"] for record in records) else 0
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def truncate(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def delete(path):
-    path.unlink()
 
 
 def damage_trials(home):
@@ -117,22 +100,12 @@ def disk_trial(home, trial, harm, calm):
     wrong += [] if failed or harm is remove else ["no save failed: nothing was tested"]
     steps = [line["step"] for line in journal(run.dir, "train")]
     wrong += [] if harm is remove or steps == list(range(1, len(steps) + 1)) else ["train lines are missing"]
-    if not wrong and (problem := run.ends_calmly(calm)) and harm is not remove:
+    if harm is remove:  # and with it the example ids of the steps before
+        wrong += [] if weights_hash(run.dir) == calm else ["sha256"]
+    elif not wrong and (problem := run.ends_calmly(calm)):
         wrong.append(problem)
     return dict(said=f"{len(failed)} saves failed, the last: {failed[-1]['error'][:90] if failed else '–'}",
                 wrong="; ".join(wrong))  # fmt: skip
-
-
-def fill(directory):
-    """Leave the disk of `directory` without a free byte; returns what undoes it."""
-    ballast = directory.parent / "ballast"
-    with open(ballast, "wb", buffering=0) as file:
-        try:
-            while file.write(b"\0" * 4096):
-                pass
-        except OSError:
-            pass
-    return ballast.unlink
 
 
 def make_read_only(directory):
@@ -149,10 +122,6 @@ def remove(directory):
     while directory.exists():
         shutil.rmtree(directory, ignore_errors=True)
     return lambda: None
-
-
-def mount(*words):
-    return subprocess.run(["mount", *map(str, words)], check=False, capture_output=True).returncode
 
 
 if __name__ == "__main__":

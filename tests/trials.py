@@ -6,6 +6,7 @@ Each harness prints a JSON line a trial and puts its table between its own marks
 import functools
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -104,3 +105,34 @@ def write_section(name, title, header, rows, note="", path=FAULTS_PAGE):
     before, mark, rest = text.partition(f"<!-- {name} -->\n")
     after = rest.partition(f"<!-- /{name} -->\n")[2] if mark else ""
     Path(path).write_text(before + ("" if mark or before.endswith("\n\n") else "\n") + section + after)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def delete(path):
+    path.unlink()
+
+
+def fill(directory):
+    """Leave the disk of `directory` without a free byte; returns what undoes it."""
+    ballast = directory.parent / "ballast"
+    with open(ballast, "wb", buffering=0) as file:
+        try:
+            while file.write(b"\0" * 4096):
+                pass
+        except OSError:
+            pass
+    return ballast.unlink
+
+
+def mount(*words):
+    """Run mount(8); its exit code is not 0 where mounting is not allowed."""
+    return subprocess.run(["mount", *map(str, words)], check=False, capture_output=True).returncode
