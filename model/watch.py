@@ -191,6 +191,8 @@ class Peers:
 
     def tell(self):
         _mine.beat += 1
+        # a watch over this thread, which a call that holds the interpreter's lock stops too
+        faulthandler.dump_traceback_later(self._timeout_s, exit=True)
         try:
             self._store.set(str(self._rank), json.dumps(asdict(_mine)))
         except RuntimeError:  # rank 0 has left; look() says more
@@ -198,8 +200,6 @@ class Peers:
 
     def look(self):
         """Tell and hear; a rank without a beat has died, one that holds up the others without end hangs."""
-        # the machine's own watch over this thread: a call that holds the interpreter's lock stops it too
-        faulthandler.dump_traceback_later(self._timeout_s, exit=True)
         self.tell()
         try:
             heard = self._store.multi_get(self._others)
