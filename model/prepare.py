@@ -15,11 +15,12 @@ from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, load_into, load_weights
 from model.memory import MemoryPlan, foreign_bytes, limit_memory, outside_bytes
 from model.optim import check_adafactor_rate, make_optimizer
-from model.ranks import Ranks, agree, broadcast, local_main_first, stop_asked
+from model.ranks import Ranks, agree, broadcast, local_main_first
 from model.rehearsal import plan_run, rehearse_update
 from model.report import Progress
 from model.step import Course
-from model.tokenizer import ChatTokenizer, copy_tokenizer, load_tokenizer
+from model.tokenizer import ChatTokenizer, load_tokenizer
+from model.watch import stop_asked
 
 TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
 LOGGER = logging.getLogger("chat_trainer")
@@ -81,8 +82,6 @@ def prepare_run(ranks, config, given, resumed):
     course = Course(len(train) * config.epochs, state.warmup_pairs, batch, tokenizer.pad_id)
     if config.optimizer == "adafactor":
         check_adafactor_rate(config, course.warmup_pairs, course.total_pairs, batch)
-    if ranks.is_main and not resumed:
-        copy_tokenizer(tokenizer.directory, Path(config.output_dir) / "tokenizer")
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
     plan, memory = plan_run(run, MemoryPlan(**state.plan) if state.plan else None, foreign)
     growth = state.growth if state.plan == asdict(plan) else None
@@ -105,7 +104,8 @@ def set_memory_limit(config, device):
 def _tokenizer_and_weights(ranks, config, resumed):
     """The tokenizer, and the weights to start from or None; raises ValueError when they do not belong together."""
     if resumed:
-        return load_tokenizer(config.tokenizer_dir or Path(config.output_dir) / "tokenizer"), None
+        kept = Path(config.output_dir) / "tokenizer"  # its fingerprint is checked, so another's files will do as well
+        return load_tokenizer(config.tokenizer_dir or (kept if kept.exists() else TOKENIZER_DIR)), None
     source = config.finetune_from_ckp_file
     weights = load_weights(source) if source else None
     beside = load_tokenizer(weights.tokenizer_dir) if weights and weights.tokenizer_dir else None

@@ -16,7 +16,8 @@ from model import faults
 from model.batches import collate, cut, share_of, step_at
 from model.memory import Growth, MemoryPlan, is_out_of_memory, plan_after_out_of_memory, shrink_plan
 from model.optim import learn_rate_at, set_learn_rate
-from model.ranks import stop_asked, sum_over_ranks, vote
+from model.ranks import sum_over_ranks, vote
+from model.watch import stop_asked
 
 MAX_SKIPPED_STEPS = 10  # steps in a row that may be left out for numbers that are not finite
 
@@ -68,6 +69,8 @@ class StepResult:
     data_wait_seconds: float
     skipped: bool  # its numbers were not finite twice: the weights are as before
     stop: bool  # some rank was asked to stop
+    clock_seconds: int  # a clock that all ranks agree on
+    torn: bool  # memory ran out on this rank when weights may have been written; `confirm` tells the others
 
 
 def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0, growth=None):
@@ -77,7 +80,7 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
     weights, RuntimeError when too many steps in a row are not finite.
     """
     flat, growth = model.flat, growth or Growth(plan)
-    skipped_in_a_row = 0
+    skipped_in_a_row, torn = 0, False
     while pairs_seen < course.total_pairs:
         started = time.perf_counter()
         examples = step_at(pairs_seen, len(store), course.global_batch, config.seed)
@@ -85,16 +88,14 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
         rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
         share = share_of(examples.ids, lengths, ranks.rank, ranks.world_size)
         work = Work(step + 1, share, int(lengths[:, 1].sum()), course.start_id)
-        attempt, fitted, events, stop = _until_voted(ranks, model, store, plan, config, work)
+        attempt, fitted, events, stop, clock_seconds = _until_voted(ranks, model, store, plan, config, work, torn)
         plan, growth = growth.after_step(fitted, shrunk=fitted != plan)
         step, pairs_seen = work.step, pairs_seen + len(examples.ids)
         ends_epoch = pairs_seen % len(store) == 0
         skipped = attempt.outcome is not Outcome.OK
         if not skipped:
             grad_norm = _try_commit(ranks, optimizer, flat, rate, config.max_grad_norm, step)
-            is_used_next = stop or ends_epoch or (config.eval_steps and step % config.eval_steps == 0)
-            if grad_norm is None or is_used_next:
-                _confirm(ranks, step, torn=grad_norm is None, now=is_used_next)
+            torn = grad_norm is None
         skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
         if skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise RuntimeError(
@@ -104,11 +105,11 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
         yield StepResult(
             step=step, epoch=examples.epoch, ends_epoch=ends_epoch, pairs_seen=pairs_seen,
             loss=torch.full_like(flat.loss, torch.nan) if skipped else flat.loss.clone(),
-            grad_norm=torch.full_like(flat.loss, torch.nan) if skipped else grad_norm,
+            grad_norm=torch.full_like(flat.loss, torch.nan) if skipped or torn else grad_norm,
             learn_rate=rate, target_tokens=work.target_tokens, tokens=int(lengths.sum()),
             micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, growth=growth, events=tuple(events),
             step_seconds=time.perf_counter() - started, data_wait_seconds=attempt.data_wait_seconds,
-            skipped=skipped, stop=stop,
+            skipped=skipped, stop=stop, clock_seconds=clock_seconds, torn=torn,
         )  # fmt: skip
 
 
@@ -129,29 +130,30 @@ class Attempt:
     data_wait_seconds: float = 0.0
 
 
-def _until_voted(ranks, model, store, plan, config, work):
-    """Attempt the step until all ranks have succeeded or agreed to skip it.
+def _until_voted(ranks, model, store, plan, config, work, torn):
+    """Attempt the step until all ranks have succeeded or agreed to skip it; not where the last update was `torn`.
 
-    Returns the attempt, the plan it fitted in, the journal's events, and whether some rank was asked to stop.
+    Returns the attempt, the plan it fitted in, the journal's events, whether some rank was asked to stop, and the time.
     """
     events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
     while True:
-        attempt = attempt_gradients(ranks, model, store, plan, config, work)
+        attempt = Attempt(Outcome.TORN) if torn else attempt_gradients(ranks, model, store, plan, config, work)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
         mine = attempt.outcome * ranks.world_size + ranks.rank
-        worst, stop, last, first = vote(ranks, mine, stop_asked(), work.step, -work.step)
+        clock = int(time.monotonic())
+        worst, stop, clock, last, first = vote(ranks, mine, stop_asked(), clock, work.step, -work.step)
         if last != -first:
             raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: restart from the checkpoint")
         outcome, rank = Outcome(worst // ranks.world_size), worst % ranks.world_size
         if outcome is Outcome.OK:
-            return attempt, plan, events, bool(stop)
+            return attempt, plan, events, bool(stop), clock
         if outcome is Outcome.TORN:
             raise TornUpdate(work.step - 1, rank)
         failures[outcome] += 1
         if outcome is Outcome.NOT_FINITE:
             events.append(("not_finite", dict(step=work.step, rank=rank)))
             if failures[outcome] > 1:
-                return replace(attempt, outcome=outcome), plan, events, bool(stop)
+                return replace(attempt, outcome=outcome), plan, events, bool(stop), clock
             continue
         smaller = plan_after_out_of_memory(
             ranks.device,
@@ -210,16 +212,14 @@ def _try_commit(*args):
     return None
 
 
-def _confirm(ranks, step, torn, now):
-    """Raise TornUpdate on every rank when the update of `step` failed on any.
+def confirm(ranks, result):
+    """Raise TornUpdate on every rank when the update of `result`'s step failed on any.
 
-    Where the weights are not read before the next step (`now` is false) only a rank whose update failed comes here,
-    and the others hear of it in the vote of that step: an update that went well costs no vote of its own.
+    To be called on all ranks before weights are read elsewhere than in the next step, whose vote tells it anyway.
     """
-    number = step if now else step + 1
-    worst, _, _, _ = vote(ranks, Outcome.TORN * ranks.world_size + ranks.rank if torn else 0, 0, number, -number)
-    if worst:
-        raise TornUpdate(step, worst % ranks.world_size)
+    (failed,) = vote(ranks, (ranks.rank + 1) * result.torn)
+    if failed:
+        raise TornUpdate(result.step, failed - 1)
 
 
 def _commit(ranks, optimizer, flat, rate, max_grad_norm, step):
