@@ -15,7 +15,7 @@ FLOORS = [
     {"config", "model.faults", "model.kernels", "model.fused", "model.weights", "model.durable", "model.json_items"},
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots"},
-    {"model.batches", "model.memory", "model.checkpoint"},
+    {"model.batches", "model.memory", "model.graphs", "model.checkpoint"},
     {"model.step", "model.evaluate", "model.run_dir"},
     {"model.prepare"},
     {"train_low_mem", "scripts", "bench"},
