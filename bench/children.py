@@ -1,0 +1,76 @@
+"""Jobs as child processes, each with its own time limit, a fixed number at a time."""
+
+import os
+import queue
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    words: list  # of the command line
+    limit_seconds: float
+    env: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Done:
+    job: Job
+    problem: str  # empty: it ended well
+    seconds: float
+    text: str  # what it wrote
+
+
+def gpu_slots(num_gpus, together=1):
+    """Environments of as many jobs as run at a time: `together` on each GPU, or one on a CPU (0 GPUs)."""
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    gpus = visible or [str(i) for i in range(num_gpus)]
+    return [dict(CUDA_VISIBLE_DEVICES=gpu) for _ in range(together) for gpu in gpus[:num_gpus]] or [{}]
+
+
+def run_jobs(jobs, logs_dir, slots):
+    """Yield Done for each job as it ends; `slots` are the environments in which jobs run, one in each at a time."""
+    Path(logs_dir).mkdir(parents=True, exist_ok=True)
+    free = queue.Queue()
+    for slot in slots:
+        free.put(slot)
+
+    def work(job):
+        slot = free.get()
+        try:
+            return run_job(job, Path(logs_dir) / f"{job.name.replace('/', '_')}.log", slot)
+        finally:
+            free.put(slot)
+
+    with ThreadPoolExecutor(len(slots)) as pool:
+        for future in as_completed([pool.submit(work, job) for job in jobs]):
+            yield future.result()
+
+
+def run_job(job, log, slot):
+    """Done of one job, run to its end or killed, with all its children, at its limit."""
+    started = time.time()
+    env = os.environ | slot | job.env | dict(PYTHONPATH=f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            list(map(str, job.words)), env=env | dict(STARTED_AT=str(started)), stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        code = process.wait(job.limit_seconds)
+        problem = "" if code == 0 else f"exit code {code}"
+    except subprocess.TimeoutExpired:
+        problem = f"not done after {job.limit_seconds:.0f} s"
+    with suppress(ProcessLookupError):  # what it left running, compile workers among them
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    text = log.read_text(errors="replace")
+    return Done(job, problem, time.time() - started, text)
