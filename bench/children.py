@@ -1,5 +1,6 @@
 """Jobs as child processes, each with its own time limit, a fixed number at a time."""
 
+import math
 import os
 import queue
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +37,12 @@ def gpu_slots(num_gpus, together=1):
     return [dict(CUDA_VISIBLE_DEVICES=gpu) for _ in range(together) for gpu in gpus[:num_gpus]] or [{}]
 
 
-def run_jobs(jobs, logs_dir, slots):
-    """Yield Done for each job as it ends; `slots` are the environments in which jobs run, one in each at a time."""
+def run_jobs(jobs, logs_dir, slots, total_seconds=math.inf):
+    """Yield Done for each job as it ends; `slots` are the environments in which jobs run, one in each at a time.
+
+    What is not done `total_seconds` after the call is killed or not started.
+    """
+    deadline = time.time() + total_seconds
     Path(logs_dir).mkdir(parents=True, exist_ok=True)
     free = queue.Queue()
     for slot in slots:
@@ -46,7 +51,8 @@ def run_jobs(jobs, logs_dir, slots):
     def work(job):
         slot = free.get()
         try:
-            return run_job(job, Path(logs_dir) / f"{job.name.replace('/', '_')}.log", slot)
+            left = replace(job, limit_seconds=min(job.limit_seconds, deadline - time.time()))
+            return run_job(left, Path(logs_dir) / f"{job.name.replace('/', '_')}.log", slot)
         finally:
             free.put(slot)
 
@@ -57,6 +63,8 @@ def run_jobs(jobs, logs_dir, slots):
 
 def run_job(job, log, slot):
     """Done of one job, run to its end or killed, with all its children, at its limit."""
+    if job.limit_seconds <= 0:
+        return Done(job, "not started: no time left", 0.0, "")
     started = time.time()
     env = os.environ | slot | job.env | dict(PYTHONPATH=f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
     with open(log, "wb") as file:

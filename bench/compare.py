@@ -4,7 +4,8 @@
 
 ours: train_steps as train_low_mem.py runs it. A: transformers' Seq2SeqTrainer. B: a hand-tuned loop around HF T5, one
 process for each padded shape. Each cell is timed in a process of its own: DIR/results.jsonl has a line as each ends,
-then DIR/table.md and, with matplotlib, DIR/compare.png are written.
+then DIR/table.md and, with matplotlib, DIR/compare.png are written
+from all lines there, those of earlier runs included (--part none writes them alone).
 """
 
 import argparse
@@ -36,6 +37,7 @@ def main():
     parser.add_argument("--cpu", action="store_true", help="tiny and small in float32 on this machine's cores")
     parser.add_argument("--short", action="store_true", help="one cell of each loop, short windows")
     parser.add_argument("--together", type=int, default=3, help="cells on a GPU at a time; one is timed, others set up")
+    parser.add_argument("--minutes", type=float, default=60, help="cells that are not done by then are given up")
     parser.add_argument("--cell", default="", help="(for its child processes) JSON of the cell to time")
     options = parser.parse_args()
     folder = Path(options.output_dir).resolve()
@@ -49,11 +51,12 @@ def main():
         cells = [cell | dict(timed_seconds=cell["timed_seconds"] / 2) for cell in cells if cell["short"]]
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    write_corpus(folder / "corpus", CPU_PAIRS if options.cpu else GPU_PAIRS)
+    if cells:
+        write_corpus(folder / "corpus", CPU_PAIRS if options.cpu else GPU_PAIRS)
     num_gpus = 0 if options.cpu else torch.cuda.device_count()
-    results = run_cells(cells, folder, gpu_slots(num_gpus, options.together))
-    report(folder, results)
-    return 1 if any(result["problem"] for result in results) else 0
+    run_cells(cells, folder, gpu_slots(num_gpus, options.together), options.minutes * 60)
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    report(folder, list({result["name"]: result for result in map(json.loads, lines)}.values()))
 
 
 def gpu_cells(model):
@@ -75,9 +78,9 @@ def gpu_cells(model):
         name = f"{shape[0]}-{shape[1]}"
         yield make_cell(model, "b", name, pairs, 1, shape=shape, compile=True, timed_seconds=4, short=model == "small")
     # a compiled trainer on shapes that change: its own limit says what became of it
-    flags = dict(attention="sdpa", compile=True, static=False)
+    flags = dict(attention="sdpa", compile=True, static=False, set_up_seconds=SET_UP_SECONDS[model] * 2 // 3)
     yield make_cell(model, "a", f"sdpa-compiled-grouped-{half}", half, 1, **flags)
-    yield make_cell(model, "ours", "32x2-warm", 32, 2, warm_steps=12, warm_seconds=4, caches_of="ours/32x2")
+    yield make_cell(model, "ours", "32x2-warm", 32, 2, warm_steps=12, warm_seconds=4, caches_of=f"{model}/ours/32x2")
 
 
 def cpu_cells(model):
@@ -101,34 +104,32 @@ def make_cell(model, loop, name, pairs, rounds, corpus_pairs=GPU_PAIRS, **more):
     cell = dict(
         model=model, loop=loop, name=f"{model}/{loop}/{name}", pairs=pairs, rounds=rounds, cycle=cycle,
         warm_steps=5, warm_seconds=2, timed_seconds=TIMED_SECONDS, short=False, caches_of="",
+        set_up_seconds=SET_UP_SECONDS[model],
     )  # fmt: skip
     return cell | more
 
 
-def run_cells(cells, folder, slots):
-    """Results of all cells, in the cells' order; each is written down and printed as it ends."""
-    jobs, by_name = [], {}
-    common = dict(PYTORCH_ALLOC_CONF="expandable_segments:True", HF_HUB_OFFLINE="1")  # as train_low_mem.py sets them
-    if os.getloadavg()[0] > os.cpu_count():
-        common["OMP_WAIT_POLICY"] = "passive"
-    for cell in cells:
-        caches = folder / "caches" / cell["name"].replace("/", "_")
-        if cell["caches_of"]:
-            caches = folder / "caches" / f"{cell['model']}/{cell['caches_of']}".replace("/", "_")
-        env = common | dict(TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", TRITON_CACHE_DIR=f"{caches}/triton")
-        words = [sys.executable, "-m", "bench.compare", "--output_dir", folder, "--cell", json.dumps(cell)]
-        limit = 2 * SET_UP_SECONDS[cell["model"]] + 20 * cell["timed_seconds"]
-        jobs.append(Job(cell["name"], words, limit, env))
+def run_cells(cells, folder, slots, total_seconds):
+    """Time all cells; each result is printed and appended to results.jsonl as it comes."""
+    by_name = {cell["name"]: cell for cell in cells}
+    jobs = [job_of(cell, folder) for cell in cells]
     with open(folder / "results.jsonl", "a") as file:
-        for done in run_jobs(jobs, folder / "logs", slots):
-            cell = next(cell for cell in cells if cell["name"] == done.job.name)
-            result = cell | dict(problem=problem_of(done), seconds=done.seconds) | figures_of(done)
-            by_name[cell["name"]] = result
-            line = json.dumps(result)
+        for done in run_jobs(jobs, folder / "logs", slots, total_seconds):
+            cell = by_name[done.job.name]
+            line = json.dumps(cell | dict(problem=problem_of(done), seconds=done.seconds) | figures_of(done))
             print(line, flush=True)
-            file.write(line + "\n")
-            file.flush()
-    return [by_name[cell["name"]] for cell in cells]
+            print(line, file=file, flush=True)
+
+
+def job_of(cell, folder):
+    """The child process of one cell, with compile caches of its own: each first step is a cold one."""
+    caches = folder / "caches" / (cell["caches_of"] or cell["name"]).replace("/", "_")
+    words = [sys.executable, "-m", "bench.compare", "--output_dir", folder, "--cell", json.dumps(cell)]
+    env = dict(PYTORCH_ALLOC_CONF="expandable_segments:True", HF_HUB_OFFLINE="1")  # as train_low_mem.py sets them
+    env |= dict(TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", TRITON_CACHE_DIR=f"{caches}/triton")
+    if os.getloadavg()[0] > os.cpu_count():
+        env["OMP_WAIT_POLICY"] = "passive"
+    return Job(cell["name"], words, cell["set_up_seconds"] + 200 + 3 * cell["timed_seconds"], env)
 
 
 def figures_of(done):
@@ -149,7 +150,7 @@ def time_cell(cell, folder):
     """Time one cell in this process; prints its figures as the last line."""
     from bench.loops import train_by_hand, train_ours, train_trainer  # transformers takes seconds to import
 
-    signal.alarm(SET_UP_SECONDS[cell["model"]])  # the set-up's limit, lifted when the clock starts
+    signal.alarm(cell["set_up_seconds"])  # the set-up's limit, lifted when the clock starts
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda:0" if on_gpu else "cpu")
     gate = Gate(folder / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock") if on_gpu else None
