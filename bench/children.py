@@ -66,7 +66,8 @@ def run_job(job, log, slot):
     if job.limit_seconds <= 0:
         return Done(job, "not started: no time left", 0.0, "")
     started = time.time()
-    env = os.environ | slot | job.env | dict(PYTHONPATH=f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    env = os.environ | slot | job.env | dict(PYTHONPATH=paths, PYTHONUNBUFFERED="1")
     with open(log, "wb") as file:
         process = subprocess.Popen(
             list(map(str, job.words)), env=env | dict(STARTED_AT=str(started)), stdin=subprocess.DEVNULL, stdout=file,

@@ -1,4 +1,4 @@
-"""Timing of a training loop: from the process's start to the first step, then warm-up, then timed windows."""
+"""Timing: of a training loop, from the process's start over warm-up to timed windows; of one call."""
 
 import fcntl
 import os
@@ -111,3 +111,33 @@ class Gate:
 
     def have_alone(self):
         fcntl.flock(self.file, fcntl.LOCK_EX)
+
+
+def time_call(call, device, seconds=0.3, at_least=5):
+    """Median milliseconds of `call()`, which must have been called before; on a GPU between CUDA events."""
+    on_gpu, times, started = device.type == "cuda", [], time.perf_counter()
+    while len(times) < at_least or time.perf_counter() - started < seconds:
+        if on_gpu:
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            call()
+            marks[1].record()
+            torch.cuda.synchronize()
+            times.append(marks[0].elapsed_time(marks[1]))
+        else:
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e3)
+    return median(times)
+
+
+def memory_of_call(call, device):
+    """Bytes that `call()` allocates at its peak beyond what was allocated before; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
