@@ -70,8 +70,8 @@ def run_job(job, log, slot):
     env = os.environ | slot | job.env | dict(PYTHONPATH=paths, PYTHONUNBUFFERED="1")
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            list(map(str, job.words)), env=env | dict(STARTED_AT=str(started)), stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            list(map(str, job.words)), cwd=ROOT, env=env | dict(STARTED_AT=str(started)), stdin=subprocess.DEVNULL,
+            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
         code = process.wait(job.limit_seconds)
