@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = [
-    {"config", "model.faults", "model.kernels", "model.durable", "model.json_items"},
+    {"config", "model.faults", "model.kernels", "model.fused", "model.weights", "model.durable", "model.json_items"},
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots"},
     {"model.batches", "model.memory", "model.checkpoint"},
