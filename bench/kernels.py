@@ -63,7 +63,7 @@ def parity(mask, heads, width, device):
         leaves += [] if weight is None else [weight.clone().requires_grad_()]
         layout = make_layout(queries, keys, device, kernels)
         bias = score_bias(layout, leaves[3] if has_bias else None, MAX_DISTANCE, causal, number)
-        out = attend(*leaves[:3], layout, bias, heads)
+        out = attend(leaves[:3], layout, bias, heads)
         outcomes.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
     errors = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(*outcomes, strict=True)]
     return dict(seed=seed, **dict(zip(("out", "grad_q", "grad_k", "grad_v", "grad_bias"), errors, strict=False)))
@@ -112,7 +112,7 @@ def ours(tokens, length, heads, causal, device):
     layout = make_layout(lengths, lengths, device, device.type == "cuda")
     return (
         lambda table: score_bias(layout, table, MAX_DISTANCE, causal, dtype_on(device)),
-        lambda q, k, v, bias: attend(q, k, v, layout, bias, heads),
+        lambda q, k, v, bias: attend([q, k, v], layout, bias, heads),
     )
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from bench.clock import memory_of_call, time_call
 from model.loss import linear_cross_entropy
+from model.weights import FlatWeights, with_padding
 
 
 def main():
@@ -40,9 +41,15 @@ def compare(tokens, width, vocab):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device=device).mul(width**-0.5).to(dtype).requires_grad_()
-    weight = torch.randn(vocab, width, device=device).requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(vocab, width, device=device))
+    flat = FlatWeights([weight], weight, dtype)  # as the model holds it: a copy in bf16, rows padded
     labels = torch.randint(vocab, (tokens,), device=device)
-    ways = {"linear_cross_entropy": linear_cross_entropy, "plain, compiled": torch.compile(plain_loss, dynamic=False)}
+
+    def ours(hidden, weight, labels):
+        flat.refresh()
+        return linear_cross_entropy(hidden, weight, labels, copy_WD=with_padding(weight.copy))
+
+    ways = {"linear_cross_entropy": ours, "plain, compiled": torch.compile(plain_loss, dynamic=False)}
     return {name: measure(way, hidden, weight, labels, device) for name, way in ways.items()}
 
 
