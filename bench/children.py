@@ -20,6 +20,7 @@ class Job:
     words: list  # of the command line
     limit_seconds: float
     env: dict = field(default_factory=dict)
+    folder: Path = ROOT  # where it runs
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,11 @@ def run_job(job, log, slot):
         return Done(job, "not started: no time left", 0.0, "")
     started = time.time()
     paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    env = os.environ | slot | job.env | dict(PYTHONPATH=paths, PYTHONUNBUFFERED="1")
+    env = os.environ | slot | job.env | dict(PYTHONPATH=paths, PYTHONUNBUFFERED="1", STARTED_AT=str(started))
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            list(map(str, job.words)), cwd=ROOT, env=env | dict(STARTED_AT=str(started)), stdin=subprocess.DEVNULL,
-            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            list(map(str, job.words)), cwd=job.folder, env=env, stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
         code = process.wait(job.limit_seconds)
