@@ -108,22 +108,22 @@ def _attention(setting, queries, keys):
         scores = heads * queries_padded * keys_padded
         kept = inner * s * (queries_padded + 2 * keys_padded) + scores * s
         work = inner * s * (queries_padded + 2 * keys_padded) + 3 * scores * s
-    # the norm's input and output, the attention's output, a number for the norm; their gradients
-    kept = kept + (2 * d * s + inner * s + setting.dropout * d + 4) * queries
+    # the norm's output, the attention's output, a number for the norm; their gradients
+    kept = kept + (d * s + inner * s + setting.dropout * d + 4) * queries
     return kept, work + (4 * d + inner) * s * queries + inner * s * (queries + 2 * keys)
 
 
 def _feed_forward(setting, queries):
-    """As `_attention`, for one feed-forward layer: the norm's input and output, what the ReLU gives."""
+    """As `_attention`, for one feed-forward layer: the norm's output, what the ReLU gives."""
     d, f, s = setting.shape.d_model, setting.shape.d_ff, setting.number_bytes
     dropped = (d + f + f * s) * setting.dropout  # two masks, and what dropout left of the ReLU's output
-    return ((2 * d + f) * s + dropped + 4) * queries, (3 * d + 2 * f) * s * queries
+    return ((d + f) * s + dropped + 4) * queries, (3 * d + 2 * f) * s * queries
 
 
 def _ends(setting, queries):
-    """Bytes kept by a stack's ends: token ids, the last norm's input and output, the plain twin's position bias."""
+    """Bytes kept by a stack's ends: token ids, the last norm's output, the plain twin's position bias."""
     bias = 0 if setting.kernels else setting.shape.num_heads * setting.number_bytes * round_up(queries) ** 2
-    return (2 * setting.shape.d_model * setting.number_bytes + 24) * queries + bias
+    return (setting.shape.d_model * setting.number_bytes + 24) * queries + bias
 
 
 def _stack(setting, layers, num_blocks, queries, checkpointing):
@@ -158,7 +158,7 @@ def step_moments(setting, tokens, checkpointing):
     ends = _ends(setting, prompt) + _ends(setting, response)
     stream = shape.d_model * setting.number_bytes
     return dict(
-        loss=encoder + decoder + ends + stream * response,
+        loss=encoder + decoder + ends + 2 * stream * response,  # what the loss reads, and its gradient
         decoder=encoder + decoder_backward + ends + 2 * stream * prompt,  # the gradient of what cross-attention reads
         encoder=encoder_backward + _ends(setting, prompt),
         embedding=(stream + 4 * shape.d_model) * (prompt + response),

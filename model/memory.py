@@ -33,6 +33,7 @@ class MemoryPlan:
     chunk_tokens: int  # target tokens whose logits exist at a time
     gradient_checkpointing: bool
     predicted_peak_bytes: int
+    graphs: bool = False  # forward and backward of a step in one micro-batch are recorded and replayed
     answers: int = ANSWERS_A_BATCH  # prompts answered together
 
     @property

@@ -4,7 +4,7 @@ Weights, optimizer state and random numbers are afterwards as they were.
 """
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -26,12 +26,13 @@ from model.memory import (
     release_memory,
     shrink_plan,
 )  # fmt: skip
-from model.optim import set_learn_rate
+from model.optim import update
 from model.ranks import sum_over_ranks, vote
 from model.step import Outcome, Work, attempt_gradients
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
+STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
 
 
 def rehearse_update(ranks, model, optimizer):
@@ -41,8 +42,8 @@ def rehearse_update(ranks, model, optimizer):
     """
     model.zero_grad()
     sum_over_ranks(ranks, model.flat.gradients_and_loss)
-    set_learn_rate(optimizer, 0.0)
-    optimizer.step()
+    zero = torch.zeros((), device=ranks.device)
+    update(optimizer, model.flat.gradients, zero, zero)
     for fields in optimizer.state.values():
         for value in fields.values():
             if isinstance(value, torch.Tensor):
@@ -70,6 +71,7 @@ def plan_run(run, kept, foreign):
     if usable is not None and run.optimizer is not None:
         plan, measured["step"] = rehearse_plan(run, estimate, share_pairs, None if fixed else usable, plan)
         measured |= rehearse_evaluation(run, plan)
+    plan = replace(plan, graphs=_records(run, plan, usable))
     if ranks.is_main:
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
     predicted = estimate.peaks(*plan.cutting)
@@ -82,6 +84,24 @@ def _still_asked_for(kept, config, estimate, usable_bytes):
         return False
     fits = usable_bytes is None or estimate.step_peak(*kept.cutting) <= usable_bytes * USABLE
     return fits and config.gradient_checkpointing in ("auto", str(kept.gradient_checkpointing))
+
+
+def _records(run, plan, usable_bytes):
+    """Whether steps are recorded: as config.compile says, or where it repays and there is room for a step beside them.
+
+    Raises ValueError where config.compile asks for what cannot be.
+    """
+    config = run.config
+    if config.compile == "False":
+        return False
+    possible = run.model.uses_kernels and not config.dropout
+    if config.compile == "True" and not possible:
+        raise ValueError(
+            "compile=True records CUDA graphs, for which a GPU, bf16 and dropout=0 are needed: leave it out"
+        )
+    roomy = possible and 2 * plan.predicted_peak_bytes <= usable_bytes
+    repaid = len(run.train) * config.epochs / run.course.global_batch >= STEPS_THAT_REPAY_RECORDING
+    return config.compile == "True" or (roomy and repaid)
 
 
 def rehearse_plan(run, estimate, share_pairs, usable_bytes, plan):
@@ -111,9 +131,10 @@ def _step_peak(run, plan, share_pairs):
     """Peak reserved bytes of the worst micro-batch's forward and backward, over all ranks; None if any ran out."""
     ranks, model, store = run.ranks, run.model, run.train
     ids = worst_examples(store.lengths, plan.micro_batch_tokens, share_pairs)
-    work = Work(0, ids, int(store.lengths[ids, 1].sum(dtype=np.int64)), run.course.start_id)
+    targets, tokens = int(store.lengths[ids, 1].sum(dtype=np.int64)), int(store.lengths[ids].sum(dtype=np.int64))
+    work = Work(0, 1, len(ids), targets, tokens, 0.0, ids, run.course.start_id)
     torch.cuda.reset_peak_memory_stats(ranks.device)
-    attempt = attempt_gradients(ranks, model, store, plan, run.config, work)
+    attempt = attempt_gradients(ranks, model, store, replace(plan, graphs=False), run.config, work)
     peak = torch.cuda.max_memory_reserved(ranks.device)
     release_memory(ranks.device)
     failed, highest = vote(ranks, attempt.outcome is Outcome.OUT_OF_MEMORY, peak)

@@ -24,12 +24,15 @@ FLOORS = [
     },
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots"},
-    {"model.batches", "model.estimate", "model.checkpoint"},
+    {"model.batches", "model.estimate", "model.graphs", "model.checkpoint"},
     {"model.memory", "model.run_dir"},
     {"model.step", "model.evaluate", "model.saver"},
     {"model.rehearsal"},
     {"model.prepare"},
     {"model.preview"},
+    {"bench.children", "bench.clock", "bench.corpus"},
+    {"bench.loops"},
+    {"bench.report"},
     {"train_low_mem", "scripts", "bench"},
 ]
 # A package named here comes in by these doors only.
