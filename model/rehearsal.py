@@ -48,6 +48,7 @@ def rehearse_update(ranks, model, optimizer):
         for value in fields.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
+    optimizer.load_state_dict(optimizer.state_dict())  # what it derives from its state is fresh too
 
 
 def plan_run(run, kept, foreign):

@@ -1,0 +1,128 @@
+"""Does a run outlive an out of memory anywhere, on any rank, under any of its names?
+
+    python -m bench.faults [--worlds 2,4] [--out FILE]
+
+One run for each number of processes, failing rank and name of the error, in which it happens once at every site:
+forward, loss, first and later backward, before the reduction, evaluation, generation, the update, a save. On GPUs where
+there are any (one for each process, NCCL), else on the CPU (Gloo). The run must end within a minute of the calm one,
+with its weights and optimizer state (sha256), each id once, its steps and its learning rates. Rewrites the table in
+docs/faults.md; exit code 1 when any run did not hold.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from model.checkpoint import checkpoint_paths
+from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
+from tests.trials import tell, write_section
+
+STEPS = 12
+SITES = dict(
+    forward=1, loss=2, backward_first=3, backward=4, reduce=5, evaluate=6, save=7, optimizer=9, generate=12
+)  # site: step
+RANKS, KINDS = ("0", "last", "all"), ("oom", "cublas", "cudnn", "nccl", "cpu")
+HANG_SECONDS = 60
+
+
+def options(world):
+    """Of a run of STEPS steps in which every rank has several micro-batches a step."""
+    batch = 4 * world
+    steps_an_epoch = -(-NUM_PAIRS // batch)
+    return dict(
+        global_batch_size=batch, epochs=STEPS // steps_an_epoch, micro_batch_tokens=64, dropout=0.1, save_steps=1,
+        bleu_pairs=2 * world, max_new_tokens=4,
+    )  # fmt: skip
+
+
+def calm_run(home, world):
+    """(Run directory, seconds) of the run that nothing disturbs."""
+    started = time.monotonic()
+    done = train(home, world, output_dir=f"calm{world}", seconds=600, **options(world))
+    assert done.codes == [0] * world, done.text
+    return home / f"calm{world}", time.monotonic() - started
+
+
+def faulty_run(home, world, rank, kind, calm, calm_seconds):
+    """Record of the run in which `kind` happens on `rank` at every site; `wrong` says what did not hold."""
+    name, started = f"faulty{world}_{rank}_{kind}", time.monotonic()
+    faults = ",".join(f"{site}:{rank}:{step}:{kind}" for site, step in SITES.items())
+    record = dict(world=world, rank=rank, kind=kind)
+    try:
+        done = train(home, world, faults, output_dir=name, seconds=calm_seconds + HANG_SECONDS, **options(world))
+    except AssertionError as error:
+        return record | dict(sites=[], wrong=f"hung: {error}"[:2000])
+    seconds = round(time.monotonic() - started - calm_seconds, 1)
+    if done.codes != [0] * world:
+        return record | dict(sites=[], seconds=seconds, wrong=f"exit codes {done.codes}: {done.text[-2000:]}")
+    sites = fired(home / name)
+    expected = set(SITES) - ({"save"} if rank == "last" else set())  # rank 0 alone saves
+    wrong = [f"{check} differs" for check, holds in checks(home / name, calm).items() if not holds]
+    wrong += [f"{site} did not fire" for site in expected.difference(sites)]
+    return record | dict(sites=sites, seconds=seconds, wrong="; ".join(wrong))
+
+
+def checks(run_dir, calm):
+    """Whether a run ended as the calm one, by name of the check."""
+    told, expected = (
+        [(line["step"], line["loss"], line["learn_rate"]) for line in journal(path, "train")]
+        for path in (run_dir, calm)
+    )
+    ids = ids_by_epoch(run_dir)
+    return dict(
+        weights=weights_hash(run_dir) == weights_hash(calm),
+        optimizer_state=optimizer_hash(run_dir) == optimizer_hash(calm),
+        example_ids=ids == ids_by_epoch(calm) and all(mine == list(range(NUM_PAIRS)) for mine in ids.values()),
+        steps_losses_and_rates=told == expected and len(told) == STEPS,
+    )
+
+
+def optimizer_hash(run_dir):
+    return hashlib.sha256((checkpoint_paths(run_dir)[0] / "optimizer.safetensors").read_bytes()).hexdigest()
+
+
+def fired(run_dir):
+    """Sites at which the journal says that memory ran out, undone lines included."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = {step: site for site, step in SITES.items()}
+    named = [line for line in lines if line["kind"] == "oom" or (line["kind"] == "save" and "error" in line)]
+    return [steps.get(line["step"], "?") for line in named]
+
+
+def held(record):
+    return f"no: {record['wrong'][:200]}" if record["wrong"] else "yes"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--worlds", default="2" if torch.cuda.is_available() else "2,4")
+    parser.add_argument("--out", help="file for the JSON lines")
+    given = parser.parse_args()
+    records = []
+    with tempfile.TemporaryDirectory() as folder:
+        home = furnish(Path(folder))
+        for world in map(int, given.worlds.split(",")):
+            calm = calm_run(home, world)
+            for rank in RANKS:
+                for kind in KINDS:
+                    records.append(faulty_run(home, world, rank, kind, *calm))
+                    tell(given.out, harness="faults", **records[-1])
+    rows = [
+        [*(r[name] for name in ("world", "rank", "kind")), len(r["sites"]), r.get("seconds", "–"), held(r)]
+        for r in records
+    ]
+    where = "NCCL" if torch.cuda.is_available() else "Gloo"
+    note = f"`python -m bench.faults --worlds {given.worlds}`: once at each of {', '.join(SITES)} in each run."
+    header = ["processes", "on rank", "error", "times", "seconds over the calm run", "held"]
+    write_section(f"matrix_{where.lower()}", f"Out of memory at every site ({where})", header, rows, note)
+    return 1 if any(record["wrong"] for record in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
