@@ -1,0 +1,175 @@
+"""Under small cards reproduced on a large one: does the plan hold, and how near is it to the best micro-batch?
+
+    python -m bench.caps --out caps.jsonl        one GPU; the cases of the n-th of k: --shard n/k
+    python -m bench.caps --guide                 the second guide's case alone: 19.58 GiB, batch 32, 256 tokens
+
+For each cap in GiB, model and batch size: one epoch of 2,048 pairs with a heavy tail, as planned, and then some steps
+with each micro-batch from one longest pair on, with and without gradient checkpointing, under the same cap. Prints a
+JSON line a case; exit code 1 when memory ran out after planning or a plan kept less than 95 % of the best speed.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import islice, product
+
+import numpy as np
+import torch
+
+from config import MODELS, T5ModelConfig, load_config
+from model.chat_model import TextToTextModel
+from model.memory import CHUNKS, MemoryPlan, NothingFits
+from model.optim import make_optimizer
+from model.prepare import Run, set_memory_limit
+from model.ranks import Ranks
+from model.rehearsal import plan_run, rehearse_update
+from model.step import Course, train_steps
+
+VOCAB_SIZE, NUM_PAIRS = 40_960, 2048
+CAPS, BATCHES, LONGEST = (4, 8, 12, 20), (8, 16, 32, 64, 96), 512
+WARM_STEPS, TRIED_STEPS, ENOUGH = 3, 8, 0.95
+
+
+@dataclass(frozen=True)
+class HeavyTail:
+    """A token store of short pairs, one in twenty of which is as long as can be."""
+
+    longest: int
+
+    @property
+    def lengths(self):
+        draw = np.random.default_rng(0)
+        lengths = np.minimum(draw.geometric(1 / 60, (NUM_PAIRS, 2)) + 1, self.longest).astype(np.uint16)
+        lengths[::20] = self.longest
+        return lengths
+
+    @property
+    def meta(self):
+        return dict(source=dict(max_seq_len=self.longest))
+
+    def __len__(self):
+        return NUM_PAIRS
+
+    def tokens(self, ids):
+        draw, totals = np.random.default_rng(0), self.lengths[ids].sum(axis=0, dtype=np.int64)
+        return tuple(draw.integers(3, VOCAB_SIZE, total) for total in totals)
+
+
+def make_run(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
+    """(Run, its plan): as a training under this cap would be prepared. Raises NothingFits."""
+    config = load_config("pretrain", dict(
+        model=model_name, batch_size_per_gpu=batch, gradient_accumulation_steps=1, gpu_memory_limit_gb=cap_gib,
+        epochs=1, max_seq_len=longest, optimizer=optimizer, warmup_steps=10, bleu_pairs=0, learn_rate=1e-3,
+    ))  # fmt: skip
+    foreign = set_memory_limit(config, device)
+    shape = T5ModelConfig(**MODELS[model_name], vocab_size=VOCAB_SIZE)
+    on_gpu = device.type == "cuda"
+    with torch.device(device):
+        model = TextToTextModel(shape, compute_dtype=torch.bfloat16 if on_gpu else torch.float32)
+    model.flat.masters.normal_(std=0.02)
+    ranks, store = Ranks(0, 1, 0, device, "none", None), HeavyTail(longest)
+    optimizer = make_optimizer(model, config)
+    rehearse_update(ranks, model, optimizer)
+    run = Run(config, ranks, None, store, store, model, optimizer, Course(NUM_PAIRS, 0, batch, 0))
+    plan, memory = plan_run(run, None, foreign)
+    return replace(run, memory=memory), plan
+
+
+def speed(run, plan, num_steps=None):
+    """(tokens/s, out of memory events, steps) of an epoch, or of so many steps."""
+    steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, run.course)
+    tokens, events, count, started = 0, 0, 0, None
+    for result in islice(steps, num_steps):
+        count, events = count + 1, events + len(result.events)
+        if count == WARM_STEPS:
+            started = clock(run)
+        elif started:
+            tokens += result.tokens
+    return tokens / (clock(run) - started), events, count
+
+
+def clock(run):
+    if run.ranks.device.type == "cuda":
+        torch.cuda.synchronize(run.ranks.device)
+    return time.perf_counter()
+
+
+def best_by_trying(run, plan, share_tokens):
+    """(tokens/s, cutting) of the fastest micro-batch that fits, of all powers of two from one longest pair on."""
+    sizes = [2 * LONGEST]
+    while sizes[-1] < share_tokens:
+        sizes.append(sizes[-1] * 2)
+    tried = []
+    for tokens, again in product(sizes, (False, True)):
+        other = replace(
+            plan, micro_batch_tokens=tokens, gradient_checkpointing=again, chunk_tokens=CHUNKS[0], graphs=False
+        )
+        try:
+            per_second, events, _ = speed(run, other, TRIED_STEPS)
+        except NothingFits:
+            continue
+        if not events:
+            tried.append((per_second, other.cutting))
+    return max(tried)
+
+
+def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
+    """The record of one case."""
+    record = dict(model=model_name, batch=batch, cap_gib=cap_gib, optimizer=optimizer)
+    try:
+        run, plan = make_run(model_name, batch, cap_gib, optimizer, device, longest)
+    except NothingFits as refusal:
+        return record | dict(refused=str(refusal), held=True)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    planned, events, steps = speed(run, plan)
+    peak = torch.cuda.max_memory_reserved(device) if on_gpu else 0
+    best, cutting = best_by_trying(run, plan, batch * 2 * longest)
+    return record | dict(
+        plan=plan.cutting, graphs=plan.graphs, predicted_bytes=plan.predicted_peak_bytes, peak_reserved_bytes=peak,
+        limits={name: run.memory[name] for name in ("outside_bytes", "allocator_limit_bytes")}, steps=steps,
+        out_of_memory_events=events, tokens_per_second=round(planned), best_tokens_per_second=round(best),
+        best_cutting=cutting, of_the_best=round(planned / best, 3), held=not events and planned >= ENOUGH * best,
+    )  # fmt: skip
+
+
+def cases():
+    """Every (model, batch, cap, optimizer): under 4 GiB chatlm also with Adafactor."""
+    for cap, model_name in product(CAPS, ("small", "chatlm")):
+        for optimizer in ("adamw_rms", "adafactor") if (cap, model_name) == (4, "chatlm") else ("adamw_rms",):
+            yield from ((model_name, batch, cap, optimizer) for batch in BATCHES)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", help="file for the JSON lines")
+    parser.add_argument("--shard", default="0/1", help="n/k: every k-th case from the n-th on")
+    parser.add_argument("--guide", action="store_true", help="the second guide's case alone")
+    parser.add_argument("--seconds", type=float, default=560, help="no case is begun after so long")
+    given = parser.parse_args()
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    shard, num_shards = map(int, given.shard.split("/"))
+    chosen = [("chatlm", 32, 19.58, "adamw_rms", 256)] if given.guide else list(cases())[shard::num_shards]
+    deadline, held = time.monotonic() + given.seconds, True
+    for model_name, batch, cap, optimizer, *longest in chosen:
+        if time.monotonic() > deadline:
+            print(f"time is up before {model_name}, {batch}, {cap}", file=sys.stderr)
+            break
+        record = measure(model_name, batch, cap, optimizer, device, *longest)
+        held = held and record["held"]
+        print(json.dumps(record), flush=True)
+        if given.out:
+            with open(given.out, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
