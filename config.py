@@ -75,6 +75,7 @@ class TrainConfig:
     weight_decay: float = 0.0  # share of a weight that the learning rate takes off at each step
     max_grad_norm: float = 1.0  # 0: no clipping
     z_loss: float = 0.0  # weight of the squared log-normaliser
+    spike_guard: float = 0.0  # times the median gradient norm; a step beyond it is left out; 0: none is
     seed: int = 23333  # of the first weights, the order of pairs and dropout
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
@@ -82,6 +83,7 @@ class TrainConfig:
     micro_batch_tokens: int = 0  # tokens of both sides in one forward; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: what is free
     deterministic: bool = False  # the same bits from the same run on the same hardware
+    exact: bool = False  # the same bits on any number of CPU processes, one thread each
     # Run
     output_dir: str = "model_save/pretrain"  # the run directory
     logging_steps: int = 20  # optimizer steps
@@ -105,7 +107,7 @@ AT_LEAST = dict(
     epochs=1, batch_size_per_gpu=1, gradient_accumulation_steps=1, global_batch_size=0, max_seq_len=8, seed=0,
     warmup_steps=0, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
-    ddp_timeout_s=30,
+    ddp_timeout_s=30, spike_guard=0,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("adamw_rms", "adamw", "adafactor"),
@@ -129,6 +131,8 @@ def _problems(config):
         yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1"
     if not 0 <= config.dropout < 1:
         yield f"dropout={config.dropout}: must be in [0, 1)"
+    if 0 < config.spike_guard <= 1:
+        yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed their median), or 0"
     if config.max_seq_len > 65_535:
         yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
     if config.model not in MODELS and not config.model.endswith(".json"):

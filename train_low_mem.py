@@ -69,7 +69,8 @@ def train_to_the_end(run, journal, state, plan):
     recent, note, saved_at = [], "", time.monotonic()
     state, stop = evaluate_if_due(run, journal, state, plan)
     steps = train_steps(
-        run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen
+        run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen,
+        state.recent_norms,
     )  # fmt: skip
     with Progress("training", total_steps(run, state), done=state.step, shown=run.ranks.is_main) as progress:
         while not stop and (result := next(steps, None)):

@@ -37,9 +37,13 @@ class TrainState:
     shape: dict | None = None  # of the model
     plan: dict | None = None  # how steps are cut
     evaluated_step: int = 0  # the last step that was evaluated
+    recent_norms: tuple = ()  # gradient norms that the spike guard compares with
 
     def after(self, result):
-        return replace(self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan))
+        return replace(
+            self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan),
+            recent_norms=result.recent_norms,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from config import T5ModelConfig, TrainConfig, global_batch, model_config
 from model.chat_model import TextToTextModel
 from model.checkpoint import TrainState, load_newest, load_optimizer
 from model.dataset import TokenStore, describe_store, open_store
+from model.exact import NUM_SHARDS
 from model.export import load_into, load_weights
 from model.memory import MemoryPlan, choose_plan, free_memory, limit_memory
 from model.optim import check_adafactor_rate, make_optimizer
@@ -77,7 +78,15 @@ def prepare_run(ranks, config, given, resumed):
 
 def set_numerics(config, device):
     """What changes how numbers are computed, for the whole process."""
-    if config.deterministic:
+    if config.exact:
+        if device.type != "cpu":
+            raise ValueError(
+                "--exact=True is for the CPU: a GPU's libraries choose the order of their sums themselves; set "
+                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead, which gives the same "
+                "bits on an equal number of equal GPUs"
+            )
+        torch.set_num_threads(1)
+    if config.deterministic or config.exact:
         torch.use_deterministic_algorithms(True)
     limit_memory(device, config.gpu_memory_limit_gb)
 
@@ -180,7 +189,7 @@ def _restore(ranks, model, optimizer, found):
 def _plan(ranks, config, model, store, batch, state):
     """The plan in the checkpoint while the options still ask for it, else a fresh one that all ranks can hold."""
     longest = int(store.lengths.sum(axis=1, dtype="int64").max())
-    share_tokens = longest * -(-batch // ranks.world_size)
+    share_tokens = longest * -(-batch // (NUM_SHARDS if config.exact else ranks.world_size))
     free = free_memory(ranks.device, config.gpu_memory_limit_gb)
     free = None if free is None else -vote(ranks, -free)[0]  # the smallest over ranks
     parameters = sum(p.numel() for p in model.parameters())

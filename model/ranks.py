@@ -120,11 +120,11 @@ def sum_over_ranks(ranks, tensor):
     return tensor
 
 
-def broadcast(ranks, tensors):
-    """Give every rank rank 0's values of `tensors`, in place."""
+def broadcast(ranks, tensors, source=0):
+    """Give every rank the values that `tensors` have on rank `source`, in place."""
     if ranks.world_size > 1:
         for tensor in tensors:
-            dist.broadcast(tensor, 0)
+            dist.broadcast(tensor, source)
 
 
 def gather_json(ranks, value):

@@ -6,19 +6,21 @@ again on every rank: same examples, same loss, same gradient.
 """
 
 import hashlib
+import math
 import time
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+import numpy as np
 import torch
 
 from model import faults
 from model.batches import collate, cut, share_of, step_at
+from model.exact import NUM_SHARDS, add_in_order, shards_of_rank
 from model.memory import MemoryPlan, is_out_of_memory, release_memory, shrink_plan
 from model.optim import learn_rate_at, set_learn_rate
 from model.ranks import stop_asked, sum_over_ranks, vote
-
-MAX_SKIPPED_STEPS = 10  # steps in a row that may be left out for numbers that are not finite
+from model.spikes import MAX_SKIPPED_STEPS, WINDOW, spike_limit, too_many_skipped
 
 
 class Outcome(IntEnum):
@@ -56,14 +58,15 @@ class StepResult:
     events: tuple  # what went wrong on the way, for the journal
     step_seconds: float
     data_wait_seconds: float
-    skipped: bool  # its numbers were not finite twice: the weights are as before
+    skipped: bool  # its numbers were not finite twice, or its gradient a spike: the weights are as before
+    recent_norms: tuple  # gradient norms of the last steps that were not skipped, under the spike guard
     stop: bool  # some rank was asked to stop
 
 
-def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0):
+def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0, recent_norms=()):
     """Yield a StepResult after each optimizer step from `pairs_seen` to the end of the course.
 
-    Raises RuntimeError when a step does not fit with the smallest plan, or too many in a row are not finite.
+    Raises RuntimeError when a step does not fit with the smallest plan, or too many in a row are skipped.
     """
     gradients = GradientBuffer(model, ranks.device)
     skipped_in_a_row = 0
@@ -72,18 +75,21 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
         examples = step_at(pairs_seen, len(store), course.global_batch, config.seed)
         lengths = store.lengths[examples.ids].astype("int64")
         rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
-        share = share_of(examples.ids, lengths, ranks.rank, ranks.world_size)
-        work = Work(step + 1, share, int(lengths[:, 1].sum()), course.start_id)
+        work = _work(ranks, step + 1, examples.ids, lengths, course.start_id, config.exact)
         attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work, gradients)
-        skipped = attempt.outcome is not Outcome.OK
+        skipped = "numbers that were not finite twice" if attempt.outcome is not Outcome.OK else ""
         if not skipped:
-            grad_norm = _commit(ranks, optimizer, gradients, rate, config.max_grad_norm, work.step)
+            limit = spike_limit(recent_norms, config.spike_guard)
+            grad_norm = _commit(ranks, optimizer, gradients, attempt, rate, config.max_grad_norm, limit, work.step)
+            if grad_norm is None:
+                skipped = f"a gradient norm above {limit:.3g}, {config.spike_guard} times the median"
+            elif config.spike_guard:
+                recent_norms = (*recent_norms, float(grad_norm))[-WINDOW:]
+        if skipped:
+            events.append(("skip", dict(step=work.step, why=skipped, ids=examples.ids.tolist())))
         skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
         if skipped_in_a_row > MAX_SKIPPED_STEPS:
-            raise RuntimeError(
-                f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite, the last at step "
-                f"{work.step} with examples {work.ids[:8].tolist()} …: lower --learn_rate (now {config.learn_rate})"
-            )
+            raise RuntimeError(too_many_skipped(skipped_in_a_row, work.step, skipped, examples.ids, config))
         step, pairs_seen = work.step, pairs_seen + len(examples.ids)
         yield StepResult(
             step=step, epoch=examples.epoch, ends_epoch=pairs_seen % len(store) == 0, pairs_seen=pairs_seen,
@@ -92,7 +98,7 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
             learn_rate=rate, target_tokens=work.target_tokens, tokens=int(lengths.sum()),
             micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
             step_seconds=time.perf_counter() - started, data_wait_seconds=attempt.data_wait_seconds,
-            skipped=skipped, stop=stop,
+            skipped=bool(skipped), recent_norms=tuple(recent_norms), stop=stop,
         )  # fmt: skip
 
 
@@ -101,9 +107,22 @@ class Work:
     """One rank's part of a step."""
 
     step: int  # as the journal numbers it
-    ids: object  # this rank's examples
+    share: int  # which part it is: what seeds its dropout
+    ids: object  # its examples
     target_tokens: int  # of the whole step, over all ranks: what its loss is divided by
     start_id: int
+    shards: tuple = ()  # under exact, the Work of each logical shard
+
+
+def _work(ranks, step, ids, lengths, start_id, exact):
+    """This rank's Work in the step of the examples `ids`, whose `lengths` are (len(ids), 2) in tokens."""
+    numbers, count = (shards_of_rank(ranks), NUM_SHARDS) if exact else ([ranks.rank], ranks.world_size)
+    target_tokens = int(lengths[:, 1].sum())
+    parts = tuple(Work(step, n, share_of(ids, lengths, n, count), target_tokens, start_id) for n in numbers)
+    if not exact:
+        return parts[0]
+    mine = np.concatenate([ids[:0], *(part.ids for part in parts)])
+    return Work(step, ranks.rank, mine, target_tokens, start_id, parts)
 
 
 @dataclass(frozen=True)
@@ -111,6 +130,7 @@ class Attempt:
     outcome: Outcome
     micro_batches: int = 0
     data_wait_seconds: float = 0.0
+    shards: tuple | None = None  # under exact, the gradient of each of this rank's shards
 
 
 class GradientBuffer:
@@ -170,11 +190,26 @@ def _after_out_of_memory(ranks, store, plan, failures):
 def _attempt(ranks, model, store, plan, config, work, gradients):
     """Fill the gradient buffer with this rank's part of the step; no collective inside."""
     try:
-        return _local_gradients(ranks, model, store, plan, config, work, gradients)
+        attempt = _shard_gradients if config.exact else _local_gradients
+        return attempt(ranks, model, store, plan, config, work, gradients)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     return Attempt(Outcome.OUT_OF_MEMORY)
+
+
+def _shard_gradients(ranks, model, store, plan, config, work, gradients):
+    """As _local_gradients, each logical shard by itself and kept apart."""
+    attempts, kept = [], []
+    for shard in work.shards:
+        attempts.append(_local_gradients(ranks, model, store, plan, config, shard, gradients))
+        kept.append(gradients.flat.clone())
+    return Attempt(
+        max((attempt.outcome for attempt in attempts), default=Outcome.OK),
+        sum(attempt.micro_batches for attempt in attempts),
+        sum(attempt.data_wait_seconds for attempt in attempts),
+        tuple(kept),
+    )
 
 
 def _local_gradients(ranks, model, store, plan, config, work, gradients):
@@ -187,7 +222,7 @@ def _local_gradients(ranks, model, store, plan, config, work, gradients):
         micro_batch = collate(store, part, work.start_id, ranks.device, model.uses_kernels)
         data_wait_seconds += time.perf_counter() - started
         if config.dropout:
-            torch.manual_seed(_dropout_seed(config.seed, work.step, ranks.rank, index))
+            torch.manual_seed(_dropout_seed(config.seed, work.step, work.share, index))
         faults.fire("forward", work.step)
         loss = model(micro_batch, plan.chunk_tokens, config.z_loss) / work.target_tokens
         if faults.fire("loss", work.step):
@@ -204,13 +239,19 @@ def _dropout_seed(*numbers):
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
 
 
-def _commit(ranks, optimizer, gradients, rate, max_grad_norm, step):
+def _commit(ranks, optimizer, gradients, attempt, rate, max_grad_norm, norm_limit, step):
     """Reduce, clip and update the weights; returns the gradient's norm before clipping, on the device.
 
-    A sum over ranks that is not finite though every part was leaves the weights alone: gradient and rate become 0.
+    A norm above `norm_limit` leaves weights and optimizer alone on all ranks: None is returned. A sum over ranks that
+    is not finite though every part was leaves the weights alone: gradient and rate become 0.
     """
-    sum_over_ranks(ranks, gradients.flat)
+    if attempt.shards is None:
+        sum_over_ranks(ranks, gradients.flat)
+    else:
+        add_in_order(ranks, attempt.shards, gradients.flat)
     norm = gradients.gradients.norm()
+    if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
+        return None
     finite = torch.isfinite(norm)
     scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if max_grad_norm else torch.ones_like(norm)
     gradients.gradients.nan_to_num_(0.0, 0.0, 0.0).mul_(torch.where(finite, scale, 0.0))

@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = [
-    {"config", "model.faults", "model.kernels", "model.durable", "model.json_items"},
+    {"config", "model.faults", "model.kernels", "model.durable", "model.json_items", "model.spikes"},
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
-    {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots"},
+    {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots", "model.exact"},
     {"model.batches", "model.memory", "model.checkpoint"},
     {"model.step", "model.evaluate", "model.run_dir"},
     {"model.prepare"},
