@@ -1,7 +1,7 @@
 """The story of a run: options, ranks, data, model, plan, steps; evaluation and checkpoints between them.
 
 accelerate launch --multi_gpu --num_processes 3 ./train_low_mem.py train --is_keep_training=True
-python train_low_mem.py train|test [--any_field=value …]
+python train_low_mem.py train|test|doctor [--any_field=value …]
 """
 
 import hashlib
@@ -27,6 +27,7 @@ from fire.decorators import SetParseFn
 
 from model.checkpoint import save_checkpoint
 from model.dataset import describe_store
+from model.doctor import as_text, examine
 from model.durable import remove_drafts
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, export_model
@@ -237,6 +238,17 @@ def test(*stray, **options):
         say(ranks, f"test {run.dir / 'best'}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))
 
 
+@SetParseFn(str)
+def doctor(*stray, **options):
+    """Look at everything that a run with these options depends on: a table, with a remedy for each problem."""
+    failing = 0
+    for row in examine(read_request(stray, options, keep_training="auto").config):
+        print(as_text(row).encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding), flush=True)
+        failing += row.fails
+    if failing:
+        raise RuntimeError(f"a run would fail: {failing} problem{'s' * (failing > 1)} above")
+
+
 def say(ranks, text):
     """Log one line, on the main rank."""
     if ranks.is_main:
@@ -259,7 +271,7 @@ def main(argv):
     if not words or (words[0].startswith("--") and words[0] != "--help"):
         words.insert(0, "train")
     try:
-        fire.Fire(dict(train=train, test=test), words, name="train_low_mem.py")
+        fire.Fire(dict(train=train, test=test, doctor=doctor), words, name="train_low_mem.py")
     except ValueError as error:
         if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent not in OURS:
             raise  # a library's: our mistake, not the user's

@@ -51,7 +51,7 @@ def prepare_run(ranks, config, given, resumed):
     batch = global_batch(config, ranks.world_size, given)
     model_config(config.model)  # a model that cannot be read is refused before hours of tokenising
     found = _newest_checkpoint(ranks, config) if resumed else None
-    tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed)
+    tokenizer, weights = tokenizer_and_weights(ranks, config, resumed)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
@@ -91,7 +91,7 @@ def set_numerics(config, device):
     limit_memory(device, config.gpu_memory_limit_gb)
 
 
-def _tokenizer_and_weights(ranks, config, resumed):
+def tokenizer_and_weights(ranks, config, resumed):
     """The tokenizer, and the weights to start from or None; raises ValueError when they do not belong together."""
     if resumed:
         return load_tokenizer(config.tokenizer_dir or Path(config.output_dir) / "tokenizer"), None
@@ -209,7 +209,7 @@ def prepare_test(ranks, config):
     """(Run, MemoryPlan) to measure a run's best/ model on test_file, which stands in place of both data files."""
     best = Path(config.output_dir) / "best"
     config = replace(config, finetune_from_ckp_file=str(best), tokenizer_dir="")
-    tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed=False)
+    tokenizer, weights = tokenizer_and_weights(ranks, config, resumed=False)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
     model = make_model(ranks, config, tokenizer, weights, weights.shape)
     course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)

@@ -13,11 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = [
     {"config", "model.faults", "model.kernels", "model.durable", "model.json_items", "model.spikes"},
+    {"model.preflight"},
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots", "model.exact"},
     {"model.batches", "model.memory", "model.checkpoint"},
     {"model.step", "model.evaluate", "model.run_dir"},
     {"model.prepare"},
+    {"model.doctor"},
     {"train_low_mem", "scripts", "bench"},
 ]
 # A package named here comes in by these doors only.
