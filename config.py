@@ -8,7 +8,10 @@ import json
 import math
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from pathlib import Path
+
+MOST_WIDTH, MOST_LAYERS, MOST_TOKENS = 65_536, 256, 1 << 20  # a larger model is a damaged file
+MOST_BYTES = 1 << 20  # of a model's JSON file
+MOST_WHOLE, MOST_SEED = 2**31 - 1, 2**63 - 1  # of a whole number among the options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +30,25 @@ class T5ModelConfig:
     layer_norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        values = [(f, getattr(self, f.name)) for f in fields(self)]
-        bad = [
-            f"{f.name}={value!r}"
-            for f, value in values
-            if not isinstance(value, f.type) or value < 0 or (value == 0 and f.name != "vocab_size")
-        ]
+        bad = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not self._is_sound(f)]
         if bad:
             raise ValueError(
-                f"the model's numbers must be whole (epsilon a fraction) and above 0, not {', '.join(bad)}"
+                f"the model's numbers must be whole (epsilon a fraction), above 0 and at most {MOST_WIDTH:,} (layers "
+                f"{MOST_LAYERS}, vocab_size {MOST_TOKENS:,}), not {', '.join(bad)}"
             )
+        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        if buckets < 4 or buckets % 2 or distance <= buckets // 2:
+            raise ValueError(
+                f"relative_attention_num_buckets={buckets} must be even and at least 4, and "
+                f"relative_attention_max_distance={distance} more than half of it"
+            )
+
+    def _is_sound(self, field):
+        value, least = getattr(self, field.name), 0 if field.name == "vocab_size" else 1
+        if field.type is float:
+            return isinstance(value, float) and 0 < value < 1
+        most = MOST_LAYERS if "layers" in field.name else MOST_TOKENS if field.name == "vocab_size" else MOST_WIDTH
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 MODELS = {
@@ -123,6 +135,10 @@ def _problems(config):
     for name, least in AT_LEAST.items():
         if getattr(config, name) < least:
             yield f"{name}={getattr(config, name)}: must be at least {least}"
+    for f in fields(config):
+        most = MOST_SEED if f.name == "seed" else MOST_WHOLE
+        if f.type is int and getattr(config, f.name) > most:
+            yield f"{f.name}={getattr(config, f.name)}: must be at most {most}"
     for name, choices in CHOICES.items():
         if getattr(config, name) not in choices:
             why = "; fp16 is refused because T5 diverges in it" if getattr(config, name) == "fp16" else ""
@@ -209,6 +225,8 @@ def as_type(name, value, kinds):
     kind, text = kinds[name], str(value).strip()
     if kind is bool:
         return as_bool(name, text)
+    if kind is str and text in ("True", "False") and "True" not in CHOICES.get(name, ()):
+        raise ValueError(f"--{name} came without a value: write --{name}=VALUE")
     if kind is str:
         return str(WORDS[text.lower()]) if "True" in CHOICES.get(name, ()) and text.lower() in WORDS else str(value)
     try:
@@ -246,7 +264,11 @@ def model_config(name):
     if name in MODELS:
         return T5ModelConfig(**MODELS[name])
     try:
-        return T5ModelConfig(**json.loads(Path(name).read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError) as error:
+        with open(name, encoding="utf-8") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} characters")
+        return T5ModelConfig(**json.loads(text))
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         shape = json.dumps(MODELS["small"])
         raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {shape}") from None

@@ -19,6 +19,11 @@ if os.getloadavg()[0] > os.cpu_count():  # a busy machine: threads that spin whi
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads local files only
 
+from model.request import read_request, refuse_early
+
+if __name__ == "__main__":
+    refuse_early(sys.argv[1:])  # the imports below take seconds
+
 import accelerate
 import fire
 import torch
@@ -27,7 +32,7 @@ from fire.decorators import SetParseFn
 
 from model.checkpoint import save_checkpoint
 from model.dataset import describe_store
-from model.doctor import as_text, examine
+from model.doctor import print_table
 from model.durable import remove_drafts
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, export_model
@@ -36,7 +41,7 @@ from model.plots import plot_run
 from model.prepare import prepare_run, prepare_test
 from model.ranks import agree, from_main, saving, start_ranks, stop_asked, stop_ranks, vote, watch_signals
 from model.report import Journal, Progress, epoch_line, open_log, progress_note, train_line
-from model.run_dir import admit, append_sample_ids, cut_sample_ids, read_request, write_json
+from model.run_dir import admit, append_sample_ids, cut_sample_ids, write_json
 from model.step import train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -241,11 +246,7 @@ def test(*stray, **options):
 @SetParseFn(str)
 def doctor(*stray, **options):
     """Look at everything that a run with these options depends on: a table, with a remedy for each problem."""
-    failing = 0
-    for row in examine(read_request(stray, options, keep_training="auto").config):
-        print(as_text(row).encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding), flush=True)
-        failing += row.fails
-    if failing:
+    if failing := print_table(read_request(stray, options, keep_training="auto").config):
         raise RuntimeError(f"a run would fail: {failing} problem{'s' * (failing > 1)} above")
 
 

@@ -57,6 +57,16 @@ def examine(config):
     yield _disk(config, num_weights)
 
 
+def print_table(config):
+    """Print the rows as they are found, with ASCII where the screen knows no more; how many of them fail."""
+    failing = 0
+    for row in examine(config):
+        encoding = sys.stdout.encoding or "utf-8"
+        print(as_text(row).encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        failing += row.fails
+    return failing
+
+
 def as_text(row):
     """A row of the table; its remedy stands on a line below it."""
     mark = "FAILS" if row.fails else "note" if row.remedy else "ok"
