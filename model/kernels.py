@@ -47,7 +47,7 @@ def _scores(q, k, queries, keys, num_keys, BIAS, head, centre, CAUSAL: tl.conste
     return tl.where(visible, scores * LOG2E, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries_total"])
 def attention_forward(
     Q, K, V, OUT, LSE, BIAS, TILES, STARTS_Q, STARTS_K,
     stride_q, stride_k, stride_v, stride_out, num_queries_total, centre,
@@ -90,24 +90,13 @@ def _weights_and_score_grads(
     return weights, weights * (tl.dot(grad_out, tl.trans(v)) - delta[:, None])
 
 
-@triton.jit
-def attention_delta(OUT, GRAD_OUT, DELTA, stride_out, stride_grad, num_queries_total, D: tl.constexpr, M: tl.constexpr):
-    """DELTA (heads, N) = sum over the head of OUT * GRAD_OUT: what softmax's gradient subtracts."""
-    head = tl.program_id(1)
-    rows = tl.program_id(0) * M + tl.arange(0, M)
-    real = rows < num_queries_total
-    out, grad = _rows(OUT, rows, real, stride_out, head, D), _rows(GRAD_OUT, rows, real, stride_grad, head, D)
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    tl.store(DELTA + head * num_queries_total + rows, delta, mask=real)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries_total"])
 def attention_backward_queries(
-    Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, GRAD_Q, TILES, STARTS_Q, STARTS_K,
-    stride_q, stride_k, stride_v, stride_grad, stride_grad_q, num_queries_total, centre,
+    Q, K, V, OUT, GRAD_OUT, LSE, DELTA, BIAS, GRAD_Q, TILES, STARTS_Q, STARTS_K,
+    stride_q, stride_k, stride_v, stride_grad, stride_out, stride_grad_q, num_queries_total, centre,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """GRAD_Q of one tile of queries."""
+    """GRAD_Q of one tile of queries, and DELTA (heads, N) = sum over the head of OUT * GRAD_OUT, for the keys' pass."""
     head = tl.program_id(1)
     first, start_q, num_queries, start_k, num_keys = _tile(TILES, STARTS_Q, STARTS_K, tl.program_id(0))
     queries = first + tl.arange(0, M)
@@ -115,7 +104,9 @@ def attention_backward_queries(
     q = _rows(Q, start_q + queries, real, stride_q, head, D)
     grad_out = _rows(GRAD_OUT, start_q + queries, real, stride_grad, head, D)
     lse = tl.load(LSE + head * num_queries_total + start_q + queries, mask=real, other=0.0)
-    delta = tl.load(DELTA + head * num_queries_total + start_q + queries, mask=real, other=0.0)
+    out = _rows(OUT, start_q + queries, real, stride_out, head, D)
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)  # what softmax's gradient subtracts
+    tl.store(DELTA + head * num_queries_total + start_q + queries, delta, mask=real)
     grad_q = tl.zeros([M, D], tl.float32)
     last = tl.minimum(num_keys, first + M) if CAUSAL else num_keys
     for first_key in range(0, last, N):
@@ -154,7 +145,7 @@ def _to_buckets(sums, distance, BUCKETS, centre, NUM_BUCKETS: tl.constexpr):
     return tl.sum(tl.where(buckets[:, None] == tl.arange(0, NUM_BUCKETS)[None, :], sums[:, None], 0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries_total"])
 def attention_backward_keys(
     Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, BUCKETS, GRAD_K, GRAD_V, GRAD_BIAS, TILES, STARTS_Q, STARTS_K,
     stride_q, stride_k, stride_v, stride_grad, stride_grad_k, stride_grad_v, num_queries_total, centre,
@@ -224,51 +215,55 @@ def _tiles(lengths):
     return np.stack([example, index * TILE], axis=1)
 
 
-def packed_attention(q, k, v, layout, bias_weight=None, buckets=None, causal=False, num_heads=1):
-    """softmax(q k^T + bias) v for each example; q, k, v and the result (N, heads * D), D a power of two from 16 on.
+def packed_attention(qkv, layout, bias_weight=None, buckets=None, table=None, causal=False, num_heads=1):
+    """softmax(q k^T + bias) v for each example, (N, heads * D), D a power of two from 16 on.
 
-    `bias_weight` (buckets, heads) is T5's table and `buckets` (2 * C + 1,) int32 the bucket of each distance (key
-    minus query) from -C to C.
+    `qkv`: one to three tensors whose columns, side by side, are those of q, k and v. `bias_weight` (buckets, heads)
+    is T5's table, `buckets` (2 * C + 1,) int32 the bucket of each distance (key minus query) from -C to C, and `table`
+    (heads, 2 * C + 1) the bias of each distance.
     """
-    return _PackedAttention.apply(q, k, v, bias_weight, layout, buckets, causal, num_heads)
+    return _PackedAttention.apply(layout, bias_weight, buckets, table, causal, num_heads, *qkv)
+
+
+def _columns(qkv):
+    width = sum(x.shape[1] for x in qkv) // 3
+    return [part for x in qkv for part in x.split(width, dim=1)]
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias_weight, layout, buckets, causal, num_heads):
-        bias = None if bias_weight is None else bias_weight.float()[buckets.long()].T.contiguous()
-        centre = 0 if buckets is None else len(buckets) // 2
-        out, lse = torch.empty_like(q), torch.empty(num_heads, len(q), device=q.device)
-        options = dict(CAUSAL=causal, HAS_BIAS=bias is not None, D=q.shape[1] // num_heads, M=TILE, N=TILE)
+    def forward(ctx, layout, bias_weight, buckets, table, causal, num_heads, *qkv):
+        q, k, v = _columns(qkv)
+        out, lse = q.new_empty(q.shape), torch.empty(num_heads, len(q), device=q.device)
+        ctx.centre = 0 if buckets is None else len(buckets) // 2
+        ctx.options = dict(CAUSAL=causal, HAS_BIAS=table is not None, D=q.shape[1] // num_heads, M=TILE, N=TILE)
         attention_forward[len(layout.query_tiles), num_heads](
-            q, k, v, out, lse, bias, layout.query_tiles, layout.starts_q, layout.starts_k,
-            q.stride(0), k.stride(0), v.stride(0), out.stride(0), len(q), centre, **options,
+            q, k, v, out, lse, table, layout.query_tiles, layout.starts_q, layout.starts_k,
+            q.stride(0), k.stride(0), v.stride(0), out.stride(0), len(q), ctx.centre, **ctx.options,
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, out, lse, bias, buckets)
-        ctx.layout, ctx.centre, ctx.num_heads, ctx.options = layout, centre, num_heads, options
+        ctx.save_for_backward(out, lse, table, buckets, *qkv)
+        ctx.layout, ctx.num_heads = layout, num_heads
         ctx.num_buckets = 16 if bias_weight is None else len(bias_weight)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, k, v, out, lse, bias, buckets = ctx.saved_tensors
+        out, lse, table, buckets, *qkv = ctx.saved_tensors
         layout, centre, heads, options = ctx.layout, ctx.centre, ctx.num_heads, ctx.options
+        grads = [torch.empty_like(x) for x in qkv]
+        (q, k, v), (grad_q, grad_k, grad_v) = _columns(qkv), _columns(grads)
         grad_out, delta = grad_out.contiguous(), torch.empty_like(lse)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        attention_delta[triton.cdiv(len(q), TILE), heads](
-            out, grad_out, delta, out.stride(0), grad_out.stride(0), len(q), D=options["D"], M=TILE
-        )
         places = (layout.starts_q, layout.starts_k)
         strides = (q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0))
         attention_backward_queries[len(layout.query_tiles), heads](
-            q, k, v, grad_out, lse, delta, bias, grad_q, layout.query_tiles, *places, *strides, grad_q.stride(0),
-            len(q), centre, **options,
+            q, k, v, out, grad_out, lse, delta, table, grad_q, layout.query_tiles, *places, *strides, out.stride(0),
+            grad_q.stride(0), len(q), centre, **options,
         )  # fmt: skip
         num_tiles = len(layout.key_tiles)
-        grad_bias = None if bias is None else torch.empty(num_tiles, heads, ctx.num_buckets, device=q.device)
+        grad_bias = None if table is None else torch.empty(num_tiles, heads, ctx.num_buckets, device=q.device)
         attention_backward_keys[num_tiles, heads](
-            q, k, v, grad_out, lse, delta, bias, buckets, grad_k, grad_v, grad_bias, layout.key_tiles, *places,
+            q, k, v, grad_out, lse, delta, table, buckets, grad_k, grad_v, grad_bias, layout.key_tiles, *places,
             *strides, grad_k.stride(0), grad_v.stride(0), len(q), centre, NUM_BUCKETS=ctx.num_buckets, **options,
         )  # fmt: skip
-        grad_weight = None if bias is None else grad_bias.sum(0).T
-        return grad_q, grad_k, grad_v, grad_weight, None, None, None, None
+        grad_weight = None if table is None else grad_bias.sum(0).T
+        return None, grad_weight, None, None, None, None, *grads

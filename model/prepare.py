@@ -140,7 +140,7 @@ def make_model(ranks, config, tokenizer, weights=None, shape=None):
     if config.trainable == "decoder":
         model.freeze_all_but_decoder()
     model.to(ranks.device)
-    broadcast(ranks, [p.data for p in model.parameters()])
+    broadcast(ranks, [model.flat.masters])
     return model
 
 
@@ -180,7 +180,7 @@ def _restore(ranks, model, optimizer, found):
     """Put a Checkpoint into model and optimizer; returns its TrainState."""
     load_into(model, found, found.path)
     load_optimizer(optimizer, model, found.optimizer)
-    broadcast(ranks, [p.data for p in model.parameters()])
+    broadcast(ranks, [model.flat.masters])
     if ranks.is_main:
         LOGGER.info("going on from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)
     return replace(found.state, world_size=ranks.world_size)

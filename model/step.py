@@ -68,7 +68,7 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
 
     Raises RuntimeError when a step does not fit with the smallest plan, or too many in a row are skipped.
     """
-    gradients = GradientBuffer(model, ranks.device)
+    flat = model.flat
     skipped_in_a_row = 0
     while pairs_seen < course.total_pairs:
         started = time.perf_counter()
@@ -76,11 +76,11 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
         lengths = store.lengths[examples.ids].astype("int64")
         rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
         work = _work(ranks, step + 1, examples.ids, lengths, course.start_id, config.exact)
-        attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work, gradients)
+        attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work)
         skipped = "numbers that were not finite twice" if attempt.outcome is not Outcome.OK else ""
         if not skipped:
             limit = spike_limit(recent_norms, config.spike_guard)
-            grad_norm = _commit(ranks, optimizer, gradients, attempt, rate, config.max_grad_norm, limit, work.step)
+            grad_norm = _commit(ranks, optimizer, flat, attempt, rate, config.max_grad_norm, limit, work.step)
             if grad_norm is None:
                 skipped = f"a gradient norm above {limit:.3g}, {config.spike_guard} times the median"
             elif config.spike_guard:
@@ -93,8 +93,8 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
         step, pairs_seen = work.step, pairs_seen + len(examples.ids)
         yield StepResult(
             step=step, epoch=examples.epoch, ends_epoch=pairs_seen % len(store) == 0, pairs_seen=pairs_seen,
-            loss=torch.full_like(gradients.loss, torch.nan) if skipped else gradients.loss.clone(),
-            grad_norm=torch.full_like(gradients.loss, torch.nan) if skipped else grad_norm,
+            loss=torch.full_like(flat.loss, torch.nan) if skipped else flat.loss.clone(),
+            grad_norm=torch.full_like(flat.loss, torch.nan) if skipped else grad_norm,
             learn_rate=rate, target_tokens=work.target_tokens, tokens=int(lengths.sum()),
             micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
             step_seconds=time.perf_counter() - started, data_wait_seconds=attempt.data_wait_seconds,
@@ -133,27 +133,14 @@ class Attempt:
     shards: tuple | None = None  # under exact, the gradient of each of this rank's shards
 
 
-class GradientBuffer:
-    """All gradients, and the step's loss, as views of one flat float32 tensor: what one reduction sums."""
-
-    def __init__(self, model, device):
-        params = [p for p in model.parameters() if p.requires_grad]
-        self.flat = torch.zeros(sum(p.numel() for p in params) + 1, device=device)
-        *views, loss = self.flat.split([*(p.numel() for p in params), 1])
-        self.loss = loss[0]
-        self.gradients = self.flat[:-1]
-        for p, view in zip(params, views, strict=True):
-            p.grad = view.view_as(p)  # backward adds into it
-
-
-def _until_voted(ranks, model, store, plan, config, work, gradients):
+def _until_voted(ranks, model, store, plan, config, work):
     """Attempt the step until all ranks have succeeded or agreed to skip it.
 
     Returns the attempt, the plan it fitted in, the journal's events, and whether some rank was asked to stop.
     """
     events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
     while True:
-        attempt = _attempt(ranks, model, store, plan, config, work, gradients)
+        attempt = _attempt(ranks, model, store, plan, config, work)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
         mine = attempt.outcome * ranks.world_size + ranks.rank
         worst, stop, last, first = vote(ranks, mine, stop_asked(), work.step, -work.step)
@@ -187,23 +174,23 @@ def _after_out_of_memory(ranks, store, plan, failures):
     return smaller
 
 
-def _attempt(ranks, model, store, plan, config, work, gradients):
+def _attempt(ranks, model, store, plan, config, work):
     """Fill the gradient buffer with this rank's part of the step; no collective inside."""
     try:
         attempt = _shard_gradients if config.exact else _local_gradients
-        return attempt(ranks, model, store, plan, config, work, gradients)
+        return attempt(ranks, model, store, plan, config, work)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     return Attempt(Outcome.OUT_OF_MEMORY)
 
 
-def _shard_gradients(ranks, model, store, plan, config, work, gradients):
+def _shard_gradients(ranks, model, store, plan, config, work):
     """As _local_gradients, each logical shard by itself and kept apart."""
     attempts, kept = [], []
     for shard in work.shards:
-        attempts.append(_local_gradients(ranks, model, store, plan, config, shard, gradients))
-        kept.append(gradients.flat.clone())
+        attempts.append(_local_gradients(ranks, model, store, plan, config, shard))
+        kept.append(model.flat.gradients_and_loss.clone())
     return Attempt(
         max((attempt.outcome for attempt in attempts), default=Outcome.OK),
         sum(attempt.micro_batches for attempt in attempts),
@@ -212,8 +199,8 @@ def _shard_gradients(ranks, model, store, plan, config, work, gradients):
     )
 
 
-def _local_gradients(ranks, model, store, plan, config, work, gradients):
-    gradients.flat.zero_()
+def _local_gradients(ranks, model, store, plan, config, work):
+    model.zero_grad()
     model.gradient_checkpointing = plan.gradient_checkpointing
     parts = cut(work.ids, store.lengths[work.ids], plan.micro_batch_tokens)
     data_wait_seconds = 0.0
@@ -229,9 +216,9 @@ def _local_gradients(ranks, model, store, plan, config, work, gradients):
             loss = loss * torch.nan
         faults.fire("backward_first" if index == 0 else "backward", work.step)
         loss.backward()
-        gradients.loss.add_(loss.detach())
+        model.flat.loss.add_(loss.detach())
     faults.fire("reduce", work.step)
-    finite = torch.isfinite(gradients.flat.norm()).item()  # the step's one wait for the device
+    finite = torch.isfinite(model.flat.gradients_and_loss.norm()).item()  # the step's one wait for the device
     return Attempt(Outcome.OK if finite else Outcome.NOT_FINITE, len(parts), data_wait_seconds)
 
 
@@ -239,22 +226,22 @@ def _dropout_seed(*numbers):
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
 
 
-def _commit(ranks, optimizer, gradients, attempt, rate, max_grad_norm, norm_limit, step):
+def _commit(ranks, optimizer, flat, attempt, rate, max_grad_norm, norm_limit, step):
     """Reduce, clip and update the weights; returns the gradient's norm before clipping, on the device.
 
     A norm above `norm_limit` leaves weights and optimizer alone on all ranks: None is returned. A sum over ranks that
     is not finite though every part was leaves the weights alone: gradient and rate become 0.
     """
     if attempt.shards is None:
-        sum_over_ranks(ranks, gradients.flat)
+        sum_over_ranks(ranks, flat.gradients_and_loss)
     else:
-        add_in_order(ranks, attempt.shards, gradients.flat)
-    norm = gradients.gradients.norm()
+        add_in_order(ranks, attempt.shards, flat.gradients_and_loss)
+    norm = flat.gradients.norm()
     if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
         return None
     finite = torch.isfinite(norm)
     scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if max_grad_norm else torch.ones_like(norm)
-    gradients.gradients.nan_to_num_(0.0, 0.0, 0.0).mul_(torch.where(finite, scale, 0.0))
+    flat.gradients.nan_to_num_(0.0, 0.0, 0.0).mul_(torch.where(finite, scale, 0.0))
     faults.fire("optimizer", step)
     set_learn_rate(optimizer, torch.where(finite, rate, 0.0))
     optimizer.step()

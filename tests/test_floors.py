@@ -12,7 +12,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = [
-    {"config", "model.faults", "model.kernels", "model.durable", "model.json_items", "model.spikes"},
+    {
+        "config",
+        "model.faults",
+        "model.kernels",
+        "model.fused",
+        "model.weights",
+        "model.durable",
+        "model.json_items",
+        "model.spikes",
+    },
     {"model.preflight", "model.tokenizer_file", "model.request"},
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots", "model.exact"},

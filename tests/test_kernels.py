@@ -26,7 +26,7 @@ def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernel
     inputs = [x.to(dtype if kernels else torch.float32).clone().requires_grad_() for x in qkv]
     weight = torch.randn(32, heads, generator=generator).to(device).requires_grad_() if has_bias else None
     layout = make_layout(*np.array(lengths).T, device, kernels)
-    out = attend(*inputs, layout, score_bias(layout, weight, 128, causal), heads)
+    out = attend(inputs, layout, score_bias(layout, weight, 128, causal), heads)
     out.backward(grad.to(out.dtype))
     return [out.detach(), *(x.grad for x in (*inputs, weight) if x is not None)]
 

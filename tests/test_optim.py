@@ -6,6 +6,7 @@ import torch
 from model.batches import collate
 from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint
 from model.optim import RMSScaledAdamW, check_adafactor_rate, learn_rate_at, make_optimizer, set_learn_rate
+from model.weights import FlatWeights
 from tests.parts import make_config, make_model
 
 OPTIMIZERS = ["adamw_rms", "adamw", "adafactor"]
@@ -30,11 +31,11 @@ def test_twenty_steps_are_those_of_the_formula(decay):
     starts = [size * torch.randn(shape, generator=generator) for shape, size in zip(shapes, sizes, strict=True)]
     grads = [[torch.randn(shape, generator=generator) for _ in range(20)] for shape in shapes]
     rates = [0.01 * (1 + step % 3) for step in range(20)]
-    params = [start.clone().requires_grad_() for start in starts]
-    optimizer = RMSScaledAdamW(params, torch.tensor(0.0), weight_decay=decay)
+    params = [torch.nn.Parameter(start.clone()) for start in starts]
+    optimizer = RMSScaledAdamW(FlatWeights(params, None, torch.float32), torch.tensor(0.0), weight_decay=decay)
     for step, rate in enumerate(rates):
         for p, history in zip(params, grads, strict=True):
-            p.grad = history[step]
+            p.grad.copy_(history[step])
         set_learn_rate(optimizer, torch.tensor(rate))
         optimizer.step()
     for p, start, history in zip(params, starts, grads, strict=True):
