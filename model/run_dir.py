@@ -131,7 +131,6 @@ def claim(run_dir, admitted, overwrite, tokenizer_dir):
     """
     run_dir = Path(run_dir)
     moves = overwrite and not admitted and run_dir.exists()
-    make_directory(run_dir)
     lock = _lock(run_dir)
     newest = _newest_name(run_dir)
     if newest != admitted and not overwrite:
@@ -144,7 +143,6 @@ def claim(run_dir, admitted, overwrite, tokenizer_dir):
             )
         lock.close()
         os.rename(run_dir, f"{run_dir}.{time.strftime('%Y%m%d_%H%M%S')}.old")
-        make_directory(run_dir)
         lock = _lock(run_dir)
     if not admitted:
         copy_tokenizer(tokenizer_dir, run_dir / "tokenizer")
@@ -158,6 +156,7 @@ def _newest_name(run_dir):
 def _lock(run_dir):
     """run.lock, open and locked; the system frees it when its holder dies. Raises ValueError if another holds it."""
     try:
+        make_directory(Path(run_dir))
         file = open(Path(run_dir) / "run.lock", "a+")
     except OSError as error:
         raise ValueError(f"{run_dir} cannot be written ({error}): name another --output_dir") from None
