@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from model.checkpoint import checkpoint_paths, load_newest
@@ -23,7 +22,6 @@ from tests.trials import Disturbed, calm_hash, delete, fill, flip, mount, tell, 
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json", "LATEST")
 OPTIONS = dict(epochs=3, save_steps=1)
-HARM_SECONDS = 1.0
 DISK = "4m"
 
 
@@ -69,8 +67,8 @@ def disk_trials(home, epochs=20):
     options = OPTIONS | dict(epochs=epochs)
     calm = calm_hash(home, 1, **options)
     for trial, harm, mounts in (
-        ("a full disk, for a second", fill, True),
-        ("a read-only checkpoint folder, for a second", make_read_only, True),
+        ("a full disk, for a while", fill, True),
+        ("a read-only checkpoint folder, for a while", make_read_only, True),
         ("the run directory deleted", remove, False),
     ):
         (home / "disk").mkdir(exist_ok=True)
@@ -85,11 +83,17 @@ def disk_trials(home, epochs=20):
 
 
 def disk_trial(run, harm, calm):
-    """Let `harm` come to the disk of a run for a second; what the run said, and what was wrong with how it took it."""
+    """Let `harm` come to the disk of a run, until it is noticed; what the run said, and what was wrong with how it took it."""
     processes = run.start()
     run.wait_for("checkpoints", lambda: len(checkpoint_paths(run.dir)) == 2 and run.lines() > 10, processes)
     heal = harm(run.dir)
-    time.sleep(HARM_SECONDS)
+    failures = "no checkpoint of step"
+    noticed = {
+        fill: lambda: (run.home / "rank0.txt").read_text().count(failures) >= 3,
+        remove: lambda: checkpoint_paths(run.dir),
+    }
+    noticed[make_read_only] = noticed[fill]
+    run.wait_for("sign that it noticed", noticed[harm], processes)
     whole = load_newest(run.dir, lambda text: None) is not None or harm is remove
     alive = processes[0].exitcode is None
     heal()

@@ -186,7 +186,7 @@ def ids_by_step(run_dir):
 
 
 def test_promise_3_a_damaged_newest_checkpoint_a_full_disk_and_a_vanished_directory_cost_no_step(home):
-    records = [*damage_trials(home, ("optimizer.safetensors", "manifest.json"), (flip,)), *disk_trials(home, epochs=8)]
+    records = [*damage_trials(home, ("optimizer.safetensors", "manifest.json"), (flip,)), *disk_trials(home, epochs=10)]
     assert {record["trial"]: record["wrong"] for record in records if record["wrong"]} == {}
     assert len(records) == 5
 
