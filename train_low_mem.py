@@ -1,10 +1,9 @@
 """The story of a run: options, ranks, data, model, plan, steps; evaluation and checkpoints between them.
 
 accelerate launch --multi_gpu --num_processes 3 ./train_low_mem.py train --is_keep_training=True
-python train_low_mem.py train|plan|test [--any_field=value …]
+python train_low_mem.py train|plan|test|doctor [--any_field=value …]
 """
 
-import hashlib
 import logging
 import os
 import sys
@@ -22,22 +21,25 @@ if os.getloadavg()[0] > os.cpu_count():  # a busy machine: threads that spin whi
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads local files only
 
-import accelerate
+from model.request import read_request, refuse_early
+
+if __name__ == "__main__":
+    refuse_early(sys.argv[1:])  # the imports below take seconds
+
 import fire
-import torch
-import transformers
 from fire.decorators import SetParseFn
 
 from model.checkpoint import checkpoint_paths
 from model.dataset import describe_store
-from model.durable import remove_drafts
-from model.memory import NothingFits, growth_of, memory_cap, peak_memory, release_memory
+from model.doctor import print_table
+from model.memory import NothingFits, growth_of, release_memory
 from model.plots import plot_run
 from model.prepare import measure, prepare_run, prepare_test
 from model.preview import answer
 from model.ranks import agree, from_main, start_ranks, stop_ranks, vote
-from model.report import Journal, Progress, epoch_line, open_log, progress_note, train_line
-from model.run_dir import admit, cut_sample_ids, only_writer, read_request, write_json
+from model.record import begin, log_steps, say, write_events
+from model.report import Journal, Progress, epoch_line, open_log
+from model.run_dir import admit, only_writer
 from model.saver import Saver, export_aloud
 from model.step import TornUpdate, confirm, train_steps
 
@@ -108,7 +110,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
     recent, note, saved_at = [], "", None
     steps = train_steps(
         run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen,
-        growth_of(state.growth, plan),
+        growth_of(state.growth, plan), state.recent_norms,
     )  # fmt: skip
     try:
         state, stop = evaluate_if_due(run, journal, state, plan)
@@ -138,61 +140,6 @@ def train_and_save(run, journal, samples, saver, state, plan):
         journal.write("stop", step=state.step, reason="failed")
         raise
     return state, "asked" if stop else "finished"
-
-
-def begin(run, journal, request, state, plan):
-    """Write down what runs, and from where."""
-    config, ranks = run.config, run.ranks
-    plain = asdict(config)
-    if ranks.is_main:
-        remove_drafts(run.dir, run.dir / "checkpoints")
-        write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=plain))
-        write_json(run.dir / "plan.json", asdict(plan) | run.memory)
-        cut_sample_ids(run.dir, state.step)
-    journal.write(
-        "start", preset=request.preset, config_hash=hashlib.sha256(repr(plain).encode()).hexdigest()[:16],
-        world=ranks.world_size, backend=ranks.backend, device=device_name(ranks.device),
-        dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
-        tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
-        global_batch=run.course.global_batch, total_pairs=run.course.total_pairs, epochs=config.epochs,
-        total_steps=run.total_steps(state),
-    )  # fmt: skip
-    journal.write("resume", step=state.step, pairs_seen=state.pairs_seen)
-    attention = "Triton kernels" if run.model.uses_kernels else "plain attention"
-    where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
-    steps = f"{run.total_steps(state)} steps of {run.course.global_batch} pairs"
-    say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
-
-
-def write_events(run, journal, samples, result):
-    """Journal what went wrong on the way to a step, and its example ids where they are wanted."""
-    for kind, values in result.events:
-        journal.write(kind, **values)
-        say(run.ranks, f"{kind}: {values}")
-    samples.write("sample", step=result.step, epoch=result.epoch, ids=result.ids)
-
-
-def log_steps(run, journal, results):
-    """Write one train line over `results`, the steps since the last one; returns the progress line's note."""
-    peak_bytes, reserved_bytes, host_rss_bytes = peak_memory(run.ranks.device)
-    done = [result for result in results if not result.skipped]
-    seconds, tokens = sum(r.step_seconds for r in results), sum(r.tokens for r in results)
-    target_tokens = sum(r.target_tokens for r in done)
-    loss = sum(float(r.loss) * r.target_tokens for r in done) / target_tokens if done else float("nan")
-    last = results[-1]
-    values = dict(
-        step=last.step, epoch=last.epoch, loss=loss, learn_rate=last.learn_rate, grad_norm=float(last.grad_norm),
-        pairs_seen=last.pairs_seen, target_tokens=target_tokens, tokens=tokens, tokens_per_second=tokens / seconds,
-        step_seconds=seconds / len(results), micro_batches=sum(r.micro_batches for r in results) / len(results),
-        peak_bytes=peak_bytes, reserved_bytes=reserved_bytes, host_rss_bytes=host_rss_bytes,
-        data_wait_seconds=sum(r.data_wait_seconds for r in results) / len(results),
-    )  # fmt: skip
-    journal.write("train", **values)
-    on_gpu = run.ranks.device.type == "cuda"
-    say(run.ranks, train_line({k: v for k, v in values.items() if on_gpu or k not in ("peak_bytes", "reserved_bytes")}))
-    return progress_note(
-        loss, tokens / seconds, reserved_bytes, memory_cap(run.ranks.device, run.config.gpu_memory_limit_gb)
-    )
 
 
 def evaluate_if_due(run, journal, state, plan):
@@ -252,25 +199,16 @@ def test(*stray, **options):
 
 
 @SetParseFn(str)
+def doctor(*stray, **options):
+    """Look at everything that a run with these options depends on: a table, with a remedy for each problem."""
+    if failing := print_table(read_request(stray, options, keep_training="auto").config):
+        raise RuntimeError(f"a run would fail: {failing} problem{'s' * (failing > 1)} above")
+
+
+@SetParseFn(str)
 def plan(*stray, **options):
     """What a run would take, on this machine or another: also --num_processes, --vocab_size, --json."""
     print(answer(stray, options))
-
-
-def say(ranks, text):
-    """Log one line, on the main rank."""
-    if ranks.is_main:
-        LOGGER.info(text)
-
-
-def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
-
-
-def versions():
-    python = ".".join(map(str, sys.version_info[:3]))
-    libraries = {module.__name__: module.__version__ for module in (torch, transformers, accelerate)}
-    return dict(python=python, cuda=torch.version.cuda, **libraries)
 
 
 def main(argv):
@@ -280,7 +218,7 @@ def main(argv):
         words.insert(0, "train")
     failure = "its message tells why"
     try:
-        fire.Fire(dict(train=train, plan=plan, test=test), words, name="train_low_mem.py")
+        fire.Fire(dict(train=train, plan=plan, test=test, doctor=doctor), words, name="train_low_mem.py")
         failure = ""
     except ValueError as error:
         if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent not in OURS:

@@ -21,12 +21,13 @@ import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model.chat_model import TextToTextModel
+from model.feed import Course
 from model.memory import CHUNKS, MemoryPlan, NothingFits
 from model.optim import make_optimizer
 from model.prepare import Run, set_memory_limit
 from model.ranks import Ranks
 from model.rehearsal import plan_run, rehearse_update
-from model.step import Course, train_steps
+from model.step import train_steps
 
 VOCAB_SIZE, NUM_PAIRS = 40_960, 2048
 CAPS, BATCHES, LONGEST = (4, 8, 12, 20), (8, 16, 32, 64, 96), 512
@@ -104,9 +105,7 @@ def best_by_trying(run, plan, share_tokens):
         sizes.append(sizes[-1] * 2)
     tried = []
     for tokens, again in product(sizes, (False, True)):
-        other = replace(
-            plan, micro_batch_tokens=tokens, gradient_checkpointing=again, chunk_tokens=CHUNKS[0], graphs=False
-        )
+        other = MemoryPlan(tokens, CHUNKS[0], again, plan.predicted_peak_bytes)
         try:
             per_second, events, _ = speed(run, other, TRIED_STEPS)
         except NothingFits:

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from model.checkpoint import checkpoint_paths, load_newest
@@ -22,8 +21,7 @@ from tests.tiny import furnish, journal, train, weights_hash
 from tests.trials import Disturbed, calm_hash, delete, fill, flip, mount, tell, truncate, write_section
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json", "LATEST")
-SHORT, LONG = dict(epochs=3, save_steps=1), dict(epochs=30, save_steps=1)
-HARM_SECONDS = 1.0
+OPTIONS = dict(epochs=3, save_steps=1)
 DISK = "4m"
 
 
@@ -42,14 +40,14 @@ def main():
     return 1 if any(record["wrong"] for record in records) else 0
 
 
-def damage_trials(home):
+def damage_trials(home, files=FILES, harms=(flip, truncate, delete)):
     """Yield a record of each damage to each file of the newest checkpoint."""
-    calm = calm_hash(home, 1, **SHORT)
-    killed = train(home, 1, "forward:0:9:kill", output_dir="killed", dropout=0.1, **SHORT)
+    calm = calm_hash(home, 1, **OPTIONS)
+    killed = train(home, 1, "forward:0:9:kill", output_dir="killed", dropout=0.1, **OPTIONS)
     assert killed.codes == [-9], killed.text
-    for name in FILES:
-        for harm in (flip, truncate, delete):
-            run = Disturbed(home, f"{harm.__name__}_{name}", 1, **SHORT)
+    for name in files:
+        for harm in harms:
+            run = Disturbed(home, f"{harm.__name__}_{name}", 1, **OPTIONS)
             shutil.copytree(home / "killed", run.dir)
             newest, older = checkpoint_paths(run.dir)[:2]
             harm(run.dir / "checkpoints" / name if name == "LATEST" else newest / name)
@@ -64,12 +62,13 @@ def damage_trials(home):
             yield dict(trial=f"{name}: {harm.__name__}", said=said, wrong=problem)
 
 
-def disk_trials(home):
-    """Yield a record of each thing that can happen to a disk under a run."""
-    calm = calm_hash(home, 1, **LONG)
+def disk_trials(home, epochs=20):
+    """Yield a record of each thing that can happen to a disk under a run, which must be long enough for it."""
+    options = OPTIONS | dict(epochs=epochs)
+    calm = calm_hash(home, 1, **options)
     for trial, harm, mounts in (
-        ("a full disk, for a second", fill, True),
-        ("a read-only checkpoint folder, for a second", make_read_only, True),
+        ("a full disk, for a while", fill, True),
+        ("a read-only checkpoint folder, for a while", make_read_only, True),
         ("the run directory deleted", remove, False),
     ):
         (home / "disk").mkdir(exist_ok=True)
@@ -77,23 +76,29 @@ def disk_trials(home):
             yield dict(trial=trial, said="not tried: mounting is not allowed here", wrong="")
             continue
         try:
-            yield dict(trial=trial) | disk_trial(home, trial, harm, calm)
+            yield dict(trial=trial) | disk_trial(Disturbed(home, f"disk/{trial.split()[1]}", 1, **options), harm, calm)
         finally:
             if mounts:
                 subprocess.run(["umount", "-R", home / "disk"], check=False, capture_output=True)
 
 
-def disk_trial(home, trial, harm, calm):
-    run = Disturbed(home, f"disk/{trial.split()[1]}", 1, **LONG)
+def disk_trial(run, harm, calm):
+    """Let `harm` come to the disk of a run until it is noticed: what the run said, and what was wrong with that."""
     processes = run.start()
     run.wait_for("checkpoints", lambda: len(checkpoint_paths(run.dir)) == 2 and run.lines() > 10, processes)
     heal = harm(run.dir)
-    time.sleep(HARM_SECONDS)
+    failures = "no checkpoint of step"
+    noticed = {
+        fill: lambda: (run.home / "rank0.txt").read_text().count(failures) >= 3,
+        remove: lambda: checkpoint_paths(run.dir),
+    }
+    noticed[make_read_only] = noticed[fill]
+    run.wait_for("sign that it noticed", noticed[harm], processes)
     whole = load_newest(run.dir, lambda text: None) is not None or harm is remove
     alive = processes[0].exitcode is None
     heal()
     processes[0].join(300)
-    done = (home / "rank0.txt").read_text()
+    done = (run.home / "rank0.txt").read_text()
     wrong = [] if alive and processes[0].exitcode == 0 else [f"exit code {processes[0].exitcode}: {done[-2000:]}"]
     wrong += [] if whole else ["no whole checkpoint was left"]
     failed = [line for line in journal(run.dir, "save") if "error" in line]

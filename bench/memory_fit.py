@@ -26,10 +26,11 @@ from config import MODELS, T5ModelConfig, load_config
 from model.attention import has_kernels
 from model.chat_model import TextToTextModel
 from model.estimate import FITTED, Constants, Estimate, Lengths, Setting
+from model.feed import Course
 from model.memory import MemoryPlan
 from model.optim import make_optimizer
 from model.ranks import Ranks
-from model.step import Course, train_steps
+from model.step import train_steps
 
 VOCAB_SIZE, CHUNK_TOKENS = 40_960, 2048
 SIZES = (

@@ -13,12 +13,12 @@ from model.checkpoint import TrainState, load_newest, load_optimizer
 from model.dataset import TokenStore, describe_store, open_store
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, load_into, load_weights
+from model.feed import Course
 from model.memory import MemoryPlan, foreign_bytes, limit_memory, outside_bytes
 from model.optim import check_adafactor_rate, make_optimizer
 from model.ranks import Ranks, agree, broadcast, local_main_first
 from model.rehearsal import plan_run, rehearse_update
 from model.report import Progress
-from model.step import Course
 from model.tokenizer import ChatTokenizer, load_tokenizer
 from model.watch import stop_asked
 
@@ -62,7 +62,7 @@ def prepare_run(ranks, config, given, resumed):
     batch = global_batch(config, ranks.world_size, given)
     model_config(config.model)  # a model that cannot be read is refused before hours of tokenising
     found = _newest_checkpoint(ranks, config) if resumed else None
-    tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed)
+    tokenizer, weights = tokenizer_and_weights(ranks, config, resumed)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
@@ -90,7 +90,15 @@ def prepare_run(ranks, config, given, resumed):
 
 def set_numerics(config, device):
     """What changes how numbers are computed, for the whole process."""
-    if config.deterministic:
+    if config.exact:
+        if device.type != "cpu":
+            raise ValueError(
+                "--exact=True is for the CPU: a GPU's libraries choose the order of their sums themselves; set "
+                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead, which gives the same "
+                "bits on an equal number of equal GPUs"
+            )
+        torch.set_num_threads(1)
+    if config.deterministic or config.exact:
         torch.use_deterministic_algorithms(True)
 
 
@@ -101,7 +109,7 @@ def set_memory_limit(config, device):
     return foreign
 
 
-def _tokenizer_and_weights(ranks, config, resumed):
+def tokenizer_and_weights(ranks, config, resumed):
     """The tokenizer, and the weights to start from or None; raises ValueError when they do not belong together."""
     if resumed:
         kept = Path(config.output_dir) / "tokenizer"  # its fingerprint is checked, so another's files will do as well
@@ -201,7 +209,7 @@ def prepare_test(ranks, config):
     """(Run, MemoryPlan) to measure a run's best/ model on test_file, which stands in place of both data files."""
     best = Path(config.output_dir) / "best"
     config = replace(config, finetune_from_ckp_file=str(best), tokenizer_dir="")
-    tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed=False)
+    tokenizer, weights = tokenizer_and_weights(ranks, config, resumed=False)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
     model = make_model(ranks, config, tokenizer, weights, weights.shape)
     course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)

@@ -24,7 +24,7 @@ from model.memory import (
 )
 from model.pairs import read_pairs
 from model.prepare import TOKENIZER_DIR, TOKENS_DIR
-from model.run_dir import read_request
+from model.request import read_request
 from model.tokenizer import load_tokenizer
 
 SAMPLED_ROWS = 20_000

@@ -10,10 +10,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from model.attempt import Outcome, attempt_gradients
 from model.batches import collate
 from model.estimate import histogram
 from model.evaluate import answer, answering, evaluating
+from model.exact import NUM_SHARDS
 from model.export import as_hugging_face
+from model.feed import Work
 from model.memory import (
     USABLE,
     NothingFits,
@@ -26,9 +29,8 @@ from model.memory import (
     release_memory,
     shrink_plan,
 )  # fmt: skip
-from model.optim import update
+from model.optim import forget, update
 from model.ranks import sum_over_ranks, vote
-from model.step import Outcome, Work, attempt_gradients
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
@@ -44,11 +46,7 @@ def rehearse_update(ranks, model, optimizer):
     sum_over_ranks(ranks, model.flat.gradients_and_loss)
     zero = torch.zeros((), device=ranks.device)
     update(optimizer, model.flat.gradients, zero, zero)
-    for fields in optimizer.state.values():
-        for value in fields.values():
-            if isinstance(value, torch.Tensor):
-                value.zero_()
-    optimizer.load_state_dict(optimizer.state_dict())  # what it derives from its state is fresh too
+    forget(optimizer)
 
 
 def plan_run(run, kept, foreign):
@@ -58,7 +56,7 @@ def plan_run(run, kept, foreign):
     NothingFits, or ValueError where the options ask for what cannot be.
     """
     ranks, config, device = run.ranks, run.config, run.ranks.device
-    share_pairs = -(-run.course.global_batch // ranks.world_size)
+    share_pairs = -(-run.course.global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
     estimate = make_estimate(
         config, run.model.shape, run.model.compute_dtype, histogram(run.train.lengths), share_pairs, device.type
     )
@@ -133,7 +131,7 @@ def _step_peak(run, plan, share_pairs):
     ranks, model, store = run.ranks, run.model, run.train
     ids = worst_examples(store.lengths, plan.micro_batch_tokens, share_pairs)
     targets, tokens = int(store.lengths[ids, 1].sum(dtype=np.int64)), int(store.lengths[ids].sum(dtype=np.int64))
-    work = Work(0, 1, len(ids), targets, tokens, 0.0, ids, run.course.start_id)
+    work = Work(0, 1, ids, tokens, targets, 0.0, run.course.start_id, ((ranks.rank, ids),))
     torch.cuda.reset_peak_memory_stats(ranks.device)
     attempt = attempt_gradients(ranks, model, store, replace(plan, graphs=False), run.config, work)
     peak = torch.cuda.max_memory_reserved(ranks.device)
