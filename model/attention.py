@@ -27,6 +27,9 @@ class Side:
     padded_rows: torch.Tensor  # (padded tokens,) row of the packed tokens; padding repeats its example's first row
     packed_rows: torch.Tensor  # (N,) row of the padded tokens
 
+    def to(self, device):
+        return Side(self.padded_rows.to(device), self.packed_rows.to(device))
+
 
 @dataclass(frozen=True)
 class Block:
@@ -34,6 +37,9 @@ class Block:
 
     shape: tuple[int, int, int]  # B, T, S
     key_is_pad: torch.Tensor  # (B, 1, 1, S)
+
+    def to(self, device):
+        return Block(self.shape, self.key_is_pad.to(device))
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,9 @@ class Layout:
     blocks: tuple[Block, ...]
     queries: Side
     keys: Side
+
+    def to(self, device):
+        return Layout(tuple(block.to(device) for block in self.blocks), self.queries.to(device), self.keys.to(device))
 
     @property
     def longest(self):
@@ -57,9 +66,10 @@ def has_kernels(device, dtype, head_width):
 def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):
     """Layout of packed examples, for the kernels or for the plain twin; lengths are in tokens, in the packed order."""
     if kernels:
-        from model.kernels import packed_layout  # a CPU build of torch comes without Triton
+        from model.kernels import PackedLayout, packed_tiles  # a CPU build of torch comes without Triton
 
-        return packed_layout(np.asarray(query_lengths), np.asarray(key_lengths), device)
+        tiles = packed_tiles(np.asarray(query_lengths), np.asarray(key_lengths))
+        return PackedLayout(*map(torch.from_numpy, tiles)).to(device)
     lengths = np.stack([query_lengths, key_lengths])
     padded = _round_up(lengths)
     order = np.lexsort(padded)
@@ -68,12 +78,11 @@ def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):
     for start, end in pairwise([0, *edges, len(order)]):
         num_queries, num_keys = padded[:, order[start]].tolist()
         key_is_pad = np.arange(num_keys) >= lengths[1, order[start:end], None]
-        mask = torch.from_numpy(key_is_pad[:, None, None]).to(device)
-        blocks.append(Block((int(end - start), num_queries, num_keys), mask))
-    return Layout(tuple(blocks), *(_side(lengths[i], padded[i], order, device) for i in (0, 1)))
+        blocks.append(Block((int(end - start), num_queries, num_keys), torch.from_numpy(key_is_pad[:, None, None])))
+    return Layout(tuple(blocks), *(_side(lengths[i], padded[i], order) for i in (0, 1))).to(device)
 
 
-def _side(lengths, padded, order, device):
+def _side(lengths, padded, order):
     starts = (np.cumsum(lengths) - lengths)[order]
     ends = np.cumsum(padded[order])
     offsets = np.arange(ends[-1]) - np.repeat(ends - padded[order], padded[order])
@@ -81,7 +90,7 @@ def _side(lengths, padded, order, device):
     padded_rows = np.repeat(starts, padded[order]) + np.where(is_pad, 0, offsets)
     packed_rows = np.empty(lengths.sum(), np.int64)
     packed_rows[padded_rows[~is_pad]] = np.flatnonzero(~is_pad)
-    return Side(*(torch.from_numpy(rows).to(device) for rows in (padded_rows, packed_rows)))
+    return Side(torch.from_numpy(padded_rows), torch.from_numpy(packed_rows))
 
 
 def _round_up(lengths):

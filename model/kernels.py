@@ -18,12 +18,10 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and the ha
 
 
 @triton.jit
-def _tile(TILES, STARTS_Q, STARTS_K, tile):
-    """Where a tile stands: first row within its example, and its example's offsets and lengths on both sides."""
-    example = tl.load(TILES + 2 * tile)
-    first = tl.load(TILES + 2 * tile + 1)
-    start_q, start_k = tl.load(STARTS_Q + example), tl.load(STARTS_K + example)
-    return first, start_q, tl.load(STARTS_Q + example + 1) - start_q, start_k, tl.load(STARTS_K + example + 1) - start_k
+def _tile(TILES, tile):
+    """Where a tile stands: its first row within its example, and the example's start and length on both sides."""
+    TILES += 5 * tile
+    return tl.load(TILES), tl.load(TILES + 1), tl.load(TILES + 2), tl.load(TILES + 3), tl.load(TILES + 4)
 
 
 @triton.jit
@@ -49,13 +47,13 @@ def _scores(q, k, queries, keys, num_keys, BIAS, head, centre, CAUSAL: tl.conste
 
 @triton.jit(do_not_specialize=["num_queries_total"])
 def attention_forward(
-    Q, K, V, OUT, LSE, BIAS, TILES, STARTS_Q, STARTS_K,
+    Q, K, V, OUT, LSE, BIAS, TILES,
     stride_q, stride_k, stride_v, stride_out, num_queries_total, centre,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """OUT = softmax(Q K^T + bias) V and LSE (heads, N) = log2 of the softmax's denominator. One tile of queries."""
     head = tl.program_id(1)
-    first, start_q, num_queries, start_k, num_keys = _tile(TILES, STARTS_Q, STARTS_K, tl.program_id(0))
+    first, start_q, num_queries, start_k, num_keys = _tile(TILES, tl.program_id(0))
     queries = first + tl.arange(0, M)
     real = queries < num_queries
     q = _rows(Q, start_q + queries, real, stride_q, head, D)
@@ -75,7 +73,8 @@ def attention_forward(
         out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
         highest = new_highest
     place = OUT + (start_q + queries)[:, None].to(tl.int64) * stride_out + head * D + tl.arange(0, D)[None, :]
-    tl.store(place, (out / total[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
+    out = out / tl.where(total > 0, total, 1.0)[:, None]  # padding sees no key: zero
+    tl.store(place, out.to(OUT.dtype.element_ty), mask=real[:, None])
     tl.store(LSE + head * num_queries_total + start_q + queries, highest + tl.log2(total), mask=real)
 
 
@@ -92,13 +91,13 @@ def _weights_and_score_grads(
 
 @triton.jit(do_not_specialize=["num_queries_total"])
 def attention_backward_queries(
-    Q, K, V, OUT, GRAD_OUT, LSE, DELTA, BIAS, GRAD_Q, TILES, STARTS_Q, STARTS_K,
+    Q, K, V, OUT, GRAD_OUT, LSE, DELTA, BIAS, GRAD_Q, TILES,
     stride_q, stride_k, stride_v, stride_grad, stride_out, stride_grad_q, num_queries_total, centre,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """GRAD_Q of one tile of queries, and DELTA (heads, N) = sum over the head of OUT * GRAD_OUT, for the keys' pass."""
     head = tl.program_id(1)
-    first, start_q, num_queries, start_k, num_keys = _tile(TILES, STARTS_Q, STARTS_K, tl.program_id(0))
+    first, start_q, num_queries, start_k, num_keys = _tile(TILES, tl.program_id(0))
     queries = first + tl.arange(0, M)
     real = queries < num_queries
     q = _rows(Q, start_q + queries, real, stride_q, head, D)
@@ -147,14 +146,14 @@ def _to_buckets(sums, distance, BUCKETS, centre, NUM_BUCKETS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_queries_total"])
 def attention_backward_keys(
-    Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, BUCKETS, GRAD_K, GRAD_V, GRAD_BIAS, TILES, STARTS_Q, STARTS_K,
+    Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, BUCKETS, GRAD_K, GRAD_V, GRAD_BIAS, TILES,
     stride_q, stride_k, stride_v, stride_grad, stride_grad_k, stride_grad_v, num_queries_total, centre,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_BUCKETS: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """GRAD_K and GRAD_V of one tile of keys; GRAD_BIAS (tiles, heads, buckets), its part of the bias gradient."""
     head = tl.program_id(1)
-    first, start_q, num_queries, start_k, num_keys = _tile(TILES, STARTS_Q, STARTS_K, tl.program_id(0))
+    first, start_q, num_queries, start_k, num_keys = _tile(TILES, tl.program_id(0))
     keys = first + tl.arange(0, N)
     real = keys < num_keys
     k = _rows(K, start_k + keys, real, stride_k, head, D)
@@ -186,33 +185,48 @@ def attention_backward_keys(
         tl.store(GRAD_BIAS + slot * NUM_BUCKETS + bucket_ids, grad_bias)
 
 
-@dataclass(frozen=True)
-class PackedLayout:
-    """Where each example's queries and keys stand, and how they are cut into tiles; int32 tensors on the device."""
-
-    starts_q: torch.Tensor  # (examples + 1,)
-    starts_k: torch.Tensor  # (examples + 1,)
-    query_tiles: torch.Tensor  # (tiles, 2) example, first query within it
-    key_tiles: torch.Tensor  # (tiles, 2) example, first key within it
-    longest: int
-
-
 TILE = 64  # queries and keys of a tile
 
 
-def packed_layout(query_lengths, key_lengths, device):
-    """PackedLayout of examples of these lengths (numpy, tokens)."""
-    starts = [np.concatenate([[0], np.cumsum(lengths)]) for lengths in (query_lengths, key_lengths)]
-    tiles = [_tiles(lengths) for lengths in (query_lengths, key_lengths)]
-    tensors = [torch.from_numpy(a.astype(np.int32)).to(device, non_blocking=True) for a in (*starts, *tiles)]
-    return PackedLayout(*tensors, longest=int(max(query_lengths.max(), key_lengths.max())))
+@dataclass(frozen=True)
+class PackedLayout:
+    """The tiles of the examples' queries and keys.
+
+    Each row, int32: the tile's first row within its example, the example's first query, number of queries, first key
+    and number of keys. Rows of zeros have nothing to do.
+    """
+
+    query_tiles: torch.Tensor  # (tiles, 5)
+    key_tiles: torch.Tensor  # (tiles, 5)
+
+    def to(self, device):
+        return PackedLayout(self.query_tiles.to(device), self.key_tiles.to(device))
 
 
-def _tiles(lengths):
-    counts = -(-lengths // TILE)
-    example = np.repeat(np.arange(len(lengths)), counts)
+def packed_tiles(query_lengths, key_lengths, room=None):
+    """PackedLayout's two arrays for examples of these lengths (numpy, tokens).
+
+    `room` (queries, keys, pairs): fill so many rows in memory, with padding that attends to nothing, and as many
+    tiles as so many pairs can need.
+    """
+    queries, keys, pairs = room or (0, 0, 0)
+    query_tiles = _tiles(query_lengths, key_lengths, queries, pairs)
+    key_tiles = _tiles(key_lengths, query_lengths, keys, pairs)
+    return query_tiles, key_tiles.take([0, 3, 4, 1, 2], axis=1)
+
+
+def _tiles(own, other, room_tokens, room_pairs):
+    """(first row, own start, own length, other start, other length) of each tile of the own side."""
+    starts, other_starts = np.cumsum(own) - own, np.cumsum(other) - other
+    columns = [starts, own, other_starts, other]
+    if room_tokens:
+        padding = (sum(own), room_tokens - sum(own), 0, 0)
+        columns = [np.append(column, value) for column, value in zip(columns, padding, strict=True)]
+    counts = -(-columns[1] // TILE)
     index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([example, index * TILE], axis=1)
+    tiles = np.stack([index * TILE, *(np.repeat(column, counts) for column in columns)], axis=1).astype(np.int32)
+    room_tiles = room_tokens // TILE + room_pairs + 1 if room_tokens else len(tiles)
+    return np.concatenate([tiles, np.zeros((room_tiles - len(tiles), 5), np.int32)])
 
 
 def packed_attention(qkv, layout, bias_weight=None, buckets=None, table=None, causal=False, num_heads=1):
@@ -238,7 +252,7 @@ class _PackedAttention(torch.autograd.Function):
         ctx.centre = 0 if buckets is None else len(buckets) // 2
         ctx.options = dict(CAUSAL=causal, HAS_BIAS=table is not None, D=q.shape[1] // num_heads, M=TILE, N=TILE)
         attention_forward[len(layout.query_tiles), num_heads](
-            q, k, v, out, lse, table, layout.query_tiles, layout.starts_q, layout.starts_k,
+            q, k, v, out, lse, table, layout.query_tiles,
             q.stride(0), k.stride(0), v.stride(0), out.stride(0), len(q), ctx.centre, **ctx.options,
         )  # fmt: skip
         ctx.save_for_backward(out, lse, table, buckets, *qkv)
@@ -253,17 +267,16 @@ class _PackedAttention(torch.autograd.Function):
         grads = [torch.empty_like(x) for x in qkv]
         (q, k, v), (grad_q, grad_k, grad_v) = _columns(qkv), _columns(grads)
         grad_out, delta = grad_out.contiguous(), torch.empty_like(lse)
-        places = (layout.starts_q, layout.starts_k)
         strides = (q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0))
         attention_backward_queries[len(layout.query_tiles), heads](
-            q, k, v, out, grad_out, lse, delta, table, grad_q, layout.query_tiles, *places, *strides, out.stride(0),
+            q, k, v, out, grad_out, lse, delta, table, grad_q, layout.query_tiles, *strides, out.stride(0),
             grad_q.stride(0), len(q), centre, **options,
         )  # fmt: skip
         num_tiles = len(layout.key_tiles)
         grad_bias = None if table is None else torch.empty(num_tiles, heads, ctx.num_buckets, device=q.device)
         attention_backward_keys[num_tiles, heads](
-            q, k, v, grad_out, lse, delta, table, buckets, grad_k, grad_v, grad_bias, layout.key_tiles, *places,
-            *strides, grad_k.stride(0), grad_v.stride(0), len(q), centre, NUM_BUCKETS=ctx.num_buckets, **options,
+            q, k, v, grad_out, lse, delta, table, buckets, grad_k, grad_v, grad_bias, layout.key_tiles, *strides,
+            grad_k.stride(0), grad_v.stride(0), len(q), centre, NUM_BUCKETS=ctx.num_buckets, **options,
         )  # fmt: skip
         grad_weight = None if table is None else grad_bias.sum(0).T
         return None, grad_weight, None, None, None, None, *grads

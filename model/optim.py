@@ -30,6 +30,7 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         for p, count, average, square in zip(flat.trained, *fields, strict=True):
             average, square = (x[: p.numel()].view(p.shape) for x in (average, square))
             self.state[p] = dict(count=count, exp_avg=average, exp_avg_sq=square)
+        self.num_steps = 0  # as `counts`, which checkpoints hold
 
     def load_state_dict(self, state_dict):
         """Read a state into the flat tensors."""
@@ -39,38 +40,40 @@ class RMSScaledAdamW(torch.optim.Optimizer):
             for name, view in fields.items():
                 view.copy_(self.state[p][name])
             self.state[p] = fields
+        self.num_steps = int(self.counts[0])
 
     @torch.no_grad()
-    def step(self):
+    def step(self, scale=None):
+        """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it may change."""
         group = self.param_groups[0]
-        rate, (beta1, beta2) = group["lr"], group["betas"]
+        scale = torch.ones_like(group["lr"]) if scale is None else scale
+        betas, self.num_steps = group["betas"], self.num_steps + 1
         self.counts += 1
-        rms = torch.stack(torch._foreach_norm(group["params"])) / self.root_sizes
-        rates = rms.clamp(min=RMS_FLOOR) * (-rate / (1 - beta1 ** self.counts[0]))
-        kept, root_correction = 1 - rate * group["weight_decay"], (1 - beta2 ** self.counts[0]).sqrt()
-        self.update(rates, kept, root_correction, beta1, beta2, group["eps"])
+        corrections = [1 - beta**self.num_steps for beta in betas]
+        update = self.update_in_one_pass if runs_kernels(self.weights) else self.update
+        update(group["lr"], scale, *betas, *corrections, group["eps"], group["weight_decay"])
 
-    def update(self, rates, kept, root_correction, beta1, beta2, epsilon):
-        """The pass over all weights: `rates` (tensors,) of each one's direction is added to what is `kept` of it."""
-        if runs_kernels(self.weights):
-            return self.update_in_one_pass(rates, kept, root_correction, beta1, beta2, epsilon)
-        self.averages.lerp_(self.gradients, 1 - beta1)
-        self.squares.mul_(beta2).addcmul_(self.gradients, self.gradients, value=1 - beta2)
-        updates = self.averages / (self.squares.sqrt().div_(root_correction).add_(epsilon))
+    def update(self, rate, scale, beta1, beta2, correction1, correction2, epsilon, weight_decay):
+        gradients = scale_(self.gradients, scale)
+        self.averages.lerp_(gradients, 1 - beta1)
+        self.squares.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+        updates = self.averages / (self.squares.sqrt().div_(math.sqrt(correction2)).add_(epsilon))
+        rms = torch.stack(torch._foreach_norm(self.param_groups[0]["params"])) / self.root_sizes
+        rates = rms.clamp(min=RMS_FLOOR) * (-rate / correction1)
         torch._foreach_mul_(updates.split(self.sizes), list(rates.unbind()))
-        self.weights.mul_(kept).add_(updates)
+        self.weights.mul_(1 - rate * weight_decay).add_(updates)
 
-    def update_in_one_pass(self, rates, kept, root_correction, beta1, beta2, epsilon):
+    def update_in_one_pass(self, *numbers):
         from model.fused import update_adamw_rms  # a CPU build of torch comes without Triton
 
         tensors = (self.weights, self.gradients, self.averages, self.squares)
-        update_adamw_rms(*tensors, self.tiles, rates, torch.stack([kept, root_correction]), beta1, beta2, epsilon)
+        update_adamw_rms(*tensors, self.tiles, *numbers, RMS_FLOOR)
 
     @functools.cached_property
     def tiles(self):
         from model.fused import update_tiles
 
-        return update_tiles(self.sizes, self.weights.device)
+        return update_tiles(self.sizes, [p.numel() for p in self.param_groups[0]["params"]], self.weights.device)
 
 
 STATE_FIELDS = {  # what each optimizer remembers of its weights
@@ -83,7 +86,7 @@ STATE_FIELDS = {  # what each optimizer remembers of its weights
 def make_optimizer(model, config):
     """The optimizer that `config` names over the trainable weights.
 
-    The learning rate lives in a tensor on the weights' device: `set_learn_rate` writes it.
+    The learning rate lives in a tensor on the weights' device: `update` writes it.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     decay, rate = config.weight_decay, torch.tensor(config.learn_rate, device=params[0].device)
@@ -95,10 +98,23 @@ def make_optimizer(model, config):
     return torch.optim.Adafactor(params, rate, weight_decay=decay)
 
 
-def set_learn_rate(optimizer, rate):
-    """Write `rate` where the optimizer reads it, without waiting for the device."""
+def update(optimizer, gradients, rate, scale):
+    """Update the weights at learning rate `rate` with `scale` times the flat `gradients`, which it may change.
+
+    Both are 0-dim tensors on the device, where nothing waits for them. A scale of 0 means no gradient, whatever it is.
+    """
     for group in optimizer.param_groups:
         group["lr"].fill_(rate)
+    if isinstance(optimizer, RMSScaledAdamW):
+        optimizer.step(scale)
+    else:
+        scale_(gradients, scale)
+        optimizer.step()
+
+
+def scale_(gradients, scale):
+    """`gradients` times `scale` in place, 0 for a scale of 0 even where they are not finite."""
+    return gradients.mul_(scale).masked_fill_(scale == 0, 0.0)
 
 
 def learn_rate_at(pairs_seen, config, warmup_pairs, total_pairs):

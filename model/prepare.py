@@ -21,6 +21,7 @@ from model.step import Course
 from model.tokenizer import ChatTokenizer, copy_tokenizer, load_tokenizer
 
 TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
+STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
 LOGGER = logging.getLogger("chat_trainer")
 
 
@@ -194,15 +195,35 @@ def _plan(ranks, config, model, store, batch, state):
     free = None if free is None else -vote(ranks, -free)[0]  # the smallest over ranks
     parameters = sum(p.numel() for p in model.parameters())
     chosen = choose_plan(config, model.shape, parameters, free, model.compute_dtype, share_tokens, longest)
+    chosen = replace(chosen, graphs=_records(config, model, chosen, free, store, batch))
     kept = MemoryPlan(**state.plan) if state.plan else None
     plan = (
         kept
         if kept and not config.micro_batch_tokens and kept.predicted_peak_bytes <= chosen.predicted_peak_bytes
         else chosen
     )
+    if config.compile != "auto":
+        plan = replace(plan, graphs=chosen.graphs)
     if ranks.is_main:
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
     return plan
+
+
+def _records(config, model, plan, free_bytes, store, batch):
+    """Whether steps are recorded: as config.compile says, or where it repays and there is room for a step beside them.
+
+    Raises ValueError where config.compile asks for what cannot be.
+    """
+    if config.compile == "False":
+        return False
+    possible = model.uses_kernels and not config.dropout
+    if config.compile == "True" and not possible:
+        raise ValueError(
+            "compile=True records CUDA graphs, for which a GPU, bf16 and dropout=0 are needed: leave it out"
+        )
+    roomy = possible and 2 * plan.predicted_peak_bytes <= free_bytes
+    repaid = len(store) * config.epochs / batch >= STEPS_THAT_REPAY_RECORDING
+    return config.compile == "True" or (roomy and repaid)
 
 
 def prepare_test(ranks, config):

@@ -8,17 +8,20 @@ again on every rank: same examples, same loss, same gradient.
 import hashlib
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 
 import numpy as np
 import torch
 
 from model import faults
-from model.batches import collate, cut, share_of, step_at
+from model.batches import Room, collate, cut, rooms_for, share_of, step_at
 from model.exact import NUM_SHARDS, add_in_order, shards_of_rank
+from model.graphs import StepGraphs
 from model.memory import MemoryPlan, is_out_of_memory, release_memory, shrink_plan
-from model.optim import learn_rate_at, set_learn_rate
+from model.optim import learn_rate_at, update
 from model.ranks import stop_asked, sum_over_ranks, vote
 from model.spikes import MAX_SKIPPED_STEPS, WINDOW, spike_limit, too_many_skipped
 
@@ -68,61 +71,87 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
 
     Raises RuntimeError when a step does not fit with the smallest plan, or too many in a row are skipped.
     """
-    flat = model.flat
-    skipped_in_a_row = 0
-    while pairs_seen < course.total_pairs:
-        started = time.perf_counter()
-        examples = step_at(pairs_seen, len(store), course.global_batch, config.seed)
-        lengths = store.lengths[examples.ids].astype("int64")
-        rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
-        work = _work(ranks, step + 1, examples.ids, lengths, course.start_id, config.exact)
-        attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work)
-        skipped = "numbers that were not finite twice" if attempt.outcome is not Outcome.OK else ""
-        if not skipped:
-            limit = spike_limit(recent_norms, config.spike_guard)
-            grad_norm = _commit(ranks, optimizer, flat, attempt, rate, config.max_grad_norm, limit, work.step)
-            if grad_norm is None:
-                skipped = f"a gradient norm above {limit:.3g}, {config.spike_guard} times the median"
+    flat, skipped_in_a_row = model.flat, 0
+    pairs = -(-course.global_batch // ranks.world_size)
+    graphs = StepGraphs(model, rooms_for(store.lengths, pairs)) if plan.graphs else None
+    with ThreadPoolExecutor(1) as thread:
+        prepare = partial(thread.submit, _prepared, ranks, model, store, config, course, graphs)
+        upcoming = prepare(plan, step, pairs_seen)
+        while pairs_seen < course.total_pairs:
+            started = time.perf_counter()
+            work, packed = upcoming.result()
+            waited = time.perf_counter() - started
+            pairs_seen += len(work.step_ids)
+            upcoming = prepare(plan, work.step, pairs_seen)
+            attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work, packed, graphs)
+            grad_norm, skipped = _commit(ranks, optimizer, flat, attempt, work, config, recent_norms)
+            if skipped:
+                events.append(("skip", dict(step=work.step, why=skipped, ids=work.step_ids.tolist())))
             elif config.spike_guard:
                 recent_norms = (*recent_norms, float(grad_norm))[-WINDOW:]
-        if skipped:
-            events.append(("skip", dict(step=work.step, why=skipped, ids=examples.ids.tolist())))
-        skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
-        if skipped_in_a_row > MAX_SKIPPED_STEPS:
-            raise RuntimeError(too_many_skipped(skipped_in_a_row, work.step, skipped, examples.ids, config))
-        step, pairs_seen = work.step, pairs_seen + len(examples.ids)
-        yield StepResult(
-            step=step, epoch=examples.epoch, ends_epoch=pairs_seen % len(store) == 0, pairs_seen=pairs_seen,
-            loss=torch.full_like(flat.loss, torch.nan) if skipped else flat.loss.clone(),
-            grad_norm=torch.full_like(flat.loss, torch.nan) if skipped else grad_norm,
-            learn_rate=rate, target_tokens=work.target_tokens, tokens=int(lengths.sum()),
-            micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
-            step_seconds=time.perf_counter() - started, data_wait_seconds=attempt.data_wait_seconds,
-            skipped=bool(skipped), recent_norms=tuple(recent_norms), stop=stop,
-        )  # fmt: skip
+            skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
+            if skipped_in_a_row > MAX_SKIPPED_STEPS:
+                raise RuntimeError(too_many_skipped(skipped_in_a_row, work.step, skipped, work.step_ids, config))
+            yield StepResult(
+                step=work.step, epoch=work.epoch, ends_epoch=pairs_seen % len(store) == 0, pairs_seen=pairs_seen,
+                loss=torch.full_like(flat.loss, torch.nan) if skipped else flat.loss.clone(),
+                grad_norm=grad_norm, learn_rate=work.learn_rate, target_tokens=work.target_tokens, tokens=work.tokens,
+                micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
+                step_seconds=time.perf_counter() - started, data_wait_seconds=waited + attempt.data_wait_seconds,
+                skipped=bool(skipped), recent_norms=tuple(recent_norms), stop=stop,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Work:
-    """One rank's part of a step."""
+    """A step, and one rank's part of it."""
 
     step: int  # as the journal numbers it
-    share: int  # which part it is: what seeds its dropout
-    ids: object  # its examples
+    epoch: int  # from 1
+    step_ids: np.ndarray  # its examples, over all ranks
     target_tokens: int  # of the whole step, over all ranks: what its loss is divided by
+    tokens: int  # of both sides, over all ranks
+    learn_rate: float
+    shares: tuple  # (number, examples) of what this rank computes, each by itself: its share, or logical shards
     start_id: int
-    shards: tuple = ()  # under exact, the Work of each logical shard
+
+    @property
+    def ids(self):
+        """This rank's examples."""
+        return np.concatenate([self.step_ids[:0], *(ids for _, ids in self.shares)])
 
 
-def _work(ranks, step, ids, lengths, start_id, exact):
-    """This rank's Work in the step of the examples `ids`, whose `lengths` are (len(ids), 2) in tokens."""
-    numbers, count = (shards_of_rank(ranks), NUM_SHARDS) if exact else ([ranks.rank], ranks.world_size)
-    target_tokens = int(lengths[:, 1].sum())
-    parts = tuple(Work(step, n, share_of(ids, lengths, n, count), target_tokens, start_id) for n in numbers)
-    if not exact:
-        return parts[0]
-    mine = np.concatenate([ids[:0], *(part.ids for part in parts)])
-    return Work(step, ranks.rank, mine, target_tokens, start_id, parts)
+@dataclass(frozen=True)
+class Packed:
+    """A rank's part of a step, cut and packed in host memory."""
+
+    plan: MemoryPlan  # that it is cut for
+    room: Room | None  # what its one micro-batch is padded to, for a recorded step
+    shares: list  # (number, micro-batches) of each of the rank's shares
+
+
+def _prepared(ranks, model, store, config, course, graphs, plan, step, pairs_seen):
+    """(Work, Packed) of the step that begins after `pairs_seen` pairs; runs beside the step before it."""
+    if pairs_seen >= course.total_pairs:
+        return None
+    examples = step_at(pairs_seen, len(store), course.global_batch, config.seed)
+    lengths = store.lengths[examples.ids].astype("int64")
+    rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
+    numbers, count = (shards_of_rank(ranks), NUM_SHARDS) if config.exact else ([ranks.rank], ranks.world_size)
+    shares = tuple((number, share_of(examples.ids, lengths, number, count)) for number in numbers)
+    sizes = (int(lengths[:, 1].sum()), int(lengths.sum()))
+    work = Work(step + 1, examples.epoch, examples.ids, *sizes, rate, shares, course.start_id)
+    try:
+        return work, _pack(model, store, plan, work, graphs)
+    except MemoryError:
+        return work, None  # the attempt tries again, and answers for it
+
+
+def _pack(model, store, plan, work, graphs):
+    cuts = [(number, cut(ids, store.lengths[ids], plan.micro_batch_tokens)) for number, ids in work.shares]
+    room = graphs.room_of(store.lengths[work.ids]) if graphs and [len(parts) for _, parts in cuts] == [1] else None
+    pack = partial(collate, store, start_id=work.start_id, device="cpu", kernels=model.uses_kernels, room=room)
+    return Packed(plan, room, [(number, [pack(part) for part in parts]) for number, parts in cuts])
 
 
 @dataclass(frozen=True)
@@ -130,17 +159,17 @@ class Attempt:
     outcome: Outcome
     micro_batches: int = 0
     data_wait_seconds: float = 0.0
-    shards: tuple | None = None  # under exact, the gradient of each of this rank's shards
+    shards: list | None = None  # under exact, the gradient of each of this rank's shares
 
 
-def _until_voted(ranks, model, store, plan, config, work):
+def _until_voted(ranks, model, store, plan, config, work, packed, graphs):
     """Attempt the step until all ranks have succeeded or agreed to skip it.
 
     Returns the attempt, the plan it fitted in, the journal's events, and whether some rank was asked to stop.
     """
     events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
     while True:
-        attempt = _attempt(ranks, model, store, plan, config, work)
+        attempt = _attempt(ranks, model, store, plan, config, work, packed, graphs)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
         mine = attempt.outcome * ranks.world_size + ranks.rank
         worst, stop, last, first = vote(ranks, mine, stop_asked(), work.step, -work.step)
@@ -155,6 +184,8 @@ def _until_voted(ranks, model, store, plan, config, work):
             if failures[outcome] > 1:
                 return replace(attempt, outcome=outcome), plan, events, bool(stop)
             continue
+        if graphs:
+            graphs.clear()
         smaller = _after_out_of_memory(ranks, store, plan, failures[outcome])
         events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
         plan = smaller
@@ -174,75 +205,75 @@ def _after_out_of_memory(ranks, store, plan, failures):
     return smaller
 
 
-def _attempt(ranks, model, store, plan, config, work):
-    """Fill the gradient buffer with this rank's part of the step; no collective inside."""
+def _attempt(ranks, model, store, plan, config, work, packed, graphs):
+    """Fill the flat gradients with this rank's part of the step; no collective inside."""
     try:
-        attempt = _shard_gradients if config.exact else _local_gradients
-        return attempt(ranks, model, store, plan, config, work)
+        started = time.perf_counter()
+        if packed is None or packed.plan != plan:
+            packed = _pack(model, store, plan, work, graphs)
+        waited = time.perf_counter() - started
+        shards, finite = [] if config.exact else None, True
+        for share in packed.shares:
+            _local_gradients(ranks, model, plan, config, work, packed.room, share, graphs)
+            finite &= torch.isfinite(model.flat.gradients_and_loss.norm()).item()  # the step's one wait for the device
+            if config.exact:
+                shards.append(model.flat.gradients_and_loss.clone())
+        outcome = Outcome.OK if finite else Outcome.NOT_FINITE
+        return Attempt(outcome, sum(len(batches) for _, batches in packed.shares), waited, shards)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     return Attempt(Outcome.OUT_OF_MEMORY)
 
 
-def _shard_gradients(ranks, model, store, plan, config, work):
-    """As _local_gradients, each logical shard by itself and kept apart."""
-    attempts, kept = [], []
-    for shard in work.shards:
-        attempts.append(_local_gradients(ranks, model, store, plan, config, shard))
-        kept.append(model.flat.gradients_and_loss.clone())
-    return Attempt(
-        max((attempt.outcome for attempt in attempts), default=Outcome.OK),
-        sum(attempt.micro_batches for attempt in attempts),
-        sum(attempt.data_wait_seconds for attempt in attempts),
-        tuple(kept),
-    )
-
-
-def _local_gradients(ranks, model, store, plan, config, work):
+def _local_gradients(ranks, model, plan, config, work, room, share, graphs):
     model.zero_grad()
     model.gradient_checkpointing = plan.gradient_checkpointing
-    parts = cut(work.ids, store.lengths[work.ids], plan.micro_batch_tokens)
-    data_wait_seconds = 0.0
-    for index, part in enumerate(parts):
-        started = time.perf_counter()
-        micro_batch = collate(store, part, work.start_id, ranks.device, model.uses_kernels)
-        data_wait_seconds += time.perf_counter() - started
+    number, micro_batches = share
+    for index, micro_batch in enumerate(micro_batches):
         if config.dropout:
-            torch.manual_seed(_dropout_seed(config.seed, work.step, work.share, index))
+            torch.manual_seed(_dropout_seed(config.seed, work.step, number, index))
         faults.fire("forward", work.step)
-        loss = model(micro_batch, plan.chunk_tokens, config.z_loss) / work.target_tokens
-        if faults.fire("loss", work.step):
-            loss = loss * torch.nan
+        if room:
+            scale = _scale(work)
+            faults.fire("backward_first", work.step)
+            graphs.gradients(micro_batch, room, plan.chunk_tokens, config.z_loss, scale)
+            continue
+        loss = model(micro_batch.to(ranks.device), plan.chunk_tokens, config.z_loss) * _scale(work)
         faults.fire("backward_first" if index == 0 else "backward", work.step)
         loss.backward()
         model.flat.loss.add_(loss.detach())
     faults.fire("reduce", work.step)
-    finite = torch.isfinite(model.flat.gradients_and_loss.norm()).item()  # the step's one wait for the device
-    return Attempt(Outcome.OK if finite else Outcome.NOT_FINITE, len(parts), data_wait_seconds)
+
+
+def _scale(work):
+    """What a micro-batch's loss is multiplied by: sums become the mean over the step's target tokens."""
+    return float("nan") if faults.fire("loss", work.step) else 1 / work.target_tokens
 
 
 def _dropout_seed(*numbers):
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
 
 
-def _commit(ranks, optimizer, flat, attempt, rate, max_grad_norm, norm_limit, step):
-    """Reduce, clip and update the weights; returns the gradient's norm before clipping, on the device.
+def _commit(ranks, optimizer, flat, attempt, work, config, recent_norms):
+    """Reduce, clip and update the weights, or leave them and the optimizer alone on all ranks, and say why.
 
-    A norm above `norm_limit` leaves weights and optimizer alone on all ranks: None is returned. A sum over ranks that
+    Returns (the gradient's norm before clipping, on the device, why the step is left out or ""). A sum over ranks that
     is not finite though every part was leaves the weights alone: gradient and rate become 0.
     """
+    nothing = torch.full_like(flat.loss, torch.nan)
+    if attempt.outcome is not Outcome.OK:
+        return nothing, "numbers that were not finite twice"
     if attempt.shards is None:
         sum_over_ranks(ranks, flat.gradients_and_loss)
     else:
         add_in_order(ranks, attempt.shards, flat.gradients_and_loss)
-    norm = flat.gradients.norm()
-    if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
-        return None
+    norm, limit = flat.gradients.norm(), spike_limit(recent_norms, config.spike_guard)
+    if limit < math.inf and vote(ranks, bool(norm > limit))[0]:
+        return nothing, f"a gradient norm above {limit:.3g}, {config.spike_guard} times the median"
+    most = config.max_grad_norm
+    scale = (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm)
     finite = torch.isfinite(norm)
-    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if max_grad_norm else torch.ones_like(norm)
-    flat.gradients.nan_to_num_(0.0, 0.0, 0.0).mul_(torch.where(finite, scale, 0.0))
-    faults.fire("optimizer", step)
-    set_learn_rate(optimizer, torch.where(finite, rate, 0.0))
-    optimizer.step()
-    return norm
+    faults.fire("optimizer", work.step)
+    update(optimizer, flat.gradients, torch.where(finite, work.learn_rate, 0.0), torch.where(finite, scale, 0.0))
+    return norm, ""

@@ -12,23 +12,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = [
-    {
-        "config",
-        "model.faults",
-        "model.kernels",
-        "model.fused",
-        "model.weights",
-        "model.durable",
-        "model.json_items",
-        "model.spikes",
-    },
-    {"model.preflight", "model.tokenizer_file", "model.request"},
+    {"config", "model.faults", "model.kernels", "model.fused", "model.weights", "model.durable", "model.json_items"},
+    {"model.spikes", "model.preflight", "model.tokenizer_file", "model.request"},
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots", "model.exact"},
-    {"model.batches", "model.memory", "model.checkpoint"},
+    {"model.batches", "model.memory", "model.graphs", "model.checkpoint"},
     {"model.step", "model.evaluate", "model.run_dir"},
     {"model.prepare"},
-    {"model.doctor", "bench.fuzz_targets"},
+    {"model.doctor"},
+    {"bench.children", "bench.clock", "bench.corpus", "bench.fuzz_targets"},
+    {"bench.loops"},
+    {"bench.report"},
     {"train_low_mem", "scripts", "bench"},
 ]
 # A package named here comes in by these doors only.
