@@ -13,11 +13,11 @@ from model.checkpoint import TrainState, load_newest, load_optimizer
 from model.dataset import TokenStore, describe_store, open_store
 from model.exact import NUM_SHARDS
 from model.export import load_into, load_weights
+from model.feed import Course
 from model.memory import MemoryPlan, choose_plan, free_memory, limit_memory
 from model.optim import check_adafactor_rate, make_optimizer
 from model.ranks import Ranks, agree, broadcast, local_main_first, stop_asked, vote
 from model.report import Progress
-from model.step import Course
 from model.tokenizer import ChatTokenizer, copy_tokenizer, load_tokenizer
 
 TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"

@@ -3,9 +3,10 @@ from statistics import median
 
 import pytest
 
+from model.feed import Course
 from model.optim import make_optimizer
 from model.spikes import LEAST, MAX_SKIPPED_STEPS, WINDOW, spike_limit
-from model.step import Course, train_steps
+from model.step import train_steps
 from tests.parts import ALONE, PLAN, make_config, make_model
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
 
