@@ -8,11 +8,14 @@ import hashlib
 import logging
 import os
 import sys
-import time
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from model.watch import saving, stop_asked, training_begins, watch_signals
+
+if __name__ == "__main__":
+    watch_signals()  # before the seconds that torch takes to load
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: against fragmentation
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: what --deterministic needs
 if os.getloadavg()[0] > os.cpu_count():  # a busy machine: threads that spin while they wait starve each other
@@ -30,18 +33,18 @@ import torch
 import transformers
 from fire.decorators import SetParseFn
 
-from model.checkpoint import save_checkpoint
 from model.dataset import describe_store
 from model.doctor import print_table
 from model.durable import remove_drafts
 from model.evaluate import answer_pairs, evaluate_loss, score
-from model.export import as_hugging_face, export_model
+from model.export import as_hugging_face
 from model.memory import memory_cap, peak_memory
 from model.plots import plot_run
 from model.prepare import prepare_run, prepare_test
-from model.ranks import agree, from_main, saving, start_ranks, stop_asked, stop_ranks, vote, watch_signals
+from model.ranks import agree, from_main, start_ranks, stop_ranks, vote
 from model.report import Journal, Progress, epoch_line, open_log, progress_note, train_line
-from model.run_dir import admit, append_sample_ids, cut_sample_ids, write_json
+from model.run_dir import admit, cut_sample_ids, only_writer, write_json
+from model.saver import Saver, export_aloud
 from model.step import train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -59,20 +62,37 @@ def train(*stray, **options):
     agree(ranks, "the options", asdict(config))
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset)
-    resumed = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
-    run, state, plan = prepare_run(ranks, config, request.given, resumed)
-    with Journal(run.dir / "metrics.jsonl" if ranks.is_main else None) as journal:
-        if state.pairs_seen >= run.course.total_pairs and state.evaluated_step == state.step:
-            say(ranks, f"{run.dir} is finished: {config.epochs} epochs done; raise --epochs to train longer")
-            return
-        begin(run, journal, request, state, plan)
-        finish(run, journal, *train_to_the_end(run, journal, state, plan))
+    admitted = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
+    run, state, plan = prepare_run(ranks, config, request.given, bool(admitted))
+    if state.pairs_seen >= run.course.total_pairs and state.evaluated_step == state.step:
+        say(ranks, f"{run.dir} is finished: {config.epochs} epochs done; raise --epochs to train longer")
+        return
+    with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer.directory):
+        if vote(ranks, stop_asked())[0]:
+            raise KeyboardInterrupt
+        training_begins()
+        with Journal(run.dir / "metrics.jsonl" if ranks.is_main else None) as journal:
+            begin(run, journal, request, state, plan)
+            finish(run, journal, *train_to_the_end(run, journal, state, plan))
 
 
 def train_to_the_end(run, journal, state, plan):
-    """Train, evaluate and save from `state` on; returns the last state and why it ended: finished or asked."""
+    """Train, evaluate and save from `state` on.
+
+    Returns the last state, why it ended (finished or asked), and why its checkpoint failed, where it did.
+    """
+    samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if run.config.log_sample_ids else None
+    with Journal(samples) as samples, Saver(run.ranks, run.dir, run.config.keep_latest_n_ckp, journal) as saver:
+        state, reason = train_and_save(run, journal, samples, saver, state, plan)
+        with saving():
+            saver.join()
+    return state, reason, saver.failure
+
+
+def train_and_save(run, journal, samples, saver, state, plan):
+    """The steps, and what happens between them; returns the last state and why it ended."""
     config, course = run.config, run.course
-    recent, note, saved_at = [], "", time.monotonic()
+    recent, note, saved_at = [], "", None
     state, stop = evaluate_if_due(run, journal, state, plan)
     steps = train_steps(
         run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen,
@@ -82,7 +102,7 @@ def train_to_the_end(run, journal, state, plan):
         while not stop and (result := next(steps, None)):
             state, stop = state.after(result), result.stop
             recent.append(result)
-            write_events(run, journal, result)
+            write_events(run, journal, samples, result)
             last = result.ends_epoch or stop or result.pairs_seen == course.total_pairs
             if last or result.step % config.logging_steps == 0:
                 note = log_steps(run, journal, recent)
@@ -90,10 +110,11 @@ def train_to_the_end(run, journal, state, plan):
             progress.update(result.step, note)
             if not stop:
                 state, stop = evaluate_if_due(run, journal, state, result.plan)
-            late = time.monotonic() - saved_at > config.save_seconds
+            saved_at = result.clock_seconds if saved_at is None else saved_at
+            late = result.clock_seconds - saved_at >= config.save_seconds
             if last or stop or late or result.step % config.save_steps == 0:
-                save(run, journal, state)
-                saved_at = time.monotonic()
+                saver.save(state, run.model, run.optimizer)
+                saved_at = result.clock_seconds
     return state, "asked" if stop else "finished"
 
 
@@ -129,13 +150,12 @@ def total_steps(run, state):
     return state.step + -(-in_this_epoch // batch) + (left // num_pairs) * -(-num_pairs // batch)
 
 
-def write_events(run, journal, result):
+def write_events(run, journal, samples, result):
     """Journal what went wrong on the way to a step, and its example ids where they are wanted."""
     for kind, values in result.events:
         journal.write(kind, **values)
         say(run.ranks, f"{kind}: {values}")
-    if run.config.log_sample_ids:
-        append_sample_ids(run.dir, run.ranks.rank, result)
+    samples.write("sample", step=result.step, epoch=result.epoch, ids=result.ids)
 
 
 def log_steps(run, journal, results):
@@ -173,16 +193,17 @@ def evaluate_if_due(run, journal, state, plan):
         return state, True
     journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores)
     state = replace(state, evaluated_step=state.step)
-    if state.best_loss is None or scores["loss"] < state.best_loss:
+    better = state.best_loss is None or scores["loss"] < state.best_loss
+    refused = export_aloud(run.model, run.tokenizer, run.dir / "best") if better and ranks.is_main else ""
+    stop, refused = vote(ranks, stop_asked(), bool(refused))
+    if better and not refused:  # else the next evaluation tries again
         state = replace(state, best_loss=scores["loss"], best_step=state.step)
-        if ranks.is_main:
-            export_model(run.model, run.tokenizer, run.dir / "best")
     say(ranks, epoch_line(dict(
         epoch=state.pairs_seen / len(run.train), step=state.step, val_loss=scores["loss"],
         cur_bleu4=scores.get("bleu"), cur_chrf=scores.get("chrf"),
         best_val_loss=state.best_loss, best_step=state.best_step,
     )))  # fmt: skip
-    return state, bool(vote(ranks, stop_asked())[0])
+    return state, bool(stop)
 
 
 def measure(run, store, plan, num_answers, step):
@@ -197,31 +218,16 @@ def measure(run, store, plan, num_answers, step):
     return None if answers is None else dict(loss=loss, **score(answers))
 
 
-def save(run, journal, state):
-    """Write a checkpoint; a disk that refuses is said aloud and the run goes on."""
-    if run.config.log_sample_ids:
-        vote(run.ranks, 0)  # every rank has written its ids down before a checkpoint says that they are done
-    if not run.ranks.is_main:
-        return
-    started = time.monotonic()
-    try:
-        with saving():
-            path = save_checkpoint(run.dir, state, run.model, run.optimizer, run.config.keep_latest_n_ckp)
-    except OSError as error:
-        LOGGER.error(
-            "no checkpoint of step %d: %s; earlier ones are whole, the next save tries again", state.step, error
-        )
-        journal.write("save", step=state.step, error=str(error))
-    else:
-        journal.write("save", step=state.step, path=str(path), seconds=time.monotonic() - started)
-
-
-def finish(run, journal, state, reason):
-    """Leave last/, the final word and the curves."""
+def finish(run, journal, state, reason, failure):
+    """Leave last/, the final word and the curves; raises RuntimeError when the run's end is not on the disk."""
     if run.ranks.is_main:
         with saving():
-            export_model(run.model, run.tokenizer, run.dir / "last")
+            failure = failure or export_aloud(run.model, run.tokenizer, run.dir / "last")
     journal.write("stop", step=state.step, reason=reason)
+    if failure:
+        raise RuntimeError(
+            f"the run's end is not on the disk ({failure}): mend that, then type --is_keep_training=True"
+        )
     if run.ranks.is_main:
         plot_run(run.dir)
     go_on = "" if reason == "finished" else "; go on with --is_keep_training=True"
@@ -271,8 +277,10 @@ def main(argv):
     words = [word for word in argv if not word.startswith(("--local_rank", "--local-rank"))]
     if not words or (words[0].startswith("--") and words[0] != "--help"):
         words.insert(0, "train")
+    failure = "its message tells why"
     try:
         fire.Fire(dict(train=train, test=test, doctor=doctor), words, name="train_low_mem.py")
+        failure = ""
     except ValueError as error:
         if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent not in OURS:
             raise  # a library's: our mistake, not the user's
@@ -280,13 +288,15 @@ def main(argv):
             print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        failure = ""
         return 0  # asked to stop before there was anything to save
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
+        failure = str(error)
         print(f"rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
         logging.getLogger("chat_trainer").debug("", exc_info=True)
         return 1
     finally:
-        stop_ranks()
+        stop_ranks(failure)
     return 0
 
 

@@ -12,7 +12,8 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from model import faults
 from model.batches import collate, cut, permute
-from model.ranks import gather_json, stop_asked, sum_over_ranks, vote
+from model.ranks import gather_json, sum_over_ranks, vote
+from model.watch import stop_asked
 
 ANSWERS_A_BATCH = 32
 
@@ -81,8 +82,9 @@ def _answer(stock_model, store, tokenizer, ids, max_new_tokens):
     prompt_ids = prompt_ids.to(stock_model.device)
     mask = prompt_ids != tokenizer.pad_id
     out = stock_model.generate(
-        prompt_ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1
-    )
+        prompt_ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
+        stopping_criteria=[lambda ids, _scores: torch.full((len(ids),), stop_asked(), device=ids.device)],
+    )  # fmt: skip
     texts = [[tokenizer.decode(list(ids)) for ids in side] for side in (prompts, out.tolist(), references)]
     return list(zip(*texts, strict=True))
 

@@ -16,9 +16,10 @@ from model.export import load_into, load_weights
 from model.feed import Course
 from model.memory import MemoryPlan, choose_plan, free_memory, limit_memory
 from model.optim import check_adafactor_rate, make_optimizer
-from model.ranks import Ranks, agree, broadcast, local_main_first, stop_asked, vote
+from model.ranks import Ranks, agree, broadcast, local_main_first, vote
 from model.report import Progress
-from model.tokenizer import ChatTokenizer, copy_tokenizer, load_tokenizer
+from model.tokenizer import ChatTokenizer, load_tokenizer
+from model.watch import stop_asked
 
 TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
 STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
@@ -72,8 +73,6 @@ def prepare_run(ranks, config, given, resumed):
     if config.optimizer == "adafactor":
         check_adafactor_rate(config, course.warmup_pairs, course.total_pairs, batch)
     plan = _plan(ranks, config, model, train, batch, state)
-    if ranks.is_main and not resumed:
-        copy_tokenizer(tokenizer.directory, Path(config.output_dir) / "tokenizer")
     return Run(config, ranks, tokenizer, train, validation, model, optimizer, course), state, plan
 
 
@@ -95,7 +94,8 @@ def set_numerics(config, device):
 def tokenizer_and_weights(ranks, config, resumed):
     """The tokenizer, and the weights to start from or None; raises ValueError when they do not belong together."""
     if resumed:
-        return load_tokenizer(config.tokenizer_dir or Path(config.output_dir) / "tokenizer"), None
+        kept = Path(config.output_dir) / "tokenizer"  # its fingerprint is checked, so another's files will do as well
+        return load_tokenizer(config.tokenizer_dir or (kept if kept.exists() else TOKENIZER_DIR)), None
     source = config.finetune_from_ckp_file
     weights = load_weights(source) if source else None
     beside = load_tokenizer(weights.tokenizer_dir) if weights and weights.tokenizer_dir else None

@@ -21,8 +21,9 @@ from model.feed import prepared
 from model.graphs import StepGraphs
 from model.memory import MemoryPlan, release_memory, shrink_plan
 from model.optim import update
-from model.ranks import stop_asked, sum_over_ranks, vote
+from model.ranks import sum_over_ranks, vote
 from model.spikes import MAX_SKIPPED_STEPS, WINDOW, spike_limit, too_many_skipped
+from model.watch import stop_asked
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class StepResult:
     skipped: bool  # its numbers were not finite twice, or its gradient a spike: the weights are as before
     recent_norms: tuple  # gradient norms of the last steps that were not skipped, under the spike guard
     stop: bool  # some rank was asked to stop
+    clock_seconds: int  # a clock that all ranks agree on
 
 
 def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0, recent_norms=()):
@@ -64,7 +66,7 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
             waited = time.perf_counter() - started
             pairs_seen += len(work.all_ids)
             upcoming = prepare(plan, work.step, pairs_seen)
-            attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work, packed, graphs)
+            attempt, plan, events, stop, clock = _until_voted(ranks, model, store, plan, config, work, packed, graphs)
             skipped, grad_norm = "numbers that were not finite twice", flat.loss
             if attempt.outcome is Outcome.OK:
                 limit = spike_limit(recent_norms, config.spike_guard)
@@ -84,30 +86,32 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
                 micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
                 step_seconds=time.perf_counter() - started, data_wait_seconds=waited + attempt.data_wait_seconds,
                 skipped=bool(skipped), recent_norms=tuple(recent_norms), stop=stop,
+                clock_seconds=clock,
             )  # fmt: skip
 
 
 def _until_voted(ranks, model, store, plan, config, work, packed, graphs):
     """Attempt the step until all ranks have succeeded or agreed to skip it.
 
-    Returns the attempt, the plan it fitted in, the journal's events, and whether some rank was asked to stop.
+    Returns the attempt, the plan it fitted in, the journal's events, whether some rank was asked to stop, and the time.
     """
     events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
     while True:
         attempt = attempt_gradients(ranks, model, store, plan, config, work, packed, graphs)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
         mine = attempt.outcome * ranks.world_size + ranks.rank
-        worst, stop, last, first = vote(ranks, mine, stop_asked(), work.step, -work.step)
+        clock = int(time.monotonic())
+        worst, stop, clock, last, first = vote(ranks, mine, stop_asked(), clock, work.step, -work.step)
         if last != -first:
             raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: restart from the checkpoint")
         outcome, rank = Outcome(worst // ranks.world_size), worst % ranks.world_size
         if outcome is Outcome.OK:
-            return attempt, plan, events, bool(stop)
+            return attempt, plan, events, bool(stop), clock
         failures[outcome] += 1
         if outcome is Outcome.NOT_FINITE:
             events.append(("not_finite", dict(step=work.step, rank=rank)))
             if failures[outcome] > 1:
-                return replace(attempt, outcome=outcome), plan, events, bool(stop)
+                return replace(attempt, outcome=outcome), plan, events, bool(stop), clock
             continue
         if graphs:
             graphs.clear()
