@@ -3,10 +3,11 @@ import os
 import time
 
 import pytest
+import torch
 
 from model import preflight as module
 from model import ranks
-from model.preflight import REMEDIES, Verdict, find_backend, in_words, preflight, try_backend
+from model.preflight import REMEDIES, Verdict, find_backend, in_words, preflight
 from tests.ranks import run_ranks
 
 WORKS = Verdict("nccl", {}, [], 0.1)
@@ -30,8 +31,21 @@ def test_children_that_fail_or_hang_are_followed_by_the_remedies_in_their_order(
     assert [line for line in capfd.readouterr().err.splitlines()] == [f"preflight: {first}", f"preflight: {second}"]
 
 
-def test_an_all_reduce_that_comes_back_is_no_problem_and_leaves_no_process():
-    assert try_backend("gloo", 2) == ""
+@pytest.mark.gpu
+def test_nccl_answers_between_all_gpus_in_a_few_seconds():
+    verdict = find_backend(torch.cuda.device_count())
+    print(verdict)
+    assert (verdict.backend, verdict.env, verdict.failures) == ("nccl", {}, [])
+    assert verdict.seconds < 30
+
+
+@pytest.mark.gpu
+def test_nccl_answers_with_each_remedy_too(monkeypatch):
+    last = torch.cuda.device_count() - 1
+    monkeypatch.setenv("CHAT_FAULT", f"preflight:0:1:nccl,preflight:{last}:2:hang")
+    verdict = find_backend(last + 1, seconds=10)
+    print(verdict)
+    assert (verdict.backend, verdict.env, len(verdict.failures)) == ("nccl", REMEDIES[2], 2)
 
 
 def failing(tried):
