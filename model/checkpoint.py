@@ -42,13 +42,14 @@ class TrainState:
     num_pairs: int = 0  # of the training file
     shape: dict | None = None  # of the model
     plan: dict | None = None  # how steps are cut
+    growth: dict | None = None  # of a plan that was shrunk
     evaluated_step: int = 0  # the last step that was evaluated
     recent_norms: tuple = ()  # gradient norms that the spike guard compares with
 
     def after(self, result):
         return replace(
             self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan),
-            recent_norms=result.recent_norms,
+            growth=asdict(result.growth), recent_norms=result.recent_norms,
         )  # fmt: skip
 
 
