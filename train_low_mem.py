@@ -1,7 +1,7 @@
 """The story of a run: options, ranks, data, model, plan, steps; evaluation and checkpoints between them.
 
 accelerate launch --multi_gpu --num_processes 3 ./train_low_mem.py train --is_keep_training=True
-python train_low_mem.py train|test [--any_field=value …]
+python train_low_mem.py train|test|doctor [--any_field=value …]
 """
 
 import hashlib
@@ -19,6 +19,11 @@ if os.getloadavg()[0] > os.cpu_count():  # a busy machine: threads that spin whi
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads local files only
 
+from model.request import read_request, refuse_early
+
+if __name__ == "__main__":
+    refuse_early(sys.argv[1:])  # the imports below take seconds
+
 import accelerate
 import fire
 import torch
@@ -27,6 +32,7 @@ from fire.decorators import SetParseFn
 
 from model.checkpoint import save_checkpoint
 from model.dataset import describe_store
+from model.doctor import print_table
 from model.durable import remove_drafts
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, export_model
@@ -35,7 +41,7 @@ from model.plots import plot_run
 from model.prepare import prepare_run, prepare_test
 from model.ranks import agree, from_main, saving, start_ranks, stop_asked, stop_ranks, vote, watch_signals
 from model.report import Journal, Progress, epoch_line, open_log, progress_note, train_line
-from model.run_dir import admit, append_sample_ids, cut_sample_ids, read_request, write_json
+from model.run_dir import admit, append_sample_ids, cut_sample_ids, write_json
 from model.step import train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -69,7 +75,8 @@ def train_to_the_end(run, journal, state, plan):
     recent, note, saved_at = [], "", time.monotonic()
     state, stop = evaluate_if_due(run, journal, state, plan)
     steps = train_steps(
-        run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen
+        run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen,
+        state.recent_norms,
     )  # fmt: skip
     with Progress("training", total_steps(run, state), done=state.step, shown=run.ranks.is_main) as progress:
         while not stop and (result := next(steps, None)):
@@ -236,6 +243,13 @@ def test(*stray, **options):
         say(ranks, f"test {run.dir / 'best'}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))
 
 
+@SetParseFn(str)
+def doctor(*stray, **options):
+    """Look at everything that a run with these options depends on: a table, with a remedy for each problem."""
+    if failing := print_table(read_request(stray, options, keep_training="auto").config):
+        raise RuntimeError(f"a run would fail: {failing} problem{'s' * (failing > 1)} above")
+
+
 def say(ranks, text):
     """Log one line, on the main rank."""
     if ranks.is_main:
@@ -258,7 +272,7 @@ def main(argv):
     if not words or (words[0].startswith("--") and words[0] != "--help"):
         words.insert(0, "train")
     try:
-        fire.Fire(dict(train=train, test=test), words, name="train_low_mem.py")
+        fire.Fire(dict(train=train, test=test, doctor=doctor), words, name="train_low_mem.py")
     except ValueError as error:
         if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent not in OURS:
             raise  # a library's: our mistake, not the user's

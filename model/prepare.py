@@ -11,12 +11,13 @@ from config import T5ModelConfig, TrainConfig, global_batch, model_config
 from model.chat_model import TextToTextModel
 from model.checkpoint import TrainState, load_newest, load_optimizer
 from model.dataset import TokenStore, describe_store, open_store
+from model.exact import NUM_SHARDS
 from model.export import load_into, load_weights
+from model.feed import Course
 from model.memory import MemoryPlan, choose_plan, free_memory, limit_memory
 from model.optim import check_adafactor_rate, make_optimizer
 from model.ranks import Ranks, agree, broadcast, local_main_first, stop_asked, vote
 from model.report import Progress
-from model.step import Course
 from model.tokenizer import ChatTokenizer, copy_tokenizer, load_tokenizer
 
 TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
@@ -51,7 +52,7 @@ def prepare_run(ranks, config, given, resumed):
     batch = global_batch(config, ranks.world_size, given)
     model_config(config.model)  # a model that cannot be read is refused before hours of tokenising
     found = _newest_checkpoint(ranks, config) if resumed else None
-    tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed)
+    tokenizer, weights = tokenizer_and_weights(ranks, config, resumed)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
@@ -78,12 +79,20 @@ def prepare_run(ranks, config, given, resumed):
 
 def set_numerics(config, device):
     """What changes how numbers are computed, for the whole process."""
-    if config.deterministic:
+    if config.exact:
+        if device.type != "cpu":
+            raise ValueError(
+                "--exact=True is for the CPU: a GPU's libraries choose the order of their sums themselves; set "
+                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead, which gives the same "
+                "bits on an equal number of equal GPUs"
+            )
+        torch.set_num_threads(1)
+    if config.deterministic or config.exact:
         torch.use_deterministic_algorithms(True)
     limit_memory(device, config.gpu_memory_limit_gb)
 
 
-def _tokenizer_and_weights(ranks, config, resumed):
+def tokenizer_and_weights(ranks, config, resumed):
     """The tokenizer, and the weights to start from or None; raises ValueError when they do not belong together."""
     if resumed:
         return load_tokenizer(config.tokenizer_dir or Path(config.output_dir) / "tokenizer"), None
@@ -181,7 +190,7 @@ def _restore(ranks, model, optimizer, found):
 def _plan(ranks, config, model, store, batch, state):
     """The plan in the checkpoint while the options still ask for it, else a fresh one that all ranks can hold."""
     longest = int(store.lengths.sum(axis=1, dtype="int64").max())
-    share_tokens = longest * -(-batch // ranks.world_size)
+    share_tokens = longest * -(-batch // (NUM_SHARDS if config.exact else ranks.world_size))
     free = free_memory(ranks.device, config.gpu_memory_limit_gb)
     free = None if free is None else -vote(ranks, -free)[0]  # the smallest over ranks
     parameters = sum(p.numel() for p in model.parameters())
@@ -221,7 +230,7 @@ def prepare_test(ranks, config):
     """(Run, MemoryPlan) to measure a run's best/ model on test_file, which stands in place of both data files."""
     best = Path(config.output_dir) / "best"
     config = replace(config, finetune_from_ckp_file=str(best), tokenizer_dir="")
-    tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed=False)
+    tokenizer, weights = tokenizer_and_weights(ranks, config, resumed=False)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
     model = make_model(ranks, config, tokenizer, weights, weights.shape)
     course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)

@@ -5,41 +5,24 @@ CPU; only then are gradients reduced, once, and weights changed. A step that run
 again on every rank: same examples, same loss, same gradient.
 """
 
-import hashlib
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import partial
 
 import torch
 
 from model import faults
-from model.batches import Room, collate, cut, rooms_for, share_of, step_at
+from model.attempt import Outcome, attempt_gradients
+from model.batches import rooms_for
+from model.exact import add_in_order
+from model.feed import prepared
 from model.graphs import StepGraphs
-from model.memory import MemoryPlan, is_out_of_memory, release_memory, shrink_plan
-from model.optim import learn_rate_at, update
+from model.memory import MemoryPlan, release_memory, shrink_plan
+from model.optim import update
 from model.ranks import stop_asked, sum_over_ranks, vote
-
-MAX_SKIPPED_STEPS = 10  # steps in a row that may be left out for numbers that are not finite
-
-
-class Outcome(IntEnum):
-    """What an attempt came to; all ranks act on the worst."""
-
-    OK = 0
-    NOT_FINITE = 1
-    OUT_OF_MEMORY = 2
-
-
-@dataclass(frozen=True)
-class Course:
-    """What fixes the steps of a run, beside the configuration."""
-
-    total_pairs: int  # over all epochs
-    warmup_pairs: int
-    global_batch: int  # pairs in a step
-    start_id: int  # token that begins a decoder's input
+from model.spikes import MAX_SKIPPED_STEPS, WINDOW, spike_limit, too_many_skipped
 
 
 @dataclass(frozen=True)
@@ -59,37 +42,40 @@ class StepResult:
     events: tuple  # what went wrong on the way, for the journal
     step_seconds: float
     data_wait_seconds: float
-    skipped: bool  # its numbers were not finite twice: the weights are as before
+    skipped: bool  # its numbers were not finite twice, or its gradient a spike: the weights are as before
+    recent_norms: tuple  # gradient norms of the last steps that were not skipped, under the spike guard
     stop: bool  # some rank was asked to stop
 
 
-def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0):
+def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0, recent_norms=()):
     """Yield a StepResult after each optimizer step from `pairs_seen` to the end of the course.
 
-    Raises RuntimeError when a step does not fit with the smallest plan, or too many in a row are not finite.
+    Raises RuntimeError when a step does not fit with the smallest plan, or too many in a row are skipped.
     """
     flat, skipped_in_a_row = model.flat, 0
     pairs = -(-course.global_batch // ranks.world_size)
     graphs = StepGraphs(model, rooms_for(store.lengths, pairs)) if plan.graphs else None
     with ThreadPoolExecutor(1) as thread:
-        prepare = partial(thread.submit, _prepared, ranks, model, store, config, course, graphs)
+        prepare = partial(thread.submit, prepared, ranks, model, store, config, course, graphs)
         upcoming = prepare(plan, step, pairs_seen)
         while pairs_seen < course.total_pairs:
             started = time.perf_counter()
             work, packed = upcoming.result()
             waited = time.perf_counter() - started
-            pairs_seen += work.step_pairs
+            pairs_seen += len(work.all_ids)
             upcoming = prepare(plan, work.step, pairs_seen)
             attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work, packed, graphs)
-            skipped = attempt.outcome is not Outcome.OK
-            if not skipped:
-                grad_norm = _commit(ranks, optimizer, flat, work.learn_rate, config.max_grad_norm, work.step)
+            skipped, grad_norm = "numbers that were not finite twice", flat.loss
+            if attempt.outcome is Outcome.OK:
+                limit = spike_limit(recent_norms, config.spike_guard)
+                skipped, grad_norm = _commit(ranks, optimizer, flat, attempt, work, config, limit)
+            if config.spike_guard and not skipped:
+                recent_norms = (*recent_norms, float(grad_norm))[-WINDOW:]
+            if skipped:
+                events.append(("skip", dict(step=work.step, why=skipped, ids=work.all_ids.tolist())))
             skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
             if skipped_in_a_row > MAX_SKIPPED_STEPS:
-                raise RuntimeError(
-                    f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite, the last at step "
-                    f"{work.step} with examples {work.ids[:8].tolist()} …: lower --learn_rate (now {config.learn_rate})"
-                )
+                raise RuntimeError(too_many_skipped(skipped_in_a_row, work.step, skipped, work.all_ids, config))
             yield StepResult(
                 step=work.step, epoch=work.epoch, ends_epoch=pairs_seen % len(store) == 0, pairs_seen=pairs_seen,
                 loss=torch.full_like(flat.loss, torch.nan) if skipped else flat.loss.clone(),
@@ -97,61 +83,8 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
                 learn_rate=work.learn_rate, target_tokens=work.target_tokens, tokens=work.tokens,
                 micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
                 step_seconds=time.perf_counter() - started, data_wait_seconds=waited + attempt.data_wait_seconds,
-                skipped=skipped, stop=stop,
+                skipped=bool(skipped), recent_norms=tuple(recent_norms), stop=stop,
             )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Work:
-    """A step, and one rank's part of it."""
-
-    step: int  # as the journal numbers it
-    epoch: int  # from 1
-    step_pairs: int  # over all ranks
-    target_tokens: int  # of the whole step, over all ranks: what its loss is divided by
-    tokens: int  # of both sides, over all ranks
-    learn_rate: float
-    ids: object  # this rank's examples
-    start_id: int
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A rank's part of a step, cut and packed in host memory."""
-
-    plan: MemoryPlan  # that it is cut for
-    room: Room | None  # what its one micro-batch is padded to, for a recorded step
-    micro_batches: list
-
-
-def _prepared(ranks, model, store, config, course, graphs, plan, step, pairs_seen):
-    """(Work, Packed) of the step that begins after `pairs_seen` pairs; runs beside the step before it."""
-    if pairs_seen >= course.total_pairs:
-        return None
-    examples = step_at(pairs_seen, len(store), course.global_batch, config.seed)
-    lengths = store.lengths[examples.ids].astype("int64")
-    rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
-    share = share_of(examples.ids, lengths, ranks.rank, ranks.world_size)
-    sizes = (len(examples.ids), int(lengths[:, 1].sum()), int(lengths.sum()))
-    work = Work(step + 1, examples.epoch, *sizes, rate, share, course.start_id)
-    try:
-        return work, _pack(model, store, plan, work, graphs)
-    except MemoryError:
-        return work, None  # the attempt tries again, and answers for it
-
-
-def _pack(model, store, plan, work, graphs):
-    lengths = store.lengths[work.ids]
-    parts = cut(work.ids, lengths, plan.micro_batch_tokens)
-    room = graphs.room_of(lengths) if graphs and len(parts) == 1 else None
-    return Packed(plan, room, [collate(store, p, work.start_id, "cpu", model.uses_kernels, room) for p in parts])
-
-
-@dataclass(frozen=True)
-class Attempt:
-    outcome: Outcome
-    micro_batches: int = 0
-    data_wait_seconds: float = 0.0
 
 
 def _until_voted(ranks, model, store, plan, config, work, packed, graphs):
@@ -161,7 +94,7 @@ def _until_voted(ranks, model, store, plan, config, work, packed, graphs):
     """
     events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
     while True:
-        attempt = _attempt(ranks, model, store, plan, config, work, packed, graphs)
+        attempt = attempt_gradients(ranks, model, store, plan, config, work, packed, graphs)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
         mine = attempt.outcome * ranks.world_size + ranks.rank
         worst, stop, last, first = vote(ranks, mine, stop_asked(), work.step, -work.step)
@@ -197,59 +130,21 @@ def _after_out_of_memory(ranks, store, plan, failures):
     return smaller
 
 
-def _attempt(ranks, model, store, plan, config, work, packed, graphs):
-    """Fill the flat gradients with this rank's part of the step; no collective inside."""
-    try:
-        started = time.perf_counter()
-        if packed is None or packed.plan != plan:
-            packed = _pack(model, store, plan, work, graphs)
-        waited = time.perf_counter() - started
-        _local_gradients(ranks, model, plan, config, work, packed, graphs)
-        finite = torch.isfinite(model.flat.gradients_and_loss.norm()).item()  # the step's one wait for the device
-        return Attempt(Outcome.OK if finite else Outcome.NOT_FINITE, len(packed.micro_batches), waited)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    return Attempt(Outcome.OUT_OF_MEMORY)
+def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
+    """Reduce, clip and update the weights; returns ("" or why the update was left out, the gradient's norm).
 
-
-def _local_gradients(ranks, model, plan, config, work, packed, graphs):
-    model.zero_grad()
-    model.gradient_checkpointing = plan.gradient_checkpointing
-    for index, micro_batch in enumerate(packed.micro_batches):
-        if config.dropout:
-            torch.manual_seed(_dropout_seed(config.seed, work.step, ranks.rank, index))
-        faults.fire("forward", work.step)
-        if packed.room:
-            scale = _scale(work)
-            faults.fire("backward_first", work.step)
-            graphs.gradients(micro_batch, packed.room, plan.chunk_tokens, config.z_loss, scale)
-            continue
-        loss = model(micro_batch.to(ranks.device), plan.chunk_tokens, config.z_loss) * _scale(work)
-        faults.fire("backward_first" if index == 0 else "backward", work.step)
-        loss.backward()
-        model.flat.loss.add_(loss.detach())
-    faults.fire("reduce", work.step)
-
-
-def _scale(work):
-    """What a micro-batch's loss is multiplied by: sums become the mean over the step's target tokens."""
-    return float("nan") if faults.fire("loss", work.step) else 1 / work.target_tokens
-
-
-def _dropout_seed(*numbers):
-    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
-
-
-def _commit(ranks, optimizer, flat, rate, max_grad_norm, step):
-    """Reduce, clip and update the weights; returns the gradient's norm before clipping, on the device.
-
-    A sum over ranks that is not finite though every part was leaves the weights alone: gradient and rate become 0.
+    The norm is before clipping, on the device. Above `norm_limit` weights and optimizer are left alone on all ranks. A
+    sum over ranks that is not finite though every part was leaves the weights alone: gradient and rate become 0.
     """
-    sum_over_ranks(ranks, flat.gradients_and_loss)
+    if config.exact:
+        add_in_order(ranks, attempt.shards, flat.gradients_and_loss)
+    else:
+        sum_over_ranks(ranks, flat.gradients_and_loss)
     norm = flat.gradients.norm()
-    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if max_grad_norm else torch.ones_like(norm)
+    if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
+        return f"a gradient norm above {norm_limit:.3g}, {config.spike_guard} times the median", norm
+    scale = (config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if config.max_grad_norm else torch.ones_like(norm)
     finite = torch.isfinite(norm)
-    faults.fire("optimizer", step)
-    update(optimizer, flat.gradients, torch.where(finite, rate, 0.0), torch.where(finite, scale, 0.0))
-    return norm
+    faults.fire("optimizer", work.step)
+    update(optimizer, flat.gradients, torch.where(finite, work.learn_rate, 0.0), torch.where(finite, scale, 0.0))
+    return "", norm

@@ -12,13 +12,25 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = [
-    {"config", "model.faults", "model.kernels", "model.fused", "model.weights", "model.durable", "model.json_items"},
+    {
+        "config",
+        "model.faults",
+        "model.kernels",
+        "model.fused",
+        "model.weights",
+        "model.durable",
+        "model.json_items",
+        "model.spikes",
+    },
+    {"model.preflight", "model.tokenizer_file", "model.request"},
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
-    {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots"},
+    {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots", "model.exact"},
     {"model.batches", "model.memory", "model.graphs", "model.checkpoint"},
-    {"model.step", "model.evaluate", "model.run_dir"},
+    {"model.feed", "model.evaluate", "model.run_dir"},
+    {"model.attempt"},
+    {"model.step"},
     {"model.prepare"},
-    {"bench.children", "bench.clock", "bench.corpus"},
+    {"model.doctor", "bench.fuzz_targets", "bench.children", "bench.clock", "bench.corpus"},
     {"bench.loops"},
     {"bench.report"},
     {"train_low_mem", "scripts", "bench"},
@@ -27,13 +39,12 @@ FLOORS = [
 DOORS = {
     "accelerate": {"model.ranks", "train_low_mem"},  # the story only asks for its version
     "transformers": {"model.export", "model.tokenizer", "train_low_mem", "scripts", "bench"},
-    "tokenizers": {"model.tokenizer"},
+    "tokenizers": {"model.tokenizer", "model.tokenizer_file"},
     "datasets": {"model.dataset"},
     "ujson": {
         "model.dataset",
         "model.report",
         "model.ranks",
-        "model.export",
         "model.checkpoint",
         "model.run_dir",
         "scripts",
