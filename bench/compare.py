@@ -22,7 +22,7 @@ from bench.clock import WINDOWS, Gate, Pace, StepClock
 from bench.corpus import write_corpus
 from bench.report import report
 
-GPU_PAIRS, CPU_PAIRS = 51_200, 1_920  # of the corpus
+GPU_PAIRS, CPU_PAIRS = 51_200, 960  # of the corpus
 MEGA_BATCH = 50  # batches that the trainer sorts together (get_length_grouped_indices in transformers)
 SET_UP_SECONDS = {"tiny": 150, "small": 200, "chatlm": 300}  # from the start to warm; a compiled step costs a minute
 TIMED_SECONDS = 7.5
