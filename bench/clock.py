@@ -33,7 +33,7 @@ class StepClock:
         self.device, self.pace, self.gate, self.on_start = device, pace, gate, on_start
         self.steps, self.first_step_at, self.first_step_seconds = 0, None, None
         self.marks, self.pairs, self.tokens = [], [], []
-        self.peak_bytes = 0
+        self.peak_bytes, self.cpu_seconds = 0, 0.0
         if gate:
             gate.enter()
 
@@ -55,6 +55,7 @@ class StepClock:
         if not (enough and len(self.pairs) % self.pace.cycle == 0 and len(self.pairs) >= WINDOWS):
             return False
         self._wait()
+        self.cpu_seconds = time.process_time() - self.cpu_started
         self.peak_bytes = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         return True
 
@@ -71,6 +72,8 @@ class StepClock:
             step_ms=1e3 * median(sum(times[w]) / len(times[w]) for w in windows),
             peak_gib=self.peak_bytes / 2**30,
             first_step_seconds=self.first_step_seconds,
+            tokens_per_cpu_second=sum(tokens)
+            / self.cpu_seconds,  # over all threads: what a busy machine leaves telling
             timed_steps=len(times),
         )
 
@@ -82,7 +85,7 @@ class StepClock:
             self.gate.have_alone()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self.started = time.perf_counter()
+        self.started, self.cpu_started = time.perf_counter(), time.process_time()
         self.marks.append(self._mark())
 
     def _mark(self):
