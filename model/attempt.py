@@ -18,6 +18,7 @@ class Outcome(IntEnum):
     OK = 0
     NOT_FINITE = 1
     OUT_OF_MEMORY = 2
+    TORN = 3  # an update that failed when weights may have been written
 
 
 @dataclass(frozen=True)

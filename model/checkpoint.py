@@ -4,7 +4,9 @@ Data order, learning rate and random numbers are functions of the position, so a
 state and the few values of TrainState.
 """
 
+import errno
 import hashlib
+import os
 import re
 import shutil
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,11 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from config import T5ModelConfig
 from model import faults
-from model.durable import whole_directory, write_file
+from model.durable import make_directory, remove_drafts, whole_directory, write_file
 from model.json_items import read_object
 from model.optim import STATE_FIELDS
 
 NAME = re.compile(r"step_\d{8}")
+SPARE_BYTES = 2**20  # for what stands beside the tensors
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,27 @@ class TrainState:
     num_pairs: int = 0  # of the training file
     shape: dict | None = None  # of the model
     plan: dict | None = None  # how steps are cut
+    growth: dict | None = None  # of a plan that was shrunk
     evaluated_step: int = 0  # the last step that was evaluated
     recent_norms: tuple = ()  # gradient norms that the spike guard compares with
 
     def after(self, result):
         return replace(
             self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan),
-            recent_norms=result.recent_norms,
+            growth=asdict(result.growth), recent_norms=result.recent_norms,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds beside its TrainState, as tensors that nobody changes any more."""
+
+    weights: dict
+    optimizer: dict  # by <parameter name>/<field>
+
+    @property
+    def bytes(self):
+        return sum(t.nbytes for tensors in (self.weights, self.optimizer) for t in tensors.values())
 
 
 @dataclass(frozen=True)
@@ -59,26 +75,58 @@ class Checkpoint:
     optimizer: dict
 
 
-def save_checkpoint(run_dir, state, model, optimizer, keep):
+def snapshot_of(model, optimizer):
+    """The Snapshot of what `model` and `optimizer` hold now, without a copy."""
+    names = {p: name for name, p in model.named_parameters()}
+    moments = {
+        f"{names[p]}/{field}": torch.as_tensor(value)
+        for p, fields in optimizer.state.items()
+        for field, value in fields.items()
+        if value is not None
+    }
+    return Snapshot(model.state_dict(), moments)
+
+
+def save_checkpoint(run_dir, state, snapshot, keep):
     """Write checkpoints/step_<step>/, durable before LATEST names it; of those up to this one `keep` are kept.
 
-    Returns its path. Raises OSError when the disk fails; earlier checkpoints are then as they were.
+    Returns its path. Raises OSError when the disk fails or lacks space; earlier checkpoints are then as they were.
     """
     folder = Path(run_dir) / "checkpoints"
     path = folder / f"step_{state.step:08d}"
+    make_directory(folder)
+    remove_drafts(folder)  # by processes that were killed
+    _check_space(folder, snapshot.bytes + SPARE_BYTES)
     with whole_directory(path) as draft:
-        save_file({name: t.contiguous() for name, t in model.state_dict().items()}, draft / "model.safetensors")
+        _write_tensors(snapshot.weights, draft / "model.safetensors")
         faults.fire("save", state.step)
-        save_file(_optimizer_tensors(model, optimizer), draft / "optimizer.safetensors")
+        _write_tensors(snapshot.optimizer, draft / "optimizer.safetensors")
         (draft / "state.json").write_text(ujson.dumps(asdict(state), indent=1))
         manifest = {file.name: dict(size=file.stat().st_size, sha256=_sha256(file)) for file in draft.iterdir()}
         (draft / "manifest.json").write_text(ujson.dumps(manifest, indent=1))
     write_file(folder / "LATEST", path.name.encode())
     present = checkpoint_paths(run_dir)
     kept = [p for p in present if p <= path][:keep]  # later ones are damaged: the run went back past them
-    for old in {*present, *folder.glob(".step_*.tmp")}.difference(kept):  # drafts: left by killed processes
+    for old in set(present).difference(kept):
         shutil.rmtree(old)
     return path
+
+
+def _check_space(folder, needed_bytes):
+    disk = os.statvfs(folder)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if free_bytes < needed_bytes:
+        raise OSError(
+            errno.ENOSPC, f"a checkpoint takes {needed_bytes:,} bytes and the disk has {free_bytes:,} free: make room",
+            str(folder),
+        )  # fmt: skip
+
+
+def _write_tensors(tensors, path):
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # how this library says that the disk failed
+        raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def checkpoint_paths(run_dir):
@@ -150,17 +198,6 @@ def load_optimizer(optimizer, model, tensors):
         raise ValueError("the checkpoint is of another optimizer: keep --optimizer, or start with --overwrite=True")
     numbered = {i: state[name] for i, name in enumerate(names)}
     optimizer.load_state_dict(dict(state=numbered, param_groups=optimizer.state_dict()["param_groups"]))
-
-
-def _optimizer_tensors(model, optimizer):
-    """Optimizer state by <parameter name>/<field>."""
-    names = {p: name for name, p in model.named_parameters()}
-    return {
-        f"{names[p]}/{field}": torch.as_tensor(value).contiguous()
-        for p, fields in optimizer.state.items()
-        for field, value in fields.items()
-        if value is not None
-    }
 
 
 def _sha256(path):

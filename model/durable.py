@@ -1,8 +1,10 @@
 """Directories and files that are whole or absent, whenever the machine stops."""
 
 import ctypes
+import errno
 import os
 import shutil
+import threading
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ def whole_directory(target):
     When the block fails, `target` is as it was. One process at a time may write one `target`.
     """
     target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(target.parent)
     for left in target.parent.glob(f".{target.name}.*.tmp"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
@@ -30,6 +32,14 @@ def whole_directory(target):
         fsync(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def make_directory(path):
+    """Have the directory `path`, parents included, on the disk."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for directory in missing:
+        fsync(directory.parent)
 
 
 def remove_drafts(*directories):
@@ -65,6 +75,54 @@ def write_file(path, data):
     finally:
         draft.unlink(missing_ok=True)
     fsync(path.parent)
+
+
+class AppendedFile:
+    """A file that lines are appended to; what the disk refuses waits in memory and goes with the next line.
+
+    A torn last line, left by a kill, is cut when the file is opened. Safe to use from several threads.
+    """
+
+    def __init__(self, path):
+        self._path, self._waiting, self._lock = Path(path), b"", threading.Lock()
+        self._file = self._open()
+
+    def append(self, line):
+        """Append bytes that end a line. Raises OSError when the disk refuses them for now."""
+        with self._lock:
+            self._waiting += line
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # deleted under the run
+                self._file = self._open()
+            whole_bytes = os.fstat(self._file.fileno()).st_size
+            try:
+                if self._file.write(self._waiting) < len(self._waiting):
+                    raise OSError(errno.ENOSPC, "only a part of a line found room", str(self._path))
+            except OSError:
+                os.truncate(self._file.fileno(), whole_bytes)
+                raise
+            self._waiting = b""
+
+    def close(self):
+        self._file.close()
+
+    def _open(self):
+        make_directory(self._path.parent)
+        file = open(self._path, "ab", buffering=0)
+        os.truncate(self._path, end_of_last_line(self._path))
+        return file
+
+
+def end_of_last_line(path, end=None):
+    """Where the last whole line within the first `end` bytes of a file (all) ends; reads no more than it must."""
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END) if end is None else end
+        while end > 0:
+            start = max(end - 65536, 0)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                return start + found + 1
+            end = start
+    return 0
 
 
 def fsync(path):

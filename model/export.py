@@ -34,9 +34,15 @@ def as_hugging_face(model, tokenizer):
 
 
 def export_model(model, tokenizer, directory):
-    """Write an ordinary Hugging Face directory, tokenizer included; `directory` is whole at every moment."""
+    """Write an ordinary Hugging Face directory, tokenizer included; `directory` is whole at every moment.
+
+    Raises OSError when the disk fails.
+    """
     with whole_directory(directory) as draft:
-        as_hugging_face(model, tokenizer).save_pretrained(draft)
+        try:
+            as_hugging_face(model, tokenizer).save_pretrained(draft)
+        except SafetensorError as error:  # how this library says that the disk failed
+            raise OSError(f"{directory} cannot be written: {error}") from None
         copy_tokenizer(tokenizer.directory, draft)
 
 

@@ -8,6 +8,7 @@ A fault fires `count` times (1) and is spent.
 import errno
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 
@@ -71,6 +72,8 @@ def fire(site, step):
 
 def _happen(fault):
     fault.count -= 1
+    words = f"{fault.site}:{fault.rank}:{fault.step}:{fault.kind}"
+    print(f"CHAT_FAULT {words} fires", file=sys.stderr, flush=True)
     if fault.kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault.kind])
     elif fault.kind in SLEEPS:

@@ -4,10 +4,7 @@ Collectives here are all_reduce, broadcast and all_gather only: Gloo offers no m
 """
 
 import os
-import signal
 import sys
-import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from glob import glob
@@ -18,9 +15,9 @@ import ujson
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from model.preflight import in_words, preflight
+from model.watch import DEAD_SECONDS, exchange, leave_ranks, stop_asked, unhurried, watch_ranks
 
 PATIENCE = timedelta(days=7)  # for what has no time limit
-REPEAT_SECONDS = 3.0  # signals this close together are one request: launchers forward them twice
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,22 @@ def start_ranks(backend="auto", timeout_s=600):
         dist.new_group(backend="gloo", timeout=limit) if real > 1 else None for limit in (timeout, PATIENCE)
     )
     name = dist.get_backend() if real > 1 else "none"
-    return Ranks(accelerator.process_index, real, accelerator.local_process_index, device, name, side, patient)
+    ranks = Ranks(accelerator.process_index, real, accelerator.local_process_index, device, name, side, patient)
+    if real > 1:
+        watch_ranks(_store_on_main(ranks), ranks.rank, real, timeout_s)
+    return ranks
+
+
+def _store_on_main(ranks):
+    """A small store of texts that rank 0 keeps for the ranks' signs of life; each rank's is there from the start."""
+    host, patience = os.environ["MASTER_ADDR"], timedelta(seconds=DEAD_SECONDS)
+    store = None
+    if ranks.is_main:
+        store = dist.TCPStore(host, 0, is_master=True, timeout=patience, wait_for_workers=False)
+        for rank in range(ranks.world_size):
+            store.set(str(rank), "{}")
+    port = gather_json(ranks, store.port if store else 0)[0]
+    return store or dist.TCPStore(host, port, is_master=False, timeout=patience)
 
 
 def _refuse_lone_cpu_launch():
@@ -134,22 +146,25 @@ def vote(ranks, *numbers, group=None):
     """Each number's maximum over ranks, on the CPU: what all ranks act on together."""
     votes = torch.tensor(numbers, dtype=torch.int64)
     if ranks.side is not None:
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=group or ranks.side)
+        with exchange("a vote"):
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=group or ranks.side)
     return votes.tolist()
 
 
 def sum_over_ranks(ranks, tensor):
     """Add `tensor` over all ranks, in place, on the device's backend."""
     if ranks.world_size > 1:
-        dist.all_reduce(tensor)
+        with exchange("a sum over ranks"):
+            dist.all_reduce(tensor)
     return tensor
 
 
 def broadcast(ranks, tensors, source=0):
     """Give every rank the values that `tensors` have on rank `source`, in place."""
     if ranks.world_size > 1:
-        for tensor in tensors:
-            dist.broadcast(tensor, source)
+        with exchange("a broadcast"):
+            for tensor in tensors:
+                dist.broadcast(tensor, source)
 
 
 def gather_json(ranks, value):
@@ -161,7 +176,8 @@ def gather_json(ranks, value):
     padded = torch.full((longest,), ord(" "), dtype=torch.uint8)
     padded[: len(data)] = data
     parts = [torch.empty_like(padded) for _ in range(ranks.world_size)]
-    dist.all_gather(parts, padded, group=ranks.side)
+    with exchange("a gathering of values"):
+        dist.all_gather(parts, padded, group=ranks.side)
     return [ujson.loads(bytes(part.tolist()).decode()) for part in parts]
 
 
@@ -187,7 +203,8 @@ def local_main_first(ranks, function):
     value, error = None, None
     if ranks.is_local_main:
         try:
-            value = function()
+            with unhurried("building what the other ranks wait for"):
+                value = function()
         except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as caught:
             error = caught
     endings = (None, KeyboardInterrupt, ValueError, RuntimeError)
@@ -205,48 +222,8 @@ def agree(ranks, what, value):
         raise RuntimeError(f"the ranks disagree about {what}: {values}; start them with the same options and files")
 
 
-def stop_ranks():
-    """Leave the process group."""
+def stop_ranks(failure=""):
+    """Leave the process group, well or with `failure`."""
+    leave_ranks(failure)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-# Signals. A handler only notes the request; the vote of the next step makes all ranks act on it together.
-
-_first_signal_time = None
-_saving = False
-
-
-def watch_signals():
-    """From now on INT, TERM and USR1 ask for a stop; a repeat later than REPEAT_SECONDS quits unless saving."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _on_signal)
-
-
-def _on_signal(number, _frame):
-    global _first_signal_time
-    now = time.monotonic()
-    if _first_signal_time is None:
-        _first_signal_time = now
-        print(
-            f"{signal.Signals(number).name}: stopping after this step, with a checkpoint", file=sys.stderr, flush=True
-        )
-    elif now - _first_signal_time > REPEAT_SECONDS and not _saving:
-        print(f"{signal.Signals(number).name} again: quitting without a checkpoint", file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-def stop_asked():
-    """True once a signal asked this process to stop."""
-    return _first_signal_time is not None
-
-
-@contextmanager
-def saving():
-    """While a checkpoint is written, further signals change nothing."""
-    global _saving
-    _saving = True
-    try:
-        yield
-    finally:
-        _saving = False

@@ -8,7 +8,6 @@ when it is read. Losing the terminal never ends a run.
 import contextlib
 import logging
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,8 @@ import ujson
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+from model.durable import AppendedFile
 
 LOGGER = logging.getLogger("chat_trainer")
 CONSOLE = Console(stderr=True)
@@ -31,24 +32,23 @@ class Journal:
     """The append-only journal of a run; on a path of None it writes nothing (ranks other than the main one)."""
 
     def __init__(self, path: str | Path | None):
-        self._file = None
-        if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            _cut_torn_line(Path(path))
-            self._file = open(path, "ab")
+        self._file = None if path is None else AppendedFile(path)
 
     def write(self, kind: str, **values) -> None:
         """Append one line with its `kind` and `time` (unix seconds). Non-finite floats become null.
 
-        Floats keep 9 significant digits, which is every bit of a float32. Raises OSError if the disk refuses.
+        Floats keep 9 significant digits, which is every bit of a float32. A disk that refuses is said aloud, and the
+        line goes with the next one.
         """
         if self._file is None:
             return
         record = {"kind": kind, "time": round(time.time(), 3)} | _plain(values)
         line = ujson.dumps(record, ensure_ascii=False, escape_forward_slashes=False, allow_nan=False) + "\n"
         # An undecodable byte of a file name is a lone surrogate; written with a backslash it is valid JSON.
-        self._file.write(line.encode("utf-8", "backslashreplace"))
-        self._file.flush()
+        try:
+            self._file.append(line.encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            LOGGER.error("the journal cannot be written now: %s", error)
 
     def close(self) -> None:
         if self._file is not None:
@@ -59,11 +59,6 @@ class Journal:
 
     def __exit__(self, *_):
         self.close()
-
-
-def _cut_torn_line(path: Path) -> None:
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _plain(value):

@@ -1,13 +1,18 @@
 """The run directory: whether a run may start in it, and the example ids of each step."""
 
+import contextlib
+import fcntl
 import os
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import ujson
 
 from model.checkpoint import checkpoint_paths
-from model.durable import write_file
+from model.durable import end_of_last_line, make_directory, write_file
+from model.ranks import from_main
+from model.tokenizer import copy_tokenizer
 
 
 def write_json(path, values):
@@ -17,39 +22,102 @@ def write_json(path, values):
 
 
 def admit(run_dir, keep_training, overwrite):
-    """True to go on from a checkpoint in `run_dir`, False to start afresh there.
+    """Name of the checkpoint to go on from in `run_dir`, "" to start afresh there.
 
-    `keep_training` is True, False or "auto". Raises ValueError where a start would lose work or there is nothing to
-    go on from.
+    `keep_training` is True, False or "auto". Raises ValueError where a start would lose work, there is nothing to go on
+    from, or another run is at work.
     """
-    found = checkpoint_paths(run_dir)
-    if found and keep_training:
-        return True
+    if Path(run_dir).exists():
+        _lock(run_dir).close()
+    newest = _newest_name(run_dir)
+    if newest and keep_training:
+        return newest
     if keep_training is True:
         raise ValueError(
             f"--is_keep_training=True: there is no checkpoint in {run_dir}; start without it, or type "
             "--is_keep_training=auto to go on where there is one"
         )
-    if found and not overwrite:
+    if newest and not overwrite:
         raise ValueError(
-            f"{run_dir} holds checkpoints, the newest {found[0].name}: type --is_keep_training=True to go on from it, "
+            f"{run_dir} holds checkpoints, the newest {newest}: type --is_keep_training=True to go on from it, "
             "or --overwrite=True to start afresh (the old run is moved aside)"
         )
-    if overwrite and Path(run_dir).exists():
-        os.rename(run_dir, f"{str(run_dir).rstrip('/')}.{time.strftime('%Y%m%d_%H%M%S')}.old")
-    return False
+    return ""
+
+
+@contextmanager
+def only_writer(ranks, run_dir, admitted, overwrite, tokenizer_dir):
+    """Inside, no other run may work in `run_dir`; rank 0 claims it, and the ValueError of `claim` is every rank's."""
+    held = []
+    from_main(ranks, lambda: held.append(claim(run_dir, admitted, overwrite, tokenizer_dir)))
+    try:
+        yield
+    finally:
+        for lock in held:
+            lock.close()
+
+
+def claim(run_dir, admitted, overwrite, tokenizer_dir):
+    """Make `run_dir` this run's alone, as `admit` said, with its tokenizer in it; the old run is moved aside first.
+
+    Returns an open file: other runs are kept out until it is closed or the process dies. Raises ValueError when another
+    run was faster.
+    """
+    run_dir = Path(run_dir)
+    moves = overwrite and not admitted and run_dir.exists()
+    lock = _lock(run_dir)
+    newest = _newest_name(run_dir)
+    if newest != admitted and not overwrite:
+        raise ValueError(f"another run has been at work in {run_dir} since this one started: start again")
+    if moves:
+        if Path(tokenizer_dir).resolve().is_relative_to(run_dir.resolve()):
+            raise ValueError(
+                f"--overwrite=True would move the tokenizer aside that this run reads, {tokenizer_dir}: copy it "
+                "elsewhere and name it in --tokenizer_dir"
+            )
+        lock.close()
+        os.rename(run_dir, f"{run_dir}.{time.strftime('%Y%m%d_%H%M%S')}.old")
+        lock = _lock(run_dir)
+    if not admitted:
+        copy_tokenizer(tokenizer_dir, run_dir / "tokenizer")
+    return lock
+
+
+def _newest_name(run_dir):
+    return next((path.name for path in checkpoint_paths(run_dir)), "")
+
+
+def _lock(run_dir):
+    """run.lock, open and locked; the system frees it when its holder dies. Raises ValueError if another holds it."""
+    try:
+        make_directory(Path(run_dir))
+        file = open(Path(run_dir) / "run.lock", "a+")
+    except OSError as error:
+        raise ValueError(f"{run_dir} cannot be written ({error}): name another --output_dir") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(
+            f"another run is at work in {run_dir} ({file.read().strip()}): wait for it, stop it, or name another "
+            "--output_dir"
+        ) from None
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+    return file
 
 
 def cut_sample_ids(run_dir, step):
     """Drop from the samples files what a resume at `step` is about to do again."""
     for path in Path(run_dir).glob("samples_rank*.jsonl"):
-        lines = path.read_bytes().split(b"\n")[:-1]  # a torn last line goes too
-        kept = [line for line in lines if ujson.loads(line)["step"] <= step]
-        write_file(path, b"".join(line + b"\n" for line in kept))
-
-
-def append_sample_ids(run_dir, rank, result):
-    """Write which examples (rows of the token store) this rank's part of a step was made of."""
-    line = ujson.dumps(dict(step=result.step, epoch=result.epoch, ids=result.ids))
-    with open(Path(run_dir) / f"samples_rank{rank}.jsonl", "a") as file:
-        file.write(line + "\n")
+        with open(path, "r+b") as file:
+            end = end_of_last_line(path)  # a torn last line goes too
+            while end:
+                start = end_of_last_line(path, end - 1)
+                file.seek(start)
+                if ujson.loads(file.read(end - start))["step"] <= step:
+                    break
+                end = start
+            file.truncate(end)

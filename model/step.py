@@ -14,15 +14,24 @@ from functools import partial
 import torch
 
 from model import faults
-from model.attempt import Outcome, attempt_gradients
+from model.attempt import Attempt, Outcome, attempt_gradients
 from model.batches import rooms_for
 from model.exact import add_in_order
 from model.feed import prepared
 from model.graphs import StepGraphs
-from model.memory import MemoryPlan, release_memory, shrink_plan
+from model.memory import Growth, MemoryPlan, is_out_of_memory, plan_after_out_of_memory, shrink_plan
 from model.optim import update
-from model.ranks import stop_asked, sum_over_ranks, vote
+from model.ranks import sum_over_ranks, vote
 from model.spikes import MAX_SKIPPED_STEPS, WINDOW, spike_limit, too_many_skipped
+from model.watch import stop_asked
+
+
+class TornUpdate(RuntimeError):
+    """A rank failed in the middle of an update: the newest checkpoint is the last state that all ranks share."""
+
+    def __init__(self, step, rank):
+        super().__init__(f"rank {rank} ran out of memory in the update of step {step}: going back to the checkpoint")
+        self.step, self.rank = step, rank
 
 
 @dataclass(frozen=True)
@@ -38,21 +47,27 @@ class StepResult:
     tokens: int  # of both sides, over all ranks
     micro_batches: int  # of this rank
     ids: list  # this rank's examples
-    plan: MemoryPlan  # the plan that this step fitted in
+    plan: MemoryPlan  # the next step's: what this one fitted in, or a rung more after a long calm
+    growth: Growth
     events: tuple  # what went wrong on the way, for the journal
     step_seconds: float
     data_wait_seconds: float
     skipped: bool  # its numbers were not finite twice, or its gradient a spike: the weights are as before
     recent_norms: tuple  # gradient norms of the last steps that were not skipped, under the spike guard
     stop: bool  # some rank was asked to stop
+    clock_seconds: int  # a clock that all ranks agree on
+    torn: bool  # memory ran out on this rank when weights may have been written; `confirm` tells the others
 
 
-def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0, recent_norms=()):
+def train_steps(
+    ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0, growth=None, recent_norms=()
+):  # fmt: skip
     """Yield a StepResult after each optimizer step from `pairs_seen` to the end of the course.
 
-    Raises RuntimeError when a step does not fit with the smallest plan, or too many in a row are skipped.
+    Raises NothingFits when a step does not fit with the smallest plan, TornUpdate when a rank failed while it wrote
+    weights, RuntimeError when too many steps in a row are skipped.
     """
-    flat, skipped_in_a_row = model.flat, 0
+    flat, growth, skipped_in_a_row, torn = model.flat, growth or Growth(plan), 0, False
     pairs = -(-course.global_batch // ranks.world_size)
     graphs = StepGraphs(model, rooms_for(store.lengths, pairs)) if plan.graphs else None
     with ThreadPoolExecutor(1) as thread:
@@ -64,11 +79,14 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
             waited = time.perf_counter() - started
             pairs_seen += len(work.all_ids)
             upcoming = prepare(plan, work.step, pairs_seen)
-            attempt, plan, events, stop = _until_voted(ranks, model, store, plan, config, work, packed, graphs)
+            attempt, fitted, events, stop, clock = _until_voted(
+                ranks, model, store, plan, config, work, packed, graphs, torn
+            )  # fmt: skip
+            plan, growth = growth.after_step(fitted, shrunk=fitted != plan)
             skipped, grad_norm = "numbers that were not finite twice", flat.loss
             if attempt.outcome is Outcome.OK:
                 limit = spike_limit(recent_norms, config.spike_guard)
-                skipped, grad_norm = _commit(ranks, optimizer, flat, attempt, work, config, limit)
+                skipped, grad_norm, torn = _try_commit(ranks, optimizer, flat, attempt, work, config, limit)
             if config.spike_guard and not skipped:
                 recent_norms = (*recent_norms, float(grad_norm))[-WINDOW:]
             if skipped:
@@ -81,53 +99,66 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
                 loss=torch.full_like(flat.loss, torch.nan) if skipped else flat.loss.clone(),
                 grad_norm=torch.full_like(flat.loss, torch.nan) if skipped else grad_norm,
                 learn_rate=work.learn_rate, target_tokens=work.target_tokens, tokens=work.tokens,
-                micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
-                step_seconds=time.perf_counter() - started, data_wait_seconds=waited + attempt.data_wait_seconds,
-                skipped=bool(skipped), recent_norms=tuple(recent_norms), stop=stop,
+                micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, growth=growth,
+                events=tuple(events), step_seconds=time.perf_counter() - started,
+                data_wait_seconds=waited + attempt.data_wait_seconds, skipped=bool(skipped),
+                recent_norms=tuple(recent_norms), stop=stop, clock_seconds=clock, torn=torn,
             )  # fmt: skip
 
 
-def _until_voted(ranks, model, store, plan, config, work, packed, graphs):
-    """Attempt the step until all ranks have succeeded or agreed to skip it.
+def _until_voted(ranks, model, store, plan, config, work, packed, graphs, torn):
+    """Attempt the step until all ranks have succeeded or agreed to skip it; not where the last update was `torn`.
 
-    Returns the attempt, the plan it fitted in, the journal's events, and whether some rank was asked to stop.
+    Returns the attempt, the plan it fitted in, the journal's events, whether some rank was asked to stop, and the time.
     """
     events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
     while True:
-        attempt = attempt_gradients(ranks, model, store, plan, config, work, packed, graphs)
+        attempt = Attempt(Outcome.TORN)
+        if not torn:
+            attempt = attempt_gradients(ranks, model, store, plan, config, work, packed, graphs)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
         mine = attempt.outcome * ranks.world_size + ranks.rank
-        worst, stop, last, first = vote(ranks, mine, stop_asked(), work.step, -work.step)
+        clock = int(time.monotonic())
+        worst, stop, clock, last, first = vote(ranks, mine, stop_asked(), clock, work.step, -work.step)
         if last != -first:
             raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: restart from the checkpoint")
         outcome, rank = Outcome(worst // ranks.world_size), worst % ranks.world_size
         if outcome is Outcome.OK:
-            return attempt, plan, events, bool(stop)
+            return attempt, plan, events, bool(stop), clock
+        if outcome is Outcome.TORN:
+            raise TornUpdate(work.step - 1, rank)
         failures[outcome] += 1
         if outcome is Outcome.NOT_FINITE:
             events.append(("not_finite", dict(step=work.step, rank=rank)))
             if failures[outcome] > 1:
-                return replace(attempt, outcome=outcome), plan, events, bool(stop)
+                return replace(attempt, outcome=outcome), plan, events, bool(stop), clock
             continue
         if graphs:
             graphs.clear()
-        smaller = _after_out_of_memory(ranks, store, plan, failures[outcome])
+        shrink = partial(shrink_plan, longest_tokens=2 * store.meta["source"]["max_seq_len"])
+        smaller = plan_after_out_of_memory(ranks.device, plan, failures[outcome], shrink)
         events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
         plan = smaller
 
 
-def _after_out_of_memory(ranks, store, plan, failures):
-    """The plan to try next: the same one once, the cache being free now, then smaller ones."""
-    release_memory(ranks.device)
-    if failures == 1:
-        return plan
-    smaller = shrink_plan(plan, longest_tokens=2 * store.meta["source"]["max_seq_len"])
-    if smaller is None:
-        raise RuntimeError(
-            f"out of memory with the smallest plan ({plan}): lower --max_seq_len, or free memory and go on with "
-            "--is_keep_training=True"
-        )
-    return smaller
+def confirm(ranks, result):
+    """Raise TornUpdate on every rank when the update of `result`'s step failed on any.
+
+    To be called on all ranks before weights are read elsewhere than in the next step, whose vote tells it anyway.
+    """
+    (failed,) = vote(ranks, (ranks.rank + 1) * result.torn)
+    if failed:
+        raise TornUpdate(result.step, failed - 1)
+
+
+def _try_commit(ranks, optimizer, flat, *rest):
+    """What `_commit` returns, and whether memory ran out in it, when weights may have been written."""
+    try:
+        return *_commit(ranks, optimizer, flat, *rest), False
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return "", torch.full_like(flat.loss, torch.nan), True
 
 
 def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):

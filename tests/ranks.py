@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from model import faults
+from model.watch import watch_signals
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -126,6 +127,7 @@ def _context():
 
 def _run_rank(rank, folder, env, function, args):
     os.chdir(folder)
+    watch_signals()  # as train_low_mem.py does first
     with open(f"rank{rank}.txt", "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from model import faults
 from model.batches import collate
-from model.checkpoint import TrainState, checkpoint_paths, load_newest, read_checkpoint, save_checkpoint
+from model.checkpoint import TrainState, checkpoint_paths, load_newest, read_checkpoint, save_checkpoint, snapshot_of
 from model.export import export_model
 from model.optim import make_optimizer
 from model.report import Journal
@@ -36,7 +36,9 @@ def optimizer(model, store):
 
 @pytest.fixture
 def save(tmp_path, model, optimizer):
-    return lambda step, keep=5: save_checkpoint(tmp_path, replace(STATE, step=step), model, optimizer, keep)
+    return lambda step, keep=5: save_checkpoint(
+        tmp_path, replace(STATE, step=step), snapshot_of(model, optimizer), keep
+    )
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(save, model, optimizer):
@@ -180,7 +182,7 @@ def test_what_killed_saves_left_does_not_pile_up(save, tmp_path, monkeypatch):
             save(step)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
-    assert len(os.listdir(tmp_path / "checkpoints")) == 2
+        assert len(os.listdir(tmp_path / "checkpoints")) == 1
     assert load_newest(tmp_path, pytest.fail) is None
     save(300)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["LATEST", "step_00000300"]

@@ -21,24 +21,27 @@ FLOORS = [
         "model.durable",
         "model.json_items",
         "model.spikes",
+        "model.watch",
     },
     {"model.preflight", "model.tokenizer_file", "model.request"},
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots", "model.exact"},
-    {"model.batches", "model.memory", "model.graphs", "model.checkpoint"},
-    {"model.feed", "model.evaluate", "model.run_dir"},
+    {"model.batches", "model.estimate", "model.graphs", "model.checkpoint"},
+    {"model.memory", "model.run_dir"},
+    {"model.feed", "model.evaluate", "model.saver"},
     {"model.attempt"},
     {"model.step"},
-    {"model.prepare"},
-    {"model.doctor", "bench.fuzz_targets", "bench.children", "bench.clock", "bench.corpus"},
+    {"model.rehearsal"},
+    {"model.prepare", "model.record"},
+    {"model.preview", "model.doctor", "bench.fuzz_targets", "bench.children", "bench.clock", "bench.corpus"},
     {"bench.loops"},
     {"bench.report"},
     {"train_low_mem", "scripts", "bench"},
 ]
 # A package named here comes in by these doors only.
 DOORS = {
-    "accelerate": {"model.ranks", "train_low_mem"},  # the story only asks for its version
-    "transformers": {"model.export", "model.tokenizer", "train_low_mem", "scripts", "bench"},
+    "accelerate": {"model.ranks", "model.record"},  # record only asks for its version
+    "transformers": {"model.export", "model.tokenizer", "model.record", "scripts", "bench"},
     "tokenizers": {"model.tokenizer", "model.tokenizer_file"},
     "datasets": {"model.dataset"},
     "ujson": {
@@ -47,6 +50,7 @@ DOORS = {
         "model.ranks",
         "model.checkpoint",
         "model.run_dir",
+        "model.preview",
         "scripts",
     },
     "fire": {"train_low_mem", "scripts", "bench"},

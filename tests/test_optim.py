@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.batches import collate
-from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint
+from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.optim import RMSScaledAdamW, check_adafactor_rate, learn_rate_at, make_optimizer, update
 from model.weights import FlatWeights
 from tests.parts import make_config, make_model
@@ -67,7 +67,7 @@ def test_a_saved_optimizer_goes_on_bit_for_bit(tmp_path, store, tokenizer, name,
         runs.append((model, make_optimizer(model, make_config(optimizer=name, weight_decay=0.01))))
     (model, optimizer), (other, resumed) = runs
     take_steps(model, optimizer, store, 4)
-    checkpoint = read_checkpoint(save_checkpoint(tmp_path, TrainState(step=4), model, optimizer, keep=2))
+    checkpoint = read_checkpoint(save_checkpoint(tmp_path, TrainState(step=4), snapshot_of(model, optimizer), keep=2))
     other.load_state_dict(checkpoint.tensors)
     load_optimizer(resumed, other, checkpoint.optimizer)
     take_steps(model, optimizer, store, 3)
@@ -82,7 +82,9 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path, store, tokenizer, t
     model = make_model(tokenizer.vocab_size)
     optimizer = make_optimizer(model, make_config(optimizer=then))
     take_steps(model, optimizer, store, 1)
-    tensors = read_checkpoint(save_checkpoint(tmp_path, TrainState(step=1), model, optimizer, keep=2)).optimizer
+    tensors = read_checkpoint(
+        save_checkpoint(tmp_path, TrainState(step=1), snapshot_of(model, optimizer), keep=2)
+    ).optimizer
     other = make_optimizer(model, make_config(optimizer=now))
     if now == then:
         load_optimizer(other, model, tensors)
@@ -100,7 +102,7 @@ def test_the_state_of_other_weights_is_refused(tmp_path, store, tokenizer, name)
             model.freeze_all_but_decoder()
         optimizer = make_optimizer(model, config)
         take_steps(model, optimizer, store, 1)
-        path = save_checkpoint(tmp_path / str(step), TrainState(step=1), model, optimizer, keep=2)
+        path = save_checkpoint(tmp_path / str(step), TrainState(step=1), snapshot_of(model, optimizer), keep=2)
         saved.append((model, read_checkpoint(path).optimizer))
     (whole, of_all), (frozen, of_decoder) = saved
     for model, tensors in ((whole, of_decoder), (frozen, of_all)):

@@ -1,0 +1,133 @@
+"""Does a run outlive a damaged checkpoint, a full disk, a read-only folder and one that vanishes?
+
+    python -m bench.disks
+
+Damage: each file of the newest checkpoint with a byte flipped, cut short or deleted; the older checkpoint must be used,
+aloud, and the run end as a calm one. Disk: while a run saves after each step, its disk is filled to the last byte (a
+small tmpfs of its own), its checkpoint folder is made read-only (a bind mount), or its whole directory is deleted;
+training must go on, saves that failed be journalled, what was saved before stay whole, and the run end as a calm one.
+Where mounting is not allowed, those rows say so.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from model.checkpoint import checkpoint_paths, load_newest
+from tests.tiny import furnish, journal, train, weights_hash
+from tests.trials import Disturbed, calm_hash, delete, fill, flip, mount, tell, truncate, write_section
+
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json", "LATEST")
+OPTIONS = dict(epochs=3, save_steps=1)
+DISK = "4m"
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Damaged checkpoints, full, read-only and vanished disks.")
+    parser.add_argument("--out", help="file for the JSON lines")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        home = furnish(Path(folder))
+        records = [*damage_trials(home), *disk_trials(home)]
+    for record in records:
+        tell(given.out, harness="disks", **record)
+    rows = [[r["trial"], r["said"], f"no: {r['wrong']}" if r["wrong"] else "yes"] for r in records]
+    note = "`python -m bench.disks`; held: the run went on, or again, and ended with the calm run's sha256 and ids."
+    write_section("disks", "Damaged, full, read-only and vanished disks", ["what happened", "said", "held"], rows, note)
+    return 1 if any(record["wrong"] for record in records) else 0
+
+
+def damage_trials(home, files=FILES, harms=(flip, truncate, delete)):
+    """Yield a record of each damage to each file of the newest checkpoint."""
+    calm = calm_hash(home, 1, **OPTIONS)
+    killed = train(home, 1, "forward:0:9:kill", output_dir="killed", dropout=0.1, **OPTIONS)
+    assert killed.codes == [-9], killed.text
+    for name in files:
+        for harm in harms:
+            run = Disturbed(home, f"{harm.__name__}_{name}", 1, **OPTIONS)
+            shutil.copytree(home / "killed", run.dir)
+            newest, older = checkpoint_paths(run.dir)[:2]
+            harm(run.dir / "checkpoints" / name if name == "LATEST" else newest / name)
+            problem = run.ends_calmly(calm)
+            resumed, said = journal(run.dir, "resume")[-1]["step"], (home / "rank0.txt").read_text()
+            expected = newest if name == "LATEST" else older  # nothing depends on LATEST
+            if not problem and resumed != int(expected.name.removeprefix("step_")):
+                problem = f"went on from step {resumed}, not from {expected.name}"
+            if not problem and ("is damaged" in said) != (expected is older):
+                problem = "did not say what it found"
+            said = f"went on from step {resumed}"
+            yield dict(trial=f"{name}: {harm.__name__}", said=said, wrong=problem)
+
+
+def disk_trials(home, epochs=20):
+    """Yield a record of each thing that can happen to a disk under a run, which must be long enough for it."""
+    options = OPTIONS | dict(epochs=epochs)
+    calm = calm_hash(home, 1, **options)
+    for trial, harm, mounts in (
+        ("a full disk, for a while", fill, True),
+        ("a read-only checkpoint folder, for a while", make_read_only, True),
+        ("the run directory deleted", remove, False),
+    ):
+        (home / "disk").mkdir(exist_ok=True)
+        if mounts and mount("-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", home / "disk"):
+            yield dict(trial=trial, said="not tried: mounting is not allowed here", wrong="")
+            continue
+        try:
+            yield dict(trial=trial) | disk_trial(Disturbed(home, f"disk/{trial.split()[1]}", 1, **options), harm, calm)
+        finally:
+            if mounts:
+                subprocess.run(["umount", "-R", home / "disk"], check=False, capture_output=True)
+
+
+def disk_trial(run, harm, calm):
+    """Let `harm` come to the disk of a run until it is noticed: what the run said, and what was wrong with that."""
+    processes = run.start()
+    run.wait_for("checkpoints", lambda: len(checkpoint_paths(run.dir)) == 2 and run.lines() > 10, processes)
+    heal = harm(run.dir)
+    failures = "no checkpoint of step"
+    noticed = {
+        fill: lambda: (run.home / "rank0.txt").read_text().count(failures) >= 3,
+        remove: lambda: checkpoint_paths(run.dir),
+    }
+    noticed[make_read_only] = noticed[fill]
+    run.wait_for("sign that it noticed", noticed[harm], processes)
+    whole = load_newest(run.dir, lambda text: None) is not None or harm is remove
+    alive = processes[0].exitcode is None
+    heal()
+    processes[0].join(300)
+    done = (run.home / "rank0.txt").read_text()
+    wrong = [] if alive and processes[0].exitcode == 0 else [f"exit code {processes[0].exitcode}: {done[-2000:]}"]
+    wrong += [] if whole else ["no whole checkpoint was left"]
+    failed = [line for line in journal(run.dir, "save") if "error" in line]
+    wrong += [] if failed or harm is remove else ["no save failed: nothing was tested"]
+    steps = [line["step"] for line in journal(run.dir, "train")]
+    wrong += [] if harm is remove or steps == list(range(1, len(steps) + 1)) else ["train lines are missing"]
+    if harm is remove:  # and with it the example ids of the steps before
+        wrong += [] if weights_hash(run.dir) == calm else ["sha256"]
+    elif not wrong and (problem := run.ends_calmly(calm)):
+        wrong.append(problem)
+    return dict(said=f"{len(failed)} saves failed, the last: {failed[-1]['error'][:90] if failed else '–'}",
+                wrong="; ".join(wrong))  # fmt: skip
+
+
+def make_read_only(directory):
+    folder = directory / "checkpoints"
+    for _ in range(100):  # busy while a save has files open
+        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        if not mount("-o", "remount,bind,ro", folder):
+            break
+        subprocess.run(["umount", folder], check=True)
+    return lambda: subprocess.run(["umount", folder], check=True)
+
+
+def remove(directory):
+    while directory.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+    return lambda: None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

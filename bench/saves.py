@@ -1,0 +1,114 @@
+"""What a save costs the steps beside it, and how long a resume takes at any position.
+
+    python -m bench.saves [--model small] [--processes 1] [--seconds 60] [--every 10] [--deterministic]
+    python -m bench.saves --resume
+
+The first trains for so long, saving every so many seconds, and takes for lost what the steps during saves lasted longer
+than the median step; a save a minute loses that once in 60 s. The second times a resume to its first step
+at pair 0 and at pair 10 million of a run of many epochs.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from model.checkpoint import Snapshot, checkpoint_paths, read_checkpoint, save_checkpoint
+from tests.ranks import send, wait_for
+from tests.tiny import NUM_PAIRS, furnish, journal, start, train
+from tests.trials import tell, write_section
+
+FAR_PAIRS = 10_000_000
+TIMES = 5
+
+
+def main():
+    parser = argparse.ArgumentParser(description="What saves and resumes cost.")
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--every", type=int, default=10, help="seconds between saves")
+    parser.add_argument("--pairs", type=int, default=64, help="in a step")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="time resumes instead")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        home = furnish(Path(folder))
+        if given.resume:
+            resumes(home)
+        else:
+            saves(home, given)
+
+
+def saves(home, given):
+    lines = (home / "train.jsonl").read_text() * 5000
+    (home / "many.jsonl").write_text(lines)
+    processes = start(
+        home, given.processes, output_dir="run", train_file="many.jsonl", model=given.model, epochs=10,
+        global_batch_size=given.pairs, save_steps=10**6, save_seconds=given.every, deterministic=given.deterministic,
+        log_sample_ids=False,
+    )  # fmt: skip
+    path, deadline = home / "run" / "metrics.jsonl", time.monotonic() + 300
+    while not path.exists() or b'"train"' not in path.read_bytes():
+        assert time.monotonic() < deadline and processes[0].is_alive(), (home / "rank0.txt").read_text()
+        time.sleep(0.1)
+    time.sleep(given.seconds)
+    send(processes)
+    done = wait_for(processes, home, 120)
+    assert not any(done.codes), done.text
+    tell(harness="saves", **cost_of_saves(home / "run"))
+
+
+def cost_of_saves(run_dir):
+    """Seconds that a save took from the steps beside it, and what share that is at one save a minute."""
+    times = [line["time"] for line in journal(run_dir, "train")][5:]
+    steps = list(zip(times, times[1:], strict=False))
+    saved = [line for line in journal(run_dir, "save")[:-1] if line["time"] > times[0]]  # the last one ended the run
+    spans = [(s["time"] - s["write_seconds"] - s["snapshot_seconds"], s["time"]) for s in saved]
+    beside = [any(a < end and begin < b for begin, end in spans) for a, b in steps]
+    usual = statistics.median(b - a for (a, b), busy in zip(steps, beside, strict=True) if not busy)
+    lost = sum(b - a - usual for (a, b), busy in zip(steps, beside, strict=True) if busy) / len(saved)
+    return dict(
+        saves=len(saved), checkpoint_bytes=saved[0]["bytes"], step_seconds=round(usual, 4),
+        snapshot_seconds=statistics.median(s["snapshot_seconds"] for s in saved),
+        write_seconds=statistics.median(s["write_seconds"] for s in saved),
+        lost_seconds_a_save=round(lost, 4), percent_at_one_save_a_minute=round(lost / 60 * 100, 3),
+    )  # fmt: skip
+
+
+def resumes(home):
+    """Time resumes at the first steps of a run and at one that is 10 million pairs further."""
+    options = dict(epochs=FAR_PAIRS // NUM_PAIRS + 10, save_steps=10**6, log_sample_ids=False)
+    seconds = {}
+    for name, pairs in (("near", 0), ("far", FAR_PAIRS)):
+        done = train(home, 1, "forward:0:3:term", output_dir=name, **options)
+        assert done.codes == [0], done.text
+        found = read_checkpoint(checkpoint_paths(home / name)[0])
+        state = replace(found.state, step=found.state.step + pairs // 8, pairs_seen=found.state.pairs_seen + pairs)
+        save_checkpoint(home / name, state, Snapshot(found.tensors, found.optimizer), 2)
+        seconds[name] = statistics.median(resume_seconds(home, name, state.step, options) for _ in range(TIMES))
+    ratio = seconds["far"] / seconds["near"]
+    tell(harness="resumes", near_seconds=seconds["near"], far_seconds=seconds["far"], ratio=round(ratio, 3))
+    rows = [[f"{pairs:,}", f"{seconds[name]:.2f}"] for name, pairs in (("near", 0), ("far", FAR_PAIRS))]
+    note = f"`python -m bench.saves --resume`, median of {TIMES}, from the start of a warm process to the first step."
+    write_section("resumes", "Resume time at any position", ["position in pairs", "seconds"], rows, note)
+
+
+def resume_seconds(home, name, step, options):
+    begun = time.time()
+    done = train(home, 1, f"forward:0:{step + 2}:term", output_dir=name, is_keep_training=True, **options)
+    assert done.codes == [0], done.text
+    took = next(line["time"] for line in journal(home / name, "train") if line["step"] == step + 1) - begun
+    for path in checkpoint_paths(home / name)[:-1]:
+        if int(path.name.removeprefix("step_")) > step:
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+    return took
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Does every signal, to any process, in any phase of a run, end it in time and lose nothing?
+
+    python -m bench.signals [--trials 100] [--launcher 12]
+
+Two processes. A trial sends INT, TERM or USR1, once or twice in a row, to one rank or to all in one phase; all must
+end well within 20 s, with a checkpoint of the step that both did last, or with the last durable one while nothing
+trained. Some trials signal the launcher instead, or do what scheduled stops do: INT to the group and to every
+descendant, 30 s, TERM, KILL. A run is resumed for its next trial, and must end as a calm one.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from itertools import cycle
+from pathlib import Path
+
+import psutil
+
+from tests.ranks import kill_all, launch, launcher
+from tests.tiny import furnish, words
+from tests.trials import Disturbed, calm_hash, tell, write_section
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+PHASES = ("before the first step", "tokenising", "training", "evaluation", "generation", "saving")
+TARGETS = ("rank 0", "rank 1", "every rank")
+AT_LAUNCHER = ("the launcher", "the launcher, before the first step", "scheduled stop")
+STOP_SECONDS = 20
+STEPS_AN_EPOCH, LONG_LINES = 6, 4000
+OPTIONS = dict(epochs=40, save_steps=1000, bleu_pairs=2, max_new_tokens=4)
+TRIALS_A_RUN = 8
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Signals of all kinds in all phases.")
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--launcher", type=int, default=12, help="trials among these that go to a launcher")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--out", help="file for the JSON lines")
+    given = parser.parse_args()
+    draw = random.Random(given.seed)
+    plain = [(phase, target) for phase in PHASES for target in TARGETS]
+    chosen = [next(pairs) for pairs in [cycle(plain)] for _ in range(given.trials - given.launcher)]
+    chosen += [(phase, "the launcher") for phase, _ in zip(cycle(AT_LAUNCHER), range(given.launcher), strict=False)]
+    with tempfile.TemporaryDirectory() as folder:
+        records = list(trials(furnish(Path(folder)), chosen, draw, given.out))
+    write(records)
+    return 1 if any(record["wrong"] for record in records) else 0
+
+
+def trials(home, chosen, draw, out=None):
+    """Yield a record of each (phase, target); runs follow one another, each ending as the calm one or not."""
+    (home / "long.jsonl").write_bytes((home / "train.jsonl").read_bytes() * LONG_LINES)
+    calm = calm_hash(home, 2, **OPTIONS)
+    for first in range(0, len(chosen), TRIALS_A_RUN):
+        run = Disturbed(home, f"run{first}", 2, **OPTIONS)
+        records = []
+        for number, (phase, target) in enumerate(chosen[first : first + TRIALS_A_RUN], start=first):
+            record = dict(phase=phase, target=target, signal=draw.choice(SIGNALS).name, times=draw.choice((1, 1, 2)))
+            record |= trial_at_launcher(run, record, draw) if "launcher" in target else trial(run, number, record, draw)
+            records.append(record)
+        problem = run.ends_calmly(calm)
+        for record in records:
+            record["wrong"] = record["wrong"] or (f"the run's end: {problem}" if problem else "")
+            tell(out, harness="signals", **record)
+            yield record
+
+
+def trial(run, number, record, draw):
+    """Signal ranks in one phase; what went wrong, and how long the end took."""
+    phase, lines = record["phase"], run.lines()
+    step = stop_step(run) // STEPS_AN_EPOCH * STEPS_AN_EPOCH + STEPS_AN_EPOCH  # the next epoch's last
+    site = dict(evaluation="evaluate", generation="generate", saving="save").get(phase)
+    fault = f"{site}:{'0' if site == 'save' else 'all'}:{step}:slow" if site else ""
+    processes = tokenise(run, number) if phase == "tokenising" else run.start(fault)
+    ready = {
+        "before the first step": lambda: len(list(run.home.glob("rank*.txt"))) == 2,
+        "tokenising": lambda: list(run.home.glob("model_save/tokens/.*.tmp/pairs.arrow")),
+        "training": lambda: run.lines() > lines + 1,
+        "evaluation": lambda: last_step(run) >= step,
+        "generation": lambda: last_step(run) >= step,
+        "saving": run.in_save,
+    }[phase]
+    reached = run.wait_for(phase, ready, processes)
+    time.sleep(draw.uniform(0, 0.8) if phase == "before the first step" else draw.uniform(0.05, 0.3))
+    targets = {"rank 0": processes[:1], "rank 1": processes[1:]}.get(record["target"], processes)
+    sent_at = time.monotonic()
+    for repeat in range(record["times"]):
+        time.sleep(0.5 * repeat)
+        for process in targets:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.Signals[record["signal"]])
+    for process in processes:
+        process.join(max(sent_at + STOP_SECONDS - time.monotonic(), 0))
+    seconds, codes = time.monotonic() - sent_at, [process.exitcode for process in processes]
+    kill_all(processes)
+    wrong = [] if reached else ["the phase was over"]
+    wrong += [f"exit codes {codes}"] if codes != [0, 0] else []
+    wrong += [] if phase == "tokenising" else checkpoint_problem(run)
+    if wrong:
+        wrong.append("".join(path.read_text()[-1500:] for path in sorted(run.home.glob("rank*.txt"))))
+    return dict(seconds=round(seconds, 2), wrong="; ".join(wrong))
+
+
+def tokenise(run, number):
+    """Processes of a run beside this one, whose data are not yet tokenised."""
+    beside = Disturbed(run.home, f"beside{number}", 2, **run.options)
+    return beside.start(train_file="long.jsonl", max_seq_len=33 + number)
+
+
+def last_step(run):
+    """The step of the last train line."""
+    return max((line["step"] for line in journal_lines(run) if line["kind"] == "train"), default=0)
+
+
+def stop_step(run):
+    return max((line["step"] for line in journal_lines(run) if line["kind"] == "stop"), default=0)
+
+
+def journal_lines(run):
+    path = run.dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+
+
+def checkpoint_problem(run):
+    """What is wrong with the checkpoint that a stopped run left: it must be of the step that every rank did last."""
+    samples = [path.read_text().splitlines() for path in run.dir.glob("samples_rank*.jsonl")]
+    steps = {json.loads(lines[-1])["step"] if lines else 0 for lines in samples} or {0}
+    latest = run.dir / "checkpoints" / "LATEST"
+    saved = int(latest.read_text().removeprefix("step_")) if latest.exists() else 0
+    return [] if steps == {saved} else [f"last steps {steps}, checkpoint of {saved}"]
+
+
+def trial_at_launcher(run, record, draw):
+    """Signal accelerate's or torch's launcher, or do a scheduled stop."""
+    options = run.options | dict(output_dir=run.name, is_keep_training="auto")
+    lines, name = run.lines(), draw.choice(("accelerate", "torchrun"))
+    process = launch([*launcher(name), *words(**options)], run.home)
+    deadline = time.monotonic() + 120
+    if record["phase"].endswith("before the first step"):
+        time.sleep(draw.uniform(3, 12))
+    while not record["phase"].endswith("before the first step") and run.lines() < lines + 2:
+        assert time.monotonic() < deadline and process.poll() is None, (run.home / "launch.txt").read_text()
+        time.sleep(0.01)
+    family = psutil.Process(process.pid).children(recursive=True)
+    sent_at = time.monotonic()
+    if record["phase"] == "scheduled stop":
+        record["signal"] = "SIGINT"
+        os.killpg(process.pid, signal.SIGINT)
+        for child in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGINT)
+    else:
+        for repeat in range(record["times"]):
+            time.sleep(0.5 * repeat)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.Signals[record["signal"]])
+    _, alive = psutil.wait_procs(family, STOP_SECONDS)
+    seconds = time.monotonic() - sent_at
+    for number in (signal.SIGTERM, signal.SIGKILL) if alive else ():  # what a scheduled stop would do after 30 s
+        for child in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wrong = [f"{len(alive)} processes lived on"] if alive else []
+    wrong += checkpoint_problem(run)
+    if wrong:
+        wrong.append((run.home / "launch.txt").read_text()[-3000:])
+    return dict(launcher=name, seconds=round(seconds, 2), wrong="; ".join(wrong))
+
+
+def write(records):
+    groups = Counter((record["phase"], record["target"]) for record in records)
+    rows = []
+    for (phase, target), count in groups.items():
+        mine = [record for record in records if (record["phase"], record["target"]) == (phase, target)]
+        kept = sum(not record["wrong"] for record in mine)
+        rows.append([phase, target, count, kept, f"{max(record['seconds'] for record in mine):.1f}"])
+    kept = sum(not record["wrong"] for record in records)
+    rows.append(["all", "all", len(records), kept, f"{max(record['seconds'] for record in records):.1f}"])
+    header = ["phase", "sent to", "trials", "kept", "worst s to end"]
+    note = f"`python -m bench.signals {' '.join(sys.argv[1:])}` on two processes."
+    write_section("signals", "INT, TERM and USR1, once or twice in a row", header, rows, note)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

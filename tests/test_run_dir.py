@@ -1,0 +1,120 @@
+import os
+import time
+from pathlib import Path
+
+import pytest
+import ujson
+
+from model.checkpoint import checkpoint_paths
+from model.run_dir import admit, claim, cut_sample_ids, only_writer
+from tests.parts import ALONE
+from tests.ranks import kill_all, wait_for
+from tests.tiny import furnish, journal, start, train
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return furnish(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture
+def old_run(tmp_path, tokenizer):
+    """A run directory with one (empty) checkpoint, and the tokenizer that it was made with."""
+    claim(tmp_path / "run", "", False, tokenizer.directory).close()
+    (tmp_path / "run" / "checkpoints" / "step_00000007").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+def test_a_second_run_in_a_directory_is_refused_and_the_lock_dies_with_its_holder(old_run, tokenizer):
+    if (child := os.fork()) == 0:
+        held = claim(old_run, "step_00000007", False, tokenizer.directory)  # noqa: F841  the lock lives as long as it
+        (old_run / "claimed").touch()
+        time.sleep(60)
+        os._exit(0)
+    deadline = time.monotonic() + 10
+    while not (old_run / "claimed").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    try:
+        for refused in (
+            lambda: admit(old_run, True, False),
+            lambda: admit(old_run, False, True),
+            lambda: claim(old_run, "step_00000007", False, tokenizer.directory),
+        ):
+            with pytest.raises(ValueError, match=rf"another run is at work in .*run \(process {child} on .*output_dir"):
+                refused()
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert admit(old_run, True, False) == "step_00000007"
+    claim(old_run, "step_00000007", False, tokenizer.directory).close()
+
+
+def test_a_run_that_another_overtook_while_it_prepared_is_refused(old_run, tokenizer):
+    admitted = admit(old_run, True, False)
+    (old_run / "checkpoints" / "step_00000008").mkdir()
+    with pytest.raises(ValueError, match="another run has been at work"):
+        claim(old_run, admitted, False, tokenizer.directory)
+
+
+def test_a_run_has_its_directory_alone_until_it_ends(tmp_path, tokenizer):
+    with only_writer(ALONE, tmp_path / "run", "", False, tokenizer.directory):
+        with pytest.raises(ValueError, match="another run is at work"):
+            claim(tmp_path / "run", "", False, tokenizer.directory)
+    claim(tmp_path / "run", "", False, tokenizer.directory).close()
+
+
+def test_overwrite_moves_the_old_run_aside_and_leaves_a_tokenizer(old_run, tokenizer):
+    assert admit(old_run, False, True) == ""
+    assert checkpoint_paths(old_run), "admitting moves nothing"
+    claim(old_run, "", True, tokenizer.directory).close()
+    (aside,) = old_run.parent.glob("run.*.old")
+    assert checkpoint_paths(aside) and not checkpoint_paths(old_run)
+    assert (old_run / "tokenizer" / "tokenizer.json").exists()
+
+
+def test_overwrite_does_not_move_the_tokenizer_away_that_the_run_reads(old_run):
+    with pytest.raises(ValueError, match="would move the tokenizer aside.*copy it elsewhere"):
+        claim(old_run, "", True, old_run / "tokenizer")
+    assert checkpoint_paths(old_run)
+
+
+@pytest.mark.parametrize("mistake", [dict(train_file="nowhere.jsonl"), dict(tokenizer_dir="nowhere")])
+def test_overwrite_with_data_or_a_tokenizer_that_cannot_be_read_leaves_the_old_run_where_it_is(home, mistake):
+    if not (home / "kept").exists():
+        assert train(home, output_dir="kept", epochs=1).codes == [0]
+    before = sorted((home / "kept").rglob("*"))
+    done = train(home, output_dir="kept", overwrite=True, **mistake)
+    assert done.codes == [2], done.text
+    assert sorted((home / "kept").rglob("*")) == before
+    assert not list(home.glob("kept.*.old"))
+
+
+def test_two_runs_that_start_in_one_directory_at_the_same_time_do_not_mix(home):
+    first = start(home, fault="forward:0:3:slow", output_dir="both", epochs=1)
+    second = start(home, fault="forward:0:3:slow", output_dir="both", epochs=1)
+    for process in (*first, *second):
+        process.join(60)
+    codes = sorted(process.exitcode for process in (*first, *second))
+    kill_all([*first, *second])
+    assert codes == [0, 2]
+    assert len(journal(home / "both", "start")) == 1
+    assert [line["step"] for line in journal(home / "both", "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused_in_words(home):
+    (home / "file").touch()
+    (process,) = start(home, output_dir="file/run")
+    done = wait_for([process], home)
+    assert done.codes == [2], done.text
+    assert "file/run cannot be written" in done.text and "Traceback" not in done.text
+
+
+def test_sample_ids_are_cut_back_to_a_step_and_a_torn_line_goes(tmp_path):
+    path = Path(tmp_path / "samples_rank0.jsonl")
+    lines = [ujson.dumps(dict(step=step, ids=list(range(9000)))) for step in range(1, 8)]
+    whole = "".join(line + "\n" for line in lines)
+    for step, kept in ((7, 7), (4, 4), (0, 0)):
+        path.write_text(whole + '{"step": 8, "ids": [')
+        cut_sample_ids(tmp_path, step)
+        assert path.read_text() == "".join(line + "\n" for line in lines[:kept])

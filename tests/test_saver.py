@@ -1,0 +1,148 @@
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from model import checkpoint, faults
+from model.batches import collate
+from model.checkpoint import TrainState, checkpoint_paths, read_checkpoint
+from model.optim import make_optimizer
+from model.ranks import start_ranks, stop_ranks
+from model.report import Journal, read_journal
+from model.saver import Saver, check_equal_weights, checksum
+from tests.parts import ALONE, PLAN, make_config, make_model
+from tests.ranks import run_ranks
+
+STATE = TrainState(step=5, plan=asdict(PLAN))
+
+
+@pytest.fixture
+def optimizer(model, store):
+    """An optimizer after one real step."""
+    optimizer = make_optimizer(model, make_config())
+    model(collate(store, [0, 1], 0, "cpu")).backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.fixture
+def journal(tmp_path):
+    with Journal(tmp_path / "metrics.jsonl") as journal:
+        yield journal
+
+
+@pytest.fixture
+def saver(tmp_path, journal):
+    with Saver(ALONE, tmp_path, 2, journal) as saver:
+        yield saver
+
+
+def lines(tmp_path):
+    return [line for line in read_journal(tmp_path / "metrics.jsonl") if line["kind"] == "save"]
+
+
+def hold(monkeypatch):
+    """Let no save go on until the event is set."""
+    go = threading.Event()
+    monkeypatch.setattr(faults, "fire", lambda site, step: go.wait(20) and False)
+    return go
+
+
+def test_what_is_written_is_what_the_weights_were_however_they_change_meanwhile(
+    tmp_path, saver, model, optimizer, monkeypatch
+):
+    go = hold(monkeypatch)
+    weights = {name: t.clone() for name, t in model.state_dict().items()}
+    moments = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
+    saver.save(STATE, model, optimizer)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+            optimizer.state[p]["exp_avg"].add_(1)
+    assert not checkpoint_paths(tmp_path), "the save is still held: training went on before it was written"
+    go.set()
+    saver.join()
+    read = read_checkpoint(tmp_path / "checkpoints" / "step_00000005")
+    assert all(torch.equal(read.tensors[name], weights[name]) for name in weights)
+    assert all(torch.equal(read.optimizer[f"{name}/exp_avg"], moments[name]) for name in moments)
+
+
+def test_a_newer_save_waits_for_the_older(tmp_path, saver, model, optimizer, monkeypatch):
+    go = hold(monkeypatch)
+    saver.save(STATE, model, optimizer)
+    threading.Timer(0.3, go.set).start()
+    started = time.monotonic()
+    saver.save(replace(STATE, step=6), model, optimizer)
+    assert time.monotonic() - started >= 0.25
+    saver.join()
+    assert [line["step"] for line in lines(tmp_path)] == [5, 6]
+
+
+def test_the_journal_tells_how_long_the_snapshot_and_the_write_took(tmp_path, saver, model, optimizer):
+    saver.save(STATE, model, optimizer)
+    saver.join()
+    (line,) = lines(tmp_path)
+    assert line["path"].endswith("step_00000005") and line["bytes"] > 3 * sum(p.nbytes for p in model.parameters())
+    assert 0 < line["snapshot_seconds"] < line["write_seconds"]
+
+
+@pytest.mark.parametrize("kind", ["enospc", "eio", "oom", "cpu"])
+def test_a_save_that_fails_is_said_journalled_and_tried_again(
+    tmp_path, saver, model, optimizer, monkeypatch, caplog, kind
+):
+    saver.save(STATE, model, optimizer)
+    monkeypatch.setattr(faults, "_faults", faults.parse_faults(f"save:0:6:{kind}"))
+    saver.save(replace(STATE, step=6), model, optimizer)
+    saver.join()
+    assert "injected" in saver.failure
+    assert "no checkpoint of step 6" in caplog.text
+    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000005"]
+    saver.save(replace(STATE, step=7), model, optimizer)
+    saver.join()
+    assert saver.failure == ""
+    assert [("error" in line, line["step"]) for line in lines(tmp_path)] == [(False, 5), (True, 6), (False, 7)]
+    assert read_checkpoint(checkpoint_paths(tmp_path)[0]).state.step == 7
+
+
+def test_space_is_computed_before_anything_is_written(tmp_path, saver, model, optimizer, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SPARE_BYTES", 2**62)
+    saver.save(STATE, model, optimizer)
+    saver.join()
+    assert "bytes and the disk has" in saver.failure and "make room" in saver.failure
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_one_changed_bit_of_one_weight_changes_the_checksum(model):
+    before = checksum(model)
+    bits = model.shared.weight.detach().view(torch.int32)
+    for bit in (0, 17, 31):
+        bits[3, 5] ^= 1 << bit if bit < 31 else -(1 << 31)
+        assert checksum(model) != before
+        bits[3, 5] ^= 1 << bit if bit < 31 else -(1 << 31)
+    assert checksum(model) == before
+    check_equal_weights(ALONE, model, 1)
+
+
+def weights_that_differ():
+    ranks = start_ranks("gloo", 60)
+    model = make_model(100)
+    check_equal_weights(ranks, model, 6)
+    if ranks.rank == 1:
+        with torch.no_grad():
+            model.shared.weight[0, 0] += 1e-6
+    try:
+        check_equal_weights(ranks, model, 7)
+    except RuntimeError as error:
+        print(error)
+        return 5
+    finally:
+        stop_ranks()
+
+
+def test_weights_that_differ_between_ranks_end_the_run_and_name_the_odd_one(tmp_path):
+    done = run_ranks(3, weights_that_differ, folder=tmp_path)
+    assert done.codes == [5, 5, 5], done.text
+    assert done.text.count("the weights differ between ranks after step 7") == 3
+    assert "suspect: ranks [1]" in done.text

@@ -1,0 +1,134 @@
+"""Signals and other ranks, as the thread beside the work sees them: real processes, since only they hang and die."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model import watch
+from model.ranks import gather_json, start_ranks, stop_ranks, vote
+from model.watch import SIGNALS, stop_asked, training_begins
+from tests.ranks import fork_ranks, run_ranks, send, wait_for
+
+TIMEOUT_S = 5
+
+
+def hang(rank, dead_seconds=watch.DEAD_SECONDS, kill=False):
+    """Ranks of which one never comes to the vote, or is killed while the others are busy with something else."""
+    watch.DEAD_SECONDS = dead_seconds
+    ranks = start_ranks("gloo", TIMEOUT_S)
+    vote(ranks, 0)
+    if ranks.rank == rank:
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sit_and_think(60)
+    elif kill:
+        time.sleep(60)
+    vote(ranks, 0)
+    return 0
+
+
+def sit_and_think(seconds):
+    time.sleep(seconds)
+
+
+def test_a_rank_that_hangs_ends_all_in_time_is_named_and_every_stack_is_shown(tmp_path):
+    rank = 0  # which keeps the store that the ranks hear of each other by
+    started = time.monotonic()
+    done = run_ranks(3, hang, rank, folder=tmp_path, seconds=40)
+    assert done.codes == [1, 1, 1], done.text
+    assert time.monotonic() - started < TIMEOUT_S + 15, "the start of three processes included"
+    for other in range(3):
+        text = (tmp_path / f"rank{other}.txt").read_text()
+        assert f"rank {rank} hangs: silent for" in text and "outside any exchange" in text
+        assert ("sit_and_think" in text) == (other == rank), "the stack tells where it hangs"
+        assert "Thread 0x" in text
+
+
+def test_a_rank_that_dies_while_the_others_are_busy_ends_them(tmp_path):
+    done = run_ranks(3, hang, 1, 3.0, True, folder=tmp_path, seconds=30)
+    assert done.codes == [1, -9, 1], done.text
+    assert "rank 1 has died: no sign of life for 3 s" in done.text
+
+
+def hold_the_lock_of_the_interpreter():
+    """Rank 1 sits in a call that lets no other thread of its process run."""
+    ranks = start_ranks("gloo", TIMEOUT_S)
+    vote(ranks, 0)
+    if ranks.rank == 1:
+        sys.setswitchinterval(1000)
+        while True:
+            pass
+    vote(ranks, 0)
+
+
+def test_a_rank_that_lets_no_thread_run_is_named_and_ends(tmp_path):
+    done = run_ranks(2, hold_the_lock_of_the_interpreter, folder=tmp_path, seconds=40)
+    assert done.codes == [1, 1], done.text
+    assert "rank 1 hangs" in (tmp_path / "rank0.txt").read_text()
+    assert "hold_the_lock_of_the_interpreter" in (tmp_path / "rank1.txt").read_text()
+
+
+def wait_long():
+    ranks = start_ranks("gloo", TIMEOUT_S)
+    if ranks.rank == 1:
+        for _ in range(20):
+            time.sleep(0.25)
+            stop_asked()
+    vote(ranks, 0, group=ranks.patient)
+    stop_ranks()
+    return 0
+
+
+def test_a_rank_that_keeps_the_others_waiting_but_lives_is_waited_for(tmp_path):
+    done = run_ranks(2, wait_long, folder=tmp_path, seconds=40)
+    assert done.codes == [0, 0], done.text
+
+
+def wait_for_stop():
+    ranks = start_ranks("gloo", 60)
+    gather_json(ranks, "ready")
+    print("ready", flush=True)
+    training_begins()
+    if ranks.rank == 0:  # inside a library's call, where Python runs no handler
+        dist.all_reduce(torch.zeros(1), group=ranks.side)
+    else:
+        while not stop_asked():
+            time.sleep(0.01)
+        dist.all_reduce(torch.zeros(1), group=ranks.side)
+    return 0 if stop_asked() else 3
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_to_a_rank_that_waits_in_a_library_s_call_reaches_the_others(tmp_path, number):
+    processes = fork_ranks(2, wait_for_stop, folder=tmp_path)
+    paths = [tmp_path / f"rank{rank}.txt" for rank in range(2)]
+    deadline = time.monotonic() + 30
+    while not all(path.exists() and "ready" in path.read_text() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    send(processes[:1], number)
+    done = wait_for(processes, tmp_path, 10)
+    assert done.codes == [0, 0], done.text
+
+
+def test_the_first_sign_of_a_stop_before_training_ends_a_process_that_does_nothing_about_it(tmp_path):
+    (process,) = fork_ranks(1, sit, folder=tmp_path)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "rank0.txt").exists() or "sits" not in (tmp_path / "rank0.txt").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    send([process], signal.SIGTERM)
+    done = wait_for([process], tmp_path, 10)
+    assert done.codes == [0]
+    assert "SIGTERM: stopping before the first step" in done.text
+
+
+def sit():
+    watch.GRACE_SECONDS = 1.0
+    print("sits", flush=True)
+    sit_and_think(60)

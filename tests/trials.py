@@ -1,0 +1,138 @@
+"""What the fault harnesses share: a run that is disturbed and resumed, its comparison with a calm one, and the report.
+
+Each harness prints a JSON line a trial and puts its table between its own marks in docs/faults.md.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from tests.ranks import ROOT
+from tests.tiny import NUM_PAIRS, ids_by_epoch, start, train, wait_for, weights_hash
+
+FAULTS_PAGE = ROOT / "docs" / "faults.md"
+NEWS = b'"kind":"train"'
+
+
+class Disturbed:
+    """A tiny run in `home` that is disturbed again and again, and must end as a calm one does."""
+
+    def __init__(self, home, name, world, **options):
+        self.home, self.name, self.world = home, name, world
+        self.options = dict(dropout=0.1) | options
+        self.dir = home / name
+
+    def start(self, fault="", **changes):
+        """Processes of the run, going on where there is a checkpoint."""
+        for path in self.home.glob("rank*.txt"):
+            path.unlink()
+        return start(
+            self.home, self.world, fault, output_dir=self.name, is_keep_training="auto", **self.options | changes
+        )  # fmt: skip
+
+    def lines(self):
+        """Train lines that the run has written, those since undone included."""
+        path = self.dir / "metrics.jsonl"
+        return path.read_bytes().count(NEWS) if path.exists() else 0
+
+    def wait_for(self, what, ready, processes, seconds=60):
+        """True as soon as `ready()`, False when a process ended before; raises TimeoutError."""
+        deadline = time.monotonic() + seconds
+        while not ready():
+            if any(process.exitcode is not None for process in processes):
+                return False
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.dir}: no {what} in {seconds} s")
+            time.sleep(0.002)
+        return True
+
+    def in_save(self):
+        """True while a checkpoint is half written, also after the writer was killed."""
+        return bool(list(self.dir.glob("checkpoints/.step_*.tmp")))
+
+    def ends_calmly(self, calm_hash):
+        """Let the run finish; what was wrong with its end, by name of the check."""
+        done = wait_for(self.start(), self.home, 600)
+        checks = dict(exit_codes=done.codes == [0] * self.world)
+        checks["sha256"] = checks["exit_codes"] and weights_hash(self.dir) == calm_hash
+        expected = {e: list(range(NUM_PAIRS)) for e in range(1, self.options["epochs"] + 1)}
+        checks["ids_once"] = ids_by_epoch(self.dir) == expected
+        checks["no_litter"] = not list(self.dir.rglob("*.tmp"))
+        wrong = [name for name, right in checks.items() if not right]
+        return f"{', '.join(wrong)}\n{done.text[-2000:]}" if wrong else ""
+
+
+def calm_hash(home, world, **options):
+    """sha256 of the weights of the run of these options that nothing disturbs."""
+    return _calm_hash(home, world, tuple(sorted((dict(dropout=0.1) | options).items())))
+
+
+@functools.cache
+def _calm_hash(home, world, options):
+    name = f"calm{world}_{abs(hash(options)) % 10**8}"
+    done = train(home, world, output_dir=name, seconds=3600, **dict(options))
+    assert done.codes == [0] * world, done.text
+    return weights_hash(home / name)
+
+
+def tell(file=None, **values):
+    """Print one trial as a JSON line, and append it to `file`."""
+    line = json.dumps(values)
+    print(line, flush=True)
+    if file:
+        with open(file, "a") as out:
+            out.write(line + "\n")
+
+
+def hardware():
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"CPU, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f} at the end, torch {torch.__version__}"
+
+
+def write_section(name, title, header, rows, note="", path=FAULTS_PAGE):
+    """Put a table between the marks of `name` in docs/faults.md, in place of the one that was there."""
+    cells = [header, ["---"] * len(header), *rows]
+    table = "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells)
+    when = time.strftime("%Y-%m-%d")
+    section = f"<!-- {name} -->\n## {title}\n\n{when}, {hardware()}. {note}\n\n{table}\n<!-- /{name} -->\n"
+    text = Path(path).read_text() if Path(path).exists() else "# Faults\n\n"
+    before, mark, rest = text.partition(f"<!-- {name} -->\n")
+    after = rest.partition(f"<!-- /{name} -->\n")[2] if mark else ""
+    Path(path).write_text(before + ("" if mark or before.endswith("\n\n") else "\n") + section + after)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def delete(path):
+    path.unlink()
+
+
+def fill(directory):
+    """Leave the disk of `directory` without a free byte; returns what undoes it."""
+    ballast = directory.parent / "ballast"
+    with open(ballast, "wb", buffering=0) as file:
+        try:
+            while file.write(b"\0" * 4096):
+                pass
+        except OSError:
+            pass
+    return ballast.unlink
+
+
+def mount(*words):
+    """Run mount(8); its exit code is not 0 where mounting is not allowed."""
+    return subprocess.run(["mount", *map(str, words)], check=False, capture_output=True).returncode
