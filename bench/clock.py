@@ -34,8 +34,7 @@ class StepClock:
         self.steps, self.first_step_at, self.first_step_seconds = 0, None, None
         self.marks, self.pairs, self.tokens = [], [], []
         self.peak_bytes, self.cpu_seconds = 0, 0.0
-        if gate:
-            gate.enter()
+        self.waited_seconds = gate.enter() if gate else 0.0
 
     def tick(self, pairs, tokens):
         """One step is done: `pairs` and real `tokens` (number or tensor) of it; True when enough is measured."""
@@ -43,7 +42,8 @@ class StepClock:
         if self.steps == 1:
             self._wait()
             self.first_step_at = time.time()
-            self.first_step_seconds = self.first_step_at - float(os.environ.get("STARTED_AT", self.first_step_at))
+            started_at = float(os.environ.get("STARTED_AT", self.first_step_at))
+            self.first_step_seconds = self.first_step_at - started_at - self.waited_seconds
         if not self.marks:
             if self.steps >= self.pace.warm_steps and time.time() - self.first_step_at >= self.pace.warm_seconds:
                 self._start()
@@ -104,13 +104,19 @@ class StepClock:
 
 
 class Gate:
-    """Keeps a GPU quiet while one process is timed: many may be set up on it together, only one has it alone."""
+    """Keeps a GPU quiet while one process is timed: many may be set up on it together, only one has it alone.
 
-    def __init__(self, path):
-        self.file = open(Path(path), "w")
+    `alone`: be set up alone too, as a run is whose plan reads the GPU's free memory.
+    """
+
+    def __init__(self, path, alone=False):
+        self.file, self.alone = open(Path(path), "w"), alone
 
     def enter(self):
-        fcntl.flock(self.file, fcntl.LOCK_SH)
+        """Wait until the GPU may be used; returns the seconds that took."""
+        began = time.time()
+        fcntl.flock(self.file, fcntl.LOCK_EX if self.alone else fcntl.LOCK_SH)
+        return time.time() - began
 
     def have_alone(self):
         fcntl.flock(self.file, fcntl.LOCK_EX)
