@@ -79,6 +79,7 @@ class TrainConfig:
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
     gradient_checkpointing: str = "auto"  # auto (where the plan needs it), True, False
+    compile: str = "auto"  # record a step as CUDA graphs: auto (on GPUs, where this run repays it), True, False
     micro_batch_tokens: int = 0  # tokens of both sides in one forward; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: what is free
     deterministic: bool = False  # the same bits from the same run on the same hardware
@@ -112,6 +113,7 @@ CHOICES = dict(
     lr_schedule=("cosine", "wsd"),
     mixed_precision=("auto", "bf16", "no"),
     gradient_checkpointing=("auto", "True", "False"),
+    compile=("auto", "True", "False"),
     trainable=("all", "decoder"),
     backend=("auto", "nccl", "gloo"),
 )

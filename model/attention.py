@@ -11,12 +11,13 @@ Letters: N tokens, B examples of one block, H heads, K head width, T queries, S 
 import functools
 import math
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from model.weights import has_triton
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Side:
     padded_rows: torch.Tensor  # (padded tokens,) row of the packed tokens; padding repeats its example's first row
     packed_rows: torch.Tensor  # (N,) row of the padded tokens
 
+    def to(self, device):
+        return Side(self.padded_rows.to(device), self.packed_rows.to(device))
+
 
 @dataclass(frozen=True)
 class Block:
@@ -33,6 +37,9 @@ class Block:
 
     shape: tuple[int, int, int]  # B, T, S
     key_is_pad: torch.Tensor  # (B, 1, 1, S)
+
+    def to(self, device):
+        return Block(self.shape, self.key_is_pad.to(device))
 
 
 @dataclass(frozen=True)
@@ -43,23 +50,26 @@ class Layout:
     queries: Side
     keys: Side
 
+    def to(self, device):
+        return Layout(tuple(block.to(device) for block in self.blocks), self.queries.to(device), self.keys.to(device))
+
     @property
     def longest(self):
         return max(max(block.shape[1:]) for block in self.blocks)
 
 
-def has_kernels(device, dtype, head_width, dropout):
-    """True where the kernels can stand in for the plain twin: bf16 on a GPU; they have no dropout."""
-    fits = device.type == "cuda" and dtype == torch.bfloat16 and head_width in (16, 32, 64, 128) and not dropout
-    return fits and find_spec("triton") is not None
+def has_kernels(device, dtype, head_width):
+    """True where the kernels can stand in for the plain twin: bf16 on a GPU."""
+    return device.type == "cuda" and dtype == torch.bfloat16 and head_width in (16, 32, 64, 128) and has_triton()
 
 
 def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):
     """Layout of packed examples, for the kernels or for the plain twin; lengths are in tokens, in the packed order."""
     if kernels:
-        from model.kernels import packed_layout  # a CPU build of torch comes without Triton
+        from model.kernels import PackedLayout, packed_tiles  # a CPU build of torch comes without Triton
 
-        return packed_layout(np.asarray(query_lengths), np.asarray(key_lengths), device)
+        tiles = packed_tiles(np.asarray(query_lengths), np.asarray(key_lengths))
+        return PackedLayout(*map(torch.from_numpy, tiles)).to(device)
     lengths = np.stack([query_lengths, key_lengths])
     padded = _round_up(lengths)
     order = np.lexsort(padded)
@@ -68,12 +78,11 @@ def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):
     for start, end in pairwise([0, *edges, len(order)]):
         num_queries, num_keys = padded[:, order[start]].tolist()
         key_is_pad = np.arange(num_keys) >= lengths[1, order[start:end], None]
-        mask = torch.from_numpy(key_is_pad[:, None, None]).to(device)
-        blocks.append(Block((int(end - start), num_queries, num_keys), mask))
-    return Layout(tuple(blocks), *(_side(lengths[i], padded[i], order, device) for i in (0, 1)))
+        blocks.append(Block((int(end - start), num_queries, num_keys), torch.from_numpy(key_is_pad[:, None, None])))
+    return Layout(tuple(blocks), *(_side(lengths[i], padded[i], order) for i in (0, 1))).to(device)
 
 
-def _side(lengths, padded, order, device):
+def _side(lengths, padded, order):
     starts = (np.cumsum(lengths) - lengths)[order]
     ends = np.cumsum(padded[order])
     offsets = np.arange(ends[-1]) - np.repeat(ends - padded[order], padded[order])
@@ -81,7 +90,7 @@ def _side(lengths, padded, order, device):
     padded_rows = np.repeat(starts, padded[order]) + np.where(is_pad, 0, offsets)
     packed_rows = np.empty(lengths.sum(), np.int64)
     packed_rows[padded_rows[~is_pad]] = np.flatnonzero(~is_pad)
-    return Side(*(torch.from_numpy(rows).to(device) for rows in (padded_rows, packed_rows)))
+    return Side(torch.from_numpy(padded_rows), torch.from_numpy(packed_rows))
 
 
 def _round_up(lengths):
@@ -125,13 +134,16 @@ class ScoreBias:
     blocks: tuple = ()  # plain twin: (B or 1, H or 1, T, S) for each block, -inf where a query must not look
     weight: torch.Tensor | None = None  # kernels: T5's table (buckets, H)
     buckets: torch.Tensor | None = None  # kernels: the bucket of each distance from -max_distance to max_distance
+    table: torch.Tensor | None = None  # kernels: the bias (H, distances), read from `weight`
 
 
 def score_bias(layout, weight=None, max_distance=128, causal=False, dtype=torch.float32):
     """ScoreBias of one stack from T5's learned table `weight` (buckets, H); without one only masks."""
     if not isinstance(layout, Layout):
-        buckets = None if weight is None else _distance_buckets(len(weight), max_distance, not causal, weight.device)
-        return ScoreBias(causal, weight=weight, buckets=buckets)
+        if weight is None:
+            return ScoreBias(causal)
+        buckets = _distance_buckets(len(weight), max_distance, not causal, weight.device)
+        return ScoreBias(causal, (), weight, buckets, weight.detach().float()[buckets].T.contiguous())
     bias = None
     if weight is not None:
         bias = relative_position_bias(weight, layout.longest, max_distance, bidirectional=not causal)
@@ -155,16 +167,18 @@ def _block_bias(block, position_bias, causal, dtype):
     return torch.where(hidden, -math.inf, position_bias[:, :num_queries, :num_keys].to(dtype))
 
 
-def attend(q, k, v, layout, bias, num_heads, dropout=0.0):
-    """softmax(q k^T + bias) v for each example of `layout`; q, k, v and the result are (N, H*K).
+def attend(qkv, layout, bias, num_heads):
+    """softmax(q k^T + bias) v for each example of `layout`, (N, H*K).
 
-    Scores are not scaled: T5 folds 1/sqrt(K) into the initial weights of q
+    `qkv`: the tensors whose columns, side by side, are those of q, k and v: one (N, 3*H*K), two (cross-attention) or
+    three. Scores are not scaled: T5 folds 1/sqrt(K) into the initial weights of q
     (Raffel et al. 2020; mesh_tensorflow/transformer/attention.py).
     """
     if not isinstance(layout, Layout):
         from model.kernels import packed_attention  # a CPU build of torch comes without Triton
 
-        return packed_attention(q, k, v, layout, bias.weight, bias.buckets, bias.causal, num_heads)
+        return packed_attention(qkv, layout, bias.weight, bias.buckets, bias.table, bias.causal, num_heads)
+    q, k, v = columns(qkv)
     q_blocks = _Pad.apply(q, layout.queries).split([b * t for b, t, _ in (block.shape for block in layout.blocks)])
     k_blocks, v_blocks = (
         _Pad.apply(x, layout.keys).split([b * s for b, _, s in (block.shape for block in layout.blocks)])
@@ -176,9 +190,14 @@ def attend(q, k, v, layout, bias, num_heads, dropout=0.0):
             x.view(block.shape[0], -1, num_heads, x.shape[1] // num_heads).transpose(1, 2) for x in qkv
         )
         scores_BHTS = (q_BHTK @ k_BHSK.transpose(2, 3)).add_(block_bias)
-        weights_BHTS = F.dropout(scores_BHTS.softmax(dim=-1), dropout)
-        outputs.append((weights_BHTS @ v_BHSK).transpose(1, 2).reshape(-1, q.shape[1]))
+        outputs.append((scores_BHTS.softmax(dim=-1) @ v_BHSK).transpose(1, 2).reshape(-1, q.shape[1]))
     return _Unpad.apply(torch.cat(outputs), layout.queries)
+
+
+def columns(qkv):
+    """q, k and v, views of the one to three tensors that hold them side by side."""
+    width = sum(x.shape[1] for x in qkv) // 3
+    return [part for x in qkv for part in x.split(width, dim=1)]
 
 
 def relative_position_bias(weight, max_length, max_distance, bidirectional):

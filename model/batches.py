@@ -5,7 +5,8 @@ ranks, of the micro-batch or of memory.
 """
 
 import hashlib
-from dataclasses import dataclass
+import math
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 import torch
@@ -13,6 +14,10 @@ import torch
 from model.attention import Layout, make_layout
 
 FEISTEL_ROUNDS = 6
+# Standard deviations around the mean number of target tokens: few sizes, little padding. What fits none has no room.
+ROOM_LEVELS = np.arange(-1.75, 2.5, 0.6)
+ROOM_PROMPT_LEVEL = 2.5  # prompts are the smaller part: one size
+ROOM_MULTIPLE = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -26,14 +31,50 @@ class Step:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed examples of one forward: flat tensors without padding, on the device."""
+    """Packed examples of one forward: flat tensors without padding."""
 
     prompt_ids: torch.Tensor  # (encoder tokens,)
     decoder_ids: torch.Tensor  # (target tokens,) labels shifted right within each example
-    labels: torch.Tensor  # (target tokens,)
+    labels: torch.Tensor  # (target tokens,) negative where there is padding
     encoder_layout: Layout
     decoder_layout: Layout
     cross_layout: Layout
+    flat: torch.Tensor | None = None  # for the kernels: the int32 tensor that all of these are views of
+    sizes: tuple = ()  # of those views
+
+    def to(self, device):
+        if self.flat is not None:
+            return unpack(self.flat.to(device, non_blocking=True), self.sizes)
+        return MicroBatch(*(getattr(self, field.name).to(device) for field in fields(self)[:6]))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a micro-batch is padded to, so that a recorded step can take it."""
+
+    prompt_tokens: int
+    response_tokens: int
+    pairs: int
+
+    def holds(self, lengths):
+        """True if pairs of these `lengths` (pairs, 2) fit."""
+        prompts, responses = lengths.sum(axis=0, dtype=np.int64)
+        return prompts <= self.prompt_tokens and responses <= self.response_tokens and len(lengths) <= self.pairs
+
+
+def rooms_for(lengths, pairs):
+    """Rooms, the smallest first, of which one holds nearly every micro-batch of `pairs` pairs drawn from `lengths`."""
+    mean = pairs * lengths.mean(axis=0, dtype=np.float64)
+    spread = math.sqrt(pairs) * lengths.std(axis=0, dtype=np.float64)
+    prompts = _round_up(mean[0] + ROOM_PROMPT_LEVEL * spread[0])
+    responses = sorted(
+        {_round_up(mean[1] + level * spread[1]) for level in ROOM_LEVELS if mean[1] > -level * spread[1]}
+    )
+    return [Room(prompts, tokens, pairs) for tokens in responses]
+
+
+def _round_up(tokens):
+    return math.ceil(tokens / ROOM_MULTIPLE) * ROOM_MULTIPLE
 
 
 def step_at(pairs_seen, num_pairs, global_batch, seed):
@@ -99,19 +140,50 @@ def cut(ids, lengths, micro_batch_tokens):
     return parts
 
 
-def collate(store, ids, start_id, device, kernels=False):
-    """MicroBatch of the examples `ids`, for the attention kernels or the plain twin.
+def collate(store, ids, start_id, device="cpu", kernels=False, room=None):
+    """MicroBatch of the examples `ids`, for the attention kernels (padded to `room` if given) or the plain twin.
 
     `start_id` is the token that begins a decoder's input.
     """
     prompt_ids, labels = store.tokens(ids)
-    prompt_lengths, response_lengths = store.lengths[ids].astype(np.int64).T
+    prompt_lengths, response_lengths = lengths = store.lengths[ids].astype(np.int64).T
     decoder_ids = np.roll(labels, 1)
     decoder_ids[np.cumsum(response_lengths) - response_lengths] = start_id
-    flat = [torch.from_numpy(array).to(device, non_blocking=True) for array in (prompt_ids, decoder_ids, labels)]
+    if kernels:
+        return pack(prompt_ids, decoder_ids, labels, *lengths, room).to(device)
     return MicroBatch(
-        *flat,
-        encoder_layout=make_layout(prompt_lengths, prompt_lengths, device, kernels),
-        decoder_layout=make_layout(response_lengths, response_lengths, device, kernels),
-        cross_layout=make_layout(response_lengths, prompt_lengths, device, kernels),
-    )
+        *map(torch.from_numpy, (prompt_ids, decoder_ids, labels)),
+        encoder_layout=make_layout(prompt_lengths, prompt_lengths),
+        decoder_layout=make_layout(response_lengths, response_lengths),
+        cross_layout=make_layout(response_lengths, prompt_lengths),
+    ).to(device)
+
+
+def pack(prompt_ids, decoder_ids, labels, prompt_lengths, response_lengths, room=None):
+    """MicroBatch for the kernels, all of it in one int32 tensor: one copy to the device."""
+    from model.kernels import packed_tiles  # a CPU build of torch comes without Triton
+
+    prompts, responses, pairs = astuple(room) if room else (len(prompt_ids), len(labels), 0)
+    sides = [(prompt_lengths, prompts), (response_lengths, responses)]
+    layouts = [(sides[0], sides[0]), (sides[1], sides[1]), (sides[1], sides[0])]
+    arrays = [_filled(prompt_ids, prompts, 0), _filled(decoder_ids, responses, 0), _filled(labels, responses, -1)]
+    for (queries, num_queries), (keys, num_keys) in layouts:
+        arrays += packed_tiles(queries, keys, room and (num_queries, num_keys, pairs))
+    sizes = tuple(array.size for array in arrays)
+    flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=torch.cuda.is_available())
+    np.concatenate([array.ravel() for array in arrays], out=flat.numpy(), casting="same_kind")
+    return unpack(flat, sizes)
+
+
+def _filled(array, size, value):
+    return np.concatenate([array, np.full(size - len(array), value, array.dtype)])
+
+
+def unpack(flat, sizes):
+    """The MicroBatch whose tensors stand one after the other in `flat`."""
+    from model.kernels import PackedLayout  # a CPU build of torch comes without Triton
+
+    parts = flat.split(sizes)
+    ids, tiles = parts[:3], [part.view(-1, 5) for part in parts[3:]]
+    layouts = [PackedLayout(*tiles[first : first + 2]) for first in (0, 2, 4)]
+    return MicroBatch(*ids, *layouts, flat, sizes)

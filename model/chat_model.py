@@ -11,30 +11,34 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import attend, has_kernels, score_bias
 from model.loss import linear_cross_entropy
+from model.weights import FlatWeights, embed, product, runs_kernels, with_padding
 
 
 class Linear(nn.Module):
-    """x @ weight.T, computed in x's dtype from a float32 weight."""
+    """The weight of x @ weight.T, under its Hugging Face name; `product` computes it."""
 
     def __init__(self, num_in, num_out, init_std):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_out, num_in))
         self.init_std = init_std
 
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
 
+class ResidualNorm(nn.Module):
+    """The residual stream with what the last layer adds to it, and T5's layer norm of it: no mean, no bias."""
 
-class RMSNorm(nn.Module):
-    """T5's layer norm: no mean, no bias; statistics in float32."""
-
-    def __init__(self, width, epsilon):
+    def __init__(self, shape):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.ones(shape.d_model))
+        self.epsilon = shape.layer_norm_epsilon
 
-    def forward(self, x):
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
+    def forward(self, x, added):
+        """(x + added, its norm), each (N, d_model); statistics in float32."""
+        if runs_kernels(x):
+            from model.fused import add_norm  # a CPU build of torch comes without Triton
+
+            return add_norm(x, added, self.weight, self.epsilon)
+        x = x if added is None else x + added
+        return x, F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -50,30 +54,33 @@ class Attention(nn.Module):
         if has_position_bias:
             self.relative_attention_bias = nn.Embedding(shape.relative_attention_num_buckets, shape.num_heads)
 
-    def forward(self, x, memory, layout, bias, dropout):
-        q, k, v = self.q(x), self.k(memory), self.v(memory)
-        return self.o(attend(q, k, v, layout, bias, self.num_heads, dropout))
+    def forward(self, x, memory, layout, bias):
+        """What attention adds to the stream; `memory` (M, d_model) is attended to, None for x itself."""
+        q, k, v = self.q.weight, self.k.weight, self.v.weight
+        qkv = (product(x, q, k, v),) if memory is None else (product(x, q), product(memory, k, v))
+        return product(attend(qkv, layout, bias, self.num_heads), self.o.weight)
 
 
 class SelfAttentionLayer(nn.Module):
     def __init__(self, shape, has_position_bias):
         super().__init__()
         self.SelfAttention = Attention(shape, has_position_bias)
-        self.layer_norm = RMSNorm(shape.d_model, shape.layer_norm_epsilon)
+        self.layer_norm = ResidualNorm(shape)
 
-    def forward(self, x, layout, bias, dropout):
-        normed = self.layer_norm(x)
-        return x + F.dropout(self.SelfAttention(normed, normed, layout, bias, dropout), dropout)
+    def forward(self, x, added, layout, bias):
+        x, normed = self.layer_norm(x, added)
+        return x, self.SelfAttention(normed, None, layout, bias)
 
 
 class CrossAttentionLayer(nn.Module):
     def __init__(self, shape):
         super().__init__()
         self.EncDecAttention = Attention(shape, has_position_bias=False)
-        self.layer_norm = RMSNorm(shape.d_model, shape.layer_norm_epsilon)
+        self.layer_norm = ResidualNorm(shape)
 
-    def forward(self, x, memory, layout, bias, dropout):
-        return x + F.dropout(self.EncDecAttention(self.layer_norm(x), memory, layout, bias, dropout), dropout)
+    def forward(self, x, added, memory, layout, bias):
+        x, normed = self.layer_norm(x, added)
+        return x, self.EncDecAttention(normed, memory, layout, bias)
 
 
 class DenseReluDense(nn.Module):
@@ -83,32 +90,37 @@ class DenseReluDense(nn.Module):
         self.wo = Linear(shape.d_ff, shape.d_model, shape.d_ff**-0.5)
 
     def forward(self, x, dropout):
-        return self.wo(F.dropout(F.relu(self.wi(x)), dropout))
+        return product(F.dropout(F.relu(product(x, self.wi.weight), inplace=True), dropout), self.wo.weight)
 
 
 class FeedForwardLayer(nn.Module):
     def __init__(self, shape):
         super().__init__()
         self.DenseReluDense = DenseReluDense(shape)
-        self.layer_norm = RMSNorm(shape.d_model, shape.layer_norm_epsilon)
+        self.layer_norm = ResidualNorm(shape)
 
-    def forward(self, x, dropout):
-        return x + F.dropout(self.DenseReluDense(self.layer_norm(x), dropout), dropout)
+    def forward(self, x, added, dropout):
+        x, normed = self.layer_norm(x, added)
+        return x, self.DenseReluDense(normed, dropout)
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention in the decoder, feed-forward; each on a residual stream (N, d_model)."""
+    """Self-attention, cross-attention in the decoder, feed-forward, on a residual stream (N, d_model).
+
+    Each layer takes the stream and what the layer before adds to it, so that sum and norm are one pass over memory.
+    """
 
     def __init__(self, shape, is_decoder, has_position_bias):
         super().__init__()
         cross = [CrossAttentionLayer(shape)] if is_decoder else []
         self.layer = nn.ModuleList([SelfAttentionLayer(shape, has_position_bias), *cross, FeedForwardLayer(shape)])
 
-    def forward(self, x, self_attention, cross_attention, dropout):
-        x = self.layer[0](x, *self_attention, dropout)
+    def forward(self, x, added, self_attention, cross_attention, dropout):
+        x, added = self.layer[0](x, added, *self_attention)
         if cross_attention:
-            x = self.layer[1](x, *cross_attention, dropout)
-        return self.layer[-1](x, dropout)
+            x, added = self.layer[1](x, F.dropout(added, dropout), *cross_attention)
+        x, added = self.layer[-1](x, F.dropout(added, dropout), dropout)
+        return x, F.dropout(added, dropout)
 
 
 class Stack(nn.Module):
@@ -117,19 +129,22 @@ class Stack(nn.Module):
     def __init__(self, shape, num_layers, is_decoder):
         super().__init__()
         self.block = nn.ModuleList(Block(shape, is_decoder, has_position_bias=i == 0) for i in range(num_layers))
-        self.final_layer_norm = RMSNorm(shape.d_model, shape.layer_norm_epsilon)
+        self.final_layer_norm = ResidualNorm(shape)
         self.is_decoder = is_decoder
         self.max_distance = shape.relative_attention_max_distance
 
     def forward(self, x, layout, cross_attention, dropout, checkpointing):
-        x = F.dropout(x, dropout)
+        x, added = F.dropout(x, dropout), None
         self_attention = (layout, self._bias(layout, x.dtype))
         for block in self.block:
             if checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, self_attention, cross_attention, dropout, use_reentrant=False)
+                x, added = checkpoint(
+                    block, x, added, self_attention, cross_attention, dropout, use_reentrant=False,
+                    preserve_rng_state=bool(dropout),
+                )  # fmt: skip
             else:
-                x = block(x, self_attention, cross_attention, dropout)
-        return F.dropout(self.final_layer_norm(x), dropout)
+                x, added = block(x, added, self_attention, cross_attention, dropout)
+        return F.dropout(self.final_layer_norm(x, added)[1], dropout)
 
     def _bias(self, layout, dtype):
         attention = self.block[0].layer[0].SelfAttention
@@ -140,7 +155,8 @@ class Stack(nn.Module):
 class TextToTextModel(nn.Module):
     """T5 that returns the sum of the loss over the target tokens of packed examples.
 
-    `shape` is a T5ModelConfig; `dropout` a probability, active in training mode only.
+    `shape` is a T5ModelConfig; `dropout` a probability, active in training mode only, of the residual stream and the
+    feed-forward. `flat` holds all weights and gradients as views of flat tensors.
     """
 
     def __init__(self, shape, dropout=0.0, compute_dtype=torch.float32, gradient_checkpointing=False):
@@ -150,30 +166,45 @@ class TextToTextModel(nn.Module):
         self.shared = nn.Embedding(shape.vocab_size, shape.d_model)
         self.encoder = Stack(shape, shape.num_layers, is_decoder=False)
         self.decoder = Stack(shape, shape.num_decoder_layers, is_decoder=True)
+        self._flatten()
+
+    def _flatten(self):
+        self.flat = FlatWeights(self.parameters(), self.shared.weight, self.compute_dtype)
+
+    def _apply(self, *args, **kwargs):
+        """What Module.to does to each weight takes it out of the flat tensors: make them anew."""
+        super()._apply(*args, **kwargs)
+        self._flatten()
+        return self
+
+    def zero_grad(self, set_to_none=False):
+        """Gradients to zero, where they lie."""
+        self.flat.gradients_and_loss.zero_()
 
     @property
     def uses_kernels(self):
         """True when layouts are to be made for the attention kernels."""
-        dropout = self.dropout if self.training else 0.0
-        return has_kernels(self.shared.weight.device, self.compute_dtype, self.shape.d_kv, dropout)
+        return has_kernels(self.shared.weight.device, self.compute_dtype, self.shape.d_kv)
 
     def forward(self, micro_batch, chunk_tokens=2048, z_loss=0.0):
         """Sum over target tokens of the cross-entropy in nats, plus `z_loss`; a float32 scalar."""
-        hidden = self.decode(micro_batch)
-        return linear_cross_entropy(hidden, self.shared.weight, micro_batch.labels, chunk_tokens, z_loss)
+        hidden, weight = self.decode(micro_batch), self.shared.weight
+        return linear_cross_entropy(
+            hidden, weight, micro_batch.labels, chunk_tokens, z_loss, with_padding(weight.copy)
+        )  # fmt: skip
 
     def decode(self, micro_batch):
         """Decoder output (N, d_model) scaled for the tied head: its logits are hidden @ shared.weight.T."""
+        self.flat.refresh()
         dropout = self.dropout if self.training else 0.0
-        encoded = self._stack(self.encoder, micro_batch.prompt_ids, micro_batch.encoder_layout, None, dropout)
+        ids = (micro_batch.prompt_ids, micro_batch.decoder_ids)
+        prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(side) for side in ids])
+        options = (dropout, self.gradient_checkpointing)
+        encoded = self.encoder(prompts, micro_batch.encoder_layout, None, *options)
         bias = score_bias(micro_batch.cross_layout, dtype=self.compute_dtype)
         cross = (encoded, micro_batch.cross_layout, bias)
-        decoded = self._stack(self.decoder, micro_batch.decoder_ids, micro_batch.decoder_layout, cross, dropout)
+        decoded = self.decoder(responses, micro_batch.decoder_layout, cross, *options)
         return decoded * self.shape.d_model**-0.5
-
-    def _stack(self, stack, ids, layout, cross_attention, dropout):
-        embedded = self.shared(ids).to(self.compute_dtype)
-        return stack(embedded, layout, cross_attention, dropout, self.gradient_checkpointing)
 
     @torch.no_grad()
     def initialise(self, seed):
@@ -191,4 +222,5 @@ class TextToTextModel(nn.Module):
         """Leave only the decoder's own weights trainable: the encoder and the shared embedding (so the head) stay."""
         self.shared.requires_grad_(False)
         self.encoder.requires_grad_(False)
+        self._flatten()
         return self

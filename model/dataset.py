@@ -58,9 +58,20 @@ def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), progress
         with _lock(directory.with_suffix(".lock"), stop):
             if not (directory / "meta.json").exists() and not _adopt(source, directory):
                 _build(source, tokenizer, directory, progress, stop)
+    return read_store(directory)
+
+
+def read_store(directory):
+    """The token store in `directory`, which must be whole."""
     meta = ujson.loads((directory / "meta.json").read_text())
     rows = Dataset.from_file(str(directory / "pairs.arrow")).with_format("arrow")
     return TokenStore(rows, np.load(directory / "lengths.npy", mmap_mode="r"), meta, directory)
+
+
+def store_schema(vocab_size):
+    """Arrow schema of pairs.arrow: token ids of both sides, two bytes each where the vocabulary allows."""
+    kind = pa.uint16() if vocab_size <= 2**16 else pa.int32()
+    return pa.schema([(name, pa.list_(kind)) for name in ("prompt_ids", "response_ids")])
 
 
 def _source(path, tokenizer, max_seq_len, columns):
@@ -127,8 +138,7 @@ def _build(source, tokenizer, directory, progress, stop):
 
 def _write_pairs(source, tokenizer, path, counts, progress, stop):
     """Write the token ids of all pairs as an Arrow stream; return their lengths, batch by batch."""
-    kind = pa.uint16() if tokenizer.vocab_size <= 2**16 else pa.int32()
-    schema = pa.schema([(name, pa.list_(kind)) for name in ("prompt_ids", "response_ids")])
+    schema = store_schema(tokenizer.vocab_size)
     pairs, lengths = read_pairs(source["path"], *source["columns"]), []
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         while batch := list(islice(pairs, PAIRS_A_BATCH)):
@@ -138,7 +148,8 @@ def _write_pairs(source, tokenizer, path, counts, progress, stop):
             counts["empty"] += len(batch) - len(kept)
             sides = [_encode(texts, tokenizer, source["max_seq_len"]) for texts in zip(*kept, strict=True)]
             if sides:
-                writer.write_batch(pa.record_batch([_list_array(side[0], kind) for side in sides], schema=schema))
+                columns = [_list_array(side[0], kind) for side, kind in zip(sides, schema.types, strict=True)]
+                writer.write_batch(pa.record_batch(columns, schema=schema))
                 lengths.append(np.array([[len(ids) for ids in side[0]] for side in sides], np.uint16).T)
                 _count(counts, sides, lengths[-1])
             if progress:
@@ -153,9 +164,11 @@ def _encode(texts, tokenizer, max_seq_len):
     return [[*ids[: max_seq_len - 1], tokenizer.eos_id] for ids in encoded], cut
 
 
-def _list_array(rows, kind):
+def _list_array(rows, list_type):
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    flat = np.fromiter((i for row in rows for i in row), dtype=kind.to_pandas_dtype(), count=offsets[-1])
+    flat = np.fromiter(
+        (i for row in rows for i in row), dtype=list_type.value_type.to_pandas_dtype(), count=offsets[-1]
+    )
     return pa.ListArray.from_arrays(offsets, flat)
 
 

@@ -18,12 +18,10 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and the ha
 
 
 @triton.jit
-def _tile(TILES, STARTS_Q, STARTS_K, tile):
-    """Where a tile stands: first row within its example, and its example's offsets and lengths on both sides."""
-    example = tl.load(TILES + 2 * tile)
-    first = tl.load(TILES + 2 * tile + 1)
-    start_q, start_k = tl.load(STARTS_Q + example), tl.load(STARTS_K + example)
-    return first, start_q, tl.load(STARTS_Q + example + 1) - start_q, start_k, tl.load(STARTS_K + example + 1) - start_k
+def _tile(TILES, tile):
+    """Where a tile stands: its first row within its example, and the example's start and length on both sides."""
+    TILES += 5 * tile
+    return tl.load(TILES), tl.load(TILES + 1), tl.load(TILES + 2), tl.load(TILES + 3), tl.load(TILES + 4)
 
 
 @triton.jit
@@ -47,15 +45,15 @@ def _scores(q, k, queries, keys, num_keys, BIAS, head, centre, CAUSAL: tl.conste
     return tl.where(visible, scores * LOG2E, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries_total"])
 def attention_forward(
-    Q, K, V, OUT, LSE, BIAS, TILES, STARTS_Q, STARTS_K,
+    Q, K, V, OUT, LSE, BIAS, TILES,
     stride_q, stride_k, stride_v, stride_out, num_queries_total, centre,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """OUT = softmax(Q K^T + bias) V and LSE (heads, N) = log2 of the softmax's denominator. One tile of queries."""
     head = tl.program_id(1)
-    first, start_q, num_queries, start_k, num_keys = _tile(TILES, STARTS_Q, STARTS_K, tl.program_id(0))
+    first, start_q, num_queries, start_k, num_keys = _tile(TILES, tl.program_id(0))
     queries = first + tl.arange(0, M)
     real = queries < num_queries
     q = _rows(Q, start_q + queries, real, stride_q, head, D)
@@ -75,7 +73,8 @@ def attention_forward(
         out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
         highest = new_highest
     place = OUT + (start_q + queries)[:, None].to(tl.int64) * stride_out + head * D + tl.arange(0, D)[None, :]
-    tl.store(place, (out / total[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
+    out = out / tl.where(total > 0, total, 1.0)[:, None]  # padding sees no key: zero
+    tl.store(place, out.to(OUT.dtype.element_ty), mask=real[:, None])
     tl.store(LSE + head * num_queries_total + start_q + queries, highest + tl.log2(total), mask=real)
 
 
@@ -90,32 +89,23 @@ def _weights_and_score_grads(
     return weights, weights * (tl.dot(grad_out, tl.trans(v)) - delta[:, None])
 
 
-@triton.jit
-def attention_delta(OUT, GRAD_OUT, DELTA, stride_out, stride_grad, num_queries_total, D: tl.constexpr, M: tl.constexpr):
-    """DELTA (heads, N) = sum over the head of OUT * GRAD_OUT: what softmax's gradient subtracts."""
-    head = tl.program_id(1)
-    rows = tl.program_id(0) * M + tl.arange(0, M)
-    real = rows < num_queries_total
-    out, grad = _rows(OUT, rows, real, stride_out, head, D), _rows(GRAD_OUT, rows, real, stride_grad, head, D)
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    tl.store(DELTA + head * num_queries_total + rows, delta, mask=real)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries_total"])
 def attention_backward_queries(
-    Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, GRAD_Q, TILES, STARTS_Q, STARTS_K,
-    stride_q, stride_k, stride_v, stride_grad, stride_grad_q, num_queries_total, centre,
+    Q, K, V, OUT, GRAD_OUT, LSE, DELTA, BIAS, GRAD_Q, TILES,
+    stride_q, stride_k, stride_v, stride_grad, stride_out, stride_grad_q, num_queries_total, centre,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """GRAD_Q of one tile of queries."""
+    """GRAD_Q of one tile of queries, and DELTA (heads, N) = sum over the head of OUT * GRAD_OUT, for the keys' pass."""
     head = tl.program_id(1)
-    first, start_q, num_queries, start_k, num_keys = _tile(TILES, STARTS_Q, STARTS_K, tl.program_id(0))
+    first, start_q, num_queries, start_k, num_keys = _tile(TILES, tl.program_id(0))
     queries = first + tl.arange(0, M)
     real = queries < num_queries
     q = _rows(Q, start_q + queries, real, stride_q, head, D)
     grad_out = _rows(GRAD_OUT, start_q + queries, real, stride_grad, head, D)
     lse = tl.load(LSE + head * num_queries_total + start_q + queries, mask=real, other=0.0)
-    delta = tl.load(DELTA + head * num_queries_total + start_q + queries, mask=real, other=0.0)
+    out = _rows(OUT, start_q + queries, real, stride_out, head, D)
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)  # what softmax's gradient subtracts
+    tl.store(DELTA + head * num_queries_total + start_q + queries, delta, mask=real)
     grad_q = tl.zeros([M, D], tl.float32)
     last = tl.minimum(num_keys, first + M) if CAUSAL else num_keys
     for first_key in range(0, last, N):
@@ -154,16 +144,16 @@ def _to_buckets(sums, distance, BUCKETS, centre, NUM_BUCKETS: tl.constexpr):
     return tl.sum(tl.where(buckets[:, None] == tl.arange(0, NUM_BUCKETS)[None, :], sums[:, None], 0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries_total"])
 def attention_backward_keys(
-    Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, BUCKETS, GRAD_K, GRAD_V, GRAD_BIAS, TILES, STARTS_Q, STARTS_K,
+    Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, BUCKETS, GRAD_K, GRAD_V, GRAD_BIAS, TILES,
     stride_q, stride_k, stride_v, stride_grad, stride_grad_k, stride_grad_v, num_queries_total, centre,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_BUCKETS: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """GRAD_K and GRAD_V of one tile of keys; GRAD_BIAS (tiles, heads, buckets), its part of the bias gradient."""
     head = tl.program_id(1)
-    first, start_q, num_queries, start_k, num_keys = _tile(TILES, STARTS_Q, STARTS_K, tl.program_id(0))
+    first, start_q, num_queries, start_k, num_keys = _tile(TILES, tl.program_id(0))
     keys = first + tl.arange(0, N)
     real = keys < num_keys
     k = _rows(K, start_k + keys, real, stride_k, head, D)
@@ -195,80 +185,98 @@ def attention_backward_keys(
         tl.store(GRAD_BIAS + slot * NUM_BUCKETS + bucket_ids, grad_bias)
 
 
-@dataclass(frozen=True)
-class PackedLayout:
-    """Where each example's queries and keys stand, and how they are cut into tiles; int32 tensors on the device."""
-
-    starts_q: torch.Tensor  # (examples + 1,)
-    starts_k: torch.Tensor  # (examples + 1,)
-    query_tiles: torch.Tensor  # (tiles, 2) example, first query within it
-    key_tiles: torch.Tensor  # (tiles, 2) example, first key within it
-    longest: int
-
-
 TILE = 64  # queries and keys of a tile
 
 
-def packed_layout(query_lengths, key_lengths, device):
-    """PackedLayout of examples of these lengths (numpy, tokens)."""
-    starts = [np.concatenate([[0], np.cumsum(lengths)]) for lengths in (query_lengths, key_lengths)]
-    tiles = [_tiles(lengths) for lengths in (query_lengths, key_lengths)]
-    tensors = [torch.from_numpy(a.astype(np.int32)).to(device, non_blocking=True) for a in (*starts, *tiles)]
-    return PackedLayout(*tensors, longest=int(max(query_lengths.max(), key_lengths.max())))
+@dataclass(frozen=True)
+class PackedLayout:
+    """The tiles of the examples' queries and keys.
 
-
-def _tiles(lengths):
-    counts = -(-lengths // TILE)
-    example = np.repeat(np.arange(len(lengths)), counts)
-    index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([example, index * TILE], axis=1)
-
-
-def packed_attention(q, k, v, layout, bias_weight=None, buckets=None, causal=False, num_heads=1):
-    """softmax(q k^T + bias) v for each example; q, k, v and the result (N, heads * D), D a power of two from 16 on.
-
-    `bias_weight` (buckets, heads) is T5's table and `buckets` (2 * C + 1,) int32 the bucket of each distance (key
-    minus query) from -C to C.
+    Each row, int32: the tile's first row within its example, the example's first query, number of queries, first key
+    and number of keys. Rows of zeros have nothing to do.
     """
-    return _PackedAttention.apply(q, k, v, bias_weight, layout, buckets, causal, num_heads)
+
+    query_tiles: torch.Tensor  # (tiles, 5)
+    key_tiles: torch.Tensor  # (tiles, 5)
+
+    def to(self, device):
+        return PackedLayout(self.query_tiles.to(device), self.key_tiles.to(device))
+
+
+def packed_tiles(query_lengths, key_lengths, room=None):
+    """PackedLayout's two arrays for examples of these lengths (numpy, tokens).
+
+    `room` (queries, keys, pairs): fill so many rows in memory, with padding that attends to nothing, and as many
+    tiles as so many pairs can need.
+    """
+    queries, keys, pairs = room or (0, 0, 0)
+    query_tiles = _tiles(query_lengths, key_lengths, queries, pairs)
+    key_tiles = _tiles(key_lengths, query_lengths, keys, pairs)
+    return query_tiles, key_tiles.take([0, 3, 4, 1, 2], axis=1)
+
+
+def _tiles(own, other, room_tokens, room_pairs):
+    """(first row, own start, own length, other start, other length) of each tile of the own side."""
+    starts, other_starts = np.cumsum(own) - own, np.cumsum(other) - other
+    columns = [starts, own, other_starts, other]
+    if room_tokens:
+        padding = (sum(own), room_tokens - sum(own), 0, 0)
+        columns = [np.append(column, value) for column, value in zip(columns, padding, strict=True)]
+    counts = -(-columns[1] // TILE)
+    index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    tiles = np.stack([index * TILE, *(np.repeat(column, counts) for column in columns)], axis=1).astype(np.int32)
+    room_tiles = room_tokens // TILE + room_pairs + 1 if room_tokens else len(tiles)
+    return np.concatenate([tiles, np.zeros((room_tiles - len(tiles), 5), np.int32)])
+
+
+def packed_attention(qkv, layout, bias_weight=None, buckets=None, table=None, causal=False, num_heads=1):
+    """softmax(q k^T + bias) v for each example, (N, heads * D), D a power of two from 16 on.
+
+    `qkv`: one to three tensors whose columns, side by side, are those of q, k and v. `bias_weight` (buckets, heads)
+    is T5's table, `buckets` (2 * C + 1,) int32 the bucket of each distance (key minus query) from -C to C, and `table`
+    (heads, 2 * C + 1) the bias of each distance.
+    """
+    return _PackedAttention.apply(layout, bias_weight, buckets, table, causal, num_heads, *qkv)
+
+
+def _columns(qkv):
+    width = sum(x.shape[1] for x in qkv) // 3
+    return [part for x in qkv for part in x.split(width, dim=1)]
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias_weight, layout, buckets, causal, num_heads):
-        bias = None if bias_weight is None else bias_weight.float()[buckets.long()].T.contiguous()
-        centre = 0 if buckets is None else len(buckets) // 2
-        out, lse = torch.empty_like(q), torch.empty(num_heads, len(q), device=q.device)
-        options = dict(CAUSAL=causal, HAS_BIAS=bias is not None, D=q.shape[1] // num_heads, M=TILE, N=TILE)
+    def forward(ctx, layout, bias_weight, buckets, table, causal, num_heads, *qkv):
+        q, k, v = _columns(qkv)
+        out, lse = q.new_empty(q.shape), torch.empty(num_heads, len(q), device=q.device)
+        ctx.centre = 0 if buckets is None else len(buckets) // 2
+        ctx.options = dict(CAUSAL=causal, HAS_BIAS=table is not None, D=q.shape[1] // num_heads, M=TILE, N=TILE)
         attention_forward[len(layout.query_tiles), num_heads](
-            q, k, v, out, lse, bias, layout.query_tiles, layout.starts_q, layout.starts_k,
-            q.stride(0), k.stride(0), v.stride(0), out.stride(0), len(q), centre, **options,
+            q, k, v, out, lse, table, layout.query_tiles,
+            q.stride(0), k.stride(0), v.stride(0), out.stride(0), len(q), ctx.centre, **ctx.options,
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, out, lse, bias, buckets)
-        ctx.layout, ctx.centre, ctx.num_heads, ctx.options = layout, centre, num_heads, options
+        ctx.save_for_backward(out, lse, table, buckets, *qkv)
+        ctx.layout, ctx.num_heads = layout, num_heads
         ctx.num_buckets = 16 if bias_weight is None else len(bias_weight)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, k, v, out, lse, bias, buckets = ctx.saved_tensors
+        out, lse, table, buckets, *qkv = ctx.saved_tensors
         layout, centre, heads, options = ctx.layout, ctx.centre, ctx.num_heads, ctx.options
+        grads = [torch.empty_like(x) for x in qkv]
+        (q, k, v), (grad_q, grad_k, grad_v) = _columns(qkv), _columns(grads)
         grad_out, delta = grad_out.contiguous(), torch.empty_like(lse)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        attention_delta[triton.cdiv(len(q), TILE), heads](
-            out, grad_out, delta, out.stride(0), grad_out.stride(0), len(q), D=options["D"], M=TILE
-        )
-        places = (layout.starts_q, layout.starts_k)
         strides = (q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0))
         attention_backward_queries[len(layout.query_tiles), heads](
-            q, k, v, grad_out, lse, delta, bias, grad_q, layout.query_tiles, *places, *strides, grad_q.stride(0),
-            len(q), centre, **options,
+            q, k, v, out, grad_out, lse, delta, table, grad_q, layout.query_tiles, *strides, out.stride(0),
+            grad_q.stride(0), len(q), centre, **options,
         )  # fmt: skip
         num_tiles = len(layout.key_tiles)
-        grad_bias = None if bias is None else torch.empty(num_tiles, heads, ctx.num_buckets, device=q.device)
+        grad_bias = None if table is None else torch.empty(num_tiles, heads, ctx.num_buckets, device=q.device)
         attention_backward_keys[num_tiles, heads](
-            q, k, v, grad_out, lse, delta, bias, buckets, grad_k, grad_v, grad_bias, layout.key_tiles, *places,
-            *strides, grad_k.stride(0), grad_v.stride(0), len(q), centre, NUM_BUCKETS=ctx.num_buckets, **options,
+            q, k, v, grad_out, lse, delta, table, buckets, grad_k, grad_v, grad_bias, layout.key_tiles, *strides,
+            grad_k.stride(0), grad_v.stride(0), len(q), centre, NUM_BUCKETS=ctx.num_buckets, **options,
         )  # fmt: skip
-        grad_weight = None if bias is None else grad_bias.sum(0).T
-        return grad_q, grad_k, grad_v, grad_weight, None, None, None, None
+        grad_weight = None if table is None else grad_bias.sum(0).T
+        return None, grad_weight, None, None, None, None, *grads

@@ -20,6 +20,7 @@ class MemoryPlan:
     chunk_tokens: int  # target tokens whose logits exist at a time
     gradient_checkpointing: bool
     predicted_peak_bytes: int
+    graphs: bool = False  # forward and backward of a step in one micro-batch are recorded and replayed
 
 
 def choose_plan(config, shape, num_parameters, free_bytes, compute_dtype, share_tokens, longest_tokens):

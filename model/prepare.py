@@ -21,6 +21,7 @@ from model.tokenizer import ChatTokenizer, load_tokenizer
 from model.watch import stop_asked
 
 TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
+STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
 LOGGER = logging.getLogger("chat_trainer")
 
 
@@ -131,7 +132,7 @@ def make_model(ranks, config, tokenizer, weights=None, shape=None):
     if config.trainable == "decoder":
         model.freeze_all_but_decoder()
     model.to(ranks.device)
-    broadcast(ranks, [p.data for p in model.parameters()])
+    broadcast(ranks, [model.flat.masters])
     return model
 
 
@@ -171,7 +172,7 @@ def _restore(ranks, model, optimizer, found):
     """Put a Checkpoint into model and optimizer; returns its TrainState."""
     load_into(model, found, found.path)
     load_optimizer(optimizer, model, found.optimizer)
-    broadcast(ranks, [p.data for p in model.parameters()])
+    broadcast(ranks, [model.flat.masters])
     if ranks.is_main:
         LOGGER.info("going on from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)
     return replace(found.state, world_size=ranks.world_size)
@@ -185,15 +186,35 @@ def _plan(ranks, config, model, store, batch, state):
     free = None if free is None else -vote(ranks, -free)[0]  # the smallest over ranks
     parameters = sum(p.numel() for p in model.parameters())
     chosen = choose_plan(config, model.shape, parameters, free, model.compute_dtype, share_tokens, longest)
+    chosen = replace(chosen, graphs=_records(config, model, chosen, free, store, batch))
     kept = MemoryPlan(**state.plan) if state.plan else None
     plan = (
         kept
         if kept and not config.micro_batch_tokens and kept.predicted_peak_bytes <= chosen.predicted_peak_bytes
         else chosen
     )
+    if config.compile != "auto":
+        plan = replace(plan, graphs=chosen.graphs)
     if ranks.is_main:
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
     return plan
+
+
+def _records(config, model, plan, free_bytes, store, batch):
+    """Whether steps are recorded: as config.compile says, or where it repays and there is room for a step beside them.
+
+    Raises ValueError where config.compile asks for what cannot be.
+    """
+    if config.compile == "False":
+        return False
+    possible = model.uses_kernels and not config.dropout
+    if config.compile == "True" and not possible:
+        raise ValueError(
+            "compile=True records CUDA graphs, for which a GPU, bf16 and dropout=0 are needed: leave it out"
+        )
+    roomy = possible and 2 * plan.predicted_peak_bytes <= free_bytes
+    repaid = len(store) * config.epochs / batch >= STEPS_THAT_REPAY_RECORDING
+    return config.compile == "True" or (roomy and repaid)
 
 
 def prepare_test(ranks, config):

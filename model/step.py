@@ -7,15 +7,18 @@ again on every rank: same examples, same loss, same gradient.
 
 import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 
 import torch
 
 from model import faults
-from model.batches import collate, cut, share_of, step_at
+from model.batches import Room, collate, cut, rooms_for, share_of, step_at
+from model.graphs import StepGraphs
 from model.memory import MemoryPlan, is_out_of_memory, release_memory, shrink_plan
-from model.optim import learn_rate_at, set_learn_rate
+from model.optim import learn_rate_at, update
 from model.ranks import sum_over_ranks, vote
 from model.watch import stop_asked
 
@@ -67,45 +70,85 @@ def train_steps(ranks, model, optimizer, store, plan, config, course, step=0, pa
 
     Raises RuntimeError when a step does not fit with the smallest plan, or too many in a row are not finite.
     """
-    gradients = GradientBuffer(model, ranks.device)
-    skipped_in_a_row = 0
-    while pairs_seen < course.total_pairs:
-        started = time.perf_counter()
-        examples = step_at(pairs_seen, len(store), course.global_batch, config.seed)
-        lengths = store.lengths[examples.ids].astype("int64")
-        rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
-        share = share_of(examples.ids, lengths, ranks.rank, ranks.world_size)
-        work = Work(step + 1, share, int(lengths[:, 1].sum()), course.start_id)
-        attempt, plan, events, stop, clock_seconds = _until_voted(ranks, model, store, plan, config, work, gradients)
-        skipped = attempt.outcome is not Outcome.OK
-        if not skipped:
-            grad_norm = _commit(ranks, optimizer, gradients, rate, config.max_grad_norm, work.step)
-        skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
-        if skipped_in_a_row > MAX_SKIPPED_STEPS:
-            raise RuntimeError(
-                f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite, the last at step "
-                f"{work.step} with examples {work.ids[:8].tolist()} …: lower --learn_rate (now {config.learn_rate})"
+    flat, skipped_in_a_row = model.flat, 0
+    pairs = -(-course.global_batch // ranks.world_size)
+    graphs = StepGraphs(model, rooms_for(store.lengths, pairs)) if plan.graphs else None
+    with ThreadPoolExecutor(1) as thread:
+        prepare = partial(thread.submit, _prepared, ranks, model, store, config, course, graphs)
+        upcoming = prepare(plan, step, pairs_seen)
+        while pairs_seen < course.total_pairs:
+            started = time.perf_counter()
+            work, packed = upcoming.result()
+            waited = time.perf_counter() - started
+            pairs_seen += work.step_pairs
+            upcoming = prepare(plan, work.step, pairs_seen)
+            attempt, plan, events, stop, clock_seconds = _until_voted(
+                ranks, model, store, plan, config, work, packed, graphs
             )
-        step, pairs_seen = work.step, pairs_seen + len(examples.ids)
-        yield StepResult(
-            step=step, epoch=examples.epoch, ends_epoch=pairs_seen % len(store) == 0, pairs_seen=pairs_seen,
-            loss=torch.full_like(gradients.loss, torch.nan) if skipped else gradients.loss.clone(),
-            grad_norm=torch.full_like(gradients.loss, torch.nan) if skipped else grad_norm,
-            learn_rate=rate, target_tokens=work.target_tokens, tokens=int(lengths.sum()),
-            micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
-            step_seconds=time.perf_counter() - started, data_wait_seconds=attempt.data_wait_seconds,
-            skipped=skipped, stop=stop, clock_seconds=clock_seconds,
-        )  # fmt: skip
+            skipped = attempt.outcome is not Outcome.OK
+            if not skipped:
+                grad_norm = _commit(ranks, optimizer, flat, work.learn_rate, config.max_grad_norm, work.step)
+            skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
+            if skipped_in_a_row > MAX_SKIPPED_STEPS:
+                raise RuntimeError(
+                    f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite, the last at step "
+                    f"{work.step} with examples {work.ids[:8].tolist()} …: lower --learn_rate (now {config.learn_rate})"
+                )
+            yield StepResult(
+                step=work.step, epoch=work.epoch, ends_epoch=pairs_seen % len(store) == 0, pairs_seen=pairs_seen,
+                loss=torch.full_like(flat.loss, torch.nan) if skipped else flat.loss.clone(),
+                grad_norm=torch.full_like(flat.loss, torch.nan) if skipped else grad_norm,
+                learn_rate=work.learn_rate, target_tokens=work.target_tokens, tokens=work.tokens,
+                micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, events=tuple(events),
+                step_seconds=time.perf_counter() - started, data_wait_seconds=waited + attempt.data_wait_seconds,
+                skipped=skipped, stop=stop, clock_seconds=clock_seconds,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Work:
-    """One rank's part of a step."""
+    """A step, and one rank's part of it."""
 
     step: int  # as the journal numbers it
-    ids: object  # this rank's examples
+    epoch: int  # from 1
+    step_pairs: int  # over all ranks
     target_tokens: int  # of the whole step, over all ranks: what its loss is divided by
+    tokens: int  # of both sides, over all ranks
+    learn_rate: float
+    ids: object  # this rank's examples
     start_id: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A rank's part of a step, cut and packed in host memory."""
+
+    plan: MemoryPlan  # that it is cut for
+    room: Room | None  # what its one micro-batch is padded to, for a recorded step
+    micro_batches: list
+
+
+def _prepared(ranks, model, store, config, course, graphs, plan, step, pairs_seen):
+    """(Work, Packed) of the step that begins after `pairs_seen` pairs; runs beside the step before it."""
+    if pairs_seen >= course.total_pairs:
+        return None
+    examples = step_at(pairs_seen, len(store), course.global_batch, config.seed)
+    lengths = store.lengths[examples.ids].astype("int64")
+    rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
+    share = share_of(examples.ids, lengths, ranks.rank, ranks.world_size)
+    sizes = (len(examples.ids), int(lengths[:, 1].sum()), int(lengths.sum()))
+    work = Work(step + 1, examples.epoch, *sizes, rate, share, course.start_id)
+    try:
+        return work, _pack(model, store, plan, work, graphs)
+    except MemoryError:
+        return work, None  # the attempt tries again, and answers for it
+
+
+def _pack(model, store, plan, work, graphs):
+    lengths = store.lengths[work.ids]
+    parts = cut(work.ids, lengths, plan.micro_batch_tokens)
+    room = graphs.room_of(lengths) if graphs and len(parts) == 1 else None
+    return Packed(plan, room, [collate(store, p, work.start_id, "cpu", model.uses_kernels, room) for p in parts])
 
 
 @dataclass(frozen=True)
@@ -115,27 +158,14 @@ class Attempt:
     data_wait_seconds: float = 0.0
 
 
-class GradientBuffer:
-    """All gradients, and the step's loss, as views of one flat float32 tensor: what one reduction sums."""
-
-    def __init__(self, model, device):
-        params = [p for p in model.parameters() if p.requires_grad]
-        self.flat = torch.zeros(sum(p.numel() for p in params) + 1, device=device)
-        *views, loss = self.flat.split([*(p.numel() for p in params), 1])
-        self.loss = loss[0]
-        self.gradients = self.flat[:-1]
-        for p, view in zip(params, views, strict=True):
-            p.grad = view.view_as(p)  # backward adds into it
-
-
-def _until_voted(ranks, model, store, plan, config, work, gradients):
+def _until_voted(ranks, model, store, plan, config, work, packed, graphs):
     """Attempt the step until all ranks have succeeded or agreed to skip it.
 
     Returns the attempt, the plan it fitted in, the journal's events, whether some rank was asked to stop, and the time.
     """
     events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
     while True:
-        attempt = _attempt(ranks, model, store, plan, config, work, gradients)
+        attempt = _attempt(ranks, model, store, plan, config, work, packed, graphs)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
         mine = attempt.outcome * ranks.world_size + ranks.rank
         clock = int(time.monotonic())
@@ -151,6 +181,8 @@ def _until_voted(ranks, model, store, plan, config, work, gradients):
             if failures[outcome] > 1:
                 return replace(attempt, outcome=outcome), plan, events, bool(stop), clock
             continue
+        if graphs:
+            graphs.clear()
         smaller = _after_out_of_memory(ranks, store, plan, failures[outcome])
         events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
         plan = smaller
@@ -170,54 +202,59 @@ def _after_out_of_memory(ranks, store, plan, failures):
     return smaller
 
 
-def _attempt(ranks, model, store, plan, config, work, gradients):
-    """Fill the gradient buffer with this rank's part of the step; no collective inside."""
+def _attempt(ranks, model, store, plan, config, work, packed, graphs):
+    """Fill the flat gradients with this rank's part of the step; no collective inside."""
     try:
-        return _local_gradients(ranks, model, store, plan, config, work, gradients)
+        started = time.perf_counter()
+        if packed is None or packed.plan != plan:
+            packed = _pack(model, store, plan, work, graphs)
+        waited = time.perf_counter() - started
+        _local_gradients(ranks, model, plan, config, work, packed, graphs)
+        finite = torch.isfinite(model.flat.gradients_and_loss.norm()).item()  # the step's one wait for the device
+        return Attempt(Outcome.OK if finite else Outcome.NOT_FINITE, len(packed.micro_batches), waited)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     return Attempt(Outcome.OUT_OF_MEMORY)
 
 
-def _local_gradients(ranks, model, store, plan, config, work, gradients):
-    gradients.flat.zero_()
+def _local_gradients(ranks, model, plan, config, work, packed, graphs):
+    model.zero_grad()
     model.gradient_checkpointing = plan.gradient_checkpointing
-    parts = cut(work.ids, store.lengths[work.ids], plan.micro_batch_tokens)
-    data_wait_seconds = 0.0
-    for index, part in enumerate(parts):
-        started = time.perf_counter()
-        micro_batch = collate(store, part, work.start_id, ranks.device, model.uses_kernels)
-        data_wait_seconds += time.perf_counter() - started
+    for index, micro_batch in enumerate(packed.micro_batches):
         if config.dropout:
             torch.manual_seed(_dropout_seed(config.seed, work.step, ranks.rank, index))
         faults.fire("forward", work.step)
-        loss = model(micro_batch, plan.chunk_tokens, config.z_loss) / work.target_tokens
-        if faults.fire("loss", work.step):
-            loss = loss * torch.nan
+        if packed.room:
+            scale = _scale(work)
+            faults.fire("backward_first", work.step)
+            graphs.gradients(micro_batch, packed.room, plan.chunk_tokens, config.z_loss, scale)
+            continue
+        loss = model(micro_batch.to(ranks.device), plan.chunk_tokens, config.z_loss) * _scale(work)
         faults.fire("backward_first" if index == 0 else "backward", work.step)
         loss.backward()
-        gradients.loss.add_(loss.detach())
+        model.flat.loss.add_(loss.detach())
     faults.fire("reduce", work.step)
-    finite = torch.isfinite(gradients.flat.norm()).item()  # the step's one wait for the device
-    return Attempt(Outcome.OK if finite else Outcome.NOT_FINITE, len(parts), data_wait_seconds)
+
+
+def _scale(work):
+    """What a micro-batch's loss is multiplied by: sums become the mean over the step's target tokens."""
+    return float("nan") if faults.fire("loss", work.step) else 1 / work.target_tokens
 
 
 def _dropout_seed(*numbers):
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
 
 
-def _commit(ranks, optimizer, gradients, rate, max_grad_norm, step):
+def _commit(ranks, optimizer, flat, rate, max_grad_norm, step):
     """Reduce, clip and update the weights; returns the gradient's norm before clipping, on the device.
 
     A sum over ranks that is not finite though every part was leaves the weights alone: gradient and rate become 0.
     """
-    sum_over_ranks(ranks, gradients.flat)
-    norm = gradients.gradients.norm()
-    finite = torch.isfinite(norm)
+    sum_over_ranks(ranks, flat.gradients_and_loss)
+    norm = flat.gradients.norm()
     scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if max_grad_norm else torch.ones_like(norm)
-    gradients.gradients.nan_to_num_(0.0, 0.0, 0.0).mul_(torch.where(finite, scale, 0.0))
+    finite = torch.isfinite(norm)
     faults.fire("optimizer", step)
-    set_learn_rate(optimizer, torch.where(finite, rate, 0.0))
-    optimizer.step()
+    update(optimizer, flat.gradients, torch.where(finite, rate, 0.0), torch.where(finite, scale, 0.0))
     return norm

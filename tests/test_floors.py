@@ -12,12 +12,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = [
-    {"config", "model.faults", "model.kernels", "model.durable", "model.json_items", "model.watch"},
+    {
+        "config",
+        "model.faults",
+        "model.kernels",
+        "model.fused",
+        "model.weights",
+        "model.durable",
+        "model.json_items",
+        "model.watch",
+    },
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots"},
-    {"model.batches", "model.memory", "model.checkpoint"},
+    {"model.batches", "model.memory", "model.graphs", "model.checkpoint"},
     {"model.step", "model.evaluate", "model.run_dir", "model.saver"},
     {"model.prepare"},
+    {"bench.children", "bench.clock", "bench.corpus"},
+    {"bench.loops"},
+    {"bench.report"},
     {"train_low_mem", "scripts", "bench"},
 ]
 # A package named here comes in by these doors only.

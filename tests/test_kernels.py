@@ -15,8 +15,11 @@ CROSS = [(9, 70), (3, 4), (100, 2), (65, 128)]
 CASES = {"encoder": (SELF, False, True), "decoder": (SELF, True, True), "cross": (CROSS, False, False)}
 
 
-def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernels):
-    """Output and gradients of q, k, v and the bias table, by the kernels in `dtype` or by the twin in float32."""
+def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernels, padding=0):
+    """Output and gradients of q, k, v and the bias table, by the kernels in `dtype` or by the twin in float32.
+
+    `padding`: so many rows of padding are behind the examples, and must give and receive zero.
+    """
     from model.attention import attend, make_layout, score_bias
 
     generator = torch.Generator().manual_seed(seed)
@@ -26,13 +29,29 @@ def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernel
     inputs = [x.to(dtype if kernels else torch.float32).clone().requires_grad_() for x in qkv]
     weight = torch.randn(32, heads, generator=generator).to(device).requires_grad_() if has_bias else None
     layout = make_layout(*np.array(lengths).T, device, kernels)
-    out = attend(*inputs, layout, score_bias(layout, weight, 128, causal), heads)
+    if padding:
+        rows = torch.ones(padding, heads * width, device=device, dtype=dtype)
+        inputs = [torch.cat([x.detach(), rows]).requires_grad_() for x in inputs]
+        grad = torch.cat([grad, rows])
+        layout = roomy_layout(lengths, padding, device)
+    out = attend(inputs, layout, score_bias(layout, weight, 128, causal), heads)
     out.backward(grad.to(out.dtype))
-    return [out.detach(), *(x.grad for x in (*inputs, weight) if x is not None)]
+    if padding:
+        assert not any(x[-padding:].any() for x in (out, *(x.grad for x in inputs)))
+    real = [x if not padding or x is weight else x[:-padding] for x in (out.detach(), *(x.grad for x in inputs))]
+    return real if weight is None else [*real, weight.grad]
 
 
-def relative_errors(*case):
-    ours, twin = outcome(*case, kernels=True), outcome(*case, kernels=False)
+def roomy_layout(lengths, padding, device):
+    from model.kernels import PackedLayout, packed_tiles
+
+    queries, keys = np.array(lengths).T
+    room = (queries.sum() + padding, keys.sum() + padding, len(lengths))
+    return PackedLayout(*(torch.from_numpy(tiles).to(device) for tiles in packed_tiles(queries, keys, room)))
+
+
+def relative_errors(*case, padding=0):
+    ours, twin = outcome(*case, kernels=True, padding=padding), outcome(*case, kernels=False)
     return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(ours, twin, strict=True)]
 
 
@@ -49,13 +68,14 @@ def test_the_interpreted_kernels_give_the_plain_twin(name):
     )
     assert done.returncode == 0, done.stderr
     errors = [float(word) for word in done.stdout.split()]
-    assert len(errors) == (5 if CASES[name][2] else 4)
+    assert len(errors) == 2 * (5 if CASES[name][2] else 4)
     assert max(errors) < 1e-5
 
 
 def interpreted(name):
     seed = int.from_bytes(os.urandom(4), "little")
-    return relative_errors(*CASES[name], 2, 16, torch.float32, "cpu", seed)
+    case = (*CASES[name], 2, 16, torch.float32, "cpu", seed)
+    return relative_errors(*case) + relative_errors(*case, padding=77)
 
 
 @pytest.mark.gpu
@@ -65,7 +85,8 @@ def test_the_kernels_in_bf16_are_within_a_hundredth_of_the_plain_twin(name):
     rng = np.random.default_rng()
     many = [(int(n), int(n) if has_bias else int(m)) for n, m in rng.integers(1, 513, size=(200, 2))]
     for case in (lengths, many):
-        errors = relative_errors(case, causal, has_bias, 8, 64, torch.bfloat16, "cuda", int(rng.integers(2**31)))
+        seed, padding = (int(number) for number in rng.integers([2**31, 1000]))
+        errors = relative_errors(case, causal, has_bias, 8, 64, torch.bfloat16, "cuda", seed, padding=padding)
         assert max(errors) <= 1e-2, errors
 
 

@@ -5,7 +5,8 @@ import torch
 
 from model.batches import collate
 from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
-from model.optim import RMSScaledAdamW, check_adafactor_rate, learn_rate_at, make_optimizer, set_learn_rate
+from model.optim import RMSScaledAdamW, check_adafactor_rate, learn_rate_at, make_optimizer, update
+from model.weights import FlatWeights
 from tests.parts import make_config, make_model
 
 OPTIMIZERS = ["adamw_rms", "adamw", "adafactor"]
@@ -30,13 +31,12 @@ def test_twenty_steps_are_those_of_the_formula(decay):
     starts = [size * torch.randn(shape, generator=generator) for shape, size in zip(shapes, sizes, strict=True)]
     grads = [[torch.randn(shape, generator=generator) for _ in range(20)] for shape in shapes]
     rates = [0.01 * (1 + step % 3) for step in range(20)]
-    params = [start.clone().requires_grad_() for start in starts]
-    optimizer = RMSScaledAdamW(params, torch.tensor(0.0), weight_decay=decay)
+    params = [torch.nn.Parameter(start.clone()) for start in starts]
+    optimizer = RMSScaledAdamW(FlatWeights(params, None, torch.float32), torch.tensor(0.0), weight_decay=decay)
     for step, rate in enumerate(rates):
         for p, history in zip(params, grads, strict=True):
-            p.grad = history[step]
-        set_learn_rate(optimizer, torch.tensor(rate))
-        optimizer.step()
+            p.grad.copy_(history[step])
+        update(optimizer, optimizer.gradients, torch.tensor(rate), torch.tensor(1.0))
     for p, start, history in zip(params, starts, grads, strict=True):
         expected = naive_steps(start, history, rates, decay)
         assert (p - expected).norm() < 1e-4 * (expected - start).norm()
@@ -47,8 +47,7 @@ def take_steps(model, optimizer, store, num_steps, rate=0.01):
         micro_batch = collate(store, [step, step + 1], 0, "cpu")
         model.zero_grad()
         (model(micro_batch) / len(micro_batch.labels)).backward()
-        set_learn_rate(optimizer, torch.tensor(rate))
-        optimizer.step()
+        update(optimizer, model.flat.gradients, torch.tensor(rate), torch.tensor(1.0))
 
 
 def weights_after(store, tokenizer, name, num_steps=3, rate=0.01):
@@ -131,11 +130,13 @@ def test_every_optimizer_lowers_the_loss(store, tokenizer, name):
     assert model(micro_batch).item() < before
 
 
-def test_the_rate_lives_in_a_tensor_that_the_optimizer_reads_at_each_step(model):
+def test_the_rate_lives_in_a_tensor_that_the_optimizer_reads_at_each_step(model, store):
+    micro_batch = collate(store, [0, 1], 0, "cpu")
     for name in OPTIMIZERS:
         optimizer = make_optimizer(model, make_config(optimizer=name))
         rate = optimizer.param_groups[0]["lr"]
-        set_learn_rate(optimizer, 0.125)
+        model(micro_batch).backward()
+        update(optimizer, model.flat.gradients, torch.tensor(0.125), torch.tensor(1.0))
         assert isinstance(rate, torch.Tensor)
         assert rate.item() == 0.125
 

@@ -1,0 +1,143 @@
+"""Timing: of a training loop, from the process's start over warm-up to timed windows; of one call."""
+
+import fcntl
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+WINDOWS = 5
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a loop is warmed up and timed."""
+
+    warm_steps: int
+    warm_seconds: float
+    timed_seconds: float
+    cycle: int = WINDOWS  # timed steps are a multiple: a loop sorted by length is timed over whole rounds
+
+
+class StepClock:
+    """Is told of each step; knows when enough was measured.
+
+    Steps are dealt to the windows in turn, so that each window has steps of all lengths. On a GPU a step's time is
+    between CUDA events, so the clock never makes the loop wait.
+    """
+
+    def __init__(self, device, pace, gate=None, on_start=lambda: None):
+        self.device, self.pace, self.gate, self.on_start = device, pace, gate, on_start
+        self.steps, self.first_step_at, self.first_step_seconds = 0, None, None
+        self.marks, self.pairs, self.tokens = [], [], []
+        self.peak_bytes = 0
+        if gate:
+            gate.enter()
+
+    def tick(self, pairs, tokens):
+        """One step is done: `pairs` and real `tokens` (number or tensor) of it; True when enough is measured."""
+        self.steps += 1
+        if self.steps == 1:
+            self._wait()
+            self.first_step_at = time.time()
+            self.first_step_seconds = self.first_step_at - float(os.environ.get("STARTED_AT", self.first_step_at))
+        if not self.marks:
+            if self.steps >= self.pace.warm_steps and time.time() - self.first_step_at >= self.pace.warm_seconds:
+                self._start()
+            return False
+        self.marks.append(self._mark())
+        self.pairs.append(pairs)
+        self.tokens.append(tokens)
+        enough = time.perf_counter() - self.started >= self.pace.timed_seconds
+        if not (enough and len(self.pairs) % self.pace.cycle == 0 and len(self.pairs) >= WINDOWS):
+            return False
+        self._wait()
+        self.peak_bytes = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        return True
+
+    def result(self):
+        """The figures, rates as the median of the windows."""
+        times = [self._seconds(one, other) for one, other in zip(self.marks, self.marks[1:], strict=False)]
+        tokens = [float(count) for count in self.tokens]
+        windows = [slice(i, None, WINDOWS) for i in range(WINDOWS)]
+        rates = [sum(tokens[w]) / sum(times[w]) for w in windows]
+        return dict(
+            tokens_per_second=median(rates),
+            spread=(max(rates) - min(rates)) / median(rates),
+            pairs_per_second=median(sum(self.pairs[w]) / sum(times[w]) for w in windows),
+            step_ms=1e3 * median(sum(times[w]) / len(times[w]) for w in windows),
+            peak_gib=self.peak_bytes / 2**30,
+            first_step_seconds=self.first_step_seconds,
+            timed_steps=len(times),
+        )
+
+    def _start(self):
+        self._wait()
+        self.on_start()
+        if self.gate:
+            torch.cuda.empty_cache()  # others are being set up while this one waits
+            self.gate.have_alone()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.started = time.perf_counter()
+        self.marks.append(self._mark())
+
+    def _mark(self):
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, one, other):
+        return other - one if self.device.type != "cuda" else one.elapsed_time(other) / 1e3
+
+    def _wait(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class Gate:
+    """Keeps a GPU quiet while one process is timed: many may be set up on it together, only one has it alone."""
+
+    def __init__(self, path):
+        self.file = open(Path(path), "w")
+
+    def enter(self):
+        fcntl.flock(self.file, fcntl.LOCK_SH)
+
+    def have_alone(self):
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+
+
+def time_call(call, device, seconds=0.3, at_least=5):
+    """Median milliseconds of `call()`, which must have been called before; on a GPU between CUDA events."""
+    on_gpu, times, started = device.type == "cuda", [], time.perf_counter()
+    while len(times) < at_least or time.perf_counter() - started < seconds:
+        if on_gpu:
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            call()
+            marks[1].record()
+            torch.cuda.synchronize()
+            times.append(marks[0].elapsed_time(marks[1]))
+        else:
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e3)
+    return median(times)
+
+
+def memory_of_call(call, device):
+    """Bytes that `call()` allocates at its peak beyond what was allocated before; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

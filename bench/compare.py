@@ -1,0 +1,166 @@
+"""Ours against the strongest loops around transformers' T5, on the same pairs, in one run.
+
+    python -m bench.compare --output_dir DIR [--models small,chatlm] [--part ours,a,b] [--cpu] [--short] [--together 3]
+
+ours: train_steps as train_low_mem.py runs it. A: transformers' Seq2SeqTrainer. B: a hand-tuned loop around HF T5, one
+process for each padded shape. Each cell is timed in a process of its own: DIR/results.jsonl has a line as each ends,
+then DIR/table.md and, with matplotlib, DIR/compare.png are written
+from all lines there, those of earlier runs included (--part none writes them alone).
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from bench.children import Job, gpu_slots, run_jobs
+from bench.clock import WINDOWS, Gate, Pace, StepClock
+from bench.corpus import write_corpus
+from bench.report import report
+
+GPU_PAIRS, CPU_PAIRS = 51_200, 1_920  # of the corpus
+MEGA_BATCH = 50  # batches that the trainer sorts together (get_length_grouped_indices in transformers)
+SET_UP_SECONDS = {"tiny": 150, "small": 200, "chatlm": 300}  # from the start to warm; a compiled step costs a minute
+TIMED_SECONDS = 7.5
+B_PAIRS = {"small": (384, 256, 192, 128), "chatlm": (256, 128, 96, 64), "tiny": (384, 256, 192, 128)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Ours against transformers' T5, on the same pairs.")
+    parser.add_argument("--output_dir", required=True)
+    parser.add_argument("--models", default="")
+    parser.add_argument("--part", default="ours,a,b")
+    parser.add_argument("--cpu", action="store_true", help="tiny and small in float32 on this machine's cores")
+    parser.add_argument("--short", action="store_true", help="one cell of each loop, short windows")
+    parser.add_argument("--together", type=int, default=3, help="cells on a GPU at a time; one is timed, others set up")
+    parser.add_argument("--minutes", type=float, default=60, help="cells that are not done by then are given up")
+    parser.add_argument("--cell", default="", help="(for its child processes) JSON of the cell to time")
+    options = parser.parse_args()
+    folder = Path(options.output_dir).resolve()
+    if options.cell:
+        return time_cell(json.loads(options.cell), folder)
+    models = (options.models or ("tiny,small" if options.cpu else "small,chatlm")).split(",")
+    parts = options.part.split(",")
+    make_cells = cpu_cells if options.cpu else gpu_cells
+    cells = [cell for name in models for cell in make_cells(name) if cell["loop"] in parts]
+    if options.short:
+        cells = [cell | dict(timed_seconds=cell["timed_seconds"] / 2) for cell in cells if cell["short"]]
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if cells:
+        write_corpus(folder / "corpus", CPU_PAIRS if options.cpu else GPU_PAIRS)
+    num_gpus = 0 if options.cpu else torch.cuda.device_count()
+    run_cells(cells, folder, gpu_slots(num_gpus, options.together), options.minutes * 60)
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    report(folder, list({result["name"]: result for result in map(json.loads, lines)}.values()))
+
+
+def gpu_cells(model):
+    """What is timed for `model` on a GPU; the order is that of the start."""
+    large = 1024 if model == "small" else 512
+    for name, pairs, rounds in (("32x2", 32, 2), ("256", 256, 1), (f"{large}", large, 1)):
+        yield make_cell(model, "ours", name, pairs, rounds, short=pairs < 1000, warm_steps=12, warm_seconds=4)
+    half = 256 if model == "small" else 128
+    for name, pairs, attention, compiled, static in (
+        ("eager-32", 32, "eager", False, False),
+        (f"eager-{half}", half, "eager", False, False),
+        (f"sdpa-{half}", half, "sdpa", False, False),
+        ("sdpa-compiled-128", 128, "sdpa", True, True),
+    ):
+        flags = dict(attention=attention, compile=compiled, static=static)
+        short = name == f"eager-{half}"
+        yield make_cell(model, "a", name, pairs, 1, short=short, **flags)
+    for shape, pairs in zip(((32, 128), (32, 256), (128, 256), (256, 256)), B_PAIRS[model], strict=True):
+        name = f"{shape[0]}-{shape[1]}"
+        yield make_cell(model, "b", name, pairs, 1, shape=shape, compile=True, timed_seconds=4, short=model == "small")
+    # a compiled trainer on shapes that change: its own limit says what became of it
+    flags = dict(attention="sdpa", compile=True, static=False, set_up_seconds=SET_UP_SECONDS[model] * 2 // 3)
+    yield make_cell(model, "a", f"sdpa-compiled-grouped-{half}", half, 1, **flags)
+    yield make_cell(model, "ours", "32x2-warm", 32, 2, warm_steps=12, warm_seconds=4, caches_of=f"{model}/ours/32x2")
+
+
+def cpu_cells(model):
+    """What is timed for `model` on a CPU."""
+    yield make_cell(model, "ours", "32x2", 32, 2, CPU_PAIRS, timed_seconds=30, warm_steps=1, short=model == "tiny")
+    yield make_cell(model, "ours", "16", 16, 1, CPU_PAIRS, timed_seconds=30, warm_steps=1)
+    for attention, pairs in (("eager", 16), ("sdpa", 16), ("sdpa", 32)):
+        flags = dict(attention=attention, compile=False, static=False, timed_seconds=30, warm_steps=1)
+        name, short = f"{attention}-{pairs}", model == "tiny" and (attention, pairs) == ("sdpa", 16)
+        yield make_cell(model, "a", name, pairs, 1, CPU_PAIRS, short=short, **flags)
+    if model == "tiny":
+        for shape, pairs in zip(((32, 128), (32, 256), (128, 256), (256, 256)), (32, 16, 16, 8), strict=True):
+            name = f"{shape[0]}-{shape[1]}"
+            yield make_cell(model, "b", name, pairs, 1, shape=shape, compile=True, timed_seconds=15, warm_steps=2)
+
+
+def make_cell(model, loop, name, pairs, rounds, corpus_pairs=GPU_PAIRS, **more):
+    """One loop at one setting; `pairs` a micro-batch of the user's, `rounds` of them in a step."""
+    grouped = loop == "a" and not more["static"]
+    cycle = max(min(corpus_pairs // (pairs * rounds * 4), MEGA_BATCH), WINDOWS) if grouped else WINDOWS
+    cell = dict(
+        model=model, loop=loop, name=f"{model}/{loop}/{name}", pairs=pairs, rounds=rounds, cycle=cycle,
+        warm_steps=5, warm_seconds=2, timed_seconds=TIMED_SECONDS, short=False, caches_of="",
+        set_up_seconds=SET_UP_SECONDS[model],
+    )  # fmt: skip
+    return cell | more
+
+
+def run_cells(cells, folder, slots, total_seconds):
+    """Time all cells; each result is printed and appended to results.jsonl as it comes."""
+    by_name = {cell["name"]: cell for cell in cells}
+    jobs = [job_of(cell, folder) for cell in cells]
+    with open(folder / "results.jsonl", "a") as file:
+        for done in run_jobs(jobs, folder / "logs", slots, total_seconds):
+            cell = by_name[done.job.name]
+            line = json.dumps(cell | dict(problem=problem_of(done), seconds=done.seconds) | figures_of(done))
+            print(line, flush=True)
+            print(line, file=file, flush=True)
+
+
+def job_of(cell, folder):
+    """The child process of one cell, with compile caches of its own: each first step is a cold one."""
+    caches = folder / "caches" / (cell["caches_of"] or cell["name"]).replace("/", "_")
+    words = [sys.executable, "-m", "bench.compare", "--output_dir", folder, "--cell", json.dumps(cell)]
+    env = dict(PYTORCH_ALLOC_CONF="expandable_segments:True", HF_HUB_OFFLINE="1")  # as train_low_mem.py sets them
+    env |= dict(TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", TRITON_CACHE_DIR=f"{caches}/triton")
+    if os.getloadavg()[0] > os.cpu_count():
+        env["OMP_WAIT_POLICY"] = "passive"
+    return Job(cell["name"], words, cell["set_up_seconds"] + 200 + 3 * cell["timed_seconds"], env)
+
+
+def figures_of(done):
+    """What the child printed last, if it came to that."""
+    lines = done.text.splitlines()
+    return json.loads(lines[-1]) if not done.problem and lines else {}
+
+
+def problem_of(done):
+    """Why a cell has no figures, in one line."""
+    if done.problem == f"exit code {-signal.SIGALRM}":
+        return "not set up within its time"
+    lines = [line for line in done.text.splitlines() if "Error" in line]
+    return f"{done.problem}: {lines[-1][:200]}" if done.problem and lines else done.problem
+
+
+def time_cell(cell, folder):
+    """Time one cell in this process; prints its figures as the last line."""
+    from bench.loops import train_by_hand, train_ours, train_trainer  # transformers takes seconds to import
+
+    signal.alarm(cell["set_up_seconds"])  # the set-up's limit, lifted when the clock starts
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda:0" if on_gpu else "cpu")
+    gate = Gate(folder / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock") if on_gpu else None
+    pace = Pace(cell["warm_steps"], cell["warm_seconds"], cell["timed_seconds"], cell["cycle"])
+    clock = StepClock(device, pace, gate, on_start=lambda: signal.alarm(0))
+    loop = {"ours": train_ours, "a": train_trainer, "b": train_by_hand}[cell["loop"]]
+    more = loop(cell, folder / "corpus", clock)
+    print(json.dumps(clock.result() | more), flush=True)
+    os._exit(0)  # nothing to save, and compile workers would be waited for
+
+
+if __name__ == "__main__":
+    sys.exit(main())

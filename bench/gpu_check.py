@@ -1,0 +1,64 @@
+"""One command for a GPU machine without a network: do the kernels and the training work there, and how fast?
+
+    python -m bench.gpu_check --output_dir DIR [--minutes 9]
+
+The tests marked gpu; the kernels' parity with the plain twin and their milliseconds; the loss; the short form of
+bench.compare. Each part is a process with its own time limit; its lines are printed as it ends and kept in
+DIR/<part>.log, and DIR/gpu_check.jsonl has one line a part.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bench.children import Job, gpu_slots, run_jobs
+
+LIMIT_SECONDS = {"tests": 150, "parity": 60, "timing": 120, "loss": 60, "compare": 400}
+
+
+def main():
+    parser = argparse.ArgumentParser(description="GPU tests, kernel parity and timing, the short comparison.")
+    parser.add_argument("--output_dir", required=True)
+    parser.add_argument("--parts", default=",".join(LIMIT_SECONDS))
+    parser.add_argument("--minutes", type=float, default=9)
+    options = parser.parse_args()
+    if unknown := set(options.parts.split(",")) - LIMIT_SECONDS.keys():
+        parser.error(f"--parts={options.parts}: {', '.join(sorted(unknown))} is none of {', '.join(LIMIT_SECONDS)}")
+    folder = Path(options.output_dir).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    on_gpu = torch.cuda.is_available()
+    print(torch.cuda.get_device_name() if on_gpu else "no GPU here: the parts run as far as they can", flush=True)
+    deadline, failures = time.time() + options.minutes * 60, 0
+    with open(folder / "gpu_check.jsonl", "a") as file:
+        for part in options.parts.split(","):  # one after the other: each is timed alone
+            words = words_of(part, folder, on_gpu, deadline - time.time())
+            job = Job(part, words, LIMIT_SECONDS[part])
+            for done in run_jobs([job], folder, gpu_slots(int(on_gpu)), deadline - time.time()):
+                failures += bool(done.problem)
+                line = json.dumps(dict(part=part, problem=done.problem, seconds=round(done.seconds, 1)))
+                print(done.text, line, sep="", flush=True)
+                print(line, file=file, flush=True)
+    return 1 if failures else 0
+
+
+def words_of(part, folder, on_gpu, seconds_left):
+    """The command line of a part; on a CPU the same at sizes that take seconds."""
+    module = [sys.executable, "-m"]
+    small = [] if on_gpu else ["--tokens", 512, "--width", 32]
+    if part == "tests":
+        return [*module, "pytest", "-q", "-m", "gpu", "tests"]
+    if part in ("parity", "timing"):
+        return [*module, "bench.kernels", "--part", part, *small]
+    if part == "loss":
+        return [*module, "bench.loss", *small]
+    how = [] if on_gpu else ["--cpu", "--models", "tiny"]
+    minutes = max(min(seconds_left, LIMIT_SECONDS["compare"]) - 20, 1) / 60  # in time to write its table
+    return [*module, "bench.compare", "--output_dir", folder / "compare", "--short", "--minutes", minutes, *how]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

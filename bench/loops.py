@@ -1,0 +1,144 @@
+"""The three loops that bench.compare times: ours, transformers' Seq2SeqTrainer, a hand-tuned loop around HF T5."""
+
+import os
+from dataclasses import asdict, replace
+from itertools import cycle
+
+import numpy as np
+import torch
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, TrainerCallback
+
+from bench.corpus import VOCAB_SIZE, open_corpus
+from config import load_config, model_config
+from model.prepare import prepare_run
+from model.ranks import start_ranks
+from model.step import train_steps
+
+PAD_ID = 0
+SHAPES = ((32, 128), (32, 256), (128, 256), (256, 256))  # padded tokens of prompt and response
+PROMPT_CLASSES = (24, 48, 96)
+
+
+def train_ours(cell, corpus, clock):
+    """`train_steps` as train_low_mem.py runs it, on the options that a user would type."""
+    os.chdir(corpus)
+    options = dict(
+        model=cell["model"], batch_size_per_gpu=cell["pairs"], gradient_accumulation_steps=cell["rounds"],
+        tokenizer_dir="tokenizer", train_file="train.parquet", validation_file="valid.parquet",
+        output_dir=f"runs/{cell['name'].replace('/', '_')}", epochs=1000,
+    )  # fmt: skip
+    config = load_config("pretrain", options)
+    ranks = start_ranks(config.backend, config.ddp_timeout_s)
+    run, state, plan = prepare_run(ranks, config, set(options), resumed=False)
+    for result in train_steps(ranks, run.model, run.optimizer, run.train, plan, config, run.course):
+        if clock.tick(len(result.ids), result.tokens):
+            return dict(loss=float(result.loss), micro_batches=result.micro_batches, plan=asdict(result.plan))
+    raise AssertionError("the corpus ended before the clock")
+
+
+def stock_t5(name, attention):
+    """transformers' T5 of the same shape, random weights, without dropout."""
+    shape = replace(model_config(name), vocab_size=VOCAB_SIZE)
+    config = T5Config(
+        **asdict(shape), pad_token_id=PAD_ID, eos_token_id=1, decoder_start_token_id=PAD_ID, dropout_rate=0.0,
+        feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(config)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def pad(examples, shape=None):
+    """What transformers' T5 takes, padded to `shape` (prompt, response) or to the longest of the batch."""
+    prompts, labels = ([np.asarray(e[side]) for e in examples] for side in ("input_ids", "labels"))
+    widths = shape or (max(map(len, prompts)), max(map(len, labels)))
+    input_ids, labels = (_fill(*side) for side in ((prompts, widths[0], PAD_ID), (labels, widths[1], -100)))
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    return dict(input_ids=input_ids, labels=labels, attention_mask=(torch.arange(widths[0]) < lengths[:, None]).long())
+
+
+def _fill(rows, width, value):
+    out = np.full((len(rows), width), value, dtype=np.int64)
+    for line, row in zip(out, rows, strict=True):
+        line[: len(row)] = row
+    return torch.from_numpy(out)
+
+
+def train_trainer(cell, corpus, clock):
+    """Baseline A: Seq2SeqTrainer itself, with the flags that suit it."""
+    store, on_cpu = open_corpus(corpus), not torch.cuda.is_available()
+    lengths = store.lengths.astype(np.int64)
+    # the response's length among prompts of like lengths: less padding than the longer or the sum of both
+    groups = np.digitize(lengths[:, 0], PROMPT_CLASSES) * 1000 + lengths[:, 1]
+    rows = store.rows.rename_columns(dict(prompt_ids="input_ids", response_ids="labels"))
+    rows = rows.add_column("length", groups.tolist()).with_format("numpy")
+    args = Seq2SeqTrainingArguments(
+        output_dir=os.path.join(corpus, "runs", "trainer"), max_steps=10**6, per_device_train_batch_size=cell["pairs"],
+        gradient_accumulation_steps=cell["rounds"], bf16=not on_cpu, use_cpu=on_cpu, optim="adamw_torch_fused",
+        learning_rate=1e-4, torch_compile=cell["compile"],
+        train_sampling_strategy="random" if cell["static"] else "group_by_length",
+        dataloader_num_workers=0 if on_cpu else 4, dataloader_drop_last=True, remove_unused_columns=False,
+        logging_strategy="no", logging_nan_inf_filter=False, save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    shape = SHAPES[-1] if cell["static"] else None
+    trainer = TimedTrainer(
+        stock_t5(cell["model"], cell["attention"]), args, train_dataset=rows,
+        data_collator=lambda examples: pad(examples, shape),
+    )  # fmt: skip
+    trainer.add_callback(TickAtStepEnd(trainer, clock))
+    trainer.train()
+    return dict(loss=float(trainer.last_loss))
+
+
+class TimedTrainer(Seq2SeqTrainer):
+    """Seq2SeqTrainer that also counts real tokens, on the device."""
+
+    step_tokens = 0
+    last_loss = None
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.step_tokens = self.step_tokens + inputs["attention_mask"].sum() + (inputs["labels"] != -100).sum()
+        self.last_loss = super().training_step(model, inputs, num_items_in_batch)
+        return self.last_loss
+
+
+class TickAtStepEnd(TrainerCallback):
+    def __init__(self, trainer, clock):
+        self.trainer, self.clock = trainer, clock
+
+    def on_step_end(self, args, state, control, **parts):
+        pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        control.should_training_stop = self.clock.tick(pairs, self.trainer.step_tokens)
+        self.trainer.step_tokens = 0
+
+
+def train_by_hand(cell, corpus, clock):
+    """Baseline B: HF T5 with SDPA, compiled for one padded shape, at a large batch that is already on the device."""
+    device = clock.device
+    shape, batch_size = tuple(cell["shape"]), cell["pairs"]
+    store = open_corpus(corpus)
+    members = np.flatnonzero(shape_of(store.lengths) == SHAPES.index(shape))
+    ids = np.resize(members, 8 * batch_size).reshape(8, batch_size)  # again from the first where there are too few
+    rows = store.rows.rename_columns(dict(prompt_ids="input_ids", response_ids="labels")).with_format("numpy")
+    batches = [pad([rows[int(i)] for i in part], shape) for part in ids]
+    batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
+    counts = [int(store.lengths[part].sum(dtype=np.int64)) for part in ids]
+    model = stock_t5(cell["model"], "sdpa").to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    compiled = torch.compile(model, dynamic=False) if cell["compile"] else model
+    for batch, tokens in cycle(zip(batches, counts, strict=True)):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = compiled(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if clock.tick(batch_size, tokens):
+            return dict(loss=loss.item())
+
+
+def shape_of(lengths):
+    """Index in SHAPES of the smallest shape that holds each pair."""
+    fits = [(lengths[:, 0] <= prompt) & (lengths[:, 1] <= response) for prompt, response in SHAPES]
+    return np.argmax(fits, axis=0)

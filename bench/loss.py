@@ -1,0 +1,71 @@
+"""linear_cross_entropy against the plain compiled loss: forward + backward time and peak memory.
+
+    python -m bench.loss [--tokens 32768] [--width 512] [--vocab 29298]
+
+Prints one JSON line for each; the last has the ratios. bf16 on a GPU, float32 on a CPU.
+"""
+
+import argparse
+import json
+
+import torch
+import torch.nn.functional as F
+
+from bench.clock import memory_of_call, time_call
+from model.loss import linear_cross_entropy
+from model.weights import FlatWeights, with_padding
+
+
+def main():
+    parser = argparse.ArgumentParser(description="The chunked loss against the plain compiled one.")
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--vocab", type=int, default=29_298)
+    options = parser.parse_args()
+    results = compare(options.tokens, options.width, options.vocab)
+    for name, result in results.items():
+        print(json.dumps(dict(part="loss", name=name, **result)), flush=True)
+    ours, plain = results["linear_cross_entropy"], results["plain, compiled"]
+    ratios = dict(time=ours["ms"] / plain["ms"], memory=ours["peak_mib"] / max(plain["peak_mib"], 1e-9))
+    print(json.dumps(dict(part="loss", name="ours over plain", **ratios)))
+
+
+def plain_loss(hidden, weight, labels):
+    """Sum over tokens of the cross-entropy, all logits in memory."""
+    return F.cross_entropy(F.linear(hidden, weight.to(hidden.dtype)).float(), labels, reduction="sum")
+
+
+def compare(tokens, width, vocab):
+    """Milliseconds, peak MiB and loss of each way, on the same numbers."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, device=device).mul(width**-0.5).to(dtype).requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(vocab, width, device=device))
+    flat = FlatWeights([weight], weight, dtype)  # as the model holds it: a copy in bf16, rows padded
+    labels = torch.randint(vocab, (tokens,), device=device)
+
+    def ours(hidden, weight, labels):
+        flat.refresh()
+        return linear_cross_entropy(hidden, weight, labels, copy_WD=with_padding(weight.copy))
+
+    ways = {"linear_cross_entropy": ours, "plain, compiled": torch.compile(plain_loss, dynamic=False)}
+    return {name: measure(way, hidden, weight, labels, device) for name, way in ways.items()}
+
+
+def measure(way, hidden, weight, labels, device):
+    def call():
+        hidden.grad = weight.grad = None
+        loss = way(hidden, weight, labels)
+        loss.backward()
+        return loss.detach()
+
+    loss = call().item() / len(labels)  # compiles
+    call()
+    hidden.grad = weight.grad = None
+    peak = memory_of_call(call, device)
+    return dict(ms=time_call(call, device, seconds=1), peak_mib=peak / 2**20, loss=loss)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Forward and backward of a micro-batch as CUDA graphs: recorded once for each padded size, then replayed in one call.
+
+A step of small on a fast GPU launches a thousand kernels, which takes longer than they run until it has some 40,000
+tokens.
+"""
+
+import torch
+
+
+class StepGraphs:
+    """CUDA graphs that add a micro-batch's gradients and loss to the model's, one for each Room.
+
+    They share one pool of memory, which stays theirs until `clear`.
+    """
+
+    def __init__(self, model, rooms):
+        self.model, self.rooms = model, rooms
+        self.scale = torch.zeros((), device=model.flat.loss.device)
+        self.stream = torch.cuda.Stream()  # one: cuBLAS keeps a workspace for each
+        self.clear()
+
+    def clear(self):
+        """Forget all recordings and give their memory up."""
+        self.recorded, self.pool = {}, None
+
+    def room_of(self, lengths):
+        """The smallest Room that holds pairs of these `lengths` (pairs, 2), or None."""
+        return next((room for room in self.rooms if room.holds(lengths)), None)
+
+    def gradients(self, micro_batch, room, chunk_tokens, z_loss, scale):
+        """Put the gradients of `scale` times the micro-batch's loss, and that loss, into the model's flat tensors.
+
+        They must be zero before.
+        """
+        key = (room, chunk_tokens, z_loss, self.model.gradient_checkpointing)
+        self.scale.fill_(scale)
+        if key not in self.recorded:
+            self.recorded[key] = self._record(micro_batch, chunk_tokens, z_loss)
+        batch, graph = self.recorded[key]
+        batch.flat.copy_(micro_batch.flat, non_blocking=True)
+        graph.replay()
+
+    def _record(self, micro_batch, chunk_tokens, z_loss):
+        """(the MicroBatch that the graph reads, the graph), after a run that compiles kernels and sets up libraries."""
+        batch = micro_batch.to(self.scale.device)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self._run(batch, chunk_tokens, z_loss)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        # empties the cache first; other threads may go on using the device
+        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+            self._run(batch, chunk_tokens, z_loss)
+        self.pool = graph.pool()
+        self.model.zero_grad()
+        return batch, graph
+
+    def _run(self, batch, chunk_tokens, z_loss):
+        loss = self.model(batch, chunk_tokens, z_loss) * self.scale
+        loss.backward()
+        self.model.flat.loss.add_(loss.detach())

@@ -1,0 +1,60 @@
+"""Recorded steps. Needs a GPU: CUDA graphs exist nowhere else."""
+
+import numpy as np
+import pytest
+import torch
+
+from config import T5ModelConfig
+from model.batches import Room, pack, rooms_for
+from model.chat_model import TextToTextModel
+from model.graphs import StepGraphs
+from tests.parts import farthest, gradients_of
+
+
+def random_micro_batch(num_pairs, room, seed):
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(2, 60, size=(2, num_pairs))
+    prompt_ids, labels = (draw.integers(1, 500, size=side.sum()) for side in lengths)
+    return pack(prompt_ids, np.roll(labels, 1), labels, *lengths, room)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpointing):
+    shape = T5ModelConfig(
+        d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=2, num_decoder_layers=2, vocab_size=500
+    )
+    model = TextToTextModel(shape, 0.0, torch.bfloat16, gradient_checkpointing).initialise(0).to("cuda")
+    room = Room(1024, 1280, 32)
+    graphs = StepGraphs(model, [room])
+    for seed in range(4):
+        model.zero_grad()
+        graphs.gradients(random_micro_batch(20 + seed, room, seed), room, 512, 1e-4, 0.25)
+        recorded, loss = gradients_of(model), model.flat.loss.clone()
+        model.zero_grad()
+        part = model(random_micro_batch(20 + seed, None, seed).to("cuda"), 512, 1e-4) * 0.25
+        part.backward()
+        torch.testing.assert_close(loss, part.detach(), rtol=1e-3, atol=0)
+        assert farthest(recorded, gradients_of(model)) < 1e-2
+    assert len(graphs.recorded) == 1
+
+
+def test_few_rooms_hold_nearly_every_micro_batch_with_little_padding():
+    draw = np.random.default_rng(0)
+    lengths = np.stack([draw.gamma(1.2, 20, 50_000), draw.gamma(1.6, 68, 50_000)], axis=1).clip(1, 256).astype("uint16")
+    for pairs, least_fill in ((64, 0.90), (256, 0.95), (512, 0.965)):
+        rooms = rooms_for(lengths, pairs)
+        assert 1 <= len(rooms) <= 8
+        real = computed = missed = 0
+        for _ in range(400):
+            drawn = lengths[draw.integers(len(lengths), size=pairs)].astype(int)
+            room = next((room for room in rooms if room.holds(drawn)), None)
+            missed += room is None
+            real += drawn.sum()
+            computed += room.prompt_tokens + room.response_tokens if room else drawn.sum()
+        assert missed < 20
+        assert real / computed > least_fill
+
+
+def test_pairs_of_one_length_need_one_room():
+    assert rooms_for(np.full((100, 2), 32, dtype="uint16"), 10) == [Room(320, 320, 10)]

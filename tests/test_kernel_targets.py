@@ -1,0 +1,68 @@
+"""Each kernel compiled for the cards of those who will use it, on a machine without one."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tests import test_fused, test_kernels
+
+SHARED_BYTES = 99 * 1024  # what a block may use on sm_86 and sm_89; sm_80 gives 163 KiB
+KERNELS = {
+    "attention_forward", "attention_backward_queries", "attention_backward_keys", "norm_forward", "norm_backward",
+    "cross_entropy", "adamw_rms",
+}  # fmt: skip
+
+
+class Card:
+    """What Triton asks a driver for when it compiles."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return self.capability
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@contextmanager
+def compiling_for(capability, patch):
+    """Launches within this block compile for the card and do not run; yields the kernels, by name."""
+    kernels, launch = {}, triton.JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernels.setdefault(self.__name__, []).append(launch(self, *args, grid=grid, warmup=True, **options))
+
+    patch.setattr(triton.JITFunction, "run", compile_only)
+    patch.setattr(triton.runtime.driver, "_active", Card(capability))
+    yield kernels
+    patch.undo()
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89])  # A100; RTX 30; RTX 40
+def test_every_kernel_fits_the_card(capability, monkeypatch):
+    with compiling_for(capability, monkeypatch) as kernels:
+        for lengths, causal, has_bias in test_kernels.CASES.values():
+            test_kernels.outcome(lengths, causal, has_bias, 8, 64, torch.bfloat16, "cpu", 0, kernels=True)
+        for width in (512, 768):
+            test_fused.norm_errors("cpu", torch.bfloat16, width=width)
+        launch_cross_entropy()
+        test_fused.update_errors("cpu")
+    assert kernels.keys() == KERNELS
+    for name, compiled in kernels.items():
+        for kernel in compiled:
+            assert kernel.asm["cubin"]
+            assert kernel.metadata.shared <= SHARED_BYTES, f"{name}: {kernel.metadata.shared:,} bytes"
+
+
+def launch_cross_entropy():
+    from model.fused import cross_entropy_
+
+    cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
