@@ -14,6 +14,7 @@ import torch
 
 from tests.ranks import ROOT
 from tests.tiny import NUM_PAIRS, ids_by_epoch, start, train, wait_for, weights_hash
+from train_low_mem import main
 
 FAULTS_PAGE = ROOT / "docs" / "faults.md"
 NEWS = b'"kind":"train"'
@@ -22,8 +23,8 @@ NEWS = b'"kind":"train"'
 class Disturbed:
     """A tiny run in `home` that is disturbed again and again, and must end as a calm one does."""
 
-    def __init__(self, home, name, world, **options):
-        self.home, self.name, self.world = home, name, world
+    def __init__(self, home, name, world, function=main, **options):
+        self.home, self.name, self.world, self.function = home, name, world, function
         self.options = dict(dropout=0.1) | options
         self.dir = home / name
 
@@ -32,7 +33,8 @@ class Disturbed:
         for path in self.home.glob("rank*.txt"):
             path.unlink()
         return start(
-            self.home, self.world, fault, output_dir=self.name, is_keep_training="auto", **self.options | changes
+            self.home, self.world, fault, output_dir=self.name, is_keep_training="auto", function=self.function,
+            **self.options | changes,
         )  # fmt: skip
 
     def lines(self):
