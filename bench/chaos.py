@@ -20,19 +20,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from model import faults
 from model.checkpoint import checkpoint_paths
 from tests.ranks import kill_all
 from tests.tiny import furnish, ids_by_epoch, journal, train, wait_for, weights_hash
-from tests.trials import Disturbed, delete, fill, flip, mount, tell, truncate, write_section
-from train_low_mem import main as train_main
+from tests.trials import SLEEP_SECONDS, Disturbed, delete, fill, flip, mount, sleepy_main, tell, truncate, write_section
 
 OPTIONS = dict(
     train_file="many.jsonl", global_batch_size=64, logging_steps=5, save_steps=10_000, save_seconds=3, ddp_timeout_s=30,
     micro_batch_tokens=512,
 )  # fmt: skip
 NUM_PAIRS = 6400
-SLEEP_SECONDS = 0.2  # in each step of the run that misfortunes befall
 STEPS_AN_EPOCH = NUM_PAIRS // 64
 INSIDE = {
     "out of memory": ("forward", "oom"), "cuBLAS without memory": ("backward", "cublas"),
@@ -62,7 +59,7 @@ def main():
         disk.mkdir()
         mounted = mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", disk) == 0
         try:
-            run = Disturbed(home, "disk/run", 2, function=slow_main, epochs=epochs, **OPTIONS)
+            run = Disturbed(home, "disk/run", 2, function=sleepy_main, epochs=epochs, **OPTIONS)
             met, lives, minutes = chaos(run, given, random.Random(given.seed), pace, mounted)
             done = wait_for(run.start(), home, 7200)
             hashes = [weights_hash(run.dir)]
@@ -86,19 +83,6 @@ def main():
     summary += "at the end the calm run's sha256 and each id once" if right else f"**it failed: {result}**"
     write_section("chaos", "Chaos", ["misfortune", "times"], rows, f"`python -m bench.chaos`: {summary}")
     return 0 if right else 1
-
-
-def slow_main(words):
-    """`main`, asleep for a moment in each step."""
-    fire = faults.fire
-
-    def slow_fire(site, step):
-        if site == "reduce":
-            time.sleep(SLEEP_SECONDS)
-        return fire(site, step)
-
-    faults.fire = slow_fire
-    return train_main(words)
 
 
 def measure_pace(home):
