@@ -174,10 +174,10 @@ def finish(run, journal, state, reason, failure):
         raise RuntimeError(
             f"the run's end is not on the disk ({failure}): mend that, then type --is_keep_training=True"
         )
-    if run.ranks.is_main:
-        plot_run(run.dir)
     go_on = "" if reason == "finished" else "; go on with --is_keep_training=True"
     say(run.ranks, f"{reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
+    if run.ranks.is_main and reason == "finished":  # who asked for a stop does not wait for a drawing
+        plot_run(run.dir)
 
 
 @SetParseFn(str)
