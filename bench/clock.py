@@ -29,8 +29,9 @@ class StepClock:
     between CUDA events, so the clock never makes the loop wait.
     """
 
-    def __init__(self, device, pace, gate=None, on_start=lambda: None):
+    def __init__(self, device, pace, gate=None, on_start=lambda: None, forgets_peak=True):
         self.device, self.pace, self.gate, self.on_start = device, pace, gate, on_start
+        self.forgets_peak = forgets_peak  # not where steps are recorded: replaying them allocates nothing
         self.steps, self.first_step_at, self.first_step_seconds = 0, None, None
         self.marks, self.pairs, self.tokens = [], [], []
         self.peak_bytes, self.cpu_seconds = 0, 0.0
@@ -83,7 +84,7 @@ class StepClock:
         if self.gate:
             torch.cuda.empty_cache()  # others are being set up while this one waits
             self.gate.have_alone()
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.forgets_peak:
             torch.cuda.reset_peak_memory_stats()
         self.started, self.cpu_started = time.perf_counter(), time.process_time()
         self.marks.append(self._mark())

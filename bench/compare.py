@@ -155,7 +155,8 @@ def time_cell(cell, folder):
     path = folder / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
     gate = Gate(path, alone=cell["loop"] == "ours") if on_gpu else None
     pace = Pace(cell["warm_steps"], cell["warm_seconds"], cell["timed_seconds"], cell["cycle"])
-    clock = StepClock(device, pace, gate, on_start=lambda: signal.alarm(0))
+    forgets_peak = cell["loop"] != "ours"
+    clock = StepClock(device, pace, gate, on_start=lambda: signal.alarm(0), forgets_peak=forgets_peak)
     signal.alarm(cell["set_up_seconds"])  # the set-up's limit, lifted when the clock starts
     loop = {"ours": train_ours, "a": train_trainer, "b": train_by_hand}[cell["loop"]]
     more = loop(cell, folder / "corpus", clock)

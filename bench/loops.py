@@ -10,6 +10,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5F
 
 from bench.corpus import VOCAB_SIZE, open_corpus
 from config import load_config, model_config
+from model.memory import forget_peak
 from model.prepare import prepare_run
 from model.ranks import start_ranks
 from model.step import train_steps
@@ -30,6 +31,7 @@ def train_ours(cell, corpus, clock):
     config = load_config("pretrain", options)
     ranks = start_ranks(config.backend, config.ddp_timeout_s)
     run, state, plan = prepare_run(ranks, config, set(options), resumed=False)
+    forget_peak(ranks.device)  # of the probes
     for result in train_steps(ranks, run.model, run.optimizer, run.train, plan, config, run.course):
         if clock.tick(len(result.ids), result.tokens):
             return dict(loss=float(result.loss), micro_batches=result.micro_batches, plan=asdict(result.plan))

@@ -245,14 +245,21 @@ def memory_cap(device, limit_gb=0.0):
 
 
 def peak_memory(device):
-    """Highest (allocated, reserved) bytes on `device` since the last call, and the process's resident host bytes."""
+    """Highest (allocated, reserved) bytes on `device` since `forget_peak`, and the process's resident host bytes.
+
+    Not since the last call: a recorded step allocates when it is recorded and never again.
+    """
     with open("/proc/self/statm") as statm:
         host = int(statm.read().split()[1]) * 4096
     if device.type != "cuda":
         return 0, 0, host
-    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return *peaks, host
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), host
+
+
+def forget_peak(device):
+    """From now on `peak_memory` is of what comes."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def monitor_gpu_memory():

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from model.durable import remove_drafts
-from model.memory import memory_cap, peak_memory
+from model.memory import forget_peak, memory_cap, peak_memory
 from model.report import progress_note, train_line
 from model.run_dir import cut_sample_ids, write_json
 
@@ -34,6 +34,7 @@ def begin(run, journal, request, state, plan):
         global_batch=run.course.global_batch, total_pairs=run.course.total_pairs, epochs=config.epochs,
         total_steps=run.total_steps(state),
     )  # fmt: skip
+    forget_peak(ranks.device)
     journal.write("resume", step=state.step, pairs_seen=state.pairs_seen)
     attention = "Triton kernels" if run.model.uses_kernels else "plain attention"
     where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
