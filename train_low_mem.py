@@ -11,20 +11,17 @@ import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from model.request import read_request, refuse_early
 from model.watch import saving, stop_asked, training_begins, watch_signals
 
-if __name__ == "__main__":
-    watch_signals()  # before the seconds that torch takes to load
+if __name__ == "__main__":  # before the seconds that torch takes to load
+    watch_signals()
+    refuse_early(sys.argv[1:])
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: against fragmentation
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: what --deterministic needs
 if os.getloadavg()[0] > os.cpu_count():  # a busy machine: threads that spin while they wait starve each other
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads local files only
-
-from model.request import read_request, refuse_early
-
-if __name__ == "__main__":
-    refuse_early(sys.argv[1:])  # the imports below take seconds
 
 import fire
 from fire.decorators import SetParseFn
@@ -177,10 +174,10 @@ def finish(run, journal, state, reason, failure):
         raise RuntimeError(
             f"the run's end is not on the disk ({failure}): mend that, then type --is_keep_training=True"
         )
-    if run.ranks.is_main:
-        plot_run(run.dir)
     go_on = "" if reason == "finished" else "; go on with --is_keep_training=True"
     say(run.ranks, f"{reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
+    if run.ranks.is_main and reason == "finished":  # who asked for a stop does not wait for a drawing
+        plot_run(run.dir)
 
 
 @SetParseFn(str)
@@ -201,8 +198,7 @@ def test(*stray, **options):
 @SetParseFn(str)
 def doctor(*stray, **options):
     """Look at everything that a run with these options depends on: a table, with a remedy for each problem."""
-    if failing := print_table(read_request(stray, options, keep_training="auto").config):
-        raise RuntimeError(f"a run would fail: {failing} problem{'s' * (failing > 1)} above")
+    print_table(read_request(stray, options, keep_training="auto").config)
 
 
 @SetParseFn(str)

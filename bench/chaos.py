@@ -5,7 +5,8 @@
 Two processes. Half of the misfortunes come from outside: SIGKILL to one or all, a signal that asks for a stop, a
 damaged newest checkpoint, a full disk; half are injected where a step is worked on (CHAT_FAULT): out of memory (once,
 so that the plan stays), numbers that are not finite, a slow or hanging rank, a save that fails, a kill in a save. Each
-time that the run ends, it is started again. After so many minutes it may finish.
+time that the run ends, it is started again. After so many minutes it may finish. Its steps sleep a moment, which
+changes no bit and lets the calm run be over sooner.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 from model.checkpoint import checkpoint_paths
 from tests.ranks import kill_all
 from tests.tiny import furnish, ids_by_epoch, journal, train, wait_for, weights_hash
-from tests.trials import Disturbed, delete, fill, flip, mount, tell, truncate, write_section
+from tests.trials import SLEEP_SECONDS, Disturbed, delete, fill, flip, mount, sleepy_main, tell, truncate, write_section
 
 OPTIONS = dict(
     train_file="many.jsonl", global_batch_size=64, logging_steps=5, save_steps=10_000, save_seconds=3, ddp_timeout_s=30,
@@ -52,13 +53,13 @@ def main():
         home = furnish(Path(folder))
         texts = (home / "train.jsonl").read_text().splitlines()
         (home / "many.jsonl").write_text("\n".join(texts[n % len(texts)] for n in range(NUM_PAIRS)) + "\n")
-        pace = measure_pace(home)
+        pace = 1 / (SLEEP_SECONDS + 1 / measure_pace(home))
         epochs = given.epochs or math.ceil(0.55 * given.minutes * 60 * pace / STEPS_AN_EPOCH)
         disk = home / "disk"
         disk.mkdir()
         mounted = mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", disk) == 0
         try:
-            run = Disturbed(home, "disk/run", 2, epochs=epochs, **OPTIONS)
+            run = Disturbed(home, "disk/run", 2, function=sleepy_main, epochs=epochs, **OPTIONS)
             met, lives, minutes = chaos(run, given, random.Random(given.seed), pace, mounted)
             done = wait_for(run.start(), home, 7200)
             hashes = [weights_hash(run.dir)]
@@ -108,6 +109,8 @@ def chaos(run, given, draw, pace, mounted):
             befall(run, processes, kind, draw)
             met[kind] += 1
             tell(given.out, harness="chaos", outside=kind)
+        elif time.monotonic() >= over:
+            kill_all(processes)
         for process in processes:
             process.join(60)
         assert all(process.exitcode is not None for process in processes), f"{kind}: a rank lived on for 60 s"

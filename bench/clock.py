@@ -33,9 +33,8 @@ class StepClock:
         self.device, self.pace, self.gate, self.on_start = device, pace, gate, on_start
         self.steps, self.first_step_at, self.first_step_seconds = 0, None, None
         self.marks, self.pairs, self.tokens = [], [], []
-        self.peak_bytes = 0
-        if gate:
-            gate.enter()
+        self.peak_bytes, self.cpu_seconds = 0, 0.0
+        self.waited_seconds = gate.enter() if gate else 0.0
 
     def tick(self, pairs, tokens):
         """One step is done: `pairs` and real `tokens` (number or tensor) of it; True when enough is measured."""
@@ -43,7 +42,8 @@ class StepClock:
         if self.steps == 1:
             self._wait()
             self.first_step_at = time.time()
-            self.first_step_seconds = self.first_step_at - float(os.environ.get("STARTED_AT", self.first_step_at))
+            started_at = float(os.environ.get("STARTED_AT", self.first_step_at))
+            self.first_step_seconds = self.first_step_at - started_at - self.waited_seconds
         if not self.marks:
             if self.steps >= self.pace.warm_steps and time.time() - self.first_step_at >= self.pace.warm_seconds:
                 self._start()
@@ -55,6 +55,7 @@ class StepClock:
         if not (enough and len(self.pairs) % self.pace.cycle == 0 and len(self.pairs) >= WINDOWS):
             return False
         self._wait()
+        self.cpu_seconds = time.process_time() - self.cpu_started
         self.peak_bytes = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         return True
 
@@ -71,6 +72,8 @@ class StepClock:
             step_ms=1e3 * median(sum(times[w]) / len(times[w]) for w in windows),
             peak_gib=self.peak_bytes / 2**30,
             first_step_seconds=self.first_step_seconds,
+            tokens_per_cpu_second=sum(tokens)
+            / self.cpu_seconds,  # over all threads: what a busy machine leaves telling
             timed_steps=len(times),
         )
 
@@ -82,7 +85,7 @@ class StepClock:
             self.gate.have_alone()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self.started = time.perf_counter()
+        self.started, self.cpu_started = time.perf_counter(), time.process_time()
         self.marks.append(self._mark())
 
     def _mark(self):
@@ -101,13 +104,19 @@ class StepClock:
 
 
 class Gate:
-    """Keeps a GPU quiet while one process is timed: many may be set up on it together, only one has it alone."""
+    """Keeps a GPU quiet while one process is timed: many may be set up on it together, only one has it alone.
 
-    def __init__(self, path):
-        self.file = open(Path(path), "w")
+    `alone`: be set up alone too, as a run is whose plan reads the GPU's free memory.
+    """
+
+    def __init__(self, path, alone=False):
+        self.file, self.alone = open(Path(path), "w"), alone
 
     def enter(self):
-        fcntl.flock(self.file, fcntl.LOCK_SH)
+        """Wait until the GPU may be used; returns the seconds that took."""
+        began = time.time()
+        fcntl.flock(self.file, fcntl.LOCK_EX if self.alone else fcntl.LOCK_SH)
+        return time.time() - began
 
     def have_alone(self):
         fcntl.flock(self.file, fcntl.LOCK_EX)

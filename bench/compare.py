@@ -22,7 +22,7 @@ from bench.clock import WINDOWS, Gate, Pace, StepClock
 from bench.corpus import write_corpus
 from bench.report import report
 
-GPU_PAIRS, CPU_PAIRS = 51_200, 1_920  # of the corpus
+GPU_PAIRS, CPU_PAIRS = 51_200, 960  # of the corpus
 MEGA_BATCH = 50  # batches that the trainer sorts together (get_length_grouped_indices in transformers)
 SET_UP_SECONDS = {"tiny": 150, "small": 200, "chatlm": 300}  # from the start to warm; a compiled step costs a minute
 TIMED_SECONDS = 7.5
@@ -129,7 +129,7 @@ def job_of(cell, folder):
     env |= dict(TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", TRITON_CACHE_DIR=f"{caches}/triton")
     if os.getloadavg()[0] > os.cpu_count():
         env["OMP_WAIT_POLICY"] = "passive"
-    return Job(cell["name"], words, cell["set_up_seconds"] + 200 + 3 * cell["timed_seconds"], env)
+    return Job(cell["name"], words, cell["set_up_seconds"] + 400 + 3 * cell["timed_seconds"], env)
 
 
 def figures_of(done):
@@ -150,12 +150,13 @@ def time_cell(cell, folder):
     """Time one cell in this process; prints its figures as the last line."""
     from bench.loops import train_by_hand, train_ours, train_trainer  # transformers takes seconds to import
 
-    signal.alarm(cell["set_up_seconds"])  # the set-up's limit, lifted when the clock starts
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda:0" if on_gpu else "cpu")
-    gate = Gate(folder / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock") if on_gpu else None
+    path = folder / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
+    gate = Gate(path, alone=cell["loop"] == "ours") if on_gpu else None
     pace = Pace(cell["warm_steps"], cell["warm_seconds"], cell["timed_seconds"], cell["cycle"])
     clock = StepClock(device, pace, gate, on_start=lambda: signal.alarm(0))
+    signal.alarm(cell["set_up_seconds"])  # the set-up's limit, lifted when the clock starts
     loop = {"ours": train_ours, "a": train_trainer, "b": train_by_hand}[cell["loop"]]
     more = loop(cell, folder / "corpus", clock)
     print(json.dumps(clock.result() | more), flush=True)

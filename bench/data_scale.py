@@ -45,10 +45,10 @@ def main():
         print(json.dumps({name: round(value, 3) for name, value in result.items()}))
 
 
-def build_store(directory, num_pairs):
+def build_store(directory, num_pairs, pool_tokens=TOKEN_POOL):
     """Write a store of `num_pairs` synthetic pairs in the project's format."""
     rng, schema, lengths = np.random.default_rng(0), store_schema(VOCAB_SIZE), []
-    pool = draw_ids(TOKEN_POOL, VOCAB_SIZE, rng).astype(np.uint16)
+    pool = draw_ids(pool_tokens, VOCAB_SIZE, rng).astype(np.uint16)
     with pa.OSFile(str(directory / "pairs.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for start in range(0, num_pairs, PAIRS_A_BATCH):
             lengths.append(draw_lengths(min(PAIRS_A_BATCH, num_pairs - start), rng))

@@ -83,7 +83,7 @@ def disk_trials(home, epochs=20):
 
 
 def disk_trial(run, harm, calm):
-    """Let `harm` come to the disk of a run until it is noticed: what the run said, and what was wrong with that."""
+    """Let `harm` come to the disk of a run until it has noticed; what it said, and what was wrong with it."""
     processes = run.start()
     run.wait_for("checkpoints", lambda: len(checkpoint_paths(run.dir)) == 2 and run.lines() > 10, processes)
     heal = harm(run.dir)

@@ -26,7 +26,7 @@ from fire.decorators import SetParseFn
 
 from config import FLAGS, T5ModelConfig, TrainConfig, model_config
 from model.chat_model import TextToTextModel
-from model.checkpoint import TrainState, read_checkpoint, save_checkpoint
+from model.checkpoint import TrainState, read_checkpoint, save_checkpoint, snapshot_of
 from model.export import export_model, load_into, load_weights
 from model.optim import make_optimizer
 from model.pairs import PROMPT_COLUMNS, RESPONSE_COLUMNS, read_pairs
@@ -183,7 +183,7 @@ def _parts():
     model = TextToTextModel(T5ModelConfig(**SHAPE, vocab_size=tokenizer.vocab_size)).initialise(0)
     optimizer = make_optimizer(model, TrainConfig())
     state = TrainState(step=3, pairs_seen=9, shape=asdict(model.shape), best_loss=1.5)
-    save_checkpoint(folder / "run", state, model, optimizer, keep=2)
+    save_checkpoint(folder / "run", state, snapshot_of(model, optimizer), keep=2)
     export_model(model, tokenizer, folder / "exported")
     torch.save(model.state_dict(), folder / "weights.bin")
     return folder, model, optimizer

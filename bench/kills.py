@@ -4,7 +4,7 @@
 
 Each run is killed so many times with SIGKILL: all its processes, or one, which the others must survive by less than
 a minute. Then it may finish. Exit code 1 when a run's weights differ, an example id came twice or never, or
-something half written is left. On GPUs give --deterministic.
+something half written is left. On GPUs give --deterministic --model tiny --dropout 0.
 """
 
 import argparse
@@ -33,10 +33,12 @@ def main():
     parser.add_argument("--worlds", default="1,2", help="numbers of processes, taken in turn")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--model", default="shape.json", help="a size of config.py, or the smallest that there can be")
+    parser.add_argument("--dropout", type=float, default=0.1, help="0 where the kernels of a GPU are to run")
     parser.add_argument("--out", help="file for the JSON lines")
     given = parser.parse_args()
     worlds = [int(world) for world in given.worlds.split(",")]
-    options = OPTIONS | (dict(deterministic=True) if given.deterministic else {})
+    options = OPTIONS | dict(deterministic=given.deterministic, model=given.model, dropout=given.dropout)
     records = []
     with tempfile.TemporaryDirectory() as folder:
         home = furnish(Path(folder))
@@ -46,8 +48,9 @@ def main():
             tell(given.out, harness="kills", run=number, seed=given.seed, **record)
             records.append(record)
     device = "gpu" if torch.cuda.is_available() else "cpu"
+    mode = "deterministic" if given.deterministic else "default"
     write_section(
-        f"kills_{device}", f"SIGKILL at random moments ({device.upper()})",
+        f"kills_{device}_{mode}", f"SIGKILL at random moments ({device.upper()}, {mode} mode)",
         ["processes", "runs", "kills", "inside a save", "before the first step", "survivor ended after, s (worst)",
          "runs with the calm run's sha256", "runs with each id once"],
         [row(world, [r for r in records if r["world"] == world]) for world in worlds],

@@ -7,6 +7,7 @@ ranks, of the micro-batch or of memory.
 import hashlib
 import math
 from dataclasses import astuple, dataclass, fields
+from itertools import product
 
 import numpy as np
 import torch
@@ -14,9 +15,9 @@ import torch
 from model.attention import Layout, make_layout
 
 FEISTEL_ROUNDS = 6
-# Standard deviations around the mean number of target tokens: few sizes, little padding. What fits none has no room.
-ROOM_LEVELS = np.arange(-1.75, 2.5, 0.6)
-ROOM_PROMPT_LEVEL = 2.5  # prompts are the smaller part: one size
+# Standard deviations around the mean number of tokens of a side: few sizes, little padding. What fits none has no room.
+ROOM_LEVELS = ((0.3, 2.5), (-0.6, 0.2, 1.0, 2.5))  # of prompts, of responses
+ROOM_FILL = 2 / 3  # at least: an epoch's small last step is not worth the padding
 ROOM_MULTIPLE = 64  # tokens
 
 
@@ -57,20 +58,22 @@ class Room:
     pairs: int
 
     def holds(self, lengths):
-        """True if pairs of these `lengths` (pairs, 2) fit."""
+        """True if pairs of these `lengths` (pairs, 2) fit, and fill most of it."""
         prompts, responses = lengths.sum(axis=0, dtype=np.int64)
-        return prompts <= self.prompt_tokens and responses <= self.response_tokens and len(lengths) <= self.pairs
+        fits = prompts <= self.prompt_tokens and responses <= self.response_tokens and len(lengths) <= self.pairs
+        return fits and prompts + responses >= ROOM_FILL * (self.prompt_tokens + self.response_tokens)
 
 
 def rooms_for(lengths, pairs):
     """Rooms, the smallest first, of which one holds nearly every micro-batch of `pairs` pairs drawn from `lengths`."""
-    mean = pairs * lengths.mean(axis=0, dtype=np.float64)
-    spread = math.sqrt(pairs) * lengths.std(axis=0, dtype=np.float64)
-    prompts = _round_up(mean[0] + ROOM_PROMPT_LEVEL * spread[0])
-    responses = sorted(
-        {_round_up(mean[1] + level * spread[1]) for level in ROOM_LEVELS if mean[1] > -level * spread[1]}
+    means = pairs * lengths.mean(axis=0, dtype=np.float64)
+    spreads = math.sqrt(pairs) * lengths.std(axis=0, dtype=np.float64)
+    prompts, responses = (
+        {_round_up(mean + level * spread) for level in levels if mean > -level * spread}
+        for mean, spread, levels in zip(means, spreads, ROOM_LEVELS, strict=True)
     )
-    return [Room(prompts, tokens, pairs) for tokens in responses]
+    rooms = (Room(*tokens, pairs) for tokens in product(prompts, responses))
+    return sorted(rooms, key=lambda room: room.prompt_tokens + room.response_tokens)
 
 
 def _round_up(tokens):

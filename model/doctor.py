@@ -58,13 +58,14 @@ def examine(config):
 
 
 def print_table(config):
-    """Print the rows as they are found, with ASCII where the screen knows no more; how many of them fail."""
+    """Print the rows as they are found, in ASCII where the screen knows no more; RuntimeError if a run would fail."""
     failing = 0
     for row in examine(config):
         encoding = sys.stdout.encoding or "utf-8"
         print(as_text(row).encode(encoding, "backslashreplace").decode(encoding), flush=True)
         failing += row.fails
-    return failing
+    if failing:
+        raise RuntimeError(f"a run would fail: {failing} problem{'s' * (failing > 1)} above")
 
 
 def as_text(row):

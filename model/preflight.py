@@ -89,7 +89,8 @@ def try_backend(backend, world_size, env=None, attempt=1, seconds=ANSWER_SECONDS
     """What went wrong in an all-reduce over `world_size` child processes, one a GPU under nccl; empty if it worked."""
     root, drop = Path(__file__).resolve().parents[1], ("TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_")
     base = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    base |= {"PYTHONPATH": str(root), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"} | (env or {})
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    base |= {"PYTHONPATH": path, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"} | (env or {})
     with tempfile.TemporaryDirectory(prefix="preflight_") as folder:
         children = []
         for rank in range(world_size):

@@ -185,7 +185,7 @@ class Peers:
         self._store, self._rank = store, rank
         self._others = [str(r) for r in range(world_size) if r != rank]
         self._patience = max(timeout_s - 2 * VERDICT_SECONDS, timeout_s / 2)  # seconds; all ranks end in time then
-        self._timeout_s, self._store_lost = timeout_s, False
+        self._timeout_s, self._store_lost, self._looked_at = timeout_s, False, time.monotonic()
         self._signs, self._beat_at, self._moved_at = {}, {}, {}  # by rank, as text; times by this rank's clock
         self.tell()
 
@@ -209,6 +209,9 @@ class Peers:
                 _doom_all(f"rank 0 is gone ({error})", GRACE_SECONDS)
             return
         now = time.monotonic()
+        if now - self._looked_at > 10 * BEAT_SECONDS:  # it was this process that stood still, stopped or starved
+            self._beat_at, self._moved_at = dict.fromkeys(self._signs, now), dict.fromkeys(self._signs, now)
+        self._looked_at = now
         for rank, text in [*zip(self._others, heard, strict=True), (str(self._rank), json.dumps(asdict(_mine)))]:
             self._note(rank, Sign(**json.loads(text)), now)
         self._judge(now)

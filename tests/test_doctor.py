@@ -133,3 +133,13 @@ def test_the_shape_of_the_model_is_read_as_a_run_reads_it(rows, home):
     assert rows()["model"].found.startswith("0.0 M weights from chance")
     (home / "broken.json").write_text(json.dumps(dict(d_model=16)))
     assert rows(model="broken.json")["tokenizer, model"].fails
+
+
+@pytest.mark.gpu
+def test_each_gpu_has_its_rows(rows):
+    found, count = rows(), torch.cuda.device_count()
+    for row in found.values():
+        print(as_text(row))
+    names = {f"GPU {index}{what}" for index in range(count) for what in ("", " memory")}
+    assert names | ({"GPU links", "NCCL"} if count > 1 else set()) <= found.keys()
+    assert not any(row.fails for row in found.values())

@@ -109,11 +109,10 @@ def test_promise_3_a_run_killed_at_random_steps_and_inside_saves_ends_with_the_w
         f"{site}:{0 if site == 'save' else world - 1}:{step}:kill" for site, step in zip(sites, steps, strict=True)
     ]
     faults.insert(2, f"evaluate:0:{STEPS // 2}:kill")
-    name, keep = f"killed{world}", False
+    name = f"killed{world}"
     for fault in sorted(faults, key=lambda fault: int(fault.split(":")[2])):
-        done = train(home, world, fault, output_dir=name, dropout=0.1, is_keep_training=keep)
+        done = train(home, world, fault, output_dir=name, dropout=0.1, is_keep_training="auto")
         assert -9 in done.codes and 0 not in done.codes, f"{fault}: {done}"
-        keep = True
     finish_and_compare(home, world, name, calm)
 
 

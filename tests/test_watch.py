@@ -14,7 +14,7 @@ from model.ranks import gather_json, start_ranks, stop_ranks, vote
 from model.watch import SIGNALS, stop_asked, training_begins
 from tests.ranks import fork_ranks, run_ranks, send, wait_for
 
-TIMEOUT_S = 5
+TIMEOUT_S = 10
 
 
 def hang(rank, dead_seconds=watch.DEAD_SECONDS, kill=False):
@@ -25,6 +25,7 @@ def hang(rank, dead_seconds=watch.DEAD_SECONDS, kill=False):
     if ranks.rank == rank:
         if kill:
             os.kill(os.getpid(), signal.SIGKILL)
+        print("hangs_at", time.time(), flush=True)
         sit_and_think(60)
     elif kill:
         time.sleep(60)
@@ -38,12 +39,13 @@ def sit_and_think(seconds):
 
 def test_a_rank_that_hangs_ends_all_in_time_is_named_and_every_stack_is_shown(tmp_path):
     rank = 0  # which keeps the store that the ranks hear of each other by
-    started = time.monotonic()
-    done = run_ranks(3, hang, rank, folder=tmp_path, seconds=40)
+    done = run_ranks(3, hang, rank, folder=tmp_path, seconds=60)
     assert done.codes == [1, 1, 1], done.text
-    assert time.monotonic() - started < TIMEOUT_S + 15, "the start of three processes included"
+    (hung_at,) = [float(line.split()[1]) for line in done.text.splitlines() if line.startswith("hangs_at")]
     for other in range(3):
-        text = (tmp_path / f"rank{other}.txt").read_text()
+        path = tmp_path / f"rank{other}.txt"
+        text = path.read_text()
+        assert path.stat().st_mtime - hung_at < TIMEOUT_S, "a verdict takes a few beats to reach all"
         assert f"rank {rank} hangs: silent for" in text and "outside any exchange" in text
         assert ("sit_and_think" in text) == (other == rank), "the stack tells where it hangs"
         assert "Thread 0x" in text
@@ -76,7 +78,7 @@ def test_a_rank_that_lets_no_thread_run_is_named_and_ends(tmp_path):
 def wait_long():
     ranks = start_ranks("gloo", TIMEOUT_S)
     if ranks.rank == 1:
-        for _ in range(20):
+        for _ in range(26):
             time.sleep(0.25)
             stop_asked()
     vote(ranks, 0, group=ranks.patient)

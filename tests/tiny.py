@@ -48,9 +48,9 @@ def train(home, world=1, fault="", seconds=90, env=None, command="train", **chan
     return wait_for(start(home, world, fault, env=env, command=command, **changes), home, seconds)
 
 
-def start(home, world=1, fault="", env=None, command="train", **changes):
-    """The processes of a tiny run in `home`."""
-    return fork_ranks(world, main, words(command, **changes), folder=home, env=dict(CHAT_FAULT=fault) | (env or {}))
+def start(home, world=1, fault="", env=None, command="train", function=main, **changes):
+    """The processes of a tiny run in `home`; `function` takes the words of its command line."""
+    return fork_ranks(world, function, words(command, **changes), folder=home, env=dict(CHAT_FAULT=fault) | (env or {}))
 
 
 def weights_hash(run_dir):

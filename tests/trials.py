@@ -12,18 +12,21 @@ from pathlib import Path
 
 import torch
 
+from model import faults
 from tests.ranks import ROOT
 from tests.tiny import NUM_PAIRS, ids_by_epoch, start, train, wait_for, weights_hash
+from train_low_mem import main
 
 FAULTS_PAGE = ROOT / "docs" / "faults.md"
 NEWS = b'"kind":"train"'
+SLEEP_SECONDS = 0.2
 
 
 class Disturbed:
     """A tiny run in `home` that is disturbed again and again, and must end as a calm one does."""
 
-    def __init__(self, home, name, world, **options):
-        self.home, self.name, self.world = home, name, world
+    def __init__(self, home, name, world, function=main, **options):
+        self.home, self.name, self.world, self.function = home, name, world, function
         self.options = dict(dropout=0.1) | options
         self.dir = home / name
 
@@ -32,7 +35,8 @@ class Disturbed:
         for path in self.home.glob("rank*.txt"):
             path.unlink()
         return start(
-            self.home, self.world, fault, output_dir=self.name, is_keep_training="auto", **self.options | changes
+            self.home, self.world, fault, output_dir=self.name, is_keep_training="auto", function=self.function,
+            **self.options | changes,
         )  # fmt: skip
 
     def lines(self):
@@ -40,7 +44,7 @@ class Disturbed:
         path = self.dir / "metrics.jsonl"
         return path.read_bytes().count(NEWS) if path.exists() else 0
 
-    def wait_for(self, what, ready, processes, seconds=60):
+    def wait_for(self, what, ready, processes, seconds=120):
         """True as soon as `ready()`, False when a process ended before; raises TimeoutError."""
         deadline = time.monotonic() + seconds
         while not ready():
@@ -65,6 +69,19 @@ class Disturbed:
         checks["no_litter"] = not list(self.dir.rglob("*.tmp"))
         wrong = [name for name, right in checks.items() if not right]
         return f"{', '.join(wrong)}\n{done.text[-2000:]}" if wrong else ""
+
+
+def sleepy_main(words):
+    """`main`, asleep for SLEEP_SECONDS in each step."""
+    fire = faults.fire
+
+    def slow_fire(site, step):
+        if site == "reduce":
+            time.sleep(SLEEP_SECONDS)
+        return fire(site, step)
+
+    faults.fire = slow_fire
+    return main(words)
 
 
 def calm_hash(home, world, **options):

@@ -1,0 +1,72 @@
+"""Fill: real over computed tokens of both sides, the mean of an epoch, at 1, 2 and 4 ranks.
+
+    python -m bench.fill FILES... [--tokenizer_dir DIR] [--pairs 64,256,512]
+
+`--pairs` are those of one rank in a step. What is computed is read off the micro-batches that a step would run: its
+examples, the rank's share, cut, collate; padded as steps recorded as CUDA graphs are, and as steps that are not.
+Prints one JSON line for each case.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from model.batches import collate, cut, rooms_for, share_of, step_at
+from model.dataset import open_store
+from model.memory import LARGEST_MICRO_BATCH_TOKENS
+from model.pairs import read_pairs
+from model.tokenizer import load_tokenizer, train_tokenizer
+
+RANKS = (1, 2, 4)
+SEED = 23333
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Real over computed tokens.")
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--tokenizer_dir", default="", help="empty: 8000 tokens are learnt from each file")
+    parser.add_argument("--pairs", default="64,256,512")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for path in map(Path, options.files):
+            directory = options.tokenizer_dir or Path(folder) / path.stem
+            if not options.tokenizer_dir:
+                train_tokenizer((text for pair in read_pairs(path) for text in pair), 8000, directory)
+            store = open_store(path, load_tokenizer(directory), 256, Path(folder) / "tokens")
+            for pairs in map(int, options.pairs.split(",")):
+                print(json.dumps(dict(file=path.name, pairs_a_rank=pairs) | fills(store, pairs)), flush=True)
+
+
+def fills(store, pairs_a_rank):
+    """Fill at each number of ranks, by whether steps are recorded, and how many sizes were recorded."""
+    found = {}
+    for world_size in RANKS:
+        rooms = rooms_for(store.lengths, pairs_a_rank)
+        found[f"{world_size} ranks"] = round(epoch_fill(store, world_size, pairs_a_rank, ())[0], 4)
+        fill, sizes = epoch_fill(store, world_size, pairs_a_rank, rooms)
+        found |= {f"{world_size} ranks, recorded": round(fill, 4), f"sizes at {world_size}": sizes}
+    return found
+
+
+def epoch_fill(store, world_size, pairs_a_rank, rooms, micro_batch_tokens=LARGEST_MICRO_BATCH_TOKENS):
+    """(real over computed tokens of an epoch's forwards over all ranks, number of Rooms used)."""
+    real, computed, used, position = 0, 0, set(), 0
+    while position < len(store):
+        examples = step_at(position, len(store), world_size * pairs_a_rank, SEED)
+        lengths = store.lengths[examples.ids].astype("int64")
+        for rank in range(world_size):
+            share = share_of(examples.ids, lengths, rank, world_size)
+            parts = cut(share, store.lengths[share], micro_batch_tokens)
+            room = next((r for r in rooms if r.holds(store.lengths[share])), None) if len(parts) == 1 else None
+            used.add(room)
+            for part in parts:
+                micro_batch = collate(store, part, 0, "cpu", True, room)
+                computed += len(micro_batch.prompt_ids) + len(micro_batch.decoder_ids)
+        real += int(lengths.sum())
+        position += len(examples.ids)
+    return real / computed, len(used - {None})
+
+
+if __name__ == "__main__":
+    main()
