@@ -20,7 +20,7 @@ CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 131_072  # beyond this a GPU gains nothing
 GROW_AFTER_STEPS = 100  # without an out of memory; each one that shrinks the plan doubles it
 CONTEXT_BYTES = 600 * 2**20  # of a CUDA context with torch's kernels; more than this was there before us
-GATES_GB = dict(start=3.0, model=2.5, optimizer=2.0, data=1.5)  # GiB that the guides want free after each stage
+GATES_GB = dict(model=2.5, optimizer=2.0)  # GiB that the guides want free after a stage
 # What a forward costs beyond its tokens, in tokens; what a chunk costs beyond its rows, in rows; a second forward.
 FORWARD_OVERHEAD_TOKENS, CHUNK_OVERHEAD_TOKENS, CHECKPOINTING_FACTOR = 1500, 32, 1.3
 
@@ -274,6 +274,11 @@ def monitor_gpu_memory():
         allocated_bytes=torch.cuda.memory_allocated(), reserved_bytes=torch.cuda.memory_reserved(),
         peak_reserved_bytes=torch.cuda.max_memory_reserved(), free_bytes=free, total_bytes=total,
     )  # fmt: skip
+
+
+def free_bytes():
+    """Bytes free on the current GPU, or None without one."""
+    return monitor_gpu_memory().get("free_bytes")
 
 
 def cleanup_gpu_memory():

@@ -4,17 +4,28 @@ import functools
 import logging
 from pathlib import Path
 
+import ujson
+
 from model.report import read_journal
 
 LOGGER = logging.getLogger("chat_trainer")
+GIB = 2**30
 
 
 def plot_run(run_dir: str | Path) -> Path | None:
-    """Path of plots/loss.png: training loss, validation loss and learning rate by step; None without matplotlib."""
+    """Path of plots/loss.png: training loss, validation loss and learning rate by step; None without matplotlib.
+
+    Beside it memory.png: the device's reserved bytes and the host's by step, and the peak that plan.json predicts.
+    """
     figure_class = _figure_class()
     if figure_class is None:
         return None
     records = read_journal(Path(run_dir) / "metrics.jsonl")
+    _save(_memory_figure(figure_class, records, Path(run_dir) / "plan.json"), run_dir, "memory.png")
+    return _save(_loss_figure(figure_class, records), run_dir, "loss.png")
+
+
+def _loss_figure(figure_class, records):
     figure = figure_class(figsize=(9, 5), layout="constrained")
     losses = figure.subplots()
     rates = losses.twinx()
@@ -24,7 +35,26 @@ def plot_run(run_dir: str | Path) -> Path | None:
     losses.set(xlabel="optimizer step", ylabel="loss [nats per target token]")
     rates.set_ylabel("learning rate")
     figure.legend(loc="outside upper center", ncols=3)
-    path = Path(run_dir) / "plots" / "loss.png"
+    return figure
+
+
+def _memory_figure(figure_class, records, plan_path):
+    figure = figure_class(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for key, colour, label in (("reserved_bytes", "tab:blue", "reserved on the device"),
+                               ("host_rss_bytes", "tab:orange", "resident on the host")):  # fmt: skip
+        scaled = [record | {key: record[key] / GIB} for record in records if record.get(key)]
+        _curve(axes, scaled, "train", key, color=colour, label=label)
+    if plan_path.exists():
+        predicted = ujson.loads(plan_path.read_text()).get("predicted_peak_bytes", 0) / GIB
+        axes.axhline(predicted, color="tab:gray", linestyle=":", label="predicted peak of a step on the device")
+    axes.set(xlabel="optimizer step", ylabel="GiB", ylim=(0, None))
+    figure.legend(loc="outside upper center", ncols=3)
+    return figure
+
+
+def _save(figure, run_dir, name):
+    path = Path(run_dir) / "plots" / name
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)
     return path

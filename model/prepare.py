@@ -14,7 +14,15 @@ from model.dataset import TokenStore, describe_store, open_store
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, load_into, load_weights
 from model.feed import Course
-from model.memory import MemoryPlan, foreign_bytes, limit_memory, outside_bytes
+from model.memory import (
+    GATES_GB,
+    MemoryPlan,
+    check_memory_safety,
+    foreign_bytes,
+    free_bytes,
+    limit_memory,
+    outside_bytes,
+)
 from model.optim import check_adafactor_rate, make_optimizer
 from model.ranks import Ranks, agree, broadcast, local_main_first
 from model.rehearsal import plan_run, rehearse_update
@@ -70,7 +78,9 @@ def prepare_run(ranks, config, given, resumed):
     if shape and "model" in given:
         _check_same_shape(shape, config)
     model = make_model(ranks, config, tokenizer, weights, shape)
+    free = dict(model=free_bytes())
     optimizer = make_optimizer(model, config)
+    free["optimizer"] = free_bytes()
     rehearse_update(ranks, model, optimizer)
     state = TrainState(
         warmup_pairs=config.warmup_steps * batch, seed=config.seed, num_pairs=len(train), shape=asdict(model.shape),
@@ -84,6 +94,9 @@ def prepare_run(ranks, config, given, resumed):
         check_adafactor_rate(config, course.warmup_pairs, course.total_pairs, batch)
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
     plan, memory = plan_run(run, MemoryPlan(**state.plan) if state.plan else None, foreign)
+    for stage, count in free.items():
+        if count is not None:
+            check_memory_safety(GATES_GB[stage], count, plan.predicted_peak_bytes)
     growth = state.growth if state.plan == asdict(plan) else None
     return replace(run, memory=memory), replace(state, plan=asdict(plan), growth=growth), plan
 

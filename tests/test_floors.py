@@ -51,6 +51,7 @@ DOORS = {
         "model.checkpoint",
         "model.run_dir",
         "model.preview",
+        "model.plots",
         "scripts",
     },
     "fire": {"train_low_mem", "scripts", "bench"},

@@ -22,7 +22,7 @@ def copy(tmp_path):
     root = tmp_path / "a project"
     shutil.copytree(ROOT / "model", root / "model", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("config.py", "train_low_mem.py", "train_sft_custom.sh", "quick_start_sft_fast.sh"):
+    for name in ("config.py", "train_low_mem.py", "train_sft_custom.sh", "quick_start_sft_fast.sh", "run_train.sh"):
         shutil.copy2(ROOT / name, root / name, follow_symlinks=False)
     return root
 
@@ -157,3 +157,29 @@ def test_each_visible_gpu_gets_a_process(copy, tmp_path, visible, processes):
     words = done.stdout.splitlines()[0].split()
     assert ("--multi_gpu" in words) == (processes > 1)
     assert processes == 1 or words[words.index("--num_processes") + 1] == str(processes)
+
+
+@pytest.mark.parametrize(
+    "profile, levers",
+    (
+        ("deepspeed", []),
+        ("stage2_offload", ["--gpu_memory_limit_gb=12"]),
+        ("stage3", ["--gpu_memory_limit_gb=6", "--optimizer=adafactor", "--learn_rate=0.003"]),
+        ("minimal", ["--gpu_memory_limit_gb=4", "--optimizer=adafactor", "--learn_rate=0.003"])
+    ),
+)  # fmt: skip
+def test_a_profile_by_its_known_name_is_a_set_of_options(copy, profile, levers):
+    add_python(copy, 'printf "%s|" "$@"')
+    done = launch(copy / "run_train.sh", "-t", profile, "--epochs=1", cwd=copy.parent, NUM_PROCESSES="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    words = done.stdout.split("|")[:-1]
+    assert words[1:3] == ["train", "--is_keep_training=auto"] and words[-1] == "--epochs=1"
+    assert words[3 : 3 + len(levers)] == levers
+    assert ("--gradient_checkpointing=True" in words) == (profile == "minimal")
+
+
+@pytest.mark.parametrize("words", ([], ["-t"], ["-t", "stage9"], ["stage3"], ["-t", "stage3", "epochs=1"]))
+def test_a_profile_that_is_none_gives_the_usage_and_exit_code_2(copy, words):
+    done = launch(copy / "run_train.sh", *words, cwd=copy)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: run_train.sh -t PROFILE")
