@@ -8,7 +8,10 @@ import json
 import math
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from pathlib import Path
+
+MOST_WIDTH, MOST_LAYERS, MOST_TOKENS = 65_536, 256, 1 << 20  # a larger model is a damaged file
+MOST_BYTES = 1 << 20  # of a model's JSON file
+MOST_WHOLE, MOST_SEED = 2**31 - 1, 2**63 - 1  # of a whole number among the options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +30,25 @@ class T5ModelConfig:
     layer_norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        values = [(f, getattr(self, f.name)) for f in fields(self)]
-        bad = [
-            f"{f.name}={value!r}"
-            for f, value in values
-            if not isinstance(value, f.type) or value < 0 or (value == 0 and f.name != "vocab_size")
-        ]
+        bad = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not self._is_sound(f)]
         if bad:
             raise ValueError(
-                f"the model's numbers must be whole (epsilon a fraction) and above 0, not {', '.join(bad)}"
+                f"the model's numbers must be whole (epsilon a fraction), above 0 and at most {MOST_WIDTH:,} (layers "
+                f"{MOST_LAYERS}, vocab_size {MOST_TOKENS:,}), not {', '.join(bad)}"
             )
+        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        if buckets < 4 or buckets % 2 or distance <= buckets // 2:
+            raise ValueError(
+                f"relative_attention_num_buckets={buckets} must be even and at least 4, and "
+                f"relative_attention_max_distance={distance} more than half of it"
+            )
+
+    def _is_sound(self, field):
+        value, least = getattr(self, field.name), 0 if field.name == "vocab_size" else 1
+        if field.type is float:
+            return isinstance(value, float) and 0 < value < 1
+        most = MOST_LAYERS if "layers" in field.name else MOST_TOKENS if field.name == "vocab_size" else MOST_WIDTH
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 MODELS = {
@@ -75,6 +87,7 @@ class TrainConfig:
     weight_decay: float = 0.0  # share of a weight that the learning rate takes off at each step
     max_grad_norm: float = 1.0  # 0: no clipping
     z_loss: float = 0.0  # weight of the squared log-normaliser
+    spike_guard: float = 0.0  # times the median gradient norm; a step beyond it is left out; 0: none is
     seed: int = 23333  # of the first weights, the order of pairs and dropout
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
@@ -83,6 +96,7 @@ class TrainConfig:
     micro_batch_tokens: int = 0  # tokens of both sides in one forward; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: what is free
     deterministic: bool = False  # the same bits from the same run on the same hardware
+    exact: bool = False  # the same bits on any number of CPU processes, one thread each
     # Run
     output_dir: str = "model_save/pretrain"  # the run directory
     logging_steps: int = 20  # optimizer steps
@@ -106,7 +120,7 @@ AT_LEAST = dict(
     epochs=1, batch_size_per_gpu=1, gradient_accumulation_steps=1, global_batch_size=0, max_seq_len=8, seed=0,
     warmup_steps=0, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
-    ddp_timeout_s=30,
+    ddp_timeout_s=30, spike_guard=0,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("adamw_rms", "adamw", "adafactor"),
@@ -123,6 +137,10 @@ def _problems(config):
     for name, least in AT_LEAST.items():
         if getattr(config, name) < least:
             yield f"{name}={getattr(config, name)}: must be at least {least}"
+    for f in fields(config):
+        most = MOST_SEED if f.name == "seed" else MOST_WHOLE
+        if f.type is int and getattr(config, f.name) > most:
+            yield f"{f.name}={getattr(config, f.name)}: must be at most {most}"
     for name, choices in CHOICES.items():
         if getattr(config, name) not in choices:
             why = "; fp16 is refused because T5 diverges in it" if getattr(config, name) == "fp16" else ""
@@ -131,6 +149,8 @@ def _problems(config):
         yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1"
     if not 0 <= config.dropout < 1:
         yield f"dropout={config.dropout}: must be in [0, 1)"
+    if 0 < config.spike_guard <= 1:
+        yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed their median), or 0"
     if config.max_seq_len > 65_535:
         yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
     if config.model not in MODELS and not config.model.endswith(".json"):
@@ -207,6 +227,8 @@ def as_type(name, value, kinds):
     kind, text = kinds[name], str(value).strip()
     if kind is bool:
         return as_bool(name, text)
+    if kind is str and text in ("True", "False") and "True" not in CHOICES.get(name, ()):
+        raise ValueError(f"--{name} came without a value: write --{name}=VALUE")
     if kind is str:
         return str(WORDS[text.lower()]) if "True" in CHOICES.get(name, ()) and text.lower() in WORDS else str(value)
     try:
@@ -244,7 +266,11 @@ def model_config(name):
     if name in MODELS:
         return T5ModelConfig(**MODELS[name])
     try:
-        return T5ModelConfig(**json.loads(Path(name).read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError) as error:
+        with open(name, encoding="utf-8") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} characters")
+        return T5ModelConfig(**json.loads(text))
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         shape = json.dumps(MODELS["small"])
         raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {shape}") from None

@@ -71,7 +71,7 @@ def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):
         tiles = packed_tiles(np.asarray(query_lengths), np.asarray(key_lengths))
         return PackedLayout(*map(torch.from_numpy, tiles)).to(device)
     lengths = np.stack([query_lengths, key_lengths])
-    padded = _round_up(lengths)
+    padded = round_up(lengths)
     order = np.lexsort(padded)
     edges = np.flatnonzero(np.diff(padded[:, order], axis=1).any(axis=0)) + 1
     blocks = []
@@ -93,7 +93,7 @@ def _side(lengths, padded, order):
     return Side(torch.from_numpy(padded_rows), torch.from_numpy(packed_rows))
 
 
-def _round_up(lengths):
+def round_up(lengths):
     """Each length rounded up to 16, 24, 32, 48, 64, 96 …: few block shapes, at most half of one wasted."""
     power = 2 ** np.ceil(np.log2(np.maximum(lengths, 16))).astype(np.int64)
     return np.where((lengths <= power * 3 // 4) & (power > 16), power * 3 // 4, power)

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -17,8 +17,10 @@ import ujson
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from config import T5ModelConfig
 from model import faults
 from model.durable import make_directory, remove_drafts, whole_directory, write_file
+from model.json_items import read_object
 from model.optim import STATE_FIELDS
 
 NAME = re.compile(r"step_\d{8}")
@@ -40,10 +42,15 @@ class TrainState:
     num_pairs: int = 0  # of the training file
     shape: dict | None = None  # of the model
     plan: dict | None = None  # how steps are cut
+    growth: dict | None = None  # of a plan that was shrunk
     evaluated_step: int = 0  # the last step that was evaluated
+    recent_norms: tuple = ()  # gradient norms that the spike guard compares with
 
     def after(self, result):
-        return replace(self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan))
+        return replace(
+            self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan),
+            growth=asdict(result.growth), recent_norms=result.recent_norms,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,17 +146,35 @@ def load_newest(run_dir, say):
 
 
 def read_checkpoint(path):
-    """The Checkpoint at `path`; raises ValueError when a file is missing, cut or changed."""
+    """The Checkpoint at `path`; raises ValueError when a file is missing, cut, changed or not the folder's own."""
     files = ("model.safetensors", "optimizer.safetensors", "state.json")
     try:
-        manifest = ujson.loads((path / "manifest.json").read_text())
+        if links := [name for name in (*files, "manifest.json") if (path / name).is_symlink()]:
+            raise ValueError(f"{links[0]} is a link")
+        manifest = read_object(path / "manifest.json")
+        if set(manifest) != set(files):
+            raise ValueError(f"its manifest names {', '.join(manifest)}, and the files are {', '.join(files)}")
         for name in files:
             if manifest[name]["sha256"] != _sha256(path / name):
                 raise ValueError(f"{name} has changed since it was written")
-        state = TrainState(**ujson.loads((path / "state.json").read_text()))
+        state = _state_of(read_object(path / "state.json"))
         return Checkpoint(path, state, load_file(path / files[0]), load_file(path / files[1]))
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"checkpoint {path} is damaged ({error})") from None
+
+
+def _state_of(values):
+    """The TrainState in a state.json; raises ValueError or TypeError for values of other kinds."""
+    state = TrainState(**values | dict(recent_norms=tuple(values.get("recent_norms", ()))))
+    for field in fields(TrainState):
+        value = getattr(state, field.name)
+        if not isinstance(value, field.type) or (field.type is int and value < 0):
+            raise ValueError(f"state.json says {field.name}={value!r}")
+    if not all(isinstance(norm, float) for norm in state.recent_norms):
+        raise ValueError(f"state.json says recent_norms={state.recent_norms}")
+    if state.shape:
+        T5ModelConfig(**state.shape)
+    return state
 
 
 def load_optimizer(optimizer, model, tensors):

@@ -53,12 +53,29 @@ def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), progress
     ValueError for a file without usable pairs.
     """
     source = _source(path, tokenizer, max_seq_len, columns)
-    directory = Path(root) / hashlib.sha256(ujson.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
+    directory = _directory(source, root)
     if not (directory / "meta.json").exists():
         with _lock(directory.with_suffix(".lock"), stop):
             if not (directory / "meta.json").exists() and not _adopt(source, directory):
                 _build(source, tokenizer, directory, progress, stop)
     return read_store(directory)
+
+
+def find_store(path, tokenizer, max_seq_len, root, *, columns=("", "")):
+    """The TokenStore that `open_store` would give, or None where it would have to be built first."""
+    directory = _directory(_source(path, tokenizer, max_seq_len, columns), root)
+    return read_store(directory) if (directory / "meta.json").exists() else None
+
+
+def token_lengths(pairs, tokenizer, max_seq_len):
+    """Tokens (pairs, 2) of each prompt and response, EOS included, as a store would have them."""
+    pairs = [pair for pair in pairs if all(side.strip() for side in pair)]
+    sides = [_encode(texts, tokenizer, max_seq_len)[0] for texts in zip(*pairs, strict=True)]
+    return np.array([[len(ids) for ids in side] for side in sides]).reshape(2, -1).T
+
+
+def _directory(source, root):
+    return Path(root) / hashlib.sha256(ujson.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_store(directory):

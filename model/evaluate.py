@@ -1,10 +1,12 @@
 """How good the model is: loss over a file; BLEU and chrF of generated answers over a fixed part of it.
 
-Each rank takes a share and no collective stands inside a loop: one reduction at the end.
+Each rank takes a share and no collective stands inside a loop: one reduction at the end. A rank that runs out of
+memory on the way does the rest of its share again in smaller pieces.
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,10 +14,9 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from model import faults
 from model.batches import collate, cut, permute
+from model.memory import is_out_of_memory, plan_after_out_of_memory, shrink_plan
 from model.ranks import gather_json, sum_over_ranks, vote
 from model.watch import stop_asked
-
-ANSWERS_A_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -36,45 +37,113 @@ def evaluating(model):
         model.train()
 
 
-def evaluate_loss(ranks, model, store, plan, start_id, step=0):
-    """Mean cross-entropy a target token of `store` in nats, each pair counted once; None if a stop was asked."""
+def evaluate_loss(ranks, model, store, plan, start_id, step=0, note=lambda kind, **values: None):
+    """Mean cross-entropy a target token of `store` in nats, each pair counted once; None if a stop was asked.
+
+    `note(kind, **values)` hears of each out of memory. Raises NothingFits where the smallest plan does not fit.
+    """
+
+    def loss_of(part, plan):
+        faults.fire("evaluate", step)
+        micro_batch = collate(store, part, start_id, ranks.device, model.uses_kernels)
+        return model(micro_batch, plan.chunk_tokens).item(), len(micro_batch.labels)
+
+    def cut_up(ids, plan):
+        return cut(ids, store.lengths[ids], plan.micro_batch_tokens)
+
+    def shrink(plan):
+        return shrink_plan(
+            replace(plan, gradient_checkpointing=True), int(store.lengths.sum(axis=1, dtype="int64").max())
+        )
+
     mine = np.arange(ranks.rank, len(store), ranks.world_size)
-    total = torch.zeros(2, dtype=torch.float64)  # loss, target tokens
     with evaluating(model):
-        for part in cut(mine, store.lengths[mine], plan.micro_batch_tokens):
-            if stop_asked():
-                break
-            faults.fire("evaluate", step)
-            micro_batch = collate(store, part, start_id, ranks.device, model.uses_kernels)
-            loss = model(micro_batch, plan.chunk_tokens)
-            total += torch.tensor([loss.item(), len(micro_batch.labels)], dtype=torch.float64)
-    if vote(ranks, stop_asked())[0]:
+        losses = _whole_share(ranks, mine, plan, cut_up, loss_of, shrink, partial(note, step=step, where="evaluate"))
+    if losses is None:
         return None
+    total = torch.tensor(losses, dtype=torch.float64).reshape(-1, 2).sum(0)  # loss, target tokens
     loss, target_tokens = sum_over_ranks(ranks, total.to(ranks.device)).tolist()
     return loss / target_tokens
 
 
-def answer_pairs(ranks, stock_model, store, tokenizer, num_pairs, max_new_tokens, compute_dtype, step=0):
+def _whole_share(ranks, ids, plan, cut_up, work, shrink, note):
+    """[work(part, plan) of each part that `cut_up(ids, plan)` gives], or None if a stop was asked of any rank.
+
+    When any rank has run out of memory, all go on with the plan once more and then with what `shrink(plan)` gives;
+    what was done is not done again.
+    """
+    done, failures = [], 0
+    while True:
+        values, ids = _until_out_of_memory(ids, plan, cut_up, work)
+        done += values
+        failed, stop = vote(ranks, (ranks.rank + 1) * bool(len(ids)), stop_asked())
+        if stop:
+            return None
+        if not failed:
+            return done
+        failures += 1
+        smaller = plan_after_out_of_memory(ranks.device, plan, failures, shrink)
+        note("oom", rank=failed - 1, before=_plain(plan), after=_plain(smaller))
+        plan = smaller
+
+
+def _until_out_of_memory(ids, plan, cut_up, work):
+    """(values of the parts done, ids that are left because memory ran out or a stop was asked)."""
+    values, parts = [], list(cut_up(ids, plan))
+    try:
+        while parts and not stop_asked():
+            values.append(work(parts[0], plan))
+            parts.pop(0)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return values, np.concatenate(parts) if parts else ids[:0]
+
+
+def _plain(plan):
+    return asdict(plan) if is_dataclass(plan) else plan
+
+
+def answer_pairs(
+    ranks, stock_model, store, tokenizer, plan, num_pairs, max_new_tokens, compute_dtype, step=0,
+    note=lambda kind, **values: None,
+):  # fmt: skip
     """Greedy answers to the same `num_pairs` prompts of `store` at every call, on every rank; None if a stop was asked.
 
-    `stock_model` is transformers' T5 on the model's own tensors; generation ends at the tokenizer's EOS.
+    `stock_model` is transformers' T5 on the model's own tensors; generation ends at the tokenizer's EOS. `note` hears
+    of each out of memory, whose plan is the number of answers in a batch.
     """
+
+    def answers_to(part, _):
+        faults.fire("generate", step)
+        return answer(stock_model, store, tokenizer, part, max_new_tokens)
+
+    def cut_up(ids, size):
+        return [ids[start : start + size] for start in range(0, len(ids), size)]
+
+    def shrink(size):
+        return size // 2 or None
+
     chosen = permute(np.arange(min(num_pairs, len(store))), len(store), "answers")
     mine = chosen[ranks.rank :: ranks.world_size]
     mine = mine[np.argsort(store.lengths[mine][:, 0], kind="stable")]
-    answers = []
-    with torch.inference_mode(), torch.autocast(ranks.device.type, compute_dtype, compute_dtype != torch.float32):
-        for start in range(0, len(mine), ANSWERS_A_BATCH):
-            if stop_asked():
-                break
-            faults.fire("generate", step)
-            answers += _answer(stock_model, store, tokenizer, mine[start : start + ANSWERS_A_BATCH], max_new_tokens)
-    if vote(ranks, stop_asked())[0]:
+    note = partial(note, step=step, where="generate")
+    with answering(ranks, compute_dtype):
+        answers = _whole_share(ranks, mine, plan.answers, cut_up, answers_to, shrink, note)
+    if answers is None:
         return None
-    return [Answer(*fields) for part in gather_json(ranks, answers) for fields in part]
+    return [Answer(*fields) for rank in gather_json(ranks, answers) for part in rank for fields in part]
 
 
-def _answer(stock_model, store, tokenizer, ids, max_new_tokens):
+@contextmanager
+def answering(ranks, compute_dtype):
+    """No gradient inside, and products in `compute_dtype`."""
+    with torch.inference_mode(), torch.autocast(ranks.device.type, compute_dtype, compute_dtype != torch.float32):
+        yield
+
+
+def answer(stock_model, store, tokenizer, ids, max_new_tokens):
+    """[(prompt, greedy answer, reference)] of the examples `ids`, as text."""
     prompts, references = (_split(flat, store.lengths[ids][:, i]) for i, flat in enumerate(store.tokens(ids)))
     prompt_ids = torch.full((len(ids), max(map(len, prompts))), tokenizer.pad_id)
     for row, prompt in zip(prompt_ids, prompts, strict=True):

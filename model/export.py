@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-import ujson
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
@@ -12,9 +11,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from config import T5ModelConfig
 from model.durable import whole_directory
+from model.json_items import read_object
 from model.tokenizer import copy_tokenizer
 
 disable_progress_bar()
+SAFE_LOAD = (2, 10)  # the first torch whose weights_only=True keeps its promise
 ALIASES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight
 
 
@@ -76,6 +77,8 @@ def _read_tensors(path):
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_LOAD:
+            raise ValueError("torch before 2.10 can be made to run code by such a file (CVE-2026-24747): upgrade it")
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as weights: {error}") from None
@@ -107,12 +110,12 @@ def _canonical(tensors, path):
 
 def _read_shape(path):
     """T5ModelConfig in a Hugging Face config.json."""
+    values = read_object(path)
+    if values.get("model_type") != "t5":
+        raise ValueError(f"{path} says model_type={values.get('model_type')!r}: only t5 can be trained here")
     try:
-        values = ujson.loads(path.read_text(encoding="utf-8"))
-        if values.get("model_type") != "t5":
-            raise ValueError(f"{path} says model_type={values.get('model_type')!r}: only t5 can be trained here")
         return T5ModelConfig(**{f.name: values[f.name] for f in fields(T5ModelConfig) if f.name in values})
-    except (ujson.JSONDecodeError, TypeError, AttributeError) as error:
+    except TypeError as error:
         raise ValueError(f"{path} is not a T5 configuration: {error}") from None
 
 

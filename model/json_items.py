@@ -1,4 +1,4 @@
-"""A JSON text of any size, value by value: arrays, JSON lines, or both after one another.
+"""A JSON text of any size, value by value: arrays, JSON lines, or both after one another. And small files whole.
 
 Promises that memory is bounded by one value of at most MAX_ITEM_CHARS, and that what is malformed is a ValueError with
 its line.
@@ -7,13 +7,32 @@ its line.
 import json
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 CHUNK_CHARS = 1 << 18
 MAX_ITEM_CHARS = 1 << 24
+MAX_OBJECT_BYTES = 64 << 20
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _decode = json.JSONDecoder().raw_decode
+
+
+def read_object(path: Path) -> dict:
+    """The JSON object that a file of at most MAX_OBJECT_BYTES holds; ValueError for any other file."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if (num_bytes := path.stat().st_size) > MAX_OBJECT_BYTES:
+        raise ValueError(f"{path} has {num_bytes:,} bytes: a file of its kind has at most {MAX_OBJECT_BYTES:,}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): copy it again from where it was made") from None
+    except RecursionError:
+        raise ValueError(f"{path} has brackets nested too deep: copy it again from where it was made") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a JSON {type(content).__name__}, not an object")
+    return content
 
 
 def read_json(file: TextIO) -> Iterator[Iterable]:

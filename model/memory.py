@@ -1,15 +1,28 @@
-"""How a step is cut so that it fits: predict the peak, choose a plan, shrink a plan."""
+"""How a step is cut so that it fits: choose a plan, shrink it, let it grow again; what the device holds.
+
+Also the functions that people call by hand: monitor_gpu_memory, cleanup_gpu_memory, check_memory_safety.
+"""
 
 import gc
+import logging
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
-SMALLEST_CHUNK_TOKENS = 128
-USABLE = 0.8  # of free memory: the prediction is coarse, and the allocator rounds
+from model.attention import has_kernels
+from model.estimate import ANSWERS_A_BATCH, Estimate, Setting
+
+LOGGER = logging.getLogger("chat_trainer")
+USABLE = 0.92  # of the memory there is: forwards of many sizes fragment it, the prediction errs by some percent
+CHUNKS = (2048, 1024, 512, 256, 128)  # target tokens whose logits exist at a time
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 131_072  # beyond this a GPU gains nothing
-ADAM_BYTES, ADAFACTOR_BYTES = 8, 0  # optimizer state, bytes a parameter
+GROW_AFTER_STEPS = 100  # without an out of memory; each one that shrinks the plan doubles it
+CONTEXT_BYTES = 600 * 2**20  # of a CUDA context with torch's kernels; more than this was there before us
+GATES_GB = dict(start=3.0, model=2.5, optimizer=2.0, data=1.5)  # GiB that the guides want free after each stage
+# What a forward costs beyond its tokens, in tokens; what a chunk costs beyond its rows, in rows; a second forward.
+FORWARD_OVERHEAD_TOKENS, CHUNK_OVERHEAD_TOKENS, CHECKPOINTING_FACTOR = 1500, 32, 1.3
 
 
 @dataclass(frozen=True)
@@ -21,59 +34,94 @@ class MemoryPlan:
     gradient_checkpointing: bool
     predicted_peak_bytes: int
     graphs: bool = False  # forward and backward of a step in one micro-batch are recorded and replayed
+    answers: int = ANSWERS_A_BATCH  # prompts answered together
+
+    @property
+    def cutting(self):
+        return self.micro_batch_tokens, self.chunk_tokens, self.gradient_checkpointing
 
 
-def choose_plan(config, shape, num_parameters, free_bytes, compute_dtype, share_tokens, longest_tokens):
-    """The plan that `config` asks for, or the one with the fewest forwards that fits `free_bytes` (None on a CPU).
+class NothingFits(RuntimeError):
+    """Not even the smallest plan fits the memory."""
 
-    `share_tokens` is the most that one rank's share of a step can have, `longest_tokens` the longest example's.
-    Raises RuntimeError when one example alone does not fit the memory, ValueError when it does not fit the
-    micro-batch that `config` names.
+
+def make_estimate(config, shape, dtype, lengths, share_pairs, device="cuda"):
+    """Estimate of a run with `config` on `device`, for examples of these Lengths, `share_pairs` a rank and step."""
+    setting = Setting(
+        shape, dtype.itemsize, has_kernels(torch.device(device), dtype, shape.d_kv), config.optimizer,
+        config.dropout > 0, config.trainable == "decoder",
+    )  # fmt: skip
+    return Estimate(setting, lengths, share_pairs, config.max_new_tokens)
+
+
+def choose_plan(config, estimate, share_pairs, usable_bytes, calibration=1.0):
+    """The plan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
+
+    `share_pairs` are the pairs of one rank's share of a step, `calibration` what was measured over what was
+    predicted. Raises ValueError when one example does not fit the micro-batch that `config` names, NothingFits when
+    it does not fit the memory.
     """
-    if 0 < config.micro_batch_tokens < longest_tokens:
+    longest = estimate.lengths.longest
+    if 0 < config.micro_batch_tokens < longest:
         raise ValueError(
-            f"micro_batch_tokens={config.micro_batch_tokens}: the longest example has {longest_tokens} tokens on both "
+            f"micro_batch_tokens={config.micro_batch_tokens}: the longest example has {longest} tokens on both "
             "sides: give at least that, or lower --max_seq_len"
         )
-    chunk_tokens = 2048 if free_bytes else 1024
-    largest = LARGEST_MICRO_BATCH_TOKENS if free_bytes else CPU_MICRO_BATCH_TOKENS
-    wanted = config.micro_batch_tokens or max(min(share_tokens, largest), longest_tokens)
-    choices = {"auto": (False, True), "True": (True,), "False": (False,)}[config.gradient_checkpointing]
-    for checkpointing in choices:
-        for tokens in _halves(wanted, longest_tokens):
-            peak = predict_peak_bytes(config, shape, num_parameters, tokens, chunk_tokens, checkpointing, compute_dtype)
-            if free_bytes is None or peak <= free_bytes * USABLE or config.micro_batch_tokens:
-                return MemoryPlan(tokens, chunk_tokens, checkpointing, peak)
-    raise RuntimeError(
-        f"one example of {longest_tokens} tokens needs about {peak / 2**30:.2f} GiB and {free_bytes / 2**30:.2f} GiB "
-        f"are free: lower --max_seq_len (now {config.max_seq_len}), choose a smaller --model, or free the GPU"
+    largest = LARGEST_MICRO_BATCH_TOKENS if usable_bytes else CPU_MICRO_BATCH_TOKENS
+    wanted = config.micro_batch_tokens or max(min(share_pairs * longest, largest), longest)
+    limit = math.inf if usable_bytes is None else usable_bytes * USABLE / calibration
+    checkpointing = {"auto": (False, True), "True": (True,), "False": (False,)}[config.gradient_checkpointing]
+    if usable_bytes is None:
+        return _plan(estimate, limit, wanted, 1024, checkpointing[0])
+    plans = [fitting_plan(estimate, wanted, limit, chunk, again) for again in checkpointing for chunk in CHUNKS]
+    plans = [plan for plan in plans if plan and not 0 < plan.micro_batch_tokens < config.micro_batch_tokens]
+    if not plans:
+        raise NothingFits(_refusal(config, estimate, usable_bytes, calibration))
+    return min(plans, key=lambda plan: time_factor(plan, share_pairs * estimate.lengths.mean))
+
+
+def _plan(estimate, limit_bytes, *cutting):
+    answers = ANSWERS_A_BATCH
+    while answers > 1 and estimate.peaks(*cutting, answers)["generation"] > limit_bytes:
+        answers //= 2
+    return MemoryPlan(*cutting, predicted_peak_bytes=estimate.step_peak(*cutting), answers=answers)
+
+
+def fitting_plan(estimate, wanted_tokens, limit_bytes, chunk_tokens, checkpointing):
+    """The plan with the largest micro-batch up to `wanted_tokens` that fits, or None where one example does not."""
+    if estimate.step_peak(wanted_tokens, chunk_tokens, checkpointing) <= limit_bytes:
+        return _plan(estimate, limit_bytes, wanted_tokens, chunk_tokens, checkpointing)
+    fits, too_many = estimate.lengths.longest, wanted_tokens
+    if estimate.step_peak(fits, chunk_tokens, checkpointing) > limit_bytes:
+        return None
+    while too_many - fits > max(64, fits // 64):
+        middle = (fits + too_many) // 2
+        if estimate.step_peak(middle, chunk_tokens, checkpointing) <= limit_bytes:
+            fits = middle
+        else:
+            too_many = middle
+    return _plan(estimate, limit_bytes, fits, chunk_tokens, checkpointing)
+
+
+def time_factor(plan, share_tokens):
+    """Predicted time of a step of `share_tokens` tokens a rank, over the same step in one forward without limits."""
+    forwards = math.ceil(share_tokens / plan.micro_batch_tokens)
+    work = share_tokens * (CHECKPOINTING_FACTOR if plan.gradient_checkpointing else 1.0)
+    work *= 1 + CHUNK_OVERHEAD_TOKENS / plan.chunk_tokens
+    return (work + forwards * FORWARD_OVERHEAD_TOKENS) / (share_tokens + FORWARD_OVERHEAD_TOKENS)
+
+
+def _refusal(config, estimate, usable_bytes, calibration):
+    longest = estimate.lengths.longest
+    checkpointing = config.gradient_checkpointing != "False"
+    tokens = max(config.micro_batch_tokens, longest)
+    needed = estimate.step_peak(tokens, CHUNKS[-1], checkpointing) * calibration / USABLE
+    parts = ", ".join(f"{name} {count / 2**30:.2f}" for name, count in estimate.fixed.items())
+    return (
+        f"a forward of {tokens} tokens (the longest example has {longest}) needs {needed / 2**30:.2f} GiB and "
+        f"{usable_bytes / 2**30:.2f} GiB are there; held all the time, in GiB: {parts}. Lower --max_seq_len (now "
+        f"{config.max_seq_len}), type --optimizer=adafactor, choose a smaller --model, or free the GPU"
     )
-
-
-def _halves(tokens, least):
-    """`tokens`, half of them and so on while above `least`; last `least` itself."""
-    while tokens > least:
-        yield tokens
-        tokens //= 2
-    yield least
-
-
-def predict_peak_bytes(config, shape, num_parameters, tokens, chunk_tokens, checkpointing, compute_dtype):
-    """Predicted peak of a training step in bytes: weights, gradients, optimizer, activations and one chunk of logits.
-
-    Activations of one block and token: about 14 vectors of d_model and 3 of d_ff in the compute dtype, the norms'
-    float32 copies, and attention's scores against max_seq_len keys.
-    """
-    size = torch.finfo(compute_dtype).bits // 8
-    state = ADAFACTOR_BYTES if config.optimizer == "adafactor" else ADAM_BYTES
-    fixed = num_parameters * (4 + 4 + state + size)
-    blocks = shape.num_layers + 1.6 * shape.num_decoder_layers  # a decoder block has cross-attention too
-    block_token = size * (14 * shape.d_model + 3 * shape.d_ff) + 8 * shape.d_model
-    block_token += size * 2 * shape.num_heads * config.max_seq_len
-    saved = blocks * size * shape.d_model + block_token if checkpointing else blocks / 2 * block_token
-    logits = chunk_tokens * shape.vocab_size * (4 + 2 * size) + shape.vocab_size * shape.d_model * (8 + size)
-    update = num_parameters * 8  # the optimizer's temporaries, when activations are gone
-    return int(fixed + max(tokens * saved + logits, update))
 
 
 def shrink_plan(plan, longest_tokens):
@@ -83,32 +131,67 @@ def shrink_plan(plan, longest_tokens):
     """
     if plan.micro_batch_tokens > longest_tokens:
         return replace(plan, micro_batch_tokens=max(plan.micro_batch_tokens // 2, longest_tokens))
-    if plan.chunk_tokens > SMALLEST_CHUNK_TOKENS:
+    if plan.chunk_tokens > CHUNKS[-1]:
         return replace(plan, chunk_tokens=plan.chunk_tokens // 2)
     return None if plan.gradient_checkpointing else replace(plan, gradient_checkpointing=True)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """When a plan that was shrunk may grow again, one rung at a time, up to the plan that was chosen."""
+
+    full: MemoryPlan
+    calm_steps: int = 0  # since the last out of memory or growth
+    wait_steps: int = GROW_AFTER_STEPS
+
+    def after_step(self, plan, shrunk):
+        """(the next step's plan, Growth) after a step that fitted in `plan`; `shrunk` if it did not fit in a larger."""
+        if shrunk:
+            return plan, replace(self, calm_steps=0, wait_steps=2 * self.wait_steps)
+        if plan == self.full:
+            return plan, self
+        if self.calm_steps + 1 < self.wait_steps:
+            return plan, replace(self, calm_steps=self.calm_steps + 1)
+        return _larger(plan, self.full), replace(self, calm_steps=0)
+
+
+def growth_of(values, plan):
+    """The Growth that a checkpoint remembers as `values`, or a fresh one of `plan`."""
+    return Growth(**values | dict(full=MemoryPlan(**values["full"]))) if values else Growth(plan)
+
+
+def _larger(plan, full):
+    """The rung above `plan` on the way that `shrink_plan` came down from `full`."""
+    if plan.gradient_checkpointing and not full.gradient_checkpointing:
+        return replace(plan, gradient_checkpointing=False)
+    if plan.chunk_tokens < full.chunk_tokens:
+        return replace(plan, chunk_tokens=min(2 * plan.chunk_tokens, full.chunk_tokens))
+    return replace(plan, micro_batch_tokens=min(2 * plan.micro_batch_tokens, full.micro_batch_tokens))
 
 
 def is_out_of_memory(error):
     """True for an out of memory under any of its names: PyTorch's, cuBLAS's, cuDNN's, NCCL's, the CPU allocator's."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if "more than 1EB" in str(error):
+        return False  # a size that makes no sense: something is broken, and trying again will not help
     signs = ("out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in (*signs, "DefaultCPUAllocator"))
+    signs += ("DefaultCPUAllocator", "bad_alloc")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def free_memory(device, limit_gb=0.0):
-    """Bytes this process may still allocate on `device` under its limit (GiB; 0: none); None on a CPU."""
-    if device.type != "cuda":
-        return None
-    free = torch.cuda.mem_get_info(device)[0]
-    return min(free, int(limit_gb * 2**30) - torch.cuda.memory_reserved(device)) if limit_gb else free
-
-
-def limit_memory(device, limit_gb):
-    """Let this process use at most `limit_gb` GiB of `device`; 0 sets no limit."""
-    if limit_gb and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(limit_gb * 2**30 / total, 1.0), device)
+def plan_after_out_of_memory(device, plan, failures, shrink):
+    """What to try next, when no tensor of the failed attempt is held: `plan` once more, the cache being free now,
+    then what `shrink(plan)` gives. Raises NothingFits when that is None.
+    """
+    release_memory(device)
+    smaller = plan if failures == 1 else shrink(plan)
+    if smaller is None:
+        raise NothingFits(
+            f"out of memory with the smallest plan ({plan}): lower --max_seq_len, or free memory and go on with "
+            "--is_keep_training=True"
+        )
+    return smaller
 
 
 def release_memory(device):
@@ -116,6 +199,42 @@ def release_memory(device):
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def foreign_bytes(device):
+    """Bytes of `device` that other processes hold, as far as can be told before this one holds much; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(total - free - torch.cuda.memory_reserved(device) - CONTEXT_BYTES, 0)
+
+
+def outside_bytes(device, foreign):
+    """Bytes of `device` that this process holds outside PyTorch's allocator: context, NCCL, graphs; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(total - free - torch.cuda.memory_reserved(device) - foreign, 0)
+
+
+def limit_memory(device, limit_gb, outside):
+    """Let this process fill at most `limit_gb` GiB of `device`, `outside` bytes of which the allocator never sees.
+
+    Returns the bytes that the allocator may reserve: of the limit, or where it is 0 of what is free; None on a CPU.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    there = free + torch.cuda.memory_reserved(device)
+    if not limit_gb:
+        return there
+    allowed = int(limit_gb * 2**30) - outside
+    if allowed <= 0:
+        raise ValueError(
+            f"--gpu_memory_limit_gb={limit_gb}: the CUDA context alone takes {outside / 2**30:.2f} GiB: give more"
+        )
+    torch.cuda.set_per_process_memory_fraction(min(allowed / total, 1.0), device)
+    return min(allowed, there)
 
 
 def memory_cap(device, limit_gb=0.0):
@@ -134,3 +253,40 @@ def peak_memory(device):
     peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     return *peaks, host
+
+
+def monitor_gpu_memory():
+    """Bytes of the current GPU: what this process has allocated, reserved and reserved at most, what is free, total.
+
+    Empty without a GPU.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return dict(
+        allocated_bytes=torch.cuda.memory_allocated(), reserved_bytes=torch.cuda.memory_reserved(),
+        peak_reserved_bytes=torch.cuda.max_memory_reserved(), free_bytes=free, total_bytes=total,
+    )  # fmt: skip
+
+
+def cleanup_gpu_memory():
+    """Give this process's cached memory back to the GPU; returns the bytes given back (other processes' stay)."""
+    before = monitor_gpu_memory().get("reserved_bytes", 0)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return before - monitor_gpu_memory().get("reserved_bytes", 0)
+
+
+def check_memory_safety(required_memory_gb=2.0, free_bytes=None, planned_bytes=None):
+    """True when `required_memory_gb` GiB are free on the current GPU (or `free_bytes` are that much), else a warning.
+
+    The warning says what the plan still needs, where `planned_bytes` is known. True without a GPU.
+    """
+    if free_bytes is None:
+        free_bytes = monitor_gpu_memory().get("free_bytes")
+    if free_bytes is None or free_bytes >= required_memory_gb * 2**30:
+        return True
+    planned = "" if planned_bytes is None else f"; the plan's peak is {planned_bytes / 2**30:.2f} GiB in all"
+    LOGGER.warning("%.2f GiB of GPU memory are free, below %.1f%s", free_bytes / 2**30, required_memory_gb, planned)
+    return False

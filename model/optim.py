@@ -98,6 +98,16 @@ def make_optimizer(model, config):
     return torch.optim.Adafactor(params, rate, weight_decay=decay)
 
 
+def forget(optimizer):
+    """Make the optimizer's state that of no update at all, without giving its memory up."""
+    for fields in optimizer.state.values():
+        for value in fields.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    if isinstance(optimizer, RMSScaledAdamW):
+        optimizer.num_steps = 0
+
+
 def update(optimizer, gradients, rate, scale):
     """Update the weights at learning rate `rate` with `scale` times the flat `gradients`, which it may change.
 

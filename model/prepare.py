@@ -1,7 +1,7 @@
 """Everything between the options and the first step: data, tokenizer, model, optimizer, where the run stands, plan."""
 
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,17 +11,18 @@ from config import T5ModelConfig, TrainConfig, global_batch, model_config
 from model.chat_model import TextToTextModel
 from model.checkpoint import TrainState, load_newest, load_optimizer
 from model.dataset import TokenStore, describe_store, open_store
-from model.export import load_into, load_weights
-from model.memory import MemoryPlan, choose_plan, free_memory, limit_memory
+from model.evaluate import answer_pairs, evaluate_loss, score
+from model.export import as_hugging_face, load_into, load_weights
+from model.feed import Course
+from model.memory import MemoryPlan, foreign_bytes, limit_memory, outside_bytes
 from model.optim import check_adafactor_rate, make_optimizer
-from model.ranks import Ranks, agree, broadcast, local_main_first, vote
+from model.ranks import Ranks, agree, broadcast, local_main_first
+from model.rehearsal import plan_run, rehearse_update
 from model.report import Progress
-from model.step import Course
 from model.tokenizer import ChatTokenizer, load_tokenizer
 from model.watch import stop_asked
 
 TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
-STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
 LOGGER = logging.getLogger("chat_trainer")
 
 
@@ -37,10 +38,18 @@ class Run:
     model: TextToTextModel
     optimizer: torch.optim.Optimizer
     course: Course
+    memory: dict = field(default_factory=dict)  # what the plan rests on, and what was measured
 
     @property
     def dir(self):
         return Path(self.config.output_dir)
+
+    def total_steps(self, state):
+        """Number of the run's last step when every step from `state` on has the present global batch."""
+        num_pairs, batch = len(self.train), self.course.global_batch
+        left = self.course.total_pairs - state.pairs_seen
+        in_this_epoch = left % num_pairs
+        return state.step + -(-in_this_epoch // batch) + (left // num_pairs) * -(-num_pairs // batch)
 
 
 def prepare_run(ranks, config, given, resumed):
@@ -49,10 +58,11 @@ def prepare_run(ranks, config, given, resumed):
     Raises ValueError when the options do not fit each other, the data or the checkpoint.
     """
     set_numerics(config, ranks.device)
+    foreign = set_memory_limit(config, ranks.device)
     batch = global_batch(config, ranks.world_size, given)
     model_config(config.model)  # a model that cannot be read is refused before hours of tokenising
     found = _newest_checkpoint(ranks, config) if resumed else None
-    tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed)
+    tokenizer, weights = tokenizer_and_weights(ranks, config, resumed)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
@@ -61,6 +71,7 @@ def prepare_run(ranks, config, given, resumed):
         _check_same_shape(shape, config)
     model = make_model(ranks, config, tokenizer, weights, shape)
     optimizer = make_optimizer(model, config)
+    rehearse_update(ranks, model, optimizer)
     state = TrainState(
         warmup_pairs=config.warmup_steps * batch, seed=config.seed, num_pairs=len(train), shape=asdict(model.shape),
         tokenizer_fingerprint=tokenizer.fingerprint, world_size=ranks.world_size,
@@ -71,18 +82,34 @@ def prepare_run(ranks, config, given, resumed):
     course = Course(len(train) * config.epochs, state.warmup_pairs, batch, tokenizer.pad_id)
     if config.optimizer == "adafactor":
         check_adafactor_rate(config, course.warmup_pairs, course.total_pairs, batch)
-    plan = _plan(ranks, config, model, train, batch, state)
-    return Run(config, ranks, tokenizer, train, validation, model, optimizer, course), state, plan
+    run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
+    plan, memory = plan_run(run, MemoryPlan(**state.plan) if state.plan else None, foreign)
+    growth = state.growth if state.plan == asdict(plan) else None
+    return replace(run, memory=memory), replace(state, plan=asdict(plan), growth=growth), plan
 
 
 def set_numerics(config, device):
     """What changes how numbers are computed, for the whole process."""
-    if config.deterministic:
+    if config.exact:
+        if device.type != "cpu":
+            raise ValueError(
+                "--exact=True is for the CPU: a GPU's libraries choose the order of their sums themselves; set "
+                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead, which gives the same "
+                "bits on an equal number of equal GPUs"
+            )
+        torch.set_num_threads(1)
+    if config.deterministic or config.exact:
         torch.use_deterministic_algorithms(True)
-    limit_memory(device, config.gpu_memory_limit_gb)
 
 
-def _tokenizer_and_weights(ranks, config, resumed):
+def set_memory_limit(config, device):
+    """Bytes that others hold of `device`; from now on this process stays within its own limit."""
+    foreign = foreign_bytes(device)
+    limit_memory(device, config.gpu_memory_limit_gb, outside_bytes(device, foreign))
+    return foreign
+
+
+def tokenizer_and_weights(ranks, config, resumed):
     """The tokenizer, and the weights to start from or None; raises ValueError when they do not belong together."""
     if resumed:
         kept = Path(config.output_dir) / "tokenizer"  # its fingerprint is checked, so another's files will do as well
@@ -178,52 +205,29 @@ def _restore(ranks, model, optimizer, found):
     return replace(found.state, world_size=ranks.world_size)
 
 
-def _plan(ranks, config, model, store, batch, state):
-    """The plan in the checkpoint while the options still ask for it, else a fresh one that all ranks can hold."""
-    longest = int(store.lengths.sum(axis=1, dtype="int64").max())
-    share_tokens = longest * -(-batch // ranks.world_size)
-    free = free_memory(ranks.device, config.gpu_memory_limit_gb)
-    free = None if free is None else -vote(ranks, -free)[0]  # the smallest over ranks
-    parameters = sum(p.numel() for p in model.parameters())
-    chosen = choose_plan(config, model.shape, parameters, free, model.compute_dtype, share_tokens, longest)
-    chosen = replace(chosen, graphs=_records(config, model, chosen, free, store, batch))
-    kept = MemoryPlan(**state.plan) if state.plan else None
-    plan = (
-        kept
-        if kept and not config.micro_batch_tokens and kept.predicted_peak_bytes <= chosen.predicted_peak_bytes
-        else chosen
-    )
-    if config.compile != "auto":
-        plan = replace(plan, graphs=chosen.graphs)
-    if ranks.is_main:
-        LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
-    return plan
-
-
-def _records(config, model, plan, free_bytes, store, batch):
-    """Whether steps are recorded: as config.compile says, or where it repays and there is room for a step beside them.
-
-    Raises ValueError where config.compile asks for what cannot be.
-    """
-    if config.compile == "False":
-        return False
-    possible = model.uses_kernels and not config.dropout
-    if config.compile == "True" and not possible:
-        raise ValueError(
-            "compile=True records CUDA graphs, for which a GPU, bf16 and dropout=0 are needed: leave it out"
-        )
-    roomy = possible and 2 * plan.predicted_peak_bytes <= free_bytes
-    repaid = len(store) * config.epochs / batch >= STEPS_THAT_REPAY_RECORDING
-    return config.compile == "True" or (roomy and repaid)
-
-
 def prepare_test(ranks, config):
     """(Run, MemoryPlan) to measure a run's best/ model on test_file, which stands in place of both data files."""
     best = Path(config.output_dir) / "best"
     config = replace(config, finetune_from_ckp_file=str(best), tokenizer_dir="")
-    tokenizer, weights = _tokenizer_and_weights(ranks, config, resumed=False)
+    tokenizer, weights = tokenizer_and_weights(ranks, config, resumed=False)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
     model = make_model(ranks, config, tokenizer, weights, weights.shape)
     course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)
-    plan = _plan(ranks, config, model, store, course.global_batch, TrainState())
-    return Run(config, ranks, tokenizer, store, store, model, None, course), plan
+    run = Run(config, ranks, tokenizer, store, store, model, None, course)
+    return run, plan_run(run, None, set_memory_limit(config, ranks.device))[0]
+
+
+def measure(run, plan, step=0, note=lambda kind, **values: None):
+    """Loss of the run's validation pairs, and BLEU and chrF of some answers; None when a stop was asked for.
+
+    `note(kind, **values)` hears of each out of memory on the way.
+    """
+    model, config = run.model, run.config
+    loss = evaluate_loss(run.ranks, model, run.validation, plan, run.tokenizer.pad_id, step, note)
+    if loss is None or not config.bleu_pairs:
+        return loss if loss is None else dict(loss=loss)
+    answers = answer_pairs(
+        run.ranks, as_hugging_face(model, run.tokenizer), run.validation, run.tokenizer, plan, config.bleu_pairs,
+        config.max_new_tokens, model.compute_dtype, step, note,
+    )  # fmt: skip
+    return None if answers is None else dict(loss=loss, **score(answers))

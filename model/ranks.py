@@ -4,6 +4,7 @@ Collectives here are all_reduce, broadcast and all_gather only: Gloo offers no m
 """
 
 import os
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from glob import glob
@@ -13,7 +14,8 @@ import torch.distributed as dist
 import ujson
 from accelerate import Accelerator, InitProcessGroupKwargs
 
-from model.watch import DEAD_SECONDS, exchange, leave_ranks, unhurried, watch_ranks
+from model.preflight import in_words, preflight
+from model.watch import DEAD_SECONDS, exchange, leave_ranks, stop_asked, unhurried, watch_ranks
 
 PATIENCE = timedelta(days=7)  # for what has no time limit
 
@@ -46,11 +48,13 @@ def start_ranks(backend="auto", timeout_s=600):
     """
     _refuse_lone_cpu_launch()
     _refuse_sharding()
-    on_cpu = _must_use_cpu()
+    on_cpu = must_use_cpu()
     if on_cpu and backend == "nccl":
         raise ValueError("--backend=nccl needs GPUs and there are none here: leave it out")
-    os.environ.setdefault("NCCL_CUMEM_HOST_ENABLE", "0")  # NCCL >= 2.26 on asymmetric NUMA: NVIDIA/nccl issue 2190
+    # What fails without it depends on which NUMA node a process starts on, so one preflight cannot clear it.
+    os.environ.setdefault("NCCL_CUMEM_HOST_ENABLE", "0")
     gloo = on_cpu or backend == "gloo" or os.environ.get("ACCELERATE_USE_GLOO") == "1"
+    gloo = gloo or _nccl_fails(backend)
     timeout = timedelta(seconds=timeout_s)
     launched = "WORLD_SIZE" in os.environ
     handlers = [InitProcessGroupKwargs(backend="gloo" if gloo else "nccl", timeout=timeout)] if launched else []
@@ -104,17 +108,38 @@ def _refuse_sharding():
             )
 
 
-def _must_use_cpu():
-    """True without a GPU; raises RuntimeError where torch cannot see the one there is and nobody asked for the CPU."""
+def must_use_cpu(devices="/dev/nvidia[0-9]*", driver="/proc/driver/nvidia/version"):
+    """True without a GPU; raises RuntimeError where torch cannot see the one there is and nobody asked for the CPU.
+
+    `devices` (a pattern) and `driver` are where the kernel shows them.
+    """
     if torch.cuda.is_available():
         return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     asked = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or "ACCELERATE_USE_CPU" in os.environ
-    if (glob("/dev/nvidia[0-9]*") or os.path.exists("/proc/driver/nvidia/version")) and not asked:
+    if (glob(devices) or os.path.exists(driver)) and not asked:
         raise RuntimeError(
             f"this machine has an NVIDIA GPU or driver but torch {torch.__version__} sees none: install a CUDA build "
             "of torch that the driver supports (nvidia-smi shows its version), or set CUDA_VISIBLE_DEVICES= for the CPU"
         )
     return True
+
+
+def _nccl_fails(backend):
+    """True where Gloo must stand in for NCCL between this machine's GPUs; sets the variables that NCCL needs here.
+
+    Raises RuntimeError where `backend` is nccl and nothing makes it work.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1 or os.environ.get("LOCAL_WORLD_SIZE", "1") != str(world_size):
+        return False  # alone, or on several machines, where this one cannot tell for the others
+    verdict, path = preflight(world_size, stop_asked)
+    os.environ.update(verdict.env)
+    if verdict.failures and backend == "nccl" != verdict.backend:
+        raise RuntimeError("NCCL does not work here: leave --backend=nccl out\n  " + "\n  ".join(verdict.failures))
+    if verdict.failures and os.environ.get("LOCAL_RANK") == "0":
+        chosen = in_words(verdict.backend, verdict.env)
+        print(f"preflight: {chosen} is used; delete {path} to try the others again", file=sys.stderr, flush=True)
+    return verdict.backend == "gloo"
 
 
 def vote(ranks, *numbers, group=None):
@@ -134,12 +159,12 @@ def sum_over_ranks(ranks, tensor):
     return tensor
 
 
-def broadcast(ranks, tensors):
-    """Give every rank rank 0's values of `tensors`, in place."""
+def broadcast(ranks, tensors, source=0):
+    """Give every rank the values that `tensors` have on rank `source`, in place."""
     if ranks.world_size > 1:
         with exchange("a broadcast"):
             for tensor in tensors:
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor, source)
 
 
 def gather_json(ranks, value):

@@ -22,7 +22,7 @@ from model.durable import AppendedFile
 LOGGER = logging.getLogger("chat_trainer")
 CONSOLE = Console(stderr=True)
 # What a resume undoes. Starts and resumes stay: they tell what happened to the run, not what it learned.
-UNDONE_KINDS = {"train", "eval", "save", "oom", "stop"}
+UNDONE_KINDS = {"train", "eval", "save", "oom", "not_finite", "skip", "stop"}
 SAFE_PERCENT, EDGE_PERCENT = 85, 90
 DRAW_SECONDS = 0.1
 SPEED_WINDOW_SECONDS = 300

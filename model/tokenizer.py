@@ -22,6 +22,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from model.tokenizer_file import load_backend, load_settings, refusing
+
 SPECIAL_TOKENS = ("[PAD]", "[EOS]", "[SEP]", "[BOS]", "[CLS]", "[MASK]", "[UNK]")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 TOKENIZER_FILES = (
@@ -35,7 +37,6 @@ TOKENIZER_FILES = (
 
 MIN_VOCAB_SIZE = 300
 MAX_ALPHABET = 8_000
-MAX_FILE_BYTES = 64 * 2**20
 # The merge table costs about 110 bytes of host memory for each character of Chinese text.
 MAX_TRAINING_CHARS = 32_000_000
 # One run of a million letters would be searched again at every merge.
@@ -114,13 +115,14 @@ def load_tokenizer(directory: str | Path) -> ChatTokenizer:
     named, the tokenizer needs code of its own, or it loses more than 1 % of ordinary Chinese.
     """
     directory = Path(directory)
-    backend = _load_backend(directory / "tokenizer.json")
-    settings = _load_settings(directory)
+    backend = load_backend(directory / "tokenizer.json")
+    settings = load_settings(directory)
     pad_id = _special_id(backend, settings, "pad_token", directory)
     eos_id = _special_id(backend, settings, "eos_token", directory)
     vocab_size = 1 + max(backend.get_vocab().values())
     tokenizer = ChatTokenizer(backend, vocab_size, pad_id, eos_id, _fingerprint(backend), directory)
-    _check_fitness(tokenizer)
+    with refusing(directory):
+        _check_fitness(tokenizer)
     return tokenizer
 
 
@@ -218,45 +220,6 @@ def _save(backend: Tokenizer, output_dir: Path) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     backend.save(str(output_dir / "tokenizer.json"))
     (output_dir / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def _load_json(path: Path) -> dict:
-    num_bytes = path.stat().st_size
-    if num_bytes > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has {num_bytes:,} bytes: a tokenizer file has at most {MAX_FILE_BYTES:,}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): copy it again from where it was made") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a JSON {type(content).__name__}: a tokenizer file holds an object")
-    return content
-
-
-def _load_backend(path: Path) -> Tokenizer:
-    if not path.is_file():
-        raise ValueError(
-            f"no tokenizer at {path}: make one with "
-            f"python scripts/train_tokenizer.py FILES --output_dir {path.parent} --vocab_size 8000"
-        )
-    content = _load_json(path)
-    if not isinstance(content.get("model"), dict) or "vocab" not in content["model"]:
-        raise ValueError(f"{path} has no model with a vocab: it must be a file saved by the tokenizers package")
-    backend = Tokenizer.from_str(json.dumps(content))
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _load_settings(directory: Path) -> dict:
-    settings = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (directory / name).is_file():
-            settings |= {key: value for key, value in _load_json(directory / name).items() if value is not None}
-    if "auto_map" in settings:
-        raise ValueError(f"the tokenizer in {directory} needs code of its own (auto_map): only plain ones are loaded")
-    return settings
 
 
 def _special_id(backend: Tokenizer, settings: dict, role: str, directory: Path) -> int:

@@ -167,7 +167,7 @@ def events_row(events: list[dict]) -> str:
 
 def event_rows(records: list[dict], now: float) -> dict[str, str]:
     rows = {}
-    for kind, name in (("oom", "out of memory"), ("resume", "resumes")):
+    for kind, name in (("oom", "out of memory"), ("skip", "steps left out"), ("resume", "resumes")):
         rows[name] = events_row(of_kind(records, kind))
     saved = of_kind(records, "save")
     if saved:

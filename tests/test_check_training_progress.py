@@ -76,6 +76,7 @@ def test_a_running_run_is_told_in_full(run_dir, tmp_path):
         "BLEU": "10.5000 (step 300)",
         "chrF": "20.2500 (step 300)",
         "out of memory": "1, last at step 260 in backward",
+        "steps left out": "0",
         "resumes": "1, last at step 300",
     }
 

@@ -1,3 +1,4 @@
+import hashlib
 import os
 import re
 from dataclasses import asdict, replace
@@ -92,6 +93,39 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(save, tmp_path, name, damage)
     assert str(newest) in line and "damaged" in line and "going back" in line
     with pytest.raises(ValueError, match="is damaged"):
         read_checkpoint(newest)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_checkpoint_with_a_link_in_it_is_refused(save, tmp_path, name):
+    path = save(500)
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"{name} is a link"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "another.safetensors"])
+def test_a_manifest_that_names_other_files_is_refused(save, name):
+    path = save(500)
+    manifest = ujson.loads((path / "manifest.json").read_text())
+    manifest[name] = manifest["state.json"]
+    (path / "manifest.json").write_text(ujson.dumps(manifest, escape_forward_slashes=False))
+    with pytest.raises(ValueError, match=f"manifest names .*{name}"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "change", [dict(step=-1), dict(step="5"), dict(best_loss="low"), dict(shape=dict(d_model=0)), dict(unknown=1)]
+)
+def test_a_state_of_other_kinds_is_refused_though_its_manifest_fits(save, change):
+    path = save(500)
+    state = path / "state.json"
+    state.write_text(ujson.dumps(ujson.loads(state.read_text()) | change))
+    manifest = ujson.loads((path / "manifest.json").read_text())
+    manifest["state.json"]["sha256"] = hashlib.sha256(state.read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(ujson.dumps(manifest))
+    with pytest.raises(ValueError, match="is damaged"):
+        read_checkpoint(path)
 
 
 def test_without_a_whole_checkpoint_there_is_none(save, tmp_path):

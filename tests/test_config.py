@@ -45,6 +45,37 @@ def test_true_and_false_may_be_spelt_as_people_spell_them(typed, meant):
     assert as_bool("is_finetune", typed) is meant
 
 
+@pytest.mark.parametrize("name", ["train_file", "output_dir", "optimizer", "prompt_column"])
+def test_an_option_for_a_text_without_one_is_refused(name):
+    """The command line's parser gives such an option the text "True"."""
+    with pytest.raises(ValueError, match=f"--{name} came without a value: write --{name}=VALUE"):
+        load_config("pretrain", {name: "True"})
+
+
+@pytest.mark.parametrize("name, value", [("epochs", 2**31), ("seed", 2**63), ("save_seconds", 10**30)])
+def test_a_whole_number_that_would_overflow_later_is_refused_now(name, value):
+    assert getattr(load_config("pretrain", {name: value - 1 if value < 10**20 else 9}), name) > 0
+    with pytest.raises(ValueError, match=f"{name}={value}: must be at most"):
+        load_config("pretrain", {name: value})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(d_model=True), dict(d_ff=65_537), dict(num_layers=257), dict(layer_norm_epsilon=float("nan"))]
+    + [dict(relative_attention_num_buckets=3), dict(relative_attention_max_distance=16), dict(vocab_size=2**20 + 1)],
+)
+def test_a_shape_that_no_run_could_build_is_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        T5ModelConfig(**SMALL | change)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"d_model": 8}' + " " * 2**20, "{", "null"])
+def test_a_model_file_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(ValueError, match="cannot be read .*write a JSON object"):
+        model_config(str(tmp_path / "model.json"))
+
+
 @pytest.mark.parametrize("word", ["", "2", "maybe", "None", "tru"])
 def test_other_words_are_not_taken_for_true_or_false(word):
     with pytest.raises(ValueError, match="takes True or False"):

@@ -80,7 +80,7 @@ def test_generation_of_an_over_fitted_pair_stops_at_eos(tmp_path, tokenizer):
     out = stock.generate(**stock_tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=False)[0].tolist()
     assert out == [tokenizer.pad_id, *tokenizer.encode(response), tokenizer.eos_id]
     assert stock_tokenizer.decode(out, skip_special_tokens=True) == response
-    (answer,) = answer_pairs(ALONE, as_hugging_face(model, tokenizer), store, tokenizer, 1, 60, torch.float32)
+    (answer,) = answer_pairs(ALONE, as_hugging_face(model, tokenizer), store, tokenizer, PLAN, 1, 60, torch.float32)
     assert (answer.prompt, answer.answer, answer.reference) == (prompt, response, response)
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from model.feed import Course
 from model.optim import make_optimizer
-from model.step import Course, train_steps
+from model.step import train_steps
 from tests.parts import ALONE, PLAN, make_config, make_model
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.txt"

@@ -5,9 +5,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model.batches import collate
+from model.feed import Course
 from model.loss import linear_cross_entropy
 from model.optim import make_optimizer
-from model.step import Course, train_steps
+from model.step import train_steps
 from tests.parts import ALONE, PLAN, make_config, make_model
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101

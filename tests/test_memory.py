@@ -1,105 +1,117 @@
 import errno
-from dataclasses import replace
+import logging
+from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 
 from config import MODELS, T5ModelConfig
+from model.estimate import histogram
 from model.faults import ERRORS
-from model.memory import MemoryPlan, choose_plan, is_out_of_memory, predict_peak_bytes, shrink_plan
+from model.memory import (
+    CHUNKS,
+    USABLE,
+    Growth,
+    MemoryPlan,
+    NothingFits,
+    check_memory_safety,
+    choose_plan,
+    cleanup_gpu_memory,
+    growth_of,
+    is_out_of_memory,
+    limit_memory,
+    make_estimate,
+    monitor_gpu_memory,
+    outside_bytes,
+    plan_after_out_of_memory,
+    shrink_plan,
+    time_factor,
+)
 from tests.parts import make_config
 
 GIB = 2**30
 SMALL = T5ModelConfig(**MODELS["small"], vocab_size=8192)
-PARAMETERS = 48_000_000
+CHATLM = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
 
 
-def predict(tokens, checkpointing=False, chunk_tokens=2048, dtype=torch.bfloat16, **options):
-    return predict_peak_bytes(make_config(**options), SMALL, PARAMETERS, tokens, chunk_tokens, checkpointing, dtype)
+def heavy_tailed(longest=512, num_examples=2000):
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(draw.geometric(0.02, (num_examples, 2)) + 1, longest)
+    lengths[: num_examples // 20] = longest
+    return histogram(lengths)
 
 
-def choose(free_gib, share_tokens=20_000, longest_tokens=512, **options):
-    free_bytes = None if free_gib is None else int(free_gib * GIB)
-    return choose_plan(
-        make_config(**options), SMALL, PARAMETERS, free_bytes, torch.bfloat16, share_tokens, longest_tokens
-    )
+def estimate_of(shape=SMALL, lengths=None, share_pairs=64, dtype=torch.bfloat16, **options):
+    return make_estimate(make_config(**options), shape, dtype, lengths or heavy_tailed(), share_pairs)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_prediction_grows_with_tokens_and_with_chunks(checkpointing):
-    by_tokens = [predict(tokens, checkpointing) for tokens in range(512, 200_000, 512)]
-    assert by_tokens == sorted(by_tokens)
-    assert by_tokens[-1] > 2 * by_tokens[0]
-    assert predict(50_000, checkpointing, chunk_tokens=4096) > predict(50_000, checkpointing)
-
-
-def test_checkpointing_bf16_and_adafactor_are_predicted_to_save_memory():
-    assert predict(50_000, checkpointing=True) < predict(50_000) / 2
-    assert predict(50_000) < predict(50_000, dtype=torch.float32)
-    assert predict(50_000, optimizer="adafactor") == predict(50_000) - 8 * PARAMETERS
-
-
-def test_the_prediction_holds_weights_gradients_and_optimizer_at_least():
-    assert predict(1) > PARAMETERS * (4 + 4 + 8)
+def choose(usable_gib, shape=SMALL, share_pairs=64, calibration=1.0, lengths=None, **options):
+    usable_bytes = None if usable_gib is None else int(usable_gib * GIB)
+    estimate = estimate_of(shape, lengths, share_pairs, **options)
+    return choose_plan(make_config(**options), estimate, share_pairs, usable_bytes, calibration)
 
 
 def test_plenty_of_memory_takes_a_whole_share_in_one_forward():
     plan = choose(80)
-    assert (plan.micro_batch_tokens, plan.gradient_checkpointing) == (20_000, False)
-    assert choose(80, share_tokens=100).micro_batch_tokens == 512
-    assert choose(1000, share_tokens=10**9).micro_batch_tokens < 10**6
+    assert (plan.micro_batch_tokens, plan.gradient_checkpointing) == (64 * 1024, False)
+    assert choose(80, share_pairs=1).micro_batch_tokens == 1024
+    assert choose(1000, share_pairs=10**6).micro_batch_tokens < 10**6
 
 
-def test_a_plan_fits_what_is_free_and_says_its_peak():
-    for free_gib in (2, 3, 4, 8, 20):
-        plan = choose(free_gib)
-        assert plan.predicted_peak_bytes <= free_gib * GIB
-        assert plan.predicted_peak_bytes == predict(plan.micro_batch_tokens, plan.gradient_checkpointing)
-    assert choose(2).micro_batch_tokens < choose(20).micro_batch_tokens
+@pytest.mark.parametrize("shape", (SMALL, CHATLM), ids=("small", "chatlm"))
+def test_a_plan_fits_what_is_there_and_says_its_peak(shape):
+    plans = [choose(gib, shape, share_pairs=512, optimizer="adafactor") for gib in (4, 8, 12, 20, 40)]
+    for gib, plan in zip((4, 8, 12, 20, 40), plans, strict=True):
+        estimate = estimate_of(shape, share_pairs=512, optimizer="adafactor")
+        assert plan.predicted_peak_bytes == estimate.step_peak(*plan.cutting) <= gib * GIB * USABLE
+    factors = [time_factor(plan, 512 * 500) for plan in plans]
+    assert factors == sorted(factors, reverse=True) and factors[0] > factors[-1]
+
+
+def test_what_a_probe_measured_over_the_prediction_makes_the_plan_smaller():
+    plain, calibrated = choose(4, share_pairs=512), choose(4, share_pairs=512, calibration=1.3)
+    assert calibrated.predicted_peak_bytes * 1.3 <= 4 * GIB * USABLE
+    assert calibrated.predicted_peak_bytes < plain.predicted_peak_bytes
 
 
 def test_a_micro_batch_that_is_named_is_the_one_used():
-    for tokens in (512, 5000, 100_000):
-        for free_gib in (None, 4, 80):
-            assert choose(free_gib, micro_batch_tokens=tokens).micro_batch_tokens == tokens
+    for tokens in (1024, 5000, 30_000):
+        for gib in (None, 40, 80):
+            assert choose(gib, micro_batch_tokens=tokens).micro_batch_tokens == tokens
 
 
-@pytest.mark.parametrize("free_gib", [None, 80])
-def test_a_micro_batch_below_the_longest_example_is_refused(free_gib):
-    with pytest.raises(ValueError, match="micro_batch_tokens=511.*longest example has 512 tokens"):
-        choose(free_gib, micro_batch_tokens=511)
+@pytest.mark.parametrize("gib", [None, 80])
+def test_a_micro_batch_below_the_longest_example_is_refused(gib):
+    with pytest.raises(ValueError, match="micro_batch_tokens=511.*longest example has 1024 tokens"):
+        choose(gib, micro_batch_tokens=511)
 
 
-def test_checkpointing_comes_only_where_no_micro_batch_fits_without_it():
-    longest = 20_000
-    plain, checkpointed = (predict(longest, checkpointing) / 0.8 / GIB for checkpointing in (False, True))
-    between = (plain + checkpointed) / 2
-    assert not choose(plain * 1.01, longest_tokens=longest).gradient_checkpointing
-    assert choose(between, longest_tokens=longest).gradient_checkpointing
+def test_checkpointing_comes_only_where_no_faster_plan_fits_without_it():
+    assert not choose(80).gradient_checkpointing
     assert choose(80, gradient_checkpointing="True").gradient_checkpointing
-    with pytest.raises(RuntimeError):
-        choose(between, longest_tokens=longest, gradient_checkpointing="False")
-
-
-def test_the_longest_example_alone_is_tried_before_giving_up():
-    longest, share = 12_000, 20_000
-    enough = predict(longest) / 0.8 / GIB * 1.01
-    assert enough < predict(share) / 0.8 / GIB
-    plan = choose(enough, share_tokens=share, longest_tokens=longest)
-    assert (plan.micro_batch_tokens, plan.gradient_checkpointing) == (longest, False)
+    long = heavy_tailed(longest=20_000)
+    estimate = estimate_of(lengths=long)
+    plain, again = (
+        estimate.step_peak(40_000, CHUNKS[-1], checkpointing) / GIB / USABLE for checkpointing in (False, True)
+    )
+    between = (plain + again) / 2
+    assert choose(between, lengths=long).gradient_checkpointing
+    with pytest.raises(NothingFits):
+        choose(between, lengths=long, gradient_checkpointing="False")
 
 
 def test_what_cannot_fit_is_refused_with_numbers():
-    with pytest.raises(RuntimeError) as refusal:
-        choose(0.25, longest_tokens=512, max_seq_len=256)
-    needed = predict(512, checkpointing=True, max_seq_len=256) / GIB
-    assert f"512 tokens needs about {needed:.2f} GiB and 0.25 GiB" in str(refusal.value)
-    assert "--max_seq_len (now 256)" in str(refusal.value)
+    with pytest.raises(NothingFits) as refusal:
+        choose(2, CHATLM)
+    text = str(refusal.value)
+    assert "and 2.00 GiB are there" in text and "optimizer 1.4" in text
+    assert "--max_seq_len (now 256)" in text and "--optimizer=adafactor" in text
 
 
 def test_a_cpu_takes_moderate_micro_batches():
-    plan = choose(None, share_tokens=10**6)
-    assert 512 <= plan.micro_batch_tokens <= 16_384
+    plan = choose(None, share_pairs=10**4)
+    assert 1024 <= plan.micro_batch_tokens <= 16_384
     assert not plan.gradient_checkpointing
 
 
@@ -121,6 +133,40 @@ def test_shrinking_leaves_a_micro_batch_already_below_the_longest_example():
     assert shrink_plan(MemoryPlan(100, 128, True, 0), 512) is None
 
 
+def test_after_an_out_of_memory_the_same_plan_is_tried_once_more_and_then_smaller_ones():
+    plan, cpu = MemoryPlan(1024, 128, True, 0), torch.device("cpu")
+
+    def shrink(plan):
+        return shrink_plan(plan, 512)
+
+    assert plan_after_out_of_memory(cpu, plan, 1, shrink) == plan
+    smallest = plan_after_out_of_memory(cpu, plan, 2, shrink)
+    assert smallest == replace(plan, micro_batch_tokens=512)
+    assert plan_after_out_of_memory(cpu, smallest, 1, shrink) == smallest
+    with pytest.raises(NothingFits, match="smallest plan"):
+        plan_after_out_of_memory(cpu, smallest, 2, shrink)
+
+
+def test_a_shrunken_plan_grows_back_rung_by_rung_each_after_a_calm_that_every_shrinking_doubles():
+    full = MemoryPlan(4000, 512, False, 0)
+    plan, growth = full, Growth(full, wait_steps=2)
+    for _ in range(5):
+        plan, growth = growth.after_step(shrink_plan(plan, 1000), shrunk=True)
+    assert plan == MemoryPlan(1000, 128, True, 0) and growth.wait_steps == 64
+    seen = []
+    for _ in range(64 * 5 + 3):
+        plan, growth = growth.after_step(plan, shrunk=False)
+        seen.append(plan)
+    assert seen[62] == MemoryPlan(1000, 128, True, 0) and seen[63] == MemoryPlan(1000, 128, False, 0)
+    assert len(set(seen)) == 6 and seen[64 * 5 - 1] == seen[-1] == full
+
+
+def test_growth_is_the_same_when_it_comes_back_from_a_checkpoint():
+    growth = Growth(MemoryPlan(4000, 512, False, 0), 7, 400)
+    assert growth_of(asdict(growth), MemoryPlan(1, 1, True, 0)) == growth
+    assert growth_of(None, growth.full) == Growth(growth.full)
+
+
 @pytest.mark.parametrize("kind", ["oom", "cublas", "cudnn", "nccl", "cpu"])
 def test_out_of_memory_is_known_under_all_its_names(kind):
     assert is_out_of_memory(ERRORS[kind]())
@@ -140,6 +186,7 @@ def test_a_real_failed_allocation_is_known():
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("NCCL error: remote process exited or there was a network error"),
         RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA out of memory. Tried to allocate more than 1EB memory."),
         ValueError("out of memory"),
         OSError(errno.ENOSPC, "No space left on device"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
@@ -149,3 +196,17 @@ def test_a_real_failed_allocation_is_known():
 )
 def test_other_failures_are_not_taken_for_out_of_memory(error):
     assert not is_out_of_memory(error)
+
+
+def test_the_functions_for_the_hand_work_without_a_gpu():
+    assert monitor_gpu_memory() == {}
+    assert cleanup_gpu_memory() == 0
+    assert check_memory_safety(1e6)
+    assert (limit_memory(torch.device("cpu"), 4, 0), outside_bytes(torch.device("cpu"), 0)) == (None, 0)
+
+
+def test_too_little_free_memory_is_a_warning_with_the_plan_s_figure(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("chat_trainer"), "propagate", True)
+    assert check_memory_safety(2.0, free_bytes=3 * GIB)
+    assert not check_memory_safety(2.0, free_bytes=GIB, planned_bytes=int(0.5 * GIB))
+    assert "1.00 GiB of GPU memory are free, below 2.0; the plan's peak is 0.50 GiB" in caplog.text

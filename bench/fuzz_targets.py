@@ -1,0 +1,339 @@
+"""What is fuzzed: for each reader of ours, how an input is made and how its result is judged.
+
+A target is a function of (draw, folder): it writes one mutated input into the empty `folder`, reads it as a run would,
+and asserts that what came back is right. `draw` is a random.Random.
+"""
+
+import contextlib
+import copy
+import csv
+import functools
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import fire
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from fire.decorators import SetParseFn
+
+from config import FLAGS, T5ModelConfig, TrainConfig, model_config
+from model.chat_model import TextToTextModel
+from model.checkpoint import TrainState, read_checkpoint, save_checkpoint
+from model.export import export_model, load_into, load_weights
+from model.optim import make_optimizer
+from model.pairs import PROMPT_COLUMNS, RESPONSE_COLUMNS, read_pairs
+from model.report import read_journal
+from model.request import read_request
+from model.tokenizer import PROBE, load_tokenizer, train_tokenizer
+from model.tokenizer_file import MAX_VOCAB_SIZE
+
+SHAPE = dict(d_model=16, d_ff=32, num_heads=2, d_kv=8, num_layers=1, num_decoder_layers=1)
+BITS = [
+    b'"', b"'", b",", b"\t", b"\n", b"\r\n", b"\\", b"{", b"}", b"[", b"]", b":", b"null", b"NaN", b"1e999", b"-1",
+    b"\x00", b"\xff", b"\xef\xbb\xbf", b"\\ud83d", b"9" * 40, b"[" * 3000, b"../",
+    "的".encode(), "，".encode("gb18030"),
+]  # fmt: skip
+ODD_VALUES = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 0.5, float("nan"), float("inf"), "", "的", "x" * 3000, [], {},
+    [[]], {"a": {}}, "../../etc/passwd", "/etc/passwd", "[EOS]", "\ud83d",
+]  # fmt: skip
+
+
+def mutate(draw, data):
+    """`data` (bytes) with a few places changed, dropped, repeated or cut off."""
+    data = bytearray(data)
+    for _ in range(draw.choice((0, 1, 1, 1, 2, 4))):
+        at, size = draw.randrange(len(data) + 1), draw.choice((1, 1, 2, 8, 100))
+        change = draw.randrange(6)
+        if change == 0 and at < len(data):
+            data[at] ^= 1 << draw.randrange(8)
+        elif change == 1:
+            del data[at : at + size]
+        elif change == 2:
+            data[at:at] = draw.choice(BITS)
+        elif change == 3:
+            data[at:at] = data[max(at - size, 0) : at]
+        elif change == 4:
+            data[at : at + size] = draw.randbytes(size)
+        elif draw.random() < 0.3:
+            del data[at:]
+    return bytes(data)
+
+
+def mutate_tree(draw, tree):
+    """A JSON value with a few of its nodes replaced, dropped or repeated."""
+    tree = copy.deepcopy(tree)
+    for _ in range(draw.choice((1, 1, 2))):
+        node = tree
+        while isinstance(node, dict | list) and node:
+            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+            key = draw.choice(keys[:8] + keys[-8:])
+            if draw.random() < 0.4 or not isinstance(node[key], dict | list):
+                _replace(draw, node, key)
+                break
+            node = node[key]
+    return tree
+
+
+def _replace(draw, node, key):
+    change = draw.randrange(4)
+    if change == 0:
+        del node[key]
+    elif change == 1 and isinstance(node, list):
+        node.append(copy.deepcopy(node[key]))
+    elif change == 2 and isinstance(node, dict):
+        node[draw.choice(("type", "model", "auto_map", "的", "vocab_size"))] = node[key]
+    else:
+        node[key] = draw.choice(ODD_VALUES)
+
+
+def text(draw):
+    return "".join(draw.choices(PROBE + '",\n\t' + "abc 😀", k=draw.randrange(1, 12)))
+
+
+def rows(draw):
+    names = draw.choice(PROMPT_COLUMNS), draw.choice(RESPONSE_COLUMNS)
+    return [dict(zip(names, (text(draw), text(draw)), strict=True)) for _ in range(draw.randrange(1, 8))]
+
+
+def dialogues(draw):
+    turns = [dict(role=draw.choice(("user", "assistant", "system")), content=text(draw)) for _ in range(6)]
+    return [dict(conversations=turns), dict(messages=[text(draw), text(draw)]), [dict(prompt="a", response="b")]]
+
+
+def pairs_of(path):
+    return list(read_pairs(path))
+
+
+def check_json(draw, folder, suffix=".json"):
+    values = draw.choice((rows, rows, dialogues))(draw)
+    plain = json.dumps(values, ensure_ascii=draw.random() < 0.3)
+    if suffix == ".jsonl":
+        plain = "\n".join(json.dumps(value, ensure_ascii=False) for value in values)
+    data = mutate(draw, plain.encode(draw.choice(("utf-8", "utf-8", "utf-8-sig", "gb18030"))))
+    path = folder / f"data{suffix}"
+    path.write_bytes(data)
+    found = pairs_of(path)
+    again = folder / "again.jsonl"  # what the standard library reads in it, a value a line
+    again.write_text("\n".join(json.dumps(value) for value in _json_values(decoded(data))))
+    assert found == pairs_of(again)
+
+
+def _json_values(text):
+    decoder, at = json.JSONDecoder(), 0
+    while text[at:].strip(" \t\r\n"):
+        at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n"))
+        value, at = decoder.raw_decode(text, at)
+        yield value
+
+
+def decoded(data):
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return data.decode("gb18030")
+
+
+def check_csv(draw, folder, suffix=".csv"):
+    separator, values = dict([(".csv", ","), (".tsv", "\t")])[suffix], rows(draw)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(values[0]), delimiter=separator)
+    writer.writeheader()
+    writer.writerows(values)
+    data = mutate(draw, file.getvalue().encode(draw.choice(("utf-8", "utf-8-sig", "gb18030"))))
+    path, again = folder / f"data{suffix}", folder / f"again{suffix}"
+    path.write_bytes(data)
+    found = pairs_of(path)
+    read = list(csv.reader(io.StringIO(decoded(data), newline=""), delimiter=separator))
+    with open(again, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, delimiter=separator, quoting=csv.QUOTE_ALL).writerows(filter(None, read))
+    assert found == pairs_of(again)
+
+
+def check_parquet(draw, folder):
+    values = [row | dict(extra=draw.choice(([1], [], None))) for row in rows(draw)]
+    table = pa.Table.from_pylist(values)
+    if draw.random() < 0.3:
+        name = table.column_names[1]
+        kind = draw.choice((pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())))
+        table = table.set_column(1, name, table[name].cast(pa.string()).cast(kind) if kind != pa.binary() else
+                                 table[name].cast(kind))  # fmt: skip
+    path, again = folder / "data.parquet", folder / "again.parquet"
+    pq.write_table(table, path, compression=draw.choice(("none", "snappy", "zstd")), use_dictionary=draw.random() < 0.5)
+    path.write_bytes(mutate(draw, path.read_bytes()))
+    found = pairs_of(path)
+    pq.write_table(pq.read_table(path, use_threads=False), again)
+    assert found == pairs_of(again)
+
+
+@functools.cache
+def _parts():
+    """(folder with checkpoints and exports of a tiny run, its model, its optimizer); made once a process."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz_parts_"))
+    train_tokenizer([PROBE], 400, folder / "tokenizer")
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    model = TextToTextModel(T5ModelConfig(**SHAPE, vocab_size=tokenizer.vocab_size)).initialise(0)
+    optimizer = make_optimizer(model, TrainConfig())
+    state = TrainState(step=3, pairs_seen=9, shape=asdict(model.shape), best_loss=1.5)
+    save_checkpoint(folder / "run", state, model, optimizer, keep=2)
+    export_model(model, tokenizer, folder / "exported")
+    torch.save(model.state_dict(), folder / "weights.bin")
+    return folder, model, optimizer
+
+
+def check_checkpoint(draw, folder):
+    parts, model, _ = _parts()
+    original, path = parts / "run/checkpoints/step_00000003", folder / "step_00000003"
+    shutil.copytree(original, path)
+    victim = draw.choice(sorted(path.iterdir()))
+    change = draw.randrange(6)
+    if change == 5:  # by someone who mends the manifest too
+        state = path / "state.json"
+        state.write_text(json.dumps(mutate_tree(draw, json.loads(state.read_text()))))
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["state.json"]["sha256"] = hashlib.sha256(state.read_bytes()).hexdigest()
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        found = read_checkpoint(path).state
+        assert found.step >= 0 and math.isfinite(found.pairs_seen + sum(found.recent_norms))
+        return
+    if change == 0:
+        victim.unlink()
+    elif change == 1:
+        victim.unlink()
+        victim.symlink_to(original / victim.name)
+    elif change == 2 and victim.suffix == ".json":
+        victim.write_text(json.dumps(mutate_tree(draw, json.loads(victim.read_text()))))
+    else:
+        victim.write_bytes(mutate(draw, victim.read_bytes()))
+    found = read_checkpoint(path)
+    assert not victim.is_symlink(), "a link was followed"
+    assert found.state == read_checkpoint(original).state
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.tensors.items())
+
+
+def check_options(draw, folder):
+    names = [f.name for f in fields(TrainConfig)] + list(FLAGS)
+    texts = ["1", "0", "-1", "3.5", "1e3", "nan", "inf", "True", "no", "", "的", "auto", "a,b", "[1]", "'x'", "9" * 30]
+    words = ["train"]
+    for _ in range(draw.randrange(1, 5)):
+        name = draw.choice(names)
+        name = mutate(draw, name.encode()).decode(errors="ignore").replace("\0", "") if draw.random() < 0.2 else name
+        default = str(getattr(TrainConfig(), name, "True"))
+        words.append(f"--{name}={draw.choice(texts) if draw.random() < 0.3 else default}")
+    if draw.random() < 0.1:
+        words[-1] = words[-1].replace("--", draw.choice(("", "-", "---")), 1).replace("=", draw.choice(("", " ", "==")))
+    asked = []
+    command = SetParseFn(str)(lambda *stray, **options: asked.append(read_request(stray, options)))
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        fire.Fire(dict(train=command), words, name="train_low_mem.py")
+    (request,) = asked
+    for name, equals, value in (word.partition("=") for word in words[1:]):
+        name, value = name.lstrip("-").replace("-", "_"), value if equals else "True"
+        if name not in FLAGS and sum(name in word for word in words) == 1:  # of several, the last holds
+            assert _means(value, getattr(request.config, name)), f"{name}: {value!r} became another value"
+
+
+def _means(text, value):
+    if isinstance(value, bool) or value in ("True", "False"):
+        return text.lower() in (("true", "1", "yes") if value in (True, "True") else ("false", "0", "no"))
+    return text == value if isinstance(value, str) else float(text) == value
+
+
+def check_stored_request(draw, folder):
+    stored = dict(preset="sft", given=dict(output_dir=str(folder), epochs="3", seed=5), config=asdict(TrainConfig()))
+    data = json.dumps(mutate_tree(draw, stored) if draw.random() < 0.7 else stored).encode()
+    (folder / "config.json").write_bytes(mutate(draw, data) if draw.random() < 0.5 else data)
+    request = read_request((), dict(output_dir=str(folder), is_keep_training="auto"))
+    assert request.config.output_dir == str(folder) and request.preset in ("pretrain", "sft", "sft_small", "sft_fast")
+
+
+def check_model_file(draw, folder):
+    path = folder / "shape.json"
+    tree = SHAPE | {draw.choice(list(SHAPE)): draw.choice((1, 7, 64, 300, 10**5))}
+    data = json.dumps(mutate_tree(draw, tree) if draw.random() < 0.5 else tree).encode()
+    path.write_bytes(mutate(draw, data) if draw.random() < 0.5 else data)
+    shape = model_config(str(path))
+    assert asdict(shape).items() >= json.loads(path.read_text()).items()
+    with torch.device("meta"):
+        TextToTextModel(shape)
+
+
+def check_tokenizer(draw, folder):
+    parts, *_ = _parts()
+    shutil.copytree(parts / "tokenizer", folder, dirs_exist_ok=True)
+    victim = folder / draw.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json"))
+    content = json.loads(victim.read_text())
+    whole = draw.random() < 0.8
+    victim.write_text(json.dumps(mutate_tree(draw, content))) if whole else victim.write_bytes(
+        mutate(draw, victim.read_bytes())
+    )
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode(PROBE)
+    assert ids == tokenizer.encode(PROBE) and max(ids) < tokenizer.vocab_size <= MAX_VOCAB_SIZE
+    assert len(set(tokenizer.decode(ids)) & set(PROBE)) >= 0.9 * len(set(PROBE))
+
+
+class Canary:
+    """A pickle of it makes a file where it is read with code allowed."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def check_weights(draw, folder):
+    parts, model, _ = _parts()
+    path, canary = folder / "weights.bin", folder / "canary"
+    if draw.random() < 0.1:
+        torch.save({"shared.weight": Canary(str(canary))}, path)
+    elif draw.random() < 0.4:
+        path.write_bytes(mutate(draw, (parts / "weights.bin").read_bytes()))
+    else:
+        path = folder / "model"
+        shutil.copytree(parts / "exported", path)
+        victim = path / draw.choice(("config.json", "model.safetensors"))
+        tree = victim.suffix == ".json" and draw.random() < 0.7
+        victim.write_bytes(json.dumps(mutate_tree(draw, json.loads(victim.read_text()))).encode() if tree else
+                           mutate(draw, victim.read_bytes()))  # fmt: skip
+    try:
+        weights = load_weights(path)
+        shape = weights.shape or model.shape
+        with torch.device("meta"):
+            fresh = TextToTextModel(shape)
+        load_into(fresh if shape != model.shape else copy.deepcopy(model), weights, path)
+    finally:
+        assert not canary.exists(), "code in a file of weights was run"
+
+
+def check_journal(draw, folder):
+    lines = [dict(kind="start", time=1.0)] + [dict(kind="train", time=2.0, step=i, loss=1.0) for i in range(1, 6)]
+    lines.append(dict(kind="resume", time=3.0, step=3, pairs_seen=9))
+    path = folder / "metrics.jsonl"
+    path.write_bytes(mutate(draw, "".join(json.dumps(line) + "\n" for line in lines).encode()))
+    assert all(isinstance(record["kind"], str) for record in read_journal(path))
+
+
+TARGETS = {
+    "json": check_json,
+    "jsonl": functools.partial(check_json, suffix=".jsonl"),
+    "csv": check_csv,
+    "tsv": functools.partial(check_csv, suffix=".tsv"),
+    "parquet": check_parquet,
+    "checkpoint": check_checkpoint,
+    "command line": check_options,
+    "config.json of a run": check_stored_request,
+    "model file": check_model_file,
+    "tokenizer": check_tokenizer,
+    "weights": check_weights,
+    "journal": check_journal,
+}

@@ -1,0 +1,244 @@
+"""How well does the closed form of model/estimate.py predict the memory of a step? Measures, fits, tells the errors.
+
+    python -m bench.memory_fit --out fit.jsonl            on every visible GPU, 8 minutes at most
+    python -m bench.memory_fit --refit fit.jsonl          fits again what was measured
+    python -m bench.memory_fit --rehearse                 without a GPU: measurements are made up
+
+Each case is one training step (forward, backward, update) of `pairs` pairs with `tokens` tokens a side in one
+forward, in a process that has done nothing else of that size. At most 12 cases fit the constants; the errors told are
+those of the others. Exit code 1 when they miss the bars.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from config import MODELS, T5ModelConfig, load_config
+from model.attention import has_kernels
+from model.chat_model import TextToTextModel
+from model.estimate import FITTED, Constants, Estimate, Lengths, Setting
+from model.memory import MemoryPlan
+from model.optim import make_optimizer
+from model.ranks import Ranks
+from model.step import Course, train_steps
+
+VOCAB_SIZE, CHUNK_TOKENS = 40_960, 2048
+SIZES = (
+    (8, 64), (8, 256), (8, 512), (32, 128), (32, 512), (96, 256), (128, 64), (256, 192), (512, 64), (512, 128),
+    (512, 512),
+)  # fmt: skip
+LARGEST_BYTES = 130 * 2**30
+SECONDS = 360
+RANGE = 0.4, 4.0  # of a constant, over what it is now: few cases do not tell each one apart
+BARS = dict(median=0.05, percentile_95=0.12, worst_under=-0.03)
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    dtype: str  # bfloat16 or float32
+    checkpointing: bool
+    pairs: int
+    tokens: int  # a side
+
+    @property
+    def group(self):
+        return self.model, self.dtype, self.checkpointing
+
+
+CASES = [
+    Case(model, dtype, checkpointing, *size)
+    for model in ("small", "chatlm")
+    for dtype in ("bfloat16", "float32")
+    for checkpointing in (False, True)
+    for size in SIZES
+]
+
+
+@dataclass(frozen=True)
+class OneLength:
+    """A token store whose examples all have `tokens` tokens a side."""
+
+    pairs: int
+    token_count: int
+
+    @property
+    def lengths(self):
+        return np.full((self.pairs, 2), self.token_count, np.uint16)
+
+    @property
+    def meta(self):
+        return dict(source=dict(max_seq_len=self.token_count))
+
+    def __len__(self):
+        return self.pairs
+
+    def tokens(self, ids):
+        draw = np.random.default_rng(0)
+        return tuple(draw.integers(3, VOCAB_SIZE, len(ids) * self.token_count) for _ in range(2))
+
+
+def predict(case, constants=FITTED):
+    """Peak reserved bytes of the case's step."""
+    dtype = getattr(torch, case.dtype)
+    shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
+    kernels = has_kernels(torch.device("cuda"), dtype, shape.d_kv)
+    setting = Setting(shape, dtype.itemsize, kernels, constants=constants)
+    lengths = Lengths(np.array([[case.tokens, case.tokens]]), np.array([case.pairs]))
+    tokens = 2 * case.pairs * case.tokens
+    return Estimate(setting, lengths, case.pairs).peaks(tokens, CHUNK_TOKENS, case.checkpointing)["step"]
+
+
+def measure(case, device):
+    """Peak reserved bytes of the case's step on `device`, or None where it does not fit."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
+    with torch.device(device):
+        model = TextToTextModel(shape, compute_dtype=getattr(torch, case.dtype))
+    model.flat.masters.normal_(std=0.02)
+    config = load_config("pretrain", dict(warmup_steps=0))
+    plan = MemoryPlan(2 * case.pairs * case.tokens, CHUNK_TOKENS, case.checkpointing, 0)
+    ranks, store = Ranks(0, 1, 0, device, "none", None), OneLength(case.pairs, case.tokens)
+    course = Course(case.pairs, 0, case.pairs, 0)
+    result = next(train_steps(ranks, model, make_optimizer(model, config), store, plan, config, course))
+    torch.cuda.synchronize(device)
+    return None if result.events or result.micro_batches != 1 else torch.cuda.max_memory_reserved(device)
+
+
+def made_up(case, _):
+    """What a device with other constants than ours would measure."""
+    draw = np.random.default_rng(abs(hash(case)) % 2**32)
+    others = Constants(kept=1.08, work=1.3, logits=1.5, reserved=1.05, workspace_bytes=3e8)
+    measured = int(predict(case, others) * draw.uniform(0.99, 1.01))
+    return measured if measured < LARGEST_BYTES else None
+
+
+def run_shard(shard, num_shards, rehearse):
+    """Measure every `num_shards`-th case, the small ones first, and print a JSON line for each."""
+    device, deadline = torch.device("cpu" if rehearse else "cuda:0"), time.monotonic() + SECONDS
+    cases = sorted((case for case in CASES if predict(case) < 1.3 * LARGEST_BYTES), key=predict)[shard::num_shards]
+    if not rehearse:
+        measure(Case("small", "bfloat16", False, 8, 64), device)  # libraries take their workspaces once
+        measure(Case("small", "float32", False, 8, 64), device)
+    for case in cases:
+        if time.monotonic() > deadline:
+            print(f"shard {shard}: time is up before {case}", file=sys.stderr, flush=True)
+            break
+        started = time.monotonic()
+        peak = (made_up if rehearse else measure)(case, device)
+        gc.collect()
+        seconds = round(time.monotonic() - started, 2)
+        print(json.dumps(asdict(case) | dict(measured_bytes=peak, seconds=seconds)), flush=True)
+
+
+def measure_all(rehearse):
+    """The JSON lines of all cases, measured by one process for each GPU."""
+    num_gpus = 1 if rehearse else torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
+    shards = [
+        subprocess.Popen(
+            [sys.executable, "-m", "bench.memory_fit", "--shard", f"{i}/{num_gpus}", *["--rehearse"] * rehearse],
+            env=os.environ | dict(CUDA_VISIBLE_DEVICES="" if rehearse else visible[i], PYTHONHASHSEED="0"),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(num_gpus)
+    ]
+    return [line for shard in shards for line in shard.communicate(timeout=SECONDS + 60)[0].splitlines()]
+
+
+def choose_for_fit(cases):
+    """At most 12 of the cases: of each group by turns a small, a middle and the largest; small checkpointed ones,
+    whose peak is in the loss."""
+    chosen = []
+    for i, group in enumerate(sorted({case.group for case in cases})):
+        ours = sorted((case for case in cases if case.group == group), key=predict)
+        chosen += [ours[round((0.2, 0.6, 1.0)[i % 3] * (len(ours) - 1))], *ours[1 : 1 + group[2]]]
+    return list(dict.fromkeys(chosen))[:12]
+
+
+def errors(measured, constants):
+    """Predicted over measured, minus 1, of each case."""
+    return np.array([predict(case, constants) / peak - 1 for case, peak in measured.items()])
+
+
+def fit(measured):
+    """Constants that predict `measured` (bytes by case) best; too little counts three times too much.
+
+    Each constant in turn takes the best of a few values around it, and the steps grow finer.
+    """
+
+    def badness(constants):
+        error = errors(measured, constants)
+        return float((np.where(error < 0, 3 * error, error) ** 2).mean())
+
+    best, step = FITTED, 0.5
+    while step > 0.002:
+        before = badness(best)
+        for name in (f.name for f in fields(Constants)):
+            values = (getattr(best, name) * k for k in (1 - step, 1 - step / 3, 1.0, 1 + step / 3, 1 + step))
+            least, most = (getattr(FITTED, name) * k for k in RANGE)
+            best = min((replace(best, **{name: min(max(v, least), most)}) for v in values), key=badness)
+        if badness(best) > 0.999 * before:
+            step /= 1.7
+    under = max(0.0, -errors(measured, best).min() - 0.005)
+    return replace(best, reserved=best.reserved * (1 + under))
+
+
+def report(lines):
+    """Fit, and tell the errors on the cases that did not take part; returns whether they keep the bars."""
+    names = [f.name for f in fields(Case)]
+    measured = {Case(**{name: line[name] for name in names}): line["measured_bytes"] for line in lines}
+    measured = {case: peak for case, peak in measured.items() if peak and peak <= LARGEST_BYTES}
+    chosen = choose_for_fit(measured)
+    before = errors({case: peak for case, peak in measured.items() if case not in chosen}, FITTED)
+    constants = fit({case: measured[case] for case in chosen})
+    others = {case: peak for case, peak in measured.items() if case not in chosen}
+    after = errors(others, constants)
+    for case, peak in measured.items():
+        row = dict(measured_gib=round(peak / 2**30, 3), predicted_gib=round(predict(case, constants) / 2**30, 3))
+        error = round(predict(case, constants) / peak - 1, 4)
+        print(json.dumps(asdict(case) | row | dict(error=error, fitted_on=case in chosen)))
+    print(json.dumps(dict(cases=len(others), constants_as_they_are=_summary(before), refitted=_summary(after))))
+    print(f"FITTED = {constants}")
+    summary = _summary(after)
+    kept = all(summary[name] <= BARS[name] for name in ("median", "percentile_95"))
+    return kept and summary["worst_under"] >= BARS["worst_under"] and len(others) >= 36
+
+
+def _summary(error):
+    size = np.abs(error)
+    numbers = dict(
+        median=np.median(size), percentile_95=np.percentile(size, 95), worst_under=error.min(), worst_over=error.max()
+    )
+    return {name: round(float(value), 4) for name, value in numbers.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", help="where the measurements go, a JSON line each")
+    parser.add_argument("--refit", help="measurements to fit again")
+    parser.add_argument("--rehearse", action="store_true", help="make measurements up")
+    parser.add_argument("--shard", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.shard:
+        run_shard(*map(int, options.shard.split("/")), options.rehearse)
+        return 0
+    lines = Path(options.refit).read_text().splitlines() if options.refit else measure_all(options.rehearse)
+    if options.out:
+        Path(options.out).write_text("".join(line + "\n" for line in lines))
+    return 0 if report([json.loads(line) for line in lines]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""One rank's attempt at a step's gradients: no collective inside, so that any rank may fail alone and all try again."""
+
+import hashlib
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from model import faults
+from model.feed import pack_work
+from model.memory import is_out_of_memory
+
+
+class Outcome(IntEnum):
+    """What an attempt came to; all ranks act on the worst."""
+
+    OK = 0
+    NOT_FINITE = 1
+    OUT_OF_MEMORY = 2
+    TORN = 3  # an update that failed when weights may have been written
+
+
+@dataclass(frozen=True)
+class Attempt:
+    outcome: Outcome
+    micro_batches: int = 0
+    data_wait_seconds: float = 0.0
+    shards: tuple = ()  # under exact, the gradient of each of this rank's shards
+
+
+def attempt_gradients(ranks, model, store, plan, config, work, packed=None, graphs=None):
+    """Fill the model's flat gradients with this rank's part of the step.
+
+    `packed`: the part, packed beforehand for this plan or another; `graphs`: StepGraphs for what has a room in them.
+    """
+    try:
+        started = time.perf_counter()
+        if packed is None or packed.plan != plan:
+            packed = pack_work(model, store, plan, work, graphs)
+        waited = time.perf_counter() - started
+        model.gradient_checkpointing = plan.gradient_checkpointing
+        shards = tuple(
+            _share_gradients(ranks, model, plan, config, work, number, micro_batches, packed.room, graphs)
+            for number, micro_batches in packed.shares
+        )
+        faults.fire("reduce", work.step)
+        outcome = Outcome.OK if _all_finite(shards or (model.flat.gradients_and_loss,)) else Outcome.NOT_FINITE
+        return Attempt(outcome, packed.num_micro_batches, waited, shards if config.exact else ())
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return Attempt(Outcome.OUT_OF_MEMORY)
+
+
+def _share_gradients(ranks, model, plan, config, work, number, micro_batches, room, graphs):
+    """Gradients and loss of a share, in the model's flat tensor; under exact a copy of it."""
+    model.zero_grad()
+    for index, micro_batch in enumerate(micro_batches):
+        if config.dropout:
+            torch.manual_seed(_dropout_seed(config.seed, work.step, number, index))
+        faults.fire("forward", work.step)
+        if room:
+            scale = _scale(work)
+            faults.fire("backward_first", work.step)
+            graphs.gradients(micro_batch, room, plan.chunk_tokens, config.z_loss, scale)
+            continue
+        loss = model(micro_batch.to(ranks.device), plan.chunk_tokens, config.z_loss) * _scale(work)
+        faults.fire("backward_first" if index == 0 else "backward", work.step)
+        loss.backward()
+        model.flat.loss.add_(loss.detach())
+    return model.flat.gradients_and_loss.clone() if config.exact else model.flat.gradients_and_loss
+
+
+def _scale(work):
+    """What a micro-batch's loss is multiplied by: sums become the mean over the step's target tokens."""
+    return float("nan") if faults.fire("loss", work.step) else 1 / work.target_tokens
+
+
+def _all_finite(gradients):
+    """Whether all of them are finite: the step's one wait for the device."""
+    return bool(torch.stack([gradient.norm() for gradient in gradients]).isfinite().all())
+
+
+def _dropout_seed(*numbers):
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,267 @@
+"""Closed form of the device memory that each phase of a run needs, from the architecture and the examples' lengths.
+
+Counted tensor by tensor from model/chat_model.py, model/attention.py, model/loss.py and model/optim.py as they work on
+a GPU; what no count gives (libraries' workspaces, the allocator's rounding) are the constants below, fitted by
+bench/memory_fit.py.
+
+Letters: D d_model, F d_ff, H heads, I = H * d_kv, V vocabulary, s bytes of a number in the compute dtype.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from config import T5ModelConfig
+from model.attention import round_up
+from model.weights import ROWS
+
+STATE_BYTES = dict(adamw_rms=8, adamw=8, adafactor=0)  # optimizer state, a parameter; Adafactor's is rows and columns
+UPDATE_BYTES = dict(adamw_rms=0, adamw=0, adafactor=4)  # temporaries of the update, a parameter
+ANSWERS_A_BATCH = 32  # prompts that are answered together
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What counting does not give: multipliers of what is counted, and bytes."""
+
+    kept: float = 1.0  # of activations kept for backward
+    work: float = 1.0  # of the temporaries of one layer's backward
+    logits: float = 1.0  # of one chunk's logits
+    reserved: float = 1.03  # what the allocator holds over what is asked of it
+    workspace_bytes: float = 96 * 2**20  # cuBLAS, layouts, rounding
+
+
+FITTED = Constants()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What fixes the bytes of a run, beside the lengths of its examples and its plan."""
+
+    shape: T5ModelConfig
+    number_bytes: int  # s: 2 in bf16, 4 in float32
+    kernels: bool  # attention by the Triton kernels, else by the plain twin
+    optimizer: str = "adamw_rms"
+    dropout: bool = False
+    decoder_only: bool = False  # the decoder alone is trained
+    constants: Constants = FITTED
+
+    @property
+    def inner(self):
+        return self.shape.num_heads * self.shape.d_kv
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Histogram of the examples: distinct (prompt, response) lengths in tokens, and how many examples have each."""
+
+    tokens: np.ndarray  # (kinds, 2)
+    counts: np.ndarray  # (kinds,)
+
+    @property
+    def longest(self):
+        """Tokens of both sides of the longest example."""
+        return int(self.tokens.sum(axis=1).max())
+
+    @property
+    def mean(self):
+        """Tokens of both sides of an example on average."""
+        return float((self.tokens.sum(axis=1) * self.counts).sum() / self.counts.sum())
+
+
+def histogram(lengths):
+    """Lengths of the examples with `lengths` (examples, 2)."""
+    prompt, response = np.asarray(lengths, dtype=np.int64).T
+    keys, counts = np.unique(prompt << 32 | response, return_counts=True)
+    return Lengths(np.stack([keys >> 32, keys & 0xFFFFFFFF], axis=1), counts)
+
+
+def count_parameters(shape, decoder_only=False):
+    """Number of weights of a T5 of this shape; of the decoder alone under `decoder_only`."""
+    attention = 4 * shape.d_model * shape.num_heads * shape.d_kv
+    feed_forward = 2 * shape.d_model * shape.d_ff
+    bias = shape.relative_attention_num_buckets * shape.num_heads
+    encoder = shape.num_layers * (attention + feed_forward + 2 * shape.d_model) + bias + shape.d_model
+    decoder = shape.num_decoder_layers * (2 * attention + feed_forward + 3 * shape.d_model) + bias + shape.d_model
+    return decoder if decoder_only else encoder + decoder + shape.vocab_size * shape.d_model
+
+
+def fixed_bytes(setting):
+    """Bytes held from the first step to the last, by part."""
+    parameters, trained = count_parameters(setting.shape), count_parameters(setting.shape, setting.decoder_only)
+    return dict(
+        weights=4 * parameters,
+        bf16_weights=2 * parameters if setting.number_bytes == 2 else 0,
+        gradients=4 * trained,
+        optimizer=STATE_BYTES[setting.optimizer] * trained,
+        workspaces=int(setting.constants.workspace_bytes),
+    )
+
+
+def _attention(setting, queries, keys):
+    """(kept for backward, temporaries of backward) of one attention layer; bytes for these numbers of tokens."""
+    d, s, inner, heads = setting.shape.d_model, setting.number_bytes, setting.inner, setting.shape.num_heads
+    if setting.kernels:  # q, k, v, and a log-sum-exp and its like in backward for each query and head
+        kept, work = inner * s * (queries + 2 * keys) + 4 * heads * queries, 4 * heads * queries
+    else:  # q, k, v of padded blocks, and the weights of each query and key
+        queries_padded, keys_padded = round_up(queries), round_up(keys)
+        scores = heads * queries_padded * keys_padded
+        kept = inner * s * (queries_padded + 2 * keys_padded) + scores * s
+        work = inner * s * (queries_padded + 2 * keys_padded) + 3 * scores * s
+    # the norm's output, the attention's output, a number for the norm; their gradients
+    kept = kept + (d * s + inner * s + setting.dropout * d + 4) * queries
+    return kept, work + (4 * d + inner) * s * queries + inner * s * (queries + 2 * keys)
+
+
+def _feed_forward(setting, queries):
+    """As `_attention`, for one feed-forward layer: the norm's output, what the ReLU gives."""
+    d, f, s = setting.shape.d_model, setting.shape.d_ff, setting.number_bytes
+    dropped = (d + f + f * s) * setting.dropout  # two masks, and what dropout left of the ReLU's output
+    return ((d + f) * s + dropped + 4) * queries, (3 * d + 2 * f) * s * queries
+
+
+def _ends(setting, queries):
+    """Bytes kept by a stack's ends: token ids, the last norm's output, the plain twin's position bias."""
+    bias = 0 if setting.kernels else setting.shape.num_heads * setting.number_bytes * round_up(queries) ** 2
+    return (setting.shape.d_model * setting.number_bytes + 24) * queries + bias
+
+
+def _stack(setting, layers, num_blocks, queries, checkpointing):
+    """(bytes kept by a stack's blocks, the most that the backward of its last block holds).
+
+    `layers` are the (kept, temporaries) of the layers of one block. With checkpointing a block keeps its input, the
+    stream and what is to be added to it, and its backward computes the rest again.
+    """
+    kept_by_layer = [setting.constants.kept * kept for kept, _ in layers]
+    block = 2 * setting.shape.d_model * setting.number_bytes * queries if checkpointing else sum(kept_by_layer)
+    kept, moments = num_blocks * block, []
+    for i, (_, work) in enumerate(layers):
+        rest = sum(kept_by_layer[: i + 1]) if checkpointing else -sum(kept_by_layer[i + 1 :])
+        moments.append(kept + rest + setting.constants.work * work)
+    return kept, np.max(moments, axis=0)
+
+
+def step_moments(setting, tokens, checkpointing):
+    """Bytes of each example at each moment of a training step that may be its peak; `tokens` (kinds, 2)."""
+    shape = setting.shape
+    prompt, response = tokens.T.astype(np.float64)
+    encoder_layers = [_attention(setting, prompt, prompt), _feed_forward(setting, prompt)]
+    decoder_layers = [
+        _attention(setting, response, response),
+        _attention(setting, response, prompt),
+        _feed_forward(setting, response),
+    ]
+    encoder, encoder_backward = _stack(setting, encoder_layers, shape.num_layers, prompt, checkpointing)
+    decoder, decoder_backward = _stack(setting, decoder_layers, shape.num_decoder_layers, response, checkpointing)
+    if setting.decoder_only:
+        encoder, encoder_backward = 0, 0  # nothing of it waits for a backward
+    ends = _ends(setting, prompt) + _ends(setting, response)
+    stream = shape.d_model * setting.number_bytes
+    return dict(
+        loss=encoder + decoder + ends + 2 * stream * response,  # what the loss reads, and its gradient
+        decoder=encoder + decoder_backward + ends + 2 * stream * prompt,  # the gradient of what cross-attention reads
+        encoder=encoder_backward + _ends(setting, prompt),
+        embedding=(stream + 4 * shape.d_model) * (prompt + response),
+    )
+
+
+def evaluation_moment(setting, tokens):
+    """Bytes of each example in a forward that keeps nothing for a backward."""
+    prompt, response = tokens.T.astype(np.float64)
+    layers = (
+        _attention(setting, prompt, prompt), _attention(setting, response, prompt), _feed_forward(setting, prompt),
+        _feed_forward(setting, response),
+    )  # fmt: skip
+    stream = 2 * setting.shape.d_model * setting.number_bytes * (prompt + response)
+    inside = setting.shape.d_ff * setting.number_bytes * np.maximum(prompt, response)
+    return stream + inside + np.max([kept for kept, _ in layers], axis=0)
+
+
+def generation_bytes(setting, answers, prompt_tokens, new_tokens):
+    """Bytes of transformers' greedy generation: keys and values, growing by copying; logits; the encoder's scores."""
+    shape, s = setting.shape, setting.number_bytes
+    cache = 2 * shape.num_decoder_layers * setting.inner * s * (prompt_tokens + 2 * new_tokens)
+    encoder = 3 * 4 * shape.num_heads * prompt_tokens**2 + prompt_tokens * (4 * 3 * shape.d_model + s * shape.d_ff * 2)
+    weights = 2 * count_parameters(shape) if s == 2 else 0  # autocast's copies
+    return weights + answers * (cache + encoder + 12 * shape.vocab_size)
+
+
+@dataclass(frozen=True)
+class WorstForward:
+    """The most that the examples of one forward can cost together, for any limit of its tokens.
+
+    No set of at most `share_pairs` examples costs more: they are taken from the costliest a token on, in fractions
+    too, and never for more than the `share_pairs` costliest.
+    """
+
+    cost: np.ndarray = field(repr=False)  # (kinds,) of one example
+    lengths: Lengths = field(repr=False)
+    share_pairs: int
+
+    def __post_init__(self):
+        totals = self.lengths.tokens.sum(axis=1)
+        counts = np.minimum(self.lengths.counts, self.share_pairs)
+        dense, large = np.argsort(-self.cost / totals), np.argsort(-self.cost)
+        tokens, costs = (np.cumsum((counts * x)[dense]) for x in (totals, self.cost))
+        most = np.interp(self.share_pairs, np.cumsum(counts[large]), np.cumsum((counts * self.cost)[large]))
+        object.__setattr__(self, "_curve", (np.append(0, tokens), np.append(0.0, costs), float(most)))
+
+    def __call__(self, micro_batch_tokens):
+        tokens, costs, most = self._curve
+        return min(float(np.interp(micro_batch_tokens, tokens, costs)), most)
+
+
+class Estimate:
+    """Peak reserved bytes by phase of a run on examples of these `lengths`, `share_pairs` a rank and step."""
+
+    def __init__(self, setting, lengths, share_pairs, max_new_tokens=128):
+        def worst(cost):
+            return WorstForward(cost, lengths, share_pairs)
+
+        self.setting, self.lengths, self.max_new_tokens = setting, lengths, max_new_tokens
+        self.fixed = fixed_bytes(setting)
+        self._step = {
+            checkpointing: {name: worst(c) for name, c in step_moments(setting, lengths.tokens, checkpointing).items()}
+            for checkpointing in (False, True)
+        }
+        self._evaluation = worst(evaluation_moment(setting, lengths.tokens))
+        self._targets = worst(lengths.tokens[:, 1].astype(np.float64))
+
+    def step_parts(self, micro_batch_tokens, chunk_tokens, checkpointing):
+        """Bytes at each moment of a training step, over what is held all the time."""
+        shape = self.setting.shape
+        tokens = max(micro_batch_tokens, self.lengths.longest)
+        moments = {name: worst(tokens) for name, worst in self._step[checkpointing].items()}
+        vocabulary = ROWS * -(-shape.vocab_size // ROWS)
+        table = (
+            0 if self.setting.decoder_only else 4 * vocabulary * shape.d_model
+        )  # the embedding's gradient, once more
+        moments["loss"] += self._chunk_bytes(tokens, chunk_tokens) + table
+        moments["embedding"] += table
+        update = UPDATE_BYTES[self.setting.optimizer] * count_parameters(shape, self.setting.decoder_only)
+        moments["update"] = update
+        return moments
+
+    def peaks(self, micro_batch_tokens, chunk_tokens, checkpointing, answers=ANSWERS_A_BATCH):
+        """Peak reserved bytes on the device by phase."""
+        tokens = max(micro_batch_tokens, self.lengths.longest)
+        step = max(self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing).values())
+        prompt = int(self.lengths.tokens[:, 0].max())
+        beyond = dict(
+            load=-self.fixed["gradients"] - self.fixed["optimizer"],
+            first_step=step,
+            step=step,
+            evaluation=self._evaluation(tokens) + self._chunk_bytes(tokens, chunk_tokens),
+            generation=generation_bytes(self.setting, answers, prompt, self.max_new_tokens),
+            save=0,
+        )
+        held = sum(self.fixed.values())
+        return {name: int((held + more) * self.setting.constants.reserved) for name, more in beyond.items()}
+
+    def _chunk_bytes(self, tokens, chunk_tokens):
+        logits = min(chunk_tokens, self._targets(tokens)) * self.setting.shape.vocab_size
+        return logits * self.setting.number_bytes * self.setting.constants.logits
+
+    def step_peak(self, *cutting):
+        """Peak reserved bytes on the device of a training step."""
+        return self.peaks(*cutting)["step"]

@@ -1,0 +1,206 @@
+"""What a run would take, told before it starts and without its machine: the command `plan`."""
+
+import shutil
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import ujson
+
+from config import T5ModelConfig, as_type, global_batch, model_config
+from model.dataset import find_store, token_lengths
+from model.estimate import Lengths, count_parameters, histogram
+from model.export import load_weights
+from model.memory import (
+    CHUNKS,
+    CONTEXT_BYTES,
+    USABLE,
+    choose_plan,
+    fitting_plan,
+    make_estimate,
+    time_factor,
+)
+from model.pairs import read_pairs
+from model.prepare import TOKENIZER_DIR, TOKENS_DIR
+from model.request import read_request
+from model.tokenizer import load_tokenizer
+
+SAMPLED_ROWS = 20_000
+OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
+GIB = 2**30
+COLLECTIVE_BYTES = 400 * 2**20  # NCCL's buffers on each GPU of several
+HOST_BYTES = dict(cuda=int(2.2 * GIB), cpu=int(0.6 * GIB))  # of a process: Python, torch, the GPU's libraries
+SHM_BYTES = 64 * 2**20  # of one rank's NCCL channels in /dev/shm
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run is planned for."""
+
+    num_processes: int
+    memory_bytes: int | None  # of one GPU that the run may fill; None: no GPU
+
+    @property
+    def usable_bytes(self):
+        """Bytes for the allocator: what the context and the collective's buffers leave."""
+        if self.memory_bytes is None:
+            return None
+        return self.memory_bytes - CONTEXT_BYTES - (COLLECTIVE_BYTES if self.num_processes > 1 else 0)
+
+
+def answer(stray, options):
+    """What the command `plan` prints for these words: a table, or JSON under --json=True."""
+    own = {name: options.pop(name) for name in OWN_OPTIONS if name in options}
+    num_processes, vocab_size = (
+        as_type(name, own.get(name, 0), OWN_OPTIONS) for name in ("num_processes", "vocab_size")
+    )
+    request = read_request(stray, options)
+    values = preview(request.config, request.given, num_processes, vocab_size)
+    return ujson.dumps(values, indent=1) if as_type("json", own.get("json", False), OWN_OPTIONS) else table(values)
+
+
+def preview(config, given, num_processes=0, vocab_size=0):
+    """What a run of `config` would take, as plain values for `table` and for JSON.
+
+    Raises ValueError where the vocabulary cannot be known, NothingFits where one example does not fit.
+    """
+    gpus = torch.cuda.device_count()
+    world = num_processes or max(gpus, 1)
+    limit = int(config.gpu_memory_limit_gb * GIB) or (gpus and torch.cuda.get_device_properties(0).total_memory)
+    machine = Machine(world, limit or None)
+    shape, tokenizer = _shape_and_tokenizer(config, vocab_size)
+    lengths, source = _lengths(config, tokenizer)
+    share_pairs = -(-global_batch(config, world, given) // world)
+    on_gpu = machine.memory_bytes is not None
+    dtype = torch.float32 if config.mixed_precision == "no" or not on_gpu else torch.bfloat16
+    device = "cuda" if on_gpu else "cpu"
+    estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device)
+    plan = choose_plan(config, estimate, share_pairs, machine.usable_bytes)
+    tokens = plan.micro_batch_tokens
+    tokens = min(tokens, share_pairs * lengths.longest)
+    slope = 2 * (estimate.step_peak(*plan.cutting) - estimate.step_peak(tokens // 2, *plan.cutting[1:])) / tokens
+    return dict(
+        machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
+        parameters=count_parameters(shape), dtype=str(dtype).removeprefix("torch."),
+        lengths=dict(source=source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
+        share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
+        forwards=-(-int(share_pairs * lengths.mean) // tokens), phases=estimate.peaks(*plan.cutting, plan.answers),
+        levers=_levers(config, shape, dtype, lengths, share_pairs, machine, plan),
+        largest_block=dict(
+            pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=shape.vocab_size,
+            bytes=4 * config.batch_size_per_gpu * config.max_seq_len * shape.vocab_size,
+        ),
+        host=_host(config, shape, lengths, device, world),
+    )  # fmt: skip
+
+
+def _shape_and_tokenizer(config, vocab_size):
+    """(T5ModelConfig, tokenizer or None); `vocab_size` above 0 stands in for a tokenizer that is not here."""
+    weights = None
+    if config.finetune_from_ckp_file and Path(config.finetune_from_ckp_file).exists():
+        weights = load_weights(config.finetune_from_ckp_file)
+    folder = Path(config.tokenizer_dir or (weights and weights.tokenizer_dir) or TOKENIZER_DIR)
+    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+    shape = weights.shape if weights and weights.shape else model_config(config.model)
+    size = vocab_size or shape.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
+    if not size:
+        raise ValueError(f"{folder}: no tokenizer there, so the vocabulary is unknown: type --vocab_size=N")
+    return T5ModelConfig(**asdict(replace(shape, vocab_size=size))), tokenizer
+
+
+def _lengths(config, tokenizer):
+    """(Lengths of the training pairs, where they come from)."""
+    path, columns = Path(config.train_file), (config.prompt_column, config.response_column)
+    longest = np.full((1, 2), config.max_seq_len)
+    if tokenizer is None or not path.is_file():
+        return Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len"
+    store = find_store(path, tokenizer, config.max_seq_len, TOKENS_DIR, columns=columns)
+    if store:
+        return histogram(store.lengths), f"counted: {store.directory}"
+    rows = list(islice(read_pairs(path, *columns), SAMPLED_ROWS))
+    lengths = token_lengths(rows, tokenizer, config.max_seq_len)
+    return histogram(np.concatenate([lengths, longest])), f"sampled: {len(lengths):,} rows and a longest pair"
+
+
+def _levers(config, shape, dtype, lengths, share_pairs, machine, plan):
+    """What each lever would do: its peak, the largest micro-batch that fits, the time over the chosen plan's."""
+    if machine.usable_bytes is None:
+        return []
+    tokens, chunk, checkpointing = plan.cutting
+    share_tokens = share_pairs * lengths.mean
+    rows = [(f"chunk of {size} targets", config, (tokens, size, checkpointing)) for size in CHUNKS]
+    rows += [(f"micro-batch of {tokens * k // 4}", config, (tokens * k // 4, chunk, checkpointing)) for k in (2, 8)]
+    rows += [(f"gradient checkpointing {again}", config, (tokens, chunk, again)) for again in (False, True)]
+    for optimizer in ("adamw_rms", "adafactor"):
+        rows.append((f"optimizer {optimizer}", replace(config, optimizer=optimizer), plan.cutting))
+    levers = []
+    for name, changed, cutting in rows:
+        estimate = make_estimate(changed, shape, dtype, lengths, share_pairs)
+        peak, limit = estimate.step_peak(*cutting), machine.usable_bytes * USABLE
+        most = fitting_plan(estimate, share_pairs * lengths.longest, limit, *cutting[1:])
+        factor = time_factor(replace(plan, **_named(cutting)), share_tokens) / time_factor(plan, share_tokens)
+        levers.append(
+            dict(lever=name, peak_bytes=peak, fits=peak <= limit, time_factor=round(factor, 3),
+                 largest_micro_batch_tokens=most.micro_batch_tokens if most else 0)
+        )  # fmt: skip
+    return levers
+
+
+def _named(cutting):
+    return dict(zip(("micro_batch_tokens", "chunk_tokens", "gradient_checkpointing"), cutting, strict=True))
+
+
+def _host(config, shape, lengths, device, world):
+    """Bytes of host memory, /dev/shm and disk that the run needs, and those that are there."""
+    parameters = count_parameters(shape)
+    checkpoint = (4 if config.optimizer == "adafactor" else 12) * parameters
+    tokens = int((lengths.tokens.sum(axis=1) * lengths.counts).sum())
+    output = Path(config.output_dir).absolute()
+    disk = next(path for path in (output, *output.parents) if path.exists())
+    rank = HOST_BYTES[device] + 4 * parameters
+    return dict(
+        rank_bytes=rank, main_rank_bytes=rank + checkpoint,
+        shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
+        shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
+        disk_bytes=checkpoint * (config.keep_latest_n_ckp + 1) + 3 * 4 * parameters + 2 * tokens,
+        disk_free_bytes=shutil.disk_usage(disk).free,
+    )  # fmt: skip
+
+
+def table(values):
+    """The lines that `plan` prints, one below the other."""
+    plan, block, host = values["plan"], values["largest_block"], values["host"]
+    limit = values["machine"]["usable_bytes"]
+    lines = [
+        ("parameters", f"{values['parameters']:,}, computing in {values['dtype']}"),
+        ("pairs", "{source}; {pairs:,}, {mean:.1f} tokens on average, {longest} at most".format(**values["lengths"])),
+        ("held all the time", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),
+        ("each packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
+        ("room", "no GPU" if limit is None else f"{gib(limit)} for the allocator, of which {USABLE:.0%} are planned"),
+        ("plan", "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, gradient checkpointing "
+         "{gradient_checkpointing}, {answers} answers at a time".format(**plan)),
+        ("forwards a step", f"{values['forwards']} on average, for {values['share_pairs']} pairs a GPU"),
+        *((f"peak: {name}", gib(count)) for name, count in values["phases"].items()),
+        *((f"with {lever['lever']}", _lever_text(lever)) for lever in values["levers"]),
+        ("an ordinary trainer", "{pairs} x {tokens} x {vocabulary:,} x 4 B = ".format(**block)
+         + f"{block['bytes'] / GIB:.2f} GiB of logits in one block; here there is none"),
+        ("host memory", f"{gib(host['rank_bytes'])} a rank, {gib(host['main_rank_bytes'])} the main one"),
+        ("/dev/shm", f"{gib(host['shm_bytes'])} of {gib(host['shm_free_bytes'])} free"),
+        ("disk", f"{gib(host['disk_bytes'])} of {gib(host['disk_free_bytes'])} free"),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
+
+
+def _lever_text(lever):
+    fits = "fits" if lever["fits"] else "does not fit"
+    return (
+        f"{gib(lever['peak_bytes'])}, {fits}, time x {lever['time_factor']:.2f}; "
+        f"at most {lever['largest_micro_batch_tokens']:,} tokens a forward"
+    )
+
+
+def gib(count):
+    return f"{count / GIB:.2f} GiB"

@@ -1,0 +1,189 @@
+"""Before step 0: what could fail for the first time later is done once, and the plan is measured on the device.
+
+Weights, optimizer state and random numbers are afterwards as they were.
+"""
+
+import logging
+from dataclasses import asdict, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from model.attempt import Outcome, attempt_gradients
+from model.batches import collate
+from model.estimate import histogram
+from model.evaluate import answer, answering, evaluating
+from model.exact import NUM_SHARDS
+from model.export import as_hugging_face
+from model.feed import Work
+from model.memory import (
+    USABLE,
+    NothingFits,
+    choose_plan,
+    is_out_of_memory,
+    limit_memory,
+    make_estimate,
+    outside_bytes,
+    plan_after_out_of_memory,
+    release_memory,
+    shrink_plan,
+)  # fmt: skip
+from model.optim import forget, update
+from model.ranks import sum_over_ranks, vote
+
+LOGGER = logging.getLogger("chat_trainer")
+PROBES = 3
+STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
+
+
+def rehearse_update(ranks, model, optimizer):
+    """Do one full-size reduction and one update, of gradients that are zero at a rate of zero.
+
+    The collective's buffers and the optimizer's state exist from now on. `optimizer` must be fresh.
+    """
+    model.zero_grad()
+    sum_over_ranks(ranks, model.flat.gradients_and_loss)
+    zero = torch.zeros((), device=ranks.device)
+    update(optimizer, model.flat.gradients, zero, zero)
+    forget(optimizer)
+
+
+def plan_run(run, kept, foreign):
+    """(MemoryPlan that all ranks can hold, what it rests on and what was measured): `kept` while it still fits.
+
+    `kept` is the checkpoint's plan or None, `foreign` the bytes of the device that other processes hold. Raises
+    NothingFits, or ValueError where the options ask for what cannot be.
+    """
+    ranks, config, device = run.ranks, run.config, run.ranks.device
+    share_pairs = -(-run.course.global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
+    estimate = make_estimate(
+        config, run.model.shape, run.model.compute_dtype, histogram(run.train.lengths), share_pairs, device.type
+    )
+    outside = outside_bytes(device, foreign)
+    usable = limit_memory(device, config.gpu_memory_limit_gb, outside)
+    usable = None if usable is None else -vote(ranks, -usable)[0]  # the smallest over ranks
+    plan = kept if _still_asked_for(kept, config, estimate, usable) else None
+    fixed = plan or config.micro_batch_tokens
+    plan = plan or choose_plan(config, estimate, share_pairs, usable)
+    measured = {}
+    if usable is not None and run.optimizer is not None:
+        plan, measured["step"] = rehearse_plan(run, estimate, share_pairs, None if fixed else usable, plan)
+        measured |= rehearse_evaluation(run, plan)
+    plan = replace(plan, graphs=_records(run, plan, usable))
+    if ranks.is_main:
+        LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
+    predicted = estimate.peaks(*plan.cutting)
+    phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}
+    return plan, dict(phases=phases, outside_bytes=outside, foreign_bytes=foreign, allocator_limit_bytes=usable)
+
+
+def _still_asked_for(kept, config, estimate, usable_bytes):
+    if kept is None or config.micro_batch_tokens:
+        return False
+    fits = usable_bytes is None or estimate.step_peak(*kept.cutting) <= usable_bytes * USABLE
+    return fits and config.gradient_checkpointing in ("auto", str(kept.gradient_checkpointing))
+
+
+def _records(run, plan, usable_bytes):
+    """Whether steps are recorded: as config.compile says, or where it repays and there is room for a step beside them.
+
+    Raises ValueError where config.compile asks for what cannot be.
+    """
+    config = run.config
+    if config.compile == "False":
+        return False
+    possible = run.model.uses_kernels and not config.dropout
+    if config.compile == "True" and not possible:
+        raise ValueError(
+            "compile=True records CUDA graphs, for which a GPU, bf16 and dropout=0 are needed: leave it out"
+        )
+    roomy = possible and 2 * plan.predicted_peak_bytes <= usable_bytes
+    repaid = len(run.train) * config.epochs / run.course.global_batch >= STEPS_THAT_REPAY_RECORDING
+    return config.compile == "True" or (roomy and repaid)
+
+
+def rehearse_plan(run, estimate, share_pairs, usable_bytes, plan):
+    """(plan that was tried on the device, measured peak reserved bytes of a step over all ranks).
+
+    At most PROBES times the costliest examples that one forward can meet are run, forward and backward. Where what
+    that took is not what was predicted, the plan is chosen again with the ratio; `usable_bytes` None lets `plan` be.
+    """
+    for probe in range(PROBES):
+        measured = _step_peak(run, plan, share_pairs)
+        if measured is None:
+            plan = plan_after_out_of_memory(
+                run.ranks.device, plan, 2, partial(shrink_plan, longest_tokens=estimate.lengths.longest)
+            )
+            continue
+        calibration = measured / estimate.peaks(*plan.cutting)["step"]
+        better = choose_plan(run.config, estimate, share_pairs, usable_bytes, calibration) if usable_bytes else plan
+        if better.cutting == plan.cutting or probe == PROBES - 1:
+            return plan, measured
+        if run.ranks.is_main:
+            LOGGER.info("a probe took %.3f of the predicted peak: planning again", calibration)
+        plan = better
+    raise NothingFits(f"{PROBES} probes ran out of memory, the last with {plan}: lower --max_seq_len or free the GPU")
+
+
+def _step_peak(run, plan, share_pairs):
+    """Peak reserved bytes of the worst micro-batch's forward and backward, over all ranks; None if any ran out."""
+    ranks, model, store = run.ranks, run.model, run.train
+    ids = worst_examples(store.lengths, plan.micro_batch_tokens, share_pairs)
+    targets, tokens = int(store.lengths[ids, 1].sum(dtype=np.int64)), int(store.lengths[ids].sum(dtype=np.int64))
+    work = Work(0, 1, ids, tokens, targets, 0.0, run.course.start_id, ((ranks.rank, ids),))
+    torch.cuda.reset_peak_memory_stats(ranks.device)
+    attempt = attempt_gradients(ranks, model, store, replace(plan, graphs=False), run.config, work)
+    peak = torch.cuda.max_memory_reserved(ranks.device)
+    release_memory(ranks.device)
+    failed, highest = vote(ranks, attempt.outcome is Outcome.OUT_OF_MEMORY, peak)
+    return None if failed else highest
+
+
+def worst_examples(lengths, micro_batch_tokens, share_pairs):
+    """Ids of examples that cost the most in one forward: the longest responses that fit it, at least one."""
+    totals = lengths.sum(axis=1, dtype=np.int64)
+    order = np.lexsort((-totals, -lengths[:, 1].astype(np.int64)))[:share_pairs]
+    fits = np.cumsum(totals[order]) <= micro_batch_tokens
+    return order[: max(int(fits.sum()), 1)]
+
+
+def rehearse_evaluation(run, plan):
+    """Peak reserved bytes, over all ranks, of the worst forward of an evaluation and of a batch of answers.
+
+    0 where a rank ran out of memory: the evaluation itself will go on in smaller pieces.
+    """
+    works = dict(evaluation=_worst_evaluation) | (dict(generation=_worst_generation) if run.config.bleu_pairs else {})
+    measured = {}
+    for name, work in works.items():
+        torch.cuda.reset_peak_memory_stats(run.ranks.device)
+        failed = _runs_out(work, run, plan)
+        release_memory(run.ranks.device)
+        failed, peak = vote(run.ranks, failed, torch.cuda.max_memory_reserved(run.ranks.device))
+        measured[name] = 0 if failed else peak
+    return measured
+
+
+def _runs_out(work, *args):
+    try:
+        work(*args)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return True
+    return False
+
+
+def _worst_evaluation(run, plan):
+    store = run.validation
+    ids = worst_examples(store.lengths, plan.micro_batch_tokens, len(store))
+    with evaluating(run.model):
+        micro_batch = collate(store, ids, run.course.start_id, run.ranks.device, run.model.uses_kernels)
+        run.model(micro_batch, plan.chunk_tokens).item()
+
+
+def _worst_generation(run, plan):
+    store, dtype = run.validation, run.model.compute_dtype
+    ids = np.argsort(-store.lengths[:, 0].astype(np.int64), kind="stable")[: plan.answers]
+    with answering(run.ranks, dtype):
+        answer(as_hugging_face(run.model, run.tokenizer), store, run.tokenizer, ids, run.config.max_new_tokens)

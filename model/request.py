@@ -1,0 +1,93 @@
+"""What a command line asks for, refused with all its problems at once. Needs neither torch nor a GPU."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import FLAGS, PRESETS, TrainConfig, as_bool, load_config, preset_name
+from model.json_items import read_object
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for."""
+
+    preset: str
+    config: TrainConfig
+    given: dict  # options named on the command line, now or when the run was started
+    keep_training: bool | str  # True, False, auto
+    overwrite: bool
+
+
+def read_request(stray, options, keep_training=False):
+    """The Request of a command line; a run that goes on keeps the options it was started with.
+
+    Raises ValueError for anything that cannot be obeyed, all of it at once.
+    """
+    given = {name: value for name, value in options.items() if name not in FLAGS}
+    flags, preset, problems = _read_flags(stray, {name: options[name] for name in FLAGS if name in options})
+    try:
+        config = load_config(preset, given)
+    except ValueError as error:
+        problems += str(error).splitlines()[1:]
+    if problems:
+        raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
+    keep, overwrite = flags.pop("is_keep_training", keep_training), flags.pop("overwrite", False)
+    stored = _stored_request(config.output_dir) if keep else None
+    if stored:
+        if any(flags.values()) and stored[0] != preset:
+            raise ValueError(
+                f"{config.output_dir} is a run of the preset {stored[0]}, not {preset}: leave the flag out"
+            )
+        preset, given = stored[0], {**stored[1], **given}
+        config = load_config(preset, given)
+    return Request(preset, config, given, keep, overwrite)
+
+
+def _read_flags(stray, texts):
+    """(values of the flags, the preset they choose, what is wrong with them and with words that are no options)."""
+    problems = [f"cannot read {' '.join(map(str, stray))!r}: options are written --name=value"] if stray else []
+    flags, preset = {}, "pretrain"
+    for name, text in texts.items():
+        try:
+            flags[name] = text if (name, text) == ("is_keep_training", "auto") else as_bool(name, text)
+        except ValueError as error:
+            problems.append(str(error))
+    try:
+        preset = preset_name(**{name: flags[name] for name in flags.keys() - {"is_keep_training", "overwrite"}})
+    except ValueError as error:
+        problems.append(str(error))
+    return flags, preset, problems
+
+
+def _stored_request(run_dir):
+    """(preset, options named on the command line) of the run in `run_dir`, or None when there is none."""
+    path = Path(run_dir) / "config.json"
+    if not path.exists():
+        return None
+    try:
+        stored = read_object(path)
+        preset, given = stored["preset"], stored["given"]
+        if preset not in PRESETS or not all(isinstance(value, str | int | float) for value in given.values()):
+            raise ValueError(f"preset {preset!r} with {given!r}")
+        return preset, given
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): delete it, and name the run's options again") from None
+
+
+def refuse_early(words):
+    """Exit with code 2 where a command line cannot be obeyed; one with options not written --name=value passes."""
+    command, *rest = words or [""]
+    pairs = [word[2:].split("=", 1) for word in rest if word.startswith("--") and "=" in word]
+    stray = [word for word in rest if not word.startswith("-")]
+    if command not in ("train", "test", "doctor") or len(pairs) + len(stray) < len(rest):
+        return
+    options = {name.replace("-", "_"): value for name, value in pairs}
+    options.pop("local_rank", None)
+    try:
+        read_request(stray, options, keep_training=False if command == "train" else "auto")
+    except ValueError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault
+            print(error, file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,70 @@
+"""A short form of bench/fuzz.py, and the proof that it would see what it looks for."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from bench import fuzz as module
+from bench.fuzz import GOOD, fuzz, judge, write_section
+from bench.fuzz_targets import TARGETS
+
+INPUTS = 20
+
+
+@pytest.fixture(autouse=True)
+def own_alarm():
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_mutated_input_is_refused_with_a_reason_or_read_correctly(name):
+    outcomes = [judge(name, number, seed=7) for number in range(INPUTS)]
+    assert [outcome for outcome in outcomes if outcome[0] not in GOOD] == []
+    assert {outcome for outcome, _ in outcomes} == set(GOOD), "inputs that are all alike prove little"
+
+
+def ends_badly(kind):
+    def target(draw, folder):
+        if kind == "wrong":
+            assert draw.random() > 1
+        elif kind == "traceback":
+            dict()["no such key"]
+        elif kind == "hang":
+            time.sleep(60)
+        elif draw.random() < 0.5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return target
+
+
+@pytest.mark.parametrize("kind", ["wrong", "traceback", "hang"])
+def test_the_harness_sees(kind, monkeypatch):
+    monkeypatch.setitem(TARGETS, "bad", ends_badly(kind))
+    monkeypatch.setattr(module, "INPUT_SECONDS", 1)
+    assert judge("bad", 0)[0] == kind
+
+
+def test_a_library_s_value_error_is_not_taken_for_ours(monkeypatch):
+    monkeypatch.setitem(TARGETS, "bad", lambda draw, folder: int("x"))
+    assert judge("bad", 0)[0] == "traceback"
+
+
+def test_a_reader_that_kills_the_process_is_seen_and_the_other_inputs_are_judged(monkeypatch):
+    monkeypatch.setitem(TARGETS, "bad", ends_badly("crash"))
+    found = fuzz("bad", 12)
+    assert [number for number, *_ in found] == list(range(12))
+    assert {outcome for _, outcome, _ in found} == {"crash", "correct"}
+
+
+def test_the_table_replaces_its_own_section_only(tmp_path):
+    path = tmp_path / "faults.md"
+    path.write_text("# Faults\n\n<!-- kills -->\nkept\n<!-- /kills -->\n")
+    write_section(path, "one")
+    write_section(path, "two \\1")
+    assert path.read_text() == (
+        "# Faults\n\n<!-- kills -->\nkept\n<!-- /kills -->\n\n<!-- fuzz -->\ntwo \\1\n<!-- /fuzz -->\n"
+    )

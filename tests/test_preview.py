@@ -1,0 +1,88 @@
+import json
+
+import pytest
+
+from config import MODELS, T5ModelConfig, load_config
+from model.dataset import find_store, open_store, token_lengths
+from model.estimate import count_parameters
+from model.memory import NothingFits
+from model.pairs import read_pairs
+from model.prepare import TOKENIZER_DIR, TOKENS_DIR
+from model.preview import answer, preview, table
+from model.tokenizer import load_tokenizer
+from tests.tiny import furnish
+
+GIB = 2**30
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.chdir(furnish(tmp_path))
+    return tmp_path
+
+
+def plan(num_processes=1, vocab_size=40_960, **options):
+    return preview(load_config("pretrain", options), options, num_processes, vocab_size)
+
+
+@pytest.mark.parametrize(
+    "pairs, tokens, vocab_size, text",
+    (
+        (32, 252, 40_960, "32 x 252 x 40,960 x 4 B = 1.23 GiB"),
+        (2, 2048, 151_936, "2 x 2048 x 151,936 x 4 B = 2.32 GiB"),
+    ),
+)
+def test_the_block_of_logits_of_an_ordinary_trainer_is_that_of_the_guides(pairs, tokens, vocab_size, text):
+    values = plan(vocab_size=vocab_size, batch_size_per_gpu=pairs, max_seq_len=tokens, gpu_memory_limit_gb=20)
+    assert text in table(values)
+
+
+def test_the_second_guide_s_case_fits_its_card_in_one_forward():
+    values = plan(3, model="chatlm", batch_size_per_gpu=32, max_seq_len=256, gpu_memory_limit_gb=19.58)
+    assert values["parameters"] == 196_648_704
+    assert values["forwards"] == 1 and not values["plan"]["gradient_checkpointing"]
+    assert max(values["phases"].values()) < 19.58 * GIB
+    assert {lever["lever"] for lever in values["levers"]} >= {"optimizer adafactor", "gradient checkpointing True"}
+
+
+def test_what_does_not_fit_a_card_at_one_pair_is_refused_with_the_bytes():
+    with pytest.raises(NothingFits, match="optimizer 1.47.*--optimizer=adafactor"):
+        plan(model="chatlm", max_seq_len=512, gpu_memory_limit_gb=4)
+    values = plan(model="chatlm", max_seq_len=512, gpu_memory_limit_gb=4, optimizer="adafactor")
+    assert values["plan"]["predicted_peak_bytes"] < 4 * GIB
+
+
+def test_a_vocabulary_that_cannot_be_known_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="type --vocab_size=N"):
+        plan(vocab_size=0)
+
+
+def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
+    options = dict(model="shape.json", train_file="train.jsonl", max_seq_len=32, gpu_memory_limit_gb=1)
+    sampled = plan(vocab_size=0, **options)["lengths"]
+    assert sampled["source"].startswith("sampled: 44 rows") and sampled["longest"] == 64
+    tokenizer = load_tokenizer(TOKENIZER_DIR)
+    assert find_store("train.jsonl", tokenizer, 32, TOKENS_DIR) is None
+    store = open_store("train.jsonl", tokenizer, 32, TOKENS_DIR)
+    counted = plan(vocab_size=0, **options)["lengths"]
+    assert counted["source"].startswith("counted: ")
+    assert (counted["pairs"], counted["longest"]) == (44, int(store.lengths.sum(axis=1).max()))
+    assert (token_lengths(list(read_pairs("train.jsonl")), tokenizer, 32) == store.lengths).all()
+
+
+def test_without_a_gpu_the_plan_is_for_the_cpu(home):
+    values = plan(vocab_size=0, model="shape.json", train_file="train.jsonl", max_seq_len=32)
+    assert values["machine"]["memory_bytes"] is None and values["dtype"] == "float32" and values["levers"] == []
+    assert "no GPU" in table(values)
+
+
+def test_the_command_s_words_are_checked_like_those_of_train(home):
+    words = dict(gpu_memory_limit_gb="8", model="tiny", vocab_size="500", num_processes="2", json="True")
+    values = json.loads(answer((), dict(words)))
+    assert values["machine"]["num_processes"] == 2
+    assert values["parameters"] == count_parameters(T5ModelConfig(**MODELS["tiny"], vocab_size=500))
+    with pytest.raises(ValueError, match="--batch_size_per_gp: did you mean --batch_size_per_gpu"):
+        answer((), dict(words, batch_size_per_gp="3"))
+    with pytest.raises(ValueError, match="--num_processes=two: this option takes a whole number"):
+        answer((), dict(words, num_processes="two"))
