@@ -95,11 +95,11 @@ def measure_pace(home):
 
 def chaos(run, given, draw, pace, mounted):
     """Let misfortunes befall the run for the time given; returns how many of each kind, its lives, the minutes."""
-    met, lives, started = Counter(), 0, time.monotonic()
+    met, lives, barren, started = Counter(), 0, 0, time.monotonic()
     over = started + 60 * given.minutes
     outside = ["kill all", "kill one", "stop all", "stop one", "damage", *(["full disk"] if mounted else [])]
     while time.monotonic() < over:
-        plan = plan_inside(run, draw, pace * given.every)
+        plan, lines = plan_inside(run, draw, pace * given.every), run.lines()
         processes, lives = run.start(",".join(fault for fault, _ in plan)), lives + 1
         kind, life = draw.choice(outside), draw.uniform(1.0, 3.0) * given.every
         until = min(time.monotonic() + life, over)
@@ -115,6 +115,8 @@ def chaos(run, given, draw, pace, mounted):
             process.join(60)
         assert all(process.exitcode is not None for process in processes), f"{kind}: a rank lived on for 60 s"
         kill_all(processes)
+        barren = 0 if run.lines() > lines else barren + 1
+        assert barren < 10, "".join(path.read_text()[-2000:] for path in run.home.glob("rank*.txt"))
         for name in fired(run, plan):
             met[name] += 1
             tell(given.out, harness="chaos", inside=name)
