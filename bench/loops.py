@@ -10,7 +10,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5F
 
 from bench.corpus import VOCAB_SIZE, open_corpus
 from config import load_config, model_config
-from model.memory import forget_peak
+from model.device_memory import forget_peak
 from model.prepare import prepare_run
 from model.ranks import start_ranks
 from model.step import train_steps

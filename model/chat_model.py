@@ -169,7 +169,10 @@ class TextToTextModel(nn.Module):
         self._flatten()
 
     def _flatten(self):
-        self.flat = FlatWeights(self.parameters(), self.shared.weight, self.compute_dtype)
+        matrices = [module.weight for module in self.modules() if isinstance(module, Linear)]
+        known = {id(p) for p in matrices}
+        others = [p for p in self.parameters() if id(p) not in known]
+        self.flat = FlatWeights(others, matrices, self.shared.weight, self.compute_dtype)
 
     def _apply(self, *args, **kwargs):
         """What Module.to does to each weight takes it out of the flat tensors: make them anew."""

@@ -182,7 +182,8 @@ def load_optimizer(optimizer, model, tensors):
 
     Raises ValueError for the state of another optimizer or of other weights.
     """
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    names = {p: name for name, p in model.named_parameters()}
+    names = [names[p] for p in optimizer.param_groups[0]["params"]]
     state = {}
     for key, tensor in tensors.items():
         name, _, field = key.rpartition("/")

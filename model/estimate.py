@@ -15,8 +15,10 @@ from config import T5ModelConfig
 from model.attention import round_up
 from model.weights import ROWS
 
-STATE_BYTES = dict(adamw_rms=8, adamw=8, adafactor=0)  # optimizer state, a parameter; Adafactor's is rows and columns
-UPDATE_BYTES = dict(adamw_rms=0, adamw=0, adafactor=4)  # temporaries of the update, a parameter
+STATE_BYTES = dict(
+    adamw_rms=8, adamw=8, adafactor=0, muon=8
+)  # optimizer state, a parameter; Adafactor's is rows and columns
+UPDATE_BYTES = dict(adamw_rms=0, adamw=0, adafactor=4, muon=12)  # temporaries of the update, a parameter
 ANSWERS_A_BATCH = 32  # prompts that are answered together
 
 

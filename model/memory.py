@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from model.attention import has_kernels
+from model.device_memory import release_memory
 from model.estimate import ANSWERS_A_BATCH, Estimate, Setting
 
 LOGGER = logging.getLogger("chat_trainer")
 USABLE = 0.92  # of the memory there is: forwards of many sizes fragment it, the prediction errs by some percent
 CHUNKS = (2048, 1024, 512, 256, 128)  # target tokens whose logits exist at a time
+CHUNKS_A_STEP = 16  # at least, down to 512 target tokens
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 131_072  # beyond this a GPU gains nothing
 GROW_AFTER_STEPS = 100  # without an out of memory; each one that shrinks the plan doubles it
-CONTEXT_BYTES = 600 * 2**20  # of a CUDA context with torch's kernels; more than this was there before us
 GATES_GB = dict(model=2.5, optimizer=2.0)  # GiB that the guides want free after a stage
 # What a forward costs beyond its tokens, in tokens; what a chunk costs beyond its rows, in rows; a second forward.
 FORWARD_OVERHEAD_TOKENS, CHUNK_OVERHEAD_TOKENS, CHECKPOINTING_FACTOR = 1500, 32, 1.3
@@ -73,7 +74,9 @@ def choose_plan(config, estimate, share_pairs, usable_bytes, calibration=1.0):
     checkpointing = {"auto": (False, True), "True": (True,), "False": (False,)}[config.gradient_checkpointing]
     if usable_bytes is None:
         return _plan(estimate, limit, wanted, 1024, checkpointing[0])
-    plans = [fitting_plan(estimate, wanted, limit, chunk, again) for again in checkpointing for chunk in CHUNKS]
+    # in a step of few tokens a large chunk's logits would outweigh the activations
+    chunks = [chunk for chunk in CHUNKS if chunk <= max(share_pairs * estimate.lengths.mean / CHUNKS_A_STEP, 512)]
+    plans = [fitting_plan(estimate, wanted, limit, chunk, again) for again in checkpointing for chunk in chunks]
     plans = [plan for plan in plans if plan and not 0 < plan.micro_batch_tokens < config.micro_batch_tokens]
     if not plans:
         raise NothingFits(_refusal(config, estimate, usable_bytes, calibration))
@@ -192,74 +195,6 @@ def plan_after_out_of_memory(device, plan, failures, shrink):
             "--is_keep_training=True"
         )
     return smaller
-
-
-def release_memory(device):
-    """Give cached memory back after an out of memory, when no tensor of the failed attempt is held any more."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def foreign_bytes(device):
-    """Bytes of `device` that other processes hold, as far as can be told before this one holds much; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return max(total - free - torch.cuda.memory_reserved(device) - CONTEXT_BYTES, 0)
-
-
-def outside_bytes(device, foreign):
-    """Bytes of `device` that this process holds outside PyTorch's allocator: context, NCCL, graphs; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return max(total - free - torch.cuda.memory_reserved(device) - foreign, 0)
-
-
-def limit_memory(device, limit_gb, outside):
-    """Let this process fill at most `limit_gb` GiB of `device`, `outside` bytes of which the allocator never sees.
-
-    Returns the bytes that the allocator may reserve: of the limit, or where it is 0 of what is free; None on a CPU.
-    """
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    there = free + torch.cuda.memory_reserved(device)
-    if not limit_gb:
-        return there
-    allowed = int(limit_gb * 2**30) - outside
-    if allowed <= 0:
-        raise ValueError(
-            f"--gpu_memory_limit_gb={limit_gb}: the CUDA context alone takes {outside / 2**30:.2f} GiB: give more"
-        )
-    torch.cuda.set_per_process_memory_fraction(min(allowed / total, 1.0), device)
-    return min(allowed, there)
-
-
-def memory_cap(device, limit_gb=0.0):
-    """Bytes of `device` that this process may fill: its limit (GiB; 0: none) or all of the card; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    return int(limit_gb * 2**30) or torch.cuda.get_device_properties(device).total_memory
-
-
-def peak_memory(device):
-    """Highest (allocated, reserved) bytes on `device` since `forget_peak`, and the process's resident host bytes.
-
-    Not since the last call: a recorded step allocates when it is recorded and never again.
-    """
-    with open("/proc/self/statm") as statm:
-        host = int(statm.read().split()[1]) * 4096
-    if device.type != "cuda":
-        return 0, 0, host
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), host
-
-
-def forget_peak(device):
-    """From now on `peak_memory` is of what comes."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def monitor_gpu_memory():

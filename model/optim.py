@@ -19,27 +19,23 @@ class RMSScaledAdamW(torch.optim.Optimizer):
     never waits for it.
     """
 
-    def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0):
-        super().__init__(flat.trained, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.weights, self.gradients = flat.masters[: len(flat.gradients)], flat.gradients
+    def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, num_params=None):
+        """`num_params`: only so many of the trained weights, from the first."""
+        params, self.sizes = flat.trained[:num_params], flat.trained_sizes[:num_params]
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.weights, self.gradients = flat.masters[: sum(self.sizes)], flat.gradients[: sum(self.sizes)]
         self.averages, self.squares = torch.zeros_like(self.gradients), torch.zeros_like(self.gradients)
-        self.counts = torch.zeros(len(flat.trained), device=lr.device)
-        self.root_sizes = torch.tensor([p.numel() ** 0.5 for p in flat.trained], device=lr.device)
-        self.sizes = flat.trained_sizes
+        self.counts = torch.zeros(len(params), device=lr.device)
+        self.root_sizes = torch.tensor([p.numel() ** 0.5 for p in params], device=lr.device)
         fields = (self.counts.unbind(), self.averages.split(self.sizes), self.squares.split(self.sizes))
-        for p, count, average, square in zip(flat.trained, *fields, strict=True):
+        for p, count, average, square in zip(params, *fields, strict=True):
             average, square = (x[: p.numel()].view(p.shape) for x in (average, square))
             self.state[p] = dict(count=count, exp_avg=average, exp_avg_sq=square)
         self.num_steps = 0  # as `counts`, which checkpoints hold
 
     def load_state_dict(self, state_dict):
         """Read a state into the flat tensors."""
-        mine = {p: dict(fields) for p, fields in self.state.items()}
-        super().load_state_dict(state_dict)
-        for p, fields in mine.items():
-            for name, view in fields.items():
-                view.copy_(self.state[p][name])
-            self.state[p] = fields
+        _load_into_views(self, state_dict)
         self.num_steps = int(self.counts[0])
 
     @torch.no_grad()
@@ -76,8 +72,72 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         return update_tiles(self.sizes, [p.numel() for p in self.param_groups[0]["params"]], self.weights.device)
 
 
+def _load_into_views(optimizer, state_dict):
+    """Optimizer.load_state_dict, the tensors of the state staying what they are."""
+    mine = {p: dict(fields) for p, fields in optimizer.state.items()}
+    torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
+    for p, fields in mine.items():
+        for name, view in fields.items():
+            view.copy_(optimizer.state[p][name])
+        optimizer.state[p] = fields
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the layers' matrices, RMSScaledAdamW for the other weights.
+
+    The direction of a matrix is its momentum with all singular values near 1 (Jordan et al. 2024,
+    github.com/KellerJordan/Muon), times 0.2 sqrt(longer side), which gives it the spread of Adam's (Liu et al. 2025,
+    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as RMSScaledAdamW. Matrices of one shape are one batch.
+    """
+
+    def __init__(self, flat, lr, momentum=0.95, weight_decay=0.0):
+        super().__init__(flat.trained, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.rest = RMSScaledAdamW(flat, lr, weight_decay=weight_decay, num_params=flat.num_others)
+        self.gradients = flat.gradients[len(self.rest.gradients) :]
+        self.momenta = torch.zeros_like(self.gradients)
+        sizes, matrices = flat.trained_sizes[flat.num_others :], flat.trained[flat.num_others :]
+        self.by_shape = {}
+        for p, momentum_view in zip(matrices, self.momenta.split(sizes), strict=True):
+            self.state[p] = dict(momentum=momentum_view.view(p.shape))
+            self.by_shape.setdefault(p.shape, []).append(p)
+        self.state |= self.rest.state
+
+    def load_state_dict(self, state_dict):
+        """Read a state into the flat tensors."""
+        _load_into_views(self, state_dict)
+        self.rest.state.update({p: self.state[p] for p in self.rest.state})
+        self.rest.num_steps = int(self.rest.counts[0])
+
+    @torch.no_grad()
+    def step(self, scale=None):
+        """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it may change."""
+        group = self.param_groups[0]
+        rate, momentum = group["lr"], group["momentum"]
+        self.rest.step(scale)
+        gradients = self.gradients if scale is None else scale_(self.gradients, scale)
+        self.momenta.mul_(momentum).add_(gradients)
+        for shape, matrices in self.by_shape.items():
+            ahead = [p.grad + momentum * self.state[p]["momentum"] for p in matrices]  # Nesterov's
+            spread = 0.2 * max(shape) ** 0.5 * torch.stack(torch._foreach_norm(matrices)).div(shape.numel() ** 0.5)
+            factors = spread.clamp(min=0.2 * max(shape) ** 0.5 * RMS_FLOOR) * -rate
+            torch._foreach_mul_(matrices, 1 - rate * group["weight_decay"])
+            torch._foreach_add_(matrices, list((orthogonal(torch.stack(ahead)) * factors[:, None, None]).unbind()))
+
+
+def orthogonal(matrices_BMN):
+    """`matrices_BMN` with singular values near 1: five steps of the Newton-Schulz iteration with Jordan's factors."""
+    x = matrices_BMN.mT if matrices_BMN.shape[1] > matrices_BMN.shape[2] else matrices_BMN
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)
+    x = x.bfloat16() if x.is_cuda else x
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.mT if matrices_BMN.shape[1] > matrices_BMN.shape[2] else x).to(matrices_BMN.dtype)
+
+
 STATE_FIELDS = {  # what each optimizer remembers of its weights
     RMSScaledAdamW: {"count", "exp_avg", "exp_avg_sq"},
+    Muon: {"count", "exp_avg", "exp_avg_sq", "momentum"},
     torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
     torch.optim.Adafactor: {"step", "row_var", "col_var", "variance"},
 }
@@ -92,6 +152,8 @@ def make_optimizer(model, config):
     decay, rate = config.weight_decay, torch.tensor(config.learn_rate, device=params[0].device)
     if config.optimizer == "adamw_rms":
         return RMSScaledAdamW(model.flat, rate, weight_decay=decay)
+    if config.optimizer == "muon":
+        return Muon(model.flat, rate, weight_decay=decay)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(params, rate, weight_decay=decay, fused=True)
     # torch's Adafactor takes min(lr, 1/sqrt(step)): check_adafactor_rate refuses what it would not obey
@@ -104,8 +166,8 @@ def forget(optimizer):
         for value in fields.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
-    if isinstance(optimizer, RMSScaledAdamW):
-        optimizer.num_steps = 0
+    if isinstance(optimizer, (RMSScaledAdamW, Muon)):
+        getattr(optimizer, "rest", optimizer).num_steps = 0
 
 
 def update(optimizer, gradients, rate, scale):
@@ -115,7 +177,7 @@ def update(optimizer, gradients, rate, scale):
     """
     for group in optimizer.param_groups:
         group["lr"].fill_(rate)
-    if isinstance(optimizer, RMSScaledAdamW):
+    if isinstance(optimizer, (RMSScaledAdamW, Muon)):
         optimizer.step(scale)
     else:
         scale_(gradients, scale)

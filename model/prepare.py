@@ -11,18 +11,11 @@ from config import T5ModelConfig, TrainConfig, global_batch, model_config
 from model.chat_model import TextToTextModel
 from model.checkpoint import TrainState, load_newest, load_optimizer
 from model.dataset import TokenStore, describe_store, open_store
+from model.device_memory import foreign_bytes, limit_memory, outside_bytes
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, load_into, load_weights
 from model.feed import Course
-from model.memory import (
-    GATES_GB,
-    MemoryPlan,
-    check_memory_safety,
-    foreign_bytes,
-    free_bytes,
-    limit_memory,
-    outside_bytes,
-)
+from model.memory import GATES_GB, MemoryPlan, check_memory_safety, free_bytes
 from model.optim import check_adafactor_rate, make_optimizer
 from model.ranks import Ranks, agree, broadcast, local_main_first
 from model.rehearsal import plan_run, rehearse_update

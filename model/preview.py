@@ -11,17 +11,10 @@ import ujson
 
 from config import T5ModelConfig, as_type, global_batch, model_config
 from model.dataset import find_store, token_lengths
+from model.device_memory import CONTEXT_BYTES
 from model.estimate import Lengths, count_parameters, histogram
 from model.export import load_weights
-from model.memory import (
-    CHUNKS,
-    CONTEXT_BYTES,
-    USABLE,
-    choose_plan,
-    fitting_plan,
-    make_estimate,
-    time_factor,
-)
+from model.memory import CHUNKS, USABLE, choose_plan, fitting_plan, make_estimate, time_factor
 from model.pairs import read_pairs
 from model.prepare import TOKENIZER_DIR, TOKENS_DIR
 from model.request import read_request

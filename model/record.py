@@ -9,8 +9,8 @@ import accelerate
 import torch
 import transformers
 
+from model.device_memory import forget_peak, memory_cap, peak_memory
 from model.durable import remove_drafts
-from model.memory import forget_peak, memory_cap, peak_memory
 from model.report import progress_note, train_line
 from model.run_dir import cut_sample_ids, write_json
 

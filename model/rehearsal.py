@@ -12,6 +12,7 @@ import torch
 
 from model.attempt import Outcome, attempt_gradients
 from model.batches import collate
+from model.device_memory import limit_memory, outside_bytes, release_memory
 from model.estimate import histogram
 from model.evaluate import answer, answering, evaluating
 from model.exact import NUM_SHARDS
@@ -22,13 +23,10 @@ from model.memory import (
     NothingFits,
     choose_plan,
     is_out_of_memory,
-    limit_memory,
     make_estimate,
-    outside_bytes,
     plan_after_out_of_memory,
-    release_memory,
     shrink_plan,
-)  # fmt: skip
+)
 from model.optim import forget, update
 from model.ranks import sum_over_ranks, vote
 

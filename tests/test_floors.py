@@ -21,6 +21,7 @@ FLOORS = [
         "model.durable",
         "model.json_items",
         "model.spikes",
+        "model.device_memory",
         "model.watch",
     },
     {"model.preflight", "model.tokenizer_file", "model.request"},

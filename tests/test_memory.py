@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from config import MODELS, T5ModelConfig
+from model.device_memory import limit_memory, outside_bytes
 from model.estimate import histogram
 from model.faults import ERRORS
 from model.memory import (
@@ -20,10 +21,8 @@ from model.memory import (
     cleanup_gpu_memory,
     growth_of,
     is_out_of_memory,
-    limit_memory,
     make_estimate,
     monitor_gpu_memory,
-    outside_bytes,
     plan_after_out_of_memory,
     shrink_plan,
     time_factor,

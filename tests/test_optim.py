@@ -5,11 +5,11 @@ import torch
 
 from model.batches import collate
 from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
-from model.optim import RMSScaledAdamW, check_adafactor_rate, learn_rate_at, make_optimizer, update
+from model.optim import RMSScaledAdamW, check_adafactor_rate, learn_rate_at, make_optimizer, orthogonal, update
 from model.weights import FlatWeights
 from tests.parts import make_config, make_model
 
-OPTIMIZERS = ["adamw_rms", "adamw", "adafactor"]
+OPTIMIZERS = ["adamw_rms", "adamw", "adafactor", "muon"]
 
 
 def naive_steps(p, grads, rates, decay, betas=(0.9, 0.999), eps=1e-6):
@@ -32,7 +32,7 @@ def test_twenty_steps_are_those_of_the_formula(decay):
     grads = [[torch.randn(shape, generator=generator) for _ in range(20)] for shape in shapes]
     rates = [0.01 * (1 + step % 3) for step in range(20)]
     params = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = RMSScaledAdamW(FlatWeights(params, None, torch.float32), torch.tensor(0.0), weight_decay=decay)
+    optimizer = RMSScaledAdamW(FlatWeights(params, [], None, torch.float32), torch.tensor(0.0), weight_decay=decay)
     for step, rate in enumerate(rates):
         for p, history in zip(params, grads, strict=True):
             p.grad.copy_(history[step])
@@ -183,3 +183,23 @@ def test_the_rate_advised_for_adafactor_is_accepted():
         check_adafactor_rate(config, 0, 32 * 5000, 32)
     advised = str(refusal.value).split("--learn_rate=")[1]
     check_adafactor_rate(make_config(optimizer="adafactor", learn_rate=advised, lr_schedule="wsd"), 0, 32 * 5000, 32)
+
+
+def test_muon_moves_a_matrix_along_its_momentum_with_even_singular_values():
+    torch.manual_seed(0)
+    for shape in ((24, 8), (8, 24), (16, 16)):
+        batch = torch.randn(3, *shape)
+        even = orthogonal(batch)
+        for one, other in zip(batch, even, strict=True):
+            left, _, right = torch.linalg.svd(one, full_matrices=False)
+            values = torch.diag(left.T @ other @ right.T)
+            assert 0.5 < values.min() and values.max() < 1.5
+            torch.testing.assert_close(left @ torch.diag(values) @ right, other, rtol=0, atol=1e-4)
+
+
+def test_muon_changes_every_weight_by_about_the_rate_times_its_size(model, store):
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    take_steps(model, make_optimizer(model, make_config(optimizer="muon")), store, 1, rate=0.01)
+    for name, p in model.named_parameters():
+        moved = ((p - before[name]).norm() / before[name].norm().clamp(min=1e-3 * p.numel() ** 0.5)).item()
+        assert 5e-4 < moved < 2e-2, (name, moved)
