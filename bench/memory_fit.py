@@ -129,6 +129,7 @@ def run_shard(shard, num_shards, rehearse):
     device, deadline = torch.device("cpu" if rehearse else "cuda:0"), time.monotonic() + SECONDS
     cases = sorted((case for case in CASES if predict(case) < 1.3 * LARGEST_BYTES), key=predict)[shard::num_shards]
     if not rehearse:
+        torch.zeros(1, device=device)  # the device exists from here on
         measure(Case("small", "bfloat16", False, 8, 64), device)  # libraries take their workspaces once
         measure(Case("small", "float32", False, 8, 64), device)
     for case in cases:

@@ -7,6 +7,8 @@ import torch
 
 from model.weights import add_product, runs_kernels
 
+ROWS_AT_ONCE = 64  # of the plain cross-entropy, whose temporaries then stay in the cache
+
 
 def linear_cross_entropy(hidden_ND, weight_VD, labels_N, chunk_tokens=2048, z_loss=0.0, copy_WD=None):
     """Sum over target tokens of -log softmax(hidden @ weight.T)[label] + z_loss * log(Z)^2, in nats.
@@ -25,16 +27,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight = torch.zeros(copy_WD.shape, device=copy_WD.device) if wants_weight else None
+        cross_entropy_ = _cross_entropy_of(copy_WD)
         losses = []
+        buffer_CW = hidden_ND.new_empty(min(chunk_tokens, len(labels_N)), len(copy_WD))
         for start in range(0, len(labels_N), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            loss, grad_CW = _chunk(hidden_ND[chunk], copy_WD, labels_N[chunk], len(weight_VD), z_loss)
-            losses.append(loss)
+            hidden_CD, labels_C = hidden_ND[chunk], labels_N[chunk]
+            logits_CW = torch.mm(hidden_CD, copy_WD.T, out=buffer_CW[: len(labels_C)])
+            losses.append(cross_entropy_(logits_CW, labels_C, len(weight_VD), z_loss).sum())
             if wants_hidden:
-                torch.mm(grad_CW, copy_WD, out=grad_hidden[chunk])
+                torch.mm(logits_CW, copy_WD, out=grad_hidden[chunk])
             if wants_weight:
-                add_product(grad_weight, grad_CW.T, hidden_ND[chunk])
-            del grad_CW  # before the next chunk's logits are made
+                add_product(grad_weight, logits_CW.T, hidden_CD)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.vocabulary = len(weight_VD)
         return torch.stack(losses).sum()
@@ -45,21 +49,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight[: ctx.vocabulary], None, None, None, None
 
 
-def _chunk(hidden_CD, copy_WD, labels_C, vocabulary, z_loss):
-    """Loss sum of one chunk and its gradient with respect to the logits (C, W), in the dtype of `hidden_CD`."""
-    logits_CW = hidden_CD @ copy_WD.T
-    if runs_kernels(logits_CW):
-        from model.fused import cross_entropy_  # a CPU build of torch comes without Triton
+def _cross_entropy_of(tensor):
+    if not runs_kernels(tensor):
+        return cross_entropy_
+    from model.fused import cross_entropy_ as kernel  # a CPU build of torch comes without Triton
 
-        return cross_entropy_(logits_CW, labels_C, vocabulary, z_loss).sum(), logits_CW
-    logits_CV = logits_CW[:, :vocabulary].float()
-    log_z_C1 = logits_CV.logsumexp(dim=1, keepdim=True)
-    label_C1 = labels_C[:, None]
-    loss = (log_z_C1 - logits_CV.gather(1, label_C1)).sum() + z_loss * log_z_C1.square().sum()
-    grad_CV = torch.exp(logits_CV.sub_(log_z_C1), out=logits_CV)
-    if z_loss:
-        grad_CV *= 1 + 2 * z_loss * log_z_C1
-    grad_CV.scatter_add_(1, label_C1, torch.full_like(label_C1, -1, dtype=grad_CV.dtype))
-    logits_CW[:, :vocabulary] = grad_CV
+    return kernel
+
+
+def cross_entropy_(logits_CW, labels_C, vocabulary, z_loss):
+    """Loss (C,) of each row of `logits_CW`, of which `vocabulary` columns count; leaves their gradient in place."""
+    losses = logits_CW.new_empty(len(labels_C), dtype=torch.float32)
+    for start in range(0, len(labels_C), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        logits, labels = logits_CW[rows, :vocabulary], labels_C[rows, None]
+        grad = logits.float()  # of float32 logits no copy: what follows happens in their place
+        log_z = grad.logsumexp(dim=1, keepdim=True)
+        losses[rows] = (log_z - grad.gather(1, labels) + z_loss * log_z.square())[:, 0]
+        torch.exp(grad.sub_(log_z), out=grad)
+        if z_loss:
+            grad *= 1 + 2 * z_loss * log_z
+        grad.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=grad.dtype))
+        if grad.dtype != logits.dtype:
+            logits.copy_(grad)
     logits_CW[:, vocabulary:] = 0
-    return loss, logits_CW
+    return losses

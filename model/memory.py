@@ -19,7 +19,7 @@ USABLE = 0.92  # of the memory there is: forwards of many sizes fragment it, the
 CHUNKS = (2048, 1024, 512, 256, 128)  # target tokens whose logits exist at a time
 CHUNKS_A_STEP = 16  # at least, down to 512 target tokens
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
-LARGEST_MICRO_BATCH_TOKENS = 131_072  # beyond this a GPU gains nothing
+LARGEST_MICRO_BATCH_TOKENS = 262_144  # beyond this a GPU gains nothing
 GROW_AFTER_STEPS = 100  # without an out of memory; each one that shrinks the plan doubles it
 GATES_GB = dict(model=2.5, optimizer=2.0)  # GiB that the guides want free after a stage
 # What a forward costs beyond its tokens, in tokens; what a chunk costs beyond its rows, in rows; a second forward.
