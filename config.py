@@ -81,7 +81,7 @@ class TrainConfig:
     gradient_accumulation_steps: int = 2  # multiplies the pairs of an optimizer step
     global_batch_size: int = 0  # pairs in one optimizer step over all ranks; 0: the product
     optimizer: str = "adamw_rms"  # adamw_rms, adamw, adafactor, muon
-    learn_rate: float = 1e-2  # the peak; adamw_rms multiplies it by each tensor's root mean square
+    learn_rate: float = 2e-2  # the peak; adamw_rms multiplies it by each tensor's root mean square
     warmup_steps: int = 1000  # optimizer steps
     lr_schedule: str = "cosine"  # cosine, wsd (constant, then down to zero over the last fifth)
     weight_decay: float = 0.0  # share of a weight that the learning rate takes off at each step

@@ -103,12 +103,12 @@ def test_promise_2_is_tested_with_micro_batches_that_are_really_split_and_steps_
 @pytest.mark.parametrize("world", (1, 2))
 def test_promise_3_a_run_killed_at_random_steps_and_inside_saves_ends_with_the_weights_of_a_calm_one(home, calm, world):
     draw = random.Random(world)
-    sites = draw.sample(["forward", "reduce", "optimizer", "save", "backward_first"], 5)
-    steps = sorted(draw.sample(range(2, STEPS + 1), 5))
+    sites = draw.sample(["forward", "reduce", "optimizer", "save", "backward_first"], 3)
+    steps = sorted(draw.sample(range(2, STEPS + 1), 3))
     faults = [
         f"{site}:{0 if site == 'save' else world - 1}:{step}:kill" for site, step in zip(sites, steps, strict=True)
     ]
-    faults.insert(2, f"evaluate:0:{STEPS // 2}:kill")
+    faults.insert(1, f"evaluate:0:{STEPS // 2}:kill")
     name = f"killed{world}"
     for fault in sorted(faults, key=lambda fault: int(fault.split(":")[2])):
         done = train(home, world, fault, output_dir=name, dropout=0.1, is_keep_training="auto")
