@@ -94,8 +94,16 @@ class Terminal:
         seen, _, self.output = self.output.partition(text.encode())
         return seen.decode() + text
 
-    def exit_code(self):
-        """Read to the end, and wait for the process."""
+    def exit_code(self, key):
+        """Type `key`, read to the end, and wait for the process.
+
+        Until there is an answer, once a second again: readline misses a signal between its prompt and its waiting.
+        """
+        self.type(key)
+        for _ in range(SECONDS):
+            if select.select([self.fd], [], [], 1)[0]:
+                break
+            self.type(key)
         try:
             while data := os.read(self.fd, 4096):
                 self.output += data
@@ -120,7 +128,7 @@ def test_an_answer_cut_in_the_middle_of_a_character_shows_none_of_it(project, ca
 
 
 def test_a_terminal_shows_prompts_and_answers_and_ctrl_d_and_ctrl_c_leave_with_code_0(project):
-    terminals = first, second, third = [Terminal(project, *words) for words in ([], ["model_save/tiny"], LONG_ANSWERS)]
+    first, second, third = [Terminal(project, *words) for words in ([], ["model_save/tiny"], LONG_ANSWERS)]
     assert "model_save/tiny/best on c" in first.wait_for("> ")
     for question, expected in PAIRS.items():
         first.type(question + "\n")
@@ -129,16 +137,13 @@ def test_a_terminal_shows_prompts_and_answers_and_ctrl_d_and_ctrl_c_leave_with_c
     first.type("cls\n")
     first.wait_for("\033[2J")
     first.wait_for("> ")
-    first.type("\x04")
     second.wait_for("> ")
-    second.type("\x03")
     third.wait_for("> ")
     third.type("你好\n")
     third.wait_for("你好\r\n")
     time.sleep(0.05)
-    third.type("\x03")  # in the middle of the answer
-    for terminal in terminals:
-        assert terminal.exit_code() == 0
+    for terminal, key in ((third, "\x03"), (first, "\x04"), (second, "\x03")):  # the third is in its answer
+        assert terminal.exit_code(key) == 0
         assert b"Traceback" not in terminal.output
 
 
