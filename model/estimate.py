@@ -33,9 +33,7 @@ class Constants:
     workspace_bytes: float = 96 * 2**20  # cuBLAS, layouts, rounding
 
 
-FITTED = Constants(  # to one H200, bench/memory_fit.py; docs/experiments.md has the table
-    kept=0.92084, work=0.92321, logits=0.70042, reserved=1.12265, workspace_bytes=252_129_188.0
-)
+FITTED = Constants()
 
 
 @dataclass(frozen=True)

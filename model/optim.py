@@ -113,6 +113,7 @@ class Muon(torch.optim.Optimizer):
         """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it may change."""
         group = self.param_groups[0]
         rate, momentum = group["lr"], group["momentum"]
+        self.rest.param_groups[0]["lr"] = rate  # reading a state puts another tensor into the group
         self.rest.step(scale)
         gradients = self.gradients if scale is None else scale_(self.gradients, scale)
         self.momenta.mul_(momentum).add_(gradients)
