@@ -21,12 +21,12 @@ from bench.children import ROOT, Job, gpu_slots, run_jobs
 from model.report import read_journal
 
 RATES = {
-    "adamw_rms": (5e-3, 1e-2, 2e-2),
-    "adafactor": (5e-3, 1e-2, 2e-2),
+    "adamw_rms": (1e-2, 2e-2, 3e-2),
+    "adafactor": (2.5e-3, 5e-3, 1e-2),
     "adamw": (3e-4, 1e-3, 3e-3),
-    "muon": (5e-3, 1e-2, 2e-2),
+    "muon": (1e-2, 2e-2, 3e-2),
 }
-BASELINE = ("adamw_rms", 1e-2)  # the default
+BASELINE = ("adamw_rms", 2e-2)  # the default
 VOCAB_SIZE = 8000
 SETTINGS = dict(model="small", epochs=2, warmup_steps=300, bleu_pairs=0, logging_steps=20, eval_steps=100)
 HEAD = ("optimizer", "best rate", "validation loss", "other rates", "train s", "train s to the baseline's loss")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from model.weights import has_triton
+from model.weights import columns, has_triton
 
 
 @dataclass(frozen=True)
@@ -192,12 +192,6 @@ def attend(qkv, layout, bias, num_heads):
         scores_BHTS = (q_BHTK @ k_BHSK.transpose(2, 3)).add_(block_bias)
         outputs.append((scores_BHTS.softmax(dim=-1) @ v_BHSK).transpose(1, 2).reshape(-1, q.shape[1]))
     return _Unpad.apply(torch.cat(outputs), layout.queries)
-
-
-def columns(qkv):
-    """q, k and v, views of the one to three tensors that hold them side by side."""
-    width = sum(x.shape[1] for x in qkv) // 3
-    return [part for x in qkv for part in x.split(width, dim=1)]
 
 
 def relative_position_bias(weight, max_length, max_distance, bidirectional):

@@ -33,7 +33,7 @@ class Constants:
     workspace_bytes: float = 96 * 2**20  # cuBLAS, layouts, rounding
 
 
-FITTED = Constants()
+FITTED = Constants()  # as counted: a fit to 12 cases refused what fits a card (docs/experiments.md)
 
 
 @dataclass(frozen=True)

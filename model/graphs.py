@@ -8,7 +8,7 @@ import torch
 
 
 class StepGraphs:
-    """CUDA graphs that add a micro-batch's gradients and loss to the model's, one for each Room.
+    """CUDA graphs that put a micro-batch's gradients and loss into the model's flat tensors, one for each Room.
 
     They share one pool of memory, which stays theirs until `clear`.
     """

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from model.weights import columns
+
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and the hardware has exp2
 
 
@@ -239,15 +241,10 @@ def packed_attention(qkv, layout, bias_weight=None, buckets=None, table=None, ca
     return _PackedAttention.apply(layout, bias_weight, buckets, table, causal, num_heads, *qkv)
 
 
-def _columns(qkv):
-    width = sum(x.shape[1] for x in qkv) // 3
-    return [part for x in qkv for part in x.split(width, dim=1)]
-
-
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layout, bias_weight, buckets, table, causal, num_heads, *qkv):
-        q, k, v = _columns(qkv)
+        q, k, v = columns(qkv)
         out, lse = q.new_empty(q.shape), torch.empty(num_heads, len(q), device=q.device)
         ctx.centre = 0 if buckets is None else len(buckets) // 2
         ctx.options = dict(CAUSAL=causal, HAS_BIAS=table is not None, D=q.shape[1] // num_heads, M=TILE, N=TILE)
@@ -265,7 +262,7 @@ class _PackedAttention(torch.autograd.Function):
         out, lse, table, buckets, *qkv = ctx.saved_tensors
         layout, centre, heads, options = ctx.layout, ctx.centre, ctx.num_heads, ctx.options
         grads = [torch.empty_like(x) for x in qkv]
-        (q, k, v), (grad_q, grad_k, grad_v) = _columns(qkv), _columns(grads)
+        (q, k, v), (grad_q, grad_k, grad_v) = columns(qkv), columns(grads)
         grad_out, delta = grad_out.contiguous(), torch.empty_like(lse)
         strides = (q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0))
         attention_backward_queries[len(layout.query_tiles), heads](

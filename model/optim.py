@@ -46,10 +46,10 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         betas, self.num_steps = group["betas"], self.num_steps + 1
         self.counts += 1
         corrections = [1 - beta**self.num_steps for beta in betas]
-        update = self.update_in_one_pass if runs_kernels(self.weights) else self.update
+        update = self.update_in_one_pass if runs_kernels(self.weights) else self.update_in_passes
         update(group["lr"], scale, *betas, *corrections, group["eps"], group["weight_decay"])
 
-    def update(self, rate, scale, beta1, beta2, correction1, correction2, epsilon, weight_decay):
+    def update_in_passes(self, rate, scale, beta1, beta2, correction1, correction2, epsilon, weight_decay):
         gradients = scale_(self.gradients, scale)
         self.averages.lerp_(gradients, 1 - beta1)
         self.squares.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)

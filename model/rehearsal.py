@@ -68,7 +68,7 @@ def plan_run(run, kept, foreign):
     if usable is not None and run.optimizer is not None:
         plan, measured["step"] = rehearse_plan(run, estimate, share_pairs, None if fixed else usable, plan)
         measured |= rehearse_evaluation(run, plan)
-    plan = replace(plan, graphs=_records(run, plan, usable))
+    plan = replace(plan, graphs=records(run, kept, plan, usable))
     if ranks.is_main:
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
     predicted = estimate.peaks(*plan.cutting)
@@ -83,10 +83,11 @@ def _still_asked_for(kept, config, estimate, usable_bytes):
     return fits and config.gradient_checkpointing in ("auto", str(kept.gradient_checkpointing))
 
 
-def _records(run, plan, usable_bytes):
-    """Whether steps are recorded: as config.compile says, or where it repays and there is room for a step beside them.
+def records(run, kept, plan, usable_bytes):
+    """Whether steps are recorded: as config.compile says, as the checkpoint's plan `kept` did, or where that repays.
 
-    Raises ValueError where config.compile asks for what cannot be.
+    A run that goes on keeps what it did: padding changes the order of sums, and so the last bits. Raises ValueError
+    where config.compile asks for what cannot be.
     """
     config = run.config
     if config.compile == "False":
@@ -96,6 +97,8 @@ def _records(run, plan, usable_bytes):
         raise ValueError(
             "compile=True records CUDA graphs, for which a GPU, bf16 and dropout=0 are needed: leave it out"
         )
+    if config.compile == "auto" and kept:
+        return kept.graphs and possible
     roomy = possible and 2 * plan.predicted_peak_bytes <= usable_bytes
     repaid = len(run.train) * config.epochs / run.course.global_batch >= STEPS_THAT_REPAY_RECORDING
     return config.compile == "True" or (roomy and repaid)

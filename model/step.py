@@ -83,14 +83,12 @@ def train_steps(
                 ranks, model, store, plan, config, work, packed, graphs, torn
             )  # fmt: skip
             plan, growth = growth.after_step(fitted, shrunk=fitted != plan)
-            skipped, grad_norm = "numbers that were not finite twice", flat.loss
-            if attempt.outcome is Outcome.OK:
-                limit = spike_limit(recent_norms, config.spike_guard)
-                skipped, grad_norm, torn = _try_commit(ranks, optimizer, flat, attempt, work, config, limit)
-            if config.spike_guard and not skipped:
-                recent_norms = (*recent_norms, float(grad_norm))[-WINDOW:]
+            limit = spike_limit(recent_norms, config.spike_guard)
+            skipped, grad_norm, torn = _try_commit(ranks, optimizer, flat, attempt, work, config, limit)
             if skipped:
                 events.append(("skip", dict(step=work.step, why=skipped, ids=work.all_ids.tolist())))
+            elif config.spike_guard:
+                recent_norms = (*recent_norms, float(grad_norm))[-WINDOW:]
             skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
             if skipped_in_a_row > MAX_SKIPPED_STEPS:
                 raise RuntimeError(too_many_skipped(skipped_in_a_row, work.step, skipped, work.all_ids, config))
@@ -164,9 +162,12 @@ def _try_commit(ranks, optimizer, flat, *rest):
 def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
     """Reduce, clip and update the weights; returns ("" or why the update was left out, the gradient's norm).
 
-    The norm is before clipping, on the device. Above `norm_limit` weights and optimizer are left alone on all ranks. A
-    sum over ranks that is not finite though every part was leaves the weights alone: gradient and rate become 0.
+    The norm is before clipping, on the device. An attempt that was not finite and a norm above `norm_limit` leave
+    weights and optimizer alone on all ranks. A sum over ranks that is not finite though every part was leaves the
+    weights alone: gradient and rate become 0.
     """
+    if attempt.outcome is not Outcome.OK:
+        return "numbers that were not finite twice", flat.loss
     if config.exact:
         add_in_order(ranks, attempt.shards, flat.gradients_and_loss)
     else:

@@ -86,6 +86,12 @@ class _Product(torch.autograd.Function):
         return grad_x, *(None for _ in ctx.weights)  # already added
 
 
+def columns(qkv):
+    """q, k and v, views of the one to three tensors that hold them side by side."""
+    width = sum(x.shape[1] for x in qkv) // 3
+    return [part for x in qkv for part in x.split(width, dim=1)]
+
+
 def embed(ids, weight):
     """Rows `ids` of `weight`'s copy, (N,) to (N, width)."""
     return _Embed.apply(ids, weight)

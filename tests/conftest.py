@@ -1,10 +1,14 @@
-"""Fixtures: a tokenizer trained once a session, a store of its tokens, a model of a few thousand weights."""
+"""Fixtures: a tokenizer trained once a session, a store of its tokens, a model of a few thousand weights, a folder to
+run in."""
 
 import pytest
 
+from model.batches import collate
 from model.dataset import open_store
+from model.optim import make_optimizer
 from model.tokenizer import load_tokenizer, train_tokenizer
-from tests.parts import make_model, make_pairs, write_parquet
+from tests.parts import make_config, make_model, make_pairs, write_parquet
+from tests.tiny import furnish
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +28,18 @@ def store(tmp_path_factory, tokenizer):
 @pytest.fixture
 def model(tokenizer):
     return make_model(tokenizer.vocab_size)
+
+
+@pytest.fixture
+def optimizer(model, store):
+    """An optimizer after one real step."""
+    optimizer = make_optimizer(model, make_config())
+    model(collate(store, [0, 1], 0, "cpu")).backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder where a run takes a second."""
+    return furnish(tmp_path_factory.mktemp("home"))

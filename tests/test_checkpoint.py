@@ -9,10 +9,8 @@ import ujson
 from safetensors import safe_open
 
 from model import faults
-from model.batches import collate
 from model.checkpoint import TrainState, checkpoint_paths, load_newest, read_checkpoint, save_checkpoint, snapshot_of
 from model.export import export_model
-from model.optim import make_optimizer
 from model.report import Journal
 from model.run_dir import write_json
 from model.tokenizer import copy_tokenizer
@@ -23,15 +21,6 @@ STATE = TrainState(
     step=500, pairs_seen=32_000, warmup_pairs=640, best_loss=1.2345678901234567, best_step=400, seed=7, world_size=3,
     tokenizer_fingerprint="abc", num_pairs=1000, plan=asdict(PLAN), evaluated_step=400,
 )  # fmt: skip
-
-
-@pytest.fixture
-def optimizer(model, store):
-    """An optimizer after one real step."""
-    optimizer = make_optimizer(model, make_config())
-    model(collate(store, [0, 1], 0, "cpu")).backward()
-    optimizer.step()
-    return optimizer
 
 
 @pytest.fixture

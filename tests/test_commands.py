@@ -21,11 +21,6 @@ SHORT = dict(epochs=1, save_steps=1000)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return furnish(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="module")
 def done_run(home):
     """A finished run's directory, relative to home."""
     done = train(home, output_dir="done", **SHORT)

@@ -12,13 +12,8 @@ from model.doctor import as_text, examine
 from model.preflight import Verdict
 from model.ranks import must_use_cpu
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
-from tests.tiny import OPTIONS, furnish, train, words
+from tests.tiny import OPTIONS, train, words
 from train_low_mem import main
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return furnish(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture

@@ -5,15 +5,10 @@ from config import load_config
 from model.exact import NUM_SHARDS, shards_of_rank
 from model.prepare import set_numerics
 from model.ranks import Ranks
-from tests.tiny import NUM_PAIRS, OPTIONS, furnish, ids_by_epoch, journal, train, weights_hash
+from tests.tiny import NUM_PAIRS, OPTIONS, ids_by_epoch, journal, train, weights_hash
 
 EVERY_ID_ONCE = {epoch: list(range(NUM_PAIRS)) for epoch in range(1, OPTIONS["epochs"] + 1)}
 EXACT = dict(exact=True, dropout=0.1)  # 8 pairs a step: some of the 12 shards are empty
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return furnish(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,7 @@ import json
 import pytest
 
 from bench.faults import RANKS, SITES, calm_run, faulty_run
-from tests.tiny import furnish, journal, train
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return furnish(tmp_path_factory.mktemp("home"))
+from tests.tiny import journal, train
 
 
 @pytest.fixture(scope="module")

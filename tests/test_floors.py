@@ -15,7 +15,6 @@ FLOORS = [
     {
         "config",
         "model.faults",
-        "model.kernels",
         "model.fused",
         "model.weights",
         "model.durable",
@@ -24,7 +23,7 @@ FLOORS = [
         "model.device_memory",
         "model.watch",
     },
-    {"model.preflight", "model.tokenizer_file", "model.request"},
+    {"model.kernels", "model.preflight", "model.tokenizer_file", "model.request"},
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots", "model.exact"},
     {"model.batches", "model.estimate", "model.graphs", "model.checkpoint"},
@@ -34,8 +33,8 @@ FLOORS = [
     {"model.step"},
     {"model.rehearsal"},
     {"model.prepare", "model.record"},
-    {"model.preview", "model.doctor", "bench.fuzz_targets", "bench.children", "bench.clock", "bench.corpus"},
-    {"bench.loops"},
+    {"model.preview", "model.doctor", "bench.mutations", "bench.children", "bench.clock", "bench.corpus"},
+    {"bench.loops", "bench.fuzz_targets"},
     {"bench.report"},
     {"train_low_mem", "scripts", "bench"},
 ]

@@ -62,7 +62,7 @@ def update_errors(device, sizes=(5000, 16, 4096)):
         rate = torch.tensor(0.01, device=where)
         optimizer = RMSScaledAdamW(FlatWeights(params, [], None, torch.float32), rate, weight_decay=0.1)
         if kernel:
-            optimizer.update = optimizer.update_in_one_pass
+            optimizer.update_in_passes = optimizer.update_in_one_pass
         for step, gradients in enumerate(history):
             optimizer.gradients.copy_(gradients)
             optimizer.step(torch.tensor(0.5 if step else 0.0, device=where))

@@ -22,17 +22,12 @@ from model.ranks import start_ranks, stop_ranks
 from model.step import train_steps
 from model.tokenizer import load_tokenizer
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
-from tests.tiny import NUM_PAIRS, OPTIONS, furnish, ids_by_epoch, journal, train, weights_hash, words
+from tests.tiny import NUM_PAIRS, OPTIONS, ids_by_epoch, journal, train, weights_hash, words
 from tests.trials import flip
 from train_low_mem import main
 
 EPOCHS, STEPS = OPTIONS["epochs"], 12
 EVERY_ID_ONCE = {epoch: list(range(NUM_PAIRS)) for epoch in range(1, EPOCHS + 1)}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return furnish(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,7 @@ from model.checkpoint import checkpoint_paths
 from model.run_dir import admit, claim, cut_sample_ids, only_writer
 from tests.parts import ALONE
 from tests.ranks import kill_all, wait_for
-from tests.tiny import furnish, journal, start, train
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return furnish(tmp_path_factory.mktemp("home"))
+from tests.tiny import journal, start, train
 
 
 @pytest.fixture

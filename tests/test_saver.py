@@ -6,25 +6,14 @@ import pytest
 import torch
 
 from model import checkpoint, faults
-from model.batches import collate
 from model.checkpoint import TrainState, checkpoint_paths, read_checkpoint
-from model.optim import make_optimizer
 from model.ranks import start_ranks, stop_ranks
 from model.report import Journal, read_journal
 from model.saver import Saver, check_equal_weights, checksum
-from tests.parts import ALONE, PLAN, make_config, make_model
+from tests.parts import ALONE, PLAN, make_model
 from tests.ranks import run_ranks
 
 STATE = TrainState(step=5, plan=asdict(PLAN))
-
-
-@pytest.fixture
-def optimizer(model, store):
-    """An optimizer after one real step."""
-    optimizer = make_optimizer(model, make_config())
-    model(collate(store, [0, 1], 0, "cpu")).backward()
-    optimizer.step()
-    return optimizer
 
 
 @pytest.fixture

@@ -20,11 +20,6 @@ STOP_SECONDS = 20
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return furnish(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="module")
 def calm_hash(home):
     """sha256 of the weights that two ranks reach when nobody stops them."""
 

@@ -1,0 +1,67 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from model.optim import make_optimizer
+from model.rehearsal import records, rehearse_update, worst_examples
+from tests.parts import ALONE, PLAN, make_config, make_model
+
+RECORDED = replace(PLAN, graphs=True)
+
+
+def a_run(steps=1000, uses_kernels=True, **options):
+    """What `records` asks of a Run: no GPU is here to make one whose model uses kernels."""
+    model, course = SimpleNamespace(uses_kernels=uses_kernels), SimpleNamespace(global_batch=8)
+    return SimpleNamespace(config=make_config(epochs=1, **options), model=model, course=course, train=range(8 * steps))
+
+
+def test_steps_are_recorded_where_the_run_repays_it_and_there_is_room_for_two():
+    plan = replace(PLAN, predicted_peak_bytes=1000)
+    assert records(a_run(), None, plan, 2000)
+    assert not records(a_run(), None, plan, 1999)
+    assert not records(a_run(steps=10), None, plan, 2000)
+    assert not records(a_run(dropout=0.1), None, plan, 2000)
+    assert not records(a_run(uses_kernels=False), None, plan, None)
+
+
+@pytest.mark.parametrize("steps", [10, 1000])
+def test_a_run_that_goes_on_records_as_it_did_whatever_room_and_length_are_now(steps):
+    for kept in (PLAN, RECORDED):
+        for usable in (0, 10**12):
+            assert records(a_run(steps), kept, PLAN, usable) == kept.graphs
+    assert not records(a_run(steps, uses_kernels=False), RECORDED, PLAN, None), "on a CPU there are no graphs"
+
+
+def test_what_the_user_says_of_recording_holds_or_is_refused():
+    assert records(a_run(steps=1, compile="True"), PLAN, PLAN, 0)
+    assert not records(a_run(compile="False"), RECORDED, PLAN, 10**12)
+    with pytest.raises(ValueError, match="compile=True records CUDA graphs"):
+        records(a_run(uses_kernels=False, compile="True"), None, PLAN, None)
+
+
+@pytest.mark.parametrize("name", ["adamw_rms", "adamw", "adafactor", "muon"])
+def test_the_rehearsed_update_leaves_no_trace(tokenizer, name):
+    ends = []
+    for rehearsed in (False, True):
+        model = make_model(tokenizer.vocab_size)
+        optimizer = make_optimizer(model, make_config(optimizer=name))
+        if rehearsed:
+            rehearse_update(ALONE, model, optimizer)
+        for group in optimizer.param_groups:
+            group["lr"].fill_(0.01)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            model.flat.gradients.copy_(torch.randn(model.flat.gradients.shape, generator=generator))
+            optimizer.step()
+        ends.append(model.flat.masters)
+    assert torch.equal(*ends)
+
+
+def test_the_costliest_examples_are_the_longest_responses_that_fit_one_forward():
+    lengths = np.array([[5, 9], [9, 9], [1, 20], [30, 2]], dtype="uint16")
+    assert worst_examples(lengths, 100, 3).tolist() == [2, 1, 0]
+    assert worst_examples(lengths, 39, 4).tolist() == [2, 1]
+    assert worst_examples(lengths, 10, 4).tolist() == [2]
