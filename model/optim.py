@@ -9,6 +9,7 @@ import torch
 from model.weights import runs_kernels
 
 RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): a tensor near zero still moves
+BATCH_NUMBERS = 2**24  # of matrices that Muon works on together: its temporaries take 8 bytes a number
 
 
 class RMSScaledAdamW(torch.optim.Optimizer):
@@ -88,7 +89,7 @@ class Muon(torch.optim.Optimizer):
 
     The direction of a matrix is its momentum with all singular values near 1 (Jordan et al. 2024,
     github.com/KellerJordan/Muon), times 0.2 sqrt(longer side), which gives it the spread of Adam's (Liu et al. 2025,
-    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as RMSScaledAdamW. Matrices of one shape are one batch.
+    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as RMSScaledAdamW. Those of one shape are one batch.
     """
 
     def __init__(self, flat, lr, momentum=0.95, weight_decay=0.0):
@@ -102,7 +103,9 @@ class Muon(torch.optim.Optimizer):
         for p, momentum_view in zip(matrices, self.momenta.split(sizes), strict=True):
             self.state[p] = dict(momentum=momentum_view.view(p.shape))
         self.state |= self.rest.state
-        self.batches = [(len(list(same)), *shape) for shape, same in groupby(p.shape for p in matrices)]
+        self.batches = [
+            batch for shape, same in groupby(p.shape for p in matrices) for batch in _batches(len(list(same)), *shape)
+        ]
 
     def load_state_dict(self, state_dict):
         """Read a state into the flat tensors."""
@@ -130,6 +133,12 @@ class Muon(torch.optim.Optimizer):
         rms = weights_BMN.norm(dim=(1, 2)) / (m * n) ** 0.5
         factors = rms.clamp(min=RMS_FLOOR) * (-0.2 * max(m, n) ** 0.5 * rate)
         weights_BMN.mul_(1 - rate * weight_decay).add_(orthogonal(ahead_BMN) * factors[:, None, None])
+
+
+def _batches(count, m, n):
+    """(B, m, n) of batches of at most BATCH_NUMBERS numbers that `count` matrices of m * n fall into."""
+    largest = max(BATCH_NUMBERS // (m * n), 1)
+    return [(min(largest, count - first), m, n) for first in range(0, count, largest)]
 
 
 def orthogonal(matrices_BMN):
