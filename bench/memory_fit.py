@@ -29,7 +29,7 @@ from config import MODELS, T5ModelConfig, load_config
 from model.attention import has_kernels
 from model.chat_model import TextToTextModel
 from model.device_memory import forget_peak, peak_memory, release_memory
-from model.estimate import FITTED, Constants, Estimate, Lengths, Setting
+from model.estimate import Constants, Estimate, Lengths, Setting
 from model.feed import Course
 from model.memory import MemoryPlan
 from model.optim import make_optimizer
@@ -42,6 +42,7 @@ SIZES = (
     (8, 64), (8, 256), (8, 512), (32, 128), (32, 512), (96, 256), (128, 64), (256, 192), (512, 64), (512, 128),
     (512, 512),
 )  # fmt: skip
+MANY_SHORT = 512, 64
 LARGEST_BYTES = 130 * 2**30
 SECONDS = 360
 RANGE = 0.4, 4.0  # of a constant, over what it is now: few cases do not tell each one apart
@@ -93,7 +94,7 @@ class OneLength:
         return tuple(draw.integers(3, VOCAB_SIZE, len(ids) * self.token_count) for _ in range(2))
 
 
-def predict(case, constants=FITTED):
+def predict(case, constants=Constants()):
     """Peak reserved bytes of the case's step."""
     dtype = getattr(torch, case.dtype)
     shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
@@ -126,7 +127,7 @@ def measure(case, device):
 def made_up(case, _):
     """What a device with other constants than ours would measure."""
     draw = np.random.default_rng(abs(hash(case)) % 2**32)
-    others = Constants(kept=1.08, work=1.3, logits=1.5, reserved=1.05, workspace_bytes=3e8)
+    others = Constants(reserved=1.05, holes=1.1, workspace_bytes=3e8)
     measured = int(predict(case, others) * draw.uniform(0.99, 1.01))
     return (measured, measured) if measured < LARGEST_BYTES else None
 
@@ -167,12 +168,13 @@ def measure_all(rehearse):
 
 
 def choose_for_fit(cases):
-    """At most 12 of the cases: of each group by turns a small, a middle and the largest; small checkpointed ones,
-    whose peak is in the loss."""
+    """At most 12 of the cases: of each group by turns a small, a middle and the largest; many short checkpointed pairs,
+    which leave the most holes."""
     chosen = []
     for i, group in enumerate(sorted({case.group for case in cases})):
         ours = sorted((case for case in cases if case.group == group), key=predict)
-        chosen += [ours[round((0.2, 0.6, 1.0)[i % 3] * (len(ours) - 1))], *ours[1 : 1 + group[2]]]
+        chosen.append(ours[round((0.2, 0.6, 1.0)[i % 3] * (len(ours) - 1))])
+        chosen += [case for case in ours if group[2] and (case.pairs, case.tokens) == MANY_SHORT]
     return list(dict.fromkeys(chosen))[:12]
 
 
@@ -191,16 +193,16 @@ def fit(measured):
         error = errors(measured, constants)
         return float((np.where(error < 0, 3 * error, error) ** 2).mean())
 
-    best, step = FITTED, 0.5
+    best, step = Constants(), 0.5
     while step > 0.002:
         before = badness(best)
         for name in (f.name for f in fields(Constants)):
             values = (getattr(best, name) * k for k in (1 - step, 1 - step / 3, 1.0, 1 + step / 3, 1 + step))
-            least, most = (getattr(FITTED, name) * k for k in RANGE)
+            least, most = (getattr(Constants(), name) * k for k in RANGE)
             best = min((replace(best, **{name: min(max(v, least), most)}) for v in values), key=badness)
         if badness(best) > 0.999 * before:
             step /= 1.7
-    under = max(0.0, -errors(measured, best).min() - 0.005)
+    under = max(0.0, -float(errors(measured, best).min()) - 0.005)
     return replace(best, reserved=best.reserved * (1 + under))
 
 
@@ -210,7 +212,7 @@ def report(lines):
     measured = {Case(**{name: line[name] for name in names}): line["measured_bytes"] for line in lines}
     measured = {case: peak for case, peak in measured.items() if peak and peak <= LARGEST_BYTES}
     chosen = choose_for_fit(measured)
-    before = errors({case: peak for case, peak in measured.items() if case not in chosen}, FITTED)
+    before = errors({case: peak for case, peak in measured.items() if case not in chosen}, Constants())
     constants = fit({case: measured[case] for case in chosen})
     others = {case: peak for case, peak in measured.items() if case not in chosen}
     after = errors(others, constants)
@@ -219,7 +221,7 @@ def report(lines):
         error = round(predict(case, constants) / peak - 1, 4)
         print(json.dumps(asdict(case) | row | dict(error=error, fitted_on=case in chosen)))
     print(json.dumps(dict(cases=len(others), constants_as_they_are=_summary(before), refitted=_summary(after))))
-    print(f"FITTED = {constants}")
+    print(constants)
     summary = _summary(after)
     kept = all(summary[name] <= BARS[name] for name in ("median", "percentile_95"))
     return kept and summary["worst_under"] >= BARS["worst_under"] and len(others) >= 36
