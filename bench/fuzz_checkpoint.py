@@ -87,7 +87,8 @@ def check_changed_state(draw, path):
     (path / "manifest.json").write_text(json.dumps(manifest))
     found = read_checkpoint(path)
     assert asdict(found.state) == values | dict(recent_norms=tuple(values["recent_norms"]))
-    plan = MemoryPlan(**found.state.plan) if found.state.plan else MemoryPlan(200, 64, False, 0)
+    plan = MemoryPlan(**found.state.plan) if found.state.plan else WHOLE
+    plan = replace(plan, graphs=False)  # as a run on a CPU has it
     losses = [_step_after(found, *cutting) for cutting in ((plan, found.state.growth), (WHOLE, None))]
     assert math.isclose(*losses, rel_tol=1e-5)
 
