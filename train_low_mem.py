@@ -5,6 +5,7 @@ python train_low_mem.py train|plan|test|doctor [--any_field=value …]
 """
 
 import logging
+import math
 import os
 import sys
 import traceback
@@ -152,7 +153,7 @@ def evaluate_if_due(run, journal, state, plan):
         return state, True
     journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores)
     state = replace(state, evaluated_step=state.step)
-    better = state.best_loss is None or scores["loss"] < state.best_loss
+    better = scores["loss"] < (math.inf if state.best_loss is None else state.best_loss)
     refused = export_aloud(run.model, run.tokenizer, run.dir / "best") if better and ranks.is_main else ""
     stop, refused = vote(ranks, stop_asked(), bool(refused))
     if better and not refused:  # else the next evaluation tries again

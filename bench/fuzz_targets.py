@@ -8,15 +8,11 @@ import contextlib
 import copy
 import csv
 import functools
-import hashlib
 import io
 import json
-import math
 import os
 import shutil
-import tempfile
 from dataclasses import asdict, fields
-from pathlib import Path
 
 import fire
 import pyarrow as pa
@@ -24,19 +20,16 @@ import pyarrow.parquet as pq
 import torch
 from fire.decorators import SetParseFn
 
+from bench.fuzz_checkpoint import SHAPE, check_checkpoint, tiny_run
 from bench.mutations import mutate, mutate_tree
-from config import FLAGS, T5ModelConfig, TrainConfig, model_config
+from config import FLAGS, TrainConfig, model_config
 from model.chat_model import TextToTextModel
-from model.checkpoint import TrainState, read_checkpoint, save_checkpoint, snapshot_of
-from model.export import export_model, load_into, load_weights
-from model.optim import make_optimizer
+from model.export import load_into, load_weights
 from model.pairs import PROMPT_COLUMNS, RESPONSE_COLUMNS, read_pairs
 from model.report import read_journal
 from model.request import read_request
-from model.tokenizer import PROBE, load_tokenizer, train_tokenizer
+from model.tokenizer import PROBE, load_tokenizer
 from model.tokenizer_file import MAX_VOCAB_SIZE
-
-SHAPE = dict(d_model=16, d_ff=32, num_heads=2, d_kv=8, num_layers=1, num_decoder_layers=1)
 
 
 def text(draw):
@@ -118,51 +111,6 @@ def check_parquet(draw, folder):
     assert found == pairs_of(again)
 
 
-@functools.cache
-def _parts():
-    """(folder with checkpoints and exports of a tiny run, its model, its optimizer); made once a process."""
-    folder = Path(tempfile.mkdtemp(prefix="fuzz_parts_"))
-    train_tokenizer([PROBE], 400, folder / "tokenizer")
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    model = TextToTextModel(T5ModelConfig(**SHAPE, vocab_size=tokenizer.vocab_size)).initialise(0)
-    optimizer = make_optimizer(model, TrainConfig())
-    state = TrainState(step=3, pairs_seen=9, shape=asdict(model.shape), best_loss=1.5)
-    save_checkpoint(folder / "run", state, snapshot_of(model, optimizer), keep=2)
-    export_model(model, tokenizer, folder / "exported")
-    torch.save(model.state_dict(), folder / "weights.bin")
-    return folder, model, optimizer
-
-
-def check_checkpoint(draw, folder):
-    parts, model, _ = _parts()
-    original, path = parts / "run/checkpoints/step_00000003", folder / "step_00000003"
-    shutil.copytree(original, path)
-    victim = draw.choice(sorted(path.iterdir()))
-    change = draw.randrange(6)
-    if change == 5:  # by someone who mends the manifest too
-        state = path / "state.json"
-        state.write_text(json.dumps(mutate_tree(draw, json.loads(state.read_text()))))
-        manifest = json.loads((path / "manifest.json").read_text())
-        manifest["state.json"]["sha256"] = hashlib.sha256(state.read_bytes()).hexdigest()
-        (path / "manifest.json").write_text(json.dumps(manifest))
-        found = read_checkpoint(path).state
-        assert found.step >= 0 and math.isfinite(found.pairs_seen + sum(found.recent_norms))
-        return
-    if change == 0:
-        victim.unlink()
-    elif change == 1:
-        victim.unlink()
-        victim.symlink_to(original / victim.name)
-    elif change == 2 and victim.suffix == ".json":
-        victim.write_text(json.dumps(mutate_tree(draw, json.loads(victim.read_text()))))
-    else:
-        victim.write_bytes(mutate(draw, victim.read_bytes()))
-    found = read_checkpoint(path)
-    assert not victim.is_symlink(), "a link was followed"
-    assert found.state == read_checkpoint(original).state
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.tensors.items())
-
-
 def check_options(draw, folder):
     names = [f.name for f in fields(TrainConfig)] + list(FLAGS)
     texts = ["1", "0", "-1", "3.5", "1e3", "nan", "inf", "True", "no", "", "的", "auto", "a,b", "[1]", "'x'", "9" * 30]
@@ -211,7 +159,7 @@ def check_model_file(draw, folder):
 
 
 def check_tokenizer(draw, folder):
-    parts, *_ = _parts()
+    parts, *_ = tiny_run()
     shutil.copytree(parts / "tokenizer", folder, dirs_exist_ok=True)
     victim = folder / draw.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json"))
     content = json.loads(victim.read_text())
@@ -236,7 +184,7 @@ class Canary:
 
 
 def check_weights(draw, folder):
-    parts, model, _ = _parts()
+    parts, model, _ = tiny_run()
     path, canary = folder / "weights.bin", folder / "canary"
     if draw.random() < 0.1:
         torch.save({"shared.weight": Canary(str(canary))}, path)

@@ -69,19 +69,10 @@ def _fill(rows, width, value):
 
 def train_trainer(cell, corpus, clock):
     """Baseline A: Seq2SeqTrainer itself, with the flags that suit it."""
-    store, on_cpu = open_corpus(corpus), not torch.cuda.is_available()
-    lengths = store.lengths.astype(np.int64)
-    # the response's length among prompts of like lengths: less padding than the longer or the sum of both
-    groups = np.digitize(lengths[:, 0], PROMPT_CLASSES) * 1000 + lengths[:, 1]
-    rows = store.rows.rename_columns(dict(prompt_ids="input_ids", response_ids="labels"))
-    rows = rows.add_column("length", groups.tolist()).with_format("numpy")
-    args = Seq2SeqTrainingArguments(
-        output_dir=os.path.join(corpus, "runs", "trainer"), max_steps=10**6, per_device_train_batch_size=cell["pairs"],
-        gradient_accumulation_steps=cell["rounds"], bf16=not on_cpu, use_cpu=on_cpu, optim="adamw_torch_fused",
-        learning_rate=1e-4, torch_compile=cell["compile"],
-        train_sampling_strategy="random" if cell["static"] else "group_by_length",
-        dataloader_num_workers=0 if on_cpu else 4, dataloader_drop_last=True, remove_unused_columns=False,
-        logging_strategy="no", logging_nan_inf_filter=False, save_strategy="no", report_to="none", disable_tqdm=True,
+    rows = trainer_rows(open_corpus(corpus))
+    args = trainer_arguments(
+        cell, os.path.join(corpus, "runs", "trainer"), max_steps=10**6, dataloader_drop_last=True,
+        logging_strategy="no", save_strategy="no",
     )  # fmt: skip
     shape = SHAPES[-1] if cell["static"] else None
     trainer = TimedTrainer(
@@ -91,6 +82,28 @@ def train_trainer(cell, corpus, clock):
     trainer.add_callback(TickAtStepEnd(trainer, clock))
     trainer.train()
     return dict(loss=float(trainer.last_loss))
+
+
+def trainer_rows(store):
+    """A token store as Seq2SeqTrainer's data set, with the length that it groups by."""
+    lengths = store.lengths.astype(np.int64)
+    # the response's length among prompts of like lengths: less padding than the longer or the sum of both
+    groups = np.digitize(lengths[:, 0], PROMPT_CLASSES) * 1000 + lengths[:, 1]
+    rows = store.rows.rename_columns(dict(prompt_ids="input_ids", response_ids="labels"))
+    return rows.add_column("length", groups.tolist()).with_format("numpy")
+
+
+def trainer_arguments(cell, output_dir, **more):
+    """The flags that make Seq2SeqTrainer fast, for `cell`'s pairs a forward, and `more`."""
+    on_cpu = not torch.cuda.is_available()
+    return Seq2SeqTrainingArguments(
+        output_dir=str(output_dir), per_device_train_batch_size=cell["pairs"],
+        gradient_accumulation_steps=cell["rounds"], bf16=not on_cpu, use_cpu=on_cpu, optim="adamw_torch_fused",
+        learning_rate=1e-4, torch_compile=cell["compile"],
+        train_sampling_strategy="random" if cell["static"] else "group_by_length",
+        dataloader_num_workers=0 if on_cpu else 4, remove_unused_columns=False, logging_nan_inf_filter=False,
+        report_to="none", disable_tqdm=True, **more,
+    )  # fmt: skip
 
 
 class TimedTrainer(Seq2SeqTrainer):

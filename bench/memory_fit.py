@@ -98,7 +98,7 @@ def predict(case, constants=Constants()):
     """Peak reserved bytes of the case's step."""
     dtype = getattr(torch, case.dtype)
     shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
-    kernels = has_kernels(torch.device("cuda"), dtype, shape.d_kv)
+    kernels = has_kernels(torch.device("cuda"), dtype, shape)
     setting = Setting(shape, dtype.itemsize, kernels, constants=constants)
     lengths = Lengths(np.array([[case.tokens, case.tokens]]), np.array([case.pairs]))
     tokens = 2 * case.pairs * case.tokens

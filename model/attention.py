@@ -58,9 +58,10 @@ class Layout:
         return max(max(block.shape[1:]) for block in self.blocks)
 
 
-def has_kernels(device, dtype, head_width):
-    """True where the kernels can stand in for the plain twin: bf16 on a GPU."""
-    return device.type == "cuda" and dtype == torch.bfloat16 and head_width in (16, 32, 64, 128) and has_triton()
+def has_kernels(device, dtype, shape):
+    """True where the kernels can stand in for the plain twin: bf16 on a GPU, and a T5ModelConfig of sizes they have."""
+    sizes_fit = shape.d_kv in (16, 32, 64, 128) and shape.relative_attention_num_buckets in (16, 32, 64, 128)
+    return device.type == "cuda" and dtype == torch.bfloat16 and sizes_fit and has_triton()
 
 
 def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):

@@ -187,7 +187,7 @@ class TextToTextModel(nn.Module):
     @property
     def uses_kernels(self):
         """True when layouts are to be made for the attention kernels."""
-        return has_kernels(self.shared.weight.device, self.compute_dtype, self.shape.d_kv)
+        return has_kernels(self.shared.weight.device, self.compute_dtype, self.shape)
 
     def forward(self, micro_batch, chunk_tokens=2048, z_loss=0.0):
         """Sum over target tokens of the cross-entropy in nats, plus `z_loss`; a float32 scalar."""

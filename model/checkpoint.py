@@ -17,14 +17,20 @@ import ujson
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from config import T5ModelConfig
+from config import MOST_WHOLE, T5ModelConfig
 from model import faults
+from model.chat_model import TextToTextModel
 from model.durable import make_directory, remove_drafts, whole_directory, write_file
+from model.estimate import ANSWERS_A_BATCH
+from model.export import check_fits
 from model.json_items import read_object
+from model.memory import CHUNKS, Growth, MemoryPlan
 from model.optim import STATE_FIELDS
+from model.spikes import WINDOW
 
 NAME = re.compile(r"step_\d{8}")
 SPARE_BYTES = 2**20  # for what stands beside the tensors
+MOST = 2**63 - 1  # of a number: what a vote between ranks carries
 
 
 @dataclass(frozen=True)
@@ -153,28 +159,68 @@ def read_checkpoint(path):
             raise ValueError(f"{links[0]} is a link")
         manifest = read_object(path / "manifest.json")
         if set(manifest) != set(files):
-            raise ValueError(f"its manifest names {', '.join(manifest)}, and the files are {', '.join(files)}")
+            raise ValueError(
+                f"its manifest names {', '.join(map(repr, manifest))}, and the files are {', '.join(files)}"
+            )
         for name in files:
-            if manifest[name]["sha256"] != _sha256(path / name):
+            if not isinstance(manifest[name], dict) or manifest[name].get("sha256") != _sha256(path / name):
                 raise ValueError(f"{name} has changed since it was written")
         state = _state_of(read_object(path / "state.json"))
-        return Checkpoint(path, state, load_file(path / files[0]), load_file(path / files[1]))
+        if path.name != f"step_{state.step:08d}":
+            raise ValueError(f"state.json is of step {state.step}")
+        found = Checkpoint(path, state, load_file(path / files[0]), load_file(path / files[1]))
+        with torch.device("meta"):  # before a model of that shape takes memory
+            check_fits(TextToTextModel(T5ModelConfig(**state.shape)), found, files[0])
+        return found
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"checkpoint {path} is damaged ({error})") from None
 
 
 def _state_of(values):
-    """The TrainState in a state.json; raises ValueError or TypeError for values of other kinds."""
-    state = TrainState(**values | dict(recent_norms=tuple(values.get("recent_norms", ()))))
-    for field in fields(TrainState):
-        value = getattr(state, field.name)
-        if not isinstance(value, field.type) or (field.type is int and value < 0):
-            raise ValueError(f"state.json says {field.name}={value!r}")
-    if not all(isinstance(norm, float) for norm in state.recent_norms):
-        raise ValueError(f"state.json says recent_norms={state.recent_norms}")
-    if state.shape:
-        T5ModelConfig(**state.shape)
+    """The TrainState in a state.json; raises ValueError for values that no run writes."""
+    norms = values.get("recent_norms")
+    norms = tuple(norms) if isinstance(norms, list) else norms
+    state = _record(TrainState, values | dict(recent_norms=norms), "state.json")
+    if len(norms) > WINDOW or not all(_fits(norm, float) for norm in norms):
+        raise ValueError(f"its recent_norms are {str(norms):.200}: they must be at most {WINDOW} gradient norms")
+    _record(T5ModelConfig, state.shape, "its shape")
+    if state.plan is not None:
+        _check_plan(state.plan, "its plan")
+    if state.growth is not None:
+        growth = _record(Growth, state.growth, "its growth")
+        _check_plan(growth.full, "the full plan of its growth")
+        if not growth.calm_steps < growth.wait_steps:
+            raise ValueError(f"its growth is {state.growth}: calm_steps must be below wait_steps")
     return state
+
+
+def _check_plan(values, what):
+    """Raise ValueError unless the JSON `values` are a MemoryPlan that steps can be cut by."""
+    _record(MemoryPlan, values, what)
+    largest = dict(micro_batch_tokens=MOST_WHOLE, chunk_tokens=CHUNKS[0], answers=ANSWERS_A_BATCH)
+    for name, most in largest.items():
+        if not 0 < values[name] <= most:
+            raise ValueError(f"{what} says {name}={values[name]}: it must be from 1 to {most}")
+
+
+def _record(kind, values, what):
+    """A `kind` with these JSON `values`; raises ValueError, naming `what`, for other fields and for other types."""
+    types = {field.name: field.type for field in fields(kind)}
+    if not isinstance(values, dict) or values.keys() != types.keys():
+        raise ValueError(f"{what} is {values!r:.200}, and must have the fields {', '.join(types)}")
+    wrong = [f"{name}={values[name]!r:.80}" for name in types if not _fits(values[name], types[name])]
+    if wrong:
+        raise ValueError(f"{what} says {', '.join(wrong)}: of another type, or not from 0 to {MOST}")
+    return kind(**values)
+
+
+def _fits(value, kind):
+    """Whether a JSON value has the type that a field names; numbers must be finite and not negative."""
+    if isinstance(value, bool):
+        return kind is bool  # Python takes it for a whole number too
+    if kind is MemoryPlan:
+        return isinstance(value, dict)
+    return isinstance(value, kind) and (not isinstance(value, int | float) or 0 <= value <= MOST)
 
 
 def load_optimizer(optimizer, model, tensors):
@@ -197,6 +243,10 @@ def load_optimizer(optimizer, model, tensors):
         )
     if {field for fields in state.values() for field in fields} != STATE_FIELDS[type(optimizer)]:
         raise ValueError("the checkpoint is of another optimizer: keep --optimizer, or start with --overwrite=True")
+    own = snapshot_of(model, optimizer).optimizer  # nothing where it has not done an update yet
+    wrong = [key for key in own if key not in tensors or tensors[key].shape != own[key].shape]
+    if wrong:
+        raise ValueError(f"the checkpoint's optimizer state does not fit the weights: {', '.join(wrong[:3])}")
     numbered = {i: state[name] for i, name in enumerate(names)}
     optimizer.load_state_dict(dict(state=numbered, param_groups=optimizer.state_dict()["param_groups"]))
 

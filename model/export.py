@@ -121,6 +121,12 @@ def _read_shape(path):
 
 def load_into(model, weights, source):
     """Copy `weights.tensors` into `model`; raises ValueError naming what does not fit."""
+    check_fits(model, weights, source)
+    model.load_state_dict(weights.tensors)
+
+
+def check_fits(model, weights, source):
+    """Raise ValueError, naming what does not fit, unless `weights.tensors` are those of `model` in name and shape."""
     own = model.state_dict()
     missing, extra = own.keys() - weights.tensors.keys(), weights.tensors.keys() - own.keys()
     wrong = [n for n in own.keys() & weights.tensors.keys() if own[n].shape != weights.tensors[n].shape]
@@ -130,4 +136,3 @@ def load_into(model, weights, source):
             f"{source} does not fit this model: {len(missing)} tensors missing, {len(extra)} unknown, "
             f"{len(wrong)} of another shape; {'; '.join([*shapes, *sorted(missing)[:3], *sorted(extra)[:3]])}"
         )
-    model.load_state_dict(weights.tensors)

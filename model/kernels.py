@@ -188,6 +188,7 @@ def attention_backward_keys(
 
 
 TILE = 64  # queries and keys of a tile
+STAGES = {128: dict(num_stages=2)}  # by head width: Triton's three would exceed the 99 KiB that an RTX 30 or 40 gives
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ class _PackedAttention(torch.autograd.Function):
         out, lse = q.new_empty(q.shape), torch.empty(num_heads, len(q), device=q.device)
         ctx.centre = 0 if buckets is None else len(buckets) // 2
         ctx.options = dict(CAUSAL=causal, HAS_BIAS=table is not None, D=q.shape[1] // num_heads, M=TILE, N=TILE)
+        ctx.options |= STAGES.get(ctx.options["D"], {})
         attention_forward[len(layout.query_tiles), num_heads](
             q, k, v, out, lse, table, layout.query_tiles,
             q.stride(0), k.stride(0), v.stride(0), out.stride(0), len(q), ctx.centre, **ctx.options,

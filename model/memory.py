@@ -49,7 +49,7 @@ class NothingFits(RuntimeError):
 def make_estimate(config, shape, dtype, lengths, share_pairs, device="cuda"):
     """Estimate of a run with `config` on `device`, for examples of these Lengths, `share_pairs` a rank and step."""
     setting = Setting(
-        shape, dtype.itemsize, has_kernels(torch.device(device), dtype, shape.d_kv), config.optimizer,
+        shape, dtype.itemsize, has_kernels(torch.device(device), dtype, shape), config.optimizer,
         config.dropout > 0, config.trainable == "decoder",
     )  # fmt: skip
     return Estimate(setting, lengths, share_pairs, config.max_new_tokens)

@@ -29,6 +29,7 @@ from model.memory import (
 )
 from model.optim import forget, update
 from model.ranks import sum_over_ranks, vote
+from model.watch import unhurried
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
@@ -43,8 +44,16 @@ def rehearse_update(ranks, model, optimizer):
     model.zero_grad()
     sum_over_ranks(ranks, model.flat.gradients_and_loss)
     zero = torch.zeros((), device=ranks.device)
-    update(optimizer, model.flat.gradients, zero, zero)
+    in_own_time(ranks, update, optimizer, model.flat.gradients, zero, zero)
     forget(optimizer)
+
+
+def in_own_time(ranks, work, *args):
+    """What `work(*args)`, which may compile for minutes, gives once every rank is done: no time limit counts here."""
+    with unhurried("compiling what the first step needs"):
+        value = work(*args)
+    vote(ranks, 0, group=ranks.patient)
+    return value
 
 
 def plan_run(run, kept, foreign):
@@ -135,7 +144,8 @@ def _step_peak(run, plan, share_pairs):
     work = Work(0, 1, ids, tokens, targets, 0.0, run.course.start_id, ((ranks.rank, ids),))
     release_memory(ranks.device)  # what loading left behind
     torch.cuda.reset_peak_memory_stats(ranks.device)
-    attempt = attempt_gradients(ranks, model, store, replace(plan, graphs=False), run.config, work)
+    plan = replace(plan, graphs=False)
+    attempt = in_own_time(ranks, attempt_gradients, ranks, model, store, plan, run.config, work)
     peak = torch.cuda.max_memory_reserved(ranks.device)
     release_memory(ranks.device)
     failed, highest = vote(ranks, attempt.outcome is Outcome.OUT_OF_MEMORY, peak)
@@ -159,7 +169,7 @@ def rehearse_evaluation(run, plan):
     measured = {}
     for name, work in works.items():
         torch.cuda.reset_peak_memory_stats(run.ranks.device)
-        failed = _runs_out(work, run, plan)
+        failed = in_own_time(run.ranks, _runs_out, work, run, plan)
         release_memory(run.ranks.device)
         failed, peak = vote(run.ranks, failed, torch.cuda.max_memory_reserved(run.ranks.device))
         measured[name] = 0 if failed else peak

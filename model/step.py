@@ -87,8 +87,8 @@ def train_steps(
             skipped, grad_norm, torn = _try_commit(ranks, optimizer, flat, attempt, work, config, limit)
             if skipped:
                 events.append(("skip", dict(step=work.step, why=skipped, ids=work.all_ids.tolist())))
-            elif config.spike_guard:
-                recent_norms = (*recent_norms, float(grad_norm))[-WINDOW:]
+            elif config.spike_guard and math.isfinite(norm := float(grad_norm)):
+                recent_norms = (*recent_norms, norm)[-WINDOW:]
             skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
             if skipped_in_a_row > MAX_SKIPPED_STEPS:
                 raise RuntimeError(too_many_skipped(skipped_in_a_row, work.step, skipped, work.all_ids, config))

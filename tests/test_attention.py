@@ -3,7 +3,8 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from model.attention import attend, make_layout, position_buckets, score_bias
+from config import MODELS, T5ModelConfig
+from model.attention import attend, has_kernels, make_layout, position_buckets, score_bias
 
 HEADS, WIDTH = 2, 8
 LENGTHS = [(5, 5), (1, 1), (17, 17), (40, 40), (16, 16), (33, 33), (2, 2)]
@@ -117,3 +118,13 @@ def test_position_buckets_are_those_of_transformers(bidirectional, num_buckets, 
     distance = torch.arange(-3000, 3001)
     theirs = T5Attention._relative_position_bucket(distance, bidirectional, num_buckets, max_distance)
     assert torch.equal(position_buckets(distance, num_buckets, max_distance, bidirectional), theirs)
+
+
+def test_the_kernels_stand_in_where_they_have_the_model_s_sizes_and_else_the_plain_twin_does():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for name in MODELS:
+        shape = T5ModelConfig(**MODELS[name])
+        assert has_kernels(gpu, torch.bfloat16, shape)
+        assert not has_kernels(cpu, torch.bfloat16, shape) and not has_kernels(gpu, torch.float32, shape)
+    for change in (dict(d_kv=48), dict(d_kv=256), dict(relative_attention_num_buckets=48)):
+        assert not has_kernels(gpu, torch.bfloat16, T5ModelConfig(**MODELS["tiny"] | change))

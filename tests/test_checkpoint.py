@@ -1,4 +1,7 @@
+import functools
 import hashlib
+import json
+import math
 import os
 import re
 from dataclasses import asdict, replace
@@ -11,6 +14,7 @@ from safetensors import safe_open
 from model import faults
 from model.checkpoint import TrainState, checkpoint_paths, load_newest, read_checkpoint, save_checkpoint, snapshot_of
 from model.export import export_model
+from model.memory import Growth
 from model.report import Journal
 from model.run_dir import write_json
 from model.tokenizer import copy_tokenizer
@@ -19,20 +23,21 @@ from tests.parts import PLAN, make_config
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 STATE = TrainState(
     step=500, pairs_seen=32_000, warmup_pairs=640, best_loss=1.2345678901234567, best_step=400, seed=7, world_size=3,
-    tokenizer_fingerprint="abc", num_pairs=1000, plan=asdict(PLAN), evaluated_step=400,
+    tokenizer_fingerprint="abc", num_pairs=1000, plan=asdict(PLAN), growth=asdict(Growth(PLAN, 7)), evaluated_step=400,
+    recent_norms=(1.5, 0.25),
 )  # fmt: skip
 
 
 @pytest.fixture
 def save(tmp_path, model, optimizer):
     return lambda step, keep=5: save_checkpoint(
-        tmp_path, replace(STATE, step=step), snapshot_of(model, optimizer), keep
+        tmp_path, replace(STATE, step=step, shape=asdict(model.shape)), snapshot_of(model, optimizer), keep
     )
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(save, model, optimizer):
     checkpoint = read_checkpoint(save(500))
-    assert checkpoint.state == STATE
+    assert checkpoint.state == replace(STATE, shape=asdict(model.shape))
     assert checkpoint.tensors.keys() == model.state_dict().keys()
     assert all(torch.equal(checkpoint.tensors[name], weight) for name, weight in model.state_dict().items())
     for name, p in model.named_parameters():
@@ -103,17 +108,47 @@ def test_a_manifest_that_names_other_files_is_refused(save, name):
         read_checkpoint(path)
 
 
-@pytest.mark.parametrize(
-    "change", [dict(step=-1), dict(step="5"), dict(best_loss="low"), dict(shape=dict(d_model=0)), dict(unknown=1)]
-)
-def test_a_state_of_other_kinds_is_refused_though_its_manifest_fits(save, change):
-    path = save(500)
-    state = path / "state.json"
-    state.write_text(ujson.dumps(ujson.loads(state.read_text()) | change))
+def change_state(path, change):
+    """Write `change`, by dotted name, into a checkpoint's state.json, and mend its manifest; ... takes a value away."""
+    file = path / "state.json"
+    state = ujson.loads(file.read_text())
+    for name, value in change.items():
+        *outer, last = name.split(".")
+        place = functools.reduce(dict.get, outer, state)
+        place[last] = value
+        if value is Ellipsis:
+            del place[last]
+    file.write_text(json.dumps(state))
     manifest = ujson.loads((path / "manifest.json").read_text())
-    manifest["state.json"]["sha256"] = hashlib.sha256(state.read_bytes()).hexdigest()
+    manifest["state.json"]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     (path / "manifest.json").write_text(ujson.dumps(manifest))
-    with pytest.raises(ValueError, match="is damaged"):
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("step", -1, "state.json says step=-1"), ("step", "5", "step='5'"), ("step", 501, "is of step 501"),
+        ("pairs_seen", 10**30, "pairs_seen=1000"), ("seed", True, "seed=True"), ("best_loss", "low", "best_loss='low'"),
+        ("best_loss", math.nan, "best_loss=nan"), ("unknown", 1, "must have the fields"),
+        ("world_size", ..., "must have the fields step, pairs_seen"), ("recent_norms", [1.0, -1.0], "gradient norms"),
+        ("recent_norms", [math.inf], "gradient norms"), ("recent_norms", [1.0] * 65, "at most 64 gradient norms"),
+        ("recent_norms", "a", "recent_norms='a'"), ("shape", None, "its shape is None"),
+        ("shape.d_model", 0, "d_model=0"), ("shape.d_model", 65_536, "of another shape"),
+        ("shape.num_layers", 3, "tensors missing"), ("plan", [], "plan="), ("plan", {}, "its plan is {}"),
+        ("plan.odd", 1, "its plan is"), ("plan.answers", ..., "its plan is"),
+        ("plan.micro_batch_tokens", 0, "must be from 1"), ("plan.micro_batch_tokens", 2**63 - 1, "must be from 1"),
+        ("plan.micro_batch_tokens", 1e3, "micro_batch_tokens=1000.0"),
+        ("plan.chunk_tokens", 2049, "chunk_tokens=2049: it must be from 1 to 2048"),
+        ("plan.answers", 33, "answers=33: it must be from 1 to 32"),
+        ("plan.graphs", 1, "graphs=1"), ("plan.gradient_checkpointing", "no", "gradient_checkpointing='no'"),
+        ("growth", {}, "its growth is {}"), ("growth.full", None, "full=None"),
+        ("growth.full.chunk_tokens", 0, "the full plan of its growth"), ("growth.wait_steps", 0, "below wait_steps"),
+    ],
+)  # fmt: skip
+def test_a_state_that_no_run_writes_is_refused_though_its_manifest_fits(save, name, value, said):
+    path = save(500)
+    change_state(path, {name: value})
+    with pytest.raises(ValueError, match=f"is damaged .*{re.escape(said)}"):
         read_checkpoint(path)
 
 

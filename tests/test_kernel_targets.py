@@ -55,6 +55,9 @@ def test_every_kernel_fits_the_card(capability, monkeypatch):
     with compiling_for(capability, monkeypatch) as kernels:
         for lengths, causal, has_bias in test_kernels.CASES.values():
             test_kernels.outcome(lengths, causal, has_bias, 8, 64, torch.bfloat16, "cpu", 0, kernels=True)
+        for head_width in (16, 32, 128):
+            case = test_kernels.CASES["decoder"]
+            test_kernels.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
         for width in (512, 768):
             test_fused.norm_errors("cpu", torch.bfloat16, width=width)
         launch_cross_entropy()

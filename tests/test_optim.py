@@ -1,4 +1,5 @@
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -57,6 +58,12 @@ def weights_after(store, tokenizer, name, num_steps=3, rate=0.01):
     return model.state_dict()
 
 
+def saved(folder, model, optimizer, step):
+    """What a checkpoint of the two holds when it is read back."""
+    state = TrainState(step=step, shape=asdict(model.shape))
+    return read_checkpoint(save_checkpoint(folder, state, snapshot_of(model, optimizer), keep=2))
+
+
 @pytest.mark.parametrize("trainable", ["all", "decoder"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_saved_optimizer_goes_on_bit_for_bit(tmp_path, store, tokenizer, name, trainable):
@@ -68,7 +75,7 @@ def test_a_saved_optimizer_goes_on_bit_for_bit(tmp_path, store, tokenizer, name,
         runs.append((model, make_optimizer(model, make_config(optimizer=name, weight_decay=0.01))))
     (model, optimizer), (other, resumed) = runs
     take_steps(model, optimizer, store, 4)
-    checkpoint = read_checkpoint(save_checkpoint(tmp_path, TrainState(step=4), snapshot_of(model, optimizer), keep=2))
+    checkpoint = saved(tmp_path, model, optimizer, step=4)
     other.load_state_dict(checkpoint.tensors)
     load_optimizer(resumed, other, checkpoint.optimizer)
     take_steps(model, optimizer, store, 3)
@@ -83,9 +90,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path, store, tokenizer, t
     model = make_model(tokenizer.vocab_size)
     optimizer = make_optimizer(model, make_config(optimizer=then))
     take_steps(model, optimizer, store, 1)
-    tensors = read_checkpoint(
-        save_checkpoint(tmp_path, TrainState(step=1), snapshot_of(model, optimizer), keep=2)
-    ).optimizer
+    tensors = saved(tmp_path, model, optimizer, step=1).optimizer
     other = make_optimizer(model, make_config(optimizer=now))
     if now == then:
         load_optimizer(other, model, tensors)
@@ -97,15 +102,14 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path, store, tokenizer, t
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_other_weights_is_refused(tmp_path, store, tokenizer, name):
     config = make_config(optimizer=name)
-    saved = []
+    states = []
     for step, model in enumerate([make_model(tokenizer.vocab_size), make_model(tokenizer.vocab_size)]):
         if step:
             model.freeze_all_but_decoder()
         optimizer = make_optimizer(model, config)
         take_steps(model, optimizer, store, 1)
-        path = save_checkpoint(tmp_path / str(step), TrainState(step=1), snapshot_of(model, optimizer), keep=2)
-        saved.append((model, read_checkpoint(path).optimizer))
-    (whole, of_all), (frozen, of_decoder) = saved
+        states.append((model, saved(tmp_path / str(step), model, optimizer, step=1).optimizer))
+    (whole, of_all), (frozen, of_decoder) = states
     for model, tensors in ((whole, of_decoder), (frozen, of_all)):
         with pytest.raises(ValueError, match="keep --trainable"):
             load_optimizer(make_optimizer(model, config), model, tensors)
@@ -212,3 +216,16 @@ def test_muon_changes_every_weight_by_about_the_rate_times_its_size(model, store
     for name, p in model.named_parameters():
         moved = ((p - before[name]).norm() / before[name].norm().clamp(min=1e-3 * p.numel() ** 0.5)).item()
         assert 5e-4 < moved < 2e-2, (name, moved)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_of_another_size_is_refused(tmp_path, store, tokenizer, name):
+    model = make_model(tokenizer.vocab_size)
+    optimizer = make_optimizer(model, make_config(optimizer=name))
+    take_steps(model, optimizer, store, 1)
+    tensors = saved(tmp_path, model, optimizer, step=1).optimizer
+    key = next(key for key, tensor in tensors.items() if key.startswith("shared.weight/") and tensor.ndim)
+    with pytest.raises(ValueError, match="does not fit the weights: shared.weight/"):
+        load_optimizer(optimizer, model, tensors | {key: tensors[key][:-1]})
+    with pytest.raises(ValueError, match="does not fit the weights: shared.weight/"):
+        load_optimizer(optimizer, model, {other: tensor for other, tensor in tensors.items() if other != key})

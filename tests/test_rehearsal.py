@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -5,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from model import rehearsal
 from model.optim import make_optimizer
+from model.ranks import start_ranks, stop_ranks, vote
 from model.rehearsal import records, rehearse_update, worst_examples
 from tests.parts import ALONE, PLAN, make_config, make_model
+from tests.ranks import run_ranks
 
 RECORDED = replace(PLAN, graphs=True)
 
@@ -65,3 +69,24 @@ def test_the_costliest_examples_are_the_longest_responses_that_fit_one_forward()
     assert worst_examples(lengths, 100, 3).tolist() == [2, 1, 0]
     assert worst_examples(lengths, 39, 4).tolist() == [2, 1]
     assert worst_examples(lengths, 10, 4).tolist() == [2]
+
+
+TIMEOUT_S = 6  # after half of it a silent rank hangs, after all of it Gloo gives a vote up
+COMPILATION_SECONDS = TIMEOUT_S + 2
+
+
+def compile_slowly():
+    """Rank 1 compiles the update for longer than the time limit, while rank 0 is done and waits for it."""
+    ranks, model = start_ranks("gloo", TIMEOUT_S), make_model(100)
+    if ranks.rank == 1:
+        update = rehearsal.update
+        rehearsal.update = lambda *args: (time.sleep(COMPILATION_SECONDS), update(*args))
+    rehearse_update(ranks, model, make_optimizer(model, make_config()))
+    vote(ranks, 0)
+    stop_ranks()
+    return 0
+
+
+def test_a_rank_that_compiles_for_longer_than_the_time_limit_is_waited_for(tmp_path):
+    done = run_ranks(2, compile_slowly, folder=tmp_path)
+    assert done.codes == [0, 0], done.text

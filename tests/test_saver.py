@@ -45,7 +45,7 @@ def test_what_is_written_is_what_the_weights_were_however_they_change_meanwhile(
     go = hold(monkeypatch)
     weights = {name: t.clone() for name, t in model.state_dict().items()}
     moments = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
-    saver.save(STATE, model, optimizer)
+    saver.save(replace(STATE, shape=asdict(model.shape)), model, optimizer)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1)
@@ -88,7 +88,7 @@ def test_a_save_that_fails_is_said_journalled_and_tried_again(
     assert "injected" in saver.failure
     assert "no checkpoint of step 6" in caplog.text
     assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000005"]
-    saver.save(replace(STATE, step=7), model, optimizer)
+    saver.save(replace(STATE, step=7, shape=asdict(model.shape)), model, optimizer)
     saver.join()
     assert saver.failure == ""
     assert [("error" in line, line["step"]) for line in lines(tmp_path)] == [(False, 5), (True, 6), (False, 7)]

@@ -1,0 +1,118 @@
+"""The fuzz target of a run's checkpoints: damaged files, and odd values under hashes that fit."""
+
+import functools
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from bench.mutations import mutate, mutate_tree
+from config import T5ModelConfig, TrainConfig
+from model.chat_model import TextToTextModel
+from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
+from model.dataset import open_store
+from model.export import export_model, load_into
+from model.feed import Course
+from model.memory import Growth, MemoryPlan, growth_of
+from model.optim import make_optimizer
+from model.ranks import Ranks
+from model.step import train_steps
+from model.tokenizer import PROBE, load_tokenizer, train_tokenizer
+
+WHOLE = MemoryPlan(10**4, 128, False, 0)
+SHAPE = dict(d_model=16, d_ff=32, num_heads=2, d_kv=8, num_layers=1, num_decoder_layers=1)
+
+
+@functools.cache
+def tiny_run():
+    """(folder with checkpoints and exports of a tiny run, its model, its optimizer); made once a process."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz_parts_"))
+    train_tokenizer([PROBE], 400, folder / "tokenizer")
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    model = TextToTextModel(T5ModelConfig(**SHAPE, vocab_size=tokenizer.vocab_size)).initialise(0)
+    optimizer = make_optimizer(model, TrainConfig())
+    plan = MemoryPlan(200, 64, False, 10**6)
+    state = TrainState(
+        step=3, pairs_seen=9, shape=asdict(model.shape), best_loss=1.5, plan=asdict(plan),
+        growth=asdict(Growth(replace(plan, chunk_tokens=128), 7, 200)), recent_norms=(1.0, 0.5, 2.0) * 6,
+    )  # fmt: skip
+    save_checkpoint(folder / "run", state, snapshot_of(model, optimizer), keep=2)
+    export_model(model, tokenizer, folder / "exported")
+    torch.save(model.state_dict(), folder / "weights.bin")
+    return folder, model, optimizer
+
+
+def check_checkpoint(draw, folder):
+    parts, model, _ = tiny_run()
+    original, path = parts / "run/checkpoints/step_00000003", folder / "step_00000003"
+    shutil.copytree(original, path)
+    victim = draw.choice(sorted(path.iterdir()))
+    change = draw.randrange(10)
+    if change >= 5:  # by someone who mends the manifest too
+        check_changed_state(draw, path)
+        return
+    if change == 0:
+        victim.unlink()
+    elif change == 1:
+        victim.unlink()
+        victim.symlink_to(original / victim.name)
+    elif change == 2 and victim.suffix == ".json":
+        victim.write_text(json.dumps(mutate_tree(draw, json.loads(victim.read_text()))))
+    else:
+        victim.write_bytes(mutate(draw, victim.read_bytes()))
+    found = read_checkpoint(path)
+    assert not victim.is_symlink(), "a link was followed"
+    assert found.state == read_checkpoint(original).state
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.tensors.items())
+
+
+def check_changed_state(draw, path):
+    """Change the values in a checkpoint's state.json: what is read must be what was written, and a step go on there."""
+    file, manifest = path / "state.json", json.loads((path / "manifest.json").read_text())
+    values = json.loads(file.read_text())
+    if draw.random() < 0.4:  # a number by another
+        node = draw.choice((values, values["plan"], values["growth"], values["growth"]["full"]))
+        node[draw.choice([name for name in node if type(node[name]) is int])] = draw.randrange(4000)
+    else:
+        part = draw.choice((None, None, "plan", "growth", "recent_norms"))
+        changed = mutate_tree(draw, values[part] if part else values)
+        values = values | {part: changed} if part else changed
+    file.write_text(json.dumps(values))
+    manifest["state.json"]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    found = read_checkpoint(path)
+    assert asdict(found.state) == values | dict(recent_norms=tuple(values["recent_norms"]))
+    plan = MemoryPlan(**found.state.plan) if found.state.plan else WHOLE
+    plan = replace(plan, graphs=False)  # as a run on a CPU has it
+    losses = [_step_after(found, *cutting) for cutting in ((plan, found.state.growth), (WHOLE, None))]
+    assert math.isclose(*losses, rel_tol=1e-5)
+
+
+def _step_after(found, plan, growth):
+    """Loss of the step that a run on two epochs of a few pairs takes from a Checkpoint, nothing after the last."""
+    store, state, config = _store(), found.state, TrainConfig(spike_guard=3.0)
+    model = TextToTextModel(T5ModelConfig(**state.shape))
+    load_into(model, found, found.path)
+    optimizer = make_optimizer(model, config)
+    load_optimizer(optimizer, model, found.optimizer)
+    course = Course(2 * len(store), state.warmup_pairs, 4, 0)
+    alone = Ranks(0, 1, 0, torch.device("cpu"), "none", None)
+    steps = train_steps(
+        alone, model, optimizer, store, plan, config, course, state.step, state.pairs_seen, growth_of(growth, plan),
+        state.recent_norms,
+    )  # fmt: skip
+    result = next(steps, None)
+    assert result is None or result.skipped or math.isfinite(result.loss)
+    return float(result.loss) if result and not result.skipped else 0.0
+
+
+@functools.cache
+def _store():
+    folder, *_ = tiny_run()
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(dict(prompt=PROBE[i], response="b")) for i in range(12)))
+    return open_store(folder / "pairs.jsonl", load_tokenizer(folder / "tokenizer"), 32, folder / "tokens")
