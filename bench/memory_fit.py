@@ -46,6 +46,7 @@ MANY_SHORT = 512, 64
 LARGEST_BYTES = 130 * 2**30
 SECONDS = 360
 RANGE = 0.4, 4.0  # of a constant, over what it is now: few cases do not tell each one apart
+COUNTED = Constants()
 BARS = dict(median=0.05, percentile_95=0.12, worst_under=-0.03)
 
 
@@ -94,7 +95,7 @@ class OneLength:
         return tuple(draw.integers(3, VOCAB_SIZE, len(ids) * self.token_count) for _ in range(2))
 
 
-def predict(case, constants=Constants()):
+def predict(case, constants=COUNTED):
     """Peak reserved bytes of the case's step."""
     dtype = getattr(torch, case.dtype)
     shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
@@ -193,12 +194,12 @@ def fit(measured):
         error = errors(measured, constants)
         return float((np.where(error < 0, 3 * error, error) ** 2).mean())
 
-    best, step = Constants(), 0.5
+    best, step = COUNTED, 0.5
     while step > 0.002:
         before = badness(best)
         for name in (f.name for f in fields(Constants)):
             values = (getattr(best, name) * k for k in (1 - step, 1 - step / 3, 1.0, 1 + step / 3, 1 + step))
-            least, most = (getattr(Constants(), name) * k for k in RANGE)
+            least, most = (getattr(COUNTED, name) * k for k in RANGE)
             best = min((replace(best, **{name: min(max(v, least), most)}) for v in values), key=badness)
         if badness(best) > 0.999 * before:
             step /= 1.7
@@ -212,7 +213,7 @@ def report(lines):
     measured = {Case(**{name: line[name] for name in names}): line["measured_bytes"] for line in lines}
     measured = {case: peak for case, peak in measured.items() if peak and peak <= LARGEST_BYTES}
     chosen = choose_for_fit(measured)
-    before = errors({case: peak for case, peak in measured.items() if case not in chosen}, Constants())
+    before = errors({case: peak for case, peak in measured.items() if case not in chosen}, COUNTED)
     constants = fit({case: measured[case] for case in chosen})
     others = {case: peak for case, peak in measured.items() if case not in chosen}
     after = errors(others, constants)

@@ -1,8 +1,8 @@
 """Closed form of the device memory that each phase of a run needs, from the architecture and the examples' lengths.
 
 Counted tensor by tensor from model/chat_model.py, model/attention.py, model/loss.py and model/optim.py as they work on
-a GPU; what no count gives (libraries' workspaces, the allocator's rounding) are the constants below: bench/memory_fit.py's
-fit to 12 cases on an H200, rounded.
+a GPU; what no count gives (libraries' workspaces, the allocator's rounding) are the constants below: those that
+bench/memory_fit.py fits to 12 cases on an H200, rounded.
 
 Letters: D d_model, F d_ff, H heads, I = H * d_kv, V vocabulary, s bytes of a number in the compute dtype.
 """
