@@ -80,8 +80,8 @@ class TrainConfig:
     batch_size_per_gpu: int = 32  # pairs
     gradient_accumulation_steps: int = 2  # multiplies the pairs of an optimizer step
     global_batch_size: int = 0  # pairs in one optimizer step over all ranks; 0: the product
-    optimizer: str = "adamw_rms"  # adamw_rms, adamw, adafactor, muon
-    learn_rate: float = 2e-2  # the peak; adamw_rms multiplies it by each tensor's root mean square
+    optimizer: str = "muon"  # muon, adamw_rms, adamw, adafactor
+    learn_rate: float = 3e-2  # the peak; muon and adamw_rms multiply it by each tensor's root mean square
     warmup_steps: int = 1000  # optimizer steps
     lr_schedule: str = "cosine"  # cosine, wsd (constant, then down to zero over the last fifth)
     weight_decay: float = 0.0  # share of a weight that the learning rate takes off at each step
@@ -123,7 +123,7 @@ AT_LEAST = dict(
     ddp_timeout_s=30, spike_guard=0,
 )  # fmt: skip
 CHOICES = dict(
-    optimizer=("adamw_rms", "adamw", "adafactor", "muon"),
+    optimizer=("muon", "adamw_rms", "adamw", "adafactor"),
     lr_schedule=("cosine", "wsd"),
     mixed_precision=("auto", "bf16", "no"),
     gradient_checkpointing=("auto", "True", "False"),

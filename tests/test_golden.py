@@ -14,7 +14,7 @@ NUM_STEPS = 20
 
 
 def losses_of(store, tokenizer):
-    config = make_config(seed=3, learn_rate=0.02, weight_decay=0.01, z_loss=1e-4)
+    config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.02, weight_decay=0.01, z_loss=1e-4)
     model = make_model(tokenizer.vocab_size)
     course = Course(len(store) * 6, warmup_pairs=48, global_batch=16, start_id=tokenizer.pad_id)
     steps = train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, course)

@@ -243,12 +243,12 @@ def test_promise_7_the_run_directory_tells_what_the_user_set(home, calm):
     assert (begun["world"], begun["global_batch"], begun["epochs"], begun["total_steps"]) == (2, 8, EPOCHS, STEPS)
     assert begun["backend"] == "gloo"
     rates = [line["learn_rate"] for line in journal(calm(2), "train")]
-    assert rates[0] == pytest.approx(2e-2 * 4 / 24)  # the first step's middle, in a warm-up of 3 steps of 8 pairs
-    assert 0.9 * 2e-2 < max(rates) <= 2e-2
+    assert rates[0] == pytest.approx(3e-2 * 4 / 24)  # the first step's middle, in a warm-up of 3 steps of 8 pairs
+    assert 0.9 * 3e-2 < max(rates) <= 3e-2
 
 
 def test_promise_7_ten_times_the_learning_rate_gives_other_weights(home, calm):
-    done = train(home, output_dir="fast", dropout=0.1, learn_rate=0.2)
+    done = train(home, output_dir="fast", dropout=0.1, learn_rate=0.3)
     assert done.codes == [0], done.text
     ours, theirs = (load_file(path / "last" / "model.safetensors") for path in (home / "fast", calm(1)))
     assert all(not torch.equal(ours[name], theirs[name]) for name in theirs)

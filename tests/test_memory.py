@@ -102,7 +102,7 @@ def test_checkpointing_comes_only_where_no_faster_plan_fits_without_it():
 
 def test_what_cannot_fit_is_refused_with_numbers():
     with pytest.raises(NothingFits) as refusal:
-        choose(2, CHATLM)
+        choose(2, CHATLM, optimizer="adamw_rms")
     text = str(refusal.value)
     assert "and 2.00 GiB are there" in text and "optimizer 1.4" in text
     assert "--max_seq_len (now 256)" in text and "--optimizer=adafactor" in text

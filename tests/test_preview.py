@@ -47,9 +47,10 @@ def test_the_second_guide_s_case_fits_its_card_in_one_forward():
 
 def test_what_does_not_fit_a_card_at_one_pair_is_refused_with_the_bytes():
     with pytest.raises(NothingFits, match="optimizer 1.47.*--optimizer=adafactor"):
-        plan(model="chatlm", max_seq_len=512, gpu_memory_limit_gb=4)
-    values = plan(model="chatlm", max_seq_len=512, gpu_memory_limit_gb=4, optimizer="adafactor")
-    assert values["plan"]["predicted_peak_bytes"] < 4 * GIB
+        plan(model="chatlm", max_seq_len=512, gpu_memory_limit_gb=4, optimizer="adamw_rms")
+    for optimizer in ("muon", "adafactor"):
+        values = plan(model="chatlm", max_seq_len=512, gpu_memory_limit_gb=4, optimizer=optimizer)
+        assert values["plan"]["predicted_peak_bytes"] < 4 * GIB
 
 
 def test_a_vocabulary_that_cannot_be_known_is_asked_for(tmp_path, monkeypatch):
