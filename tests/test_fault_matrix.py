@@ -133,4 +133,7 @@ def test_plan_json_tells_what_was_predicted_by_phase_and_what_the_limits_are(hom
     stored = json.loads((calm_dir / "plan.json").read_text())
     assert set(stored["phases"]) == {"load", "first_step", "step", "evaluation", "generation", "save"}
     assert all(phase["predicted"] > 0 for phase in stored["phases"].values())
-    assert stored["micro_batch_tokens"] == 64 and "allocator_limit_bytes" in stored
+    assert stored["micro_batch_tokens"] == 64
+    limits = journal(calm_dir, "start")[0]["memory"]
+    assert limits == dict(cap_bytes=0, outside_bytes=0, foreign_bytes=0, allocator_limit_bytes=None), "none on a CPU"
+    assert limits.items() <= stored.items()
