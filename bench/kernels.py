@@ -126,7 +126,7 @@ def rows_with_mask(tokens, length, heads, causal, device):
         if table is None:
             return torch.zeros_like(hidden, dtype=dtype_on(device)).masked_fill_(hidden, -math.inf)
         bias = relative_position_bias(table, row, MAX_DISTANCE, bidirectional=not causal)
-        return torch.where(hidden, -math.inf, bias.to(dtype_on(device)))
+        return torch.where(hidden, -math.inf, bias.to(dtype_on(device)).contiguous())
 
     return prepare, lambda q, k, v, bias: sdpa(q, k, v, row, heads, bias)
 
@@ -146,7 +146,7 @@ def dense_by_length(tokens, length, heads, causal, device):
         bias = relative_position_bias(table, length, MAX_DISTANCE, bidirectional=not causal).to(dtype_on(device))
         if causal:
             bias = bias.masked_fill(torch.ones(length, length, dtype=torch.bool, device=device).triu(1), -math.inf)
-        return bias[None].expand(tokens // length, heads, length, length)
+        return bias.contiguous()[None].expand(tokens // length, heads, length, length)
 
     return prepare, lambda q, k, v, bias: sdpa(q, k, v, length, heads, bias)
 

@@ -20,16 +20,21 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as train_low_mem.py sets them
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model.attention import has_kernels
 from model.chat_model import TextToTextModel
+from model.device_memory import forget_peak, peak_memory, release_memory
 from model.estimate import FITTED, Constants, Estimate, Lengths, Setting
 from model.feed import Course
 from model.memory import MemoryPlan
 from model.optim import make_optimizer
 from model.ranks import Ranks
+from model.rehearsal import rehearse_update
 from model.step import train_steps
 
 VOCAB_SIZE, CHUNK_TOKENS = 40_960, 2048
@@ -100,20 +105,22 @@ def predict(case, constants=FITTED):
 
 
 def measure(case, device):
-    """Peak reserved bytes of the case's step on `device`, or None where it does not fit."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
+    """(peak reserved, peak allocated) bytes of the case's step on `device`, or None where it does not fit."""
     shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
     with torch.device(device):
         model = TextToTextModel(shape, compute_dtype=getattr(torch, case.dtype))
     model.flat.masters.normal_(std=0.02)
-    config = load_config("pretrain", dict(warmup_steps=0))
+    config = load_config("pretrain", dict(warmup_steps=0, optimizer="adamw_rms"))
     plan = MemoryPlan(2 * case.pairs * case.tokens, CHUNK_TOKENS, case.checkpointing, 0)
     ranks, store = Ranks(0, 1, 0, device, "none", None), OneLength(case.pairs, case.tokens)
-    course = Course(case.pairs, 0, case.pairs, 0)
-    result = next(train_steps(ranks, model, make_optimizer(model, config), store, plan, config, course))
+    course, optimizer = Course(case.pairs, 0, case.pairs, 0), make_optimizer(model, config)
+    rehearse_update(ranks, model, optimizer)
+    release_memory(device)
+    forget_peak(device)
+    result = next(train_steps(ranks, model, optimizer, store, plan, config, course))
     torch.cuda.synchronize(device)
-    return None if result.events or result.micro_batches != 1 else torch.cuda.max_memory_reserved(device)
+    allocated, reserved, _ = peak_memory(device)
+    return None if result.events or result.micro_batches != 1 else (reserved, allocated)
 
 
 def made_up(case, _):
@@ -121,7 +128,7 @@ def made_up(case, _):
     draw = np.random.default_rng(abs(hash(case)) % 2**32)
     others = Constants(kept=1.08, work=1.3, logits=1.5, reserved=1.05, workspace_bytes=3e8)
     measured = int(predict(case, others) * draw.uniform(0.99, 1.01))
-    return measured if measured < LARGEST_BYTES else None
+    return (measured, measured) if measured < LARGEST_BYTES else None
 
 
 def run_shard(shard, num_shards, rehearse):
@@ -137,10 +144,10 @@ def run_shard(shard, num_shards, rehearse):
             print(f"shard {shard}: time is up before {case}", file=sys.stderr, flush=True)
             break
         started = time.monotonic()
-        peak = (made_up if rehearse else measure)(case, device)
+        reserved, allocated = (made_up if rehearse else measure)(case, device) or (None, None)
         gc.collect()
-        seconds = round(time.monotonic() - started, 2)
-        print(json.dumps(asdict(case) | dict(measured_bytes=peak, seconds=seconds)), flush=True)
+        numbers = dict(measured_bytes=reserved, allocated_bytes=allocated)
+        print(json.dumps(asdict(case) | numbers | dict(seconds=round(time.monotonic() - started, 2))), flush=True)
 
 
 def measure_all(rehearse):

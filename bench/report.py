@@ -57,7 +57,7 @@ def table(results):
     """Markdown lines."""
     yield "| " + " | ".join(HEAD) + " |"
     yield "| " + " | ".join("---" for _ in HEAD) + " |"
-    for r in sorted(results, key=lambda r: r["model"] != "tiny" and (r["model"], r["loop"] != "ours", r["name"])):
+    for r in sorted(results, key=lambda r: (r["model"], r["loop"] != "ours", r["name"])):
         kind = f"{LOOPS[r['loop']]} {r['name'].split('/')[2]}"
         if r["problem"]:
             yield f"| {r['model']} | {kind} | {r['pairs'] * r['rounds']} | {r['problem'].replace('|', '/')} | | | | |"

@@ -13,12 +13,9 @@ import numpy as np
 
 from config import T5ModelConfig
 from model.attention import round_up
+from model.optim import BATCH_NUMBERS
 from model.weights import ROWS
 
-STATE_BYTES = dict(
-    adamw_rms=8, adamw=8, adafactor=0, muon=8
-)  # optimizer state, a parameter; Adafactor's is rows and columns
-UPDATE_BYTES = dict(adamw_rms=0, adamw=0, adafactor=4, muon=12)  # temporaries of the update, a parameter
 ANSWERS_A_BATCH = 32  # prompts that are answered together
 
 
@@ -88,6 +85,25 @@ def count_parameters(shape, decoder_only=False):
     return decoder if decoder_only else encoder + decoder + shape.vocab_size * shape.d_model
 
 
+def count_matrix_numbers(shape, decoder_only=False):
+    """Number of weights in the matrices of the layers."""
+    encoder_layers, decoder_layers = 0 if decoder_only else shape.num_layers, shape.num_decoder_layers
+    attention = 4 * shape.d_model * shape.num_heads * shape.d_kv * (encoder_layers + 2 * decoder_layers)
+    return attention + 2 * shape.d_model * shape.d_ff * (encoder_layers + decoder_layers)
+
+
+def optimizer_bytes(setting):
+    """(state, temporaries of an update) of the optimizer."""
+    trained = count_parameters(setting.shape, setting.decoder_only)
+    matrices = count_matrix_numbers(setting.shape, setting.decoder_only)
+    return dict(
+        adamw_rms=(8 * trained, 0),
+        adamw=(8 * trained, 0),
+        adafactor=(0, 4 * trained),  # rows and columns
+        muon=(8 * trained - 4 * matrices, 8 * min(matrices, BATCH_NUMBERS)),
+    )[setting.optimizer]
+
+
 def fixed_bytes(setting):
     """Bytes held from the first step to the last, by part."""
     parameters, trained = count_parameters(setting.shape), count_parameters(setting.shape, setting.decoder_only)
@@ -95,7 +111,7 @@ def fixed_bytes(setting):
         weights=4 * parameters,
         bf16_weights=2 * parameters if setting.number_bytes == 2 else 0,
         gradients=4 * trained,
-        optimizer=STATE_BYTES[setting.optimizer] * trained,
+        optimizer=optimizer_bytes(setting)[0],
         workspaces=int(setting.constants.workspace_bytes),
     )
 
@@ -240,8 +256,7 @@ class Estimate:
         )  # the embedding's gradient, once more
         moments["loss"] += self._chunk_bytes(tokens, chunk_tokens) + table
         moments["embedding"] += table
-        update = UPDATE_BYTES[self.setting.optimizer] * count_parameters(shape, self.setting.decoder_only)
-        moments["update"] = update
+        moments["update"] = optimizer_bytes(self.setting)[1]
         return moments
 
     def peaks(self, micro_batch_tokens, chunk_tokens, checkpointing, answers=ANSWERS_A_BATCH):

@@ -18,13 +18,14 @@ SITES = (
     "preflight", "forward", "loss", "backward_first", "backward", "reduce", "optimizer", "update", "evaluate",
     "generate", "save",
 )  # fmt: skip
-ERRORS = {
+ERRORS = {  # real: the allocator's own, for more than any machine has
     "oom": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.23 GiB (injected)"),
     "cublas": lambda: RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle) (injected)"
     ),
     "cudnn": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED (injected)"),
     "nccl": lambda: RuntimeError("NCCL error: unhandled cuda error, Cuda failure 'out of memory' (injected)"),
+    "real": lambda: torch.empty(2**50, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu"),
     "cpu": lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes (injected)"),
     "enospc": lambda: OSError(errno.ENOSPC, "No space left on device (injected)"),
     "eio": lambda: OSError(errno.EIO, "Input/output error (injected)"),

@@ -16,7 +16,9 @@ class StepGraphs:
     def __init__(self, model, rooms):
         self.model, self.rooms = model, rooms
         self.scale = torch.zeros((), device=model.flat.loss.device)
-        self.stream = torch.cuda.Stream()  # one: cuBLAS keeps a workspace for each
+        # the current one where it will do: cuBLAS keeps a workspace for each
+        here, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+        self.stream = torch.cuda.Stream() if here == default else here
         self.clear()
 
     def clear(self):

@@ -2,12 +2,14 @@
 
 import functools
 import math
+from itertools import groupby
 
 import torch
 
 from model.weights import runs_kernels
 
 RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): a tensor near zero still moves
+BATCH_NUMBERS = 2**24  # of matrices that Muon works on together: its temporaries take 8 bytes a number
 
 
 class RMSScaledAdamW(torch.optim.Optimizer):
@@ -87,20 +89,23 @@ class Muon(torch.optim.Optimizer):
 
     The direction of a matrix is its momentum with all singular values near 1 (Jordan et al. 2024,
     github.com/KellerJordan/Muon), times 0.2 sqrt(longer side), which gives it the spread of Adam's (Liu et al. 2025,
-    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as RMSScaledAdamW. Matrices of one shape are one batch.
+    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as RMSScaledAdamW. Those of one shape are one batch.
     """
 
     def __init__(self, flat, lr, momentum=0.95, weight_decay=0.0):
         super().__init__(flat.trained, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.rest = RMSScaledAdamW(flat, lr, weight_decay=weight_decay, num_params=flat.num_others)
-        self.gradients = flat.gradients[len(self.rest.gradients) :]
+        start, sizes = len(self.rest.gradients), flat.trained_sizes[flat.num_others :]
+        self.gradients = flat.gradients[start:]
+        self.weights = flat.masters[start : start + len(self.gradients)]
         self.momenta = torch.zeros_like(self.gradients)
-        sizes, matrices = flat.trained_sizes[flat.num_others :], flat.trained[flat.num_others :]
-        self.by_shape = {}
+        matrices = flat.trained[flat.num_others :]
         for p, momentum_view in zip(matrices, self.momenta.split(sizes), strict=True):
             self.state[p] = dict(momentum=momentum_view.view(p.shape))
-            self.by_shape.setdefault(p.shape, []).append(p)
         self.state |= self.rest.state
+        self.batches = [
+            batch for shape, same in groupby(p.shape for p in matrices) for batch in _batches(len(list(same)), *shape)
+        ]
 
     def load_state_dict(self, state_dict):
         """Read a state into the flat tensors."""
@@ -117,23 +122,37 @@ class Muon(torch.optim.Optimizer):
         self.rest.step(scale)
         gradients = self.gradients if scale is None else scale_(self.gradients, scale)
         self.momenta.mul_(momentum).add_(gradients)
-        for shape, matrices in self.by_shape.items():
-            ahead = [p.grad + momentum * self.state[p]["momentum"] for p in matrices]  # Nesterov's
-            spread = 0.2 * max(shape) ** 0.5 * torch.stack(torch._foreach_norm(matrices)).div(shape.numel() ** 0.5)
-            factors = spread.clamp(min=0.2 * max(shape) ** 0.5 * RMS_FLOOR) * -rate
-            torch._foreach_mul_(matrices, 1 - rate * group["weight_decay"])
-            torch._foreach_add_(matrices, list((orthogonal(torch.stack(ahead)) * factors[:, None, None]).unbind()))
+        ahead = gradients.add_(self.momenta, alpha=momentum)  # Nesterov's
+        sizes = [math.prod(batch) for batch in self.batches]
+        for batch, weights, direction in zip(self.batches, self.weights.split(sizes), ahead.split(sizes), strict=True):
+            self.turn(weights.view(batch), direction.view(batch), rate, group["weight_decay"])
+
+    def turn(self, weights_BMN, ahead_BMN, rate, weight_decay):
+        """Move matrices of one shape along the direction of `ahead_BMN`."""
+        _, m, n = weights_BMN.shape
+        rms = weights_BMN.norm(dim=(1, 2)) / (m * n) ** 0.5
+        factors = rms.clamp(min=RMS_FLOOR) * (-0.2 * max(m, n) ** 0.5 * rate)
+        weights_BMN.mul_(1 - rate * weight_decay).add_(orthogonal(ahead_BMN) * factors[:, None, None])
+
+
+def _batches(count, m, n):
+    """(B, m, n) of batches of at most BATCH_NUMBERS numbers that `count` matrices of m * n fall into."""
+    largest = max(BATCH_NUMBERS // (m * n), 1)
+    return [(min(largest, count - first), m, n) for first in range(0, count, largest)]
 
 
 def orthogonal(matrices_BMN):
-    """`matrices_BMN` with singular values near 1: five steps of the Newton-Schulz iteration with Jordan's factors."""
+    """`matrices_BMN` with singular values near 1, in bf16 on a GPU.
+
+    Five steps of the Newton-Schulz iteration with Jordan's factors.
+    """
     x = matrices_BMN.mT if matrices_BMN.shape[1] > matrices_BMN.shape[2] else matrices_BMN
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)
     x = x.bfloat16() if x.is_cuda else x
     for _ in range(5):
         gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return (x.mT if matrices_BMN.shape[1] > matrices_BMN.shape[2] else x).to(matrices_BMN.dtype)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if matrices_BMN.shape[1] > matrices_BMN.shape[2] else x
 
 
 STATE_FIELDS = {  # what each optimizer remembers of its weights

@@ -129,7 +129,7 @@ def _levers(config, shape, dtype, lengths, share_pairs, machine, plan):
     rows = [(f"chunk of {size} targets", config, (tokens, size, checkpointing)) for size in CHUNKS]
     rows += [(f"micro-batch of {tokens * k // 4}", config, (tokens * k // 4, chunk, checkpointing)) for k in (2, 8)]
     rows += [(f"gradient checkpointing {again}", config, (tokens, chunk, again)) for again in (False, True)]
-    for optimizer in ("adamw_rms", "adafactor"):
+    for optimizer in ("muon", "adamw_rms", "adafactor"):
         rows.append((f"optimizer {optimizer}", replace(config, optimizer=optimizer), plan.cutting))
     levers = []
     for name, changed, cutting in rows:

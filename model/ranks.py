@@ -66,6 +66,7 @@ def start_ranks(backend="auto", timeout_s=600):
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)  # alone, accelerate leaves the index out
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())  # steps cannot be recorded on the default one
     side, patient = (
         dist.new_group(backend="gloo", timeout=limit) if real > 1 else None for limit in (timeout, PATIENCE)
     )

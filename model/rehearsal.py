@@ -136,6 +136,7 @@ def _step_peak(run, plan, share_pairs):
     ids = worst_examples(store.lengths, plan.micro_batch_tokens, share_pairs)
     targets, tokens = int(store.lengths[ids, 1].sum(dtype=np.int64)), int(store.lengths[ids].sum(dtype=np.int64))
     work = Work(0, 1, ids, tokens, targets, 0.0, run.course.start_id, ((ranks.rank, ids),))
+    release_memory(ranks.device)  # what loading left behind
     torch.cuda.reset_peak_memory_stats(ranks.device)
     attempt = attempt_gradients(ranks, model, store, replace(plan, graphs=False), run.config, work)
     peak = torch.cuda.max_memory_reserved(ranks.device)

@@ -18,11 +18,13 @@ class FlatWeights:
 
     Each parameter has `.grad`, None only while it is not trained, and `.copy`, its value in the compute dtype as of
     the last `refresh`. `vocabulary` is the parameter whose rows are padded with zeros. Masters and gradients have the
-    same layout: the trained weights stand first, the `matrices` of the layers behind the `others`.
+    same layout: the trained weights stand first, the `matrices` of the layers behind the `others`, those of one shape
+    one after the other.
     """
 
     def __init__(self, others, matrices, vocabulary, compute_dtype):
-        params = sorted([*others, *matrices], key=lambda p: not p.requires_grad)
+        by_shape = sorted(matrices, key=lambda p: p.shape)
+        params = sorted([*others, *by_shape], key=lambda p: not p.requires_grad)
         sizes = [_padded(len(p)) * p.shape[1] if p is vocabulary else p.numel() for p in params]
         self.trained = [p for p in params if p.requires_grad]
         self.trained_sizes = sizes[: len(self.trained)]

@@ -120,7 +120,7 @@ def _context():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train_low_mem", "tests.ranks"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))  # the warm parent does not know pytest's path
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # the warm parent does not know pytest's path
         forkserver.ensure_running()
     return context
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from config import MODELS, T5ModelConfig
+from config import MODELS, T5ModelConfig, load_config
 from model.attention import make_layout, round_up
 from model.batches import MicroBatch, cut
+from model.chat_model import TextToTextModel
 from model.estimate import (
     Estimate,
     Setting,
@@ -14,8 +15,10 @@ from model.estimate import (
     count_parameters,
     fixed_bytes,
     histogram,
+    optimizer_bytes,
     step_moments,
 )
+from model.optim import make_optimizer
 from tests.parts import make_model
 
 TINY = T5ModelConfig(**MODELS["tiny"], vocab_size=500)
@@ -120,6 +123,19 @@ def test_the_fixed_part_is_weights_gradients_optimizer_and_the_bf16_copy():
     assert fixed_bytes(BF16) | dict(workspaces=0) == dict(
         weights=4 * count, bf16_weights=2 * count, gradients=4 * count, optimizer=8 * count, workspaces=0
     )
+
+
+@pytest.mark.parametrize("name", ("adamw_rms", "muon"))
+@pytest.mark.parametrize("decoder_only", (False, True))
+def test_the_state_that_is_counted_is_what_the_optimizer_holds(name, decoder_only):
+    shape = T5ModelConfig(d_model=64, d_ff=128, num_heads=3, d_kv=16, num_layers=2, num_decoder_layers=3, vocab_size=64)
+    model = TextToTextModel(shape)
+    if decoder_only:
+        model.freeze_all_but_decoder()
+    optimizer = make_optimizer(model, load_config("pretrain", dict(optimizer=name)))
+    held = sum(t.nbytes for fields in optimizer.state.values() for t in fields.values() if t.numel() > 1)
+    counted, _ = optimizer_bytes(Setting(shape, 4, False, name, decoder_only=decoder_only))
+    assert counted == held
 
 
 def test_every_phase_has_a_peak_and_loading_is_the_smallest():

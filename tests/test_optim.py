@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from model import optim
 from model.batches import collate
 from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.optim import RMSScaledAdamW, check_adafactor_rate, learn_rate_at, make_optimizer, orthogonal, update
@@ -195,6 +196,14 @@ def test_muon_moves_a_matrix_along_its_momentum_with_even_singular_values():
             values = torch.diag(left.T @ other @ right.T)
             assert 0.5 < values.min() and values.max() < 1.5
             torch.testing.assert_close(left @ torch.diag(values) @ right, other, rtol=0, atol=1e-4)
+
+
+def test_muon_turns_the_same_way_however_many_matrices_it_works_on_together(monkeypatch, store, tokenizer):
+    together = weights_after(store, tokenizer, "muon", num_steps=3, rate=1e-2)
+    monkeypatch.setattr(optim, "BATCH_NUMBERS", 1)
+    alone = weights_after(store, tokenizer, "muon", num_steps=3, rate=1e-2)
+    for key in together:
+        torch.testing.assert_close(alone[key], together[key], rtol=1e-4, atol=1e-6)
 
 
 def test_muon_changes_every_weight_by_about_the_rate_times_its_size(model, store):
