@@ -44,7 +44,7 @@ from model.step import TornUpdate, confirm, train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
 LOGS_DIR = "logs"
-TORN_UPDATES = 3  # in a row, before the run gives up
+TORN_UPDATES = 3  # in a row without a checkpoint between, before the run gives up
 OURS = (Path(__file__).resolve().parent, Path(__file__).resolve().parent / "model")
 
 
@@ -67,13 +67,15 @@ def train(*stray, **options):
         if vote(ranks, stop_asked())[0]:
             raise KeyboardInterrupt
         training_begins()
-        for _ in range(TORN_UPDATES):
+        torn = 0
+        while torn < TORN_UPDATES:
             if train_from(run, request, state, plan):
                 return
-            run = None  # the next one needs its memory
+            run, began = None, state.step  # the next one needs the memory
             release_memory(ranks.device)
             saved = from_main(ranks, lambda: bool(checkpoint_paths(config.output_dir)))
             run, state, plan = prepare_run(ranks, config, request.given, saved)
+            torn = torn + 1 if state.step == began else 1
     raise RuntimeError(f"memory ran out in {TORN_UPDATES} updates, each time after going back to the checkpoint")
 
 

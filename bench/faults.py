@@ -25,7 +25,7 @@ from tests.trials import tell, write_section
 
 STEPS = 12
 SITES = dict(
-    forward=1, loss=2, backward_first=3, backward=4, reduce=5, evaluate=6, save=7, optimizer=9, generate=12
+    forward=1, loss=2, backward_first=3, backward=4, reduce=5, evaluate=6, save=7, optimizer=9, update=10, generate=12
 )  # site: step
 RANKS, KINDS = ("0", "last", "all"), ("real", "oom", "cublas", "cudnn", "nccl", "cpu")
 HANG_SECONDS = 60

@@ -1,8 +1,8 @@
 """Named places where a test can make a run fail for real. No cost when CHAT_FAULT is unset.
 
-CHAT_FAULT=site:rank:step:kind[:count], several separated by commas. `site` is one of SITES, `rank` a number,
-last or all, `step` the optimizer step being attempted (from 1; at the site preflight the attempt), `kind` one of KINDS.
-A fault fires `count` times (1) and is spent.
+CHAT_FAULT=site:rank:step:kind[:count], several separated by commas. `site` is one of SITES (optimizer: before the first
+weight is written, update: after the last), `rank` a number, last or all, `step` the optimizer step being attempted
+(from 1; at the site preflight the attempt), `kind` one of KINDS. A fault fires `count` times (1) and is spent.
 """
 
 import errno
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 SITES = (
-    "preflight", "forward", "loss", "backward_first", "backward", "reduce", "optimizer", "evaluate", "generate", "save",
+    "preflight", "forward", "loss", "backward_first", "backward", "reduce", "optimizer", "update", "evaluate",
+    "generate", "save",
 )  # fmt: skip
 ERRORS = {  # real: the allocator's own, for more than any machine has
     "oom": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.23 GiB (injected)"),

@@ -21,7 +21,7 @@ CHUNKS_A_STEP = 8  # at least, down to 512 target tokens
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # beyond this a GPU gains nothing
 GROW_AFTER_STEPS = 100  # without an out of memory; each one that shrinks the plan doubles it
-GATES_GB = dict(model=2.5, optimizer=2.0)  # GiB that the guides want free after a stage
+GATES_GB = dict(start=3.0, model=2.5, optimizer=2.0, ready=1.5)  # GiB that the guides want free at each stage
 # What a forward costs beyond its tokens, in tokens; what a chunk costs beyond its rows, in rows; a second forward.
 FORWARD_OVERHEAD_TOKENS, CHUNK_OVERHEAD_TOKENS, CHECKPOINTING_FACTOR = 1500, 32, 1.3
 
@@ -225,15 +225,24 @@ def cleanup_gpu_memory():
     return before - monitor_gpu_memory().get("reserved_bytes", 0)
 
 
-def check_memory_safety(required_memory_gb=2.0, free_bytes=None, planned_bytes=None):
+def check_gates(free, planned_bytes):
+    """Warn of each stage of GATES_GB with less free than the guides want; `free`: bytes by stage, None without GPU."""
+    for stage, count in free.items():
+        if count is not None:
+            check_memory_safety(GATES_GB[stage], count, planned_bytes, f"stage {stage}: ")
+
+
+def check_memory_safety(required_memory_gb=2.0, free_bytes=None, planned_bytes=None, where=""):
     """True when `required_memory_gb` GiB are free on the current GPU (or `free_bytes` are that much), else a warning.
 
-    The warning says what the plan still needs, where `planned_bytes` is known. True without a GPU.
+    The warning begins with `where` and says what the plan needs in all, where `planned_bytes` is known. True without a
+    GPU.
     """
     if free_bytes is None:
         free_bytes = monitor_gpu_memory().get("free_bytes")
     if free_bytes is None or free_bytes >= required_memory_gb * 2**30:
         return True
     planned = "" if planned_bytes is None else f"; the plan's peak is {planned_bytes / 2**30:.2f} GiB in all"
-    LOGGER.warning("%.2f GiB of GPU memory are free, below %.1f%s", free_bytes / 2**30, required_memory_gb, planned)
+    free = f"{where}{free_bytes / 2**30:.2f} GiB of GPU memory are free"
+    LOGGER.warning("%s, below %.1f%s", free, required_memory_gb, planned)
     return False

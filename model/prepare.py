@@ -15,7 +15,7 @@ from model.device_memory import foreign_bytes, limit_memory, outside_bytes
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, load_into, load_weights
 from model.feed import Course
-from model.memory import GATES_GB, MemoryPlan, check_memory_safety, free_bytes
+from model.memory import MemoryPlan, check_gates, free_bytes
 from model.optim import check_adafactor_rate, make_optimizer
 from model.ranks import Ranks, agree, broadcast, local_main_first
 from model.rehearsal import plan_run, rehearse_update
@@ -60,6 +60,7 @@ def prepare_run(ranks, config, given, resumed):
     """
     set_numerics(config, ranks.device)
     foreign = set_memory_limit(config, ranks.device)
+    free = dict(start=free_bytes())
     batch = global_batch(config, ranks.world_size, given)
     model_config(config.model)  # a model that cannot be read is refused before hours of tokenising
     found = _newest_checkpoint(ranks, config) if resumed else None
@@ -71,7 +72,7 @@ def prepare_run(ranks, config, given, resumed):
     if shape and "model" in given:
         _check_same_shape(shape, config)
     model = make_model(ranks, config, tokenizer, weights, shape)
-    free = dict(model=free_bytes())
+    free["model"] = free_bytes()
     optimizer = make_optimizer(model, config)
     free["optimizer"] = free_bytes()
     rehearse_update(ranks, model, optimizer)
@@ -87,9 +88,7 @@ def prepare_run(ranks, config, given, resumed):
         check_adafactor_rate(config, course.warmup_pairs, course.total_pairs, batch)
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
     plan, memory = plan_run(run, MemoryPlan(**state.plan) if state.plan else None, foreign)
-    for stage, count in free.items():
-        if count is not None:
-            check_memory_safety(GATES_GB[stage], count, plan.predicted_peak_bytes)
+    check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
     growth = state.growth if state.plan == asdict(plan) else None
     return replace(run, memory=memory), replace(state, plan=asdict(plan), growth=growth), plan
 

@@ -25,6 +25,7 @@ OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
 GIB = 2**30
 COLLECTIVE_BYTES = 400 * 2**20  # NCCL's buffers on each GPU of several
 HOST_BYTES = dict(cuda=int(2.2 * GIB), cpu=int(0.6 * GIB))  # of a process: Python, torch, the GPU's libraries
+MANY_PAIRS = 10**6
 SHM_BYTES = 64 * 2**20  # of one rank's NCCL channels in /dev/shm
 
 
@@ -73,7 +74,9 @@ def preview(config, given, num_processes=0, vocab_size=0):
     plan = choose_plan(config, estimate, share_pairs, machine.usable_bytes)
     tokens = plan.micro_batch_tokens
     tokens = min(tokens, share_pairs * lengths.longest)
-    slope = 2 * (estimate.step_peak(*plan.cutting) - estimate.step_peak(tokens // 2, *plan.cutting[1:])) / tokens
+    # a share of few pairs never fills two forwards of the planned size: the slope is that of many
+    filled = make_estimate(config, shape, dtype, lengths, MANY_PAIRS, device)
+    slope = (filled.step_peak(2 * tokens, *plan.cutting[1:]) - filled.step_peak(tokens, *plan.cutting[1:])) / tokens
     return dict(
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
         parameters=count_parameters(shape), dtype=str(dtype).removeprefix("torch."),

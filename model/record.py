@@ -32,7 +32,7 @@ def begin(run, journal, request, state, plan):
         dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
         tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
         global_batch=run.course.global_batch, total_pairs=run.course.total_pairs, epochs=config.epochs,
-        total_steps=run.total_steps(state),
+        total_steps=run.total_steps(state), memory={k: v for k, v in run.memory.items() if k != "phases"},
     )  # fmt: skip
     forget_peak(ranks.device)
     journal.write("resume", step=state.step, pairs_seen=state.pairs_seen)

@@ -12,7 +12,7 @@ import torch
 
 from model.attempt import Outcome, attempt_gradients
 from model.batches import collate
-from model.device_memory import limit_memory, outside_bytes, release_memory
+from model.device_memory import limit_memory, memory_cap, outside_bytes, release_memory
 from model.estimate import histogram
 from model.evaluate import answer, answering, evaluating
 from model.exact import NUM_SHARDS
@@ -82,7 +82,10 @@ def plan_run(run, kept, foreign):
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
     predicted = estimate.peaks(*plan.cutting)
     phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}
-    return plan, dict(phases=phases, outside_bytes=outside, foreign_bytes=foreign, allocator_limit_bytes=usable)
+    return plan, dict(
+        phases=phases, cap_bytes=memory_cap(device, config.gpu_memory_limit_gb), outside_bytes=outside,
+        foreign_bytes=foreign, allocator_limit_bytes=usable,
+    )  # fmt: skip
 
 
 def _still_asked_for(kept, config, estimate, usable_bytes):

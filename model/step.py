@@ -179,4 +179,5 @@ def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
     finite = torch.isfinite(norm)
     faults.fire("optimizer", work.step)
     update(optimizer, flat.gradients, torch.where(finite, work.learn_rate, 0.0), torch.where(finite, scale, 0.0))
+    faults.fire("update", work.step)
     return "", norm

@@ -35,8 +35,8 @@ def write_parquet(path, pairs):
     return path
 
 
-def make_model(vocab_size, seed=1, **options):
-    return TextToTextModel(T5ModelConfig(**SHAPE, vocab_size=vocab_size), **options).initialise(seed)
+def make_model(vocab_size, seed=1, shape=SHAPE, **options):
+    return TextToTextModel(T5ModelConfig(**shape, vocab_size=vocab_size), **options).initialise(seed)
 
 
 def make_config(**options):

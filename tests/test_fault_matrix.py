@@ -1,12 +1,20 @@
 """Out of memory at every site of a run, on the CPU. All names, ranks and worlds: python -m bench.faults."""
 
+import ctypes
 import functools
+import gc
 import json
+import os
 
 import pytest
+import torch
 
-from bench.faults import RANKS, SITES, calm_run, faulty_run
-from tests.tiny import journal, train
+import train_low_mem
+from bench.faults import RANKS, SITES, calm_run, checks, faulty_run, options
+from model import step
+from model.device_memory import release_memory
+from model.memory import monitor_gpu_memory
+from tests.tiny import journal, start, train, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +30,96 @@ def test_promise_4_out_of_memory_at_every_site_on_any_rank_changes_no_bit(home, 
         assert len(record["sites"]) == len(SITES) - (rank == "last"), record
 
 
+def tear_the_fifth_update(words):
+    """`main`; memory runs out on rank 1 in its fifth update, when half of its weights and all its state are written."""
+    update, calls = step.update, []
+
+    def torn(optimizer, *args):
+        calls.append(True)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in params]
+        update(optimizer, *args)
+        if len(calls) == 5 and os.environ["RANK"] == "1":
+            with torch.no_grad():
+                for p, old in list(zip(params, before, strict=True))[len(params) // 2 :]:
+                    p.copy_(old)
+            raise torch.OutOfMemoryError("CUDA out of memory, in the middle of an update")
+
+    step.update = torn
+    return train_low_mem.main(words)
+
+
+def test_promise_4_an_update_torn_on_one_rank_sends_all_back_to_the_checkpoint(home, calm):
+    calm_dir, _ = calm(2)
+    given = options(2) | dict(output_dir="torn", save_steps=3)
+    done = wait_for(start(home, 2, function=tear_the_fifth_update, **given), home)
+    assert done.codes == [0, 0], done.text
+    assert "rank 1 ran out of memory in the update of step 5: going back to the checkpoint" in done.text
+    assert [line["step"] for line in journal(home / "torn", "resume")] == [0, 3]
+    held = checks(home / "torn", calm_dir)
+    assert all(held.values()), held
+
+
+def test_updates_torn_one_after_another_end_the_run_only_where_no_checkpoint_came_between(home):
+    far = ",".join(f"update:0:{number}:oom" for number in (2, 4, 6, 8))
+    done = train(home, 1, far, output_dir="far")
+    assert done.codes == [0], done.text
+    done = train(home, 1, "update:0:4:oom:9", output_dir="near")
+    assert done.codes == [1] and "memory ran out in 3 updates" in done.text
+
+
+STEP_SITES = ("forward", "loss", "backward_first", "backward", "reduce", "optimizer", "update")
+WIDE = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1)
+
+
+def weigh_after_each_step(words):
+    """`main`, which writes to memory.jsonl what this process holds after each step, its caches given back."""
+    gc.freeze()  # all that is imported: a collection takes milliseconds then
+    write_events = train_low_mem.write_events
+
+    def weigh(run, journal, samples, result):
+        write_events(run, journal, samples, result)
+        release_memory(run.ranks.device)
+        ctypes.CDLL(None).malloc_trim(0)
+        with open("/proc/self/status") as status, open("memory.jsonl", "a") as out:
+            host = next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+            gpu = monitor_gpu_memory()
+            out.write(json.dumps(dict(step=result.step, host=host) | gpu) + "\n")
+
+    train_low_mem.write_events = weigh
+    return train_low_mem.main(words)
+
+
+def held_around_100_events(home, run_dir, **changes):
+    """What a run held before the first and after the last of 100 out of memories, and the bytes of one gradient."""
+    (home / "wide.json").write_text(json.dumps(WIDE))
+    sites = {number: (STEP_SITES[number % 7], "evaluate", "evaluate", "generate", "save") for number in range(7, 27)}
+    faults = [f"{site}:0:{number}:oom" for number, names in sites.items() for site in names]
+    given = dict(
+        model="wide.json", epochs=5, micro_batch_tokens=64, eval_steps=1, bleu_pairs=2, max_new_tokens=4,
+        output_dir=run_dir,
+    )  # fmt: skip
+    done = wait_for(start(home, 1, ",".join(faults), function=weigh_after_each_step, **given | changes), home, 240)
+    assert done.codes == [0] and done.text.count(":oom fires") == 100, done.text
+    lines = [json.loads(line) for line in (home / "memory.jsonl").read_text().splitlines()]
+    (home / "memory.jsonl").unlink()
+    before = next(line for line in lines if line["step"] == 6)
+    return before, lines[-1], 4 * journal(home / run_dir, "start")[0]["parameters"]
+
+
+def test_promise_4_a_process_holds_after_100_out_of_memories_what_it_held_before(home):
+    before, after, gradient_bytes = held_around_100_events(home, "hundred", env=dict(CUDA_VISIBLE_DEVICES=""))
+    grown = after["host"] - before["host"]
+    assert grown < gradient_bytes < 0.02 * before["host"], f"{grown / 2**20:.2f} MiB more than {before}"
+
+
+@pytest.mark.gpu
+def test_promise_4_a_gpu_holds_after_100_out_of_memories_what_it_held_before(home):
+    before, after, _ = held_around_100_events(home, "hundred_gpu")
+    for what in ("allocated_bytes", "reserved_bytes"):
+        assert after[what] <= 1.02 * before[what], (what, before, after)
+
+
 def test_a_step_that_never_fits_ends_the_run_with_a_checkpoint_and_the_reason(home):
     done = train(home, 2, "forward:last:3:oom:1000", output_dir="never")
     assert done.codes == [1, 1], done.text
@@ -35,4 +133,7 @@ def test_plan_json_tells_what_was_predicted_by_phase_and_what_the_limits_are(hom
     stored = json.loads((calm_dir / "plan.json").read_text())
     assert set(stored["phases"]) == {"load", "first_step", "step", "evaluation", "generation", "save"}
     assert all(phase["predicted"] > 0 for phase in stored["phases"].values())
-    assert stored["micro_batch_tokens"] == 64 and "allocator_limit_bytes" in stored
+    assert stored["micro_batch_tokens"] == 64
+    limits = journal(calm_dir, "start")[0]["memory"]
+    assert limits == dict(cap_bytes=0, outside_bytes=0, foreign_bytes=0, allocator_limit_bytes=None), "none on a CPU"
+    assert limits.items() <= stored.items()

@@ -1,5 +1,6 @@
 import errno
 import logging
+import re
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from config import MODELS, T5ModelConfig
+from model import prepare
 from model.device_memory import limit_memory, outside_bytes
 from model.estimate import histogram
 from model.faults import ERRORS
@@ -28,6 +30,8 @@ from model.memory import (
     time_factor,
 )
 from tests.parts import make_config
+from tests.tiny import start, wait_for
+from train_low_mem import main
 
 GIB = 2**30
 SMALL = T5ModelConfig(**MODELS["small"], vocab_size=8192)
@@ -209,3 +213,16 @@ def test_too_little_free_memory_is_a_warning_with_the_plan_s_figure(caplog, monk
     assert check_memory_safety(2.0, free_bytes=3 * GIB)
     assert not check_memory_safety(2.0, free_bytes=GIB, planned_bytes=int(0.5 * GIB))
     assert "1.00 GiB of GPU memory are free, below 2.0; the plan's peak is 0.50 GiB" in caplog.text
+
+
+def prepare_with_little_free(words):
+    """`main` on a card that has 1.25 GiB free whenever it is asked."""
+    prepare.free_bytes = lambda: int(1.25 * GIB)
+    return main(words)
+
+
+def test_a_run_warns_of_each_stage_at_which_less_is_free_than_the_guides_want(home):
+    processes = start(home, 1, function=prepare_with_little_free, output_dir="gates", epochs=1)
+    done = wait_for(processes, home)
+    warnings = re.findall(r"stage (\w+): 1.25 GiB of GPU memory are free, below (.*); the plan's peak is", done.text)
+    assert warnings == [("start", "3.0"), ("model", "2.5"), ("optimizer", "2.0"), ("ready", "1.5")], done.text

@@ -1,4 +1,5 @@
 import json
+import random
 
 import pytest
 
@@ -9,8 +10,8 @@ from model.memory import NothingFits
 from model.pairs import read_pairs
 from model.prepare import TOKENIZER_DIR, TOKENS_DIR
 from model.preview import answer, preview, table
-from model.tokenizer import load_tokenizer
-from tests.tiny import furnish
+from model.tokenizer import PROBE, load_tokenizer
+from tests.tiny import furnish, write_pairs
 
 GIB = 2**30
 
@@ -35,6 +36,16 @@ def plan(num_processes=1, vocab_size=40_960, **options):
 def test_the_block_of_logits_of_an_ordinary_trainer_is_that_of_the_guides(pairs, tokens, vocab_size, text):
     values = plan(vocab_size=vocab_size, batch_size_per_gpu=pairs, max_seq_len=tokens, gpu_memory_limit_gb=20)
     assert text in table(values)
+
+
+def test_what_a_packed_token_takes_does_not_depend_on_the_pairs_of_a_step(home):
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(PROBE, k=draw.randint(4, 40))) for _ in range(6000)]
+    write_pairs(home / "tail.jsonl", [*texts, "长" * 400, "长" * 400])
+    given = dict(train_file="tail.jsonl", gpu_memory_limit_gb=20)
+    for model, kib in (("small", 60), ("chatlm", 150)):
+        counts = [plan(model=model, batch_size_per_gpu=pairs, **given)["bytes_per_token"] for pairs in (2, 8, 32)]
+        assert kib * 1024 < min(counts) and max(counts) < 1.2 * min(counts), counts
 
 
 def test_the_second_guide_s_case_fits_its_card_in_one_forward():

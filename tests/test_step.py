@@ -11,18 +11,19 @@ from model.memory import MemoryPlan
 from model.optim import make_optimizer
 from model.spikes import MAX_SKIPPED_STEPS
 from model.step import train_steps
-from tests.parts import ALONE, PLAN, farthest, gradients_of, make_config, make_model
+from tests.parts import ALONE, PLAN, SHAPE, farthest, gradients_of, make_config, make_model
+from tests.tiny import SHAPE as TINY
 
 BATCH = 16
 WHOLE = MemoryPlan(10**6, 10**4, False, 0)
 
 
-def start(store, tokenizer, plan=PLAN, fault="", monkeypatch=None, epochs=1, trainable="all", **options):
+def start(store, tokenizer, plan=PLAN, fault="", monkeypatch=None, epochs=1, trainable="all", shape=SHAPE, **options):
     """(model, the generator of its training steps)."""
     if monkeypatch:
         monkeypatch.setattr(faults, "_faults", faults.parse_faults(fault))
     config = make_config(seed=3, learn_rate=0.01, **options)
-    model = make_model(tokenizer.vocab_size, dropout=config.dropout)
+    model = make_model(tokenizer.vocab_size, shape=shape, dropout=config.dropout)
     if trainable == "decoder":
         model.freeze_all_but_decoder()
     course = Course(len(store) * epochs, 0, BATCH, tokenizer.pad_id)
@@ -139,6 +140,27 @@ def test_a_step_that_runs_out_of_memory_again_is_done_with_smaller_plans(store, 
     assert len(result.ids) == BATCH
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_promise_4_a_step_that_shrinks_the_plan_keeps_its_gradient_and_the_losses_of_the_next_200(
+    store, tokenizer, monkeypatch
+):
+    step, more, plan = 5, 200, replace(WHOLE, micro_batch_tokens=2000)
+    runs = []
+    for fault in ("", f"reduce:0:{step}:oom:2"):
+        model, steps = start(store, tokenizer, plan, fault, monkeypatch, epochs=60, shape=TINY)
+        results = [next(steps) for _ in range(step)]
+        gradients = gradients_of(model)
+        runs.append((gradients, results + [next(steps) for _ in range(more)]))
+    (expected_gradients, calm), (gradients, shrunk) = runs
+    assert farthest(gradients, expected_gradients) <= 1e-5
+    assert calm[step - 1].micro_batches == 1 and shrunk[step - 1].micro_batches > 1
+    assert {result.plan.micro_batch_tokens for result in shrunk[step - 1 : -1]} == {1000}
+    for expected, result in zip(calm, shrunk, strict=True):
+        assert (result.step, result.ids, result.learn_rate) == (expected.step, expected.ids, expected.learn_rate)
+        assert result.loss.item() == pytest.approx(expected.loss.item(), rel=1e-2)
+    assert calm[-1].loss < 0.8 * calm[0].loss
+    assert any(not torch.equal(one.loss, other.loss) for one, other in zip(calm, shrunk, strict=True))
 
 
 def test_out_of_memory_with_the_smallest_plan_is_said_and_not_tried_for_ever(store, tokenizer, monkeypatch):

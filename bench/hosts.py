@@ -1,0 +1,115 @@
+"""Host memory of a run on two processes, tokenising included: does it fit beside a desktop in 16 GB?
+
+    python -m bench.hosts --train_file FILE.parquet [--pairs 200000] [--model small] [--seconds 60] [--any_field=value]
+
+Makes a file of so many pairs out of the given one (columns prompt and response), each copy of a pair turned at another
+character, starts the run under accelerate launch in a folder where nothing is tokenised yet, and stops it after so many
+seconds of training, with evaluations, answers and checkpoints in them. Every 0.2 s the proportional set sizes of the
+launcher and all its descendants are summed: a page that several processes share counts once. Prints one JSON line;
+exit code 1 above LIMIT_GIB.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from model.tokenizer import train_tokenizer
+from tests.ranks import launch, launcher, wait_for_launch
+from tests.tiny import journal
+from tests.trials import hardware, tell
+
+LIMIT_GIB = 7.0
+SAMPLE_SECONDS = 0.2
+TOKENIZER_PAIRS = 20_000
+OPTIONS = dict(
+    output_dir="run", train_file="train.parquet", validation_file="valid.parquet", epochs=1000, eval_steps=20,
+    save_seconds=10, bleu_pairs=20, max_new_tokens=32,
+)  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--train_file", required=True)
+    parser.add_argument("--pairs", type=int, default=200_000)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--vocab_size", type=int, default=30_000)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--seconds", type=float, default=60, help="of training")
+    given, options = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        furnish(home, Path(given.train_file), given.pairs, given.vocab_size)
+        words = [f"--{name}={value}" for name, value in (OPTIONS | dict(model=given.model)).items()] + options
+        process = launch([*launcher("accelerate", given.processes), "train", *words], home)
+        phases = watch(process, home / "run" / "metrics.jsonl", given.seconds)
+        _, text = wait_for_launch(process, home)  # a launcher's exit code is 1 after a stop, too
+        stopped = "training" in phases and [line["reason"] for line in journal(home / "run", "stop")]
+    if stopped != ["asked"]:
+        raise RuntimeError(f"the run ended before it was asked to; phases {phases}:\n{text[-4000:]}")
+    peak = max(phase["peak_gib"] for phase in phases.values())
+    tell(harness="hosts", on=hardware(), processes=given.processes, pairs=given.pairs, **phases, peak_gib=peak)
+    return 1 if peak > LIMIT_GIB else 0
+
+
+def furnish(home, source, num_pairs, vocab_size):
+    """Put train.parquet with `num_pairs` pairs, valid.parquet and a tokenizer into `home`."""
+    prompts, responses = (pq.read_table(source, columns=[name])[name].to_pylist() for name in ("prompt", "response"))
+    texts = [text for pair in zip(prompts, responses, strict=True) for text in pair][: 2 * TOKENIZER_PAIRS]
+    train_tokenizer(texts, vocab_size, home / "model_save" / "tokenizer")
+    copies = range(num_pairs)
+    columns = [[turned(side[i % len(side)], i // len(side)) for i in copies] for side in (prompts, responses)]
+    for name, end in (("train", num_pairs), ("valid", 1000)):
+        table = pa.table({side: column[:end] for side, column in zip(("prompt", "response"), columns, strict=True)})
+        pq.write_table(table, home / f"{name}.parquet")
+
+
+def turned(text, characters):
+    """`text`, its first `characters` at the end."""
+    start = characters % max(len(text), 1)
+    return text[start:] + text[:start]
+
+
+def watch(process, path, seconds):
+    """Peak of the summed memory in GiB, and how long it lasted, of each phase; stops the run at the end.
+
+    `path` is the run's journal: with its first train line training begins, all before counts as tokenising.
+    """
+    phases, training_since = {}, None
+    while process.poll() is None:
+        now = time.monotonic()
+        if training_since is None and path.exists() and b'"kind":"train"' in path.read_bytes():
+            training_since = now
+        phase = phases.setdefault("training" if training_since else "tokenising", dict(peak_gib=0.0, since=now))
+        phase |= dict(peak_gib=max(phase["peak_gib"], summed_gib(process.pid)), until=now)
+        if training_since and now > training_since + seconds:
+            os.kill(process.pid, signal.SIGINT)
+            seconds = float("inf")
+        time.sleep(SAMPLE_SECONDS)
+    return {
+        name: dict(peak_gib=round(phase["peak_gib"], 3), seconds=round(phase["until"] - phase["since"], 1))
+        for name, phase in phases.items()
+    }
+
+
+def summed_gib(pid):
+    """Proportional set sizes of a process and all its descendants, in GiB; those that just ended count nothing."""
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(pid)
+        for process in (launcher, *launcher.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += process.memory_full_info().pss
+    return total / 2**30
+
+
+if __name__ == "__main__":
+    sys.exit(main())
