@@ -22,7 +22,7 @@ def start(store, tokenizer, plan=PLAN, fault="", monkeypatch=None, epochs=1, tra
     """(model, the generator of its training steps)."""
     if monkeypatch:
         monkeypatch.setattr(faults, "_faults", faults.parse_faults(fault))
-    config = make_config(seed=3, learn_rate=0.01, **options)
+    config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.01, **options)
     model = make_model(tokenizer.vocab_size, shape=shape, dropout=config.dropout)
     if trainable == "decoder":
         model.freeze_all_but_decoder()
@@ -220,7 +220,7 @@ def test_as_many_skipped_steps_in_a_row_as_allowed_go_on_and_one_more_ends_the_r
 
 def test_a_run_may_begin_anywhere(store, tokenizer):
     _, results = run(store, tokenizer, epochs=2, num_steps=100)
-    config = make_config(seed=3, learn_rate=0.01)
+    config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.01)
     model = make_model(tokenizer.vocab_size)
     course = Course(2 * len(store), 0, BATCH, tokenizer.pad_id)
     steps = train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, course, 5, 76)
