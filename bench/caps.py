@@ -12,6 +12,7 @@ the best speed.
 import argparse
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -35,7 +36,7 @@ from model.step import train_steps
 
 VOCAB_SIZE, NUM_PAIRS = 40_960, 2048
 CAPS, BATCHES, LONGEST = (4, 8, 12, 20), (8, 16, 32, 64, 96), 512
-WARM_STEPS, TRIED_STEPS, ROUNDS, ENOUGH = 3, 11, 2, 0.95
+WARM_STEPS, TRIED_STEPS, HOPELESS, ENOUGH = 3, 11, 0.8, 0.95
 
 
 @dataclass(frozen=True)
@@ -103,23 +104,31 @@ def clock(run):
 
 
 def speeds_by_trying(run, plan, share_tokens):
-    """Tokens/s by cutting, the better of ROUNDS: the plan's, and all powers of two of micro-batches that fit."""
-    sizes = [2 * LONGEST]
-    while sizes[-1] < share_tokens:
-        sizes.append(sizes[-1] * 2)
-    others = [
-        replace(plan, micro_batch_tokens=tokens, chunk_tokens=CHUNKS[0], gradient_checkpointing=again)
-        for tokens, again in product(sizes, (False, True))
-    ]
-    speeds = {}
-    for tried in [plan, *others] * ROUNDS:
-        try:
-            per_second, events, _ = speed(run, tried, TRIED_STEPS)
-        except NothingFits:
-            continue
-        if not events:
-            speeds[tried.cutting] = max(per_second, speeds.get(tried.cutting, 0.0))
+    """Tokens/s by cutting, the better of two: the plan's, and powers of two of micro-batches that fit.
+
+    From the largest down, until one is far from the best: smaller ones are slower still.
+    """
+    speeds = {plan.cutting: try_out(run, plan)}
+    for again in (False, True):
+        tokens = 2 ** math.ceil(math.log2(max(share_tokens, 2 * LONGEST)))
+        while tokens >= 2 * LONGEST:
+            cutting = tokens, CHUNKS[0], again
+            speeds[cutting] = try_out(run, plan.cut_as(cutting))
+            if 0 < speeds[cutting] < HOPELESS * max(speeds.values()):
+                break
+            tokens //= 2
+    for cutting in (plan.cutting, max(speeds, key=speeds.get)):
+        speeds[cutting] = max(speeds[cutting], try_out(run, plan.cut_as(cutting)))
     return speeds
+
+
+def try_out(run, plan):
+    """Tokens/s of a few steps; 0 where they do not fit as they are cut."""
+    try:
+        per_second, events, _ = speed(run, plan, TRIED_STEPS)
+    except NothingFits:
+        return 0.0
+    return 0.0 if events else per_second
 
 
 def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
@@ -135,7 +144,7 @@ def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
     whole_epoch, events, steps = speed(run, plan)
     peak = torch.cuda.max_memory_reserved(device) if on_gpu else 0
     speeds = speeds_by_trying(run, plan, batch * 2 * longest)
-    planned, best = speeds.get(plan.cutting, 0.0), max(speeds.values())
+    planned, best = speeds[plan.cutting], max(speeds.values())
     return record | dict(
         plan=plan.cutting, graphs=plan.graphs, predicted_bytes=plan.predicted_peak_bytes, peak_reserved_bytes=peak,
         limits={name: run.memory[name] for name in ("outside_bytes", "allocator_limit_bytes")}, steps=steps,

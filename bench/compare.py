@@ -64,6 +64,8 @@ def gpu_cells(model):
     large = 1024 if model == "small" else 512
     for name, pairs, rounds in (("32x2", 32, 2), ("256", 256, 1), (f"{large}", large, 1)):
         yield make_cell(model, "ours", name, pairs, rounds, short=pairs < 1000, warm_steps=12, warm_seconds=4)
+    adamw = dict(options=dict(optimizer="adamw_rms"), warm_steps=12, warm_seconds=4)  # an AdamW, as A and B have
+    yield make_cell(model, "ours", "256-adamw_rms", 256, 1, short=True, **adamw)
     half = 256 if model == "small" else 128
     for name, pairs, attention, compiled, static in (
         ("eager-32", 32, "eager", False, False),
@@ -85,8 +87,10 @@ def gpu_cells(model):
 
 def cpu_cells(model):
     """What is timed for `model` on a CPU."""
-    yield make_cell(model, "ours", "32x2", 32, 2, CPU_PAIRS, timed_seconds=30, warm_steps=1, short=model == "tiny")
-    yield make_cell(model, "ours", "16", 16, 1, CPU_PAIRS, timed_seconds=30, warm_steps=1)
+    for optimizer, more in (("", {}), ("-adamw_rms", dict(options=dict(optimizer="adamw_rms")))):
+        how = more | dict(timed_seconds=30, warm_steps=1)
+        yield make_cell(model, "ours", f"32x2{optimizer}", 32, 2, CPU_PAIRS, short=model == "tiny", **how)
+        yield make_cell(model, "ours", f"16{optimizer}", 16, 1, CPU_PAIRS, **how)
     for attention, pairs in (("eager", 16), ("sdpa", 16), ("sdpa", 32)):
         flags = dict(attention=attention, compile=False, static=False, timed_seconds=30, warm_steps=1)
         name, short = f"{attention}-{pairs}", model == "tiny" and (attention, pairs) == ("sdpa", 16)
@@ -103,7 +107,7 @@ def make_cell(model, loop, name, pairs, rounds, corpus_pairs=GPU_PAIRS, **more):
     cycle = max(min(corpus_pairs // (pairs * rounds * 4), MEGA_BATCH), WINDOWS) if grouped else WINDOWS
     cell = dict(
         model=model, loop=loop, name=f"{model}/{loop}/{name}", pairs=pairs, rounds=rounds, cycle=cycle,
-        warm_steps=5, warm_seconds=2, timed_seconds=TIMED_SECONDS, short=False, caches_of="",
+        warm_steps=5, warm_seconds=2, timed_seconds=TIMED_SECONDS, short=False, caches_of="", options={},
         set_up_seconds=SET_UP_SECONDS[model],
     )  # fmt: skip
     return cell | more

@@ -22,8 +22,8 @@ from tests.ranks import kill_all
 from tests.tiny import furnish
 from tests.trials import Disturbed, calm_hash, tell, write_section
 
-OPTIONS = dict(epochs=20, save_steps=1)
-ENDED_SECONDS = 60
+OPTIONS = dict(epochs=20, save_steps=1, ddp_timeout_s=45)
+ENDED_SECONDS = 60  # a rank that waits for the others' start does so for ddp_timeout_s
 
 
 def main():

@@ -26,7 +26,7 @@ def train_ours(cell, corpus, clock):
     options = dict(
         model=cell["model"], batch_size_per_gpu=cell["pairs"], gradient_accumulation_steps=cell["rounds"],
         tokenizer_dir="tokenizer", train_file="train.parquet", validation_file="valid.parquet",
-        output_dir=f"runs/{cell['name'].replace('/', '_')}", epochs=1000,
+        output_dir=f"runs/{cell['name'].replace('/', '_')}", epochs=1000, **cell["options"],
     )  # fmt: skip
     config = load_config("pretrain", options)
     ranks = start_ranks(config.backend, config.ddp_timeout_s)

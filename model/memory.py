@@ -41,6 +41,11 @@ class MemoryPlan:
     def cutting(self):
         return self.micro_batch_tokens, self.chunk_tokens, self.gradient_checkpointing
 
+    def cut_as(self, cutting):
+        """This plan with another's `cutting`."""
+        names = ("micro_batch_tokens", "chunk_tokens", "gradient_checkpointing")
+        return replace(self, **dict(zip(names, cutting, strict=True)))
+
 
 class NothingFits(RuntimeError):
     """Not even the smallest plan fits the memory."""

@@ -136,16 +136,12 @@ def _levers(config, shape, dtype, lengths, share_pairs, machine, plan):
         estimate = make_estimate(changed, shape, dtype, lengths, share_pairs)
         peak, limit = estimate.step_peak(*cutting), machine.usable_bytes * USABLE
         most = fitting_plan(estimate, share_pairs * lengths.longest, limit, *cutting[1:])
-        factor = time_factor(replace(plan, **_named(cutting)), share_tokens) / time_factor(plan, share_tokens)
+        factor = time_factor(plan.cut_as(cutting), share_tokens) / time_factor(plan, share_tokens)
         levers.append(
             dict(lever=name, peak_bytes=peak, fits=peak <= limit, time_factor=round(factor, 3),
                  largest_micro_batch_tokens=most.micro_batch_tokens if most else 0)
         )  # fmt: skip
     return levers
-
-
-def _named(cutting):
-    return dict(zip(("micro_batch_tokens", "chunk_tokens", "gradient_checkpointing"), cutting, strict=True))
 
 
 def _host(config, shape, lengths, device, world):
