@@ -9,7 +9,7 @@ import torch
 from model.weights import runs_kernels
 
 RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): a tensor near zero still moves
-BATCH_NUMBERS = 2**24  # of matrices that Muon works on together: its temporaries take 8 bytes a number
+BATCH_NUMBERS = 2**25  # of matrices that Muon works on together: its temporaries take 8 bytes a number
 
 
 class RMSScaledAdamW(torch.optim.Optimizer):
@@ -132,7 +132,9 @@ class Muon(torch.optim.Optimizer):
         _, m, n = weights_BMN.shape
         rms = weights_BMN.norm(dim=(1, 2)) / (m * n) ** 0.5
         factors = rms.clamp(min=RMS_FLOOR) * (-0.2 * max(m, n) ** 0.5 * rate)
-        weights_BMN.mul_(1 - rate * weight_decay).add_(orthogonal(ahead_BMN) * factors[:, None, None])
+        if weight_decay:
+            weights_BMN.mul_(1 - rate * weight_decay)
+        weights_BMN.add_(orthogonal(ahead_BMN) * factors[:, None, None])
 
 
 def _batches(count, m, n):
@@ -146,13 +148,14 @@ def orthogonal(matrices_BMN):
 
     Five steps of the Newton-Schulz iteration with Jordan's factors.
     """
-    x = matrices_BMN.mT if matrices_BMN.shape[1] > matrices_BMN.shape[2] else matrices_BMN
+    tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
+    x = matrices_BMN.mT if tall else matrices_BMN
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)
-    x = x.bfloat16() if x.is_cuda else x
+    x = x.to(torch.bfloat16 if x.is_cuda else x.dtype, memory_format=torch.contiguous_format)
     for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.mT if matrices_BMN.shape[1] > matrices_BMN.shape[2] else x
+    return x.mT if tall else x
 
 
 STATE_FIELDS = {  # what each optimizer remembers of its weights
