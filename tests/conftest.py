@@ -32,8 +32,8 @@ def model(tokenizer):
 
 @pytest.fixture
 def optimizer(model, store):
-    """An optimizer after one real step."""
-    optimizer = make_optimizer(model, make_config())
+    """AdamW-RMS after one real step."""
+    optimizer = make_optimizer(model, make_config(optimizer="adamw_rms"))
     model(collate(store, [0, 1], 0, "cpu")).backward()
     optimizer.step()
     return optimizer

@@ -14,7 +14,7 @@ GUARD = 1.05  # close to the median, so that a calm run has spikes
 
 
 def steps_of(store, tokenizer, spike_guard=GUARD, recent_norms=(), epochs=7):
-    config = make_config(seed=3, learn_rate=0.01, spike_guard=spike_guard)
+    config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.01, spike_guard=spike_guard)
     model = make_model(tokenizer.vocab_size)
     course = Course(len(store) * epochs, 0, 16, tokenizer.pad_id)
     optimizer = make_optimizer(model, config)
