@@ -16,9 +16,8 @@ class Outcome(IntEnum):
     """What an attempt came to; all ranks act on the worst."""
 
     OK = 0
-    NOT_FINITE = 1
-    OUT_OF_MEMORY = 2
-    TORN = 3  # an update that failed when weights may have been written
+    OUT_OF_MEMORY = 1
+    TORN = 2  # an update that failed when weights may have been written
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Attempt:
 
 
 def attempt_gradients(ranks, model, store, plan, config, work, packed=None, graphs=None):
-    """Fill the model's flat gradients with this rank's part of the step.
+    """Fill the model's flat gradients with this rank's part of the step; does not wait for the device.
 
     `packed`: the part, packed beforehand for this plan or another; `graphs`: StepGraphs for what has a room in them.
     """
@@ -45,8 +44,7 @@ def attempt_gradients(ranks, model, store, plan, config, work, packed=None, grap
             for number, micro_batches in packed.shares
         )
         faults.fire("reduce", work.step)
-        outcome = Outcome.OK if _all_finite(shards or (model.flat.gradients_and_loss,)) else Outcome.NOT_FINITE
-        return Attempt(outcome, packed.num_micro_batches, waited, shards if config.exact else ())
+        return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards if config.exact else ())
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -75,11 +73,6 @@ def _share_gradients(ranks, model, plan, config, work, number, micro_batches, ro
 def _scale(work):
     """What a micro-batch's loss is multiplied by: sums become the mean over the step's target tokens."""
     return float("nan") if faults.fire("loss", work.step) else 1 / work.target_tokens
-
-
-def _all_finite(gradients):
-    """Whether all of them are finite: the step's one wait for the device."""
-    return bool(torch.stack([gradient.norm() for gradient in gradients]).isfinite().all())
 
 
 def _dropout_seed(*numbers):

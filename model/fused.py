@@ -158,7 +158,6 @@ def adamw_rms(
     real = places < tl.load(TILES + 3 * tl.program_id(0) + 2)
     scale = tl.load(SCALE)
     gradient = tl.load(GRADIENTS + places, mask=real, other=0.0) * scale
-    gradient = tl.where(scale == 0, 0.0, gradient)
     average = tl.load(AVERAGES + places, mask=real, other=0.0)
     average += (gradient - average) * (1 - beta1)
     square = tl.load(SQUARES + places, mask=real, other=0.0) * beta2 + gradient * gradient * (1 - beta2)

@@ -52,7 +52,7 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         update(group["lr"], scale, *betas, *corrections, group["eps"], group["weight_decay"])
 
     def update_in_passes(self, rate, scale, beta1, beta2, correction1, correction2, epsilon, weight_decay):
-        gradients = scale_(self.gradients, scale)
+        gradients = self.gradients.mul_(scale)
         self.averages.lerp_(gradients, 1 - beta1)
         self.squares.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
         updates = self.averages / (self.squares.sqrt().div_(math.sqrt(correction2)).add_(epsilon))
@@ -120,7 +120,7 @@ class Muon(torch.optim.Optimizer):
         rate, momentum = group["lr"], group["momentum"]
         self.rest.param_groups[0]["lr"] = rate  # reading a state puts another tensor into the group
         self.rest.step(scale)
-        gradients = self.gradients if scale is None else scale_(self.gradients, scale)
+        gradients = self.gradients if scale is None else self.gradients.mul_(scale)
         self.momenta.mul_(momentum).add_(gradients)
         ahead = gradients.add_(self.momenta, alpha=momentum)  # Nesterov's
         sizes = [math.prod(batch) for batch in self.batches]
@@ -196,20 +196,15 @@ def forget(optimizer):
 def update(optimizer, gradients, rate, scale):
     """Update the weights at learning rate `rate` with `scale` times the flat `gradients`, which it may change.
 
-    Both are 0-dim tensors on the device, where nothing waits for them. A scale of 0 means no gradient, whatever it is.
+    `scale` is a 0-dim tensor on the device, where nothing waits for it.
     """
     for group in optimizer.param_groups:
         group["lr"].fill_(rate)
     if isinstance(optimizer, (RMSScaledAdamW, Muon)):
         optimizer.step(scale)
     else:
-        scale_(gradients, scale)
+        gradients.mul_(scale)
         optimizer.step()
-
-
-def scale_(gradients, scale):
-    """`gradients` times `scale` in place, 0 for a scale of 0 even where they are not finite."""
-    return gradients.mul_(scale).masked_fill_(scale == 0, 0.0)
 
 
 def learn_rate_at(pairs_seen, config, warmup_pairs, total_pairs):

@@ -43,8 +43,7 @@ def rehearse_update(ranks, model, optimizer):
     """
     model.zero_grad()
     sum_over_ranks(ranks, model.flat.gradients_and_loss)
-    zero = torch.zeros((), device=ranks.device)
-    in_own_time(ranks, update, optimizer, model.flat.gradients, zero, zero)
+    in_own_time(ranks, update, optimizer, model.flat.gradients, 0.0, torch.zeros((), device=ranks.device))
     forget(optimizer)
 
 

@@ -1,15 +1,16 @@
 """The training loop: one optimizer step at a time, handed out as a StepResult.
 
 A step is a transaction. Local gradients are computed with no collective inside; all ranks vote on the outcome on the
-CPU; only then are gradients reduced, once, and weights changed. A step that runs out of memory on any rank is done
-again on every rank: same examples, same loss, same gradient.
+CPU, while their devices still compute; only then are gradients reduced, once, found finite, and weights changed. A step
+that runs out of memory on any rank is done again on every rank: same examples, same loss, same gradient.
 """
 
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -24,6 +25,9 @@ from model.optim import update
 from model.ranks import sum_over_ranks, vote
 from model.spikes import MAX_SKIPPED_STEPS, WINDOW, spike_limit, too_many_skipped
 from model.watch import stop_asked
+
+FINITE_TRIES = 2  # of a step whose numbers were not finite, before it is left out
+NOT_FINITE = f"numbers that were not finite {FINITE_TRIES} times"
 
 
 class TornUpdate(RuntimeError):
@@ -79,16 +83,14 @@ def train_steps(
             waited = time.perf_counter() - started
             pairs_seen += len(work.all_ids)
             upcoming = prepare(plan, work.step, pairs_seen)
-            attempt, fitted, events, stop, clock = _until_voted(
-                ranks, model, store, plan, config, work, packed, graphs, torn
+            attempt, fitted, events, stop, clock, skipped, grad_norm, torn = _until_finite(
+                ranks, model, optimizer, store, plan, config, work, packed, graphs, torn, recent_norms
             )  # fmt: skip
             plan, growth = growth.after_step(fitted, shrunk=fitted != plan)
-            limit = spike_limit(recent_norms, config.spike_guard)
-            skipped, grad_norm, torn = _try_commit(ranks, optimizer, flat, attempt, work, config, limit)
             if skipped:
                 events.append(("skip", dict(step=work.step, why=skipped, ids=work.all_ids.tolist())))
-            elif config.spike_guard and math.isfinite(norm := float(grad_norm)):
-                recent_norms = (*recent_norms, norm)[-WINDOW:]
+            elif config.spike_guard and not torn:
+                recent_norms = (*recent_norms, float(grad_norm))[-WINDOW:]
             skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
             if skipped_in_a_row > MAX_SKIPPED_STEPS:
                 raise RuntimeError(too_many_skipped(skipped_in_a_row, work.step, skipped, work.all_ids, config))
@@ -104,13 +106,30 @@ def train_steps(
             )  # fmt: skip
 
 
+def _until_finite(ranks, model, optimizer, store, plan, config, work, packed, graphs, torn, recent_norms):
+    """Do the step until its numbers are finite, FINITE_TRIES times at most.
+
+    Returns what `_until_voted` does, then "" or why the weights are as before, the gradient's norm, and whether memory
+    ran out when weights may have been written.
+    """
+    limit, events = spike_limit(recent_norms, config.spike_guard), []
+    for _ in range(FINITE_TRIES):
+        attempt, plan, more, stop, clock = _until_voted(ranks, model, store, plan, config, work, packed, graphs, torn)
+        skipped, rank, norm, torn = _try_commit(ranks, optimizer, model.flat, attempt, work, config, limit)
+        events += more
+        if skipped != NOT_FINITE:
+            break
+        events.append(("not_finite", dict(step=work.step, rank=rank)))
+    return attempt, plan, events, stop, clock, skipped, norm, torn
+
+
 def _until_voted(ranks, model, store, plan, config, work, packed, graphs, torn):
-    """Attempt the step until all ranks have succeeded or agreed to skip it; not where the last update was `torn`.
+    """Attempt the step until all ranks have succeeded; not where the last update was `torn`.
 
     Returns the attempt, the plan it fitted in, the journal's events, whether some rank was asked to stop, and the time.
     """
-    events, failures = [], {Outcome.NOT_FINITE: 0, Outcome.OUT_OF_MEMORY: 0}
-    while True:
+    events = []
+    for failures in count(1):
         attempt = Attempt(Outcome.TORN)
         if not torn:
             attempt = attempt_gradients(ranks, model, store, plan, config, work, packed, graphs)
@@ -125,16 +144,10 @@ def _until_voted(ranks, model, store, plan, config, work, packed, graphs, torn):
             return attempt, plan, events, bool(stop), clock
         if outcome is Outcome.TORN:
             raise TornUpdate(work.step - 1, rank)
-        failures[outcome] += 1
-        if outcome is Outcome.NOT_FINITE:
-            events.append(("not_finite", dict(step=work.step, rank=rank)))
-            if failures[outcome] > 1:
-                return replace(attempt, outcome=outcome), plan, events, bool(stop), clock
-            continue
         if graphs:
             graphs.clear()
         shrink = partial(shrink_plan, longest_tokens=2 * store.meta["source"]["max_seq_len"])
-        smaller = plan_after_out_of_memory(ranks.device, plan, failures[outcome], shrink)
+        smaller = plan_after_out_of_memory(ranks.device, plan, failures, shrink)
         events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
         plan = smaller
 
@@ -156,28 +169,28 @@ def _try_commit(ranks, optimizer, flat, *rest):
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    return "", torch.full_like(flat.loss, torch.nan), True
+    return "", 0, torch.full_like(flat.loss, torch.nan), True
 
 
 def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
-    """Reduce, clip and update the weights; returns ("" or why the update was left out, the gradient's norm).
+    """Reduce, clip and update the weights; returns ("" or why the update was left out, by which rank, gradient norm).
 
-    The norm is before clipping, on the device. An attempt that was not finite and a norm above `norm_limit` leave
-    weights and optimizer alone on all ranks. A sum over ranks that is not finite though every part was leaves the
-    weights alone: gradient and rate become 0.
+    The norm is before clipping, on the device. Numbers that are not finite and a norm above `norm_limit` leave weights
+    and optimizer alone on all ranks.
     """
-    if attempt.outcome is not Outcome.OK:
-        return "numbers that were not finite twice", flat.loss
+    mine = torch.stack([part.norm() for part in attempt.shards or (flat.gradients_and_loss,)])
     if config.exact:
         add_in_order(ranks, attempt.shards, flat.gradients_and_loss)
     else:
         sum_over_ranks(ranks, flat.gradients_and_loss)
     norm = flat.gradients.norm()
+    if not math.isfinite(norm + flat.loss):  # the step's one wait for the device; all ranks have the same sums
+        (rank,) = vote(ranks, ranks.rank * bool(~mine.isfinite().all()))
+        return NOT_FINITE, rank, norm
     if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
-        return f"a gradient norm above {norm_limit:.3g}, {config.spike_guard} times the median", norm
+        return f"a gradient norm above {norm_limit:.3g}, {config.spike_guard} times the median", 0, norm
     scale = (config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if config.max_grad_norm else torch.ones_like(norm)
-    finite = torch.isfinite(norm)
     faults.fire("optimizer", work.step)
-    update(optimizer, flat.gradients, torch.where(finite, work.learn_rate, 0.0), torch.where(finite, scale, 0.0))
+    update(optimizer, flat.gradients, work.learn_rate, scale)
     faults.fire("update", work.step)
-    return "", norm
+    return "", 0, norm
