@@ -161,7 +161,7 @@ def _problems(config):
 
 SFT = dict(
     finetune_from_ckp_file="model_save/pretrain/best", train_file="data/sft_train.parquet",
-    validation_file="data/sft_valid.parquet", epochs=3, learn_rate=2e-3, warmup_steps=100, logging_steps=10,
+    validation_file="data/sft_valid.parquet", epochs=3, learn_rate=5e-3, warmup_steps=100, logging_steps=10,
 )  # fmt: skip
 PRESETS = {
     "pretrain": {},

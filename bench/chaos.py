@@ -54,7 +54,7 @@ def main():
         texts = (home / "train.jsonl").read_text().splitlines()
         (home / "many.jsonl").write_text("\n".join(texts[n % len(texts)] for n in range(NUM_PAIRS)) + "\n")
         pace = 1 / (SLEEP_SECONDS + 1 / measure_pace(home))
-        epochs = given.epochs or math.ceil(0.55 * given.minutes * 60 * pace / STEPS_AN_EPOCH)
+        epochs = given.epochs or math.ceil(0.9 * given.minutes * 60 * pace / STEPS_AN_EPOCH)
         disk = home / "disk"
         disk.mkdir()
         mounted = mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", disk) == 0

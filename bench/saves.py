@@ -44,10 +44,10 @@ def main():
 
 
 def saves(home, given):
-    lines = (home / "train.jsonl").read_text() * 5000
+    lines = (home / "train.jsonl").read_text() * 500
     (home / "many.jsonl").write_text(lines)
     processes = start(
-        home, given.processes, output_dir="run", train_file="many.jsonl", model=given.model, epochs=10,
+        home, given.processes, output_dir="run", train_file="many.jsonl", model=given.model, epochs=10_000,
         global_batch_size=given.pairs, save_steps=10**6, save_seconds=given.every, deterministic=given.deterministic,
         log_sample_ids=False,
     )  # fmt: skip

@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from config import T5ModelConfig
 from model.checkpoint import checkpoint_paths, load_newest
 from model.pairs import read_pairs
 from model.preflight import find_backend, in_words, try_backend
-from model.prepare import make_model, tokenizer_and_weights
+from model.prepare import make_model, shape_of, tokenizer_and_weights
 from model.ranks import Ranks, must_use_cpu
 
 GIB = 2**30
@@ -190,8 +189,7 @@ def _model(config):
         return 0, rows
     try:
         tokenizer, weights = tokenizer_and_weights(alone, config, resumed=found is not None)
-        shape = T5ModelConfig(**found.state.shape) if found else weights.shape if weights else None
-        model = make_model(alone, config, tokenizer, weights, shape)
+        model = make_model(alone, config, shape_of(config, tokenizer, found, weights), weights)
     except ValueError as error:
         return 0, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
     num_weights = sum(p.numel() for p in model.parameters())

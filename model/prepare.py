@@ -15,10 +15,10 @@ from model.device_memory import foreign_bytes, limit_memory, outside_bytes
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, load_into, load_weights
 from model.feed import Course
-from model.memory import MemoryPlan, check_gates, free_bytes
+from model.memory import MemoryPlan, check_gates, choose_plan, free_bytes
 from model.optim import check_adafactor_rate, make_optimizer
 from model.ranks import Ranks, agree, broadcast, local_main_first
-from model.rehearsal import plan_run, rehearse_update
+from model.rehearsal import estimate_for, plan_run, rehearse_update
 from model.report import Progress
 from model.tokenizer import ChatTokenizer, load_tokenizer
 from model.watch import stop_asked
@@ -68,10 +68,11 @@ def prepare_run(ranks, config, given, resumed):
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
-    shape = T5ModelConfig(**found.state.shape) if found else weights.shape if weights else None
-    if shape and "model" in given:
+    shape = shape_of(config, tokenizer, found, weights)
+    if (found or weights and weights.shape) and "model" in given:
         _check_same_shape(shape, config)
-    model = make_model(ranks, config, tokenizer, weights, shape)
+    check_fits(ranks, config, shape, train.lengths, batch, foreign)
+    model = make_model(ranks, config, shape, weights)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config)
     free["optimizer"] = free_bytes()
@@ -144,18 +145,32 @@ def _open_data(ranks, config, file, tokenizer):
     return store
 
 
-def make_model(ranks, config, tokenizer, weights=None, shape=None):
-    """The model on this rank's device: random weights, or `weights`; equal on all ranks.
+def shape_of(config, tokenizer, found, weights):
+    """The model's T5ModelConfig: that of the Checkpoint or of the weights, where they tell it, else config.model's.
 
-    `shape` is the weights' or the checkpoint's where it is known, else config.model names it.
+    Raises ValueError where its vocabulary is smaller than the tokenizer's.
     """
-    shape = shape or model_config(config.model)
+    known = T5ModelConfig(**found.state.shape) if found else weights and weights.shape
+    shape = known or model_config(config.model)
     shape = replace(shape, vocab_size=shape.vocab_size or tokenizer.vocab_size)
     if shape.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"the model has {shape.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}: name the one "
             "that the model was trained with in --tokenizer_dir"
         )
+    return shape
+
+
+def check_fits(ranks, config, shape, lengths, batch, foreign):
+    """Raise NothingFits where not even one pair at a time fits the device: before anything is put there."""
+    usable = limit_memory(ranks.device, config.gpu_memory_limit_gb, outside_bytes(ranks.device, foreign))
+    if usable is not None:
+        dtype = compute_dtype(config.mixed_precision, ranks.device)
+        choose_plan(config, *estimate_for(ranks, config, shape, dtype, lengths, batch), usable)
+
+
+def make_model(ranks, config, shape, weights=None):
+    """The model on this rank's device: random weights, or `weights`; equal on all ranks."""
     model = TextToTextModel(shape, config.dropout, compute_dtype(config.mixed_precision, ranks.device))
     if weights:
         load_into(model, weights, config.finetune_from_ckp_file)
@@ -216,7 +231,7 @@ def prepare_test(ranks, config):
     config = replace(config, finetune_from_ckp_file=str(best), tokenizer_dir="")
     tokenizer, weights = tokenizer_and_weights(ranks, config, resumed=False)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
-    model = make_model(ranks, config, tokenizer, weights, weights.shape)
+    model = make_model(ranks, config, shape_of(config, tokenizer, None, weights), weights)
     course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)
     run = Run(config, ranks, tokenizer, store, store, model, None, course)
     return run, plan_run(run, None, set_memory_limit(config, ranks.device))[0]

@@ -62,10 +62,8 @@ def plan_run(run, kept, foreign):
     NothingFits, or ValueError where the options ask for what cannot be.
     """
     ranks, config, device = run.ranks, run.config, run.ranks.device
-    share_pairs = -(-run.course.global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
-    estimate = make_estimate(
-        config, run.model.shape, run.model.compute_dtype, histogram(run.train.lengths), share_pairs, device.type
-    )
+    shape, dtype = run.model.shape, run.model.compute_dtype
+    estimate, share_pairs = estimate_for(ranks, config, shape, dtype, run.train.lengths, run.course.global_batch)
     outside = outside_bytes(device, foreign)
     usable = limit_memory(device, config.gpu_memory_limit_gb, outside)
     usable = None if usable is None else -vote(ranks, -usable)[0]  # the smallest over ranks
@@ -85,6 +83,12 @@ def plan_run(run, kept, foreign):
         phases=phases, cap_bytes=memory_cap(device, config.gpu_memory_limit_gb), outside_bytes=outside,
         foreign_bytes=foreign, allocator_limit_bytes=usable,
     )  # fmt: skip
+
+
+def estimate_for(ranks, config, shape, dtype, lengths, global_batch):
+    """(Estimate, pairs of one rank's share of a step) of a run on examples of these `lengths` (pairs, 2)."""
+    share_pairs = -(-global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
+    return make_estimate(config, shape, dtype, histogram(lengths), share_pairs, ranks.device.type), share_pairs
 
 
 def _still_asked_for(kept, config, estimate, usable_bytes):
