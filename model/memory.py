@@ -15,7 +15,7 @@ from model.device_memory import release_memory
 from model.estimate import ANSWERS_A_BATCH, Estimate, Setting
 
 LOGGER = logging.getLogger("chat_trainer")
-USABLE = 0.92  # of the memory there is: forwards of many sizes fragment it, the prediction errs by some percent
+USABLE = 0.95  # of the memory there is: forwards of many sizes fragment it, the prediction errs by 2 percent
 CHUNKS = (2048, 1024, 512, 256, 128)  # target tokens whose logits exist at a time
 CHUNKS_A_STEP = 8  # at least, down to 512 target tokens
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
