@@ -48,8 +48,8 @@ def saves(home, given):
     (home / "many.jsonl").write_text(lines)
     processes = start(
         home, given.processes, output_dir="run", train_file="many.jsonl", model=given.model, epochs=10_000,
-        global_batch_size=given.pairs, save_steps=10**6, save_seconds=given.every, deterministic=given.deterministic,
-        log_sample_ids=False,
+        global_batch_size=given.pairs, eval_steps=10**6, save_steps=10**6, save_seconds=given.every,
+        deterministic=given.deterministic, log_sample_ids=False,
     )  # fmt: skip
     path, deadline = home / "run" / "metrics.jsonl", time.monotonic() + 300
     while not path.exists() or b'"train"' not in path.read_bytes():

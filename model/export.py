@@ -6,21 +6,22 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
-from transformers.utils.logging import disable_progress_bar
 
 from config import T5ModelConfig
 from model.durable import whole_directory
 from model.json_items import read_object
 from model.tokenizer import copy_tokenizer
 
-disable_progress_bar()
 SAFE_LOAD = (2, 10)  # the first torch whose weights_only=True keeps its promise
 ALIASES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight
 
 
 def as_hugging_face(model, tokenizer):
     """transformers' T5ForConditionalGeneration on the very tensors of `model`, in evaluation mode."""
+    from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration  # seconds that no first step needs
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id)
     shape = {f.name: getattr(model.shape, f.name) for f in fields(T5ModelConfig)}
     config = T5Config(**shape, **ids, dropout_rate=model.dropout, feed_forward_proj="relu", tie_word_embeddings=True)

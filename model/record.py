@@ -4,10 +4,9 @@ import hashlib
 import logging
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 
-import accelerate
 import torch
-import transformers
 
 from model.device_memory import forget_peak, memory_cap, peak_memory
 from model.durable import remove_drafts
@@ -85,5 +84,5 @@ def device_name(device):
 
 def versions():
     python = ".".join(map(str, sys.version_info[:3]))
-    libraries = {module.__name__: module.__version__ for module in (torch, transformers, accelerate)}
+    libraries = {name: version(name) for name in ("torch", "transformers", "accelerate")}
     return dict(python=python, cuda=torch.version.cuda, **libraries)

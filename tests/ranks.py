@@ -118,7 +118,7 @@ def free_port():
 @functools.cache
 def _context():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train_low_mem", "tests.ranks"])
+    context.set_forkserver_preload(["train_low_mem", "tests.ranks", "transformers.models.t5.modeling_t5"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # the warm parent does not know pytest's path
         forkserver.ensure_running()
