@@ -1,0 +1,101 @@
+"""Does training lose anything without dropout on attention's probabilities? transformers' T5 both ways, at equal pairs.
+
+    python -m bench.dropout --train_file FILE --validation_file FILE --tokenizer_dir DIR [--dropout 0.1] [--seeds 2]
+
+The same pairs in the same order, the same first weights; dropout everywhere as T5 has it, or everywhere but on the
+probabilities, as this trainer has it. Prints a JSON line a training with its validation loss.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from bench.loops import pad
+from config import load_config, model_config
+from model.batches import step_at
+from model.dataset import open_store
+from model.optim import learn_rate_at
+from model.tokenizer import load_tokenizer
+
+MAX_SEQ_LEN, WARMUP_STEPS = 256, 300
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name in ("train_file", "validation_file", "tokenizer_dir"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--pairs", type=int, default=64, help="in a step")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--rate", type=float, default=1e-2, help="peak of torch's Adafactor")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--seeds", type=int, default=2)
+    given = parser.parse_args()
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    tokenizer = load_tokenizer(given.tokenizer_dir)
+    train, valid = (
+        open_store(file, tokenizer, MAX_SEQ_LEN, "model_save/tokens")
+        for file in (given.train_file, given.validation_file)
+    )
+    for seed in range(given.seeds):
+        for on_probabilities in (True, False):
+            loss = train_once(given, train, valid, tokenizer, seed, on_probabilities, device)
+            told = dict(bench="dropout", model=given.model, dropout=given.dropout, seed=seed, steps=given.steps)
+            print(
+                json.dumps(told | dict(on_probabilities=on_probabilities, validation_loss=round(loss, 4))), flush=True
+            )
+
+
+def train_once(given, train, valid, tokenizer, seed, on_probabilities, device):
+    """Validation loss after a training."""
+    torch.manual_seed(seed)
+    model = make_t5(given, tokenizer).to(device)
+    for module in model.modules():
+        if isinstance(module, T5Attention) and not on_probabilities:
+            module.dropout = 0.0
+    optimizer = torch.optim.Adafactor(model.parameters(), given.rate)
+    total, config = given.steps * given.pairs, load_config("pretrain", dict(learn_rate=given.rate))
+    for step in range(given.steps):
+        ids = step_at(step * given.pairs % len(train), len(train), given.pairs, seed).ids
+        optimizer.param_groups[0]["lr"] = learn_rate_at(step * given.pairs, config, WARMUP_STEPS * given.pairs, total)
+        loss_of(model, train, ids, device).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return evaluate(model.eval(), valid, device)
+
+
+def make_t5(given, tokenizer):
+    shape = replace(model_config(given.model), vocab_size=tokenizer.vocab_size)
+    ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id)
+    kind = dict(feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False)
+    return T5ForConditionalGeneration(T5Config(**asdict(shape), **ids, **kind, dropout_rate=given.dropout)).train()
+
+
+def loss_of(model, store, ids, device):
+    """Mean loss of a target token of these pairs."""
+    prompts, responses = store.tokens(ids)
+    prompt_ends, response_ends = (np.cumsum(side)[:-1] for side in store.lengths[ids].astype(np.int64).T)
+    sides = zip(np.split(prompts, prompt_ends), np.split(responses, response_ends), strict=True)
+    batch = pad([dict(input_ids=prompt, labels=response) for prompt, response in sides])
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        return model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+
+
+@torch.no_grad()
+def evaluate(model, store, device, pairs=64):
+    """Mean loss of a target token of all pairs."""
+    total = 0.0
+    for start in range(0, len(store), pairs):
+        ids = np.arange(start, min(start + pairs, len(store)))
+        total += float(loss_of(model, store, ids, device)) * int(store.lengths[ids, 1].sum(dtype=np.int64))
+    return total / int(store.lengths[:, 1].sum(dtype=np.int64))
+
+
+if __name__ == "__main__":
+    main()
