@@ -23,6 +23,7 @@ class StepGraphs:
 
     def clear(self):
         """Forget all recordings and give their memory up."""
+        self.stream.synchronize()  # a replay may still run
         self.recorded, self.pool = {}, None
 
     def room_of(self, lengths):
