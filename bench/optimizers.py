@@ -1,4 +1,4 @@
-"""Optimizers at equal pairs: validation loss, and training seconds to the loss that the default ends with.
+"""Optimizers at equal pairs: validation loss, and training seconds to the loss that BASELINE ends with.
 
     python -m bench.optimizers --output_dir DIR --train_file TRAIN --validation_file VALID [--tokenizer_dir TOKENIZER]
         [--rates muon=0.01,0.02,0.04] [--set epochs=2 ...]
@@ -26,7 +26,7 @@ RATES = {
     "adamw": (3e-4, 1e-3, 3e-3),
     "muon": (2e-2, 3e-2, 4e-2),
 }
-BASELINE = ("adamw_rms", 2e-2)  # the default
+BASELINE = ("adamw_rms", 2e-2)
 VOCAB_SIZE = 8000
 SETTINGS = dict(model="small", epochs=2, warmup_steps=300, bleu_pairs=0, logging_steps=20, eval_steps=100)
 HEAD = ("optimizer", "best rate", "validation loss", "other rates", "train s", "train s to the baseline's loss")
