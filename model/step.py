@@ -185,8 +185,8 @@ def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
         sum_over_ranks(ranks, flat.gradients_and_loss)
     norm = flat.gradients.norm()
     if not math.isfinite(norm + flat.loss):  # the step's one wait for the device; all ranks have the same sums
-        (rank,) = vote(ranks, ranks.rank * bool(~mine.isfinite().all()))
-        return NOT_FINITE, rank, norm
+        (last,) = vote(ranks, (ranks.rank + 1) * bool(~mine.isfinite().all()))
+        return NOT_FINITE, last - 1 if last else None, norm  # None: each rank's own numbers were finite
     if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
         return f"a gradient norm above {norm_limit:.3g}, {config.spike_guard} times the median", 0, norm
     scale = (config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if config.max_grad_norm else torch.ones_like(norm)
