@@ -23,9 +23,9 @@ from model.optim import make_optimizer
 from model.ranks import Ranks
 from model.step import train_steps
 from model.tokenizer import PROBE, load_tokenizer, train_tokenizer
+from tests.tiny import SHAPE
 
 WHOLE = MemoryPlan(10**4, 128, False, 0)
-SHAPE = dict(d_model=16, d_ff=32, num_heads=2, d_kv=8, num_layers=1, num_decoder_layers=1)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import torch
 from fire.decorators import SetParseFn
 
-from bench.fuzz_checkpoint import SHAPE, check_checkpoint, tiny_run
+from bench.fuzz_checkpoint import check_checkpoint, tiny_run
 from bench.mutations import mutate, mutate_tree
 from config import FLAGS, TrainConfig, model_config
 from model.chat_model import TextToTextModel
@@ -30,6 +30,7 @@ from model.report import read_journal
 from model.request import read_request
 from model.tokenizer import PROBE, load_tokenizer
 from model.tokenizer_file import MAX_VOCAB_SIZE
+from tests.tiny import SHAPE
 
 
 def text(draw):

@@ -71,7 +71,7 @@ def prepare_run(ranks, config, given, resumed):
     shape = shape_of(config, tokenizer, found, weights)
     if (found or weights and weights.shape) and "model" in given:
         _check_same_shape(shape, config)
-    check_fits(ranks, config, shape, train.lengths, batch, foreign)
+    check_memory_fits(ranks, config, shape, train.lengths, batch, foreign)
     model = make_model(ranks, config, shape, weights)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config)
@@ -161,7 +161,7 @@ def shape_of(config, tokenizer, found, weights):
     return shape
 
 
-def check_fits(ranks, config, shape, lengths, batch, foreign):
+def check_memory_fits(ranks, config, shape, lengths, batch, foreign):
     """Raise NothingFits where not even one pair at a time fits the device: before anything is put there."""
     usable = limit_memory(ranks.device, config.gpu_memory_limit_gb, outside_bytes(ranks.device, foreign))
     if usable is not None:

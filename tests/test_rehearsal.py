@@ -10,7 +10,7 @@ from config import MODELS, T5ModelConfig, load_config
 from model import prepare, rehearsal
 from model.memory import NothingFits
 from model.optim import make_optimizer
-from model.prepare import check_fits
+from model.prepare import check_memory_fits
 from model.ranks import start_ranks, stop_ranks, vote
 from model.rehearsal import records, rehearse_update, worst_examples
 from tests.parts import ALONE, PLAN, make_config, make_model
@@ -101,7 +101,7 @@ def test_what_cannot_fit_is_refused_with_its_bytes_before_anything_is_on_the_dev
     for gib, fits in ((8, True), (3, False)):
         monkeypatch.setattr(prepare, "limit_memory", lambda *_, gib=gib: gib * 2**30)
         if fits:
-            check_fits(ALONE, config, shape, store.lengths, 16, 0)
+            check_memory_fits(ALONE, config, shape, store.lengths, 16, 0)
         else:
             with pytest.raises(NothingFits, match="weights 0.73, bf16_weights 0.00, gradients 0.73, optimizer 1.47"):
-                check_fits(ALONE, config, shape, store.lengths, 16, 0)
+                check_memory_fits(ALONE, config, shape, store.lengths, 16, 0)
