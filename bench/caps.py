@@ -152,6 +152,7 @@ def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
         out_of_memory_events=events, epoch_tokens_per_second=round(whole_epoch), tokens_per_second=round(planned),
         best_tokens_per_second=round(best), best_cutting=max(speeds, key=speeds.get),
         of_the_best=round(planned / best, 3), held=not events and planned >= ENOUGH * best,
+        tried=[[*cutting, round(per_second)] for cutting, per_second in speeds.items()],
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Collectives here are all_reduce, broadcast and all_gather only: Gloo offers no m
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from glob import glob
 
@@ -67,14 +67,13 @@ def start_ranks(backend="auto", timeout_s=600):
         device = torch.device("cuda", device.index or 0)  # alone, accelerate leaves the index out
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())  # steps cannot be recorded on the default one
-    side, patient = (
-        dist.new_group(backend="gloo", timeout=limit) if real > 1 else None for limit in (timeout, PATIENCE)
-    )
-    name = dist.get_backend() if real > 1 else "none"
-    ranks = Ranks(accelerator.process_index, real, accelerator.local_process_index, device, name, side, patient)
-    if real > 1:
-        watch_ranks(_store_on_main(ranks), ranks.rank, real, timeout_s)
-    return ranks
+    place = accelerator.process_index, real, accelerator.local_process_index, device
+    if real == 1:
+        return Ranks(*place, "none", side=None)
+    ranks = Ranks(*place, dist.get_backend(), dist.new_group(backend="gloo", timeout=timeout))
+    watch_ranks(_store_on_main(ranks), ranks.rank, real, timeout_s)
+    # joining this group has its patience too: only the watch tells that a rank died before it did
+    return replace(ranks, patient=dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
 def _store_on_main(ranks):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from model import watch
-from model.ranks import gather_json, start_ranks, stop_ranks, vote
+from model.ranks import PATIENCE, gather_json, start_ranks, stop_ranks, vote
 from model.watch import SIGNALS, stop_asked, training_begins
 from tests.ranks import fork_ranks, run_ranks, send, wait_for
 
@@ -55,6 +55,26 @@ def test_a_rank_that_dies_while_the_others_are_busy_ends_them(tmp_path):
     done = run_ranks(3, hang, 1, 3.0, True, folder=tmp_path, seconds=30)
     assert done.codes == [1, -9, 1], done.text
     assert "rank 1 has died: no sign of life for 3 s" in done.text
+
+
+def die_while_joining():
+    """Rank 1 is killed before it joins the group in which ranks wait for each other for days."""
+    watch.DEAD_SECONDS = 3.0
+    new_group = dist.new_group
+
+    def killed(backend, timeout):
+        if timeout == PATIENCE and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return new_group(backend=backend, timeout=timeout)
+
+    dist.new_group = killed
+    start_ranks("gloo", TIMEOUT_S)
+
+
+def test_a_rank_that_dies_while_the_others_wait_for_it_to_join_ends_them(tmp_path):
+    done = run_ranks(2, die_while_joining, folder=tmp_path, seconds=30)
+    assert done.codes == [1, -9], done.text
+    assert "rank 1 has died" in done.text
 
 
 def hold_the_lock_of_the_interpreter():
