@@ -7,6 +7,7 @@ bench/memory_fit.py fits to 12 cases on an H200, rounded.
 Letters: D d_model, F d_ff, H heads, I = H * d_kv, V vocabulary, s bytes of a number in the compute dtype.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +39,7 @@ class Setting:
     optimizer: str = "adamw_rms"
     dropout: bool = False
     decoder_only: bool = False  # the decoder alone is trained
+    launch_tokens: int = 5000  # that the GPU computes while a forward and backward are launched
     constants: Constants = Constants()
 
     @property
@@ -61,6 +63,12 @@ class Lengths:
     def mean(self):
         """Tokens of both sides of an example on average."""
         return float((self.tokens.sum(axis=1) * self.counts).sum() / self.counts.sum())
+
+    @property
+    def deviation(self):
+        """Standard deviation of that number of tokens."""
+        squares = (self.tokens.sum(axis=1) - self.mean) ** 2 * self.counts
+        return float(np.sqrt(squares.sum() / self.counts.sum()))
 
 
 def histogram(lengths):
@@ -231,7 +239,8 @@ class Estimate:
         def worst(cost):
             return WorstForward(cost, lengths, share_pairs)
 
-        self.setting, self.lengths, self.max_new_tokens = setting, lengths, max_new_tokens
+        self.setting, self.lengths, self.share_pairs = setting, lengths, share_pairs
+        self.max_new_tokens = max_new_tokens
         self.fixed = fixed_bytes(setting)
         self._step = {
             checkpointing: {name: worst(c) for name, c in step_moments(setting, lengths.tokens, checkpointing).items()}
@@ -274,6 +283,13 @@ class Estimate:
     def _chunk_bytes(self, tokens, chunk_tokens):
         logits = min(chunk_tokens, self._targets(tokens)) * self.setting.shape.vocab_size
         return logits * self.setting.number_bytes
+
+    def forwards(self, micro_batch_tokens):
+        """Forwards of a step on average, were the tokens of shares normally distributed."""
+        mean, deviation = self.share_pairs * self.lengths.mean, math.sqrt(self.share_pairs) * self.lengths.deviation
+        most = int((mean + 6 * deviation) / micro_batch_tokens)
+        limits = ((k * micro_batch_tokens - mean) / max(math.sqrt(2) * deviation, 1) for k in range(1, most + 1))
+        return 1 + sum(math.erfc(limit) / 2 for limit in limits)
 
     def step_peak(self, *cutting):
         """Peak reserved bytes on the device of a training step."""

@@ -22,8 +22,9 @@ CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # beyond this a GPU gains nothing
 GROW_AFTER_STEPS = 100  # without an out of memory; each one that shrinks the plan doubles it
 GATES_GB = dict(start=3.0, model=2.5, optimizer=2.0, ready=1.5)  # GiB that the guides want free at each stage
-# What a forward costs beyond its tokens, in tokens; what a chunk costs beyond its rows, in rows; a second forward.
-FORWARD_OVERHEAD_TOKENS, CHUNK_OVERHEAD_TOKENS, CHECKPOINTING_FACTOR = 1500, 32, 1.3
+CHUNK_LAUNCHES = 0.006  # of a chunk, over those of a forward and backward
+CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.5  # what computing again takes, over a step without
+LAUNCH_TOKENS_OF_SM, OLDER_LAUNCH_TOKENS_OF_SM = 250, 75  # Setting.launch_tokens a multiprocessor, from sm_90 on, before
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,22 @@ def make_estimate(config, shape, dtype, lengths, share_pairs, device="cuda"):
         shape, dtype.itemsize, has_kernels(torch.device(device), dtype, shape), config.optimizer,
         config.dropout > 0, config.trainable == "decoder",
     )  # fmt: skip
+    if torch.cuda.is_available():
+        setting = replace(setting, launch_tokens=_launch_tokens(torch.cuda.get_device_properties()))
     return Estimate(setting, lengths, share_pairs, config.max_new_tokens)
 
 
-def choose_plan(config, estimate, share_pairs, usable_bytes, calibration=1.0):
+def _launch_tokens(gpu):
+    return gpu.multi_processor_count * (LAUNCH_TOKENS_OF_SM if gpu.major >= 9 else OLDER_LAUNCH_TOKENS_OF_SM)
+
+
+def choose_plan(config, estimate, usable_bytes, calibration=1.0):
     """The plan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
 
-    `share_pairs` are the pairs of one rank's share of a step, `calibration` what was measured over what was
-    predicted. Raises ValueError when one example does not fit the micro-batch that `config` names, NothingFits when
-    it does not fit the memory.
+    `calibration` is what was measured over what was predicted. Raises ValueError when one example does not fit the
+    micro-batch that `config` names, NothingFits when it does not fit the memory.
     """
-    longest = estimate.lengths.longest
+    share_pairs, longest = estimate.share_pairs, estimate.lengths.longest
     if 0 < config.micro_batch_tokens < longest:
         raise ValueError(
             f"micro_batch_tokens={config.micro_batch_tokens}: the longest example has {longest} tokens on both "
@@ -85,7 +91,7 @@ def choose_plan(config, estimate, share_pairs, usable_bytes, calibration=1.0):
     plans = [plan for plan in plans if plan and not 0 < plan.micro_batch_tokens < config.micro_batch_tokens]
     if not plans:
         raise NothingFits(_refusal(config, estimate, usable_bytes, calibration))
-    return min(plans, key=lambda plan: time_factor(plan, share_pairs * estimate.lengths.mean))
+    return min(plans, key=lambda plan: (round(time_factor(plan, estimate), 3), -plan.micro_batch_tokens))
 
 
 def _plan(estimate, limit_bytes, *cutting):
@@ -111,12 +117,18 @@ def fitting_plan(estimate, wanted_tokens, limit_bytes, chunk_tokens, checkpointi
     return _plan(estimate, limit_bytes, fits, chunk_tokens, checkpointing)
 
 
-def time_factor(plan, share_tokens):
-    """Predicted time of a step of `share_tokens` tokens a rank, over the same step in one forward without limits."""
-    forwards = math.ceil(share_tokens / plan.micro_batch_tokens)
-    work = share_tokens * (CHECKPOINTING_FACTOR if plan.gradient_checkpointing else 1.0)
-    work *= 1 + CHUNK_OVERHEAD_TOKENS / plan.chunk_tokens
-    return (work + forwards * FORWARD_OVERHEAD_TOKENS) / (share_tokens + FORWARD_OVERHEAD_TOKENS)
+def time_factor(plan, estimate):
+    """Predicted time of a step, over the same step in one forward without limits.
+
+    A forward lasts as long as its tokens or as its launches, whichever is longer.
+    """
+    tokens, forwards = estimate.share_pairs * estimate.lengths.mean, estimate.forwards(plan.micro_batch_tokens)
+    once = estimate.setting.launch_tokens
+    work, launches = tokens / forwards, once
+    if plan.gradient_checkpointing:
+        work, launches = CHECKPOINTING_WORK * work, CHECKPOINTING_LAUNCHES * launches
+    chunks = tokens / forwards / plan.chunk_tokens
+    return forwards * (max(work, launches) + chunks * CHUNK_LAUNCHES * once) / max(tokens, once)
 
 
 def _refusal(config, estimate, usable_bytes, calibration):

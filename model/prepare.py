@@ -166,7 +166,7 @@ def check_memory_fits(ranks, config, shape, lengths, batch, foreign):
     usable = limit_memory(ranks.device, config.gpu_memory_limit_gb, outside_bytes(ranks.device, foreign))
     if usable is not None:
         dtype = compute_dtype(config.mixed_precision, ranks.device)
-        choose_plan(config, *estimate_for(ranks, config, shape, dtype, lengths, batch), usable)
+        choose_plan(config, estimate_for(ranks, config, shape, dtype, lengths, batch), usable)
 
 
 def make_model(ranks, config, shape, weights=None):

@@ -71,7 +71,7 @@ def preview(config, given, num_processes=0, vocab_size=0):
     dtype = torch.float32 if config.mixed_precision == "no" or not on_gpu else torch.bfloat16
     device = "cuda" if on_gpu else "cpu"
     estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device)
-    plan = choose_plan(config, estimate, share_pairs, machine.usable_bytes)
+    plan = choose_plan(config, estimate, machine.usable_bytes)
     tokens = plan.micro_batch_tokens
     tokens = min(tokens, share_pairs * lengths.longest)
     # a share of few pairs never fills two forwards of the planned size: the slope is that of many
@@ -82,8 +82,8 @@ def preview(config, given, num_processes=0, vocab_size=0):
         parameters=count_parameters(shape), dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
-        forwards=-(-int(share_pairs * lengths.mean) // tokens), phases=estimate.peaks(*plan.cutting, plan.answers),
-        levers=_levers(config, shape, dtype, lengths, share_pairs, machine, plan),
+        forwards=round(estimate.forwards(tokens), 2), phases=estimate.peaks(*plan.cutting, plan.answers),
+        levers=_levers(config, shape, dtype, estimate, machine, plan),
         largest_block=dict(
             pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=shape.vocab_size,
             bytes=4 * config.batch_size_per_gpu * config.max_seq_len * shape.vocab_size,
@@ -120,12 +120,11 @@ def _lengths(config, tokenizer):
     return histogram(np.concatenate([lengths, longest])), f"sampled: {len(lengths):,} rows and a longest pair"
 
 
-def _levers(config, shape, dtype, lengths, share_pairs, machine, plan):
+def _levers(config, shape, dtype, chosen, machine, plan):
     """What each lever would do: its peak, the largest micro-batch that fits, the time over the chosen plan's."""
     if machine.usable_bytes is None:
         return []
     tokens, chunk, checkpointing = plan.cutting
-    share_tokens = share_pairs * lengths.mean
     rows = [(f"chunk of {size} targets", config, (tokens, size, checkpointing)) for size in CHUNKS]
     rows += [(f"micro-batch of {tokens * k // 4}", config, (tokens * k // 4, chunk, checkpointing)) for k in (2, 8)]
     rows += [(f"gradient checkpointing {again}", config, (tokens, chunk, again)) for again in (False, True)]
@@ -133,10 +132,10 @@ def _levers(config, shape, dtype, lengths, share_pairs, machine, plan):
         rows.append((f"optimizer {optimizer}", replace(config, optimizer=optimizer), plan.cutting))
     levers = []
     for name, changed, cutting in rows:
-        estimate = make_estimate(changed, shape, dtype, lengths, share_pairs)
+        estimate = make_estimate(changed, shape, dtype, chosen.lengths, chosen.share_pairs)
         peak, limit = estimate.step_peak(*cutting), machine.usable_bytes * USABLE
-        most = fitting_plan(estimate, share_pairs * lengths.longest, limit, *cutting[1:])
-        factor = time_factor(plan.cut_as(cutting), share_tokens) / time_factor(plan, share_tokens)
+        most = fitting_plan(estimate, chosen.share_pairs * chosen.lengths.longest, limit, *cutting[1:])
+        factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
         levers.append(
             dict(lever=name, peak_bytes=peak, fits=peak <= limit, time_factor=round(factor, 3),
                  largest_micro_batch_tokens=most.micro_batch_tokens if most else 0)

@@ -63,16 +63,16 @@ def plan_run(run, kept, foreign):
     """
     ranks, config, device = run.ranks, run.config, run.ranks.device
     shape, dtype = run.model.shape, run.model.compute_dtype
-    estimate, share_pairs = estimate_for(ranks, config, shape, dtype, run.train.lengths, run.course.global_batch)
+    estimate = estimate_for(ranks, config, shape, dtype, run.train.lengths, run.course.global_batch)
     outside = outside_bytes(device, foreign)
     usable = limit_memory(device, config.gpu_memory_limit_gb, outside)
     usable = None if usable is None else -vote(ranks, -usable)[0]  # the smallest over ranks
     plan = kept if _still_asked_for(kept, config, estimate, usable) else None
     fixed = plan or config.micro_batch_tokens
-    plan = plan or choose_plan(config, estimate, share_pairs, usable)
+    plan = plan or choose_plan(config, estimate, usable)
     measured = {}
     if usable is not None and run.optimizer is not None:
-        plan, measured["step"] = rehearse_plan(run, estimate, share_pairs, None if fixed else usable, plan)
+        plan, measured["step"] = rehearse_plan(run, estimate, None if fixed else usable, plan)
         measured |= rehearse_evaluation(run, plan)
     plan = replace(plan, graphs=records(run, kept, plan, usable))
     if ranks.is_main:
@@ -86,9 +86,9 @@ def plan_run(run, kept, foreign):
 
 
 def estimate_for(ranks, config, shape, dtype, lengths, global_batch):
-    """(Estimate, pairs of one rank's share of a step) of a run on examples of these `lengths` (pairs, 2)."""
+    """Estimate of a run on examples of these `lengths` (pairs, 2)."""
     share_pairs = -(-global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
-    return make_estimate(config, shape, dtype, histogram(lengths), share_pairs, ranks.device.type), share_pairs
+    return make_estimate(config, shape, dtype, histogram(lengths), share_pairs, ranks.device.type)
 
 
 def _still_asked_for(kept, config, estimate, usable_bytes):
@@ -119,21 +119,21 @@ def records(run, kept, plan, usable_bytes):
     return config.compile == "True" or (roomy and repaid)
 
 
-def rehearse_plan(run, estimate, share_pairs, usable_bytes, plan):
+def rehearse_plan(run, estimate, usable_bytes, plan):
     """(plan that was tried on the device, measured peak reserved bytes of a step over all ranks).
 
     At most PROBES times the costliest examples that one forward can meet are run, forward and backward. Where what
     that took is not what was predicted, the plan is chosen again with the ratio; `usable_bytes` None lets `plan` be.
     """
     for probe in range(PROBES):
-        measured = _step_peak(run, plan, share_pairs)
+        measured = _step_peak(run, plan, estimate.share_pairs)
         if measured is None:
             plan = plan_after_out_of_memory(
                 run.ranks.device, plan, 2, partial(shrink_plan, longest_tokens=estimate.lengths.longest)
             )
             continue
         calibration = measured / estimate.peaks(*plan.cutting)["step"]
-        better = choose_plan(run.config, estimate, share_pairs, usable_bytes, calibration) if usable_bytes else plan
+        better = choose_plan(run.config, estimate, usable_bytes, calibration) if usable_bytes else plan
         if better.cutting == plan.cutting or probe == PROBES - 1:
             return plan, measured
         if run.ranks.is_main:
