@@ -36,7 +36,8 @@ from model.step import train_steps
 
 VOCAB_SIZE, NUM_PAIRS = 40_960, 2048
 CAPS, BATCHES, LONGEST = (4, 8, 12, 20), (8, 16, 32, 64, 96), 512
-WARM_STEPS, TRIED_STEPS, HOPELESS, ENOUGH = 3, 11, 0.8, 0.95
+WARM_STEPS, RECORDING_STEPS, TRIED_STEPS, REPEATS = 3, 60, 12, 3
+HOPELESS, ENOUGH = 0.8, 0.95
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,15 @@ def make_run(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
     return replace(run, memory=memory), plan
 
 
-def speed(run, plan, num_steps=None):
-    """(tokens/s, out of memory events, steps) of an epoch, or of so many steps."""
-    steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, run.course)
-    tokens, events, count, started = 0, 0, 0, None
-    for result in islice(steps, num_steps):
-        count, events = count + 1, events + len(result.events)
-        if count == WARM_STEPS:
+def train_epoch(run, plan):
+    """(tokens/s, out of memory events, tokens of each step) of an epoch."""
+    results = []
+    for result in train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, run.course):
+        results.append(result)
+        if len(results) == WARM_STEPS:
             started = clock(run)
-        elif started:
-            tokens += result.tokens
-    return tokens / (clock(run) - started), events, count
+    events, tokens = sum(len(result.events) for result in results), [result.tokens for result in results]
+    return sum(tokens[WARM_STEPS:]) / (clock(run) - started), events, tokens
 
 
 def clock(run):
@@ -104,32 +103,43 @@ def clock(run):
     return time.perf_counter()
 
 
-def speeds_by_trying(run, plan, share_tokens):
-    """Tokens/s by cutting, the better of two: the plan's, and powers of two of micro-batches that fit.
+def speeds_by_trying(run, plan, most_tokens):
+    """Tokens/s by cutting: the plan's, and powers of two of micro-batches that fit, up to one for `most_tokens`.
 
-    From the largest down, until one is far from the best: smaller ones are slower still.
+    From the largest down, until one is far from the best: smaller ones are slower still. Those that are near the best
+    are tried again in turn, and of each step the fastest time counts: what is left is not the machine's noise.
     """
-    speeds = {plan.cutting: try_out(run, plan)}
+    first, tokens, _ = tried_steps(run, plan)
+    seconds, share = {plan.cutting: first}, 2 ** math.ceil(math.log2(max(most_tokens, 2 * LONGEST)))
     for again in (False, True):
-        tokens = 2 ** math.ceil(math.log2(max(share_tokens, 2 * LONGEST)))
-        while tokens >= 2 * LONGEST:
-            cutting = tokens, CHUNKS[0], again
-            speeds[cutting] = try_out(run, plan.cut_as(cutting))
-            if 0 < speeds[cutting] < HOPELESS * max(speeds.values()):
+        for size in range(share.bit_length() - 1, LONGEST.bit_length() - 1, -1):
+            cutting = 2**size, CHUNKS[0], again
+            seconds[cutting] = step_seconds(run, plan.cut_as(cutting))
+            best = min(each.sum() for each in seconds.values())
+            if best < HOPELESS * seconds[cutting].sum() < np.inf:
                 break
-            tokens //= 2
-    for cutting in (plan.cutting, max(speeds, key=speeds.get)):
-        speeds[cutting] = max(speeds[cutting], try_out(run, plan.cut_as(cutting)))
-    return speeds
+    near = [cutting for cutting, each in seconds.items() if HOPELESS * each.sum() <= best]
+    for _, cutting in product(range(REPEATS), near):
+        seconds[cutting] = np.minimum(seconds[cutting], step_seconds(run, plan.cut_as(cutting)))
+    return {cutting: float(tokens / each.sum()) for cutting, each in seconds.items()}
 
 
-def try_out(run, plan):
-    """Tokens/s of a few steps; 0 where they do not fit as they are cut."""
+def step_seconds(run, plan):
+    """Seconds of each of some steps as `plan` cuts them; infinite where they do not fit."""
     try:
-        per_second, events, _ = speed(run, plan, TRIED_STEPS)
+        seconds, _, events = tried_steps(run, plan)
     except NothingFits:
-        return 0.0
-    return 0.0 if events else per_second
+        return np.full(TRIED_STEPS, np.inf)
+    return seconds if not events else np.full(TRIED_STEPS, np.inf)
+
+
+def tried_steps(run, plan):
+    """(seconds of each of some steps, always the same ones; their tokens; out of memory events)."""
+    warm, course = RECORDING_STEPS if plan.graphs else WARM_STEPS, replace(run.course, total_pairs=8 * NUM_PAIRS)
+    steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, course)
+    results = list(islice(steps, warm + TRIED_STEPS))
+    timed, events = results[warm:], sum(len(result.events) for result in results)
+    return np.array([result.step_seconds for result in timed]), sum(result.tokens for result in timed), events
 
 
 def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
@@ -142,13 +152,13 @@ def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    whole_epoch, events, steps = speed(run, plan)
+    whole_epoch, events, tokens = train_epoch(run, plan)
     peak = torch.cuda.max_memory_reserved(device) if on_gpu else 0
-    speeds = speeds_by_trying(run, plan, batch * 2 * longest)
+    speeds = speeds_by_trying(run, plan, max(tokens))
     planned, best = speeds[plan.cutting], max(speeds.values())
     return record | dict(
         plan=plan.cutting, graphs=plan.graphs, predicted_bytes=plan.predicted_peak_bytes, peak_reserved_bytes=peak,
-        limits={name: run.memory[name] for name in ("outside_bytes", "allocator_limit_bytes")}, steps=steps,
+        limits={name: run.memory[name] for name in ("outside_bytes", "allocator_limit_bytes")}, steps=len(tokens),
         out_of_memory_events=events, epoch_tokens_per_second=round(whole_epoch), tokens_per_second=round(planned),
         best_tokens_per_second=round(best), best_cutting=max(speeds, key=speeds.get),
         of_the_best=round(planned / best, 3), held=not events and planned >= ENOUGH * best,

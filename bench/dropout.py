@@ -1,6 +1,6 @@
 """Does training lose anything without dropout on attention's probabilities? transformers' T5 both ways, at equal pairs.
 
-    python -m bench.dropout --train_file FILE --validation_file FILE --tokenizer_dir DIR [--dropout 0.1] [--seeds 2]
+    python -m bench.dropout --train_file FILE --validation_file FILE --tokenizer_dir DIR [--dropout 0.1] [--seeds 0,1]
 
 The same pairs in the same order, the same first weights; dropout everywhere as T5 has it, or everywhere but on the
 probabilities, as this trainer has it. Prints a JSON line a training with its validation loss.
@@ -34,7 +34,7 @@ def main():
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--rate", type=float, default=1e-2, help="peak of torch's Adafactor")
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", default="0,1")
     given = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(given.tokenizer_dir)
@@ -42,7 +42,7 @@ def main():
         open_store(file, tokenizer, MAX_SEQ_LEN, "model_save/tokens")
         for file in (given.train_file, given.validation_file)
     )
-    for seed in range(given.seeds):
+    for seed in map(int, given.seeds.split(",")):
         for on_probabilities in (True, False):
             loss = train_once(given, train, valid, tokenizer, seed, on_probabilities, device)
             told = dict(bench="dropout", model=given.model, dropout=given.dropout, seed=seed, steps=given.steps)

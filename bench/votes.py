@@ -1,53 +1,67 @@
-"""What the vote of a step costs: milliseconds of a step and none of them computing.
+"""What the vote costs a step: the same steps with it and without it, in turn.
 
-    torchrun --nproc_per_node 2 -m bench.votes [--step_ms 24] [--votes 500]
+    torchrun --nproc_per_node 2 -m bench.votes --corpus DIR [--model small] [--pairs 256] [--any_field=value]
 
-All ranks wait until the same moment, `step_ms` after the vote before, and vote as a step does: what is timed is the
-exchange and not the wait for a slower rank. Rank 0 prints one JSON line: percentiles in microseconds of the slowest
-rank, and the median's share of such a step. The clock is one machine's, so all ranks must be on it.
+Without the vote each rank goes by its own outcome; gradients are summed over ranks either way. DIR is made when it is
+not there. Rank 0 prints one JSON line: the median step of each way and what the vote adds, the median of the rounds.
 """
 
 import argparse
 import json
 import os
-import time
+import statistics
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 
-import numpy as np
+from bench.corpus import write_corpus
+from config import load_config
+from model.prepare import prepare_run
+from model.ranks import from_main, start_ranks, stop_ranks
+from model.step import train_steps
 
-from model.ranks import gather_json, start_ranks, stop_ranks, vote
-
-WARM_UP = 20
+CORPUS_PAIRS, WARM_STEPS, STEPS = 51_200, 40, 60
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--step_ms", type=float, default=24.0, help="milliseconds of a step (24: small, 256 pairs)")
-    parser.add_argument("--votes", type=int, default=500)
-    given = parser.parse_args()
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--pairs", type=int, default=256, help="a rank and step")
+    parser.add_argument("--corpus_pairs", type=int, default=CORPUS_PAIRS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a round, each way")
+    parser.add_argument("--rounds", type=int, default=6)
+    given, words = parser.parse_known_args()
     ranks = start_ranks()
-    seconds = np.max(gather_json(ranks, vote_seconds(ranks, given.votes, given.step_ms / 1000)), axis=0)
-    tenth, median, high = (float(np.quantile(seconds, share)) * 1e6 for share in (0.1, 0.5, 0.95))
+    from_main(ranks, lambda: given.corpus.exists() or bool(write_corpus(given.corpus, given.corpus_pairs)))
+    os.chdir(given.corpus)
+    options = dict(word.lstrip("-").split("=", 1) for word in words) | dict(
+        model=given.model, batch_size_per_gpu=given.pairs, gradient_accumulation_steps=1, tokenizer_dir="tokenizer",
+        train_file="train.parquet", validation_file="valid.parquet", output_dir="runs/votes", epochs=1000,
+    )  # fmt: skip
+    config = load_config("pretrain", options)
+    run, _, plan = prepare_run(ranks, config, set(options), resumed=False)
+    rounds = [
+        [step_milliseconds(run, plan, side, given.steps) for side in (ranks.side, None)] for _ in range(given.rounds)
+    ]
     if ranks.is_main:
+        voting, alone = (statistics.median(way) for way in zip(*rounds, strict=True))
+        cost = statistics.median(a - b for a, b in rounds)
         print(json.dumps(dict(
-            harness="votes", world=ranks.world_size, backend=ranks.backend, p10_microseconds=round(tenth, 1),
-            median_microseconds=round(median, 1), p95_microseconds=round(high, 1), step_ms=given.step_ms,
-            percent_of_the_step=round(median / given.step_ms / 10, 3), load=round(os.getloadavg()[0], 1),
+            harness="votes", world=ranks.world_size, backend=ranks.backend, model=given.model, pairs=given.pairs,
+            step_ms=round(voting, 3), without_vote_ms=round(alone, 3), vote_ms=round(cost, 3),
+            percent_of_the_step=round(100 * cost / alone, 2), load=round(os.getloadavg()[0], 1),
+            rounds=[[round(a, 3), round(b, 3)] for a, b in rounds],
         )))  # fmt: skip
     stop_ranks()
 
 
-def vote_seconds(ranks, num_votes, step_seconds):
-    """Seconds that this rank spent in each of `num_votes` votes, one a step."""
-    seconds = []
-    for step in range(WARM_UP + num_votes):
-        (begin,) = vote(ranks, time.monotonic_ns())
-        begin += int(step_seconds * 1e9)
-        time.sleep(max((begin - time.monotonic_ns()) / 1e9 - 0.001, 0))
-        while time.monotonic_ns() < begin:
-            pass
-        vote(ranks, ranks.rank, False, int(time.monotonic()), step, -step)
-        seconds.append((time.monotonic_ns() - begin) / 1e9)
-    return seconds[WARM_UP:]
+def step_milliseconds(run, plan, side, num_steps):
+    """Median of some steps, voted on over the group `side`, or where it is None not at all."""
+    ranks = replace(run.ranks, side=side)
+    steps = train_steps(ranks, run.model, run.optimizer, run.train, plan, run.config, run.course)
+    results = islice(steps, WARM_STEPS, WARM_STEPS + num_steps)
+    return 1000 * statistics.median(result.step_seconds for result in results)
 
 
 if __name__ == "__main__":

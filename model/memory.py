@@ -24,7 +24,7 @@ GROW_AFTER_STEPS = 100  # without an out of memory; each one that shrinks the pl
 GATES_GB = dict(start=3.0, model=2.5, optimizer=2.0, ready=1.5)  # GiB that the guides want free at each stage
 CHUNK_LAUNCHES = 0.006  # of a chunk, over those of a forward and backward
 CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.5  # what computing again takes, over a step without
-LAUNCH_TOKENS_OF_SM, OLDER_LAUNCH_TOKENS_OF_SM = 250, 75  # Setting.launch_tokens a multiprocessor, from sm_90 on, before
+LAUNCH_TOKENS_OF_SM, OLDER_LAUNCH_TOKENS_OF_SM = 250, 75  # Setting.launch_tokens for each, from sm_90 on, before
 
 
 @dataclass(frozen=True)
