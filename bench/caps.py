@@ -27,7 +27,7 @@ import torch
 from config import MODELS, T5ModelConfig, load_config
 from model.chat_model import TextToTextModel
 from model.feed import Course
-from model.memory import CHUNKS, NothingFits
+from model.memory import NothingFits
 from model.optim import make_optimizer
 from model.prepare import Run, check_memory_fits, set_memory_limit
 from model.ranks import Ranks
@@ -106,40 +106,48 @@ def clock(run):
 def speeds_by_trying(run, plan, most_tokens):
     """Tokens/s by cutting: the plan's, and powers of two of micro-batches that fit, up to one for `most_tokens`.
 
-    From the largest down, until one is far from the best: smaller ones are slower still. Those that are near the best
-    are tried again in turn, and of each step the fastest time counts: what is left is not the machine's noise.
+    From the largest down, until one is far from the best: smaller ones are slower still. Those near the best are tried
+    again in turn. Of a step that several cuttings cut alike the fastest time counts for all of them: it is the same
+    work, and what is left is not the machine's noise. A cutting that beats the plan must last an epoch.
     """
-    first, tokens, _ = tried_steps(run, plan)
-    seconds, share = {plan.cutting: first}, 2 ** math.ceil(math.log2(max(most_tokens, 2 * LONGEST)))
+    fastest, sizes = {}, range(math.ceil(math.log2(max(most_tokens, 2 * LONGEST))), LONGEST.bit_length() - 1, -1)
+    first, tokens = tried_ways(run, plan, fastest)
+    ways = {plan.cutting: first}
+
+    def speeds():
+        return {c: tokens / sum(fastest[way] for way in done) if done else 0.0 for c, done in ways.items()}
+
     for again in (False, True):
-        for size in range(share.bit_length() - 1, LONGEST.bit_length() - 1, -1):
-            cutting = 2**size, CHUNKS[0], again
-            seconds[cutting] = step_seconds(run, plan.cut_as(cutting))
-            best = min(each.sum() for each in seconds.values())
-            if best < HOPELESS * seconds[cutting].sum() < np.inf:
+        for cutting in [(2**size, plan.chunk_tokens, again) for size in sizes]:
+            ways[cutting], _ = tried_ways(run, plan.cut_as(cutting), fastest)
+            if 0 < speeds()[cutting] < HOPELESS * max(speeds().values()):
                 break
-    near = [cutting for cutting, each in seconds.items() if HOPELESS * each.sum() <= best]
+    near = [c for c, per_second in speeds().items() if per_second >= HOPELESS * max(speeds().values())]
     for _, cutting in product(range(REPEATS), near):
-        seconds[cutting] = np.minimum(seconds[cutting], step_seconds(run, plan.cut_as(cutting)))
-    return {cutting: float(tokens / each.sum()) for cutting, each in seconds.items()}
+        ways[cutting], _ = tried_ways(run, plan.cut_as(cutting), fastest)
+    for cutting in near:
+        if speeds()[plan.cutting] < ENOUGH * speeds()[cutting] and train_epoch(run, plan.cut_as(cutting))[1]:
+            ways[cutting] = None
+    return speeds()
 
 
-def step_seconds(run, plan):
-    """Seconds of each of some steps as `plan` cuts them; infinite where they do not fit."""
-    try:
-        seconds, _, events = tried_steps(run, plan)
-    except NothingFits:
-        return np.full(TRIED_STEPS, np.inf)
-    return seconds if not events else np.full(TRIED_STEPS, np.inf)
+def tried_ways(run, plan, fastest):
+    """(Ways in which `plan` does some steps, always the same ones, None where they do not fit; the steps' tokens).
 
-
-def tried_steps(run, plan):
-    """(seconds of each of some steps, always the same ones; their tokens; out of memory events)."""
+    A way is the number of the step, of its forwards, and the rest of the cutting; its least seconds go to `fastest`.
+    """
     warm, course = RECORDING_STEPS if plan.graphs else WARM_STEPS, replace(run.course, total_pairs=8 * NUM_PAIRS)
     steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, course)
-    results = list(islice(steps, warm + TRIED_STEPS))
-    timed, events = results[warm:], sum(len(result.events) for result in results)
-    return np.array([result.step_seconds for result in timed]), sum(result.tokens for result in timed), events
+    try:
+        results = list(islice(steps, warm + TRIED_STEPS))
+    except NothingFits:
+        return None, 0
+    if any(result.events for result in results):
+        return None, 0
+    ways = [(result.step, result.micro_batches, *plan.cutting[1:]) for result in results[warm:]]
+    for way, result in zip(ways, results[warm:], strict=True):
+        fastest[way] = min(fastest.get(way, math.inf), result.step_seconds)
+    return ways, sum(result.tokens for result in results[warm:])
 
 
 def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
@@ -161,7 +169,7 @@ def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
         limits={name: run.memory[name] for name in ("outside_bytes", "allocator_limit_bytes")}, steps=len(tokens),
         out_of_memory_events=events, epoch_tokens_per_second=round(whole_epoch), tokens_per_second=round(planned),
         best_tokens_per_second=round(best), best_cutting=max(speeds, key=speeds.get),
-        of_the_best=round(planned / best, 3), held=not events and planned >= ENOUGH * best,
+        of_the_best=round(planned / best, 3) if best else 0.0, held=not events and planned >= ENOUGH * best,
         tried=[[*cutting, round(per_second)] for cutting, per_second in speeds.items()],
     )  # fmt: skip
 

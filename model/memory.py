@@ -15,7 +15,10 @@ from model.device_memory import release_memory
 from model.estimate import ANSWERS_A_BATCH, Estimate, Setting
 
 LOGGER = logging.getLogger("chat_trainer")
-USABLE = 0.95  # of the memory there is: forwards of many sizes fragment it, the prediction errs by 2 percent
+USABLE = (
+    0.95  # of the memory there is, by prediction alone, which errs by 2 percent: forwards of many sizes fragment it
+)
+PROBED_USABLE = 0.98  # after a probe
 CHUNKS = (2048, 1024, 512, 256, 128)  # target tokens whose logits exist at a time
 CHUNKS_A_STEP = 8  # at least, down to 512 target tokens
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
@@ -67,10 +70,10 @@ def _launch_tokens(gpu):
     return gpu.multi_processor_count * (LAUNCH_TOKENS_OF_SM if gpu.major >= 9 else OLDER_LAUNCH_TOKENS_OF_SM)
 
 
-def choose_plan(config, estimate, usable_bytes, calibration=1.0):
+def choose_plan(config, estimate, usable_bytes, calibration=None):
     """The plan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
 
-    `calibration` is what was measured over what was predicted. Raises ValueError when one example does not fit the
+    `calibration` is what a probe measured over what was predicted. Raises ValueError when one example does not fit the
     micro-batch that `config` names, NothingFits when it does not fit the memory.
     """
     share_pairs, longest = estimate.share_pairs, estimate.lengths.longest
@@ -81,7 +84,8 @@ def choose_plan(config, estimate, usable_bytes, calibration=1.0):
         )
     largest = LARGEST_MICRO_BATCH_TOKENS if usable_bytes else CPU_MICRO_BATCH_TOKENS
     wanted = config.micro_batch_tokens or max(min(share_pairs * longest, largest), longest)
-    limit = math.inf if usable_bytes is None else usable_bytes * USABLE / calibration
+    usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
+    limit = math.inf if usable_bytes is None else usable_bytes * usable_share
     checkpointing = {"auto": (False, True), "True": (True,), "False": (False,)}[config.gradient_checkpointing]
     if usable_bytes is None:
         return _plan(estimate, limit, wanted, 1024, checkpointing[0])
@@ -90,7 +94,7 @@ def choose_plan(config, estimate, usable_bytes, calibration=1.0):
     plans = [fitting_plan(estimate, wanted, limit, chunk, again) for again in checkpointing for chunk in chunks]
     plans = [plan for plan in plans if plan and not 0 < plan.micro_batch_tokens < config.micro_batch_tokens]
     if not plans:
-        raise NothingFits(_refusal(config, estimate, usable_bytes, calibration))
+        raise NothingFits(_refusal(config, estimate, usable_bytes, usable_share))
     return min(plans, key=lambda plan: (round(time_factor(plan, estimate), 3), -plan.micro_batch_tokens))
 
 
@@ -131,11 +135,11 @@ def time_factor(plan, estimate):
     return forwards * (max(work, launches) + chunks * CHUNK_LAUNCHES * once) / max(tokens, once)
 
 
-def _refusal(config, estimate, usable_bytes, calibration):
+def _refusal(config, estimate, usable_bytes, usable_share):
     longest = estimate.lengths.longest
     checkpointing = config.gradient_checkpointing != "False"
     tokens = max(config.micro_batch_tokens, longest)
-    needed = estimate.step_peak(tokens, CHUNKS[-1], checkpointing) * calibration / USABLE
+    needed = estimate.step_peak(tokens, CHUNKS[-1], checkpointing) / usable_share
     parts = ", ".join(f"{name} {count / 2**30:.2f}" for name, count in estimate.fixed.items())
     return (
         f"a forward of {tokens} tokens (the longest example has {longest}) needs {needed / 2**30:.2f} GiB and "

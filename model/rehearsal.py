@@ -19,7 +19,6 @@ from model.exact import NUM_SHARDS
 from model.export import as_hugging_face
 from model.feed import Work
 from model.memory import (
-    USABLE,
     NothingFits,
     choose_plan,
     is_out_of_memory,
@@ -33,6 +32,7 @@ from model.watch import unhurried
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
+KEPT_USABLE = 1.1  # by prediction: a kept plan was measured, at as little as nine tenths of that, and is again
 STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
 
 
@@ -94,7 +94,7 @@ def estimate_for(ranks, config, shape, dtype, lengths, global_batch):
 def _still_asked_for(kept, config, estimate, usable_bytes):
     if kept is None or config.micro_batch_tokens:
         return False
-    fits = usable_bytes is None or estimate.step_peak(*kept.cutting) <= usable_bytes * USABLE
+    fits = usable_bytes is None or estimate.step_peak(*kept.cutting) <= usable_bytes * KEPT_USABLE
     return fits and config.gradient_checkpointing in ("auto", str(kept.gradient_checkpointing))
 
 
@@ -125,20 +125,25 @@ def rehearse_plan(run, estimate, usable_bytes, plan):
     At most PROBES times the costliest examples that one forward can meet are run, forward and backward. Where what
     that took is not what was predicted, the plan is chosen again with the ratio; `usable_bytes` None lets `plan` be.
     """
-    for probe in range(PROBES):
+    fitted = None
+    for _ in range(PROBES):
         measured = _step_peak(run, plan, estimate.share_pairs)
+        if measured is None and fitted:
+            break
         if measured is None:
             plan = plan_after_out_of_memory(
                 run.ranks.device, plan, 2, partial(shrink_plan, longest_tokens=estimate.lengths.longest)
             )
             continue
-        calibration = measured / estimate.peaks(*plan.cutting)["step"]
+        fitted, calibration = (plan, measured), measured / estimate.peaks(*plan.cutting)["step"]
         better = choose_plan(run.config, estimate, usable_bytes, calibration) if usable_bytes else plan
-        if better.cutting == plan.cutting or probe == PROBES - 1:
-            return plan, measured
+        if better.cutting == plan.cutting:
+            break
         if run.ranks.is_main:
             LOGGER.info("a probe took %.3f of the predicted peak: planning again", calibration)
         plan = better
+    if fitted:
+        return fitted
     raise NothingFits(f"{PROBES} probes ran out of memory, the last with {plan}: lower --max_seq_len or free the GPU")
 
 
