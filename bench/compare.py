@@ -36,6 +36,7 @@ def main():
     parser.add_argument("--part", default="ours,a,b")
     parser.add_argument("--cpu", action="store_true", help="tiny and small in float32 on this machine's cores")
     parser.add_argument("--short", action="store_true", help="one cell of each loop, short windows")
+    parser.add_argument("--skip", default="", help="cells whose name holds one of these words are left out")
     parser.add_argument("--together", type=int, default=3, help="cells on a GPU at a time; one is timed, others set up")
     parser.add_argument("--minutes", type=float, default=60, help="cells that are not done by then are given up")
     parser.add_argument("--cell", default="", help="(for its child processes) JSON of the cell to time")
@@ -47,6 +48,7 @@ def main():
     parts = options.part.split(",")
     make_cells = cpu_cells if options.cpu else gpu_cells
     cells = [cell for name in models for cell in make_cells(name) if cell["loop"] in parts]
+    cells = [cell for cell in cells if not any(word and word in cell["name"] for word in options.skip.split(","))]
     if options.short:
         cells = [cell | dict(timed_seconds=cell["timed_seconds"] / 2) for cell in cells if cell["short"]]
     if options.cpu:

@@ -131,9 +131,9 @@ def rehearse_plan(run, estimate, usable_bytes, plan):
         if measured is None and fitted:
             break
         if measured is None:
-            plan = plan_after_out_of_memory(
-                run.ranks.device, plan, 2, partial(shrink_plan, longest_tokens=estimate.lengths.longest)
-            )
+            shrink = partial(shrink_plan, longest_tokens=estimate.lengths.longest)
+            plan = plan_after_out_of_memory(run.ranks.device, plan, 2, shrink)
+            usable_bytes = None  # the first that fits is taken
             continue
         fitted, calibration = (plan, measured), measured / estimate.peaks(*plan.cutting)["step"]
         better = choose_plan(run.config, estimate, usable_bytes, calibration) if usable_bytes else plan

@@ -8,14 +8,16 @@ import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model import prepare, rehearsal
-from model.memory import NothingFits
+from model.estimate import histogram
+from model.memory import PROBED_USABLE, NothingFits, choose_plan, make_estimate
 from model.optim import make_optimizer
 from model.prepare import check_memory_fits
 from model.ranks import start_ranks, stop_ranks, vote
-from model.rehearsal import records, rehearse_update, worst_examples
+from model.rehearsal import records, rehearse_plan, rehearse_update, worst_examples
 from tests.parts import ALONE, PLAN, make_config, make_model
 from tests.ranks import run_ranks
 
+GIB = 2**30
 RECORDED = replace(PLAN, graphs=True)
 
 
@@ -72,6 +74,44 @@ def test_the_costliest_examples_are_the_longest_responses_that_fit_one_forward()
     assert worst_examples(lengths, 100, 3).tolist() == [2, 1, 0]
     assert worst_examples(lengths, 39, 4).tolist() == [2, 1]
     assert worst_examples(lengths, 10, 4).tolist() == [2]
+
+
+def rehearsed(monkeypatch, *shares_of_prediction, usable_gib=4):
+    """(first plan, plans that were probed, what came of it), for probes that took these shares of the prediction.
+
+    None: that probe ran out of memory.
+    """
+    shape = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
+    run = SimpleNamespace(config=make_config(), ranks=ALONE)
+    lengths = histogram(np.random.default_rng(0).integers(20, 256, (1000, 2)))
+    estimate = make_estimate(run.config, shape, torch.bfloat16, lengths, 512)
+    first, probed, shares = choose_plan(run.config, estimate, usable_gib * GIB), [], iter(shares_of_prediction)
+
+    def probe(_run, plan, _share_pairs):
+        probed.append(plan)
+        share = next(shares)
+        return share and int(share * estimate.peaks(*plan.cutting)["step"])
+
+    monkeypatch.setattr(rehearsal, "_step_peak", probe)
+    return first, probed, rehearse_plan(run, estimate, usable_gib * GIB, first)
+
+
+def test_probes_that_take_less_than_predicted_make_the_plan_larger_until_it_fills_the_memory(monkeypatch):
+    first, probed, (plan, measured) = rehearsed(monkeypatch, 0.9, 0.9)
+    assert probed == [first, plan] and plan.micro_batch_tokens > first.micro_batch_tokens
+    assert 0.96 * 4 * GIB < measured <= PROBED_USABLE * 4 * GIB
+
+
+def test_a_larger_plan_that_runs_out_of_memory_leaves_the_one_that_fitted(monkeypatch):
+    first, probed, (plan, _) = rehearsed(monkeypatch, 0.9, None)
+    assert len(probed) == 2 and plan == first
+
+
+def test_a_plan_that_runs_out_of_memory_shrinks_and_one_that_always_does_is_refused(monkeypatch):
+    first, probed, (plan, _) = rehearsed(monkeypatch, None, 0.9)
+    assert probed == [first, plan] and plan.micro_batch_tokens < first.micro_batch_tokens
+    with pytest.raises(NothingFits, match="3 probes ran out of memory"):
+        rehearsed(monkeypatch, None, None, None)
 
 
 TIMEOUT_S = 6  # after half of it a silent rank hangs, after all of it Gloo gives a vote up
