@@ -123,6 +123,12 @@ class Block(nn.Module):
         return x, F.dropout(added, dropout)
 
 
+def _summed(block, x, *args):
+    """The stream behind `block` as one tensor: all that is kept of it where blocks are computed again."""
+    x, added = block(x, None, *args)
+    return x + added
+
+
 class Stack(nn.Module):
     """Encoder or decoder: blocks that share the first one's position bias, then a norm."""
 
@@ -138,8 +144,8 @@ class Stack(nn.Module):
         self_attention = (layout, self._bias(layout, x.dtype))
         for block in self.block:
             if checkpointing and torch.is_grad_enabled():
-                x, added = checkpoint(
-                    block, x, added, self_attention, cross_attention, dropout, use_reentrant=False,
+                x = checkpoint(
+                    _summed, block, x, self_attention, cross_attention, dropout, use_reentrant=False,
                     preserve_rng_state=bool(dropout),
                 )  # fmt: skip
             else:

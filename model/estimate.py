@@ -150,11 +150,11 @@ def _ends(setting, queries):
 def _stack(setting, layers, num_blocks, queries, checkpointing):
     """(bytes kept by a stack's blocks, the most that the backward of its last block holds).
 
-    `layers` are the (kept, temporaries) of the layers of one block. With checkpointing a block keeps its input, the
-    stream and what is to be added to it, and its backward computes the rest again.
+    `layers` are the (kept, temporaries) of the layers of one block. With checkpointing a block keeps the stream that it
+    reads, and its backward computes the rest again.
     """
     kept_by_layer = [kept for kept, _ in layers]
-    block = 2 * setting.shape.d_model * setting.number_bytes * queries if checkpointing else sum(kept_by_layer)
+    block = setting.shape.d_model * setting.number_bytes * queries if checkpointing else sum(kept_by_layer)
     kept, moments = num_blocks * block, []
     for i, (_, work) in enumerate(layers):
         rest = sum(kept_by_layer[: i + 1]) if checkpointing else -sum(kept_by_layer[i + 1 :])
