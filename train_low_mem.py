@@ -31,7 +31,8 @@ from model.checkpoint import checkpoint_paths
 from model.dataset import describe_store
 from model.device_memory import release_memory
 from model.doctor import print_table
-from model.memory import NothingFits, growth_of
+from model.memory import growth_of
+from model.plan import NothingFits
 from model.plots import plot_run
 from model.prepare import measure, prepare_run, prepare_test
 from model.preview import answer

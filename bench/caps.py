@@ -27,8 +27,8 @@ import torch
 from config import MODELS, T5ModelConfig, load_config
 from model.chat_model import TextToTextModel
 from model.feed import Course
-from model.memory import NothingFits
 from model.optim import make_optimizer
+from model.plan import NothingFits
 from model.prepare import Run, check_memory_fits, set_memory_limit
 from model.ranks import Ranks
 from model.rehearsal import plan_run, rehearse_update

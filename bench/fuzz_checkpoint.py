@@ -18,8 +18,9 @@ from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_c
 from model.dataset import open_store
 from model.export import export_model, load_into
 from model.feed import Course
-from model.memory import Growth, MemoryPlan, growth_of
+from model.memory import Growth, growth_of
 from model.optim import make_optimizer
+from model.plan import MemoryPlan
 from model.ranks import Ranks
 from model.step import train_steps
 from model.tokenizer import PROBE, load_tokenizer, train_tokenizer

@@ -31,8 +31,8 @@ from model.chat_model import TextToTextModel
 from model.device_memory import forget_peak, peak_memory, release_memory
 from model.estimate import Constants, Estimate, Lengths, Setting
 from model.feed import Course
-from model.memory import MemoryPlan
 from model.optim import make_optimizer
+from model.plan import MemoryPlan
 from model.ranks import Ranks
 from model.rehearsal import rehearse_update
 from model.step import train_steps

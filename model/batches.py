@@ -64,10 +64,13 @@ class Room:
         return fits and prompts + responses >= ROOM_FILL * (self.prompt_tokens + self.response_tokens)
 
 
-def rooms_for(lengths, pairs):
-    """Rooms, the smallest first, of which one holds nearly every micro-batch of `pairs` pairs drawn from `lengths`."""
-    means = pairs * lengths.mean(axis=0, dtype=np.float64)
-    spreads = math.sqrt(pairs) * lengths.std(axis=0, dtype=np.float64)
+def rooms_for(lengths, pairs, counts=None):
+    """Rooms, the smallest first, of which one holds nearly every micro-batch of `pairs` pairs drawn from `lengths`.
+
+    `lengths` (examples, 2), or (kinds, 2) and how many examples have each in `counts`.
+    """
+    mean = np.average(lengths, axis=0, weights=counts)
+    means, spreads = pairs * mean, np.sqrt(pairs * np.average((lengths - mean) ** 2, axis=0, weights=counts))
     prompts, responses = (
         {_round_up(mean + level * spread) for level in levels if mean > -level * spread}
         for mean, spread, levels in zip(means, spreads, ROOM_LEVELS, strict=True)

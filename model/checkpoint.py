@@ -24,8 +24,9 @@ from model.durable import make_directory, remove_drafts, whole_directory, write_
 from model.estimate import ANSWERS_A_BATCH
 from model.export import check_fits
 from model.json_items import read_object
-from model.memory import CHUNKS, Growth, MemoryPlan
+from model.memory import Growth
 from model.optim import STATE_FIELDS
+from model.plan import CHUNKS, MemoryPlan
 from model.spikes import WINDOW
 
 NAME = re.compile(r"step_\d{8}")

@@ -291,6 +291,11 @@ class Estimate:
         limits = ((k * micro_batch_tokens - mean) / max(math.sqrt(2) * deviation, 1) for k in range(1, most + 1))
         return 1 + sum(math.erfc(limit) / 2 for limit in limits)
 
+    def recording_bytes(self, micro_batch_tokens, chunk_tokens, checkpointing):
+        """Bytes that recorded steps of at most so many tokens keep for themselves."""
+        moments = self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing) | dict(update=0)
+        return int(max(moments.values()) * self.setting.constants.reserved)
+
     def step_peak(self, *cutting):
         """Peak reserved bytes on the device of a training step."""
         return self.peaks(*cutting)["step"]

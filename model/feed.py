@@ -6,8 +6,8 @@ import numpy as np
 
 from model.batches import Room, collate, cut, share_of, step_at
 from model.exact import NUM_SHARDS, shards_of_rank
-from model.memory import MemoryPlan
 from model.optim import learn_rate_at
+from model.plan import MemoryPlan
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from model.device_memory import foreign_bytes, limit_memory, outside_bytes
 from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, load_into, load_weights
 from model.feed import Course
-from model.memory import MemoryPlan, check_gates, choose_plan, free_bytes
+from model.memory import check_gates, free_bytes
 from model.optim import check_adafactor_rate, make_optimizer
+from model.plan import MemoryPlan, choose_plan
 from model.ranks import Ranks, agree, broadcast, local_main_first
 from model.rehearsal import estimate_for, plan_run, rehearse_update
 from model.report import Progress

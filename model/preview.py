@@ -14,8 +14,17 @@ from model.dataset import find_store, token_lengths
 from model.device_memory import CONTEXT_BYTES
 from model.estimate import Lengths, count_parameters, histogram
 from model.export import load_weights
-from model.memory import CHUNKS, USABLE, choose_plan, fitting_plan, make_estimate, time_factor
 from model.pairs import read_pairs
+from model.plan import (
+    CHUNKS,
+    USABLE,
+    choose_plan_and_recordings,
+    fitting_plan,
+    make_estimate,
+    predicted_peaks,
+    recording_asked,
+    time_factor,
+)
 from model.prepare import TOKENIZER_DIR, TOKENS_DIR
 from model.request import read_request
 from model.tokenizer import load_tokenizer
@@ -71,7 +80,9 @@ def preview(config, given, num_processes=0, vocab_size=0):
     dtype = torch.float32 if config.mixed_precision == "no" or not on_gpu else torch.bfloat16
     device = "cuda" if on_gpu else "cpu"
     estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device)
-    plan = choose_plan(config, estimate, machine.usable_bytes)
+    num_steps = lengths.counts.sum() * config.epochs / global_batch(config, world, given)
+    asked = recording_asked(config, estimate.setting, num_steps)
+    plan, _ = choose_plan_and_recordings(config, estimate, machine.usable_bytes, asked)
     tokens = plan.micro_batch_tokens
     tokens = min(tokens, share_pairs * lengths.longest)
     # a share of few pairs never fills two forwards of the planned size: the slope is that of many
@@ -82,7 +93,7 @@ def preview(config, given, num_processes=0, vocab_size=0):
         parameters=count_parameters(shape), dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
-        forwards=round(estimate.forwards(tokens), 2), phases=estimate.peaks(*plan.cutting, plan.answers),
+        forwards=round(estimate.forwards(tokens), 2), phases=predicted_peaks(estimate, plan),
         levers=_levers(config, shape, dtype, estimate, machine, plan),
         largest_block=dict(
             pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=shape.vocab_size,
@@ -172,6 +183,7 @@ def table(values):
         ("room", "no GPU" if limit is None else f"{gib(limit)} for the allocator, of which {USABLE:.0%} are planned"),
         ("plan", "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, gradient checkpointing "
          "{gradient_checkpointing}, {answers} answers at a time".format(**plan)),
+        ("recorded steps", "yes: replayed as CUDA graphs" if plan["graphs"] else "no"),
         ("forwards a step", f"{values['forwards']} on average, for {values['share_pairs']} pairs a GPU"),
         *((f"peak: {name}", gib(count)) for name, count in values["phases"].items()),
         *((f"with {lever['lever']}", _lever_text(lever)) for lever in values["levers"]),

@@ -18,22 +18,22 @@ from model.evaluate import answer, answering, evaluating
 from model.exact import NUM_SHARDS
 from model.export import as_hugging_face
 from model.feed import Work
-from model.memory import (
+from model.memory import is_out_of_memory, plan_after_out_of_memory, shrink_plan
+from model.optim import forget, update
+from model.plan import (
     NothingFits,
     choose_plan,
-    is_out_of_memory,
+    choose_plan_and_recordings,
     make_estimate,
-    plan_after_out_of_memory,
-    shrink_plan,
+    predicted_peaks,
+    recording_asked,
 )
-from model.optim import forget, update
 from model.ranks import sum_over_ranks, vote
 from model.watch import unhurried
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
 KEPT_USABLE = 1.1  # by prediction: a kept plan was measured, at as little as nine tenths of that, and is again
-STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
 
 
 def rehearse_update(ranks, model, optimizer):
@@ -67,17 +67,15 @@ def plan_run(run, kept, foreign):
     outside = outside_bytes(device, foreign)
     usable = limit_memory(device, config.gpu_memory_limit_gb, outside)
     usable = None if usable is None else -vote(ranks, -usable)[0]  # the smallest over ranks
-    plan = kept if _still_asked_for(kept, config, estimate, usable) else None
-    fixed = plan or config.micro_batch_tokens
-    plan = plan or choose_plan(config, estimate, usable)
-    measured = {}
+    plan, may_take = plan_before_probes(run, kept, estimate, usable)
+    measured, graphs = {}, plan.graphs
     if usable is not None and run.optimizer is not None:
-        plan, measured["step"] = rehearse_plan(run, estimate, None if fixed else usable, plan)
+        plan, measured["step"] = rehearse_plan(run, estimate, None if config.micro_batch_tokens else may_take, plan)
+        plan = replace(plan, graphs=graphs)
         measured |= rehearse_evaluation(run, plan)
-    plan = replace(plan, graphs=records(run, kept, plan, usable))
     if ranks.is_main:
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
-    predicted = estimate.peaks(*plan.cutting)
+    predicted = predicted_peaks(estimate, plan)
     phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}
     return plan, dict(
         phases=phases, cap_bytes=memory_cap(device, config.gpu_memory_limit_gb), outside_bytes=outside,
@@ -98,25 +96,19 @@ def _still_asked_for(kept, config, estimate, usable_bytes):
     return fits and config.gradient_checkpointing in ("auto", str(kept.gradient_checkpointing))
 
 
-def records(run, kept, plan, usable_bytes):
-    """Whether steps are recorded: as config.compile says, as the checkpoint's plan `kept` did, or where that repays.
+def plan_before_probes(run, kept, estimate, usable_bytes):
+    """(MemoryPlan, bytes that it may take beside its recordings, None where nothing is to be chosen).
 
-    A run that goes on keeps what it did: padding changes the order of sums, and so the last bits. Raises ValueError
-    where config.compile asks for what cannot be.
+    That of `kept` while it still fits. A run that goes on records steps if it did: padding changes the order of sums,
+    and so the last bits.
     """
     config = run.config
-    if config.compile == "False":
-        return False
-    possible = run.model.uses_kernels and not config.dropout
-    if config.compile == "True" and not possible:
-        raise ValueError(
-            "compile=True records CUDA graphs, for which a GPU, bf16 and dropout=0 are needed: leave it out"
-        )
-    if config.compile == "auto" and kept:
-        return kept.graphs and possible
-    roomy = possible and 2 * plan.predicted_peak_bytes <= usable_bytes
-    repaid = len(run.train) * config.epochs / run.course.global_batch >= STEPS_THAT_REPAY_RECORDING
-    return config.compile == "True" or (roomy and repaid)
+    asked = recording_asked(config, estimate.setting, len(run.train) * config.epochs / run.course.global_batch)
+    if kept and config.compile == "auto":
+        asked = kept.graphs and estimate.setting.kernels and not estimate.setting.dropout
+    if _still_asked_for(kept, config, estimate, usable_bytes):
+        return replace(kept, graphs=bool(asked)), None
+    return choose_plan_and_recordings(config, estimate, usable_bytes, asked)
 
 
 def rehearse_plan(run, estimate, usable_bytes, plan):

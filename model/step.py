@@ -20,8 +20,9 @@ from model.batches import rooms_for
 from model.exact import add_in_order
 from model.feed import prepared
 from model.graphs import StepGraphs
-from model.memory import Growth, MemoryPlan, is_out_of_memory, plan_after_out_of_memory, shrink_plan
+from model.memory import Growth, is_out_of_memory, plan_after_out_of_memory, shrink_plan
 from model.optim import update
+from model.plan import MemoryPlan
 from model.ranks import sum_over_ranks, vote
 from model.spikes import MAX_SKIPPED_STEPS, WINDOW, spike_limit, too_many_skipped
 from model.watch import stop_asked

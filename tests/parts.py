@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from config import T5ModelConfig, load_config
 from model.chat_model import TextToTextModel
-from model.memory import MemoryPlan
+from model.plan import MemoryPlan
 from model.ranks import Ranks
 from model.tokenizer import PROBE
 

@@ -13,23 +13,16 @@ from model.device_memory import limit_memory, outside_bytes
 from model.estimate import Estimate, histogram
 from model.faults import ERRORS
 from model.memory import (
-    CHUNKS,
-    PROBED_USABLE,
-    USABLE,
     Growth,
-    MemoryPlan,
-    NothingFits,
     check_memory_safety,
-    choose_plan,
     cleanup_gpu_memory,
     growth_of,
     is_out_of_memory,
-    make_estimate,
     monitor_gpu_memory,
     plan_after_out_of_memory,
     shrink_plan,
-    time_factor,
 )
+from model.plan import CHUNKS, PROBED_USABLE, USABLE, MemoryPlan, NothingFits, choose_plan, make_estimate, time_factor
 from tests.parts import make_config
 from tests.tiny import start, wait_for
 from train_low_mem import main

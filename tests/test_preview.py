@@ -6,8 +6,8 @@ import pytest
 from config import MODELS, T5ModelConfig, load_config
 from model.dataset import find_store, open_store, token_lengths
 from model.estimate import count_parameters
-from model.memory import NothingFits
 from model.pairs import read_pairs
+from model.plan import NothingFits
 from model.prepare import TOKENIZER_DIR, TOKENS_DIR
 from model.preview import answer, preview, table
 from model.tokenizer import PROBE, load_tokenizer

@@ -9,11 +9,11 @@ import torch
 from config import MODELS, T5ModelConfig, load_config
 from model import prepare, rehearsal
 from model.estimate import histogram
-from model.memory import PROBED_USABLE, NothingFits, choose_plan, make_estimate
 from model.optim import make_optimizer
+from model.plan import PROBED_USABLE, NothingFits, choose_plan, make_estimate
 from model.prepare import check_memory_fits
 from model.ranks import start_ranks, stop_ranks, vote
-from model.rehearsal import records, rehearse_plan, rehearse_update, worst_examples
+from model.rehearsal import plan_before_probes, rehearse_plan, rehearse_update, worst_examples
 from tests.parts import ALONE, PLAN, make_config, make_model
 from tests.ranks import run_ranks
 
@@ -21,34 +21,47 @@ GIB = 2**30
 RECORDED = replace(PLAN, graphs=True)
 
 
-def a_run(steps=1000, uses_kernels=True, **options):
-    """What `records` asks of a Run: no GPU is here to make one whose model uses kernels."""
-    model, course = SimpleNamespace(uses_kernels=uses_kernels), SimpleNamespace(global_batch=8)
-    return SimpleNamespace(config=make_config(epochs=1, **options), model=model, course=course, train=range(8 * steps))
+CHATLM = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
+LENGTHS = np.random.default_rng(0).integers(20, 256, (6400, 2)).astype("uint16")
 
 
-def test_steps_are_recorded_where_the_run_repays_it_and_there_is_room_for_two():
-    plan = replace(PLAN, predicted_peak_bytes=1000)
-    assert records(a_run(), None, plan, 2000)
-    assert not records(a_run(), None, plan, 1999)
-    assert not records(a_run(steps=10), None, plan, 2000)
-    assert not records(a_run(dropout=0.1), None, plan, 2000)
-    assert not records(a_run(uses_kernels=False), None, plan, None)
+def planned(usable_gib, kept=None, kernels=True, steps=100, **options):
+    """(MemoryPlan before any probe, GiB that it may take): chatlm in bf16, 64 pairs a step."""
+    config = make_config(epochs=1, **options)
+    estimate = make_estimate(config, CHATLM, torch.bfloat16, histogram(LENGTHS), 64)
+    estimate.setting = replace(estimate.setting, kernels=kernels)
+    run = SimpleNamespace(config=config, train=LENGTHS, course=SimpleNamespace(global_batch=len(LENGTHS) / steps))
+    plan, may_take = plan_before_probes(run, kept, estimate, int(usable_gib * GIB))
+    return plan, may_take and may_take / GIB
+
+
+def test_steps_are_recorded_where_the_run_repays_it_and_both_ways_fit_the_memory():
+    plan, may_take = planned(24)
+    assert plan.graphs and may_take < 24
+    assert plan.predicted_peak_bytes <= may_take * GIB
+    for less in (planned(5), planned(24, steps=99), planned(24, dropout=0.1), planned(24, kernels=False)):
+        assert not less[0].graphs and less[1] in (5, 24)
+
+
+def test_recordings_take_memory_from_forwards_that_few_steps_would_need():
+    lean, plain = planned(12)[0], planned(12, compile="False")[0]
+    assert lean.graphs and not plain.graphs
+    assert 64 * LENGTHS.sum(axis=1).mean() < lean.micro_batch_tokens < plain.micro_batch_tokens
 
 
 @pytest.mark.parametrize("steps", [10, 1000])
-def test_a_run_that_goes_on_records_as_it_did_whatever_room_and_length_are_now(steps):
+def test_a_run_that_goes_on_records_as_it_did_whatever_memory_and_length_are_now(steps):
     for kept in (PLAN, RECORDED):
-        for usable in (0, 10**12):
-            assert records(a_run(steps), kept, PLAN, usable) == kept.graphs
-    assert not records(a_run(steps, uses_kernels=False), RECORDED, PLAN, None), "on a CPU there are no graphs"
+        for usable_gib in (4, 5, 100):
+            assert planned(usable_gib, kept, steps=steps)[0].graphs == kept.graphs
+    assert not planned(100, RECORDED, kernels=False)[0].graphs, "on a CPU there are no graphs"
 
 
 def test_what_the_user_says_of_recording_holds_or_is_refused():
-    assert records(a_run(steps=1, compile="True"), PLAN, PLAN, 0)
-    assert not records(a_run(compile="False"), RECORDED, PLAN, 10**12)
+    assert planned(5, PLAN, steps=10, compile="True")[0].graphs
+    assert not planned(100, RECORDED, compile="False")[0].graphs
     with pytest.raises(ValueError, match="compile=True records CUDA graphs"):
-        records(a_run(uses_kernels=False, compile="True"), None, PLAN, None)
+        planned(100, kernels=False, compile="True")
 
 
 @pytest.mark.parametrize("name", ["adamw_rms", "adamw", "adafactor", "muon"])

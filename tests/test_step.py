@@ -7,8 +7,8 @@ import torch
 from model import faults
 from model.batches import collate, step_at
 from model.feed import Course
-from model.memory import MemoryPlan
 from model.optim import make_optimizer
+from model.plan import MemoryPlan
 from model.spikes import MAX_SKIPPED_STEPS
 from model.step import train_steps
 from tests.parts import ALONE, PLAN, SHAPE, farthest, gradients_of, make_config, make_model

@@ -1,0 +1,187 @@
+"""How a step is cut so that it fits the memory: the fastest way that fits, and whether steps are recorded."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from model.attention import has_kernels
+from model.batches import rooms_for
+from model.estimate import ANSWERS_A_BATCH, Estimate, Setting
+
+USABLE = 0.95  # of the memory there is, by prediction alone: it errs by 2 percent, forwards of many sizes leave holes
+PROBED_USABLE = 0.98  # after a probe
+CHUNKS = (2048, 1024, 512, 256, 128)  # target tokens whose logits exist at a time
+CHUNKS_A_STEP = 8  # at least, down to 512 target tokens
+CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
+LARGEST_MICRO_BATCH_TOKENS = 262_144  # beyond this a GPU gains nothing
+STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
+CHUNK_LAUNCHES = 0.006  # of a chunk, over those of a forward and backward
+CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.5  # what computing again takes, over a step without
+LAUNCH_TOKENS_OF_SM, OLDER_LAUNCH_TOKENS_OF_SM = 250, 75  # Setting.launch_tokens for each, from sm_90 on, before
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How each step is cut. It never changes which examples form the step, nor its gradient."""
+
+    micro_batch_tokens: int  # tokens of both sides in one forward
+    chunk_tokens: int  # target tokens whose logits exist at a time
+    gradient_checkpointing: bool
+    predicted_peak_bytes: int
+    graphs: bool = False  # forward and backward of a step in one micro-batch are recorded and replayed
+    answers: int = ANSWERS_A_BATCH  # prompts answered together
+
+    @property
+    def cutting(self):
+        return self.micro_batch_tokens, self.chunk_tokens, self.gradient_checkpointing
+
+    def cut_as(self, cutting):
+        """This plan with another's `cutting`."""
+        names = ("micro_batch_tokens", "chunk_tokens", "gradient_checkpointing")
+        return replace(self, **dict(zip(names, cutting, strict=True)))
+
+
+class NothingFits(RuntimeError):
+    """Not even the smallest plan fits the memory."""
+
+
+def make_estimate(config, shape, dtype, lengths, share_pairs, device="cuda"):
+    """Estimate of a run with `config` on `device`, for examples of these Lengths, `share_pairs` a rank and step."""
+    setting = Setting(
+        shape, dtype.itemsize, has_kernels(torch.device(device), dtype, shape), config.optimizer,
+        config.dropout > 0, config.trainable == "decoder",
+    )  # fmt: skip
+    if torch.cuda.is_available():
+        setting = replace(setting, launch_tokens=_launch_tokens(torch.cuda.get_device_properties()))
+    return Estimate(setting, lengths, share_pairs, config.max_new_tokens)
+
+
+def _launch_tokens(gpu):
+    return gpu.multi_processor_count * (LAUNCH_TOKENS_OF_SM if gpu.major >= 9 else OLDER_LAUNCH_TOKENS_OF_SM)
+
+
+def choose_plan(config, estimate, usable_bytes, calibration=None):
+    """The plan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
+
+    `calibration` is what a probe measured over what was predicted. Raises ValueError when one example does not fit the
+    micro-batch that `config` names, NothingFits when it does not fit the memory.
+    """
+    share_pairs, longest = estimate.share_pairs, estimate.lengths.longest
+    if 0 < config.micro_batch_tokens < longest:
+        raise ValueError(
+            f"micro_batch_tokens={config.micro_batch_tokens}: the longest example has {longest} tokens on both "
+            "sides: give at least that, or lower --max_seq_len"
+        )
+    largest = LARGEST_MICRO_BATCH_TOKENS if usable_bytes else CPU_MICRO_BATCH_TOKENS
+    wanted = config.micro_batch_tokens or max(min(share_pairs * longest, largest), longest)
+    usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
+    limit = math.inf if usable_bytes is None else usable_bytes * usable_share
+    checkpointing = {"auto": (False, True), "True": (True,), "False": (False,)}[config.gradient_checkpointing]
+    if usable_bytes is None:
+        return _plan(estimate, limit, wanted, 1024, checkpointing[0])
+    # in a step of few tokens a large chunk's logits would outweigh the activations
+    chunks = [chunk for chunk in CHUNKS if chunk <= max(share_pairs * estimate.lengths.mean / CHUNKS_A_STEP, 512)]
+    plans = [fitting_plan(estimate, wanted, limit, chunk, again) for again in checkpointing for chunk in chunks]
+    plans = [plan for plan in plans if plan and not 0 < plan.micro_batch_tokens < config.micro_batch_tokens]
+    if not plans:
+        raise NothingFits(_refusal(config, estimate, usable_bytes, usable_share))
+    return min(plans, key=lambda plan: (round(time_factor(plan, estimate), 3), -plan.micro_batch_tokens))
+
+
+def recording_asked(config, setting, num_steps):
+    """Whether steps are to be recorded as CUDA graphs: None where there is memory for it.
+
+    Raises ValueError where config.compile asks for what cannot be.
+    """
+    possible = setting.kernels and not setting.dropout
+    if config.compile == "True" and not possible:
+        raise ValueError(
+            "compile=True records CUDA graphs, for which a GPU, bf16 and dropout=0 are needed: leave it out"
+        )
+    if config.compile == "True":
+        return True
+    repaid = possible and num_steps >= STEPS_THAT_REPAY_RECORDING
+    return None if repaid and config.compile == "auto" else False
+
+
+def choose_plan_and_recordings(config, estimate, usable_bytes, asked):
+    """(MemoryPlan, bytes that it may take beside its recordings); `asked` as recording_asked gives it.
+
+    Steps that no recording holds are done as planned, with the recordings' memory beside.
+    """
+    plan = replace(choose_plan(config, estimate, usable_bytes), graphs=bool(asked))
+    if asked is False:
+        return plan, usable_bytes
+    tokens, count = _recordings(estimate, plan)
+    try:
+        lean = choose_plan(config, estimate, usable_bytes - count)
+    except NothingFits:
+        return plan, usable_bytes
+    if lean.micro_batch_tokens < tokens or lean.gradient_checkpointing != plan.gradient_checkpointing:
+        return plan, usable_bytes
+    return replace(lean, graphs=True), usable_bytes - count
+
+
+def _recordings(estimate, plan):
+    """(Tokens of the largest step that can be recorded, bytes that recordings keep for themselves)."""
+    lengths = estimate.lengths
+    room = rooms_for(lengths.tokens, estimate.share_pairs, lengths.counts)[-1]
+    tokens = room.prompt_tokens + room.response_tokens
+    return tokens, estimate.recording_bytes(tokens, *plan.cutting[1:])
+
+
+def predicted_peaks(estimate, plan):
+    """Peak reserved bytes on the device by phase."""
+    peaks = estimate.peaks(*plan.cutting, plan.answers)
+    return peaks | (dict(recorded_step=peaks["step"] + _recordings(estimate, plan)[1]) if plan.graphs else {})
+
+
+def _plan(estimate, limit_bytes, *cutting):
+    answers = ANSWERS_A_BATCH
+    while answers > 1 and estimate.peaks(*cutting, answers)["generation"] > limit_bytes:
+        answers //= 2
+    return MemoryPlan(*cutting, predicted_peak_bytes=estimate.step_peak(*cutting), answers=answers)
+
+
+def fitting_plan(estimate, wanted_tokens, limit_bytes, chunk_tokens, checkpointing):
+    """The plan with the largest micro-batch up to `wanted_tokens` that fits, or None where one example does not."""
+    if estimate.step_peak(wanted_tokens, chunk_tokens, checkpointing) <= limit_bytes:
+        return _plan(estimate, limit_bytes, wanted_tokens, chunk_tokens, checkpointing)
+    fits, too_many = estimate.lengths.longest, wanted_tokens
+    if estimate.step_peak(fits, chunk_tokens, checkpointing) > limit_bytes:
+        return None
+    while too_many - fits > max(64, fits // 64):
+        middle = (fits + too_many) // 2
+        if estimate.step_peak(middle, chunk_tokens, checkpointing) <= limit_bytes:
+            fits = middle
+        else:
+            too_many = middle
+    return _plan(estimate, limit_bytes, fits, chunk_tokens, checkpointing)
+
+
+def time_factor(plan, estimate):
+    """Predicted time of a step, over the same step in one forward without limits.
+
+    A forward lasts as long as its tokens or as its launches, whichever is longer.
+    """
+    tokens, forwards = estimate.share_pairs * estimate.lengths.mean, estimate.forwards(plan.micro_batch_tokens)
+    once = estimate.setting.launch_tokens
+    work, launches = tokens / forwards, once
+    if plan.gradient_checkpointing:
+        work, launches = CHECKPOINTING_WORK * work, CHECKPOINTING_LAUNCHES * launches
+    chunks = tokens / forwards / plan.chunk_tokens
+    return forwards * (max(work, launches) + chunks * CHUNK_LAUNCHES * once) / max(tokens, once)
+
+
+def _refusal(config, estimate, usable_bytes, usable_share):
+    longest = estimate.lengths.longest
+    checkpointing = config.gradient_checkpointing != "False"
+    tokens = max(config.micro_batch_tokens, longest)
+    needed = estimate.step_peak(tokens, CHUNKS[-1], checkpointing) / usable_share
+    parts = ", ".join(f"{name} {count / 2**30:.2f}" for name, count in estimate.fixed.items())
+    return (
+        f"a forward of {tokens} tokens (the longest example has {longest}) needs {needed / 2**30:.2f} GiB and "
+        f"{usable_bytes / 2**30:.2f} GiB are there; held all the time, in GiB: {parts}. Lower --max_seq_len (now "
+        f"{config.max_seq_len}), type --optimizer=adafactor, choose a smaller --model, or free the GPU"
+    )
