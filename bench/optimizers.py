@@ -22,7 +22,7 @@ from model.report import read_journal
 
 RATES = {
     "adamw_rms": (1e-2, 2e-2, 3e-2),
-    "adafactor": (2.5e-3, 5e-3, 1e-2),
+    "adafactor": (5e-3, 1e-2, 2e-2),
     "adamw": (3e-4, 1e-3, 3e-3),
     "muon": (2e-2, 3e-2, 4e-2),
 }

@@ -102,7 +102,7 @@ def optimizer_bytes(setting):
     return dict(
         adamw_rms=(8 * trained, 0),
         adamw=(8 * trained, 0),
-        adafactor=(0, 4 * trained),  # rows and columns
+        adafactor=(0, 0),  # but rows and columns
         muon=(8 * trained - 4 * matrices, 8 * min(matrices, BATCH_NUMBERS)),
     )[setting.optimizer]
 

@@ -9,6 +9,7 @@ import torch
 from model.weights import runs_kernels
 
 RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): a tensor near zero still moves
+SQUARE_FLOOR = 1e-30  # Adafactor's eps1: a row whose gradients are all zero divides by something
 BATCH_NUMBERS = 2**25  # of matrices that Muon works on together: its temporaries take 8 bytes a number
 
 
@@ -158,11 +159,73 @@ def orthogonal(matrices_BMN):
     return x.mT if tall else x
 
 
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor without momentum: the step of a tensor has RMS 1 at most, times max(1e-3, RMS of the tensor).
+
+    Of squared gradients the means of rows and columns are held, averaged over steps with 1 - step^-0.8 (Shazeer and
+    Stern 2018, arXiv 1804.04235, algorithms 4 to 6). Neighbours of one shape are one batch, and nothing waits for the
+    device, as torch.optim.Adafactor does twice for each tensor.
+    """
+
+    def __init__(self, flat, lr, weight_decay=0.0):
+        super().__init__(flat.trained, dict(lr=lr, weight_decay=weight_decay))
+        self.counts, self.num_steps = torch.zeros(len(flat.trained), device=lr.device), 0
+        self.batches, sizes = [], iter(zip(flat.trained, self.counts.unbind(), flat.trained_sizes, strict=True))
+        start = 0
+        for shape, same in groupby(sizes, key=lambda item: item[0].shape):
+            params, counts, padded = zip(*same, strict=True)
+            batch = (len(params), *shape)
+            views = [x[start : start + math.prod(batch)].view(batch) for x in (flat.masters, flat.gradients)]
+            axes = (2, 1) if len(shape) == 2 else ()  # that a mean is taken over: for rows, for columns
+            means = [torch.zeros_like(views[0].select(axis, 0)) for axis in axes] or [torch.zeros_like(views[0])]
+            self.batches.append((*views, means))
+            names = ("rows", "columns") if axes else ("squares",)
+            for number, (p, count) in enumerate(zip(params, counts, strict=True)):
+                self.state[p] = dict(count=count) | {n: x[number] for n, x in zip(names, means, strict=True)}
+            start += sum(padded)
+
+    def load_state_dict(self, state_dict):
+        """Read a state into the batches' tensors."""
+        _load_into_views(self, state_dict)
+        self.num_steps = int(self.counts[0])
+
+    @torch.no_grad()
+    def step(self, scale=None):
+        """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it changes."""
+        rate, weight_decay = (self.param_groups[0][name] for name in ("lr", "weight_decay"))
+        self.counts += 1
+        self.num_steps += 1
+        for weights, gradients, means in self.batches:
+            direction = gradients if scale is None else gradients.mul_(scale)
+            _divide_by_root_mean_squares(direction, means, self.num_steps**-0.8)
+            factors = _rms(weights).clamp(min=RMS_FLOOR) * -rate / _rms(direction).clamp(min=1.0)
+            if weight_decay:
+                weights.mul_(1 - rate * weight_decay)
+            weights.addcmul_(direction, factors.view(-1, *[1] * (weights.dim() - 1)))
+
+
+def _divide_by_root_mean_squares(gradients, means, share):
+    """Divide gradients, in place, by the roots of their averaged squares, of which these gradients are a `share`."""
+    if len(means) == 1:
+        means[0].lerp_(gradients.square().add_(SQUARE_FLOOR), share)
+        gradients.mul_(means[0].rsqrt())
+        return
+    rows, columns = means
+    for mean, axis in ((rows, 2), (columns, 1)):
+        mean.lerp_(gradients.norm(dim=axis).square_().div_(gradients.shape[axis]).add_(SQUARE_FLOOR), share)
+    gradients.mul_((rows / rows.mean(dim=1, keepdim=True)).rsqrt_()[:, :, None]).mul_(columns.rsqrt()[:, None, :])
+
+
+def _rms(batch):
+    """Root mean square of each tensor of a batch."""
+    return batch.flatten(1).norm(dim=1) / math.prod(batch.shape[1:]) ** 0.5
+
+
 STATE_FIELDS = {  # what each optimizer remembers of its weights
     RMSScaledAdamW: {"count", "exp_avg", "exp_avg_sq"},
     Muon: {"count", "exp_avg", "exp_avg_sq", "momentum"},
     torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
-    torch.optim.Adafactor: {"step", "row_var", "col_var", "variance"},
+    Adafactor: {"count", "rows", "columns", "squares"},
 }
 
 
@@ -179,8 +242,7 @@ def make_optimizer(model, config):
         return Muon(model.flat, rate, weight_decay=decay)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(params, rate, weight_decay=decay, fused=True)
-    # torch's Adafactor takes min(lr, 1/sqrt(step)): check_adafactor_rate refuses what it would not obey
-    return torch.optim.Adafactor(params, rate, weight_decay=decay)
+    return Adafactor(model.flat, rate, weight_decay=decay)
 
 
 def forget(optimizer):
@@ -189,7 +251,7 @@ def forget(optimizer):
         for value in fields.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
-    if isinstance(optimizer, (RMSScaledAdamW, Muon)):
+    if not isinstance(optimizer, torch.optim.AdamW):
         getattr(optimizer, "rest", optimizer).num_steps = 0
 
 
@@ -200,11 +262,11 @@ def update(optimizer, gradients, rate, scale):
     """
     for group in optimizer.param_groups:
         group["lr"].fill_(rate)
-    if isinstance(optimizer, (RMSScaledAdamW, Muon)):
-        optimizer.step(scale)
-    else:
+    if isinstance(optimizer, torch.optim.AdamW):
         gradients.mul_(scale)
         optimizer.step()
+    else:
+        optimizer.step(scale)
 
 
 def learn_rate_at(pairs_seen, config, warmup_pairs, total_pairs):
@@ -220,20 +282,3 @@ def learn_rate_at(pairs_seen, config, warmup_pairs, total_pairs):
         return config.learn_rate * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
     left = max(total_pairs - pairs_seen, 0) / total_pairs
     return config.learn_rate * min(left / 0.2, 1.0)
-
-
-def check_adafactor_rate(config, warmup_pairs, total_pairs, global_batch):
-    """Raise ValueError where torch's Adafactor would use a lower rate than the one set: it caps it at 1/sqrt(step)."""
-    room, step, rate = min(_room_under_cap(config, warmup_pairs, total_pairs, global_batch, i) for i in range(1, 1001))
-    if room < 1:
-        raise ValueError(
-            f"learn_rate={config.learn_rate} asks for {rate:.2g} at step {step:.0f}, where torch's Adafactor uses at "
-            f"most 1/sqrt(step) = {rate * room:.2g}: type --learn_rate={0.95 * room * config.learn_rate:.2g}"
-        )
-
-
-def _room_under_cap(config, warmup_pairs, total_pairs, global_batch, thousandths):
-    """(the cap over the rate, step, rate) after so many thousandths of the course."""
-    pairs = total_pairs * thousandths / 1000
-    step, rate = max(pairs / global_batch, 1), learn_rate_at(pairs, config, warmup_pairs, total_pairs)
-    return step**-0.5 / rate if rate else math.inf, step, rate

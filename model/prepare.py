@@ -16,7 +16,7 @@ from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, load_into, load_weights
 from model.feed import Course
 from model.memory import check_gates, free_bytes
-from model.optim import check_adafactor_rate, make_optimizer
+from model.optim import make_optimizer
 from model.plan import MemoryPlan, choose_plan
 from model.ranks import Ranks, agree, broadcast, local_main_first
 from model.rehearsal import estimate_for, plan_run, rehearse_update
@@ -86,8 +86,6 @@ def prepare_run(ranks, config, given, resumed):
         _check_same_run(found, config, state)
         state = _restore(ranks, model, optimizer, found)
     course = Course(len(train) * config.epochs, state.warmup_pairs, batch, tokenizer.pad_id)
-    if config.optimizer == "adafactor":
-        check_adafactor_rate(config, course.warmup_pairs, course.total_pairs, batch)
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
     plan, memory = plan_run(run, MemoryPlan(**state.plan) if state.plan else None, foreign)
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
