@@ -6,7 +6,7 @@ usage() {
     cat >&2 <<'END'
 usage: run_train.sh -t PROFILE [--any_field=value ...]
   deepspeed        GPU above 12 GB: nothing given up
-  stage2_offload   6 to 12 GB: AdamW, the plan chooses the micro-batch
+  stage2_offload   6 to 12 GB: the plan chooses how steps are cut and recorded
   stage3           4 to 6 GB: Adafactor, whose state takes no memory
   minimal          below 4 GB: Adafactor and gradient checkpointing
   --any_field=value  options of train_low_mem.py train
@@ -19,8 +19,8 @@ END
 case $2 in
 deepspeed) levers=() ;;
 stage2_offload) levers=(--gpu_memory_limit_gb=12) ;;
-stage3) levers=(--gpu_memory_limit_gb=6 --optimizer=adafactor --learn_rate=0.003) ;;
-minimal) levers=(--gpu_memory_limit_gb=4 --optimizer=adafactor --learn_rate=0.003 --gradient_checkpointing=True) ;;
+stage3) levers=(--gpu_memory_limit_gb=6 --optimizer=adafactor --learn_rate=0.01) ;;
+minimal) levers=(--gpu_memory_limit_gb=4 --optimizer=adafactor --learn_rate=0.01 --gradient_checkpointing=True) ;;
 *) usage ;;
 esac
 shift 2

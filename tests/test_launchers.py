@@ -164,8 +164,8 @@ def test_each_visible_gpu_gets_a_process(copy, tmp_path, visible, processes):
     (
         ("deepspeed", []),
         ("stage2_offload", ["--gpu_memory_limit_gb=12"]),
-        ("stage3", ["--gpu_memory_limit_gb=6", "--optimizer=adafactor", "--learn_rate=0.003"]),
-        ("minimal", ["--gpu_memory_limit_gb=4", "--optimizer=adafactor", "--learn_rate=0.003"])
+        ("stage3", ["--gpu_memory_limit_gb=6", "--optimizer=adafactor", "--learn_rate=0.01"]),
+        ("minimal", ["--gpu_memory_limit_gb=4", "--optimizer=adafactor", "--learn_rate=0.01"])
     ),
 )  # fmt: skip
 def test_a_profile_by_its_known_name_is_a_set_of_options(copy, profile, levers):

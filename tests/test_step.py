@@ -1,17 +1,22 @@
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from model import faults
+from model.attempt import Attempt, Outcome
 from model.batches import collate, step_at
 from model.feed import Course
 from model.optim import make_optimizer
 from model.plan import MemoryPlan
+from model.ranks import start_ranks, stop_ranks
 from model.spikes import MAX_SKIPPED_STEPS
-from model.step import train_steps
+from model.step import NOT_FINITE, _commit, train_steps
 from tests.parts import ALONE, PLAN, SHAPE, farthest, gradients_of, make_config, make_model
+from tests.ranks import run_ranks
 from tests.tiny import SHAPE as TINY
 
 BATCH = 16
@@ -179,6 +184,22 @@ def test_a_loss_that_is_not_finite_once_is_computed_again(store, tokenizer, monk
     assert same_bits(weights, expected)
     assert [result.skipped for result in results] == [False] * 3
     assert results[1].events == (("not_finite", dict(step=2, rank=0)),)
+
+
+def overflow_in_the_sum():
+    """Two ranks whose gradients are finite, and whose sum has no finite norm."""
+    ranks, model = start_ranks("gloo", 60), make_model(100)
+    weights, work = model.flat.masters.clone(), SimpleNamespace(step=1, learn_rate=0.1)
+    model.flat.gradients[0] = 1.5e19
+    attempt, optimizer = Attempt(Outcome.OK), make_optimizer(model, make_config())
+    skipped, rank, _ = _commit(ranks, optimizer, model.flat, attempt, work, make_config(), math.inf)
+    stop_ranks()
+    return 0 if (skipped, rank) == (NOT_FINITE, None) and torch.equal(weights, model.flat.masters) else 3
+
+
+def test_a_sum_that_overflows_is_left_out_and_no_rank_is_blamed(tmp_path):
+    done = run_ranks(2, overflow_in_the_sum, folder=tmp_path)
+    assert done.codes == [0, 0], done.text
 
 
 def test_a_loss_that_is_not_finite_twice_skips_the_step_and_leaves_the_weights(store, tokenizer, monkeypatch):
