@@ -20,7 +20,7 @@ import torch
 
 from tests.ranks import kill_all
 from tests.tiny import furnish
-from tests.trials import Disturbed, calm_hash, tell, write_section
+from tests.trials import Disturbed, calm_hash, tell, typed, write_section
 
 OPTIONS = dict(epochs=20, save_steps=1, ddp_timeout_s=45)
 ENDED_SECONDS = 60  # a rank that waits for the others' start does so for ddp_timeout_s
@@ -54,7 +54,7 @@ def main():
         ["processes", "runs", "kills", "inside a save", "before the first step", "survivor ended after, s (worst)",
          "runs with the calm run's sha256", "runs with each id once"],
         [row(world, [r for r in records if r["world"] == world]) for world in worlds],
-        f"`python -m bench.kills {' '.join(sys.argv[1:])}`: a run of 120 steps that saves after each one.",
+        f"`python -m bench.kills {typed()}`: a run of 120 steps that saves after each one.",
     )  # fmt: skip
     return 1 if any(record["wrong"] for record in records) else 0
 

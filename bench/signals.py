@@ -25,7 +25,7 @@ import psutil
 
 from tests.ranks import kill_all, launch, launcher
 from tests.tiny import furnish, words
-from tests.trials import Disturbed, calm_hash, tell, write_section
+from tests.trials import Disturbed, calm_hash, tell, typed, write_section
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PHASES = ("before the first step", "tokenising", "training", "evaluation", "generation", "saving")
@@ -187,7 +187,7 @@ def write(records):
     kept = sum(not record["wrong"] for record in records)
     rows.append(["all", "all", len(records), kept, f"{max(record['seconds'] for record in records):.1f}"])
     header = ["phase", "sent to", "trials", "kept", "worst s to end"]
-    note = f"`python -m bench.signals {' '.join(sys.argv[1:])}` on two processes."
+    note = f"`python -m bench.signals {typed()}` on two processes."
     write_section("signals", "INT, TERM and USR1, once or twice in a row", header, rows, note)
 
 

@@ -169,20 +169,18 @@ class Adafactor(torch.optim.Optimizer):
 
     def __init__(self, flat, lr, weight_decay=0.0):
         super().__init__(flat.trained, dict(lr=lr, weight_decay=weight_decay))
-        self.counts, self.num_steps = torch.zeros(len(flat.trained), device=lr.device), 0
-        self.batches, sizes = [], iter(zip(flat.trained, self.counts.unbind(), flat.trained_sizes, strict=True))
-        start = 0
-        for shape, same in groupby(sizes, key=lambda item: item[0].shape):
-            params, counts, padded = zip(*same, strict=True)
-            batch = (len(params), *shape)
-            views = [x[start : start + math.prod(batch)].view(batch) for x in (flat.masters, flat.gradients)]
-            axes = (2, 1) if len(shape) == 2 else ()  # that a mean is taken over: for rows, for columns
-            means = [torch.zeros_like(views[0].select(axis, 0)) for axis in axes] or [torch.zeros_like(views[0])]
-            self.batches.append((*views, means))
-            names = ("rows", "columns") if axes else ("squares",)
-            for number, (p, count) in enumerate(zip(params, counts, strict=True)):
-                self.state[p] = dict(count=count) | {n: x[number] for n, x in zip(names, means, strict=True)}
-            start += sum(padded)
+        self.counts, self.num_steps, self.batches = torch.zeros(len(flat.trained), device=lr.device), 0, []
+        for shape, same in groupby(enumerate(flat.trained), key=lambda item: item[1].shape):
+            numbers, params = zip(*same, strict=True)
+            batch, start = (len(params), *shape), sum(flat.trained_sizes[: numbers[0]])
+            weights, gradients = (
+                x[start : start + math.prod(batch)].view(batch) for x in (flat.masters, flat.gradients)
+            )
+            shapes = dict(rows=batch[:2], columns=batch[::2]) if len(shape) == 2 else dict(squares=batch)
+            means = {name: torch.zeros(sizes, device=lr.device) for name, sizes in shapes.items()}
+            for place, (number, p) in enumerate(zip(numbers, params, strict=True)):
+                self.state[p] = dict(count=self.counts[number]) | {name: mean[place] for name, mean in means.items()}
+            self.batches.append((weights, gradients, means))
 
     def load_state_dict(self, state_dict):
         """Read a state into the batches' tensors."""
@@ -206,11 +204,11 @@ class Adafactor(torch.optim.Optimizer):
 
 def _divide_by_root_mean_squares(gradients, means, share):
     """Divide gradients, in place, by the roots of their averaged squares, of which these gradients are a `share`."""
-    if len(means) == 1:
-        means[0].lerp_(gradients.square().add_(SQUARE_FLOOR), share)
-        gradients.mul_(means[0].rsqrt())
+    if "squares" in means:
+        means["squares"].lerp_(gradients.square().add_(SQUARE_FLOOR), share)
+        gradients.mul_(means["squares"].rsqrt())
         return
-    rows, columns = means
+    rows, columns = means["rows"], means["columns"]
     for mean, axis in ((rows, 2), (columns, 1)):
         mean.lerp_(gradients.norm(dim=axis).square_().div_(gradients.shape[axis]).add_(SQUARE_FLOOR), share)
     gradients.mul_((rows / rows.mean(dim=1, keepdim=True)).rsqrt_()[:, :, None]).mul_(columns.rsqrt()[:, None, :])

@@ -6,7 +6,9 @@ Each harness prints a JSON line a trial and puts its table between its own marks
 import functools
 import json
 import os
+import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -95,6 +97,11 @@ def _calm_hash(home, world, options):
     done = train(home, world, output_dir=name, seconds=3600, **dict(options))
     assert done.codes == [0] * world, done.text
     return weights_hash(home / name)
+
+
+def typed():
+    """The options that this program was started with, but the file for its lines."""
+    return re.sub(r" ?--out \S+", "", " ".join(sys.argv[1:]))
 
 
 def tell(file=None, **values):
