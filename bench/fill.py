@@ -14,8 +14,8 @@ from pathlib import Path
 
 from model.batches import collate, cut, rooms_for, share_of, step_at
 from model.dataset import open_store
-from model.memory import LARGEST_MICRO_BATCH_TOKENS
 from model.pairs import read_pairs
+from model.plan import LARGEST_MICRO_BATCH_TOKENS
 from model.tokenizer import load_tokenizer, train_tokenizer
 
 RANKS = (1, 2, 4)

@@ -27,6 +27,7 @@ FLOORS = [
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots", "model.exact"},
     {"model.batches", "model.estimate", "model.graphs"},
+    {"model.plan"},
     {"model.memory"},
     {"model.feed", "model.evaluate", "model.checkpoint"},
     {"model.attempt", "model.run_dir", "model.saver"},
