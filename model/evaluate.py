@@ -52,9 +52,8 @@ def evaluate_loss(ranks, model, store, plan, start_id, step=0, note=lambda kind,
         return cut(ids, store.lengths[ids], plan.micro_batch_tokens)
 
     def shrink(plan):
-        return shrink_plan(
-            replace(plan, gradient_checkpointing=True), int(store.lengths.sum(axis=1, dtype="int64").max())
-        )
+        plan = replace(plan, gradient_checkpointing=True, graphs=False)  # neither makes a difference here
+        return shrink_plan(plan, int(store.lengths.sum(axis=1, dtype="int64").max()))
 
     mine = np.arange(ranks.rank, len(store), ranks.world_size)
     with evaluating(model):

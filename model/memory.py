@@ -20,8 +20,10 @@ GATES_GB = dict(start=3.0, model=2.5, optimizer=2.0, ready=1.5)  # GiB that the 
 def shrink_plan(plan, longest_tokens):
     """The next smaller plan after an out of memory, or None when there is none.
 
-    First the micro-batch, then the loss's chunk, then gradient checkpointing.
+    First recordings are given up, then the micro-batch shrinks, then the loss's chunk, then comes checkpointing.
     """
+    if plan.graphs:
+        return replace(plan, graphs=False)
     if plan.micro_batch_tokens > longest_tokens:
         return replace(plan, micro_batch_tokens=max(plan.micro_batch_tokens // 2, longest_tokens))
     if plan.chunk_tokens > CHUNKS[-1]:
@@ -59,7 +61,9 @@ def _larger(plan, full):
         return replace(plan, gradient_checkpointing=False)
     if plan.chunk_tokens < full.chunk_tokens:
         return replace(plan, chunk_tokens=min(2 * plan.chunk_tokens, full.chunk_tokens))
-    return replace(plan, micro_batch_tokens=min(2 * plan.micro_batch_tokens, full.micro_batch_tokens))
+    if plan.micro_batch_tokens < full.micro_batch_tokens:
+        return replace(plan, micro_batch_tokens=min(2 * plan.micro_batch_tokens, full.micro_batch_tokens))
+    return replace(plan, graphs=full.graphs)
 
 
 def is_out_of_memory(error):

@@ -70,7 +70,8 @@ def plan_run(run, kept, foreign):
     plan, may_take = plan_before_probes(run, kept, estimate, usable)
     measured, graphs = {}, plan.graphs
     if usable is not None and run.optimizer is not None:
-        plan, measured["step"] = rehearse_plan(run, estimate, None if config.micro_batch_tokens else may_take, plan)
+        may_take = None if config.micro_batch_tokens else may_take
+        plan, measured["step"] = rehearse_plan(run, estimate, may_take, replace(plan, graphs=False))
         plan = replace(plan, graphs=graphs)
         measured |= rehearse_evaluation(run, plan)
     if ranks.is_main:
@@ -147,7 +148,6 @@ def _step_peak(run, plan, share_pairs):
     work = Work(0, 1, ids, tokens, targets, 0.0, run.course.start_id, ((ranks.rank, ids),))
     release_memory(ranks.device)  # what loading left behind
     torch.cuda.reset_peak_memory_stats(ranks.device)
-    plan = replace(plan, graphs=False)
     attempt = in_own_time(ranks, attempt_gradients, ranks, model, store, plan, run.config, work)
     peak = torch.cuda.max_memory_reserved(ranks.device)
     release_memory(ranks.device)

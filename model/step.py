@@ -74,7 +74,7 @@ def train_steps(
     """
     flat, growth, skipped_in_a_row, torn = model.flat, growth or Growth(plan), 0, False
     pairs = -(-course.global_batch // ranks.world_size)
-    graphs = StepGraphs(model, rooms_for(store.lengths, pairs)) if plan.graphs else None
+    graphs = StepGraphs(model, rooms_for(store.lengths, pairs)) if growth.full.graphs else None
     with ThreadPoolExecutor(1) as thread:
         prepare = partial(thread.submit, prepared, ranks, model, store, config, course, graphs)
         upcoming = prepare(plan, step, pairs_seen)

@@ -131,7 +131,7 @@ def test_a_cpu_takes_moderate_micro_batches():
     assert not plan.gradient_checkpointing
 
 
-@pytest.mark.parametrize("start", [MemoryPlan(131_072, 2048, False, 0), MemoryPlan(513, 1024, True, 0)])
+@pytest.mark.parametrize("start", [MemoryPlan(131_072, 2048, False, 0, graphs=True), MemoryPlan(513, 1024, True, 0)])
 def test_shrinking_makes_each_plan_smaller_and_ends(start):
     plans = [start]
     while (smaller := shrink_plan(plans[-1], longest_tokens=512)) is not None:
@@ -139,9 +139,10 @@ def test_shrinking_makes_each_plan_smaller_and_ends(start):
         assert smaller.micro_batch_tokens <= plans[-1].micro_batch_tokens
         assert smaller.chunk_tokens <= plans[-1].chunk_tokens
         assert smaller.gradient_checkpointing >= plans[-1].gradient_checkpointing
+        assert not smaller.graphs, "recordings are given up first"
         plans.append(smaller)
         assert len(plans) < 20
-    assert plans[-1] == replace(start, micro_batch_tokens=512, chunk_tokens=128, gradient_checkpointing=True)
+    assert plans[-1] == MemoryPlan(512, 128, True, 0)
 
 
 def test_shrinking_leaves_a_micro_batch_already_below_the_longest_example():
@@ -164,17 +165,17 @@ def test_after_an_out_of_memory_the_same_plan_is_tried_once_more_and_then_smalle
 
 
 def test_a_shrunken_plan_grows_back_rung_by_rung_each_after_a_calm_that_every_shrinking_doubles():
-    full = MemoryPlan(4000, 512, False, 0)
+    full = MemoryPlan(4000, 512, False, 0, graphs=True)
     plan, growth = full, Growth(full, wait_steps=2)
-    for _ in range(5):
+    for _ in range(6):
         plan, growth = growth.after_step(shrink_plan(plan, 1000), shrunk=True)
-    assert plan == MemoryPlan(1000, 128, True, 0) and growth.wait_steps == 64
+    assert plan == MemoryPlan(1000, 128, True, 0) and growth.wait_steps == 128
     seen = []
-    for _ in range(64 * 5 + 3):
+    for _ in range(128 * 6 + 3):
         plan, growth = growth.after_step(plan, shrunk=False)
         seen.append(plan)
-    assert seen[62] == MemoryPlan(1000, 128, True, 0) and seen[63] == MemoryPlan(1000, 128, False, 0)
-    assert len(set(seen)) == 6 and seen[64 * 5 - 1] == seen[-1] == full
+    assert seen[126] == MemoryPlan(1000, 128, True, 0) and seen[127] == MemoryPlan(1000, 128, False, 0)
+    assert len(set(seen)) == 7 and seen[128 * 6 - 2] == replace(full, graphs=False) and seen[-1] == full
 
 
 def test_growth_is_the_same_when_it_comes_back_from_a_checkpoint():
