@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import kernels
+from bench import caps, kernels
 from bench.children import Job, run_jobs
 from bench.clock import Pace, StepClock
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_lengths, write_corpus
@@ -16,6 +16,7 @@ from bench.loops import SHAPES, pad, shape_of
 from bench.report import mixtures
 from model.batches import rooms_for
 from model.dataset import read_store
+from model.plan import MemoryPlan
 from tests.parts import examples_of
 
 
@@ -108,3 +109,25 @@ def test_the_ways_of_attention_that_are_compared_compute_the_same(mask):
     for other in outcomes[1:]:
         for one, expected in zip(other, outcomes[0], strict=True):
             torch.testing.assert_close(one, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_cuttings_that_cut_a_step_alike_share_its_fastest_time(monkeypatch):
+    """Four steps of 1,000 tokens: one forward each from 2048 on, two in 1024; checkpointing takes twice as long."""
+    plan, draw, epochs = MemoryPlan(3000, 512, False, 0), np.random.default_rng(0), []
+
+    def tried_ways(_run, plan, fastest):
+        size, chunk, again = plan.cutting
+        if size > 4096:
+            return None, 0  # does not fit
+        ways = [(step, 1 + (size < 2048), chunk, again) for step in range(4)]
+        for way in ways:
+            seconds = way[1] * (1 + again) * draw.uniform(1, 1.5)
+            fastest[way] = min(fastest.get(way, seconds), seconds)
+        return ways, 4000
+
+    monkeypatch.setattr(caps, "tried_ways", tried_ways)
+    monkeypatch.setattr(caps, "train_epoch", lambda _run, plan: epochs.append(plan))
+    speeds = caps.speeds_by_trying(None, plan, 5000)
+    assert speeds[3000, 512, False] == speeds[4096, 512, False] == speeds[2048, 512, False] > 800
+    assert speeds[8192, 512, False] == 0 and speeds[1024, 512, False] < 600 and speeds[4096, 512, True] < 600
+    assert not epochs, "only what beats the plan must last an epoch"
