@@ -119,7 +119,7 @@ def rehearse_plan(run, estimate, usable_bytes, plan):
     that took is not what was predicted, the plan is chosen again with the ratio; `usable_bytes` None lets `plan` be.
     """
     fitted = None
-    for _ in range(PROBES):
+    for probe in range(PROBES):
         measured = _step_peak(run, plan, estimate.share_pairs)
         if measured is None and fitted:
             break
@@ -130,7 +130,7 @@ def rehearse_plan(run, estimate, usable_bytes, plan):
             continue
         fitted, calibration = (plan, measured), measured / estimate.peaks(*plan.cutting)["step"]
         better = choose_plan(run.config, estimate, usable_bytes, calibration) if usable_bytes else plan
-        if better.cutting == plan.cutting:
+        if better.cutting == plan.cutting or probe == PROBES - 1:
             break
         if run.ranks.is_main:
             LOGGER.info("a probe took %.3f of the predicted peak: planning again", calibration)
