@@ -129,7 +129,10 @@ def rehearse_plan(run, estimate, usable_bytes, plan):
             usable_bytes = None  # the first that fits is taken
             continue
         fitted, calibration = (plan, measured), measured / estimate.peaks(*plan.cutting)["step"]
-        better = choose_plan(run.config, estimate, usable_bytes, calibration) if usable_bytes else plan
+        try:
+            better = choose_plan(run.config, estimate, usable_bytes, calibration) if usable_bytes else plan
+        except NothingFits:  # with a margin; this plan did
+            break
         if better.cutting == plan.cutting or probe == PROBES - 1:
             break
         if run.ranks.is_main:

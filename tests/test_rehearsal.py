@@ -115,6 +115,11 @@ def test_probes_that_take_less_than_predicted_make_the_plan_larger_until_it_fill
     assert 0.96 * 4 * GIB < measured <= PROBED_USABLE * 4 * GIB
 
 
+def test_a_plan_that_just_fits_is_kept_where_nothing_smaller_is_left(monkeypatch):
+    first, probed, (plan, _) = rehearsed(monkeypatch, 1.3, usable_gib=3.5)
+    assert probed == [first] == [plan]
+
+
 def test_a_larger_plan_that_runs_out_of_memory_leaves_the_one_that_fitted(monkeypatch):
     first, probed, (plan, _) = rehearsed(monkeypatch, 0.9, None)
     assert len(probed) == 2 and plan == first
