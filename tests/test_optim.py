@@ -267,3 +267,28 @@ def test_optimizer_state_of_another_size_is_refused(tmp_path, store, tokenizer, 
         load_optimizer(optimizer, model, tensors | {key: tensors[key][:-1]})
     with pytest.raises(ValueError, match="does not fit the weights: shared.weight/"):
         load_optimizer(optimizer, model, {other: tensor for other, tensor in tensors.items() if other != key})
+
+
+def movement(name, device):
+    """How far three updates move the weights, on the CPU; on a GPU nothing after the first may wait for it."""
+    model = make_model(100).to(device)
+    optimizer, before = make_optimizer(model, make_config(optimizer=name)), model.flat.masters.clone()
+    scale, draw = torch.full((), 0.5, device=device), torch.Generator().manual_seed(0)
+    for step in range(3):
+        for p in model.flat.trained:
+            p.grad.copy_(torch.randn(p.shape, generator=draw))
+        if step and device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            update(optimizer, model.flat.gradients, 0.01, scale)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    return (model.flat.masters - before).cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_on_a_gpu_is_that_of_the_cpu_and_waits_for_nothing(name):
+    here, there = movement(name, "cpu"), movement(name, "cuda")
+    assert (here - there).norm() < (0.05 if name == "muon" else 1e-3) * here.norm(), "Muon turns in bf16 there"
