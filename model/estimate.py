@@ -255,9 +255,7 @@ class Estimate:
         tokens = max(micro_batch_tokens, self.lengths.longest)
         moments = {name: worst(tokens) for name, worst in self._step[checkpointing].items()}
         vocabulary = ROWS * -(-shape.vocab_size // ROWS)
-        table = (
-            0 if self.setting.decoder_only else 4 * vocabulary * shape.d_model
-        )  # the embedding's gradient, once more
+        table = 0 if self.setting.decoder_only else 4 * vocabulary * shape.d_model  # its gradient once more
         moments["loss"] += self._chunk_bytes(tokens, chunk_tokens) + table
         moments["embedding"] += table
         moments["update"] = optimizer_bytes(self.setting)[1]
@@ -286,9 +284,10 @@ class Estimate:
 
     def forwards(self, micro_batch_tokens):
         """Forwards of a step on average, were the tokens of shares normally distributed."""
-        mean, deviation = self.share_pairs * self.lengths.mean, math.sqrt(self.share_pairs) * self.lengths.deviation
-        most = int((mean + 6 * deviation) / micro_batch_tokens)
-        limits = ((k * micro_batch_tokens - mean) / max(math.sqrt(2) * deviation, 1) for k in range(1, most + 1))
+        mean = self.share_pairs * self.lengths.mean
+        spread = max(math.sqrt(2 * self.share_pairs) * self.lengths.deviation, 1e-9)
+        most = int((mean + 5 * spread) / micro_batch_tokens)
+        limits = ((k * micro_batch_tokens + 0.5 - mean) / spread for k in range(1, most + 1))  # whole tokens
         return 1 + sum(math.erfc(limit) / 2 for limit in limits)
 
     def recording_bytes(self, micro_batch_tokens, chunk_tokens, checkpointing):

@@ -83,6 +83,8 @@ def test_forwards_of_a_step_are_counted_over_shares_of_varying_length():
     estimate = estimate_of(lengths=lengths, share_pairs=pairs)
     for tokens in (2000, 4000, 8000, 12_000):
         assert estimate.forwards(tokens) == pytest.approx(np.ceil(drawn / tokens).mean(), rel=0.05)
+    alike = estimate_of(lengths=histogram(np.full((100, 2), 50)), share_pairs=10)
+    assert [alike.forwards(tokens) for tokens in (999, 1000, 500, 333)] == [2, 1, 2, 4]
 
 
 def test_what_a_probe_measured_over_the_prediction_makes_the_plan_smaller():
