@@ -89,8 +89,17 @@ def prepare_run(ranks, config, given, resumed):
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
     plan, memory = plan_run(run, MemoryPlan(**state.plan) if state.plan else None, foreign)
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
-    growth = state.growth if state.plan == asdict(plan) else None
+    may_record = config.compile != "False" and model.uses_kernels and not config.dropout
+    growth = kept_growth(state, plan, may_record)
     return replace(run, memory=memory), replace(state, plan=asdict(plan), growth=growth), plan
+
+
+def kept_growth(state, plan, may_record):
+    """The growth that a TrainState remembers, while `plan` is still its plan; not back to recordings unless it may."""
+    if not state.growth or state.plan != asdict(plan):
+        return None
+    full = state.growth["full"]
+    return state.growth | dict(full=full | dict(graphs=full["graphs"] and may_record))
 
 
 def set_numerics(config, device):

@@ -1,5 +1,5 @@
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,10 +8,12 @@ import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model import prepare, rehearsal
+from model.checkpoint import TrainState
 from model.estimate import histogram
+from model.memory import Growth
 from model.optim import make_optimizer
 from model.plan import PROBED_USABLE, NothingFits, choose_plan, make_estimate
-from model.prepare import check_memory_fits
+from model.prepare import check_memory_fits, kept_growth
 from model.ranks import start_ranks, stop_ranks, vote
 from model.rehearsal import plan_before_probes, rehearse_plan, rehearse_update, worst_examples
 from tests.parts import ALONE, PLAN, make_config, make_model
@@ -55,6 +57,14 @@ def test_a_run_that_goes_on_records_as_it_did_whatever_memory_and_length_are_now
         for usable_gib in (4, 5, 100):
             assert planned(usable_gib, kept, steps=steps)[0].graphs == kept.graphs
     assert not planned(100, RECORDED, kernels=False)[0].graphs, "on a CPU there are no graphs"
+
+
+def test_a_plan_that_gave_recordings_up_grows_back_to_them_only_where_they_may_be():
+    growth = asdict(Growth(RECORDED, calm_steps=3))
+    state = TrainState(plan=asdict(PLAN), growth=growth)
+    assert kept_growth(state, PLAN, may_record=True) == growth
+    assert kept_growth(state, PLAN, may_record=False) == asdict(Growth(PLAN, calm_steps=3))
+    assert kept_growth(state, RECORDED, may_record=True) is None
 
 
 def test_what_the_user_says_of_recording_holds_or_is_refused():
