@@ -148,16 +148,24 @@ def fitting_plan(estimate, wanted_tokens, limit_bytes, chunk_tokens, checkpointi
     """The plan with the largest micro-batch up to `wanted_tokens` that fits, or None where one example does not."""
     if estimate.step_peak(wanted_tokens, chunk_tokens, checkpointing) <= limit_bytes:
         return _plan(estimate, limit_bytes, wanted_tokens, chunk_tokens, checkpointing)
-    fits, too_many = estimate.lengths.longest, wanted_tokens
+    longest = estimate.lengths.longest
+    fits, too_many = longest, wanted_tokens
     if estimate.step_peak(fits, chunk_tokens, checkpointing) > limit_bytes:
         return None
-    while too_many - fits > max(64, fits // 64):
+    while too_many - fits > _near(fits):
         middle = (fits + too_many) // 2
         if estimate.step_peak(middle, chunk_tokens, checkpointing) <= limit_bytes:
             fits = middle
         else:
             too_many = middle
+    missing = -fits % longest  # many examples may be as long as the longest: a whole number of them is worth much
+    fits += missing if missing <= _near(fits) else 0
     return _plan(estimate, limit_bytes, fits, chunk_tokens, checkpointing)
+
+
+def _near(tokens):
+    """Tokens that make no difference to whether so many fit."""
+    return max(64, tokens // 64)
 
 
 def time_factor(plan, estimate):
