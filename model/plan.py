@@ -17,7 +17,7 @@ CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # beyond this a GPU gains nothing
 STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
 CHUNK_LAUNCHES = 0.006  # of a chunk, over those of a forward and backward
-CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.5  # what computing again takes, over a step without
+CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.2  # what computing again takes, over a step without
 LAUNCH_TOKENS_OF_SM, OLDER_LAUNCH_TOKENS_OF_SM = 250, 75  # Setting.launch_tokens for each, from sm_90 on, before
 
 
