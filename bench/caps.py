@@ -32,7 +32,7 @@ from model.plan import NothingFits
 from model.prepare import Run, check_memory_fits, set_memory_limit
 from model.ranks import Ranks
 from model.rehearsal import plan_run, rehearse_update
-from model.step import train_steps
+from model.step import TornUpdate, train_steps
 
 VOCAB_SIZE, NUM_PAIRS = 40_960, 2048
 OPTIMIZERS = "muon", "adafactor", "adamw_rms"  # the default first
@@ -141,7 +141,7 @@ def tried_ways(run, plan, fastest):
     steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, course)
     try:
         results = list(islice(steps, warm + TRIED_STEPS))
-    except NothingFits:
+    except (NothingFits, TornUpdate):
         return None, 0
     if any(result.events for result in results):
         return None, 0
@@ -192,6 +192,8 @@ def main():
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     shard, num_shards = map(int, given.shard.split("/"))
     chosen = [("chatlm", 32, 19.58, "muon", 256)] if given.guide else list(cases())[shard::num_shards]
+    if device.type == "cuda":  # as in a training: each recording would take a stream, and cuBLAS a workspace for it
+        torch.cuda.set_stream(torch.cuda.Stream())
     deadline, held = time.monotonic() + given.seconds, True
     for model_name, batch, cap, optimizer, *longest in chosen:
         if time.monotonic() > deadline:

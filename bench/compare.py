@@ -65,7 +65,7 @@ def gpu_cells(model):
     """What is timed for `model` on a GPU; the order is that of the start."""
     large = 1024 if model == "small" else 512
     for name, pairs, rounds in (("32x2", 32, 2), ("256", 256, 1), (f"{large}", large, 1)):
-        yield make_cell(model, "ours", name, pairs, rounds, short=pairs < 1000, warm_steps=12, warm_seconds=4)
+        yield make_cell(model, "ours", name, pairs, rounds, short=pairs <= 256, warm_steps=12, warm_seconds=4)
     adamw = dict(options=dict(optimizer="adamw_rms"), warm_steps=12, warm_seconds=4)  # an AdamW, as A and B have
     yield make_cell(model, "ours", "256-adamw_rms", 256, 1, short=True, **adamw)
     half = 256 if model == "small" else 128
