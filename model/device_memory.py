@@ -5,6 +5,7 @@ import gc
 import torch
 
 CONTEXT_BYTES = 600 * 2**20  # of a CUDA context with torch's kernels; more than this was there before us
+MOST_OUTSIDE_BYTES = 3 * 2**30  # that context, NCCL and graphs take; more than this is what another process took since
 
 
 def release_memory(device):
@@ -27,7 +28,8 @@ def outside_bytes(device, foreign):
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    return max(total - free - torch.cuda.memory_reserved(device) - foreign, 0)
+    outside = max(total - free - torch.cuda.memory_reserved(device) - foreign, 0)
+    return outside if outside <= MOST_OUTSIDE_BYTES else CONTEXT_BYTES
 
 
 def limit_memory(device, limit_gb, outside):

@@ -9,7 +9,7 @@ import torch
 
 from config import MODELS, T5ModelConfig
 from model import prepare
-from model.device_memory import limit_memory, outside_bytes
+from model.device_memory import CONTEXT_BYTES, limit_memory, outside_bytes
 from model.estimate import Estimate, histogram
 from model.faults import ERRORS
 from model.memory import (
@@ -239,6 +239,13 @@ def test_the_functions_for_the_hand_work_without_a_gpu():
     assert cleanup_gpu_memory() == 0
     assert check_memory_safety(1e6)
     assert (limit_memory(torch.device("cpu"), 4, 0), outside_bytes(torch.device("cpu"), 0)) == (None, 0)
+
+
+def test_what_another_process_took_in_the_meantime_is_not_counted_as_ours(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    for free, outside in ((17.5, 0.5), (7, CONTEXT_BYTES / GIB), (19, 0)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (int(free * GIB), 21 * GIB))
+        assert outside_bytes(torch.device("cuda"), foreign=GIB) == outside * GIB
 
 
 def test_too_little_free_memory_is_a_warning_with_the_plan_s_figure(caplog, monkeypatch):
