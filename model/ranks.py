@@ -44,9 +44,11 @@ class Ranks:
 def start_ranks(backend="auto", timeout_s=600):
     """Join the run's processes as the launcher set them up; alone under plain python.
 
-    Raises RuntimeError when the processes cannot be what the launcher promised.
+    Raises RuntimeError when the processes cannot be what the launcher promised, ValueError where it is a launch that
+    cannot work.
     """
     _refuse_lone_cpu_launch()
+    _refuse_no_port()
     _refuse_sharding()
     on_cpu = must_use_cpu()
     if on_cpu and backend == "nccl":
@@ -96,6 +98,12 @@ def _refuse_lone_cpu_launch():
             "accelerate launch --cpu starts one process whatever --num_processes says: "
             "type accelerate launch --multi_gpu --num_processes N ./train_low_mem.py …, which works without GPUs too"
         )
+
+
+def _refuse_no_port():
+    """`torchrun --master_port 0` passes the 0 on, and each process waits for the others at another port."""
+    if os.environ.get("MASTER_PORT") == "0":
+        raise ValueError("MASTER_PORT=0: the processes have no port to meet at: type torchrun --standalone")
 
 
 def _refuse_sharding():

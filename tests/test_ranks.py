@@ -11,6 +11,12 @@ def test_a_sharding_configuration_is_refused_with_the_launch_that_works(name, mo
         start_ranks()
 
 
+def test_a_launch_that_gives_its_processes_no_port_to_meet_at_is_refused(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "0")
+    with pytest.raises(ValueError, match="MASTER_PORT=0.*torchrun --standalone"):
+        start_ranks()
+
+
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
     """Where a kernel with a driver and two GPUs would show them, to a torch that sees none."""
