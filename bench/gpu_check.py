@@ -17,7 +17,7 @@ import torch
 
 from bench.children import Job, gpu_slots, run_jobs
 
-LIMIT_SECONDS = {"tests": 150, "parity": 60, "timing": 120, "loss": 60, "compare": 400}
+LIMIT_SECONDS = {"tests": 150, "parity": 60, "timing": 150, "loss": 60, "compare": 400}
 
 
 def main():
