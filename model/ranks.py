@@ -5,6 +5,7 @@ Collectives here are all_reduce, broadcast and all_gather only: Gloo offers no m
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from glob import glob
@@ -15,7 +16,7 @@ import ujson
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from model.preflight import in_words, preflight
-from model.watch import DEAD_SECONDS, exchange, leave_ranks, stop_asked, unhurried, watch_ranks
+from model.watch import DEAD_SECONDS, at_most, exchange, leave_ranks, stop_asked, unhurried, watch_ranks
 
 PATIENCE = timedelta(days=7)  # for what has no time limit
 
@@ -57,9 +58,22 @@ def start_ranks(backend="auto", timeout_s=600):
     os.environ.setdefault("NCCL_CUMEM_HOST_ENABLE", "0")
     gloo = on_cpu or backend == "gloo" or os.environ.get("ACCELERATE_USE_GLOO") == "1"
     gloo = gloo or _nccl_fails(backend)
-    timeout = timedelta(seconds=timeout_s)
-    launched = "WORLD_SIZE" in os.environ
-    handlers = [InitProcessGroupKwargs(backend="gloo" if gloo else "nccl", timeout=timeout)] if launched else []
+    backend, launched = "gloo" if gloo else "nccl", "WORLD_SIZE" in os.environ
+    # torch alone may try for half as long again to reach a rank 0 that has died
+    limit = at_most(timeout_s, f"not all processes came within --ddp_timeout_s={timeout_s}")
+    with limit if launched else nullcontext():
+        ranks = _join(backend if launched else None, on_cpu, timedelta(seconds=timeout_s))
+        store = _store_on_main(ranks) if ranks.side is not None else None
+    if store is None:
+        return ranks
+    watch_ranks(store, ranks.rank, ranks.world_size, timeout_s)
+    # joining this group has its patience too: only the watch tells that a rank died before it did
+    return replace(ranks, patient=dist.new_group(backend="gloo", timeout=PATIENCE))
+
+
+def _join(backend, on_cpu, timeout):
+    """Ranks as the launcher set them up, in groups that give up after `timeout`; alone where `backend` is None."""
+    handlers = [InitProcessGroupKwargs(backend=backend, timeout=timeout)] if backend else []
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=handlers)
     promised, real = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
     if promised != real:
@@ -72,10 +86,7 @@ def start_ranks(backend="auto", timeout_s=600):
     place = accelerator.process_index, real, accelerator.local_process_index, device
     if real == 1:
         return Ranks(*place, "none", side=None)
-    ranks = Ranks(*place, dist.get_backend(), dist.new_group(backend="gloo", timeout=timeout))
-    watch_ranks(_store_on_main(ranks), ranks.rank, real, timeout_s)
-    # joining this group has its patience too: only the watch tells that a rank died before it did
-    return replace(ranks, patient=dist.new_group(backend="gloo", timeout=PATIENCE))
+    return Ranks(*place, dist.get_backend(), dist.new_group(backend="gloo", timeout=timeout))
 
 
 def _store_on_main(ranks):

@@ -80,6 +80,18 @@ def leave_ranks(failure=""):
             faulthandler.dump_traceback_later(2 * GRACE_SECONDS, exit=True)
 
 
+@contextmanager
+def at_most(seconds, why):
+    """Inside, this process ends with `why`, shown with its stacks, once so many seconds are over."""
+    global _doom
+    watch_signals()
+    _doom = (time.monotonic() + seconds, why)
+    try:
+        yield
+    finally:
+        _doom = None
+
+
 def stop_asked():
     """True once this process, or any rank, was asked to stop. Asking is a sign of life."""
     _mine.moves += 1

@@ -14,6 +14,7 @@ from model.tokenizer import PROBE, load_tokenizer, train_tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 USAGE = "usage: train_sft_custom.sh [N=16]"
 SECONDS = 120
+ADAFACTOR = dict(optimizer="adafactor", learn_rate="0.01")
 
 
 @pytest.fixture
@@ -106,10 +107,11 @@ def test_words_that_are_no_batch_size_or_option_give_the_usage_and_exit_code_2(c
 
 
 @pytest.mark.parametrize("number", ("0", "-1", "two"))
-def test_a_number_of_processes_that_is_none_gives_the_usage_and_exit_code_2(copy, number):
-    done = launch(copy / "train_sft_custom.sh", cwd=copy, NUM_PROCESSES=number)
+@pytest.mark.parametrize("words", (["train_sft_custom.sh"], ["run_train.sh", "-t", "stage3"]))
+def test_a_number_of_processes_that_is_none_gives_the_usage_and_exit_code_2(copy, words, number):
+    done = launch(copy / words[0], *words[1:], cwd=copy, NUM_PROCESSES=number)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(USAGE)
+    assert done.stderr.startswith(f"usage: {words[0]}")
 
 
 def test_options_are_passed_on_unchanged_and_the_exit_code_comes_back(copy):
@@ -162,10 +164,10 @@ def test_each_visible_gpu_gets_a_process(copy, tmp_path, visible, processes):
 @pytest.mark.parametrize(
     "profile, levers",
     (
-        ("deepspeed", []),
-        ("stage2_offload", ["--gpu_memory_limit_gb=12"]),
-        ("stage3", ["--gpu_memory_limit_gb=6", "--optimizer=adafactor", "--learn_rate=0.01"]),
-        ("minimal", ["--gpu_memory_limit_gb=4", "--optimizer=adafactor", "--learn_rate=0.01"])
+        ("deepspeed", dict(gpu_memory_limit_gb="0", gradient_checkpointing="auto")),
+        ("stage2_offload", dict(gpu_memory_limit_gb="12", gradient_checkpointing="auto")),
+        ("stage3", dict(gpu_memory_limit_gb="6", gradient_checkpointing="auto", **ADAFACTOR)),
+        ("minimal", dict(gpu_memory_limit_gb="4", gradient_checkpointing="True", **ADAFACTOR)),
     ),
 )  # fmt: skip
 def test_a_profile_by_its_known_name_is_a_set_of_options(copy, profile, levers):
@@ -173,9 +175,17 @@ def test_a_profile_by_its_known_name_is_a_set_of_options(copy, profile, levers):
     done = launch(copy / "run_train.sh", "-t", profile, "--epochs=1", cwd=copy.parent, NUM_PROCESSES="1")
     assert (done.returncode, done.stderr) == (0, "")
     words = done.stdout.split("|")[:-1]
-    assert words[1:3] == ["train", "--is_keep_training=auto"] and words[-1] == "--epochs=1"
-    assert words[3 : 3 + len(levers)] == levers
-    assert ("--gradient_checkpointing=True" in words) == (profile == "minimal")
+    assert words[1:] == ["train", *(f"--{k}={v}" for k, v in levers.items()), "--is_keep_training=auto", "--epochs=1"]
+
+
+def test_a_run_that_goes_on_under_another_profile_keeps_no_lever_of_the_one_before(copy, elsewhere):
+    add_python(copy, f'exec {sys.executable} "$@"')
+    for epochs, profile in enumerate(("minimal", "stage3"), start=1):
+        words = ["-t", profile, "--tokenizer_dir=start", *options(epochs)]
+        done = launch(copy / "run_train.sh", *words, cwd=elsewhere)
+        assert done.returncode == 0, done.stderr
+    stored = json.loads((elsewhere / "out" / "config.json").read_text())
+    assert (stored["given"]["gradient_checkpointing"], float(stored["given"]["gpu_memory_limit_gb"])) == ("auto", 6)
 
 
 @pytest.mark.parametrize("words", ([], ["-t"], ["-t", "stage9"], ["stage3"], ["-t", "stage3", "epochs=1"]))

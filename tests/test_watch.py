@@ -77,6 +77,22 @@ def test_a_rank_that_dies_while_the_others_wait_for_it_to_join_ends_them(tmp_pat
     assert "rank 1 has died" in done.text
 
 
+def die_before_joining():
+    """Rank 0 is killed before there is a place to meet at."""
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("comes_at", time.time(), flush=True)
+    start_ranks("gloo", TIMEOUT_S)
+
+
+def test_a_rank_whose_partner_never_comes_ends_in_time_and_says_so(tmp_path):
+    done = run_ranks(2, die_before_joining, folder=tmp_path, seconds=40)
+    assert done.codes == [-9, 1], done.text
+    came_at = float(done.text.split("comes_at")[1].split()[0])
+    assert (tmp_path / "rank1.txt").stat().st_mtime - came_at < TIMEOUT_S + 2
+    assert f"not all processes came within --ddp_timeout_s={TIMEOUT_S}; where each thread" in done.text
+
+
 def hold_the_lock_of_the_interpreter():
     """Rank 1 sits in a call that lets no other thread of its process run."""
     ranks = start_ranks("gloo", TIMEOUT_S)

@@ -1,0 +1,55 @@
+# Sourced by the scripts that start a training, which have a function `usage`: options and processes.
+
+root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
+
+is_positive() {
+    [[ $1 =~ ^0*[1-9][0-9]*$ ]]
+}
+
+count_gpus() {
+    local present names name number=0
+    present=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') ||
+        present=$(compgen -G '/dev/nvidia[0-9]*' | grep -c .) || true
+    if [[ $present == 0 || -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        echo "$present"
+        return
+    fi
+    IFS=', ' read -ra names <<<"$CUDA_VISIBLE_DEVICES"
+    for name in "${names[@]}"; do
+        [[ $name != -* ]] || break # CUDA ignores what follows a negative number
+        number=$((number + 1))
+    done
+    echo "$number"
+}
+
+# The user's words into `options`: relative paths count from where the user stands.
+read_options() {
+    local word here=$PWD/
+    [[ ! $PWD -ef $root ]] || here=
+    options=()
+    for word in "$@"; do
+        case $word in
+        --help) usage ;;
+        --*[-_]file=[!/]* | --*[-_]dir=[!/]* | --model=[!/]*.json) options+=("${word%%=*}=$here${word#*=}") ;;
+        --*) options+=("$word") ;;
+        *) usage ;;
+        esac
+    done
+}
+
+# Become a training with these words and the user's `options`, on each visible GPU, or on the CPU where there is none.
+start_training() {
+    local num_processes=${NUM_PROCESSES:-$(count_gpus)} launch=(python3)
+    [[ -n ${NUM_PROCESSES:-} || $num_processes != 0 ]] || num_processes=1
+    is_positive "$num_processes" || usage
+    cd -- "$root"
+    [[ ! -x .venv/bin/python ]] || launch=(.venv/bin/python)
+    if ((10#$num_processes > 1)); then
+        launch+=(-m accelerate.commands.launch --multi_gpu --num_processes "$num_processes" --num_machines 1)
+        launch+=(--main_process_port 0 --mixed_precision no --dynamo_backend no)
+    fi
+    launch+=(./train_low_mem.py train "$@" --is_keep_training=auto "${options[@]}")
+    printf '%q ' "${launch[@]}"
+    printf '\n'
+    exec "${launch[@]}"
+}
