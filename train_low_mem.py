@@ -12,12 +12,12 @@ import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from model.request import read_request, refuse_early
+from model.request import answer_early, read_request
 from model.watch import saving, stop_asked, training_begins, watch_signals
 
 if __name__ == "__main__":  # before the seconds that torch takes to load
     watch_signals()
-    refuse_early(sys.argv[1:])
+    answer_early(sys.argv[1:])
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: against fragmentation
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: what --deterministic needs
 if os.getloadavg()[0] > os.cpu_count():  # a busy machine: threads that spin while they wait starve each other

@@ -1,12 +1,16 @@
 """What a command line asks for, refused with all its problems at once. Needs neither torch nor a GPU."""
 
 import os
+import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from inspect import getsource
 from pathlib import Path
 
 from config import FLAGS, PRESETS, TrainConfig, as_bool, load_config, preset_name
 from model.json_items import read_object
+
+COMMANDS = ("train", "plan", "test", "doctor")
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,19 @@ def _stored_request(run_dir):
         raise ValueError(f"{path} cannot be read ({error}): delete it, and name the run's options again") from None
 
 
-def refuse_early(words):
-    """Exit with code 2 where a command line cannot be obeyed; one with options not written --name=value passes."""
+def answer_early(words):
+    """Exit with a command's options where --help asks for them, and with code 2 where a command line cannot be obeyed.
+
+    One with options that are not written --name=value passes.
+    """
     command, *rest = words or [""]
+    if command in COMMANDS and {"-h", "--help"} & set(rest):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(usage(command))
+        sys.exit(0)
     pairs = [word[2:].split("=", 1) for word in rest if word.startswith("--") and "=" in word]
     stray = [word for word in rest if not word.startswith("-")]
-    if command not in ("train", "test", "doctor") or len(pairs) + len(stray) < len(rest):
+    if command not in COMMANDS or command == "plan" or len(pairs) + len(stray) < len(rest):
         return
     options = {name.replace("-", "_"): value for name, value in pairs}
     options.pop("local_rank", None)
@@ -91,3 +102,15 @@ def refuse_early(words):
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault
             print(error, file=sys.stderr)
         sys.exit(2)
+
+
+def usage(command):
+    """What can be typed after `command`: each option with its default and what config.py says of it."""
+    said = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", getsource(TrainConfig), re.MULTILINE))
+    options = (f"  --{f.name}={f.default}".ljust(48) + said[f.name] for f in fields(TrainConfig))
+    flags = " ".join(f"--{name}=True" for name in FLAGS)
+    plan_too = "\n  --num_processes=N --vocab_size=N: of a machine and a tokenizer not here; --json=True: for programs"
+    return "\n".join([
+        f"usage: python train_low_mem.py {command} [--name=value ...]", *options,
+        f"  {flags}: README.md" + (plan_too if command == "plan" else ""),
+    ])  # fmt: skip

@@ -1,10 +1,13 @@
 import json
+import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
-from model.request import read_request, refuse_early
+from config import TrainConfig
+from model.request import answer_early, read_request
 from tests.ranks import ROOT
 
 
@@ -14,7 +17,7 @@ from tests.ranks import ROOT
 )
 def test_what_cannot_be_obeyed_ends_early_with_code_2_and_the_reason(words, capsys):
     with pytest.raises(SystemExit) as end:
-        refuse_early(words)
+        answer_early(words)
     assert end.value.code == 2
     assert words[1].lstrip("-").split("=")[0].replace("-", "_") in capsys.readouterr().err
 
@@ -22,7 +25,7 @@ def test_what_cannot_be_obeyed_ends_early_with_code_2_and_the_reason(words, caps
 def test_one_rank_speaks_for_all_of_a_machine(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):
-        refuse_early(["train", "--epochs=0"])
+        answer_early(["train", "--epochs=0"])
     assert capsys.readouterr().err == ""
 
 
@@ -32,11 +35,23 @@ def test_one_rank_speaks_for_all_of_a_machine(monkeypatch, capsys):
     + [["--help"], ["plan", "--epochs=0"]],
 )
 def test_what_may_be_right_passes(words):
-    assert refuse_early(words) is None
+    assert answer_early(words) is None
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "test", "doctor"])
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_shows_each_option_with_its_default_and_meaning(command, word, capsys):
+    with pytest.raises(SystemExit) as ended:
+        answer_early([command, "--epochs=3", word])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and shown.startswith(f"usage: python train_low_mem.py {command} ")
+    for f in fields(TrainConfig):
+        assert re.search(rf"^  --{f.name}={re.escape(str(f.default))} +\S", shown, re.MULTILINE), f.name
+    assert ("--num_processes=" in shown) == (command == "plan")
 
 
 def test_a_refusal_needs_none_of_the_heavy_packages():
-    code = "import sys; from model.request import refuse_early; print(*sys.modules)"
+    code = "import sys; from model.request import answer_early; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "config" in loaded and not loaded & {"torch", "transformers", "numpy", "pyarrow", "fire"}
