@@ -1,10 +1,11 @@
 """Cleans data files and writes their pairs as one parquet file, with a count of what was dropped and why.
 
-python scripts/prepare_data.py IN... --output OUT.parquet [--prompt_column NAME] [--response_column NAME]
-    [--max_chars 2048] [--overwrite]
+python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output VALID.parquet] [--validation_share 0.01]
+    [--prompt_column NAME] [--response_column NAME] [--max_chars 2048] [--overwrite]
 
-Reads .json, .jsonl, .csv, .tsv and .parquet. OUT.parquet appears whole or not at all. Host memory: about 100 bytes for
-each pair kept, to know duplicates, and a row group. Exit codes: 0 written, 2 input or options refused, 1 disk or
+Reads .json, .jsonl, .csv, .tsv and .parquet. A file appears whole or not at all. A hash of the pair decides whether
+it goes to VALID.parquet, so it does too when more data comes. Host memory: about 100 bytes for each pair kept, to know
+duplicates, and a row group. Exit codes: 0 written, 2 input or options refused, 1 disk or
 permission. Damaged text is text with U+FFFD in it; private use means characters that no two fonts show alike.
 """
 
@@ -13,8 +14,8 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,45 +33,70 @@ COLUMNS = ("read", "kept", *REASONS, "duplicate")
 def main() -> None:
     options = parse_options()
     try:
-        tables = prepare(options)
+        tables, written = prepare(options)
     except (ValueError, OSError) as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     print(format_counts(tables))
-    print(f"{options.output}: {sum(counts['kept'] for _, counts in tables):,} pairs written")
+    for path, count in written.items():
+        print(f"{path}: {count:,} pairs written")
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a .json, .jsonl, .csv, .tsv or .parquet file")
     parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
+    parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="for pairs to be kept apart")
+    parser.add_argument("--validation_share", default=0.01, type=float, metavar="SHARE", help="of them (%(default)s)")
     parser.add_argument("--prompt_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--response_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT.parquet if it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser.parse_args()
 
 
-def prepare(options: argparse.Namespace) -> list[tuple[str, Counter]]:
-    """Writes the output; gives (input, its counts by COLUMNS) in order. Raises ValueError, with nothing written."""
-    output = options.output
-    if output.suffix != ".parquet":
-        raise ValueError(f"--output={output}: the output is a parquet file; give it a name that ends in .parquet")
-    if output.exists() and not options.overwrite:
-        raise ValueError(f"--output={output}: it is there already; give another name, or add --overwrite")
+def prepare(options: argparse.Namespace) -> tuple[list[tuple[str, Counter]], dict[Path, int]]:
+    """Writes the output; gives (input, its counts by COLUMNS) in order, and the pairs written to each file.
+
+    Raises ValueError, with nothing written.
+    """
+    outputs = check_outputs(options)
     if options.max_chars < 1:
         raise ValueError(f"--max_chars={options.max_chars}: a side needs at least 1 character")
+    if not 0 < options.validation_share < 1:
+        raise ValueError(f"--validation_share={options.validation_share}: a share is above 0 and below 1")
     tables = [(path, Counter()) for path in options.inputs]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    for output in outputs:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    partials = [output.with_name(f".{output.name}.{os.getpid()}.partial") for output in outputs]
     try:
-        write_parquet(clean_files(tables, options), partial)
-        if not any(counts["kept"] for _, counts in tables):
+        counts = write_parquet(clean_files(tables, options), partials, options.validation_share)
+        if not counts[0]:
             raise ValueError("no pair is left, so nothing was written:\n" + format_counts(tables))
-        os.replace(partial, output)
+        if not all(counts):
+            share = options.validation_share
+            raise ValueError(f"--validation_share={share}: none of {counts[0]:,} pairs; give more, nothing was written")
+        for partial, output in zip(partials, outputs, strict=True):
+            os.replace(partial, output)
     finally:
-        partial.unlink(missing_ok=True)
-    return tables
+        for partial in partials:
+            partial.unlink(missing_ok=True)
+    return tables, dict(zip(outputs, counts, strict=True))
+
+
+def check_outputs(options: argparse.Namespace) -> list[Path]:
+    """The files to write; raises ValueError where one must not be."""
+    outputs = dict(output=options.output)
+    if options.validation_output:
+        outputs["validation_output"] = options.validation_output
+    for name, output in outputs.items():
+        if output.suffix != ".parquet":
+            raise ValueError(f"--{name}={output}: the output is a parquet file; give it a name that ends in .parquet")
+        if output.exists() and not options.overwrite:
+            raise ValueError(f"--{name}={output}: it is there already; give another name, or add --overwrite")
+    if len(set(outputs.values())) < len(outputs):
+        raise ValueError(f"--output and --validation_output are both {options.output}: give two names")
+    return list(outputs.values())
 
 
 def clean_files(tables: list[tuple[str, Counter]], options: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -110,12 +136,31 @@ def describe_empty_side(path: str, num_rows: int, has_prompt: bool, options: arg
     )
 
 
-def write_parquet(pairs: Iterator[tuple[str, str]], path: Path) -> None:
-    """Writes the pairs as they come, a row group of ROW_GROUP_PAIRS at a time."""
-    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-        while group := list(islice(pairs, ROW_GROUP_PAIRS)):
-            prompts, responses = zip(*group, strict=True)
-            writer.write_table(pa.table([prompts, responses], schema=SCHEMA))
+def write_parquet(pairs: Iterator[tuple[str, str]], paths: list[Path], validation_share: float) -> list[int]:
+    """Writes the pairs as they come, a row group of ROW_GROUP_PAIRS at a time; gives the number in each file.
+
+    Where there is a second path, that share of them goes there.
+    """
+    counts, groups = [0] * len(paths), [[] for _ in paths]
+    limit = int(validation_share * 2**64) if len(paths) > 1 else 0
+    with ExitStack() as stack:
+        writers = [stack.enter_context(pq.ParquetWriter(path, SCHEMA, compression="zstd")) for path in paths]
+        for pair in pairs:
+            place = int(int.from_bytes(fingerprint(pair)[:8]) < limit)
+            counts[place] += 1
+            groups[place].append(pair)
+            if len(groups[place]) == ROW_GROUP_PAIRS:
+                write_group(writers[place], groups[place])
+        for writer, group in zip(writers, groups, strict=True):
+            write_group(writer, group)
+    return counts
+
+
+def write_group(writer: pq.ParquetWriter, group: list[tuple[str, str]]) -> None:
+    """Writes the pairs of `group` as a row group, and empties it."""
+    if group:
+        writer.write_table(pa.table(list(zip(*group, strict=True)), schema=SCHEMA))
+        group.clear()
 
 
 def format_counts(tables: list[tuple[str, Counter]]) -> str:

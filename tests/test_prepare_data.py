@@ -111,6 +111,25 @@ def test_an_output_that_is_there_stays_as_it_is_until_a_whole_one_replaces_it(tm
     assert pq.read_metadata(output).num_rows == 3
 
 
+def test_a_share_of_the_pairs_is_kept_apart_and_the_same_when_more_come(tmp_path, prepare):
+    rows = [dict(prompt=f"问{i}", response=f"答{i}") for i in range(600)]
+    kept_apart = []
+    for name, count in (("few", 300), ("all", 600)):
+        write_rows(tmp_path / f"{name}.jsonl", rows[:count])
+        words = [f"{name}.jsonl", "--output", f"{name}.parquet", "--validation_output", f"{name}_valid.parquet"]
+        code, out, err = prepare(*words, "--validation_share", "0.1")
+        assert code == 0, err
+        tables = (pq.read_table(tmp_path / f"{name}{end}.parquet") for end in ("", "_valid"))
+        train, valid = (set(table["prompt"].to_pylist()) for table in tables)
+        assert not train & valid and len(train | valid) == count and 0.05 < len(valid) / count < 0.15
+        assert f"{name}_valid.parquet: {len(valid)} pairs written" in out
+        kept_apart.append(valid)
+    assert kept_apart[0] == {prompt for prompt in kept_apart[1] if int(prompt[1:]) < 300}
+    words = ["few.jsonl", "--output", "a.parquet", "--validation_output", "b.parquet"]
+    code, _, err = prepare(*words, "--validation_share", "1e-9")
+    assert code == 2 and "none of 300 pairs" in err and not list(tmp_path.glob("[ab].parquet"))
+
+
 def test_named_columns_and_wrong_options(tmp_path, prepare):
     write_rows(tmp_path / "x.jsonl", [{"a": "p", "b": "r"}])
     assert prepare("x.jsonl", "--output", "o.parquet", "--prompt_column=b", "--response_column", "a")[0] == 0

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from config import PRESETS, TrainConfig, load_config
+from model.prepare import TOKENIZER_DIR
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,8 +39,19 @@ def test_each_preset_can_be_loaded(name):
 
 
 def test_each_file_that_readme_names_exists():
-    for path in re.findall(r"`((?:model|scripts|bench|docs)/\w+\.\w+)`", README):
+    named = re.findall(r"((?:(?:model|scripts|bench|docs|tests)/|\./)\w+\.(?:py|sh|md))", README)
+    assert len(named) > 40
+    for path in named:
         assert (ROOT / path).is_file(), path
+
+
+def test_the_first_commands_write_what_the_next_ones_read():
+    block = re.search(r"## Your own data\n\n```bash\n(.*?)```", README, re.DOTALL).group(1)
+    prepare, tokenizer, train, chat = (line.split() for line in block.splitlines())
+    defaults = load_config("pretrain", {})
+    assert prepare[-4:] == ["--output", defaults.train_file, "--validation_output", defaults.validation_file]
+    assert tokenizer[2] == defaults.train_file and tokenizer[tokenizer.index("--output_dir") + 1] == TOKENIZER_DIR
+    assert train[-2:] == ["./train_low_mem.py", "train"] and chat[-1] == f"{defaults.output_dir}/best"
 
 
 def test_each_room_says_what_it_is_for():
