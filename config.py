@@ -219,10 +219,16 @@ def as_bool(name, text):
     raise ValueError(f"--{name}={text}: this option takes True or False")
 
 
+ELSEWHERE = dict(  # what others call our options, where the nearest name would mislead
+    batch_size="batch_size_per_gpu", per_device_train_batch_size="batch_size_per_gpu", lr="learn_rate",
+    learning_rate="learn_rate", save_total_limit="keep_latest_n_ckp", max_length="max_seq_len", fp16="mixed_precision",
+)  # fmt: skip
+
+
 def as_type(name, value, kinds):
     """`value` of the option --`name` as its kind; raises ValueError where that would lose something."""
     if name not in kinds:
-        near = get_close_matches(name, [*kinds, *FLAGS], n=1)
+        near = [ELSEWHERE[name]] if ELSEWHERE.get(name) in kinds else get_close_matches(name, [*kinds, *FLAGS], n=1)
         raise ValueError(f"unknown option --{name}" + (f": did you mean --{near[0]}?" if near else ""))
     kind, text = kinds[name], str(value).strip()
     if kind is bool:
@@ -247,7 +253,7 @@ def as_type(name, value, kinds):
 def global_batch(config, world_size, given):
     """Pairs in one optimizer step over all ranks.
 
-    `given` are the options that the user named. Raises ValueError when they contradict each other.
+    `given` are the options that the user typed now. Raises ValueError when they contradict each other.
     """
     product = config.batch_size_per_gpu * config.gradient_accumulation_steps * world_size
     if not config.global_batch_size:

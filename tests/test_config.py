@@ -27,6 +27,8 @@ def test_all_problems_are_told_at_once():
         ("batch_size_gpu", "batch_size_per_gpu"),
         ("save_step", "save_steps"),
         ("is_fine_tune", "is_finetune"),
+        ("batch_size", "batch_size_per_gpu"),
+        ("lr", "learn_rate"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_nearest_name(typed, meant):
