@@ -101,7 +101,7 @@ def _step_after(found, plan, growth):
     load_into(model, found, found.path)
     optimizer = make_optimizer(model, config)
     load_optimizer(optimizer, model, found.optimizer)
-    course = Course(2 * len(store), state.warmup_pairs, 4, 0)
+    course = Course(2 * len(store), 100 * state.first_batch, 4, 0)
     alone = Ranks(0, 1, 0, torch.device("cpu"), "none", None)
     steps = train_steps(
         alone, model, optimizer, store, plan, config, course, state.step, state.pairs_seen, growth_of(growth, plan),

@@ -26,6 +26,7 @@ class Attempt:
     micro_batches: int = 0
     data_wait_seconds: float = 0.0
     shards: tuple = ()  # under exact, the gradient of each of this rank's shards
+    norms: torch.Tensor | None = None  # of this rank's gradient, or shards; here, for nothing may fail after the vote
 
 
 def attempt_gradients(ranks, model, store, plan, config, work, packed=None, graphs=None):
@@ -43,8 +44,9 @@ def attempt_gradients(ranks, model, store, plan, config, work, packed=None, grap
             _share_gradients(ranks, model, plan, config, work, number, micro_batches, packed.room, graphs)
             for number, micro_batches in packed.shares
         )
+        norms = torch.stack([part.norm() for part in shards or (model.flat.gradients_and_loss,)])
         faults.fire("reduce", work.step)
-        return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards if config.exact else ())
+        return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards if config.exact else (), norms)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -87,7 +87,7 @@ def step_at(pairs_seen, num_pairs, global_batch, seed):
     """The step that begins after `pairs_seen` pairs; an epoch is a permutation, and its last step may be smaller."""
     epoch, offset = divmod(pairs_seen, num_pairs)
     positions = np.arange(offset, min(offset + global_batch, num_pairs))
-    return Step(permute(positions, num_pairs, f"{seed}/{epoch}"), epoch + 1, pairs_seen)
+    return Step(permute(positions, num_pairs, f"{seed}/{epoch}"), epoch + 1)
 
 
 def permute(positions, num_items, key):

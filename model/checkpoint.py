@@ -25,7 +25,7 @@ from model.estimate import ANSWERS_A_BATCH
 from model.export import check_fits
 from model.json_items import read_object
 from model.memory import Growth
-from model.optim import STATE_FIELDS
+from model.optim import STATE_FIELDS, count_steps
 from model.plan import CHUNKS, MemoryPlan
 from model.spikes import WINDOW
 
@@ -40,7 +40,7 @@ class TrainState:
 
     step: int = 0  # optimizer steps done
     pairs_seen: int = 0  # over all epochs
-    warmup_pairs: int = 0  # fixed at the run's first start
+    first_batch: int = 1  # pairs of a step at the run's first start: warm-up steps are counted in them
     best_loss: float | None = None  # validation loss of best/
     best_step: int = 0
     seed: int = 0
@@ -225,7 +225,7 @@ def _fits(value, kind):
 
 
 def load_optimizer(optimizer, model, tensors):
-    """Put the optimizer state of a Checkpoint back; options such as weight decay stay what they are now.
+    """Copy the optimizer state of a Checkpoint over the one there is; a second one beside it might not fit the device.
 
     Raises ValueError for the state of another optimizer or of other weights.
     """
@@ -244,12 +244,18 @@ def load_optimizer(optimizer, model, tensors):
         )
     if {field for fields in state.values() for field in fields} != STATE_FIELDS[type(optimizer)]:
         raise ValueError("the checkpoint is of another optimizer: keep --optimizer, or start with --overwrite=True")
-    own = snapshot_of(model, optimizer).optimizer  # nothing where it has not done an update yet
-    wrong = [key for key in own if key not in tensors or tensors[key].shape != own[key].shape]
+    own = snapshot_of(model, optimizer).optimizer
+    wrong = [key for key in {**own, **tensors} if _shape(own, key) != _shape(tensors, key)]
     if wrong:
         raise ValueError(f"the checkpoint's optimizer state does not fit the weights: {', '.join(wrong[:3])}")
-    numbered = {i: state[name] for i, name in enumerate(names)}
-    optimizer.load_state_dict(dict(state=numbered, param_groups=optimizer.state_dict()["param_groups"]))
+    with torch.no_grad():
+        for key, tensor in own.items():
+            tensor.copy_(tensors[key])
+    count_steps(optimizer)
+
+
+def _shape(tensors, key):
+    return tensors[key].shape if key in tensors else None
 
 
 def _sha256(path):

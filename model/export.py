@@ -16,8 +16,8 @@ SAFE_LOAD = (2, 10)  # the first torch whose weights_only=True keeps its promise
 ALIASES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight
 
 
-def as_hugging_face(model, tokenizer):
-    """transformers' T5ForConditionalGeneration on the very tensors of `model`, in evaluation mode."""
+def as_hugging_face(model, tokenizer, device=None):
+    """transformers' T5ForConditionalGeneration to evaluate, on the tensors of `model`, or on copies on `device`."""
     from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration  # seconds that no first step needs
     from transformers.utils.logging import disable_progress_bar
 
@@ -27,7 +27,7 @@ def as_hugging_face(model, tokenizer):
     config = T5Config(**shape, **ids, dropout_rate=model.dropout, feed_forward_proj="relu", tie_word_embeddings=True)
     with torch.device("meta"):
         stock = T5ForConditionalGeneration(config)
-    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.detach().to(device) for name, tensor in model.state_dict().items()}
     weights |= {alias: weights["shared.weight"] for alias in ALIASES}
     stock.load_state_dict(weights, assign=True)
     stock.generation_config = GenerationConfig(**ids)
@@ -41,7 +41,8 @@ def export_model(model, tokenizer, directory):
     """
     with whole_directory(directory) as draft:
         try:
-            as_hugging_face(model, tokenizer).save_pretrained(draft)
+            # on the host: transformers copies tensors that share their storage, for which a GPU may have no room
+            as_hugging_face(model, tokenizer, "cpu").save_pretrained(draft)
         except SafetensorError as error:  # how this library says that the disk failed
             raise OSError(f"{directory} cannot be written: {error}") from None
         copy_tokenizer(tokenizer.directory, draft)

@@ -6,6 +6,7 @@ import numpy as np
 
 from model.batches import Room, collate, cut, share_of, step_at
 from model.exact import NUM_SHARDS, shards_of_rank
+from model.memory import is_out_of_memory
 from model.optim import learn_rate_at
 from model.plan import MemoryPlan
 
@@ -59,8 +60,10 @@ def prepared(ranks, model, store, config, course, graphs, plan, step, pairs_seen
     work = work_at(ranks, store, config, course, step, pairs_seen)
     try:
         return work, pack_work(model, store, plan, work, graphs)
-    except MemoryError:
-        return work, None  # the attempt tries again, and answers for it
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return work, None  # the attempt tries again, and answers for it
 
 
 def work_at(ranks, store, config, course, step, pairs_seen):

@@ -86,8 +86,8 @@ def plan_after_out_of_memory(device, plan, failures, shrink):
     if smaller is None:
         raise NothingFits(
             f"out of memory with the smallest plan ({plan}): lower --max_seq_len, or free memory and go on with "
-            "--is_keep_training=True"
-        )
+            "--is_keep_training=True", plan,
+        )  # fmt: skip
     return smaller
 
 

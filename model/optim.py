@@ -36,11 +36,6 @@ class RMSScaledAdamW(torch.optim.Optimizer):
             self.state[p] = dict(count=count, exp_avg=average, exp_avg_sq=square)
         self.num_steps = 0  # as `counts`, which checkpoints hold
 
-    def load_state_dict(self, state_dict):
-        """Read a state into the flat tensors."""
-        _load_into_views(self, state_dict)
-        self.num_steps = int(self.counts[0])
-
     @torch.no_grad()
     def step(self, scale=None):
         """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it may change."""
@@ -75,16 +70,6 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         return update_tiles(self.sizes, [p.numel() for p in self.param_groups[0]["params"]], self.weights.device)
 
 
-def _load_into_views(optimizer, state_dict):
-    """Optimizer.load_state_dict, the tensors of the state staying what they are."""
-    mine = {p: dict(fields) for p, fields in optimizer.state.items()}
-    torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
-    for p, fields in mine.items():
-        for name, view in fields.items():
-            view.copy_(optimizer.state[p][name])
-        optimizer.state[p] = fields
-
-
 class Muon(torch.optim.Optimizer):
     """Muon for the layers' matrices, RMSScaledAdamW for the other weights.
 
@@ -108,18 +93,11 @@ class Muon(torch.optim.Optimizer):
             batch for shape, same in groupby(p.shape for p in matrices) for batch in _batches(len(list(same)), *shape)
         ]
 
-    def load_state_dict(self, state_dict):
-        """Read a state into the flat tensors."""
-        _load_into_views(self, state_dict)
-        self.rest.state.update({p: self.state[p] for p in self.rest.state})
-        self.rest.num_steps = int(self.rest.counts[0])
-
     @torch.no_grad()
     def step(self, scale=None):
         """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it may change."""
         group = self.param_groups[0]
         rate, momentum = group["lr"], group["momentum"]
-        self.rest.param_groups[0]["lr"] = rate  # reading a state puts another tensor into the group
         self.rest.step(scale)
         gradients = self.gradients if scale is None else self.gradients.mul_(scale)
         self.momenta.mul_(momentum).add_(gradients)
@@ -181,11 +159,6 @@ class Adafactor(torch.optim.Optimizer):
             for place, (number, p) in enumerate(zip(numbers, params, strict=True)):
                 self.state[p] = dict(count=self.counts[number]) | {name: mean[place] for name, mean in means.items()}
             self.batches.append((weights, gradients, means))
-
-    def load_state_dict(self, state_dict):
-        """Read a state into the batches' tensors."""
-        _load_into_views(self, state_dict)
-        self.num_steps = int(self.counts[0])
 
     @torch.no_grad()
     def step(self, scale=None):
@@ -249,8 +222,14 @@ def forget(optimizer):
         for value in fields.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
+    count_steps(optimizer)
+
+
+def count_steps(optimizer):
+    """Let an optimizer of ours know on the host how many steps its state tells of."""
     if not isinstance(optimizer, torch.optim.AdamW):
-        getattr(optimizer, "rest", optimizer).num_steps = 0
+        counter = getattr(optimizer, "rest", optimizer)
+        counter.num_steps = int(counter.counts[0])
 
 
 def update(optimizer, gradients, rate, scale):

@@ -43,21 +43,31 @@ class MemoryPlan:
 
 
 class NothingFits(RuntimeError):
-    """Not even the smallest plan fits the memory."""
+    """Not even the smallest plan fits the memory; `plan` is the one that ran out, where one was tried."""
+
+    def __init__(self, message, plan=None):
+        super().__init__(message)
+        self.plan = plan
 
 
-def make_estimate(config, shape, dtype, lengths, share_pairs, device="cuda"):
-    """Estimate of a run with `config` on `device`, for examples of these Lengths, `share_pairs` a rank and step."""
+def make_estimate(config, shape, dtype, lengths, share_pairs, device="cuda", launch_tokens=None):
+    """Estimate of a run with `config` on `device`, for examples of these Lengths, `share_pairs` a rank and step.
+
+    `launch_tokens` as `launch_tokens_here` gives them, None: those of a small card.
+    """
     setting = Setting(
         shape, dtype.itemsize, has_kernels(torch.device(device), dtype, shape), config.optimizer,
         config.dropout > 0, config.trainable == "decoder",
     )  # fmt: skip
-    if torch.cuda.is_available():
-        setting = replace(setting, launch_tokens=_launch_tokens(torch.cuda.get_device_properties()))
+    setting = replace(setting, launch_tokens=launch_tokens or setting.launch_tokens)
     return Estimate(setting, lengths, share_pairs, config.max_new_tokens)
 
 
-def _launch_tokens(gpu):
+def launch_tokens_here():
+    """Tokens that this process's GPU computes while a forward and backward are launched; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    gpu = torch.cuda.get_device_properties()
     return gpu.multi_processor_count * (LAUNCH_TOKENS_OF_SM if gpu.major >= 9 else OLDER_LAUNCH_TOKENS_OF_SM)
 
 

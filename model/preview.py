@@ -20,6 +20,7 @@ from model.plan import (
     USABLE,
     choose_plan_and_recordings,
     fitting_plan,
+    launch_tokens_here,
     make_estimate,
     predicted_peaks,
     recording_asked,
@@ -59,12 +60,14 @@ def answer(stray, options):
     num_processes, vocab_size = (
         as_type(name, own.get(name, 0), OWN_OPTIONS) for name in ("num_processes", "vocab_size")
     )
+    if num_processes < 0 or vocab_size < 0:
+        raise ValueError(f"--num_processes={num_processes} --vocab_size={vocab_size}: 0 (what is here) or more")
     request = read_request(stray, options)
-    values = preview(request.config, request.given, num_processes, vocab_size)
+    values = preview(request.config, request.typed, num_processes, vocab_size)
     return ujson.dumps(values, indent=1) if as_type("json", own.get("json", False), OWN_OPTIONS) else table(values)
 
 
-def preview(config, given, num_processes=0, vocab_size=0):
+def preview(config, typed, num_processes=0, vocab_size=0):
     """What a run of `config` would take, as plain values for `table` and for JSON.
 
     Raises ValueError where the vocabulary cannot be known, NothingFits where one example does not fit.
@@ -75,16 +78,16 @@ def preview(config, given, num_processes=0, vocab_size=0):
     machine = Machine(world, limit or None)
     shape, tokenizer = _shape_and_tokenizer(config, vocab_size)
     lengths, source = _lengths(config, tokenizer)
-    share_pairs = -(-global_batch(config, world, given) // world)
+    batch = global_batch(config, world, typed)
+    share_pairs = -(-batch // world)
     on_gpu = machine.memory_bytes is not None
     dtype = torch.float32 if config.mixed_precision == "no" or not on_gpu else torch.bfloat16
     device = "cuda" if on_gpu else "cpu"
-    estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device)
-    num_steps = lengths.counts.sum() * config.epochs / global_batch(config, world, given)
+    estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device, launch_tokens_here())
+    num_steps = lengths.counts.sum() * config.epochs / batch
     asked = recording_asked(config, estimate.setting, num_steps)
     plan, _ = choose_plan_and_recordings(config, estimate, machine.usable_bytes, asked)
-    tokens = plan.micro_batch_tokens
-    tokens = min(tokens, share_pairs * lengths.longest)
+    tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
     # a share of few pairs never fills two forwards of the planned size: the slope is that of many
     filled = make_estimate(config, shape, dtype, lengths, MANY_PAIRS, device)
     slope = (filled.step_peak(2 * tokens, *plan.cutting[1:]) - filled.step_peak(tokens, *plan.cutting[1:])) / tokens
@@ -143,7 +146,8 @@ def _levers(config, shape, dtype, chosen, machine, plan):
         rows.append((f"optimizer {optimizer}", replace(config, optimizer=optimizer), plan.cutting))
     levers = []
     for name, changed, cutting in rows:
-        estimate = make_estimate(changed, shape, dtype, chosen.lengths, chosen.share_pairs)
+        here = chosen.setting.launch_tokens
+        estimate = make_estimate(changed, shape, dtype, chosen.lengths, chosen.share_pairs, launch_tokens=here)
         peak, limit = estimate.step_peak(*cutting), machine.usable_bytes * USABLE
         most = fitting_plan(estimate, chosen.share_pairs * chosen.lengths.longest, limit, *cutting[1:])
         factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)

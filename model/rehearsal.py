@@ -24,6 +24,7 @@ from model.plan import (
     NothingFits,
     choose_plan,
     choose_plan_and_recordings,
+    launch_tokens_here,
     make_estimate,
     predicted_peaks,
     recording_asked,
@@ -87,7 +88,8 @@ def plan_run(run, kept, foreign):
 def estimate_for(ranks, config, shape, dtype, lengths, global_batch):
     """Estimate of a run on examples of these `lengths` (pairs, 2)."""
     share_pairs = -(-global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
-    return make_estimate(config, shape, dtype, histogram(lengths), share_pairs, ranks.device.type)
+    launch_tokens = -vote(ranks, -launch_tokens_here())[0]  # the least over ranks: all must come to one plan
+    return make_estimate(config, shape, dtype, histogram(lengths), share_pairs, ranks.device.type, launch_tokens)
 
 
 def _still_asked_for(kept, config, estimate, usable_bytes):

@@ -94,10 +94,10 @@ class Saver:
 
 
 def export_aloud(model, tokenizer, directory):
-    """`export_model`, and why the disk refused it, or nothing."""
+    """`export_model`, and why the disk or the memory refused it, or nothing."""
     try:
         export_model(model, tokenizer, directory)
-    except OSError as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         LOGGER.error("no %s: %s", directory, error)
         return str(error)
     return ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+import numpy as np
 import torch
 
 from model import faults
@@ -147,7 +148,7 @@ def _until_voted(ranks, model, store, plan, config, work, packed, graphs, torn):
             raise TornUpdate(work.step - 1, rank)
         if graphs:
             graphs.clear()
-        shrink = partial(shrink_plan, longest_tokens=2 * store.meta["source"]["max_seq_len"])
+        shrink = partial(shrink_plan, longest_tokens=int(store.lengths.sum(axis=1, dtype=np.uint32).max()))
         smaller = plan_after_out_of_memory(ranks.device, plan, failures, shrink)
         events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
         plan = smaller
@@ -179,14 +180,13 @@ def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
     The norm is before clipping, on the device. Numbers that are not finite and a norm above `norm_limit` leave weights
     and optimizer alone on all ranks.
     """
-    mine = torch.stack([part.norm() for part in attempt.shards or (flat.gradients_and_loss,)])
     if config.exact:
         add_in_order(ranks, attempt.shards, flat.gradients_and_loss)
     else:
         sum_over_ranks(ranks, flat.gradients_and_loss)
     norm = flat.gradients.norm()
     if not math.isfinite(norm + flat.loss):  # the step's one wait for the device; all ranks have the same sums
-        (last,) = vote(ranks, (ranks.rank + 1) * bool(~mine.isfinite().all()))
+        (last,) = vote(ranks, (ranks.rank + 1) * bool(~attempt.norms.isfinite().all()))
         return NOT_FINITE, last - 1 if last else None, norm  # None: each rank's own numbers were finite
     if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
         return f"a gradient norm above {norm_limit:.3g}, {config.spike_guard} times the median", 0, norm

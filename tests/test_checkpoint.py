@@ -22,7 +22,7 @@ from tests.parts import PLAN, make_config
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 STATE = TrainState(
-    step=500, pairs_seen=32_000, warmup_pairs=640, best_loss=1.2345678901234567, best_step=400, seed=7, world_size=3,
+    step=500, pairs_seen=32_000, first_batch=64, best_loss=1.2345678901234567, best_step=400, seed=7, world_size=3,
     tokenizer_fingerprint="abc", num_pairs=1000, plan=asdict(PLAN), growth=asdict(Growth(PLAN, 7)), evaluated_step=400,
     recent_norms=(1.5, 0.25),
 )  # fmt: skip

@@ -217,6 +217,16 @@ def test_weights_of_another_shape_are_refused_by_name(exported, tokenizer):
         load_into(make_model(tokenizer.vocab_size), replace(weights, tensors=without_embedding(weights.tensors)), "x")
 
 
+@pytest.mark.gpu
+def test_an_export_takes_no_memory_of_the_gpu(tmp_path, model, tokenizer):
+    model.to("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    export_model(model, tokenizer, tmp_path / "best")
+    assert torch.cuda.max_memory_allocated() == before
+    assert_holds(load_weights(tmp_path / "best"), model.to("cpu"))
+
+
 def test_an_export_that_fails_leaves_the_one_before(exported, tokenizer, model):
     other = make_model(tokenizer.vocab_size, seed=2)
     other.register_buffer("stray", torch.zeros(1))

@@ -8,8 +8,9 @@ from model import optim
 from model.batches import collate
 from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.optim import Adafactor, RMSScaledAdamW, learn_rate_at, make_optimizer, orthogonal, update
+from model.rehearsal import rehearse_update
 from model.weights import FlatWeights
-from tests.parts import make_config, make_model
+from tests.parts import ALONE, make_config, make_model
 
 OPTIMIZERS = ["adamw_rms", "adamw", "adafactor", "muon"]
 
@@ -52,6 +53,13 @@ def take_steps(model, optimizer, store, num_steps, rate=0.01):
         update(optimizer, model.flat.gradients, torch.tensor(rate), torch.tensor(1.0))
 
 
+def make_rehearsed(model, **options):
+    """An optimizer whose state exists, as that of a run before its first step."""
+    optimizer = make_optimizer(model, make_config(**options))
+    rehearse_update(ALONE, model, optimizer)
+    return optimizer
+
+
 def weights_after(store, tokenizer, name, num_steps=3, rate=0.01):
     model = make_model(tokenizer.vocab_size)
     take_steps(model, make_optimizer(model, make_config(optimizer=name)), store, num_steps, rate)
@@ -72,12 +80,14 @@ def test_a_saved_optimizer_goes_on_bit_for_bit(tmp_path, store, tokenizer, name,
         model = make_model(tokenizer.vocab_size)
         if trainable == "decoder":
             model.freeze_all_but_decoder()
-        runs.append((model, make_optimizer(model, make_config(optimizer=name, weight_decay=0.01))))
+        runs.append((model, make_rehearsed(model, optimizer=name, weight_decay=0.01)))
     (model, optimizer), (other, resumed) = runs
     take_steps(model, optimizer, store, 4)
     checkpoint = saved(tmp_path, model, optimizer, step=4)
     other.load_state_dict(checkpoint.tensors)
+    places = [tensor.data_ptr() for tensor in snapshot_of(other, resumed).optimizer.values()]
     load_optimizer(resumed, other, checkpoint.optimizer)
+    assert places == [tensor.data_ptr() for tensor in snapshot_of(other, resumed).optimizer.values()], "held once"
     take_steps(model, optimizer, store, 3)
     take_steps(other, resumed, store, 3)
     for key, weight in model.state_dict().items():
@@ -91,7 +101,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path, store, tokenizer, t
     optimizer = make_optimizer(model, make_config(optimizer=then))
     take_steps(model, optimizer, store, 1)
     tensors = saved(tmp_path, model, optimizer, step=1).optimizer
-    other = make_optimizer(model, make_config(optimizer=now))
+    other = make_rehearsed(model, optimizer=now)
     if now == then:
         load_optimizer(other, model, tensors)
     else:
@@ -112,7 +122,7 @@ def test_the_state_of_other_weights_is_refused(tmp_path, store, tokenizer, name)
     (whole, of_all), (frozen, of_decoder) = states
     for model, tensors in ((whole, of_decoder), (frozen, of_all)):
         with pytest.raises(ValueError, match="keep --trainable"):
-            load_optimizer(make_optimizer(model, config), model, tensors)
+            load_optimizer(make_rehearsed(model, optimizer=name), model, tensors)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

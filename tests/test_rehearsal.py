@@ -15,7 +15,7 @@ from model.optim import make_optimizer
 from model.plan import PROBED_USABLE, NothingFits, choose_plan, make_estimate
 from model.prepare import check_memory_fits, kept_growth
 from model.ranks import start_ranks, stop_ranks, vote
-from model.rehearsal import plan_before_probes, rehearse_plan, rehearse_update, worst_examples
+from model.rehearsal import estimate_for, plan_before_probes, rehearse_plan, rehearse_update, worst_examples
 from tests.parts import ALONE, PLAN, make_config, make_model
 from tests.ranks import run_ranks
 
@@ -163,13 +163,27 @@ def test_a_rank_that_compiles_for_longer_than_the_time_limit_is_waited_for(tmp_p
     assert done.codes == [0, 0], done.text
 
 
+def estimate_on_unlike_gpus():
+    """Ranks whose GPUs launch at different speeds; 3 unless they reckon alike."""
+    ranks = start_ranks("gloo", 60)
+    rehearsal.launch_tokens_here = lambda: 9000 - 1000 * ranks.rank
+    estimate = estimate_for(ranks, make_config(), CHATLM, torch.bfloat16, LENGTHS, 64)
+    stop_ranks()
+    return 0 if estimate.setting.launch_tokens == 8000 else 3
+
+
+def test_ranks_on_unlike_gpus_reckon_with_the_same_speed_of_launches(tmp_path):
+    done = run_ranks(2, estimate_on_unlike_gpus, folder=tmp_path)
+    assert done.codes == [0, 0], done.text
+
+
 def test_what_cannot_fit_is_refused_with_its_bytes_before_anything_is_on_the_device(monkeypatch, store):
     shape = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
     config = load_config("pretrain", dict(optimizer="adamw_rms"))
     for gib, fits in ((8, True), (3, False)):
         monkeypatch.setattr(prepare, "limit_memory", lambda *_, gib=gib: gib * 2**30)
         if fits:
-            check_memory_fits(ALONE, config, shape, store.lengths, 16, 0)
+            check_memory_fits(ALONE, config, shape, torch.float32, store.lengths, 16, 0)
         else:
             with pytest.raises(NothingFits, match="weights 0.73, bf16_weights 0.00, gradients 0.73, optimizer 1.47"):
-                check_memory_fits(ALONE, config, shape, store.lengths, 16, 0)
+                check_memory_fits(ALONE, config, shape, torch.float32, store.lengths, 16, 0)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from model import checkpoint, faults
+from model import saver as saver_module
 from model.checkpoint import TrainState, checkpoint_paths, read_checkpoint
 from model.ranks import start_ranks, stop_ranks
 from model.report import Journal, read_journal
-from model.saver import Saver, check_equal_weights, checksum
+from model.saver import Saver, check_equal_weights, checksum, export_aloud
 from tests.parts import ALONE, PLAN, make_model
 from tests.ranks import run_ranks
 
@@ -93,6 +94,16 @@ def test_a_save_that_fails_is_said_journalled_and_tried_again(
     assert saver.failure == ""
     assert [("error" in line, line["step"]) for line in lines(tmp_path)] == [(False, 5), (True, 6), (False, 7)]
     assert read_checkpoint(checkpoint_paths(tmp_path)[0]).state.step == 7
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), OSError("disk"), MemoryError("host")])
+def test_an_export_that_fails_is_said_and_ends_nothing(tmp_path, model, tokenizer, monkeypatch, caplog, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(saver_module, "export_model", fail)
+    assert export_aloud(model, tokenizer, tmp_path / "best") == str(error)
+    assert str(error) in caplog.text
 
 
 def test_space_is_computed_before_anything_is_written(tmp_path, saver, model, optimizer, monkeypatch):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from model import faults
+from model import faults, feed
 from model.attempt import Attempt, Outcome
 from model.batches import collate, step_at
 from model.feed import Course
 from model.optim import make_optimizer
-from model.plan import MemoryPlan
+from model.plan import MemoryPlan, NothingFits
 from model.ranks import start_ranks, stop_ranks
 from model.spikes import MAX_SKIPPED_STEPS
 from model.step import NOT_FINITE, _commit, train_steps
@@ -169,8 +169,28 @@ def test_promise_4_a_step_that_shrinks_the_plan_keeps_its_gradient_and_the_losse
 
 
 def test_out_of_memory_with_the_smallest_plan_is_said_and_not_tried_for_ever(store, tokenizer, monkeypatch):
-    with pytest.raises(RuntimeError, match="smallest plan .*--max_seq_len.*--is_keep_training=True"):
+    with pytest.raises(NothingFits, match="smallest plan .*--max_seq_len.*--is_keep_training=True") as ended:
         run(store, tokenizer, fault="forward:0:1:oom:1000", monkeypatch=monkeypatch)
+    longest = int(store.lengths.sum(axis=1, dtype=int).max())
+    assert ended.value.plan.micro_batch_tokens == longest < 2 * store.meta["source"]["max_seq_len"]
+    assert ended.value.plan.gradient_checkpointing
+
+
+@pytest.mark.parametrize("words", ["CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory"])
+def test_memory_that_runs_out_while_the_next_step_is_prepared_is_the_attempt_s_to_answer(
+    store, tokenizer, monkeypatch, words
+):
+    expected, _ = run(store, tokenizer)
+    pack_work, failures = feed.pack_work, [RuntimeError(words)]
+
+    def pack_or_fail(*args):
+        if failures and args[3].step == 2:
+            raise failures.pop()
+        return pack_work(*args)
+
+    monkeypatch.setattr(feed, "pack_work", pack_or_fail)
+    weights, _ = run(store, tokenizer)
+    assert not failures and same_bits(weights, expected)
 
 
 def test_another_error_is_not_swallowed(store, tokenizer, monkeypatch):
@@ -191,7 +211,8 @@ def overflow_in_the_sum():
     ranks, model = start_ranks("gloo", 60), make_model(100)
     weights, work = model.flat.masters.clone(), SimpleNamespace(step=1, learn_rate=0.1)
     model.flat.gradients[0] = 1.5e19
-    attempt, optimizer = Attempt(Outcome.OK), make_optimizer(model, make_config())
+    attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_loss.norm()[None])
+    optimizer = make_optimizer(model, make_config())
     skipped, rank, _ = _commit(ranks, optimizer, model.flat, attempt, work, make_config(), math.inf)
     stop_ranks()
     return 0 if (skipped, rank) == (NOT_FINITE, None) and torch.equal(weights, model.flat.masters) else 3
