@@ -60,11 +60,12 @@ def train(*stray, **options):
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset)
     admitted = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
-    run, state, plan = prepare_run(ranks, config, request.given, bool(admitted))
-    if state.pairs_seen >= run.course.total_pairs and state.evaluated_step == state.step:
-        say(ranks, f"{run.dir} is finished: {config.epochs} epochs done; raise --epochs to train longer")
-        return
+    run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
     with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer.directory):
+        if state.pairs_seen >= run.course.total_pairs and state.evaluated_step == state.step:
+            leave_last(run)  # the disk may have refused it at the end
+            say(ranks, f"{run.dir} is finished: {config.epochs} epochs done; raise --epochs to train longer")
+            return
         if vote(ranks, stop_asked())[0]:
             raise KeyboardInterrupt
         training_begins()
@@ -75,7 +76,7 @@ def train(*stray, **options):
             run, began = None, state.step  # the next one needs the memory
             release_memory(ranks.device)
             saved = from_main(ranks, lambda: bool(checkpoint_paths(config.output_dir)))
-            run, state, plan = prepare_run(ranks, config, request.given, saved)
+            run, state, plan = prepare_run(ranks, config, request.typed, saved)
             torn = torn + 1 if state.step == began else 1
     raise RuntimeError(f"memory ran out in {TORN_UPDATES} updates, each time after going back to the checkpoint")
 
@@ -115,7 +116,10 @@ def train_and_save(run, journal, samples, saver, state, plan):
         growth_of(state.growth, plan), state.recent_norms,
     )  # fmt: skip
     try:
+        resumed = state
         state, stop = evaluate_if_due(run, journal, state, plan)
+        if state != resumed:  # stopped before its evaluation; the next start must not do it again
+            saver.save(state, run.model, run.optimizer)
         with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
             while not stop and (result := next(steps, None)):
                 state, stop = state.after(result), result.stop
@@ -136,9 +140,10 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if saves or stop:
                     saver.save(state, run.model, run.optimizer)
                     saved_at = result.clock_seconds
-    except NothingFits:
+    except NothingFits as error:
         saver.save(state, run.model, run.optimizer)
-        journal.write("oom", step=state.step + 1, where="anywhere", before=asdict(plan), after=None)
+        tried = error.plan and asdict(error.plan)
+        journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
         journal.write("stop", step=state.step, reason="failed")
         raise
     return state, "asked" if stop else "finished"
@@ -170,19 +175,24 @@ def evaluate_if_due(run, journal, state, plan):
 
 
 def finish(run, journal, state, reason, failure):
-    """Leave last/, the final word and the curves; raises RuntimeError when the run's end is not on the disk."""
-    if run.ranks.is_main:
-        with saving():
-            failure = failure or export_aloud(run.model, run.tokenizer, run.dir / "last")
+    """Leave the final word, last/ and the curves; raises RuntimeError when the run's end is not on the disk."""
     journal.write("stop", step=state.step, reason=reason)
-    if failure:
-        raise RuntimeError(
-            f"the run's end is not on the disk ({failure}): mend that, then type --is_keep_training=True"
-        )
+    leave_last(run, failure)
     go_on = "" if reason == "finished" else "; go on with --is_keep_training=True"
     say(run.ranks, f"{reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
     if run.ranks.is_main and reason == "finished":  # who asked for a stop does not wait for a drawing
         plot_run(run.dir)
+
+
+def leave_last(run, failure=""):
+    """Export last/; raises RuntimeError where the disk refuses it, or refused the checkpoint with `failure`."""
+    if run.ranks.is_main:
+        with saving():
+            failure = failure or export_aloud(run.model, run.tokenizer, run.dir / "last")
+    if failure:
+        raise RuntimeError(
+            f"the run's end is not on the disk ({failure}): mend that, then type --is_keep_training=True"
+        )
 
 
 @SetParseFn(str)
@@ -190,7 +200,8 @@ def test(*stray, **options):
     """Loss, BLEU and chrF of a run's best/ model on test_file."""
     request = read_request(stray, options, keep_training="auto")
     watch_signals()
-    ranks = start_ranks(request.config.backend, request.config.ddp_timeout_s)
+    backend = request.config.backend if "backend" in request.typed else "auto"  # the training's machine may be another
+    ranks = start_ranks(backend, request.config.ddp_timeout_s)
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset)
     run, plan = prepare_test(ranks, request.config)
@@ -203,7 +214,8 @@ def test(*stray, **options):
 @SetParseFn(str)
 def doctor(*stray, **options):
     """Look at everything that a run with these options depends on: a table, with a remedy for each problem."""
-    print_table(read_request(stray, options, keep_training="auto").config)
+    request = read_request(stray, options, keep_training="auto")
+    print_table(request.config, request.typed)
 
 
 @SetParseFn(str)
@@ -233,7 +245,7 @@ def main(argv):
     except (RuntimeError, OSError) as error:
         failure = str(error)
         print(f"rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
-        logging.getLogger("chat_trainer").debug("", exc_info=True)
+        LOGGER.debug("this ended the run", exc_info=True)
         return 1
     finally:
         stop_ranks(failure)

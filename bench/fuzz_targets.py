@@ -144,6 +144,7 @@ def check_stored_request(draw, folder):
     stored = dict(preset="sft", given=dict(output_dir=str(folder), epochs="3", seed=5), config=asdict(TrainConfig()))
     data = json.dumps(mutate_tree(draw, stored) if draw.random() < 0.7 else stored).encode()
     (folder / "config.json").write_bytes(mutate(draw, data) if draw.random() < 0.5 else data)
+    (folder / "checkpoints" / "step_00000001").mkdir(parents=True, exist_ok=True)
     request = read_request((), dict(output_dir=str(folder), is_keep_training="auto"))
     assert request.config.output_dir == str(folder) and request.preset in ("pretrain", "sft", "sft_small", "sft_fast")
 

@@ -37,8 +37,8 @@ class Row:
     fails: bool = False  # a run would fail
 
 
-def examine(config):
-    """Yield a Row for each thing that a run of `config` on this machine depends on."""
+def examine(config, typed=()):
+    """Yield a Row for each thing that a run of `config` on this machine depends on; `typed` as for prepare_run."""
     yield from _packages()
     yield from _gpus()
     yield from _links()
@@ -50,16 +50,16 @@ def examine(config):
         yield _data(what, file, config)
     if config.test_file:
         yield _data("test_file", config.test_file, config)
-    num_weights, rows = _model(config)
+    num_weights, rows = _model(config, typed)
     yield from rows
     yield from _memory(config, num_weights)
     yield _disk(config, num_weights)
 
 
-def print_table(config):
+def print_table(config, typed):
     """Print the rows as they are found, in ASCII where the screen knows no more; RuntimeError if a run would fail."""
     failing = 0
-    for row in examine(config):
+    for row in examine(config, typed):
         encoding = sys.stdout.encoding or "utf-8"
         print(as_text(row).encode(encoding, "backslashreplace").decode(encoding), flush=True)
         failing += row.fails
@@ -178,7 +178,7 @@ def _data(what, file, config):
     return Row(what, f"{file}, {size:.1f} MiB; row 1: {len(prompt)} + {len(response)} characters")
 
 
-def _model(config):
+def _model(config, typed):
     """(how many weights, Rows) of what a run would start from: a checkpoint, other weights, or the tokenizer alone."""
     alone, passed = Ranks(0, 1, 0, torch.device("cpu"), "none", None), []
     held = checkpoint_paths(config.output_dir)
@@ -188,7 +188,7 @@ def _model(config):
         rows.append(Row("checkpoint", "none is whole", "start afresh with --overwrite=True", fails=True))
         return 0, rows
     try:
-        tokenizer, weights = tokenizer_and_weights(alone, config, resumed=found is not None)
+        tokenizer, weights = tokenizer_and_weights(alone, config, typed, resumed=found is not None)
         model = make_model(alone, config, shape_of(config, tokenizer, found, weights), weights)
     except ValueError as error:
         return 0, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]

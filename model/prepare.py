@@ -54,38 +54,43 @@ class Run:
         return state.step + -(-in_this_epoch // batch) + (left // num_pairs) * -(-num_pairs // batch)
 
 
-def prepare_run(ranks, config, given, resumed):
+def prepare_run(ranks, config, typed, resumed):
     """(Run, TrainState, MemoryPlan) for these options: a fresh start, or where the newest whole checkpoint stands.
+
+    `typed`: names of the options on the command line.
 
     Raises ValueError when the options do not fit each other, the data or the checkpoint.
     """
     set_numerics(config, ranks.device)
     foreign = set_memory_limit(config, ranks.device)
     free = dict(start=free_bytes())
-    batch = global_batch(config, ranks.world_size, given)
+    batch = global_batch(config, ranks.world_size, typed)
     model_config(config.model)  # a model that cannot be read is refused before hours of tokenising
     found = _newest_checkpoint(ranks, config) if resumed else None
-    tokenizer, weights = tokenizer_and_weights(ranks, config, resumed)
+    tokenizer, weights = tokenizer_and_weights(ranks, config, typed, resumed)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
     shape = shape_of(config, tokenizer, found, weights)
-    if (found or weights and weights.shape) and "model" in given:
+    if (found or weights and weights.shape) and "model" in typed:
         _check_same_shape(shape, config)
-    check_memory_fits(ranks, config, shape, train.lengths, batch, foreign)
+    dtype = compute_dtype(config.mixed_precision, ranks.device)
+    agree(ranks, "the numbers to compute in (--mixed_precision=no suits GPUs of any kind)", str(dtype))
+    check_memory_fits(ranks, config, shape, dtype, train.lengths, batch, foreign)
     model = make_model(ranks, config, shape, weights)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config)
     free["optimizer"] = free_bytes()
     rehearse_update(ranks, model, optimizer)
     state = TrainState(
-        warmup_pairs=config.warmup_steps * batch, seed=config.seed, num_pairs=len(train), shape=asdict(model.shape),
+        first_batch=batch, seed=config.seed, num_pairs=len(train), shape=asdict(model.shape),
         tokenizer_fingerprint=tokenizer.fingerprint, world_size=ranks.world_size,
     )  # fmt: skip
     if found:
         _check_same_run(found, config, state)
         state = _restore(ranks, model, optimizer, found)
-    course = Course(len(train) * config.epochs, state.warmup_pairs, batch, tokenizer.pad_id)
+    warmup_pairs = config.warmup_steps * state.first_batch
+    course = Course(len(train) * config.epochs, warmup_pairs, batch, tokenizer.pad_id)
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
     plan, memory = plan_run(run, MemoryPlan(**state.plan) if state.plan else None, foreign)
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
@@ -123,11 +128,12 @@ def set_memory_limit(config, device):
     return foreign
 
 
-def tokenizer_and_weights(ranks, config, resumed):
+def tokenizer_and_weights(ranks, config, typed, resumed):
     """The tokenizer, and the weights to start from or None; raises ValueError when they do not belong together."""
     if resumed:
         kept = Path(config.output_dir) / "tokenizer"  # its fingerprint is checked, so another's files will do as well
-        return load_tokenizer(config.tokenizer_dir or (kept if kept.exists() else TOKENIZER_DIR)), None
+        named = config.tokenizer_dir if "tokenizer_dir" in typed or not kept.exists() else ""
+        return load_tokenizer(named or (kept if kept.exists() else TOKENIZER_DIR)), None
     source = config.finetune_from_ckp_file
     weights = load_weights(source) if source else None
     beside = load_tokenizer(weights.tokenizer_dir) if weights and weights.tokenizer_dir else None
@@ -169,11 +175,10 @@ def shape_of(config, tokenizer, found, weights):
     return shape
 
 
-def check_memory_fits(ranks, config, shape, lengths, batch, foreign):
+def check_memory_fits(ranks, config, shape, dtype, lengths, batch, foreign):
     """Raise NothingFits where not even one pair at a time fits the device: before anything is put there."""
     usable = limit_memory(ranks.device, config.gpu_memory_limit_gb, outside_bytes(ranks.device, foreign))
     if usable is not None:
-        dtype = compute_dtype(config.mixed_precision, ranks.device)
         choose_plan(config, estimate_for(ranks, config, shape, dtype, lengths, batch), usable)
 
 
@@ -236,8 +241,12 @@ def _restore(ranks, model, optimizer, found):
 def prepare_test(ranks, config):
     """(Run, MemoryPlan) to measure a run's best/ model on test_file, which stands in place of both data files."""
     best = Path(config.output_dir) / "best"
-    config = replace(config, finetune_from_ckp_file=str(best), tokenizer_dir="")
-    tokenizer, weights = tokenizer_and_weights(ranks, config, resumed=False)
+    if not best.is_dir():
+        raise ValueError(f"--output_dir={config.output_dir}: there is no {best} to test: train first")
+    # what the training was told about its own memory and launches says nothing about a test
+    free = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
+    config = replace(config, finetune_from_ckp_file=str(best), **free)
+    tokenizer, weights = tokenizer_and_weights(ranks, config, (), resumed=False)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
     model = make_model(ranks, config, shape_of(config, tokenizer, None, weights), weights)
     course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)

@@ -102,7 +102,7 @@ def _undone(record: dict, resumed_step: int) -> bool:
 
 
 def open_log(directory: str | Path, preset: str) -> logging.Logger:
-    """A logger that appends to <directory>/chat_trainer_<preset>_<YYYYmmdd>.log and echoes to stderr.
+    """A logger that appends to <directory>/chat_trainer_<preset>_<YYYYmmdd>.log and echoes what is INFO to stderr.
 
     For the main rank only. Opening again closes what was open, so no line appears twice.
     """
@@ -112,10 +112,12 @@ def open_log(directory: str | Path, preset: str) -> logging.Logger:
         LOGGER.removeHandler(handler)
         handler.close()
     style = logging.Formatter("[%(asctime)s.%(msecs)03d] [%(levelname)s]: %(message)s", "%Y-%m-%d %H:%M:%S")
-    for handler in (logging.FileHandler(path, encoding="utf-8"), logging.StreamHandler(_CurrentStderr())):
+    echo = logging.StreamHandler(_CurrentStderr())
+    echo.setLevel(logging.INFO)
+    for handler in (logging.FileHandler(path, encoding="utf-8"), echo):
         handler.setFormatter(style)
         LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
+    LOGGER.setLevel(logging.DEBUG)  # the file has the stack of what ended a run too
     LOGGER.propagate = False
     return LOGGER
 

@@ -20,6 +20,7 @@ class Request:
     preset: str
     config: TrainConfig
     given: dict  # options named on the command line, now or when the run was started
+    typed: frozenset  # names of those that were typed now
     keep_training: bool | str  # True, False, auto
     overwrite: bool
 
@@ -38,15 +39,33 @@ def read_request(stray, options, keep_training=False):
     if problems:
         raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
     keep, overwrite = flags.pop("is_keep_training", keep_training), flags.pop("overwrite", False)
-    stored = _stored_request(config.output_dir) if keep else None
+    if overwrite and keep is True:
+        raise ValueError("--is_keep_training=True goes on and --overwrite=True starts afresh: give one of them")
+    keep, typed = False if overwrite else keep, frozenset(given)
+    # what a run that never came to a checkpoint was asked for is forgotten
+    goes_on = keep and (keep_training or any(Path(config.output_dir).glob("checkpoints/step_*")))
+    stored = _stored_request(config.output_dir) if goes_on else None
     if stored:
         if any(flags.values()) and stored[0] != preset:
             raise ValueError(
                 f"{config.output_dir} is a run of the preset {stored[0]}, not {preset}: leave the flag out"
             )
-        preset, given = stored[0], {**stored[1], **given}
+        preset, given = stored[0], _merged(*stored, given)
         config = load_config(preset, given)
-    return Request(preset, config, given, keep, overwrite)
+    return Request(preset, config, given, typed, keep, overwrite)
+
+
+def _merged(preset, stored, typed):
+    """The options of a run with those `typed` now on top.
+
+    Raises ValueError where it would have had to begin from other weights.
+    """
+    began, start = load_config(preset, stored).finetune_from_ckp_file, typed.get("finetune_from_ckp_file")
+    if start is not None and Path(start).resolve() != Path(began).resolve():
+        raise ValueError(f"--finetune_from_ckp_file={start}: this run began from {began!r} and goes on: leave it out")
+    if {"batch_size_per_gpu", "gradient_accumulation_steps"} & typed.keys():  # the step's size is chosen anew
+        stored = {name: value for name, value in stored.items() if name != "global_batch_size"}
+    return stored | typed
 
 
 def _read_flags(stray, texts):

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import time
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from model.checkpoint import checkpoint_paths
 from model.durable import end_of_last_line, make_directory, write_file
 from model.ranks import from_main
 from model.tokenizer import copy_tokenizer
+
+LOGGER = logging.getLogger("chat_trainer")
 
 
 def write_json(path, values):
@@ -76,7 +79,9 @@ def claim(run_dir, admitted, overwrite, tokenizer_dir):
                 "elsewhere and name it in --tokenizer_dir"
             )
         lock.close()
-        os.rename(run_dir, f"{run_dir}.{time.strftime('%Y%m%d_%H%M%S')}.old")
+        aside = f"{run_dir}.{time.strftime('%Y%m%d_%H%M%S')}.old"
+        os.rename(run_dir, aside)
+        LOGGER.info("the old run is now %s: delete it when you no longer need it", aside)
         lock = _lock(run_dir)
     if not admitted:
         copy_tokenizer(tokenizer_dir, run_dir / "tokenizer")

@@ -222,6 +222,43 @@ def test_a_finished_run_says_so_and_trains_longer_when_asked(home):
     assert ids_by_epoch(home / "finished") == dict.fromkeys((1, 2), list(range(NUM_PAIRS)))
 
 
+def test_a_finished_run_without_its_export_gets_it_when_it_is_started_again(home):
+    done = train(home, output_dir="unexported", **SHORT)
+    assert done.codes == [0], done.text
+    expected = weights_hash(home / "unexported")
+    shutil.rmtree(home / "unexported" / "last")
+    done = train(home, output_dir="unexported", is_keep_training=True, **SHORT)
+    assert done.codes == [0] and "is finished" in done.text
+    assert weights_hash(home / "unexported") == expected
+
+
+def test_a_run_stopped_at_its_last_step_is_evaluated_once_and_then_finished(home):
+    last = -(-NUM_PAIRS // OPTIONS["global_batch_size"])
+    for fault in (f"forward:0:{last}:int", "", ""):
+        done = train(home, 1, fault, output_dir="last_step", is_keep_training="auto", **SHORT)
+        assert done.codes == [0], done.text
+    assert "last_step is finished" in done.text
+    assert [line["step"] for line in journal(home / "last_step", "eval")] == [last]
+
+
+def test_warm_up_can_be_changed_on_the_way_and_is_counted_in_the_first_start_s_steps(home):
+    for fault, warmup_steps, batch in (("forward:0:2:int", 3, 8), ("", 4, 4)):
+        sizes = dict(global_batch_size=batch, warmup_steps=warmup_steps)
+        done = train(home, 1, fault, output_dir="warm", is_keep_training="auto", **SHORT | sizes)
+        assert done.codes == [0], done.text
+    line = next(line for line in journal(home / "warm", "train") if line["step"] == 3)
+    assert line["learn_rate"] == pytest.approx(0.03 * (16 + 2) / (4 * 8))
+
+
+def test_a_run_goes_on_with_its_own_tokenizer_whatever_became_of_the_one_it_was_given(home):
+    shutil.copytree(home / "model_save" / "tokenizer", home / "given")
+    done = train(home, 1, "forward:0:2:int", output_dir="kept_own", tokenizer_dir="given", **SHORT)
+    assert done.codes == [0], done.text
+    shutil.rmtree(home / "given")
+    done = command(home, "train", "--output_dir=kept_own", "--is_keep_training=True")
+    assert done.codes == [0], done.text
+
+
 def test_a_run_that_goes_on_keeps_the_options_it_was_started_with(home):
     done = train(home, 1, "forward:0:2:int", output_dir="kept", dropout=0.25, **SHORT)
     assert done.codes == [0], done.text
@@ -239,7 +276,17 @@ def test_the_test_command_measures_the_best_model(home, done_run):
 
 
 def test_the_test_command_without_a_model_is_refused(home):
-    assert refused(train(home, command="test", output_dir="nothing"), "nothing/best")
+    assert refused(train(home, command="test", output_dir="nothing"), "nothing/best", "train first")
+
+
+def test_what_a_training_was_told_of_its_own_memory_does_not_refuse_a_test(home):
+    (home / "long.jsonl").write_text(json.dumps(dict(prompt="x" * 31, response="y" * 31)) + "\n")
+    (home / "short.jsonl").write_text(json.dumps(dict(prompt="x", response="y")) + "\n")
+    own = dict(train_file="short.jsonl", validation_file="short.jsonl", micro_batch_tokens=40, global_batch_size=1)
+    done = train(home, output_dir="cut", **SHORT | own)
+    assert done.codes == [0], done.text
+    done = command(home, "test", "--output_dir=cut", "--test_file=long.jsonl")
+    assert done.codes == [0] and "test cut/best: loss" in done.text, done.text
 
 
 # Fine-tuning

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from config import TrainConfig
+from config import TrainConfig, global_batch
 from model.request import answer_early, read_request
 from tests.ranks import ROOT
 
@@ -57,12 +57,58 @@ def test_a_refusal_needs_none_of_the_heavy_packages():
     assert "config" in loaded and not loaded & {"torch", "transformers", "numpy", "pyarrow", "fire"}
 
 
+def started(run_dir, stored):
+    """A run directory with a checkpoint, whose config.json holds `stored`."""
+    (run_dir / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (run_dir / "config.json").write_text(json.dumps(stored))
+
+
 @pytest.mark.parametrize(
     "stored",
     [dict(preset="sft"), dict(preset="nonsense", given={}), dict(preset=[], given={}), dict(preset="sft", given=[])]
     + [dict(preset="sft", given=dict(output_dir=None)), dict(preset="sft", given=dict(epochs=[3])), [], "x"],
 )
 def test_a_damaged_config_json_is_named_with_the_way_out(tmp_path, stored):
-    (tmp_path / "config.json").write_text(json.dumps(stored))
+    started(tmp_path, stored)
     with pytest.raises(ValueError, match="config.json cannot be read .*delete it"):
         read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
+
+
+def request(run_dir, *flags, **typed):
+    return read_request((), dict(output_dir=str(run_dir), **dict.fromkeys(flags, "True"), **typed))
+
+
+def test_a_run_without_a_checkpoint_leaves_no_options_behind(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(preset="sft", given=dict(learn_rate=0.5))))
+    assert request(tmp_path, is_keep_training="auto").config.learn_rate == TrainConfig().learn_rate
+    started(tmp_path, dict(preset="sft", given=dict(learn_rate=0.5)))
+    assert request(tmp_path, is_keep_training="auto").config.learn_rate == 0.5
+
+
+def test_who_starts_afresh_does_not_go_on(tmp_path):
+    started(tmp_path, dict(preset="pretrain", given=dict(learn_rate=0.5)))
+    afresh = request(tmp_path, "overwrite", is_keep_training="auto")
+    assert (afresh.config.learn_rate, afresh.keep_training) == (TrainConfig().learn_rate, False)
+    with pytest.raises(ValueError, match="goes on and --overwrite=True starts afresh"):
+        request(tmp_path, "overwrite", "is_keep_training")
+
+
+def test_the_size_of_a_step_that_a_run_was_given_holds_until_another_is_typed(tmp_path):
+    sizes = dict(batch_size_per_gpu="16", gradient_accumulation_steps="2", global_batch_size="64")
+    started(tmp_path, dict(preset="pretrain", given=sizes))
+    again = request(tmp_path, "is_keep_training")
+    assert [global_batch(again.config, world, again.typed) for world in (1, 2, 3)] == [64, 64, 64]
+    again = request(tmp_path, "is_keep_training", batch_size_per_gpu="8")
+    assert [global_batch(again.config, world, again.typed) for world in (1, 2)] == [16, 32]
+    again = request(tmp_path, "is_keep_training", global_batch_size="128")
+    assert global_batch(again.config, 2, again.typed) == 128
+    with pytest.raises(ValueError, match="contradicts"):
+        again = request(tmp_path, "is_keep_training", **sizes)
+        global_batch(again.config, 1, again.typed)
+
+
+def test_a_run_that_goes_on_cannot_begin_from_other_weights(tmp_path):
+    started(tmp_path, dict(preset="sft", given=dict(finetune_from_ckp_file="a/best")))
+    assert request(tmp_path, "is_keep_training", finetune_from_ckp_file="./a/best").keep_training
+    with pytest.raises(ValueError, match="began from 'a/best' and goes on"):
+        request(tmp_path, "is_keep_training", finetune_from_ckp_file="b/best")
