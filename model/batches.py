@@ -27,7 +27,6 @@ class Step:
 
     ids: np.ndarray  # rows of the token store, over all ranks
     epoch: int  # from 1
-    pairs_before: int  # pairs seen before this step, over all epochs
 
 
 @dataclass(frozen=True)
