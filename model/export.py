@@ -136,5 +136,6 @@ def check_fits(model, weights, source):
         shapes = [f"{n}: {tuple(weights.tensors[n].shape)} there, {tuple(own[n].shape)} here" for n in wrong[:3]]
         raise ValueError(
             f"{source} does not fit this model: {len(missing)} tensors missing, {len(extra)} unknown, "
-            f"{len(wrong)} of another shape; {'; '.join([*shapes, *sorted(missing)[:3], *sorted(extra)[:3]])}"
+            f"{len(wrong)} of another shape; {'; '.join([*shapes, *sorted(missing)[:3], *sorted(extra)[:3]])}; "
+            "a .bin file does not tell its shape: name it in --model"
         )

@@ -13,7 +13,7 @@ from model.checkpoint import TrainState, load_newest, load_optimizer
 from model.dataset import TokenStore, describe_store, open_store
 from model.device_memory import foreign_bytes, limit_memory, outside_bytes
 from model.evaluate import answer_pairs, evaluate_loss, score
-from model.export import as_hugging_face, load_into, load_weights
+from model.export import as_hugging_face, check_fits, load_into, load_weights
 from model.feed import Course
 from model.memory import check_gates, free_bytes
 from model.optim import make_optimizer
@@ -65,15 +65,18 @@ def prepare_run(ranks, config, typed, resumed):
     foreign = set_memory_limit(config, ranks.device)
     free = dict(start=free_bytes())
     batch = global_batch(config, ranks.world_size, typed)
-    model_config(config.model)  # a model that cannot be read is refused before hours of tokenising
+    model_config(config.model)  # what can be refused is refused before hours of tokenising
     found = _newest_checkpoint(ranks, config) if resumed else None
     tokenizer, weights = tokenizer_and_weights(ranks, config, typed, resumed)
-    train, validation = (
-        _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
-    )
     shape = shape_of(config, tokenizer, found, weights)
     if (found or weights and weights.shape) and "model" in typed:
         _check_same_shape(shape, config)
+    if weights:
+        with torch.device("meta"):
+            check_fits(TextToTextModel(shape), weights, config.finetune_from_ckp_file)
+    train, validation = (
+        _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
+    )
     dtype = compute_dtype(config.mixed_precision, ranks.device)
     agree(ranks, "the numbers to compute in (--mixed_precision=no suits GPUs of any kind)", str(dtype))
     check_memory_fits(ranks, config, shape, dtype, train.lengths, batch, foreign)

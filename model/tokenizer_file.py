@@ -22,9 +22,11 @@ def load_backend(path: Path) -> Tokenizer:
     Raises ValueError for a file that is missing, too large, damaged, or holds what only an attack would.
     """
     if not path.is_file():
+        foreign = next((other.name for other in path.parent.glob("*.model")), "")
         raise ValueError(
             f"no tokenizer at {path}: make one with "
             f"python scripts/train_tokenizer.py FILES --output_dir {path.parent} --vocab_size 8000"
+            + (f"; old weights need their own: convert {foreign} (SentencePiece) to tokenizer.json" if foreign else "")
         )
     content = read_object(path)
     if not isinstance(content.get("model"), dict) or "vocab" not in content["model"]:

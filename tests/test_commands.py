@@ -327,6 +327,12 @@ def test_fine_tuning_into_another_shape_than_the_one_named_is_refused(home, done
     assert refused(done, "wide.json", done_run)
 
 
+def test_a_bin_file_of_another_shape_is_refused_before_tokenising_with_the_way_out(home, done_run):
+    torch.save(load_file(home / done_run / "last" / "model.safetensors"), home / "old.bin")
+    options = dict(output_dir="wrong_size", finetune_from_ckp_file="old.bin", model="small", train_file="nothing.jsonl")
+    assert refused(train(home, **options), "old.bin does not fit this model", "name it in --model")
+
+
 def test_weights_that_would_run_code_are_refused(home):
     torch.save(dict(model=shutil.rmtree), home / "code.bin")
     assert refused(train(home, output_dir="code", finetune_from_ckp_file="code.bin"), "code.bin")

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from model.tokenizer import PROBE, load_tokenizer
-from model.tokenizer_file import MAX_REPLACEMENT_CHARS, MAX_VOCAB_SIZE
+from model.tokenizer_file import MAX_REPLACEMENT_CHARS, MAX_VOCAB_SIZE, load_backend
 
 
 @pytest.fixture
@@ -46,6 +46,12 @@ def test_a_stranger_s_tokenizer_is_refused_with_the_reason(changed, change, part
 def test_a_tokenizer_that_drops_merges_at_random_cuts_a_text_the_same_way_each_time(changed):
     tokenizer = changed(lambda content: content["model"].update(dropout=0.5))
     assert len({tuple(tokenizer.encode(PROBE)) for _ in range(5)}) == 1
+
+
+def test_where_only_a_sentencepiece_model_lies_its_conversion_is_named(tmp_path):
+    (tmp_path / "spiece.model").touch()
+    with pytest.raises(ValueError, match=r"no tokenizer at .*convert spiece.model \(SentencePiece\) to tokenizer.json"):
+        load_backend(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\ud83d", "[]", ""])
