@@ -21,7 +21,7 @@ from config import MOST_WHOLE, T5ModelConfig
 from model import faults
 from model.chat_model import TextToTextModel
 from model.durable import make_directory, remove_drafts, whole_directory, write_file
-from model.estimate import ANSWERS_A_BATCH
+from model.estimate import ANSWERS_A_BATCH, count_parameters, optimizer_bytes
 from model.export import check_fits
 from model.json_items import read_object
 from model.memory import Growth
@@ -92,6 +92,12 @@ def snapshot_of(model, optimizer):
         if value is not None
     }
     return Snapshot(model.state_dict(), moments)
+
+
+def disk_bytes(setting, kept):
+    """Bytes on disk of `kept` checkpoints, one being written, best/, last/ and one of them being written."""
+    weights = 4 * count_parameters(setting.shape)
+    return (kept + 1) * (weights + optimizer_bytes(setting)[0]) + 3 * weights
 
 
 def save_checkpoint(run_dir, state, snapshot, keep):

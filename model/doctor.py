@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from model.checkpoint import checkpoint_paths, load_newest
+from model.checkpoint import checkpoint_paths, disk_bytes, load_newest
+from model.estimate import Setting, count_parameters, fixed_bytes
 from model.pairs import read_pairs
 from model.preflight import find_backend, in_words, try_backend
 from model.prepare import make_model, shape_of, tokenizer_and_weights
@@ -24,7 +25,6 @@ from model.ranks import Ranks, must_use_cpu
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[1]
 FEW_SHM_BYTES = GIB  # NCCL takes some MiB for each pair of GPUs, and Docker gives 64 MiB in all
-WEIGHT_BYTES, SAVED_BYTES = 16, 12  # of one weight: with gradient and optimizer state in training; in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def examine(config, typed=()):
         yield _data(what, file, config)
     if config.test_file:
         yield _data("test_file", config.test_file, config)
-    num_weights, rows = _model(config, typed)
+    setting, rows = _model(config, typed)
     yield from rows
-    yield from _memory(config, num_weights)
-    yield _disk(config, num_weights)
+    yield from _memory(config, setting)
+    yield _disk(config, setting)
 
 
 def print_table(config, typed):
@@ -179,23 +179,25 @@ def _data(what, file, config):
 
 
 def _model(config, typed):
-    """(how many weights, Rows) of what a run would start from: a checkpoint, other weights, or the tokenizer alone."""
+    """(Setting, Rows) of what a run would start from: a checkpoint, other weights, or the tokenizer alone."""
     alone, passed = Ranks(0, 1, 0, torch.device("cpu"), "none", None), []
     held = checkpoint_paths(config.output_dir)
     found = load_newest(config.output_dir, passed.append) if held else None
     rows = [Row("checkpoint", text, "nothing to do: the one before it is used") for text in passed]
     if held and not found:
         rows.append(Row("checkpoint", "none is whole", "start afresh with --overwrite=True", fails=True))
-        return 0, rows
+        return None, rows
     try:
         tokenizer, weights = tokenizer_and_weights(alone, config, typed, resumed=found is not None)
         model = make_model(alone, config, shape_of(config, tokenizer, found, weights), weights)
     except ValueError as error:
-        return 0, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
-    num_weights = sum(p.numel() for p in model.parameters())
+        return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
+    size = model.compute_dtype.itemsize
+    setting = Setting(model.shape, size, False, config.optimizer, decoder_only=config.trainable == "decoder")
+    num_weights = count_parameters(model.shape)
     rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
     rows.append(Row("model", f"{num_weights / 1e6:.1f} M weights from {_origin(config, found)}"))
-    return num_weights, rows
+    return setting, rows
 
 
 def _origin(config, found):
@@ -204,9 +206,9 @@ def _origin(config, found):
     return config.finetune_from_ckp_file or "chance"
 
 
-def _memory(config, num_weights):
+def _memory(config, setting):
     """Memory for what each rank holds whatever the plan: weights, gradients, optimizer state."""
-    need = num_weights * WEIGHT_BYTES
+    need = sum(fixed_bytes(setting).values()) if setting else 0
     text = Path("/proc/meminfo").read_text()
     host = int(re.search(r"MemAvailable:\s+(\d+)", text).group(1)) * 1024
     places = [("host memory", host)]
@@ -215,18 +217,18 @@ def _memory(config, num_weights):
         frees = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
         places = [(f"GPU {i} memory", min(free, limit) if limit else free) for i, free in enumerate(frees)] + places
     for what, free in places:
-        found = f"{free / GIB:.1f} GiB free, {need / GIB:.2f} GiB for weights, gradients and optimizer"
+        found = f"{free / GIB:.1f} GiB free, {need / GIB:.2f} GiB for weights, gradients, optimizer (plan: the rest)"
         is_short = what != "host memory" or len(places) == 1
         fails = free < need and is_short
         yield Row(what, found, "choose a smaller --model, or end other programs" if fails else "", fails)
 
 
-def _disk(config, num_weights):
+def _disk(config, setting):
     """Room for the checkpoints kept, one being written, best/ and last/, where output_dir is or will be."""
     folder = Path(config.output_dir).resolve()
     while not folder.is_dir():
         folder = folder.parent
-    need, free = num_weights * ((config.keep_latest_n_ckp + 1) * SAVED_BYTES + 2 * 4), shutil.disk_usage(folder).free
+    need, free = disk_bytes(setting, config.keep_latest_n_ckp) if setting else 0, shutil.disk_usage(folder).free
     found = f"{free / GIB:.1f} GiB free in {folder}, {need / GIB:.2f} GiB for checkpoints and exports"
     try:
         with tempfile.TemporaryFile(dir=folder):

@@ -10,9 +10,10 @@ import torch
 import ujson
 
 from config import T5ModelConfig, as_type, global_batch, model_config
+from model.checkpoint import disk_bytes
 from model.dataset import find_store, token_lengths
 from model.device_memory import CONTEXT_BYTES
-from model.estimate import Lengths, count_parameters, histogram
+from model.estimate import Lengths, count_parameters, histogram, optimizer_bytes
 from model.export import load_weights
 from model.pairs import read_pairs
 from model.plan import (
@@ -102,7 +103,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
             pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=shape.vocab_size,
             bytes=4 * config.batch_size_per_gpu * config.max_seq_len * shape.vocab_size,
         ),
-        host=_host(config, shape, lengths, device, world),
+        host=_host(config, estimate, device, world),
     )  # fmt: skip
 
 
@@ -158,19 +159,19 @@ def _levers(config, shape, dtype, chosen, machine, plan):
     return levers
 
 
-def _host(config, shape, lengths, device, world):
+def _host(config, estimate, device, world):
     """Bytes of host memory, /dev/shm and disk that the run needs, and those that are there."""
-    parameters = count_parameters(shape)
-    checkpoint = (4 if config.optimizer == "adafactor" else 12) * parameters
+    lengths, setting = estimate.lengths, estimate.setting
+    weights = 4 * count_parameters(setting.shape)
     tokens = int((lengths.tokens.sum(axis=1) * lengths.counts).sum())
     output = Path(config.output_dir).absolute()
     disk = next(path for path in (output, *output.parents) if path.exists())
-    rank = HOST_BYTES[device] + 4 * parameters
+    rank = HOST_BYTES[device] + weights
     return dict(
-        rank_bytes=rank, main_rank_bytes=rank + checkpoint,
+        rank_bytes=rank, main_rank_bytes=rank + weights + optimizer_bytes(setting)[0],
         shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
-        disk_bytes=checkpoint * (config.keep_latest_n_ckp + 1) + 3 * 4 * parameters + 2 * tokens,
+        disk_bytes=disk_bytes(setting, config.keep_latest_n_ckp) + 2 * tokens,
         disk_free_bytes=shutil.disk_usage(disk).free,
     )  # fmt: skip
 
