@@ -29,8 +29,9 @@ from config import MODELS, T5ModelConfig, load_config
 from model.attention import has_kernels
 from model.chat_model import TextToTextModel
 from model.device_memory import forget_peak, peak_memory, release_memory
-from model.estimate import Constants, Estimate, Lengths, Setting
+from model.estimate import Constants, Estimate, Setting
 from model.feed import Course
+from model.lengths import Lengths
 from model.optim import make_optimizer
 from model.plan import MemoryPlan
 from model.ranks import Ranks

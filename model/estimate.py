@@ -3,8 +3,6 @@
 Counted tensor by tensor from model/chat_model.py, model/attention.py, model/loss.py and model/optim.py as they work on
 a GPU; what no count gives (libraries' workspaces, the allocator's rounding) are the constants below: those that
 bench/memory_fit.py fits to 12 cases on an H200, rounded.
-
-Letters: D d_model, F d_ff, H heads, I = H * d_kv, V vocabulary, s bytes of a number in the compute dtype.
 """
 
 import math
@@ -14,6 +12,7 @@ import numpy as np
 
 from config import T5ModelConfig
 from model.attention import round_up
+from model.lengths import Lengths
 from model.optim import BATCH_NUMBERS
 from model.weights import ROWS
 
@@ -45,37 +44,6 @@ class Setting:
     @property
     def inner(self):
         return self.shape.num_heads * self.shape.d_kv
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Histogram of the examples: distinct (prompt, response) lengths in tokens, and how many examples have each."""
-
-    tokens: np.ndarray  # (kinds, 2)
-    counts: np.ndarray  # (kinds,)
-
-    @property
-    def longest(self):
-        """Tokens of both sides of the longest example."""
-        return int(self.tokens.sum(axis=1).max())
-
-    @property
-    def mean(self):
-        """Tokens of both sides of an example on average."""
-        return float((self.tokens.sum(axis=1) * self.counts).sum() / self.counts.sum())
-
-    @property
-    def deviation(self):
-        """Standard deviation of that number of tokens."""
-        squares = (self.tokens.sum(axis=1) - self.mean) ** 2 * self.counts
-        return float(np.sqrt(squares.sum() / self.counts.sum()))
-
-
-def histogram(lengths):
-    """Lengths of the examples with `lengths` (examples, 2)."""
-    prompt, response = np.asarray(lengths, dtype=np.int64).T
-    keys, counts = np.unique(prompt << 32 | response, return_counts=True)
-    return Lengths(np.stack([keys >> 32, keys & 0xFFFFFFFF], axis=1), counts)
 
 
 def count_parameters(shape, decoder_only=False):

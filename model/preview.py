@@ -13,8 +13,9 @@ from config import T5ModelConfig, as_type, global_batch, model_config
 from model.checkpoint import disk_bytes
 from model.dataset import find_store, token_lengths
 from model.device_memory import CONTEXT_BYTES
-from model.estimate import Lengths, count_parameters, histogram, optimizer_bytes
+from model.estimate import count_parameters, optimizer_bytes
 from model.export import load_weights
+from model.lengths import Lengths, histogram
 from model.pairs import read_pairs
 from model.plan import (
     CHUNKS,

@@ -13,11 +13,11 @@ import torch
 from model.attempt import Outcome, attempt_gradients
 from model.batches import collate
 from model.device_memory import limit_memory, memory_cap, outside_bytes, release_memory
-from model.estimate import histogram
 from model.evaluate import answer, answering, evaluating
 from model.exact import NUM_SHARDS
 from model.export import as_hugging_face
 from model.feed import Work
+from model.lengths import histogram
 from model.memory import is_out_of_memory, plan_after_out_of_memory, shrink_plan
 from model.optim import forget, update
 from model.plan import (
@@ -162,10 +162,12 @@ def _step_peak(run, plan, share_pairs):
 
 def worst_examples(lengths, micro_batch_tokens, share_pairs):
     """Ids of examples that cost the most in one forward: the longest responses that fit it, at least one."""
-    totals = lengths.sum(axis=1, dtype=np.int64)
-    order = np.lexsort((-totals, -lengths[:, 1].astype(np.int64)))[:share_pairs]
+    responses, first = lengths[:, 1], max(len(lengths) - share_pairs, 0)
+    long = np.flatnonzero(responses >= np.partition(responses, first)[first])  # few of a corpus of millions
+    totals = lengths[long].sum(axis=1, dtype=np.int64)
+    order = np.lexsort((-totals, -responses[long].astype(np.int64)))[:share_pairs]
     fits = np.cumsum(totals[order]) <= micro_batch_tokens
-    return order[: max(int(fits.sum()), 1)]
+    return long[order[: max(int(fits.sum()), 1)]]
 
 
 def rehearse_evaluation(run, plan):

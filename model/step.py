@@ -21,6 +21,7 @@ from model.batches import rooms_for
 from model.exact import add_in_order
 from model.feed import prepared
 from model.graphs import StepGraphs
+from model.lengths import histogram
 from model.memory import Growth, is_out_of_memory, plan_after_out_of_memory, shrink_plan
 from model.optim import update
 from model.plan import MemoryPlan
@@ -75,7 +76,7 @@ def train_steps(
     """
     flat, growth, skipped_in_a_row, torn = model.flat, growth or Growth(plan), 0, False
     pairs = -(-course.global_batch // ranks.world_size)
-    graphs = StepGraphs(model, rooms_for(store.lengths, pairs)) if growth.full.graphs else None
+    graphs = StepGraphs(model, _rooms(store, pairs)) if growth.full.graphs else None
     with ThreadPoolExecutor(1) as thread:
         prepare = partial(thread.submit, prepared, ranks, model, store, config, course, graphs)
         upcoming = prepare(plan, step, pairs_seen)
@@ -106,6 +107,11 @@ def train_steps(
                 data_wait_seconds=waited + attempt.data_wait_seconds, skipped=bool(skipped),
                 recent_norms=tuple(recent_norms), stop=stop, clock_seconds=clock, torn=torn,
             )  # fmt: skip
+
+
+def _rooms(store, pairs):
+    kinds = histogram(store.lengths)
+    return rooms_for(kinds.tokens, pairs, kinds.counts)
 
 
 def _until_finite(ranks, model, optimizer, store, plan, config, work, packed, graphs, torn, recent_norms):

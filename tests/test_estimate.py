@@ -14,10 +14,10 @@ from model.estimate import (
     WorstForward,
     count_parameters,
     fixed_bytes,
-    histogram,
     optimizer_bytes,
     step_moments,
 )
+from model.lengths import histogram
 from model.optim import make_optimizer
 from tests.parts import make_model
 
@@ -142,3 +142,12 @@ def test_every_phase_has_a_peak_and_loading_is_the_smallest():
     peaks = Estimate(BF16, histogram(draw_lengths(300)), 64).peaks(8192, 1024, False)
     assert set(peaks) == {"load", "first_step", "step", "evaluation", "generation", "save"}
     assert min(peaks, key=peaks.get) == "load" and max(peaks, key=peaks.get) in ("step", "first_step")
+
+
+def test_examples_counted_in_parts_are_those_counted_at_once(monkeypatch):
+    draw = np.random.default_rng(0).integers(1, 9, (1000, 2)).astype("uint16")
+    whole = histogram(draw)
+    monkeypatch.setattr("model.lengths.PART", 7)
+    parts = histogram(draw)
+    assert np.array_equal(parts.tokens, whole.tokens) and np.array_equal(parts.counts, whole.counts)
+    assert whole.counts.sum() == 1000 and whole.longest == draw.sum(axis=1).max()

@@ -21,6 +21,7 @@ FLOORS = [
         "model.json_items",
         "model.spikes",
         "model.device_memory",
+        "model.lengths",
         "model.watch",
     },
     {"model.kernels", "model.preflight", "model.tokenizer_file", "model.request"},

@@ -10,8 +10,9 @@ import torch
 from config import MODELS, T5ModelConfig
 from model import prepare
 from model.device_memory import CONTEXT_BYTES, limit_memory, outside_bytes
-from model.estimate import Estimate, histogram
+from model.estimate import Estimate
 from model.faults import ERRORS
+from model.lengths import histogram
 from model.memory import (
     Growth,
     check_memory_safety,

@@ -9,7 +9,7 @@ import torch
 from config import MODELS, T5ModelConfig, load_config
 from model import prepare, rehearsal
 from model.checkpoint import TrainState
-from model.estimate import histogram
+from model.lengths import histogram
 from model.memory import Growth
 from model.optim import make_optimizer
 from model.plan import PROBED_USABLE, NothingFits, choose_plan, make_estimate
