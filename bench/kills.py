@@ -54,7 +54,7 @@ def main():
         ["processes", "runs", "kills", "inside a save", "before the first step", "survivor ended after, s (worst)",
          "runs with the calm run's sha256", "runs with each id once"],
         [row(world, [r for r in records if r["world"] == world]) for world in worlds],
-        f"`python -m bench.kills {typed()}`: a run of 120 steps that saves after each one.",
+        f"`{typed('bench.kills')}`: a run of 120 steps that saves after each one.",
     )  # fmt: skip
     return 1 if any(record["wrong"] for record in records) else 0
 

@@ -187,7 +187,7 @@ def write(records):
     kept = sum(not record["wrong"] for record in records)
     rows.append(["all", "all", len(records), kept, f"{max(record['seconds'] for record in records):.1f}"])
     header = ["phase", "sent to", "trials", "kept", "worst s to end"]
-    note = f"`python -m bench.signals {typed()}` on two processes."
+    note = f"`{typed('bench.signals')}` on two processes."
     write_section("signals", "INT, TERM and USR1, once or twice in a row", header, rows, note)
 
 

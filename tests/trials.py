@@ -99,9 +99,9 @@ def _calm_hash(home, world, options):
     return weights_hash(home / name)
 
 
-def typed():
-    """The options that this program was started with, but the file for its lines."""
-    return re.sub(r" ?--out \S+", "", " ".join(sys.argv[1:]))
+def typed(program):
+    """How this program was started, but for the file for its lines."""
+    return re.sub(r" ?--out \S+", "", " ".join(["python", "-m", program, *sys.argv[1:]]))
 
 
 def tell(file=None, **values):
