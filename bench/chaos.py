@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from model.checkpoint import checkpoint_paths
@@ -162,7 +163,7 @@ def befall(run, processes, kind, draw):
     one = draw.choice(processes)
     if kind in ("kill all", "kill one", "damage"):
         for process in processes if kind != "kill one" else [one]:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # which lets one be that has just ended by itself
         if kind == "damage":
             kill_all(processes)
             paths = checkpoint_paths(run.dir)
@@ -172,12 +173,12 @@ def befall(run, processes, kind, draw):
         heal = fill(run.dir)
         time.sleep(5)
         heal()
-        for process in processes:
-            os.kill(process.pid, signal.SIGKILL)
+        kill_all(processes)
     else:
         number = draw.choice((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
         for process in processes if kind == "stop all" else [one]:
-            os.kill(process.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
 
 if __name__ == "__main__":
