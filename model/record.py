@@ -10,6 +10,7 @@ import torch
 
 from model.device_memory import forget_peak, memory_cap, peak_memory
 from model.durable import remove_drafts
+from model.ranks import from_main
 from model.report import progress_note, train_line
 from model.run_dir import cut_sample_ids, write_json
 
@@ -24,7 +25,7 @@ def begin(run, journal, request, state, plan):
         remove_drafts(run.dir, run.dir / "checkpoints")
         write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=plain))
         write_json(run.dir / "plan.json", asdict(plan) | run.memory)
-        cut_sample_ids(run.dir, state.step)
+    from_main(ranks, cut_sample_ids, run.dir, state.step)  # the others open theirs once that is done
     journal.write(
         "start", preset=request.preset, config_hash=hashlib.sha256(repr(plain).encode()).hexdigest()[:16],
         world=ranks.world_size, backend=ranks.backend, device=device_name(ranks.device),

@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 import ujson
 
+from model import durable, record
 from model.checkpoint import checkpoint_paths
 from model.run_dir import admit, claim, cut_sample_ids, only_writer
 from tests.parts import ALONE
 from tests.ranks import kill_all, wait_for
-from tests.tiny import journal, start, train
+from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, start, train
+from train_low_mem import main
 
 
 @pytest.fixture
@@ -113,3 +115,21 @@ def test_sample_ids_are_cut_back_to_a_step_and_a_torn_line_goes(tmp_path):
         path.write_text(whole + '{"step": 8, "ids": [')
         cut_sample_ids(tmp_path, step)
         assert path.read_text() == "".join(line + "\n" for line in lines[:kept])
+
+
+def open_while_the_main_rank_cuts(words):
+    """`main`, in which rank 0 cuts the ids of undone steps while rank 1, if it may, is opening its file of them."""
+    cut, end_of_last_line = record.cut_sample_ids, durable.end_of_last_line
+    record.cut_sample_ids = lambda *args: (time.sleep(1), cut(*args))[1]
+    if os.environ["RANK"] == "1":
+        durable.end_of_last_line = lambda *args: (end_of_last_line(*args), time.sleep(2))[0]
+    return main(words)
+
+
+def test_no_rank_writes_its_ids_before_what_is_undone_was_cut(tmp_path):
+    furnish(tmp_path)
+    options = dict(output_dir="run", is_keep_training="auto", save_steps=3, epochs=1)
+    train(tmp_path, 2, "forward:all:6:kill", **options)
+    done = wait_for(start(tmp_path, 2, function=open_while_the_main_rank_cuts, **options), tmp_path)
+    assert done.codes == [0, 0], done.text
+    assert ids_by_epoch(tmp_path / "run") == {1: list(range(NUM_PAIRS))}
