@@ -250,15 +250,15 @@ def as_type(name, value, kinds):
     raise ValueError(f"--{name}={text}: this option takes a {'whole ' if kind is int else ''}number")
 
 
-def global_batch(config, world_size, given):
+def global_batch(config, world_size, typed):
     """Pairs in one optimizer step over all ranks.
 
-    `given` are the options that the user typed now. Raises ValueError when they contradict each other.
+    `typed`: names of the options on the command line. Raises ValueError when they contradict each other.
     """
     product = config.batch_size_per_gpu * config.gradient_accumulation_steps * world_size
     if not config.global_batch_size:
         return product
-    explicit = {"batch_size_per_gpu", "gradient_accumulation_steps"} <= set(given)
+    explicit = {"batch_size_per_gpu", "gradient_accumulation_steps"} <= set(typed)
     if explicit and product != config.global_batch_size:
         raise ValueError(
             f"--global_batch_size={config.global_batch_size} contradicts batch_size_per_gpu * "

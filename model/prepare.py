@@ -57,9 +57,8 @@ class Run:
 def prepare_run(ranks, config, typed, resumed):
     """(Run, TrainState, MemoryPlan) for these options: a fresh start, or where the newest whole checkpoint stands.
 
-    `typed`: names of the options on the command line.
-
-    Raises ValueError when the options do not fit each other, the data or the checkpoint.
+    `typed`: names of the options on the command line. Raises ValueError when the options do not fit each
+    other, the data or the checkpoint.
     """
     set_numerics(config, ranks.device)
     foreign = set_memory_limit(config, ranks.device)
@@ -69,11 +68,7 @@ def prepare_run(ranks, config, typed, resumed):
     found = _newest_checkpoint(ranks, config) if resumed else None
     tokenizer, weights = tokenizer_and_weights(ranks, config, typed, resumed)
     shape = shape_of(config, tokenizer, found, weights)
-    if (found or weights and weights.shape) and "model" in typed:
-        _check_same_shape(shape, config)
-    if weights:
-        with torch.device("meta"):
-            check_fits(TextToTextModel(shape), weights, config.finetune_from_ckp_file)
+    _check_shape(config, typed, shape, found, weights)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
@@ -135,8 +130,8 @@ def tokenizer_and_weights(ranks, config, typed, resumed):
     """The tokenizer, and the weights to start from or None; raises ValueError when they do not belong together."""
     if resumed:
         kept = Path(config.output_dir) / "tokenizer"  # its fingerprint is checked, so another's files will do as well
-        named = config.tokenizer_dir if "tokenizer_dir" in typed or not kept.exists() else ""
-        return load_tokenizer(named or (kept if kept.exists() else TOKENIZER_DIR)), None
+        named = config.tokenizer_dir if "tokenizer_dir" in typed else ""
+        return load_tokenizer(named or (kept if kept.exists() else config.tokenizer_dir or TOKENIZER_DIR)), None
     source = config.finetune_from_ckp_file
     weights = load_weights(source) if source else None
     beside = load_tokenizer(weights.tokenizer_dir) if weights and weights.tokenizer_dir else None
@@ -205,11 +200,15 @@ def compute_dtype(mixed_precision, device):
     return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and native) else torch.float32
 
 
-def _check_same_shape(shape, config):
-    """Raise ValueError where --model asks for another shape than the weights have."""
+def _check_shape(config, typed, shape, found, weights):
+    """Raise ValueError where --model asks for another shape than the weights have, or they do not fit theirs."""
     wanted = model_config(config.model)
-    if replace(wanted, vocab_size=shape.vocab_size) != shape:
+    told = found or weights and weights.shape
+    if told and "model" in typed and replace(wanted, vocab_size=shape.vocab_size) != shape:
         raise ValueError(f"--model={config.model} is {wanted}, and the weights are {shape}: leave --model out")
+    if weights:
+        with torch.device("meta"):
+            check_fits(TextToTextModel(shape), weights, config.finetune_from_ckp_file)
 
 
 def _newest_checkpoint(ranks, config):
