@@ -29,7 +29,7 @@ from model.chat_model import TextToTextModel
 from model.feed import Course
 from model.optim import make_optimizer
 from model.plan import NothingFits
-from model.prepare import Run, check_memory_fits, set_memory_limit
+from model.prepare import Run, check_memory_fits, compute_dtype, set_memory_limit
 from model.ranks import Ranks
 from model.rehearsal import plan_run, rehearse_update
 from model.step import TornUpdate, train_steps
@@ -75,10 +75,10 @@ def make_run(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
     foreign = set_memory_limit(config, device)
     shape = T5ModelConfig(**MODELS[model_name], vocab_size=VOCAB_SIZE)
     ranks, store = Ranks(0, 1, 0, device, "none", None), HeavyTail(longest)
-    check_memory_fits(ranks, config, shape, store.lengths, batch, foreign)
-    on_gpu = device.type == "cuda"
+    dtype = compute_dtype(config.mixed_precision, device)
+    check_memory_fits(ranks, config, shape, dtype, store.lengths, batch, foreign)
     with torch.device(device):
-        model = TextToTextModel(shape, compute_dtype=torch.bfloat16 if on_gpu else torch.float32)
+        model = TextToTextModel(shape, compute_dtype=dtype)
     model.flat.masters.normal_(std=0.02)
     optimizer = make_optimizer(model, config)
     rehearse_update(ranks, model, optimizer)

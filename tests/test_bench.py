@@ -131,3 +131,10 @@ def test_cuttings_that_cut_a_step_alike_share_its_fastest_time(monkeypatch):
     assert speeds[3000, 512, False] == speeds[4096, 512, False] == speeds[2048, 512, False] > 800
     assert speeds[8192, 512, False] == 0 and speeds[1024, 512, False] < 600 and speeds[4096, 512, True] < 600
     assert not epochs, "only what beats the plan must last an epoch"
+
+
+def test_a_case_of_a_small_card_is_measured(monkeypatch):
+    for name, value in dict(VOCAB_SIZE=256, NUM_PAIRS=40, LONGEST=16, TRIED_STEPS=2, REPEATS=1).items():
+        monkeypatch.setattr(caps, name, value)
+    record = caps.measure("tiny", 8, 4, "adamw_rms", torch.device("cpu"), 16)
+    assert record["held"] and record["steps"] == 5 and record["tokens_per_second"] > 0
