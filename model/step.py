@@ -8,7 +8,7 @@ that runs out of memory on any rank is done again on every rank: same examples, 
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
@@ -39,6 +39,27 @@ class TornUpdate(RuntimeError):
     def __init__(self, step, rank):
         super().__init__(f"rank {rank} ran out of memory in the update of step {step}: going back to the checkpoint")
         self.step, self.rank = step, rank
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """An attempt in which all ranks succeeded."""
+
+    attempt: Attempt
+    plan: MemoryPlan  # that it fitted in
+    events: tuple  # what went wrong before, for the journal
+    stop: bool  # some rank was asked to stop
+    clock_seconds: int  # a clock that all ranks agree on
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What became of a step's gradients."""
+
+    grad_norm: torch.Tensor  # before clipping; on the device
+    skipped: str = ""  # why the weights are as before
+    rank: int | None = None  # whose numbers were not finite; None: each rank's own were
+    torn: bool = False  # memory ran out on this rank when weights may have been written
 
 
 @dataclass(frozen=True)
@@ -74,7 +95,7 @@ def train_steps(
     Raises NothingFits when a step does not fit with the smallest plan, TornUpdate when a rank failed while it wrote
     weights, RuntimeError when too many steps in a row are skipped.
     """
-    flat, growth, skipped_in_a_row, torn = model.flat, growth or Growth(plan), 0, False
+    growth, skipped_in_a_row, torn = growth or Growth(plan), 0, False
     pairs = -(-course.global_batch // ranks.world_size)
     graphs = StepGraphs(model, _rooms(store, pairs)) if growth.full.graphs else None
     with ThreadPoolExecutor(1) as thread:
@@ -86,26 +107,20 @@ def train_steps(
             waited = time.perf_counter() - started
             pairs_seen += len(work.all_ids)
             upcoming = prepare(plan, work.step, pairs_seen)
-            attempt, fitted, events, stop, clock, skipped, grad_norm, torn = _until_finite(
+            agreed, commit = _until_finite(
                 ranks, model, optimizer, store, plan, config, work, packed, graphs, torn, recent_norms
-            )  # fmt: skip
-            plan, growth = growth.after_step(fitted, shrunk=fitted != plan)
-            if skipped:
-                events.append(("skip", dict(step=work.step, why=skipped, ids=work.all_ids.tolist())))
-            elif config.spike_guard and not torn:
-                recent_norms = (*recent_norms, float(grad_norm))[-WINDOW:]
-            skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
+            )
+            torn, waited = commit.torn, waited + agreed.attempt.data_wait_seconds
+            plan, growth = growth.after_step(agreed.plan, shrunk=agreed.plan != plan)
+            if config.spike_guard and not commit.skipped and not torn:
+                recent_norms = (*recent_norms, float(commit.grad_norm))[-WINDOW:]
+            skipped_in_a_row = skipped_in_a_row + 1 if commit.skipped else 0
             if skipped_in_a_row > MAX_SKIPPED_STEPS:
-                raise RuntimeError(too_many_skipped(skipped_in_a_row, work.step, skipped, work.all_ids, config))
+                raise RuntimeError(too_many_skipped(skipped_in_a_row, work.step, commit.skipped, work.all_ids, config))
             yield StepResult(
-                step=work.step, epoch=work.epoch, ends_epoch=pairs_seen % len(store) == 0, pairs_seen=pairs_seen,
-                loss=torch.full_like(flat.loss, torch.nan) if skipped else flat.loss.clone(),
-                grad_norm=torch.full_like(flat.loss, torch.nan) if skipped else grad_norm,
-                learn_rate=work.learn_rate, target_tokens=work.target_tokens, tokens=work.tokens,
-                micro_batches=attempt.micro_batches, ids=work.ids.tolist(), plan=plan, growth=growth,
-                events=tuple(events), step_seconds=time.perf_counter() - started,
-                data_wait_seconds=waited + attempt.data_wait_seconds, skipped=bool(skipped),
-                recent_norms=tuple(recent_norms), stop=stop, clock_seconds=clock, torn=torn,
+                **_told(work, agreed, commit, model.flat.loss), ends_epoch=pairs_seen % len(store) == 0,
+                pairs_seen=pairs_seen, plan=plan, growth=growth, recent_norms=tuple(recent_norms),
+                step_seconds=time.perf_counter() - started, data_wait_seconds=waited,
             )  # fmt: skip
 
 
@@ -114,42 +129,44 @@ def _rooms(store, pairs):
     return rooms_for(kinds.tokens, pairs, kinds.counts)
 
 
-def _until_finite(ranks, model, optimizer, store, plan, config, work, packed, graphs, torn, recent_norms):
-    """Do the step until its numbers are finite, FINITE_TRIES times at most.
+def _told(work, agreed, commit, loss):
+    """What a StepResult tells of one step alone; `loss` is the model's, which the next step overwrites."""
+    unknown = torch.full_like(loss, torch.nan)
+    return dict(
+        step=work.step, epoch=work.epoch, learn_rate=work.learn_rate, target_tokens=work.target_tokens,
+        tokens=work.tokens, ids=work.ids.tolist(), micro_batches=agreed.attempt.micro_batches, events=agreed.events,
+        stop=agreed.stop, clock_seconds=agreed.clock_seconds, skipped=bool(commit.skipped), torn=commit.torn,
+        loss=unknown if commit.skipped else loss.clone(), grad_norm=unknown if commit.skipped else commit.grad_norm,
+    )  # fmt: skip
 
-    Returns what `_until_voted` does, then "" or why the weights are as before, the gradient's norm, and whether memory
-    ran out when weights may have been written.
-    """
+
+def _until_finite(ranks, model, optimizer, store, plan, config, work, packed, graphs, torn, recent_norms):
+    """(Agreed, Commit) of the step, which is done until its numbers are finite, FINITE_TRIES times at most."""
     limit, events = spike_limit(recent_norms, config.spike_guard), []
     for _ in range(FINITE_TRIES):
-        attempt, plan, more, stop, clock = _until_voted(ranks, model, store, plan, config, work, packed, graphs, torn)
-        skipped, rank, norm, torn = _try_commit(ranks, optimizer, model.flat, attempt, work, config, limit)
-        events += more
-        if skipped != NOT_FINITE:
+        agreed = _until_agreed(ranks, model, store, plan, config, work, packed, graphs, torn)
+        commit = _try_commit(ranks, optimizer, model.flat, agreed.attempt, work, config, limit)
+        events += agreed.events
+        if commit.skipped != NOT_FINITE:
             break
-        events.append(("not_finite", dict(step=work.step, rank=rank)))
-    return attempt, plan, events, stop, clock, skipped, norm, torn
+        plan, torn = agreed.plan, commit.torn
+        events.append(("not_finite", dict(step=work.step, rank=commit.rank)))
+    if commit.skipped:
+        events.append(("skip", dict(step=work.step, why=commit.skipped, ids=work.all_ids.tolist())))
+    return replace(agreed, events=tuple(events)), commit
 
 
-def _until_voted(ranks, model, store, plan, config, work, packed, graphs, torn):
-    """Attempt the step until all ranks have succeeded; not where the last update was `torn`.
-
-    Returns the attempt, the plan it fitted in, the journal's events, whether some rank was asked to stop, and the time.
-    """
+def _until_agreed(ranks, model, store, plan, config, work, packed, graphs, torn):
+    """Attempt the step until all ranks have succeeded; not where the last update was `torn`."""
     events = []
     for failures in count(1):
         attempt = Attempt(Outcome.TORN)
         if not torn:
             attempt = attempt_gradients(ranks, model, store, plan, config, work, packed, graphs)
         # outside the except block: the traceback no longer holds the failed attempt's tensors
-        mine = attempt.outcome * ranks.world_size + ranks.rank
-        clock = int(time.monotonic())
-        worst, stop, clock, last, first = vote(ranks, mine, stop_asked(), clock, work.step, -work.step)
-        if last != -first:
-            raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: restart from the checkpoint")
-        outcome, rank = Outcome(worst // ranks.world_size), worst % ranks.world_size
+        outcome, rank, stop, clock = _vote_on(ranks, attempt.outcome, work.step)
         if outcome is Outcome.OK:
-            return attempt, plan, events, bool(stop), clock
+            return Agreed(attempt, plan, tuple(events), stop, clock)
         if outcome is Outcome.TORN:
             raise TornUpdate(work.step - 1, rank)
         if graphs:
@@ -158,6 +175,15 @@ def _until_voted(ranks, model, store, plan, config, work, packed, graphs, torn):
         smaller = plan_after_out_of_memory(ranks.device, plan, failures, shrink)
         events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
         plan = smaller
+
+
+def _vote_on(ranks, outcome, step):
+    """(The worst Outcome of all ranks, a rank that had it, whether some rank was asked to stop, the ranks' clock)."""
+    mine = outcome * ranks.world_size + ranks.rank
+    worst, stop, clock, last, first = vote(ranks, mine, stop_asked(), int(time.monotonic()), step, -step)
+    if last != -first:
+        raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: restart from the checkpoint")
+    return Outcome(worst // ranks.world_size), worst % ranks.world_size, bool(stop), clock
 
 
 def confirm(ranks, result):
@@ -171,20 +197,19 @@ def confirm(ranks, result):
 
 
 def _try_commit(ranks, optimizer, flat, *rest):
-    """What `_commit` returns, and whether memory ran out in it, when weights may have been written."""
+    """The Commit of `_commit`, torn where memory ran out in it."""
     try:
-        return *_commit(ranks, optimizer, flat, *rest), False
+        return _commit(ranks, optimizer, flat, *rest)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    return "", 0, torch.full_like(flat.loss, torch.nan), True
+    return Commit(torch.full_like(flat.loss, torch.nan), torn=True)
 
 
 def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
-    """Reduce, clip and update the weights; returns ("" or why the update was left out, by which rank, gradient norm).
+    """Reduce, clip and update the weights.
 
-    The norm is before clipping, on the device. Numbers that are not finite and a norm above `norm_limit` leave weights
-    and optimizer alone on all ranks.
+    Numbers that are not finite and a norm above `norm_limit` leave weights and optimizer alone on all ranks.
     """
     if config.exact:
         add_in_order(ranks, attempt.shards, flat.gradients_and_loss)
@@ -193,11 +218,11 @@ def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
     norm = flat.gradients.norm()
     if not math.isfinite(norm + flat.loss):  # the step's one wait for the device; all ranks have the same sums
         (last,) = vote(ranks, (ranks.rank + 1) * bool(~attempt.norms.isfinite().all()))
-        return NOT_FINITE, last - 1 if last else None, norm  # None: each rank's own numbers were finite
+        return Commit(norm, NOT_FINITE, last - 1 if last else None)
     if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
-        return f"a gradient norm above {norm_limit:.3g}, {config.spike_guard} times the median", 0, norm
+        return Commit(norm, f"a gradient norm above {norm_limit:.3g}, {config.spike_guard} times the median")
     scale = (config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if config.max_grad_norm else torch.ones_like(norm)
     faults.fire("optimizer", work.step)
     update(optimizer, flat.gradients, work.learn_rate, scale)
     faults.fire("update", work.step)
-    return "", 0, norm
+    return Commit(norm)

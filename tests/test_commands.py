@@ -13,11 +13,20 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from bench.start_eight import start_many
 from model.tokenizer import train_tokenizer
-from tests.ranks import free_port, launch, launcher, run_ranks, wait_for_launch
-from tests.tiny import NUM_PAIRS, OPTIONS, SHAPE, furnish, ids_by_epoch, journal, train, weights_hash, words
-from train_low_mem import main
-
-SHORT = dict(epochs=1, save_steps=1000)
+from tests.ranks import free_port, launch, launcher, wait_for_launch
+from tests.tiny import (
+    NUM_PAIRS,
+    OPTIONS,
+    SHAPE,
+    SHORT,
+    command,
+    furnish,
+    ids_by_epoch,
+    journal,
+    refused,
+    train,
+    words,
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +35,6 @@ def done_run(home):
     done = train(home, output_dir="done", **SHORT)
     assert done.codes == [0], done.text
     return "done"
-
-
-def command(home, *line):
-    """Ended of a command line in one process."""
-    return run_ranks(1, main, list(line), folder=home)
-
-
-def refused(ended, *parts):
-    """True when a run was refused as it should be: exit code 2 and one message with these parts in it."""
-    assert set(ended.codes) == {2}, ended.text
-    assert "Traceback" not in ended.text
-    assert all(part in ended.text for part in parts), ended.text
-    return True
 
 
 # The launchers
@@ -180,92 +176,7 @@ def test_a_file_or_column_that_is_not_there_is_named(home, options, parts):
     assert refused(train(home, 2, output_dir="missing", **options), *parts)
 
 
-# The run directory
-
-
-def test_a_fresh_run_into_a_directory_with_checkpoints_is_refused_with_both_ways_out(home, done_run):
-    before = weights_hash(home / done_run)
-    assert refused(train(home, output_dir=done_run, **SHORT), "--is_keep_training=True", "--overwrite=True")
-    assert weights_hash(home / done_run) == before
-
-
-def test_overwrite_moves_the_old_run_aside(home):
-    for learn_rate in (1e-2, 2e-2):
-        done = train(home, output_dir="twice", learn_rate=learn_rate, overwrite=True, **SHORT)
-        assert done.codes == [0], done.text
-    (old,) = home.glob("twice.*.old")
-    rates = [json.loads((path / "config.json").read_text())["config"]["learn_rate"] for path in (old, home / "twice")]
-    assert rates == [1e-2, 2e-2]
-    assert (old / "last" / "model.safetensors").is_file()
-
-
-def test_going_on_without_a_checkpoint_is_refused_and_names_auto(home):
-    assert refused(train(home, output_dir="fresh", is_keep_training=True), "--is_keep_training=auto")
-
-
-def test_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(home):
-    done = train(home, 1, "forward:0:4:int", output_dir="auto", is_keep_training="auto", **SHORT)
-    assert done.codes == [0], done.text
-    done = train(home, 1, output_dir="auto", is_keep_training="auto", **SHORT)
-    assert done.codes == [0], done.text
-    assert [line["step"] for line in journal(home / "auto", "resume")] == [0, 4]
-    assert ids_by_epoch(home / "auto") == {1: list(range(NUM_PAIRS))}
-
-
-def test_a_finished_run_says_so_and_trains_longer_when_asked(home):
-    for extra in ({}, dict(is_keep_training=True)):
-        done = train(home, 2, output_dir="finished", **SHORT, **extra)
-        assert done.codes == [0, 0], done.text
-    assert "finished is finished: 1 epochs done; raise --epochs" in done.text
-    done = train(home, 2, output_dir="finished", is_keep_training=True, **SHORT | dict(epochs=2))
-    assert done.codes == [0, 0], done.text
-    assert ids_by_epoch(home / "finished") == dict.fromkeys((1, 2), list(range(NUM_PAIRS)))
-
-
-def test_a_finished_run_without_its_export_gets_it_when_it_is_started_again(home):
-    done = train(home, output_dir="unexported", **SHORT)
-    assert done.codes == [0], done.text
-    expected = weights_hash(home / "unexported")
-    shutil.rmtree(home / "unexported" / "last")
-    done = train(home, output_dir="unexported", is_keep_training=True, **SHORT)
-    assert done.codes == [0] and "is finished" in done.text
-    assert weights_hash(home / "unexported") == expected
-
-
-def test_a_run_stopped_at_its_last_step_is_evaluated_once_and_then_finished(home):
-    last = -(-NUM_PAIRS // OPTIONS["global_batch_size"])
-    for fault in (f"forward:0:{last}:int", "", ""):
-        done = train(home, 1, fault, output_dir="last_step", is_keep_training="auto", **SHORT)
-        assert done.codes == [0], done.text
-    assert "last_step is finished" in done.text
-    assert [line["step"] for line in journal(home / "last_step", "eval")] == [last]
-
-
-def test_warm_up_can_be_changed_on_the_way_and_is_counted_in_the_first_start_s_steps(home):
-    for fault, warmup_steps, batch in (("forward:0:2:int", 3, 8), ("", 4, 4)):
-        sizes = dict(global_batch_size=batch, warmup_steps=warmup_steps)
-        done = train(home, 1, fault, output_dir="warm", is_keep_training="auto", **SHORT | sizes)
-        assert done.codes == [0], done.text
-    line = next(line for line in journal(home / "warm", "train") if line["step"] == 3)
-    assert line["learn_rate"] == pytest.approx(0.03 * (16 + 2) / (4 * 8))
-
-
-def test_a_run_goes_on_with_its_own_tokenizer_whatever_became_of_the_one_it_was_given(home):
-    shutil.copytree(home / "model_save" / "tokenizer", home / "given")
-    done = train(home, 1, "forward:0:2:int", output_dir="kept_own", tokenizer_dir="given", **SHORT)
-    assert done.codes == [0], done.text
-    shutil.rmtree(home / "given")
-    done = command(home, "train", "--output_dir=kept_own", "--is_keep_training=True")
-    assert done.codes == [0], done.text
-
-
-def test_a_run_that_goes_on_keeps_the_options_it_was_started_with(home):
-    done = train(home, 1, "forward:0:2:int", output_dir="kept", dropout=0.25, **SHORT)
-    assert done.codes == [0], done.text
-    done = command(home, "train", "--output_dir=kept", "--is_keep_training=True")
-    assert done.codes == [0], done.text
-    stored = json.loads((home / "kept" / "config.json").read_text())["config"]
-    assert (stored["dropout"], stored["model"], stored["global_batch_size"]) == (0.25, "shape.json", 8)
+# The command test
 
 
 def test_the_test_command_measures_the_best_model(home, done_run):

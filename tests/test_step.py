@@ -213,9 +213,9 @@ def overflow_in_the_sum():
     model.flat.gradients[0] = 1.5e19
     attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_loss.norm()[None])
     optimizer = make_optimizer(model, make_config())
-    skipped, rank, _ = _commit(ranks, optimizer, model.flat, attempt, work, make_config(), math.inf)
+    commit = _commit(ranks, optimizer, model.flat, attempt, work, make_config(), math.inf)
     stop_ranks()
-    return 0 if (skipped, rank) == (NOT_FINITE, None) and torch.equal(weights, model.flat.masters) else 3
+    return 0 if (commit.skipped, commit.rank) == (NOT_FINITE, None) and torch.equal(weights, model.flat.masters) else 3
 
 
 def test_a_sum_that_overflows_is_left_out_and_no_rank_is_blamed(tmp_path):

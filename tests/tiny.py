@@ -17,6 +17,7 @@ OPTIONS = dict(
     global_batch_size=8, warmup_steps=3, logging_steps=1,
     save_steps=1, bleu_pairs=0, log_sample_ids=True,
 )  # fmt: skip
+SHORT = dict(epochs=1, save_steps=1000)
 
 
 def furnish(folder):
@@ -46,6 +47,19 @@ def words(command="train", **changes):
 def train(home, world=1, fault="", seconds=90, env=None, command="train", **changes):
     """Ended of a tiny run in `home`."""
     return wait_for(start(home, world, fault, env=env, command=command, **changes), home, seconds)
+
+
+def command(home, *line):
+    """Ended of a command line in one process."""
+    return wait_for(fork_ranks(1, main, list(line), folder=home), home, 90)
+
+
+def refused(ended, *parts):
+    """True when a run was refused as it should be: exit code 2 and one message with these parts in it."""
+    assert set(ended.codes) == {2}, ended.text
+    assert "Traceback" not in ended.text
+    assert all(part in ended.text for part in parts), ended.text
+    return True
 
 
 def start(home, world=1, fault="", env=None, command="train", function=main, **changes):

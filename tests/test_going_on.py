@@ -1,0 +1,95 @@
+"""A run's directory from start to start: what a fresh start, a start that goes on and one after the end find there."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, train, weights_hash
+
+
+def test_a_fresh_run_into_a_directory_with_checkpoints_is_refused_with_both_ways_out(home):
+    done = train(home, output_dir="once", **SHORT)
+    assert done.codes == [0], done.text
+    before = weights_hash(home / "once")
+    assert refused(train(home, output_dir="once", **SHORT), "--is_keep_training=True", "--overwrite=True")
+    assert weights_hash(home / "once") == before
+
+
+def test_overwrite_moves_the_old_run_aside(home):
+    for learn_rate in (1e-2, 2e-2):
+        done = train(home, output_dir="twice", learn_rate=learn_rate, overwrite=True, **SHORT)
+        assert done.codes == [0], done.text
+    (old,) = home.glob("twice.*.old")
+    rates = [json.loads((path / "config.json").read_text())["config"]["learn_rate"] for path in (old, home / "twice")]
+    assert rates == [1e-2, 2e-2]
+    assert (old / "last" / "model.safetensors").is_file()
+
+
+def test_going_on_without_a_checkpoint_is_refused_and_names_auto(home):
+    assert refused(train(home, output_dir="fresh", is_keep_training=True), "--is_keep_training=auto")
+
+
+def test_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(home):
+    done = train(home, 1, "forward:0:4:int", output_dir="auto", is_keep_training="auto", **SHORT)
+    assert done.codes == [0], done.text
+    done = train(home, 1, output_dir="auto", is_keep_training="auto", **SHORT)
+    assert done.codes == [0], done.text
+    assert [line["step"] for line in journal(home / "auto", "resume")] == [0, 4]
+    assert ids_by_epoch(home / "auto") == {1: list(range(NUM_PAIRS))}
+
+
+def test_a_finished_run_says_so_and_trains_longer_when_asked(home):
+    for extra in ({}, dict(is_keep_training=True)):
+        done = train(home, 2, output_dir="finished", **SHORT, **extra)
+        assert done.codes == [0, 0], done.text
+    assert "finished is finished: 1 epochs done; raise --epochs" in done.text
+    done = train(home, 2, output_dir="finished", is_keep_training=True, **SHORT | dict(epochs=2))
+    assert done.codes == [0, 0], done.text
+    assert ids_by_epoch(home / "finished") == dict.fromkeys((1, 2), list(range(NUM_PAIRS)))
+
+
+def test_a_finished_run_without_its_export_gets_it_when_it_is_started_again(home):
+    done = train(home, output_dir="unexported", **SHORT)
+    assert done.codes == [0], done.text
+    expected = weights_hash(home / "unexported")
+    shutil.rmtree(home / "unexported" / "last")
+    done = train(home, output_dir="unexported", is_keep_training=True, **SHORT)
+    assert done.codes == [0] and "is finished" in done.text
+    assert weights_hash(home / "unexported") == expected
+
+
+def test_a_run_stopped_at_its_last_step_is_evaluated_once_and_then_finished(home):
+    last = -(-NUM_PAIRS // OPTIONS["global_batch_size"])
+    for fault in (f"forward:0:{last}:int", "", ""):
+        done = train(home, 1, fault, output_dir="last_step", is_keep_training="auto", **SHORT)
+        assert done.codes == [0], done.text
+    assert "last_step is finished" in done.text
+    assert [line["step"] for line in journal(home / "last_step", "eval")] == [last]
+
+
+def test_warm_up_can_be_changed_on_the_way_and_is_counted_in_the_first_start_s_steps(home):
+    for fault, warmup_steps, batch in (("forward:0:2:int", 3, 8), ("", 4, 4)):
+        sizes = dict(global_batch_size=batch, warmup_steps=warmup_steps)
+        done = train(home, 1, fault, output_dir="warm", is_keep_training="auto", **SHORT | sizes)
+        assert done.codes == [0], done.text
+    line = next(line for line in journal(home / "warm", "train") if line["step"] == 3)
+    assert line["learn_rate"] == pytest.approx(0.03 * (16 + 2) / (4 * 8))
+
+
+def test_a_run_goes_on_with_its_own_tokenizer_whatever_became_of_the_one_it_was_given(home):
+    shutil.copytree(home / "model_save" / "tokenizer", home / "given")
+    done = train(home, 1, "forward:0:2:int", output_dir="kept_own", tokenizer_dir="given", **SHORT)
+    assert done.codes == [0], done.text
+    shutil.rmtree(home / "given")
+    done = command(home, "train", "--output_dir=kept_own", "--is_keep_training=True")
+    assert done.codes == [0], done.text
+
+
+def test_a_run_that_goes_on_keeps_the_options_it_was_started_with(home):
+    done = train(home, 1, "forward:0:2:int", output_dir="kept", dropout=0.25, **SHORT)
+    assert done.codes == [0], done.text
+    done = command(home, "train", "--output_dir=kept", "--is_keep_training=True")
+    assert done.codes == [0], done.text
+    stored = json.loads((home / "kept" / "config.json").read_text())["config"]
+    assert (stored["dropout"], stored["model"], stored["global_batch_size"]) == (0.25, "shape.json", 8)
