@@ -12,7 +12,7 @@ import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from model.request import answer_early, read_request
+from model.request import KEEP_TRAINING, answer_early, read_request
 from model.watch import saving, stop_asked, training_begins, watch_signals
 
 if __name__ == "__main__":  # before the seconds that torch takes to load
@@ -39,7 +39,7 @@ from model.preview import answer
 from model.ranks import agree, from_main, start_ranks, stop_ranks, vote
 from model.record import begin, log_steps, say, write_events
 from model.report import Journal, Progress, epoch_line, open_log
-from model.run_dir import admit, only_writer
+from model.run_dir import admit, has_last, only_writer
 from model.saver import Saver, export_aloud
 from model.step import TornUpdate, confirm, train_steps
 
@@ -63,7 +63,8 @@ def train(*stray, **options):
     run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
     with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer.directory):
         if state.pairs_seen >= run.course.total_pairs and state.evaluated_step == state.step:
-            leave_last(run)  # the disk may have refused it at the end
+            if not has_last(run.dir):  # the disk may have refused it at the end
+                leave_last(run)
             say(ranks, f"{run.dir} is finished: {config.epochs} epochs done; raise --epochs to train longer")
             return
         if vote(ranks, stop_asked())[0]:
@@ -160,11 +161,12 @@ def evaluate_if_due(run, journal, state, plan):
     if scores is None:
         return state, True
     journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores)
-    state = replace(state, evaluated_step=state.step)
     better = scores["loss"] < (math.inf if state.best_loss is None else state.best_loss)
     refused = export_aloud(run.model, run.tokenizer, run.dir / "best") if better and ranks.is_main else ""
     stop, refused = vote(ranks, stop_asked(), bool(refused))
-    if better and not refused:  # else the next evaluation tries again
+    if not refused:  # else the next evaluation tries again, or the next start
+        state = replace(state, evaluated_step=state.step)
+    if better and not refused:
         state = replace(state, best_loss=scores["loss"], best_step=state.step)
     say(ranks, epoch_line(dict(
         epoch=state.pairs_seen / len(run.train), step=state.step, val_loss=scores["loss"],
@@ -177,6 +179,8 @@ def evaluate_if_due(run, journal, state, plan):
 def finish(run, journal, state, reason, failure):
     """Leave the final word, last/ and the curves; raises RuntimeError when the run's end is not on the disk."""
     journal.write("stop", step=state.step, reason=reason)
+    if reason == "finished" and state.evaluated_step != state.step:
+        failure = failure or f"{run.dir / 'best'} was refused"
     leave_last(run, failure)
     go_on = "" if reason == "finished" else "; go on with --is_keep_training=True"
     say(run.ranks, f"{reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
@@ -198,7 +202,7 @@ def leave_last(run, failure=""):
 @SetParseFn(str)
 def test(*stray, **options):
     """Loss, BLEU and chrF of a run's best/ model on test_file."""
-    request = read_request(stray, options, keep_training="auto")
+    request = read_request(stray, options, KEEP_TRAINING["test"])
     watch_signals()
     backend = request.config.backend if "backend" in request.typed else "auto"  # the training's machine may be another
     ranks = start_ranks(backend, request.config.ddp_timeout_s)
@@ -214,7 +218,7 @@ def test(*stray, **options):
 @SetParseFn(str)
 def doctor(*stray, **options):
     """Look at everything that a run with these options depends on: a table, with a remedy for each problem."""
-    request = read_request(stray, options, keep_training="auto")
+    request = read_request(stray, options, KEEP_TRAINING["doctor"])
     print_table(request.config, request.typed)
 
 

@@ -5,7 +5,7 @@ memory on the way does the rest of its share again in smaller pieces.
 """
 
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -14,6 +14,7 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from model import faults
 from model.batches import collate, cut, permute
+from model.lengths import histogram
 from model.memory import is_out_of_memory, plan_after_out_of_memory, shrink_plan
 from model.ranks import gather_json, sum_over_ranks, vote
 from model.watch import stop_asked
@@ -53,7 +54,7 @@ def evaluate_loss(ranks, model, store, plan, start_id, step=0, note=lambda kind,
 
     def shrink(plan):
         plan = replace(plan, gradient_checkpointing=True, graphs=False)  # neither makes a difference here
-        return shrink_plan(plan, int(store.lengths.sum(axis=1, dtype="int64").max()))
+        return shrink_plan(plan, histogram(store.lengths).longest)
 
     mine = np.arange(ranks.rank, len(store), ranks.world_size)
     with evaluating(model):
@@ -82,7 +83,7 @@ def _whole_share(ranks, ids, plan, cut_up, work, shrink, note):
             return done
         failures += 1
         smaller = plan_after_out_of_memory(ranks.device, plan, failures, shrink)
-        note("oom", rank=failed - 1, before=_plain(plan), after=_plain(smaller))
+        note("oom", rank=failed - 1, before=asdict(plan), after=asdict(smaller))
         plan = smaller
 
 
@@ -99,10 +100,6 @@ def _until_out_of_memory(ids, plan, cut_up, work):
     return values, np.concatenate(parts) if parts else ids[:0]
 
 
-def _plain(plan):
-    return asdict(plan) if is_dataclass(plan) else plan
-
-
 def answer_pairs(
     ranks, stock_model, store, tokenizer, plan, num_pairs, max_new_tokens, compute_dtype, step=0,
     note=lambda kind, **values: None,
@@ -110,25 +107,25 @@ def answer_pairs(
     """Greedy answers to the same `num_pairs` prompts of `store` at every call, on every rank; None if a stop was asked.
 
     `stock_model` is transformers' T5 on the model's own tensors; generation ends at the tokenizer's EOS. `note` hears
-    of each out of memory, whose plan is the number of answers in a batch.
+    of each out of memory; `plan.answers` are generated together.
     """
 
     def answers_to(part, _):
         faults.fire("generate", step)
         return answer(stock_model, store, tokenizer, part, max_new_tokens)
 
-    def cut_up(ids, size):
-        return [ids[start : start + size] for start in range(0, len(ids), size)]
+    def cut_up(ids, plan):
+        return [ids[start : start + plan.answers] for start in range(0, len(ids), plan.answers)]
 
-    def shrink(size):
-        return size // 2 or None
+    def shrink(plan):
+        return replace(plan, answers=plan.answers // 2) if plan.answers > 1 else None
 
     chosen = permute(np.arange(min(num_pairs, len(store))), len(store), "answers")
     mine = chosen[ranks.rank :: ranks.world_size]
     mine = mine[np.argsort(store.lengths[mine][:, 0], kind="stable")]
     note = partial(note, step=step, where="generate")
     with answering(ranks, compute_dtype):
-        answers = _whole_share(ranks, mine, plan.answers, cut_up, answers_to, shrink, note)
+        answers = _whole_share(ranks, mine, plan, cut_up, answers_to, shrink, note)
     if answers is None:
         return None
     return [Answer(*fields) for rank in gather_json(ranks, answers) for part in rank for fields in part]

@@ -85,8 +85,8 @@ def plan_after_out_of_memory(device, plan, failures, shrink):
     smaller = plan if failures == 1 else shrink(plan)
     if smaller is None:
         raise NothingFits(
-            f"out of memory with the smallest plan ({plan}): lower --max_seq_len, or free memory and go on with "
-            "--is_keep_training=True", plan,
+            f"out of memory with the smallest plan ({plan}): lower --max_seq_len (for answers --max_new_tokens, or "
+            "--bleu_pairs=0), or free memory and go on with --is_keep_training=True", plan,
         )  # fmt: skip
     return smaller
 

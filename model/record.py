@@ -36,6 +36,8 @@ def begin(run, journal, request, state, plan):
     )  # fmt: skip
     forget_peak(ranks.device)
     journal.write("resume", step=state.step, pairs_seen=state.pairs_seen)
+    if request.changed:
+        say(ranks, f"options that are not those of the start before: {', '.join(request.changed)}")
     attention = "Triton kernels" if run.model.uses_kernels else "plain attention"
     where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
     steps = f"{run.total_steps(state)} steps of {run.course.global_batch} pairs"

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from inspect import getsource
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from config import FLAGS, PRESETS, TrainConfig, as_bool, load_config, preset_nam
 from model.json_items import read_object
 
 COMMANDS = ("train", "plan", "test", "doctor")
+KEEP_TRAINING = dict(test=True, doctor="auto")  # a test reads a run's options, a doctor those that a train would
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Request:
     typed: frozenset  # names of those that were typed now
     keep_training: bool | str  # True, False, auto
     overwrite: bool
+    changed: tuple = ()  # each option that the run had otherwise: "name before -> now"
 
 
 def read_request(stray, options, keep_training=False):
@@ -43,16 +45,17 @@ def read_request(stray, options, keep_training=False):
         raise ValueError("--is_keep_training=True goes on and --overwrite=True starts afresh: give one of them")
     keep, typed = False if overwrite else keep, frozenset(given)
     # what a run that never came to a checkpoint was asked for is forgotten
-    goes_on = keep and (keep_training or any(Path(config.output_dir).glob("checkpoints/step_*")))
+    goes_on = keep and (keep_training is True or any(Path(config.output_dir).glob("checkpoints/step_*")))
     stored = _stored_request(config.output_dir) if goes_on else None
-    if stored:
-        if any(flags.values()) and stored[0] != preset:
-            raise ValueError(
-                f"{config.output_dir} is a run of the preset {stored[0]}, not {preset}: leave the flag out"
-            )
-        preset, given = stored[0], _merged(*stored, given)
-        config = load_config(preset, given)
-    return Request(preset, config, given, typed, keep, overwrite)
+    if not stored:
+        return Request(preset, config, given, typed, keep, overwrite)
+    if any(flags.values()) and stored[0] != preset:
+        raise ValueError(f"{config.output_dir} is a run of the preset {stored[0]}, not {preset}: leave the flag out")
+    given = _merged(*stored, given)
+    config = load_config(stored[0], given)
+    before, now = asdict(load_config(*stored)), asdict(config)
+    changed = tuple(f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name])
+    return Request(stored[0], config, given, typed, keep, overwrite, changed)
 
 
 def _merged(preset, stored, typed):
@@ -63,8 +66,9 @@ def _merged(preset, stored, typed):
     began, start = load_config(preset, stored).finetune_from_ckp_file, typed.get("finetune_from_ckp_file")
     if start is not None and Path(start).resolve() != Path(began).resolve():
         raise ValueError(f"--finetune_from_ckp_file={start}: this run began from {began!r} and goes on: leave it out")
-    if {"batch_size_per_gpu", "gradient_accumulation_steps"} & typed.keys():  # the step's size is chosen anew
-        stored = {name: value for name, value in stored.items() if name != "global_batch_size"}
+    before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
+    if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
+        stored = {name: value for name, value in stored.items() if name != "global_batch_size"}  # it is chosen anew
     return stored | typed
 
 
@@ -116,7 +120,7 @@ def answer_early(words):
     options = {name.replace("-", "_"): value for name, value in pairs}
     options.pop("local_rank", None)
     try:
-        read_request(stray, options, keep_training=False if command == "train" else "auto")
+        read_request(stray, options, KEEP_TRAINING.get(command, False))
     except ValueError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault
             print(error, file=sys.stderr)

@@ -11,7 +11,7 @@ from pathlib import Path
 import ujson
 
 from model.checkpoint import checkpoint_paths
-from model.durable import end_of_last_line, make_directory, write_file
+from model.durable import end_of_last_line, make_directory, whole_directory, write_file
 from model.ranks import from_main
 from model.tokenizer import copy_tokenizer
 
@@ -84,7 +84,8 @@ def claim(run_dir, admitted, overwrite, tokenizer_dir):
         LOGGER.info("the old run is now %s: delete it when you no longer need it", aside)
         lock = _lock(run_dir)
     if not admitted:
-        copy_tokenizer(tokenizer_dir, run_dir / "tokenizer")
+        with whole_directory(run_dir / "tokenizer") as draft:
+            copy_tokenizer(tokenizer_dir, draft)
     return lock
 
 
@@ -112,6 +113,12 @@ def _lock(run_dir):
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
         file.flush()
     return file
+
+
+def has_last(run_dir):
+    """Whether last/ was exported after the newest checkpoint was written."""
+    weights, checkpoints = Path(run_dir, "last", "model.safetensors"), checkpoint_paths(run_dir)
+    return weights.exists() and all(weights.stat().st_mtime >= path.stat().st_mtime for path in checkpoints[:1])
 
 
 def cut_sample_ids(run_dir, step):

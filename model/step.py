@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-import numpy as np
 import torch
 
 from model import faults
@@ -96,8 +95,10 @@ def train_steps(
     weights, RuntimeError when too many steps in a row are skipped.
     """
     growth, skipped_in_a_row, torn = growth or Growth(plan), 0, False
-    pairs = -(-course.global_batch // ranks.world_size)
-    graphs = StepGraphs(model, _rooms(store, pairs)) if growth.full.graphs else None
+    lengths, pairs = histogram(store.lengths), -(-course.global_batch // ranks.world_size)
+    shrink = partial(shrink_plan, longest_tokens=lengths.longest)
+    rooms = rooms_for(lengths.tokens, pairs, lengths.counts)
+    graphs = StepGraphs(model, rooms) if growth.full.graphs else None
     with ThreadPoolExecutor(1) as thread:
         prepare = partial(thread.submit, prepared, ranks, model, store, config, course, graphs)
         upcoming = prepare(plan, step, pairs_seen)
@@ -108,7 +109,7 @@ def train_steps(
             pairs_seen += len(work.all_ids)
             upcoming = prepare(plan, work.step, pairs_seen)
             agreed, commit = _until_finite(
-                ranks, model, optimizer, store, plan, config, work, packed, graphs, torn, recent_norms
+                ranks, model, optimizer, store, plan, shrink, config, work, packed, graphs, torn, recent_norms
             )
             torn, waited = commit.torn, waited + agreed.attempt.data_wait_seconds
             plan, growth = growth.after_step(agreed.plan, shrunk=agreed.plan != plan)
@@ -124,11 +125,6 @@ def train_steps(
             )  # fmt: skip
 
 
-def _rooms(store, pairs):
-    kinds = histogram(store.lengths)
-    return rooms_for(kinds.tokens, pairs, kinds.counts)
-
-
 def _told(work, agreed, commit, loss):
     """What a StepResult tells of one step alone; `loss` is the model's, which the next step overwrites."""
     unknown = torch.full_like(loss, torch.nan)
@@ -140,11 +136,11 @@ def _told(work, agreed, commit, loss):
     )  # fmt: skip
 
 
-def _until_finite(ranks, model, optimizer, store, plan, config, work, packed, graphs, torn, recent_norms):
+def _until_finite(ranks, model, optimizer, store, plan, shrink, config, work, packed, graphs, torn, recent_norms):
     """(Agreed, Commit) of the step, which is done until its numbers are finite, FINITE_TRIES times at most."""
     limit, events = spike_limit(recent_norms, config.spike_guard), []
     for _ in range(FINITE_TRIES):
-        agreed = _until_agreed(ranks, model, store, plan, config, work, packed, graphs, torn)
+        agreed = _until_agreed(ranks, model, store, plan, shrink, config, work, packed, graphs, torn)
         commit = _try_commit(ranks, optimizer, model.flat, agreed.attempt, work, config, limit)
         events += agreed.events
         if commit.skipped != NOT_FINITE:
@@ -156,7 +152,7 @@ def _until_finite(ranks, model, optimizer, store, plan, config, work, packed, gr
     return replace(agreed, events=tuple(events)), commit
 
 
-def _until_agreed(ranks, model, store, plan, config, work, packed, graphs, torn):
+def _until_agreed(ranks, model, store, plan, shrink, config, work, packed, graphs, torn):
     """Attempt the step until all ranks have succeeded; not where the last update was `torn`."""
     events = []
     for failures in count(1):
@@ -171,7 +167,6 @@ def _until_agreed(ranks, model, store, plan, config, work, packed, graphs, torn)
             raise TornUpdate(work.step - 1, rank)
         if graphs:
             graphs.clear()
-        shrink = partial(shrink_plan, longest_tokens=int(store.lengths.sum(axis=1, dtype=np.uint32).max()))
         smaller = plan_after_out_of_memory(ranks.device, plan, failures, shrink)
         events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
         plan = smaller

@@ -137,3 +137,14 @@ def test_plan_json_tells_what_was_predicted_by_phase_and_what_the_limits_are(hom
     limits = journal(calm_dir, "start")[0]["memory"]
     assert limits == dict(cap_bytes=0, outside_bytes=0, foreign_bytes=0, allocator_limit_bytes=None), "none on a CPU"
     assert limits.items() <= stored.items()
+
+
+def test_promise_4_answers_that_never_fit_end_the_run_with_a_checkpoint_and_the_way_out(home):
+    answering = dict(bleu_pairs=4, max_new_tokens=4, epochs=1)
+    done = train(home, 2, "generate:1:6:oom:50", output_dir="mute", **answering)
+    assert done.codes == [1, 1] and "Traceback" not in done.text and "--max_new_tokens" in done.text, done.text
+    last = journal(home / "mute", "oom")[-1]
+    assert (last["where"], last["before"]["answers"], last["after"]) == ("anywhere", 1, None)
+    assert [line["reason"] for line in journal(home / "mute", "stop")] == ["failed"]
+    done = train(home, 2, output_dir="mute", is_keep_training=True, **answering)
+    assert done.codes == [0, 0], done.text

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 
-from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, train, weights_hash
+import train_low_mem
+from tests.ranks import wait_for
+from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, start, train, weights_hash
 
 
 def test_a_fresh_run_into_a_directory_with_checkpoints_is_refused_with_both_ways_out(home):
@@ -57,6 +60,31 @@ def test_a_finished_run_without_its_export_gets_it_when_it_is_started_again(home
     done = train(home, output_dir="unexported", is_keep_training=True, **SHORT)
     assert done.codes == [0] and "is finished" in done.text
     assert weights_hash(home / "unexported") == expected
+
+
+def no_room_for(directory, words):
+    """`main` on a disk that refuses exports called `directory`."""
+    export = train_low_mem.export_aloud
+    train_low_mem.export_aloud = lambda *args: "no room" if args[2].name == directory else export(*args)
+    return train_low_mem.main(words)
+
+
+def test_a_finished_run_with_its_export_needs_no_room_on_the_disk(home):
+    for directory in ("nothing", "last"):
+        full = start(
+            home, function=partial(no_room_for, directory), output_dir="exported", is_keep_training="auto", **SHORT
+        )
+        done = wait_for(full, home)
+        assert done.codes == [0], done.text
+    assert "exported is finished" in done.text
+
+
+def test_a_best_model_that_the_disk_refused_at_the_end_fails_the_run_and_is_exported_at_the_next_start(home):
+    done = wait_for(start(home, function=partial(no_room_for, "best"), output_dir="no_best", **SHORT), home)
+    assert done.codes == [1] and "no_best/best was refused" in done.text
+    done = train(home, output_dir="no_best", is_keep_training=True, **SHORT)
+    assert done.codes == [0], done.text
+    assert (home / "no_best" / "best" / "model.safetensors").exists()
 
 
 def test_a_run_stopped_at_its_last_step_is_evaluated_once_and_then_finished(home):

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from config import TrainConfig, global_batch
-from model.request import answer_early, read_request
+from model.request import KEEP_TRAINING, answer_early, read_request
 from tests.ranks import ROOT
 
 
@@ -81,6 +81,11 @@ def request(run_dir, *flags, **typed):
 def test_a_run_without_a_checkpoint_leaves_no_options_behind(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(preset="sft", given=dict(learn_rate=0.5))))
     assert request(tmp_path, is_keep_training="auto").config.learn_rate == TrainConfig().learn_rate
+    examined, tested = (
+        read_request((), dict(output_dir=str(tmp_path)), KEEP_TRAINING[command]) for command in ("doctor", "test")
+    )
+    assert examined.config.learn_rate == TrainConfig().learn_rate, "a doctor looks at what a training would do"
+    assert tested.config.learn_rate == 0.5, "a test needs no checkpoint"
     started(tmp_path, dict(preset="sft", given=dict(learn_rate=0.5)))
     assert request(tmp_path, is_keep_training="auto").config.learn_rate == 0.5
 
@@ -95,13 +100,16 @@ def test_who_starts_afresh_does_not_go_on(tmp_path):
 
 def test_the_size_of_a_step_that_a_run_was_given_holds_until_another_is_typed(tmp_path):
     sizes = dict(batch_size_per_gpu="16", gradient_accumulation_steps="2", global_batch_size="64")
-    started(tmp_path, dict(preset="pretrain", given=sizes))
+    started(tmp_path, dict(preset="pretrain", given=sizes | dict(output_dir=str(tmp_path))))
     again = request(tmp_path, "is_keep_training")
     assert [global_batch(again.config, world, again.typed) for world in (1, 2, 3)] == [64, 64, 64]
     again = request(tmp_path, "is_keep_training", batch_size_per_gpu="8")
     assert [global_batch(again.config, world, again.typed) for world in (1, 2)] == [16, 32]
     again = request(tmp_path, "is_keep_training", global_batch_size="128")
     assert global_batch(again.config, 2, again.typed) == 128
+    again = request(tmp_path, "is_keep_training", batch_size_per_gpu="16", learn_rate="0.5")
+    assert global_batch(again.config, 2, again.typed) == 64, "a script names the same again"
+    assert again.changed == (f"learn_rate {TrainConfig().learn_rate} -> 0.5",)
     with pytest.raises(ValueError, match="contradicts"):
         again = request(tmp_path, "is_keep_training", **sizes)
         global_batch(again.config, 1, again.typed)

@@ -76,6 +76,13 @@ def test_overwrite_does_not_move_the_tokenizer_away_that_the_run_reads(old_run):
     assert checkpoint_paths(old_run)
 
 
+def test_a_start_after_an_aborted_one_has_its_own_tokenizer_alone(tmp_path, tokenizer):
+    claim(tmp_path / "run", "", False, tokenizer.directory).close()
+    (tmp_path / "run" / "tokenizer" / "special_tokens_map.json").write_text("{}")
+    claim(tmp_path / "run", "", False, tokenizer.directory).close()
+    assert not (tmp_path / "run" / "tokenizer" / "special_tokens_map.json").exists()
+
+
 @pytest.mark.parametrize("mistake", [dict(train_file="nowhere.jsonl"), dict(tokenizer_dir="nowhere")])
 def test_overwrite_with_data_or_a_tokenizer_that_cannot_be_read_leaves_the_old_run_where_it_is(home, mistake):
     if not (home / "kept").exists():
