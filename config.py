@@ -227,6 +227,10 @@ ELSEWHERE = dict(  # what others call our options, where the nearest name would 
 
 def as_type(name, value, kinds):
     """`value` of the option --`name` as its kind; raises ValueError where that would lose something."""
+    if name in ("num_processes", "nproc_per_node", "num_gpus") and name not in kinds:
+        raise ValueError(
+            f"unknown option --{name}: a launcher starts processes, as README.md shows: torchrun, accelerate"
+        )
     if name not in kinds:
         near = [ELSEWHERE[name]] if ELSEWHERE.get(name) in kinds else get_close_matches(name, [*kinds, *FLAGS], n=1)
         raise ValueError(f"unknown option --{name}" + (f": did you mean --{near[0]}?" if near else ""))
@@ -265,6 +269,17 @@ def global_batch(config, world_size, typed):
             f"gradient_accumulation_steps * processes = {product}: leave one of them out"
         )
     return config.global_batch_size
+
+
+def warmup_problem(config, warmup_steps, num_steps):
+    """Why a run of `num_steps` never gets beyond its warm-up, or nothing."""
+    if warmup_steps < num_steps:
+        return ""
+    reached = config.learn_rate * num_steps / warmup_steps
+    return (
+        f"the warm-up of {warmup_steps:.0f} steps is not shorter than the run, {num_steps:.0f}: the learning rate "
+        f"comes to {reached:.2g} of {config.learn_rate:g} at most; type --warmup_steps={max(int(num_steps) // 10, 1)}"
+    )
 
 
 def model_config(name):

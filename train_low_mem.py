@@ -65,7 +65,8 @@ def train(*stray, **options):
         if state.pairs_seen >= run.course.total_pairs and state.evaluated_step == state.step:
             if not has_last(run.dir):  # the disk may have refused it at the end
                 leave_last(run)
-            say(ranks, f"{run.dir} is finished: {config.epochs} epochs done; raise --epochs to train longer")
+            done = f"{state.pairs_seen / len(run.train):g} epochs done"
+            say(ranks, f"{run.dir} is finished: {done}, {config.epochs} asked for; raise --epochs to train longer")
             return
         if vote(ranks, stop_asked())[0]:
             raise KeyboardInterrupt
@@ -183,7 +184,7 @@ def finish(run, journal, state, reason, failure):
         failure = failure or f"{run.dir / 'best'} was refused"
     leave_last(run, failure)
     go_on = "" if reason == "finished" else "; go on with --is_keep_training=True"
-    say(run.ranks, f"{reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
+    say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
     if run.ranks.is_main and reason == "finished":  # who asked for a stop does not wait for a drawing
         plot_run(run.dir)
 
@@ -248,7 +249,7 @@ def main(argv):
         return 0  # asked to stop before there was anything to save
     except (RuntimeError, OSError) as error:
         failure = str(error)
-        print(f"rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
+        print(f"rank {os.environ['RANK']}: {error}" if "RANK" in os.environ else error, file=sys.stderr)
         LOGGER.debug("this ended the run", exc_info=True)
         return 1
     finally:

@@ -198,8 +198,12 @@ def _refusal(config, estimate, usable_bytes, usable_share):
     tokens = max(config.micro_batch_tokens, longest)
     needed = estimate.step_peak(tokens, CHUNKS[-1], checkpointing) / usable_share
     parts = ", ".join(f"{name} {count / 2**30:.2f}" for name, count in estimate.fixed.items())
+    room = "free the GPU"
+    if limit := config.gpu_memory_limit_gb:
+        enough = limit + (needed - usable_bytes) / 2**30 + 0.01
+        room = f"type --gpu_memory_limit_gb={enough:.2f} or more, if the GPU has it"
     return (
         f"a forward of {tokens} tokens (the longest example has {longest}) needs {needed / 2**30:.2f} GiB and "
-        f"{usable_bytes / 2**30:.2f} GiB are there; held all the time, in GiB: {parts}. Lower --max_seq_len (now "
-        f"{config.max_seq_len}), type --optimizer=adafactor, choose a smaller --model, or free the GPU"
+        f"{max(usable_bytes, 0) / 2**30:.2f} GiB are there; held all the time, in GiB: {parts}. Lower --max_seq_len "
+        f"(now {config.max_seq_len}), type --optimizer=adafactor, choose a smaller --model, or {room}"
     )

@@ -83,10 +83,11 @@ def prepare_run(ranks, config, typed, resumed):
     state = TrainState(
         first_batch=batch, seed=config.seed, num_pairs=len(train), shape=asdict(model.shape),
         tokenizer_fingerprint=tokenizer.fingerprint, world_size=ranks.world_size,
+        validation=validation.meta["sha256"],
     )  # fmt: skip
     if found:
         _check_same_run(found, config, state)
-        state = _restore(ranks, model, optimizer, found)
+        state = _judged_by(validation, ranks, _restore(ranks, model, optimizer, found))
     warmup_pairs = config.warmup_steps * state.first_batch
     course = Course(len(train) * config.epochs, warmup_pairs, batch, tokenizer.pad_id)
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
@@ -238,6 +239,15 @@ def _restore(ranks, model, optimizer, found):
     if ranks.is_main:
         LOGGER.info("going on from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)
     return replace(found.state, world_size=ranks.world_size)
+
+
+def _judged_by(validation, ranks, state):
+    """The TrainState for these validation pairs: the loss of best/ on others says nothing about them."""
+    if state.validation == validation.meta["sha256"]:
+        return state
+    if ranks.is_main:
+        LOGGER.info("the validation pairs are others, or cut elsewhere: best/ is chosen anew")
+    return replace(state, validation=validation.meta["sha256"], best_loss=None, best_step=0)
 
 
 def prepare_test(ranks, config):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import ujson
 
-from config import T5ModelConfig, as_type, global_batch, model_config
+from config import T5ModelConfig, as_type, global_batch, model_config, warmup_problem
 from model.checkpoint import disk_bytes
 from model.dataset import find_store, token_lengths
 from model.device_memory import CONTEXT_BYTES
@@ -20,6 +20,7 @@ from model.pairs import read_pairs
 from model.plan import (
     CHUNKS,
     USABLE,
+    NothingFits,
     choose_plan_and_recordings,
     fitting_plan,
     launch_tokens_here,
@@ -62,11 +63,18 @@ def answer(stray, options):
     num_processes, vocab_size = (
         as_type(name, own.get(name, 0), OWN_OPTIONS) for name in ("num_processes", "vocab_size")
     )
-    if num_processes < 0 or vocab_size < 0:
-        raise ValueError(f"--num_processes={num_processes} --vocab_size={vocab_size}: 0 (what is here) or more")
+    for name, value in dict(num_processes=num_processes, vocab_size=vocab_size).items():
+        if value < 0:
+            raise ValueError(f"--{name}={value}: give 0 (what is here) or more")
+    as_json = as_type("json", own.get("json", False), OWN_OPTIONS)
     request = read_request(stray, options)
-    values = preview(request.config, request.typed, num_processes, vocab_size)
-    return ujson.dumps(values, indent=1) if as_type("json", own.get("json", False), OWN_OPTIONS) else table(values)
+    try:
+        values = preview(request.config, request.typed, num_processes, vocab_size)
+    except NothingFits as refusal:
+        if as_json:
+            print(ujson.dumps(dict(fits=False, refused=str(refusal)), indent=1))
+        raise
+    return ujson.dumps(dict(fits=True) | values, indent=1) if as_json else table(values)
 
 
 def preview(config, typed, num_processes=0, vocab_size=0):
@@ -86,7 +94,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     dtype = torch.float32 if config.mixed_precision == "no" or not on_gpu else torch.bfloat16
     device = "cuda" if on_gpu else "cpu"
     estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device, launch_tokens_here())
-    num_steps = lengths.counts.sum() * config.epochs / batch
+    num_steps = float(lengths.counts.sum() * config.epochs / batch)
     asked = recording_asked(config, estimate.setting, num_steps)
     plan, _ = choose_plan_and_recordings(config, estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
@@ -97,6 +105,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
         parameters=count_parameters(shape), dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
+        steps=dict(pairs=batch, count=num_steps, problem=warmup_problem(config, config.warmup_steps, num_steps)),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
         forwards=round(estimate.forwards(tokens), 2), phases=predicted_peaks(estimate, plan),
         levers=_levers(config, shape, dtype, estimate, machine, plan),
@@ -184,6 +193,7 @@ def table(values):
     lines = [
         ("parameters", f"{values['parameters']:,}, computing in {values['dtype']}"),
         ("pairs", "{source}; {pairs:,}, {mean:.1f} tokens on average, {longest} at most".format(**values["lengths"])),
+        ("steps", "{count:,.0f} of {pairs} pairs; {problem}".format(**values["steps"]).removesuffix("; ")),
         ("held all the time", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),
         ("each packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
         ("room", "no GPU" if limit is None else f"{gib(limit)} for the allocator, of which {USABLE:.0%} are planned"),

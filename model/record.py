@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 import torch
 
+from config import warmup_problem
 from model.device_memory import forget_peak, memory_cap, peak_memory
 from model.durable import remove_drafts
 from model.ranks import from_main
@@ -42,6 +43,8 @@ def begin(run, journal, request, state, plan):
     where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
     steps = f"{run.total_steps(state)} steps of {run.course.global_batch} pairs"
     say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
+    batch = run.course.global_batch
+    say(ranks, warmup_problem(config, run.course.warmup_pairs / batch, run.course.total_pairs / batch))
 
 
 def write_events(run, journal, samples, result):
@@ -76,8 +79,8 @@ def log_steps(run, journal, results):
 
 
 def say(ranks, text):
-    """Log one line, on the main rank."""
-    if ranks.is_main:
+    """Log one line, if there is something to say, on the main rank."""
+    if ranks.is_main and text:
         LOGGER.info(text)
 
 

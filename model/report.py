@@ -24,7 +24,7 @@ CONSOLE = Console(stderr=True)
 # What a resume undoes. Starts and resumes stay: they tell what happened to the run, not what it learned.
 UNDONE_KINDS = {"train", "eval", "save", "oom", "not_finite", "skip", "stop"}
 SAFE_PERCENT, EDGE_PERCENT = 85, 90
-DRAW_SECONDS = 0.1
+DRAW_SECONDS, LOG_SECONDS = 0.1, 60
 SPEED_WINDOW_SECONDS = 300
 
 
@@ -210,13 +210,14 @@ def _fields(fields: dict, values: dict) -> str:
 class Progress:
     """One live line on a terminal: title, bar, done of total, time left from recent speed, a note.
 
-    Draws nothing where stderr is no terminal or `shown` is false. Drawn from update() alone, without a thread,
-    at most ten times a second. `total` None means unknown.
+    Where stderr is no terminal it is a log line a minute; nothing at all where `shown` is false. Drawn from update()
+    alone, without a thread, at most ten times a second. `total` None means unknown.
     """
 
     def __init__(self, title: str, total: int | None, unit: str = "steps", done: int = 0, shown: bool = True):
-        self._total, self._unit, self._drawn_at, self._bar = total, unit, 0.0, None
-        if not (shown and sys.stderr.isatty()):
+        self._title, self._total, self._unit, self._drawn_at, self._bar = title, total, unit, 0.0, None
+        self._logs, self._began, self._logged_at = shown and not sys.stderr.isatty(), None, time.monotonic()
+        if not shown or self._logs:
             return
         self._bar = Bar(
             TextColumn("{task.description}", markup=False),
@@ -234,12 +235,25 @@ class Progress:
 
     def update(self, done: int, note: str = "") -> None:
         """Show `done` of the total, and what else is worth knowing now."""
+        if self._logs:
+            self._log(done)
         if self._bar is None:
             return
         self._bar.update(self._task, completed=done, count=self._count(done), note=note)
         if time.monotonic() - self._drawn_at >= DRAW_SECONDS:
             self._drawn_at = time.monotonic()
             self._draw(self._bar.refresh)
+
+    def _log(self, done: int) -> None:
+        now = time.monotonic()
+        began_at, done_then = self._began = self._began or (now, done)  # the first steps may compile
+        if now - self._logged_at < LOG_SECONDS:
+            return
+        self._logged_at = now
+        left = ""
+        if self._total is not None and done > done_then:
+            left = f", {human_seconds((self._total - done) * (now - began_at) / (done - done_then))} left"
+        LOGGER.info("%s: %s%s", self._title, self._count(done), left)
 
     def close(self) -> None:
         """Leave the last state on the screen and give the terminal back."""

@@ -61,12 +61,17 @@ def read_request(stray, options, keep_training=False):
 def _merged(preset, stored, typed):
     """The options of a run with those `typed` now on top.
 
-    Raises ValueError where it would have had to begin from other weights.
+    Raises ValueError where it would have had to begin from other weights, or with another optimizer.
     """
     began, start = load_config(preset, stored).finetune_from_ckp_file, typed.get("finetune_from_ckp_file")
     if start is not None and Path(start).resolve() != Path(began).resolve():
         raise ValueError(f"--finetune_from_ckp_file={start}: this run began from {began!r} and goes on: leave it out")
     before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
+    if before["optimizer"] != now["optimizer"]:
+        raise ValueError(
+            f"--optimizer={now['optimizer']}: this run goes on with {before['optimizer']}, whose state it keeps: leave "
+            "it out, or start another run with --finetune_from_ckp_file"
+        )
     if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
         stored = {name: value for name, value in stored.items() if name != "global_batch_size"}  # it is chosen anew
     return stored | typed
@@ -93,6 +98,7 @@ def _stored_request(run_dir):
     path = Path(run_dir) / "config.json"
     if not path.exists():
         return None
+    stored = {}
     try:
         stored = read_object(path)
         preset, given = stored["preset"], stored["given"]
@@ -100,6 +106,10 @@ def _stored_request(run_dir):
             raise ValueError(f"preset {preset!r} with {given!r}")
         return preset, given
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if "architectures" in stored:
+            raise ValueError(
+                f"--output_dir={run_dir} is an exported model: name the run's directory above it"
+            ) from None
         raise ValueError(f"{path} cannot be read ({error}): delete it, and name the run's options again") from None
 
 

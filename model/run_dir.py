@@ -16,6 +16,7 @@ from model.ranks import from_main
 from model.tokenizer import copy_tokenizer
 
 LOGGER = logging.getLogger("chat_trainer")
+RUN_FILES = {"run.lock", "config.json", "metrics.jsonl", "checkpoints"}
 
 
 def write_json(path, values):
@@ -31,6 +32,7 @@ def admit(run_dir, keep_training, overwrite):
     from, or another run is at work.
     """
     if Path(run_dir).exists():
+        _check_no_stranger(Path(run_dir))
         _lock(run_dir).close()
     newest = _newest_name(run_dir)
     if newest and keep_training:
@@ -46,6 +48,15 @@ def admit(run_dir, keep_training, overwrite):
             "or --overwrite=True to start afresh (the old run is moved aside)"
         )
     return ""
+
+
+def _check_no_stranger(run_dir):
+    """Raise ValueError where `run_dir` holds files and no run has ever been at work there."""
+    names = sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name != "lost+found")
+    if names and not RUN_FILES & set(names):
+        raise ValueError(
+            f"{run_dir} is no run's directory, it holds {', '.join(names[:3])}: name another or an empty --output_dir"
+        )
 
 
 @contextmanager

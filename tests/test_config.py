@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from config import MODELS, PRESETS, T5ModelConfig, TrainConfig, as_bool, global_batch, load_config, model_config
+from config import (
+    MODELS,
+    PRESETS,
+    T5ModelConfig,
+    TrainConfig,
+    as_bool,
+    global_batch,
+    load_config,
+    model_config,
+    warmup_problem,
+)
 from config import preset_name as name_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,6 +170,12 @@ def test_a_global_batch_beside_another_product_is_a_contradiction():
         global_batch(config, 2, named)
     assert global_batch(config, 2, named[:2]) == 96
     assert global_batch(TrainConfig(global_batch_size=64), 1, named) == 64
+
+
+def test_a_warm_up_that_a_run_never_gets_beyond_is_told_with_what_to_type():
+    assert not warmup_problem(TrainConfig(), 1000, 5000)
+    told = warmup_problem(TrainConfig(learn_rate=0.02), 1000, 250)
+    assert "1000 steps" in told and "comes to 0.005 of 0.02" in told and told.endswith("--warmup_steps=25")
 
 
 def test_the_default_that_people_edit_stands_in_one_line():

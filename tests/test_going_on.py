@@ -46,7 +46,7 @@ def test_a_finished_run_says_so_and_trains_longer_when_asked(home):
     for extra in ({}, dict(is_keep_training=True)):
         done = train(home, 2, output_dir="finished", **SHORT, **extra)
         assert done.codes == [0, 0], done.text
-    assert "finished is finished: 1 epochs done; raise --epochs" in done.text
+    assert "finished is finished: 1 epochs done, 1 asked for; raise --epochs" in done.text
     done = train(home, 2, output_dir="finished", is_keep_training=True, **SHORT | dict(epochs=2))
     assert done.codes == [0, 0], done.text
     assert ids_by_epoch(home / "finished") == dict.fromkeys((1, 2), list(range(NUM_PAIRS)))
@@ -85,6 +85,15 @@ def test_a_best_model_that_the_disk_refused_at_the_end_fails_the_run_and_is_expo
     done = train(home, output_dir="no_best", is_keep_training=True, **SHORT)
     assert done.codes == [0], done.text
     assert (home / "no_best" / "best" / "model.safetensors").exists()
+
+
+def test_a_best_model_of_other_validation_pairs_is_chosen_anew(home):
+    for fault, options in (("forward:0:8:int", {}), ("", dict(validation_file="train.jsonl", learn_rate=1e-9))):
+        done = train(home, 1, fault, output_dir="judged", is_keep_training="auto", epochs=3, save_steps=1000, **options)
+        assert done.codes == [0], done.text
+    assert "best/ is chosen anew" in done.text
+    losses = {line["step"]: line["loss"] for line in journal(home / "judged", "eval")}
+    assert f"best_val_loss:{min(losses[12], losses[18]):.4f}" in done.text and losses[6] not in (losses[12], losses[18])
 
 
 def test_a_run_stopped_at_its_last_step_is_evaluated_once_and_then_finished(home):

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 
 import pytest
 
@@ -64,6 +65,16 @@ def test_what_does_not_fit_a_card_at_one_pair_is_refused_with_the_bytes():
         assert values["plan"]["predicted_peak_bytes"] < 4 * GIB
 
 
+def test_a_limit_that_is_too_low_is_answered_with_one_that_is_not(capsys):
+    limit = dict(vocab_size="500", num_processes="1", json="True", gpu_memory_limit_gb="0.7")
+    with pytest.raises(NothingFits):
+        answer((), dict(limit))
+    refused = json.loads(capsys.readouterr().out)
+    assert not refused["fits"]
+    (enough,) = re.findall("--gpu_memory_limit_gb=([0-9.]+) or more", refused["refused"])
+    assert json.loads(answer((), limit | dict(gpu_memory_limit_gb=enough)))["fits"]
+
+
 def test_a_vocabulary_that_cannot_be_known_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="type --vocab_size=N"):
@@ -96,5 +107,7 @@ def test_the_command_s_words_are_checked_like_those_of_train(home):
     assert values["parameters"] == count_parameters(T5ModelConfig(**MODELS["tiny"], vocab_size=500))
     with pytest.raises(ValueError, match="--batch_size_per_gp: did you mean --batch_size_per_gpu"):
         answer((), dict(words, batch_size_per_gp="3"))
+    with pytest.raises(ValueError, match="^--vocab_size=-5: give 0"):
+        answer((), dict(words, vocab_size="-5"))
     with pytest.raises(ValueError, match="--num_processes=two: this option takes a whole number"):
         answer((), dict(words, num_processes="two"))

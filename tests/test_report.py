@@ -1,6 +1,7 @@
 """The journal survives kills and resumes; logs and progress reach a person without ever stopping a run."""
 
 import importlib.util
+import io
 import json
 import os
 import pty
@@ -8,13 +9,23 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from model import report
 from model.plots import plot_run
-from model.report import Journal, epoch_line, human_bytes, human_seconds, memory_text, read_journal, train_line
+from model.report import (
+    Journal,
+    Progress,
+    epoch_line,
+    human_bytes,
+    human_seconds,
+    memory_text,
+    read_journal,
+    train_line,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAW = """
@@ -214,6 +225,16 @@ def test_progress_is_silent_where_stderr_is_no_terminal(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "survived\n"
     assert re.fullmatch(r"(\[[^]]+\] \[INFO\]: step \d\n){4}", done.stderr)
+
+
+def test_without_a_terminal_progress_is_a_log_line_a_minute_with_the_time_left(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    now = iter([0, 30, 40, 70, 100, 131])
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    with caplog.at_level("INFO", "chat_trainer"), Progress("training", 90) as progress:
+        for done in (1, 2, 5, 8, 11):  # a slow first step, then ten seconds each
+            progress.update(done)
+    assert caplog.messages == ["training: 5/90 steps, 14m 10s left", "training: 11/90 steps, 13m 18s left"]
 
 
 def test_progress_is_live_on_a_terminal_and_log_lines_stay_whole(tmp_path):

@@ -115,6 +115,18 @@ def test_the_size_of_a_step_that_a_run_was_given_holds_until_another_is_typed(tm
         global_batch(again.config, 1, again.typed)
 
 
+def test_an_exported_model_is_not_taken_for_a_run(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(architectures=["T5ForConditionalGeneration"])))
+    with pytest.raises(ValueError, match="is an exported model: name the run's directory above it"):
+        read_request((), dict(output_dir=str(tmp_path)), KEEP_TRAINING["test"])
+
+
+def test_a_run_goes_on_with_its_optimizer(tmp_path):
+    started(tmp_path, dict(preset="pretrain", given={}))
+    with pytest.raises(ValueError, match="--optimizer=adafactor: this run goes on with muon.*leave it out"):
+        request(tmp_path, "is_keep_training", optimizer="adafactor")
+
+
 def test_a_run_that_goes_on_cannot_begin_from_other_weights(tmp_path):
     started(tmp_path, dict(preset="sft", given=dict(finetune_from_ckp_file="a/best")))
     assert request(tmp_path, "is_keep_training", finetune_from_ckp_file="./a/best").keep_training

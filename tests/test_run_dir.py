@@ -83,6 +83,16 @@ def test_a_start_after_an_aborted_one_has_its_own_tokenizer_alone(tmp_path, toke
     assert not (tmp_path / "run" / "tokenizer" / "special_tokens_map.json").exists()
 
 
+def test_a_directory_of_other_files_is_not_taken_for_a_run_s(tmp_path):
+    (tmp_path / "lost+found").mkdir()
+    assert admit(tmp_path, "auto", False) == ""
+    (tmp_path / "run.lock").unlink()
+    (tmp_path / "pretrain_train.parquet").touch()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="no run's directory, it holds pretrain_train.parquet: name another"):
+            admit(tmp_path, "auto", overwrite)
+
+
 @pytest.mark.parametrize("mistake", [dict(train_file="nowhere.jsonl"), dict(tokenizer_dir="nowhere")])
 def test_overwrite_with_data_or_a_tokenizer_that_cannot_be_read_leaves_the_old_run_where_it_is(home, mistake):
     if not (home / "kept").exists():
