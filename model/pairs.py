@@ -20,8 +20,15 @@ import pyarrow.parquet as pq
 
 from model.json_items import MAX_ITEM_CHARS, read_json
 
-PROMPT_COLUMNS = ("prompt", "instruction", "question", "ask", "query", "title", "input", "text")
-RESPONSE_COLUMNS = ("response", "output", "answer", "std_answer", "target", "completion", "reply", "chosen")
+PROMPT_COLUMNS = (
+    *("prompt", "instruction", "question", "ask", "query", "提问", "问题", "问", "指令"),
+    *("title", "input", "text", "输入"),
+)
+RESPONSE_COLUMNS = (
+    *("response", "output", "answer", "std_answer", "target", "completion", "reply", "chosen"),
+    *("回答", "答案", "答", "回复", "输出"),
+)
+INPUT_OF = {"instruction": "input", "指令": "输入"}  # Alpaca's input belongs to its instruction
 DIALOGUE_COLUMNS = frozenset({"conversation", "conversations", "messages", "dialogue", "dialog", "turns", "data"})
 USER_ROLES = frozenset({"user", "human", "prompter", "用户"})
 ASSISTANT_ROLES = frozenset({"assistant", "gpt", "chatgpt", "bot", "model", "助手"})
@@ -58,16 +65,23 @@ def read_pairs(path: str | Path, prompt_column: str = "", response_column: str =
             f"its role is one of {', '.join(sorted(USER_ROLES | ASSISTANT_ROLES))})"
         )
     sides = find_columns(tuple(first), prompt_column, response_column)
-    missing = [side for side, columns in zip(("prompt", "response"), sides, strict=True) if not columns]
+    typed = dict(prompt=prompt_column, response=response_column)
+    missing = {side: name for (side, name), columns in zip(typed.items(), sides, strict=True) if not columns}
     if missing:
-        raise ValueError(
-            f"{path}: no {' or '.join(missing)} column; found {', '.join(map(repr, first)) or 'none'}: name the right "
-            f"one with {' '.join(f'--{side}_column=NAME' for side in missing)} (without it: one of "
-            f"{', '.join(PROMPT_COLUMNS)} for the prompt, {', '.join(RESPONSE_COLUMNS)} for the response)"
-        )
+        raise ValueError(f"{path}: {_describe_missing(missing, first)}")
     for row in chain([first], rows):
         prompts, responses = find_columns(tuple(row), prompt_column, response_column)
         yield next(filter(None, (_joined(row, columns) for columns in prompts)), ""), _joined(row, responses)
+
+
+def _describe_missing(missing: dict[str, str], names: Iterable[str]) -> str:
+    """What to tell of sides without a column; `missing` has the column typed for each, or ""."""
+    return (
+        f"no {' or '.join(repr(name) if name else side for side, name in missing.items())} column; found "
+        f"{', '.join(map(repr, names)) or 'none'}: name the right one with "
+        f"{' '.join(f'--{side}_column=NAME' for side in missing)} (without it: one of "
+        f"{', '.join(PROMPT_COLUMNS)} for the prompt, {', '.join(RESPONSE_COLUMNS)} for the response)"
+    )
 
 
 @lru_cache(maxsize=256)
@@ -77,8 +91,9 @@ def find_columns(
     """(the choices for a prompt, best first, each one or more columns to join; the response's column, or none)."""
     known = {str(name).strip().lower(): name for name in names}
     prompts = [(known[name],) for name in PROMPT_COLUMNS if name in known and known[name] != response_column]
-    if "instruction" in known and "input" in known:  # Alpaca's input belongs to its instruction
-        prompts = [(*pick, known["input"]) if pick == (known["instruction"],) else pick for pick in prompts]
+    for name, addition in INPUT_OF.items():
+        if name in known and addition in known:
+            prompts = [(*pick, known[addition]) if pick == (known[name],) else pick for pick in prompts]
     responses = [known[name] for name in RESPONSE_COLUMNS if name in known and known[name] != prompt_column]
     if prompt_column:
         prompts = [(prompt_column,)] if prompt_column in names else []
