@@ -14,6 +14,8 @@ CHUNK_CHARS = 1 << 18
 MAX_ITEM_CHARS = 1 << 24
 MAX_OBJECT_BYTES = 64 << 20
 
+OnMalformed = Callable[[str], None]  # told the problem of a row; the row is left out if it returns
+
 _SPACE = re.compile(r"[ \t\r\n]*")
 _decode = json.JSONDecoder().raw_decode
 
@@ -40,7 +42,7 @@ class MalformedJson(ValueError):
 
 
 def refuse(problem: str) -> None:
-    """What to do about a malformed row unless the caller knows better."""
+    """OnMalformed of a caller who wants all rows or none."""
     raise ValueError(problem) from None
 
 
@@ -52,11 +54,11 @@ class JsonText:
         self.lines_before = self.chars_before = 0
         self.begins_line = True
 
-    def values(self, on_malformed: Callable[[str], None] = refuse) -> Iterator[Iterable]:
+    def values(self, on_malformed: OnMalformed = refuse) -> Iterator[Iterable]:
         """The items of each value at the top of the text: an array's own, lazily, or the value alone.
 
         Each must be used up before the next is asked for. Raises ValueError for malformed JSON; but a line that is
-        not the one value it should be is left out where on_malformed, which is told the problem, returns.
+        not the one value it should be is left out where on_malformed returns.
         """
         while opening := self.peek():
             if opening == "[":

@@ -19,7 +19,7 @@ from typing import TextIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from model.json_items import MAX_ITEM_CHARS, JsonText, refuse
+from model.json_items import MAX_ITEM_CHARS, JsonText, OnMalformed, refuse
 
 PROMPT_COLUMNS = tuple("prompt instruction question ask query 提问 问题 问 指令 title input text 输入".split())
 RESPONSE_COLUMNS = tuple(
@@ -52,7 +52,7 @@ class NoRows(ValueError):
 
 
 def read_pairs(
-    path: str | Path, prompt_column: str = "", response_column: str = "", on_malformed: Callable[[str], None] = refuse
+    path: str | Path, prompt_column: str = "", response_column: str = "", on_malformed: OnMalformed = refuse
 ) -> Iterator[tuple[str, str]]:
     """Every row of the file as (prompt, response), in file order and uncleaned; a missing or null side is "".
 
@@ -141,20 +141,21 @@ def clean_text(text: str) -> str:
     return _STRAY_JOINER.sub("", _STRAY_SELECTOR.sub("", text)).strip()
 
 
-def read_rows(path: str | Path, on_malformed: Callable[[str], None] = refuse) -> Iterator[dict]:
+def read_rows(path: str | Path, on_malformed: OnMalformed = refuse) -> Iterator[dict]:
     """Every row of the file as {column: value}; each question of a dialogue with its answer is a row of its own.
 
     A dialogue is a list of {role, content} or {from, value} turns, of texts that take turns, or of rows. What is not a
     user's or an assistant's turn is left out; a question without an answer gives an empty response, and the reverse.
     Raises ValueError, at the first row it cannot read; a malformed one (a line of JSON lines, a null, a csv row with
-    too many cells, a dialogue with such a turn) is left out where on_malformed, which is told the problem, returns.
+    too many cells, a dialogue with such a turn) is left out where on_malformed returns.
     """
     path = Path(path)
+    if not path.is_file():
+        folder = f"it is a folder; name a file in it (prepare_data takes several: {path}/*.json)"
+        raise ValueError(f"{path}: {folder if path.is_dir() else 'no such file; check the name'}")
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ValueError(f"{path}: cannot read a {path.suffix or 'nameless'} file; give one of {', '.join(_READERS)}")
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; check the name (a folder is not read)")
     if not path.stat().st_size:
         raise ValueError(f"{path}: the file is empty (0 bytes); write or download it again")
     yield from reader(path, on_malformed)
@@ -187,7 +188,7 @@ def _find_encoding(path: Path) -> str:
     )
 
 
-def _csv_rows(path: Path, on_malformed: Callable[[str], None]) -> Iterator[dict]:
+def _csv_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
     with _open_text(path) as file:
         reader = csv.reader(_lines(file), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         try:
@@ -215,7 +216,7 @@ def _lines(file: TextIO) -> Iterator[str]:
         yield line
 
 
-def _parquet_rows(path: Path, on_malformed: Callable[[str], None]) -> Iterator[dict]:
+def _parquet_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
     try:
         # Without pre_buffer a row group is read page by page, so its size does not set the memory needed.
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
@@ -226,16 +227,14 @@ def _parquet_rows(path: Path, on_malformed: Callable[[str], None]) -> Iterator[d
         raise ValueError(f"{path}: damaged or not parquet ({reason}); write or download it again") from None
 
 
-def _json_rows(path: Path, on_malformed: Callable[[str], None]) -> Iterator[dict]:
+def _json_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
     with _open_text(path) as file:
         text = JsonText(file)
         for items in text.values(on_malformed):
             yield from _flatten(items, lambda: f"{path} line {text.line():,}", on_malformed)
 
 
-def _flatten(
-    items: Iterable, place: Callable[[], str], on_malformed: Callable[[str], None], depth: int = 0
-) -> Iterator[dict]:
+def _flatten(items: Iterable, place: Callable[[], str], on_malformed: OnMalformed, depth: int = 0) -> Iterator[dict]:
     question = None
     for item in items:
         nested = item if isinstance(item, list) else _dialogue(item)
@@ -258,7 +257,7 @@ def _flatten(
         yield {"prompt": question, "response": ""}
 
 
-def _nested(items: list, place: Callable[[], str], on_malformed: Callable[[str], None], depth: int) -> Iterable[dict]:
+def _nested(items: list, place: Callable[[], str], on_malformed: OnMalformed, depth: int) -> Iterable[dict]:
     """The rows of a list in a row: all of them or, where one is malformed, none."""
     try:
         if depth > MAX_NESTING:

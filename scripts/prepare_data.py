@@ -30,6 +30,7 @@ from model.pairs import REASONS, NoRows, clean_pair, find_columns, read_pairs, r
 ROW_GROUP_PAIRS = 20_000
 SCHEMA = pa.schema({"prompt": pa.string(), "response": pa.string()})
 COLUMNS = ("read", "kept", "malformed", *REASONS, "duplicate")
+VALIDATION_SHARE = 0.01
 NUM_TOLD = 3  # malformed rows of a file that are named
 
 
@@ -65,7 +66,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a .json, .jsonl, .csv, .tsv or .parquet file")
     parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
     parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="for pairs to be kept apart")
-    parser.add_argument("--validation_share", default=0.01, type=float, metavar="SHARE", help="of them (%(default)s)")
+    parser.add_argument("--validation_share", type=float, metavar="SHARE", help=f"of them ({VALIDATION_SHARE})")
     parser.add_argument("--prompt_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--response_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
@@ -81,18 +82,15 @@ def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, int]]:
     outputs = check_outputs(options)
     if options.max_chars < 1:
         raise ValueError(f"--max_chars={options.max_chars}: a side needs at least 1 character")
-    if not 0 < options.validation_share < 1:
-        raise ValueError(f"--validation_share={options.validation_share}: a share is above 0 and below 1")
+    share = check_share(options)
     inputs = [Input(path) for path in options.inputs]
-    for output in outputs:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(outputs)
     partials = [output.with_name(f".{output.name}.{os.getpid()}.partial") for output in outputs]
     try:
-        counts = write_parquet(clean_files(inputs, options), partials, options.validation_share)
+        counts = write_parquet(clean_files(inputs, options), partials, share)
         if not counts[0]:
             raise ValueError("no pair is left, so nothing was written:\n" + format_counts(inputs))
         if not all(counts):
-            share = options.validation_share
             raise ValueError(f"--validation_share={share}: none of {counts[0]:,} pairs; give more, nothing was written")
         for partial, output in zip(partials, outputs, strict=True):
             os.replace(partial, output)
@@ -108,6 +106,8 @@ def check_outputs(options: argparse.Namespace) -> list[Path]:
     if options.validation_output:
         outputs["validation_output"] = options.validation_output
     for name, output in outputs.items():
+        if output.is_dir():
+            raise ValueError(f"--{name}={output}: it is a folder; name a file, for example {output}/pairs.parquet")
         if output.suffix != ".parquet":
             raise ValueError(f"--{name}={output}: the output is a parquet file; give it a name that ends in .parquet")
         if output.exists() and not options.overwrite:
@@ -115,6 +115,27 @@ def check_outputs(options: argparse.Namespace) -> list[Path]:
     if len(set(outputs.values())) < len(outputs):
         raise ValueError(f"--output and --validation_output are both {options.output}: give two names")
     return list(outputs.values())
+
+
+def check_share(options: argparse.Namespace) -> float:
+    """The share of the pairs to keep apart; raises ValueError where it is none, or has nowhere to go."""
+    share = VALIDATION_SHARE if options.validation_share is None else options.validation_share
+    if not 0 < share < 1:
+        raise ValueError(f"--validation_share={share}: a share is above 0 and below 1")
+    if options.validation_share is not None and not options.validation_output:
+        raise ValueError(f"--validation_share={share}: there is no file for it; add --validation_output VALID.parquet")
+    return share
+
+
+def make_folders(outputs: list[Path]) -> None:
+    for output in outputs:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"{output}: its folder cannot be made ({error.strerror}: {error.filename}); give a path where no file "
+                "stands in the way and that you may write to"
+            ) from None
 
 
 def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -174,7 +174,8 @@ def test_what_cannot_be_read_is_refused_with_the_place_and_the_remedy(tmp_path, 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     assert "no such file" in refusal(tmp_path / "none.json")
     (tmp_path / "folder.json").mkdir()
-    assert "no such file" in refusal(tmp_path / "folder.json")
+    for folder in (tmp_path, tmp_path / "folder.json"):
+        assert f"it is a folder; name a file in it (prepare_data takes several: {folder}/*.json)" in refusal(folder)
 
 
 def test_an_item_or_a_line_without_end_is_refused_before_it_fills_memory(tmp_path):

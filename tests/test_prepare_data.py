@@ -176,3 +176,22 @@ def test_named_columns_and_wrong_options(tmp_path, prepare):
     ):
         code, _, errors = prepare("x.jsonl", *words)
         assert code == 2 and words[-1].partition("=")[0] in errors and "Traceback" not in errors
+
+
+def test_a_share_without_a_file_for_it_is_refused(tmp_path, prepare):
+    write_rows(tmp_path / "x.jsonl", ROWS)
+    code, _, errors = prepare("x.jsonl", "--output=p.parquet", "--validation_share=0.05")
+    assert code == 2 and "--validation_share=0.05" in errors and "add --validation_output VALID.parquet" in errors
+
+
+def test_a_folder_or_an_output_that_cannot_be_made_is_refused_in_a_sentence(tmp_path, prepare):
+    write_rows(tmp_path / "x.jsonl", ROWS)
+    (tmp_path / "f.parquet").mkdir()
+    for words, said in (
+        ([".", "--output=p.parquet"], ".: it is a folder; name a file in it (prepare_data takes several: ./*.json)"),
+        (["x.jsonl", "--output=x.jsonl/p.parquet"], "x.jsonl/p.parquet: its folder cannot be made (File exists: x.js"),
+        (["x.jsonl", "--output=x.jsonl/y/p.parquet"], "its folder cannot be made (Not a directory: x.jsonl/y); give a"),
+        (["x.jsonl", "--output=f.parquet", "--overwrite"], "--output=f.parquet: it is a folder; name a file, for ex"),
+    ):
+        code, table, errors = prepare(*words)
+        assert (code, table, errors.count("\n")) == (2, "", 1) and said in errors and "Errno" not in errors
