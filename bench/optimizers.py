@@ -70,7 +70,7 @@ def main():
 def make_tokenizer(folder, files):
     directory = folder / "tokenizer"
     words = [sys.executable, ROOT / "scripts" / "train_tokenizer.py", files["train_file"]]
-    words += ["--output_dir", directory, "--vocab_size", VOCAB_SIZE]
+    words += ["--output_dir", directory, "--vocab_size", VOCAB_SIZE, "--overwrite"]
     subprocess.run(list(map(str, words)), check=True, env=os.environ | dict(PYTHONPATH=str(ROOT)))
     return directory
 

@@ -6,13 +6,15 @@ its line.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 CHUNK_CHARS = 1 << 18
 MAX_ITEM_CHARS = 1 << 24
 MAX_OBJECT_BYTES = 64 << 20
+
+OnMalformed = Callable[[str], None]  # told the problem of a row; the row is left out if it returns
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _decode = json.JSONDecoder().raw_decode
@@ -35,29 +37,57 @@ def read_object(path: Path) -> dict:
     return content
 
 
-def read_json(file: TextIO) -> Iterator[Iterable]:
-    """The items of each value at the top of the text: an array's own, lazily, or the value alone.
-
-    Each must be used up before the next is asked for. Raises ValueError for malformed JSON.
-    """
-    cursor = _Cursor(file)
-    while opening := cursor.peek():
-        yield cursor.items() if opening == "[" else (cursor.value(),)
+class MalformedJson(ValueError):
+    """A value of a JSON text that is none."""
 
 
-class _Cursor:
+def refuse(problem: str) -> None:
+    """OnMalformed of a caller who wants all rows or none."""
+    raise ValueError(problem) from None
+
+
+class JsonText:
     """A place in a JSON text that is decoded value by value from a buffer of at most MAX_ITEM_CHARS."""
 
     def __init__(self, file: TextIO):
         self.file, self.text, self.at = file, "", 0
         self.lines_before = self.chars_before = 0
+        self.begins_line = True
+
+    def values(self, on_malformed: OnMalformed = refuse) -> Iterator[Iterable]:
+        """The items of each value at the top of the text: an array's own, lazily, or the value alone.
+
+        Each must be used up before the next is asked for. Raises ValueError for malformed JSON; but a line that is
+        not the one value it should be is left out where on_malformed returns.
+        """
+        while opening := self.peek():
+            if opening == "[":
+                yield self.items()
+                continue
+            begins_line = self.begins_line
+            try:
+                value = self.value()
+            except MalformedJson as error:
+                on_malformed(str(error))
+                if not _is_row(self.take_line(), begins_line):
+                    raise
+            else:
+                yield (value,)
+
+    def line(self) -> int:
+        """The number of the line reached."""
+        return self.lines_before + self.text.count("\n", 0, self.at) + 1
 
     def peek(self) -> str:
         """The next character that is not white space, "" at the end of the file."""
-        self.at = _SPACE.match(self.text, self.at).end()
+        self._skip_space()
         while self.at == len(self.text) and self._read_on():
-            self.at = _SPACE.match(self.text, self.at).end()
+            self._skip_space()
         return self.text[self.at : self.at + 1]
+
+    def _skip_space(self) -> None:
+        begin, self.at = self.at, _SPACE.match(self.text, self.at).end()
+        self.begins_line = self.begins_line or self.text.find("\n", begin, self.at) >= 0
 
     def items(self) -> Iterator[object]:
         """The values of the array that begins here, one at a time."""
@@ -72,6 +102,7 @@ class _Cursor:
         if separator != "]":
             raise self._error("no , or ] after an item of the list; the file was cut or edited: write it again")
         self.at += 1
+        self.begins_line = False
 
     def value(self) -> object:
         """The value that begins at the next character."""
@@ -80,23 +111,33 @@ class _Cursor:
             try:
                 value, end = _decode(self.text, self.at)
             except RecursionError:
-                raise self._error("brackets nested too deep; give a list of rows") from None
+                raise self._error("brackets nested too deep; give a list of rows", self.at) from None
             except ValueError as error:
                 # Only at the buffer's end, or in a string that runs past it, can more text mend the value.
                 at, problem = getattr(error, "pos", self.at), getattr(error, "msg", str(error))
                 is_cut = problem.startswith("Unterminated") or at > len(self.text) - 16
                 if not (is_cut and self._read_on()):
-                    self.at = at
-                    raise self._error(f"{problem}; repair the file here, or write it again") from None
+                    raise self._error(f"{problem}; repair the file here, or write it again", at) from None
             else:
                 if end < len(self.text) or not self._read_on():
-                    self.at = end
+                    self.at, self.begins_line = end, False
                     return value
+
+    def take_line(self) -> str:
+        """What is left of this line; the place is then behind it."""
+        while (end := self.text.find("\n", self.at)) < 0 and self._read_on():
+            pass
+        line = self.text[self.at : end if end >= 0 else None]
+        self.at += len(line)
+        return line
 
     def _read_on(self) -> bool:
         rest = self.text[self.at :]
         if len(rest) >= MAX_ITEM_CHARS:
-            raise self._error(f"an item has more than {MAX_ITEM_CHARS:,} characters; write one JSON object a line")
+            raise ValueError(
+                f"{self.file.name} line {self.line():,} (character {self.chars_before + self.at:,}): an item has more "
+                f"than {MAX_ITEM_CHARS:,} characters; write one JSON object a line"
+            )
         more = self.file.read(min(max(CHUNK_CHARS, len(rest)), MAX_ITEM_CHARS - len(rest)))
         if more:
             self.lines_before += self.text.count("\n", 0, self.at)
@@ -104,8 +145,15 @@ class _Cursor:
             self.text, self.at = rest + more, 0
         return bool(more)
 
-    def _error(self, problem: str) -> ValueError:
-        line = self.lines_before + self.text.count("\n", 0, self.at) + 1
-        return ValueError(
-            f"{self.file.name} line {line:,} (character {self.chars_before + self.at:,}): malformed JSON: {problem}"
+    def _error(self, problem: str, at: int | None = None) -> MalformedJson:
+        """For the character `at`, or the one reached; what a line lacks at its end is told of that line."""
+        at = self.at if at is None else at
+        line = self.lines_before + self.text.count("\n", 0, self.at + len(self.text[self.at : at].rstrip())) + 1
+        return MalformedJson(
+            f"{self.file.name} line {line:,} (character {self.chars_before + at:,}): malformed JSON: {problem}"
         )
+
+
+def _is_row(line: str, begins_line: bool) -> bool:
+    """Whether no more than one value is lost with the line: it has no objects side by side and is no opening alone."""
+    return line.strip() != "{" and (begins_line or "{" not in line)

@@ -2,13 +2,14 @@
 
 Reads .json, .jsonl, .csv, .tsv and .parquet, text as UTF-8 or GB18030. A file is never held whole: memory is bounded
 by one buffer, one item of MAX_ITEM_CHARS and one parquet batch. Whatever is wrong with a file is a ValueError that
-names the file, what was seen and what to do. Reading drops no row; clean_pair says which pairs are of no use, and why.
+names the file, what was seen and what to do. Reading drops no row, but malformed ones for a caller who asks for that;
+clean_pair says which pairs are of no use, and why.
 """
 
 import codecs
 import csv
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
@@ -18,10 +19,13 @@ from typing import TextIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from model.json_items import MAX_ITEM_CHARS, read_json
+from model.json_items import MAX_ITEM_CHARS, JsonText, OnMalformed, refuse
 
-PROMPT_COLUMNS = ("prompt", "instruction", "question", "ask", "query", "title", "input", "text")
-RESPONSE_COLUMNS = ("response", "output", "answer", "std_answer", "target", "completion", "reply", "chosen")
+PROMPT_COLUMNS = tuple("prompt instruction question ask query 提问 问题 问 指令 title input text 输入".split())
+RESPONSE_COLUMNS = tuple(
+    "response output answer std_answer target completion reply chosen 回答 答案 答 回复 输出".split()
+)
+INPUT_OF = {"instruction": "input", "指令": "输入"}  # Alpaca's input belongs to its instruction
 DIALOGUE_COLUMNS = frozenset({"conversation", "conversations", "messages", "dialogue", "dialog", "turns", "data"})
 USER_ROLES = frozenset({"user", "human", "prompter", "用户"})
 ASSISTANT_ROLES = frozenset({"assistant", "gpt", "chatgpt", "bot", "model", "助手"})
@@ -43,31 +47,44 @@ _PLAIN = dict.fromkeys(_CONTROLS) | dict.fromkeys(_SPACES, " ") | dict.fromkeys(
 _PRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U0010ffff]")
 
 
-def read_pairs(path: str | Path, prompt_column: str = "", response_column: str = "") -> Iterator[tuple[str, str]]:
+class NoRows(ValueError):
+    """A file without a single row."""
+
+
+def read_pairs(
+    path: str | Path, prompt_column: str = "", response_column: str = "", on_malformed: OnMalformed = refuse
+) -> Iterator[tuple[str, str]]:
     """Every row of the file as (prompt, response), in file order and uncleaned; a missing or null side is "".
 
     A column named by the caller is used alone. Otherwise each shape of row is mapped by itself: the prompt is the first
     of PROMPT_COLUMNS with text in it, the response is the first of RESPONSE_COLUMNS that exists.
-    Raises ValueError for an unreadable file, no rows, or no usable columns in row 1.
+    Raises ValueError for an unreadable file, no rows (NoRows), or no usable columns in row 1.
     """
-    rows = read_rows(path)
+    rows = read_rows(path, on_malformed)
     first = next(rows, None)
     if first is None:
-        raise ValueError(
+        raise NoRows(
             f"{path}: no rows found; write one prompt and one response a row (a turn of a dialogue counts when "
             f"its role is one of {', '.join(sorted(USER_ROLES | ASSISTANT_ROLES))})"
         )
     sides = find_columns(tuple(first), prompt_column, response_column)
-    missing = [side for side, columns in zip(("prompt", "response"), sides, strict=True) if not columns]
+    typed = dict(prompt=prompt_column, response=response_column)
+    missing = {side: name for (side, name), columns in zip(typed.items(), sides, strict=True) if not columns}
     if missing:
-        raise ValueError(
-            f"{path}: no {' or '.join(missing)} column; found {', '.join(map(repr, first)) or 'none'}: name the right "
-            f"one with {' '.join(f'--{side}_column=NAME' for side in missing)} (without it: one of "
-            f"{', '.join(PROMPT_COLUMNS)} for the prompt, {', '.join(RESPONSE_COLUMNS)} for the response)"
-        )
+        raise ValueError(f"{path}: {_describe_missing(missing, first)}")
     for row in chain([first], rows):
         prompts, responses = find_columns(tuple(row), prompt_column, response_column)
         yield next(filter(None, (_joined(row, columns) for columns in prompts)), ""), _joined(row, responses)
+
+
+def _describe_missing(missing: dict[str, str], names: Iterable[str]) -> str:
+    """What to tell of sides without a column; `missing` has the column typed for each, or ""."""
+    return (
+        f"no {' or '.join(repr(name) if name else side for side, name in missing.items())} column; found "
+        f"{', '.join(map(repr, names)) or 'none'}: name the right one with "
+        f"{' '.join(f'--{side}_column=NAME' for side in missing)} (without it: one of "
+        f"{', '.join(PROMPT_COLUMNS)} for the prompt, {', '.join(RESPONSE_COLUMNS)} for the response)"
+    )
 
 
 @lru_cache(maxsize=256)
@@ -77,8 +94,9 @@ def find_columns(
     """(the choices for a prompt, best first, each one or more columns to join; the response's column, or none)."""
     known = {str(name).strip().lower(): name for name in names}
     prompts = [(known[name],) for name in PROMPT_COLUMNS if name in known and known[name] != response_column]
-    if "instruction" in known and "input" in known:  # Alpaca's input belongs to its instruction
-        prompts = [(*pick, known["input"]) if pick == (known["instruction"],) else pick for pick in prompts]
+    for name, addition in INPUT_OF.items():
+        if name in known and addition in known:
+            prompts = [(*pick, known[addition]) if pick == (known[name],) else pick for pick in prompts]
     responses = [known[name] for name in RESPONSE_COLUMNS if name in known and known[name] != prompt_column]
     if prompt_column:
         prompts = [(prompt_column,)] if prompt_column in names else []
@@ -123,22 +141,24 @@ def clean_text(text: str) -> str:
     return _STRAY_JOINER.sub("", _STRAY_SELECTOR.sub("", text)).strip()
 
 
-def read_rows(path: str | Path) -> Iterator[dict]:
+def read_rows(path: str | Path, on_malformed: OnMalformed = refuse) -> Iterator[dict]:
     """Every row of the file as {column: value}; each question of a dialogue with its answer is a row of its own.
 
     A dialogue is a list of {role, content} or {from, value} turns, of texts that take turns, or of rows. What is not a
     user's or an assistant's turn is left out; a question without an answer gives an empty response, and the reverse.
-    Raises ValueError, at the first row it cannot read.
+    Raises ValueError, at the first row it cannot read; a malformed one (a line of JSON lines, a null, a csv row with
+    too many cells, a dialogue with such a turn) is left out where on_malformed returns.
     """
     path = Path(path)
+    if not path.is_file():
+        folder = f"it is a folder; name a file in it (prepare_data takes several: {path}/*.json)"
+        raise ValueError(f"{path}: {folder if path.is_dir() else 'no such file; check the name'}")
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ValueError(f"{path}: cannot read a {path.suffix or 'nameless'} file; give one of {', '.join(_READERS)}")
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; check the name (a folder is not read)")
     if not path.stat().st_size:
         raise ValueError(f"{path}: the file is empty (0 bytes); write or download it again")
-    yield from reader(path)
+    yield from reader(path, on_malformed)
 
 
 @contextmanager
@@ -168,7 +188,7 @@ def _find_encoding(path: Path) -> str:
     )
 
 
-def _csv_rows(path: Path) -> Iterator[dict]:
+def _csv_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
     with _open_text(path) as file:
         reader = csv.reader(_lines(file), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         try:
@@ -176,10 +196,11 @@ def _csv_rows(path: Path) -> Iterator[dict]:
             header = [name.strip() for name in next(rows, [])]
             for cells in rows:
                 if any(cells[len(header) :]):
-                    raise ValueError(
+                    on_malformed(
                         f"{path} line {reader.line_num}: {len(cells)} cells under {len(header)} columns; "
                         'put "quotes" around a cell that holds the separator'
                     )
+                    continue
                 yield dict.fromkeys(header, "") | dict(zip(header, cells, strict=False))
         except csv.Error as error:
             raise ValueError(
@@ -195,32 +216,33 @@ def _lines(file: TextIO) -> Iterator[str]:
         yield line
 
 
-def _parquet_rows(path: Path) -> Iterator[dict]:
+def _parquet_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
     try:
         # Without pre_buffer a row group is read page by page, so its size does not set the memory needed.
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             for batch in file.iter_batches(PARQUET_BATCH_ROWS, use_threads=False):
-                yield from _flatten(batch.to_pylist(), path)
+                yield from _flatten(batch.to_pylist(), lambda: str(path), on_malformed)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: damaged or not parquet ({reason}); write or download it again") from None
 
 
-def _json_rows(path: Path) -> Iterator[dict]:
+def _json_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
     with _open_text(path) as file:
-        for items in read_json(file):
-            yield from _flatten(items, path)
+        text = JsonText(file)
+        for items in text.values(on_malformed):
+            yield from _flatten(items, lambda: f"{path} line {text.line():,}", on_malformed)
 
 
-def _flatten(items: Iterable, path: Path, depth: int = 0) -> Iterator[dict]:
-    if depth > MAX_NESTING:
-        raise ValueError(f"{path}: lists nested more than {MAX_NESTING} deep; give a list of rows or of dialogues")
+def _flatten(items: Iterable, place: Callable[[], str], on_malformed: OnMalformed, depth: int = 0) -> Iterator[dict]:
     question = None
     for item in items:
         nested = item if isinstance(item, list) else _dialogue(item)
         if nested is not None:
-            yield from _flatten(nested, path, depth + 1)
+            yield from _nested(nested, place, on_malformed, depth + 1)
             continue
+        if isinstance(item, str):  # texts take turns: without one of them the others would change sides
+            on_malformed = refuse
         role, text = _turn(item, is_answer=question is not None)
         if role in USER_ROLES:
             question = text if question is None else f"{question}\n{text}"
@@ -228,11 +250,22 @@ def _flatten(items: Iterable, path: Path, depth: int = 0) -> Iterator[dict]:
             yield {"prompt": question or "", "response": text}
             question = None
         elif not isinstance(item, dict):
-            raise ValueError(f"{path}: a row is {str(item)[:40]}; it must be an object with a prompt and a response")
+            on_malformed(f"{place()}: a row is {str(item)[:40]}; it must be an object with a prompt and a response")
         elif not role:
             yield item
     if question is not None:
         yield {"prompt": question, "response": ""}
+
+
+def _nested(items: list, place: Callable[[], str], on_malformed: OnMalformed, depth: int) -> Iterable[dict]:
+    """The rows of a list in a row: all of them or, where one is malformed, none."""
+    try:
+        if depth > MAX_NESTING:
+            raise ValueError(f"{place()}: lists nested more than {MAX_NESTING} deep; give a list of rows or dialogues")
+        return list(_flatten(items, place, refuse, depth))
+    except ValueError as error:
+        on_malformed(str(error))
+        return ()
 
 
 def _dialogue(item: object) -> list | None:

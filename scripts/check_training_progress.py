@@ -78,8 +78,7 @@ def of_kind(records: list[dict], kind: str) -> list[dict]:
 
 
 def state(records: list[dict], now: float) -> str:
-    last_stop = next((record for record in reversed(current_attempt(records)) if record["kind"] == "stop"), None)
-    if last_stop:
+    if last_stop := stop_of(records):
         return f"{STOPS.get(last_stop['reason'], last_stop['reason'])} at step {last_stop['step']:,}"
     quiet_seconds = max(0, now - records[-1]["time"])
     if quiet_seconds > max(QUIET_SECONDS, 2 * longest_pause(records)):
@@ -91,6 +90,12 @@ def current_attempt(records: list[dict]) -> list[dict]:
     """The lines since the last start or resume, it included: a stretch during which one process ran."""
     begins = [number for number, record in enumerate(records) if record["kind"] in ("start", "resume")]
     return records[begins[-1] :] if begins else records
+
+
+def stop_of(records: list[dict]) -> dict | None:
+    """The line with which the current attempt ended, None if it goes on or was killed."""
+    stops = of_kind(current_attempt(records), "stop")
+    return stops[-1] if stops else None
 
 
 def longest_pause(records: list[dict]) -> float:
@@ -110,7 +115,7 @@ def training_rows(start: dict, trained: list[dict], records: list[dict]) -> dict
         "speed": f"{last['tokens_per_second']:,.0f} tokens/s",
     }
     pace = seconds_per_step(records)
-    if pace and start.get("total_steps"):
+    if pace and start.get("total_steps") and not stop_of(records):
         rows["time left"] = human_seconds(pace * max(0, start["total_steps"] - last["step"]))
     peak = max(trained, key=lambda record: record.get("peak_bytes") or 0)
     if peak.get("peak_bytes"):
@@ -168,7 +173,8 @@ def events_row(events: list[dict]) -> str:
 def event_rows(records: list[dict], now: float) -> dict[str, str]:
     rows = {}
     for kind, name in (("oom", "out of memory"), ("skip", "steps left out"), ("resume", "resumes")):
-        rows[name] = events_row(of_kind(records, kind))
+        # A start from nothing writes a resume line too, of step 0.
+        rows[name] = events_row([record for record in of_kind(records, kind) if kind != "resume" or record["step"]])
     saved = of_kind(records, "save")
     if saved:
         ago = human_seconds(max(0, now - saved[-1]["time"]))

@@ -6,7 +6,8 @@ python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output V
 Reads .json, .jsonl, .csv, .tsv and .parquet. A file appears whole or not at all. A hash of the pair decides whether
 it goes to VALID.parquet, so it does too when more data comes. Host memory: about 100 bytes for each pair kept, to know
 duplicates, and a row group. Exit codes: 0 written, 2 input or options refused, 1 disk or
-permission. Damaged text is text with U+FFFD in it; private use means characters that no two fonts show alike.
+permission. Malformed is a row that cannot be read: a broken line, a null, cells that no column is for. Damaged text is
+text with U+FFFD in it; private use means characters that no two fonts show alike.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
@@ -23,21 +25,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from model.pairs import REASONS, clean_pair, find_columns, read_pairs, read_rows
+from model.pairs import REASONS, NoRows, clean_pair, find_columns, read_pairs, read_rows
 
 ROW_GROUP_PAIRS = 20_000
 SCHEMA = pa.schema({"prompt": pa.string(), "response": pa.string()})
-COLUMNS = ("read", "kept", *REASONS, "duplicate")
+COLUMNS = ("read", "kept", "malformed", *REASONS, "duplicate")
+VALIDATION_SHARE = 0.01
+NUM_TOLD = 3  # malformed rows of a file that are named
+
+
+@dataclass
+class Input:
+    """A file to read and what became of its rows: their number, by COLUMNS, and the first malformed ones in words."""
+
+    path: str
+    counts: Counter = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def drop_malformed(self, problem: str) -> None:
+        self.counts.update(read=1, malformed=1)
+        if len(self.problems) < NUM_TOLD:
+            self.problems.append(problem)
 
 
 def main() -> None:
     options = parse_options()
     try:
-        tables, written = prepare(options)
+        inputs, written = prepare(options)
     except (ValueError, OSError) as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
-    print(format_counts(tables))
+    print(format_counts(inputs))
+    print_problems(inputs)
     for path, count in written.items():
         print(f"{path}: {count:,} pairs written")
 
@@ -47,7 +66,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a .json, .jsonl, .csv, .tsv or .parquet file")
     parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
     parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="for pairs to be kept apart")
-    parser.add_argument("--validation_share", default=0.01, type=float, metavar="SHARE", help="of them (%(default)s)")
+    parser.add_argument("--validation_share", type=float, metavar="SHARE", help=f"of them ({VALIDATION_SHARE})")
     parser.add_argument("--prompt_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--response_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
@@ -55,33 +74,30 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepare(options: argparse.Namespace) -> tuple[list[tuple[str, Counter]], dict[Path, int]]:
-    """Writes the output; gives (input, its counts by COLUMNS) in order, and the pairs written to each file.
+def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, int]]:
+    """Writes the output; gives the inputs in order, and the pairs written to each file.
 
     Raises ValueError, with nothing written.
     """
     outputs = check_outputs(options)
     if options.max_chars < 1:
         raise ValueError(f"--max_chars={options.max_chars}: a side needs at least 1 character")
-    if not 0 < options.validation_share < 1:
-        raise ValueError(f"--validation_share={options.validation_share}: a share is above 0 and below 1")
-    tables = [(path, Counter()) for path in options.inputs]
-    for output in outputs:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    share = check_share(options)
+    inputs = [Input(path) for path in options.inputs]
+    make_folders(outputs)
     partials = [output.with_name(f".{output.name}.{os.getpid()}.partial") for output in outputs]
     try:
-        counts = write_parquet(clean_files(tables, options), partials, options.validation_share)
+        counts = write_parquet(clean_files(inputs, options), partials, share)
         if not counts[0]:
-            raise ValueError("no pair is left, so nothing was written:\n" + format_counts(tables))
+            raise ValueError("no pair is left, so nothing was written:\n" + format_counts(inputs))
         if not all(counts):
-            share = options.validation_share
             raise ValueError(f"--validation_share={share}: none of {counts[0]:,} pairs; give more, nothing was written")
         for partial, output in zip(partials, outputs, strict=True):
             os.replace(partial, output)
     finally:
         for partial in partials:
             partial.unlink(missing_ok=True)
-    return tables, dict(zip(outputs, counts, strict=True))
+    return inputs, dict(zip(outputs, counts, strict=True))
 
 
 def check_outputs(options: argparse.Namespace) -> list[Path]:
@@ -90,6 +106,8 @@ def check_outputs(options: argparse.Namespace) -> list[Path]:
     if options.validation_output:
         outputs["validation_output"] = options.validation_output
     for name, output in outputs.items():
+        if output.is_dir():
+            raise ValueError(f"--{name}={output}: it is a folder; name a file, for example {output}/pairs.parquet")
         if output.suffix != ".parquet":
             raise ValueError(f"--{name}={output}: the output is a parquet file; give it a name that ends in .parquet")
         if output.exists() and not options.overwrite:
@@ -99,24 +117,55 @@ def check_outputs(options: argparse.Namespace) -> list[Path]:
     return list(outputs.values())
 
 
-def clean_files(tables: list[tuple[str, Counter]], options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def check_share(options: argparse.Namespace) -> float:
+    """The share of the pairs to keep apart; raises ValueError where it is none, or has nowhere to go."""
+    share = VALIDATION_SHARE if options.validation_share is None else options.validation_share
+    if not 0 < share < 1:
+        raise ValueError(f"--validation_share={share}: a share is above 0 and below 1")
+    if options.validation_share is not None and not options.validation_output:
+        raise ValueError(f"--validation_share={share}: there is no file for it; add --validation_output VALID.parquet")
+    return share
+
+
+def make_folders(outputs: list[Path]) -> None:
+    for output in outputs:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"{output}: its folder cannot be made ({error.strerror}: {error.filename}); give a path where no file "
+                "stands in the way and that you may write to"
+            ) from None
+
+
+def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The pairs worth keeping, each once over all files; fills in the counts. ValueError if a side is always empty."""
     seen = set()
-    for path, counts in tables:
+    for source in inputs:
         has_prompt = has_response = False
-        for pair in read_pairs(path, options.prompt_column, options.response_column):
+        for pair in pairs_of(source, options):
             cleaned = clean_pair(*pair, options.max_chars)
             has_prompt = has_prompt or cleaned != "empty prompt"
             has_response = has_response or bool(pair[1].strip())
             if not isinstance(cleaned, str) and (key := fingerprint(cleaned)) in seen:
                 cleaned = "duplicate"
-            counts["read"] += 1
-            counts[cleaned if isinstance(cleaned, str) else "kept"] += 1
+            source.counts["read"] += 1
+            source.counts[cleaned if isinstance(cleaned, str) else "kept"] += 1
             if not isinstance(cleaned, str):
                 seen.add(key)
                 yield cleaned
         if not (has_prompt and has_response):
-            raise ValueError(describe_empty_side(path, counts["read"], has_prompt, options))
+            raise ValueError(describe_empty_side(source, has_prompt, options))
+
+
+def pairs_of(source: Input, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The pairs of the rows that can be read; the others are counted. ValueError if there are only others."""
+    try:
+        yield from read_pairs(source.path, options.prompt_column, options.response_column, source.drop_malformed)
+    except NoRows:
+        if not source.problems:
+            raise
+        raise ValueError(f"none of {source.counts['malformed']:,} rows can be read: {source.problems[0]}") from None
 
 
 def fingerprint(pair: tuple[str, str]) -> bytes:
@@ -124,15 +173,16 @@ def fingerprint(pair: tuple[str, str]) -> bytes:
     return blake2b("\0".join(pair).encode(), digest_size=16).digest()
 
 
-def describe_empty_side(path: str, num_rows: int, has_prompt: bool, options: argparse.Namespace) -> str:
+def describe_empty_side(source: Input, has_prompt: bool, options: argparse.Namespace) -> str:
     """What to tell the user of a file that has no prompt, or no response, in any row."""
-    names = tuple(next(read_rows(path)))
+    names = tuple(next(read_rows(source.path, on_malformed=lambda problem: None)))
+    num_rows = source.counts["read"] - source.counts["malformed"]
     prompts, responses = find_columns(names, options.prompt_column, options.response_column)
     side = "response" if has_prompt else "prompt"
     used = responses if has_prompt else dict.fromkeys(name for columns in prompts for name in columns)
     return (
-        f"{path}: the {side} is empty in all {num_rows:,} rows (read from {', '.join(map(repr, used))}; columns found: "
-        f"{', '.join(map(repr, names))}); name the right one with --{side}_column=NAME, or leave the file out"
+        f"{source.path}: the {side} is empty in all {num_rows:,} rows (read from {', '.join(map(repr, used))}; columns "
+        f"found: {', '.join(map(repr, names))}); name the right one with --{side}_column=NAME, or leave the file out"
     )
 
 
@@ -163,16 +213,25 @@ def write_group(writer: pq.ParquetWriter, group: list[tuple[str, str]]) -> None:
         group.clear()
 
 
-def format_counts(tables: list[tuple[str, Counter]]) -> str:
+def format_counts(inputs: list[Input]) -> str:
     """A table: a line for each input and one for their total, a column for each of COLUMNS."""
-    total = sum((counts for _, counts in tables), Counter())
-    rows = [(Path(path).name, counts) for path, counts in tables] + [("total", total)]
+    total = sum((source.counts for source in inputs), Counter())
+    rows = [(Path(source.path).name, source.counts) for source in inputs] + [("total", total)]
     width = max(len(name) for name, _ in rows)
     lines = ["  ".join([" " * width, *(column.rjust(max(9, len(column))) for column in COLUMNS)])]
     for name, counts in rows:
         cells = (f"{counts[column]:,}".rjust(max(9, len(column))) for column in COLUMNS)
         lines.append("  ".join([name.ljust(width), *cells]))
     return "\n".join(lines)
+
+
+def print_problems(inputs: list[Input]) -> None:
+    """Names the first malformed rows of each file."""
+    for source in inputs:
+        for problem in source.problems:
+            print(f"prepare_data: left out: {problem}", file=sys.stderr)
+        if (others := source.counts["malformed"] - len(source.problems)) > 0:
+            print(f"prepare_data: left out: {others:,} more rows of {source.path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

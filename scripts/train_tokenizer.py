@@ -1,6 +1,7 @@
 """Train a tokenizer on files of pairs, or on text files with one text a line, and print what it is worth.
 
     python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
+        [--prompt_column NAME] [--response_column NAME] [--overwrite]
 
 One row in a hundred is kept out of the training to measure characters per token.
 """
@@ -52,6 +53,19 @@ def texts_to_learn(rows: Iterator[tuple[str, ...]], held: list[str]) -> Iterator
             yield from row
 
 
+def prepare_output(output_dir: Path, overwrite: bool) -> None:
+    """Make the directory, before the long work; ValueError if it cannot be made or holds a tokenizer already."""
+    if (output_dir / "tokenizer.json").exists() and not overwrite:
+        raise ValueError(f"--output_dir={output_dir}: it holds a tokenizer already; give another, or add --overwrite")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir={output_dir}: the directory cannot be made ({error.strerror}: {error.filename}); "
+            "give a path where no file stands in the way and that you may write to"
+        ) from None
+
+
 def print_summary(output_dir: Path, held: list[str], seconds: float) -> None:
     tokenizer = load_tokenizer(output_dir)
     num_tokens = sum(map(len, tokenizer.encode_batch(held)))
@@ -70,6 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 300")
     parser.add_argument("--prompt_column", default="", help="found by name when not given")
     parser.add_argument("--response_column", default="", help="found by name when not given")
+    parser.add_argument("--overwrite", action="store_true", help="replace the tokenizer that is there")
     return parser.parse_args()
 
 
@@ -78,6 +93,7 @@ def main() -> int:
     held: list[str] = []
     started = time.perf_counter()
     try:
+        prepare_output(options.output_dir, options.overwrite)
         train_tokenizer(texts_to_learn(read_rows_of_texts(options), held), options.vocab_size, options.output_dir)
         print_summary(options.output_dir, held, time.perf_counter() - started)
     except ValueError as error:

@@ -37,6 +37,7 @@ def run_lines(now):
     """A run of 1,000 steps at 2 s a step, resumed at step 300 after a crash at 340, now at step 500."""
     start = {"kind": "start", "time": now - 2000, "total_steps": 1000, "total_pairs": 64000, "epochs": 2}
     yield start
+    yield {"kind": "resume", "time": now - 2000, "step": 0}
     yield from (train(step, now - 2000 + 2 * step) for step in range(20, 341, 20))
     yield {"kind": "oom", "time": now - 1500, "step": 260, "where": "backward", "rank": 1}
     yield {"kind": "save", "time": now - 1400, "step": 300, "path": "checkpoints/step_00000300", "seconds": 2.0}
@@ -87,7 +88,9 @@ def test_a_running_run_is_told_in_full(run_dir, tmp_path):
 def test_a_run_that_ended_is_told_by_its_reason(run_dir, tmp_path, reason, told):
     now = time.time() - 90 * MINUTE
     write(run_dir, [*run_lines(now), {"kind": "stop", "time": now, "step": 500, "reason": reason}])
-    assert rows_of(check(run_dir, folder=tmp_path))["state"] == f"{told} at step 500"
+    rows = rows_of(check(run_dir, folder=tmp_path))
+    assert rows["state"] == f"{told} at step 500"
+    assert "time left" not in rows
 
 
 def test_a_run_that_was_stopped_and_goes_on_is_training(run_dir, tmp_path):
@@ -97,6 +100,12 @@ def test_a_run_that_was_stopped_and_goes_on_is_training(run_dir, tmp_path):
     lines += [{"kind": "start", "time": now - 9}, {"kind": "resume", "time": now - 8, "step": 20}]
     write(run_dir, lines)
     assert rows_of(check(run_dir, folder=tmp_path))["state"].startswith("training")
+
+
+def test_a_run_that_was_never_stopped_has_no_resumes(run_dir, tmp_path):
+    start = [{"kind": "start", "time": time.time()}, {"kind": "resume", "time": time.time(), "step": 0}]
+    write(run_dir, [*start, train(20, time.time())])
+    assert rows_of(check(run_dir, folder=tmp_path))["resumes"] == "0"
 
 
 def test_a_run_that_writes_nothing_is_silent(run_dir, tmp_path):

@@ -5,7 +5,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_demo_goes_from_pairs_to_marks_in_a_short_form(tmp_path):
+def test_the_demo_goes_from_pairs_to_marks_in_a_short_form_and_over_what_an_earlier_one_left(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("of an earlier demo")
     short = dict(DEMO_PAIRS="300", DEMO_EPOCHS="1", DEMO_DIR=str(tmp_path), OMP_NUM_THREADS="1")
     done = subprocess.run(
         ["bash", ROOT / "scripts" / "demo.sh"], cwd=tmp_path, env=os.environ | short, capture_output=True, text=True

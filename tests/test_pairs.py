@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from model.pairs import as_text, clean_pair, clean_text, read_pairs, read_rows
+from model.pairs import as_text, read_pairs, read_rows
 
 QUESTION, ANSWER = "高血压怎么办？", "少吃盐，多运动。"
 PAIR = (QUESTION, ANSWER)
@@ -82,6 +82,10 @@ def test_messages_in_parquet_are_dialogues_too(tmp_path):
         ({"title": "t", "ask": "问", "department": "d", "answer": "a"}, ("问", "a")),
         ({"title": "t", "ask": " ", "department": "d", "answer": "a"}, ("t", "a")),
         ({"question": "q", "std_answer": "", "class": "c"}, ("q", "")),
+        ({"问题": "q", "回答": "a"}, ("q", "a")),
+        ({"title": "t", "提问": "q", "答案": "a"}, ("q", "a")),
+        ({"问": "q", "答": "a"}, ("q", "a")),
+        ({"指令": "翻译", "输入": "hello", "输出": "a"}, ("翻译\nhello", "a")),
         ({"Prompt": 12, "Response ": True}, ("12", "True")),
         ({"prompt": ["x", {"text": "y"}, None], "response": {"deep": 1}}, ("x\ny", "")),
         ({"prompt": float("nan"), "response": 1.5}, ("", "1.5")),
@@ -102,7 +106,9 @@ def test_named_columns_win_and_a_missing_one_lists_the_columns_found(tmp_path):
     assert pairs_of(path, prompt_column="input", response_column="output") == [("i", "o")]
     assert pairs_of(path, response_column="prompt") == [("i", "p")]
     message = refusal(path, prompt_column="promt")
-    assert "'prompt', 'response', 'output', 'input'" in message and "--prompt_column=NAME" in message
+    assert "no 'promt' column; found 'prompt', 'response', 'output', 'input'" in message
+    assert "--prompt_column=NAME" in message and "--response_column" not in message
+    assert "no '问题' or '回答' column; found 'prompt'" in refusal(path, prompt_column="问题", response_column="回答")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030"])
@@ -168,7 +174,8 @@ def test_what_cannot_be_read_is_refused_with_the_place_and_the_remedy(tmp_path, 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     assert "no such file" in refusal(tmp_path / "none.json")
     (tmp_path / "folder.json").mkdir()
-    assert "no such file" in refusal(tmp_path / "folder.json")
+    for folder in (tmp_path, tmp_path / "folder.json"):
+        assert f"it is a folder; name a file in it (prepare_data takes several: {folder}/*.json)" in refusal(folder)
 
 
 def test_an_item_or_a_line_without_end_is_refused_before_it_fills_memory(tmp_path):
@@ -249,49 +256,6 @@ def test_a_damaged_file_gives_pairs_or_a_value_error(tmp_path):
 def test_read_rows_keeps_every_column(tmp_path):
     row = {"prompt": "p", "response": "r", "score": 3}
     assert list(read_rows(write_json(tmp_path / "r.json", [row, row]))) == [row, row]
-
-
-@pytest.mark.parametrize(
-    ("dirty", "clean"),
-    [
-        ("\u3000\u3000第一\xa0段\t完\r\n第二\u2028三\r四 ", "第一 段 完\n第二\n三\n四"),
-        ("\ufeff零\u200b宽\u200e\x07\x1b\u00ad\u2060", "零宽"),
-        ("缩进\n    code", "缩进\n    code"),
-        ("👩\u200d⚕️ 👨\u200d👩\u200d👧 ❤️\u200d🔥 👍🏽 1️⃣", "👩\u200d⚕️ 👨\u200d👩\u200d👧 ❤️\u200d🔥 👍🏽 1️⃣"),
-        ("🤦\u200d️", "🤦"),
-        ("桥👧\u200d 字\u200d字 \u200d👧 字\ufe0f", "桥👧 字字 👧 字"),
-        ("字\ufe0f\u200d👧", "字👧"),
-        ("\u200b \ufeff\n", ""),
-    ],
-)
-def test_cleaning_removes_what_shows_nothing_and_keeps_emoji_whole(dirty, clean):
-    assert clean_text(dirty) == clean
-    assert clean_text(clean) == clean
-
-
-def test_cleaning_twice_is_cleaning_once():
-    rng = random.Random(3)
-    alphabet = "a字 \n\t\r\0\u200b\u200d\ufe0f\ufeff\u2028\u3000👩⚕❤🏽1"
-    for _ in range(3000):
-        once = clean_text("".join(rng.choices(alphabet, k=8)))
-        assert clean_text(once) == once
-
-
-@pytest.mark.parametrize(
-    ("prompt", "response", "outcome"),
-    [
-        (" q\u200b", "a\r\n", ("q", "a")),
-        ("\u3000", "", "empty prompt"),
-        ("q", "\u200b\n", "empty response"),
-        ("q\ufffd", "a", "damaged text"),
-        ("q", "李\ue844", "private use"),
-        ("q", "\U000f0001", "private use"),
-        ("q" * 11, "a", "too long"),
-        ("q" * 10, "a" * 10 + " ", ("q" * 10, "a" * 10)),
-    ],
-)
-def test_a_pair_is_cleaned_or_gets_the_reason_why_not(prompt, response, outcome):
-    assert clean_pair(prompt, response, max_chars=10) == outcome
 
 
 def test_values_become_text_that_utf8_can_hold():

@@ -51,12 +51,47 @@ def test_rows_are_cleaned_dropped_by_reason_and_counted_over_all_inputs(tmp_path
     code, table, errors = prepare("messy.jsonl", "medical.csv", "--output", "out/pairs.parquet", "--max_chars=50")
     assert (code, errors) == (0, "")
     dropped = {"empty prompt": 1, "empty response": 1, "damaged text": 1, "private use": 1, "too long": 1}
-    assert counts_in(table, "messy.jsonl") == {"read": 8, "kept": 2, **dropped, "duplicate": 1}
-    assert counts_in(table, "medical.csv") == {"read": 2, "kept": 1, **dict.fromkeys(dropped, 0), "duplicate": 1}
-    assert counts_in(table, "total") == {"read": 10, "kept": 3, **dropped, "duplicate": 2}
+    assert counts_in(table, "messy.jsonl") == {"read": 8, "kept": 2, "malformed": 0, **dropped, "duplicate": 1}
+    none = dict.fromkeys(["malformed", *dropped], 0)
+    assert counts_in(table, "medical.csv") == {"read": 2, "kept": 1, **none, "duplicate": 1}
+    assert counts_in(table, "total") == {"read": 10, "kept": 3, "malformed": 0, **dropped, "duplicate": 2}
     written = pq.read_table(tmp_path / "out" / "pairs.parquet").to_pylist()
     assert [tuple(row.values()) for row in written] == [("问一", "答一"), ("问二", "答👩\u200d⚕️"), ("问\n三", "答三")]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["pairs.parquet"]
+
+
+def test_malformed_rows_are_left_out_counted_and_the_first_of_them_named(tmp_path, prepare):
+    good = [f'{{"prompt": "问{i}", "response": "答"}}' for i in range(2)]
+    lines = [good[0], *["null", "{'a'", '{"prompt": "问', "7", "8"], good[1]]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "b.csv").write_text("prompt,response\n问,答,多\n问二,答\n", encoding="utf-8")
+    code, out, errors = prepare("a.jsonl", "b.csv", "--output", "out.parquet")
+    assert code == 0, errors
+    rest = dict.fromkeys(["empty prompt", "empty response", "damaged text", "private use", "too long", "duplicate"], 0)
+    table = out.partition("\nout.parquet")[0]
+    assert counts_in(table, "a.jsonl") == {"read": 7, "kept": 2, "malformed": 5, **rest}
+    assert counts_in(table, "b.csv") == {"read": 2, "kept": 1, "malformed": 1, **rest}
+    for said in (
+        "a.jsonl line 2: ",
+        "a.jsonl line 3 (",
+        "a.jsonl line 4 (",
+        "2 more rows of a.jsonl",
+        "b.csv line 2: 3",
+    ):
+        assert said in errors
+    assert len(errors.splitlines()) == 5
+    assert pq.read_metadata(tmp_path / "out.parquet").num_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("x.jsonl", "null\n{'a'\n"), ("x.json", "# no json\nat all"), ("x.csv", "a,b\n1,2,3\n4,5,6\n")]
+)
+def test_a_file_without_a_row_that_can_be_read_is_refused(tmp_path, prepare, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    code, table, errors = prepare(name, "--output", "out.parquet")
+    assert (code, table, errors.count("\n")) == (2, "", 1)
+    assert f"none of 2 rows can be read: {name} line " in errors
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_the_output_is_zstd_with_row_groups_of_20000_pairs_and_can_be_an_input(tmp_path, prepare):
@@ -70,7 +105,7 @@ def test_the_output_is_zstd_with_row_groups_of_20000_pairs_and_can_be_an_input(t
 
 
 def test_a_file_with_one_side_always_empty_is_refused_by_name(tmp_path, prepare):
-    write_rows(tmp_path / "belle.jsonl", [{"question": "q", "std_answer": "", "class": "c"}, {"question": ""}])
+    write_rows(tmp_path / "belle.jsonl", [None, {"question": "q", "std_answer": "", "class": "c"}, {"question": ""}])
     write_rows(tmp_path / "good.jsonl", ROWS)
     code, table, errors = prepare("good.jsonl", "belle.jsonl", "--output", "out.parquet")
     assert (code, table) == (2, "")
@@ -141,3 +176,22 @@ def test_named_columns_and_wrong_options(tmp_path, prepare):
     ):
         code, _, errors = prepare("x.jsonl", *words)
         assert code == 2 and words[-1].partition("=")[0] in errors and "Traceback" not in errors
+
+
+def test_a_share_without_a_file_for_it_is_refused(tmp_path, prepare):
+    write_rows(tmp_path / "x.jsonl", ROWS)
+    code, _, errors = prepare("x.jsonl", "--output=p.parquet", "--validation_share=0.05")
+    assert code == 2 and "--validation_share=0.05" in errors and "add --validation_output VALID.parquet" in errors
+
+
+def test_a_folder_or_an_output_that_cannot_be_made_is_refused_in_a_sentence(tmp_path, prepare):
+    write_rows(tmp_path / "x.jsonl", ROWS)
+    (tmp_path / "f.parquet").mkdir()
+    for words, said in (
+        ([".", "--output=p.parquet"], ".: it is a folder; name a file in it (prepare_data takes several: ./*.json)"),
+        (["x.jsonl", "--output=x.jsonl/p.parquet"], "x.jsonl/p.parquet: its folder cannot be made (File exists: x.js"),
+        (["x.jsonl", "--output=x.jsonl/y/p.parquet"], "its folder cannot be made (Not a directory: x.jsonl/y); give a"),
+        (["x.jsonl", "--output=f.parquet", "--overwrite"], "--output=f.parquet: it is a folder; name a file, for ex"),
+    ):
+        code, table, errors = prepare(*words)
+        assert (code, table, errors.count("\n")) == (2, "", 1) and said in errors and "Errno" not in errors

@@ -35,3 +35,24 @@ def test_the_script_answers_bad_input_with_one_line_and_exit_code_2(tmp_path):
         done = run_script(*arguments, "--output_dir", "out", cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert arguments[0] in done.stderr
+
+
+def test_a_tokenizer_that_is_there_stays_until_overwrite_is_typed(tmp_path):
+    (tmp_path / "lines.txt").write_text(PROBE, encoding="utf-8")
+    (tmp_path / "out").mkdir()
+    there = tmp_path / "out" / "tokenizer.json"
+    there.write_text("old")
+    words = ["lines.txt", "--output_dir", "out", "--vocab_size", 350]
+    done = run_script(*words, cwd=tmp_path)
+    assert done.returncode == 2 and "--output_dir=out" in done.stderr and "--overwrite" in done.stderr
+    assert there.read_text() == "old"
+    assert run_script(*words, "--overwrite", cwd=tmp_path).returncode == 0
+    assert load_tokenizer(tmp_path / "out").vocab_size == 350
+
+
+def test_an_output_dir_that_cannot_be_made_is_refused_before_the_files_are_read(tmp_path):
+    (tmp_path / "file").touch()
+    for output_dir in ("file", "file/below"):
+        done = run_script("missing.txt", "--output_dir", output_dir, cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert f"--output_dir={output_dir}: the directory cannot be made" in done.stderr
