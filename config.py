@@ -262,7 +262,7 @@ def global_batch(config, world_size, typed):
     product = config.batch_size_per_gpu * config.gradient_accumulation_steps * world_size
     if not config.global_batch_size:
         return product
-    explicit = {"batch_size_per_gpu", "gradient_accumulation_steps"} <= set(typed)
+    explicit = {"global_batch_size", "batch_size_per_gpu", "gradient_accumulation_steps"} <= set(typed)
     if explicit and product != config.global_batch_size:
         raise ValueError(
             f"--global_batch_size={config.global_batch_size} contradicts batch_size_per_gpu * "

@@ -43,7 +43,7 @@ class TrainState:
     first_batch: int = 1  # pairs of a step at the run's first start: warm-up steps are counted in them
     best_loss: float | None = None  # validation loss of best/
     best_step: int = 0
-    validation: str = ""  # sha256 of the tokens that best_loss is of
+    validation: str = ""  # which pairs best_loss is of, and how they are cut
     seed: int = 0
     world_size: int = 1
     tokenizer_fingerprint: str = ""

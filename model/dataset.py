@@ -37,6 +37,12 @@ class TokenStore:
     def __len__(self):
         return len(self.lengths)
 
+    @property
+    def identity(self):
+        """Which pairs these are and how they are cut, wherever their file lies."""
+        source = self.meta["source"]
+        return f"{self.meta['sha256']} {source['max_seq_len']} {source['columns']}"
+
     def tokens(self, ids):
         """Flat prompt ids and flat response ids (int64) of the examples `ids`, in their order."""
         table = self.rows[ids]

@@ -17,6 +17,7 @@ MAX_OBJECT_BYTES = 64 << 20
 OnMalformed = Callable[[str], None]  # told the problem of a row; the row is left out if it returns
 
 _SPACE = re.compile(r"[ \t\r\n]*")
+_SIDE_BY_SIDE = re.compile(r"\}\s*\{")
 _decode = json.JSONDecoder().raw_decode
 
 
@@ -156,4 +157,4 @@ class JsonText:
 
 def _is_row(line: str, begins_line: bool) -> bool:
     """Whether no more than one value is lost with the line: it has no objects side by side and is no opening alone."""
-    return line.strip() != "{" and (begins_line or "{" not in line)
+    return line.strip() != "{" and not _SIDE_BY_SIDE.search(line) and (begins_line or "{" not in line)

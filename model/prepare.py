@@ -83,7 +83,7 @@ def prepare_run(ranks, config, typed, resumed):
     state = TrainState(
         first_batch=batch, seed=config.seed, num_pairs=len(train), shape=asdict(model.shape),
         tokenizer_fingerprint=tokenizer.fingerprint, world_size=ranks.world_size,
-        validation=validation.meta["sha256"],
+        validation=validation.identity,
     )  # fmt: skip
     if found:
         _check_same_run(found, config, state)
@@ -243,11 +243,11 @@ def _restore(ranks, model, optimizer, found):
 
 def _judged_by(validation, ranks, state):
     """The TrainState for these validation pairs: the loss of best/ on others says nothing about them."""
-    if state.validation == validation.meta["sha256"]:
+    if state.validation == validation.identity:
         return state
     if ranks.is_main:
         LOGGER.info("the validation pairs are others, or cut elsewhere: best/ is chosen anew")
-    return replace(state, validation=validation.meta["sha256"], best_loss=None, best_step=0)
+    return replace(state, validation=validation.identity, best_loss=None, best_step=0)
 
 
 def prepare_test(ranks, config):

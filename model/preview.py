@@ -87,15 +87,14 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     limit = int(config.gpu_memory_limit_gb * GIB) or (gpus and torch.cuda.get_device_properties(0).total_memory)
     machine = Machine(world, limit or None)
     shape, tokenizer = _shape_and_tokenizer(config, vocab_size)
-    lengths, source = _lengths(config, tokenizer)
+    lengths, source, num_pairs = _lengths(config, tokenizer)
     batch = global_batch(config, world, typed)
     share_pairs = -(-batch // world)
     on_gpu = machine.memory_bytes is not None
     dtype = torch.float32 if config.mixed_precision == "no" or not on_gpu else torch.bfloat16
     device = "cuda" if on_gpu else "cpu"
     estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device, launch_tokens_here())
-    num_steps = float(lengths.counts.sum() * config.epochs / batch)
-    asked = recording_asked(config, estimate.setting, num_steps)
+    asked = recording_asked(config, estimate.setting, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
     plan, _ = choose_plan_and_recordings(config, estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
     # a share of few pairs never fills two forwards of the planned size: the slope is that of many
@@ -105,7 +104,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
         parameters=count_parameters(shape), dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
-        steps=dict(pairs=batch, count=num_steps, problem=warmup_problem(config, config.warmup_steps, num_steps)),
+        steps=_steps(config, batch, num_pairs),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
         forwards=round(estimate.forwards(tokens), 2), phases=predicted_peaks(estimate, plan),
         levers=_levers(config, shape, dtype, estimate, machine, plan),
@@ -132,17 +131,24 @@ def _shape_and_tokenizer(config, vocab_size):
 
 
 def _lengths(config, tokenizer):
-    """(Lengths of the training pairs, where they come from)."""
+    """(Lengths of the training pairs, where they come from, the number of pairs or None where it is not known)."""
     path, columns = Path(config.train_file), (config.prompt_column, config.response_column)
     longest = np.full((1, 2), config.max_seq_len)
     if tokenizer is None or not path.is_file():
-        return Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len"
+        return Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len", None
     store = find_store(path, tokenizer, config.max_seq_len, TOKENS_DIR, columns=columns)
     if store:
-        return histogram(store.lengths), f"counted: {store.directory}"
+        return histogram(store.lengths), f"counted: {store.directory}", len(store)
     rows = list(islice(read_pairs(path, *columns), SAMPLED_ROWS))
     lengths = token_lengths(rows, tokenizer, config.max_seq_len)
-    return histogram(np.concatenate([lengths, longest])), f"sampled: {len(lengths):,} rows and a longest pair"
+    source = f"sampled: {len(lengths):,} rows and a longest pair"
+    return histogram(np.concatenate([lengths, longest])), source, len(lengths) if len(rows) < SAMPLED_ROWS else None
+
+
+def _steps(config, batch, num_pairs):
+    """Pairs of a step, the number of steps (None where `num_pairs` is) and what is wrong with the warm-up then."""
+    count = num_pairs and num_pairs * config.epochs / batch
+    return dict(pairs=batch, count=count, problem=warmup_problem(config, config.warmup_steps, count) if count else "")
 
 
 def _levers(config, shape, dtype, chosen, machine, plan):
@@ -193,7 +199,7 @@ def table(values):
     lines = [
         ("parameters", f"{values['parameters']:,}, computing in {values['dtype']}"),
         ("pairs", "{source}; {pairs:,}, {mean:.1f} tokens on average, {longest} at most".format(**values["lengths"])),
-        ("steps", "{count:,.0f} of {pairs} pairs; {problem}".format(**values["steps"]).removesuffix("; ")),
+        ("steps", _steps_text(**values["steps"])),
         ("held all the time", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),
         ("each packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
         ("room", "no GPU" if limit is None else f"{gib(limit)} for the allocator, of which {USABLE:.0%} are planned"),
@@ -211,6 +217,12 @@ def table(values):
     ]  # fmt: skip
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
+
+
+def _steps_text(pairs, count, problem):
+    if not count:
+        return f"of {pairs} pairs; their number is known once the data is tokenised"
+    return f"{count:,.0f} of {pairs} pairs" + (f"; {problem}" if problem else "")
 
 
 def _lever_text(lever):

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from model.tokenizer import copy_tokenizer
 
 LOGGER = logging.getLogger("chat_trainer")
 RUN_FILES = {"run.lock", "config.json", "metrics.jsonl", "checkpoints"}
+MAY_STAND_THERE = re.compile(r"\..*|lost\+found|tokenizer|.*\.(log|out|err|txt)")  # before a run's first start
 
 
 def write_json(path, values):
@@ -52,7 +54,10 @@ def admit(run_dir, keep_training, overwrite):
 
 def _check_no_stranger(run_dir):
     """Raise ValueError where `run_dir` holds files and no run has ever been at work there."""
-    names = sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name != "lost+found")
+    try:
+        names = sorted(path.name for path in run_dir.iterdir() if not MAY_STAND_THERE.fullmatch(path.name))
+    except OSError as error:
+        raise ValueError(f"{run_dir} cannot be written ({error}): name another --output_dir") from None
     if names and not RUN_FILES & set(names):
         raise ValueError(
             f"{run_dir} is no run's directory, it holds {', '.join(names[:3])}: name another or an empty --output_dir"

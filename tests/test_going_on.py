@@ -87,12 +87,14 @@ def test_a_best_model_that_the_disk_refused_at_the_end_fails_the_run_and_is_expo
     assert (home / "no_best" / "best" / "model.safetensors").exists()
 
 
-def test_a_best_model_of_other_validation_pairs_is_chosen_anew(home):
-    for fault, options in (("forward:0:8:int", {}), ("", dict(validation_file="train.jsonl", learn_rate=1e-9))):
-        done = train(home, 1, fault, output_dir="judged", is_keep_training="auto", epochs=3, save_steps=1000, **options)
+@pytest.mark.parametrize("change", (dict(validation_file="train.jsonl"), dict(max_seq_len=8)))
+def test_a_best_model_of_other_validation_pairs_is_chosen_anew(home, change):
+    name = f"judged_{list(change)[0]}"
+    for fault, options in (("forward:0:8:int", {}), ("", change | dict(learn_rate=1e-9))):
+        done = train(home, 1, fault, output_dir=name, is_keep_training="auto", epochs=3, save_steps=1000, **options)
         assert done.codes == [0], done.text
     assert "best/ is chosen anew" in done.text
-    losses = {line["step"]: line["loss"] for line in journal(home / "judged", "eval")}
+    losses = {line["step"]: line["loss"] for line in journal(home / name, "eval")}
     assert f"best_val_loss:{min(losses[12], losses[18]):.4f}" in done.text and losses[6] not in (losses[12], losses[18])
 
 

@@ -68,6 +68,7 @@ def test_what_follows_a_whole_value_on_its_line_is_left_out_too(tmp_path):
     "text",
     [
         f"{ITEM},{ITEM},{ITEM}",
+        '{"prompt": "p", response: "r"} ' + ITEM,
         '{\n"prompt": "p",\n"response" "r"\n}\n' + ITEM,
         f"[{ITEM},\n{ITEM[:-2]}",
         '["q", 7, "q", "a"]',

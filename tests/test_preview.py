@@ -5,6 +5,7 @@ import re
 import pytest
 
 from config import MODELS, T5ModelConfig, load_config
+from model import preview as preview_module
 from model.dataset import find_store, open_store, token_lengths
 from model.estimate import count_parameters
 from model.pairs import read_pairs
@@ -88,10 +89,20 @@ def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
     tokenizer = load_tokenizer(TOKENIZER_DIR)
     assert find_store("train.jsonl", tokenizer, 32, TOKENS_DIR) is None
     store = open_store("train.jsonl", tokenizer, 32, TOKENS_DIR)
-    counted = plan(vocab_size=0, **options)["lengths"]
+    values = plan(vocab_size=0, **options)
+    assert "3 of 64 pairs; the warm-up of 1000 steps" in table(plan(vocab_size=0, **options, epochs=4))
+    counted = values["lengths"]
     assert counted["source"].startswith("counted: ")
     assert (counted["pairs"], counted["longest"]) == (44, int(store.lengths.sum(axis=1).max()))
     assert (token_lengths(list(read_pairs("train.jsonl")), tokenizer, 32) == store.lengths).all()
+
+
+def test_steps_are_not_told_where_the_pairs_were_not_counted(home, monkeypatch):
+    monkeypatch.setattr(preview_module, "SAMPLED_ROWS", 40)
+    for options in (dict(train_file="train.jsonl"), dict(train_file="nowhere.jsonl")):
+        values = plan(model="shape.json", max_seq_len=32, gpu_memory_limit_gb=1, **options)
+        assert values["steps"] == dict(pairs=64, count=None, problem="")
+        assert "known once the data is tokenised" in table(values)
 
 
 def test_without_a_gpu_the_plan_is_for_the_cpu(home):

@@ -110,6 +110,8 @@ def test_the_size_of_a_step_that_a_run_was_given_holds_until_another_is_typed(tm
     again = request(tmp_path, "is_keep_training", batch_size_per_gpu="16", learn_rate="0.5")
     assert global_batch(again.config, 2, again.typed) == 64, "a script names the same again"
     assert again.changed == (f"learn_rate {TrainConfig().learn_rate} -> 0.5",)
+    again = request(tmp_path, "is_keep_training", batch_size_per_gpu="16", gradient_accumulation_steps="2")
+    assert [global_batch(again.config, world, again.typed) for world in (1, 2)] == [64, 64]
     with pytest.raises(ValueError, match="contradicts"):
         again = request(tmp_path, "is_keep_training", **sizes)
         global_batch(again.config, 1, again.typed)

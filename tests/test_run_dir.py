@@ -84,7 +84,8 @@ def test_a_start_after_an_aborted_one_has_its_own_tokenizer_alone(tmp_path, toke
 
 
 def test_a_directory_of_other_files_is_not_taken_for_a_run_s(tmp_path):
-    (tmp_path / "lost+found").mkdir()
+    for name in ("lost+found", "tokenizer", "nohup.out", "train.log"):
+        (tmp_path / name).mkdir()
     assert admit(tmp_path, "auto", False) == ""
     (tmp_path / "run.lock").unlink()
     (tmp_path / "pretrain_train.parquet").touch()
@@ -118,10 +119,11 @@ def test_two_runs_that_start_in_one_directory_at_the_same_time_do_not_mix(home):
 
 def test_a_run_directory_that_cannot_be_written_is_refused_in_words(home):
     (home / "file").touch()
-    (process,) = start(home, output_dir="file/run")
-    done = wait_for([process], home)
-    assert done.codes == [2], done.text
-    assert "file/run cannot be written" in done.text and "Traceback" not in done.text
+    for directory in ("file/run", "file"):
+        (process,) = start(home, output_dir=directory)
+        done = wait_for([process], home)
+        assert done.codes == [2], done.text
+        assert f"{directory} cannot be written" in done.text and "Traceback" not in done.text
 
 
 def test_sample_ids_are_cut_back_to_a_step_and_a_torn_line_goes(tmp_path):
