@@ -51,39 +51,41 @@ def main():
     parser.add_argument("--out", help="file for the JSON lines")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        home = furnish(Path(folder))
-        texts = (home / "train.jsonl").read_text().splitlines()
-        (home / "many.jsonl").write_text("\n".join(texts[n % len(texts)] for n in range(NUM_PAIRS)) + "\n")
-        pace = 1 / (SLEEP_SECONDS + 1 / measure_pace(home))
-        epochs = given.epochs or math.ceil(0.9 * given.minutes * 60 * pace / STEPS_AN_EPOCH)
-        disk = home / "disk"
-        disk.mkdir()
-        mounted = mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", disk) == 0
-        try:
-            run = Disturbed(home, "disk/run", 2, function=sleepy_main, epochs=epochs, **OPTIONS)
-            met, lives, minutes = chaos(run, given, random.Random(given.seed), pace, mounted)
-            done = wait_for(run.start(), home, 7200)
-            hashes = [weights_hash(run.dir)]
-            ids_once = ids_by_epoch(run.dir) == {e: list(range(NUM_PAIRS)) for e in range(1, epochs + 1)}
-            steps, plans = journal(run.dir, "stop")[-1]["step"], count_plans(run)
-        finally:
-            if mounted:
-                os.system(f"umount {disk}")
-        calm = train(home, 2, output_dir="calm", seconds=7200, dropout=0.1, epochs=epochs, **OPTIONS)
-        hashes.append(weights_hash(home / "calm"))
-    result = dict(
-        steps=steps, lives=lives, minutes=round(minutes, 1), misfortunes=sum(met.values()), plans=plans,
-        codes=[*done.codes, *calm.codes], sha256_equal=hashes[0] == hashes[1], ids_once=ids_once,
-    )  # fmt: skip
+        met, result = disturb(furnish(Path(folder)), given)
     tell(given.out, harness="chaos", **result)
-    right = result["sha256_equal"] and ids_once and not any(result["codes"])
-    rows = [[kind, count] for kind, count in sorted(met.items())]
-    summary = (
-        f"{sum(met.values())} misfortunes in {minutes:.1f} minutes, {lives} lives, {steps} steps on two processes; "
-    )
-    summary += "at the end the calm run's sha256 and each id once" if right else f"**it failed: {result}**"
-    write_section("chaos", "Chaos", ["misfortune", "times"], rows, f"`python -m bench.chaos`: {summary}")
+    right = result["sha256_equal"] and result["ids_once"] and not any(result["codes"])
+    told = "{misfortunes} misfortunes in {minutes} minutes, {lives} lives, {steps} steps on two processes; "
+    end = "at the end the calm run's sha256 and each id once" if right else f"**it failed: {result}**"
+    rows, note = [[kind, count] for kind, count in sorted(met.items())], "`python -m bench.chaos`: "
+    write_section("chaos", "Chaos", ["misfortune", "times"], rows, note + told.format(**result) + end)
     return 0 if right else 1
+
+
+def disturb(home, given):
+    """(How often each misfortune came, what became of the run beside a calm one)."""
+    texts = (home / "train.jsonl").read_text().splitlines()
+    (home / "many.jsonl").write_text("\n".join(texts[n % len(texts)] for n in range(NUM_PAIRS)) + "\n")
+    pace = 1 / (SLEEP_SECONDS + 1 / measure_pace(home))
+    epochs = given.epochs or math.ceil(0.9 * given.minutes * 60 * pace / STEPS_AN_EPOCH)
+    disk = home / "disk"
+    disk.mkdir()
+    mounted = mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", disk) == 0
+    try:
+        run = Disturbed(home, "disk/run", 2, function=sleepy_main, epochs=epochs, **OPTIONS)
+        met, lives, minutes = chaos(run, given, random.Random(given.seed), pace, mounted)
+        done = wait_for(run.start(), home, 7200)
+        disturbed_hash = weights_hash(run.dir)
+        ids_once = ids_by_epoch(run.dir) == {e: list(range(NUM_PAIRS)) for e in range(1, epochs + 1)}
+        steps, plans = journal(run.dir, "stop")[-1]["step"], count_plans(run)
+    finally:
+        if mounted:
+            os.system(f"umount {disk}")
+    calm = train(home, 2, output_dir="calm", seconds=7200, dropout=0.1, epochs=epochs, **OPTIONS)
+    return met, dict(
+        steps=steps, lives=lives, minutes=round(minutes, 1), misfortunes=sum(met.values()), plans=plans,
+        codes=[*done.codes, *calm.codes], sha256_equal=disturbed_hash == weights_hash(home / "calm"),
+        ids_once=ids_once,
+    )  # fmt: skip
 
 
 def measure_pace(home):

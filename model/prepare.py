@@ -80,22 +80,31 @@ def prepare_run(ranks, config, typed, resumed):
     optimizer = make_optimizer(model, config)
     free["optimizer"] = free_bytes()
     rehearse_update(ranks, model, optimizer)
-    state = TrainState(
-        first_batch=batch, seed=config.seed, num_pairs=len(train), shape=asdict(model.shape),
-        tokenizer_fingerprint=tokenizer.fingerprint, world_size=ranks.world_size,
-        validation=validation.identity,
-    )  # fmt: skip
-    if found:
-        _check_same_run(found, config, state)
-        state = _judged_by(validation, ranks, _restore(ranks, model, optimizer, found))
-    warmup_pairs = config.warmup_steps * state.first_batch
+    warmup_pairs = config.warmup_steps * (found.state.first_batch if found else batch)
     course = Course(len(train) * config.epochs, warmup_pairs, batch, tokenizer.pad_id)
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
+    state = _starting_state(run, found)
     plan, memory = plan_run(run, MemoryPlan(**state.plan) if state.plan else None, foreign)
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
     may_record = config.compile != "False" and model.uses_kernels and not config.dropout
     growth = kept_growth(state, plan, may_record)
     return replace(run, memory=memory), replace(state, plan=asdict(plan), growth=growth), plan
+
+
+def _starting_state(run, found):
+    """The TrainState of a fresh start, or that of a Checkpoint, which is put into the run's model and optimizer.
+
+    Raises ValueError where the checkpoint is not this run's.
+    """
+    fresh = TrainState(
+        first_batch=run.course.global_batch, seed=run.config.seed, num_pairs=len(run.train),
+        shape=asdict(run.model.shape), tokenizer_fingerprint=run.tokenizer.fingerprint,
+        world_size=run.ranks.world_size, validation=run.validation.identity,
+    )  # fmt: skip
+    if not found:
+        return fresh
+    _check_same_run(found, run.config, fresh)
+    return _judged_by(run.validation, run.ranks, _restore(run.ranks, run.model, run.optimizer, found))
 
 
 def kept_growth(state, plan, may_record):
