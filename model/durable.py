@@ -42,6 +42,17 @@ def make_directory(path):
         fsync(directory.parent)
 
 
+def make_output_directory(path):
+    """Have the directory `path` that a user named; raises ValueError where it cannot be made."""
+    try:
+        make_directory(path)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: the directory cannot be made ({error.strerror}: {error.filename}); give a path where no file "
+            "stands in the way and that you may write to"
+        ) from None
+
+
 def remove_drafts(*directories):
     """Delete what a kill left unfinished in these directories; nobody else may be writing there."""
     for directory in map(Path, directories):

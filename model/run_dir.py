@@ -54,10 +54,8 @@ def admit(run_dir, keep_training, overwrite):
 
 def _check_no_stranger(run_dir):
     """Raise ValueError where `run_dir` holds files and no run has ever been at work there."""
-    try:
+    with _refusing(run_dir):
         names = sorted(path.name for path in run_dir.iterdir() if not MAY_STAND_THERE.fullmatch(path.name))
-    except OSError as error:
-        raise ValueError(f"{run_dir} cannot be written ({error}): name another --output_dir") from None
     if names and not RUN_FILES & set(names):
         raise ValueError(
             f"{run_dir} is no run's directory, it holds {', '.join(names[:3])}: name another or an empty --output_dir"
@@ -109,13 +107,20 @@ def _newest_name(run_dir):
     return next((path.name for path in checkpoint_paths(run_dir)), "")
 
 
-def _lock(run_dir):
-    """run.lock, open and locked; the system frees it when its holder dies. Raises ValueError if another holds it."""
+@contextmanager
+def _refusing(run_dir):
+    """What the disk says against `run_dir` is a ValueError."""
     try:
-        make_directory(Path(run_dir))
-        file = open(Path(run_dir) / "run.lock", "a+")
+        yield
     except OSError as error:
         raise ValueError(f"{run_dir} cannot be written ({error}): name another --output_dir") from None
+
+
+def _lock(run_dir):
+    """run.lock, open and locked; the system frees it when its holder dies. Raises ValueError if another holds it."""
+    with _refusing(run_dir):
+        make_directory(Path(run_dir))
+        file = open(Path(run_dir) / "run.lock", "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from model.durable import make_output_directory
 from model.pairs import REASONS, NoRows, clean_pair, find_columns, read_pairs, read_rows
 
 ROW_GROUP_PAIRS = 20_000
@@ -84,7 +85,8 @@ def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, int]]:
         raise ValueError(f"--max_chars={options.max_chars}: a side needs at least 1 character")
     share = check_share(options)
     inputs = [Input(path) for path in options.inputs]
-    make_folders(outputs)
+    for output in outputs:
+        make_output_directory(output.parent)
     partials = [output.with_name(f".{output.name}.{os.getpid()}.partial") for output in outputs]
     try:
         counts = write_parquet(clean_files(inputs, options), partials, share)
@@ -125,17 +127,6 @@ def check_share(options: argparse.Namespace) -> float:
     if options.validation_share is not None and not options.validation_output:
         raise ValueError(f"--validation_share={share}: there is no file for it; add --validation_output VALID.parquet")
     return share
-
-
-def make_folders(outputs: list[Path]) -> None:
-    for output in outputs:
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"{output}: its folder cannot be made ({error.strerror}: {error.filename}); give a path where no file "
-                "stands in the way and that you may write to"
-            ) from None
 
 
 def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[tuple[str, str]]:

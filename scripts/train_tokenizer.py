@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from model.durable import make_output_directory
 from model.pairs import read_pairs
 from model.tokenizer import count_merged_tokens, load_tokenizer, train_tokenizer
 
@@ -57,13 +58,7 @@ def prepare_output(output_dir: Path, overwrite: bool) -> None:
     """Make the directory, before the long work; ValueError if it cannot be made or holds a tokenizer already."""
     if (output_dir / "tokenizer.json").exists() and not overwrite:
         raise ValueError(f"--output_dir={output_dir}: it holds a tokenizer already; give another, or add --overwrite")
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--output_dir={output_dir}: the directory cannot be made ({error.strerror}: {error.filename}); "
-            "give a path where no file stands in the way and that you may write to"
-        ) from None
+    make_output_directory(output_dir)
 
 
 def print_summary(output_dir: Path, held: list[str], seconds: float) -> None:

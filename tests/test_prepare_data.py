@@ -189,8 +189,11 @@ def test_a_folder_or_an_output_that_cannot_be_made_is_refused_in_a_sentence(tmp_
     (tmp_path / "f.parquet").mkdir()
     for words, said in (
         ([".", "--output=p.parquet"], ".: it is a folder; name a file in it (prepare_data takes several: ./*.json)"),
-        (["x.jsonl", "--output=x.jsonl/p.parquet"], "x.jsonl/p.parquet: its folder cannot be made (File exists: x.js"),
-        (["x.jsonl", "--output=x.jsonl/y/p.parquet"], "its folder cannot be made (Not a directory: x.jsonl/y); give a"),
+        (
+            ["x.jsonl", "--output=x.jsonl/p.parquet"],
+            "x.jsonl: the directory cannot be made (File exists: x.jsonl); give",
+        ),
+        (["x.jsonl", "--output=x.jsonl/y/p.parquet"], "x.jsonl/y: the directory cannot be made (Not a directory: x.js"),
         (["x.jsonl", "--output=f.parquet", "--overwrite"], "--output=f.parquet: it is a folder; name a file, for ex"),
     ):
         code, table, errors = prepare(*words)

@@ -55,4 +55,4 @@ def test_an_output_dir_that_cannot_be_made_is_refused_before_the_files_are_read(
     for output_dir in ("file", "file/below"):
         done = run_script("missing.txt", "--output_dir", output_dir, cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert f"--output_dir={output_dir}: the directory cannot be made" in done.stderr
+        assert f"{output_dir}: the directory cannot be made" in done.stderr
