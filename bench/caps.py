@@ -5,8 +5,8 @@
 
 For each cap in GiB, model and batch size: one epoch of 2,048 pairs with a heavy tail, as planned, and then the same few
 steps with the plan and with each micro-batch from one longest pair on, with and without gradient checkpointing, under
-the same cap. Prints a JSON line a case; exit code 1 when memory ran out after planning or a plan kept less than 95 % of
-the best speed.
+the same cap; where the epoch repays recordings also recorded and not. Prints a JSON line a case; exit code 1 when
+memory ran out after planning or a plan kept less than 95 % of the best speed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from config import MODELS, T5ModelConfig, load_config
 from model.chat_model import TextToTextModel
 from model.feed import Course
 from model.optim import make_optimizer
-from model.plan import NothingFits
+from model.plan import STEPS_THAT_REPAY_RECORDING, NothingFits
 from model.prepare import Run, check_memory_fits, compute_dtype, set_memory_limit
 from model.ranks import Ranks
 from model.rehearsal import plan_run, rehearse_update
@@ -104,38 +104,41 @@ def clock(run):
     return time.perf_counter()
 
 
-def speeds_by_trying(run, plan, most_tokens):
-    """Tokens/s by cutting: the plan's, and powers of two of micro-batches that fit, up to one for `most_tokens`.
+def speeds_by_trying(run, plan, most_tokens, may_record):
+    """Tokens/s by plan: the chosen one, and powers of two of micro-batches that fit, up to one for `most_tokens`.
 
-    From the largest down, until one is far from the best: smaller ones are slower still. Those near the best are tried
-    again in turn. Of a step that several cuttings cut alike the fastest time counts for all of them: it is the same
-    work, and what is left is not the machine's noise. A cutting that beats the plan must last an epoch.
+    From the largest down, until one is far from the best: smaller ones are slower still. With `may_record` steps in one
+    forward are tried recorded where `plan` is not, or the other way round. Those near the best are tried again in turn.
+    Of a step that several plans cut alike the fastest time counts for all of them: it is the same work, and what is
+    left is not the machine's noise. A plan that beats the chosen one must last an epoch.
     """
     fastest, sizes = {}, range(math.ceil(math.log2(max(most_tokens, 2 * LONGEST))), LONGEST.bit_length() - 1, -1)
     first, tokens = tried_ways(run, plan, fastest)
-    ways = {plan.cutting: first}
+    ways = {plan: first}
 
     def speeds():
-        return {c: tokens / sum(fastest[way] for way in done) if done else 0.0 for c, done in ways.items()}
+        return {p: tokens / sum(fastest[way] for way in done) if done else 0.0 for p, done in ways.items()}
 
-    for again in (False, True):
-        for cutting in [(2**size, plan.chunk_tokens, again) for size in sizes]:
-            ways[cutting], _ = tried_ways(run, plan.cut_as(cutting), fastest)
-            if 0 < speeds()[cutting] < HOPELESS * max(speeds().values()):
+    recorded = (plan.graphs, not plan.graphs) if may_record else (plan.graphs,)
+    for again, graphs in product((False, True), recorded):
+        for size in sizes if graphs == plan.graphs else sizes[:1]:
+            tried = replace(plan.cut_as((2**size, plan.chunk_tokens, again)), graphs=graphs)
+            ways[tried], _ = tried_ways(run, tried, fastest)
+            if 0 < speeds()[tried] < HOPELESS * max(speeds().values()):
                 break
-    near = [c for c, per_second in speeds().items() if per_second >= HOPELESS * max(speeds().values())]
-    for _, cutting in product(range(REPEATS), near):
-        ways[cutting], _ = tried_ways(run, plan.cut_as(cutting), fastest)
-    for cutting in near:
-        if speeds()[plan.cutting] < ENOUGH * speeds()[cutting] and train_epoch(run, plan.cut_as(cutting))[1]:
-            ways[cutting] = None
+    near = [p for p, per_second in speeds().items() if per_second >= HOPELESS * max(speeds().values())]
+    for _, tried in product(range(REPEATS), near):
+        ways[tried], _ = tried_ways(run, tried, fastest)
+    for tried in near:
+        if speeds()[plan] < ENOUGH * speeds()[tried] and train_epoch(run, tried)[1]:
+            ways[tried] = None
     return speeds()
 
 
 def tried_ways(run, plan, fastest):
     """(Ways in which `plan` does some steps, always the same ones, None where they do not fit; the steps' tokens).
 
-    A way is the number of the step, of its forwards, and the rest of the cutting; its least seconds go to `fastest`.
+    A way is the number of the step, of its forwards, and the rest of the plan; its least seconds go to `fastest`.
     """
     warm, course = RECORDING_STEPS if plan.graphs else WARM_STEPS, replace(run.course, total_pairs=8 * NUM_PAIRS)
     steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, course)
@@ -145,7 +148,7 @@ def tried_ways(run, plan, fastest):
         return None, 0
     if any(result.events for result in results):
         return None, 0
-    ways = [(result.step, result.micro_batches, *plan.cutting[1:]) for result in results[warm:]]
+    ways = [(result.step, result.micro_batches, *plan.cutting[1:], plan.graphs) for result in results[warm:]]
     for way, result in zip(ways, results[warm:], strict=True):
         fastest[way] = min(fastest.get(way, math.inf), result.step_seconds)
     return ways, sum(result.tokens for result in results[warm:])
@@ -163,15 +166,17 @@ def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
         torch.cuda.reset_peak_memory_stats(device)
     whole_epoch, events, tokens = train_epoch(run, plan)
     peak = torch.cuda.max_memory_reserved(device) if on_gpu else 0
-    speeds = speeds_by_trying(run, plan, max(tokens))
-    planned, best = speeds[plan.cutting], max(speeds.values())
+    may_record = on_gpu and len(tokens) >= STEPS_THAT_REPAY_RECORDING
+    speeds = speeds_by_trying(run, plan, max(tokens), may_record)
+    planned, best = speeds[plan], max(speeds, key=speeds.get)
     return record | dict(
         plan=plan.cutting, graphs=plan.graphs, predicted_bytes=plan.predicted_peak_bytes, peak_reserved_bytes=peak,
         limits={name: run.memory[name] for name in ("outside_bytes", "allocator_limit_bytes")}, steps=len(tokens),
         out_of_memory_events=events, epoch_tokens_per_second=round(whole_epoch), tokens_per_second=round(planned),
-        best_tokens_per_second=round(best), best_cutting=max(speeds, key=speeds.get),
-        of_the_best=round(planned / best, 3) if best else 0.0, held=not events and planned >= ENOUGH * best,
-        tried=[[*cutting, round(per_second)] for cutting, per_second in speeds.items()],
+        best_tokens_per_second=round(speeds[best]), best_plan=[*best.cutting, best.graphs],
+        of_the_best=round(planned / speeds[best], 3) if planned else 0.0,
+        held=not events and planned >= ENOUGH * speeds[best],
+        tried=[[*tried.cutting, tried.graphs, round(per_second)] for tried, per_second in speeds.items()],
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -17,7 +18,9 @@ CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # beyond this a GPU gains nothing
 STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
 CHUNK_LAUNCHES = 0.006  # of a chunk, over those of a forward and backward
+CHECKPOINTING = {"auto": (False, True), "True": (True,), "False": (False,)}  # what may be chosen
 CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.2  # what computing again takes, over a step without
+RECORDED_LAUNCHES = 0.2  # of the time of launches: what kernels of few tokens take on the GPU itself
 LAUNCH_TOKENS_OF_SM, OLDER_LAUNCH_TOKENS_OF_SM = 250, 75  # Setting.launch_tokens for each, from sm_90 on, before
 
 
@@ -71,34 +74,6 @@ def launch_tokens_here():
     return gpu.multi_processor_count * (LAUNCH_TOKENS_OF_SM if gpu.major >= 9 else OLDER_LAUNCH_TOKENS_OF_SM)
 
 
-def choose_plan(config, estimate, usable_bytes, calibration=None):
-    """The plan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
-
-    `calibration` is what a probe measured over what was predicted. Raises ValueError when one example does not fit the
-    micro-batch that `config` names, NothingFits when it does not fit the memory.
-    """
-    share_pairs, longest = estimate.share_pairs, estimate.lengths.longest
-    if 0 < config.micro_batch_tokens < longest:
-        raise ValueError(
-            f"micro_batch_tokens={config.micro_batch_tokens}: the longest example has {longest} tokens on both "
-            "sides: give at least that, or lower --max_seq_len"
-        )
-    largest = LARGEST_MICRO_BATCH_TOKENS if usable_bytes else CPU_MICRO_BATCH_TOKENS
-    wanted = config.micro_batch_tokens or max(min(share_pairs * longest, largest), longest)
-    usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
-    limit = math.inf if usable_bytes is None else usable_bytes * usable_share
-    checkpointing = {"auto": (False, True), "True": (True,), "False": (False,)}[config.gradient_checkpointing]
-    if usable_bytes is None:
-        return _plan(estimate, limit, wanted, 1024, checkpointing[0])
-    # in a step of few tokens a large chunk's logits would outweigh the activations
-    chunks = [chunk for chunk in CHUNKS if chunk <= max(share_pairs * estimate.lengths.mean / CHUNKS_A_STEP, 512)]
-    plans = [fitting_plan(estimate, wanted, limit, chunk, again) for again in checkpointing for chunk in chunks]
-    plans = [plan for plan in plans if plan and not 0 < plan.micro_batch_tokens < config.micro_batch_tokens]
-    if not plans:
-        raise NothingFits(_refusal(config, estimate, usable_bytes, usable_share))
-    return min(plans, key=lambda plan: (round(time_factor(plan, estimate), 3), -plan.micro_batch_tokens))
-
-
 def recording_asked(config, setting, num_steps):
     """Whether steps are to be recorded as CUDA graphs: None where there is memory for it.
 
@@ -115,36 +90,71 @@ def recording_asked(config, setting, num_steps):
     return None if repaid and config.compile == "auto" else False
 
 
-def choose_plan_and_recordings(config, estimate, usable_bytes, asked):
-    """(MemoryPlan, bytes that it may take beside its recordings); `asked` as recording_asked gives it.
+def choose_plan(config, estimate, usable_bytes, asked=False, calibration=None):
+    """The plan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
 
-    Steps that no recording holds are done as planned, with the recordings' memory beside.
+    `asked` as recording_asked gives it; `calibration` is what a probe measured over what was predicted. Raises
+    ValueError when one example does not fit the micro-batch that `config` names, NothingFits when it does not fit the
+    memory. Steps that no recording holds are done as planned, with the recordings' memory beside.
     """
-    plan = replace(choose_plan(config, estimate, usable_bytes), graphs=bool(asked))
+    if 0 < config.micro_batch_tokens < estimate.lengths.longest:
+        raise ValueError(
+            f"micro_batch_tokens={config.micro_batch_tokens}: the longest example has {estimate.lengths.longest} "
+            "tokens on both sides: give at least that, or lower --max_seq_len"
+        )
+    if usable_bytes is None:
+        tokens = _wanted_tokens(config, estimate, CPU_MICRO_BATCH_TOKENS)
+        return _plan(estimate, math.inf, tokens, 1024, CHECKPOINTING[config.gradient_checkpointing][0])
+    usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
+    plain = list(_fitting_plans(config, estimate, usable_bytes, usable_share))
+    if not plain:
+        raise NothingFits(_refusal(config, estimate, usable_bytes, usable_share))
     if asked is False:
-        return plan, usable_bytes
-    tokens, count = _recordings(estimate, plan)
-    try:
-        lean = choose_plan(config, estimate, usable_bytes - count)
-    except NothingFits:
-        return plan, usable_bytes
-    if lean.micro_batch_tokens < tokens or lean.gradient_checkpointing != plan.gradient_checkpointing:
-        return plan, usable_bytes
-    return replace(lean, graphs=True), usable_bytes - count
+        return _fastest(plain, estimate)
+    recorded = list(_fitting_plans(config, estimate, usable_bytes, usable_share, graphs=True))
+    if asked:
+        return replace(_fastest(recorded or plain, estimate), graphs=True)
+    return _fastest(recorded + plain, estimate)
 
 
-def _recordings(estimate, plan):
-    """(Tokens of the largest step that can be recorded, bytes that recordings keep for themselves)."""
-    lengths = estimate.lengths
-    room = rooms_for(lengths.tokens, estimate.share_pairs, lengths.counts)[-1]
-    tokens = room.prompt_tokens + room.response_tokens
-    return tokens, estimate.recording_bytes(tokens, *plan.cutting[1:])
+def _wanted_tokens(config, estimate, largest):
+    longest = estimate.lengths.longest
+    return config.micro_batch_tokens or max(min(estimate.share_pairs * longest, largest), longest)
+
+
+def _fitting_plans(config, estimate, usable_bytes, usable_share, graphs=False):
+    """For each chunk and checkpointing that `config` allows the largest plan that fits; with `graphs` also all steps
+    that can be recorded, in one forward beside their recordings.
+    """
+    recorded, tokens = _recorded_tokens(estimate), _wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS)
+    # in a step of few tokens a large chunk's logits would outweigh the activations
+    most = max(estimate.share_pairs * estimate.lengths.mean / CHUNKS_A_STEP, 512)
+    for way in product([chunk for chunk in CHUNKS if chunk <= most], CHECKPOINTING[config.gradient_checkpointing]):
+        beside = estimate.recording_bytes(recorded, *way) if graphs else 0
+        plan = fitting_plan(estimate, tokens, (usable_bytes - beside) * usable_share, *way)
+        if plan and plan.micro_batch_tokens >= max(config.micro_batch_tokens, recorded * graphs):
+            yield replace(plan, graphs=graphs)
+
+
+def _fastest(plans, estimate):
+    return min(plans, key=lambda plan: (round(time_factor(plan, estimate), 3), -plan.micro_batch_tokens))
+
+
+def _recorded_tokens(estimate):
+    """Tokens of the largest step that can be recorded."""
+    lengths, share_pairs = estimate.lengths, estimate.share_pairs
+    room = rooms_for(lengths.tokens, share_pairs, lengths.counts)[-1]
+    return min(room.prompt_tokens + room.response_tokens, share_pairs * lengths.longest)
 
 
 def predicted_peaks(estimate, plan):
     """Peak reserved bytes on the device by phase."""
     peaks = estimate.peaks(*plan.cutting, plan.answers)
-    return peaks | (dict(recorded_step=peaks["step"] + _recordings(estimate, plan)[1]) if plan.graphs else {})
+    if not plan.graphs:
+        return peaks
+    return peaks | dict(
+        recorded_step=peaks["step"] + estimate.recording_bytes(_recorded_tokens(estimate), *plan.cutting[1:])
+    )
 
 
 def _plan(estimate, limit_bytes, *cutting):
@@ -184,12 +194,14 @@ def time_factor(plan, estimate):
     A forward lasts as long as its tokens or as its launches, whichever is longer.
     """
     tokens, forwards = estimate.share_pairs * estimate.lengths.mean, estimate.forwards(plan.micro_batch_tokens)
-    once = estimate.setting.launch_tokens
+    unlimited = max(tokens, estimate.setting.launch_tokens)
+    recorded = plan.graphs and plan.micro_batch_tokens >= _recorded_tokens(estimate)
+    once = estimate.setting.launch_tokens * (RECORDED_LAUNCHES if recorded else 1)
     work, launches = tokens / forwards, once
     if plan.gradient_checkpointing:
         work, launches = CHECKPOINTING_WORK * work, CHECKPOINTING_LAUNCHES * launches
     chunks = tokens / forwards / plan.chunk_tokens
-    return forwards * (max(work, launches) + chunks * CHUNK_LAUNCHES * once) / max(tokens, once)
+    return forwards * (max(work, launches) + chunks * CHUNK_LAUNCHES * once) / unlimited
 
 
 def _refusal(config, estimate, usable_bytes, usable_share):

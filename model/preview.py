@@ -21,7 +21,7 @@ from model.plan import (
     CHUNKS,
     USABLE,
     NothingFits,
-    choose_plan_and_recordings,
+    choose_plan,
     fitting_plan,
     launch_tokens_here,
     make_estimate,
@@ -95,7 +95,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     device = "cuda" if on_gpu else "cpu"
     estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device, launch_tokens_here())
     asked = recording_asked(config, estimate.setting, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
-    plan, _ = choose_plan_and_recordings(config, estimate, machine.usable_bytes, asked)
+    plan = choose_plan(config, estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
     # a share of few pairs never fills two forwards of the planned size: the slope is that of many
     filled = make_estimate(config, shape, dtype, lengths, MANY_PAIRS, device)

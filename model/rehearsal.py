@@ -23,7 +23,6 @@ from model.optim import forget, update
 from model.plan import (
     NothingFits,
     choose_plan,
-    choose_plan_and_recordings,
     launch_tokens_here,
     make_estimate,
     predicted_peaks,
@@ -68,12 +67,10 @@ def plan_run(run, kept, foreign):
     outside = outside_bytes(device, foreign)
     usable = limit_memory(device, config.gpu_memory_limit_gb, outside)
     usable = None if usable is None else -vote(ranks, -usable)[0]  # the smallest over ranks
-    plan, may_take = plan_before_probes(run, kept, estimate, usable)
-    measured, graphs = {}, plan.graphs
+    plan, choose = plan_before_probes(run, kept, estimate, usable)
+    measured = {}
     if usable is not None and run.optimizer is not None:
-        may_take = None if config.micro_batch_tokens else may_take
-        plan, measured["step"] = rehearse_plan(run, estimate, may_take, replace(plan, graphs=False))
-        plan = replace(plan, graphs=graphs)
+        plan, measured["step"] = rehearse_plan(run, estimate, plan, choose)
         measured |= rehearse_evaluation(run, plan)
     if ranks.is_main:
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
@@ -100,7 +97,7 @@ def _still_asked_for(kept, config, estimate, usable_bytes):
 
 
 def plan_before_probes(run, kept, estimate, usable_bytes):
-    """(MemoryPlan, bytes that it may take beside its recordings, None where nothing is to be chosen).
+    """(MemoryPlan, what chooses another for a probe's calibration, None where nothing is to be chosen).
 
     That of `kept` while it still fits. A run that goes on records steps if it did: padding changes the order of sums,
     and so the last bits.
@@ -111,14 +108,15 @@ def plan_before_probes(run, kept, estimate, usable_bytes):
         asked = kept.graphs and estimate.setting.kernels and not estimate.setting.dropout
     if _still_asked_for(kept, config, estimate, usable_bytes):
         return replace(kept, graphs=bool(asked)), None
-    return choose_plan_and_recordings(config, estimate, usable_bytes, asked)
+    choose = partial(choose_plan, config, estimate, usable_bytes, asked)
+    return choose(), None if config.micro_batch_tokens else choose
 
 
-def rehearse_plan(run, estimate, usable_bytes, plan):
+def rehearse_plan(run, estimate, plan, choose):
     """(plan that was tried on the device, measured peak reserved bytes of a step over all ranks).
 
     At most PROBES times the costliest examples that one forward can meet are run, forward and backward. Where what
-    that took is not what was predicted, the plan is chosen again with the ratio; `usable_bytes` None lets `plan` be.
+    that took is not what was predicted, the plan is what `choose` gives for the ratio; None lets `plan` be.
     """
     fitted = None
     for probe in range(PROBES):
@@ -127,14 +125,16 @@ def rehearse_plan(run, estimate, usable_bytes, plan):
             break
         if measured is None:
             shrink = partial(shrink_plan, longest_tokens=estimate.lengths.longest)
-            plan = plan_after_out_of_memory(run.ranks.device, plan, 2, shrink)
-            usable_bytes = None  # the first that fits is taken
+            smaller = plan_after_out_of_memory(run.ranks.device, replace(plan, graphs=False), 2, shrink)
+            plan, choose = replace(smaller, graphs=plan.graphs), None  # nothing is recorded in a probe
             continue
         fitted, calibration = (plan, measured), measured / estimate.peaks(*plan.cutting)["step"]
         try:
-            better = choose_plan(run.config, estimate, usable_bytes, calibration) if usable_bytes else plan
+            better = choose(calibration) if choose else plan
         except NothingFits:  # with a margin; this plan did
             break
+        if better.cutting == plan.cutting:
+            fitted = better, measured
         if better.cutting == plan.cutting or probe == PROBES - 1:
             break
         if run.ranks.is_main:

@@ -111,26 +111,31 @@ def test_the_ways_of_attention_that_are_compared_compute_the_same(mask):
             torch.testing.assert_close(one, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_cuttings_that_cut_a_step_alike_share_its_fastest_time(monkeypatch):
-    """Four steps of 1,000 tokens: one forward each from 2048 on, two in 1024; checkpointing takes twice as long."""
+def test_plans_that_cut_a_step_alike_share_its_fastest_time(monkeypatch):
+    """Four steps of 1,000 tokens: one forward each from 2048 on, two in 1024; checkpointing takes twice as long, and
+    what is recorded a third.
+    """
     plan, draw, epochs = MemoryPlan(3000, 512, False, 0), np.random.default_rng(0), []
 
     def tried_ways(_run, plan, fastest):
         size, chunk, again = plan.cutting
-        if size > 4096:
+        if size > 4096 << again:
             return None, 0  # does not fit
-        ways = [(step, 1 + (size < 2048), chunk, again) for step in range(4)]
+        ways = [(step, 1 + (size < 2048), chunk, again, plan.graphs) for step in range(4)]
         for way in ways:
-            seconds = way[1] * (1 + again) * draw.uniform(1, 1.5)
+            seconds = way[1] * (1 + again) * draw.uniform(1, 1.5) / (3 if plan.graphs else 1)
             fastest[way] = min(fastest.get(way, seconds), seconds)
         return ways, 4000
 
     monkeypatch.setattr(caps, "tried_ways", tried_ways)
-    monkeypatch.setattr(caps, "train_epoch", lambda _run, plan: epochs.append(plan))
-    speeds = caps.speeds_by_trying(None, plan, 5000)
+    monkeypatch.setattr(caps, "train_epoch", lambda _run, plan: epochs.append(plan) or (0, 0))
+    speeds = caps.speeds_by_trying(None, plan, 5000, may_record=False)
+    speeds = {plan.cutting: per_second for plan, per_second in speeds.items()}
     assert speeds[3000, 512, False] == speeds[4096, 512, False] == speeds[2048, 512, False] > 800
-    assert speeds[8192, 512, False] == 0 and speeds[1024, 512, False] < 600 and speeds[4096, 512, True] < 600
+    assert speeds[8192, 512, False] == 0 and speeds[1024, 512, False] < 600 and speeds[8192, 512, True] < 600
     assert not epochs, "only what beats the plan must last an epoch"
+    speeds = caps.speeds_by_trying(None, plan, 5000, may_record=True)
+    assert max(speeds, key=speeds.get) == MemoryPlan(8192, 512, True, 0, graphs=True) == epochs[0]
 
 
 def test_a_case_of_a_small_card_is_measured(monkeypatch):

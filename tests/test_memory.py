@@ -57,7 +57,7 @@ def estimate_of(shape=SMALL, lengths=None, share_pairs=64, dtype=torch.bfloat16,
 def choose(usable_gib, shape=SMALL, share_pairs=64, calibration=None, lengths=None, **options):
     usable_bytes = None if usable_gib is None else int(usable_gib * GIB)
     estimate = estimate_of(shape, lengths, share_pairs, **options)
-    return choose_plan(make_config(**options), estimate, usable_bytes, calibration)
+    return choose_plan(make_config(**options), estimate, usable_bytes, calibration=calibration)
 
 
 def test_plenty_of_memory_takes_a_whole_share_in_one_forward():
