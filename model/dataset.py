@@ -10,6 +10,7 @@ import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -45,11 +46,36 @@ class TokenStore:
 
     def tokens(self, ids):
         """Flat prompt ids and flat response ids (int64) of the examples `ids`, in their order."""
-        table = self.rows[ids]
-        return tuple(
-            table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-            for name in ("prompt_ids", "response_ids")
-        )
+        firsts, token_ids, offsets, sides = self._on_disk
+        batches = np.searchsorted(firsts, ids, side="right") - 1
+        rows, flat = ids - firsts[batches], []
+        for (first_offset, first_id), lengths in zip(sides, self.lengths[ids].astype(np.int64).T, strict=True):
+            starts = first_id[batches] + offsets[first_offset[batches] + rows]
+            before = np.cumsum(lengths) - lengths
+            flat.append(token_ids[np.arange(lengths.sum()) + np.repeat(starts - before, lengths)].astype(np.int64))
+        return tuple(flat)
+
+    @cached_property
+    def _on_disk(self):
+        """(First row of each batch; all that is mapped as token ids and as offsets; by side where in them each batch's
+        offsets and ids begin). Single pairs are gathered in one look-up, without a slice of a table each.
+        """
+        columns = [self.rows.data.column(name).chunks for name in ("prompt_ids", "response_ids")]
+        buffers = [[part.buffers() for part in column] for column in columns]  # validity, offsets, validity, ids
+        first = min(part[1].address for column in buffers for part in column)
+        end = max(part[3].address + part[3].size for column in buffers for part in column)
+        mapped = pa.foreign_buffer(first, end - first, base=self.rows)
+        token_ids = np.frombuffer(mapped, columns[0][0].type.value_type.to_pandas_dtype())
+        offsets = np.frombuffer(mapped, np.int32, count=(end - first) // 4)
+        sides = [
+            (_addresses(column, 1, first) // 4, _addresses(column, 3, first) // token_ids.itemsize)
+            for column in buffers
+        ]
+        return np.cumsum([0, *map(len, columns[0])])[:-1], token_ids, offsets, sides
+
+
+def _addresses(column, index, first):
+    return np.array([part[index].address - first for part in column])
 
 
 def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), progress=None, stop=lambda: False):

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from model import dataset
 from model.dataset import describe_store, open_store
 from tests.parts import examples_of, make_pairs, write_parquet
 
@@ -42,6 +43,22 @@ def test_tokens_are_the_tokenizers_own_ids_and_one_eos(open_it, tokenizer):
     for example, pair in zip(examples_of(store, ids), expected, strict=True):
         for tokens, text in zip(example, pair, strict=True):
             assert tokens == [*tokenizer.encode(text), tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("id_type", [pa.uint16(), pa.int32()])
+@pytest.mark.parametrize("pairs_a_batch", [1, 7, 30, 100])
+def test_pairs_of_any_batch_on_disk_are_found(monkeypatch, source, tokenizer, tmp_path, pairs_a_batch, id_type):
+    schema = pa.schema([(name, pa.list_(id_type)) for name in ("prompt_ids", "response_ids")])
+    monkeypatch.setattr(dataset, "PAIRS_A_BATCH", pairs_a_batch)
+    monkeypatch.setattr(dataset, "store_schema", lambda _vocab_size: schema)
+    store = open_store(source, tokenizer, 512, tmp_path / "tokens")
+    ids = np.random.default_rng(0).permutation(np.append(np.arange(30), 29))
+    texts = zip(*(make_pairs(30, seed=7)[i] for i in ids), strict=True)
+    for side, tokens in zip(texts, store.tokens(ids), strict=True):
+        expected = [[*tokenizer.encode(text), tokenizer.eos_id] for text in side]
+        assert tokens.dtype == np.int64 and tokens.tolist() == sum(expected, [])
+    assert store.rows.features["prompt_ids"].feature.dtype == str(id_type)
+    assert [len(tokens) for tokens in store.tokens(ids[:0])] == [0, 0]
 
 
 def test_eos_stands_once_even_where_the_text_spells_it(tmp_path, tokenizer):
