@@ -9,6 +9,7 @@ import functools
 import importlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -110,9 +111,12 @@ def wait_for_launch(process, folder, seconds=120):
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that nothing listens on, below those that a connection of another run may be given before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 @functools.cache
