@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, product
 
 import numpy as np
@@ -107,13 +108,14 @@ def clock(run):
 def speeds_by_trying(run, plan, most_tokens, may_record):
     """Tokens/s by plan: the chosen one, and powers of two of micro-batches that fit, up to one for `most_tokens`.
 
-    From the largest down, until one is far from the best: smaller ones are slower still. With `may_record` steps in one
-    forward are tried recorded where `plan` is not, or the other way round. Those near the best are tried again in turn.
-    Of a step that several plans cut alike the fastest time counts for all of them: it is the same work, and what is
-    left is not the machine's noise. A plan that beats the chosen one must last an epoch.
+    From the largest down, until one is far from the best: smaller ones are slower still. With `may_record` the largest
+    that fits is also tried recorded where `plan` is not, or the other way round. Those near the best are tried again in
+    turn. Of a step that several plans cut alike the fastest time counts for all of them: it is the same work, and what
+    is left is not the machine's noise. A plan that beats the chosen one must last an epoch.
     """
     fastest, sizes = {}, range(math.ceil(math.log2(max(most_tokens, 2 * LONGEST))), LONGEST.bit_length() - 1, -1)
-    first, tokens = tried_ways(run, plan, fastest)
+    try_plan = partial(tried_ways, run, fastest, RECORDING_STEPS if may_record else WARM_STEPS)
+    first, tokens = try_plan(plan)
     ways = {plan: first}
 
     def speeds():
@@ -121,26 +123,26 @@ def speeds_by_trying(run, plan, most_tokens, may_record):
 
     recorded = (plan.graphs, not plan.graphs) if may_record else (plan.graphs,)
     for again, graphs in product((False, True), recorded):
-        for size in sizes if graphs == plan.graphs else sizes[:1]:
+        for size in sizes:
             tried = replace(plan.cut_as((2**size, plan.chunk_tokens, again)), graphs=graphs)
-            ways[tried], _ = tried_ways(run, tried, fastest)
-            if 0 < speeds()[tried] < HOPELESS * max(speeds().values()):
+            ways[tried], _ = try_plan(tried)
+            if graphs != plan.graphs and ways[tried] or 0 < speeds()[tried] < HOPELESS * max(speeds().values()):
                 break
     near = [p for p, per_second in speeds().items() if per_second >= HOPELESS * max(speeds().values())]
     for _, tried in product(range(REPEATS), near):
-        ways[tried], _ = tried_ways(run, tried, fastest)
+        ways[tried], _ = try_plan(tried)
     for tried in near:
         if speeds()[plan] < ENOUGH * speeds()[tried] and train_epoch(run, tried)[1]:
             ways[tried] = None
     return speeds()
 
 
-def tried_ways(run, plan, fastest):
-    """(Ways in which `plan` does some steps, always the same ones, None where they do not fit; the steps' tokens).
+def tried_ways(run, fastest, warm, plan):
+    """(Ways in which `plan` does the steps after `warm`, None where they do not fit; these steps' tokens).
 
     A way is the number of the step, of its forwards, and the rest of the plan; its least seconds go to `fastest`.
     """
-    warm, course = RECORDING_STEPS if plan.graphs else WARM_STEPS, replace(run.course, total_pairs=8 * NUM_PAIRS)
+    course = replace(run.course, total_pairs=8 * NUM_PAIRS)
     steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, course)
     try:
         results = list(islice(steps, warm + TRIED_STEPS))

@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
+import numpy as np
 import torch
 
 from model.attention import has_kernels
@@ -20,7 +22,8 @@ STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and sa
 CHUNK_LAUNCHES = 0.006  # of a chunk, over those of a forward and backward
 CHECKPOINTING = {"auto": (False, True), "True": (True,), "False": (False,)}  # what may be chosen
 CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.2  # what computing again takes, over a step without
-RECORDED_LAUNCHES = 0.2  # of the time of launches: what kernels of few tokens take on the GPU itself
+RECORDED_LAUNCHES = 0.1  # of the time of launches: what kernels of few tokens take on the GPU itself
+DRAWN_STEPS, DRAWN_PAIRS = 256, 2**18  # at most, by which the share of steps that are recorded is told
 LAUNCH_TOKENS_OF_SM, OLDER_LAUNCH_TOKENS_OF_SM = 250, 75  # Setting.launch_tokens for each, from sm_90 on, before
 
 
@@ -75,7 +78,7 @@ def launch_tokens_here():
 
 
 def recording_asked(config, setting, num_steps):
-    """Whether steps are to be recorded as CUDA graphs: None where there is memory for it.
+    """Whether steps are to be recorded as CUDA graphs: None where that fits the memory and takes less time.
 
     Raises ValueError where config.compile asks for what cannot be.
     """
@@ -126,7 +129,7 @@ def _fitting_plans(config, estimate, usable_bytes, usable_share, graphs=False):
     """For each chunk and checkpointing that `config` allows the largest plan that fits; with `graphs` also all steps
     that can be recorded, in one forward beside their recordings.
     """
-    recorded, tokens = _recorded_tokens(estimate), _wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS)
+    recorded, tokens = _recorded_steps(estimate)[0], _wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS)
     # in a step of few tokens a large chunk's logits would outweigh the activations
     most = max(estimate.share_pairs * estimate.lengths.mean / CHUNKS_A_STEP, 512)
     for way in product([chunk for chunk in CHUNKS if chunk <= most], CHECKPOINTING[config.gradient_checkpointing]):
@@ -140,21 +143,26 @@ def _fastest(plans, estimate):
     return min(plans, key=lambda plan: (round(time_factor(plan, estimate), 3), -plan.micro_batch_tokens))
 
 
-def _recorded_tokens(estimate):
-    """Tokens of the largest step that can be recorded."""
+@lru_cache(maxsize=1)
+def _recorded_steps(estimate):
+    """(Tokens of the largest step that can be recorded, share of steps that a Room holds: few where pairs are few)."""
     lengths, share_pairs = estimate.lengths, estimate.share_pairs
-    room = rooms_for(lengths.tokens, share_pairs, lengths.counts)[-1]
-    return min(room.prompt_tokens + room.response_tokens, share_pairs * lengths.longest)
+    rooms = rooms_for(lengths.tokens, share_pairs, lengths.counts)
+    draw, num_steps = np.random.default_rng(0), min(DRAWN_STEPS, max(DRAWN_PAIRS // share_pairs, 16))
+    kinds = draw.choice(len(lengths.counts), (num_steps, share_pairs), p=lengths.counts / lengths.counts.sum())
+    held = [any(room.holds(lengths.tokens[step]) for room in rooms) for step in kinds]
+    return rooms[-1].prompt_tokens + rooms[-1].response_tokens, float(np.mean(held))
+
+
+def recording_bytes(estimate, plan):
+    """Bytes that the recordings of `plan` keep for themselves; 0 without."""
+    return estimate.recording_bytes(_recorded_steps(estimate)[0], *plan.cutting[1:]) if plan.graphs else 0
 
 
 def predicted_peaks(estimate, plan):
     """Peak reserved bytes on the device by phase."""
     peaks = estimate.peaks(*plan.cutting, plan.answers)
-    if not plan.graphs:
-        return peaks
-    return peaks | dict(
-        recorded_step=peaks["step"] + estimate.recording_bytes(_recorded_tokens(estimate), *plan.cutting[1:])
-    )
+    return peaks | (dict(recorded_step=peaks["step"] + recording_bytes(estimate, plan)) if plan.graphs else {})
 
 
 def _plan(estimate, limit_bytes, *cutting):
@@ -189,19 +197,25 @@ def _near(tokens):
 
 
 def time_factor(plan, estimate):
-    """Predicted time of a step, over the same step in one forward without limits.
+    """Predicted time of a step, over the same step in one forward without limits."""
+    once, tokens = estimate.setting.launch_tokens, estimate.share_pairs * estimate.lengths.mean
+    most, recorded = _recorded_steps(estimate) if plan.graphs else (0, 0.0)
+    recorded *= plan.micro_batch_tokens >= most
+    time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * once)
+    return (time + (1 - recorded) * _step_time(plan, estimate, once)) / max(tokens, once)
+
+
+def _step_time(plan, estimate, once):
+    """Time of a step, in tokens computed meanwhile; `once` is that of a forward's and backward's launches.
 
     A forward lasts as long as its tokens or as its launches, whichever is longer.
     """
-    tokens, forwards = estimate.share_pairs * estimate.lengths.mean, estimate.forwards(plan.micro_batch_tokens)
-    unlimited = max(tokens, estimate.setting.launch_tokens)
-    recorded = plan.graphs and plan.micro_batch_tokens >= _recorded_tokens(estimate)
-    once = estimate.setting.launch_tokens * (RECORDED_LAUNCHES if recorded else 1)
-    work, launches = tokens / forwards, once
+    forwards = estimate.forwards(plan.micro_batch_tokens)
+    tokens = estimate.share_pairs * estimate.lengths.mean / forwards
+    work, launches = tokens, once
     if plan.gradient_checkpointing:
         work, launches = CHECKPOINTING_WORK * work, CHECKPOINTING_LAUNCHES * launches
-    chunks = tokens / forwards / plan.chunk_tokens
-    return forwards * (max(work, launches) + chunks * CHUNK_LAUNCHES * once) / unlimited
+    return forwards * (max(work, launches) + tokens / plan.chunk_tokens * CHUNK_LAUNCHES * once)
 
 
 def _refusal(config, estimate, usable_bytes, usable_share):

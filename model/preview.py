@@ -27,6 +27,7 @@ from model.plan import (
     make_estimate,
     predicted_peaks,
     recording_asked,
+    recording_bytes,
     time_factor,
 )
 from model.prepare import TOKENIZER_DIR, TOKENS_DIR
@@ -165,11 +166,12 @@ def _levers(config, shape, dtype, chosen, machine, plan):
     for name, changed, cutting in rows:
         here = chosen.setting.launch_tokens
         estimate = make_estimate(changed, shape, dtype, chosen.lengths, chosen.share_pairs, launch_tokens=here)
-        peak, limit = estimate.step_peak(*cutting), machine.usable_bytes * USABLE
+        beside = recording_bytes(estimate, plan.cut_as(cutting))
+        peak, limit = estimate.step_peak(*cutting) + beside, (machine.usable_bytes - beside) * USABLE
         most = fitting_plan(estimate, chosen.share_pairs * chosen.lengths.longest, limit, *cutting[1:])
         factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
         levers.append(
-            dict(lever=name, peak_bytes=peak, fits=peak <= limit, time_factor=round(factor, 3),
+            dict(lever=name, peak_bytes=peak, fits=peak - beside <= limit, time_factor=round(factor, 3),
                  largest_micro_batch_tokens=most.micro_batch_tokens if most else 0)
         )  # fmt: skip
     return levers

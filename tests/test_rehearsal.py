@@ -10,7 +10,7 @@ import torch
 from config import MODELS, T5ModelConfig, load_config
 from model import prepare, rehearsal
 from model.checkpoint import TrainState
-from model.lengths import Lengths, histogram
+from model.lengths import histogram
 from model.memory import Growth
 from model.optim import make_optimizer
 from model.plan import PROBED_USABLE, NothingFits, choose_plan, make_estimate, predicted_peaks
@@ -64,10 +64,17 @@ def test_steps_are_computed_again_in_a_recording_where_launches_would_take_longe
     assert not planned(6, launch_tokens=33_000, optimizer="adafactor", gradient_checkpointing="False")[0].graphs
 
 
-def test_steps_of_pairs_of_one_length_are_recorded_though_they_are_padded():
-    lengths = Lengths(np.array([[70, 80]]), np.array([1000]))
-    estimate = make_estimate(make_config(), CHATLM, torch.bfloat16, lengths, 3)
-    assert choose_plan(make_config(), estimate, 24 * GIB, asked=None).graphs
+def test_nothing_is_computed_again_for_recordings_that_hold_few_steps():
+    """Two pairs of a heavy tail: no few sizes hold most steps, and what none holds pays for computing again."""
+    draw = np.random.default_rng(0)
+    tokens = np.minimum(draw.geometric(1 / 60, (2048, 2)) + 1, 512)
+    tokens[::20] = 512
+    for pairs, usable_gib, recorded in ((2, 2.8, False), (16, 3.4, True)):
+        estimate = make_estimate(
+            make_config(optimizer="adafactor"), CHATLM, torch.bfloat16, histogram(tokens), pairs, launch_tokens=33_000
+        )
+        plan = choose_plan(make_config(), estimate, int(usable_gib * GIB), asked=None)
+        assert (plan.graphs, plan.gradient_checkpointing) == (recorded, recorded)
 
 
 @pytest.mark.parametrize("steps", [10, 1000])
