@@ -166,7 +166,7 @@ def _levers(config, shape, dtype, chosen, machine, plan):
     for name, changed, cutting in rows:
         here = chosen.setting.launch_tokens
         estimate = make_estimate(changed, shape, dtype, chosen.lengths, chosen.share_pairs, launch_tokens=here)
-        beside = recording_bytes(estimate, plan.cut_as(cutting))
+        beside = recording_bytes(chosen, plan.cut_as(cutting))  # no optimizer changes it
         peak, limit = estimate.step_peak(*cutting) + beside, (machine.usable_bytes - beside) * USABLE
         most = fitting_plan(estimate, chosen.share_pairs * chosen.lengths.longest, limit, *cutting[1:])
         factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
