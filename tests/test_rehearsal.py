@@ -37,9 +37,9 @@ def planned(usable_gib, kept=None, kernels=True, steps=100, launch_tokens=None, 
     return plan_before_probes(run, kept, estimate, int(usable_gib * GIB))
 
 
-def recorded_peak(plan, **options):
+def recorded_peak(plan):
     """Predicted bytes of `plan` beside its recordings, for the run of `planned`."""
-    estimate = make_estimate(make_config(**options), CHATLM, torch.bfloat16, histogram(LENGTHS), 64)
+    estimate = make_estimate(make_config(), CHATLM, torch.bfloat16, histogram(LENGTHS), 64)
     return predicted_peaks(estimate, plan)["recorded_step"]
 
 
