@@ -2,6 +2,7 @@
 
     python -m bench.caps --out caps.jsonl        one GPU; the cases of the n-th of k: --shard n/k
     python -m bench.caps --guide                 the second guide's case alone: 19.58 GiB, batch 32, 256 tokens
+    python -m bench.caps --epochs_only           each case's epoch as planned, no other way tried
 
 For each cap in GiB, model and batch size: one epoch of 2,048 pairs with a heavy tail, as planned, and then the same few
 steps with the plan and with each micro-batch from one longest pair on, with and without gradient checkpointing, under
@@ -156,8 +157,8 @@ def tried_ways(run, fastest, warm, plan):
     return ways, sum(result.tokens for result in results[warm:])
 
 
-def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
-    """The record of one case."""
+def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST, epoch_only=False):
+    """The record of one case, with `epoch_only` without the speeds of other plans."""
     record = dict(model=model_name, batch=batch, cap_gib=cap_gib, optimizer=optimizer)
     try:
         run, plan = make_run(model_name, batch, cap_gib, optimizer, device, longest)
@@ -168,15 +169,23 @@ def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
         torch.cuda.reset_peak_memory_stats(device)
     whole_epoch, events, tokens = train_epoch(run, plan)
     peak = torch.cuda.max_memory_reserved(device) if on_gpu else 0
-    may_record = on_gpu and len(tokens) >= STEPS_THAT_REPAY_RECORDING
-    speeds = speeds_by_trying(run, plan, max(tokens), may_record)
-    planned, best = speeds[plan], max(speeds, key=speeds.get)
-    return record | dict(
+    record |= dict(
         plan=plan.cutting, graphs=plan.graphs, predicted_bytes=plan.predicted_peak_bytes, peak_reserved_bytes=peak,
         limits={name: run.memory[name] for name in ("outside_bytes", "allocator_limit_bytes")}, steps=len(tokens),
-        out_of_memory_events=events, epoch_tokens_per_second=round(whole_epoch), tokens_per_second=round(planned),
-        best_tokens_per_second=round(speeds[best]), best_plan=[*best.cutting, best.graphs],
-        of_the_best=round(planned / speeds[best], 3) if planned else 0.0,
+        out_of_memory_events=events, epoch_tokens_per_second=round(whole_epoch), held=not events,
+    )  # fmt: skip
+    if epoch_only:
+        return record
+    may_record = on_gpu and len(tokens) >= STEPS_THAT_REPAY_RECORDING
+    return record | beside_the_best(plan, speeds_by_trying(run, plan, max(tokens), may_record), events)
+
+
+def beside_the_best(plan, speeds, events):
+    """What a record says of `plan` among the tokens/s of all that was tried."""
+    planned, best = speeds[plan], max(speeds, key=speeds.get)
+    return dict(
+        tokens_per_second=round(planned), best_tokens_per_second=round(speeds[best]),
+        best_plan=[*best.cutting, best.graphs], of_the_best=round(planned / speeds[best], 3) if planned else 0.0,
         held=not events and planned >= ENOUGH * speeds[best],
         tried=[[*tried.cutting, tried.graphs, round(per_second)] for tried, per_second in speeds.items()],
     )  # fmt: skip
@@ -194,6 +203,7 @@ def main():
     parser.add_argument("--out", help="file for the JSON lines")
     parser.add_argument("--shard", default="0/1", help="n/k: every k-th case from the n-th on")
     parser.add_argument("--guide", action="store_true", help="the second guide's case alone")
+    parser.add_argument("--epochs_only", action="store_true", help="no other way is tried")
     parser.add_argument("--seconds", type=float, default=560, help="no case is begun after so long")
     given = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -206,7 +216,7 @@ def main():
         if time.monotonic() > deadline:
             print(f"time is up before {model_name}, {batch}, {cap}", file=sys.stderr)
             break
-        record = measure(model_name, batch, cap, optimizer, device, *longest)
+        record = measure(model_name, batch, cap, optimizer, device, *longest, epoch_only=given.epochs_only)
         held = held and record["held"]
         print(json.dumps(record), flush=True)
         if given.out:
