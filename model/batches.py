@@ -56,11 +56,16 @@ class Room:
     response_tokens: int
     pairs: int
 
+    @property
+    def tokens(self):
+        """Of both sides."""
+        return self.prompt_tokens + self.response_tokens
+
     def holds(self, lengths):
         """True if pairs of these `lengths` (pairs, 2) fit, and fill most of it."""
         prompts, responses = lengths.sum(axis=0, dtype=np.int64)
         fits = prompts <= self.prompt_tokens and responses <= self.response_tokens and len(lengths) <= self.pairs
-        return fits and prompts + responses >= ROOM_FILL * (self.prompt_tokens + self.response_tokens)
+        return fits and prompts + responses >= ROOM_FILL * self.tokens
 
 
 def rooms_for(lengths, pairs, counts=None):
@@ -75,7 +80,7 @@ def rooms_for(lengths, pairs, counts=None):
         for mean, spread, levels in zip(means, spreads, ROOM_LEVELS, strict=True)
     )
     rooms = (Room(*tokens, pairs) for tokens in product(prompts, responses))
-    return sorted(rooms, key=lambda room: room.prompt_tokens + room.response_tokens)
+    return sorted(rooms, key=lambda room: room.tokens)
 
 
 def _round_up(tokens):

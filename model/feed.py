@@ -81,7 +81,7 @@ def pack_work(model, store, plan, work, graphs=None):
     """`work` cut for `plan` and packed; one micro-batch is padded to a recorded size where it fits one."""
     parts = [(number, cut(ids, store.lengths[ids], plan.micro_batch_tokens)) for number, ids in work.shares]
     recorded = graphs and plan.graphs and [len(p) for _, p in parts] == [1]
-    room = graphs.room_of(store.lengths[work.ids]) if recorded else None
+    room = graphs.room_of(store.lengths[work.ids], plan.micro_batch_tokens) if recorded else None
     options = (work.start_id, "cpu", model.uses_kernels, room)
     shares = [(number, [collate(store, ids, *options) for ids in share]) for number, share in parts]
     return Packed(plan, room, tuple(shares))

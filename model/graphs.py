@@ -26,9 +26,9 @@ class StepGraphs:
         self.stream.synchronize()  # a replay may still run
         self.recorded, self.pool = {}, None
 
-    def room_of(self, lengths):
-        """The smallest Room that holds pairs of these `lengths` (pairs, 2), or None."""
-        return next((room for room in self.rooms if room.holds(lengths)), None)
+    def room_of(self, lengths, most_tokens):
+        """The smallest Room, of at most `most_tokens`, that holds pairs of these `lengths` (pairs, 2), or None."""
+        return next((room for room in self.rooms if room.tokens <= most_tokens and room.holds(lengths)), None)
 
     def gradients(self, micro_batch, room, chunk_tokens, z_loss, scale):
         """Put the gradients of `scale` times the micro-batch's loss, and that loss, into the model's flat tensors.

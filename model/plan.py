@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -114,7 +114,7 @@ def choose_plan(config, estimate, usable_bytes, asked=False, calibration=None):
         raise NothingFits(_refusal(config, estimate, usable_bytes, usable_share))
     if asked is False:
         return _fastest(plain, estimate)
-    recorded = list(_fitting_plans(config, estimate, usable_bytes, usable_share, graphs=True))
+    recorded = list(_recorded_plans(config, estimate, usable_bytes, usable_share))
     if asked:
         return replace(_fastest(recorded or plain, estimate), graphs=True)
     return _fastest(recorded + plain, estimate)
@@ -125,18 +125,36 @@ def _wanted_tokens(config, estimate, largest):
     return config.micro_batch_tokens or max(min(estimate.share_pairs * longest, largest), longest)
 
 
-def _fitting_plans(config, estimate, usable_bytes, usable_share, graphs=False):
-    """For each chunk and checkpointing that `config` allows the largest plan that fits; with `graphs` also all steps
-    that can be recorded, in one forward beside their recordings.
+def _ways(config, estimate):
+    """Each (chunk_tokens, checkpointing) that `config` allows.
+
+    In a step of few tokens a large chunk's logits would outweigh the activations.
     """
-    recorded, tokens = _recorded_steps(estimate)[0], _wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS)
-    # in a step of few tokens a large chunk's logits would outweigh the activations
     most = max(estimate.share_pairs * estimate.lengths.mean / CHUNKS_A_STEP, 512)
-    for way in product([chunk for chunk in CHUNKS if chunk <= most], CHECKPOINTING[config.gradient_checkpointing]):
-        beside = estimate.recording_bytes(recorded, *way) if graphs else 0
-        plan = fitting_plan(estimate, tokens, (usable_bytes - beside) * usable_share, *way)
-        if plan and plan.micro_batch_tokens >= max(config.micro_batch_tokens, recorded * graphs):
-            yield replace(plan, graphs=graphs)
+    return product([chunk for chunk in CHUNKS if chunk <= most], CHECKPOINTING[config.gradient_checkpointing])
+
+
+def _fitting_plans(config, estimate, usable_bytes, usable_share):
+    """For each way the plan with the largest micro-batch that fits."""
+    tokens = _wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS)
+    for way in _ways(config, estimate):
+        plan = fitting_plan(estimate, tokens, usable_bytes * usable_share, *way)
+        if plan and plan.micro_batch_tokens >= config.micro_batch_tokens:
+            yield plan
+
+
+def _recorded_plans(config, estimate, usable_bytes, usable_share):
+    """For each way, and each size up to which steps may be recorded, the largest plan that fits beside the recordings.
+
+    No probe records a step, so what one measured says nothing of what recordings keep.
+    """
+    sizes = [size for size, _ in _recorded_steps(estimate)]
+    tokens = config.micro_batch_tokens or max(_wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS), sizes[-1])
+    for way, (size, larger) in product(_ways(config, estimate), pairwise([*sizes, tokens + 1])):
+        beside = estimate.recording_bytes(size, *way) / USABLE
+        plan = fitting_plan(estimate, min(tokens, larger - 1), (usable_bytes - beside) * usable_share, *way)
+        if plan and plan.micro_batch_tokens >= max(config.micro_batch_tokens, size, estimate.lengths.longest):
+            yield replace(plan, graphs=True)
 
 
 def _fastest(plans, estimate):
@@ -145,18 +163,26 @@ def _fastest(plans, estimate):
 
 @lru_cache(maxsize=1)
 def _recorded_steps(estimate):
-    """(Tokens of the largest step that can be recorded, share of steps that a Room holds: few where pairs are few)."""
+    """[(Tokens, share of steps that Rooms of up to so many hold)], from the smallest on: few where pairs are few."""
     lengths, share_pairs = estimate.lengths, estimate.share_pairs
     rooms = rooms_for(lengths.tokens, share_pairs, lengths.counts)
     draw, num_steps = np.random.default_rng(0), min(DRAWN_STEPS, max(DRAWN_PAIRS // share_pairs, 16))
     kinds = draw.choice(len(lengths.counts), (num_steps, share_pairs), p=lengths.counts / lengths.counts.sum())
-    held = [any(room.holds(lengths.tokens[step]) for room in rooms) for step in kinds]
-    return rooms[-1].prompt_tokens + rooms[-1].response_tokens, float(np.mean(held))
+    steps = [lengths.tokens[step] for step in kinds]
+    least = np.array([min((room.tokens for room in rooms if room.holds(step)), default=math.inf) for step in steps])
+    return [(size, float(np.mean(least <= size))) for size in sorted({room.tokens for room in rooms})]
+
+
+def _recorded(estimate, plan):
+    """(Tokens of the largest step that `plan` records, share of steps that it does)."""
+    sizes = [pair for pair in _recorded_steps(estimate) if plan.graphs and pair[0] <= plan.micro_batch_tokens]
+    return sizes[-1] if sizes else (0, 0.0)
 
 
 def recording_bytes(estimate, plan):
     """Bytes that the recordings of `plan` keep for themselves; 0 without."""
-    return estimate.recording_bytes(_recorded_steps(estimate)[0], *plan.cutting[1:]) if plan.graphs else 0
+    size, _ = _recorded(estimate, plan)
+    return estimate.recording_bytes(size, *plan.cutting[1:]) if size else 0
 
 
 def predicted_peaks(estimate, plan):
@@ -187,7 +213,7 @@ def fitting_plan(estimate, wanted_tokens, limit_bytes, chunk_tokens, checkpointi
         else:
             too_many = middle
     missing = -fits % longest  # many examples may be as long as the longest: a whole number of them is worth much
-    fits += missing if missing <= _near(fits) else 0
+    fits += missing if missing <= min(_near(fits), wanted_tokens - fits) else 0
     return _plan(estimate, limit_bytes, fits, chunk_tokens, checkpointing)
 
 
@@ -199,8 +225,7 @@ def _near(tokens):
 def time_factor(plan, estimate):
     """Predicted time of a step, over the same step in one forward without limits."""
     once, tokens = estimate.setting.launch_tokens, estimate.share_pairs * estimate.lengths.mean
-    most, recorded = _recorded_steps(estimate) if plan.graphs else (0, 0.0)
-    recorded *= plan.micro_batch_tokens >= most
+    _, recorded = _recorded(estimate, plan)
     time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * once)
     return (time + (1 - recorded) * _step_time(plan, estimate, once)) / max(tokens, once)
 

@@ -9,11 +9,13 @@ import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model import prepare, rehearsal
+from model.batches import Room
 from model.checkpoint import TrainState
+from model.graphs import StepGraphs
 from model.lengths import histogram
 from model.memory import Growth
 from model.optim import make_optimizer
-from model.plan import PROBED_USABLE, NothingFits, choose_plan, make_estimate, predicted_peaks
+from model.plan import PROBED_USABLE, USABLE, NothingFits, choose_plan, make_estimate, predicted_peaks, recording_bytes
 from model.prepare import check_memory_fits, kept_growth
 from model.ranks import start_ranks, stop_ranks, vote
 from model.rehearsal import estimate_for, plan_before_probes, rehearse_plan, rehearse_update, worst_examples
@@ -64,17 +66,39 @@ def test_steps_are_computed_again_in_a_recording_where_launches_would_take_longe
     assert not planned(6, launch_tokens=33_000, optimizer="adafactor", gradient_checkpointing="False")[0].graphs
 
 
-def test_nothing_is_computed_again_for_recordings_that_hold_few_steps():
-    """Two pairs of a heavy tail: no few sizes hold most steps, and what none holds pays for computing again."""
+def heavy_tail(pairs):
+    """Estimate of chatlm with Adafactor on such pairs a step, one in twenty of 512 tokens a side, on a fast GPU."""
     draw = np.random.default_rng(0)
     tokens = np.minimum(draw.geometric(1 / 60, (2048, 2)) + 1, 512)
     tokens[::20] = 512
-    for pairs, usable_gib, recorded in ((2, 2.8, False), (16, 3.4, True)):
-        estimate = make_estimate(
-            make_config(optimizer="adafactor"), CHATLM, torch.bfloat16, histogram(tokens), pairs, launch_tokens=33_000
-        )
-        plan = choose_plan(make_config(), estimate, int(usable_gib * GIB), asked=None)
-        assert (plan.graphs, plan.gradient_checkpointing) == (recorded, recorded)
+    config = make_config(optimizer="adafactor")
+    return make_estimate(config, CHATLM, torch.bfloat16, histogram(tokens), pairs, launch_tokens=33_000)
+
+
+def test_nothing_is_computed_again_for_recordings_that_hold_few_steps():
+    """Two pairs of a heavy tail: no few sizes hold most steps, and what none holds pays for computing again."""
+    for pairs, usable_gib, computed_again in ((2, 2.8, False), (16, 3.4, True)):
+        plan = choose_plan(make_config(), heavy_tail(pairs), int(usable_gib * GIB), asked=None)
+        assert plan.graphs and plan.gradient_checkpointing == computed_again
+
+
+@pytest.mark.parametrize("calibration", [None, 0.93, 1.02])
+def test_small_steps_are_recorded_where_recordings_of_all_would_not_fit(calibration):
+    estimate, kept = heavy_tail(8), []
+    for usable_gib in (3.2, 3.4, 8.0):
+        plan = choose_plan(make_config(), estimate, int(usable_gib * GIB), None, calibration)
+        kept.append(recording_bytes(estimate, plan))
+        forward = estimate.step_peak(*plan.cutting) * (calibration or 1)
+        assert forward / PROBED_USABLE + kept[-1] / USABLE <= usable_gib * GIB
+    assert 0 < kept[0] < kept[1] <= kept[2], "more of them where more memory is"
+
+
+def test_a_step_is_recorded_up_to_the_size_that_the_plan_has_memory_for():
+    graphs = SimpleNamespace(rooms=[Room(64, 128, 4), Room(128, 192, 4)])
+    small, large = np.full((4, 2), 16), np.full((4, 2), 32)
+    for lengths, most_tokens, room in ((small, 320, 0), (small, 192, 0), (small, 191, None), (large, 319, None)):
+        assert StepGraphs.room_of(graphs, lengths, most_tokens) == (None if room is None else graphs.rooms[room])
+    assert StepGraphs.room_of(graphs, large, 320) == graphs.rooms[1]
 
 
 @pytest.mark.parametrize("steps", [10, 1000])
