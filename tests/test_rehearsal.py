@@ -9,10 +9,10 @@ import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model import prepare, rehearsal
-from model.batches import Room
+from model.batches import Room, rooms_for
 from model.checkpoint import TrainState
 from model.graphs import StepGraphs
-from model.lengths import histogram
+from model.lengths import Lengths, histogram
 from model.memory import Growth
 from model.optim import make_optimizer
 from model.plan import PROBED_USABLE, USABLE, NothingFits, choose_plan, make_estimate, predicted_peaks, recording_bytes
@@ -64,6 +64,14 @@ def test_steps_are_computed_again_in_a_recording_where_launches_would_take_longe
         plan, _ = planned(6, launch_tokens=launch_tokens, optimizer="adafactor")
         assert (plan.graphs, plan.gradient_checkpointing) == (recorded, recorded)
     assert not planned(6, launch_tokens=33_000, optimizer="adafactor", gradient_checkpointing="False")[0].graphs
+
+
+def test_steps_of_pairs_of_one_length_are_recorded_though_they_are_padded():
+    lengths = Lengths(np.array([[70, 80]]), np.array([1000]))
+    estimate = make_estimate(make_config(), CHATLM, torch.bfloat16, lengths, 3)
+    plan = choose_plan(make_config(), estimate, 24 * GIB, asked=None)
+    (room,) = rooms_for(lengths.tokens, 3, lengths.counts)
+    assert plan.graphs and plan.micro_batch_tokens == room.tokens > 3 * 150
 
 
 def heavy_tail(pairs):
