@@ -167,11 +167,11 @@ def _levers(config, shape, dtype, chosen, machine, plan):
         here = chosen.setting.launch_tokens
         estimate = make_estimate(changed, shape, dtype, chosen.lengths, chosen.share_pairs, launch_tokens=here)
         beside = recording_bytes(chosen, plan.cut_as(cutting))  # no optimizer changes it
-        peak, limit = estimate.step_peak(*cutting) + beside, (machine.usable_bytes - beside) * USABLE
-        most = fitting_plan(estimate, chosen.share_pairs * chosen.lengths.longest, limit, *cutting[1:])
+        peak, limit = estimate.step_peak(*cutting) + beside, machine.usable_bytes * USABLE
+        most = fitting_plan(estimate, chosen.share_pairs * chosen.lengths.longest, limit - beside, *cutting[1:])
         factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
         levers.append(
-            dict(lever=name, peak_bytes=peak, fits=peak - beside <= limit, time_factor=round(factor, 3),
+            dict(lever=name, peak_bytes=peak, fits=peak <= limit, time_factor=round(factor, 3),
                  largest_micro_batch_tokens=most.micro_batch_tokens if most else 0)
         )  # fmt: skip
     return levers
