@@ -53,17 +53,8 @@ def main():
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     furnish(folder, options.model, options.pairs)
-    seconds = {}
-    for name in options.parts.split(","):  # one after the other: each is timed alone
-        job, begun = Job(name, words_of(name, folder, options), LIMIT_SECONDS, caches(folder, name)), time.time()
-        for done in run_jobs([job], folder / "logs", gpu_slots(0 if options.cpu else 1)):
-            seconds[name] = None if done.problem else done.seconds
-            line = dict(part=name, seconds=round(done.seconds, 2), problem=done.problem)
-            if name.startswith("ours") and not done.problem:
-                line["trains_after_seconds"] = round(journal(folder / "runs" / name, "train")[0]["time"] - begun, 2)
-            print(json.dumps(line), flush=True)
-            if done.problem:
-                print(done.text[-2000:], file=sys.stderr, flush=True)
+    # one after the other: each is timed alone
+    seconds = {name: seconds_of(name, folder, options) for name in options.parts.split(",")}
     ratios = {
         f"{theirs}/{ours}": round(seconds[theirs] / seconds[ours], 2)
         for theirs in seconds
@@ -82,6 +73,19 @@ def furnish(folder, model, pairs):
     write_corpus(folder, pairs)
     shape = replace(model_config(model), vocab_size=VOCAB_SIZE)
     export_model(TextToTextModel(shape).initialise(0), load_tokenizer(folder / "tokenizer"), folder / "start")
+
+
+def seconds_of(name, folder, options):
+    """Seconds of a part from start to exit, None where it failed; prints its JSON line."""
+    job, begun = Job(name, words_of(name, folder, options), LIMIT_SECONDS, caches(folder, name)), time.time()
+    (done,) = run_jobs([job], folder / "logs", gpu_slots(0 if options.cpu else 1))
+    line = dict(part=name, seconds=round(done.seconds, 2), problem=done.problem)
+    if name.startswith("ours") and not done.problem:
+        line["trains_after_seconds"] = round(journal(folder / "runs" / name, "train")[0]["time"] - begun, 2)
+    print(json.dumps(line), flush=True)
+    if done.problem:
+        print(done.text[-2000:], file=sys.stderr, flush=True)
+    return None if done.problem else done.seconds
 
 
 def words_of(name, folder, options):
