@@ -28,10 +28,11 @@ import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model.chat_model import TextToTextModel
+from model.device_memory import foreign_bytes, limit_memory, outside_bytes
 from model.feed import Course
 from model.optim import make_optimizer
 from model.plan import STEPS_THAT_REPAY_RECORDING, NothingFits
-from model.prepare import Run, check_memory_fits, compute_dtype, set_memory_limit
+from model.prepare import Run, check_memory_fits, compute_dtype
 from model.ranks import Ranks
 from model.rehearsal import plan_run, rehearse_update
 from model.step import TornUpdate, train_steps
@@ -68,13 +69,16 @@ class HeavyTail:
         return tuple(draw.integers(3, VOCAB_SIZE, total) for total in totals)
 
 
-def make_run(model_name, batch, cap_gib, optimizer, device, longest=LONGEST):
-    """(Run, its plan): as a training under this cap would be prepared. Raises NothingFits."""
+def make_run(model_name, batch, cap_gib, optimizer, device, foreign, longest=LONGEST):
+    """(Run, its plan): as a training under this cap would be prepared, where others hold `foreign` bytes.
+
+    Raises NothingFits.
+    """
     config = load_config("pretrain", dict(
         model=model_name, batch_size_per_gpu=batch, gradient_accumulation_steps=1, gpu_memory_limit_gb=cap_gib,
         epochs=1, max_seq_len=longest, optimizer=optimizer, warmup_steps=10, bleu_pairs=0, learn_rate=1e-3,
     ))  # fmt: skip
-    foreign = set_memory_limit(config, device)
+    limit_memory(device, cap_gib, outside_bytes(device, foreign))
     shape = T5ModelConfig(**MODELS[model_name], vocab_size=VOCAB_SIZE)
     ranks, store = Ranks(0, 1, 0, device, "none", None), HeavyTail(longest)
     dtype = compute_dtype(config.mixed_precision, device)
@@ -145,11 +149,13 @@ def tried_ways(run, fastest, warm, plan):
     """
     course = replace(run.course, total_pairs=8 * NUM_PAIRS)
     steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, course)
+    results = []
     try:
-        results = list(islice(steps, warm + TRIED_STEPS))
+        for result in islice(steps, warm + TRIED_STEPS):
+            if result.events:
+                return None, 0
+            results.append(result)
     except (NothingFits, TornUpdate):
-        return None, 0
-    if any(result.events for result in results):
         return None, 0
     ways = [(result.step, result.micro_batches, *plan.cutting[1:], plan.graphs) for result in results[warm:]]
     for way, result in zip(ways, results[warm:], strict=True):
@@ -157,11 +163,11 @@ def tried_ways(run, fastest, warm, plan):
     return ways, sum(result.tokens for result in results[warm:])
 
 
-def measure(model_name, batch, cap_gib, optimizer, device, longest=LONGEST, epoch_only=False):
+def measure(model_name, batch, cap_gib, optimizer, device, foreign, longest=LONGEST, epoch_only=False):
     """The record of one case, with `epoch_only` without the speeds of other plans."""
     record = dict(model=model_name, batch=batch, cap_gib=cap_gib, optimizer=optimizer)
     try:
-        run, plan = make_run(model_name, batch, cap_gib, optimizer, device, longest)
+        run, plan = make_run(model_name, batch, cap_gib, optimizer, device, foreign, longest)
     except NothingFits as refusal:
         return record | dict(refused=str(refusal), held=True)
     on_gpu = device.type == "cuda"
@@ -211,12 +217,13 @@ def main():
     chosen = [("chatlm", 32, 19.58, "muon", 256)] if given.guide else list(cases())[shard::num_shards]
     if device.type == "cuda":  # as in a training: each recording would take a stream, and cuBLAS a workspace for it
         torch.cuda.set_stream(torch.cuda.Stream())
+    foreign = foreign_bytes(device)  # once: what a case leaves loaded is this process's own
     deadline, held = time.monotonic() + given.seconds, True
     for model_name, batch, cap, optimizer, *longest in chosen:
         if time.monotonic() > deadline:
             print(f"time is up before {model_name}, {batch}, {cap}", file=sys.stderr)
             break
-        record = measure(model_name, batch, cap, optimizer, device, *longest, epoch_only=given.epochs_only)
+        record = measure(model_name, batch, cap, optimizer, device, foreign, *longest, epoch_only=given.epochs_only)
         held = held and record["held"]
         print(json.dumps(record), flush=True)
         if given.out:

@@ -48,6 +48,15 @@ class MemoryPlan:
         return replace(self, **dict(zip(names, cutting, strict=True)))
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Peak reserved bytes of a step that was tried: as measured, and as predicted."""
+
+    measured_bytes: int
+    predicted_bytes: int  # for its examples
+    worst_bytes: int  # for the costliest that one forward of its plan could meet
+
+
 class NothingFits(RuntimeError):
     """Not even the smallest plan fits the memory; `plan` is the one that ran out, where one was tried."""
 
@@ -93,12 +102,12 @@ def recording_asked(config, setting, num_steps):
     return None if repaid and config.compile == "auto" else False
 
 
-def choose_plan(config, estimate, usable_bytes, asked=False, calibration=None):
+def choose_plan(config, estimate, usable_bytes, asked=False, probe=None):
     """The plan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
 
-    `asked` as recording_asked gives it; `calibration` is what a probe measured over what was predicted. Raises
-    ValueError when one example does not fit the micro-batch that `config` names, NothingFits when it does not fit the
-    memory. Steps that no recording holds are done as planned, with the recordings' memory beside.
+    `asked` as recording_asked gives it; a Probe corrects what is predicted. Raises ValueError when one example does not
+    fit the micro-batch that `config` names, NothingFits when it does not fit the memory. Steps that no recording holds
+    are done as planned, with the recordings' memory beside.
     """
     if 0 < config.micro_batch_tokens < estimate.lengths.longest:
         raise ValueError(
@@ -108,16 +117,27 @@ def choose_plan(config, estimate, usable_bytes, asked=False, calibration=None):
     if usable_bytes is None:
         tokens = _wanted_tokens(config, estimate, CPU_MICRO_BATCH_TOKENS)
         return _plan(estimate, math.inf, tokens, 1024, CHECKPOINTING[config.gradient_checkpointing][0])
-    usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
-    plain = list(_fitting_plans(config, estimate, usable_bytes, usable_share))
+    plain_share, recorded_share = _usable_shares(probe)
+    plain = list(_fitting_plans(config, estimate, usable_bytes, plain_share))
     if not plain:
-        raise NothingFits(_refusal(config, estimate, usable_bytes, usable_share))
+        raise NothingFits(_refusal(config, estimate, usable_bytes, plain_share))
     if asked is False:
         return _fastest(plain, estimate)
-    recorded = list(_recorded_plans(config, estimate, usable_bytes, usable_share))
+    recorded = list(_recorded_plans(config, estimate, usable_bytes, recorded_share))
     if asked:
         return replace(_fastest(recorded or plain, estimate), graphs=True)
     return _fastest(recorded + plain, estimate)
+
+
+def _usable_shares(probe):
+    """Shares of the memory that predicted bytes may fill: without recordings, and beside them.
+
+    Hardly a step meets the costliest examples, so without recordings a probe's count for them. Recordings fill what is
+    left to the last: beside them the costliest have to fit.
+    """
+    if not probe:
+        return USABLE, USABLE
+    return tuple(PROBED_USABLE * count / probe.measured_bytes for count in (probe.worst_bytes, probe.predicted_bytes))
 
 
 def _wanted_tokens(config, estimate, largest):

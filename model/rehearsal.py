@@ -13,6 +13,7 @@ import torch
 from model.attempt import Outcome, attempt_gradients
 from model.batches import collate
 from model.device_memory import limit_memory, memory_cap, outside_bytes, release_memory
+from model.estimate import Estimate
 from model.evaluate import answer, answering, evaluating
 from model.exact import NUM_SHARDS
 from model.export import as_hugging_face
@@ -22,6 +23,7 @@ from model.memory import is_out_of_memory, plan_after_out_of_memory, shrink_plan
 from model.optim import forget, update
 from model.plan import (
     NothingFits,
+    Probe,
     choose_plan,
     launch_tokens_here,
     make_estimate,
@@ -33,6 +35,7 @@ from model.watch import unhurried
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
+SAMPLED_EXAMPLES = 2**14  # of which some fill what the longest leave of a forward
 KEPT_USABLE = 1.1  # by prediction: a kept plan was measured, at as little as nine tenths of that, and is again
 
 
@@ -97,7 +100,7 @@ def _still_asked_for(kept, config, estimate, usable_bytes):
 
 
 def plan_before_probes(run, kept, estimate, usable_bytes):
-    """(MemoryPlan, what chooses another for a probe's calibration, None where nothing is to be chosen).
+    """(MemoryPlan, what chooses another for a Probe, None where nothing is to be chosen).
 
     That of `kept` while it still fits. A run that goes on records steps if it did: padding changes the order of sums,
     and so the last bits.
@@ -116,39 +119,50 @@ def rehearse_plan(run, estimate, plan, choose):
     """(plan that was tried on the device, measured peak reserved bytes of a step over all ranks).
 
     At most PROBES times the costliest examples that one forward can meet are run, forward and backward. Where what
-    that took is not what was predicted, the plan is what `choose` gives for the ratio; None lets `plan` be.
+    that took is not what was predicted, the plan is what `choose` gives for that Probe; None lets `plan` be.
     """
     fitted = None
-    for probe in range(PROBES):
-        measured = _step_peak(run, plan, estimate.share_pairs)
-        if measured is None and fitted:
+    for number in range(PROBES):
+        probe = _probe(run, plan, estimate)
+        if probe is None and fitted:
             break
-        if measured is None:
+        if probe is None:
             shrink = partial(shrink_plan, longest_tokens=estimate.lengths.longest)
             smaller = plan_after_out_of_memory(run.ranks.device, replace(plan, graphs=False), 2, shrink)
             plan, choose = replace(smaller, graphs=plan.graphs), None  # nothing is recorded in a probe
             continue
-        fitted, calibration = (plan, measured), measured / estimate.peaks(*plan.cutting)["step"]
+        fitted, last = (plan, probe.measured_bytes), number == PROBES - 1
         try:
-            better = choose(calibration) if choose else plan
+            better = choose(probe) if choose else plan
         except NothingFits:  # with a margin; this plan did
             break
-        if better.cutting == plan.cutting:
-            fitted = better, measured
-        if better.cutting == plan.cutting or probe == PROBES - 1:
+        too_large = plan.graphs and better.predicted_peak_bytes < plan.predicted_peak_bytes  # with its recordings
+        if better.cutting == plan.cutting or last and too_large:
+            fitted = better, probe.measured_bytes
+        if better.cutting == plan.cutting or last:
             break
         if run.ranks.is_main:
-            LOGGER.info("a probe took %.3f of the predicted peak: planning again", calibration)
+            share = probe.measured_bytes / probe.predicted_bytes
+            LOGGER.info("a probe took %.3f of the predicted peak: planning again", share)
         plan = better
     if fitted:
         return fitted
     raise NothingFits(f"{PROBES} probes ran out of memory, the last with {plan}: lower --max_seq_len or free the GPU")
 
 
-def _step_peak(run, plan, share_pairs):
-    """Peak reserved bytes of the worst micro-batch's forward and backward, over all ranks; None if any ran out."""
+def _probe(run, plan, estimate):
+    """Probe of the worst micro-batch under `plan`, forward and backward, over all ranks; None if any ran out."""
+    lengths = run.train.lengths
+    ids = worst_examples(lengths, plan.micro_batch_tokens, estimate.share_pairs)
+    measured = _step_peak(run, plan, ids)
+    own = Estimate(estimate.setting, histogram(lengths[ids]), len(ids))
+    predicted = own.step_peak(int(lengths[ids].sum(dtype=np.int64)), *plan.cutting[1:])
+    return measured and Probe(measured, predicted, estimate.step_peak(*plan.cutting))
+
+
+def _step_peak(run, plan, ids):
+    """Peak reserved bytes of these examples' forward and backward, over all ranks; None if any ran out."""
     ranks, model, store = run.ranks, run.model, run.train
-    ids = worst_examples(store.lengths, plan.micro_batch_tokens, share_pairs)
     targets, tokens = int(store.lengths[ids, 1].sum(dtype=np.int64)), int(store.lengths[ids].sum(dtype=np.int64))
     work = Work(0, 1, ids, tokens, targets, 0.0, run.course.start_id, ((ranks.rank, ids),))
     release_memory(ranks.device)  # what loading left behind
@@ -161,7 +175,20 @@ def _step_peak(run, plan, share_pairs):
 
 
 def worst_examples(lengths, micro_batch_tokens, share_pairs):
-    """Ids of examples that cost the most in one forward: the longest responses that fit it, at least one."""
+    """Ids of examples that cost the most in one forward: the longest responses, at least one, and what fits beside."""
+    ids = _longest_responses(lengths, micro_batch_tokens, share_pairs)
+    left, pairs_left = micro_batch_tokens - int(lengths[ids].sum(dtype=np.int64)), share_pairs - len(ids)
+    sample = np.setdiff1d(np.arange(0, len(lengths), len(lengths) // SAMPLED_EXAMPLES + 1), ids)
+    totals, beside = lengths[sample].sum(axis=1, dtype=np.int64), []
+    for place in np.lexsort((-totals, -lengths[sample, 1].astype(np.int64))):
+        if totals[place] <= left and len(beside) < pairs_left:
+            beside.append(sample[place])
+            left -= totals[place]
+    return np.append(ids, np.array(beside, ids.dtype))
+
+
+def _longest_responses(lengths, micro_batch_tokens, share_pairs):
+    """Ids of the longest responses, in their order as many as fit one forward, at least one."""
     responses, first = lengths[:, 1], max(len(lengths) - share_pairs, 0)
     long = np.flatnonzero(responses >= np.partition(responses, first)[first])  # few of a corpus of millions
     totals = lengths[long].sum(axis=1, dtype=np.int64)
