@@ -7,6 +7,7 @@ bench/memory_fit.py fits to 12 cases on an H200, rounded.
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -180,18 +181,20 @@ class WorstForward:
     """The most that the examples of one forward can cost together, for any limit of its tokens.
 
     No set of at most `share_pairs` examples costs more: they are taken from the costliest a token on, in fractions
-    too, and never for more than the `share_pairs` costliest.
+    too, and never for more than the `share_pairs` costliest. With `longest`: taken from the longest response on.
     """
 
     cost: np.ndarray = field(repr=False)  # (kinds,) of one example
     lengths: Lengths = field(repr=False)
     share_pairs: int
+    longest: bool = False
 
     def __post_init__(self):
         totals = self.lengths.tokens.sum(axis=1)
         counts = np.minimum(self.lengths.counts, self.share_pairs)
         dense, large = np.argsort(-self.cost / totals), np.argsort(-self.cost)
-        tokens, costs = (np.cumsum((counts * x)[dense]) for x in (totals, self.cost))
+        order = np.lexsort((-totals, -self.lengths.tokens[:, 1])) if self.longest else dense
+        tokens, costs = (np.cumsum((counts * x)[order]) for x in (totals, self.cost))
         most = np.interp(self.share_pairs, np.cumsum(counts[large]), np.cumsum((counts * self.cost)[large]))
         object.__setattr__(self, "_curve", (np.append(0, tokens), np.append(0.0, costs), float(most)))
 
@@ -201,11 +204,14 @@ class WorstForward:
 
 
 class Estimate:
-    """Peak reserved bytes by phase of a run on examples of these `lengths`, `share_pairs` a rank and step."""
+    """Peak reserved bytes by phase of a run on examples of these `lengths`, `share_pairs` a rank and step.
 
-    def __init__(self, setting, lengths, share_pairs, max_new_tokens=128):
+    Of the costliest forwards that there could be, or of those with the `longest` responses.
+    """
+
+    def __init__(self, setting, lengths, share_pairs, max_new_tokens=128, longest=False):
         def worst(cost):
-            return WorstForward(cost, lengths, share_pairs)
+            return WorstForward(cost, lengths, share_pairs, longest)
 
         self.setting, self.lengths, self.share_pairs = setting, lengths, share_pairs
         self.max_new_tokens = max_new_tokens
@@ -216,6 +222,11 @@ class Estimate:
         }
         self._evaluation = worst(evaluation_moment(setting, lengths.tokens))
         self._targets = worst(lengths.tokens[:, 1].astype(np.float64))
+
+    @cached_property
+    def of_longest_responses(self):
+        """The same, of forwards with the longest responses."""
+        return Estimate(self.setting, self.lengths, self.share_pairs, self.max_new_tokens, longest=True)
 
     def step_parts(self, micro_batch_tokens, chunk_tokens, checkpointing):
         """Bytes at each moment of a training step, over what is held all the time."""

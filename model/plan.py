@@ -48,15 +48,6 @@ class MemoryPlan:
         return replace(self, **dict(zip(names, cutting, strict=True)))
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Peak reserved bytes of a step that was tried: as measured, and as predicted."""
-
-    measured_bytes: int
-    predicted_bytes: int  # for its examples
-    worst_bytes: int  # for the costliest that one forward of its plan could meet
-
-
 class NothingFits(RuntimeError):
     """Not even the smallest plan fits the memory; `plan` is the one that ran out, where one was tried."""
 
@@ -102,12 +93,12 @@ def recording_asked(config, setting, num_steps):
     return None if repaid and config.compile == "auto" else False
 
 
-def choose_plan(config, estimate, usable_bytes, asked=False, probe=None):
+def choose_plan(config, estimate, usable_bytes, asked=False, calibration=None):
     """The plan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
 
-    `asked` as recording_asked gives it; a Probe corrects what is predicted. Raises ValueError when one example does not
-    fit the micro-batch that `config` names, NothingFits when it does not fit the memory. Steps that no recording holds
-    are done as planned, with the recordings' memory beside.
+    `asked` as recording_asked gives it; `calibration` is what a probe measured over what was predicted for its
+    examples. Raises ValueError when one example does not fit the micro-batch that `config` names, NothingFits when it
+    does not fit the memory. Steps that no recording holds are done as planned, with the recordings' memory beside.
     """
     if 0 < config.micro_batch_tokens < estimate.lengths.longest:
         raise ValueError(
@@ -117,27 +108,16 @@ def choose_plan(config, estimate, usable_bytes, asked=False, probe=None):
     if usable_bytes is None:
         tokens = _wanted_tokens(config, estimate, CPU_MICRO_BATCH_TOKENS)
         return _plan(estimate, math.inf, tokens, 1024, CHECKPOINTING[config.gradient_checkpointing][0])
-    plain_share, recorded_share = _usable_shares(probe)
-    plain = list(_fitting_plans(config, estimate, usable_bytes, plain_share))
+    usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
+    plain = list(_fitting_plans(config, estimate, usable_bytes, usable_share, probed=bool(calibration)))
     if not plain:
-        raise NothingFits(_refusal(config, estimate, usable_bytes, plain_share))
+        raise NothingFits(_refusal(config, estimate, usable_bytes, usable_share))
     if asked is False:
         return _fastest(plain, estimate)
-    recorded = list(_recorded_plans(config, estimate, usable_bytes, recorded_share))
+    recorded = list(_recorded_plans(config, estimate, usable_bytes, usable_share))
     if asked:
         return replace(_fastest(recorded or plain, estimate), graphs=True)
     return _fastest(recorded + plain, estimate)
-
-
-def _usable_shares(probe):
-    """Shares of the memory that predicted bytes may fill: without recordings, and beside them.
-
-    Hardly a step meets the costliest examples, so without recordings a probe's count for them. Recordings fill what is
-    left to the last: beside them the costliest have to fit.
-    """
-    if not probe:
-        return USABLE, USABLE
-    return tuple(PROBED_USABLE * count / probe.measured_bytes for count in (probe.worst_bytes, probe.predicted_bytes))
 
 
 def _wanted_tokens(config, estimate, largest):
@@ -154,11 +134,16 @@ def _ways(config, estimate):
     return product([chunk for chunk in CHUNKS if chunk <= most], CHECKPOINTING[config.gradient_checkpointing])
 
 
-def _fitting_plans(config, estimate, usable_bytes, usable_share):
-    """For each way the plan with the largest micro-batch that fits."""
+def _fitting_plans(config, estimate, usable_bytes, usable_share, probed):
+    """For each way the plan with the largest micro-batch that fits.
+
+    Where a probe has shown how much is used, forwards of the longest responses have to fit, as steps are cut. The
+    costliest of all would be met by chance, hardly ever, and is then done again in parts.
+    """
     tokens = _wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS)
+    met = estimate.of_longest_responses if probed else estimate
     for way in _ways(config, estimate):
-        plan = fitting_plan(estimate, tokens, usable_bytes * usable_share, *way)
+        plan = fitting_plan(met, tokens, usable_bytes * usable_share, *way)
         if plan and plan.micro_batch_tokens >= config.micro_batch_tokens:
             yield plan
 
@@ -166,7 +151,8 @@ def _fitting_plans(config, estimate, usable_bytes, usable_share):
 def _recorded_plans(config, estimate, usable_bytes, usable_share):
     """For each way, and each size up to which steps may be recorded, the largest plan that fits beside the recordings.
 
-    No probe records a step, so what one measured says nothing of what recordings keep.
+    No probe records a step, so what one measured says nothing of what recordings keep. They fill the memory to the
+    last, and are all lost by the first forward that runs out: the costliest there could be has to fit beside them.
     """
     sizes = [size for size, _ in _recorded_steps(estimate)]
     tokens = config.micro_batch_tokens or max(_wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS), sizes[-1])

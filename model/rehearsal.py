@@ -23,7 +23,6 @@ from model.memory import is_out_of_memory, plan_after_out_of_memory, shrink_plan
 from model.optim import forget, update
 from model.plan import (
     NothingFits,
-    Probe,
     choose_plan,
     launch_tokens_here,
     make_estimate,
@@ -95,12 +94,13 @@ def estimate_for(ranks, config, shape, dtype, lengths, global_batch):
 def _still_asked_for(kept, config, estimate, usable_bytes):
     if kept is None or config.micro_batch_tokens:
         return False
-    fits = usable_bytes is None or estimate.step_peak(*kept.cutting) <= usable_bytes * KEPT_USABLE
+    step_peak = estimate.of_longest_responses.step_peak
+    fits = usable_bytes is None or step_peak(*kept.cutting) <= usable_bytes * KEPT_USABLE
     return fits and config.gradient_checkpointing in ("auto", str(kept.gradient_checkpointing))
 
 
 def plan_before_probes(run, kept, estimate, usable_bytes):
-    """(MemoryPlan, what chooses another for a Probe, None where nothing is to be chosen).
+    """(MemoryPlan, what chooses another for a probe's calibration, None where nothing is to be chosen).
 
     That of `kept` while it still fits. A run that goes on records steps if it did: padding changes the order of sums,
     and so the last bits.
@@ -119,45 +119,42 @@ def rehearse_plan(run, estimate, plan, choose):
     """(plan that was tried on the device, measured peak reserved bytes of a step over all ranks).
 
     At most PROBES times the costliest examples that one forward can meet are run, forward and backward. Where what
-    that took is not what was predicted, the plan is what `choose` gives for that Probe; None lets `plan` be.
+    that took is not what was predicted, the plan is what `choose` gives for the ratio; None lets `plan` be.
     """
     fitted = None
     for number in range(PROBES):
-        probe = _probe(run, plan, estimate)
-        if probe is None and fitted:
+        ids = worst_examples(run.train.lengths, plan.micro_batch_tokens, estimate.share_pairs)
+        measured = _step_peak(run, plan, ids)
+        if measured is None and fitted:
             break
-        if probe is None:
+        if measured is None:
             shrink = partial(shrink_plan, longest_tokens=estimate.lengths.longest)
             smaller = plan_after_out_of_memory(run.ranks.device, replace(plan, graphs=False), 2, shrink)
             plan, choose = replace(smaller, graphs=plan.graphs), None  # nothing is recorded in a probe
             continue
-        fitted, last = (plan, probe.measured_bytes), number == PROBES - 1
+        fitted, calibration = (plan, measured), measured / _predicted(estimate, run.train.lengths[ids], plan)
         try:
-            better = choose(probe) if choose else plan
+            better = choose(calibration) if choose else plan
         except NothingFits:  # with a margin; this plan did
             break
-        too_large = plan.graphs and better.predicted_peak_bytes < plan.predicted_peak_bytes  # with its recordings
-        if better.cutting == plan.cutting or last and too_large:
-            fitted = better, probe.measured_bytes
-        if better.cutting == plan.cutting or last:
+        last = number == PROBES - 1
+        takes_less = estimate.step_peak(*better.cutting) < estimate.step_peak(*plan.cutting)
+        if better.cutting == plan.cutting or last and plan.graphs and takes_less:  # it left its recordings too little
+            return better, measured
+        if last:
             break
         if run.ranks.is_main:
-            share = probe.measured_bytes / probe.predicted_bytes
-            LOGGER.info("a probe took %.3f of the predicted peak: planning again", share)
+            LOGGER.info("a probe took %.3f of its predicted peak: planning again", calibration)
         plan = better
     if fitted:
         return fitted
     raise NothingFits(f"{PROBES} probes ran out of memory, the last with {plan}: lower --max_seq_len or free the GPU")
 
 
-def _probe(run, plan, estimate):
-    """Probe of the worst micro-batch under `plan`, forward and backward, over all ranks; None if any ran out."""
-    lengths = run.train.lengths
-    ids = worst_examples(lengths, plan.micro_batch_tokens, estimate.share_pairs)
-    measured = _step_peak(run, plan, ids)
-    own = Estimate(estimate.setting, histogram(lengths[ids]), len(ids))
-    predicted = own.step_peak(int(lengths[ids].sum(dtype=np.int64)), *plan.cutting[1:])
-    return measured and Probe(measured, predicted, estimate.step_peak(*plan.cutting))
+def _predicted(estimate, lengths, plan):
+    """Peak reserved bytes predicted for one forward of examples of these `lengths` under `plan`, and its backward."""
+    own = Estimate(estimate.setting, histogram(lengths), len(lengths))
+    return own.step_peak(int(lengths.sum(dtype=np.int64)), *plan.cutting[1:])
 
 
 def _step_peak(run, plan, ids):

@@ -98,6 +98,17 @@ def test_no_micro_batch_of_a_run_costs_more_than_the_worst_forward():
     assert highest > 0.9, "a bound that far off is of no use"
 
 
+def test_a_forward_of_the_longest_responses_is_counted_as_those_examples():
+    lengths = draw_lengths(3000).astype(np.int64)
+    estimate = Estimate(BF16, histogram(lengths), 64)
+    longest = lengths[np.lexsort((-lengths.sum(axis=1), -lengths[:, 1]))]
+    for count in (20, 64):
+        own = Estimate(BF16, histogram(longest[:count]), count)
+        cutting = int(longest[:count].sum()), 512, False
+        assert estimate.of_longest_responses.step_peak(*cutting) == pytest.approx(own.step_peak(*cutting), rel=1e-6)
+        assert estimate.of_longest_responses.step_peak(*cutting) <= estimate.step_peak(*cutting)
+
+
 @pytest.mark.parametrize("checkpointing", (False, True))
 def test_the_peak_grows_with_the_micro_batch_and_with_the_chunk(checkpointing):
     estimate = Estimate(BF16, histogram(draw_lengths(3000)), 1000)

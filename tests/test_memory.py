@@ -29,7 +29,6 @@ from model.plan import (
     USABLE,
     MemoryPlan,
     NothingFits,
-    Probe,
     choose_plan,
     fitting_plan,
     make_estimate,
@@ -55,10 +54,10 @@ def estimate_of(shape=SMALL, lengths=None, share_pairs=64, dtype=torch.bfloat16,
     return make_estimate(make_config(**options), shape, dtype, lengths or heavy_tailed(), share_pairs)
 
 
-def choose(usable_gib, shape=SMALL, share_pairs=64, probe=None, lengths=None, **options):
+def choose(usable_gib, shape=SMALL, share_pairs=64, calibration=None, lengths=None, **options):
     usable_bytes = None if usable_gib is None else int(usable_gib * GIB)
     estimate = estimate_of(shape, lengths, share_pairs, **options)
-    return choose_plan(make_config(**options), estimate, usable_bytes, probe=probe)
+    return choose_plan(make_config(**options), estimate, usable_bytes, calibration=calibration)
 
 
 def test_plenty_of_memory_takes_a_whole_share_in_one_forward():
@@ -107,7 +106,7 @@ def test_forwards_of_a_step_are_counted_over_shares_of_varying_length():
 
 
 def test_what_a_probe_measured_over_the_prediction_makes_the_plan_smaller():
-    plain, calibrated = choose(4, share_pairs=512), choose(4, share_pairs=512, probe=Probe(130, 90, 100))
+    plain, calibrated = choose(4, share_pairs=512), choose(4, share_pairs=512, calibration=1.3)
     assert calibrated.predicted_peak_bytes * 1.3 <= 4 * GIB * PROBED_USABLE
     assert calibrated.predicted_peak_bytes < plain.predicted_peak_bytes
 
