@@ -97,8 +97,9 @@ def choose_plan(config, estimate, usable_bytes, asked=False, calibration=None):
     """The plan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
 
     `asked` as recording_asked gives it; `calibration` is what a probe measured over what was predicted for its
-    examples. Raises ValueError when one example does not fit the micro-batch that `config` names, NothingFits when it
-    does not fit the memory. Steps that no recording holds are done as planned, with the recordings' memory beside.
+    examples. Raises ValueError when one example, or a step to be recorded, does not fit the micro-batch that `config`
+    names, NothingFits when one example does not fit the memory. Steps that no recording holds are done as planned, with
+    the recordings' memory beside.
     """
     if 0 < config.micro_batch_tokens < estimate.lengths.longest:
         raise ValueError(
@@ -108,6 +109,11 @@ def choose_plan(config, estimate, usable_bytes, asked=False, calibration=None):
     if usable_bytes is None:
         tokens = _wanted_tokens(config, estimate, CPU_MICRO_BATCH_TOKENS)
         return _plan(estimate, math.inf, tokens, 1024, CHECKPOINTING[config.gradient_checkpointing][0])
+    if config.compile == "True" and 0 < config.micro_batch_tokens < (size := _recorded_steps(estimate)[0][0]):
+        raise ValueError(
+            f"--compile=True records steps in one forward, {estimate.share_pairs} pairs in {size} tokens at least, "
+            f"and --micro_batch_tokens={config.micro_batch_tokens} cuts them: leave one of the two out"
+        )
     usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
     plain = list(_fitting_plans(config, estimate, usable_bytes, usable_share, probed=bool(calibration)))
     if not plain:

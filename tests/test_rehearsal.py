@@ -158,6 +158,9 @@ def test_what_the_user_says_of_recording_holds_or_is_refused():
     assert not planned(100, RECORDED, compile="False")[0].graphs
     with pytest.raises(ValueError, match="compile=True records CUDA graphs"):
         planned(100, kernels=False, compile="True")
+    with pytest.raises(ValueError, match="64 pairs in .* tokens at least.*micro_batch_tokens=4096 cuts them"):
+        planned(100, compile="True", micro_batch_tokens=4096)
+    assert planned(100, compile="True", micro_batch_tokens=40_000)[0].graphs
 
 
 @pytest.mark.parametrize("name", ["adamw_rms", "adamw", "adafactor", "muon"])
