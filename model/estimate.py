@@ -177,11 +177,11 @@ def generation_bytes(setting, answers, prompt_tokens, new_tokens):
 
 
 @dataclass(frozen=True)
-class WorstForward:
-    """The most that the examples of one forward can cost together, for any limit of its tokens.
+class FilledForward:
+    """What the examples of one forward cost together, for any limit of its tokens; never over the costliest share's.
 
-    No set of at most `share_pairs` examples costs more: they are taken from the costliest a token on, in fractions
-    too, and never for more than the `share_pairs` costliest. With `longest`: taken from the longest response on.
+    They are taken from the costliest a token on, in fractions too, so no set of at most `share_pairs` examples costs
+    more; with `longest` from the longest response on.
     """
 
     cost: np.ndarray = field(repr=False)  # (kinds,) of one example
@@ -210,18 +210,18 @@ class Estimate:
     """
 
     def __init__(self, setting, lengths, share_pairs, max_new_tokens=128, longest=False):
-        def worst(cost):
-            return WorstForward(cost, lengths, share_pairs, longest)
+        def filled(cost):
+            return FilledForward(cost, lengths, share_pairs, longest)
 
         self.setting, self.lengths, self.share_pairs = setting, lengths, share_pairs
         self.max_new_tokens = max_new_tokens
         self.fixed = fixed_bytes(setting)
         self._step = {
-            checkpointing: {name: worst(c) for name, c in step_moments(setting, lengths.tokens, checkpointing).items()}
+            checkpointing: {name: filled(c) for name, c in step_moments(setting, lengths.tokens, checkpointing).items()}
             for checkpointing in (False, True)
         }
-        self._evaluation = worst(evaluation_moment(setting, lengths.tokens))
-        self._targets = worst(lengths.tokens[:, 1].astype(np.float64))
+        self._evaluation = filled(evaluation_moment(setting, lengths.tokens))
+        self._targets = filled(lengths.tokens[:, 1].astype(np.float64))
 
     @cached_property
     def of_longest_responses(self):
@@ -232,7 +232,7 @@ class Estimate:
         """Bytes at each moment of a training step, over what is held all the time."""
         shape = self.setting.shape
         tokens = max(micro_batch_tokens, self.lengths.longest)
-        moments = {name: worst(tokens) for name, worst in self._step[checkpointing].items()}
+        moments = {name: forward(tokens) for name, forward in self._step[checkpointing].items()}
         vocabulary = ROWS * -(-shape.vocab_size // ROWS)
         table = 0 if self.setting.decoder_only else 4 * vocabulary * shape.d_model  # its gradient once more
         moments["loss"] += self._chunk_bytes(tokens, chunk_tokens) + table

@@ -115,7 +115,10 @@ def choose_plan(config, estimate, usable_bytes, asked=False, calibration=None):
             f"and --micro_batch_tokens={config.micro_batch_tokens} cuts them: leave one of the two out"
         )
     usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
-    plain = list(_fitting_plans(config, estimate, usable_bytes, usable_share, probed=bool(calibration)))
+    # the costliest of all forwards is met by chance, hardly ever, and is then done again in parts: once it is known how
+    # much is used, those of the longest responses have to fit, as steps are cut
+    met = estimate.of_longest_responses if calibration else estimate
+    plain = list(_fitting_plans(config, met, usable_bytes, usable_share))
     if not plain:
         raise NothingFits(_refusal(config, estimate, usable_bytes, usable_share))
     if asked is False:
@@ -140,16 +143,11 @@ def _ways(config, estimate):
     return product([chunk for chunk in CHUNKS if chunk <= most], CHECKPOINTING[config.gradient_checkpointing])
 
 
-def _fitting_plans(config, estimate, usable_bytes, usable_share, probed):
-    """For each way the plan with the largest micro-batch that fits.
-
-    Where a probe has shown how much is used, forwards of the longest responses have to fit, as steps are cut. The
-    costliest of all would be met by chance, hardly ever, and is then done again in parts.
-    """
+def _fitting_plans(config, estimate, usable_bytes, usable_share):
+    """For each way the plan with the largest micro-batch that fits."""
     tokens = _wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS)
-    met = estimate.of_longest_responses if probed else estimate
     for way in _ways(config, estimate):
-        plan = fitting_plan(met, tokens, usable_bytes * usable_share, *way)
+        plan = fitting_plan(estimate, tokens, usable_bytes * usable_share, *way)
         if plan and plan.micro_batch_tokens >= config.micro_batch_tokens:
             yield plan
 

@@ -116,10 +116,10 @@ def plan_before_probes(run, kept, estimate, usable_bytes):
 
 
 def rehearse_plan(run, estimate, plan, choose):
-    """(plan that was tried on the device, measured peak reserved bytes of a step over all ranks).
+    """(plan, measured peak reserved bytes of a step over all ranks): tried on the device, or less than one that was.
 
-    At most PROBES times the costliest examples that one forward can meet are run, forward and backward. Where what
-    that took is not what was predicted, the plan is what `choose` gives for the ratio; None lets `plan` be.
+    At most PROBES times the examples of `worst_examples` are run, forward and backward. Where what that took is not
+    what was predicted, the plan is what `choose` gives for the ratio; None lets `plan` be.
     """
     fitted = None
     for number in range(PROBES):
@@ -172,7 +172,7 @@ def _step_peak(run, plan, ids):
 
 
 def worst_examples(lengths, micro_batch_tokens, share_pairs):
-    """Ids of examples that cost the most in one forward: the longest responses, at least one, and what fits beside."""
+    """Ids of the costliest forward as steps are cut: the longest responses, at least one, and what fits beside them."""
     ids = _longest_responses(lengths, micro_batch_tokens, share_pairs)
     left, pairs_left = micro_batch_tokens - int(lengths[ids].sum(dtype=np.int64)), share_pairs - len(ids)
     sample = np.setdiff1d(np.arange(0, len(lengths), len(lengths) // SAMPLED_EXAMPLES + 1), ids)

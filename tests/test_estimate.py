@@ -10,8 +10,8 @@ from model.batches import MicroBatch, cut
 from model.chat_model import TextToTextModel
 from model.estimate import (
     Estimate,
+    FilledForward,
     Setting,
-    WorstForward,
     count_parameters,
     fixed_bytes,
     optimizer_bytes,
@@ -85,7 +85,7 @@ def test_no_micro_batch_of_a_run_costs_more_than_the_worst_forward():
     cost = 3.0 * lengths[:, 0] + 5.0 * lengths[:, 1] + 0.01 * lengths[:, 1] ** 2
     kinds = histogram(lengths)
     by_kind = 3.0 * kinds.tokens[:, 0] + 5.0 * kinds.tokens[:, 1] + 0.01 * kinds.tokens[:, 1] ** 2
-    worst, draw = WorstForward(by_kind, kinds, 64), np.random.default_rng(1)
+    worst, draw = FilledForward(by_kind, kinds, 64), np.random.default_rng(1)
     highest = 0.0
     for limit in (600, 2000, 10_000):
         shares = [np.argsort(-cost)[:64], np.argsort(-lengths[:, 1])[:64]]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.caps import HeavyTail
 from config import MODELS, T5ModelConfig, load_config
 from model import prepare, rehearsal
 from model.batches import Room, cut, rooms_for, step_at
@@ -28,6 +29,7 @@ RECORDED = replace(PLAN, graphs=True)
 
 CHATLM = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
 LENGTHS = np.random.default_rng(0).integers(20, 256, (6400, 2)).astype("uint16")
+HEAVY_TAIL = HeavyTail(512).lengths.astype(np.int64)  # of 2,048 pairs, one in twenty of 512 tokens a side
 
 
 def planned(usable_gib, kept=None, kernels=True, steps=100, launch_tokens=None, **options):
@@ -74,18 +76,10 @@ def test_steps_of_pairs_of_one_length_are_recorded_though_they_are_padded():
     assert plan.graphs and plan.micro_batch_tokens == room.tokens > 3 * 150
 
 
-def heavy_tail_lengths():
-    """Of 2,048 pairs, one in twenty of 512 tokens a side."""
-    lengths = np.minimum(np.random.default_rng(0).geometric(1 / 60, (2048, 2)) + 1, 512)
-    lengths[::20] = 512
-    return lengths
-
-
-def heavy_tail(pairs, lengths=None):
-    """Estimate of chatlm with Adafactor on a heavy tail, `pairs` a step, on a fast GPU; of one share of `lengths`."""
-    tokens = heavy_tail_lengths() if lengths is None else lengths
+def heavy_tail(pairs, lengths=HEAVY_TAIL):
+    """Estimate of chatlm with Adafactor, `pairs` of these `lengths` a step, on a fast GPU."""
     config = make_config(optimizer="adafactor")
-    return make_estimate(config, CHATLM, torch.bfloat16, histogram(tokens), pairs, launch_tokens=33_000)
+    return make_estimate(config, CHATLM, torch.bfloat16, histogram(lengths), pairs, launch_tokens=33_000)
 
 
 def test_nothing_is_computed_again_for_recordings_that_hold_few_steps():
@@ -110,8 +104,7 @@ def test_small_steps_are_recorded_where_recordings_of_all_would_not_fit(calibrat
 @pytest.mark.parametrize("usable_gib", [3.26, 3.33, 3.41])
 def test_no_step_of_an_epoch_needs_more_than_a_tight_card_has_beside_the_recordings(monkeypatch, usable_gib, share):
     """Where a step takes this `share` of what is predicted for its examples."""
-    lengths, usable = heavy_tail_lengths(), int(usable_gib * GIB)
-    estimate = heavy_tail(8)
+    lengths, usable, estimate = HEAVY_TAIL, int(usable_gib * GIB), heavy_tail(8)
 
     def step_bytes(_run, plan, ids):
         peak = heavy_tail(len(ids), lengths[ids]).step_peak(int(lengths[ids].sum()), *plan.cutting[1:])
