@@ -40,7 +40,8 @@ from model.step import TornUpdate, train_steps
 VOCAB_SIZE, NUM_PAIRS = 40_960, 2048
 OPTIMIZERS = "muon", "adafactor", "adamw_rms"  # the default first
 CAPS, BATCHES, LONGEST = (4, 8, 12, 20), (8, 16, 32, 64, 96), 512
-WARM_STEPS, RECORDING_STEPS, TRIED_STEPS, REPEATS = 3, 60, 12, 3
+WARM_STEPS, RECORDING_STEPS, REPEATS = 3, 60, 3
+TRIED_STEPS, TRIED_PAIRS = 12, 384  # timed, at least: of few pairs more steps, or they would not stand for an epoch
 HOPELESS, ENOUGH = 0.8, 0.95
 
 
@@ -148,10 +149,11 @@ def tried_ways(run, fastest, warm, plan):
     A way is the number of the step, of its forwards, and the rest of the plan; its least seconds go to `fastest`.
     """
     course = replace(run.course, total_pairs=8 * NUM_PAIRS)
+    num_timed = max(TRIED_STEPS, TRIED_PAIRS // course.global_batch)
     steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, course)
     results = []
     try:
-        for result in islice(steps, warm + TRIED_STEPS):
+        for result in islice(steps, warm + num_timed):
             if result.events:
                 return None, 0
             results.append(result)

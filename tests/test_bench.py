@@ -139,7 +139,7 @@ def test_plans_that_cut_a_step_alike_share_its_fastest_time(monkeypatch):
 
 
 def test_a_case_of_a_small_card_is_measured(monkeypatch):
-    for name, value in dict(VOCAB_SIZE=256, NUM_PAIRS=40, LONGEST=16, TRIED_STEPS=2, REPEATS=1).items():
+    for name, value in dict(VOCAB_SIZE=256, NUM_PAIRS=40, LONGEST=16, TRIED_STEPS=2, TRIED_PAIRS=2, REPEATS=1).items():
         monkeypatch.setattr(caps, name, value)
     record = caps.measure("tiny", 8, 4, "adamw_rms", torch.device("cpu"), 0, 16)
     assert record["out_of_memory_events"] == 0 and record["steps"] == 5
