@@ -5,10 +5,10 @@
 Both start from the same exported random weights and the same parquet files, tokenise them, train for the same epochs,
 compute the loss of the same 64 validation pairs and save after each epoch (no answers are generated), and leave a
 model. Ours runs twice, first without compiled kernels and tokens (cold), then with both (warm), each time into an empty
-run directory; when its first training line (of step 10) was written is told too. The trainer runs with 16 pairs a
-forward and two forwards a step as ours does, and with the pairs a step that suit it: bf16, SDPA, grouped by length,
-fused AdamW. Each is a process of its own, one after the other; a JSON line tells each one's seconds, the last line how
-many times ours' the trainer's are.
+run directory; when its first training line (of step 10) was written is told too, and what share of its steps was spent
+waiting for data. The trainer runs with 16 pairs a forward and two forwards a step as ours does, and with the pairs a
+step that suit it: bf16, SDPA, grouped by length, fused AdamW. Each is a process of its own, one after the other; a JSON
+line tells each one's seconds, the last line how many times ours' the trainer's are.
 """
 
 import argparse
@@ -81,7 +81,10 @@ def seconds_of(name, folder, options):
     (done,) = run_jobs([job], folder / "logs", gpu_slots(0 if options.cpu else 1))
     line = dict(part=name, seconds=round(done.seconds, 2), problem=done.problem)
     if name.startswith("ours") and not done.problem:
-        line["trains_after_seconds"] = round(journal(folder / "runs" / name, "train")[0]["time"] - begun, 2)
+        entries = journal(folder / "runs" / name, "train")
+        waited, lasted = (sum(entry[kind] for entry in entries) for kind in ("data_wait_seconds", "step_seconds"))
+        line["trains_after_seconds"] = round(entries[0]["time"] - begun, 2)
+        line["data_wait_percent"] = round(100 * waited / lasted, 3)
     print(json.dumps(line), flush=True)
     if done.problem:
         print(done.text[-2000:], file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ import torch
 
 from model.checkpoint import checkpoint_paths
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
-from tests.trials import tell, write_section
+from tests.trials import WITH_KERNELS, tell, write_section
 
 STEPS = 12
 SITES = dict(
@@ -35,7 +35,7 @@ def options(world):
     """Of a run of STEPS steps in which every rank has several micro-batches a step."""
     batch = 4 * world
     steps_an_epoch = -(-NUM_PAIRS // batch)
-    kernels = dict(model="tiny", dropout=0, deterministic=True) if torch.cuda.device_count() else dict(dropout=0.1)
+    kernels = WITH_KERNELS if torch.cuda.device_count() else dict(dropout=0.1)
     return kernels | dict(
         global_batch_size=batch, epochs=STEPS // steps_an_epoch, micro_batch_tokens=64, save_steps=1,
         bleu_pairs=2 * world, max_new_tokens=4,

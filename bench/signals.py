@@ -1,6 +1,7 @@
 """Does every signal, to any process, in any phase of a run, end it in time and lose nothing?
 
     python -m bench.signals [--trials 100] [--launcher 12]
+    python -m bench.signals --phases compiling --trials 12 --launcher 0      on two GPUs
 
 Two processes. A trial sends INT, TERM or USR1, once or twice in a row, to one rank or to all in one phase; all must
 end well within 20 s, with a checkpoint of the step that both did last, or with the last durable one while nothing
@@ -22,13 +23,15 @@ from itertools import cycle
 from pathlib import Path
 
 import psutil
+import torch
 
 from tests.ranks import kill_all, launch, launcher
 from tests.tiny import furnish, words
-from tests.trials import Disturbed, calm_hash, tell, typed, write_section
+from tests.trials import WITH_KERNELS, Disturbed, calm_hash, tell, typed, write_section
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PHASES = ("before the first step", "tokenising", "training", "evaluation", "generation", "saving")
+COMPILING = "compiling"  # a phase of GPUs alone: kernels into an empty cache
 TARGETS = ("rank 0", "rank 1", "every rank")
 AT_LAUNCHER = ("the launcher", "the launcher, before the first step", "scheduled stop")
 STOP_SECONDS = 20
@@ -41,25 +44,31 @@ def main():
     parser = argparse.ArgumentParser(description="Signals of all kinds in all phases.")
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--launcher", type=int, default=12, help="trials among these that go to a launcher")
+    parser.add_argument("--phases", default=",".join(PHASES), help="in which ranks are signalled")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--out", help="file for the JSON lines")
     given = parser.parse_args()
-    draw = random.Random(given.seed)
-    plain = [(phase, target) for phase in PHASES for target in TARGETS]
+    draw, phases, on_gpus = random.Random(given.seed), given.phases.split(","), torch.cuda.device_count() > 1
+    if unknown := set(phases) - {*PHASES, *[COMPILING] * on_gpus}:
+        parser.error(
+            f"--phases={given.phases}: {', '.join(sorted(unknown))} is no phase here ({COMPILING}: on two GPUs)"
+        )
+    options = OPTIONS | (WITH_KERNELS if on_gpus else {})
+    plain = [(phase, target) for phase in phases for target in TARGETS]
     chosen = [next(pairs) for pairs in [cycle(plain)] for _ in range(given.trials - given.launcher)]
     chosen += [(phase, "the launcher") for phase, _ in zip(cycle(AT_LAUNCHER), range(given.launcher), strict=False)]
     with tempfile.TemporaryDirectory() as folder:
-        records = list(trials(furnish(Path(folder)), chosen, draw, given.out))
-    write(records)
+        records = list(trials(furnish(Path(folder)), chosen, draw, options, given.out))
+    write(records, on_gpus)
     return 1 if any(record["wrong"] for record in records) else 0
 
 
-def trials(home, chosen, draw, out=None):
+def trials(home, chosen, draw, options, out=None):
     """Yield a record of each (phase, target); runs follow one another, each ending as the calm one or not."""
     (home / "long.jsonl").write_bytes((home / "train.jsonl").read_bytes() * LONG_LINES)
-    calm = calm_hash(home, 2, **OPTIONS)
+    calm = calm_hash(home, 2, **options)
     for first in range(0, len(chosen), TRIALS_A_RUN):
-        run = Disturbed(home, f"run{first}", 2, **OPTIONS)
+        run = Disturbed(home, f"run{first}", 2, **options)
         records = []
         for number, (phase, target) in enumerate(chosen[first : first + TRIALS_A_RUN], start=first):
             record = dict(phase=phase, target=target, signal=draw.choice(SIGNALS).name, times=draw.choice((1, 1, 2)))
@@ -78,9 +87,12 @@ def trial(run, number, record, draw):
     step = stop_step(run) // STEPS_AN_EPOCH * STEPS_AN_EPOCH + STEPS_AN_EPOCH  # the next epoch's last
     site = dict(evaluation="evaluate", generation="generate", saving="save").get(phase)
     fault = f"{site}:{'0' if site == 'save' else 'all'}:{step}:slow" if site else ""
-    processes = tokenise(run, number) if phase == "tokenising" else run.start(fault)
+    kernels = run.home / f"kernels{number}"
+    env = dict(TRITON_CACHE_DIR=kernels) if phase == COMPILING else {}
+    processes = tokenise(run, number) if phase == "tokenising" else run.start(fault, env=env)
     ready = {
         "before the first step": lambda: len(list(run.home.glob("rank*.txt"))) == 2,
+        COMPILING: lambda: list(kernels.glob("*/*")),
         "tokenising": lambda: list(run.home.glob("model_save/tokens/.*.tmp/pairs.arrow")),
         "training": lambda: run.lines() > lines + 1,
         "evaluation": lambda: last_step(run) >= step,
@@ -177,7 +189,7 @@ def trial_at_launcher(run, record, draw):
     return dict(launcher=name, seconds=round(seconds, 2), wrong="; ".join(wrong))
 
 
-def write(records):
+def write(records, on_gpus):
     groups = Counter((record["phase"], record["target"]) for record in records)
     rows = []
     for (phase, target), count in groups.items():
@@ -188,7 +200,8 @@ def write(records):
     rows.append(["all", "all", len(records), kept, f"{max(record['seconds'] for record in records):.1f}"])
     header = ["phase", "sent to", "trials", "kept", "worst s to end"]
     note = f"`{typed('bench.signals')}` on two processes."
-    write_section("signals", "INT, TERM and USR1, once or twice in a row", header, rows, note)
+    name, where = ("signals_gpu", " (GPUs)") if on_gpus else ("signals", "")
+    write_section(name, f"INT, TERM and USR1, once or twice in a row{where}", header, rows, note)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from train_low_mem import main
 FAULTS_PAGE = ROOT / "docs" / "faults.md"
 NEWS = b'"kind":"train"'
 SLEEP_SECONDS = 0.2
+WITH_KERNELS = dict(model="tiny", dropout=0, deterministic=True)  # options of a run on GPUs
 
 
 class Disturbed:
