@@ -31,6 +31,7 @@ ERRORS = {  # real: the allocator's own, for more than any machine has
     "eio": lambda: OSError(errno.EIO, "Input/output error (injected)"),
 }
 SIGNALS = {"int": signal.SIGINT, "term": signal.SIGTERM, "kill": signal.SIGKILL}
+HEARD_SECONDS = 0.1  # a signal reaches the watch, beside the thread that sends it here
 SLEEPS = {"hang": 1e6, "slow": 5.0}  # seconds
 KINDS = (*ERRORS, *SIGNALS, *SLEEPS, "nan")
 
@@ -78,6 +79,7 @@ def _happen(fault):
     print(f"CHAT_FAULT {words} fires", file=sys.stderr, flush=True)
     if fault.kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault.kind])
+        time.sleep(HEARD_SECONDS)
     elif fault.kind in SLEEPS:
         time.sleep(SLEEPS[fault.kind])
     elif fault.kind in ERRORS:

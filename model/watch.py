@@ -8,7 +8,6 @@ runs before torch is imported.
 import faulthandler
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -45,16 +44,19 @@ _training = _saving = False
 
 
 def watch_signals():
-    """From now on INT, TERM and USR1 ask for a stop; a repeat later than REPEAT_SECONDS quits unless saving."""
+    """From now on INT, TERM and USR1 ask for a stop; a repeat later than REPEAT_SECONDS quits unless saving.
+
+    They are blocked for this thread and for every thread and program that it starts, and the watch takes them up: a
+    handler may be replaced (LLVM, which compiles Triton's kernels, puts one that does nothing in USR1's place), and a
+    terminal's Ctrl+C would kill the assembler that this process waits for.
+    """
     global _thread
     if _thread is not None:
         return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # wakes the thread whatever the main thread does
     for number in SIGNALS:
-        signal.signal(number, _on_signal)
-    _thread = threading.Thread(target=_watch, args=(reader, os.getppid()), name="watch", daemon=True)
+        signal.signal(number, _pass_on)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    _thread = threading.Thread(target=_watch, args=(os.getppid(),), name="watch", daemon=True)
     _thread.start()
 
 
@@ -139,19 +141,17 @@ def exchange(name):
         _mine.moves += 1
 
 
-def _on_signal(_number, _frame):
-    _mine.stop = True  # the rest is the thread's: here the main thread may be late by an exchange
+def _pass_on(number, _frame):
+    signal.pthread_kill(_thread.ident, number)  # a thread older than the watch was given it
 
 
-def _watch(reader, parent):
+def _watch(parent):
     """The thread: hear signals, look after the other ranks, end the process where it does not end by itself."""
     global _asked_at
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     while True:
-        if select.select([reader], [], [], BEAT_SECONDS)[0]:
-            for number in os.read(reader, 64):
-                if number in SIGNALS:
-                    _hear(signal.Signals(number).name)
+        if heard := signal.sigtimedwait(SIGNALS, BEAT_SECONDS):
+            _hear(signal.Signals(heard.si_signo).name)
         if launched and os.getppid() != parent and not _mine.stop:
             _hear("the launcher is gone")
         if _peers:
@@ -162,8 +162,15 @@ def _watch(reader, parent):
         if _doom and now > _doom[0]:
             _end(_doom[1])
         if _mine.stop and not _training and now - _asked_at > GRACE_SECONDS:
-            # before it joined the others only a failure makes the launcher end them
-            os._exit(int(_peers is None and int(os.environ.get("WORLD_SIZE", "1")) > 1))
+            os._exit(_exit_code())
+
+
+def _exit_code():
+    """Of a process that was asked to stop and does not end by itself; `_peers` are there while it is among them."""
+    if _mine.ended:
+        return int(_mine.ended != "done")
+    # before it joined the others only a failure makes the launcher end them
+    return int(_peers is None and int(os.environ.get("WORLD_SIZE", "1")) > 1)
 
 
 def _hear(what):

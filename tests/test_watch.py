@@ -2,19 +2,29 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from model import watch
 from model.ranks import PATIENCE, gather_json, start_ranks, stop_ranks, vote
-from model.watch import SIGNALS, stop_asked, training_begins
+from model.watch import SIGNALS, leave_ranks, stop_asked, training_begins
 from tests.ranks import fork_ranks, run_ranks, send, wait_for
 
 TIMEOUT_S = 10
+
+
+def wait_for_word(word, *paths):
+    """Wait until each file has `word` in it."""
+    deadline = time.monotonic() + 60
+    while not all(path.exists() and word in path.read_text() for path in paths):
+        assert time.monotonic() < deadline, f"no {word} in {paths}"
+        time.sleep(0.01)
 
 
 def hang(rank, dead_seconds=watch.DEAD_SECONDS, kill=False):
@@ -144,22 +154,68 @@ def wait_for_stop():
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_to_a_rank_that_waits_in_a_library_s_call_reaches_the_others(tmp_path, number):
     processes = fork_ranks(2, wait_for_stop, folder=tmp_path)
-    paths = [tmp_path / f"rank{rank}.txt" for rank in range(2)]
-    deadline = time.monotonic() + 30
-    while not all(path.exists() and "ready" in path.read_text() for path in paths):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_word("ready", tmp_path / "rank0.txt", tmp_path / "rank1.txt")
     send(processes[:1], number)
     done = wait_for(processes, tmp_path, 10)
     assert done.codes == [0, 0], done.text
 
 
+def wait_to_be_stopped():
+    training_begins()
+    print("ready", flush=True)
+    deadline = time.monotonic() + 10
+    while not stop_asked():
+        if time.monotonic() > deadline:
+            return 3
+        time.sleep(0.01)
+    return 0
+
+
+def compile_a_kernel():
+    """A process in which LLVM has worked, as in every run on a GPU: it puts its own handlers in place of others'."""
+    from tests.test_kernel_targets import compiling_for, launch_cross_entropy
+
+    os.environ["TRITON_CACHE_DIR"] = os.getcwd()
+    with pytest.MonkeyPatch.context() as patch, compiling_for(80, patch) as kernels:
+        launch_cross_entropy()
+    assert kernels
+    return wait_to_be_stopped()
+
+
+def have_it_given_to_an_older_thread():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # as it is for a thread that was there before the watch
+    return wait_to_be_stopped()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("function", (compile_a_kernel, have_it_given_to_an_older_thread))
+def test_a_signal_is_heard_whatever_a_library_does_with_handlers(tmp_path, function, number):
+    processes = fork_ranks(1, function, folder=tmp_path)
+    wait_for_word("ready", tmp_path / "rank0.txt")
+    send(processes, number)
+    done = wait_for(processes, tmp_path, 20)
+    assert done.codes == [0], done.text
+    assert f"{number.name}: stopping after this step" in done.text
+
+
+def wait_for_an_assembler():
+    with subprocess.Popen(["sleep", "1"]) as assembler:
+        print("ready", flush=True)
+    return assembler.returncode
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_to_all_descendants_does_not_end_a_program_that_a_rank_waits_for(tmp_path, number):
+    processes = fork_ranks(1, wait_for_an_assembler, folder=tmp_path)
+    wait_for_word("ready", tmp_path / "rank0.txt")
+    (assembler,) = psutil.Process(processes[0].pid).children()
+    assembler.send_signal(number)
+    assert wait_for(processes, tmp_path, 20).codes == [0]
+
+
 def test_the_first_sign_of_a_stop_before_training_ends_a_process_that_does_nothing_about_it(tmp_path):
     (process,) = fork_ranks(1, sit, folder=tmp_path)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "rank0.txt").exists() or "sits" not in (tmp_path / "rank0.txt").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_word("sits", tmp_path / "rank0.txt")
     send([process], signal.SIGTERM)
     done = wait_for([process], tmp_path, 10)
     assert done.codes == [0]
@@ -170,3 +226,17 @@ def sit():
     watch.GRACE_SECONDS = 1.0
     print("sits", flush=True)
     sit_and_think(60)
+
+
+@pytest.mark.parametrize(("failure", "code"), (("", 0), ("no room", 1)))
+def test_a_stopped_rank_that_takes_long_to_end_keeps_the_exit_code_that_it_would_have(tmp_path, failure, code):
+    (process,) = fork_ranks(1, leave_and_sit, failure, folder=tmp_path)
+    wait_for_word("sits", tmp_path / "rank0.txt")
+    send([process], signal.SIGTERM)
+    assert wait_for([process], tmp_path, 10).codes == [code]
+
+
+def leave_and_sit(failure):
+    os.environ["WORLD_SIZE"] = "2"
+    leave_ranks(failure)
+    sit()
