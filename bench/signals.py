@@ -67,11 +67,14 @@ def trials(home, chosen, draw, options, out=None):
     """Yield a record of each (phase, target); runs follow one another, each ending as the calm one or not."""
     (home / "long.jsonl").write_bytes((home / "train.jsonl").read_bytes() * LONG_LINES)
     calm = calm_hash(home, 2, **options)
+    num_kernels = kernels_of_a_start(home, options) if COMPILING in dict(chosen) else 0
     for first in range(0, len(chosen), TRIALS_A_RUN):
         run = Disturbed(home, f"run{first}", 2, **options)
         records = []
         for number, (phase, target) in enumerate(chosen[first : first + TRIALS_A_RUN], start=first):
             record = dict(phase=phase, target=target, signal=draw.choice(SIGNALS).name, times=draw.choice((1, 1, 2)))
+            if phase == COMPILING:
+                record |= dict(after_kernels=draw.randint(1, num_kernels), of_kernels=num_kernels)
             record |= trial_at_launcher(run, record, draw) if "launcher" in target else trial(run, number, record, draw)
             records.append(record)
         problem = run.ends_calmly(calm)
@@ -81,10 +84,20 @@ def trials(home, chosen, draw, options, out=None):
             yield record
 
 
+def kernels_of_a_start(home, options):
+    """How many kernels a run of these options has compiled, from none, when its first step is done."""
+    run, kernels = Disturbed(home, "cold", 2, **options), home / "kernels"
+    processes = run.start(env=dict(TRITON_CACHE_DIR=kernels))
+    run.wait_for("first step", run.lines, processes)
+    num_kernels = len(list(kernels.iterdir()))
+    kill_all(processes)
+    return num_kernels
+
+
 def trial(run, number, record, draw):
-    """Signal ranks in one phase; what went wrong, and how long the end took."""
-    phase, lines = record["phase"], run.lines()
-    step = stop_step(run) // STEPS_AN_EPOCH * STEPS_AN_EPOCH + STEPS_AN_EPOCH  # the next epoch's last
+    """Signal ranks in one phase; what went wrong, whether there was something to save, how long the end took."""
+    phase, lines, stopped_at = record["phase"], run.lines(), stop_step(run)
+    step = stopped_at // STEPS_AN_EPOCH * STEPS_AN_EPOCH + STEPS_AN_EPOCH  # the next epoch's last
     site = dict(evaluation="evaluate", generation="generate", saving="save").get(phase)
     fault = f"{site}:{'0' if site == 'save' else 'all'}:{step}:slow" if site else ""
     kernels = run.home / f"kernels{number}"
@@ -92,7 +105,7 @@ def trial(run, number, record, draw):
     processes = tokenise(run, number) if phase == "tokenising" else run.start(fault, env=env)
     ready = {
         "before the first step": lambda: len(list(run.home.glob("rank*.txt"))) == 2,
-        COMPILING: lambda: list(kernels.glob("*/*")),
+        COMPILING: lambda: len(list(kernels.glob("*"))) >= record["after_kernels"],
         "tokenising": lambda: list(run.home.glob("model_save/tokens/.*.tmp/pairs.arrow")),
         "training": lambda: run.lines() > lines + 1,
         "evaluation": lambda: last_step(run) >= step,
@@ -117,7 +130,7 @@ def trial(run, number, record, draw):
     wrong += [] if phase == "tokenising" else checkpoint_problem(run)
     if wrong:
         wrong.append("".join(path.read_text()[-1500:] for path in sorted(run.home.glob("rank*.txt"))))
-    return dict(seconds=round(seconds, 2), wrong="; ".join(wrong))
+    return dict(seconds=round(seconds, 2), trained=stop_step(run) > stopped_at, wrong="; ".join(wrong))
 
 
 def tokenise(run, number):
