@@ -3,7 +3,7 @@
     python -m bench.gpu_check --output_dir DIR [--minutes 9]
 
 The tests marked gpu; the kernels' parity with the plain twin and their milliseconds; the loss; the short form of
-bench.compare. Each part is a process with its own time limit; its lines are printed as it ends and kept in
+bench.compare for small. Each part is a process with its own time limit; its lines are printed as it ends and kept in
 DIR/<part>.log, and DIR/gpu_check.jsonl has one line a part.
 """
 
@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 from bench.children import Job, gpu_slots, run_jobs
@@ -32,7 +33,7 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     on_gpu = torch.cuda.is_available()
     print(torch.cuda.get_device_name() if on_gpu else "no GPU here: the parts run as far as they can", flush=True)
-    deadline, failures = time.time() + options.minutes * 60, 0
+    deadline, failures = psutil.Process().create_time() + options.minutes * 60, 0
     with open(folder / "gpu_check.jsonl", "a") as file:
         for part in options.parts.split(","):  # one after the other: each is timed alone
             words = words_of(part, folder, on_gpu, deadline - time.time())
@@ -55,7 +56,7 @@ def words_of(part, folder, on_gpu, seconds_left):
         return [*module, "bench.kernels", "--part", part, *small]
     if part == "loss":
         return [*module, "bench.loss", *small]
-    how = [] if on_gpu else ["--cpu", "--models", "tiny"]
+    how = ["--models", "small"] if on_gpu else ["--cpu", "--models", "tiny"]
     minutes = max(min(seconds_left, LIMIT_SECONDS["compare"]) - 20, 1) / 60  # in time to write its table
     return [*module, "bench.compare", "--output_dir", folder / "compare", "--short", "--minutes", minutes, *how]
 
