@@ -53,9 +53,9 @@ def watch_signals():
     global _thread
     if _thread is not None:
         return
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for number in SIGNALS:
         signal.signal(number, _pass_on)
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     _thread = threading.Thread(target=_watch, args=(os.getppid(),), name="watch", daemon=True)
     _thread.start()
 
