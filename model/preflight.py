@@ -42,7 +42,7 @@ class Verdict:
 def preflight(num_gpus, stop, folder=FOLDER):
     """(Verdict for NCCL over this machine's first `num_gpus` GPUs, where it is kept): remembered, or found by one rank.
 
-    Raises KeyboardInterrupt when `stop()` turned true meanwhile: the children may have been stopped too.
+    Raises KeyboardInterrupt when `stop()` turned true meanwhile: what stops a run may have killed the children.
     """
     path = Path(folder) / f"{_fingerprint(num_gpus)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,8 +128,6 @@ def _wait_for(children, folder, seconds):
 
 def _all_reduce(backend, folder, attempt):
     """Join the other children and add 1 over all of them; any trouble is an error of this process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are the run's, which ends its children itself
     signal.alarm(IMPORT_SECONDS + ANSWER_SECONDS)  # should the parent be killed
     import torch
     import torch.distributed as dist
