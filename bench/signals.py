@@ -5,8 +5,9 @@
 
 Two processes. A trial sends INT, TERM or USR1, once or twice in a row, to one rank or to all in one phase; all must
 end well within 20 s, with a checkpoint of the step that both did last, or with the last durable one while nothing
-trained. Some trials signal the launcher instead, or do what scheduled stops do: INT to the group and to every
-descendant, 30 s, TERM, KILL. A run is resumed for its next trial, and must end as a calm one.
+trained. While kernels are compiled a trial waits for a number of them, drawn from those of a start. Some trials signal
+the launcher instead, or do what scheduled stops do: INT to the group and to every descendant, 30 s, TERM, KILL. A run
+is resumed for its next trial, and must end as a calm one; one that ends before, by itself, has not heard the signal.
 """
 
 import argparse
@@ -49,10 +50,9 @@ def main():
     parser.add_argument("--out", help="file for the JSON lines")
     given = parser.parse_args()
     draw, phases, on_gpus = random.Random(given.seed), given.phases.split(","), torch.cuda.device_count() > 1
-    if unknown := set(phases) - {*PHASES, *[COMPILING] * on_gpus}:
-        parser.error(
-            f"--phases={given.phases}: {', '.join(sorted(unknown))} is no phase here ({COMPILING}: on two GPUs)"
-        )
+    known = (*PHASES, COMPILING) if on_gpus else PHASES
+    if unknown := set(phases).difference(known):
+        parser.error(f"--phases={given.phases}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
     options = OPTIONS | (WITH_KERNELS if on_gpus else {})
     plain = [(phase, target) for phase in phases for target in TARGETS]
     chosen = [next(pairs) for pairs in [cycle(plain)] for _ in range(given.trials - given.launcher)]
@@ -95,9 +95,9 @@ def kernels_of_a_start(home, options):
 
 
 def trial(run, number, record, draw):
-    """Signal ranks in one phase; what went wrong, whether there was something to save, how long the end took."""
-    phase, lines, stopped_at = record["phase"], run.lines(), stop_step(run)
-    step = stopped_at // STEPS_AN_EPOCH * STEPS_AN_EPOCH + STEPS_AN_EPOCH  # the next epoch's last
+    """Signal ranks in one phase; what went wrong, and how long the end took."""
+    phase, lines = record["phase"], run.lines()
+    step = last_step(run, "stop") // STEPS_AN_EPOCH * STEPS_AN_EPOCH + STEPS_AN_EPOCH  # the next epoch's last
     site = dict(evaluation="evaluate", generation="generate", saving="save").get(phase)
     fault = f"{site}:{'0' if site == 'save' else 'all'}:{step}:slow" if site else ""
     kernels = run.home / f"kernels{number}"
@@ -108,8 +108,8 @@ def trial(run, number, record, draw):
         COMPILING: lambda: len(list(kernels.glob("*"))) >= record["after_kernels"],
         "tokenising": lambda: list(run.home.glob("model_save/tokens/.*.tmp/pairs.arrow")),
         "training": lambda: run.lines() > lines + 1,
-        "evaluation": lambda: last_step(run) >= step,
-        "generation": lambda: last_step(run) >= step,
+        "evaluation": lambda: last_step(run, "train") >= step,
+        "generation": lambda: last_step(run, "train") >= step,
         "saving": run.in_save,
     }[phase]
     reached = run.wait_for(phase, ready, processes)
@@ -127,10 +127,10 @@ def trial(run, number, record, draw):
     kill_all(processes)
     wrong = [] if reached else ["the phase was over"]
     wrong += [f"exit codes {codes}"] if codes != [0, 0] else []
-    wrong += [] if phase == "tokenising" else checkpoint_problem(run)
+    wrong += [] if phase == "tokenising" else stop_problems(run)
     if wrong:
         wrong.append("".join(path.read_text()[-1500:] for path in sorted(run.home.glob("rank*.txt"))))
-    return dict(seconds=round(seconds, 2), trained=stop_step(run) > stopped_at, wrong="; ".join(wrong))
+    return dict(seconds=round(seconds, 2), wrong="; ".join(wrong))
 
 
 def tokenise(run, number):
@@ -139,13 +139,9 @@ def tokenise(run, number):
     return beside.start(train_file="long.jsonl", max_seq_len=33 + number)
 
 
-def last_step(run):
-    """The step of the last train line."""
-    return max((line["step"] for line in journal_lines(run) if line["kind"] == "train"), default=0)
-
-
-def stop_step(run):
-    return max((line["step"] for line in journal_lines(run) if line["kind"] == "stop"), default=0)
+def last_step(run, kind):
+    """The step of the journal's last line of a kind."""
+    return max((line["step"] for line in journal_lines(run) if line["kind"] == kind), default=0)
 
 
 def journal_lines(run):
@@ -153,13 +149,15 @@ def journal_lines(run):
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
-def checkpoint_problem(run):
-    """What is wrong with the checkpoint that a stopped run left: it must be of the step that every rank did last."""
+def stop_problems(run):
+    """What is wrong with how a run ended: as it was asked to, its checkpoint of the step that every rank did last."""
     samples = [path.read_text().splitlines() for path in run.dir.glob("samples_rank*.jsonl")]
     steps = {json.loads(lines[-1])["step"] if lines else 0 for lines in samples} or {0}
     latest = run.dir / "checkpoints" / "LATEST"
     saved = int(latest.read_text().removeprefix("step_")) if latest.exists() else 0
-    return [] if steps == {saved} else [f"last steps {steps}, checkpoint of {saved}"]
+    problems = [] if steps == {saved} else [f"last steps {steps}, checkpoint of {saved}"]
+    finished = any(line["kind"] == "stop" and line["reason"] != "asked" for line in journal_lines(run))
+    return [*problems, *["it ended by itself"] * finished]
 
 
 def trial_at_launcher(run, record, draw):
@@ -196,7 +194,7 @@ def trial_at_launcher(run, record, draw):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wrong = [f"{len(alive)} processes lived on"] if alive else []
-    wrong += checkpoint_problem(run)
+    wrong += stop_problems(run)
     if wrong:
         wrong.append((run.home / "launch.txt").read_text()[-3000:])
     return dict(launcher=name, seconds=round(seconds, 2), wrong="; ".join(wrong))
