@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -177,16 +177,21 @@ def _hear(what):
     global _asked_at
     now = time.monotonic()
     if _asked_at is None:
-        _asked_at, _mine.stop = now, True
         how = "after this step, with a checkpoint" if _training else "before the first step"
-        print(f"{what}: stopping {how}", file=sys.stderr, flush=True)
+        _say(f"{what}: stopping {how}")
+        _asked_at, _mine.stop = now, True
     elif now - _asked_at > REPEAT_SECONDS and not _saving:
-        print(f"{what} again: quitting without a checkpoint", file=sys.stderr, flush=True)
+        _say(f"{what} again: quitting without a checkpoint")
         os._exit(1)
 
 
+def _say(text):
+    with suppress(OSError):  # a Ctrl+C also ends the `tee` that stderr goes to
+        print(text, file=sys.stderr, flush=True)
+
+
 def _end(why):
-    print(f"{why}; where each thread of this rank is:", file=sys.stderr, flush=True)
+    _say(f"{why}; where each thread of this rank is:")
     faulthandler.dump_traceback(all_threads=True)
     os._exit(1)
 

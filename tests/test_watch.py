@@ -198,6 +198,29 @@ def test_a_signal_is_heard_whatever_a_library_does_with_handlers(tmp_path, funct
     assert f"{number.name}: stopping after this step" in done.text
 
 
+def sit_with_a_broken_stderr():
+    """As under `2>&1 | tee file` once a Ctrl+C has ended tee."""
+    watch.REPEAT_SECONDS = 0.5
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    training_begins()
+    print("sits", flush=True)
+    while not stop_asked():
+        time.sleep(0.01)
+    print("stops", flush=True)
+    sit_and_think(60)
+
+
+def test_a_repeated_signal_quits_though_nobody_reads_what_is_said(tmp_path):
+    processes = fork_ranks(1, sit_with_a_broken_stderr, folder=tmp_path)
+    for word in ("sits", "stops"):
+        wait_for_word(word, tmp_path / "rank0.txt")
+        send(processes, signal.SIGINT)
+        time.sleep(1)
+    assert wait_for(processes, tmp_path, 10).codes == [1]
+
+
 def wait_for_an_assembler():
     with subprocess.Popen(["sleep", "1"]) as assembler:
         print("ready", flush=True)
