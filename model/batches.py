@@ -19,6 +19,7 @@ FEISTEL_ROUNDS = 6
 ROOM_LEVELS = ((0.3, 2.5), (-0.6, 0.2, 1.0, 2.5))  # of prompts, of responses
 ROOM_FILL = 2 / 3  # at least: an epoch's small last step is not worth the padding
 ROOM_MULTIPLE = 64  # tokens
+ALIGNED = 4  # int32 numbers, 16 bytes: Triton compiles a kernel once more for a tensor that begins between them
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,9 @@ def pack(prompt_ids, decoder_ids, labels, prompt_lengths, response_lengths, room
     for (queries, num_queries), (keys, num_keys) in layouts:
         arrays += packed_tiles(queries, keys, room and (num_queries, num_keys, pairs))
     sizes = tuple(array.size for array in arrays)
-    flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=torch.cuda.is_available())
-    np.concatenate([array.ravel() for array in arrays], out=flat.numpy(), casting="same_kind")
+    flat = torch.empty(sum(map(_aligned, sizes)), dtype=torch.int32, pin_memory=torch.cuda.is_available())
+    slots = [_filled(array.ravel(), _aligned(array.size), 0) for array in arrays]
+    np.concatenate(slots, out=flat.numpy(), casting="same_kind")
     return unpack(flat, sizes)
 
 
@@ -189,11 +191,16 @@ def _filled(array, size, value):
     return np.concatenate([array, np.full(size - len(array), value, array.dtype)])
 
 
+def _aligned(size):
+    return math.ceil(size / ALIGNED) * ALIGNED
+
+
 def unpack(flat, sizes):
-    """The MicroBatch whose tensors stand one after the other in `flat`."""
+    """The MicroBatch whose tensors of these `sizes` stand one after the other in `flat`, each on its own 16 bytes."""
     from model.kernels import PackedLayout  # a CPU build of torch comes without Triton
 
-    parts = flat.split(sizes)
+    slots = flat.split([_aligned(size) for size in sizes])
+    parts = [slot[:size] for slot, size in zip(slots, sizes, strict=True)]
     ids, tiles = parts[:3], [part.view(-1, 5) for part in parts[3:]]
     layouts = [PackedLayout(*tiles[first : first + 2]) for first in (0, 2, 4)]
     return MicroBatch(*ids, *layouts, flat, sizes)

@@ -2,11 +2,16 @@
 
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from config import T5ModelConfig
+from model import chat_model, loss, weights
+from model.batches import pack
+from model.chat_model import TextToTextModel
 from tests import test_fused, test_kernels
 
 SHARED_BYTES = 99 * 1024  # what a block may use on sm_86 and sm_89; sm_80 gives 163 KiB
@@ -73,3 +78,28 @@ def launch_cross_entropy():
     from model.fused import cross_entropy_
 
     cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
+
+
+def test_what_a_first_micro_batch_has_compiled_serves_any_number_of_tokens(monkeypatch):
+    for module in (weights, chat_model, loss):
+        monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
+    sizes = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1, vocab_size=500)
+    small = TextToTextModel(T5ModelConfig(**sizes), compute_dtype=torch.bfloat16).initialise(0)
+    with compiling_for(86, monkeypatch) as kernels:
+        small(packed(8)).backward()
+        first = variants(kernels)
+        for num_pairs in range(9, 25):
+            small(packed(num_pairs)).backward()
+        assert variants(kernels) == first
+    assert first.keys() >= {"attention_forward", "attention_backward_keys", "cross_entropy"}
+
+
+def packed(num_pairs):
+    """MicroBatch of pairs with lengths of all kinds."""
+    lengths = np.random.default_rng(num_pairs).integers(2, 60, size=(2, num_pairs))
+    prompts, labels = (np.ones(side.sum(), dtype=np.int64) for side in lengths)
+    return pack(prompts, labels, labels, *lengths)
+
+
+def variants(kernels):
+    return {name: {kernel.hash for kernel in compiled} for name, compiled in kernels.items()}
