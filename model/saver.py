@@ -1,8 +1,10 @@
 """What a run leaves on the disk while training goes on: checkpoints from a snapshot in host memory, and exports.
 
 A disk that refuses costs a checkpoint and not the run: earlier checkpoints stay whole, and the next save tries again.
+Where memory runs out the same save is tried again: the last one of a run has no next.
 """
 
+import gc
 import logging
 import threading
 import time
@@ -10,7 +12,9 @@ import time
 import torch
 
 from model.checkpoint import Snapshot, save_checkpoint, snapshot_of
+from model.device_memory import release_memory
 from model.export import export_model
+from model.memory import is_out_of_memory
 from model.ranks import gather_json, vote
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -35,11 +39,7 @@ class Saver:
         self.join()
         started = time.monotonic()
         try:
-            live = snapshot_of(model, optimizer)
-            snapshot = Snapshot(self._copy("weights", live.weights), self._copy("optimizer", live.optimizer))
-            copied = torch.cuda.Event() if torch.cuda.is_initialized() else None
-            if copied is not None:
-                copied.record()  # the next step's changes come after the copies on this stream; only the thread waits
+            snapshot, copied = retried(lambda: self._snapshot(model, optimizer), lambda: self._make_room(state))
         except (RuntimeError, MemoryError) as error:
             self._host.clear()
             self._failed(state, error)
@@ -60,6 +60,21 @@ class Saver:
     def __exit__(self, *_):
         self.join()
 
+    def _snapshot(self, model, optimizer):
+        """(Snapshot in host memory, event after which it is there, or None on a CPU)."""
+        live = snapshot_of(model, optimizer)
+        snapshot = Snapshot(self._copy("weights", live.weights), self._copy("optimizer", live.optimizer))
+        copied = torch.cuda.Event() if torch.cuda.is_initialized() else None
+        if copied is not None:
+            copied.record()  # the next step's changes come after the copies on this stream; only the thread waits
+        return snapshot, copied
+
+    def _make_room(self, state):
+        """Journal that memory ran out in a save, and give back what is kept for the next one."""
+        self._journal.write("oom", step=state.step, where="save", rank=0, before=None, after=None)
+        self._host.clear()
+        gc.collect()
+
     def _copy(self, part, tensors):
         """`tensors` in host memory that the next snapshot uses again, page-locked where a GPU writes it."""
         for name, tensor in tensors.items():
@@ -75,7 +90,9 @@ class Saver:
         try:
             if copied is not None:
                 copied.synchronize()
-            path = save_checkpoint(self._run_dir, state, snapshot, self._keep)
+            path = retried(
+                lambda: save_checkpoint(self._run_dir, state, snapshot, self._keep), lambda: self._make_room(state)
+            )
         except (OSError, RuntimeError, MemoryError) as error:
             self._failed(state, error)
             return
@@ -93,10 +110,23 @@ class Saver:
         self._journal.write("save", step=state.step, error=str(error))
 
 
+def retried(attempt, make_room):
+    """What `attempt()` gives; where memory runs out it is tried once more, after `make_room()`."""
+    try:
+        return attempt()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        LOGGER.warning("out of memory while saving (%s): trying once more", error)
+    make_room()  # no longer inside the except block, which would hold the failed attempt's tensors
+    return attempt()
+
+
 def export_aloud(model, tokenizer, directory):
     """`export_model`, and why the disk or the memory refused it, or nothing."""
+    device = model.shared.weight.device
     try:
-        export_model(model, tokenizer, directory)
+        retried(lambda: export_model(model, tokenizer, directory), lambda: release_memory(device))
     except (OSError, RuntimeError, MemoryError) as error:
         LOGGER.error("no %s: %s", directory, error)
         return str(error)
@@ -117,8 +147,9 @@ def check_equal_weights(ranks, model, step):
 
 
 def checksum(model):
-    """A number of 62 bits that changes with any one bit of the weights."""
+    """A number below 2^61 that changes with any one bit of the weights."""
     with torch.no_grad():
-        sums = [p.detach().flatten().view(torch.int16).sum(dtype=torch.int64) for p in model.parameters()]
-        total = (torch.stack(sums) * torch.arange(1, 2 * len(sums), 2, device=sums[0].device)).sum()
-    return int(total) & (2**62 - 1)
+        words = model.flat.masters.view(torch.int32)
+        # 64 bits at a time: integers that are narrower than their sum are copied first, all of them
+        total = words[: len(words) // 2 * 2].view(torch.int64).sum() + words[-1]  # which may have no neighbour
+    return int(total) % (2**61 - 1)  # no power of two is a multiple

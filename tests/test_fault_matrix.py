@@ -68,6 +68,16 @@ def test_updates_torn_one_after_another_end_the_run_only_where_no_checkpoint_cam
     assert done.codes == [1] and "memory ran out in 3 updates" in done.text
 
 
+@pytest.mark.parametrize("end, faults", [("finished", "save:0:12:oom"), ("asked", "forward:0:5:int,save:0:5:oom")])
+def test_promise_4_memory_that_runs_out_in_a_runs_last_save_costs_no_step(home, end, faults):
+    done = train(home, 1, faults, output_dir=end, save_steps=1000)
+    assert done.codes == [0], done.text
+    (stop,) = journal(home / end, "stop")
+    assert stop["reason"] == end and (home / end / "last" / "model.safetensors").exists()
+    last = journal(home / end, "save")[-1]
+    assert "error" not in last and last["step"] == stop["step"]
+
+
 STEP_SITES = ("forward", "loss", "backward_first", "backward", "reduce", "optimizer", "update")
 WIDE = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1)
 

@@ -1,6 +1,7 @@
 import threading
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,12 +79,12 @@ def test_the_journal_tells_how_long_the_snapshot_and_the_write_took(tmp_path, sa
     assert 0 < line["snapshot_seconds"] < line["write_seconds"]
 
 
-@pytest.mark.parametrize("kind", ["enospc", "eio", "oom", "cpu"])
-def test_a_save_that_fails_is_said_journalled_and_tried_again(
-    tmp_path, saver, model, optimizer, monkeypatch, caplog, kind
+@pytest.mark.parametrize("fault", ["enospc", "eio", "oom:2", "cpu:2"])
+def test_a_save_that_fails_is_said_journalled_and_the_next_one_tries_again(
+    tmp_path, saver, model, optimizer, monkeypatch, caplog, fault
 ):
     saver.save(STATE, model, optimizer)
-    monkeypatch.setattr(faults, "_faults", faults.parse_faults(f"save:0:6:{kind}"))
+    monkeypatch.setattr(faults, "_faults", faults.parse_faults(f"save:0:6:{fault}"))
     saver.save(replace(STATE, step=6), model, optimizer)
     saver.join()
     assert "injected" in saver.failure
@@ -94,6 +95,45 @@ def test_a_save_that_fails_is_said_journalled_and_tried_again(
     assert saver.failure == ""
     assert [("error" in line, line["step"]) for line in lines(tmp_path)] == [(False, 5), (True, 6), (False, 7)]
     assert read_checkpoint(checkpoint_paths(tmp_path)[0]).state.step == 7
+
+
+@pytest.mark.parametrize("kind", ["oom", "cpu", "real"])
+def test_a_save_that_runs_out_of_memory_once_is_written_all_the_same(
+    tmp_path, saver, model, optimizer, monkeypatch, kind
+):
+    monkeypatch.setattr(faults, "_faults", faults.parse_faults(f"save:0:5:{kind}"))
+    saver.save(replace(STATE, shape=asdict(model.shape)), model, optimizer)
+    saver.join()
+    assert saver.failure == ""
+    assert read_checkpoint(checkpoint_paths(tmp_path)[0]).state.step == 5
+    told = [(line["kind"], line.get("where")) for line in read_journal(tmp_path / "metrics.jsonl")]
+    assert told == [("oom", "save"), ("save", None)]
+
+
+def test_a_snapshot_that_runs_out_of_memory_once_is_taken_all_the_same(tmp_path, saver, model, optimizer, monkeypatch):
+    fail_once(monkeypatch, "snapshot_of", MemoryError("host"))
+    saver.save(STATE, model, optimizer)
+    saver.join()
+    assert saver.failure == "" and len(checkpoint_paths(tmp_path)) == 1
+
+
+def test_an_export_that_runs_out_of_memory_once_is_written_all_the_same(tmp_path, model, tokenizer, monkeypatch):
+    fail_once(monkeypatch, "export_model", torch.OutOfMemoryError("CUDA out of memory"))
+    assert export_aloud(model, tokenizer, tmp_path / "best") == ""
+    assert (tmp_path / "best" / "model.safetensors").exists()
+
+
+def fail_once(monkeypatch, name, error):
+    """Let the function that the saver calls `name` raise `error` at its first call."""
+    works, calls = getattr(saver_module, name), []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise error
+        return works(*args)
+
+    monkeypatch.setattr(saver_module, name, fail)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), OSError("disk"), MemoryError("host")])
@@ -123,6 +163,22 @@ def test_one_changed_bit_of_one_weight_changes_the_checksum(model):
         bits[3, 5] ^= 1 << bit if bit < 31 else -(1 << 31)
     assert checksum(model) == before
     check_equal_weights(ALONE, model, 1)
+
+
+@pytest.mark.parametrize("bit", range(0, 32, 5))
+def test_the_last_weight_counts_however_many_there_are(bit):
+    for count in (1, 2, 5, 6):
+        weights = SimpleNamespace(flat=SimpleNamespace(masters=torch.ones(count)))
+        before = checksum(weights)
+        weights.flat.masters.view(torch.int32)[-1] ^= 1 << bit
+        assert checksum(weights) != before
+
+
+def test_the_checksum_takes_no_memory_to_speak_of():
+    weights = SimpleNamespace(flat=SimpleNamespace(masters=torch.ones(2**20)))
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        checksum(weights)
+    assert sum(max(event.self_cpu_memory_usage, 0) for event in profiler.events()) < 4096
 
 
 def weights_that_differ():
