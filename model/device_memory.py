@@ -53,10 +53,11 @@ def limit_memory(device, limit_gb, outside):
 
 
 def memory_cap(device, limit_gb=0.0):
-    """Bytes of `device` that this process may fill: its limit (GiB; 0: none) or all of the card; 0 on a CPU."""
+    """Bytes of `device` that this process may fill: its limit (GiB; 0: none), at most the card; 0 on a CPU."""
     if device.type != "cuda":
         return 0
-    return int(limit_gb * 2**30) or torch.cuda.get_device_properties(device).total_memory
+    total = torch.cuda.get_device_properties(device).total_memory
+    return min(int(limit_gb * 2**30) or total, total)
 
 
 def peak_memory(device):

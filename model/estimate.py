@@ -210,8 +210,8 @@ class Estimate:
     """
 
     def __init__(self, setting, lengths, share_pairs, max_new_tokens=128, longest=False):
-        def filled(cost):
-            return FilledForward(cost, lengths, share_pairs, longest)
+        def filled(cost, pairs=share_pairs):
+            return FilledForward(cost, lengths, pairs, longest)
 
         self.setting, self.lengths, self.share_pairs = setting, lengths, share_pairs
         self.max_new_tokens = max_new_tokens
@@ -220,7 +220,7 @@ class Estimate:
             checkpointing: {name: filled(c) for name, c in step_moments(setting, lengths.tokens, checkpointing).items()}
             for checkpointing in (False, True)
         }
-        self._evaluation = filled(evaluation_moment(setting, lengths.tokens))
+        self._evaluation = filled(evaluation_moment(setting, lengths.tokens), lengths.counts.sum())  # no shares there
         self._targets = filled(lengths.tokens[:, 1].astype(np.float64))
 
     @cached_property

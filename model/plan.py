@@ -196,9 +196,12 @@ def recording_bytes(estimate, plan):
 
 
 def predicted_peaks(estimate, plan):
-    """Peak reserved bytes on the device by phase."""
+    """Peak reserved bytes on the device by phase; recordings are held from the first recorded step on."""
     peaks = estimate.peaks(*plan.cutting, plan.answers)
-    return peaks | (dict(recorded_step=peaks["step"] + recording_bytes(estimate, plan)) if plan.graphs else {})
+    if not plan.graphs:
+        return peaks
+    later = dict(recorded_step="step", evaluation="evaluation", generation="generation", save="save")
+    return peaks | {name: peaks[phase] + recording_bytes(estimate, plan) for name, phase in later.items()}
 
 
 def _plan(estimate, limit_bytes, *cutting):

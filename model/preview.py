@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 import ujson
 
@@ -30,7 +31,7 @@ from model.plan import (
     recording_bytes,
     time_factor,
 )
-from model.prepare import TOKENIZER_DIR, TOKENS_DIR
+from model.prepare import TOKENIZER_DIR, TOKENS_DIR, compute_dtype
 from model.request import read_request
 from model.tokenizer import load_tokenizer
 
@@ -40,6 +41,7 @@ GIB = 2**30
 COLLECTIVE_BYTES = 400 * 2**20  # NCCL's buffers on each GPU of several
 HOST_BYTES = dict(cuda=int(2.2 * GIB), cpu=int(0.6 * GIB))  # of a process: Python, torch, the GPU's libraries
 MANY_PAIRS = 10**6
+TOKEN_BYTES = 2.4  # in a token store, its lengths and offsets included
 SHM_BYTES = 64 * 2**20  # of one rank's NCCL channels in /dev/shm
 
 
@@ -56,6 +58,16 @@ class Machine:
         if self.memory_bytes is None:
             return None
         return self.memory_bytes - CONTEXT_BYTES - (COLLECTIVE_BYTES if self.num_processes > 1 else 0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is known of the training pairs."""
+
+    lengths: Lengths
+    source: str  # in words
+    num_pairs: int | None  # None: not known
+    store_bytes: int  # of their tokens, which the run will write
 
 
 def answer(stray, options):
@@ -88,23 +100,25 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     limit = int(config.gpu_memory_limit_gb * GIB) or (gpus and torch.cuda.get_device_properties(0).total_memory)
     machine = Machine(world, limit or None)
     shape, tokenizer = _shape_and_tokenizer(config, vocab_size)
-    lengths, source, num_pairs = _lengths(config, tokenizer)
+    sample = _sample(config, tokenizer)
+    lengths, num_pairs = sample.lengths, sample.num_pairs
     batch = global_batch(config, world, typed)
     share_pairs = -(-batch // world)
     on_gpu = machine.memory_bytes is not None
-    dtype = torch.float32 if config.mixed_precision == "no" or not on_gpu else torch.bfloat16
     device = "cuda" if on_gpu else "cpu"
+    here = compute_dtype(config.mixed_precision, torch.device(device)) if gpus or not on_gpu else None
+    dtype = here or (torch.float32 if config.mixed_precision == "no" else torch.bfloat16)  # of a GPU that is elsewhere
     estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device, launch_tokens_here())
     asked = recording_asked(config, estimate.setting, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
     plan = choose_plan(config, estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
     # a share of few pairs never fills two forwards of the planned size: the slope is that of many
-    filled = make_estimate(config, shape, dtype, lengths, MANY_PAIRS, device)
-    slope = (filled.step_peak(2 * tokens, *plan.cutting[1:]) - filled.step_peak(tokens, *plan.cutting[1:])) / tokens
+    forward_bytes = make_estimate(config, shape, dtype, lengths, MANY_PAIRS, device).recording_bytes
+    slope = (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
     return dict(
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
         parameters=count_parameters(shape), dtype=str(dtype).removeprefix("torch."),
-        lengths=dict(source=source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
+        lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
         steps=_steps(config, batch, num_pairs),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
         forwards=round(estimate.forwards(tokens), 2), phases=predicted_peaks(estimate, plan),
@@ -113,7 +127,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
             pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=shape.vocab_size,
             bytes=4 * config.batch_size_per_gpu * config.max_seq_len * shape.vocab_size,
         ),
-        host=_host(config, estimate, device, world),
+        host=_host(config, estimate, plan, device, world) | _disk(config, estimate.setting, sample.store_bytes),
     )  # fmt: skip
 
 
@@ -131,19 +145,28 @@ def _shape_and_tokenizer(config, vocab_size):
     return T5ModelConfig(**asdict(replace(shape, vocab_size=size))), tokenizer
 
 
-def _lengths(config, tokenizer):
-    """(Lengths of the training pairs, where they come from, the number of pairs or None where it is not known)."""
+def _sample(config, tokenizer):
+    """Sample of the training pairs: of all where they are tokenised, else of the first rows or of max_seq_len alone."""
     path, columns = Path(config.train_file), (config.prompt_column, config.response_column)
     longest = np.full((1, 2), config.max_seq_len)
     if tokenizer is None or not path.is_file():
-        return Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len", None
+        return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len", None, 0)
     store = find_store(path, tokenizer, config.max_seq_len, TOKENS_DIR, columns=columns)
     if store:
-        return histogram(store.lengths), f"counted: {store.directory}", len(store)
+        return Sample(histogram(store.lengths), f"counted: {store.directory}", len(store), 0)
     rows = list(islice(read_pairs(path, *columns), SAMPLED_ROWS))
     lengths = token_lengths(rows, tokenizer, config.max_seq_len)
-    source = f"sampled: {len(lengths):,} rows and a longest pair"
-    return histogram(np.concatenate([lengths, longest])), source, len(lengths) if len(rows) < SAMPLED_ROWS else None
+    source, whole = f"sampled: {len(lengths):,} rows and a longest pair", len(rows) < SAMPLED_ROWS
+    pairs = len(rows) if whole else _estimated_pairs(path, rows)
+    store_bytes = int(lengths.mean(axis=0).sum() * TOKEN_BYTES * pairs)
+    return Sample(histogram(np.concatenate([lengths, longest])), source, len(rows) if whole else None, store_bytes)
+
+
+def _estimated_pairs(path, rows):
+    """About how many pairs a file has that begins with `rows`, rather too many; a parquet file tells."""
+    if path.suffix == ".parquet":
+        return pq.ParquetFile(path).metadata.num_rows
+    return len(rows) * path.stat().st_size / sum(len(text.encode()) for pair in rows for text in pair)
 
 
 def _steps(config, batch, num_pairs):
@@ -158,7 +181,8 @@ def _levers(config, shape, dtype, chosen, machine, plan):
         return []
     tokens, chunk, checkpointing = plan.cutting
     rows = [(f"chunk of {size} targets", config, (tokens, size, checkpointing)) for size in CHUNKS]
-    rows += [(f"micro-batch of {tokens * k // 4}", config, (tokens * k // 4, chunk, checkpointing)) for k in (2, 8)]
+    sizes = [size for size in (tokens // 2, 2 * tokens) if size >= chosen.lengths.longest]  # smaller ones are refused
+    rows += [(f"micro-batch of {size}", config, (size, chunk, checkpointing)) for size in sizes]
     rows += [(f"gradient checkpointing {again}", config, (tokens, chunk, again)) for again in (False, True)]
     for optimizer in ("muon", "adamw_rms", "adafactor"):
         rows.append((f"optimizer {optimizer}", replace(config, optimizer=optimizer), plan.cutting))
@@ -177,21 +201,26 @@ def _levers(config, shape, dtype, chosen, machine, plan):
     return levers
 
 
-def _host(config, estimate, device, world):
-    """Bytes of host memory, /dev/shm and disk that the run needs, and those that are there."""
-    lengths, setting = estimate.lengths, estimate.setting
-    weights = 4 * count_parameters(setting.shape)
-    tokens = int((lengths.tokens.sum(axis=1) * lengths.counts).sum())
-    output = Path(config.output_dir).absolute()
-    disk = next(path for path in (output, *output.parents) if path.exists())
-    rank = HOST_BYTES[device] + weights
+def _host(config, estimate, plan, device, world):
+    """Bytes of host memory and /dev/shm that the run needs, and those that are there."""
+    weights, optimizer = 4 * count_parameters(estimate.setting.shape), optimizer_bytes(estimate.setting)[0]
+    computing = weights if device == "cuda" else max(predicted_peaks(estimate, plan).values())
+    rank = HOST_BYTES[device] + computing
     return dict(
-        rank_bytes=rank, main_rank_bytes=rank + weights + optimizer_bytes(setting)[0],
+        rank_bytes=rank, main_rank_bytes=rank + weights + optimizer,
         shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
-        disk_bytes=disk_bytes(setting, config.keep_latest_n_ckp) + 2 * tokens,
-        disk_free_bytes=shutil.disk_usage(disk).free,
     )  # fmt: skip
+
+
+def _disk(config, setting, store_bytes):
+    """Bytes of disk that the run writes, `store_bytes` of them tokens, and those that are there."""
+    output = Path(config.output_dir).absolute()
+    disk = next(path for path in (output, *output.parents) if path.exists())
+    return dict(
+        disk_bytes=disk_bytes(setting, config.keep_latest_n_ckp) + store_bytes,
+        disk_free_bytes=shutil.disk_usage(disk).free,
+    )
 
 
 def table(values):

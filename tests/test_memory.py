@@ -2,6 +2,7 @@ import errno
 import logging
 import re
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from config import MODELS, T5ModelConfig
 from model import prepare
-from model.device_memory import CONTEXT_BYTES, limit_memory, outside_bytes
+from model.device_memory import CONTEXT_BYTES, limit_memory, memory_cap, outside_bytes
 from model.estimate import Estimate
 from model.faults import ERRORS
 from model.lengths import histogram
@@ -267,3 +268,9 @@ def test_a_run_warns_of_each_stage_at_which_less_is_free_than_the_guides_want(ho
     done = wait_for(processes, home)
     warnings = re.findall(r"stage (\w+): 1.25 GiB of GPU memory are free, below (.*); the plan's peak is", done.text)
     assert warnings == [("start", "3.0"), ("model", "2.5"), ("optimizer", "2.0"), ("ready", "1.5")], done.text
+
+
+def test_the_cap_of_a_limit_above_the_card_is_the_card(monkeypatch):
+    card, gib = torch.device("cuda:0"), 2**30
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 * gib))
+    assert [memory_cap(card, limit) for limit in (0.0, 6.0, 12.0)] == [8 * gib, 6 * gib, 8 * gib]

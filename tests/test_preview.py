@@ -2,14 +2,20 @@ import json
 import random
 import re
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model import preview as preview_module
+from model.batches import cut
 from model.dataset import find_store, open_store, token_lengths
 from model.estimate import count_parameters
+from model.lengths import histogram
 from model.pairs import read_pairs
-from model.plan import NothingFits
+from model.plan import NothingFits, choose_plan, make_estimate, predicted_peaks
 from model.prepare import TOKENIZER_DIR, TOKENS_DIR
 from model.preview import answer, preview, table
 from model.tokenizer import PROBE, load_tokenizer
@@ -48,6 +54,45 @@ def test_what_a_packed_token_takes_does_not_depend_on_the_pairs_of_a_step(home):
     for model, kib in (("small", 60), ("chatlm", 150)):
         counts = [plan(model=model, batch_size_per_gpu=pairs, **given)["bytes_per_token"] for pairs in (2, 8, 32)]
         assert kib * 1024 < min(counts) and max(counts) < 1.2 * min(counts), counts
+
+
+def test_a_packed_token_takes_bytes_also_where_the_update_is_the_peak():
+    for pairs, tokens in ((1, 128), (2, 128), (8, 64)):
+        batch = dict(batch_size_per_gpu=pairs, gradient_accumulation_steps=1)
+        values = plan(model="small", gpu_memory_limit_gb=4, max_seq_len=tokens, **batch)
+        assert values["bytes_per_token"] > 60 * 1024
+
+
+def test_no_lever_is_told_that_train_refuses():
+    batch = dict(batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    values = plan(model="small", gpu_memory_limit_gb=4, max_seq_len=512, **batch)
+    levers = [lever["lever"] for lever in values["levers"] if lever["lever"].startswith("micro-batch")]
+    tokens, longest = values["plan"]["micro_batch_tokens"], values["lengths"]["longest"]
+    assert tokens == longest and levers == [f"micro-batch of {2 * tokens}"]
+
+
+def test_the_evaluation_that_is_told_is_not_below_what_its_forwards_take():
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(draw.geometric(1 / 30, (20_000, 2)) + 1, 512).astype(np.uint16)
+    for pairs in (16, 64):
+        config = load_config("pretrain", dict(model="chatlm", batch_size_per_gpu=pairs, gpu_memory_limit_gb=20))
+        shape = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
+        estimate = make_estimate(config, shape, torch.bfloat16, histogram(lengths), pairs)
+        chosen = choose_plan(config, estimate, 19 * GIB)
+        for part in cut(np.arange(2000), lengths[:2000], chosen.micro_batch_tokens):
+            own = make_estimate(config, shape, torch.bfloat16, histogram(lengths[part]), len(part))
+            needed = own.peaks(int(lengths[part].sum()), *chosen.cutting[1:])["evaluation"]
+            assert needed <= predicted_peaks(estimate, chosen)["evaluation"]
+
+
+def test_recordings_are_counted_in_every_phase_that_comes_after_them(home):
+    given = dict(model="small", gpu_memory_limit_gb=20, max_seq_len=128, batch_size_per_gpu=32)
+    with_recordings, without = plan(compile="True", **given), plan(compile="False", **given)
+    assert with_recordings["plan"]["graphs"] and not without["plan"]["graphs"]
+    kept = with_recordings["phases"]["recorded_step"] - with_recordings["phases"]["step"]
+    assert kept > 0
+    for phase in ("evaluation", "generation", "save"):
+        assert with_recordings["phases"][phase] >= without["phases"]["save"] + kept
 
 
 def test_the_second_guide_s_case_fits_its_card_in_one_forward():
@@ -105,8 +150,33 @@ def test_steps_are_not_told_where_the_pairs_were_not_counted(home, monkeypatch):
         assert "known once the data is tokenised" in table(values)
 
 
+@pytest.mark.parametrize("name", ["many.jsonl", "many.parquet"])
+def test_the_disk_that_is_told_does_not_change_when_the_tokens_are_written(home, monkeypatch, name):
+    monkeypatch.setattr(preview_module, "SAMPLED_ROWS", 500)
+    draw = random.Random(0)
+    pairs = [["".join(draw.choices(PROBE, k=30)) for _ in range(6000)] for _ in range(2)]
+    write_pairs(home / "many.jsonl", [text for pair in zip(*pairs, strict=True) for text in pair])
+    pq.write_table(pa.table(dict(zip(("prompt", "response"), pairs, strict=True))), home / "many.parquet")
+    given = dict(model="shape.json", train_file=name, max_seq_len=64)
+    before = plan(vocab_size=0, **given)["host"]["disk_bytes"]
+    store = open_store(name, load_tokenizer(TOKENIZER_DIR), 64, TOKENS_DIR)
+    written = sum(path.stat().st_size for path in store.directory.iterdir())
+    after = plan(vocab_size=0, **given)["host"]["disk_bytes"]
+    assert written <= before - after < 1.7 * written
+
+
+def test_numbers_are_those_that_a_training_here_computes_in(home, monkeypatch):
+    given = dict(model="shape.json", train_file="train.jsonl", max_seq_len=32)
+    assert plan(mixed_precision="bf16", **given)["dtype"] == "bfloat16"
+    assert plan(gpu_memory_limit_gb=4, **given)["dtype"] == "bfloat16", "of a GPU that is elsewhere"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    assert plan(gpu_memory_limit_gb=4, **given)["dtype"] == "float32", "a card that has no bf16"
+
+
 def test_without_a_gpu_the_plan_is_for_the_cpu(home):
     values = plan(vocab_size=0, model="shape.json", train_file="train.jsonl", max_seq_len=32)
+    assert values["host"]["rank_bytes"] > max(values["phases"].values()), "it computes in host memory"
     assert values["machine"]["memory_bytes"] is None and values["dtype"] == "float32" and values["levers"] == []
     assert "no GPU" in table(values)
 
