@@ -1,3 +1,4 @@
+import math
 import tracemalloc
 from itertools import pairwise
 
@@ -120,13 +121,43 @@ def fewest_parts(lengths, limit):
 
 @pytest.mark.parametrize("limit", [512, 600, 1000, 2048, 8192, 10**6])
 @pytest.mark.parametrize("num_examples", [1, 2, 5, 33, 200])
-def test_cut_keeps_every_example_within_the_limit_in_the_fewest_parts(num_examples, limit):
+def test_cut_keeps_every_example_within_the_limit_in_no_more_parts_than_in_order(num_examples, limit):
     for seed in range(5):
         lengths = random_lengths(num_examples, seed)
         parts = cut(np.arange(num_examples) + 7, lengths, limit)
         assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(num_examples) + 7)
         assert all(lengths[part - 7].sum() <= limit for part in parts)
-        assert len(parts) == fewest_parts(lengths, limit)
+        assert math.ceil(lengths.sum() / limit) <= len(parts) <= fewest_parts(lengths, limit)
+
+
+def test_examples_that_fill_forwards_only_out_of_order_are_put_together():
+    lengths = np.array([[50, 200], [50, 200], [50, 450], [50, 450]])
+    parts = cut(np.arange(4), lengths, 750)
+    assert [lengths[part].sum() for part in parts] == [750, 750]
+
+
+@pytest.mark.parametrize("limit", [300, 500, 900])
+def test_a_step_takes_hardly_ever_more_forwards_than_the_fewest_there_are(limit):
+    more = 0
+    for seed in range(60):
+        lengths = random_lengths(9, seed).astype(np.int64) % 120 + 1
+        parts, fewest = cut(np.arange(9), lengths, limit), optimum(tuple(lengths.sum(axis=1)), limit)
+        assert fewest <= len(parts) <= fewest + 1
+        more += len(parts) - fewest
+    assert more <= 4  # of 60
+
+
+def optimum(sizes, limit):
+    """The fewest parts of at most `limit`, by trying all: fewest[set] over every set of examples."""
+    fewest = {0: (0, limit)}  # (parts, filled in the last)
+    for chosen in range(1, 2 ** len(sizes)):
+        ways = []
+        for i, size in enumerate(sizes):
+            if chosen >> i & 1:
+                parts, filled = fewest[chosen ^ 1 << i]
+                ways.append((parts, filled + size) if filled + size <= limit else (parts + 1, size))
+        fewest[chosen] = min(ways)
+    return fewest[2 ** len(sizes) - 1][0]
 
 
 def test_an_example_above_the_limit_stands_alone_and_the_others_stay_together():
@@ -150,6 +181,7 @@ def test_cut_does_not_overflow_the_small_integers_that_lengths_are_stored_in():
 def test_parts_hold_examples_of_like_lengths():
     lengths = random_lengths(400)
     parts = cut(np.arange(400), lengths, 4000)
+    assert len(parts) == fewest_parts(lengths, 4000)
     for shorter, longer in pairwise(parts):
         assert lengths[shorter, 1].max() <= lengths[longer, 1].min()
 
