@@ -13,6 +13,13 @@ NORM_PROGRAMS = 264  # that share the rows in backward, each with its own part o
 ROWS_AT_ONCE = 4  # rows of one norm program
 COLUMNS = 4096  # of the logits that are read at once
 TILE = 4096  # weights of one update program
+LEAST_WEIGHT = tl.constexpr(1e-30)  # a norm's weight below this counts as this: its output still tells its input
+
+
+@triton.jit
+def _norm_weight(WEIGHT, columns, width):
+    weight = tl.load(WEIGHT + columns, mask=columns < width, other=0.0)
+    return tl.where(tl.abs(weight) < LEAST_WEIGHT, LEAST_WEIGHT, weight)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -30,7 +37,7 @@ def norm_forward(
         tl.store(SUM + place, x, mask=real)
     x = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / width + epsilon)
-    weight = tl.load(WEIGHT + columns, mask=columns < width, other=0.0)
+    weight = _norm_weight(WEIGHT, columns, width)
     tl.store(NORMED + place, (x * rstd[:, None] * weight[None, :]).to(NORMED.dtype.element_ty), mask=real)
     tl.store(RSTD + rows, rstd, mask=rows < num_rows)
 
@@ -45,8 +52,8 @@ def norm_backward(
     From the norm's output, which the product behind it keeps anyway, so that the stream need not be kept.
     """
     columns = tl.arange(0, WIDTH)
-    weight = tl.load(WEIGHT + columns, mask=columns < width, other=0.0)
-    inverse = tl.where(weight == 0, 0.0, 1 / weight)
+    weight = _norm_weight(WEIGHT, columns, width)
+    inverse = 1 / weight
     grad_weight = tl.zeros([WIDTH], tl.float32)
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)
