@@ -104,8 +104,7 @@ def train_to_the_end(run, journal, state, plan):
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if run.config.log_sample_ids else None
     with Journal(samples) as samples, Saver(run.ranks, run.dir, run.config.keep_latest_n_ckp, journal) as saver:
         state, reason = train_and_save(run, journal, samples, saver, state, plan)
-        with saving():
-            saver.join()
+        saver.join()
     return state, reason, saver.failure
 
 

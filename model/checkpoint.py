@@ -119,11 +119,19 @@ def save_checkpoint(run_dir, state, snapshot, keep):
         manifest = {file.name: dict(size=file.stat().st_size, sha256=_sha256(file)) for file in draft.iterdir()}
         (draft / "manifest.json").write_text(ujson.dumps(manifest, indent=1))
     write_file(folder / "LATEST", path.name.encode())
-    present = checkpoint_paths(run_dir)
-    kept = [p for p in present if p <= path][:keep]  # later ones are damaged: the run went back past them
-    for old in set(present).difference(kept):
+    for old in checkpoint_paths(run_dir)[keep:]:
         shutil.rmtree(old)
     return path
+
+
+def set_aside_later(run_dir, step):
+    """Make drafts, which the next save deletes, of the checkpoints after `step`: the run went back past them.
+
+    As what they are they would count among those that are kept, and push a whole one out.
+    """
+    for path in checkpoint_paths(run_dir):
+        if path.name > f"step_{step:08d}":
+            path.rename(path.with_name(f".{path.name}.damaged.tmp"))
 
 
 def _check_space(folder, needed_bytes):

@@ -9,6 +9,7 @@ from importlib.metadata import version
 import torch
 
 from config import warmup_problem
+from model.checkpoint import set_aside_later
 from model.device_memory import forget_peak, memory_cap, peak_memory
 from model.durable import remove_drafts
 from model.ranks import from_main
@@ -24,6 +25,7 @@ def begin(run, journal, request, state, plan):
     plain = asdict(config)
     if ranks.is_main:
         remove_drafts(run.dir, run.dir / "checkpoints")
+        set_aside_later(run.dir, state.step)
         write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=plain))
         write_json(run.dir / "plan.json", asdict(plan) | run.memory)
     from_main(ranks, cut_sample_ids, run.dir, state.step)  # the others open theirs once that is done

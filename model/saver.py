@@ -8,6 +8,7 @@ import gc
 import logging
 import threading
 import time
+from contextlib import ExitStack
 
 import torch
 
@@ -16,6 +17,7 @@ from model.device_memory import release_memory
 from model.export import export_model
 from model.memory import is_out_of_memory
 from model.ranks import gather_json, vote
+from model.watch import saving
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -36,7 +38,13 @@ class Saver:
         check_equal_weights(self._ranks, model, state.step)  # and every rank has written its example ids down
         if not self._ranks.is_main:
             return
-        self.join()
+        with ExitStack() as until_written:
+            until_written.enter_context(saving())
+            self.join()
+            self._begin(state, model, optimizer, until_written)
+
+    def _begin(self, state, model, optimizer, until_written):
+        """Take the snapshot and start the thread that writes it and then leaves `until_written`."""
         started = time.monotonic()
         try:
             snapshot, copied = retried(lambda: self._snapshot(model, optimizer), lambda: self._make_room(state))
@@ -46,7 +54,8 @@ class Saver:
             return
         seconds = time.monotonic() - started
         # not a daemon: a process that ends for any other reason finishes this checkpoint first
-        self._thread = threading.Thread(target=self._write, args=(state, snapshot, copied, seconds))
+        held = until_written.pop_all()
+        self._thread = threading.Thread(target=self._write, args=(state, snapshot, copied, seconds, held))
         self._thread.start()
 
     def join(self):
@@ -85,17 +94,18 @@ class Saver:
             host.copy_(tensor.detach(), non_blocking=True)
         return {name: self._host[part, name] for name in tensors}
 
-    def _write(self, state, snapshot, copied, snapshot_seconds):
+    def _write(self, state, snapshot, copied, snapshot_seconds, until_written):
         started = time.monotonic()
-        try:
-            if copied is not None:
-                copied.synchronize()
-            path = retried(
-                lambda: save_checkpoint(self._run_dir, state, snapshot, self._keep), lambda: self._make_room(state)
-            )
-        except (OSError, RuntimeError, MemoryError) as error:
-            self._failed(state, error)
-            return
+        with until_written:
+            try:
+                if copied is not None:
+                    copied.synchronize()
+                path = retried(
+                    lambda: save_checkpoint(self._run_dir, state, snapshot, self._keep), lambda: self._make_room(state)
+                )
+            except (OSError, RuntimeError, MemoryError) as error:
+                self._failed(state, error)
+                return
         self.failure = ""
         self._journal.write(
             "save", step=state.step, path=str(path), bytes=snapshot.bytes, snapshot_seconds=snapshot_seconds,

@@ -40,7 +40,8 @@ class Sign:
 _mine = Sign()
 _asked_at = None  # when this process first heard that it should stop
 _thread = _peers = _doom = None
-_training = _saving = False
+_training = False
+_saving = []  # one for each block of `saving` that some thread is in
 
 
 def watch_signals():
@@ -108,13 +109,12 @@ def training_begins():
 
 @contextmanager
 def saving():
-    """While a checkpoint is written, further signals change nothing."""
-    global _saving
-    _saving = True
+    """While a checkpoint is written, further signals change nothing; several threads may be inside."""
+    _saving.append(True)
     try:
         yield
     finally:
-        _saving = False
+        _saving.pop()
 
 
 @contextmanager

@@ -79,6 +79,19 @@ def test_each_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_as_if_it_ha
     finish_and_compare(home, name, calm_hash)
 
 
+def test_a_signal_during_a_save_and_another_while_the_stop_waits_for_it_lose_no_checkpoint(home):
+    processes = start(home, 1, "save:0:4:slow", output_dir="behind", **LONG | dict(save_steps=4))
+    wait_for_steps(home / "behind", 4)
+    asked_at = time.time()
+    send(processes, signal.SIGINT)
+    time.sleep(3.5)  # longer than what counts as one request
+    send(processes, signal.SIGTERM)
+    done = wait_for(processes, home)
+    assert done.codes == [0], done.text
+    stop = check_stop(home / "behind", asked_at)
+    assert [line["step"] for line in journal(home / "behind", "save")] == [4, stop]
+
+
 def test_signals_that_follow_one_another_half_a_second_apart_are_one_request(home, calm_hash):
     processes = start(home, 2, "forward:all:4:slow", output_dir="repeated", **LONG)
     wait_for_steps(home / "repeated", 3)
