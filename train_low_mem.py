@@ -33,7 +33,7 @@ from model.device_memory import release_memory
 from model.doctor import print_table
 from model.memory import growth_of
 from model.plan import NothingFits
-from model.plots import plot_run
+from model.plots import plot_aloud
 from model.prepare import measure, prepare_run, prepare_test
 from model.preview import answer
 from model.ranks import agree, from_main, start_ranks, stop_ranks, vote
@@ -41,6 +41,7 @@ from model.record import begin, log_steps, say, write_events
 from model.report import Journal, Progress, epoch_line, open_log
 from model.run_dir import admit, has_last, only_writer
 from model.saver import Saver, export_aloud
+from model.spikes import TooManySkipped
 from model.step import TornUpdate, confirm, train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -141,10 +142,11 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if saves or stop:
                     saver.save(state, run.model, run.optimizer)
                     saved_at = result.clock_seconds
-    except NothingFits as error:
+    except (NothingFits, TooManySkipped) as error:
         saver.save(state, run.model, run.optimizer)
-        tried = error.plan and asdict(error.plan)
-        journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
+        if isinstance(error, NothingFits):
+            tried = error.plan and asdict(error.plan)
+            journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
         journal.write("stop", step=state.step, reason="failed")
         raise
     return state, "asked" if stop else "finished"
@@ -185,7 +187,7 @@ def finish(run, journal, state, reason, failure):
     go_on = "" if reason == "finished" else "; go on with --is_keep_training=True"
     say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
     if run.ranks.is_main and reason == "finished":  # who asked for a stop does not wait for a drawing
-        plot_run(run.dir)
+        plot_aloud(run.dir)
 
 
 def leave_last(run, failure=""):

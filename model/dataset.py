@@ -20,6 +20,7 @@ import ujson
 from datasets import Dataset
 
 from model.durable import whole_directory, write_file
+from model.json_items import read_object
 from model.pairs import read_pairs
 
 PAIRS_A_BATCH = 4096
@@ -111,10 +112,13 @@ def _directory(source, root):
 
 
 def read_store(directory):
-    """The token store in `directory`, which must be whole."""
-    meta = ujson.loads((directory / "meta.json").read_text())
-    rows = Dataset.from_file(str(directory / "pairs.arrow")).with_format("arrow")
-    return TokenStore(rows, np.load(directory / "lengths.npy", mmap_mode="r"), meta, directory)
+    """The token store in `directory`; raises ValueError where it is damaged."""
+    try:
+        meta = read_object(directory / "meta.json")
+        rows = Dataset.from_file(str(directory / "pairs.arrow")).with_format("arrow")
+        return TokenStore(rows, np.load(directory / "lengths.npy", mmap_mode="r"), meta, directory)
+    except (OSError, ValueError, EOFError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise ValueError(f"the tokens in {directory} are damaged ({error}): delete that directory") from None
 
 
 def store_schema(vocab_size):
@@ -155,11 +159,14 @@ def _adopt(source, directory):
     """Use the store of a file that was only touched: everything but mtime is equal, and so is the content."""
     content = None
     for meta_path in directory.parent.glob("[!.]*/meta.json"):
-        meta = ujson.loads(meta_path.read_text())
-        if {**meta["source"], "mtime_ns": 0} != {**source, "mtime_ns": 0}:
+        try:
+            meta = read_object(meta_path)
+        except (OSError, ValueError):
+            continue  # damaged: whose store it is will say so
+        if {**meta.get("source", {}), "mtime_ns": 0} != {**source, "mtime_ns": 0}:
             continue
         content = content or _sha256(source["path"])
-        if content == meta["sha256"]:
+        if content == meta.get("sha256"):
             write_file(meta_path, ujson.dumps({**meta, "source": source}).encode())
             os.rename(meta_path.parent, directory)
             return True

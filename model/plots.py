@@ -25,6 +25,14 @@ def plot_run(run_dir: str | Path) -> Path | None:
     return _save(_loss_figure(figure_class, records), run_dir, "loss.png")
 
 
+def plot_aloud(run_dir: str | Path) -> None:
+    """`plot_run`; curves that cannot be drawn are said and end nothing."""
+    try:
+        plot_run(run_dir)
+    except (ValueError, OSError) as error:
+        LOGGER.error("no plots: %s", error)
+
+
 def _loss_figure(figure_class, records):
     figure = figure_class(figsize=(9, 5), layout="constrained")
     losses = figure.subplots()

@@ -18,6 +18,10 @@ def spike_limit(recent_norms, spike_guard):
     return spike_guard * median(recent_norms)
 
 
+class TooManySkipped(RuntimeError):
+    """More steps in a row were left out than a run bears."""
+
+
 def too_many_skipped(number, step, why, ids, config):
     """What to tell the user after `number` skipped steps in a row, the last with the examples `ids`."""
     rest = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""

@@ -25,7 +25,7 @@ from model.memory import Growth, is_out_of_memory, plan_after_out_of_memory, shr
 from model.optim import update
 from model.plan import MemoryPlan
 from model.ranks import sum_over_ranks, vote
-from model.spikes import MAX_SKIPPED_STEPS, WINDOW, spike_limit, too_many_skipped
+from model.spikes import MAX_SKIPPED_STEPS, WINDOW, TooManySkipped, spike_limit, too_many_skipped
 from model.watch import stop_asked
 
 FINITE_TRIES = 2  # of a step whose numbers were not finite, before it is left out
@@ -92,7 +92,7 @@ def train_steps(
     """Yield a StepResult after each optimizer step from `pairs_seen` to the end of the course.
 
     Raises NothingFits when a step does not fit with the smallest plan, TornUpdate when a rank failed while it wrote
-    weights, RuntimeError when too many steps in a row are skipped.
+    weights, TooManySkipped when too many steps in a row are skipped.
     """
     growth, skipped_in_a_row, torn = growth or Growth(plan), 0, False
     lengths, pairs = histogram(store.lengths), -(-course.global_batch // ranks.world_size)
@@ -116,13 +116,14 @@ def train_steps(
             if config.spike_guard and not commit.skipped and not torn:
                 recent_norms = (*recent_norms, float(commit.grad_norm))[-WINDOW:]
             skipped_in_a_row = skipped_in_a_row + 1 if commit.skipped else 0
-            if skipped_in_a_row > MAX_SKIPPED_STEPS:
-                raise RuntimeError(too_many_skipped(skipped_in_a_row, work.step, commit.skipped, work.all_ids, config))
             yield StepResult(
                 **_told(work, agreed, commit, model.flat.loss), ends_epoch=pairs_seen % len(store) == 0,
                 pairs_seen=pairs_seen, plan=plan, growth=growth, recent_norms=tuple(recent_norms),
                 step_seconds=time.perf_counter() - started, data_wait_seconds=waited,
             )  # fmt: skip
+            if skipped_in_a_row > MAX_SKIPPED_STEPS:  # once its ids are written down
+                number, ids = skipped_in_a_row, work.all_ids
+                raise TooManySkipped(too_many_skipped(number, work.step, commit.skipped, ids, config))
 
 
 def _told(work, agreed, commit, loss):

@@ -145,6 +145,19 @@ def test_a_file_that_was_only_touched_is_not_tokenised_again(open_it, source):
         assert stores_in(again.directory.parent) == [again.directory]
 
 
+@pytest.mark.parametrize("name", ["pairs.arrow", "lengths.npy", "meta.json"])
+@pytest.mark.parametrize("size", [0, 20])
+def test_a_damaged_store_is_named_and_keeps_no_other_file_from_being_tokenised(
+    open_it, tokenizer, tmp_path, name, size
+):
+    directory = open_it().directory
+    os.truncate(directory / name, size)
+    with pytest.raises(ValueError, match=f"{directory} are damaged .*: delete that directory"):
+        open_it()
+    other = write_parquet(tmp_path / "other.parquet", make_pairs(9, seed=1))
+    assert len(open_store(other, tokenizer, 64, tmp_path / "tokens")) == 9
+
+
 def test_changed_content_is_tokenised_again_even_at_the_same_size(tmp_path, tokenizer):
     path = tmp_path / "pairs.jsonl"
     lines = [f'{{"prompt": "{n}{n}", "response": "{n}"}}\n' for n in range(5)]

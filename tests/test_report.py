@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from model import report
+from model import plots, report
 from model.plots import plot_run
 from model.report import (
     Journal,
@@ -295,3 +295,12 @@ def test_missing_matplotlib_is_said_once(path):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stderr.count("matplotlib is not installed") == 1
+
+
+def test_curves_that_cannot_be_drawn_are_said_and_end_nothing(tmp_path, monkeypatch, caplog):
+    def damaged(_):
+        raise ValueError("metrics.jsonl line 3 is damaged")
+
+    monkeypatch.setattr(plots, "plot_run", damaged)
+    plots.plot_aloud(tmp_path)
+    assert "no plots: metrics.jsonl line 3 is damaged" in caplog.text

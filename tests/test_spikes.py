@@ -58,7 +58,7 @@ def test_too_many_spikes_in_a_row_end_the_run_with_their_ids_and_the_remedies(st
     with pytest.raises(RuntimeError, match=f"{MAX_SKIPPED_STEPS + 1} steps in a row.*examples.*raise --spike_guard"):
         for result in steps:
             results.append(result.skipped)
-    assert results == [True] * MAX_SKIPPED_STEPS
+    assert results == [True] * (MAX_SKIPPED_STEPS + 1), "the last one is told too, before the run ends"
 
 
 def test_a_guarded_run_on_two_ranks_that_was_killed_skips_the_same_steps(tmp_path):
