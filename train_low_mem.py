@@ -118,8 +118,9 @@ def train_and_save(run, journal, samples, saver, state, plan):
         growth_of(state.growth, plan), state.recent_norms,
     )  # fmt: skip
     try:
-        resumed = state
-        state, stop = evaluate_if_due(run, journal, state, plan)
+        resumed, stop = state, False
+        if evaluation_due(run, state):
+            state, stop = evaluate(run, journal, state, plan)
         if state != resumed:  # stopped before its evaluation; the next start must not do it again
             saver.save(state, run.model, run.optimizer)
         with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
@@ -137,8 +138,9 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 saves = last or stop or late or result.step % config.save_steps == 0
                 if saves or (config.eval_steps and result.step % config.eval_steps == 0):
                     confirm(run.ranks, result)
-                if not stop:
-                    state, stop = evaluate_if_due(run, journal, state, result.plan)
+                if not stop and evaluation_due(run, state):
+                    saver.save(state, run.model, run.optimizer)  # it may last longer than save_seconds
+                    state, stop = evaluate(run, journal, state, result.plan)
                 if saves or stop:
                     saver.save(state, run.model, run.optimizer)
                     saved_at = result.clock_seconds
@@ -152,13 +154,16 @@ def train_and_save(run, journal, samples, saver, state, plan):
     return state, "asked" if stop else "finished"
 
 
-def evaluate_if_due(run, journal, state, plan):
-    """(state, stop asked): evaluated at the end of each epoch and every eval_steps, best/ kept by validation loss."""
-    config, ranks = run.config, run.ranks
+def evaluation_due(run, state):
+    """Whether the weights of `state` are to be evaluated: at the end of each epoch and every eval_steps, once."""
     at_epoch_end = state.pairs_seen % len(run.train) == 0 or state.pairs_seen >= run.course.total_pairs
-    due = at_epoch_end or (config.eval_steps and state.step % config.eval_steps == 0)
-    if state.step == state.evaluated_step or not due:
-        return state, False
+    due = at_epoch_end or (run.config.eval_steps and state.step % run.config.eval_steps == 0)
+    return due and state.step != state.evaluated_step
+
+
+def evaluate(run, journal, state, plan):
+    """(state, stop asked) after an evaluation; best/ is kept by validation loss."""
+    ranks = run.ranks
     scores = measure(run, plan, state.step, journal.write)
     if scores is None:
         return state, True

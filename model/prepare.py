@@ -41,6 +41,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     course: Course
     memory: dict = field(default_factory=dict)  # what the plan rests on, and what was measured
+    differs: tuple = ()  # what is not as the checkpoint had it: bits may differ from there
 
     @property
     def dir(self):
@@ -88,7 +89,18 @@ def prepare_run(ranks, config, typed, resumed):
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
     may_record = config.compile != "False" and model.uses_kernels and not config.dropout
     growth = kept_growth(state, plan, may_record)
-    return replace(run, memory=memory), replace(state, plan=asdict(plan), growth=growth), plan
+    differs = _differs(found.state, config, ranks, plan) if found else ()
+    return replace(run, memory=memory, differs=differs), replace(state, plan=asdict(plan), growth=growth), plan
+
+
+def _differs(saved, config, ranks, plan):
+    """Names of what orders a step's sums otherwise than where a TrainState was `saved`."""
+    then = saved.plan and MemoryPlan(**saved.plan)
+    changed = dict(
+        plan=then and (then.cutting, then.graphs) != (plan.cutting, plan.graphs),
+        processes=saved.world_size != ranks.world_size and not config.exact,
+    )
+    return tuple(name for name, differs in changed.items() if differs)
 
 
 def _starting_state(run, found):

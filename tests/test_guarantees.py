@@ -111,6 +111,18 @@ def test_promise_3_a_run_killed_at_random_steps_and_inside_saves_ends_with_the_w
     finish_and_compare(home, world, name, calm)
 
 
+def test_promise_3_a_resume_under_another_plan_or_on_other_processes_says_that_bits_may_differ(home):
+    options, told = dict(output_dir="replanned", epochs=4), []
+    for world, changed in ((1, {}), (1, dict(micro_batch_tokens=64)), (2, dict(micro_batch_tokens=64))):
+        faults = f"forward:0:{7 + 2 * len(told)}:term"
+        done = train(home, world, faults, is_keep_training="auto", **options | changed)
+        assert done.codes == [0] * world, done.text
+        told.append(done.text.count("bits may differ from step"))
+    assert told == [0, 1, 1]
+    lines = [line["bits_may_differ"] for line in journal(home / "replanned", "resume")]
+    assert lines == [[], ["plan"], ["processes"]]
+
+
 @pytest.mark.parametrize("world", (1, 2))
 def test_promise_3_a_run_killed_at_any_moment_ends_with_the_weights_of_a_calm_one(home, world):
     record = killed_run(home, f"cut{world}", world, random.Random(world), kills=5, epochs=10, save_steps=1)
