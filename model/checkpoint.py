@@ -60,6 +60,15 @@ class TrainState:
             growth=asdict(result.growth), recent_norms=result.recent_norms,
         )  # fmt: skip
 
+    def differs(self, plan, world_size, exact):
+        """Names of what will order a step's sums otherwise from here on: bits may differ then."""
+        then = self.plan and MemoryPlan(**self.plan)
+        changed = dict(
+            plan=then and (then.cutting, then.graphs) != (plan.cutting, plan.graphs),
+            processes=world_size != self.world_size and not exact,
+        )
+        return tuple(name for name, has_changed in changed.items() if has_changed)
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -171,8 +180,9 @@ def read_checkpoint(path):
     """The Checkpoint at `path`; raises ValueError when a file is missing, cut, changed or not the folder's own."""
     files = ("model.safetensors", "optimizer.safetensors", "state.json")
     try:
-        if links := [name for name in (*files, "manifest.json") if (path / name).is_symlink()]:
-            raise ValueError(f"{links[0]} is a link")
+        held = [path / name for name in (*files, "manifest.json")]
+        if strange := [file.name for file in held if file.is_symlink() or (file.exists() and not file.is_file())]:
+            raise ValueError(f"{strange[0]} is a link or no plain file")
         manifest = read_object(path / "manifest.json")
         if set(manifest) != set(files):
             raise ValueError(

@@ -10,20 +10,24 @@ import tempfile
 import tomllib
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
 
-from model.checkpoint import checkpoint_paths, disk_bytes, load_newest
+from model.checkpoint import TrainState, checkpoint_paths, disk_bytes, load_newest
+from model.dataset import find_store
 from model.estimate import Setting, count_parameters, fixed_bytes
 from model.pairs import read_pairs
 from model.preflight import find_backend, in_words, try_backend
-from model.prepare import make_model, shape_of, tokenizer_and_weights
+from model.prepare import TOKENS_DIR, check_same_run, check_shape, make_model, shape_of, tokenizer_and_weights
 from model.ranks import Ranks, must_use_cpu
+from model.run_dir import check_no_stranger
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[1]
+FIRST_ROWS = 2000  # of a data file that are read
 FEW_SHM_BYTES = GIB  # NCCL takes some MiB for each pair of GPUs, and Docker gives 64 MiB in all
 
 
@@ -40,7 +44,7 @@ class Row:
 def examine(config, typed=()):
     """Yield a Row for each thing that a run of `config` on this machine depends on; `typed` as for prepare_run."""
     yield from _packages()
-    yield from _gpus()
+    yield from _gpus(config.backend)
     yield from _links()
     yield _cores()
     yield _shared_memory()
@@ -53,6 +57,7 @@ def examine(config, typed=()):
     setting, rows = _model(config, typed)
     yield from rows
     yield from _memory(config, setting)
+    yield _output_dir(config)
     yield _disk(config, setting)
 
 
@@ -89,11 +94,14 @@ def _packages():
     yield Row("packages", ", ".join(good))
 
 
-def _gpus():
+def _gpus(backend):
     try:
         on_cpu = must_use_cpu()
     except RuntimeError as error:
         yield Row("GPUs", "torch sees none", str(error), fails=True)
+        return
+    if on_cpu and backend == "nccl":
+        yield Row("GPUs", "none, and --backend=nccl needs some", "leave --backend out", fails=True)
         return
     if on_cpu:
         yield Row("GPUs", f"none for torch {torch.__version__}: a run uses the CPU")
@@ -171,11 +179,14 @@ def _round_trips():
 
 def _data(what, file, config):
     try:
-        prompt, response = next(read_pairs(file, config.prompt_column, config.response_column))
+        pairs = list(islice(read_pairs(file, config.prompt_column, config.response_column), FIRST_ROWS))
     except ValueError as error:
         return Row(what, file, str(error), fails=True)
-    size = Path(file).stat().st_size / 2**20
-    return Row(what, f"{file}, {size:.1f} MiB; row 1: {len(prompt)} + {len(response)} characters")
+    whole = [pair for pair in pairs if all(side.strip() for side in pair)]
+    if not whole:
+        return Row(what, file, f"none of its first {len(pairs)} pairs has text on both sides", fails=True)
+    size, characters = Path(file).stat().st_size / 2**20, " + ".join(str(len(side)) for side in whole[0])
+    return Row(what, f"{file}, {size:.1f} MiB; a pair of {characters} characters; the first {len(pairs)} rows are read")
 
 
 def _model(config, typed):
@@ -189,7 +200,11 @@ def _model(config, typed):
         return None, rows
     try:
         tokenizer, weights = tokenizer_and_weights(alone, config, typed, resumed=found is not None)
-        model = make_model(alone, config, shape_of(config, tokenizer, found, weights), weights)
+        shape = shape_of(config, tokenizer, found, weights)
+        check_shape(config, typed, shape, found, weights)
+        if found:
+            check_same_run(found, config, _fresh_state(config, tokenizer, found))
+        model = make_model(alone, config, shape, weights)
     except ValueError as error:
         return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
     size = model.compute_dtype.itemsize
@@ -198,6 +213,14 @@ def _model(config, typed):
     rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
     rows.append(Row("model", f"{num_weights / 1e6:.1f} M weights from {_origin(config, found)}"))
     return setting, rows
+
+
+def _fresh_state(config, tokenizer, found):
+    """What a start of this configuration would write down, as far as it can be told before its data is tokenised."""
+    columns, train_file = (config.prompt_column, config.response_column), Path(config.train_file)
+    store = train_file.is_file() and find_store(train_file, tokenizer, config.max_seq_len, TOKENS_DIR, columns=columns)
+    num_pairs = len(store) if store else found.state.num_pairs
+    return TrainState(seed=config.seed, tokenizer_fingerprint=tokenizer.fingerprint, num_pairs=num_pairs)
 
 
 def _origin(config, found):
@@ -221,6 +244,19 @@ def _memory(config, setting):
         is_short = what != "host memory" or len(places) == 1
         fails = free < need and is_short
         yield Row(what, found, "choose a smaller --model, or end other programs" if fails else "", fails)
+
+
+def _output_dir(config):
+    """Whether output_dir is, or may become, a run's directory."""
+    folder = Path(config.output_dir).resolve()
+    if blocking := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
+        return Row("output_dir", f"{blocking[0]} is a file", "name another --output_dir", fails=True)
+    try:
+        if folder.exists():
+            check_no_stranger(folder)
+    except ValueError as error:
+        return Row("output_dir", str(folder), str(error), fails=True)
+    return Row("output_dir", f"{folder}, {'there' if folder.exists() else 'not there yet'}")
 
 
 def _disk(config, setting):

@@ -69,7 +69,7 @@ def prepare_run(ranks, config, typed, resumed):
     found = _newest_checkpoint(ranks, config) if resumed else None
     tokenizer, weights = tokenizer_and_weights(ranks, config, typed, resumed)
     shape = shape_of(config, tokenizer, found, weights)
-    _check_shape(config, typed, shape, found, weights)
+    check_shape(config, typed, shape, found, weights)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
@@ -89,18 +89,8 @@ def prepare_run(ranks, config, typed, resumed):
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
     may_record = config.compile != "False" and model.uses_kernels and not config.dropout
     growth = kept_growth(state, plan, may_record)
-    differs = _differs(found.state, config, ranks, plan) if found else ()
+    differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
     return replace(run, memory=memory, differs=differs), replace(state, plan=asdict(plan), growth=growth), plan
-
-
-def _differs(saved, config, ranks, plan):
-    """Names of what orders a step's sums otherwise than where a TrainState was `saved`."""
-    then = saved.plan and MemoryPlan(**saved.plan)
-    changed = dict(
-        plan=then and (then.cutting, then.graphs) != (plan.cutting, plan.graphs),
-        processes=saved.world_size != ranks.world_size and not config.exact,
-    )
-    return tuple(name for name, differs in changed.items() if differs)
 
 
 def _starting_state(run, found):
@@ -115,7 +105,7 @@ def _starting_state(run, found):
     )  # fmt: skip
     if not found:
         return fresh
-    _check_same_run(found, run.config, fresh)
+    check_same_run(found, run.config, fresh)
     return _judged_by(run.validation, run.ranks, _restore(run.ranks, run.model, run.optimizer, found))
 
 
@@ -222,7 +212,7 @@ def compute_dtype(mixed_precision, device):
     return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and native) else torch.float32
 
 
-def _check_shape(config, typed, shape, found, weights):
+def check_shape(config, typed, shape, found, weights):
     """Raise ValueError where --model asks for another shape than the weights have, or they do not fit theirs."""
     wanted = model_config(config.model)
     told = found or weights and weights.shape
@@ -241,7 +231,7 @@ def _newest_checkpoint(ranks, config):
     return found
 
 
-def _check_same_run(found, config, fresh):
+def check_same_run(found, config, fresh):
     """Raise ValueError where the options would make `found` another run than the one it is of."""
     for what, name in (("tokenizer", "tokenizer_fingerprint"), ("seed", "seed"), ("training pairs", "num_pairs")):
         then, now = getattr(found.state, name), getattr(fresh, name)

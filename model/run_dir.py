@@ -34,7 +34,7 @@ def admit(run_dir, keep_training, overwrite):
     from, or another run is at work.
     """
     if Path(run_dir).exists():
-        _check_no_stranger(Path(run_dir))
+        check_no_stranger(Path(run_dir))
         _lock(run_dir).close()
     newest = _newest_name(run_dir)
     if newest and keep_training:
@@ -52,7 +52,7 @@ def admit(run_dir, keep_training, overwrite):
     return ""
 
 
-def _check_no_stranger(run_dir):
+def check_no_stranger(run_dir):
     """Raise ValueError where `run_dir` holds files and no run has ever been at work there."""
     with _refusing(run_dir):
         names = sorted(path.name for path in run_dir.iterdir() if not MAY_STAND_THERE.fullmatch(path.name))

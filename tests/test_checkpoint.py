@@ -5,6 +5,7 @@ import math
 import os
 import re
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,11 +99,12 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(save, tmp_path, name, damage)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_checkpoint_with_a_link_in_it_is_refused(save, tmp_path, name):
+@pytest.mark.parametrize("put", [lambda file: file.symlink_to(file.parents[1] / "elsewhere"), os.mkfifo, Path.mkdir])
+def test_a_checkpoint_with_a_link_or_a_pipe_in_it_is_refused(save, name, put):
     path = save(500)
-    (path / name).rename(tmp_path / "elsewhere")
-    (path / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=f"{name} is a link"):
+    (path / name).rename(path.parent / "elsewhere")
+    put(path / name)
+    with pytest.raises(ValueError, match=f"{name} is a link or no plain file"):
         read_checkpoint(path)
 
 

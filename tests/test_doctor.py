@@ -8,9 +8,12 @@ import torch
 
 from config import load_config
 from model import doctor
+from model.dataset import open_store
 from model.doctor import as_text, examine
 from model.preflight import Verdict
+from model.prepare import TOKENIZER_DIR, TOKENS_DIR
 from model.ranks import must_use_cpu
+from model.tokenizer import load_tokenizer
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
 from tests.tiny import OPTIONS, train, words
 from train_low_mem import main
@@ -81,10 +84,32 @@ def test_gloo_that_does_not_answer_is_told(rows, monkeypatch):
         (dict(keep_latest_n_ckp=10**9), "disk", "--keep_latest_n_ckp"),
         (dict(model="train.jsonl.json"), "tokenizer, model", "JSON object"),
         (dict(finetune_from_ckp_file="nowhere"), "tokenizer, model", "no model there"),
+        (dict(output_dir="train.jsonl/run"), "output_dir", "--output_dir"),
+        (dict(output_dir="."), "output_dir", "is no run's directory"),
+        (dict(backend="nccl"), "GPUs", "--backend"),
     ],
 )
 def test_what_a_run_would_die_of_fails_here(rows, options, what, part):
     row = rows(**options)[what]
+    assert row.fails and part in row.remedy
+
+
+@pytest.mark.parametrize("text", ['{"prompt": "", "response": ""}\n', '{"prompt": "a", "response": "b"}\n{"prompt\n'])
+def test_rows_of_a_data_file_that_a_run_could_not_use_fail_here(rows, home, text):
+    (home / "bad.jsonl").write_text(text)
+    assert rows(train_file="bad.jsonl")["train_file"].fails
+
+
+@pytest.mark.parametrize(
+    "options, part", [(dict(seed=5), "seed"), (dict(train_file="short.jsonl"), "training pairs 44, and it is 20 now")]
+)
+def test_options_that_a_kept_run_would_refuse_fail_here(rows, home, options, part):
+    if not (home / "short.jsonl").exists():
+        assert train(home, output_dir="mine", epochs=1).codes == [0]
+        (home / "short.jsonl").write_text("".join((home / "train.jsonl").read_text().splitlines(True)[:20]))
+        open_store("short.jsonl", load_tokenizer(TOKENIZER_DIR), OPTIONS["max_seq_len"], TOKENS_DIR)
+    assert "step_00000006" in rows(output_dir="mine")["model"].found
+    row = rows(output_dir="mine", **options)["tokenizer, model"]
     assert row.fails and part in row.remedy
 
 
