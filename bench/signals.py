@@ -166,9 +166,9 @@ def trial_at_launcher(run, record, draw):
     lines, name = run.lines(), draw.choice(("accelerate", "torchrun"))
     process = launch([*launcher(name), *words(**options)], run.home)
     deadline = time.monotonic() + 120
-    if record["phase"].endswith("before the first step"):
-        time.sleep(draw.uniform(3, 12))
-    while not record["phase"].endswith("before the first step") and run.lines() < lines + 2:
+    before = record["phase"].endswith("before the first step")
+    wanted, until = lines + (1 if before else 2), time.monotonic() + draw.uniform(3, 12)
+    while run.lines() < wanted and not (before and time.monotonic() > until):
         assert time.monotonic() < deadline and process.poll() is None, (run.home / "launch.txt").read_text()
         time.sleep(0.01)
     family = psutil.Process(process.pid).children(recursive=True)
