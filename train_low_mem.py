@@ -146,12 +146,17 @@ def train_and_save(run, journal, samples, saver, state, plan):
                     saved_at = result.clock_seconds
     except (NothingFits, TooManySkipped) as error:
         saver.save(state, run.model, run.optimizer)
-        if isinstance(error, NothingFits):
-            tried = error.plan and asdict(error.plan)
-            journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
-        journal.write("stop", step=state.step, reason="failed")
+        write_failure(journal, state, error)
         raise
     return state, "asked" if stop else "finished"
+
+
+def write_failure(journal, state, error):
+    """Journal why no step after `state` could be done."""
+    if isinstance(error, NothingFits):
+        tried = error.plan and asdict(error.plan)
+        journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
+    journal.write("stop", step=state.step, reason="failed")
 
 
 def evaluation_due(run, state):

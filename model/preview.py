@@ -157,16 +157,17 @@ def _sample(config, tokenizer):
     rows = list(islice(read_pairs(path, *columns), SAMPLED_ROWS))
     lengths = token_lengths(rows, tokenizer, config.max_seq_len)
     source, whole = f"sampled: {len(lengths):,} rows and a longest pair", len(rows) < SAMPLED_ROWS
-    pairs = len(rows) if whole else _estimated_pairs(path, rows)
-    store_bytes = int(lengths.mean(axis=0).sum() * TOKEN_BYTES * pairs)
-    return Sample(histogram(np.concatenate([lengths, longest])), source, len(rows) if whole else None, store_bytes)
+    files = 1 if whole else _estimated_pairs(path, rows) / len(rows)  # as large as what was read
+    store_bytes = int(lengths.sum() * TOKEN_BYTES * files)
+    return Sample(histogram(np.concatenate([lengths, longest])), source, len(lengths) if whole else None, store_bytes)
 
 
 def _estimated_pairs(path, rows):
     """About how many pairs a file has that begins with `rows`, rather too many; a parquet file tells."""
     if path.suffix == ".parquet":
         return pq.ParquetFile(path).metadata.num_rows
-    return len(rows) * path.stat().st_size / sum(len(text.encode()) for pair in rows for text in pair)
+    text_bytes = sum(len(text.encode()) for pair in rows for text in pair)
+    return len(rows) * path.stat().st_size / max(text_bytes, 1)
 
 
 def _steps(config, batch, num_pairs):

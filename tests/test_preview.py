@@ -150,6 +150,14 @@ def test_steps_are_not_told_where_the_pairs_were_not_counted(home, monkeypatch):
         assert "known once the data is tokenised" in table(values)
 
 
+def test_pairs_with_an_empty_side_are_not_counted_as_steps(home):
+    given = dict(model="shape.json", max_seq_len=32, batch_size_per_gpu=2, gradient_accumulation_steps=1, epochs=1)
+    write_pairs(home / "holes.jsonl", ["ab", "cd", "", "ef", "gh", "ij"])
+    write_pairs(home / "empty.jsonl", ["", ""])
+    for name, steps in (("holes.jsonl", 1), ("empty.jsonl", 0)):
+        assert plan(vocab_size=0, train_file=name, **given)["steps"]["count"] == steps
+
+
 @pytest.mark.parametrize("name", ["many.jsonl", "many.parquet"])
 def test_the_disk_that_is_told_does_not_change_when_the_tokens_are_written(home, monkeypatch, name):
     monkeypatch.setattr(preview_module, "SAMPLED_ROWS", 500)
