@@ -231,7 +231,7 @@ def test(*stray, **options):
 def doctor(*stray, **options):
     """Look at everything that a run with these options depends on: a table, with a remedy for each problem."""
     request = read_request(stray, options, KEEP_TRAINING["doctor"])
-    print_table(request.config, request.typed)
+    print_table(request.config, request.typed, request.overwrite)
 
 
 @SetParseFn(str)

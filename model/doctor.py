@@ -41,8 +41,11 @@ class Row:
     fails: bool = False  # a run would fail
 
 
-def examine(config, typed=()):
-    """Yield a Row for each thing that a run of `config` on this machine depends on; `typed` as for prepare_run."""
+def examine(config, typed=(), overwrite=False):
+    """Yield a Row for each thing that a run of `config` on this machine depends on; `typed` as for prepare_run.
+
+    With `overwrite` the run starts afresh, whatever output_dir holds.
+    """
     yield from _packages()
     yield from _gpus(config.backend)
     yield from _links()
@@ -54,17 +57,17 @@ def examine(config, typed=()):
         yield _data(what, file, config)
     if config.test_file:
         yield _data("test_file", config.test_file, config)
-    setting, rows = _model(config, typed)
+    setting, rows = _model(config, typed, overwrite)
     yield from rows
     yield from _memory(config, setting)
     yield _output_dir(config)
     yield _disk(config, setting)
 
 
-def print_table(config, typed):
+def print_table(config, typed, overwrite):
     """Print the rows as they are found, in ASCII where the screen knows no more; RuntimeError if a run would fail."""
     failing = 0
-    for row in examine(config, typed):
+    for row in examine(config, typed, overwrite):
         encoding = sys.stdout.encoding or "utf-8"
         print(as_text(row).encode(encoding, "backslashreplace").decode(encoding), flush=True)
         failing += row.fails
@@ -184,15 +187,16 @@ def _data(what, file, config):
         return Row(what, file, str(error), fails=True)
     whole = [pair for pair in pairs if all(side.strip() for side in pair)]
     if not whole:
-        return Row(what, file, f"none of its first {len(pairs)} pairs has text on both sides", fails=True)
+        found = f"none of its first {len(pairs)} pairs has text on both sides"
+        return Row(what, file, found, fails=len(pairs) < FIRST_ROWS)  # else there are more
     size, characters = Path(file).stat().st_size / 2**20, " + ".join(str(len(side)) for side in whole[0])
     return Row(what, f"{file}, {size:.1f} MiB; a pair of {characters} characters; the first {len(pairs)} rows are read")
 
 
-def _model(config, typed):
+def _model(config, typed, overwrite):
     """(Setting, Rows) of what a run would start from: a checkpoint, other weights, or the tokenizer alone."""
     alone, passed = Ranks(0, 1, 0, torch.device("cpu"), "none", None), []
-    held = checkpoint_paths(config.output_dir)
+    held = [] if overwrite else checkpoint_paths(config.output_dir)
     found = load_newest(config.output_dir, passed.append) if held else None
     rows = [Row("checkpoint", text, "nothing to do: the one before it is used") for text in passed]
     if held and not found:
@@ -202,8 +206,11 @@ def _model(config, typed):
         tokenizer, weights = tokenizer_and_weights(alone, config, typed, resumed=found is not None)
         shape = shape_of(config, tokenizer, found, weights)
         check_shape(config, typed, shape, found, weights)
+        stores = _token_stores(config, tokenizer)
         if found:
-            check_same_run(found, config, _fresh_state(config, tokenizer, found))
+            num_pairs = len(stores[0]) if stores[0] else found.state.num_pairs
+            fresh = TrainState(seed=config.seed, tokenizer_fingerprint=tokenizer.fingerprint, num_pairs=num_pairs)
+            check_same_run(found, config, fresh)
         model = make_model(alone, config, shape, weights)
     except ValueError as error:
         return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
@@ -215,12 +222,14 @@ def _model(config, typed):
     return setting, rows
 
 
-def _fresh_state(config, tokenizer, found):
-    """What a start of this configuration would write down, as far as it can be told before its data is tokenised."""
-    columns, train_file = (config.prompt_column, config.response_column), Path(config.train_file)
-    store = train_file.is_file() and find_store(train_file, tokenizer, config.max_seq_len, TOKENS_DIR, columns=columns)
-    num_pairs = len(store) if store else found.state.num_pairs
-    return TrainState(seed=config.seed, tokenizer_fingerprint=tokenizer.fingerprint, num_pairs=num_pairs)
+def _token_stores(config, tokenizer):
+    """TokenStore or None of the training and the validation pairs: None before a run has tokenised them."""
+    columns = config.prompt_column, config.response_column
+    files = [Path(file) for file in (config.train_file, config.validation_file)]
+    return [
+        find_store(file, tokenizer, config.max_seq_len, TOKENS_DIR, columns=columns) if file.is_file() else None
+        for file in files
+    ]
 
 
 def _origin(config, found):

@@ -9,7 +9,7 @@ import torch
 from config import load_config
 from model import doctor
 from model.dataset import open_store
-from model.doctor import as_text, examine
+from model.doctor import FIRST_ROWS, as_text, examine
 from model.preflight import Verdict
 from model.prepare import TOKENIZER_DIR, TOKENS_DIR
 from model.ranks import must_use_cpu
@@ -25,8 +25,9 @@ def rows(home, monkeypatch):
     monkeypatch.chdir(home)
     monkeypatch.setattr(doctor, "try_backend", lambda backend, world_size: "")
 
-    def look(**options):
-        return {row.what: row for row in examine(load_config("pretrain", OPTIONS | options))}
+    def look(overwrite=False, **options):
+        found = examine(load_config("pretrain", OPTIONS | options), overwrite=overwrite)
+        return {row.what: row for row in found}
 
     return look
 
@@ -98,6 +99,34 @@ def test_what_a_run_would_die_of_fails_here(rows, options, what, part):
 def test_rows_of_a_data_file_that_a_run_could_not_use_fail_here(rows, home, text):
     (home / "bad.jsonl").write_text(text)
     assert rows(train_file="bad.jsonl")["train_file"].fails
+
+
+def test_pairs_that_have_no_text_only_at_the_start_of_a_file_are_a_note(rows, home):
+    empty, whole = '{"prompt": "", "response": ""}\n', '{"prompt": "a", "response": "b"}\n'
+    (home / "late.jsonl").write_text(empty * FIRST_ROWS + whole)
+    row = rows(train_file="late.jsonl")["train_file"]
+    assert not row.fails and f"none of its first {FIRST_ROWS} pairs" in row.remedy
+
+
+def test_damaged_tokens_of_either_file_fail_here(rows, home):
+    for name in ("train_file", "validation_file"):
+        (home / "mine.jsonl").write_text((home / "train.jsonl").read_text())
+        store = open_store("mine.jsonl", load_tokenizer(TOKENIZER_DIR), OPTIONS["max_seq_len"], TOKENS_DIR)
+        assert not rows(**{name: "mine.jsonl"})["model"].fails
+        (store.directory / "lengths.npy").write_bytes(b"")
+        row = rows(**{name: "mine.jsonl"})["tokenizer, model"]
+        assert row.fails and f"{store.directory} are damaged" in row.remedy
+        shutil.rmtree(store.directory)
+
+
+def test_what_overwrite_would_move_aside_is_not_compared_with(rows, home):
+    assert train(home, output_dir="old", epochs=1).codes == [0]
+    assert rows(output_dir="old", seed=5)["tokenizer, model"].fails
+    assert "chance" in rows(output_dir="old", seed=5, overwrite=True)["model"].found
+    for checkpoint in (home / "old" / "checkpoints").glob("step_*"):
+        (checkpoint / "state.json").unlink()
+    assert rows(output_dir="old")["checkpoint"].fails
+    assert "checkpoint" not in rows(output_dir="old", overwrite=True)
 
 
 @pytest.mark.parametrize(
