@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,7 @@ from model.json_items import read_object
 from model.pairs import read_pairs
 
 PAIRS_A_BATCH = 4096
+COUNTS = "pairs", "empty", "prompts_cut", "responses_cut", "prompt_tokens", "response_tokens"
 POLL_SECONDS = 0.2
 
 
@@ -115,9 +117,12 @@ def read_store(directory):
     """The token store in `directory`; raises ValueError where it is damaged."""
     try:
         meta = read_object(directory / "meta.json")
+        if missing := {"source", "sha256", *COUNTS} - meta.keys():
+            raise ValueError(f"meta.json lacks {', '.join(sorted(missing))}")
         rows = Dataset.from_file(str(directory / "pairs.arrow")).with_format("arrow")
-        return TokenStore(rows, np.load(directory / "lengths.npy", mmap_mode="r"), meta, directory)
-    except (OSError, ValueError, EOFError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        lengths = np.lib.format.open_memmap(directory / "lengths.npy", mode="r")
+        return TokenStore(rows, lengths, meta, directory)
+    except (ValueError, FileNotFoundError, TokenError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise ValueError(f"the tokens in {directory} are damaged ({error}): delete that directory") from None
 
 
@@ -179,7 +184,7 @@ def _sha256(path):
 
 
 def _build(source, tokenizer, directory, progress, stop):
-    counts = dict(pairs=0, empty=0, prompts_cut=0, responses_cut=0, prompt_tokens=0, response_tokens=0)
+    counts = dict.fromkeys(COUNTS, 0)
     with whole_directory(directory) as draft:
         lengths = _write_pairs(source, tokenizer, draft / "pairs.arrow", counts, progress, stop)
         if not counts["pairs"]:

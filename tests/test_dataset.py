@@ -1,6 +1,7 @@
 import fcntl
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from model import dataset
-from model.dataset import describe_store, open_store
+from model.dataset import describe_store, open_store, read_store
 from tests.parts import examples_of, make_pairs, write_parquet
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -156,6 +157,35 @@ def test_a_damaged_store_is_named_and_keeps_no_other_file_from_being_tokenised(
         open_it()
     other = write_parquet(tmp_path / "other.parquet", make_pairs(9, seed=1))
     assert len(open_store(other, tokenizer, 64, tmp_path / "tokens")) == 9
+
+
+@pytest.mark.parametrize(
+    "name, data",
+    [
+        ("meta.json", b"{}"),
+        ("meta.json", b'{"source": {}, "sha256": ""}'),
+        ("lengths.npy", b"PK\x03\x04" + bytes(100)),
+        ("lengths.npy", b'\x93NUMPY\x01\x00\x10\x00{\'descr\': ((("""\n'),
+    ],
+)
+def test_a_store_of_another_form_is_named_as_damaged(open_it, name, data):
+    directory = open_it().directory
+    (directory / name).write_bytes(data)
+    with pytest.raises(ValueError, match=f"{directory} are damaged .*: delete that directory"):
+        open_it()
+
+
+def test_a_store_that_the_machine_cannot_open_now_is_not_called_damaged(open_it):
+    directory = open_it().directory
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as file:
+        lowest_free = file.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            read_store(directory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_changed_content_is_tokenised_again_even_at_the_same_size(tmp_path, tokenizer):
