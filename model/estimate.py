@@ -220,12 +220,17 @@ class Estimate:
             checkpointing: {name: filled(c) for name, c in step_moments(setting, lengths.tokens, checkpointing).items()}
             for checkpointing in (False, True)
         }
-        self._evaluation = filled(evaluation_moment(setting, lengths.tokens), lengths.counts.sum())  # no shares there
-        self._targets = filled(lengths.tokens[:, 1].astype(np.float64))
+        targets, all_pairs = lengths.tokens[:, 1].astype(np.float64), lengths.counts.sum()  # no shares in evaluation
+        self._targets, self._evaluation_targets = filled(targets), filled(targets, all_pairs)
+        self._evaluation = filled(evaluation_moment(setting, lengths.tokens), all_pairs)
 
     @cached_property
     def of_longest_responses(self):
-        """The same, of forwards with the longest responses."""
+        """The same, of forwards with the longest responses; of the plain twin's, whose scores grow with the square of a
+        length, the costliest all the same.
+        """
+        if not self.setting.kernels:
+            return self
         return Estimate(self.setting, self.lengths, self.share_pairs, self.max_new_tokens, longest=True)
 
     def step_parts(self, micro_batch_tokens, chunk_tokens, checkpointing):
@@ -235,7 +240,7 @@ class Estimate:
         moments = {name: forward(tokens) for name, forward in self._step[checkpointing].items()}
         vocabulary = ROWS * -(-shape.vocab_size // ROWS)
         table = 0 if self.setting.decoder_only else 4 * vocabulary * shape.d_model  # its gradient once more
-        moments["loss"] += self._chunk_bytes(tokens, chunk_tokens) + table
+        moments["loss"] += self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
         moments["embedding"] += table
         moments["update"] = optimizer_bytes(self.setting)[1]
         return moments
@@ -249,7 +254,7 @@ class Estimate:
             load=-self.fixed["gradients"] - self.fixed["optimizer"],
             first_step=step,
             step=step,
-            evaluation=self._evaluation(tokens) + self._chunk_bytes(tokens, chunk_tokens),
+            evaluation=self._evaluation(tokens) + self._chunk_bytes(self._evaluation_targets(tokens), chunk_tokens),
             generation=generation_bytes(self.setting, answers, prompt, self.max_new_tokens),
             save=0,
         )
@@ -257,9 +262,8 @@ class Estimate:
         holes = constants.holes if checkpointing and not self.setting.kernels else 1.0
         return {name: int((held + max(more, more * holes)) * constants.reserved) for name, more in beyond.items()}
 
-    def _chunk_bytes(self, tokens, chunk_tokens):
-        logits = min(chunk_tokens, self._targets(tokens)) * self.setting.shape.vocab_size
-        return logits * self.setting.number_bytes
+    def _chunk_bytes(self, targets, chunk_tokens):
+        return min(chunk_tokens, targets) * self.setting.shape.vocab_size * self.setting.number_bytes
 
     def forwards(self, micro_batch_tokens):
         """Forwards of a step on average, were the tokens of shares normally distributed."""

@@ -76,7 +76,8 @@ def plan_run(run, kept, foreign):
         measured |= rehearse_evaluation(run, plan)
     if ranks.is_main:
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
-    predicted = predicted_peaks(estimate, plan)
+    unrecorded = estimate.peaks(*plan.cutting, plan.answers)  # as what was measured
+    predicted = predicted_peaks(estimate, plan) | {name: unrecorded[name] for name in measured}
     phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}
     return plan, dict(
         phases=phases, cap_bytes=memory_cap(device, config.gpu_memory_limit_gb), outside_bytes=outside,

@@ -111,15 +111,46 @@ def test_no_step_of_an_epoch_needs_more_than_a_tight_card_has_beside_the_recordi
         return int(share * peak)
 
     monkeypatch.setattr(rehearsal, "_step_peak", step_bytes)
-    run = SimpleNamespace(ranks=ALONE, train=SimpleNamespace(lengths=lengths))
-    choose = partial(choose_plan, make_config(), estimate, usable, None)
-    plan, _ = rehearse_plan(run, estimate, choose(), choose)
+    plan = rehearsed_on(estimate, lengths, usable, asked=None)
     kept = recording_bytes(estimate, plan)
     assert kept
-    for first in range(0, len(lengths), 8):
-        ids = step_at(first, len(lengths), 8, seed=0).ids
-        for part in cut(ids, lengths[ids], plan.micro_batch_tokens):
-            assert step_bytes(None, plan, part) + kept <= usable, lengths[part]
+    for part in forwards_of(lengths, 8, plan):
+        assert step_bytes(None, plan, part) + kept <= usable, lengths[part]
+
+
+def rehearsed_on(estimate, lengths, usable_bytes, asked):
+    """The plan for examples of these `lengths` after its probes, on a device whose steps a test tells."""
+    run = SimpleNamespace(ranks=ALONE, train=SimpleNamespace(lengths=lengths))
+    choose = partial(choose_plan, make_config(), estimate, usable_bytes, asked)
+    return rehearse_plan(run, estimate, choose(), choose)[0]
+
+
+def forwards_of(lengths, pairs, plan):
+    """The examples of each forward of an epoch."""
+    for first in range(0, len(lengths), pairs):
+        ids = step_at(first, len(lengths), pairs, seed=0).ids
+        yield from cut(ids, lengths[ids], plan.micro_batch_tokens)
+
+
+@pytest.mark.parametrize("share", [0.944, 0.97])
+@pytest.mark.parametrize("pairs, usable_gib", [(512, 2), (256, 3)])
+def test_the_plain_twin_s_scores_of_long_prompts_fit_wherever_they_stand(monkeypatch, pairs, usable_gib, share):
+    draw, usable = np.random.default_rng(0), usable_gib * GIB
+    prompts = np.where(draw.random(20_000) < 0.02, 512, draw.integers(5, 60, 20_000))
+    lengths = np.stack([prompts, draw.integers(2, 120, 20_000)], axis=1)
+    shape = T5ModelConfig(**MODELS["small"], vocab_size=29_298)
+
+    def estimate_of(chosen, number):
+        return make_estimate(make_config(), shape, torch.float32, histogram(chosen), number)
+
+    def step_bytes(_run, plan, ids):
+        chosen = lengths[ids]
+        return int(share * estimate_of(chosen, len(ids)).step_peak(int(chosen.sum()), *plan.cutting[1:]))
+
+    monkeypatch.setattr(rehearsal, "_step_peak", step_bytes)
+    plan = rehearsed_on(estimate_of(lengths, pairs), lengths, usable, asked=False)
+    for part in forwards_of(lengths, pairs, plan):
+        assert step_bytes(None, plan, part) <= usable, lengths[part]
 
 
 def test_a_step_is_recorded_up_to_the_size_that_the_plan_has_memory_for():
