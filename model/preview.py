@@ -1,5 +1,6 @@
 """What a run would take, told before it starts and without its machine: the command `plan`."""
 
+import math
 import shutil
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -112,8 +113,9 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     asked = recording_asked(config, estimate.setting, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
     plan = choose_plan(config, estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
-    # a share of few pairs never fills two forwards of the planned size: the slope is that of many
-    forward_bytes = make_estimate(config, shape, dtype, lengths, MANY_PAIRS, device).recording_bytes
+    # few pairs never fill two forwards of the planned size: the slope is that of many
+    many = Lengths(lengths.tokens, lengths.counts * math.ceil(2 * tokens / (lengths.mean * lengths.counts.sum())))
+    forward_bytes = make_estimate(config, shape, dtype, many, MANY_PAIRS, device).recording_bytes
     slope = (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
     return dict(
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),

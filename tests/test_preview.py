@@ -63,6 +63,11 @@ def test_a_packed_token_takes_bytes_also_where_the_update_is_the_peak():
         assert values["bytes_per_token"] > 60 * 1024
 
 
+def test_a_packed_token_takes_bytes_also_where_the_file_is_small(home):
+    values = plan(model="small", gpu_memory_limit_gb=8, train_file="train.jsonl", max_seq_len=64)
+    assert values["lengths"]["pairs"] < 50 and values["bytes_per_token"] > 60 * 1024
+
+
 def test_no_lever_is_told_that_train_refuses():
     batch = dict(batch_size_per_gpu=1, gradient_accumulation_steps=1)
     values = plan(model="small", gpu_memory_limit_gb=4, max_seq_len=512, **batch)
@@ -73,8 +78,8 @@ def test_no_lever_is_told_that_train_refuses():
 
 def test_the_evaluation_that_is_told_is_not_below_what_its_forwards_take():
     draw = np.random.default_rng(0)
-    lengths = np.minimum(draw.geometric(1 / 30, (20_000, 2)) + 1, 512).astype(np.uint16)
-    for pairs in (16, 64):
+    for pairs, longest in ((1, 256), (16, 512), (64, 512)):
+        lengths = np.minimum(draw.geometric(1 / 30, (20_000, 2)) + 1, longest).astype(np.uint16)
         config = load_config("pretrain", dict(model="chatlm", batch_size_per_gpu=pairs, gpu_memory_limit_gb=20))
         shape = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
         estimate = make_estimate(config, shape, torch.bfloat16, histogram(lengths), pairs)
