@@ -138,22 +138,23 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 saves = last or stop or late or result.step % config.save_steps == 0
                 if saves or (config.eval_steps and result.step % config.eval_steps == 0):
                     confirm(run.ranks, result)
-                if not stop and evaluation_due(run, state):
+                before = state
+                if evaluates := not stop and evaluation_due(run, state):
                     saver.save(state, run.model, run.optimizer)  # it may last longer than save_seconds
                     state, stop = evaluate(run, journal, state, result.plan)
-                if saves or stop:
+                if state != before if evaluates else saves or stop:
                     saver.save(state, run.model, run.optimizer)
-                    saved_at = result.clock_seconds
+                saved_at = result.clock_seconds if evaluates or saves or stop else saved_at
     except (NothingFits, TooManySkipped) as error:
-        saver.save(state, run.model, run.optimizer)
-        write_failure(journal, state, error)
+        give_up(run, journal, saver, state, error)
         raise
     return state, "asked" if stop else "finished"
 
 
-def write_failure(journal, state, error):
-    """Journal why no step after `state` could be done."""
-    if isinstance(error, NothingFits):
+def give_up(run, journal, saver, state, error):
+    """Save `state` where memory ended the run, and journal why no step after it could be done."""
+    if isinstance(error, NothingFits):  # weights that give no finite number must not push out some that do
+        saver.save(state, run.model, run.optimizer)
         tried = error.plan and asdict(error.plan)
         journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
     journal.write("stop", step=state.step, reason="failed")

@@ -78,7 +78,7 @@ def test_promise_4_memory_that_runs_out_in_a_runs_last_save_costs_no_step(home, 
     assert "error" not in last and last["step"] == stop["step"]
 
 
-def test_too_many_steps_that_are_not_finite_end_the_run_with_every_id_written_down_and_a_checkpoint(home):
+def test_too_many_steps_that_are_not_finite_end_the_run_with_every_id_written_down(home):
     bad = range(3, 14)
     faults = ",".join(f"loss:0:{step}:nan:2" for step in bad)
     done = train(home, 1, faults, output_dir="bad", epochs=3, save_steps=1000)
@@ -86,7 +86,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run_with_every_id_written_do
     skips = journal(home / "bad", "skip")
     assert [line["step"] for line in skips] == list(bad) and all(line["ids"] for line in skips)
     assert [(line["step"], line["reason"]) for line in journal(home / "bad", "stop")] == [(13, "failed")]
-    assert (home / "bad" / "checkpoints" / "LATEST").read_text() == "step_00000013"
+    assert (home / "bad" / "checkpoints" / "LATEST").read_text() == "step_00000012", "weights that fail are not saved"
     assert train(home, 1, output_dir="bad", epochs=3, is_keep_training=True).codes == [0]
 
 
