@@ -38,7 +38,10 @@ def begin(run, journal, request, state, plan):
         total_steps=run.total_steps(state), memory={k: v for k, v in run.memory.items() if k != "phases"},
     )  # fmt: skip
     forget_peak(ranks.device)
-    journal.write("resume", step=state.step, pairs_seen=state.pairs_seen, bits_may_differ=run.differs)
+    journal.write(
+        "resume", step=state.step, pairs_seen=state.pairs_seen, evaluated_step=state.evaluated_step,
+        bits_may_differ=run.differs,
+    )  # fmt: skip
     if run.differs:
         differs = " and ".join(run.differs)
         say(ranks, f"not as the checkpoint had it: {differs}: bits may differ from step {state.step} on")

@@ -82,7 +82,7 @@ def read_journal(path: str | Path) -> list[dict]:
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
         record = _parse(line, number, path)
         if record["kind"] == "resume":
-            records = [old for old in records if not _undone(old, record["step"])]
+            records = [old for old in records if not _undone(old, record)]
         records.append(record)
     return records
 
@@ -97,8 +97,10 @@ def _parse(line: bytes, number: int, path: str | Path) -> dict:
     return record
 
 
-def _undone(record: dict, resumed_step: int) -> bool:
-    return record["kind"] in UNDONE_KINDS and (record.get("step") or 0) > resumed_step
+def _undone(record: dict, resume: dict) -> bool:
+    """Whether a resume went back behind this line; an evaluation that its checkpoint does not know is done again."""
+    last = resume.get("evaluated_step", resume["step"]) if record["kind"] == "eval" else resume["step"]
+    return record["kind"] in UNDONE_KINDS and (record.get("step") or 0) > last
 
 
 def open_log(directory: str | Path, preset: str) -> logging.Logger:

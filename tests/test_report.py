@@ -165,6 +165,15 @@ def test_a_resume_voids_the_lines_of_later_steps_only(path):
     assert steps(path) == kept
 
 
+def test_an_evaluation_that_the_resumed_checkpoint_does_not_know_is_void(path):
+    evaluations = [dict(kind="eval", step=step) for step in (4, 8, 8)]
+    resume = dict(kind="resume", step=8, evaluated_step=4)
+    with Journal(path) as journal:
+        for line in (*evaluations[:2], resume, evaluations[2]):
+            journal.write(**line)
+    assert steps(path) == [("eval", 4), ("resume", 8), ("eval", 8)]
+
+
 def test_resumes_void_one_after_another_and_stay_themselves(path):
     write_all(path, ("train", 10), ("train", 20), ("resume", 15), ("train", 25), ("resume", 5), ("train", 6))
     assert steps(path) == [("resume", 15), ("resume", 5), ("train", 6)]
