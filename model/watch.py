@@ -21,6 +21,7 @@ BEAT_SECONDS = 1.0
 DEAD_SECONDS = 40.0  # a rank without a beat for so long has died
 GRACE_SECONDS = 12.0  # for the main thread to end by itself when it can have nothing to save, or another rank failed
 VERDICT_SECONDS = 3 * BEAT_SECONDS  # for every rank to hear why all end
+MOST_SAVING_SECONDS = 60.0  # a disk that takes longer for a checkpoint hangs: repeated signals quit again
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Sign:
     exchanges: int = 0  # that its main thread has entered
     waits_in: str = ""  # the exchange that it waits in now
     unhurried: str = ""  # what it does that has no time limit
+    saving_seconds: float = 0.0  # for how long it has been writing a checkpoint; 0: it does not
     moves: int = 0  # grows while its main thread lives
     stop: bool = False  # it was asked to stop
     ended: str = ""  # "done", or how it failed
@@ -41,7 +43,7 @@ _mine = Sign()
 _asked_at = None  # when this process first heard that it should stop
 _thread = _peers = _doom = None
 _training = False
-_saving = []  # one for each block of `saving` that some thread is in
+_saving = []  # since when, for each block of `saving` that some thread is in
 
 
 def watch_signals():
@@ -110,11 +112,12 @@ def training_begins():
 @contextmanager
 def saving():
     """While a checkpoint is written, further signals change nothing; several threads may be inside."""
-    _saving.append(True)
+    since = time.monotonic()
+    _saving.append(since)
     try:
         yield
     finally:
-        _saving.pop()
+        _saving.remove(since)
 
 
 @contextmanager
@@ -150,13 +153,14 @@ def _watch(parent):
     global _asked_at
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     while True:
-        if heard := signal.sigtimedwait(SIGNALS, BEAT_SECONDS):
+        heard, now = signal.sigtimedwait(SIGNALS, BEAT_SECONDS), time.monotonic()
+        _mine.saving_seconds = now - min(_saving, default=now)
+        if heard:
             _hear(signal.Signals(heard.si_signo).name)
         if launched and os.getppid() != parent and not _mine.stop:
             _hear("the launcher is gone")
         if _peers:
             _peers.look()
-        now = time.monotonic()
         if _mine.stop:
             _asked_at = _asked_at or now
         if _doom and now > _doom[0]:
@@ -180,9 +184,11 @@ def _hear(what):
         how = "after this step, with a checkpoint" if _training else "before the first step"
         _say(f"{what}: stopping {how}")
         _asked_at, _mine.stop = now, True
-    elif now - _asked_at > REPEAT_SECONDS and not _saving:
-        _say(f"{what} again: quitting without a checkpoint")
-        os._exit(1)
+    elif now - _asked_at > REPEAT_SECONDS:
+        signs = [_mine, *(_peers.signs.values() if _peers else ())]
+        if not any(0 < sign.saving_seconds <= MOST_SAVING_SECONDS for sign in signs):
+            _say(f"{what} again: quitting without a checkpoint")
+            os._exit(1)
 
 
 def _say(text):
@@ -210,7 +216,7 @@ class Peers:
         self._others = [str(r) for r in range(world_size) if r != rank]
         self._patience = max(timeout_s - 2 * VERDICT_SECONDS, timeout_s / 2)  # seconds; all ranks end in time then
         self._timeout_s, self._store_lost, self._looked_at = timeout_s, False, time.monotonic()
-        self._signs, self._beat_at, self._moved_at = {}, {}, {}  # by rank, as text; times by this rank's clock
+        self.signs, self._beat_at, self._moved_at = {}, {}, {}  # by rank, as text; times by this rank's clock
         self.tell()
 
     def tell(self):
@@ -229,28 +235,28 @@ class Peers:
             heard = self._store.multi_get(self._others)
         except RuntimeError as error:
             self._store_lost = True
-            if self._signs.get("0", Sign()).ended != "done":
+            if self.signs.get("0", Sign()).ended != "done":
                 _doom_all(f"rank 0 is gone ({error})", GRACE_SECONDS)
             return
         now = time.monotonic()
         if now - self._looked_at > 10 * BEAT_SECONDS:  # it was this process that stood still, stopped or starved
-            self._beat_at, self._moved_at = dict.fromkeys(self._signs, now), dict.fromkeys(self._signs, now)
+            self._beat_at, self._moved_at = dict.fromkeys(self.signs, now), dict.fromkeys(self.signs, now)
         self._looked_at = now
         for rank, text in [*zip(self._others, heard, strict=True), (str(self._rank), json.dumps(asdict(_mine)))]:
             self._note(rank, Sign(**json.loads(text)), now)
         self._judge(now)
 
     def _note(self, rank, sign, now):
-        before = self._signs.get(rank)
-        self._signs[rank] = sign
+        before = self.signs.get(rank)
+        self.signs[rank] = sign
         if before is None or sign.beat != before.beat:
             self._beat_at[rank] = now
         if before is None or sign.unhurried or (sign.moves, sign.exchanges) != (before.moves, before.exchanges):
             self._moved_at[rank] = now
 
     def _judge(self, now):
-        _mine.stop |= any(sign.stop for sign in self._signs.values())
-        for rank, sign in self._signs.items():
+        _mine.stop |= any(sign.stop for sign in self.signs.values())
+        for rank, sign in self.signs.items():
             if sign.verdict:
                 _doom_all(sign.verdict, VERDICT_SECONDS)
             elif sign.ended not in ("", "done"):
@@ -260,14 +266,14 @@ class Peers:
         if late := self._late(now):
             silent = "; ".join(
                 f"rank {rank} hangs: silent for {now - self._moved_at[rank]:.0f} s "
-                + (f"in {self._signs[rank].waits_in}" if self._signs[rank].waits_in else "outside any exchange")
+                + (f"in {self.signs[rank].waits_in}" if self.signs[rank].waits_in else "outside any exchange")
                 for rank in late
             )
             self._pronounce(f"{silent} (--ddp_timeout_s={self._timeout_s})")
 
     def _late(self, now):
         """Ranks that the others wait for and that have been silent too long."""
-        present = {rank: sign for rank, sign in self._signs.items() if sign.ended != "done"}
+        present = {rank: sign for rank, sign in self.signs.items() if sign.ended != "done"}
         fewest = min((sign.exchanges for sign in present.values()), default=0)
         last = [rank for rank, sign in present.items() if sign.exchanges == fewest]
         silent = {rank for rank in present if now - self._moved_at[rank] > self._patience}
@@ -283,7 +289,7 @@ class Peers:
         """Why an exchange failed, and which ranks are gone."""
         time.sleep(VERDICT_SECONDS)
         now, gone = time.monotonic(), ["rank 0 is gone"] if self._store_lost else []
-        for rank, sign in sorted(self._signs.items()) if not self._store_lost else ():
+        for rank, sign in sorted(self.signs.items()) if not self._store_lost else ():
             if sign.ended not in ("", "done"):
                 gone.append(f"rank {rank} ended: {sign.ended}")
             elif rank != str(self._rank) and now - self._beat_at[rank] >= VERDICT_SECONDS - BEAT_SECONDS / 2:

@@ -10,8 +10,10 @@ import time
 import psutil
 import pytest
 
+from model import watch
 from tests.ranks import launch, launcher, send, wait_for, wait_for_launch
 from tests.tiny import furnish, ids_by_epoch, journal, start, train, weights_hash, words
+from train_low_mem import main
 
 LONG = dict(epochs=10, save_steps=1000, dropout=0.1)
 STEPS = 60
@@ -90,6 +92,48 @@ def test_a_signal_during_a_save_and_another_while_the_stop_waits_for_it_lose_no_
     assert done.codes == [0], done.text
     stop = check_stop(home / "behind", asked_at)
     assert [line["step"] for line in journal(home / "behind", "save")] == [4, stop]
+
+
+def test_no_rank_quits_at_a_second_signal_while_another_writes_a_checkpoint(home):
+    options = LONG | dict(save_steps=4)
+    processes = start(home, 2, "save:0:4:slow,save:0:8:slow", output_dir="both", **options)
+    wait_for_steps(home / "both", 7)
+    time.sleep(1)
+    send(processes, signal.SIGINT)
+    time.sleep(4)
+    assert all(process.is_alive() for process in processes), "both had ended: this test tested nothing"
+    send(processes, signal.SIGINT)
+    done = wait_for(processes, home)
+    assert done.codes == [0, 0], done.text
+
+
+def main_that_waits_a_second_for_a_disk(words):
+    watch.MOST_SAVING_SECONDS = 1.0
+    return main(words)
+
+
+def test_a_disk_that_hangs_is_not_waited_for_after_repeated_signals(home):
+    options = LONG | dict(save_steps=4)
+    function = main_that_waits_a_second_for_a_disk
+    processes = start(home, 1, "save:0:4:hang", output_dir="hung", function=function, **options)
+    wait_for_steps(home / "hung", 4)
+    send(processes, signal.SIGINT)
+    time.sleep(3.5)
+    send(processes, signal.SIGINT)
+    done = wait_for(processes, home, 10)
+    assert done.codes == [1] and "quitting without a checkpoint" in done.text
+
+
+def test_an_evaluation_that_a_kill_leaves_behind_is_not_done_again(home):
+    options = LONG | dict(eval_steps=4, save_steps=1000, epochs=1)
+    assert train(home, 1, "forward:0:6:kill", output_dir="once", **options).codes == [-signal.SIGKILL]
+    assert train(home, 1, output_dir="once", is_keep_training=True, **options).codes == [0]
+    assert [line["step"] for line in journal(home / "once", "eval")] == [4, 6]
+
+
+def test_a_stop_in_an_evaluation_writes_its_checkpoint_once(home):
+    train(home, 1, "evaluate:0:6:int", output_dir="stopped", **LONG | dict(save_steps=1000))
+    assert [line["step"] for line in journal(home / "stopped", "save")] == [6]
 
 
 def test_a_kill_in_an_evaluation_costs_no_step_before_it(home):
