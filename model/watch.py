@@ -47,7 +47,7 @@ _saving = []  # since when, for each block of `saving` that some thread is in
 
 
 def watch_signals():
-    """From now on INT, TERM and USR1 ask for a stop; a repeat later than REPEAT_SECONDS quits unless saving.
+    """From now on INT, TERM and USR1 ask for a stop; a repeat later than REPEAT_SECONDS quits unless a rank saves.
 
     They are blocked for this thread and for every thread and program that it starts, and the watch takes them up: a
     handler may be replaced (LLVM, which compiles Triton's kernels, puts one that does nothing in USR1's place), and a
@@ -111,7 +111,7 @@ def training_begins():
 
 @contextmanager
 def saving():
-    """While a checkpoint is written, further signals change nothing; several threads may be inside."""
+    """While a checkpoint is written, for MOST_SAVING_SECONDS, further signals change nothing; threads may overlap."""
     since = time.monotonic()
     _saving.append(since)
     try:
