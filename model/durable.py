@@ -20,6 +20,7 @@ def whole_directory(target):
     """
     target = Path(target)
     make_directory(target.parent)
+    put_back(target.parent, target.name)
     for left in target.parent.glob(f".{target.name}.*.tmp"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
@@ -60,14 +61,21 @@ def remove_drafts(*directories):
             shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
 
 
+def put_back(directory, name="*"):
+    """Have `name` in `directory` again where a kill left it aside; nobody else may be writing it."""
+    for aside in Path(directory).glob(f".{name}.*.aside"):
+        target = aside.with_name(aside.name[1:].rsplit(".", 2)[0])
+        shutil.rmtree(aside) if target.exists() else aside.rename(target)
+
+
 def _take_place(draft, target):
     if not target.exists():
         os.rename(draft, target)
-    elif _exchange(draft, target) != 0:  # a file system without RENAME_EXCHANGE: two renames, absent in between
-        old = draft.with_suffix(".old")
-        os.rename(target, old)
+    elif _exchange(draft, target) != 0:  # a file system without RENAME_EXCHANGE: `put_back` helps after a kill
+        aside = draft.with_suffix(".aside")
+        os.rename(target, aside)
         os.rename(draft, target)
-        shutil.rmtree(old)
+        os.rename(aside, draft)
 
 
 def _exchange(one, other):

@@ -12,7 +12,7 @@ from pathlib import Path
 import ujson
 
 from model.checkpoint import checkpoint_paths
-from model.durable import end_of_last_line, make_directory, whole_directory, write_file
+from model.durable import end_of_last_line, make_directory, put_back, whole_directory, write_file
 from model.ranks import from_main
 from model.tokenizer import copy_tokenizer
 
@@ -35,7 +35,9 @@ def admit(run_dir, keep_training, overwrite):
     """
     if Path(run_dir).exists():
         check_no_stranger(Path(run_dir))
-        _lock(run_dir).close()
+        with _refusing(run_dir), _lock(run_dir):
+            put_back(run_dir)
+            put_back(Path(run_dir) / "checkpoints")
     newest = _newest_name(run_dir)
     if newest and keep_training:
         return newest

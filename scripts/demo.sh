@@ -4,6 +4,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 SECONDS=0
+trap 'exit 130' INT # a training that is asked to stop ends with 0
 
 pairs=${DEMO_PAIRS:-12000}
 epochs=${DEMO_EPOCHS:-18}

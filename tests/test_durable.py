@@ -3,7 +3,7 @@ import os
 import pytest
 
 from model import durable
-from model.durable import whole_directory, write_file
+from model.durable import put_back, remove_drafts, whole_directory, write_file
 
 
 def contents(directory):
@@ -71,6 +71,37 @@ def test_what_a_killed_process_left_is_swept_by_the_next(tmp_path):
     (left,) = os.listdir(tmp_path)
     assert left.startswith(".best.")
     fill(tmp_path / "best", a="1")
+    assert os.listdir(tmp_path) == ["best"]
+
+
+@pytest.mark.parametrize("renames, holds", [(1, "1"), (2, "2"), (3, "2")])
+def test_no_kill_between_two_renames_loses_a_directory(tmp_path, monkeypatch, renames, holds):
+    fill(tmp_path / "best.of.all", a="1")
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(durable, "_exchange", lambda one, other: -1)
+        rename, done = os.rename, []
+
+        def rename_and_die(one, other):
+            rename(one, other)
+            done.append(one)
+            if len(done) == renames:
+                os._exit(9)
+
+        monkeypatch.setattr(os, "rename", rename_and_die)
+        fill(tmp_path / "best.of.all", a="2")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    put_back(tmp_path)
+    assert contents(tmp_path / "best.of.all") == {"a": holds}
+    remove_drafts(tmp_path)
+    assert os.listdir(tmp_path) == ["best.of.all"]
+
+
+def test_a_failure_after_a_kill_leaves_the_directory_that_lay_aside(tmp_path):
+    fill(tmp_path / ".best.01234567.aside", a="1")
+    with pytest.raises(OSError), whole_directory(tmp_path / "best"):
+        raise OSError
+    assert contents(tmp_path / "best") == {"a": "1"}
     assert os.listdir(tmp_path) == ["best"]
 
 

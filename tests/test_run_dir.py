@@ -61,6 +61,13 @@ def test_a_run_has_its_directory_alone_until_it_ends(tmp_path, tokenizer):
     claim(tmp_path / "run", "", False, tokenizer.directory).close()
 
 
+def test_a_checkpoint_that_a_kill_left_aside_is_gone_on_from(old_run):
+    checkpoints = old_run / "checkpoints"
+    (checkpoints / "step_00000007").rename(checkpoints / ".step_00000007.01234567.aside")
+    assert admit(old_run, True, False) == "step_00000007"
+    assert os.listdir(checkpoints) == ["step_00000007"]
+
+
 def test_overwrite_moves_the_old_run_aside_and_leaves_a_tokenizer(old_run, tokenizer):
     assert admit(old_run, False, True) == ""
     assert checkpoint_paths(old_run), "admitting moves nothing"
