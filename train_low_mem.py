@@ -112,7 +112,7 @@ def train_to_the_end(run, journal, state, plan):
 def train_and_save(run, journal, samples, saver, state, plan):
     """The steps, and what happens between them; returns the last state and why it ended."""
     config, course = run.config, run.course
-    recent, note, saved_at = [], "", None
+    recent, note, saved_at, result = [], "", None, None
     steps = train_steps(
         run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen,
         growth_of(state.growth, plan), state.recent_norms,
@@ -138,23 +138,24 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 saves = last or stop or late or result.step % config.save_steps == 0
                 if saves or (config.eval_steps and result.step % config.eval_steps == 0):
                     confirm(run.ranks, result)
-                before = state
                 if evaluates := not stop and evaluation_due(run, state):
                     saver.save(state, run.model, run.optimizer)  # it may last longer than save_seconds
                     state, stop = evaluate(run, journal, state, result.plan)
-                if state != before if evaluates else saves or stop:
+                if evaluates or saves or stop:
                     saver.save(state, run.model, run.optimizer)
-                saved_at = result.clock_seconds if evaluates or saves or stop else saved_at
+                    saved_at = result.clock_seconds
     except (NothingFits, TooManySkipped) as error:
-        give_up(run, journal, saver, state, error)
+        give_up(run, journal, saver, state, error, result)
         raise
     return state, "asked" if stop else "finished"
 
 
-def give_up(run, journal, saver, state, error):
-    """Save `state` where memory ended the run, and journal why no step after it could be done."""
-    if isinstance(error, NothingFits):  # weights that give no finite number must not push out some that do
+def give_up(run, journal, saver, state, error, last):
+    """Save `state`, that of the StepResult `last`, and journal why no step after it could be done."""
+    ended_by_memory = isinstance(error, NothingFits)
+    if ended_by_memory or "not_finite" not in dict(last.events):  # such weights must not push out good ones
         saver.save(state, run.model, run.optimizer)
+    if ended_by_memory:
         tried = error.plan and asdict(error.plan)
         journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
     journal.write("stop", step=state.step, reason="failed")

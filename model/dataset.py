@@ -124,6 +124,8 @@ def read_store(directory):
         return TokenStore(rows, lengths, meta, directory)
     except (ValueError, FileNotFoundError, TokenError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise ValueError(f"the tokens in {directory} are damaged ({error}): delete that directory") from None
+    except PermissionError as error:
+        raise ValueError(f"the tokens in {directory} cannot be read ({error}): allow it, or delete them") from None
 
 
 def store_schema(vocab_size):

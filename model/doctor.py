@@ -212,7 +212,7 @@ def _model(config, typed, overwrite):
             fresh = TrainState(seed=config.seed, tokenizer_fingerprint=tokenizer.fingerprint, num_pairs=num_pairs)
             check_same_run(found, config, fresh)
         model = make_model(alone, config, shape, weights)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
     size = model.compute_dtype.itemsize
     setting = Setting(model.shape, size, False, config.optimizer, decoder_only=config.trainable == "decoder")

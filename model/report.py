@@ -98,9 +98,10 @@ def _parse(line: bytes, number: int, path: str | Path) -> dict:
 
 
 def _undone(record: dict, resume: dict) -> bool:
-    """Whether a resume went back behind this line; an evaluation that its checkpoint does not know is done again."""
-    last = resume.get("evaluated_step", resume["step"]) if record["kind"] == "eval" else resume["step"]
-    return record["kind"] in UNDONE_KINDS and (record.get("step") or 0) > last
+    """Whether a resume went back behind this line, or to an evaluation that its checkpoint does not know of."""
+    step, last = record.get("step") or 0, resume["step"]
+    again = record["kind"] == "eval" and step == last != resume.get("evaluated_step", last)
+    return record["kind"] in UNDONE_KINDS and (step > last or again)
 
 
 def open_log(directory: str | Path, preset: str) -> logging.Logger:

@@ -45,7 +45,7 @@ def read_request(stray, options, keep_training=False):
         raise ValueError("--is_keep_training=True goes on and --overwrite=True starts afresh: give one of them")
     keep, typed = False if overwrite else keep, frozenset(given)
     # what a run that never came to a checkpoint was asked for is forgotten
-    goes_on = keep and (keep_training is True or any(Path(config.output_dir).glob("checkpoints/step_*")))
+    goes_on = keep and (keep_training is True or _has_checkpoint(Path(config.output_dir, "checkpoints")))
     stored = _stored_request(config.output_dir) if goes_on else None
     if not stored:
         return Request(preset, config, given, typed, keep, overwrite)
@@ -56,6 +56,10 @@ def read_request(stray, options, keep_training=False):
     before, now = asdict(load_config(*stored)), asdict(config)
     changed = tuple(f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name])
     return Request(stored[0], config, given, typed, keep, overwrite, changed)
+
+
+def _has_checkpoint(folder):
+    return any(any(folder.glob(form)) for form in ("step_*", ".step_*.aside"))  # the latter is put back at the start
 
 
 def _merged(preset, stored, typed):

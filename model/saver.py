@@ -28,19 +28,22 @@ class Saver:
     def __init__(self, ranks, run_dir, keep, journal):
         self._ranks, self._run_dir, self._keep, self._journal = ranks, run_dir, keep, journal
         self._host, self._thread = {}, None
-        self.failure = ""  # of the newest save
+        self._saved, self.failure = None, ""  # the TrainState of the newest checkpoint; of the newest save
 
     def save(self, state, model, optimizer):
-        """Copy what a checkpoint holds and have it written; waits for the save before it.
+        """Copy what a checkpoint holds and have it written, if it is not yet; waits for the save before it.
 
         Raises RuntimeError on all ranks when their weights are not equal.
         """
         check_equal_weights(self._ranks, model, state.step)  # and every rank has written its example ids down
         if not self._ranks.is_main:
             return
+        with saving():
+            self.join()
+        if state == self._saved:
+            return
         with ExitStack() as until_written:
             until_written.enter_context(saving())
-            self.join()
             self._begin(state, model, optimizer, until_written)
 
     def _begin(self, state, model, optimizer, until_written):
@@ -106,7 +109,7 @@ class Saver:
             except (OSError, RuntimeError, MemoryError) as error:
                 self._failed(state, error)
                 return
-        self.failure = ""
+        self._saved, self.failure = state, ""
         self._journal.write(
             "save", step=state.step, path=str(path), bytes=snapshot.bytes, snapshot_seconds=snapshot_seconds,
             write_seconds=time.monotonic() - started,

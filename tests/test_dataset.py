@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import os
 import random
@@ -186,6 +187,17 @@ def test_a_store_that_the_machine_cannot_open_now_is_not_called_damaged(open_it)
             read_store(directory)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_store_that_may_not_be_read_is_named(open_it, monkeypatch):
+    directory = open_it().directory
+
+    def refuse(path, mode):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(np.lib.format, "open_memmap", refuse)
+    with pytest.raises(ValueError, match=f"{directory} cannot be read .*Permission denied: .*lengths.npy'.*allow it"):
+        open_it()
 
 
 def test_changed_content_is_tokenised_again_even_at_the_same_size(tmp_path, tokenizer):

@@ -119,6 +119,16 @@ def test_damaged_tokens_of_either_file_fail_here(rows, home):
         shutil.rmtree(store.directory)
 
 
+def test_tokens_that_cannot_be_opened_now_fail_and_the_table_goes_on(rows, home, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(doctor, "find_store", refuse)
+    table = rows()
+    assert table["tokenizer, model"].fails and "Too many open files" in table["tokenizer, model"].remedy
+    assert "disk" in table
+
+
 def test_what_overwrite_would_move_aside_is_not_compared_with(rows, home):
     assert train(home, output_dir="old", epochs=1).codes == [0]
     assert rows(output_dir="old", seed=5)["tokenizer, model"].fails

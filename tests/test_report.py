@@ -174,6 +174,13 @@ def test_an_evaluation_that_the_resumed_checkpoint_does_not_know_is_void(path):
     assert steps(path) == [("eval", 4), ("resume", 8), ("eval", 8)]
 
 
+def test_an_evaluation_that_a_later_resume_does_not_do_again_counts(path):
+    with Journal(path) as journal:
+        for line in (dict(kind="eval", step=6), dict(kind="resume", step=8, evaluated_step=0)):
+            journal.write(**line)
+    assert steps(path) == [("eval", 6), ("resume", 8)]
+
+
 def test_resumes_void_one_after_another_and_stay_themselves(path):
     write_all(path, ("train", 10), ("train", 20), ("resume", 15), ("train", 25), ("resume", 5), ("train", 6))
     assert steps(path) == [("resume", 15), ("resume", 5), ("train", 6)]

@@ -123,6 +123,14 @@ def test_an_exported_model_is_not_taken_for_a_run(tmp_path):
         read_request((), dict(output_dir=str(tmp_path)), KEEP_TRAINING["test"])
 
 
+@pytest.mark.parametrize("name", ["step_00000001", ".step_00000001.01234567.aside"])
+def test_a_run_goes_on_with_its_options_also_when_a_kill_left_its_checkpoint_aside(tmp_path, name):
+    started(tmp_path, dict(preset="sft", given=dict(output_dir=str(tmp_path), epochs=9)))
+    (tmp_path / "checkpoints" / "step_00000001").rename(tmp_path / "checkpoints" / name)
+    request = read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
+    assert (request.preset, request.config.epochs) == ("sft", 9)
+
+
 def test_a_run_goes_on_with_its_optimizer(tmp_path):
     started(tmp_path, dict(preset="pretrain", given={}))
     with pytest.raises(ValueError, match="--optimizer=adafactor: this run goes on with muon.*leave it out"):

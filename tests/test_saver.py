@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model import checkpoint, faults
+from model import checkpoint, faults, watch
 from model import saver as saver_module
 from model.checkpoint import TrainState, checkpoint_paths, read_checkpoint
 from model.ranks import start_ranks, stop_ranks
@@ -69,6 +69,25 @@ def test_a_newer_save_waits_for_the_older(tmp_path, saver, model, optimizer, mon
     assert time.monotonic() - started >= 0.25
     saver.join()
     assert [line["step"] for line in lines(tmp_path)] == [5, 6]
+
+
+def test_a_save_has_its_own_minute_in_which_signals_do_not_count(saver, model, optimizer, monkeypatch):
+    go = {5: threading.Event(), 6: threading.Event()}
+    monkeypatch.setattr(faults, "fire", lambda site, step: go[step].wait(20) and False)
+    saver.save(STATE, model, optimizer)
+    threading.Timer(1, go[5].set).start()
+    saver.save(replace(STATE, step=6), model, optimizer)
+    (since,) = watch._saving
+    go[6].set()
+    assert time.monotonic() - since < 0.5
+
+
+def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path, saver, model, optimizer, monkeypatch):
+    for _ in range(2):
+        saver.save(STATE, model, optimizer)
+    saver.save(replace(STATE, evaluated_step=5), model, optimizer)
+    saver.join()
+    assert len(lines(tmp_path)) == 2
 
 
 def test_the_journal_tells_how_long_the_snapshot_and_the_write_took(tmp_path, saver, model, optimizer):

@@ -128,12 +128,20 @@ def test_an_evaluation_that_a_kill_leaves_behind_is_not_done_again(home):
     options = LONG | dict(eval_steps=4, save_steps=1000, epochs=1)
     assert train(home, 1, "forward:0:6:kill", output_dir="once", **options).codes == [-signal.SIGKILL]
     assert train(home, 1, output_dir="once", is_keep_training=True, **options).codes == [0]
-    assert [line["step"] for line in journal(home / "once", "eval")] == [4, 6]
+    written = map(json.loads, (home / "once" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in written if line["kind"] == "eval"] == [4, 6]
 
 
 def test_a_stop_in_an_evaluation_writes_its_checkpoint_once(home):
     train(home, 1, "evaluate:0:6:int", output_dir="stopped", **LONG | dict(save_steps=1000))
     assert [line["step"] for line in journal(home / "stopped", "save")] == [6]
+
+
+def test_a_stop_in_an_evaluation_tries_a_save_again_that_the_disk_refused(home):
+    done = train(home, 1, "save:0:6:enospc,evaluate:0:6:int", output_dir="again", **LONG)
+    assert done.codes == [0], done.text
+    assert ["error" in line for line in journal(home / "again", "save")] == [True, False]
+    assert (home / "again" / "checkpoints" / "LATEST").read_text() == "step_00000006"
 
 
 def test_a_kill_in_an_evaluation_costs_no_step_before_it(home):

@@ -61,6 +61,15 @@ def test_too_many_spikes_in_a_row_end_the_run_with_their_ids_and_the_remedies(st
     assert results == [True] * (MAX_SKIPPED_STEPS + 1), "the last one is told too, before the run ends"
 
 
+def test_the_weights_before_too_many_spikes_are_saved(tmp_path):
+    home = furnish(tmp_path)
+    done = train(home, 1, output_dir="run", spike_guard=1.000001, epochs=40, save_steps=1000)
+    assert done.codes == [1] and "raise --spike_guard" in done.text
+    (stop,) = journal(home / "run", "stop")
+    latest = (home / "run" / "checkpoints" / "LATEST").read_text()
+    assert latest == f"step_{stop['step']:08d}"
+
+
 def test_a_guarded_run_on_two_ranks_that_was_killed_skips_the_same_steps(tmp_path):
     home, options = furnish(tmp_path), dict(spike_guard=1.01, epochs=4, warmup_steps=0, save_steps=5)
     done = train(home, 2, output_dir="calm", **options)
