@@ -141,7 +141,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if evaluates := not stop and evaluation_due(run, state):
                     saver.save(state, run.model, run.optimizer)  # it may last longer than save_seconds
                     state, stop = evaluate(run, journal, state, result.plan)
-                if evaluates or saves or stop:
+                if evaluates or saves:
                     saver.save(state, run.model, run.optimizer)
                     saved_at = result.clock_seconds
     except (NothingFits, TooManySkipped) as error:
@@ -151,9 +151,9 @@ def train_and_save(run, journal, samples, saver, state, plan):
 
 
 def give_up(run, journal, saver, state, error, last):
-    """Save `state`, that of the StepResult `last`, and journal why no step after it could be done."""
+    """Save `state`, unless its weights gave no finite number in the StepResult `last`, and journal the failure."""
     ended_by_memory = isinstance(error, NothingFits)
-    if ended_by_memory or "not_finite" not in dict(last.events):  # such weights must not push out good ones
+    if ended_by_memory or "not_finite" not in dict(last.events):  # they must not push out good ones
         saver.save(state, run.model, run.optimizer)
     if ended_by_memory:
         tried = error.plan and asdict(error.plan)

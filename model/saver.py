@@ -28,7 +28,8 @@ class Saver:
     def __init__(self, ranks, run_dir, keep, journal):
         self._ranks, self._run_dir, self._keep, self._journal = ranks, run_dir, keep, journal
         self._host, self._thread = {}, None
-        self._saved, self.failure = None, ""  # the TrainState of the newest checkpoint; of the newest save
+        self._saved = None  # the TrainState of the newest checkpoint
+        self.failure = ""  # of the newest save
 
     def save(self, state, model, optimizer):
         """Copy what a checkpoint holds and have it written, if it is not yet; waits for the save before it.

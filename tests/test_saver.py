@@ -82,7 +82,7 @@ def test_a_save_has_its_own_minute_in_which_signals_do_not_count(saver, model, o
     assert time.monotonic() - since < 0.5
 
 
-def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path, saver, model, optimizer, monkeypatch):
+def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path, saver, model, optimizer):
     for _ in range(2):
         saver.save(STATE, model, optimizer)
     saver.save(replace(STATE, evaluated_step=5), model, optimizer)
