@@ -175,13 +175,19 @@ def event_rows(records: list[dict], now: float) -> dict[str, str]:
     for kind, name in (("oom", "out of memory"), ("skip", "steps left out"), ("resume", "resumes")):
         # A start from nothing writes a resume line too, of step 0.
         rows[name] = events_row([record for record in of_kind(records, kind) if kind != "resume" or record["step"]])
-    saved = of_kind(records, "save")
-    if saved:
-        ago = human_seconds(max(0, now - saved[-1]["time"]))
-        rows["checkpoint"] = f"{saved[-1]['path']} (step {saved[-1]['step']:,}, {ago} ago)"
-    else:
-        rows["checkpoint"] = "none yet"
+    rows["checkpoint"] = checkpoint_row(of_kind(records, "save"), now)
     return rows
+
+
+def checkpoint_row(saves: list[dict], now: float) -> str:
+    """The newest checkpoint that is on the disk, and why a later one is not."""
+    row = "none yet"
+    if saved := [save for save in saves if "path" in save]:
+        ago = human_seconds(max(0, now - saved[-1]["time"]))
+        row = f"{saved[-1]['path']} (step {saved[-1]['step']:,}, {ago} ago)"
+    if saves and "error" in saves[-1]:
+        row += f"; that of step {saves[-1]['step']:,} failed: {saves[-1]['error']}"
+    return row
 
 
 if __name__ == "__main__":

@@ -125,6 +125,15 @@ def test_a_run_before_its_first_train_line_is_told(run_dir, tmp_path):
     assert rows["state"].startswith("training") and rows["checkpoint"] == "none yet"
 
 
+def test_a_checkpoint_that_the_disk_refused_is_told_beside_the_last_whole_one(run_dir, tmp_path):
+    full = {"kind": "save", "time": time.time(), "step": 500, "error": "[Errno 28] the disk is full"}
+    write(run_dir, [{"kind": "start", "time": time.time()}, full])
+    assert rows_of(check(run_dir, folder=tmp_path))["checkpoint"] == "none yet; that of step 500 failed: " + full["error"]
+    write(run_dir, [*run_lines(time.time()), full])
+    told = rows_of(check(run_dir, folder=tmp_path))["checkpoint"]
+    assert told.startswith("checkpoints/step_00000300 (step 300, 23m ") and told.endswith("failed: " + full["error"])
+
+
 def test_a_loss_that_was_not_finite_is_said(run_dir, tmp_path):
     write(run_dir, [{"kind": "start", "time": time.time()}, train(20, time.time()) | {"loss": None}])
     assert rows_of(check(run_dir, folder=tmp_path))["training loss"] == "not finite"
