@@ -128,7 +128,8 @@ def test_a_run_before_its_first_train_line_is_told(run_dir, tmp_path):
 def test_a_checkpoint_that_the_disk_refused_is_told_beside_the_last_whole_one(run_dir, tmp_path):
     full = {"kind": "save", "time": time.time(), "step": 500, "error": "[Errno 28] the disk is full"}
     write(run_dir, [{"kind": "start", "time": time.time()}, full])
-    assert rows_of(check(run_dir, folder=tmp_path))["checkpoint"] == "none yet; that of step 500 failed: " + full["error"]
+    told = rows_of(check(run_dir, folder=tmp_path))["checkpoint"]
+    assert told == "none yet; that of step 500 failed: " + full["error"]
     write(run_dir, [*run_lines(time.time()), full])
     told = rows_of(check(run_dir, folder=tmp_path))["checkpoint"]
     assert told.startswith("checkpoints/step_00000300 (step 300, 23m ") and told.endswith("failed: " + full["error"])
