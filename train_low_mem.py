@@ -113,6 +113,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
     """The steps, and what happens between them; returns the last state and why it ended."""
     config, course = run.config, run.course
     recent, note, saved_at, result = [], "", None, None
+    saves = evaluates = False
     steps = train_steps(
         run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen,
         growth_of(state.growth, plan), state.recent_norms,
@@ -125,25 +126,29 @@ def train_and_save(run, journal, samples, saver, state, plan):
             saver.save(state, run.model, run.optimizer)
         with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
             while not stop and (result := next(steps, None)):
-                state, stop = state.after(result), result.stop
+                state = state.after(result)
                 recent.append(result)
                 write_events(run, journal, samples, result)
-                last = result.ends_epoch or stop or result.pairs_seen == course.total_pairs
+                last = result.ends_epoch or result.stop or result.pairs_seen == course.total_pairs
                 if last or result.step % config.logging_steps == 0:
                     note = log_steps(run, journal, recent)
                     recent.clear()
                 progress.update(result.step, note)
                 saved_at = result.clock_seconds if saved_at is None else saved_at
                 late = result.clock_seconds - saved_at >= config.save_seconds
-                saves = last or stop or late or result.step % config.save_steps == 0
-                if saves or (config.eval_steps and result.step % config.eval_steps == 0):
+                saves = saves or last or late or result.step % config.save_steps == 0
+                evaluates = evaluates or evaluation_due(run, state)
+                if result.in_doubt:  # what is due, a stop too, waits for weights that give finite numbers
+                    continue
+                if saves or evaluates:
                     confirm(run.ranks, result)
-                if evaluates := not stop and evaluation_due(run, state):
+                stop, evaluates = result.stop, evaluates and not result.stop
+                if evaluates:
                     saver.save(state, run.model, run.optimizer)  # it may last longer than save_seconds
                     state, stop = evaluate(run, journal, state, result.plan)
                 if evaluates or saves:
                     saver.save(state, run.model, run.optimizer)
-                    saved_at = result.clock_seconds
+                    saved_at, saves, evaluates = result.clock_seconds, False, False
     except (NothingFits, TooManySkipped) as error:
         give_up(run, journal, saver, state, error, result)
         raise
@@ -151,11 +156,12 @@ def train_and_save(run, journal, samples, saver, state, plan):
 
 
 def give_up(run, journal, saver, state, error, last):
-    """Save `state`, unless its weights gave no finite number in the StepResult `last`, and journal the failure."""
-    ended_by_memory = isinstance(error, NothingFits)
-    if ended_by_memory or "not_finite" not in dict(last.events):  # they must not push out good ones
+    """Save `state`, unless the StepResult `last` left its weights in doubt, and journal the failure."""
+    if last is None or not last.in_doubt:  # else they would push out good ones
         saver.save(state, run.model, run.optimizer)
-    if ended_by_memory:
+        saver.join()
+        vote(run.ranks, 0)  # a rank that ends with a failure ends the others, the one that writes too
+    if isinstance(error, NothingFits):
         tried = error.plan and asdict(error.plan)
         journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
     journal.write("stop", step=state.step, reason="failed")

@@ -89,9 +89,9 @@ def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), progress
     """
     source = _source(path, tokenizer, max_seq_len, columns)
     directory = _directory(source, root)
-    if not (directory / "meta.json").exists():
+    if not _is_built(directory):
         with _lock(directory.with_suffix(".lock"), stop):
-            if not (directory / "meta.json").exists() and not _adopt(source, directory):
+            if not _is_built(directory) and not _adopt(source, directory):
                 _build(source, tokenizer, directory, progress, stop)
     return read_store(directory)
 
@@ -99,7 +99,7 @@ def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), progress
 def find_store(path, tokenizer, max_seq_len, root, *, columns=("", "")):
     """The TokenStore that `open_store` would give, or None where it would have to be built first."""
     directory = _directory(_source(path, tokenizer, max_seq_len, columns), root)
-    return read_store(directory) if (directory / "meta.json").exists() else None
+    return read_store(directory) if _is_built(directory) else None
 
 
 def token_lengths(pairs, tokenizer, max_seq_len):
@@ -125,7 +125,18 @@ def read_store(directory):
     except (ValueError, FileNotFoundError, TokenError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise ValueError(f"the tokens in {directory} are damaged ({error}): delete that directory") from None
     except PermissionError as error:
-        raise ValueError(f"the tokens in {directory} cannot be read ({error}): allow it, or delete them") from None
+        raise _unreadable(directory, error) from None
+
+
+def _is_built(directory):
+    try:
+        return (directory / "meta.json").exists()
+    except PermissionError as error:
+        raise _unreadable(directory, error) from None
+
+
+def _unreadable(directory, error):
+    return ValueError(f"the tokens in {directory} cannot be read ({error}): allow it, or delete them")
 
 
 def store_schema(vocab_size):

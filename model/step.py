@@ -80,6 +80,7 @@ class StepResult:
     step_seconds: float
     data_wait_seconds: float
     skipped: bool  # its numbers were not finite twice, or its gradient a spike: the weights are as before
+    in_doubt: bool  # its numbers were not finite, and the weights may be why
     recent_norms: tuple  # gradient norms of the last steps that were not skipped, under the spike guard
     stop: bool  # some rank was asked to stop
     clock_seconds: int  # a clock that all ranks agree on
@@ -116,12 +117,16 @@ def train_steps(
             if config.spike_guard and not commit.skipped and not torn:
                 recent_norms = (*recent_norms, float(commit.grad_norm))[-WINDOW:]
             skipped_in_a_row = skipped_in_a_row + 1 if commit.skipped else 0
+            ended = pairs_seen >= course.total_pairs
+            # the last step of all, left out alone, is its examples' fault: there is none after it to tell
+            in_doubt = commit.skipped == NOT_FINITE and not (ended and skipped_in_a_row == 1)
             yield StepResult(
                 **_told(work, agreed, commit, model.flat.loss), ends_epoch=pairs_seen % len(store) == 0,
+                in_doubt=in_doubt,
                 pairs_seen=pairs_seen, plan=plan, growth=growth, recent_norms=tuple(recent_norms),
                 step_seconds=time.perf_counter() - started, data_wait_seconds=waited,
             )  # fmt: skip
-            if skipped_in_a_row > MAX_SKIPPED_STEPS:  # once its ids are written down
+            if skipped_in_a_row > MAX_SKIPPED_STEPS or (ended and in_doubt):  # once its ids are written down
                 number, ids = skipped_in_a_row, work.all_ids
                 raise TooManySkipped(too_many_skipped(number, work.step, commit.skipped, ids, config))
 

@@ -200,6 +200,17 @@ def test_a_store_that_may_not_be_read_is_named(open_it, monkeypatch):
         open_it()
 
 
+def test_a_store_whose_directory_may_not_be_entered_is_named(open_it, monkeypatch):
+    directory = open_it().directory
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)  # as it does for whoever is not root
+    with pytest.raises(ValueError, match=f"{directory} cannot be read .*Permission denied: .*meta.json'.*allow it"):
+        open_it()
+
+
 def test_changed_content_is_tokenised_again_even_at_the_same_size(tmp_path, tokenizer):
     path = tmp_path / "pairs.jsonl"
     lines = [f'{{"prompt": "{n}{n}", "response": "{n}"}}\n' for n in range(5)]

@@ -79,15 +79,37 @@ def test_promise_4_memory_that_runs_out_in_a_runs_last_save_costs_no_step(home, 
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run_with_every_id_written_down(home):
-    bad = range(3, 14)
+    bad = range(8, 19)  # two epochs end among them
     faults = ",".join(f"loss:0:{step}:nan:2" for step in bad)
-    done = train(home, 1, faults, output_dir="bad", epochs=3, save_steps=1000)
+    done = train(home, 1, faults, output_dir="bad", epochs=4, save_steps=1000)
     assert done.codes == [1] and "11 steps in a row were left out" in done.text
     skips = journal(home / "bad", "skip")
     assert [line["step"] for line in skips] == list(bad) and all(line["ids"] for line in skips)
-    assert [(line["step"], line["reason"]) for line in journal(home / "bad", "stop")] == [(13, "failed")]
-    assert (home / "bad" / "checkpoints" / "LATEST").read_text() == "step_00000012", "weights that fail are not saved"
-    assert train(home, 1, output_dir="bad", epochs=3, is_keep_training=True).codes == [0]
+    assert [(line["step"], line["reason"]) for line in journal(home / "bad", "stop")] == [(18, "failed")]
+    assert (home / "bad" / "checkpoints" / "LATEST").read_text() == "step_00000006", "weights that fail are not saved"
+    assert train(home, 1, output_dir="bad", epochs=4, is_keep_training=True).codes == [0]
+
+
+def test_what_is_due_after_a_step_without_finite_numbers_waits_for_the_next_that_is_taken(home):
+    faults = "loss:0:4:nan:2,loss:0:6:nan:2,loss:0:7:nan:2"  # 4: a save, 6: an epoch's end
+    assert train(home, 1, faults, output_dir="waits", epochs=2, save_steps=4).codes == [0]
+    saved, evaluated = ([line["step"] for line in journal(home / "waits", kind)] for kind in ("save", "eval"))
+    assert sorted(set(saved)) == [5, 8, 12] and evaluated == [8, 12]
+
+
+def test_a_stop_after_a_step_without_finite_numbers_waits_for_the_next_that_is_taken(home):
+    faults = "forward:0:8:int,loss:0:8:nan:2,loss:0:9:nan:2"
+    assert train(home, 1, faults, output_dir="doubted", epochs=4).codes == [0]
+    assert (home / "doubted" / "checkpoints" / "LATEST").read_text() == "step_00000010"
+    assert [(line["step"], line["reason"]) for line in journal(home / "doubted", "stop")] == [(10, "asked")]
+
+
+@pytest.mark.parametrize(("bad", "code", "latest"), [((12,), 0, 12), ((11, 12), 1, 6)])
+def test_a_run_ends_well_when_its_last_step_alone_was_left_out(home, bad, code, latest):
+    faults, run = ",".join(f"loss:0:{step}:nan:2" for step in bad), f"end{len(bad)}"
+    done = train(home, 1, faults, output_dir=run, epochs=2, save_steps=1000)
+    assert done.codes == [code], done.text
+    assert (home / run / "checkpoints" / "LATEST").read_text() == f"step_{latest:08d}"
 
 
 STEP_SITES = ("forward", "loss", "backward_first", "backward", "reduce", "optimizer", "update")

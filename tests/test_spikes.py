@@ -70,6 +70,15 @@ def test_the_weights_before_too_many_spikes_are_saved(tmp_path):
     assert latest == f"step_{stop['step']:08d}"
 
 
+def test_a_rank_that_gives_up_waits_for_the_one_that_writes_however_slow_the_disk_is(tmp_path):
+    home, options = furnish(tmp_path), dict(spike_guard=1.000001, epochs=40, save_steps=1000)
+    assert train(home, 2, output_dir="calm", **options).codes == [1, 1]
+    (end,) = (stop["step"] for stop in journal(home / "calm", "stop"))
+    done = train(home, 2, ",".join([f"save:0:{end}:slow"] * 3), output_dir="slow", **options)
+    assert done.codes == [1, 1] and "where each thread" not in done.text, done.text
+    assert (home / "slow" / "checkpoints" / "LATEST").read_text() == f"step_{end:08d}"
+
+
 def test_a_guarded_run_on_two_ranks_that_was_killed_skips_the_same_steps(tmp_path):
     home, options = furnish(tmp_path), dict(spike_guard=1.01, epochs=4, warmup_steps=0, save_steps=5)
     done = train(home, 2, output_dir="calm", **options)
