@@ -113,7 +113,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
     """The steps, and what happens between them; returns the last state and why it ended."""
     config, course = run.config, run.course
     recent, note, saved_at, result = [], "", None, None
-    saves = evaluates = False
+    saves = False
     steps = train_steps(
         run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen,
         growth_of(state.growth, plan), state.recent_norms,
@@ -137,18 +137,19 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 saved_at = result.clock_seconds if saved_at is None else saved_at
                 late = result.clock_seconds - saved_at >= config.save_seconds
                 saves = saves or last or late or result.step % config.save_steps == 0
-                evaluates = evaluates or evaluation_due(run, state)
-                if result.in_doubt:  # what is due, a stop too, waits for weights that give finite numbers
-                    continue
+                stop, evaluates = result.stop, evaluation_due(run, state) and not result.stop
                 if saves or evaluates:
                     confirm(run.ranks, result)
-                stop, evaluates = result.stop, evaluates and not result.stop
                 if evaluates:
-                    saver.save(state, run.model, run.optimizer)  # it may last longer than save_seconds
+                    if not result.in_doubt:
+                        saver.save(state, run.model, run.optimizer)  # it may last longer than save_seconds
                     state, stop = evaluate(run, journal, state, result.plan)
-                if evaluates or saves:
+                    saves = True
+                if result.in_doubt:  # a save that is due, and a stop, wait for weights that give finite numbers
+                    stop = False
+                elif saves:
                     saver.save(state, run.model, run.optimizer)
-                    saved_at, saves, evaluates = result.clock_seconds, False, False
+                    saved_at, saves = result.clock_seconds, False
     except (NothingFits, TooManySkipped) as error:
         give_up(run, journal, saver, state, error, result)
         raise
@@ -159,8 +160,8 @@ def give_up(run, journal, saver, state, error, last):
     """Save `state`, unless the StepResult `last` left its weights in doubt, and journal the failure."""
     if last is None or not last.in_doubt:  # else they would push out good ones
         saver.save(state, run.model, run.optimizer)
-        saver.join()
-        vote(run.ranks, 0)  # a rank that ends with a failure ends the others, the one that writes too
+    saver.join()
+    vote(run.ranks, 0)  # a rank that ends with a failure ends the others, the one that writes too
     if isinstance(error, NothingFits):
         tried = error.plan and asdict(error.plan)
         journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)

@@ -130,9 +130,12 @@ def read_store(directory):
 
 def _is_built(directory):
     try:
-        return (directory / "meta.json").exists()
-    except PermissionError as error:
+        (directory / "meta.json").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except PermissionError as error:  # which `exists` swallows from Python 3.14 on
         raise _unreadable(directory, error) from None
+    return True
 
 
 def _unreadable(directory, error):

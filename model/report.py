@@ -92,7 +92,8 @@ def _parse(line: bytes, number: int, path: str | Path) -> dict:
         record = ujson.loads(line.decode())
     except ValueError as error:
         raise ValueError(f"{path} line {number} is damaged ({error}): delete that line") from error
-    if not isinstance(record, dict) or "kind" not in record or (record["kind"] == "resume" and "step" not in record):
+    kind, step = (record.get("kind"), record.get("step")) if isinstance(record, dict) else (None, None)
+    if not isinstance(kind, str) or not isinstance(step, int | float | None) or (kind == "resume" and step is None):
         raise ValueError(f"{path} line {number} is no journal line, it has no kind or no step: delete that line")
     return record
 

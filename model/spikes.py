@@ -29,6 +29,7 @@ def too_many_skipped(number, step, why, ids, config):
     return (
         f"{number} steps in a row were left out, the last, step {step}, for {why}; its examples (rows of the token "
         f"store) are {ids[:SHOWN_IDS].tolist()}{rest}, the others' stand in the journal's skip lines: lower "
-        f"--learn_rate (now {config.learn_rate}), or take these pairs out of the file{guard}; where that fails again, "
-        f"delete the newest folder of {config.output_dir}/checkpoints: the run goes on from the one before"
+        f"--learn_rate (now {config.learn_rate}), or take these pairs out of the file{guard}; where that fails again "
+        f"and {config.output_dir}/checkpoints holds more than one folder, delete the newest: the run goes on from the "
+        "one before"
     )

@@ -95,7 +95,7 @@ def train_steps(
     Raises NothingFits when a step does not fit with the smallest plan, TornUpdate when a rank failed while it wrote
     weights, TooManySkipped when too many steps in a row are skipped.
     """
-    growth, skipped_in_a_row, torn = growth or Growth(plan), 0, False
+    growth, skipped_in_a_row, torn, in_doubt = growth or Growth(plan), 0, False, False
     lengths, pairs = histogram(store.lengths), -(-course.global_batch // ranks.world_size)
     shrink = partial(shrink_plan, longest_tokens=lengths.longest)
     rooms = rooms_for(lengths.tokens, pairs, lengths.counts)
@@ -118,8 +118,8 @@ def train_steps(
                 recent_norms = (*recent_norms, float(commit.grad_norm))[-WINDOW:]
             skipped_in_a_row = skipped_in_a_row + 1 if commit.skipped else 0
             ended = pairs_seen >= course.total_pairs
-            # the last step of all, left out alone, is its examples' fault: there is none after it to tell
-            in_doubt = commit.skipped == NOT_FINITE and not (ended and skipped_in_a_row == 1)
+            # the run's last step, when it alone fails, is its examples' fault: there is none after it to tell
+            in_doubt = commit.skipped == NOT_FINITE and (in_doubt or not ended)
             yield StepResult(
                 **_told(work, agreed, commit, model.flat.loss), ends_epoch=pairs_seen % len(store) == 0,
                 in_doubt=in_doubt,

@@ -203,10 +203,13 @@ def test_a_store_that_may_not_be_read_is_named(open_it, monkeypatch):
 def test_a_store_whose_directory_may_not_be_entered_is_named(open_it, monkeypatch):
     directory = open_it().directory
 
-    def refuse(path):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    def refuse(path, **rest):
+        if path.name == "meta.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **rest)
 
-    monkeypatch.setattr(Path, "exists", refuse)  # as it does for whoever is not root
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", refuse)  # as it does for whoever is not root
     with pytest.raises(ValueError, match=f"{directory} cannot be read .*Permission denied: .*meta.json'.*allow it"):
         open_it()
 

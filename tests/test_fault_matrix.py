@@ -90,11 +90,19 @@ def test_too_many_steps_that_are_not_finite_end_the_run_with_every_id_written_do
     assert train(home, 1, output_dir="bad", epochs=4, is_keep_training=True).codes == [0]
 
 
-def test_what_is_due_after_a_step_without_finite_numbers_waits_for_the_next_that_is_taken(home):
+def test_a_save_that_is_due_after_a_step_without_finite_numbers_waits_for_the_next_that_gives_some(home):
     faults = "loss:0:4:nan:2,loss:0:6:nan:2,loss:0:7:nan:2"  # 4: a save, 6: an epoch's end
     assert train(home, 1, faults, output_dir="waits", epochs=2, save_steps=4).codes == [0]
     saved, evaluated = ([line["step"] for line in journal(home / "waits", kind)] for kind in ("save", "eval"))
-    assert sorted(set(saved)) == [5, 8, 12] and evaluated == [8, 12]
+    assert sorted(set(saved)) == [5, 8, 12] and evaluated == [6, 12]
+
+
+def test_no_kill_loses_the_evaluation_after_a_step_without_finite_numbers(home):
+    options = dict(output_dir="cut", epochs=2, save_steps=4)
+    kills = "evaluate:0:6:kill,evaluate:0:7:slow,evaluate:0:7:kill"  # wherever it is done
+    assert train(home, 1, f"loss:0:6:nan:2,{kills}", **options).codes == [-9]
+    assert train(home, 1, **options, is_keep_training=True).codes == [0]
+    assert [line["step"] for line in journal(home / "cut", "eval")] == [6, 12]
 
 
 def test_a_stop_after_a_step_without_finite_numbers_waits_for_the_next_that_is_taken(home):
@@ -105,7 +113,7 @@ def test_a_stop_after_a_step_without_finite_numbers_waits_for_the_next_that_is_t
 
 
 @pytest.mark.parametrize(("bad", "code", "latest"), [((12,), 0, 12), ((11, 12), 1, 6)])
-def test_a_run_ends_well_when_its_last_step_alone_was_left_out(home, bad, code, latest):
+def test_a_run_ends_well_when_of_its_last_steps_one_alone_gave_no_finite_numbers(home, bad, code, latest):
     faults, run = ",".join(f"loss:0:{step}:nan:2" for step in bad), f"end{len(bad)}"
     done = train(home, 1, faults, output_dir=run, epochs=2, save_steps=1000)
     assert done.codes == [code], done.text

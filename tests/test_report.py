@@ -147,7 +147,11 @@ def test_a_torn_last_line_is_ignored_and_cut_on_reopening(path, tail):
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-@pytest.mark.parametrize("damage", [b'{"kind":"tr', b"\0\0", b"", b"[1]", b'{"step":1}', b'{"kind":"resume"}', b"\xff"])
+NO_LINES = [b'{"kind":"tr', b"\0\0", b"", b"[1]", b'{"step":1}', b'{"kind":"resume"}', b"\xff"]
+NO_LINES += [b'{"kind":2,"step":1}', b'{"kind":[]}', b'{"kind":"eval","step":"1"}', b'{"kind":"resume","step":null}']
+
+
+@pytest.mark.parametrize("damage", NO_LINES)
 def test_a_damaged_line_in_the_middle_is_named(path, damage):
     write_all(path, ("start", None), ("train", 1))
     with path.open("ab") as file:

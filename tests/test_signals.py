@@ -36,15 +36,20 @@ def calm_hash(home):
 
 def wait_for_steps(run_dir, steps, seconds=60):
     """Wait until the run has done so many steps more than a moment ago."""
-    path, deadline = run_dir / "metrics.jsonl", time.monotonic() + seconds
+    wait_for_lines(run_dir, "train", count_lines(run_dir, "train") + steps, seconds)
 
-    def lines():
-        return path.read_bytes().count(b'"kind":"train"') if path.exists() else 0
 
-    wanted = lines() + steps
-    while lines() < wanted:
-        assert time.monotonic() < deadline, f"{run_dir} did not get {steps} steps further in {seconds} s"
+def wait_for_lines(run_dir, kind, number, seconds=60):
+    """Wait until the journal holds so many lines of this kind."""
+    deadline = time.monotonic() + seconds
+    while count_lines(run_dir, kind) < number:
+        assert time.monotonic() < deadline, f"{run_dir} did not get to {number} {kind} lines in {seconds} s"
         time.sleep(0.005)
+
+
+def count_lines(run_dir, kind):
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(f'"kind":"{kind}"'.encode()) if path.exists() else 0
 
 
 def check_stop(run_dir, asked_at):
@@ -126,7 +131,10 @@ def test_a_disk_that_hangs_is_not_waited_for_after_repeated_signals(home):
 
 def test_an_evaluation_that_a_kill_leaves_behind_is_not_done_again(home):
     options = LONG | dict(eval_steps=4, save_steps=1000, epochs=1)
-    assert train(home, 1, "forward:0:6:kill", output_dir="once", **options).codes == [-signal.SIGKILL]
+    processes = start(home, 1, "forward:0:6:hang", output_dir="once", **options)
+    wait_for_lines(home / "once", "save", 2)  # before the evaluation, and after it
+    send(processes, signal.SIGKILL)
+    wait_for(processes, home)
     assert train(home, 1, output_dir="once", is_keep_training=True, **options).codes == [0]
     written = map(json.loads, (home / "once" / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in written if line["kind"] == "eval"] == [4, 6]

@@ -3,6 +3,7 @@ from statistics import median
 
 import pytest
 
+from model import faults
 from model.feed import Course
 from model.optim import make_optimizer
 from model.spikes import LEAST, MAX_SKIPPED_STEPS, WINDOW, spike_limit
@@ -61,6 +62,16 @@ def test_too_many_spikes_in_a_row_end_the_run_with_their_ids_and_the_remedies(st
     assert results == [True] * (MAX_SKIPPED_STEPS + 1), "the last one is told too, before the run ends"
 
 
+def test_a_last_step_without_finite_numbers_is_its_examples_fault_where_those_before_it_were_spikes(
+    store, tokenizer, monkeypatch
+):
+    last = -(-len(store) // 16)
+    assert last <= MAX_SKIPPED_STEPS
+    monkeypatch.setattr(faults, "_faults", faults.parse_faults(f"loss:0:{last}:nan:99"))
+    _, steps = steps_of(store, tokenizer, recent_norms=(1e-9,) * LEAST, epochs=1)
+    assert [(result.skipped, result.in_doubt) for result in steps] == [(True, False)] * last
+
+
 def test_the_weights_before_too_many_spikes_are_saved(tmp_path):
     home = furnish(tmp_path)
     done = train(home, 1, output_dir="run", spike_guard=1.000001, epochs=40, save_steps=1000)
@@ -77,6 +88,13 @@ def test_a_rank_that_gives_up_waits_for_the_one_that_writes_however_slow_the_dis
     done = train(home, 2, ",".join([f"save:0:{end}:slow"] * 3), output_dir="slow", **options)
     assert done.codes == [1, 1] and "where each thread" not in done.text, done.text
     assert (home / "slow" / "checkpoints" / "LATEST").read_text() == f"step_{end:08d}"
+
+
+def test_ranks_that_give_up_in_doubt_wait_for_the_older_checkpoint_that_is_being_written(tmp_path):
+    home, bad = furnish(tmp_path), [f"loss:0:{step}:nan:2" for step in range(8, 19)]
+    done = train(home, 2, ",".join(bad + ["save:0:7:slow"] * 3), output_dir="run", epochs=4, save_steps=7)
+    assert done.codes == [1, 1] and "where each thread" not in done.text, done.text
+    assert (home / "run" / "checkpoints" / "LATEST").read_text() == "step_00000007"
 
 
 def test_a_guarded_run_on_two_ranks_that_was_killed_skips_the_same_steps(tmp_path):
