@@ -16,7 +16,16 @@ import ujson
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from model.preflight import in_words, preflight
-from model.watch import DEAD_SECONDS, at_most, exchange, leave_ranks, stop_asked, unhurried, watch_ranks
+from model.watch import (
+    DEAD_SECONDS,
+    VERDICT_SECONDS,
+    at_most,
+    exchange,
+    leave_ranks,
+    stop_asked,
+    unhurried,
+    watch_ranks,
+)
 
 PATIENCE = timedelta(days=7)  # for what has no time limit
 
@@ -59,10 +68,10 @@ def start_ranks(backend="auto", timeout_s=600):
     gloo = on_cpu or backend == "gloo" or os.environ.get("ACCELERATE_USE_GLOO") == "1"
     gloo = gloo or _nccl_fails(backend)
     backend, launched = "gloo" if gloo else "nccl", "WORLD_SIZE" in os.environ
-    # torch alone may try for half as long again to reach a rank 0 that has died
+    # whose word says more than torch's, which may also try for half as long again to reach a rank 0 that has died
     limit = at_most(timeout_s, f"not all processes came within --ddp_timeout_s={timeout_s}")
     with limit if launched else nullcontext():
-        ranks = _join(backend if launched else None, on_cpu, timedelta(seconds=timeout_s))
+        ranks = _join(backend if launched else None, on_cpu, timedelta(seconds=timeout_s + VERDICT_SECONDS))
         store = _store_on_main(ranks) if ranks.side is not None else None
     if store is None:
         return ranks

@@ -101,7 +101,7 @@ def test_no_kill_loses_the_evaluation_after_a_step_without_finite_numbers(home):
     options = dict(output_dir="cut", epochs=2, save_steps=4)
     kills = "evaluate:0:6:kill,evaluate:0:7:slow,evaluate:0:7:kill"  # wherever it is done
     assert train(home, 1, f"loss:0:6:nan:2,{kills}", **options).codes == [-9]
-    assert train(home, 1, **options, is_keep_training=True).codes == [0]
+    assert train(home, 1, **options, is_keep_training="auto").codes == [0]
     assert [line["step"] for line in journal(home / "cut", "eval")] == [6, 12]
 
 

@@ -161,7 +161,7 @@ def test_promise_3_a_run_goes_on_with_another_batch_size_and_fewer_ranks(home):
         seen = line["pairs_seen"]
 
 
-LONG = dict(epochs=34, warmup_steps=20, learn_rate=1e-3)
+LONG = dict(epochs=34, warmup_steps=20, learn_rate=1e-3, save_steps=50)
 LONG_STEPS = 204
 
 
