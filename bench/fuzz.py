@@ -62,7 +62,8 @@ def _raise_hang(number, frame):
     raise Hang
 
 
-def _work(name, numbers, seed, results):
+def _work(name, numbers, seed, folder, results):
+    tempfile.tempdir = folder
     torch.set_num_threads(1)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + SPARE_BYTES, size + SPARE_BYTES))
@@ -73,23 +74,20 @@ def _work(name, numbers, seed, results):
 
 def fuzz(name, inputs, seed=0):
     """[(number, outcome, what happened)] of so many inputs of one target."""
-    found, start = [], 0
-    while start < inputs:
-        mine, theirs = multiprocessing.Pipe(duplex=False)
-        worker = multiprocessing.get_context("fork").Process(
-            target=_work, args=(name, range(start, inputs), seed, theirs)
-        )
-        worker.start()
-        theirs.close()
-        ending = _collect(mine, found)
-        worker.kill()
-        worker.join()
-        start = len(found)
-        if ending:
-            found.append((start, ending, f"exit code {worker.exitcode}"))
-            start += 1
-        else:
-            break
+    found, ending = [], "not begun"
+    with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:  # a worker that is killed leaves its files behind
+        while ending and len(found) < inputs:
+            mine, theirs = multiprocessing.Pipe(duplex=False)
+            worker = multiprocessing.get_context("fork").Process(
+                target=_work, args=(name, range(len(found), inputs), seed, folder, theirs)
+            )
+            worker.start()
+            theirs.close()
+            ending = _collect(mine, found)
+            worker.kill()
+            worker.join()
+            if ending:
+                found.append((len(found), ending, f"exit code {worker.exitcode}"))
     return found
 
 

@@ -43,7 +43,13 @@ def main() -> int:
 
 def show(run_dir: str | None) -> None:
     path = find_journal(run_dir)
-    rows = {"run": str(path.parent)} | describe(read_journal(path), time.time())
+    records = read_journal(path)
+    if not records:
+        raise ValueError("the journal is still empty: the run has not started its first step, look again in a minute")
+    try:
+        rows = {"run": str(path.parent)} | describe(records, time.time())
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has a line that no run writes ({error!r}): delete that line") from error
     width = max(map(len, rows))
     print("\n".join(f"{name:{width}}  {text}" for name, text in rows.items()), flush=True)
 
@@ -62,9 +68,7 @@ def find_journal(run_dir: str | None) -> Path:
 
 
 def describe(records: list[dict], now: float) -> dict[str, str]:
-    """What each row of the report says, by its name. `now` in unix seconds."""
-    if not records:
-        raise ValueError("the journal is still empty: the run has not started its first step, look again in a minute")
+    """What each row of the report says, by its name. `now` in unix seconds; at least one record."""
     start = (of_kind(records, "start") or [{}])[-1]
     trained = of_kind(records, "train")
     rows = {"state": state(records, now)}

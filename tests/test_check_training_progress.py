@@ -176,6 +176,12 @@ def test_a_damaged_journal_is_exit_2_and_names_the_line(run_dir, tmp_path):
     assert "line 1 is damaged" in refused(check(run_dir, folder=tmp_path))
 
 
+@pytest.mark.parametrize("line", ({"kind": "train", "step": 510, "time": 0}, train(510, 0) | {"loss": "low"}))
+def test_a_line_without_its_figures_is_exit_2(run_dir, tmp_path, line):
+    write(run_dir, [*run_lines(time.time()), line])
+    assert "metrics.jsonl has a line that no run writes" in refused(check(run_dir, folder=tmp_path))
+
+
 def test_a_watch_of_no_time_is_exit_2(run_dir, tmp_path):
     write(run_dir, run_lines(time.time()))
     assert "--watch=0" in refused(check(run_dir, "--watch", "0", folder=tmp_path))
