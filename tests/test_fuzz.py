@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 
 import pytest
@@ -18,6 +19,13 @@ def own_alarm():
     before = signal.getsignal(signal.SIGALRM)
     yield
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_folder(tmp_path_factory):
+    before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("fuzz"))
+    yield
+    tempfile.tempdir = before
 
 
 @pytest.mark.parametrize("name", TARGETS)
