@@ -119,8 +119,12 @@ def make_read_only(directory):
         subprocess.run(["mount", "--bind", folder, folder], check=True)
         if not mount("-o", "remount,bind,ro", folder):
             break
-        subprocess.run(["umount", folder], check=True)
-    return lambda: subprocess.run(["umount", folder], check=True)
+        unmount(folder)
+    return lambda: unmount(folder)
+
+
+def unmount(folder):
+    subprocess.run(["umount", "--lazy", folder], check=True)  # else it fails while a save has files open
 
 
 def remove(directory):
