@@ -1,3 +1,4 @@
+import json
 import os
 from dataclasses import replace
 
@@ -11,9 +12,10 @@ from config import T5ModelConfig
 from model.batches import collate
 from model.chat_model import TextToTextModel
 from model.dataset import open_store
-from model.evaluate import answer_pairs, evaluate_loss
+from model.evaluate import answer, answer_pairs, evaluate_loss
 from model.export import as_hugging_face, export_model, load_into, load_weights
 from model.optim import make_optimizer
+from model.tokenizer import copy_tokenizer, load_tokenizer
 from tests.parts import ALONE, PLAN, SHAPE, make_config, make_model, padded, stock_loss, write_parquet
 
 
@@ -67,7 +69,17 @@ def test_stock_tokenizer_beside_the_weights_gives_the_trainers_ids(exported, tok
     assert (stock.pad_token_id, stock.eos_token_id) == (tokenizer.pad_id, tokenizer.eos_id)
 
 
-def test_generation_of_an_over_fitted_pair_stops_at_eos(tmp_path, tokenizer):
+def padding_with_eos(tokenizer, directory):
+    """A copy of `tokenizer` in `directory` whose pad token is its EOS, as many have it."""
+    copy_tokenizer(tokenizer.directory, directory)
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | dict(pad_token="[EOS]")))
+    return load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("pad", ["[PAD]", "[EOS]"])
+def test_generation_of_an_over_fitted_pair_stops_at_eos(tmp_path, tokenizer, pad):
+    tokenizer = padding_with_eos(tokenizer, tmp_path / "given") if pad == "[EOS]" else tokenizer
     prompt, response = "今天天气怎么样", "今天天气真好"
     store = open_store(
         write_parquet(tmp_path / "one.parquet", [(prompt, response)]), tokenizer, 64, tmp_path / "tokens"
@@ -82,6 +94,19 @@ def test_generation_of_an_over_fitted_pair_stops_at_eos(tmp_path, tokenizer):
     assert stock_tokenizer.decode(out, skip_special_tokens=True) == response
     (answer,) = answer_pairs(ALONE, as_hugging_face(model, tokenizer), store, tokenizer, PLAN, 1, 60, torch.float32)
     assert (answer.prompt, answer.answer, answer.reference) == (prompt, response, response)
+
+
+def test_prompts_that_are_answered_together_keep_their_eos_where_it_is_the_pad_token_too(
+    tmp_path, model, store, tokenizer
+):
+    tokenizer = padding_with_eos(tokenizer, tmp_path)
+    assert tokenizer.pad_id == tokenizer.eos_id
+    stock, masks = as_hugging_face(model, tokenizer), []
+    generate, ids = stock.generate, list(range(8))
+    stock.generate = lambda *args, **values: (masks.append(values["attention_mask"]), generate(*args, **values))[1]
+    together = answer(stock, store, tokenizer, ids, 8)
+    assert masks[0].sum(1).tolist() == store.lengths[ids, 0].tolist()
+    assert together == [answer(stock, store, tokenizer, [i], 8)[0] for i in ids]
 
 
 def over_fit(model, store, tokenizer):
