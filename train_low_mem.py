@@ -12,7 +12,7 @@ import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from model.request import KEEP_TRAINING, answer_early, read_request
+from model.request import ANOTHER_RUN, KEEP_TRAINING, answer_early, read_request
 from model.watch import saving, stop_asked, training_begins, watch_signals
 
 if __name__ == "__main__":  # before the seconds that torch takes to load
@@ -39,7 +39,7 @@ from model.preview import answer
 from model.ranks import agree, from_main, start_ranks, stop_ranks, vote
 from model.record import begin, log_steps, say, write_events
 from model.report import Journal, Progress, epoch_line, open_log
-from model.run_dir import admit, has_last, only_writer
+from model.run_dir import admit, has_best, has_last, only_writer
 from model.saver import Saver, export_aloud
 from model.spikes import TooManySkipped
 from model.step import TornUpdate, confirm, train_steps
@@ -61,13 +61,15 @@ def train(*stray, **options):
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset)
     admitted = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
+    say(ranks, f"{config.output_dir}: " + (f"going on, the newest checkpoint is {admitted}" if admitted else "new run"))
     run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
     with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer.directory):
+        state = without_lost_best(run, state)
         if state.pairs_seen >= run.course.total_pairs and state.evaluated_step == state.step:
             if not has_last(run.dir):  # the disk may have refused it at the end
                 leave_last(run)
-            done = f"{state.pairs_seen / len(run.train):g} epochs done"
-            say(ranks, f"{run.dir} is finished: {done}, {config.epochs} asked for; raise --epochs to train longer")
+            done = f"{state.pairs_seen / len(run.train):g} epochs done, {config.epochs} asked for"
+            say(ranks, f"{run.dir} is finished: {done}; raise --epochs to train longer, {ANOTHER_RUN}")
             return
         if vote(ranks, stop_asked())[0]:
             raise KeyboardInterrupt
@@ -82,6 +84,17 @@ def train(*stray, **options):
             run, state, plan = prepare_run(ranks, config, request.typed, saved)
             torn = torn + 1 if state.step == began else 1
     raise RuntimeError(f"memory ran out in {TORN_UPDATES} updates, each time after going back to the checkpoint")
+
+
+def without_lost_best(run, state):
+    """`state`, or where best/ is gone the TrainState as if nothing had been evaluated: the next evaluation writes it.
+
+    At the end of an epoch, and of the run, that evaluation comes first.
+    """
+    if not state.evaluated_step or from_main(run.ranks, has_best, run.dir):
+        return state
+    say(run.ranks, f"{run.dir / 'best'} is gone: the next evaluation writes it, whatever the loss was before")
+    return replace(state, best_loss=None, best_step=0, evaluated_step=0)
 
 
 def train_from(run, request, state, plan):
@@ -182,9 +195,9 @@ def evaluate(run, journal, state, plan):
     if scores is None:
         return state, True
     journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores)
-    better = scores["loss"] < (math.inf if state.best_loss is None else state.best_loss)
-    refused = export_aloud(run.model, run.tokenizer, run.dir / "best") if better and ranks.is_main else ""
-    stop, refused = vote(ranks, stop_asked(), bool(refused))
+    better = ranks.is_main and scores["loss"] < loss_to_beat(run, state)
+    refused = export_aloud(run.model, run.tokenizer, run.dir / "best") if better else ""
+    stop, better, refused = vote(ranks, stop_asked(), better, bool(refused))
     if not refused:  # else the next evaluation tries again, or the next start
         state = replace(state, evaluated_step=state.step)
     if better and not refused:
@@ -195,6 +208,11 @@ def evaluate(run, journal, state, plan):
         best_val_loss=state.best_loss, best_step=state.best_step,
     )))  # fmt: skip
     return state, bool(stop)
+
+
+def loss_to_beat(run, state):
+    """Validation loss below which a model becomes best/: any finite one where there is no best/."""
+    return state.best_loss if state.best_loss is not None and has_best(run.dir) else math.inf
 
 
 def finish(run, journal, state, reason, failure):

@@ -50,6 +50,7 @@ class TrainState:
     num_pairs: int = 0  # of the training file
     shape: dict | None = None  # of the model
     plan: dict | None = None  # how steps are cut
+    device: str = "cuda"  # kind that the plan is for; where a checkpoint does not tell, a CPU plans the same again
     growth: dict | None = None  # of a plan that was shrunk
     evaluated_step: int = 0  # the last step that was evaluated
     recent_norms: tuple = ()  # gradient norms that the spike guard compares with

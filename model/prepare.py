@@ -21,6 +21,8 @@ from model.plan import MemoryPlan, choose_plan
 from model.ranks import Ranks, agree, broadcast, local_main_first
 from model.rehearsal import estimate_for, plan_run, rehearse_update
 from model.report import Progress
+from model.request import ANOTHER_RUN
+from model.run_dir import has_best
 from model.tokenizer import ChatTokenizer, load_tokenizer
 from model.watch import stop_asked
 
@@ -85,12 +87,14 @@ def prepare_run(ranks, config, typed, resumed):
     course = Course(len(train) * config.epochs, warmup_pairs, batch, tokenizer.pad_id)
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
     state = _starting_state(run, found)
-    plan, memory = plan_run(run, MemoryPlan(**state.plan) if state.plan else None, foreign)
+    kept = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
+    plan, memory = plan_run(run, kept, foreign)
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
     may_record = config.compile != "False" and model.uses_kernels and not config.dropout
     growth = kept_growth(state, plan, may_record)
     differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
-    return replace(run, memory=memory, differs=differs), replace(state, plan=asdict(plan), growth=growth), plan
+    state = replace(state, plan=asdict(plan), growth=growth, device=ranks.device.type)
+    return replace(run, memory=memory, differs=differs), state, plan
 
 
 def _starting_state(run, found):
@@ -226,7 +230,7 @@ def check_shape(config, typed, shape, found, weights):
 def _newest_checkpoint(ranks, config):
     found = load_newest(config.output_dir, LOGGER.warning)
     if found is None:
-        raise ValueError(f"no checkpoint in {config.output_dir} is whole: start afresh with --overwrite=True")
+        raise ValueError(f"no checkpoint in {config.output_dir} is whole: restore one, {ANOTHER_RUN}")
     agree(ranks, "the newest checkpoint", found.path.name)
     return found
 
@@ -237,8 +241,8 @@ def check_same_run(found, config, fresh):
         then, now = getattr(found.state, name), getattr(fresh, name)
         if then != now:
             raise ValueError(
-                f"{found.path} was written with {what} {then}, and it is {now} now: go on with what it was, or start "
-                f"another run with --finetune_from_ckp_file={config.output_dir}"
+                f"{found.path} was written with {what} {then}, and it is {now} now: go on with what it was, "
+                f"{ANOTHER_RUN}"
             )
 
 
@@ -264,8 +268,11 @@ def _judged_by(validation, ranks, state):
 def prepare_test(ranks, config):
     """(Run, MemoryPlan) to measure a run's best/ model on test_file, which stands in place of both data files."""
     best = Path(config.output_dir) / "best"
-    if not best.is_dir():
-        raise ValueError(f"--output_dir={config.output_dir}: there is no {best} to test: train first")
+    if not has_best(config.output_dir):
+        raise ValueError(
+            f"--output_dir={config.output_dir}: there is no {best} to test: train first, or, where the run is begun or "
+            "finished, go on with --is_keep_training=True: the next evaluation writes it"
+        )
     # what the training was told about its own memory and launches says nothing about a test
     free = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
     config = replace(config, finetune_from_ckp_file=str(best), **free)

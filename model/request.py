@@ -12,6 +12,10 @@ from model.json_items import read_object
 
 COMMANDS = ("train", "plan", "test", "doctor")
 KEEP_TRAINING = dict(test=True, doctor="auto")  # a test reads a run's options, a doctor those that a train would
+ANOTHER_RUN = (
+    "or start another run, without --is_keep_training=True: --output_dir=DIR keeps both, --overwrite=True moves this "
+    "one aside"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ def read_request(stray, options, keep_training=False):
     if not stored:
         return Request(preset, config, given, typed, keep, overwrite)
     if any(flags.values()) and stored[0] != preset:
-        raise ValueError(f"{config.output_dir} is a run of the preset {stored[0]}, not {preset}: leave the flag out")
+        raise ValueError(
+            f"{config.output_dir} is a run of the preset {stored[0]}, not {preset}: to go on with it, type "
+            f"--output_dir={config.output_dir} in place of the preset's flag, {ANOTHER_RUN}"
+        )
     given = _merged(*stored, given)
     config = load_config(stored[0], given)
     before, now = asdict(load_config(*stored)), asdict(config)
@@ -69,12 +76,15 @@ def _merged(preset, stored, typed):
     """
     began, start = load_config(preset, stored).finetune_from_ckp_file, typed.get("finetune_from_ckp_file")
     if start is not None and Path(start).resolve() != Path(began).resolve():
-        raise ValueError(f"--finetune_from_ckp_file={start}: this run began from {began!r} and goes on: leave it out")
+        raise ValueError(
+            f"--finetune_from_ckp_file={start}: this run began from {began or 'chance'!r} and goes on: leave it out, "
+            f"{ANOTHER_RUN}"
+        )
     before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
     if before["optimizer"] != now["optimizer"]:
         raise ValueError(
             f"--optimizer={now['optimizer']}: this run goes on with {before['optimizer']}, whose state it keeps: leave "
-            "it out, or start another run with --finetune_from_ckp_file"
+            f"it out, {ANOTHER_RUN}"
         )
     if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
         stored = {name: value for name, value in stored.items() if name != "global_batch_size"}  # it is chosen anew
@@ -98,7 +108,10 @@ def _read_flags(stray, texts):
 
 
 def _stored_request(run_dir):
-    """(preset, options named on the command line) of the run in `run_dir`, or None when there is none."""
+    """(preset, options named on the command line) of the run in `run_dir`, or None when there is none.
+
+    The run is where its directory lies now: the output_dir that it was started with does not count.
+    """
     path = Path(run_dir) / "config.json"
     if not path.exists():
         return None
@@ -108,7 +121,7 @@ def _stored_request(run_dir):
         preset, given = stored["preset"], stored["given"]
         if preset not in PRESETS or not all(isinstance(value, str | int | float) for value in given.values()):
             raise ValueError(f"preset {preset!r} with {given!r}")
-        return preset, given
+        return preset, given | dict(output_dir=run_dir)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if "architectures" in stored:
             raise ValueError(

@@ -17,7 +17,7 @@ from model.ranks import from_main
 from model.tokenizer import copy_tokenizer
 
 LOGGER = logging.getLogger("chat_trainer")
-RUN_FILES = {"run.lock", "config.json", "metrics.jsonl", "checkpoints"}
+RUN_FILES = {"run.lock", "metrics.jsonl", "checkpoints"}  # a config.json may be a model's
 MAY_STAND_THERE = re.compile(r"\..*|lost\+found|tokenizer|.*\.(log|out|err|txt)")  # before a run's first start
 
 
@@ -49,7 +49,7 @@ def admit(run_dir, keep_training, overwrite):
     if newest and not overwrite:
         raise ValueError(
             f"{run_dir} holds checkpoints, the newest {newest}: type --is_keep_training=True to go on from it, "
-            "or --overwrite=True to start afresh (the old run is moved aside)"
+            "--overwrite=True to start afresh (the old run is moved aside), or another --output_dir to keep both"
         )
     return ""
 
@@ -136,6 +136,11 @@ def _lock(run_dir):
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
         file.flush()
     return file
+
+
+def has_best(run_dir):
+    """Whether a best/ is there that can be read."""
+    return all(Path(run_dir, "best", name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
 
 
 def has_last(run_dir):

@@ -187,7 +187,9 @@ def test_the_test_command_measures_the_best_model(home, done_run):
 
 
 def test_the_test_command_without_a_model_is_refused(home):
-    assert refused(train(home, command="test", output_dir="nothing"), "nothing/best", "train first")
+    assert refused(
+        train(home, command="test", output_dir="nothing"), "nothing/best", "train first", "--is_keep_training=True"
+    )
 
 
 def test_what_a_training_was_told_of_its_own_memory_does_not_refuse_a_test(home):

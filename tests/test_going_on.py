@@ -8,6 +8,7 @@ import pytest
 
 import train_low_mem
 from tests.ranks import wait_for
+from tests.test_checkpoint import change_state
 from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, start, train, weights_hash
 
 
@@ -60,6 +61,63 @@ def test_a_finished_run_without_its_export_gets_it_when_it_is_started_again(home
     done = train(home, output_dir="unexported", is_keep_training=True, **SHORT)
     assert done.codes == [0] and "is finished" in done.text
     assert weights_hash(home / "unexported") == expected
+
+
+def test_a_run_that_was_moved_or_copied_goes_on_where_it_lies(home):
+    done = train(home, 1, "forward:0:2:int", output_dir="exp1", **SHORT)
+    assert done.codes == [0] and "exp1: new run" in done.text, done.text
+    (home / "exp1").rename(home / "model_save" / "pretrain")
+    done = command(home, "train", "--is_keep_training=auto")
+    assert done.codes == [0] and "model_save/pretrain: going on" in done.text, done.text
+    assert not (home / "exp1").exists()
+    assert ids_by_epoch(home / "model_save" / "pretrain") == {1: list(range(NUM_PAIRS))}
+    (home / "model_save" / "pretrain").rename(home / "first")
+    shutil.copytree(home / "first", home / "model_save" / "sft")
+    before = weights_hash(home / "first")
+    done = command(home, "train", "--output_dir=model_save/sft", "--is_keep_training=True", "--epochs=2")
+    assert done.codes == [0], done.text
+    assert weights_hash(home / "first") == before != weights_hash(home / "model_save" / "sft")
+    assert sorted(path.name for path in home.glob("first*")) == ["first"]
+
+
+def losing_best(words):
+    """`main`, in which best/ is deleted after each evaluation."""
+    evaluate = train_low_mem.evaluate
+
+    def evaluate_and_lose(run, *args):
+        outcome = evaluate(run, *args)
+        shutil.rmtree(run.dir / "best")
+        return outcome
+
+    train_low_mem.evaluate = evaluate_and_lose
+    return train_low_mem.main(words)
+
+
+def test_a_best_model_that_is_gone_comes_back_with_each_evaluation_and_after_the_end(home):
+    worse = dict(output_dir="lost", optimizer="adamw", learn_rate=1, warmup_steps=0, eval_steps=1, **SHORT)
+    done = wait_for(start(home, function=losing_best, **worse), home)
+    assert done.codes == [0], done.text
+    losses = [line["loss"] for line in journal(home / "lost", "eval")]
+    assert losses != sorted(losses, reverse=True), "not each was the best so far"
+    assert refused(train(home, command="test", output_dir="lost"), "--is_keep_training=True")
+    done = train(home, is_keep_training=True, **worse)
+    assert done.codes == [0] and "lost/best is gone" in done.text, done.text
+    assert (home / "lost" / "best" / "model.safetensors").exists()
+    assert f"best_val_loss:{losses[-1]:.4f}" in done.text
+    done = train(home, is_keep_training=True, **worse)
+    assert done.codes == [0] and "lost is finished" in done.text
+
+
+def test_a_plan_made_for_a_gpu_is_made_anew_on_a_cpu(home):
+    options = dict(output_dir="from_a_gpu", is_keep_training="auto", **SHORT)
+    assert train(home, 1, "forward:0:2:int", **options).codes == [0]
+    own = json.loads((home / "from_a_gpu" / "plan.json").read_text())["micro_batch_tokens"]
+    (path,) = (home / "from_a_gpu" / "checkpoints").glob("step_*")
+    change_state(path, {"device": "cuda", "plan.micro_batch_tokens": 262_144, "plan.predicted_peak_bytes": 2**35})
+    done = train(home, 1, **options)
+    assert done.codes == [0], done.text
+    plan = json.loads((home / "from_a_gpu" / "plan.json").read_text())
+    assert plan["micro_batch_tokens"] == own and plan["predicted_peak_bytes"] < 2**30
 
 
 def no_room_for(directory, words):

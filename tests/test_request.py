@@ -90,6 +90,29 @@ def test_a_run_without_a_checkpoint_leaves_no_options_behind(tmp_path):
     assert request(tmp_path, is_keep_training="auto").config.learn_rate == 0.5
 
 
+@pytest.mark.parametrize("given", [dict(epochs=9), dict(epochs=9, output_dir="exp1")])
+def test_a_run_is_where_its_directory_lies_whatever_it_was_called_when_it_started(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    lies = "model_save/pretrain"  # what is looked into where no --output_dir is typed
+    started(tmp_path / lies, dict(preset="sft", given=given))
+    for typed, keep in ((dict(is_keep_training="True"), False), (dict(is_keep_training="auto"), False), ({}, True)):
+        request = read_request((), typed, keep)
+        assert (request.preset, request.config.epochs, request.config.output_dir) == ("sft", 9, lies)
+        assert request.given["output_dir"] == lies and not request.changed
+    assert read_request((), {}, KEEP_TRAINING["doctor"]).config.output_dir == lies
+
+
+def test_a_run_of_another_preset_than_the_flag_s_is_refused_with_ways_out_that_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started(tmp_path / "model_save/sft", dict(preset="pretrain", given={}))
+    flags = dict(is_finetune="True", is_keep_training="auto")
+    with pytest.raises(ValueError, match="is a run of the preset pretrain, not sft: .*--output_dir=model_save/sft"):
+        read_request((), flags)
+    assert read_request((), dict(is_keep_training="auto", output_dir="model_save/sft")).preset == "pretrain"
+    assert read_request((), flags | dict(overwrite="True")).preset == "sft"
+    assert read_request((), flags | dict(output_dir="other")).preset == "sft"
+
+
 def test_who_starts_afresh_does_not_go_on(tmp_path):
     started(tmp_path, dict(preset="pretrain", given=dict(learn_rate=0.5)))
     afresh = request(tmp_path, "overwrite", is_keep_training="auto")
@@ -133,8 +156,11 @@ def test_a_run_goes_on_with_its_options_also_when_a_kill_left_its_checkpoint_asi
 
 def test_a_run_goes_on_with_its_optimizer(tmp_path):
     started(tmp_path, dict(preset="pretrain", given={}))
-    with pytest.raises(ValueError, match="--optimizer=adafactor: this run goes on with muon.*leave it out"):
+    with pytest.raises(ValueError, match="--optimizer=adafactor: this run goes on with muon.*leave it out.*overwrite"):
         request(tmp_path, "is_keep_training", optimizer="adafactor")
+    for way_out in (dict(overwrite="True"), dict(output_dir=str(tmp_path / "other"))):
+        typed = dict(output_dir=str(tmp_path), is_keep_training="auto", optimizer="adafactor") | way_out
+        assert read_request((), typed).config.optimizer == "adafactor"
 
 
 def test_a_run_that_goes_on_cannot_begin_from_other_weights(tmp_path):

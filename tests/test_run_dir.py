@@ -95,10 +95,11 @@ def test_a_directory_of_other_files_is_not_taken_for_a_run_s(tmp_path):
         (tmp_path / name).mkdir()
     assert admit(tmp_path, "auto", False) == ""
     (tmp_path / "run.lock").unlink()
-    (tmp_path / "pretrain_train.parquet").touch()
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match="no run's directory, it holds pretrain_train.parquet: name another"):
-            admit(tmp_path, "auto", overwrite)
+    for name in ("model.safetensors", "config.json"):  # a model's own, which a run's would replace
+        (tmp_path / name).touch()
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=f"no run's directory, it holds {name}.*: name another"):
+                admit(tmp_path, "auto", overwrite)
 
 
 @pytest.mark.parametrize("mistake", [dict(train_file="nowhere.jsonl"), dict(tokenizer_dir="nowhere")])
