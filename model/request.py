@@ -72,7 +72,7 @@ def _has_checkpoint(folder):
 def _merged(preset, stored, typed):
     """The options of a run with those `typed` now on top.
 
-    Raises ValueError where it would have had to begin from other weights, or with another optimizer.
+    Raises ValueError where it would have had to begin from other weights, or have the state of another optimizer.
     """
     began, start = load_config(preset, stored).finetune_from_ckp_file, typed.get("finetune_from_ckp_file")
     if start is not None and Path(start).resolve() != Path(began).resolve():
@@ -81,11 +81,12 @@ def _merged(preset, stored, typed):
             f"{ANOTHER_RUN}"
         )
     before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
-    if before["optimizer"] != now["optimizer"]:
-        raise ValueError(
-            f"--optimizer={now['optimizer']}: this run goes on with {before['optimizer']}, whose state it keeps: leave "
-            f"it out, {ANOTHER_RUN}"
-        )
+    for name in ("optimizer", "trainable"):
+        if before[name] != now[name]:
+            raise ValueError(
+                f"--{name}={now[name]}: this run goes on with {before[name]}, for which it keeps the optimizer's state: "
+                f"leave it out, {ANOTHER_RUN}"
+            )
     if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
         stored = {name: value for name, value in stored.items() if name != "global_batch_size"}  # it is chosen anew
     return stored | typed

@@ -43,8 +43,8 @@ def admit(run_dir, keep_training, overwrite):
         return newest
     if keep_training is True:
         raise ValueError(
-            f"--is_keep_training=True: there is no checkpoint in {run_dir}; start without it, or type "
-            "--is_keep_training=auto to go on where there is one"
+            f"--is_keep_training=True: there is no checkpoint in {run_dir}; name the run's directory in --output_dir, "
+            "start without it, or type --is_keep_training=auto to go on where there is one"
         )
     if newest and not overwrite:
         raise ValueError(

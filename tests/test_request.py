@@ -154,13 +154,16 @@ def test_a_run_goes_on_with_its_options_also_when_a_kill_left_its_checkpoint_asi
     assert (request.preset, request.config.epochs) == ("sft", 9)
 
 
-def test_a_run_goes_on_with_its_optimizer(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "before", "now"), [("optimizer", "muon", "adafactor"), ("trainable", "all", "decoder")]
+)
+def test_a_run_goes_on_with_its_optimizer_and_what_it_trains(tmp_path, name, before, now):
     started(tmp_path, dict(preset="pretrain", given={}))
-    with pytest.raises(ValueError, match="--optimizer=adafactor: this run goes on with muon.*leave it out.*overwrite"):
-        request(tmp_path, "is_keep_training", optimizer="adafactor")
+    with pytest.raises(ValueError, match=f"--{name}={now}: this run goes on with {before}.*leave it out.*overwrite"):
+        request(tmp_path, "is_keep_training", **{name: now})
     for way_out in (dict(overwrite="True"), dict(output_dir=str(tmp_path / "other"))):
-        typed = dict(output_dir=str(tmp_path), is_keep_training="auto", optimizer="adafactor") | way_out
-        assert read_request((), typed).config.optimizer == "adafactor"
+        typed = dict(output_dir=str(tmp_path), is_keep_training="auto") | {name: now} | way_out
+        assert getattr(read_request((), typed).config, name) == now
 
 
 def test_a_run_that_goes_on_cannot_begin_from_other_weights(tmp_path):
