@@ -84,7 +84,7 @@ def _merged(preset, stored, typed):
     for name in ("optimizer", "trainable"):
         if before[name] != now[name]:
             raise ValueError(
-                f"--{name}={now[name]}: this run goes on with {before[name]}, for which it keeps the optimizer's state: "
+                f"--{name}={now[name]}: this run goes on with {before[name]}, as its optimizer's state needs: "
                 f"leave it out, {ANOTHER_RUN}"
             )
     if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
