@@ -221,7 +221,7 @@ def finish(run, journal, state, reason, failure):
     if reason == "finished" and state.evaluated_step != state.step:
         failure = failure or f"{run.dir / 'best'} was refused"
     leave_last(run, failure)
-    go_on = "" if reason == "finished" else "; go on with --is_keep_training=True"
+    go_on = "" if reason == "finished" else f"; go on with --output_dir={run.dir} --is_keep_training=True"
     say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
     if run.ranks.is_main and reason == "finished":  # who asked for a stop does not wait for a drawing
         plot_aloud(run.dir)

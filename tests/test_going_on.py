@@ -66,6 +66,7 @@ def test_a_finished_run_without_its_export_gets_it_when_it_is_started_again(home
 def test_a_run_that_was_moved_or_copied_goes_on_where_it_lies(home):
     done = train(home, 1, "forward:0:2:int", output_dir="exp1", **SHORT)
     assert done.codes == [0] and "exp1: new run" in done.text, done.text
+    assert "go on with --output_dir=exp1 --is_keep_training=True" in done.text
     (home / "exp1").rename(home / "model_save" / "pretrain")
     done = command(home, "train", "--is_keep_training=auto")
     assert done.codes == [0] and "model_save/pretrain: going on" in done.text, done.text
