@@ -44,7 +44,7 @@ def attempt_gradients(ranks, model, store, plan, config, work, packed=None, grap
             _share_gradients(ranks, model, plan, config, work, number, micro_batches, packed.room, graphs)
             for number, micro_batches in packed.shares
         )
-        norms = torch.stack([part.norm() for part in shards or (model.flat.gradients_and_loss,)])
+        norms = torch.stack([part.norm() for part in shards or (model.flat.gradients_and_parts,)])
         faults.fire("reduce", work.step)
         return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards if config.exact else (), norms)
     except (RuntimeError, MemoryError) as error:
@@ -54,7 +54,7 @@ def attempt_gradients(ranks, model, store, plan, config, work, packed=None, grap
 
 
 def _share_gradients(ranks, model, plan, config, work, number, micro_batches, room, graphs):
-    """Gradients and loss of a share, in the model's flat tensor; under exact a copy of it."""
+    """Gradients and loss's parts of a share, in the model's flat tensor; under exact a copy of it."""
     model.zero_grad()
     for index, micro_batch in enumerate(micro_batches):
         if config.dropout:
@@ -65,11 +65,12 @@ def _share_gradients(ranks, model, plan, config, work, number, micro_batches, ro
             faults.fire("backward_first", work.step)
             graphs.gradients(micro_batch, room, plan.chunk_tokens, config.z_loss, scale)
             continue
-        loss = model(micro_batch.to(ranks.device), plan.chunk_tokens, config.z_loss) * _scale(work)
+        loss, parts = model.loss_and_parts(micro_batch.to(ranks.device), plan.chunk_tokens, config.z_loss)
+        scale = _scale(work)
         faults.fire("backward_first" if index == 0 else "backward", work.step)
-        loss.backward()
-        model.flat.loss.add_(loss.detach())
-    return model.flat.gradients_and_loss.clone() if config.exact else model.flat.gradients_and_loss
+        (loss * scale).backward()
+        model.flat.loss_parts.add_(parts * scale)
+    return model.flat.gradients_and_parts.clone() if config.exact else model.flat.gradients_and_parts
 
 
 def _scale(work):

@@ -164,7 +164,7 @@ class Stack(nn.Module):
 
 
 class TextToTextModel(nn.Module):
-    """T5 that returns the sum of the loss over the target tokens of packed examples.
+    """T5 that returns the sum of the cross-entropy over the target tokens of packed examples.
 
     `shape` is a T5ModelConfig; `dropout` a probability, active in training mode only, of the residual stream and the
     feed-forward. `flat` holds all weights and gradients as views of flat tensors.
@@ -192,16 +192,20 @@ class TextToTextModel(nn.Module):
         return self
 
     def zero_grad(self, set_to_none=False):
-        """Gradients to zero, where they lie."""
-        self.flat.gradients_and_loss.zero_()
+        """Gradients and the loss's parts to zero, where they lie."""
+        self.flat.gradients_and_parts.zero_()
 
     @property
     def uses_kernels(self):
         """True when layouts are to be made for the attention kernels."""
         return has_kernels(self.shared.weight.device, self.compute_dtype, self.shape)
 
-    def forward(self, micro_batch, chunk_tokens=2048, z_loss=0.0):
-        """Sum over target tokens of the cross-entropy in nats, plus `z_loss`; a float32 scalar."""
+    def forward(self, micro_batch, chunk_tokens=2048):
+        """Sum over target tokens of the cross-entropy in nats; a float32 scalar."""
+        return self.loss_and_parts(micro_batch, chunk_tokens)[0]
+
+    def loss_and_parts(self, micro_batch, chunk_tokens=2048, z_loss=0.0):
+        """(loss to differentiate, the cross-entropy and z-loss that it is the sum of (2,)), over target tokens."""
         hidden, weight = self.decode(micro_batch), self.shared.weight
         return linear_cross_entropy(
             hidden, weight, micro_batch.labels, chunk_tokens, z_loss, with_padding(weight.copy)

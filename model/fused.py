@@ -104,9 +104,9 @@ class _AddNorm(torch.autograd.Function):
 
 @triton.jit
 def cross_entropy(LOGITS, LABELS, LOSSES, vocabulary, stride, z_loss, COLUMNS: tl.constexpr):
-    """LOSSES of one row of LOGITS, and in the logits' place their gradient: softmax minus the label's one.
+    """LOSSES (2, rows), cross-entropy and z-loss, of one row of LOGITS, and in the logits' place their gradient.
 
-    A negative label is padding.
+    Without a z-loss that is softmax minus the label's one. A negative label is padding.
     """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(LABELS + row)
@@ -120,7 +120,8 @@ def cross_entropy(LOGITS, LABELS, LOSSES, vocabulary, stride, z_loss, COLUMNS: t
         highest = new_highest
     log_z = highest + tl.log(total)
     of_label = tl.load(LOGITS + row * stride + label, mask=counts, other=0.0).to(tl.float32)
-    tl.store(LOSSES + row, tl.where(counts, log_z - of_label + z_loss * log_z * log_z, 0.0))
+    tl.store(LOSSES + row, tl.where(counts, log_z - of_label, 0.0))
+    tl.store(LOSSES + tl.num_programs(0) + row, tl.where(counts, z_loss * log_z * log_z, 0.0))
     for first in range(0, stride, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         place = LOGITS + row * stride + columns
@@ -131,8 +132,11 @@ def cross_entropy(LOGITS, LABELS, LOSSES, vocabulary, stride, z_loss, COLUMNS: t
 
 
 def cross_entropy_(logits, labels, vocabulary, z_loss):
-    """Loss (C,) of each row of `logits` (C, W), of which `vocabulary` columns count; leaves their gradient in place."""
-    losses = torch.empty(len(labels), device=logits.device)
+    """Cross-entropy and z-loss (2, C) of each row of `logits` (C, W), of which `vocabulary` columns count.
+
+    Leaves the gradient of their sum in the logits' place.
+    """
+    losses = torch.empty(2, len(labels), device=logits.device)
     cross_entropy[(len(labels),)](
         logits, labels, losses, vocabulary, logits.stride(0), float(z_loss), COLUMNS=COLUMNS, num_warps=8
     )

@@ -8,14 +8,14 @@ import torch
 
 
 class StepGraphs:
-    """CUDA graphs that put a micro-batch's gradients and loss into the model's flat tensors, one for each Room.
+    """CUDA graphs that put a micro-batch's gradients and loss's parts into the model's flat tensors, one for a Room.
 
     They share one pool of memory, which stays theirs until `clear`.
     """
 
     def __init__(self, model, rooms):
         self.model, self.rooms = model, rooms
-        self.scale = torch.zeros((), device=model.flat.loss.device)
+        self.scale = torch.zeros((), device=model.flat.gradients.device)
         # the current one where it will do: cuBLAS keeps a workspace for each
         here, default = torch.cuda.current_stream(), torch.cuda.default_stream()
         self.stream = torch.cuda.Stream() if here == default else here
@@ -31,7 +31,7 @@ class StepGraphs:
         return next((room for room in self.rooms if room.tokens <= most_tokens and room.holds(lengths)), None)
 
     def gradients(self, micro_batch, room, chunk_tokens, z_loss, scale):
-        """Put the gradients of `scale` times the micro-batch's loss, and that loss, into the model's flat tensors.
+        """Put the gradients of `scale` times the micro-batch's loss, and its parts, into the model's flat tensors.
 
         They must be zero before.
         """
@@ -59,6 +59,6 @@ class StepGraphs:
         return batch, graph
 
     def _run(self, batch, chunk_tokens, z_loss):
-        loss = self.model(batch, chunk_tokens, z_loss) * self.scale
-        loss.backward()
-        self.model.flat.loss.add_(loss.detach())
+        loss, parts = self.model.loss_and_parts(batch, chunk_tokens, z_loss)
+        (loss * self.scale).backward()
+        self.model.flat.loss_parts.add_(parts * self.scale)

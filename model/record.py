@@ -69,7 +69,10 @@ def log_steps(run, journal, results):
     done = [result for result in results if not result.skipped]
     seconds, tokens = sum(r.step_seconds for r in results), sum(r.tokens for r in results)
     target_tokens = sum(r.target_tokens for r in done)
-    loss = sum(float(r.loss) * r.target_tokens for r in done) / target_tokens if done else float("nan")
+    loss, z_loss = (
+        sum(float(getattr(r, part)) * r.target_tokens for r in done) / target_tokens if done else float("nan")
+        for part in ("loss", "z_loss")
+    )
     last = results[-1]
     values = dict(
         step=last.step, epoch=last.epoch, loss=loss, learn_rate=last.learn_rate, grad_norm=float(last.grad_norm),
@@ -78,6 +81,8 @@ def log_steps(run, journal, results):
         peak_bytes=peak_bytes, reserved_bytes=reserved_bytes, host_rss_bytes=host_rss_bytes,
         data_wait_seconds=sum(r.data_wait_seconds for r in results) / len(results),
     )  # fmt: skip
+    if run.config.z_loss:
+        values["z_loss"] = z_loss
     journal.write("train", **values)
     on_gpu = run.ranks.device.type == "cuda"
     say(run.ranks, train_line({k: v for k, v in values.items() if on_gpu or k not in ("peak_bytes", "reserved_bytes")}))

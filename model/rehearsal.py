@@ -44,7 +44,7 @@ def rehearse_update(ranks, model, optimizer):
     The collective's buffers and the optimizer's state exist from now on. `optimizer` must be fresh.
     """
     model.zero_grad()
-    sum_over_ranks(ranks, model.flat.gradients_and_loss)
+    sum_over_ranks(ranks, model.flat.gradients_and_parts)
     in_own_time(ranks, update, optimizer, model.flat.gradients, 0.0, torch.zeros((), device=ranks.device))
     forget(optimizer)
 

@@ -169,6 +169,7 @@ TRAIN_FIELDS = {
     "epoch": ("epoch", COMPACT),
     "step": ("step", str),
     "loss": ("loss", LOSS),
+    "z_loss": ("z_loss", LOSS),
     "lr": ("learn_rate", "{:.3e}".format),
     "grad_norm": ("grad_norm", COMPACT),
     "tokens/s": ("tokens_per_second", "{:.0f}".format),

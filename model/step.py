@@ -67,7 +67,8 @@ class StepResult:
     epoch: int  # from 1
     ends_epoch: bool
     pairs_seen: int  # over all epochs, this step's included
-    loss: torch.Tensor  # nats per target token, over all ranks; on the device
+    loss: torch.Tensor  # cross-entropy in nats per target token, over all ranks; on the device
+    z_loss: torch.Tensor  # likewise; the other part of what is minimised
     grad_norm: torch.Tensor  # before clipping; on the device
     learn_rate: float
     target_tokens: int  # over all ranks
@@ -121,7 +122,7 @@ def train_steps(
             # the run's last step, when it alone fails, is its examples' fault: there is none after it to tell
             in_doubt = commit.skipped == NOT_FINITE and (in_doubt or not ended)
             yield StepResult(
-                **_told(work, agreed, commit, model.flat.loss), ends_epoch=pairs_seen % len(store) == 0,
+                **_told(work, agreed, commit, model.flat.loss_parts), ends_epoch=pairs_seen % len(store) == 0,
                 in_doubt=in_doubt,
                 pairs_seen=pairs_seen, plan=plan, growth=growth, recent_norms=tuple(recent_norms),
                 step_seconds=time.perf_counter() - started, data_wait_seconds=waited,
@@ -131,14 +132,15 @@ def train_steps(
                 raise TooManySkipped(too_many_skipped(number, work.step, commit.skipped, ids, config))
 
 
-def _told(work, agreed, commit, loss):
-    """What a StepResult tells of one step alone; `loss` is the model's, which the next step overwrites."""
-    unknown = torch.full_like(loss, torch.nan)
+def _told(work, agreed, commit, loss_parts):
+    """What a StepResult tells of one step alone; `loss_parts` are the model's, which the next step overwrites."""
+    unknown = torch.full_like(loss_parts, torch.nan)
+    loss, z_loss = (unknown if commit.skipped else loss_parts.clone()).unbind()
     return dict(
         step=work.step, epoch=work.epoch, learn_rate=work.learn_rate, target_tokens=work.target_tokens,
         tokens=work.tokens, ids=work.ids.tolist(), micro_batches=agreed.attempt.micro_batches, events=agreed.events,
         stop=agreed.stop, clock_seconds=agreed.clock_seconds, skipped=bool(commit.skipped), torn=commit.torn,
-        loss=unknown if commit.skipped else loss.clone(), grad_norm=unknown if commit.skipped else commit.grad_norm,
+        loss=loss, z_loss=z_loss, grad_norm=unknown[0] if commit.skipped else commit.grad_norm,
     )  # fmt: skip
 
 
@@ -204,7 +206,7 @@ def _try_commit(ranks, optimizer, flat, *rest):
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    return Commit(torch.full_like(flat.loss, torch.nan), torn=True)
+    return Commit(torch.full_like(flat.loss_parts[0], torch.nan), torn=True)
 
 
 def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
@@ -213,11 +215,11 @@ def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
     Numbers that are not finite and a norm above `norm_limit` leave weights and optimizer alone on all ranks.
     """
     if config.exact:
-        add_in_order(ranks, attempt.shards, flat.gradients_and_loss)
+        add_in_order(ranks, attempt.shards, flat.gradients_and_parts)
     else:
-        sum_over_ranks(ranks, flat.gradients_and_loss)
-    norm = flat.gradients.norm()
-    if not math.isfinite(norm + flat.loss):  # the step's one wait for the device; all ranks have the same sums
+        sum_over_ranks(ranks, flat.gradients_and_parts)
+    norm, loss = flat.gradients.norm(), flat.loss_parts.sum()
+    if not math.isfinite(norm + loss):  # the step's one wait for the device; all ranks have the same sums
         (last,) = vote(ranks, (ranks.rank + 1) * bool(~attempt.norms.isfinite().all()))
         return Commit(norm, NOT_FINITE, last - 1 if last else None)
     if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:

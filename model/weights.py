@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
+NUM_PARTS = 2  # of the loss: cross-entropy and z-loss
 ROWS = 64  # a vocabulary is padded to a multiple: a GPU's products over an odd number are several times slower
 
 
@@ -18,8 +19,8 @@ class FlatWeights:
 
     Each parameter has `.grad`, None only while it is not trained, and `.copy`, its value in the compute dtype as of
     the last `refresh`. `vocabulary` is the parameter whose rows are padded with zeros. Masters and gradients have the
-    same layout: the trained weights stand first, the `matrices` of the layers behind the `others`, those of one shape
-    one after the other.
+    layout: the trained weights stand first, the `matrices` of the layers behind the `others`, those of one shape one
+    after the other. `loss_parts`, the sums that make up the loss, lie behind the gradients and are reduced with them.
     """
 
     def __init__(self, others, matrices, vocabulary, compute_dtype):
@@ -34,8 +35,8 @@ class FlatWeights:
         self.copies = self.masters
         if compute_dtype != torch.float32:
             self.copies = torch.zeros(sum(sizes), device=device, dtype=compute_dtype)
-        self.gradients_and_loss = torch.zeros(sum(self.trained_sizes) + 1, device=device)
-        self.gradients, self.loss = self.gradients_and_loss[:-1], self.gradients_and_loss[-1]
+        self.gradients_and_parts = torch.zeros(sum(self.trained_sizes) + NUM_PARTS, device=device)
+        self.gradients, self.loss_parts = self.gradients_and_parts.split((sum(self.trained_sizes), NUM_PARTS))
         for p, master, copy in zip(params, self.masters.split(sizes), self.copies.split(sizes), strict=True):
             p.data, p.copy, p.grad = _as(p, master).copy_(p.data), _as(p, copy), None
         for p, gradient in zip(self.trained, self.gradients.split(self.trained_sizes), strict=True):

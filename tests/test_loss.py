@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,8 @@ from model.batches import collate
 from model.feed import Course
 from model.loss import linear_cross_entropy
 from model.optim import make_optimizer
+from model.record import log_steps
+from model.report import Journal, read_journal
 from model.step import train_steps
 from tests.parts import ALONE, PLAN, make_config, make_model
 
@@ -34,17 +38,22 @@ def random_inputs(dtype=torch.float32):
 
 
 def plain_loss(hidden, weight, labels, z_loss=0.0):
+    return sum(plain_parts(hidden, weight, labels, z_loss))
+
+
+def plain_parts(hidden, weight, labels, z_loss):
     logits = hidden.float() @ weight.T
-    return F.cross_entropy(logits, labels, reduction="sum") + z_loss * logits.logsumexp(1).square().sum()
+    return F.cross_entropy(logits, labels, reduction="sum"), z_loss * logits.logsumexp(1).square().sum()
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 36, 37, 64, 2048])
 def test_loss_and_gradients_are_those_of_torch_whatever_the_chunk(chunk_tokens, z_loss):
     ours, reference = random_inputs(), random_inputs()
-    loss = linear_cross_entropy(*ours, chunk_tokens, z_loss)
+    loss, parts = linear_cross_entropy(*ours, chunk_tokens, z_loss)
     expected = plain_loss(*reference, z_loss)
     torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(parts, torch.stack(plain_parts(*reference, z_loss)).detach())
     (loss * 0.3).backward()
     (expected * 0.3).backward()
     for mine, theirs in zip(ours[:2], reference[:2], strict=True):
@@ -53,7 +62,7 @@ def test_loss_and_gradients_are_those_of_torch_whatever_the_chunk(chunk_tokens, 
 
 def test_bf16_stays_near_float32():
     ours, reference = random_inputs(torch.bfloat16), random_inputs()
-    loss, expected = linear_cross_entropy(*ours, chunk_tokens=8), plain_loss(*reference)
+    loss, expected = linear_cross_entropy(*ours, chunk_tokens=8)[0], plain_loss(*reference)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
     loss.backward()
@@ -65,7 +74,7 @@ def test_bf16_stays_near_float32():
 
 def test_large_logits_do_not_overflow():
     hidden, weight, labels = random_inputs()
-    loss = linear_cross_entropy(hidden * 1e4, weight, labels)
+    loss, _ = linear_cross_entropy(hidden * 1e4, weight, labels)
     assert loss.isfinite()
     torch.testing.assert_close(loss, plain_loss(hidden * 1e4, weight, labels))
 
@@ -76,12 +85,28 @@ def test_only_the_gradients_that_are_wanted_are_computed(wants_hidden, wants_wei
     hidden.requires_grad_(wants_hidden)
     weight.requires_grad_(wants_weight)
     with torch.profiler.profile() as profile:
-        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=64)
+        loss, _ = linear_cross_entropy(hidden, weight, labels, chunk_tokens=64)
     products = sum(event.name in ("aten::mm", "aten::addmm_") for event in profile.events())
     assert products == 1 + wants_hidden + wants_weight
     if wants_hidden or wants_weight:
         loss.backward()
     assert (hidden.grad is not None, weight.grad is not None) == (wants_hidden, wants_weight)
+
+
+def train_line_of_a_step(store, tokenizer, folder, **options):
+    config, model = make_config(seed=3, logging_steps=1, **options), make_model(tokenizer.vocab_size)
+    course = Course(len(store), 0, 16, tokenizer.pad_id)
+    result = next(train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, course))
+    with Journal(folder / "metrics.jsonl") as journal:
+        log_steps(SimpleNamespace(config=config, ranks=ALONE), journal, [result])
+    return read_journal(folder / "metrics.jsonl")[-1]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_journal_tells_the_cross_entropy_and_the_z_loss_apart(store, tokenizer, tmp_path, exact):
+    plain, both = (train_line_of_a_step(store, tokenizer, tmp_path, exact=exact, z_loss=z) for z in (0.0, 0.01))
+    assert both["loss"] == plain["loss"] and "z_loss" not in plain
+    assert 0.1 < both["z_loss"] < 1, "0.01 times the square of log(400)"
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -211,7 +211,7 @@ def overflow_in_the_sum():
     ranks, model = start_ranks("gloo", 60), make_model(100)
     weights, work = model.flat.masters.clone(), SimpleNamespace(step=1, learn_rate=0.1)
     model.flat.gradients[0] = 1.5e19
-    attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_loss.norm()[None])
+    attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_parts.norm()[None])
     optimizer = make_optimizer(model, make_config())
     commit = _commit(ranks, optimizer, model.flat, attempt, work, make_config(), math.inf)
     stop_ranks()
