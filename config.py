@@ -7,7 +7,8 @@ run's differences from its preset. What is set is what is used, or `load_config`
 import json
 import math
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
+
+from model.option_names import unknown_option
 
 MOST_WIDTH, MOST_LAYERS, MOST_TOKENS = 65_536, 256, 1 << 20  # a larger model is a damaged file
 MOST_BYTES = 1 << 20  # of a model's JSON file
@@ -219,21 +220,10 @@ def as_bool(name, text):
     raise ValueError(f"--{name}={text}: this option takes True or False")
 
 
-ELSEWHERE = dict(  # what others call our options, where the nearest name would mislead
-    batch_size="batch_size_per_gpu", per_device_train_batch_size="batch_size_per_gpu", lr="learn_rate",
-    learning_rate="learn_rate", save_total_limit="keep_latest_n_ckp", max_length="max_seq_len", fp16="mixed_precision",
-)  # fmt: skip
-
-
 def as_type(name, value, kinds):
     """`value` of the option --`name` as its kind; raises ValueError where that would lose something."""
-    if name in ("num_processes", "nproc_per_node", "num_gpus") and name not in kinds:
-        raise ValueError(
-            f"unknown option --{name}: a launcher starts processes, as README.md shows: torchrun, accelerate"
-        )
     if name not in kinds:
-        near = [ELSEWHERE[name]] if ELSEWHERE.get(name) in kinds else get_close_matches(name, [*kinds, *FLAGS], n=1)
-        raise ValueError(f"unknown option --{name}" + (f": did you mean --{near[0]}?" if near else ""))
+        raise ValueError(unknown_option(name, [*kinds, *FLAGS]))
     kind, text = kinds[name], str(value).strip()
     if kind is bool:
         return as_bool(name, text)
