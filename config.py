@@ -6,7 +6,7 @@ run's differences from its preset. What is set is what is used, or `load_config`
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from model.option_names import unknown_option
 
@@ -82,8 +82,9 @@ class TrainConfig:
     gradient_accumulation_steps: int = 2  # multiplies the pairs of an optimizer step
     global_batch_size: int = 0  # pairs in one optimizer step over all ranks; 0: the product
     optimizer: str = "muon"  # muon, adamw_rms, adamw, adafactor
-    learn_rate: float = 3e-2  # the peak; muon and adamw_rms multiply it by each tensor's root mean square
-    warmup_steps: int = 1000  # optimizer steps
+    learn_rate: float = 0.0  # the peak; 0: the optimizer's own
+    any_learn_rate: bool = False  # accept a learn_rate outside the optimizer's range
+    warmup_steps: int = -1  # optimizer steps; -1: a tenth of the run's, at most 1000
     lr_schedule: str = "cosine"  # cosine, wsd (constant, then down to zero over the last fifth)
     weight_decay: float = 0.0  # share of a weight that the learning rate takes off at each step
     max_grad_norm: float = 1.0  # 0: no clipping
@@ -119,7 +120,7 @@ class TrainConfig:
 
 AT_LEAST = dict(
     epochs=1, batch_size_per_gpu=1, gradient_accumulation_steps=1, global_batch_size=0, max_seq_len=8, seed=0,
-    warmup_steps=0, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
+    warmup_steps=-1, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
     ddp_timeout_s=30, spike_guard=0,
 )  # fmt: skip
@@ -134,6 +135,17 @@ CHOICES = dict(
 )
 
 
+# The peak from scratch, the peak for fine-tuning, and the range that a typed one must lie in. Measured by
+# bench.optimizers (docs/experiments.md): small from scratch on 189,202 pairs, fine-tuned on 58,668.
+LEARN_RATES = dict(
+    muon=(3e-2, 5e-3, 1e-3, 1e-1),  # 4e-2 gains little, 8e-2 loses much; fine-tuning 2e-3 to 1e-2
+    adamw_rms=(2e-2, 5e-3, 1e-3, 1e-1),  # 3e-2 gains little, 5e-3 and 1e-2 lose much; fine-tuning 2e-3 and 5e-3
+    adafactor=(2e-2, 5e-3, 1e-3, 1e-1),  # measured 1e-2 to 4e-2; T5 took 1e-2, fine-tuned 1e-3 (arXiv 1910.10683)
+    adamw=(3e-4, 1e-4, 1e-6, 5e-3),  # 1e-3 loses much; fine-tuning is not measured: T5's practice is 1e-4 to 1e-3
+)
+MOST_OWN_WARMUP_STEPS = 1000
+
+
 def _problems(config):
     for name, least in AT_LEAST.items():
         if getattr(config, name) < least:
@@ -146,8 +158,8 @@ def _problems(config):
         if getattr(config, name) not in choices:
             why = "; fp16 is refused because T5 diverges in it" if getattr(config, name) == "fp16" else ""
             yield f"{name}={getattr(config, name)!r}: choose one of {', '.join(choices)}{why}"
-    if not 0 < config.learn_rate <= 1:
-        yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1"
+    if not 0 <= config.learn_rate <= 1:
+        yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1, or 0 for the optimizer's own"
     if not 0 <= config.dropout < 1:
         yield f"dropout={config.dropout}: must be in [0, 1)"
     if 0 < config.spike_guard <= 1:
@@ -162,14 +174,14 @@ def _problems(config):
 
 SFT = dict(
     finetune_from_ckp_file="model_save/pretrain/best", train_file="data/sft_train.parquet",
-    validation_file="data/sft_valid.parquet", epochs=3, learn_rate=5e-3, warmup_steps=100, logging_steps=10,
+    validation_file="data/sft_valid.parquet", epochs=3, logging_steps=10,
 )  # fmt: skip
 PRESETS = {
     "pretrain": {},
     "pretrain_large": dict(output_dir="model_save/pretrain_large", model="chatlm", max_seq_len=192),
     "sft": SFT | dict(output_dir="model_save/sft", epochs=5, batch_size_per_gpu=20),
     "sft_small": SFT | dict(output_dir="model_save/sft_small", batch_size_per_gpu=1, gradient_accumulation_steps=8),
-    "sft_fast": SFT | dict(output_dir="model_save/sft_fast", batch_size_per_gpu=16, warmup_steps=20, save_steps=156),
+    "sft_fast": SFT | dict(output_dir="model_save/sft_fast", batch_size_per_gpu=16, save_steps=156),
 }
 
 
@@ -206,7 +218,13 @@ def load_config(preset, overrides):
         problems += str(error).splitlines()[1:]
     if problems:
         raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
-    return config
+    return replace(config, learn_rate=config.learn_rate or own_learn_rate(config))
+
+
+def own_learn_rate(config):
+    """The peak learning rate of a config's optimizer where none is given."""
+    scratch, finetuning, *_ = LEARN_RATES[config.optimizer]
+    return finetuning if config.finetune_from_ckp_file else scratch
 
 
 FLAGS = ("is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite")
@@ -259,17 +277,6 @@ def global_batch(config, world_size, typed):
             f"gradient_accumulation_steps * processes = {product}: leave one of them out"
         )
     return config.global_batch_size
-
-
-def warmup_problem(config, warmup_steps, num_steps):
-    """Why a run of `num_steps` never gets beyond its warm-up, or nothing."""
-    if warmup_steps < num_steps:
-        return ""
-    reached = config.learn_rate * num_steps / warmup_steps
-    return (
-        f"the warm-up of {warmup_steps:.0f} steps is not shorter than the run, {num_steps:.0f}: the learning rate "
-        f"comes to {reached:.2g} of {config.learn_rate:g} at most; type --warmup_steps={max(int(num_steps) // 10, 1)}"
-    )
 
 
 def model_config(name):

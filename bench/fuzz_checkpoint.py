@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bench.mutations import mutate, mutate_tree
-from config import T5ModelConfig, TrainConfig
+from config import T5ModelConfig, load_config
 from model.chat_model import TextToTextModel
 from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.dataset import open_store
@@ -36,7 +36,7 @@ def tiny_run():
     train_tokenizer([PROBE], 400, folder / "tokenizer")
     tokenizer = load_tokenizer(folder / "tokenizer")
     model = TextToTextModel(T5ModelConfig(**SHAPE, vocab_size=tokenizer.vocab_size)).initialise(0)
-    optimizer = make_optimizer(model, TrainConfig())
+    optimizer = make_optimizer(model, load_config("pretrain", {}))
     plan = MemoryPlan(200, 64, False, 10**6)
     state = TrainState(
         step=3, pairs_seen=9, shape=asdict(model.shape), best_loss=1.5, plan=asdict(plan),
@@ -96,7 +96,7 @@ def check_changed_state(draw, path):
 
 def _step_after(found, plan, growth):
     """Loss of the step that a run on two epochs of a few pairs takes from a Checkpoint, nothing after the last."""
-    store, state, config = _store(), found.state, TrainConfig(spike_guard=3.0)
+    store, state, config = _store(), found.state, load_config("pretrain", dict(spike_guard=3.0))
     model = TextToTextModel(T5ModelConfig(**state.shape))
     load_into(model, found, found.path)
     optimizer = make_optimizer(model, config)

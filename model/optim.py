@@ -6,6 +6,7 @@ from itertools import groupby
 
 import torch
 
+from config import MOST_OWN_WARMUP_STEPS
 from model.weights import runs_kernels
 
 RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): a tensor near zero still moves
@@ -259,3 +260,28 @@ def learn_rate_at(pairs_seen, config, warmup_pairs, total_pairs):
         return config.learn_rate * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
     left = max(total_pairs - pairs_seen, 0) / total_pairs
     return config.learn_rate * min(left / 0.2, 1.0)
+
+
+def warmup_pairs(config, total_pairs, first_batch):
+    """Pairs over which the learning rate rises: of a run of `total_pairs` that began with steps of `first_batch`."""
+    if config.warmup_steps >= 0:
+        return config.warmup_steps * first_batch
+    return min(total_pairs // 10, MOST_OWN_WARMUP_STEPS * first_batch)
+
+
+def check_warmup(config, typed, warmup_steps, num_steps):
+    """Raise ValueError where --warmup_steps is among the options `typed` now and the run never gets beyond it."""
+    if "warmup_steps" in typed and (problem := warmup_problem(config, warmup_steps, num_steps)):
+        raise ValueError(problem)
+
+
+def warmup_problem(config, warmup_steps, num_steps):
+    """Why a run of `num_steps` never gets beyond its warm-up and what to type, or nothing."""
+    if warmup_steps < num_steps or not warmup_steps:
+        return ""
+    reached = config.learn_rate * num_steps / warmup_steps
+    return (
+        f"the warm-up of {warmup_steps:.0f} steps is not shorter than the run, {num_steps:.0f}: the learning rate "
+        f"comes to {reached:.2g} of {config.learn_rate:g} at most; leave --warmup_steps out for a tenth of the run, or "
+        f"type --warmup_steps={int(num_steps) // 10}"
+    )

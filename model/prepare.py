@@ -16,7 +16,7 @@ from model.evaluate import answer_pairs, evaluate_loss, score
 from model.export import as_hugging_face, check_fits, load_into, load_weights
 from model.feed import Course
 from model.memory import check_gates, free_bytes
-from model.optim import make_optimizer
+from model.optim import check_warmup, make_optimizer, warmup_pairs
 from model.plan import MemoryPlan, choose_plan
 from model.ranks import Ranks, agree, broadcast, local_main_first
 from model.rehearsal import estimate_for, plan_run, rehearse_update
@@ -75,6 +75,10 @@ def prepare_run(ranks, config, typed, resumed):
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
+    total_pairs = len(train) * config.epochs
+    warmup = warmup_pairs(config, total_pairs, found.state.first_batch if found else batch)
+    check_warmup(config, typed, warmup / batch, total_pairs / batch)
+    course = Course(total_pairs, warmup, batch, tokenizer.pad_id)
     dtype = compute_dtype(config.mixed_precision, ranks.device)
     agree(ranks, "the numbers to compute in (--mixed_precision=no suits GPUs of any kind)", str(dtype))
     check_memory_fits(ranks, config, shape, dtype, train.lengths, batch, foreign)
@@ -83,8 +87,6 @@ def prepare_run(ranks, config, typed, resumed):
     optimizer = make_optimizer(model, config)
     free["optimizer"] = free_bytes()
     rehearse_update(ranks, model, optimizer)
-    warmup_pairs = config.warmup_steps * (found.state.first_batch if found else batch)
-    course = Course(len(train) * config.epochs, warmup_pairs, batch, tokenizer.pad_id)
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
     state = _starting_state(run, found)
     kept = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None

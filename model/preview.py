@@ -11,13 +11,14 @@ import pyarrow.parquet as pq
 import torch
 import ujson
 
-from config import T5ModelConfig, as_type, global_batch, model_config, warmup_problem
+from config import T5ModelConfig, as_type, global_batch, model_config
 from model.checkpoint import disk_bytes
 from model.dataset import find_store, token_lengths
 from model.device_memory import CONTEXT_BYTES
 from model.estimate import count_parameters, optimizer_bytes
 from model.export import load_weights
 from model.lengths import Lengths, histogram
+from model.optim import check_warmup, warmup_pairs, warmup_problem
 from model.pairs import read_pairs
 from model.plan import (
     CHUNKS,
@@ -121,7 +122,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
         parameters=count_parameters(shape), dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
-        steps=_steps(config, batch, num_pairs),
+        steps=_steps(config, typed, batch, num_pairs),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
         forwards=round(estimate.forwards(tokens), 2), phases=predicted_peaks(estimate, plan),
         levers=_levers(config, shape, dtype, estimate, machine, plan),
@@ -172,10 +173,17 @@ def _estimated_pairs(path, rows):
     return len(rows) * path.stat().st_size / max(text_bytes, 1)
 
 
-def _steps(config, batch, num_pairs):
-    """Pairs of a step, the number of steps (None where `num_pairs` is) and what is wrong with the warm-up then."""
-    count = num_pairs and num_pairs * config.epochs / batch
-    return dict(pairs=batch, count=count, problem=warmup_problem(config, config.warmup_steps, count) if count else "")
+def _steps(config, typed, batch, num_pairs):
+    """Pairs of a step, the number of steps, of them of the warm-up, and what is wrong with that.
+
+    None where `num_pairs` is. Raises ValueError where the warm-up was `typed` and is not shorter than the run.
+    """
+    if not num_pairs:
+        return dict(pairs=batch, count=num_pairs, warmup=None, problem="")
+    count = num_pairs * config.epochs / batch
+    warmup = warmup_pairs(config, num_pairs * config.epochs, batch) / batch
+    check_warmup(config, typed, warmup, count)
+    return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config, warmup, count))
 
 
 def _levers(config, shape, dtype, chosen, machine, plan):
@@ -253,10 +261,10 @@ def table(values):
     return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
 
 
-def _steps_text(pairs, count, problem):
+def _steps_text(pairs, count, warmup, problem):
     if not count:
         return f"of {pairs} pairs; their number is known once the data is tokenised"
-    return f"{count:,.0f} of {pairs} pairs" + (f"; {problem}" if problem else "")
+    return f"{count:,.0f} of {pairs} pairs; " + (problem or f"warm-up {warmup:,.0f}")
 
 
 def _lever_text(lever):

@@ -8,10 +8,10 @@ from importlib.metadata import version
 
 import torch
 
-from config import warmup_problem
 from model.checkpoint import set_aside_later
 from model.device_memory import forget_peak, memory_cap, peak_memory
 from model.durable import remove_drafts
+from model.optim import warmup_problem
 from model.ranks import from_main
 from model.report import progress_note, train_line
 from model.run_dir import cut_sample_ids, write_json
@@ -35,7 +35,8 @@ def begin(run, journal, request, state, plan):
         dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
         tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
         global_batch=run.course.global_batch, total_pairs=run.course.total_pairs, epochs=config.epochs,
-        total_steps=run.total_steps(state), memory={k: v for k, v in run.memory.items() if k != "phases"},
+        total_steps=run.total_steps(state), optimizer=config.optimizer, learn_rate=config.learn_rate,
+        warmup_pairs=run.course.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
     )  # fmt: skip
     forget_peak(ranks.device)
     journal.write(
@@ -51,8 +52,9 @@ def begin(run, journal, request, state, plan):
     where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
     steps = f"{run.total_steps(state)} steps of {run.course.global_batch} pairs"
     say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
-    batch = run.course.global_batch
-    say(ranks, warmup_problem(config, run.course.warmup_pairs / batch, run.course.total_pairs / batch))
+    warmup, count = (pairs / run.course.global_batch for pairs in (run.course.warmup_pairs, run.course.total_pairs))
+    say(ranks, f"{config.optimizer}, learning rate up to {config.learn_rate:g} over the first {warmup:,.0f} steps")
+    say(ranks, warmup_problem(config, warmup, count))
 
 
 def write_events(run, journal, samples, result):

@@ -7,15 +7,19 @@ from dataclasses import asdict, dataclass, fields
 from inspect import getsource
 from pathlib import Path
 
-from config import FLAGS, PRESETS, TrainConfig, as_bool, load_config, preset_name
+from config import FLAGS, LEARN_RATES, PRESETS, TrainConfig, as_bool, load_config, own_learn_rate, preset_name
 from model.json_items import read_object
 
 COMMANDS = ("train", "plan", "test", "doctor")
+RMS_FACTOR = 100  # about what rates that are multiplied by a tensor's root mean square are of AdamW's
 KEEP_TRAINING = dict(test=True, doctor="auto")  # a test reads a run's options, a doctor those that a train would
 ANOTHER_RUN = (
     "or start another run, without --is_keep_training=True: --output_dir=DIR keeps both, --overwrite=True moves this "
     "one aside"
 )
+
+
+KEPT = ("learn_rate", "warmup_steps")  # of a run that goes on, as config.json has them
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ def read_request(stray, options, keep_training=False):
     goes_on = keep and (keep_training is True or _has_checkpoint(Path(config.output_dir, "checkpoints")))
     stored = _stored_request(config.output_dir) if goes_on else None
     if not stored:
+        if "learn_rate" in typed:
+            _check_learn_rate(config)
         return Request(preset, config, given, typed, keep, overwrite)
     if any(flags.values()) and stored[0] != preset:
         raise ValueError(
@@ -61,6 +67,8 @@ def read_request(stray, options, keep_training=False):
     given = _merged(*stored, given)
     config = load_config(stored[0], given)
     before, now = asdict(load_config(*stored)), asdict(config)
+    if "learn_rate" in typed and before["learn_rate"] != config.learn_rate:
+        _check_learn_rate(config)
     changed = tuple(f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name])
     return Request(stored[0], config, given, typed, keep, overwrite, changed)
 
@@ -92,6 +100,23 @@ def _merged(preset, stored, typed):
     return stored | typed
 
 
+def _check_learn_rate(config):
+    """Raise ValueError where the learning rate is outside the optimizer's range, with what to type instead."""
+    rate, name = config.learn_rate, config.optimizer
+    *_, least, most = LEARN_RATES[name]
+    if config.any_learn_rate or least <= rate <= most:
+        return
+    why, whose, equivalent = "", "muon and adamw_rms", rate / RMS_FACTOR
+    if name != "adamw":
+        why = ", which it multiplies by the root mean square of each tensor"
+        whose, equivalent = "AdamW", rate * RMS_FACTOR
+    near = f"; what is {rate:g} for {whose} is about {equivalent:g} here: type --learn_rate={equivalent:g}"
+    raise ValueError(
+        f"--learn_rate={rate:g}: {name} takes {least:g} to {most:g}{why}{near if least <= equivalent <= most else ''}; "
+        f"leave it out for {name}'s own {own_learn_rate(config):g}, or insist with --any_learn_rate=True"
+    )
+
+
 def _read_flags(stray, texts):
     """(values of the flags, the preset they choose, what is wrong with them and with words that are no options)."""
     problems = [f"cannot read {' '.join(map(str, stray))!r}: options are written --name=value"] if stray else []
@@ -119,7 +144,9 @@ def _stored_request(run_dir):
     stored = {}
     try:
         stored = read_object(path)
-        preset, given = stored["preset"], stored["given"]
+        # the run's own numbers also where its options left them to defaults, which may be others by now
+        kept = {name: stored["config"][name] for name in KEPT if name in stored.get("config", {})}
+        preset, given = stored["preset"], stored["given"] | kept
         if preset not in PRESETS or not all(isinstance(value, str | int | float) for value in given.values()):
             raise ValueError(f"preset {preset!r} with {given!r}")
         return preset, given | dict(output_dir=run_dir)

@@ -7,6 +7,7 @@ import pytest
 
 from config import (
     FLAGS,
+    LEARN_RATES,
     MODELS,
     PRESETS,
     T5ModelConfig,
@@ -15,7 +16,6 @@ from config import (
     global_batch,
     load_config,
     model_config,
-    warmup_problem,
 )
 from config import preset_name as name_of
 from model.option_names import NAMES_ELSEWHERE, NOT_HERE, OURS
@@ -158,8 +158,15 @@ def test_fp16_is_refused_with_the_reason():
 
 @pytest.mark.parametrize(
     "name, value",
-    [("epochs", 0), ("max_seq_len", 7), ("max_seq_len", 65_536), ("keep_latest_n_ckp", 1), ("learn_rate", 0)]
-    + [("learn_rate", 1.5), ("dropout", 1), ("dropout", -0.1), ("max_grad_norm", -1), ("ddp_timeout_s", 29)]
+    [("epochs", 0), ("max_seq_len", 7), ("max_seq_len", 65_536), ("keep_latest_n_ckp", 1), ("learn_rate", -1e-3)]
+    + [
+        ("warmup_steps", -2),
+        ("learn_rate", 1.5),
+        ("dropout", 1),
+        ("dropout", -0.1),
+        ("max_grad_norm", -1),
+        ("ddp_timeout_s", 29),
+    ]
     + [("output_dir", ""), ("model", "huge"), ("lr_schedule", "linear"), ("trainable", "encoder"), ("backend", "mpi")],
 )
 def test_a_value_outside_its_range_is_refused_by_name(name, value):
@@ -172,7 +179,7 @@ def test_every_preset_loads_and_differs_from_the_defaults_only_where_it_says(pre
     config, default = load_config(preset, {}), TrainConfig()
     for field in fields(TrainConfig):
         expected = PRESETS[preset].get(field.name, getattr(default, field.name))
-        assert getattr(config, field.name) == expected
+        assert getattr(config, field.name) == expected or field.name == "learn_rate"
     assert model_config(config.model).d_model > 0
 
 
@@ -210,10 +217,17 @@ def test_a_global_batch_beside_another_product_is_a_contradiction():
     assert global_batch(TrainConfig(global_batch_size=64), 1, named) == 64
 
 
-def test_a_warm_up_that_a_run_never_gets_beyond_is_told_with_what_to_type():
-    assert not warmup_problem(TrainConfig(), 1000, 5000)
-    told = warmup_problem(TrainConfig(learn_rate=0.02), 1000, 250)
-    assert "1000 steps" in told and "comes to 0.005 of 0.02" in told and told.endswith("--warmup_steps=25")
+@pytest.mark.parametrize(
+    "optimizer, scratch, finetuning",
+    [("muon", 3e-2, 5e-3), ("adamw_rms", 2e-2, 5e-3), ("adamw", 3e-4, 1e-4), ("adafactor", 2e-2, 5e-3)],
+)
+def test_each_optimizer_has_its_own_learning_rates_within_its_range(optimizer, scratch, finetuning):
+    rates = [load_config(name, dict(optimizer=optimizer)).learn_rate for name in ("pretrain", "pretrain_large", "sft")]
+    assert rates == [scratch, scratch, finetuning]
+    assert load_config("pretrain", dict(optimizer=optimizer, finetune_from_ckp_file="best")).learn_rate == finetuning
+    assert load_config("sft", dict(optimizer=optimizer, learn_rate="0")).learn_rate == finetuning
+    *_, least, most = LEARN_RATES[optimizer]
+    assert least < finetuning < scratch < most
 
 
 def test_the_default_that_people_edit_stands_in_one_line():

@@ -108,4 +108,6 @@ def test_imports_only_from_lower_floors(path):
 def test_config_needs_only_the_standard_library():
     option_names = ROOT / "model" / "option_names.py"
     for other in (*imports_of(ROOT / "config.py"), *imports_of(option_names)):
-        assert within(other, {"model.option_names"}) or other.split(".")[0] in sys.stdlib_module_names, f"config.py imports {other}"
+        assert within(other, {"model.option_names"}) or other.split(".")[0] in sys.stdlib_module_names, (
+            f"config.py imports {other}"
+        )

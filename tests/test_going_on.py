@@ -149,7 +149,7 @@ def test_a_best_model_that_the_disk_refused_at_the_end_fails_the_run_and_is_expo
 @pytest.mark.parametrize("change", (dict(validation_file="train.jsonl"), dict(max_seq_len=8)))
 def test_a_best_model_of_other_validation_pairs_is_chosen_anew(home, change):
     name = f"judged_{list(change)[0]}"
-    for fault, options in (("forward:0:8:int", {}), ("", change | dict(learn_rate=1e-9))):
+    for fault, options in (("forward:0:8:int", {}), ("", change | dict(learn_rate=1e-9, any_learn_rate=True))):
         done = train(home, 1, fault, output_dir=name, is_keep_training="auto", epochs=3, save_steps=1000, **options)
         assert done.codes == [0], done.text
     assert "best/ is chosen anew" in done.text
@@ -166,11 +166,22 @@ def test_a_run_stopped_at_its_last_step_is_evaluated_once_and_then_finished(home
     assert [line["step"] for line in journal(home / "last_step", "eval")] == [last]
 
 
+def test_a_typed_warm_up_that_is_not_shorter_than_the_run_is_refused_before_it(home):
+    done = train(home, output_dir="all_warm_up", warmup_steps=11)
+    assert refused(done, "the warm-up of 11 steps is not shorter than the run, 11", "--warmup_steps=1")
+    assert not (home / "all_warm_up").exists()
+
+
 def test_warm_up_can_be_changed_on_the_way_and_is_counted_in_the_first_start_s_steps(home):
     for fault, warmup_steps, batch in (("forward:0:2:int", 3, 8), ("", 4, 4)):
         sizes = dict(global_batch_size=batch, warmup_steps=warmup_steps)
         done = train(home, 1, fault, output_dir="warm", is_keep_training="auto", **SHORT | sizes)
         assert done.codes == [0], done.text
+    assert "muon, learning rate up to 0.03 over the first 8 steps" in done.text
+    assert [(line["learn_rate"], line["warmup_pairs"]) for line in journal(home / "warm", "start")] == [
+        (0.03, 24),
+        (0.03, 32),
+    ]
     line = next(line for line in journal(home / "warm", "train") if line["step"] == 3)
     assert line["learn_rate"] == pytest.approx(0.03 * (16 + 2) / (4 * 8))
 

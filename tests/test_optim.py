@@ -7,7 +7,15 @@ import torch
 from model import optim
 from model.batches import collate
 from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
-from model.optim import RMSScaledAdamW, learn_rate_at, make_optimizer, orthogonal, update
+from model.optim import (
+    RMSScaledAdamW,
+    check_warmup,
+    learn_rate_at,
+    make_optimizer,
+    orthogonal,
+    update,
+    warmup_pairs,
+)
 from model.rehearsal import rehearse_update
 from model.weights import FlatWeights
 from tests.parts import ALONE, make_config, make_model
@@ -246,3 +254,19 @@ def movement(name, device):
 def test_an_update_on_a_gpu_is_that_of_the_cpu_and_waits_for_nothing(name):
     here, there = movement(name, "cpu"), movement(name, "cuda")
     assert (here - there).norm() < (0.05 if name == "muon" else 1e-3) * here.norm(), "Muon turns in bf16 there"
+
+
+def test_the_warm_up_is_a_tenth_of_the_run_and_at_most_1000_of_its_first_steps_unless_given():
+    own, given, none = (make_config(warmup_steps=steps) for steps in (-1, 5, 0))
+    assert [warmup_pairs(own, pairs, 64) for pairs in (12_000, 640_000, 10**9)] == [1200, 64_000, 64_000]
+    assert (warmup_pairs(given, 12_000, 64), warmup_pairs(none, 12_000, 64)) == (320, 0)
+
+
+def test_a_warm_up_that_a_run_never_gets_beyond_is_refused_where_it_is_typed():
+    config = make_config(learn_rate=0.02)
+    check_warmup(config, {"warmup_steps"}, 1000, 5000)
+    check_warmup(config, {"epochs"}, 1000, 250)
+    with pytest.raises(
+        ValueError, match="warm-up of 1000 steps .* the run, 250: .* comes to 0.005 of 0.02 .*_steps=25$"
+    ):
+        check_warmup(config, {"warmup_steps"}, 1000, 250)

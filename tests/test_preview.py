@@ -140,7 +140,11 @@ def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
     assert find_store("train.jsonl", tokenizer, 32, TOKENS_DIR) is None
     store = open_store("train.jsonl", tokenizer, 32, TOKENS_DIR)
     values = plan(vocab_size=0, **options)
-    assert "3 of 64 pairs; the warm-up of 1000 steps" in table(plan(vocab_size=0, **options, epochs=4))
+    assert "28 of 64 pairs; warm-up 3" in table(plan(vocab_size=0, **options, epochs=40))
+    with pytest.raises(ValueError, match="warm-up of 28 steps is not shorter than the run, 28: .*--warmup_steps=2$"):
+        plan(vocab_size=0, **options, epochs=40, warmup_steps=28)
+    stored = load_config("pretrain", options | dict(warmup_steps=1000))
+    assert "the warm-up of 1000 steps" in table(preview(stored, (), 1)), "of a run that goes on"
     counted = values["lengths"]
     assert counted["source"].startswith("counted: ")
     assert (counted["pairs"], counted["longest"]) == (44, int(store.lengths.sum(axis=1).max()))
@@ -151,7 +155,7 @@ def test_steps_are_not_told_where_the_pairs_were_not_counted(home, monkeypatch):
     monkeypatch.setattr(preview_module, "SAMPLED_ROWS", 40)
     for options in (dict(train_file="train.jsonl"), dict(train_file="nowhere.jsonl")):
         values = plan(model="shape.json", max_seq_len=32, gpu_memory_limit_gb=1, **options)
-        assert values["steps"] == dict(pairs=64, count=None, problem="")
+        assert values["steps"] == dict(pairs=64, count=None, warmup=None, problem="")
         assert "known once the data is tokenised" in table(values)
 
 

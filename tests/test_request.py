@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from config import TrainConfig, global_batch
+from config import TrainConfig, global_batch, load_config
 from model.request import KEEP_TRAINING, answer_early, read_request
 from tests.ranks import ROOT
 
@@ -78,13 +78,16 @@ def request(run_dir, *flags, **typed):
     return read_request((), dict(output_dir=str(run_dir), **dict.fromkeys(flags, "True"), **typed))
 
 
+OWN_RATE = load_config("pretrain", {}).learn_rate
+
+
 def test_a_run_without_a_checkpoint_leaves_no_options_behind(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(preset="sft", given=dict(learn_rate=0.5))))
-    assert request(tmp_path, is_keep_training="auto").config.learn_rate == TrainConfig().learn_rate
+    assert request(tmp_path, is_keep_training="auto").config.learn_rate == OWN_RATE
     examined, tested = (
         read_request((), dict(output_dir=str(tmp_path)), KEEP_TRAINING[command]) for command in ("doctor", "test")
     )
-    assert examined.config.learn_rate == TrainConfig().learn_rate, "a doctor looks at what a training would do"
+    assert examined.config.learn_rate == OWN_RATE, "a doctor looks at what a training would do"
     assert tested.config.learn_rate == 0.5, "a test needs no checkpoint"
     started(tmp_path, dict(preset="sft", given=dict(learn_rate=0.5)))
     assert request(tmp_path, is_keep_training="auto").config.learn_rate == 0.5
@@ -116,7 +119,7 @@ def test_a_run_of_another_preset_than_the_flag_s_is_refused_with_ways_out_that_w
 def test_who_starts_afresh_does_not_go_on(tmp_path):
     started(tmp_path, dict(preset="pretrain", given=dict(learn_rate=0.5)))
     afresh = request(tmp_path, "overwrite", is_keep_training="auto")
-    assert (afresh.config.learn_rate, afresh.keep_training) == (TrainConfig().learn_rate, False)
+    assert (afresh.config.learn_rate, afresh.keep_training) == (OWN_RATE, False)
     with pytest.raises(ValueError, match="goes on and --overwrite=True starts afresh"):
         request(tmp_path, "overwrite", "is_keep_training")
 
@@ -130,9 +133,9 @@ def test_the_size_of_a_step_that_a_run_was_given_holds_until_another_is_typed(tm
     assert [global_batch(again.config, world, again.typed) for world in (1, 2)] == [16, 32]
     again = request(tmp_path, "is_keep_training", global_batch_size="128")
     assert global_batch(again.config, 2, again.typed) == 128
-    again = request(tmp_path, "is_keep_training", batch_size_per_gpu="16", learn_rate="0.5")
+    again = request(tmp_path, "is_keep_training", batch_size_per_gpu="16", learn_rate="0.05")
     assert global_batch(again.config, 2, again.typed) == 64, "a script names the same again"
-    assert again.changed == (f"learn_rate {TrainConfig().learn_rate} -> 0.5",)
+    assert again.changed == (f"learn_rate {OWN_RATE} -> 0.05",)
     again = request(tmp_path, "is_keep_training", batch_size_per_gpu="16", gradient_accumulation_steps="2")
     assert [global_batch(again.config, world, again.typed) for world in (1, 2)] == [64, 64]
     with pytest.raises(ValueError, match="contradicts"):
@@ -171,3 +174,33 @@ def test_a_run_that_goes_on_cannot_begin_from_other_weights(tmp_path):
     assert request(tmp_path, "is_keep_training", finetune_from_ckp_file="./a/best").keep_training
     with pytest.raises(ValueError, match="began from 'a/best' and goes on"):
         request(tmp_path, "is_keep_training", finetune_from_ckp_file="b/best")
+
+
+@pytest.mark.parametrize(
+    "typed, parts",
+    [
+        (dict(learn_rate="1e-4"), ("muon takes 0.001 to 0.1", "for AdamW is about 0.01 here: type --learn_rate=0.01")),
+        (dict(learn_rate="1e-4", optimizer="adamw_rms"), ("--learn_rate=0.01", "adamw_rms's own 0.02")),
+        (dict(learn_rate="3e-2", optimizer="adamw"), ("--learn_rate=0.0003;", "adamw's own 0.0003")),
+        (dict(learn_rate="1e-4", is_finetune="True"), ("--learn_rate=0.01;", "muon's own 0.005")),
+        (dict(learn_rate="0.5", optimizer="adafactor"), ("adafactor's own 0.02",)),
+    ],
+)
+def test_a_typed_learning_rate_far_outside_is_refused_unless_one_insists(tmp_path, typed, parts):
+    with pytest.raises(ValueError, match="^--learn_rate=") as refusal:
+        request(tmp_path, **typed)
+    assert all(part in str(refusal.value) for part in (*parts, "--any_learn_rate=True"))
+    assert request(tmp_path, any_learn_rate="True", **typed).config.learn_rate == float(typed["learn_rate"])
+
+
+def test_a_run_that_goes_on_keeps_its_learning_rate_and_warm_up_whatever_the_ranges_and_defaults_are(tmp_path):
+    used = dict(learn_rate=1e-4, warmup_steps=1000)
+    given = dict(optimizer="adamw_rms", output_dir=str(tmp_path))
+    started(tmp_path, dict(preset="pretrain", given=given, config=used))
+    for again in (request(tmp_path, "is_keep_training"), request(tmp_path, "is_keep_training", learn_rate="1e-4")):
+        assert (again.config.learn_rate, again.config.warmup_steps, again.changed) == (1e-4, 1000, ())
+    with pytest.raises(ValueError, match="^--learn_rate=0.0002: adamw_rms"):
+        request(tmp_path, "is_keep_training", learn_rate="2e-4")
+    used["any_learn_rate"] = "True"
+    (tmp_path / "config.json").write_text(json.dumps(dict(preset="pretrain", given=used)))
+    assert request(tmp_path, "is_keep_training", learn_rate="2e-4").config.learn_rate == 2e-4
