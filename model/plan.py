@@ -256,6 +256,17 @@ def _step_time(plan, estimate, once):
     return forwards * (max(work, launches) + tokens / plan.chunk_tokens * CHUNK_LAUNCHES * once)
 
 
+def phase_problem(peaks, usable_bytes):
+    """Which phase of these peaks by phase does not fit and what to type, or nothing."""
+    name, needed = max(peaks.items(), key=lambda item: item[1])
+    if usable_bytes is None or needed <= usable_bytes:
+        return ""
+    remedy = "lower --max_seq_len"
+    if name == "generation":  # of one answer at a time: the plan halves their number first
+        remedy = "type --bleu_pairs=0, which generates no answers, or lower --max_seq_len or --max_new_tokens"
+    return f"{name} needs {needed / 2**30:.2f} GiB and {usable_bytes / 2**30:.2f} GiB are there: {remedy}"
+
+
 def _refusal(config, estimate, usable_bytes, usable_share):
     longest = estimate.lengths.longest
     checkpointing = config.gradient_checkpointing != "False"

@@ -28,6 +28,7 @@ from model.plan import (
     fitting_plan,
     launch_tokens_here,
     make_estimate,
+    phase_problem,
     predicted_peaks,
     recording_asked,
     recording_bytes,
@@ -73,7 +74,10 @@ class Sample:
 
 
 def answer(stray, options):
-    """What the command `plan` prints for these words: a table, or JSON under --json=True."""
+    """What the command `plan` prints for these words: a table, or JSON under --json=True.
+
+    Raises NothingFits, after printing that, where a phase of the run does not fit.
+    """
     own = {name: options.pop(name) for name in OWN_OPTIONS if name in options}
     num_processes, vocab_size = (
         as_type(name, own.get(name, 0), OWN_OPTIONS) for name in ("num_processes", "vocab_size")
@@ -89,7 +93,12 @@ def answer(stray, options):
         if as_json:
             print(ujson.dumps(dict(fits=False, refused=str(refusal)), indent=1))
         raise
-    return ujson.dumps(dict(fits=True) | values, indent=1) if as_json else table(values)
+    refused = phase_problem(values["phases"], values["machine"]["usable_bytes"])
+    told = ujson.dumps(dict(fits=not refused, refused=refused) | values, indent=1) if as_json else table(values)
+    if refused:
+        print(told)
+        raise NothingFits(refused)
+    return told
 
 
 def preview(config, typed, num_processes=0, vocab_size=0):
@@ -124,7 +133,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
         lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
         steps=_steps(config, typed, batch, num_pairs),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
-        forwards=round(estimate.forwards(tokens), 2), phases=predicted_peaks(estimate, plan),
+        forwards=round(estimate.forwards(tokens), 2), phases=_phases(config, estimate, plan),
         levers=_levers(config, shape, dtype, estimate, machine, plan),
         largest_block=dict(
             pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=shape.vocab_size,
@@ -186,6 +195,12 @@ def _steps(config, typed, batch, num_pairs):
     return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config, warmup, count))
 
 
+def _phases(config, estimate, plan):
+    """Peak bytes by phase; of generation only where the run generates answers."""
+    peaks = predicted_peaks(estimate, plan)
+    return {name: peak for name, peak in peaks.items() if name != "generation" or config.bleu_pairs}
+
+
 def _levers(config, shape, dtype, chosen, machine, plan):
     """What each lever would do: its peak, the largest micro-batch that fits, the time over the chosen plan's."""
     if machine.usable_bytes is None:
@@ -204,9 +219,12 @@ def _levers(config, shape, dtype, chosen, machine, plan):
         beside = recording_bytes(chosen, plan.cut_as(cutting))  # no optimizer changes it
         peak, limit = estimate.step_peak(*cutting) + beside, machine.usable_bytes * USABLE
         most = fitting_plan(estimate, chosen.share_pairs * chosen.lengths.longest, limit - beside, *cutting[1:])
+        fits = peak <= limit and not phase_problem(
+            _phases(config, estimate, plan.cut_as(cutting)), machine.usable_bytes
+        )
         factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
         levers.append(
-            dict(lever=name, peak_bytes=peak, fits=peak <= limit, time_factor=round(factor, 3),
+            dict(lever=name, peak_bytes=peak, fits=fits, time_factor=round(factor, 3),
                  largest_micro_batch_tokens=most.micro_batch_tokens if most else 0)
         )  # fmt: skip
     return levers
@@ -249,7 +267,8 @@ def table(values):
          "{gradient_checkpointing}, {answers} answers at a time".format(**plan)),
         ("recorded steps", "yes: replayed as CUDA graphs" if plan["graphs"] else "no"),
         ("forwards a step", f"{values['forwards']} on average, for {values['share_pairs']} pairs a GPU"),
-        *((f"peak: {name}", gib(count)) for name, count in values["phases"].items()),
+        *((f"peak: {name}", gib(count) + ", does not fit" * (count > (limit or math.inf)))
+          for name, count in values["phases"].items()),
         *((f"with {lever['lever']}", _lever_text(lever)) for lever in values["levers"]),
         ("an ordinary trainer", "{pairs} x {tokens} x {vocabulary:,} x 4 B = ".format(**block)
          + f"{block['bytes'] / GIB:.2f} GiB of logits in one block; here there is none"),

@@ -196,6 +196,7 @@ def test_what_a_training_was_told_of_its_own_memory_does_not_refuse_a_test(home)
     (home / "long.jsonl").write_text(json.dumps(dict(prompt="x" * 31, response="y" * 31)) + "\n")
     (home / "short.jsonl").write_text(json.dumps(dict(prompt="x", response="y")) + "\n")
     own = dict(train_file="short.jsonl", validation_file="short.jsonl", micro_batch_tokens=40, global_batch_size=1)
+    own["warmup_steps"] = 0
     done = train(home, output_dir="cut", **SHORT | own)
     assert done.codes == [0], done.text
     done = command(home, "test", "--output_dir=cut", "--test_file=long.jsonl")

@@ -126,6 +126,22 @@ def test_a_limit_that_is_too_low_is_answered_with_one_that_is_not(capsys):
     assert json.loads(answer((), limit | dict(gpu_memory_limit_gb=enough)))["fits"]
 
 
+def test_a_phase_that_does_not_fit_is_told_with_what_to_type(capsys):
+    words = dict(model="chatlm", vocab_size="40960", num_processes="1", gpu_memory_limit_gb="4", max_seq_len="1024")
+    words |= dict(max_new_tokens="4000")
+    with pytest.raises(NothingFits, match="^generation needs 3.63 GiB and 3.41 GiB are there: type --bleu_pairs=0"):
+        answer((), dict(words))
+    shown = capsys.readouterr().out
+    assert re.search(r"^peak: generation +3.63 GiB, does not fit$", shown, re.MULTILINE)
+    assert re.search(r"^with gradient checkpointing True .* does not fit", shown, re.MULTILINE)
+    with pytest.raises(NothingFits):
+        answer((), words | dict(json="True"))
+    values = json.loads(capsys.readouterr().out)
+    assert not values["fits"] and values["refused"].startswith("generation") and values["plan"]["answers"] == 1
+    without = json.loads(answer((), words | dict(bleu_pairs="0", json="True")))
+    assert without["fits"] and "generation" not in without["phases"]
+
+
 def test_a_vocabulary_that_cannot_be_known_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="type --vocab_size=N"):

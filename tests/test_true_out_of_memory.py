@@ -33,7 +33,9 @@ def train_with_little_memory(spare_mib, name):
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     attempt._share_gradients = in_a_tight_place
-    return main(words(output_dir=name, global_batch_size=44, model="wide.json", micro_batch_tokens=4096))
+    return main(
+        words(output_dir=name, global_batch_size=44, warmup_steps=0, model="wide.json", micro_batch_tokens=4096)
+    )
 
 
 def test_promise_4_a_step_in_which_a_cpu_s_allocator_truly_fails_is_done_again_and_the_run_completes(tmp_path):
@@ -50,7 +52,7 @@ def test_promise_4_a_step_in_which_a_cpu_s_allocator_truly_fails_is_done_again_a
 
 def train_under_a_cap(name):
     return main(words(
-        output_dir=name, global_batch_size=44, model="wide.json", epochs=1, gpu_memory_limit_gb=2,
+        output_dir=name, global_batch_size=44, warmup_steps=0, model="wide.json", epochs=1, gpu_memory_limit_gb=2,
     ))  # fmt: skip
 
 
@@ -83,7 +85,7 @@ def fill_the_card_in_step_2(name):
         return gradients(ranks, model, plan, config, work, *args)
 
     attempt._share_gradients = in_a_tight_place
-    return main(words(output_dir=name, global_batch_size=44, epochs=3, gpu_memory_limit_gb=4))
+    return main(words(output_dir=name, global_batch_size=44, warmup_steps=0, epochs=3, gpu_memory_limit_gb=4))
 
 
 @pytest.mark.gpu
