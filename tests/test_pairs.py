@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from model.pairs import as_text, read_pairs, read_rows
+from model.columns import as_text
+from model.pairs import read_pairs, read_rows
 
 QUESTION, ANSWER = "高血压怎么办？", "少吃盐，多运动。"
 PAIR = (QUESTION, ANSWER)
