@@ -26,7 +26,7 @@ REASONS = ("empty prompt", "empty response", "damaged text", "private use", "too
 
 MAX_NESTING = 8
 TURNS, COLUMN, CONTEXT = "turns", "column", "context"  # what a row may hold that no pair has
-MAX_NAMED, MAX_NAME_CHARS = 50, 40
+MAX_NAMED, MAX_NAME_CHARS = 20, 40
 
 _EMOJI = "\u203c-\u2bff\u3030\u303d\u3297\u3299\U0001f000-\U0001faff"
 _STRAY_SELECTOR = re.compile(f"(?<![0-9#*\u00a9\u00ae{_EMOJI}])[\ufe0e\ufe0f]")
@@ -107,7 +107,9 @@ def describe_ignored(ignored: Counter) -> str:
     told = {kind: [] for kind in words}
     for (kind, name), count in ignored.most_common():
         unit = units[kind] if count > 1 else units[kind].replace("s", "", 1)
-        told[kind].append(f"{repr(name)} " * bool(name) + f"({count:,} {unit})")
+        told[kind].append(
+            f"({count:,} {unit})" if kind == CONTEXT else f"{repr(name) if name else 'others'} ({count:,} {unit})"
+        )
     lines = [f"{words[kind]} {', '.join(names)}" for kind, names in told.items() if names]
     return f"not used: {'; '.join(lines)}" if lines else ""
 
@@ -127,7 +129,9 @@ def clean_text(text: str) -> str:
     return _STRAY_JOINER.sub("", _STRAY_SELECTOR.sub("", text)).strip()
 
 
-def read_rows(path: str | Path, on_malformed: OnMalformed = refuse) -> Iterator[dict]:
+def read_rows(
+    path: str | Path, prompt_column: str = "", response_column: str = "", on_malformed: OnMalformed = refuse
+) -> Iterator[dict]:
     """Every row of the file as {column: value}; each question of a dialogue with its answer is a row of its own.
 
     A row with a prompt and a response is a pair, whatever else it holds. A dialogue is a list of {role, content} or
@@ -136,7 +140,7 @@ def read_rows(path: str | Path, on_malformed: OnMalformed = refuse) -> Iterator[
     Raises ValueError, at the first row it cannot read; a malformed one (a line of JSON lines, a null, a csv row with
     too many cells, a dialogue with such a turn) is left out where on_malformed returns.
     """
-    return _rows(Path(path), _Asked("", "", on_malformed, Counter()))
+    return _rows(Path(path), _Asked(prompt_column, response_column, on_malformed, Counter()))
 
 
 def _rows(path: Path, asked: _Asked) -> Iterator[dict]:

@@ -1,18 +1,20 @@
 """Cleans data files and writes their pairs as one parquet file, with a count of what was dropped and why.
 
 python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output VALID.parquet] [--validation_share 0.01]
-    [--prompt_column NAME] [--response_column NAME] [--max_chars 2048] [--overwrite]
+    [--prompt_column NAME] [--response_column NAME] [--max_chars 2048] [--strict] [--overwrite]
 
-Reads .json, .jsonl, .csv, .tsv and .parquet. A file appears whole or not at all. A hash of the pair decides whether
-it goes to VALID.parquet, so it does too when more data comes. Host memory: about 100 bytes for each pair kept, to know
-duplicates, and a row group. Exit codes: 0 written, 2 input or options refused, 1 disk or
-permission. Malformed is a row that cannot be read: a broken line, a null, cells that no column is for. Damaged text is
-text with U+FFFD in it; private use means characters that no two fonts show alike.
+Reads .json, .jsonl, .csv, .tsv and .parquet. An output appears whole or not at all. A hash of the pair decides whether
+it goes to VALID.parquet, so it does too when more data comes. Host memory: about 120 bytes for each pair kept, to know
+duplicates, and a row group. An input that cannot be read to its end is left out as a whole, and named; with --strict
+nothing is written then. Exit codes: 0 written, 2 input or options refused or nothing kept, 1 disk or permission.
+Malformed is a row that cannot be read: a broken line, a null, cells that no column is for. Damaged text is text with
+U+FFFD in it; private use means characters that no two fonts show alike.
 """
 
 import argparse
 import os
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,11 +24,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from model.columns import find_columns, in_words
 from model.durable import make_output_directory
-from model.pairs import REASONS, NoRows, clean_pair, find_columns, read_pairs, read_rows
+from model.pairs import REASONS, NoRows, clean_pair, describe_ignored, read_pairs, read_rows
 
 ROW_GROUP_PAIRS = 20_000
 SCHEMA = pa.schema({"prompt": pa.string(), "response": pa.string()})
@@ -37,11 +41,13 @@ NUM_TOLD = 3  # malformed rows of a file that are named
 
 @dataclass
 class Input:
-    """A file to read and what became of its rows: their number, by COLUMNS, and the first malformed ones in words."""
+    """A file to read; its rows by COLUMNS, the first malformed ones, what is not used of it, why it cannot be read."""
 
     path: str
     counts: Counter = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+    ignored: Counter = field(default_factory=Counter)
+    failure: str = ""
 
     def drop_malformed(self, problem: str) -> None:
         self.counts.update(read=1, malformed=1)
@@ -51,6 +57,8 @@ class Input:
 
 def main() -> None:
     options = parse_options()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8, nor the terminal
     try:
         inputs, written = prepare(options)
     except (ValueError, OSError) as error:
@@ -58,8 +66,9 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ValueError) else 1)
     print(format_counts(inputs))
     print_problems(inputs)
-    for path, count in written.items():
-        print(f"{path}: {count:,} pairs written")
+    for source in filter(lambda source: source.ignored, inputs):
+        print(f"{source.path}: {describe_ignored(source.ignored)}")
+    print_written(written)
 
 
 def parse_options() -> argparse.Namespace:
@@ -71,12 +80,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompt_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--response_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
+    parser.add_argument("--strict", action="store_true", help="write nothing where an input cannot be read to its end")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser.parse_args()
 
 
-def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, int]]:
-    """Writes the output; gives the inputs in order, and the pairs written to each file.
+def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, array]]:
+    """Writes the output; gives the inputs in order, and the fingerprint of each prompt written to each file.
 
     Raises ValueError, with nothing written.
     """
@@ -84,22 +94,47 @@ def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, int]]:
     if options.max_chars < 1:
         raise ValueError(f"--max_chars={options.max_chars}: a side needs at least 1 character")
     share = check_share(options)
-    inputs = [Input(path) for path in options.inputs]
+    inputs = list(map(Input, check_inputs(options.inputs, outputs)))
     for output in outputs:
         make_output_directory(output.parent)
     partials = [output.with_name(f".{output.name}.{os.getpid()}.partial") for output in outputs]
     try:
-        counts = write_parquet(clean_files(inputs, options), partials, share)
-        if not counts[0]:
-            raise ValueError("no pair is left, so nothing was written:\n" + format_counts(inputs))
-        if not all(counts):
-            raise ValueError(f"--validation_share={share}: none of {counts[0]:,} pairs; give more, nothing was written")
+        prompts = write_readable(inputs, options, partials, share)
+        refuse_result(inputs, list(map(len, prompts)), share)
         for partial, output in zip(partials, outputs, strict=True):
             os.replace(partial, output)
     finally:
         for partial in partials:
             partial.unlink(missing_ok=True)
-    return inputs, dict(zip(outputs, counts, strict=True))
+    return inputs, dict(zip(outputs, prompts, strict=True))
+
+
+def write_readable(inputs: list[Input], options: argparse.Namespace, paths: list[Path], share: float) -> list[array]:
+    """Writes the pairs of the inputs that can be read to their end; gives the prompts' hashes of each file.
+
+    The pairs before the place where an input breaks are out again: the others are then written once more.
+    """
+    prompts = write_parquet(clean_files(inputs, options), paths, share)
+    failed = [source for source in inputs if source.failure]
+    if failed and options.strict:
+        raise ValueError("\n".join([*(source.failure for source in failed), "nothing was written (--strict)"]))
+    if not any(source.counts["kept"] for source in failed):
+        return prompts
+    for source in inputs:
+        if source.counts["kept"] or not source.failure:
+            source.counts, source.problems, source.ignored = Counter(), [], Counter()
+    return write_readable(inputs, options, paths, share)
+
+
+def refuse_result(inputs: list[Input], counts: list[int], share: float) -> None:
+    """Raise ValueError where a file would have no pairs; `counts` has the number for each."""
+    if not counts[0]:
+        reasons = [source.failure for source in inputs if source.failure]
+        if len(reasons) < len(inputs):
+            reasons.append("no pair is left, so nothing was written:\n" + format_counts(inputs))
+        raise ValueError("\n".join(reasons))
+    if not all(counts):
+        raise ValueError(f"--validation_share={share}: none of {counts[0]:,} pairs; give more, nothing was written")
 
 
 def check_outputs(options: argparse.Namespace) -> list[Path]:
@@ -114,9 +149,32 @@ def check_outputs(options: argparse.Namespace) -> list[Path]:
             raise ValueError(f"--{name}={output}: the output is a parquet file; give it a name that ends in .parquet")
         if output.exists() and not options.overwrite:
             raise ValueError(f"--{name}={output}: it is there already; give another name, or add --overwrite")
-    if len(set(outputs.values())) < len(outputs):
+    if len(set(map(identity, outputs.values()))) < len(outputs):
         raise ValueError(f"--output and --validation_output are both {options.output}: give two names")
     return list(outputs.values())
+
+
+def check_inputs(paths: list[str], outputs: list[Path]) -> list[str]:
+    """The inputs, each file once under whatever names it was given; ValueError where one is an output."""
+    written = {identity(output): output for output in outputs}
+    found = {}
+    for path in paths:
+        key = identity(Path(path))
+        if key in written:
+            raise ValueError(f"{path}: it is the output {written[key]} too; give the output another name")
+        if key in found:
+            print(f"prepare_data: {path}: the same file as {found[key]}, read once", file=sys.stderr)
+        found.setdefault(key, path)
+    return list(found.values())
+
+
+def identity(path: Path) -> tuple[int, int] | str:
+    """Equal for two paths to one file, or to one that is not there yet."""
+    try:
+        status = path.stat()
+        return status.st_dev, status.st_ino
+    except OSError:
+        return os.path.realpath(path)
 
 
 def check_share(options: argparse.Namespace) -> float:
@@ -130,78 +188,88 @@ def check_share(options: argparse.Namespace) -> float:
 
 
 def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """The pairs worth keeping, each once over all files; fills in the counts. ValueError if a side is always empty."""
+    """The pairs worth keeping, each once over all files; fills in the inputs' counts and failures."""
     seen = set()
-    for source in inputs:
-        has_prompt = has_response = False
-        for pair in pairs_of(source, options):
-            cleaned = clean_pair(*pair, options.max_chars)
-            has_prompt = has_prompt or cleaned != "empty prompt"
-            has_response = has_response or bool(pair[1].strip())
-            if not isinstance(cleaned, str) and (key := fingerprint(cleaned)) in seen:
-                cleaned = "duplicate"
-            source.counts["read"] += 1
-            source.counts[cleaned if isinstance(cleaned, str) else "kept"] += 1
-            if not isinstance(cleaned, str):
-                seen.add(key)
-                yield cleaned
-        if not (has_prompt and has_response):
-            raise ValueError(describe_empty_side(source, has_prompt, options))
+    for source in (source for source in inputs if not source.failure):
+        try:
+            yield from clean_file(source, options, seen)
+        except (ValueError, OSError) as error:
+            source.failure = str(error)
+
+
+def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> Iterator[tuple[str, str]]:
+    """The pairs of a file worth keeping and not in `seen`, which gets them. ValueError if a side is always empty."""
+    has_prompt = has_response = False
+    for pair in pairs_of(source, options):
+        cleaned = clean_pair(*pair, options.max_chars)
+        has_prompt = has_prompt or cleaned != "empty prompt"
+        has_response = has_response or bool(pair[1].strip())
+        if not isinstance(cleaned, str) and (key := fingerprint(*cleaned)) in seen:
+            cleaned = "duplicate"
+        source.counts["read"] += 1
+        source.counts[cleaned if isinstance(cleaned, str) else "kept"] += 1
+        if not isinstance(cleaned, str):
+            seen.add(key)
+            yield cleaned
+    if not (has_prompt and has_response):
+        raise ValueError(describe_empty_side(source, has_prompt, options))
 
 
 def pairs_of(source: Input, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The pairs of the rows that can be read; the others are counted. ValueError if there are only others."""
     try:
-        yield from read_pairs(source.path, options.prompt_column, options.response_column, source.drop_malformed)
+        columns = options.prompt_column, options.response_column
+        yield from read_pairs(source.path, *columns, source.drop_malformed, source.ignored)
     except NoRows:
         if not source.problems:
             raise
         raise ValueError(f"none of {source.counts['malformed']:,} rows can be read: {source.problems[0]}") from None
 
 
-def fingerprint(pair: tuple[str, str]) -> bytes:
-    """16 bytes that differ for different pairs; clean text holds no NUL, so the two sides cannot run together."""
-    return blake2b("\0".join(pair).encode(), digest_size=16).digest()
+def fingerprint(*texts: str) -> bytes:
+    """16 bytes that differ for different texts; clean text holds no NUL, so two sides cannot run together."""
+    return blake2b("\0".join(texts).encode(), digest_size=16).digest()
 
 
 def describe_empty_side(source: Input, has_prompt: bool, options: argparse.Namespace) -> str:
     """What to tell the user of a file that has no prompt, or no response, in any row."""
-    names = tuple(next(read_rows(source.path, on_malformed=lambda problem: None)))
+    typed = options.prompt_column, options.response_column
+    names = tuple(next(read_rows(source.path, *typed, on_malformed=lambda problem: None)))
     num_rows = source.counts["read"] - source.counts["malformed"]
-    prompts, responses = find_columns(names, options.prompt_column, options.response_column)
+    prompts, responses = find_columns(names, *typed)
     side = "response" if has_prompt else "prompt"
     used = responses if has_prompt else dict.fromkeys(name for columns in prompts for name in columns)
     return (
         f"{source.path}: the {side} is empty in all {num_rows:,} rows (read from {', '.join(map(repr, used))}; columns "
-        f"found: {', '.join(map(repr, names))}); name the right one with --{side}_column=NAME, or leave the file out"
+        f"found: {in_words(names)}); name the right one with --{side}_column=NAME, or leave the file out"
     )
 
 
-def write_parquet(pairs: Iterator[tuple[str, str]], paths: list[Path], validation_share: float) -> list[int]:
-    """Writes the pairs as they come, a row group of ROW_GROUP_PAIRS at a time; gives the number in each file.
+def write_parquet(pairs: Iterator[tuple[str, str]], paths: list[Path], validation_share: float) -> list[array]:
+    """Writes the pairs as they come, a row group of ROW_GROUP_PAIRS at a time; gives the prompts' hashes of each file.
 
-    Where there is a second path, that share of them goes there.
+    Where there is a second path, that share of the pairs goes there.
     """
-    counts, groups = [0] * len(paths), [[] for _ in paths]
+    prompts, groups = [array("Q") for _ in paths], [[] for _ in paths]
     limit = int(validation_share * 2**64) if len(paths) > 1 else 0
     with ExitStack() as stack:
-        writers = [stack.enter_context(pq.ParquetWriter(path, SCHEMA, compression="zstd")) for path in paths]
+        files = [stack.enter_context(open(path, "wb")) for path in paths]  # pyarrow opens no name that is not UTF-8
+        writers = [stack.enter_context(pq.ParquetWriter(file, SCHEMA, compression="zstd")) for file in files]
         for pair in pairs:
-            place = int(int.from_bytes(fingerprint(pair)[:8]) < limit)
-            counts[place] += 1
+            place = int(int.from_bytes(fingerprint(*pair)[:8]) < limit)
+            prompts[place].append(int.from_bytes(fingerprint(pair[0])[:8]))
             groups[place].append(pair)
             if len(groups[place]) == ROW_GROUP_PAIRS:
-                write_group(writers[place], groups[place])
+                writers[place].write_table(as_table(groups[place]))
+                groups[place].clear()
         for writer, group in zip(writers, groups, strict=True):
-            write_group(writer, group)
-    return counts
+            if group:
+                writer.write_table(as_table(group))
+    return prompts
 
 
-def write_group(writer: pq.ParquetWriter, group: list[tuple[str, str]]) -> None:
-    """Writes the pairs of `group` as a row group, and empties it."""
-    if group:
-        writer.write_table(pa.table(list(zip(*group, strict=True)), schema=SCHEMA))
-        group.clear()
+def as_table(pairs: list[tuple[str, str]]) -> pa.Table:
+    return pa.table(list(zip(*pairs, strict=True)), schema=SCHEMA)
 
 
 def format_counts(inputs: list[Input]) -> str:
@@ -217,12 +285,24 @@ def format_counts(inputs: list[Input]) -> str:
 
 
 def print_problems(inputs: list[Input]) -> None:
-    """Names the first malformed rows of each file."""
+    """Names the inputs that could not be read to their end, and the first malformed rows of each."""
     for source in inputs:
         for problem in source.problems:
             print(f"prepare_data: left out: {problem}", file=sys.stderr)
         if (others := source.counts["malformed"] - len(source.problems)) > 0:
             print(f"prepare_data: left out: {others:,} more rows of {source.path}", file=sys.stderr)
+        if source.failure:
+            print(f"prepare_data: left out: the whole file: {source.failure}", file=sys.stderr)
+
+
+def print_written(written: dict[Path, array]) -> None:
+    """Names each file written, and how many of its pairs share their prompt with others there or in the first file."""
+    (output, prompts), *others = ((path, np.frombuffer(hashes, np.uint64)) for path, hashes in written.items())
+    distinct = np.unique(prompts)
+    print(f"{output}: {len(prompts):,} pairs written, {len(distinct):,} different prompts")
+    for path, hashes in others:
+        shared = int(np.isin(hashes, distinct).sum())
+        print(f"{path}: {len(hashes):,} pairs written, {shared:,} with a prompt that is in {output} too")
 
 
 if __name__ == "__main__":

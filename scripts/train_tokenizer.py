@@ -85,6 +85,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8, nor the terminal
     held: list[str] = []
     started = time.perf_counter()
     try:

@@ -107,7 +107,7 @@ def test_the_output_is_zstd_with_row_groups_of_20000_pairs_and_can_be_an_input(t
 def test_a_file_with_one_side_always_empty_is_refused_by_name(tmp_path, prepare):
     write_rows(tmp_path / "belle.jsonl", [None, {"question": "q", "std_answer": "", "class": "c"}, {"question": ""}])
     write_rows(tmp_path / "good.jsonl", ROWS)
-    code, table, errors = prepare("good.jsonl", "belle.jsonl", "--output", "out.parquet")
+    code, table, errors = prepare("good.jsonl", "belle.jsonl", "--output", "out.parquet", "--strict")
     assert (code, table) == (2, "")
     assert "belle.jsonl: the response is empty in all 2 rows (read from 'std_answer'; " in errors
     assert "'question', 'std_answer', 'class'" in errors and "--response_column=NAME" in errors
@@ -140,7 +140,7 @@ def test_an_output_that_is_there_stays_as_it_is_until_a_whole_one_replaces_it(tm
     (tmp_path / "bad.json").write_text("[1", encoding="utf-8")
     code, _, errors = prepare("good.jsonl", "--output", output)
     assert code == 2 and "--overwrite" in errors
-    assert prepare("good.jsonl", "bad.json", "--output", output, "--overwrite")[0] == 2
+    assert prepare("good.jsonl", "bad.json", "--output", output, "--overwrite", "--strict")[0] == 2
     assert output.read_bytes() == b"old"
     assert prepare("good.jsonl", "--output", output, "--overwrite")[0] == 0
     assert pq.read_metadata(output).num_rows == 3
