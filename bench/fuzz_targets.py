@@ -11,10 +11,14 @@ import functools
 import io
 import json
 import os
+import resource
 import shutil
+from collections import Counter
 from dataclasses import asdict, fields
+from itertools import islice
 
 import fire
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -24,8 +28,9 @@ from bench.fuzz_checkpoint import check_checkpoint, tiny_run
 from bench.mutations import mutate, mutate_tree
 from config import FLAGS, TrainConfig, model_config
 from model.chat_model import TextToTextModel
+from model.columns import PROMPT_COLUMNS, RESPONSE_COLUMNS
 from model.export import load_into, load_weights
-from model.pairs import PROMPT_COLUMNS, RESPONSE_COLUMNS, read_pairs
+from model.pairs import read_pairs
 from model.report import read_journal
 from model.request import read_request
 from model.tokenizer import PROBE, load_tokenizer
@@ -100,10 +105,14 @@ def check_csv(draw, folder, suffix=".csv"):
     path, again = folder / f"data{suffix}", folder / f"again{suffix}"
     path.write_bytes(data)
     found = pairs_of(path)
-    read = list(csv.reader(io.StringIO(decoded(data), newline=""), delimiter=separator))
-    with open(again, "w", encoding="utf-8", newline="") as file:
-        csv.writer(file, delimiter=separator, quoting=csv.QUOTE_ALL).writerows(filter(None, read))
-    assert found == pairs_of(again)
+    readings = []
+    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONE)[: 1 + (suffix == ".tsv")]:
+        read = list(csv.reader(io.StringIO(decoded(data), newline=""), delimiter=separator, quoting=quoting))
+        with open(again, "w", encoding="utf-8", newline="") as file:
+            csv.writer(file, delimiter=separator, quoting=csv.QUOTE_ALL).writerows(filter(None, read))
+        with contextlib.suppress(ValueError):
+            readings.append(pairs_of(again))
+    assert found in readings
 
 
 def check_parquet(draw, folder):
@@ -120,6 +129,36 @@ def check_parquet(draw, folder):
     found = pairs_of(path)
     pq.write_table(pq.read_table(path, use_threads=False), again)
     assert found == pairs_of(again)
+
+
+def check_parquet_bomb(draw, folder):
+    """A small file of few distinct values that stand for many rows, turns or nulls."""
+    path, count = folder / "data.parquet", draw.choice((3, 500, 20_000, 3_000_000))
+    value = text(draw) * draw.choice((1, 1000, 300_000))
+    repeated = pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), [value])
+    columns = dict(prompt=repeated, response=pa.DictionaryArray.from_arrays(repeated.indices, ["r"]))
+    extra = pa.nulls(count, draw.choice((pa.string(), pa.binary(50_000 if count <= 500 else 1), pa.int64())))
+    if draw.random() < 0.3:
+        columns["x"] = extra
+    elif draw.random() < 0.4:
+        columns["prompt"] = columns["prompt"].take(pa.array(np.where(np.arange(count) % 2, 0, None)))
+    elif draw.random() < 0.3:
+        turn = pa.StructArray.from_arrays([columns["response"], draw.choice((repeated, extra))], ["role", "content"])
+        columns = dict(messages=pa.ListArray.from_arrays([0, count], turn))
+    table = pa.table(columns)
+    pq.write_table(table, path, compression=draw.choice(("snappy", "zstd")), store_schema=draw.random() < 0.5)
+    if draw.random() < 0.5:
+        path.write_bytes(mutate(draw, path.read_bytes()))
+    before, told = _peak_mib(), []
+    try:
+        found = Counter(islice(read_pairs(path, on_malformed=lambda problem: told.append(1)), 20_000))
+    finally:
+        assert _peak_mib() - before < 400, "a small file took more memory than it may"
+    assert len(found) < 20, "few values became many"
+
+
+def _peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def check_options(draw, folder):
@@ -233,6 +272,7 @@ TARGETS = {
     "csv": check_csv,
     "tsv": functools.partial(check_csv, suffix=".tsv"),
     "parquet": check_parquet,
+    "parquet bomb": check_parquet_bomb,
     "checkpoint": check_checkpoint,
     "command line": check_options,
     "config.json of a run": check_stored_request,

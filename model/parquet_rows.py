@@ -1,8 +1,8 @@
 """Rows of a parquet file in bounded memory, although a few hundred bytes of it can stand for any number of them.
 
-What the footer says of each column decides how it is read: as a dictionary, whose values are held once however many
-rows they stand for, where that is small or suspiciously compressible; in small batches otherwise. Each batch is
-measured before it becomes Python objects.
+What the footer and the size of its dictionary say of each column decide how it is read: as a dictionary, whose values
+are held once however many rows they stand for, or in batches that are small where the dictionary is large. Each batch
+is measured before it becomes Python objects.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from model.json_items import MAX_ITEM_CHARS, OnMalformed
 
-BATCH_ROWS, DENSE_BATCH_ROWS, BATCH_BYTES = 1000, 200, 64 << 20
-SMALL_CHUNK_BYTES = 2 << 20  # a dictionary is copied for each batch
+BATCH_ROWS, BATCH_BYTES = 1000, 128 << 20
+SMALL_CHUNK_BYTES = 8 << 20  # a dictionary is copied for each batch
 COMPRESSION = 50  # text takes at least its size / this; what takes less is repetition
 FREE_BYTES, FREE_VALUES, VALUES_PER_BYTE = 64 << 20, 2_000_000, 4  # what a file may expand to however small it is
 LONG_ROW_PRICE = 1 << 20  # characters that a row too long to be read counts as
@@ -48,7 +48,7 @@ def _rows(path, source, on_malformed):
     _check_size(path, file_bytes, footer)
     left = FREE_BYTES + EXPANSION * file_bytes
     for group in range(footer.num_row_groups):
-        chunks = _chunks(footer.metadata.row_group(group), schema)
+        chunks = _chunks(source, footer.metadata.row_group(group), schema)
         as_dictionary = [chunk.path for chunk in chunks if chunk.is_dictionary]
         # Without pre_buffer a row group is read page by page, so its size does not set the memory needed.
         file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False, buffer_size=1 << 20,
@@ -102,40 +102,63 @@ def _width(kind):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A column of a row group: how it is read, its size, and whether a row holds any number of its values."""
+    """A column of a row group: how it is read, whether a row holds any number of its values, and its size.
+
+    Each value may take `repeated_bytes`, although the file holds it once.
+    """
 
     path: str
     is_dictionary: bool
     is_delta: bool
     is_nested: bool
+    repeated_bytes: int
     num_bytes: int
     num_values: int
 
 
-def _chunks(group, schema):
+def _chunks(source, group, schema):
     chunks = []
     for i in range(group.num_columns):
         chunk, column = group.column(i), schema.column(i)
         num_bytes, is_delta = chunk.total_uncompressed_size, "DELTA_BYTE_ARRAY" in chunk.encodings
-        is_readable = not {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"} & set(chunk.encodings)
+        is_nested = column.max_repetition_level > 0
+        dictionary_bytes = min(_dictionary_bytes(source, chunk), num_bytes)
         is_small = num_bytes <= SMALL_CHUNK_BYTES or num_bytes > COMPRESSION * chunk.total_compressed_size
-        is_dictionary = column.physical_type == "BYTE_ARRAY" and is_small and is_readable
-        nested = column.max_repetition_level > 0
-        chunks.append(_Chunk(column.path, is_dictionary, is_delta, nested, num_bytes, chunk.num_values))
+        is_readable = not {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"} & set(chunk.encodings)
+        is_dictionary = 2 * dictionary_bytes > num_bytes or (is_nested and is_small)
+        is_dictionary = is_dictionary and is_readable and column.physical_type == "BYTE_ARRAY"
+        repeated_bytes = 4 * num_bytes if is_delta else dictionary_bytes  # a delta's values are held several times
+        chunks.append(
+            _Chunk(column.path, is_dictionary, is_delta, is_nested, repeated_bytes, num_bytes, chunk.num_values)
+        )
     return chunks
+
+
+def _dictionary_bytes(source, chunk):
+    """Uncompressed size of the dictionary with which a chunk begins, 0 where it begins with values.
+
+    Its header is a Thrift struct that begins with two integers: the kind of page, 2 for a dictionary, and the size.
+    """
+    starts = [chunk.data_page_offset, chunk.dictionary_page_offset if chunk.has_dictionary_page else None]
+    source.seek(max(0, min(filter(None, starts), default=0)))
+    header = source.read(8)
+    if header[:3] != b"\x15\x04\x15":
+        return 0
+    size = sum((byte & 127) << 7 * i for i, byte in enumerate(header[3:]))
+    last = next((i for i, byte in enumerate(header[3:]) if byte < 128), 4)
+    return (size & (1 << 7 * (last + 1)) - 1) >> 1
 
 
 def _batch_rows(path, chunks):
     """Rows of a batch for which the memory of a batch is bounded."""
     rows = BATCH_ROWS
     for chunk in chunks:
-        if not chunk.is_dictionary and chunk.num_bytes > SMALL_CHUNK_BYTES:
-            rows = min(rows, DENSE_BATCH_ROWS, BATCH_BYTES * chunk.num_values // chunk.num_bytes)
         if chunk.is_delta and chunk.is_nested and chunk.num_values * chunk.num_bytes > MAX_NESTED_DELTA_BYTES:
             raise ValueError(f"{path}: lists in the encoding DELTA_BYTE_ARRAY may expand without end; write the file "
                              "again with column_encoding='PLAIN'")  # fmt: skip
-        if chunk.is_delta:  # each value may repeat the one before
-            rows = min(rows, BATCH_BYTES // 2 // max(1, chunk.num_bytes))
+        if not chunk.is_dictionary:
+            rows = min(rows, BATCH_BYTES * chunk.num_values // max(1, chunk.num_bytes))
+            rows = min(rows, BATCH_BYTES // max(1, chunk.repeated_bytes))
     return max(1, rows)
 
 
@@ -145,9 +168,11 @@ def _count_chars(array):
     if pa.types.is_dictionary(kind):
         lengths = np.append(_count_chars(array.dictionary), 1)
         return lengths[array.indices.fill_null(len(lengths) - 1).to_numpy(zero_copy_only=False)]
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return _count_chars(array.cast(pa.large_binary()))
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return pc.utf8_length(array).fill_null(1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return pc.binary_length(array).fill_null(1).to_numpy(zero_copy_only=False).astype(np.int64)
     if pa.types.is_struct(kind):
         return sum(map(_count_chars, array.flatten()), np.ones(len(array), np.int64))

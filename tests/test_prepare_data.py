@@ -1,11 +1,13 @@
 """scripts/prepare_data.py as people run it: what it writes, counts and refuses, and never half a file."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -198,3 +200,72 @@ def test_a_folder_or_an_output_that_cannot_be_made_is_refused_in_a_sentence(tmp_
     ):
         code, table, errors = prepare(*words)
         assert (code, table, errors.count("\n")) == (2, "", 1) and said in errors and "Errno" not in errors
+
+
+def test_a_file_that_cannot_be_read_is_left_out_whole_and_the_others_are_prepared(tmp_path, prepare):
+    write_rows(tmp_path / "good.jsonl", ROWS)
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "cut.json").write_text('[{"prompt": "p", "response": "r"},\n{"prompt": "问一", "response": "答一"}, {')
+    (tmp_path / "belle.jsonl").write_text('{"question": "q", "std_answer": ""}')
+    bad = ["empty.json", "cut.json", "belle.jsonl"]
+    code, out, errors = prepare(bad[1], "good.jsonl", *bad[::2], "--output=out.parquet", "--max_chars=50")
+    assert code == 0 and errors.count("left out: the whole file: ") == 3 and all(name in errors for name in bad)
+    table = out.partition("\nout.parquet")[0]
+    assert counts_in(table, "cut.json")["read"] == 0 and counts_in(table, "good.jsonl") == counts_in(out, "total") | {
+        "read": 8, "empty response": 1
+    }  # fmt: skip
+    assert [row["prompt"] for row in pq.read_table(tmp_path / "out.parquet").to_pylist()] == ["问一", "问二"]
+    for words in (["good.jsonl", *bad, "--strict"], bad):
+        code, out, errors = prepare(*words, "--output=none.parquet")
+        assert (code, out) == (2, "") and all(f"{name}" in errors for name in bad)
+    assert not list(tmp_path.glob("*none*"))
+
+
+def test_a_file_is_read_once_under_all_its_names_and_never_written_over(tmp_path, prepare):
+    write_rows(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "a.jsonl")
+    code, out, errors = prepare("a.jsonl", "./a.jsonl", "link.jsonl", "hard.jsonl", "--output=o.parquet")
+    assert code == 0 and errors.count("the same file as a.jsonl, read once") == 3
+    assert counts_in(out.partition("\no.parquet")[0], "total")["read"] == 8
+    before = (tmp_path / "o.parquet").read_bytes()
+    (tmp_path / "dir").symlink_to(".")
+    for words, said in (
+        (["o.parquet", "--output=dir/o.parquet"], "o.parquet: it is the output dir/o.parquet too"),
+        (["a.jsonl", "o.parquet", "--output=b.parquet", "--validation_output=./o.parquet"], "it is the output o.parq"),
+        (["a.jsonl", "--output=v.parquet", "--validation_output=dir/v.parquet"], "are both v.parquet"),
+    ):
+        code, _, errors = prepare(*words, "--overwrite")
+        assert code == 2 and said in errors
+    assert (tmp_path / "o.parquet").read_bytes() == before and not (tmp_path / "v.parquet").exists()
+
+
+def test_what_is_not_used_and_the_prompts_that_both_outputs_share_are_told(tmp_path, prepare):
+    rows = [dict(prompt=f"问{i % 10}", response=f"答{i}", rejected="x", history=[["q", "a"]]) for i in range(200)]
+    write_rows(tmp_path / "a.jsonl", rows)
+    code, out, _ = prepare("a.jsonl", "--output=t.parquet", "--validation_output=v.parquet", "--validation_share=0.2")
+    assert code == 0 and "a.jsonl: not used: column 'rejected' (200 rows), 'history' (200 rows)" in out
+    train, valid = (pq.read_table(tmp_path / name)["prompt"].to_pylist() for name in ("t.parquet", "v.parquet"))
+    shared = sum(prompt in train for prompt in valid)
+    assert out.splitlines()[-2:] == [
+        f"t.parquet: {len(train)} pairs written, {len(set(train))} different prompts",
+        f"v.parquet: {len(valid)} pairs written, {shared} with a prompt that is in t.parquet too",
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv", "parquet"])
+def test_a_file_name_that_is_not_utf8_is_read_written_and_printed(tmp_path, prepare, suffix):
+    name = os.fsdecode(b"\xd6\xd0." + suffix.encode())
+    if suffix == "jsonl":
+        write_rows(tmp_path / name, [{"prompt": "p", "response": "r"}, None])
+    elif suffix == "parquet":
+        with open(tmp_path / name, "wb") as file:
+            pq.write_table(pa.table({"prompt": ["p"], "response": ["r"]}), file)
+    else:
+        (tmp_path / name).write_text("prompt,response\np,r\n".replace(",", "\t" if suffix == "tsv" else ","))
+    bad, output = os.fsdecode(b"\xff.json"), os.fsdecode(b"\xd6\xd0_out.parquet")
+    (tmp_path / bad).write_text("[")
+    code, out, errors = prepare(name, bad, "--output", output)
+    assert code == 0 and "1 pairs written" in out and "Traceback" not in errors and "\\udcff.json line 1" in errors
+    with open(tmp_path / output, "rb") as file:
+        assert pq.read_table(file).to_pylist() == [{"prompt": "p", "response": "r"}]
