@@ -8,7 +8,6 @@ import errno
 import hashlib
 import os
 import re
-import shutil
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from config import MOST_WHOLE, T5ModelConfig
 from model import faults
 from model.chat_model import TextToTextModel
-from model.durable import make_directory, remove_drafts, whole_directory, write_file
+from model.durable import delete_aloud, make_directory, remove_drafts, whole_directory, write_file
 from model.estimate import ANSWERS_A_BATCH, count_parameters, optimizer_bytes
 from model.export import check_fits
 from model.json_items import read_object
@@ -130,7 +129,7 @@ def save_checkpoint(run_dir, state, snapshot, keep):
         (draft / "manifest.json").write_text(ujson.dumps(manifest, indent=1))
     write_file(folder / "LATEST", path.name.encode())
     for old in checkpoint_paths(run_dir)[keep:]:
-        shutil.rmtree(old)
+        delete_aloud(old)
     return path
 
 

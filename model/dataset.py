@@ -20,7 +20,7 @@ import pyarrow as pa
 import ujson
 from datasets import Dataset
 
-from model.durable import whole_directory, write_file
+from model.durable import open_own, whole_directory, write_file
 from model.json_items import read_object
 from model.pairs import read_pairs
 
@@ -164,7 +164,7 @@ def _source(path, tokenizer, max_seq_len, columns):
 def _lock(path, stop):
     """Held by one process of this machine at a time; the system frees it when its holder dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    with open_own(path, "w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

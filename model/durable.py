@@ -2,13 +2,17 @@
 
 import ctypes
 import errno
+import functools
+import logging
 import os
 import shutil
+import stat
 import threading
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+LOGGER = logging.getLogger("chat_trainer")
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
 
@@ -22,7 +26,7 @@ def whole_directory(target):
     make_directory(target.parent)
     put_back(target.parent, target.name)
     for left in target.parent.glob(f".{target.name}.*.tmp"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+        _delete(left)
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     draft.mkdir()
     try:
@@ -32,7 +36,7 @@ def whole_directory(target):
         _take_place(draft, target)
         fsync(target.parent)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        _delete(draft)
 
 
 def make_directory(path):
@@ -55,17 +59,39 @@ def make_output_directory(path):
 
 
 def remove_drafts(*directories):
-    """Delete what a kill left unfinished in these directories; nobody else may be writing there."""
+    """Delete what a kill left unfinished in these directories, if it can be; nobody else may be writing there."""
     for directory in map(Path, directories):
         for draft in directory.glob(".*.tmp"):
-            shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
+            _delete(draft)
 
 
 def put_back(directory, name="*"):
     """Have `name` in `directory` again where a kill left it aside; nobody else may be writing it."""
     for aside in Path(directory).glob(f".{name}.*.aside"):
         target = aside.with_name(aside.name[1:].rsplit(".", 2)[0])
-        shutil.rmtree(aside) if target.exists() else aside.rename(target)
+        _delete(aside) if target.exists() else aside.rename(target)
+
+
+def delete_aloud(directory):
+    """Delete a directory that nobody needs; that it cannot be deleted is said once and ends nothing."""
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        _warn_once(f"{directory} is no longer needed and cannot be deleted ({error}): delete it when you can")
+
+
+@functools.cache
+def _warn_once(text):
+    LOGGER.warning(text)
+
+
+def _delete(path):
+    """Delete a directory, a file or a link as far as the disk lets us; never what a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _take_place(draft, target):
@@ -126,22 +152,52 @@ class AppendedFile:
 
     def _open(self):
         make_directory(self._path.parent)
-        file = open(self._path, "ab", buffering=0)
-        os.truncate(self._path, end_of_last_line(self._path))
+        file = open_own(self._path, "a+b", buffering=0)
+        file.truncate(end_of_last_line(file))
         return file
 
 
-def end_of_last_line(path, end=None):
-    """Where the last whole line within the first `end` bytes of a file (all) ends; reads no more than it must."""
-    with open(path, "rb") as file:
-        end = file.seek(0, os.SEEK_END) if end is None else end
-        while end > 0:
-            start = max(end - 65536, 0)
-            file.seek(start)
-            if (found := file.read(end - start).rfind(b"\n")) >= 0:
-                return start + found + 1
-            end = start
+def end_of_last_line(file, end=None):
+    """Where the last whole line within the first `end` bytes of a binary file (all) ends; reads as little as it can."""
+    end = file.seek(0, os.SEEK_END) if end is None else end
+    while end > 0:
+        start = max(end - 65536, 0)
+        file.seek(start)
+        if (found := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        end = start
     return 0
+
+
+def open_own(path, mode, buffering=-1):
+    """`open` for a file of our own, which is never followed through a link to somebody else's.
+
+    Raises OSError where something stands in the file's place that is no plain file.
+    """
+    return open(path, mode, buffering, opener=_open_plain)
+
+
+def _open_plain(path, flags):
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a pipe would wait for its other end
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise OSError(error.errno, "a link or a pipe stands in the place of a file: delete it", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "this is no plain file: delete it, or move it elsewhere", str(path))
+    return descriptor
+
+
+def check_no_link(paths):
+    """Raise ValueError, naming it, where a link stands in the place of a file or directory of our own."""
+    for path in paths:
+        if path.is_symlink():
+            raise ValueError(
+                f"{path} is a link to {os.readlink(path)}, and nothing is written through a link: delete it, or put in "
+                "its place what it leads to (a run directory as a whole may be a link)"
+            )
 
 
 def fsync(path):

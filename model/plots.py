@@ -1,11 +1,13 @@
 """Curves of a run, drawn from its journal alone. Needs matplotlib, and says so once where it is missing."""
 
 import functools
+import io
 import logging
 from pathlib import Path
 
 import ujson
 
+from model.durable import write_file
 from model.report import read_journal
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -64,7 +66,9 @@ def _memory_figure(figure_class, records, plan_path):
 def _save(figure, run_dir, name):
     path = Path(run_dir) / "plots" / name
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    write_file(path, drawn.getvalue())
     return path
 
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 from glob import glob
 from pathlib import Path
 
-from model.durable import write_file
+from model.durable import open_own, write_file
 
 FOLDER = "model_save/preflight"
 REMEDIES = (  # in this order, then Gloo
@@ -46,7 +46,7 @@ def preflight(num_gpus, stop, folder=FOLDER):
     """
     path = Path(folder) / f"{_fingerprint(num_gpus)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
+    with open_own(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait, and read what the first one found
         verdict = _remembered(path)
         if verdict is None:

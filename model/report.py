@@ -8,6 +8,7 @@ when it is read. Losing the terminal never ends a run.
 import contextlib
 import logging
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from model.durable import AppendedFile
+from model.durable import AppendedFile, check_no_link
 
 LOGGER = logging.getLogger("chat_trainer")
 CONSOLE = Console(stderr=True)
@@ -26,6 +27,12 @@ UNDONE_KINDS = {"train", "eval", "save", "oom", "not_finite", "skip", "stop"}
 SAFE_PERCENT, EDGE_PERCENT = 85, 90
 DRAW_SECONDS, LOG_SECONDS = 0.1, 60
 SPEED_WINDOW_SECONDS = 300
+STEERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with what steers a terminal written as escapes: controls, line ends, bidirectional marks, surrogates."""
+    return STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Journal:
@@ -112,6 +119,7 @@ def open_log(directory: str | Path, preset: str) -> logging.Logger:
     """
     path = Path(directory) / f"chat_trainer_{preset}_{time.strftime('%Y%m%d')}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
+    check_no_link([path])
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
         handler.close()

@@ -12,12 +12,23 @@ from pathlib import Path
 import ujson
 
 from model.checkpoint import checkpoint_paths
-from model.durable import end_of_last_line, make_directory, put_back, whole_directory, write_file
+from model.durable import (
+    check_no_link,
+    end_of_last_line,
+    make_directory,
+    open_own,
+    put_back,
+    whole_directory,
+    write_file,
+)
 from model.ranks import from_main
-from model.tokenizer import copy_tokenizer
+from model.tokenizer import copy_tokenizer, tokenizer_files
 
 LOGGER = logging.getLogger("chat_trainer")
 RUN_FILES = {"run.lock", "metrics.jsonl", "checkpoints"}  # a config.json may be a model's
+WRITTEN = re.compile(
+    r"run\.lock|(config|plan)\.json|(metrics|samples_rank\w*)\.jsonl|checkpoints|best|last|tokenizer|plots"
+)
 MAY_STAND_THERE = re.compile(r"\..*|lost\+found|tokenizer|.*\.(log|out|err|txt)")  # before a run's first start
 
 
@@ -35,6 +46,7 @@ def admit(run_dir, keep_training, overwrite):
     """
     if Path(run_dir).exists():
         check_no_stranger(Path(run_dir))
+        check_own_files(Path(run_dir))
         with _refusing(run_dir), _lock(run_dir):
             put_back(run_dir)
             put_back(Path(run_dir) / "checkpoints")
@@ -64,6 +76,14 @@ def check_no_stranger(run_dir):
         )
 
 
+def check_own_files(run_dir):
+    """Raise ValueError where a link stands in `run_dir` in the place of something that a run writes."""
+    with _refusing(run_dir):
+        own = [path for path in run_dir.iterdir() if WRITTEN.fullmatch(path.name)]
+        inner = [run_dir / "checkpoints" / "LATEST", *checkpoint_paths(run_dir)]
+    check_no_link([*own, *inner])
+
+
 @contextmanager
 def only_writer(ranks, run_dir, admitted, overwrite, tokenizer_dir):
     """Inside, no other run may work in `run_dir`; rank 0 claims it, and the ValueError of `claim` is every rank's."""
@@ -84,7 +104,9 @@ def claim(run_dir, admitted, overwrite, tokenizer_dir):
     """
     run_dir = Path(run_dir)
     moves = overwrite and not admitted and run_dir.exists()
+    tokenizer_files(tokenizer_dir)  # the exports to come copy them
     lock = _lock(run_dir)
+    check_own_files(run_dir)
     newest = _newest_name(run_dir)
     if newest != admitted and not overwrite:
         raise ValueError(f"another run has been at work in {run_dir} since this one started: start again")
@@ -95,10 +117,11 @@ def claim(run_dir, admitted, overwrite, tokenizer_dir):
                 "elsewhere and name it in --tokenizer_dir"
             )
         lock.close()
-        aside = f"{run_dir}.{time.strftime('%Y%m%d_%H%M%S')}.old"
-        os.rename(run_dir, aside)
+        real = run_dir.resolve() if run_dir.is_symlink() else run_dir  # a link goes on leading to the same disk
+        aside = f"{real}.{time.strftime('%Y%m%d_%H%M%S')}.old"
+        os.rename(real, aside)
         LOGGER.info("the old run is now %s: delete it when you no longer need it", aside)
-        lock = _lock(run_dir)
+        lock = _lock(real)
     if not admitted:
         with whole_directory(run_dir / "tokenizer") as draft:
             copy_tokenizer(tokenizer_dir, draft)
@@ -122,7 +145,7 @@ def _lock(run_dir):
     """run.lock, open and locked; the system frees it when its holder dies. Raises ValueError if another holds it."""
     with _refusing(run_dir):
         make_directory(Path(run_dir))
-        file = open(Path(run_dir) / "run.lock", "a+")
+        file = open_own(Path(run_dir) / "run.lock", "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -152,12 +175,19 @@ def has_last(run_dir):
 def cut_sample_ids(run_dir, step):
     """Drop from the samples files what a resume at `step` is about to do again."""
     for path in Path(run_dir).glob("samples_rank*.jsonl"):
-        with open(path, "r+b") as file:
-            end = end_of_last_line(path)  # a torn last line goes too
+        with open_own(path, "r+b") as file:
+            end = end_of_last_line(file)  # a torn last line goes too
             while end:
-                start = end_of_last_line(path, end - 1)
+                start = end_of_last_line(file, end - 1)
                 file.seek(start)
-                if ujson.loads(file.read(end - start))["step"] <= step:
+                if _step_of(file.read(end - start), path) <= step:
                     break
                 end = start
             file.truncate(end)
+
+
+def _step_of(line, path):
+    try:
+        return int(ujson.loads(line)["step"])
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise ValueError(f"{path} has a line that no run writes ({error!r:.100}): delete the file") from None

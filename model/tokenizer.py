@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from model.durable import open_own
 from model.tokenizer_file import load_backend, load_settings, refusing
 
 SPECIAL_TOKENS = ("[PAD]", "[EOS]", "[SEP]", "[BOS]", "[CLS]", "[MASK]", "[UNK]")
@@ -126,13 +127,34 @@ def load_tokenizer(directory: str | Path) -> ChatTokenizer:
     return tokenizer
 
 
+def tokenizer_files(directory: str | Path) -> list[Path]:
+    """The tokenizer files in a directory, by the names they have there.
+
+    Hugging Face's cache keeps a snapshot's files as links into the blobs/ of the same model: a link counts where it
+    leads there or stays in the directory. Raises ValueError for one that leads elsewhere: a copy of it would carry off
+    a file that is no part of the tokenizer.
+    """
+    directory = Path(directory)
+    found = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    real = directory.resolve()
+    homes = {real, real.parents[1] / "blobs"} if real.parent.name == "snapshots" else {real}
+    for path in found:
+        if path.is_symlink() and path.resolve().parent not in homes:
+            raise ValueError(
+                f"{path} is a link to {path.resolve()}, outside the tokenizer's directory: copy the file itself there, "
+                "or delete the link"
+            )
+    return found
+
+
 def copy_tokenizer(directory: str | Path, target: str | Path) -> None:
-    """Copy the tokenizer files of one directory into another, byte for byte."""
+    """Copy the tokenizer files of one directory into another, byte for byte; raises as `tokenizer_files` does."""
     Path(target).mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER_FILES:
-        source, copy = Path(directory, name), Path(target, name)
-        if source.is_file() and source.resolve() != copy.resolve():
-            shutil.copyfile(source, copy)
+    for source in tokenizer_files(directory):
+        copy = Path(target, source.name)
+        if source.resolve() != copy.resolve():
+            with open_own(source.resolve(), "rb") as theirs, open_own(copy, "wb") as ours:
+                shutil.copyfileobj(theirs, ours)
 
 
 def count_merged_tokens(tokenizer: ChatTokenizer) -> int:

@@ -3,7 +3,15 @@ import os
 import pytest
 
 from model import durable
-from model.durable import put_back, remove_drafts, whole_directory, write_file
+from model.durable import (
+    AppendedFile,
+    delete_aloud,
+    open_own,
+    put_back,
+    remove_drafts,
+    whole_directory,
+    write_file,
+)
 
 
 def contents(directory):
@@ -112,3 +120,28 @@ def test_a_file_holds_its_old_content_or_its_next(tmp_path):
     with pytest.raises(TypeError):
         write_file(path, "text is not bytes")
     assert contents(tmp_path) == {"LATEST": "two"}
+
+
+def test_a_link_a_pipe_or_a_directory_in_the_place_of_a_file_of_ours_is_not_opened(tmp_path):
+    (tmp_path / "theirs").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    for name in ("link", "pipe", "directory"):
+        for mode in ("w", "a+b"):
+            with pytest.raises(OSError):
+                open_own(tmp_path / name, mode)
+        with pytest.raises(OSError):
+            AppendedFile(tmp_path / name)
+    assert (tmp_path / "theirs").read_text() == "kept"
+
+
+def test_what_cannot_be_deleted_is_said_once_and_ends_nothing(tmp_path, caplog):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "old").symlink_to(tmp_path / "theirs")  # which rmtree refuses, for root too
+    for _ in range(2):
+        delete_aloud(tmp_path / "old")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and str(tmp_path / "old") in caplog.text
+    (tmp_path / ".old.tmp").symlink_to(tmp_path / "theirs")
+    remove_drafts(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["old", "theirs"]

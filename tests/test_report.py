@@ -23,6 +23,7 @@ from model.report import (
     human_bytes,
     human_seconds,
     memory_text,
+    printable,
     read_journal,
     train_line,
 )
@@ -324,3 +325,20 @@ def test_curves_that_cannot_be_drawn_are_said_and_end_nothing(tmp_path, monkeypa
     monkeypatch.setattr(plots, "plot_run", damaged)
     plots.plot_aloud(tmp_path)
     assert "no plots: metrics.jsonl line 3 is damaged" in caplog.text
+
+
+def test_no_text_of_a_stranger_steers_the_terminal():
+    text = "a\x1b[2J\x9b1m\r\n\x00\x7f\u202e\u2066\u200f\u2028\ud83d 的😀\\x"
+    shown = r"a\x1b[2J\x9b1m\r\n\x00\x7f\u202e\u2066\u200f\u2028\ud83d 的😀\x"
+    assert printable(text) == shown
+
+
+def test_a_log_file_that_is_a_link_is_not_written_through(log_folder, tmp_path):
+    report.open_log(log_folder, "small").info("first")
+    (path,) = log_folder.iterdir()
+    path.rename(tmp_path / "theirs")
+    path.symlink_to(tmp_path / "theirs")
+    before = (tmp_path / "theirs").read_text()
+    with pytest.raises(ValueError, match=r"chat_trainer_small_.*log is a link to .*: delete it"):
+        report.open_log(log_folder, "small")
+    assert (tmp_path / "theirs").read_text() == before

@@ -134,6 +134,57 @@ def test_a_run_directory_that_cannot_be_written_is_refused_in_words(home):
         assert f"{directory} cannot be written" in done.text and "Traceback" not in done.text
 
 
+OWN_NAMES = (
+    "run.lock", "config.json", "plan.json", "metrics.jsonl", "samples_rank0.jsonl", "checkpoints/LATEST",
+    "checkpoints/step_00000009", "checkpoints", "best", "last", "tokenizer", "plots",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_a_link_in_the_place_of_what_a_run_writes_is_refused_by_name_and_not_followed(
+    old_run, tokenizer, tmp_path, name
+):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").write_text("kept")
+    link = old_run / name
+    if link.exists():
+        link.rename(tmp_path / "moved")
+    is_directory = "." not in name and "LATEST" not in name
+    link.symlink_to(tmp_path / "theirs" if is_directory else tmp_path / "theirs" / "file")
+    with pytest.raises(ValueError, match=f"{link} is a link to .*: delete it, or put in its place"):
+        admit(old_run, "auto", False)
+    with pytest.raises(ValueError, match="link"):
+        claim(old_run, "step_00000007", False, tokenizer.directory)
+    assert (tmp_path / "theirs" / "file").read_text() == "kept"
+
+
+def test_ids_are_not_cut_in_a_file_that_a_link_leads_to_and_a_strange_line_is_named(tmp_path):
+    theirs, path = tmp_path / "theirs", tmp_path / "run" / "samples_rank0.jsonl"
+    path.parent.mkdir()
+    theirs.write_text("kept")
+    path.symlink_to(theirs)
+    with pytest.raises(OSError):
+        cut_sample_ids(path.parent, 3)
+    assert theirs.read_text() == "kept"
+    path.unlink()
+    for line in ("{}", "[]", '{"step": "x"}', "\x1b"):
+        path.write_text(line + "\n")
+        with pytest.raises(ValueError, match="samples_rank0.jsonl has a line that no run writes .*delete the file"):
+            cut_sample_ids(path.parent, 3)
+
+
+def test_a_run_directory_may_be_a_link_as_a_whole_and_what_is_moved_aside_stays_on_its_disk(tmp_path, tokenizer):
+    disk, run_dir = tmp_path / "disk" / "run", tmp_path / "run"
+    disk.mkdir(parents=True)
+    run_dir.symlink_to(disk)
+    claim(run_dir, admit(run_dir, "auto", False), False, tokenizer.directory).close()
+    (disk / "checkpoints" / "step_00000007").mkdir(parents=True)
+    claim(run_dir, admit(run_dir, False, True), True, tokenizer.directory).close()
+    (aside,) = disk.parent.glob("run.*.old")
+    assert checkpoint_paths(aside) and not checkpoint_paths(run_dir)
+    assert run_dir.is_symlink() and (disk / "tokenizer" / "tokenizer.json").exists()
+
+
 def test_sample_ids_are_cut_back_to_a_step_and_a_torn_line_goes(tmp_path):
     path = Path(tmp_path / "samples_rank0.jsonl")
     lines = [ujson.dumps(dict(step=step, ids=list(range(9000)))) for step in range(1, 8)]
