@@ -25,6 +25,7 @@ import torch
 from fire.decorators import SetParseFn
 
 from bench.fuzz_checkpoint import check_checkpoint, tiny_run
+from bench.fuzz_strangers import STRANGERS
 from bench.mutations import mutate, mutate_tree
 from config import FLAGS, TrainConfig, model_config
 from model.chat_model import TextToTextModel
@@ -280,4 +281,5 @@ TARGETS = {
     "tokenizer": check_tokenizer,
     "weights": check_weights,
     "journal": check_journal,
+    **STRANGERS,
 }

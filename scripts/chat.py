@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,11 +21,12 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: only local files are read
 
 import torch  # noqa: E402
-from safetensors import SafetensorError  # noqa: E402
-from transformers import T5ForConditionalGeneration, TextStreamer  # noqa: E402
-from transformers.utils import logging  # noqa: E402
+from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration, TextStreamer  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
 
+from model.export import ALIASES, COMPUTED, Weights, check_fits, read_t5_config, read_tensors  # noqa: E402
 from model.pairs import clean_text  # noqa: E402
+from model.report import printable  # noqa: E402
 from model.tokenizer import ChatTokenizer, load_tokenizer  # noqa: E402
 
 with suppress(ImportError):
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
         for question in read_questions(interactive):
             answer(model, tokenizer, question, generation)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return 2
     except (EOFError, KeyboardInterrupt):
         if interactive:
@@ -112,24 +113,42 @@ def newest_model() -> Path:
 
 
 def load_model(directory: Path) -> tuple[T5ForConditionalGeneration, ChatTokenizer]:
-    """transformers' T5 on the GPU, if there is one, and its tokenizer. Raises ValueError if they are not whole."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """transformers' T5 on the GPU, if there is one, and its tokenizer. Raises ValueError if they are not whole.
+
+    transformers itself reads no file of the directory: it has no limits.
+    """
     tokenizer = load_tokenizer(directory)
-    try:
-        model, report = T5ForConditionalGeneration.from_pretrained(
-            directory, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{directory} cannot be read as a T5: {error}") from None
-    if report["missing_keys"]:
-        raise ValueError(f"{directory} is not a whole T5: it lacks {', '.join(sorted(report['missing_keys'])[:3])}")
-    if model.config.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"{directory}: the model has {model.config.vocab_size} tokens and the tokenizer beside it "
-            f"{tokenizer.vocab_size}: copy the tokenizer files that the model was trained with"
-        )
+    config = t5_config(directory / "config.json", tokenizer)
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config).eval()
+    model.generation_config = GenerationConfig(decoder_start_token_id=config.decoder_start_token_id)
+    tensors = read_tensors(directory / "model.safetensors")
+    if "shared.weight" in tensors:
+        tensors = {alias: tensors["shared.weight"] for alias in ALIASES} | tensors
+    weights = Weights({name: tensor.float() for name, tensor in tensors.items()}, None, directory)
+    check_fits(model, weights, directory)
+    model.load_state_dict(weights.tensors, assign=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def t5_config(path: Path, tokenizer: ChatTokenizer) -> T5Config:
+    """The T5Config that a config.json describes. Raises ValueError for one that transformers could not compute."""
+    shape, values = read_t5_config(path)
+    if shape.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"{path}: the model has {shape.vocab_size} tokens and the tokenizer beside it {tokenizer.vocab_size}: copy "
+            "the tokenizer files that the model was trained with"
+        )
+    computed = {name: values[name] for name in COMPUTED if name in values} | dict(is_encoder_decoder=True)
+    for name, prefix in (("feed_forward_proj", "gated-"), ("dense_act_fn", "")):
+        if computed.get(name, "relu").removeprefix(prefix) not in ACT2FN:
+            raise ValueError(f"{path} says {name}={computed[name]!r:.80}: there is no such activation")
+    start = values.get("decoder_start_token_id")
+    if start is None:
+        start = tokenizer.pad_id
+    if type(start) is not int or not 0 <= start < shape.vocab_size:
+        raise ValueError(f"{path} says decoder_start_token_id={start!r:.80}: it must be below {shape.vocab_size}")
+    return T5Config(**asdict(shape), **computed, decoder_start_token_id=start)
 
 
 def prepare_streams() -> None:

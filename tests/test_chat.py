@@ -1,5 +1,7 @@
+import json
 import os
 import pty
+import resource
 import select
 import shutil
 import subprocess
@@ -158,11 +160,49 @@ def test_a_model_that_is_not_whole_is_refused(project, tmp_path):
     best = shutil.copytree(project / "model_save" / "tiny" / "best", tmp_path / "model")
     weights = load_file(best / "model.safetensors")
     save_file({k: v for k, v in weights.items() if "wo" not in k}, best / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="is not a whole T5: it lacks .*wo.weight"):
+    with pytest.raises(ValueError, match="does not fit this model: 4 tensors missing.*wo.weight"):
         load_model(best)
     (best / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ValueError, match="cannot be read as a T5"):
+    with pytest.raises(ValueError, match="cannot be read as weights"):
         load_model(best)
+
+
+ABSURD = (
+    dict(num_layers=2_000_000), dict(d_model=-1), dict(num_heads="4"), dict(d_kv=None), dict(dense_act_fn="none"),
+    dict(feed_forward_proj="gated-none"), dict(feed_forward_proj=3), dict(dense_act_fn="gated-gelu"),
+    dict(decoder_start_token_id="x"), dict(decoder_start_token_id=10**6), dict(tie_word_embeddings="no"),
+    dict(vocab_size=0), dict(num_layers=256), dict(model_type="bert"), dict(vocab_size=100),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", ABSURD, ids=str)
+def test_an_absurd_config_is_refused_with_a_reason_and_at_once(project, tmp_path, changes, capsys):
+    best = shutil.copytree(project / "model_save" / "tiny" / "best", tmp_path / "model")
+    config = json.loads((best / "config.json").read_text())
+    (best / "config.json").write_text(json.dumps(config | changes))
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert main([str(best)]) == 2
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert time.monotonic() - began < 2 and grown < 300 * 2**20
+    assert str(best) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "how",
+    [dict(feed_forward_proj="gelu"), dict(feed_forward_proj="gated-gelu"), dict(tie_word_embeddings=False)],
+    ids=str,
+)
+def test_another_t5_answers_as_transformers_computes_it(project, tmp_path, how):
+    best = shutil.copytree(project / "model_save" / "tiny" / "best", tmp_path / "model")
+    config = T5Config(**T5Config.from_pretrained(best).to_diff_dict() | how)
+    T5ForConditionalGeneration(config).save_pretrained(best)
+    expected = T5ForConditionalGeneration.from_pretrained(best).eval()
+    ours, _ = load_model(best)
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        both = [model(input_ids=ids, decoder_input_ids=ids).logits for model in (ours, expected)]
+    assert torch.equal(*both)
+    assert ours.generation_config.decoder_start_token_id == expected.generation_config.decoder_start_token_id
 
 
 @pytest.mark.parametrize("words", (["--temperature", "0"], ["--top_p", "1.5"], ["--max_new_tokens", "0"]))

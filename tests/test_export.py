@@ -1,5 +1,12 @@
+import copy
 import json
+import multiprocessing
 import os
+import resource
+import shutil
+import struct
+import time
+import zipfile
 from dataclasses import replace
 
 import pytest
@@ -8,6 +15,7 @@ import ujson
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from bench.fuzz_strangers import pickled_bytes, pickled_tensor, write_archive
 from config import T5ModelConfig
 from model.batches import collate
 from model.chat_model import TextToTextModel
@@ -194,7 +202,7 @@ class Planted:
 
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, model):
     torch.save({**model.state_dict(), "extra": Planted(tmp_path / "planted")}, tmp_path / "evil.bin")
-    with pytest.raises(ValueError, match="evil.bin is not a plain state dict"):
+    with pytest.raises(ValueError, match="evil.bin.* it is not a plain state dict of floats, it holds"):
         load_weights(tmp_path / "evil.bin")
     assert not (tmp_path / "planted").exists()
 
@@ -270,3 +278,135 @@ def test_the_exported_directory_holds_no_code_and_says_what_it_is(exported, toke
     assert config["model_type"] == "t5"
     assert config["vocab_size"] == tokenizer.vocab_size
     assert "auto_map" not in config
+
+
+def configured(exported, **changes):
+    """`exported` with these values in its config.json."""
+    config = ujson.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(ujson.dumps(config | changes))
+    return exported
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("feed_forward_proj", "gelu"), ("feed_forward_proj", "gated-gelu"), ("dense_act_fn", "gelu_new"),
+        ("is_gated_act", True), ("scale_decoder_outputs", False), ("tie_word_embeddings", False),
+        ("tie_encoder_decoder", True), ("is_encoder_decoder", False), ("decoder_start_token_id", 5),
+        ("quantization_config", {"bits": 8}), ("hidden_size", 7),
+    ],
+)  # fmt: skip
+def test_a_t5_that_computes_otherwise_is_refused_by_the_field_that_says_so(exported, name, value):
+    with pytest.raises(ValueError, match=f"config.json says {name}="):
+        load_weights(configured(exported, **{name: value}))
+    torch.save(load_file(exported / "model.safetensors"), exported / "pytorch_model.bin")
+    for file in ("pytorch_model.bin", "model.safetensors"):
+        with pytest.raises(ValueError, match=f"config.json says {name}="):
+            load_weights(exported / file)
+
+
+def test_a_config_without_the_fields_that_older_ones_lack_is_read(exported, model):
+    config = ujson.loads((exported / "config.json").read_text())
+    lacks = ("num_decoder_layers", "dense_act_fn", "is_gated_act", "scale_decoder_outputs", "feed_forward_proj")
+    (exported / "config.json").write_text(ujson.dumps({k: v for k, v in config.items() if k not in lacks}))
+    assert load_weights(exported).shape == model.shape
+
+
+def strange_files(folder, exported, model):
+    """Small files and directories that ask for memory or time without end, and those of other kinds of tensors."""
+    state, row = model.state_dict(), "encoder.final_layer_norm.weight"
+    norm = state[row]
+    kinds = dict(
+        expanded=torch.zeros(1).expand(2**20, 2**10), endless=torch.zeros(1).expand(2**34), meta=norm.to("meta"),
+        sparse=norm.to_sparse(), whole=norm.to(torch.int64), eight_bits=norm.to(torch.float8_e4m3fn),
+        nan=norm * float("nan"), tied=state["shared.weight"].expand(9, *state["shared.weight"].shape),
+    )  # fmt: skip
+    for kind, tensor in kinds.items():
+        torch.save({name: t.clone() for name, t in state.items()} | {row: tensor}, folder / f"{kind}.bin")
+        yield folder / f"{kind}.bin"
+    torch.save({"shared.weight": torch.zeros(1, 1).expand(2**34, 16)}, folder / "rows.bin")
+    write_archive(folder / "bytes.bin", pickled_bytes(2**33))
+    write_archive(folder / "claimed.bin", pickled_tensor(2**34, 0, (2**24, 2**10), (2**10, 1)))
+    write_archive(folder / "negative.bin", pickled_tensor(4, 0, (2, 2), (-2, 1)))
+    bomb = pickled_tensor(2**27, 0, (2**17, 2**10), (2**10, 1))
+    write_archive(folder / "deflated.bin", bomb, bytes(2**29), zipfile.ZIP_DEFLATED)
+    yield from (folder / f"{name}.bin" for name in ("rows", "bytes", "claimed", "negative", "deflated"))
+    data = (exported / "model.safetensors").read_bytes()
+    (folder / "claims.safetensors").write_bytes(struct.pack("<Q", 2**40) + data[8:])
+    yield folder / "claims.safetensors"
+    for number, changes in enumerate(
+        (dict(num_layers=2_000_000), dict(d_model="wide"), dict(num_layers=256, d_ff=65536))
+    ):
+        yield configured(shutil.copytree(exported, folder / f"absurd_{number}"), **changes)
+
+
+def test_no_small_file_takes_much_memory_or_time(tmp_path, exported, model):
+    """In a child process, whose largest resident set is measured."""
+    files = list(strange_files(tmp_path, exported, model))
+
+    def refuse(results):
+        for path in files:
+            before, began, said = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic(), None
+            try:
+                load_into(copy.deepcopy(model), load_weights(path), path)
+            except ValueError as error:
+                said = str(error)
+            grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+            results.send((path.name, said, time.monotonic() - began, grown))
+
+    mine, theirs = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=refuse, args=(theirs,))
+    child.start()
+    for path in files:
+        assert mine.poll(20), f"no answer to {path.name}"
+        name, said, seconds, grown = mine.recv()
+        assert said and path.name in said, name
+        assert seconds < 2 and grown < 300 * 2**20, f"{name}: {seconds:.1f} s, {grown:,} bytes"
+    child.join()
+
+
+def test_honest_files_of_other_forms_are_read(tmp_path, model, tokenizer):
+    state = as_hugging_face(model, tokenizer).state_dict()
+    turned = {name: t.t().contiguous().t() if t.dim() == 2 else t for name, t in state.items()}
+    parameters = {name: torch.nn.Parameter(t.clone()) for name, t in model.state_dict().items()}
+    halves = {name: t.half() for name, t in state.items()}  # the aliases are tensors of their own now
+    for name, tensors in (("turned", turned), ("halves", halves), ("parameters", parameters)):
+        torch.save(tensors, tmp_path / f"{name}.bin")
+        load_into(copy.deepcopy(model), load_weights(tmp_path / f"{name}.bin"), name)
+    assert_holds(load_weights(tmp_path / "turned.bin"), model)
+    torch.save(state, tmp_path / "legacy.bin", _use_new_zipfile_serialization=False)
+    assert_holds(load_weights(tmp_path / "legacy.bin"), model)
+
+
+def hugging_face_cache(folder, exported):
+    """A snapshot as Hugging Face's cache has it: links into the blobs/ of the model."""
+    snapshot, blobs = folder / "models--x--y" / "snapshots" / "0123", folder / "models--x--y" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in exported.iterdir():
+        (blobs / f"{path.name}.hash").write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}.hash")
+    return snapshot
+
+
+def test_a_snapshot_in_hugging_face_s_cache_is_read_and_its_tokenizer_copied(tmp_path, exported, model):
+    snapshot = hugging_face_cache(tmp_path, exported)
+    weights = load_weights(snapshot)
+    assert_holds(weights, model)
+    export_model(model, load_tokenizer(weights.tokenizer_dir), tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (exported / "tokenizer.json").read_bytes()
+    assert not any(path.is_symlink() for path in (tmp_path / "again").iterdir())
+
+
+def test_an_export_does_not_carry_off_what_a_link_beside_the_tokenizer_leads_to(tmp_path, exported, model, tokenizer):
+    home = tmp_path / "home"
+    copy_tokenizer(tokenizer.directory, home)
+    (tmp_path / "secret").write_text("secret")
+    (home / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(
+        ValueError, match=r"chat_template.jinja is a link to .*secret, outside .*: copy the file itself"
+    ):
+        copy_tokenizer(home, tmp_path / "copy")
+    with pytest.raises(OSError, match="chat_template.jinja is a link"):
+        export_model(model, load_tokenizer(home), exported)
+    assert_holds(load_weights(exported), model)

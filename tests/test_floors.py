@@ -46,7 +46,8 @@ FLOORS = [
     {"model.prepare", "model.record"},
     {"model.preview", "model.doctor", "bench.mutations", "bench.children", "bench.clock", "bench.corpus"},
     {"bench.loops", "bench.fuzz_checkpoint"},
-    {"bench.report", "bench.fuzz_targets"},
+    {"bench.report", "bench.fuzz_strangers"},
+    {"bench.fuzz_targets"},
     {"train_low_mem", "scripts", "bench"},
 ]
 # A package named here comes in by these doors only.
