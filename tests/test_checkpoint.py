@@ -178,6 +178,17 @@ def test_only_the_newest_are_kept(save, tmp_path):
     assert load_newest(tmp_path, pytest.fail).state.step == 100
 
 
+def test_a_save_counts_though_an_old_checkpoint_cannot_be_deleted_which_is_said_once(save, tmp_path, caplog):
+    (tmp_path / "theirs").mkdir()
+    save(1)
+    (tmp_path / "checkpoints" / "step_00000002").symlink_to(tmp_path / "theirs")  # which rmtree refuses, for root too
+    for step in (3, 4):
+        assert save(step, keep=1).is_dir()
+    assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step_00000004"
+    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000004", "step_00000002"]
+    assert caplog.text.count("step_00000002 is no longer needed and cannot be deleted") == 1
+
+
 def test_damaged_checkpoints_that_a_run_went_back_past_do_not_crowd_out_its_own(save, tmp_path):
     for step in (100, 200, 300):
         save(step, keep=3)
