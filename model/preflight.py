@@ -19,6 +19,7 @@ from glob import glob
 from pathlib import Path
 
 from model.durable import open_own, write_file
+from model.peers import awake_seconds
 
 FOLDER = "model_save/preflight"
 REMEDIES = (  # in this order, then Gloo
@@ -111,8 +112,8 @@ def try_backend(backend, world_size, env=None, attempt=1, seconds=ANSWER_SECONDS
 
 
 def _wait_for(children, folder, seconds):
-    deadline, ready = time.monotonic() + IMPORT_SECONDS, False
-    while time.monotonic() < deadline:
+    deadline, ready = awake_seconds() + IMPORT_SECONDS, False
+    while awake_seconds() < deadline:
         codes = [child.poll() for child in children]
         for rank, code in enumerate(codes):
             if code:
@@ -121,7 +122,7 @@ def _wait_for(children, folder, seconds):
         if None not in codes:
             return ""
         if not ready and len(list(folder.glob("ready*"))) == len(children):
-            ready, deadline = True, time.monotonic() + seconds
+            ready, deadline = True, awake_seconds() + seconds
         time.sleep(0.05)
     return f"no answer within {seconds if ready else IMPORT_SECONDS} s"
 

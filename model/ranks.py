@@ -6,7 +6,7 @@ Collectives here are all_reduce, broadcast and all_gather only: Gloo offers no m
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from glob import glob
 
@@ -15,19 +15,11 @@ import torch.distributed as dist
 import ujson
 from accelerate import Accelerator, InitProcessGroupKwargs
 
+from model.peers import DEAD_SECONDS
 from model.preflight import in_words, preflight
-from model.watch import (
-    DEAD_SECONDS,
-    VERDICT_SECONDS,
-    at_most,
-    exchange,
-    leave_ranks,
-    stop_asked,
-    unhurried,
-    watch_ranks,
-)
+from model.watch import at_most, exchange, leave_ranks, stop_asked, unhurried, watch_ranks
 
-PATIENCE = timedelta(days=7)  # for what has no time limit
+PATIENCE = timedelta(days=7)  # torch's own time limits count a suspension too; the watch ends what hangs
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,6 @@ class Ranks:
     device: torch.device
     backend: str  # nccl, gloo or none
     side: object = field(repr=False)  # CPU (Gloo) process group; None when alone
-    patient: object = field(default=None, repr=False)  # as side, for waits that may take hours
 
     @property
     def is_main(self):
@@ -71,18 +62,16 @@ def start_ranks(backend="auto", timeout_s=600):
     # whose word says more than torch's, which may also try for half as long again to reach a rank 0 that has died
     limit = at_most(timeout_s, f"not all processes came within --ddp_timeout_s={timeout_s}")
     with limit if launched else nullcontext():
-        ranks = _join(backend if launched else None, on_cpu, timedelta(seconds=timeout_s + VERDICT_SECONDS))
+        ranks = _join(backend if launched else None, on_cpu)
         store = _store_on_main(ranks) if ranks.side is not None else None
-    if store is None:
-        return ranks
-    watch_ranks(store, ranks.rank, ranks.world_size, timeout_s)
-    # joining this group has its patience too: only the watch tells that a rank died before it did
-    return replace(ranks, patient=dist.new_group(backend="gloo", timeout=PATIENCE))
+    if store is not None:
+        watch_ranks(store, ranks.rank, ranks.world_size, timeout_s)
+    return ranks
 
 
-def _join(backend, on_cpu, timeout):
-    """Ranks as the launcher set them up, in groups that give up after `timeout`; alone where `backend` is None."""
-    handlers = [InitProcessGroupKwargs(backend=backend, timeout=timeout)] if backend else []
+def _join(backend, on_cpu):
+    """Ranks as the launcher set them up; alone where `backend` is None."""
+    handlers = [InitProcessGroupKwargs(backend=backend, timeout=PATIENCE)] if backend else []
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=handlers)
     promised, real = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
     if promised != real:
@@ -95,7 +84,7 @@ def _join(backend, on_cpu, timeout):
     place = accelerator.process_index, real, accelerator.local_process_index, device
     if real == 1:
         return Ranks(*place, "none", side=None)
-    return Ranks(*place, dist.get_backend(), dist.new_group(backend="gloo", timeout=timeout))
+    return Ranks(*place, dist.get_backend(), dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
 def _store_on_main(ranks):
@@ -170,12 +159,12 @@ def _nccl_fails(backend):
     return verdict.backend == "gloo"
 
 
-def vote(ranks, *numbers, group=None):
+def vote(ranks, *numbers):
     """Each number's maximum over ranks, on the CPU: what all ranks act on together."""
     votes = torch.tensor(numbers, dtype=torch.int64)
     if ranks.side is not None:
         with exchange("a vote"):
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=group or ranks.side)
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=ranks.side)
     return votes.tolist()
 
 
@@ -237,7 +226,7 @@ def local_main_first(ranks, function):
             error = caught
     endings = (None, KeyboardInterrupt, ValueError, RuntimeError)
     mine = next((i for i, kind in enumerate(endings) if kind and isinstance(error, kind)), 3) if error else 0
-    (worst,) = vote(ranks, mine, group=ranks.patient)
+    (worst,) = vote(ranks, mine)
     if error or worst:
         raise error or endings[worst]("the main rank of this or another machine failed: its message tells why")
     return value if ranks.is_local_main else function()

@@ -53,7 +53,7 @@ def in_own_time(ranks, work, *args):
     """What `work(*args)`, which may compile for minutes, gives once every rank is done: no time limit counts here."""
     with unhurried("compiling what the first step needs"):
         value = work(*args)
-    vote(ranks, 0, group=ranks.patient)
+    vote(ranks, 0)
     return value
 
 

@@ -24,7 +24,7 @@ FLOORS = [
         "model.columns",
         "model.device_memory",
         "model.lengths",
-        "model.watch",
+        "model.peers",
     },
     {
         "model.kernels",
@@ -33,6 +33,7 @@ FLOORS = [
         "model.request",
         "model.parquet_rows",
         "model.text_files",
+        "model.watch",
     },
     {"model.ranks", "model.tokenizer", "model.pairs", "model.attention", "model.loss", "model.report"},
     {"model.dataset", "model.chat_model", "model.export", "model.optim", "model.plots", "model.exact"},

@@ -4,7 +4,11 @@ import contextlib
 import functools
 import json
 import os
+import pty
+import re
+import shlex
 import signal
+import threading
 import time
 
 import psutil
@@ -32,6 +36,65 @@ def calm_hash(home):
         return weights_hash(home / "calm")
 
     return run
+
+
+class Shell:
+    """An interactive shell with job control on a terminal of its own."""
+
+    def __init__(self, folder):
+        self.text = ""
+        self.pid, self._terminal = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], os.environ | dict(OMP_NUM_THREADS="1"))
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        with contextlib.suppress(OSError):  # the shell is gone
+            while data := os.read(self._terminal, 2**16):
+                self.text += data.decode(errors="replace")
+
+    def type(self, text):
+        os.write(self._terminal, text.encode())
+
+    def wait_for(self, pattern, seconds=60):
+        """The first match of `pattern` in what the terminal showed."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.text)):
+            assert time.monotonic() < deadline, f"no {pattern} on the terminal:\n{self.text}"
+            time.sleep(0.02)
+        return found
+
+
+@pytest.fixture
+def shell(home):
+    shell = Shell(home)
+    yield shell
+    children = psutil.Process(shell.pid).children(recursive=True)
+    for process in (*children, psutil.Process(shell.pid)):
+        process.kill()
+    os.waitpid(shell.pid, 0)
+
+
+def test_after_ctrl_z_and_fg_twice_ctrl_c_stops_with_a_checkpoint(home, shell):
+    command = [*launcher("python"), *words(output_dir="foreground", **LONG | dict(epochs=10_000))]
+    shell.type(shlex.join(map(str, command)) + "\n")
+    wait_for_steps(home / "foreground", 3)
+    (run,) = psutil.Process(shell.pid).children()
+    for times in (1, 2):
+        shell.type("\x1a")
+        shell.wait_for(rf"(?s)(Stopped.*){{{times}}}")
+        assert run.status() == psutil.STATUS_STOPPED
+        time.sleep(1.2)  # longer than a beat
+        shell.type("fg\n")
+        wait_for_steps(home / "foreground", 3)
+    shell.type("\x03")
+    shell.wait_for("SIGINT: stopping after this step")
+    shell.wait_for("asked at step", STOP_SECONDS)
+    shell.type("echo code=$?.\n")
+    assert shell.wait_for(r"code=(\d+)\.")[1] == "0"
+    stop = journal(home / "foreground", "stop")[-1]
+    assert (home / "foreground" / "checkpoints" / "LATEST").read_text() == f"step_{stop['step']:08d}"
 
 
 def wait_for_steps(run_dir, steps, seconds=60):

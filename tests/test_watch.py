@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model import watch
-from model.ranks import PATIENCE, gather_json, start_ranks, stop_ranks, vote
+from model import peers, watch
+from model.ranks import gather_json, start_ranks, stop_ranks, vote
 from model.watch import SIGNALS, leave_ranks, stop_asked, training_begins
 from tests.ranks import fork_ranks, run_ranks, send, wait_for
 
@@ -27,9 +27,9 @@ def wait_for_word(word, *paths):
         time.sleep(0.01)
 
 
-def hang(rank, dead_seconds=watch.DEAD_SECONDS, kill=False):
+def hang(rank, dead_seconds=peers.DEAD_SECONDS, kill=False):
     """Ranks of which one never comes to the vote, or is killed while the others are busy with something else."""
-    watch.DEAD_SECONDS = dead_seconds
+    peers.DEAD_SECONDS = dead_seconds
     ranks = start_ranks("gloo", TIMEOUT_S)
     vote(ranks, 0)
     if ranks.rank == rank:
@@ -67,26 +67,6 @@ def test_a_rank_that_dies_while_the_others_are_busy_ends_them(tmp_path):
     assert "rank 1 has died: no sign of life for 3 s" in done.text
 
 
-def die_while_joining():
-    """Rank 1 is killed before it joins the group in which ranks wait for each other for days."""
-    watch.DEAD_SECONDS = 3.0
-    new_group = dist.new_group
-
-    def killed(backend, timeout):
-        if timeout == PATIENCE and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return new_group(backend=backend, timeout=timeout)
-
-    dist.new_group = killed
-    start_ranks("gloo", TIMEOUT_S)
-
-
-def test_a_rank_that_dies_while_the_others_wait_for_it_to_join_ends_them(tmp_path):
-    done = run_ranks(2, die_while_joining, folder=tmp_path, seconds=30)
-    assert done.codes == [1, -9], done.text
-    assert "rank 1 has died" in done.text
-
-
 def die_before_joining():
     """Rank 0 is killed before there is a place to meet at."""
     if os.environ["RANK"] == "0":
@@ -116,7 +96,7 @@ def hold_the_lock_of_the_interpreter():
 
 def test_a_rank_that_lets_no_thread_run_is_named_and_ends(tmp_path):
     done = run_ranks(2, hold_the_lock_of_the_interpreter, folder=tmp_path, seconds=40)
-    assert done.codes == [1, 1], done.text
+    assert done.codes == [1, -peers.SHOW], done.text
     assert "rank 1 hangs" in (tmp_path / "rank0.txt").read_text()
     assert "hold_the_lock_of_the_interpreter" in (tmp_path / "rank1.txt").read_text()
 
@@ -127,7 +107,7 @@ def wait_long():
         for _ in range(26):
             time.sleep(0.25)
             stop_asked()
-    vote(ranks, 0, group=ranks.patient)
+    vote(ranks, 0)
     stop_ranks()
     return 0
 
@@ -135,6 +115,79 @@ def wait_long():
 def test_a_rank_that_keeps_the_others_waiting_but_lives_is_waited_for(tmp_path):
     done = run_ranks(2, wait_long, folder=tmp_path, seconds=40)
     assert done.codes == [0, 0], done.text
+
+
+def wait_to_be_asked():
+    """Rank 0 waits in a vote for rank 1, which waits to be asked to stop."""
+    ranks = start_ranks("gloo", 5)
+    vote(ranks, 0)
+    training_begins()
+    print("ready", flush=True)
+    while ranks.rank == 1 and not stop_asked():
+        time.sleep(0.05)
+    vote(ranks, 0)
+    stop_ranks()
+    return 0
+
+
+def test_a_run_that_is_suspended_for_longer_than_ranks_may_be_silent_goes_on_and_obeys(tmp_path):
+    processes = fork_ranks(2, wait_to_be_asked, folder=tmp_path)
+    wait_for_word("ready", tmp_path / "rank0.txt", tmp_path / "rank1.txt")
+    send(processes, signal.SIGSTOP)
+    time.sleep(9)  # longer than the 5 s of ranks, and than those with what torch's groups were given on top
+    send(processes, signal.SIGCONT)
+    time.sleep(1)
+    send(processes[:1], signal.SIGINT)
+    done = wait_for(processes, tmp_path, 10)
+    assert done.codes == [0, 0], done.text
+    assert done.text.count("this process stood still for ") == 2
+
+
+def test_a_rank_that_alone_is_suspended_ends_the_others(tmp_path):
+    processes = fork_ranks(2, wait_to_be_asked, folder=tmp_path)
+    wait_for_word("ready", tmp_path / "rank0.txt", tmp_path / "rank1.txt")
+    send(processes[:1], signal.SIGSTOP)  # it keeps the store that the ranks hear of each other by
+    processes[1].join(10)
+    send(processes[:1], signal.SIGCONT)
+    done = wait_for(processes, tmp_path, 10)
+    assert done.codes[1] == 1 and done.codes[0] != 0, done.text
+    assert "rank 0 has died or is stopped" in (tmp_path / "rank1.txt").read_text()
+
+
+def think_on_when_asked_to_stop():
+    watch.REPEAT_SECONDS = 0.5
+    training_begins()
+    print("ready", flush=True)
+    while not stop_asked():
+        time.sleep(0.01)
+    print("asked", flush=True)
+    sit_and_think(60)
+
+
+def test_a_suspension_after_a_request_to_stop_is_no_second_request_and_a_real_one_is_heard(tmp_path):
+    processes = fork_ranks(1, think_on_when_asked_to_stop, folder=tmp_path)
+    wait_for_word("ready", tmp_path / "rank0.txt")
+    send(processes)
+    wait_for_word("asked", tmp_path / "rank0.txt")
+    send(processes, signal.SIGSTOP)
+    time.sleep(1.5)  # longer than a beat
+    send(processes, signal.SIGCONT)
+    time.sleep(0.7)
+    assert processes[0].is_alive()
+    send(processes)
+    done = wait_for(processes, tmp_path, 10)
+    assert done.codes == [1] and "quitting" in done.text, done.text
+
+
+def sit_with_a_watch_that_fails():
+    watch.BEAT_SECONDS = "a second"
+    sit_and_think(60)
+
+
+def test_a_watch_that_fails_ends_the_process_with_the_reason_and_the_stacks(tmp_path):
+    done = run_ranks(1, sit_with_a_watch_that_fails, folder=tmp_path, seconds=10)
+    assert done.codes == [1], done.text
+    assert "TypeError: " in done.text and "can be watched no more" in done.text and "sit_and_think" in done.text
 
 
 def wait_for_stop():
