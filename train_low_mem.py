@@ -31,6 +31,7 @@ from model.checkpoint import checkpoint_paths
 from model.dataset import describe_store
 from model.device_memory import release_memory
 from model.doctor import print_table
+from model.log import open_log
 from model.memory import growth_of
 from model.plan import NothingFits
 from model.plots import plot_aloud
@@ -38,7 +39,7 @@ from model.prepare import measure, prepare_run, prepare_test
 from model.preview import answer
 from model.ranks import agree, from_main, start_ranks, stop_ranks, vote
 from model.record import begin, log_steps, say, write_events
-from model.report import Journal, Progress, epoch_line, open_log
+from model.report import Journal, Progress, epoch_line, printable_lines
 from model.run_dir import admit, has_best, has_last, only_writer
 from model.saver import Saver, export_aloud
 from model.spikes import TooManySkipped
@@ -59,7 +60,7 @@ def train(*stray, **options):
     ranks = start_ranks(config.backend, config.ddp_timeout_s)
     agree(ranks, "the options", asdict(config))
     if ranks.is_main:
-        open_log(LOGS_DIR, request.preset)
+        open_log(LOGS_DIR, request.preset, config.output_dir)
     admitted = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
     say(ranks, f"{config.output_dir}: " + (f"going on, the newest checkpoint is {admitted}" if admitted else "new run"))
     run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
@@ -246,7 +247,7 @@ def test(*stray, **options):
     backend = request.config.backend if "backend" in request.typed else "auto"  # the training's machine may be another
     ranks = start_ranks(backend, request.config.ddp_timeout_s)
     if ranks.is_main:
-        open_log(LOGS_DIR, request.preset)
+        open_log(LOGS_DIR, request.preset, request.config.output_dir)
     run, plan = prepare_test(ranks, request.config)
     scores = measure(run, plan)
     if scores:
@@ -280,14 +281,15 @@ def main(argv):
         if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent not in OURS:
             raise  # a library's: our mistake, not the user's
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault in what the user gave
-            print(error, file=sys.stderr)
+            print(printable_lines(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         failure = ""
         return 0  # asked to stop before there was anything to save
     except (RuntimeError, OSError) as error:
         failure = str(error)
-        print(f"rank {os.environ['RANK']}: {error}" if "RANK" in os.environ else error, file=sys.stderr)
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(printable_lines(rank + failure), file=sys.stderr)
         LOGGER.debug("this ended the run", exc_info=True)
         return 1
     finally:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from model.durable import AppendedFile, check_no_link
+from model.durable import AppendedFile
 
 LOGGER = logging.getLogger("chat_trainer")
 CONSOLE = Console(stderr=True)
@@ -33,6 +33,11 @@ STEERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 def printable(text: str) -> str:
     """The text with what steers a terminal written as escapes: controls, line ends, bidirectional marks, surrogates."""
     return STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable_lines(text: str) -> str:
+    """printable(text), its line ends kept."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 class Journal:
@@ -110,38 +115,6 @@ def _undone(record: dict, resume: dict) -> bool:
     step, last = record.get("step") or 0, resume["step"]
     again = record["kind"] == "eval" and step == last != resume.get("evaluated_step", last)
     return record["kind"] in UNDONE_KINDS and (step > last or again)
-
-
-def open_log(directory: str | Path, preset: str) -> logging.Logger:
-    """A logger that appends to <directory>/chat_trainer_<preset>_<YYYYmmdd>.log and echoes what is INFO to stderr.
-
-    For the main rank only. Opening again closes what was open, so no line appears twice.
-    """
-    path = Path(directory) / f"chat_trainer_{preset}_{time.strftime('%Y%m%d')}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_no_link([path])
-    for handler in list(LOGGER.handlers):
-        LOGGER.removeHandler(handler)
-        handler.close()
-    style = logging.Formatter("[%(asctime)s.%(msecs)03d] [%(levelname)s]: %(message)s", "%Y-%m-%d %H:%M:%S")
-    echo = logging.StreamHandler(_CurrentStderr())
-    echo.setLevel(logging.INFO)
-    for handler in (logging.FileHandler(path, encoding="utf-8"), echo):
-        handler.setFormatter(style)
-        LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.DEBUG)  # the file has the stack of what ended a run too
-    LOGGER.propagate = False
-    return LOGGER
-
-
-class _CurrentStderr:
-    """Looks stderr up at each write, because a live progress line replaces it while it is drawn."""
-
-    def write(self, text: str) -> None:
-        sys.stderr.write(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
 
 
 def human_bytes(count: int) -> str:

@@ -178,7 +178,9 @@ def answer_early(words):
         read_request(stray, options, KEEP_TRAINING.get(command, False))
     except ValueError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault
-            print(error, file=sys.stderr)
+            from model.report import printable_lines  # with rich, which a command line that is obeyed does not wait for
+
+            print(printable_lines(str(error)), file=sys.stderr)
         sys.exit(2)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from model import plots, report
+from model.log import open_log
 from model.plots import plot_run
 from model.report import (
     Journal,
@@ -31,8 +32,9 @@ from model.report import (
 ROOT = Path(__file__).resolve().parents[1]
 DRAW = """
 import time
-from model.report import Progress, open_log, progress_note
-log = open_log({logs!r}, "tiny")
+from model.log import open_log
+from model.report import Progress, progress_note
+log = open_log({logs!r}, "tiny", "run")
 with Progress("training [a]", total=4000) as progress:
     for step in range(1, 5):
         progress.update(step * 1000, progress_note(2.5, 45120.0, 12 * 2**30, 20 * 2**30))
@@ -192,18 +194,38 @@ def test_resumes_void_one_after_another_and_stay_themselves(path):
 
 
 def test_log_lines_have_the_form_that_people_grep(log_folder, capsys):
-    log = report.open_log(log_folder, "small")
+    log = open_log(log_folder, "small", "runs/a %s")
     log.info(train_line({"epoch": 1, "step": 20, "loss": 3.14159, "learn_rate": 1e-4, "peak_bytes": 13 * 2**30}))
     (path,) = log_folder.iterdir()
     assert re.fullmatch(r"chat_trainer_small_\d{8}\.log", path.name)
     line = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}\] \[INFO\]: training loss: epoch:1, step:20, loss:3.1416, .*\n"
-    assert re.fullmatch(line, path.read_text())
-    assert capsys.readouterr().err == path.read_text()
+    echoed = capsys.readouterr().err
+    assert re.fullmatch(line, echoed)
+    assert path.read_text() == "[a %s] " + echoed
+
+
+def test_each_line_of_a_log_that_runs_share_names_its_run(log_folder):
+    for run_dir in ("runs/a", "b\x1b[31m/"):
+        log = open_log(log_folder, "small", run_dir)
+        try:
+            raise OSError("no room")
+        except OSError:
+            log.debug("\x1b[2Jthis ended the run", exc_info=True)
+    (path,) = log_folder.iterdir()
+    names = [line[: line.index("] ") + 1] for line in path.read_text().splitlines()]
+    assert names == ["[a]"] * (len(names) // 2) + ["[b\\x1b[31m]"] * (len(names) // 2) and len(names) >= 8
+    assert r"[DEBUG]: \x1b[2Jthis ended" in path.read_text()
+
+
+def test_what_a_stranger_wrote_is_shown_and_does_nothing_to_the_terminal():
+    hostile = "a\x1b[2J\x07\r\n\x9b31m\u202egnp\u2066.\u200f\x7f\udcff"
+    assert report.printable(hostile) == r"a\x1b[2J\x07\r\n\x9b31m\u202egnp\u2066.\u200f\x7f\udcff"
+    assert report.printable("loss 你好\u3000é \\ '😀'") == "loss 你好\u3000é \\ '😀'"
 
 
 def test_opening_the_log_twice_does_not_double_lines(log_folder, capsys):
-    report.open_log(log_folder, "small").info("first")
-    report.open_log(log_folder, "small").info("second")
+    open_log(log_folder, "small", "runs/a").info("first")
+    open_log(log_folder, "small", "runs/a").info("second")
     (path,) = log_folder.iterdir()
     assert [line.split(": ")[1] for line in path.read_text().splitlines()] == ["first", "second"]
     assert capsys.readouterr().err.count("second") == 1

@@ -74,6 +74,16 @@ def test_a_damaged_config_json_is_named_with_the_way_out(tmp_path, stored):
         read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
 
 
+def test_what_a_stranger_wrote_into_a_config_json_is_shown_as_escapes(tmp_path, capsys):
+    started(tmp_path, dict(preset="pretrain", given={"\x1b[2Jepoch": 1, "learn_rate": "\u202e1"}))
+    with pytest.raises(SystemExit) as ended:
+        answer_early(["train", f"--output_dir={tmp_path}", "--is_keep_training=True"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert r"\x1b[2Jepoch" in told and r"\u202e1" in told and "\n  " in told
+    assert all(c.isprintable() or c == "\n" for c in told)
+
+
 def request(run_dir, *flags, **typed):
     return read_request((), dict(output_dir=str(run_dir), **dict.fromkeys(flags, "True"), **typed))
 
