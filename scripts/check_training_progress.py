@@ -6,6 +6,7 @@ Exit code 2 if there is no journal to read.
 """
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from model.report import human_bytes, human_seconds, read_journal  # noqa: E402
+from model.report import human_bytes, human_seconds, printable, read_journal  # noqa: E402
 
 QUIET_SECONDS = 600
 RECENT_LINES = 20
@@ -21,6 +22,14 @@ STOPS = {"finished": "finished", "asked": "stopped, as asked", "failed": "failed
 
 
 def main() -> int:
+    try:
+        return report()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def report() -> int:
     parser = argparse.ArgumentParser(description="Where a run stands, from its journal.")
     parser.add_argument("run_dir", nargs="?", help="default: the run under model_save/ that wrote last")
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="show again every SECONDS until Ctrl+C")
@@ -31,13 +40,13 @@ def main() -> int:
         show(options.run_dir)
         while options.watch:
             time.sleep(options.watch)
-            print()
+            print(flush=True)
             show(options.run_dir)
     except (ValueError, PermissionError) as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print()
+        print(flush=True)
     return 0
 
 
@@ -48,10 +57,10 @@ def show(run_dir: str | None) -> None:
         raise ValueError("the journal is still empty: the run has not started its first step, look again in a minute")
     try:
         rows = {"run": str(path.parent)} | describe(records, time.time())
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{path} has a line that no run writes ({error!r}): delete that line") from error
     width = max(map(len, rows))
-    print("\n".join(f"{name:{width}}  {text}" for name, text in rows.items()), flush=True)
+    print("\n".join(f"{name:{width}}  {printable(text)}" for name, text in rows.items()), flush=True)
 
 
 def find_journal(run_dir: str | None) -> Path:

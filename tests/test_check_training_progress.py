@@ -176,10 +176,45 @@ def test_a_damaged_journal_is_exit_2_and_names_the_line(run_dir, tmp_path):
     assert "line 1 is damaged" in refused(check(run_dir, folder=tmp_path))
 
 
-@pytest.mark.parametrize("line", ({"kind": "train", "step": 510, "time": 0}, train(510, 0) | {"loss": "low"}))
+@pytest.mark.parametrize(
+    "line",
+    (
+        {"kind": "train", "step": 510, "time": 0},
+        train(510, 0) | {"loss": "low"},
+        {"kind": "eval", "step": 510, "time": -1e308 * 10},
+    ),
+)
 def test_a_line_without_its_figures_is_exit_2(run_dir, tmp_path, line):
     write(run_dir, [*run_lines(time.time()), line])
     assert "metrics.jsonl has a line that no run writes" in refused(check(run_dir, folder=tmp_path))
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e"
+
+
+def test_what_a_journal_or_a_path_says_moves_no_cursor(tmp_path):
+    run_dir, now = tmp_path / f"run{HOSTILE}", time.time()
+    start = {"kind": "start", "time": now, "epochs": HOSTILE}
+    told = [{"kind": "oom", "step": 20, "where": HOSTILE}, {"kind": "save", "step": 20, "error": HOSTILE}]
+    stop = {"kind": "stop", "step": 20, "reason": HOSTILE}
+    write(run_dir, [start, train(20, now), *(line | {"time": now} for line in (*told, stop))])
+    done = check(run_dir, folder=tmp_path)
+    assert done.returncode == 0 and done.stdout.count(r"\x1b]0;title\x07\x1b[2J\u202e") == 5, done.stdout + done.stderr
+    write(run_dir, [start, train(20, now) | {"loss": HOSTILE}])
+    lines = done.stdout + refused(check(run_dir, folder=tmp_path)) + refused(check(HOSTILE, folder=tmp_path))
+    assert all(c.isprintable() or c == "\n" for c in lines)
+
+
+@pytest.mark.parametrize("words", ([], ["--watch", "0.01"]))
+def test_a_reader_that_has_read_enough_ends_it_quietly(run_dir, tmp_path, words):
+    write(run_dir, run_lines(time.time()))
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, run_dir, *words], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_watch_of_no_time_is_exit_2(run_dir, tmp_path):
