@@ -166,8 +166,8 @@ def _beat(parent):
     """Let the clock go on, and end the process where it does not end by itself."""
     global _asked_at
     slept_at = time.monotonic()
-    time.sleep(BEAT_SECONDS)
-    still_seconds, now = time.monotonic() - slept_at - BEAT_SECONDS, awake_seconds()
+    time.sleep(BEAT_SECONDS / 4)
+    still_seconds, now = time.monotonic() - slept_at, awake_seconds()
     if still_seconds > STILL_SECONDS:
         _say(f"this process stood still for {still_seconds:.0f} s, suspended or starved, and goes on")
     _note_saving()
