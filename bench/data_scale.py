@@ -20,6 +20,7 @@ import pyarrow as pa
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_ids, draw_lengths
 from model.batches import collate, cut, share_of, step_at
 from model.dataset import COUNTS, PAIRS_A_BATCH, read_store, store_schema
+from model.pair_hashes import write_hashes
 
 TOKEN_POOL = 20_000_000  # drawn once; each batch of pairs is a stretch of it
 PAIRS_A_STEP = 256
@@ -59,7 +60,8 @@ def build_store(directory, num_pairs, pool_tokens=TOKEN_POOL):
                 columns.append(pa.ListArray.from_arrays(offsets, pool[first : first + offsets[-1]]))
             writer.write_batch(pa.record_batch(columns, schema=schema))
     np.save(directory / "lengths.npy", np.concatenate(lengths))
-    meta = dict.fromkeys(COUNTS, 0) | dict(pairs=num_pairs, sha256="", source=dict(max_seq_len=MAX_SEQ_LEN))
+    whole = dict(sha256="", ids_sha256=write_hashes(directory, num_pairs), source=dict(max_seq_len=MAX_SEQ_LEN))
+    meta = dict.fromkeys(COUNTS, 0) | dict(pairs=num_pairs) | whole
     (directory / "meta.json").write_text(json.dumps(meta))
 
 

@@ -1,7 +1,7 @@
 """Files -> pairs -> token ids on disk, memory-mapped.
 
-A token store is a directory model_save/tokens/<key>/ with pairs.arrow (token ids, EOS included), lengths.npy and
-meta.json. It is built once, whole or not at all, and read by every rank without a copy in memory.
+A token store is a directory model_save/tokens/<key>/ with pairs.arrow (token ids, EOS included), lengths.npy,
+hashes.npy and meta.json. It is built once, whole or not at all, and read by every rank without a copy in memory.
 """
 
 import fcntl
@@ -11,7 +11,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from tokenize import TokenError
 
@@ -22,8 +22,10 @@ from datasets import Dataset
 
 from model.durable import open_own, whole_directory, write_file
 from model.json_items import read_object
+from model.pair_hashes import write_hashes
 from model.pairs import read_pairs
 
+FORMAT = 1  # of a store: one of another format is built again
 PAIRS_A_BATCH = 4096
 COUNTS = "pairs", "empty", "prompts_cut", "responses_cut", "prompt_tokens", "response_tokens"
 POLL_SECONDS = 0.2
@@ -35,6 +37,7 @@ class TokenStore:
 
     rows: Dataset
     lengths: np.ndarray  # (rows, 2) tokens of the prompt and of the response, memory-mapped
+    hashes: np.ndarray  # uint64 (rows, 2): of the prompt, of the pair; memory-mapped
     meta: dict
     directory: Path
 
@@ -43,7 +46,12 @@ class TokenStore:
 
     @property
     def identity(self):
-        """Which pairs these are and how they are cut, wherever their file lies."""
+        """Which pairs these are, in which order, and how they are cut, whatever file they came from."""
+        return f"{self.meta['ids_sha256']} {self.meta['source']['max_seq_len']}"
+
+    @property
+    def file_identity(self):
+        """The `identity` that checkpoints of format 0 hold: of the file's bytes."""
         source = self.meta["source"]
         return f"{self.meta['sha256']} {source['max_seq_len']} {source['columns']}"
 
@@ -117,11 +125,13 @@ def read_store(directory):
     """The token store in `directory`; raises ValueError where it is damaged."""
     try:
         meta = read_object(directory / "meta.json")
-        if missing := {"source", "sha256", *COUNTS} - meta.keys():
+        if missing := {"source", "sha256", "ids_sha256", *COUNTS} - meta.keys():
             raise ValueError(f"meta.json lacks {', '.join(sorted(missing))}")
         rows = Dataset.from_file(str(directory / "pairs.arrow")).with_format("arrow")
-        lengths = np.lib.format.open_memmap(directory / "lengths.npy", mode="r")
-        return TokenStore(rows, lengths, meta, directory)
+        lengths, hashes = (
+            np.lib.format.open_memmap(directory / name, mode="r") for name in ("lengths.npy", "hashes.npy")
+        )
+        return TokenStore(rows, lengths, hashes, meta, directory)
     except (ValueError, FileNotFoundError, TokenError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise ValueError(f"the tokens in {directory} are damaged ({error}): delete that directory") from None
     except PermissionError as error:
@@ -155,7 +165,7 @@ def _source(path, tokenizer, max_seq_len, columns):
         raise ValueError(f"{path}: no such file; name a parquet, json, jsonl, csv or tsv file")
     stat = path.stat()
     return dict(
-        path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns,
+        format=FORMAT, path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns,
         tokenizer=tokenizer.fingerprint, max_seq_len=max_seq_len, columns=list(columns),
     )  # fmt: skip
 
@@ -209,7 +219,8 @@ def _build(source, tokenizer, directory, progress, stop):
                 "--prompt_column and --response_column, or clean the file with scripts/prepare_data.py"
             )
         np.save(draft / "lengths.npy", np.concatenate(lengths))
-        meta = dict(source=source, sha256=_sha256(source["path"]), **counts)
+        ids_sha256 = write_hashes(draft, counts["pairs"])
+        meta = dict(source=source, sha256=_sha256(source["path"]), ids_sha256=ids_sha256, **counts)
         (draft / "meta.json").write_text(ujson.dumps(meta))
 
 
@@ -243,9 +254,7 @@ def _encode(texts, tokenizer, max_seq_len):
 
 def _list_array(rows, list_type):
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    flat = np.fromiter(
-        (i for row in rows for i in row), dtype=list_type.value_type.to_pandas_dtype(), count=offsets[-1]
-    )
+    flat = np.fromiter(chain.from_iterable(rows), list_type.value_type.to_pandas_dtype(), count=offsets[-1])
     return pa.ListArray.from_arrays(offsets, flat)
 
 

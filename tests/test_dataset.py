@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from model import dataset
+from model import dataset, pair_hashes
 from model.dataset import describe_store, open_store, read_store
+from model.pair_hashes import describe_shared, shared_pairs
 from tests.parts import examples_of, make_pairs, write_parquet
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,7 +148,7 @@ def test_a_file_that_was_only_touched_is_not_tokenised_again(open_it, source):
         assert stores_in(again.directory.parent) == [again.directory]
 
 
-@pytest.mark.parametrize("name", ["pairs.arrow", "lengths.npy", "meta.json"])
+@pytest.mark.parametrize("name", ["pairs.arrow", "lengths.npy", "hashes.npy", "meta.json"])
 @pytest.mark.parametrize("size", [0, 20])
 def test_a_damaged_store_is_named_and_keeps_no_other_file_from_being_tokenised(
     open_it, tokenizer, tmp_path, name, size
@@ -246,6 +247,37 @@ def test_a_stop_while_tokenising_leaves_nothing(open_it, tmp_path):
     assert len(open_it()) == 30
 
 
+def test_the_hash_of_all_ids_tells_the_pairs_and_their_order_and_nothing_of_their_file(
+    tmp_path, tokenizer, monkeypatch
+):
+    pairs, hashes = make_pairs(30, seed=7), []
+    (one, other), joined = pairs[0], ("1", "23")  # the same ids, cut elsewhere
+    orders = (pairs, pairs, pairs[::-1], [(other, one), *pairs[1:]], [joined], [("12", "3")])
+    for number, rows in enumerate(orders):
+        monkeypatch.setattr(dataset, "PAIRS_A_BATCH", 4096 if number == 0 else 7)
+        path = write_parquet(tmp_path / f"{number}.parquet", rows)
+        hashes.append(open_store(path, tokenizer, 64, tmp_path / "tokens").meta["ids_sha256"])
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == len(hashes) - 1
+
+
+@pytest.mark.parametrize("rows_a_chunk", [1, 4, 1 << 20])
+def test_validation_pairs_and_prompts_that_stand_in_the_training_file_are_counted(
+    tmp_path, tokenizer, monkeypatch, rows_a_chunk
+):
+    monkeypatch.setattr(pair_hashes, "ROWS_A_CHUNK", rows_a_chunk)
+    train, fresh = make_pairs(20, seed=1), make_pairs(5, seed=2)
+    shared = [(train[3][0], fresh[0][1]), (train[9][0], fresh[1][1])]
+    turned = [tuple(reversed(train[7]))]
+    stores = [
+        open_store(write_parquet(tmp_path / f"{name}.parquet", pairs), tokenizer, 64, tmp_path / "tokens")
+        for name, pairs in (("train", train), ("valid", [*train[:4], *fresh, *shared, *turned]), ("fresh", fresh))
+    ]
+    assert shared_pairs(stores[1], stores[0]) == (4, 2)
+    assert "4 of 12 validation pairs stand in the training file too, 2 more" in describe_shared(stores[1], stores[0])
+    assert describe_shared(stores[2], stores[0]) == ""
+
+
 BUILD = """
 import sys, time
 from model.dataset import open_store
@@ -281,7 +313,7 @@ def test_two_processes_build_one_store_and_a_killed_builder_leaves_none(source, 
             process.stdout.close()
     assert sorted(said) in ([["30"], ["built", "30"]], [["30"], ["30"]])
     (store,) = stores_in(root)
-    assert {path.name for path in store.iterdir()} == {"pairs.arrow", "lengths.npy", "meta.json"}
+    assert {path.name for path in store.iterdir()} == {"pairs.arrow", "lengths.npy", "hashes.npy", "meta.json"}
 
 
 MEASURE = """
