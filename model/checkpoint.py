@@ -8,7 +8,7 @@ import errno
 import hashlib
 import os
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,58 +16,18 @@ import ujson
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from config import MOST_WHOLE, T5ModelConfig
+from config import T5ModelConfig
 from model import faults
 from model.chat_model import TextToTextModel
 from model.durable import delete_aloud, make_directory, remove_drafts, whole_directory, write_file
-from model.estimate import ANSWERS_A_BATCH, count_parameters, optimizer_bytes
+from model.estimate import count_parameters, optimizer_bytes
 from model.export import check_fits
 from model.json_items import read_object
-from model.memory import Growth
 from model.optim import STATE_FIELDS, count_steps
-from model.plan import CHUNKS, MemoryPlan
-from model.spikes import WINDOW
+from model.train_state import LaterFormat, TrainState, state_of, state_values
 
 NAME = re.compile(r"step_\d{8}")
 SPARE_BYTES = 2**20  # for what stands beside the tensors
-MOST = 2**63 - 1  # of a number: what a vote between ranks carries
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """Where a run stands."""
-
-    step: int = 0  # optimizer steps done
-    pairs_seen: int = 0  # over all epochs
-    first_batch: int = 1  # pairs of a step at the run's first start: warm-up steps are counted in them
-    best_loss: float | None = None  # validation loss of best/
-    best_step: int = 0
-    validation: str = ""  # which pairs best_loss is of, and how they are cut
-    seed: int = 0
-    world_size: int = 1
-    tokenizer_fingerprint: str = ""
-    num_pairs: int = 0  # of the training file
-    shape: dict | None = None  # of the model
-    plan: dict | None = None  # how steps are cut
-    device: str = "cuda"  # kind that the plan is for; where a checkpoint does not tell, a CPU plans the same again
-    growth: dict | None = None  # of a plan that was shrunk
-    evaluated_step: int = 0  # the last step that was evaluated
-    recent_norms: tuple = ()  # gradient norms that the spike guard compares with
-
-    def after(self, result):
-        return replace(
-            self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan),
-            growth=asdict(result.growth), recent_norms=result.recent_norms,
-        )  # fmt: skip
-
-    def differs(self, plan, world_size, exact):
-        """Names of what will order a step's sums otherwise from here on: bits may differ then."""
-        then = self.plan and MemoryPlan(**self.plan)
-        changed = dict(
-            plan=then and (then.cutting, then.graphs) != (plan.cutting, plan.graphs),
-            processes=world_size != self.world_size and not exact,
-        )
-        return tuple(name for name, has_changed in changed.items() if has_changed)
 
 
 @dataclass(frozen=True)
@@ -124,7 +84,7 @@ def save_checkpoint(run_dir, state, snapshot, keep):
         _write_tensors(snapshot.weights, draft / "model.safetensors")
         faults.fire("save", state.step)
         _write_tensors(snapshot.optimizer, draft / "optimizer.safetensors")
-        (draft / "state.json").write_text(ujson.dumps(asdict(state), indent=1))
+        (draft / "state.json").write_text(ujson.dumps(state_values(state), indent=1))
         manifest = {file.name: dict(size=file.stat().st_size, sha256=_sha256(file)) for file in draft.iterdir()}
         (draft / "manifest.json").write_text(ujson.dumps(manifest, indent=1))
     write_file(folder / "LATEST", path.name.encode())
@@ -167,17 +127,25 @@ def checkpoint_paths(run_dir):
 
 
 def load_newest(run_dir, say):
-    """The newest Checkpoint that is whole, or None; `say(text)` hears about each one passed over."""
+    """The newest Checkpoint that is whole, or None; `say(text)` hears about each one passed over.
+
+    Raises LaterFormat where that is one of a later version.
+    """
     for path in checkpoint_paths(run_dir):
         try:
             return read_checkpoint(path)
+        except LaterFormat:
+            raise
         except ValueError as error:
             say(f"{error}; going back to the checkpoint before it")
     return None
 
 
 def read_checkpoint(path):
-    """The Checkpoint at `path`; raises ValueError when a file is missing, cut, changed or not the folder's own."""
+    """The Checkpoint at `path`; raises ValueError when a file is missing, cut, changed or not the folder's own.
+
+    One of a later version is a LaterFormat.
+    """
     files = ("model.safetensors", "optimizer.safetensors", "state.json")
     try:
         held = [path / name for name in (*files, "manifest.json")]
@@ -191,62 +159,17 @@ def read_checkpoint(path):
         for name in files:
             if not isinstance(manifest[name], dict) or manifest[name].get("sha256") != _sha256(path / name):
                 raise ValueError(f"{name} has changed since it was written")
-        state = _state_of(read_object(path / "state.json"))
+        state = state_of(read_object(path / "state.json"))
         if path.name != f"step_{state.step:08d}":
             raise ValueError(f"state.json is of step {state.step}")
         found = Checkpoint(path, state, load_file(path / files[0]), load_file(path / files[1]))
         with torch.device("meta"):  # before a model of that shape takes memory
             check_fits(TextToTextModel(T5ModelConfig(**state.shape)), found, files[0])
         return found
+    except LaterFormat as error:
+        raise LaterFormat(f"checkpoint {path} {error}") from None
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"checkpoint {path} is damaged ({error})") from None
-
-
-def _state_of(values):
-    """The TrainState in a state.json; raises ValueError for values that no run writes."""
-    norms = values.get("recent_norms")
-    norms = tuple(norms) if isinstance(norms, list) else norms
-    state = _record(TrainState, values | dict(recent_norms=norms), "state.json")
-    if len(norms) > WINDOW or not all(_fits(norm, float) for norm in norms):
-        raise ValueError(f"its recent_norms are {str(norms):.200}: they must be at most {WINDOW} gradient norms")
-    _record(T5ModelConfig, state.shape, "its shape")
-    if state.plan is not None:
-        _check_plan(state.plan, "its plan")
-    if state.growth is not None:
-        growth = _record(Growth, state.growth, "its growth")
-        _check_plan(growth.full, "the full plan of its growth")
-        if not growth.calm_steps < growth.wait_steps:
-            raise ValueError(f"its growth is {state.growth}: calm_steps must be below wait_steps")
-    return state
-
-
-def _check_plan(values, what):
-    """Raise ValueError unless the JSON `values` are a MemoryPlan that steps can be cut by."""
-    _record(MemoryPlan, values, what)
-    largest = dict(micro_batch_tokens=MOST_WHOLE, chunk_tokens=CHUNKS[0], answers=ANSWERS_A_BATCH)
-    for name, most in largest.items():
-        if not 0 < values[name] <= most:
-            raise ValueError(f"{what} says {name}={values[name]}: it must be from 1 to {most}")
-
-
-def _record(kind, values, what):
-    """A `kind` with these JSON `values`; raises ValueError, naming `what`, for other fields and for other types."""
-    types = {field.name: field.type for field in fields(kind)}
-    if not isinstance(values, dict) or values.keys() != types.keys():
-        raise ValueError(f"{what} is {values!r:.200}, and must have the fields {', '.join(types)}")
-    wrong = [f"{name}={values[name]!r:.80}" for name in types if not _fits(values[name], types[name])]
-    if wrong:
-        raise ValueError(f"{what} says {', '.join(wrong)}: of another type, or not from 0 to {MOST}")
-    return kind(**values)
-
-
-def _fits(value, kind):
-    """Whether a JSON value has the type that a field names; numbers must be finite and not negative."""
-    if isinstance(value, bool):
-        return kind is bool  # Python takes it for a whole number too
-    if kind is MemoryPlan:
-        return isinstance(value, dict)
-    return isinstance(value, kind) and (not isinstance(value, int | float) or 0 <= value <= MOST)
 
 
 def load_optimizer(optimizer, model, tensors):

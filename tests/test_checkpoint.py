@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from safetensors import safe_open
 
 from model import faults
 from model.checkpoint import (
-    TrainState,
     checkpoint_paths,
     load_newest,
     read_checkpoint,
@@ -27,6 +26,7 @@ from model.memory import Growth
 from model.report import Journal
 from model.run_dir import write_json
 from model.tokenizer import copy_tokenizer
+from model.train_state import FORMAT, LaterFormat, TrainState, state_values
 from tests.parts import PLAN, make_config
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
@@ -140,6 +140,7 @@ def change_state(path, change):
         ("step", -1, "state.json says step=-1"), ("step", "5", "step='5'"), ("step", 501, "is of step 501"),
         ("pairs_seen", 10**30, "pairs_seen=1000"), ("seed", True, "seed=True"), ("best_loss", "low", "best_loss='low'"),
         ("best_loss", math.nan, "best_loss=nan"), ("unknown", 1, "must have the fields"),
+        ("format", "1", "format='1'"), ("ids_sha256", 5, "ids_sha256=5"),
         ("world_size", ..., "must have the fields step, pairs_seen"), ("recent_norms", [1.0, -1.0], "gradient norms"),
         ("recent_norms", [math.inf], "gradient norms"), ("recent_norms", [1.0] * 65, "at most 64 gradient norms"),
         ("recent_norms", "a", "recent_norms='a'"), ("shape", None, "its shape is None"),
@@ -160,6 +161,45 @@ def test_a_state_that_no_run_writes_is_refused_though_its_manifest_fits(save, na
     change_state(path, {name: value})
     with pytest.raises(ValueError, match=f"is damaged .*{re.escape(said)}"):
         read_checkpoint(path)
+
+
+STATE_OF_FORMAT_0 = """{
+ "step": 8, "pairs_seen": 60, "first_batch": 8, "best_loss": 6.167487502541241, "best_step": 6,
+ "validation": "3b12de98369dcf782202509e1e890bb602f0d24bb22b8b60498172c174f2c3c2 32 ['', '']", "seed": 23333,
+ "world_size": 1, "tokenizer_fingerprint": "b951d8a816c311c2", "num_pairs": 44, "shape": %s,
+ "plan": {"micro_batch_tokens": 512, "chunk_tokens": 1024, "gradient_checkpointing": false,
+  "predicted_peak_bytes": 104028323, "graphs": false, "answers": 32},
+ "growth": {"full": {"micro_batch_tokens": 512, "chunk_tokens": 1024, "gradient_checkpointing": false,
+   "predicted_peak_bytes": 104028323, "graphs": false, "answers": 32}, "calm_steps": 0, "wait_steps": 100},
+ "evaluated_step": 6, "recent_norms": []
+}"""
+
+
+def test_a_state_of_format_0_is_read_and_what_it_lacks_has_the_defaults(save, model):
+    path = save(8)
+    written = json.loads(STATE_OF_FORMAT_0 % json.dumps(asdict(model.shape)))
+    change_state(path, written | dict.fromkeys({"format"} | {f.name for f in fields(TrainState)} - written.keys(), ...))
+    assert "format" not in (path / "state.json").read_text()
+    state = read_checkpoint(path).state
+    assert (state.ids_sha256, state.max_seq_len) == ("", 0)
+    assert {name: value for name, value in state_values(state).items() if name in written} == written | dict(
+        recent_norms=()
+    )
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_as_such_and_not_gone_back_past(save, tmp_path):
+    save(400)
+    change_state(save(500), {"format": FORMAT + 1, "a_later_field": 1})
+    with pytest.raises(LaterFormat, match=f"step_00000500 is of format {FORMAT + 1}, and this version reads up to"):
+        load_newest(tmp_path, pytest.fail)
+
+
+def test_the_fields_of_a_state_are_those_of_its_format():
+    """Who adds a field gives it a default, raises FORMAT and adds it here: checkpoints without it stay readable."""
+    added = {1: {"ids_sha256", "max_seq_len"}}
+    format_0 = json.loads(STATE_OF_FORMAT_0 % "{}").keys()
+    assert {f.name for f in fields(TrainState)} == format_0 | set().union(*added.values())
+    assert max(added) == FORMAT
 
 
 def test_without_a_whole_checkpoint_there_is_none(save, tmp_path):
