@@ -16,14 +16,16 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from model.checkpoint import TrainState, checkpoint_paths, disk_bytes, load_newest
+from model.checkpoint import checkpoint_paths, disk_bytes, load_newest
 from model.dataset import find_store
 from model.estimate import Setting, count_parameters, fixed_bytes
+from model.origin import check_same_run, check_shape, read_weights, shape_of
 from model.pairs import read_pairs
 from model.preflight import find_backend, in_words, try_backend
-from model.prepare import TOKENS_DIR, check_same_run, check_shape, make_model, shape_of, tokenizer_and_weights
+from model.prepare import TOKENS_DIR, make_model, tokenizer_for
 from model.ranks import Ranks, must_use_cpu
-from model.run_dir import check_no_stranger
+from model.run_dir import check_name, check_no_stranger
+from model.train_state import LaterFormat, TrainState
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[1]
@@ -197,20 +199,22 @@ def _model(config, typed, overwrite):
     """(Setting, Rows) of what a run would start from: a checkpoint, other weights, or the tokenizer alone."""
     alone, passed = Ranks(0, 1, 0, torch.device("cpu"), "none", None), []
     held = [] if overwrite else checkpoint_paths(config.output_dir)
-    found = load_newest(config.output_dir, passed.append) if held else None
+    try:
+        found = load_newest(config.output_dir, passed.append) if held else None
+    except LaterFormat as error:
+        return None, [Row("checkpoint", "cannot be read", str(error), fails=True)]
     rows = [Row("checkpoint", text, "nothing to do: the one before it is used") for text in passed]
     if held and not found:
         rows.append(Row("checkpoint", "none is whole", "start afresh with --overwrite=True", fails=True))
         return None, rows
     try:
-        tokenizer, weights = tokenizer_and_weights(alone, config, typed, resumed=found is not None)
+        weights = None if found else read_weights(alone, config.finetune_from_ckp_file)
+        tokenizer = tokenizer_for(config, typed, found)
         shape = shape_of(config, tokenizer, found, weights)
-        check_shape(config, typed, shape, found, weights)
+        check_shape(alone, config, typed, shape, found, weights)
         stores = _token_stores(config, tokenizer)
         if found:
-            num_pairs = len(stores[0]) if stores[0] else found.state.num_pairs
-            fresh = TrainState(seed=config.seed, tokenizer_fingerprint=tokenizer.fingerprint, num_pairs=num_pairs)
-            check_same_run(found, config, fresh)
+            check_same_run(found, config, _fresh_state(config, tokenizer, stores[0], found.state))
         model = make_model(alone, config, shape, weights)
     except (ValueError, OSError) as error:
         return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
@@ -220,6 +224,14 @@ def _model(config, typed, overwrite):
     rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
     rows.append(Row("model", f"{num_weights / 1e6:.1f} M weights from {_origin(config, found)}"))
     return setting, rows
+
+
+def _fresh_state(config, tokenizer, store, then):
+    """The TrainState that these options start from, with the pairs of the TrainState `then` where none are stored."""
+    pairs = dict(num_pairs=len(store), ids_sha256=store.meta["ids_sha256"]) if store else dict(num_pairs=then.num_pairs)
+    return TrainState(
+        seed=config.seed, tokenizer_fingerprint=tokenizer.fingerprint, max_seq_len=config.max_seq_len, **pairs
+    )
 
 
 def _token_stores(config, tokenizer):
@@ -261,6 +273,7 @@ def _output_dir(config):
     if blocking := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
         return Row("output_dir", f"{blocking[0]} is a file", "name another --output_dir", fails=True)
     try:
+        check_name(config.output_dir)
         if folder.exists():
             check_no_stranger(folder)
     except ValueError as error:

@@ -88,18 +88,26 @@ def load_weights(path):
     if path.is_file():
         _check_family_beside(path)
         return Weights(_canonical(read_tensors(path), path), None, None)
+    directory = model_directory(path)
+    if directory is None:
+        raise ValueError(
+            f"finetune_from_ckp_file={path}: no model there; name a Hugging Face directory (config.json and "
+            "model.safetensors), a run directory with best/, or a .bin file"
+        )
+    shape, values = read_t5_config(directory / "config.json")
+    _check_family(values, directory / "config.json")
+    tensors = _canonical(read_tensors(directory / "model.safetensors"), directory)
+    if shape.num_layers + shape.num_decoder_layers > len(tensors):  # before a model so deep is built
+        raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {shape}")
+    return Weights(tensors, shape, directory)
+
+
+def model_directory(path):
+    """The directory in which the weights of a Hugging Face or a run directory lie, or None."""
     for directory in (path, path / "best", path / "last"):
         if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
-            shape, values = read_t5_config(directory / "config.json")
-            _check_family(values, directory / "config.json")
-            tensors = _canonical(read_tensors(directory / "model.safetensors"), directory)
-            if shape.num_layers + shape.num_decoder_layers > len(tensors):  # before a model so deep is built
-                raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {shape}")
-            return Weights(tensors, shape, directory)
-    raise ValueError(
-        f"finetune_from_ckp_file={path}: no model there; name a Hugging Face directory (config.json and "
-        "model.safetensors), a run directory with best/, or a .bin file"
-    )
+            return directory
+    return None
 
 
 def read_tensors(path):

@@ -25,7 +25,10 @@ def open_log(directory: str | Path, preset: str, run_dir: str | Path) -> logging
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
         handler.close()
-    file, echo = logging.FileHandler(path, encoding="utf-8"), logging.StreamHandler(_Stderr())
+    file, echo = (
+        logging.FileHandler(path, encoding="utf-8", errors="backslashreplace"),
+        logging.StreamHandler(_Stderr()),
+    )
     file.setFormatter(_Lines(f"[{os.path.basename(os.path.abspath(run_dir))}] "))
     echo.setFormatter(_Lines())
     echo.setLevel(logging.INFO)

@@ -3,27 +3,37 @@
 import logging
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from config import T5ModelConfig, TrainConfig, global_batch, model_config
+from config import TrainConfig, global_batch
 from model.chat_model import TextToTextModel
-from model.checkpoint import TrainState, load_newest, load_optimizer
 from model.dataset import TokenStore, describe_store, open_store
 from model.device_memory import foreign_bytes, limit_memory, outside_bytes
 from model.evaluate import answer_pairs, evaluate_loss, score
-from model.export import as_hugging_face, check_fits, load_into, load_weights
+from model.export import as_hugging_face, load_into, model_directory
 from model.feed import Course
 from model.memory import check_gates, free_bytes
 from model.optim import check_warmup, make_optimizer, warmup_pairs
+from model.origin import (
+    check_same_run,
+    check_shape,
+    newest_checkpoint,
+    read_weights,
+    restore,
+    shape_of,
+    why_not_compared,
+)
+from model.pair_hashes import describe_shared
 from model.plan import MemoryPlan, choose_plan
-from model.ranks import Ranks, agree, broadcast, local_main_first
+from model.ranks import Ranks, agree, broadcast, from_main, local_main_first
 from model.rehearsal import estimate_for, plan_run, rehearse_update
 from model.report import Progress
-from model.request import ANOTHER_RUN
 from model.run_dir import has_best
 from model.tokenizer import ChatTokenizer, load_tokenizer
+from model.train_state import TrainState, state_values
 from model.watch import stop_asked
 
 TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
@@ -67,11 +77,15 @@ def prepare_run(ranks, config, typed, resumed):
     foreign = set_memory_limit(config, ranks.device)
     free = dict(start=free_bytes())
     batch = global_batch(config, ranks.world_size, typed)
-    model_config(config.model)  # what can be refused is refused before hours of tokenising
-    found = _newest_checkpoint(ranks, config) if resumed else None
-    tokenizer, weights = tokenizer_and_weights(ranks, config, typed, resumed)
+    # what can be refused is refused before hours of tokenising
+    found = newest_checkpoint(ranks, config.output_dir) if resumed else None
+    weights = None if found else read_weights(ranks, config.finetune_from_ckp_file)
+    tokenizer = tokenizer_for(config, typed, found)
+    ids = dict(pad_id=tokenizer.pad_id, eos_id=tokenizer.eos_id)
+    agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
     shape = shape_of(config, tokenizer, found, weights)
-    check_shape(config, typed, shape, found, weights)
+    check_shape(ranks, config, typed, shape, found, weights)
+    agree(ranks, "the model's shape", asdict(shape))
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
@@ -79,6 +93,8 @@ def prepare_run(ranks, config, typed, resumed):
     warmup = warmup_pairs(config, total_pairs, found.state.first_batch if found else batch)
     check_warmup(config, typed, warmup / batch, total_pairs / batch)
     course = Course(total_pairs, warmup, batch, tokenizer.pad_id)
+    if ranks.is_main and (shared := describe_shared(validation, train)):
+        LOGGER.warning(shared)
     dtype = compute_dtype(config.mixed_precision, ranks.device)
     agree(ranks, "the numbers to compute in (--mixed_precision=no suits GPUs of any kind)", str(dtype))
     check_memory_fits(ranks, config, shape, dtype, train.lengths, batch, foreign)
@@ -96,6 +112,7 @@ def prepare_run(ranks, config, typed, resumed):
     growth = kept_growth(state, plan, may_record)
     differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
     state = replace(state, plan=asdict(plan), growth=growth, device=ranks.device.type)
+    agree(ranks, "where the run stands and how its steps are cut", state_values(state))
     return replace(run, memory=memory, differs=differs), state, plan
 
 
@@ -106,13 +123,17 @@ def _starting_state(run, found):
     """
     fresh = TrainState(
         first_batch=run.course.global_batch, seed=run.config.seed, num_pairs=len(run.train),
+        ids_sha256=run.train.meta["ids_sha256"], max_seq_len=run.config.max_seq_len,
         shape=asdict(run.model.shape), tokenizer_fingerprint=run.tokenizer.fingerprint,
         world_size=run.ranks.world_size, validation=run.validation.identity,
     )  # fmt: skip
     if not found:
         return fresh
     check_same_run(found, run.config, fresh)
-    return _judged_by(run.validation, run.ranks, _restore(run.ranks, run.model, run.optimizer, found))
+    if run.ranks.is_main and (why := why_not_compared(found.state, fresh)):
+        LOGGER.info("%s: of the training pairs only their number, %d, is compared", why, fresh.num_pairs)
+    state = _judged_by(run.validation, run.ranks, restore(run.ranks, run.model, run.optimizer, found))
+    return replace(state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len)
 
 
 def kept_growth(state, plan, may_record):
@@ -144,24 +165,42 @@ def set_memory_limit(config, device):
     return foreign
 
 
-def tokenizer_and_weights(ranks, config, typed, resumed):
-    """The tokenizer, and the weights to start from or None; raises ValueError when they do not belong together."""
-    if resumed:
-        kept = Path(config.output_dir) / "tokenizer"  # its fingerprint is checked, so another's files will do as well
-        named = config.tokenizer_dir if "tokenizer_dir" in typed else ""
-        return load_tokenizer(named or (kept if kept.exists() else config.tokenizer_dir or TOKENIZER_DIR)), None
-    source = config.finetune_from_ckp_file
-    weights = load_weights(source) if source else None
-    beside = load_tokenizer(weights.tokenizer_dir) if weights and weights.tokenizer_dir else None
-    tokenizer = beside if beside and not config.tokenizer_dir else load_tokenizer(config.tokenizer_dir or TOKENIZER_DIR)
-    if beside and beside.fingerprint != tokenizer.fingerprint:
+def tokenizer_for(config, typed, found):
+    """The tokenizer of a run that goes on from the Checkpoint `found`, or begins where that is None.
+
+    Raises ValueError where it is not that of the weights to begin with, as far as they lie on this machine.
+    """
+    named, source = Path(config.tokenizer_dir or TOKENIZER_DIR), config.finetune_from_ckp_file
+    weights_dir = model_directory(Path(source)) if source else None
+    if found and "tokenizer_dir" not in typed:
+        # in output_dir may be another run's, or none, where this is not rank 0's machine
+        folders = [Path(config.output_dir) / "tokenizer", weights_dir, named]
+        return _first_of(folders, found.state.tokenizer_fingerprint)
+    return load_tokenizer(named) if found or not weights_dir else _tokenizer_of_weights(config, weights_dir)
+
+
+def _first_of(folders, fingerprint):
+    """The first tokenizer in `folders` (None: left out) that has the fingerprint, else the first that there is."""
+    there = [folder for folder in folders if folder and (folder / "tokenizer.json").is_file()] or folders[-1:]
+    tokenizers = map(load_tokenizer, there)
+    first = next(tokenizers)
+    return next((found for found in chain([first], tokenizers) if found.fingerprint == fingerprint), first)
+
+
+def _tokenizer_of_weights(config, weights_dir):
+    """The tokenizer that lies beside weights, which one that is named must equal, or the one named where none does."""
+    if not (weights_dir / "tokenizer.json").is_file():
+        if not config.tokenizer_dir:
+            raise ValueError(f"{weights_dir} has no tokenizer.json: name its weights' own tokenizer in --tokenizer_dir")
+        return load_tokenizer(config.tokenizer_dir)
+    beside = load_tokenizer(weights_dir)
+    named = load_tokenizer(config.tokenizer_dir) if config.tokenizer_dir else beside
+    if named.fingerprint != beside.fingerprint:
         raise ValueError(
-            f"{source} was trained with tokenizer {beside.fingerprint}, and tokenizer_dir={config.tokenizer_dir} is "
-            f"{tokenizer.fingerprint}: leave --tokenizer_dir out"
+            f"{weights_dir} was trained with tokenizer {beside.fingerprint}, and tokenizer_dir={config.tokenizer_dir} "
+            f"is {named.fingerprint}: leave --tokenizer_dir out"
         )
-    if weights and ranks.is_main:
-        LOGGER.info("starting from the weights in %s", source)
-    return tokenizer, weights
+    return beside
 
 
 def _open_data(ranks, config, file, tokenizer):
@@ -169,26 +208,10 @@ def _open_data(ranks, config, file, tokenizer):
         columns = (config.prompt_column, config.response_column)
         options = dict(columns=columns, progress=progress.update, stop=stop_asked)
         store = local_main_first(ranks, partial(open_store, file, tokenizer, config.max_seq_len, TOKENS_DIR, **options))
-    agree(ranks, f"the content of {file}", store.meta["sha256"])
+    agree(ranks, f"the pairs in {file}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))
     if ranks.is_main:
         LOGGER.info(describe_store(store))
     return store
-
-
-def shape_of(config, tokenizer, found, weights):
-    """The model's T5ModelConfig: that of the Checkpoint or of the weights, where they tell it, else config.model's.
-
-    Raises ValueError where its vocabulary is smaller than the tokenizer's.
-    """
-    known = T5ModelConfig(**found.state.shape) if found else weights and weights.shape
-    shape = known or model_config(config.model)
-    shape = replace(shape, vocab_size=shape.vocab_size or tokenizer.vocab_size)
-    if shape.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"the model has {shape.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}: name the one "
-            "that the model was trained with in --tokenizer_dir"
-        )
-    return shape
 
 
 def check_memory_fits(ranks, config, shape, dtype, lengths, batch, foreign):
@@ -201,10 +224,10 @@ def check_memory_fits(ranks, config, shape, dtype, lengths, batch, foreign):
 def make_model(ranks, config, shape, weights=None):
     """The model on this rank's device: random weights, or `weights`; equal on all ranks."""
     model = TextToTextModel(shape, config.dropout, compute_dtype(config.mixed_precision, ranks.device))
-    if weights:
-        load_into(model, weights, config.finetune_from_ckp_file)
-    else:
+    if not weights:
         model.initialise(config.seed)
+    elif ranks.is_main:  # which alone has them
+        load_into(model, weights, config.finetune_from_ckp_file)
     if config.trainable == "decoder":
         model.freeze_all_but_decoder()
     model.to(ranks.device)
@@ -218,50 +241,11 @@ def compute_dtype(mixed_precision, device):
     return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and native) else torch.float32
 
 
-def check_shape(config, typed, shape, found, weights):
-    """Raise ValueError where --model asks for another shape than the weights have, or they do not fit theirs."""
-    wanted = model_config(config.model)
-    told = found or weights and weights.shape
-    if told and "model" in typed and replace(wanted, vocab_size=shape.vocab_size) != shape:
-        raise ValueError(f"--model={config.model} is {wanted}, and the weights are {shape}: leave --model out")
-    if weights:
-        with torch.device("meta"):
-            check_fits(TextToTextModel(shape), weights, config.finetune_from_ckp_file)
-
-
-def _newest_checkpoint(ranks, config):
-    found = load_newest(config.output_dir, LOGGER.warning)
-    if found is None:
-        raise ValueError(f"no checkpoint in {config.output_dir} is whole: restore one, {ANOTHER_RUN}")
-    agree(ranks, "the newest checkpoint", found.path.name)
-    return found
-
-
-def check_same_run(found, config, fresh):
-    """Raise ValueError where the options would make `found` another run than the one it is of."""
-    for what, name in (("tokenizer", "tokenizer_fingerprint"), ("seed", "seed"), ("training pairs", "num_pairs")):
-        then, now = getattr(found.state, name), getattr(fresh, name)
-        if then != now:
-            raise ValueError(
-                f"{found.path} was written with {what} {then}, and it is {now} now: go on with what it was, "
-                f"{ANOTHER_RUN}"
-            )
-
-
-def _restore(ranks, model, optimizer, found):
-    """Put a Checkpoint into model and optimizer; returns its TrainState."""
-    load_into(model, found, found.path)
-    load_optimizer(optimizer, model, found.optimizer)
-    broadcast(ranks, [model.flat.masters])
-    if ranks.is_main:
-        LOGGER.info("going on from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)
-    return replace(found.state, world_size=ranks.world_size)
-
-
 def _judged_by(validation, ranks, state):
     """The TrainState for these validation pairs: the loss of best/ on others says nothing about them."""
-    if state.validation == validation.identity:
-        return state
+    same = from_main(ranks, lambda: state.validation in (validation.identity, validation.file_identity))
+    if same:  # file by file it may differ between machines
+        return replace(state, validation=validation.identity)
     if ranks.is_main:
         LOGGER.info("the validation pairs are others, or cut elsewhere: best/ is chosen anew")
     return replace(state, validation=validation.identity, best_loss=None, best_step=0)
@@ -270,20 +254,24 @@ def _judged_by(validation, ranks, state):
 def prepare_test(ranks, config):
     """(Run, MemoryPlan) to measure a run's best/ model on test_file, which stands in place of both data files."""
     best = Path(config.output_dir) / "best"
-    if not has_best(config.output_dir):
-        raise ValueError(
-            f"--output_dir={config.output_dir}: there is no {best} to test: train first, or, where the run is begun or "
-            "finished, go on with --is_keep_training=True: the next evaluation writes it"
-        )
+    from_main(ranks, _check_best, best)
     # what the training was told about its own memory and launches says nothing about a test
     free = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
     config = replace(config, finetune_from_ckp_file=str(best), **free)
-    tokenizer, weights = tokenizer_and_weights(ranks, config, (), resumed=False)
+    weights, tokenizer = read_weights(ranks, str(best)), tokenizer_for(config, (), None)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
     model = make_model(ranks, config, shape_of(config, tokenizer, None, weights), weights)
     course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)
     run = Run(config, ranks, tokenizer, store, store, model, None, course)
     return run, plan_run(run, None, set_memory_limit(config, ranks.device))[0]
+
+
+def _check_best(best):
+    if not has_best(best.parent):
+        raise ValueError(
+            f"--output_dir={best.parent}: there is no {best} to test: train first, or, where the run is begun or "
+            "finished, go on with --is_keep_training=True: the next evaluation writes it"
+        )
 
 
 def measure(run, plan, step=0, note=lambda kind, **values: None):

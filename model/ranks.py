@@ -3,6 +3,7 @@
 Collectives here are all_reduce, broadcast and all_gather only: Gloo offers no more on CUDA tensors.
 """
 
+import functools
 import os
 import sys
 from contextlib import nullcontext
@@ -42,15 +43,41 @@ class Ranks:
         return self.local_rank == 0
 
 
+def told_by_main(timeout_s, function, *args):
+    """What `function(*args)` (plain values) gives on rank 0, on every rank, before they join; so is its ValueError.
+
+    Needs no backend: the ranks meet in the store at MASTER_ADDR:MASTER_PORT, where they join later. The process ends
+    where not all come within `timeout_s`.
+    """
+    _refuse_launches_that_cannot_work()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return function(*args)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with at_most(timeout_s, f"not all processes came within --ddp_timeout_s={timeout_s}"):
+        store = _meeting_point()
+        if rank == 0:
+            store.set("told", ujson.dumps(_outcome(function, *args)))
+        kind, value = ujson.loads(store.get("told"))
+        store.set(f"heard/{rank}", "")
+        if rank == 0:  # which may host the store
+            store.wait([f"heard/{other}" for other in range(world_size)])
+    return _value_of(kind, value)
+
+
+@functools.cache
+def _meeting_point():
+    """The store in which the ranks meet; kept for the life of the process, since others join through the same one."""
+    store, *_ = next(dist.rendezvous("env://", timeout=PATIENCE))
+    return dist.PrefixStore(f"told_by_main/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
 def start_ranks(backend="auto", timeout_s=600):
     """Join the run's processes as the launcher set them up; alone under plain python.
 
     Raises RuntimeError when the processes cannot be what the launcher promised, ValueError where it is a launch that
     cannot work.
     """
-    _refuse_lone_cpu_launch()
-    _refuse_no_port()
-    _refuse_sharding()
+    _refuse_launches_that_cannot_work()
     on_cpu = must_use_cpu()
     if on_cpu and backend == "nccl":
         raise ValueError("--backend=nccl needs GPUs and there are none here: leave it out")
@@ -99,24 +126,18 @@ def _store_on_main(ranks):
     return store or dist.TCPStore(host, port, is_master=False, timeout=patience)
 
 
-def _refuse_lone_cpu_launch():
-    """`accelerate launch --cpu --num_processes N` starts one process and leaves only these traces of N."""
+def _refuse_launches_that_cannot_work():
+    # `accelerate launch --cpu --num_processes N` starts one process and leaves only these traces of N
     wanted_many = "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
     if wanted_many and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "accelerate launch --cpu starts one process whatever --num_processes says: "
             "type accelerate launch --multi_gpu --num_processes N ./train_low_mem.py …, which works without GPUs too"
         )
-
-
-def _refuse_no_port():
-    """`torchrun --master_port 0` passes the 0 on, and each process waits for the others at another port."""
+    # `torchrun --master_port 0` passes the 0 on, and each process waits for the others at another port
     if os.environ.get("MASTER_PORT") == "0":
         raise ValueError("MASTER_PORT=0: the processes have no port to meet at: type torchrun --standalone")
-
-
-def _refuse_sharding():
-    """An accelerate configuration for DeepSpeed or FSDP would split the weights, and no step could be done again."""
+    # an accelerate configuration for these would split the weights, and no step could be done again
     for name in ("DEEPSPEED", "FSDP"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise ValueError(
@@ -200,13 +221,19 @@ def gather_json(ranks, value):
 
 def from_main(ranks, function, *args):
     """What `function(*args)` (plain values) gives on rank 0, on every rank; so are its ValueError and RuntimeError."""
-    outcome = None
-    if ranks.is_main:
-        try:
-            outcome = ("value", function(*args))
-        except (ValueError, RuntimeError) as error:
-            outcome = (type(error).__name__, str(error))
-    kind, value = gather_json(ranks, outcome)[0]
+    return _value_of(*gather_json(ranks, _outcome(function, *args) if ranks.is_main else None)[0])
+
+
+def _outcome(function, *args):
+    """("value", what `function(*args)` gives) or (kind of its error, message), as plain values."""
+    try:
+        return "value", function(*args)
+    except (ValueError, RuntimeError) as error:
+        return ("RuntimeError" if isinstance(error, RuntimeError) else "ValueError"), str(error)
+
+
+def _value_of(kind, value):
+    """The value of an `_outcome`; raises its error."""
     if kind != "value":
         raise (RuntimeError if kind == "RuntimeError" else ValueError)(value)
     return value
@@ -233,10 +260,27 @@ def local_main_first(ranks, function):
 
 
 def agree(ranks, what, value):
-    """Raise RuntimeError unless every rank has the same `value`."""
+    """Raise RuntimeError, naming which ranks have what, unless `value` (plain values) is the same on every rank.
+
+    Of dicts the message holds only the keys that differ.
+    """
     values = gather_json(ranks, value)
-    if any(other != values[0] for other in values):
-        raise RuntimeError(f"the ranks disagree about {what}: {values}; start them with the same options and files")
+    if all(other == values[0] for other in values):
+        return
+    holders = {}
+    for rank, text in enumerate(_what_differs(values)):
+        holders.setdefault(text, []).append(str(rank))
+    told = "; ".join(f"rank {', '.join(held)} has {text}" for text, held in holders.items())
+    raise RuntimeError(f"the ranks disagree about {what}: {told}: start them with the same options and files")
+
+
+def _what_differs(values):
+    """Each value as text; of dicts, what is not the same in all of them."""
+    if not all(isinstance(value, dict) for value in values):
+        return [str(value) for value in values]
+    names = sorted({name for value in values for name in value})
+    differ = [name for name in names if any(value.get(name) != values[0].get(name) for value in values)]
+    return [", ".join(f"{name}={value.get(name)}" for name in differ) for value in values]
 
 
 def stop_ranks(failure=""):

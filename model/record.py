@@ -12,9 +12,8 @@ from model.checkpoint import set_aside_later
 from model.device_memory import forget_peak, memory_cap, peak_memory
 from model.durable import remove_drafts
 from model.optim import warmup_problem
-from model.ranks import from_main
 from model.report import progress_note, train_line
-from model.run_dir import cut_sample_ids, write_json
+from model.run_dir import cut_sample_ids_everywhere, write_json
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -28,7 +27,7 @@ def begin(run, journal, request, state, plan):
         set_aside_later(run.dir, state.step)
         write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=plain))
         write_json(run.dir / "plan.json", asdict(plan) | run.memory)
-    from_main(ranks, cut_sample_ids, run.dir, state.step)  # the others open theirs once that is done
+    cut_sample_ids_everywhere(ranks, run.dir, state.step)
     journal.write(
         "start", preset=request.preset, config_hash=hashlib.sha256(repr(plain).encode()).hexdigest()[:16],
         world=ranks.world_size, backend=ranks.backend, device=device_name(ranks.device),

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from inspect import getsource
 from pathlib import Path
 
@@ -40,6 +40,12 @@ def read_request(stray, options, keep_training=False):
 
     Raises ValueError for anything that cannot be obeyed, all of it at once.
     """
+    words = read_words(stray, options, keep_training)
+    return going_on(words, stored_options(words.config.output_dir, words.keep_training, keep_training))
+
+
+def read_words(stray, options, keep_training=False):
+    """The Request of the words alone, which reads no file; raises as `read_request`."""
     given = {name: value for name, value in options.items() if name not in FLAGS}
     flags, preset, problems = _read_flags(stray, {name: options[name] for name in FLAGS if name in options})
     try:
@@ -51,26 +57,38 @@ def read_request(stray, options, keep_training=False):
     keep, overwrite = flags.pop("is_keep_training", keep_training), flags.pop("overwrite", False)
     if overwrite and keep is True:
         raise ValueError("--is_keep_training=True goes on and --overwrite=True starts afresh: give one of them")
-    keep, typed = False if overwrite else keep, frozenset(given)
+    return Request(preset, config, given, frozenset(given), False if overwrite else keep, overwrite)
+
+
+def stored_options(run_dir, keep, keep_training=False):
+    """(preset, options named on the command line) of the run in `run_dir` that goes on, or None.
+
+    `keep` is a Request's keep_training, `keep_training` the command's own.
+    """
     # what a run that never came to a checkpoint was asked for is forgotten
-    goes_on = keep and (keep_training is True or _has_checkpoint(Path(config.output_dir, "checkpoints")))
-    stored = _stored_request(config.output_dir) if goes_on else None
+    goes_on = keep and (keep_training is True or _has_checkpoint(Path(run_dir, "checkpoints")))
+    return _stored_request(run_dir) if goes_on else None
+
+
+def going_on(words, stored):
+    """The Request of `words` on top of the `stored_options` of the run that goes on, where there is one."""
     if not stored:
-        if "learn_rate" in typed:
-            _check_learn_rate(config)
-        return Request(preset, config, given, typed, keep, overwrite)
-    if any(flags.values()) and stored[0] != preset:
+        if "learn_rate" in words.typed:
+            _check_learn_rate(words.config)
+        return words
+    run_dir, preset = words.config.output_dir, stored[0]
+    if words.preset not in ("pretrain", preset):
         raise ValueError(
-            f"{config.output_dir} is a run of the preset {stored[0]}, not {preset}: to go on with it, type "
-            f"--output_dir={config.output_dir} in place of the preset's flag, {ANOTHER_RUN}"
+            f"{run_dir} is a run of the preset {preset}, not {words.preset}: to go on with it, type "
+            f"--output_dir={run_dir} in place of the preset's flag, {ANOTHER_RUN}"
         )
-    given = _merged(*stored, given)
-    config = load_config(stored[0], given)
+    given = _merged(*stored, words.given)
+    config = load_config(preset, given)
     before, now = asdict(load_config(*stored)), asdict(config)
-    if "learn_rate" in typed and before["learn_rate"] != config.learn_rate:
+    if "learn_rate" in words.typed and before["learn_rate"] != config.learn_rate:
         _check_learn_rate(config)
     changed = tuple(f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name])
-    return Request(stored[0], config, given, typed, keep, overwrite, changed)
+    return replace(words, preset=preset, config=config, given=given, changed=changed)
 
 
 def _has_checkpoint(folder):
@@ -174,8 +192,11 @@ def answer_early(words):
         return
     options = {name.replace("-", "_"): value for name, value in pairs}
     options.pop("local_rank", None)
+    # other machines cannot see the run's directory: what is wrong with it they hear when the ranks meet
+    several_machines = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
+    read = read_words if several_machines else read_request
     try:
-        read_request(stray, options, KEEP_TRAINING.get(command, False))
+        read(stray, options, KEEP_TRAINING.get(command, False))
     except ValueError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault
             from model.report import printable_lines  # with rich, which a command line that is obeyed does not wait for

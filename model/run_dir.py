@@ -21,7 +21,7 @@ from model.durable import (
     whole_directory,
     write_file,
 )
-from model.ranks import from_main
+from model.ranks import from_main, vote
 from model.tokenizer import copy_tokenizer, tokenizer_files
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -35,7 +35,9 @@ MAY_STAND_THERE = re.compile(r"\..*|lost\+found|tokenizer|.*\.(log|out|err|txt)"
 def write_json(path, values):
     """Write `values` (plain values) as readable JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, ujson.dumps(values, indent=1, ensure_ascii=False, escape_forward_slashes=False).encode())
+    text = ujson.dumps(values, indent=1, ensure_ascii=False, escape_forward_slashes=False)
+    # An undecodable byte of a file name is a lone surrogate; written with a backslash it is valid JSON.
+    write_file(path, text.encode("utf-8", "backslashreplace"))
 
 
 def admit(run_dir, keep_training, overwrite):
@@ -44,6 +46,7 @@ def admit(run_dir, keep_training, overwrite):
     `keep_training` is True, False or "auto". Raises ValueError where a start would lose work, there is nothing to go on
     from, or another run is at work.
     """
+    check_name(run_dir)
     if Path(run_dir).exists():
         check_no_stranger(Path(run_dir))
         check_own_files(Path(run_dir))
@@ -64,6 +67,14 @@ def admit(run_dir, keep_training, overwrite):
             "--overwrite=True to start afresh (the old run is moved aside), or another --output_dir to keep both"
         )
     return ""
+
+
+def check_name(run_dir):
+    """Raise ValueError where `run_dir` has a name that is not UTF-8: safetensors opens no file there."""
+    try:
+        str(run_dir).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"--output_dir={str(run_dir)!r}: its name is not UTF-8: name another directory") from None
 
 
 def check_no_stranger(run_dir):
@@ -172,10 +183,19 @@ def has_last(run_dir):
     return weights.exists() and all(weights.stat().st_mtime >= path.stat().st_mtime for path in checkpoints[:1])
 
 
+def cut_sample_ids_everywhere(ranks, run_dir, step):
+    """`cut_sample_ids` on each machine's disk; no rank goes on before it is done."""
+    from_main(ranks, cut_sample_ids, run_dir, step)
+    if ranks.is_local_main and not ranks.is_main:
+        cut_sample_ids(run_dir, step)
+    vote(ranks, 0)
+
+
 def cut_sample_ids(run_dir, step):
     """Drop from the samples files what a resume at `step` is about to do again."""
     for path in Path(run_dir).glob("samples_rank*.jsonl"):
         with open_own(path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another machine may work on the same disk
             end = end_of_last_line(file)  # a torn last line goes too
             while end:
                 start = end_of_last_line(file, end - 1)

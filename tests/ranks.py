@@ -35,21 +35,29 @@ class Ended:
 
 
 def run_ranks(world, function, *args, folder, env=None, seconds=90):
-    """Run `function(*args)` on `world` ranks in `folder`; what it returns is the rank's exit code."""
+    """Run `function(*args)` on `world` ranks in `folder`; what it returns is the rank's exit code.
+
+    Folders in place of one are machines without a disk in common, a rank in each.
+    """
     return wait_for(fork_ranks(world, function, *args, folder=folder, env=env), folder, seconds)
 
 
 def fork_ranks(world, function, *args, folder, env=None):
     """Start the ranks of `run_ranks` and return their processes; one rank alone is as under plain python."""
     port, processes = free_port(), []
-    for rank in range(world):
-        launched = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    for rank, (place, local_rank) in enumerate(_places(world, folder)):
+        launched = dict(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         values = dict(OMP_NUM_THREADS=1) | (launched if world > 1 else {}) | (env or {})
         values = {name: str(value) for name, value in values.items()}
-        processes.append(_context().Process(target=_run_rank, args=(rank, folder, values, function, args)))
+        processes.append(_context().Process(target=_run_rank, args=(rank, place, values, function, args)))
     for process in processes:
         process.start()
     return processes
+
+
+def _places(world, folder):
+    """(Folder, local rank) of each rank."""
+    return [(each, 0) for each in folder] if isinstance(folder, tuple) else [(folder, rank) for rank in range(world)]
 
 
 def wait_for(processes, folder, seconds=90):
@@ -59,7 +67,8 @@ def wait_for(processes, folder, seconds=90):
         process.join(max(deadline - time.monotonic(), 0))
     hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]
     kill_all(processes)
-    text = "".join(Path(folder, f"rank{rank}.txt").read_text() for rank in range(len(processes)))
+    places = enumerate(_places(len(processes), folder))
+    text = "".join(Path(place, f"rank{rank}.txt").read_text() for rank, (place, _) in places)
     assert not hung, f"ranks {hung} were still running after {seconds} s:\n{text}"
     return Ended([process.exitcode for process in processes], text)
 

@@ -227,6 +227,14 @@ def test_fine_tuning_with_another_tokenizer_is_refused(home, done_run):
     assert refused(done, "leave --tokenizer_dir out")
 
 
+def test_weights_without_a_tokenizer_beside_them_need_the_one_that_is_named(home, done_run):
+    shutil.copytree(home / done_run / "best", home / "bare", ignore=lambda *_: ["tokenizer.json"])
+    options = dict(output_dir="named", finetune_from_ckp_file="bare", **SHORT)
+    assert refused(train(home, **options), "bare has no tokenizer.json", "--tokenizer_dir")
+    done = train(home, tokenizer_dir="model_save/tokenizer", **options)
+    assert done.codes == [0], done.text
+
+
 def test_a_fine_tuned_run_keeps_the_shape_of_the_weights_it_began_with(home, done_run):
     options = dict(output_dir="shaped", finetune_from_ckp_file=done_run, model=None, **SHORT)
     done = train(home, 1, "forward:0:2:int", **options)

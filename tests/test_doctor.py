@@ -14,7 +14,9 @@ from model.preflight import Verdict
 from model.prepare import TOKENIZER_DIR, TOKENS_DIR
 from model.ranks import must_use_cpu
 from model.tokenizer import load_tokenizer
+from model.train_state import FORMAT
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
+from tests.test_checkpoint import change_state
 from tests.tiny import OPTIONS, train, words
 from train_low_mem import main
 
@@ -87,6 +89,7 @@ def test_gloo_that_does_not_answer_is_told(rows, monkeypatch):
         (dict(finetune_from_ckp_file="nowhere"), "tokenizer, model", "no model there"),
         (dict(output_dir="train.jsonl/run"), "output_dir", "--output_dir"),
         (dict(output_dir="."), "output_dir", "is no run's directory"),
+        (dict(output_dir="caf\udce9"), "output_dir", "not UTF-8"),
         (dict(backend="nccl"), "GPUs", "--backend"),
     ],
 )
@@ -140,13 +143,20 @@ def test_what_overwrite_would_move_aside_is_not_compared_with(rows, home):
 
 
 @pytest.mark.parametrize(
-    "options, part", [(dict(seed=5), "seed"), (dict(train_file="short.jsonl"), "training pairs 44, and it is 20 now")]
+    "options, part",
+    [
+        (dict(seed=5), "seed"),
+        (dict(train_file="short.jsonl"), "training pairs 44, and it is 20 now"),
+        (dict(train_file="turned.jsonl"), "other training pairs, or in another order"),
+    ],
 )
 def test_options_that_a_kept_run_would_refuse_fail_here(rows, home, options, part):
     if not (home / "short.jsonl").exists():
         assert train(home, output_dir="mine", epochs=1).codes == [0]
-        (home / "short.jsonl").write_text("".join((home / "train.jsonl").read_text().splitlines(True)[:20]))
-        open_store("short.jsonl", load_tokenizer(TOKENIZER_DIR), OPTIONS["max_seq_len"], TOKENS_DIR)
+        lines = (home / "train.jsonl").read_text().splitlines(True)
+        for name, held in (("short.jsonl", lines[:20]), ("turned.jsonl", lines[::-1])):
+            (home / name).write_text("".join(held))
+            open_store(name, load_tokenizer(TOKENIZER_DIR), OPTIONS["max_seq_len"], TOKENS_DIR)
     assert "step_00000006" in rows(output_dir="mine")["model"].found
     row = rows(output_dir="mine", **options)["tokenizer, model"]
     assert row.fails and part in row.remedy
@@ -156,6 +166,9 @@ def test_a_checkpoint_is_looked_into(rows, home):
     assert train(home, output_dir="kept", epochs=1).codes == [0]
     assert "step_00000006" in rows(output_dir="kept")["model"].found
     newest, older = sorted((home / "kept" / "checkpoints").glob("step_*"), reverse=True)
+    change_state(newest, {"format": FORMAT + 1})
+    assert rows(output_dir="kept")["checkpoint"].fails
+    change_state(newest, {"format": FORMAT})
     (newest / "model.safetensors").write_bytes(b"")
     row = rows(output_dir="kept")["checkpoint"]
     assert not row.fails and newest.name in row.found

@@ -1,12 +1,16 @@
 """A run's directory from start to start: what a fresh start, a start that goes on and one after the end find there."""
 
 import json
+import os
 import shutil
 from functools import partial
 
 import pytest
 
 import train_low_mem
+from model.dataset import find_store
+from model.prepare import TOKENIZER_DIR, TOKENS_DIR
+from model.tokenizer import load_tokenizer
 from tests.ranks import wait_for
 from tests.test_checkpoint import change_state
 from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, start, train, weights_hash
@@ -153,6 +157,9 @@ def test_a_best_model_of_other_validation_pairs_is_chosen_anew(home, change):
         done = train(home, 1, fault, output_dir=name, is_keep_training="auto", epochs=3, save_steps=1000, **options)
         assert done.codes == [0], done.text
     assert "best/ is chosen anew" in done.text
+    assert ("44 of 44 validation pairs stand in the training file too" in done.text) == ("validation_file" in change)
+    told = "max_seq_len was 32, and is 8: of the training pairs only their number, 44, is compared"
+    assert (told in done.text) == ("max_seq_len" in change)
     losses = {line["step"]: line["loss"] for line in journal(home / name, "eval")}
     assert f"best_val_loss:{min(losses[12], losses[18]):.4f}" in done.text and losses[6] not in (losses[12], losses[18])
 
@@ -186,9 +193,11 @@ def test_warm_up_can_be_changed_on_the_way_and_is_counted_in_the_first_start_s_s
     assert line["learn_rate"] == pytest.approx(0.03 * (16 + 2) / (4 * 8))
 
 
-def test_a_run_goes_on_with_its_own_tokenizer_whatever_became_of_the_one_it_was_given(home):
+def test_a_run_goes_on_with_its_own_tokenizer_and_shape_whatever_became_of_what_it_was_given(home):
     shutil.copytree(home / "model_save" / "tokenizer", home / "given")
-    done = train(home, 1, "forward:0:2:int", output_dir="kept_own", tokenizer_dir="given", **SHORT)
+    shutil.copy(home / "shape.json", home / "given")
+    given = dict(tokenizer_dir="given", model="given/shape.json")
+    done = train(home, 1, "forward:0:2:int", output_dir="kept_own", **given, **SHORT)
     assert done.codes == [0], done.text
     shutil.rmtree(home / "given")
     done = command(home, "train", "--output_dir=kept_own", "--is_keep_training=True")
@@ -202,3 +211,37 @@ def test_a_run_that_goes_on_keeps_the_options_it_was_started_with(home):
     assert done.codes == [0], done.text
     stored = json.loads((home / "kept" / "config.json").read_text())["config"]
     assert (stored["dropout"], stored["model"], stored["global_batch_size"]) == (0.25, "shape.json", 8)
+
+
+def test_a_run_goes_on_with_the_pairs_it_was_trained_on_however_their_file_was_saved(home):
+    rows = [json.loads(line) for line in (home / "train.jsonl").read_text().splitlines()]
+    for fault, order in (("forward:0:2:int", 1), ("", -1), ("", 1)):  # the file is written anew each time
+        (home / "mine.jsonl").write_text("\n".join(map(json.dumps, rows[::order])))
+        done = train(home, 1, fault, output_dir="paired", train_file="mine.jsonl", is_keep_training="auto", **SHORT)
+        if order < 0:
+            assert refused(done, "other training pairs, or in another order", "--train_file=", "--output_dir")
+        else:
+            assert done.codes == [0], done.text
+    assert ids_by_epoch(home / "paired") == {1: list(range(NUM_PAIRS))}
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_does_not_tell_its_pairs_and_keeps_its_best_model(home):
+    done = train(home, 1, "forward:0:8:int", output_dir="older")
+    assert done.codes == [0], done.text
+    valid = find_store(home / "valid.jsonl", load_tokenizer(home / TOKENIZER_DIR), 32, home / TOKENS_DIR)
+    older = dict.fromkeys(("format", "ids_sha256", "max_seq_len"), ...) | dict(validation=valid.file_identity)
+    change_state(home / "older" / "checkpoints" / "step_00000008", older)
+    done = train(home, 1, output_dir="older", is_keep_training=True)
+    assert done.codes == [0], done.text
+    assert "does not tell which pairs it was written on: of the training pairs only their number, 44" in done.text
+    assert "chosen anew" not in done.text
+    assert ids_by_epoch(home / "older") == {1: list(range(NUM_PAIRS)), 2: list(range(NUM_PAIRS))}
+
+
+def test_a_directory_whose_name_is_not_utf_8_is_refused_by_name_and_a_data_file_is_read(home):
+    odd = os.fsdecode(b"caf\xe9")
+    assert refused(train(home, output_dir=odd), "--output_dir='caf\\udce9': its name is not UTF-8")
+    shutil.copy(home / "train.jsonl", home / f"{odd}.jsonl")
+    for _ in range(2):  # the second start reads what the first one wrote down
+        done = train(home, 2, output_dir="oddly", train_file=f"{odd}.jsonl", is_keep_training="auto", **SHORT)
+        assert done.codes == [0, 0] and "Traceback" not in done.text, done.text

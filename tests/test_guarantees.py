@@ -283,7 +283,8 @@ def train_at_my_rank_s_rate(name):
 def test_promise_7_ranks_that_disagree_on_an_option_stop(home):
     done = run_ranks(2, train_at_my_rank_s_rate, "disagreed", folder=home)
     assert done.codes == [1, 1], done.text
-    assert "the ranks disagree about the options" in done.text
+    told = "rank 0 has learn_rate=0.01; rank 1 has learn_rate=0.02"
+    assert f"the ranks disagree about the options: {told}: start them" in done.text
     assert not (home / "disagreed").exists()
 
 

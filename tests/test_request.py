@@ -57,6 +57,18 @@ def test_a_refusal_needs_none_of_the_heavy_packages():
     assert "config" in loaded and not loaded & {"torch", "transformers", "numpy", "pyarrow", "fire"}
 
 
+def test_of_several_machines_none_refuses_early_for_what_only_the_first_one_can_see(tmp_path, monkeypatch):
+    started(tmp_path, dict(preset="nonsense", given={}))
+    line = ["train", f"--output_dir={tmp_path}", "--is_keep_training=True"]
+    with pytest.raises(SystemExit):
+        answer_early(line)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    answer_early(line)
+    with pytest.raises(SystemExit):
+        answer_early([*line, "--epochs=0"])
+
+
 def started(run_dir, stored):
     """A run directory with a checkpoint, whose config.json holds `stored`."""
     (run_dir / "checkpoints" / "step_00000001").mkdir(parents=True)
