@@ -57,8 +57,7 @@ def train(*stray, **options):
     request = hear_request(stray, options)
     config = request.config
     ranks = start_ranks(config.backend, config.ddp_timeout_s)
-    same = dict(is_keep_training=request.keep_training, overwrite=request.overwrite, typed=sorted(request.typed))
-    agree(ranks, "the options", asdict(config) | same)
+    agree_on(ranks, request)
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, config.output_dir)
     admitted = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
@@ -93,6 +92,12 @@ def hear_request(stray, options, keep_training=False):
     watch_signals()
     asked = words.config.output_dir, words.keep_training, keep_training
     return going_on(words, told_by_main(words.config.ddp_timeout_s, stored_options, *asked))
+
+
+def agree_on(ranks, request):
+    """Raise RuntimeError unless all ranks have the same Request."""
+    words = dict(is_keep_training=request.keep_training, overwrite=request.overwrite, typed=sorted(request.typed))
+    agree(ranks, "the options", asdict(request.config) | words)
 
 
 def without_lost_best(run, state):
@@ -253,6 +258,7 @@ def test(*stray, **options):
     request = hear_request(stray, options, KEEP_TRAINING["test"])
     backend = request.config.backend if "backend" in request.typed else "auto"  # the training's machine may be another
     ranks = start_ranks(backend, request.config.ddp_timeout_s)
+    agree_on(ranks, request)
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, request.config.output_dir)
     run, plan = prepare_test(ranks, request.config)

@@ -106,9 +106,9 @@ def why_not_compared(then, now):
     """Why the ids of two TrainStates' training pairs say nothing about whether these are the same, or ""."""
     if not (then.ids_sha256 and now.ids_sha256):
         return "the checkpoint does not tell which pairs it was written on"
-    return (
-        "" if then.max_seq_len == now.max_seq_len else f"max_seq_len was {then.max_seq_len}, and is {now.max_seq_len}"
-    )
+    if then.max_seq_len != now.max_seq_len:
+        return f"max_seq_len was {then.max_seq_len}, and is {now.max_seq_len}"
+    return ""
 
 
 def restore(ranks, model, optimizer, found):

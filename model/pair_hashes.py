@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 ROWS_A_CHUNK = 1 << 20  # that are compared at a time
+TABLE_BITS = 22  # of a hash
 # Odd, by position in a text: two texts of different ids almost never have one sum of products (multilinear hashing).
 MULTIPLIERS = np.random.default_rng(0).integers(2**64, size=2**16, dtype=np.uint64) | np.uint64(1)
 
@@ -41,10 +42,18 @@ def shared_pairs(validation, train):
         known = np.zeros(mine.shape, bool)
         for theirs in _chunks(train.hashes):
             for side in (0, 1):
-                known[:, side] |= np.isin(mine[:, side], theirs[:, side])
+                known[:, side] |= _held(mine[:, side], theirs[:, side])
         pairs += int(known[:, 1].sum())
         prompts += int((known[:, 0] & ~known[:, 1]).sum())
     return pairs, prompts
+
+
+def _held(mine, theirs):
+    """Of each of the hashes `mine`, whether it is one of `theirs`, which may be many more."""
+    lowest_bits = np.uint64((1 << TABLE_BITS) - 1)
+    wanted = np.zeros(1 << TABLE_BITS, bool)
+    wanted[mine & lowest_bits] = True
+    return np.isin(mine, theirs[wanted[theirs & lowest_bits]])  # few are left to sort
 
 
 def _chunks(hashes):

@@ -80,12 +80,7 @@ def prepare_run(ranks, config, typed, resumed):
     # what can be refused is refused before hours of tokenising
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
     weights = None if found else read_weights(ranks, config.finetune_from_ckp_file)
-    tokenizer = tokenizer_for(config, typed, found)
-    ids = dict(pad_id=tokenizer.pad_id, eos_id=tokenizer.eos_id)
-    agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
-    shape = shape_of(config, tokenizer, found, weights)
-    check_shape(ranks, config, typed, shape, found, weights)
-    agree(ranks, "the model's shape", asdict(shape))
+    tokenizer, shape = _tokenizer_and_shape(ranks, config, typed, found, weights)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
@@ -114,6 +109,17 @@ def prepare_run(ranks, config, typed, resumed):
     state = replace(state, plan=asdict(plan), growth=growth, device=ranks.device.type)
     agree(ranks, "where the run stands and how its steps are cut", state_values(state))
     return replace(run, memory=memory, differs=differs), state, plan
+
+
+def _tokenizer_and_shape(ranks, config, typed, found, weights):
+    """The ChatTokenizer and the T5ModelConfig of the Checkpoint `found`, of `weights` or of the options."""
+    tokenizer = tokenizer_for(config, typed, found)
+    ids = dict(pad_id=tokenizer.pad_id, eos_id=tokenizer.eos_id)
+    agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
+    shape = shape_of(config, tokenizer, found, weights)
+    check_shape(ranks, config, typed, shape, found, weights)
+    agree(ranks, "the model's shape", asdict(shape))
+    return tokenizer, shape
 
 
 def _starting_state(run, found):
@@ -258,9 +264,10 @@ def prepare_test(ranks, config):
     # what the training was told about its own memory and launches says nothing about a test
     free = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
     config = replace(config, finetune_from_ckp_file=str(best), **free)
-    weights, tokenizer = read_weights(ranks, str(best)), tokenizer_for(config, (), None)
+    weights = read_weights(ranks, str(best))
+    tokenizer, shape = _tokenizer_and_shape(ranks, config, (), None, weights)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
-    model = make_model(ranks, config, shape_of(config, tokenizer, None, weights), weights)
+    model = make_model(ranks, config, shape, weights)
     course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)
     run = Run(config, ranks, tokenizer, store, store, model, None, course)
     return run, plan_run(run, None, set_memory_limit(config, ranks.device))[0]

@@ -95,5 +95,9 @@ def test_machines_that_differ_are_refused_before_the_first_step_with_who_has_wha
 
 
 def test_what_rank_0_refuses_every_machine_refuses(nodes):
+    (nodes[0] / "sft" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (nodes[0] / "sft" / "config.json").write_text(json.dumps(dict(preset="sft", given={})))
+    options = dict(output_dir="sft", is_keep_training=True, use_large_config=True)
+    assert refused(train(nodes, 2, **options), "is a run of the preset sft, not pretrain_large")
     assert refused(go_on(nodes, "nowhere"), "there is no checkpoint in nowhere")
     assert refused(train(nodes, 2, output_dir="run", finetune_from_ckp_file="nowhere"), "no model there")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import ujson
 
-from model import durable, record
+from model import durable, run_dir
 from model.checkpoint import checkpoint_paths
 from model.run_dir import admit, claim, cut_sample_ids, only_writer
 from tests.parts import ALONE
@@ -197,8 +197,8 @@ def test_sample_ids_are_cut_back_to_a_step_and_a_torn_line_goes(tmp_path):
 
 def open_while_the_main_rank_cuts(words):
     """`main`, in which rank 0 cuts the ids of undone steps while rank 1, if it may, is opening its file of them."""
-    cut, end_of_last_line = record.cut_sample_ids, durable.end_of_last_line
-    record.cut_sample_ids = lambda *args: (time.sleep(1), cut(*args))[1]
+    cut, end_of_last_line = run_dir.cut_sample_ids, durable.end_of_last_line
+    run_dir.cut_sample_ids = lambda *args: (time.sleep(1), cut(*args))[1]
     if os.environ["RANK"] == "1":
         durable.end_of_last_line = lambda *args: (end_of_last_line(*args), time.sleep(2))[0]
     return main(words)
