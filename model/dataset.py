@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ from datasets import Dataset
 from model.durable import open_own, whole_directory, write_file
 from model.json_items import read_object
 from model.pair_hashes import write_hashes
-from model.pairs import read_pairs
+from model.pairs import describe_ignored, read_pairs
 
 FORMAT = 1  # of a store: one of another format is built again
 PAIRS_A_BATCH = 4096
@@ -125,7 +126,7 @@ def read_store(directory):
     """The token store in `directory`; raises ValueError where it is damaged."""
     try:
         meta = read_object(directory / "meta.json")
-        if missing := {"source", "sha256", "ids_sha256", *COUNTS} - meta.keys():
+        if missing := {"source", "sha256", "ids_sha256", "ignored", *COUNTS} - meta.keys():
             raise ValueError(f"meta.json lacks {', '.join(sorted(missing))}")
         rows = Dataset.from_file(str(directory / "pairs.arrow")).with_format("arrow")
         lengths, hashes = (
@@ -210,9 +211,9 @@ def _sha256(path):
 
 
 def _build(source, tokenizer, directory, progress, stop):
-    counts = dict.fromkeys(COUNTS, 0)
+    counts, ignored = dict.fromkeys(COUNTS, 0), Counter()
     with whole_directory(directory) as draft:
-        lengths = _write_pairs(source, tokenizer, draft / "pairs.arrow", counts, progress, stop)
+        lengths = _write_pairs(source, tokenizer, draft / "pairs.arrow", counts, ignored, progress, stop)
         if not counts["pairs"]:
             raise ValueError(
                 f"{source['path']}: none of its {counts['empty']} pairs has text on both sides; name the columns with "
@@ -221,13 +222,14 @@ def _build(source, tokenizer, directory, progress, stop):
         np.save(draft / "lengths.npy", np.concatenate(lengths))
         ids_sha256 = write_hashes(draft, counts["pairs"])
         meta = dict(source=source, sha256=_sha256(source["path"]), ids_sha256=ids_sha256, **counts)
+        meta["ignored"] = describe_ignored(ignored)
         (draft / "meta.json").write_text(ujson.dumps(meta))
 
 
-def _write_pairs(source, tokenizer, path, counts, progress, stop):
+def _write_pairs(source, tokenizer, path, counts, ignored, progress, stop):
     """Write the token ids of all pairs as an Arrow stream; return their lengths, batch by batch."""
     schema = store_schema(tokenizer.vocab_size)
-    pairs, lengths = read_pairs(source["path"], *source["columns"]), []
+    pairs, lengths = read_pairs(source["path"], *source["columns"], ignored=ignored), []
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         while batch := list(islice(pairs, PAIRS_A_BATCH)):
             if stop():
@@ -271,4 +273,5 @@ def describe_store(store):
     line = f"{meta['source']['path']}: {pairs:,} pairs, {meta['prompt_tokens'] / pairs:.1f} + "
     line += f"{meta['response_tokens'] / pairs:.1f} tokens on average; cut to {meta['source']['max_seq_len']} tokens: "
     line += f"{meta['prompts_cut'] / pairs:.2%} of prompts, {meta['responses_cut'] / pairs:.2%} of responses"
-    return line + (f"; {meta['empty']:,} pairs with an empty side left out" if meta["empty"] else "")
+    line += f"; {meta['empty']:,} pairs with an empty side left out" if meta["empty"] else ""
+    return line + (f"; {meta['ignored']}" if meta["ignored"] else "")

@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import json
 import os
 import random
 import resource
@@ -98,6 +99,13 @@ def test_pairs_with_an_empty_side_are_left_out_and_counted(tmp_path, tokenizer):
     assert len(store) == len(store.rows) == store.meta["pairs"] == 2
     assert examples_of(store, [1])[0][0] == [*tokenizer.encode("再见"), tokenizer.eos_id]
     assert "3 pairs with an empty side left out" in describe_store(store)
+
+
+def test_what_a_file_holds_beside_its_pairs_is_named(tokenizer, tmp_path):
+    rows = [dict(prompt=p, response=r, rejected="no", history=[["a", "b"]]) for p, r in make_pairs(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    store = open_store(tmp_path / "rows.jsonl", tokenizer, 32, tmp_path / "tokens")
+    assert "not used: column 'rejected' (3 rows), 'history' (3 rows)" in describe_store(store)
 
 
 def test_a_file_without_a_usable_pair_is_refused(tmp_path, tokenizer):
