@@ -177,8 +177,10 @@ def _check_plain(tensors, path):
             f"{path}: {odd[0]:.200} is {tensor.dtype}, {tensor.layout} on {tensor.device}: weights must be dense "
             "float32, float16 or bfloat16; save the model again in one of these"
         )
-    once = sum(tensor.nbytes for name, tensor in tensors.items() if name not in ALIASES)
-    claimed = max(once, *(tensor.nbytes for tensor in tensors.values())) if tensors else 0
+    if any(length < 0 for tensor in tensors.values() for length in tensor.shape):
+        raise ValueError(f"{path} holds a tensor of a negative length: save the model again")
+    sizes = {name: math.prod(tensor.shape) * tensor.itemsize for name, tensor in tensors.items()}  # nbytes can overflow
+    claimed = max([0, *sizes.values(), sum(size for name, size in sizes.items() if name not in ALIASES)])
     if claimed > path.stat().st_size:
         raise ValueError(
             f"{path} has {path.stat().st_size:,} bytes and its tensors {claimed:,}: they are expanded or share memory; "

@@ -327,10 +327,14 @@ def strange_files(folder, exported, model):
     torch.save({"shared.weight": torch.zeros(1, 1).expand(2**34, 16)}, folder / "rows.bin")
     write_archive(folder / "bytes.bin", pickled_bytes(2**33))
     write_archive(folder / "claimed.bin", pickled_tensor(2**34, 0, (2**24, 2**10), (2**10, 1)))
-    write_archive(folder / "negative.bin", pickled_tensor(4, 0, (2, 2), (-2, 1)))
+    write_archive(folder / "strides.bin", pickled_tensor(4, 0, (2, 2), (-2, 1)))
+    write_archive(folder / "negative.bin", pickled_tensor(4, 0, (0, -1), (1, 1)))
+    write_archive(folder / "overflow.bin", pickled_tensor(4, 0, (2**62, 4), (0, 0)))
     bomb = pickled_tensor(2**27, 0, (2**17, 2**10), (2**10, 1))
     write_archive(folder / "deflated.bin", bomb, bytes(2**29), zipfile.ZIP_DEFLATED)
-    yield from (folder / f"{name}.bin" for name in ("rows", "bytes", "claimed", "negative", "deflated"))
+    yield from (
+        folder / f"{name}.bin" for name in ("rows", "bytes", "claimed", "strides", "negative", "overflow", "deflated")
+    )
     data = (exported / "model.safetensors").read_bytes()
     (folder / "claims.safetensors").write_bytes(struct.pack("<Q", 2**40) + data[8:])
     yield folder / "claims.safetensors"
