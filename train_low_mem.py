@@ -12,7 +12,7 @@ import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from model.request import ANOTHER_RUN, KEEP_TRAINING, answer_early, going_on, read_request, read_words, stored_options
+from model.request import ANOTHER_RUN, KEEP_TRAINING, answer_early, read_request
 from model.watch import saving, stop_asked, training_begins, watch_signals
 
 if __name__ == "__main__":  # before the seconds that torch takes to load
@@ -33,11 +33,12 @@ from model.device_memory import release_memory
 from model.doctor import print_table
 from model.log import open_log
 from model.memory import growth_of
+from model.origin import agree_on, hear_request
 from model.plan import NothingFits
 from model.plots import plot_aloud
 from model.prepare import measure, prepare_run, prepare_test
 from model.preview import answer
-from model.ranks import agree, from_main, start_ranks, stop_ranks, told_by_main, vote
+from model.ranks import from_main, start_ranks, stop_ranks, vote
 from model.record import begin, log_steps, say, write_events
 from model.report import Journal, Progress, epoch_line, printable_lines
 from model.run_dir import admit, has_best, has_last, only_writer
@@ -55,6 +56,7 @@ OURS = (Path(__file__).resolve().parent, Path(__file__).resolve().parent / "mode
 def train(*stray, **options):
     """Train a model, or go on with one: every field of TrainConfig is an option (README has the table)."""
     request = hear_request(stray, options)
+    watch_signals()
     config = request.config
     ranks = start_ranks(config.backend, config.ddp_timeout_s)
     agree_on(ranks, request)
@@ -84,20 +86,6 @@ def train(*stray, **options):
             run, state, plan = prepare_run(ranks, config, request.typed, saved)
             torn = torn + 1 if state.step == began else 1
     raise RuntimeError(f"memory ran out in {TORN_UPDATES} updates, each time after going back to the checkpoint")
-
-
-def hear_request(stray, options, keep_training=False):
-    """The Request of a command line; the options of a run that goes on are read on rank 0."""
-    words = read_words(stray, options, keep_training)
-    watch_signals()
-    asked = words.config.output_dir, words.keep_training, keep_training
-    return going_on(words, told_by_main(words.config.ddp_timeout_s, stored_options, *asked))
-
-
-def agree_on(ranks, request):
-    """Raise RuntimeError unless all ranks have the same Request."""
-    words = dict(is_keep_training=request.keep_training, overwrite=request.overwrite, typed=sorted(request.typed))
-    agree(ranks, "the options", asdict(request.config) | words)
 
 
 def without_lost_best(run, state):
@@ -256,6 +244,7 @@ def leave_last(run, failure=""):
 def test(*stray, **options):
     """Loss, BLEU and chrF of a run's best/ model on test_file."""
     request = hear_request(stray, options, KEEP_TRAINING["test"])
+    watch_signals()
     backend = request.config.backend if "backend" in request.typed else "auto"  # the training's machine may be another
     ranks = start_ranks(backend, request.config.ddp_timeout_s)
     agree_on(ranks, request)

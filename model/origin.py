@@ -1,4 +1,4 @@
-"""What a run goes on from or begins with: its checkpoint or other weights, read on rank 0 and sent to the others.
+"""What a run goes on from or begins with: options, checkpoint or weights, read on rank 0 and sent to the others.
 
 Ranks on other machines need no disk in common with rank 0.
 """
@@ -14,11 +14,24 @@ from model.chat_model import TextToTextModel
 from model.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
 from model.export import Weights, check_fits, load_into, load_weights
 from model.optim import count_steps
-from model.ranks import broadcast, from_main
-from model.request import ANOTHER_RUN
+from model.ranks import agree, broadcast, from_main, told_by_main
+from model.request import ANOTHER_RUN, going_on, read_words, stored_options
 from model.train_state import state_of, state_values
 
 LOGGER = logging.getLogger("chat_trainer")
+
+
+def hear_request(stray, options, keep_training=False):
+    """The Request of a command line; the options of a run that goes on are read on rank 0."""
+    words = read_words(stray, options, keep_training)
+    asked = words.config.output_dir, words.keep_training, keep_training
+    return going_on(words, told_by_main(words.config.ddp_timeout_s, stored_options, *asked))
+
+
+def agree_on(ranks, request):
+    """Raise RuntimeError unless all ranks have the same Request."""
+    words = dict(is_keep_training=request.keep_training, overwrite=request.overwrite, typed=sorted(request.typed))
+    agree(ranks, "the options", asdict(request.config) | words)
 
 
 def newest_checkpoint(ranks, run_dir):

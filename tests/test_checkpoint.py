@@ -196,7 +196,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_as_such_and_not_gone_back_pas
 
 def test_the_fields_of_a_state_are_those_of_its_format():
     """Who adds a field gives it a default, raises FORMAT and adds it here: checkpoints without it stay readable."""
-    added = {1: {"ids_sha256", "max_seq_len"}}
+    added = {1: {"ids_sha256", "max_seq_len", "device"}}
     format_0 = json.loads(STATE_OF_FORMAT_0 % "{}").keys()
     assert {f.name for f in fields(TrainState)} == format_0 | set().union(*added.values())
     assert max(added) == FORMAT
