@@ -61,7 +61,7 @@ def build_store(directory, num_pairs, pool_tokens=TOKEN_POOL):
             writer.write_batch(pa.record_batch(columns, schema=schema))
     np.save(directory / "lengths.npy", np.concatenate(lengths))
     whole = dict(sha256="", ids_sha256=write_hashes(directory, num_pairs), source=dict(max_seq_len=MAX_SEQ_LEN))
-    meta = dict.fromkeys(COUNTS, 0) | dict(pairs=num_pairs) | whole
+    meta = dict.fromkeys(COUNTS, 0) | dict(pairs=num_pairs, ignored="") | whole
     (directory / "meta.json").write_text(json.dumps(meta))
 
 

@@ -99,7 +99,9 @@ def losing_best(words):
 
 
 def test_a_best_model_that_is_gone_comes_back_with_each_evaluation_and_after_the_end(home):
-    worse = dict(output_dir="lost", optimizer="adamw", learn_rate=1, warmup_steps=0, eval_steps=1, **SHORT)
+    worse = dict(
+        output_dir="lost", optimizer="adamw", learn_rate=1, any_learn_rate=True, warmup_steps=0, eval_steps=1, **SHORT
+    )
     done = wait_for(start(home, function=losing_best, **worse), home)
     assert done.codes == [0], done.text
     losses = [line["loss"] for line in journal(home / "lost", "eval")]

@@ -356,11 +356,11 @@ def test_no_text_of_a_stranger_steers_the_terminal():
 
 
 def test_a_log_file_that_is_a_link_is_not_written_through(log_folder, tmp_path):
-    report.open_log(log_folder, "small").info("first")
+    open_log(log_folder, "small", "run").info("first")
     (path,) = log_folder.iterdir()
     path.rename(tmp_path / "theirs")
     path.symlink_to(tmp_path / "theirs")
     before = (tmp_path / "theirs").read_text()
     with pytest.raises(ValueError, match=r"chat_trainer_small_.*log is a link to .*: delete it"):
-        report.open_log(log_folder, "small")
+        open_log(log_folder, "small", "run")
     assert (tmp_path / "theirs").read_text() == before
