@@ -8,8 +8,6 @@ import json
 import math
 from dataclasses import dataclass, fields, replace
 
-from model.option_names import unknown_option
-
 MOST_WIDTH, MOST_LAYERS, MOST_TOKENS = 65_536, 256, 1 << 20  # a larger model is a damaged file
 MOST_BYTES = 1 << 20  # of a model's JSON file
 MOST_WHOLE, MOST_SEED = 2**31 - 1, 2**63 - 1  # of a whole number among the options
@@ -241,7 +239,7 @@ def as_bool(name, text):
 def as_type(name, value, kinds):
     """`value` of the option --`name` as its kind; raises ValueError where that would lose something."""
     if name not in kinds:
-        raise ValueError(unknown_option(name, [*kinds, *FLAGS]))
+        raise ValueError(f"unknown option --{name}")
     kind, text = kinds[name], str(value).strip()
     if kind is bool:
         return as_bool(name, text)

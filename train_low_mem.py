@@ -12,8 +12,8 @@ import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from model.request import ANOTHER_RUN, KEEP_TRAINING, answer_early, read_request
-from model.watch import saving, stop_asked, training_begins, watch_signals
+from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, answer_early, read_request
+from model.runtime.watchdog import saving, stop_asked, training_begins, watch_signals
 
 if __name__ == "__main__":  # before the seconds that torch takes to load
     watch_signals()
@@ -27,29 +27,29 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads local files only
 import fire
 from fire.decorators import SetParseFn
 
-from model.checkpoint import checkpoint_paths
-from model.dataset import describe_store
-from model.device_memory import release_memory
-from model.doctor import print_table
-from model.log import open_log
-from model.memory import growth_of
-from model.origin import agree_on, hear_request
-from model.plan import NothingFits
-from model.plots import plot_aloud
-from model.prepare import measure, prepare_run, prepare_test
-from model.preview import answer
-from model.ranks import from_main, start_ranks, stop_ranks, vote
-from model.record import begin, log_steps, say, write_events
-from model.report import Journal, Progress, epoch_line, printable_lines
-from model.run_dir import admit, has_best, has_last, only_writer
-from model.saver import Saver, export_aloud
-from model.spikes import TooManySkipped
-from model.step import TornUpdate, confirm, train_steps
+from model.commands.doctor import print_table
+from model.commands.origin import agree_on, hear_request
+from model.commands.plan_report import answer
+from model.commands.setup import measure, prepare_run, prepare_test
+from model.data.token_store import describe_store
+from model.memory.oom_policy import growth_of
+from model.memory.plan import NothingFits
+from model.run.checkpoint import checkpoint_paths
+from model.run.checkpointer import Saver, export_aloud
+from model.run.console import Journal, Progress, epoch_line, printable_lines
+from model.run.log import open_log
+from model.run.plots import plot_aloud
+from model.run.run_dir import admit, has_best, has_last, only_writer
+from model.run.run_log import begin, log_steps, say, write_events
+from model.runtime.device_memory import release_memory
+from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
+from model.train.spike_guard import TooManySkipped
+from model.train.step import TornUpdate, confirm, train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
 LOGS_DIR = "logs"
 TORN_UPDATES = 3  # in a row without a checkpoint between, before the run gives up
-OURS = (Path(__file__).resolve().parent, Path(__file__).resolve().parent / "model")
+ROOT = Path(__file__).resolve().parent
 
 
 @SetParseFn(str)
@@ -280,7 +280,8 @@ def main(argv):
         fire.Fire(dict(train=train, plan=plan, test=test, doctor=doctor), words, name="train_low_mem.py")
         failure = ""
     except ValueError as error:
-        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent not in OURS:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if raised_in.parent != ROOT and ROOT / "model" not in raised_in.parents:
             raise  # a library's: our mistake, not the user's
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault in what the user gave
             print(printable_lines(str(error)), file=sys.stderr)

@@ -27,15 +27,15 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as tr
 import torch
 
 from config import MODELS, T5ModelConfig, load_config
-from model.chat_model import TextToTextModel
-from model.device_memory import foreign_bytes, limit_memory, outside_bytes
-from model.feed import Course
-from model.optim import make_optimizer
-from model.plan import STEPS_THAT_REPAY_RECORDING, NothingFits
-from model.prepare import Run, check_memory_fits, compute_dtype
-from model.ranks import Ranks
-from model.rehearsal import plan_run, rehearse_update
-from model.step import TornUpdate, train_steps
+from model.commands.setup import Run, check_memory_fits, compute_dtype
+from model.memory.plan import STEPS_THAT_REPAY_RECORDING, NothingFits
+from model.nn.t5.network import TextToTextModel
+from model.runtime.device_memory import foreign_bytes, limit_memory, outside_bytes
+from model.runtime.distributed import Ranks
+from model.train.dry_run import plan_run, rehearse_update
+from model.train.loader import Course
+from model.train.optim import make_optimizer
+from model.train.step import TornUpdate, train_steps
 
 VOCAB_SIZE, NUM_PAIRS = 40_960, 2048
 OPTIMIZERS = "muon", "adafactor", "adamw_rms"  # the default first

@@ -21,7 +21,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from model.checkpoint import checkpoint_paths
+from model.run.checkpoint import checkpoint_paths
 from tests.ranks import kill_all
 from tests.tiny import furnish, ids_by_epoch, journal, train, wait_for, weights_hash
 from tests.trials import SLEEP_SECONDS, Disturbed, delete, fill, flip, mount, sleepy_main, tell, truncate, write_section

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from model.dataset import open_store
-from model.tokenizer import BYTE_TOKENS, PROBE, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
+from model.data.token_store import open_store
+from model.data.tokenizer import BYTE_TOKENS, PROBE, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 29_298  # ChatLM-mini-Chinese's
 MAX_SEQ_LEN = 256  # tokens a side, EOS included

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from model.checkpoint import checkpoint_paths, load_newest
+from model.run.checkpoint import checkpoint_paths, load_newest
 from tests.tiny import furnish, journal, train, weights_hash
 from tests.trials import Disturbed, calm_hash, delete, fill, flip, mount, tell, truncate, write_section
 

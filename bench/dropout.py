@@ -17,10 +17,10 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from bench.loops import pad
 from config import load_config, model_config
-from model.batches import step_at
-from model.dataset import open_store
-from model.optim import learn_rate_at
-from model.tokenizer import load_tokenizer
+from model.data.sampler import step_at
+from model.data.token_store import open_store
+from model.data.tokenizer import load_tokenizer
+from model.train.optim import learn_rate_at
 
 MAX_SEQ_LEN, WARMUP_STEPS = 256, 300
 

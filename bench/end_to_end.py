@@ -24,10 +24,10 @@ import torch
 from bench.children import ROOT, Job, gpu_slots, run_jobs
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, write_corpus
 from config import model_config
-from model.chat_model import TextToTextModel
-from model.dataset import open_store
-from model.export import export_model
-from model.tokenizer import load_tokenizer
+from model.data.token_store import open_store
+from model.data.tokenizer import load_tokenizer
+from model.nn.t5.huggingface import export_model
+from model.nn.t5.network import TextToTextModel
 from tests.tiny import journal
 
 PAIRS = 16  # a GPU: what the guides type

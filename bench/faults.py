@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint import checkpoint_paths
+from model.run.checkpoint import checkpoint_paths
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
 from tests.trials import WITH_KERNELS, tell, write_section
 

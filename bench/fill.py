@@ -12,11 +12,11 @@ import json
 import tempfile
 from pathlib import Path
 
-from model.batches import collate, cut, rooms_for, share_of, step_at
-from model.dataset import open_store
-from model.pairs import read_pairs
-from model.plan import LARGEST_MICRO_BATCH_TOKENS
-from model.tokenizer import load_tokenizer, train_tokenizer
+from model.data.readers import read_pairs
+from model.data.sampler import collate, cut, rooms_for, share_of, step_at
+from model.data.token_store import open_store
+from model.data.tokenizer import load_tokenizer, train_tokenizer
+from model.memory.plan import LARGEST_MICRO_BATCH_TOKENS
 
 RANKS = (1, 2, 4)
 SEED = 23333

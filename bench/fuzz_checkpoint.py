@@ -13,17 +13,17 @@ import torch
 
 from bench.mutations import mutate, mutate_tree
 from config import T5ModelConfig, load_config
-from model.chat_model import TextToTextModel
-from model.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
-from model.dataset import open_store
-from model.export import export_model, load_into
-from model.feed import Course
-from model.memory import Growth, growth_of
-from model.optim import make_optimizer
-from model.plan import MemoryPlan
-from model.ranks import Ranks
-from model.step import train_steps
-from model.tokenizer import PROBE, load_tokenizer, train_tokenizer
+from model.data.token_store import open_store
+from model.data.tokenizer import PROBE, load_tokenizer, train_tokenizer
+from model.memory.oom_policy import Growth, growth_of
+from model.memory.plan import MemoryPlan
+from model.nn.t5.huggingface import export_model, load_into
+from model.nn.t5.network import TextToTextModel
+from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
+from model.runtime.distributed import Ranks
+from model.train.loader import Course
+from model.train.optim import make_optimizer
+from model.train.step import train_steps
 from tests.tiny import SHAPE
 
 WHOLE = MemoryPlan(10**4, 128, False, 0)

@@ -20,10 +20,10 @@ from transformers import T5Config
 
 from bench.fuzz_checkpoint import tiny_run
 from bench.mutations import mutate_tree
-from model.export import COMPUTED, OTHER_NAMES, export_model, load_into, load_weights
-from model.report import Journal, printable, read_journal
-from model.run_dir import admit, claim, cut_sample_ids, write_json
-from model.tokenizer import TOKENIZER_FILES, load_tokenizer
+from model.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from model.nn.t5.huggingface import COMPUTED, OTHER_NAMES, export_model, load_into, load_weights
+from model.run.console import Journal, printable, read_journal
+from model.run.run_dir import admit, claim, cut_sample_ids, write_json
 
 MOST_GROWTH_BYTES = 300 * 2**20
 NAME = "encoder.final_layer_norm.weight"

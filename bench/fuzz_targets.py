@@ -28,14 +28,14 @@ from bench.fuzz_checkpoint import check_checkpoint, tiny_run
 from bench.fuzz_strangers import STRANGERS
 from bench.mutations import mutate, mutate_tree
 from config import FLAGS, TrainConfig, model_config
-from model.chat_model import TextToTextModel
-from model.columns import PROMPT_COLUMNS, RESPONSE_COLUMNS
-from model.export import load_into, load_weights
-from model.pairs import read_pairs
-from model.report import read_journal
-from model.request import read_request
-from model.tokenizer import PROBE, load_tokenizer
-from model.tokenizer_file import MAX_VOCAB_SIZE
+from model.commands.options import read_request
+from model.data.columns import PROMPT_COLUMNS, RESPONSE_COLUMNS
+from model.data.readers import read_pairs
+from model.data.tokenizer import PROBE, load_tokenizer
+from model.data.tokenizer_file import MAX_VOCAB_SIZE
+from model.nn.t5.huggingface import load_into, load_weights
+from model.nn.t5.network import TextToTextModel
+from model.run.console import read_journal
 from tests.tiny import SHAPE
 
 

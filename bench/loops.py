@@ -10,10 +10,10 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5F
 
 from bench.corpus import VOCAB_SIZE, open_corpus
 from config import load_config, model_config
-from model.device_memory import forget_peak
-from model.prepare import prepare_run
-from model.ranks import start_ranks
-from model.step import train_steps
+from model.commands.setup import prepare_run
+from model.runtime.device_memory import forget_peak
+from model.runtime.distributed import start_ranks
+from model.train.step import train_steps
 
 PAD_ID = 0
 SHAPES = ((32, 128), (32, 256), (128, 256), (256, 256))  # padded tokens of prompt and response

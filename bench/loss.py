@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from bench.clock import memory_of_call, time_call
-from model.loss import linear_cross_entropy
-from model.weights import FlatWeights, with_padding
+from model.nn.flat_params import FlatWeights, with_padding
+from model.nn.loss import linear_cross_entropy
 
 
 def main():

@@ -1,4 +1,4 @@
-"""How well does the closed form of model/estimate.py predict the memory of a step? Measures, fits, tells the errors.
+"""How well does the closed form of model/memory/estimate.py predict a step's memory? Measures, fits, tells the errors.
 
     python -m bench.memory_fit --out fit.jsonl            on every visible GPU, 8 minutes at most
     python -m bench.memory_fit --refit fit.jsonl          fits again what was measured
@@ -26,17 +26,17 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 from config import MODELS, T5ModelConfig, load_config
-from model.attention import has_kernels
-from model.chat_model import TextToTextModel
-from model.device_memory import forget_peak, peak_memory, release_memory
-from model.estimate import Constants, Estimate, Setting
-from model.feed import Course
-from model.lengths import Lengths
-from model.optim import make_optimizer
-from model.plan import MemoryPlan
-from model.ranks import Ranks
-from model.rehearsal import rehearse_update
-from model.step import train_steps
+from model.data.length_histogram import Lengths
+from model.memory.estimate import Constants, Estimate, Setting
+from model.memory.plan import MemoryPlan
+from model.nn.attention import has_kernels
+from model.nn.t5.network import TextToTextModel
+from model.runtime.device_memory import forget_peak, peak_memory, release_memory
+from model.runtime.distributed import Ranks
+from model.train.dry_run import rehearse_update
+from model.train.loader import Course
+from model.train.optim import make_optimizer
+from model.train.step import train_steps
 
 VOCAB_SIZE, CHUNK_TOKENS = 40_960, 2048
 SIZES = (

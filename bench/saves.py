@@ -16,7 +16,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from model.checkpoint import Snapshot, checkpoint_paths, read_checkpoint, save_checkpoint
+from model.run.checkpoint import Snapshot, checkpoint_paths, read_checkpoint, save_checkpoint
 from tests.ranks import send, wait_for
 from tests.tiny import NUM_PAIRS, furnish, journal, start, train
 from tests.trials import tell, write_section

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from bench.corpus import write_corpus
 from config import load_config
-from model.prepare import prepare_run
-from model.ranks import from_main, start_ranks, stop_ranks
-from model.step import train_steps
+from model.commands.setup import prepare_run
+from model.runtime.distributed import from_main, start_ranks, stop_ranks
+from model.train.step import train_steps
 
 CORPUS_PAIRS, WARM_STEPS, STEPS = 51_200, 40, 60
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.durable import make_output_directory
-from model.pairs import read_pairs
-from model.tokenizer import count_merged_tokens, load_tokenizer, train_tokenizer
+from model.data.readers import read_pairs
+from model.data.tokenizer import count_merged_tokens, load_tokenizer, train_tokenizer
+from model.runtime.atomic_io import make_output_directory
 
 HELD_EVERY = 100  # rows
 MAX_HELD_ROWS = 5_000

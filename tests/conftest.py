@@ -3,10 +3,10 @@ run in."""
 
 import pytest
 
-from model.batches import collate
-from model.dataset import open_store
-from model.optim import make_optimizer
-from model.tokenizer import load_tokenizer, train_tokenizer
+from model.data.sampler import collate
+from model.data.token_store import open_store
+from model.data.tokenizer import load_tokenizer, train_tokenizer
+from model.train.optim import make_optimizer
 from tests.parts import make_config, make_model, make_pairs, write_parquet
 from tests.tiny import furnish
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from config import T5ModelConfig, load_config
-from model.chat_model import TextToTextModel
-from model.plan import MemoryPlan
-from model.ranks import Ranks
-from model.tokenizer import PROBE
+from model.data.tokenizer import PROBE
+from model.memory.plan import MemoryPlan
+from model.nn.t5.network import TextToTextModel
+from model.runtime.distributed import Ranks
 
 torch.set_num_threads(1)
 ALONE = Ranks(0, 1, 0, torch.device("cpu"), "none", None)

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import faults
-from model.watch import watch_signals
+from model.runtime import fault_injection
+from model.runtime.watchdog import watch_signals
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -146,5 +146,5 @@ def _run_rank(rank, folder, env, function, args):
         os.dup2(file.fileno(), 2)
     os.environ.update(env)
     torch.set_num_threads(1)
-    importlib.reload(faults)  # read CHAT_FAULT
+    importlib.reload(fault_injection)  # read CHAT_FAULT
     sys.exit(function(*args))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from model.feed import Course
-from model.optim import make_optimizer
-from model.step import train_steps
+from model.train.loader import Course
+from model.train.optim import make_optimizer
+from model.train.step import train_steps
 from tests.parts import ALONE, PLAN, make_config, make_model
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.txt"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from config import PRESETS, TrainConfig, load_config
-from model.prepare import TOKENIZER_DIR
+from model.commands.setup import TOKENIZER_DIR
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def test_each_preset_can_be_loaded(name):
 
 
 def test_each_file_that_readme_names_exists():
-    named = re.findall(r"((?:(?:model|scripts|bench|docs|tests)/|\./)\w+\.(?:py|sh|md))", README)
+    named = re.findall(r"((?:(?:model|scripts|bench|docs|tests)/|\./)[\w/]+\.(?:py|sh|md))", README)
     assert len(named) > 40
     for path in named:
         assert (ROOT / path).is_file(), path
@@ -58,5 +58,5 @@ def test_the_first_commands_write_what_the_next_ones_read(page):
 
 def test_each_room_says_what_it_is_for():
     shown = {cell.strip("`") for cell, _ in table("## How it works")}
-    rooms = {f"model/{path.name}" for path in (ROOT / "model").glob("*.py") if path.name != "__init__.py"}
+    rooms = {str(path.relative_to(ROOT)) for path in (ROOT / "model").rglob("*.py") if path.name != "__init__.py"}
     assert rooms <= shown

@@ -5,8 +5,8 @@ import json
 import random
 from pathlib import Path
 
-from model.report import read_journal
-from model.tokenizer import PROBE, train_tokenizer
+from model.data.tokenizer import PROBE, train_tokenizer
+from model.run.console import read_journal
 from tests.ranks import fork_ranks, wait_for
 from train_low_mem import main
 

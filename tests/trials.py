@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from model import faults
+from model.runtime import fault_injection
 from tests.ranks import ROOT
 from tests.tiny import NUM_PAIRS, ids_by_epoch, start, train, wait_for, weights_hash
 from train_low_mem import main
@@ -76,14 +76,14 @@ class Disturbed:
 
 def sleepy_main(words):
     """`main`, asleep for SLEEP_SECONDS in each step."""
-    fire = faults.fire
+    fire = fault_injection.fire
 
     def slow_fire(site, step):
         if site == "reduce":
             time.sleep(SLEEP_SECONDS)
         return fire(site, step)
 
-    faults.fire = slow_fire
+    fault_injection.fire = slow_fire
     return main(words)
 
 

@@ -1,0 +1,299 @@
+"""Would a run with this configuration work on this machine? One table, with a remedy for each problem."""
+
+import locale
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+
+import torch
+from packaging.requirements import Requirement
+
+from model.commands.origin import check_same_run, check_shape, read_weights, shape_of
+from model.commands.setup import TOKENS_DIR, make_model, tokenizer_for
+from model.data.readers import read_pairs
+from model.data.token_store import find_store
+from model.memory.estimate import Setting, count_parameters, fixed_bytes
+from model.run.checkpoint import checkpoint_paths, disk_bytes, load_newest
+from model.run.run_dir import check_name, check_no_stranger
+from model.run.train_state import LaterFormat, TrainState
+from model.runtime.distributed import Ranks, must_use_cpu
+from model.runtime.nccl_check import find_backend, in_words, try_backend
+
+GIB = 2**30
+ROOT = Path(__file__).resolve().parents[2]
+FIRST_ROWS = 2000  # of a data file that are read
+FEW_SHM_BYTES = GIB  # NCCL takes some MiB for each pair of GPUs, and Docker gives 64 MiB in all
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was looked at."""
+
+    what: str
+    found: str
+    remedy: str = ""  # empty: nothing to do
+    fails: bool = False  # a run would fail
+
+
+def examine(config, typed=(), overwrite=False):
+    """Yield a Row for each thing that a run of `config` on this machine depends on; `typed` as for prepare_run.
+
+    With `overwrite` the run starts afresh, whatever output_dir holds.
+    """
+    yield from _packages()
+    yield from _gpus(config.backend)
+    yield from _links()
+    yield _cores()
+    yield _shared_memory()
+    yield _locale()
+    yield from _round_trips()
+    for what, file in (("train_file", config.train_file), ("validation_file", config.validation_file)):
+        yield _data(what, file, config)
+    if config.test_file:
+        yield _data("test_file", config.test_file, config)
+    setting, rows = _model(config, typed, overwrite)
+    yield from rows
+    yield from _memory(config, setting)
+    yield _output_dir(config)
+    yield _disk(config, setting)
+
+
+def print_table(config, typed, overwrite):
+    """Print the rows as they are found, in ASCII where the screen knows no more; RuntimeError if a run would fail."""
+    failing = 0
+    for row in examine(config, typed, overwrite):
+        encoding = sys.stdout.encoding or "utf-8"
+        print(as_text(row).encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        failing += row.fails
+    if failing:
+        raise RuntimeError(f"a run would fail: {failing} problem{'s' * (failing > 1)} above")
+
+
+def as_text(row):
+    """A row of the table; its remedy stands on a line below it."""
+    mark = "FAILS" if row.fails else "note" if row.remedy else "ok"
+    return f"{mark:<6} {row.what:<18} {row.found}" + (f"\n{'':<25} -> {row.remedy}" if row.remedy else "")
+
+
+def _packages():
+    wanted = map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    good = [f"Python {sys.version.split()[0]}"]
+    for requirement in wanted:
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            installed = "missing"
+        if installed != "missing" and requirement.specifier.contains(installed, prereleases=True):
+            good.append(f"{requirement.name} {installed}")
+        else:
+            remedy = f"pip install '{requirement}'"
+            yield Row("package", f"{requirement.name} {installed}, not {requirement.specifier}", remedy, fails=True)
+    yield Row("packages", ", ".join(good))
+
+
+def _gpus(backend):
+    try:
+        on_cpu = must_use_cpu()
+    except RuntimeError as error:
+        yield Row("GPUs", "torch sees none", str(error), fails=True)
+        return
+    if on_cpu and backend == "nccl":
+        yield Row("GPUs", "none, and --backend=nccl needs some", "leave --backend out", fails=True)
+        return
+    if on_cpu:
+        yield Row("GPUs", f"none for torch {torch.__version__}: a run uses the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found = f"{properties.name}, compute {properties.major}.{properties.minor}, "
+        yield Row(f"GPU {index}", f"{found}{free / GIB:.1f} of {total / GIB:.1f} GiB free")
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "missing"
+    yield Row("CUDA", f"{torch.version.cuda} in torch, NCCL {nccl}, driver {_driver()}")
+    if not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
+        remedy = "apt-get install gcc (Triton compiles its kernels' launchers with it)"
+        yield Row("C compiler", "none", remedy, fails=True)
+
+
+def _driver():
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text()) if path.exists() else None
+    return found.group() if found else "unknown"
+
+
+def _links():
+    """How the GPUs reach each other, as `nvidia-smi topo -m` names it: NV# is NVLink, PIX to SYS are ever farther."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return
+    peers = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
+    yield Row("GPU links", f"{_topology()}; direct access {'between all' if peers else 'not between all: slower'}")
+
+
+def _topology():
+    try:
+        text = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "nvidia-smi does not answer"
+    rows = [line.split() for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()]
+    gpus = [cells for cells in rows if cells and re.fullmatch(r"GPU\d+", cells[0]) and "X" in cells]
+    return ", ".join(f"{a[0]}-{b[0]} {a[1 + j]}" for i, a in enumerate(gpus) for j, b in enumerate(gpus) if i < j)
+
+
+def _cores():
+    usable, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    remedy = "other programs use them: a run will be slower" if load > usable else ""
+    return Row("CPU", f"{usable} cores, load {load:.1f}, {torch.get_num_threads()} threads a process", remedy)
+
+
+def _shared_memory():
+    if not os.path.isdir("/dev/shm"):
+        return Row("/dev/shm", "missing", "mount it, or export NCCL_SHM_DISABLE=1 if NCCL complains")
+    free = shutil.disk_usage("/dev/shm").free
+    remedy = "give the container more (docker run --shm-size=8g) if NCCL complains" if free < FEW_SHM_BYTES else ""
+    return Row("/dev/shm", f"{free / GIB:.1f} GiB free", remedy)
+
+
+def _locale():
+    encodings = {locale.getpreferredencoding(False), sys.getfilesystemencoding(), sys.stdout.encoding or "utf-8"}
+    bad = sorted(name for name in encodings if name.lower().replace("-", "") != "utf8")
+    remedy = "export LANG=C.UTF-8, or PYTHONUTF8=1: Chinese on the screen and in file names needs it" if bad else ""
+    return Row("locale", ", ".join(bad) or "UTF-8", remedy)
+
+
+def _round_trips():
+    """An all-reduce in child processes: Gloo, on which all ranks vote, and NCCL between several GPUs."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    problem = try_backend("gloo", 2)
+    remedy = "export GLOO_SOCKET_IFNAME=lo, and let this machine's name resolve (/etc/hosts)" if problem else ""
+    yield Row("Gloo", problem or "2 processes: ok", remedy, fails=bool(problem) and count > 1)
+    if count > 1:
+        verdict = find_backend(count)
+        found = f"{count} GPUs: {in_words(verdict.backend, verdict.env)} works, found in {verdict.seconds:.1f} s"
+        remedy = "train finds this out by itself: " + "; ".join(verdict.failures) if verdict.failures else ""
+        yield Row("NCCL", found, remedy)
+
+
+def _data(what, file, config):
+    try:
+        pairs = list(islice(read_pairs(file, config.prompt_column, config.response_column), FIRST_ROWS))
+    except ValueError as error:
+        return Row(what, file, str(error), fails=True)
+    whole = [pair for pair in pairs if all(side.strip() for side in pair)]
+    if not whole:
+        found = f"none of its first {len(pairs)} pairs has text on both sides"
+        return Row(what, file, found, fails=len(pairs) < FIRST_ROWS)  # else there are more
+    size, characters = Path(file).stat().st_size / 2**20, " + ".join(str(len(side)) for side in whole[0])
+    return Row(what, f"{file}, {size:.1f} MiB; a pair of {characters} characters; the first {len(pairs)} rows are read")
+
+
+def _model(config, typed, overwrite):
+    """(Setting, Rows) of what a run would start from: a checkpoint, other weights, or the tokenizer alone."""
+    alone, passed = Ranks(0, 1, 0, torch.device("cpu"), "none", None), []
+    held = [] if overwrite else checkpoint_paths(config.output_dir)
+    try:
+        found = load_newest(config.output_dir, passed.append) if held else None
+    except LaterFormat as error:
+        return None, [Row("checkpoint", "cannot be read", str(error), fails=True)]
+    rows = [Row("checkpoint", text, "nothing to do: the one before it is used") for text in passed]
+    if held and not found:
+        rows.append(Row("checkpoint", "none is whole", "start afresh with --overwrite=True", fails=True))
+        return None, rows
+    try:
+        weights = None if found else read_weights(alone, config.finetune_from_ckp_file)
+        tokenizer = tokenizer_for(config, typed, found)
+        shape = shape_of(config, tokenizer, found, weights)
+        check_shape(alone, config, typed, shape, found, weights)
+        stores = _token_stores(config, tokenizer)
+        if found:
+            check_same_run(found, config, _fresh_state(config, tokenizer, stores[0], found.state))
+        model = make_model(alone, config, shape, weights)
+    except (ValueError, OSError) as error:
+        return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
+    size = model.compute_dtype.itemsize
+    setting = Setting(model.shape, size, False, config.optimizer, decoder_only=config.trainable == "decoder")
+    num_weights = count_parameters(model.shape)
+    rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
+    rows.append(Row("model", f"{num_weights / 1e6:.1f} M weights from {_origin(config, found)}"))
+    return setting, rows
+
+
+def _fresh_state(config, tokenizer, store, then):
+    """The TrainState that these options start from, with the pairs of the TrainState `then` where none are stored."""
+    pairs = dict(num_pairs=len(store), ids_sha256=store.meta["ids_sha256"]) if store else dict(num_pairs=then.num_pairs)
+    return TrainState(
+        seed=config.seed, tokenizer_fingerprint=tokenizer.fingerprint, max_seq_len=config.max_seq_len, **pairs
+    )
+
+
+def _token_stores(config, tokenizer):
+    """TokenStore or None of the training and the validation pairs: None before a run has tokenised them."""
+    columns = config.prompt_column, config.response_column
+    files = [Path(file) for file in (config.train_file, config.validation_file)]
+    return [
+        find_store(file, tokenizer, config.max_seq_len, TOKENS_DIR, columns=columns) if file.is_file() else None
+        for file in files
+    ]
+
+
+def _origin(config, found):
+    if found:
+        return f"{found.path}: --is_keep_training=True goes on there"
+    return config.finetune_from_ckp_file or "chance"
+
+
+def _memory(config, setting):
+    """Memory for what each rank holds whatever the plan: weights, gradients, optimizer state."""
+    need = sum(fixed_bytes(setting).values()) if setting else 0
+    text = Path("/proc/meminfo").read_text()
+    host = int(re.search(r"MemAvailable:\s+(\d+)", text).group(1)) * 1024
+    places = [("host memory", host)]
+    if torch.cuda.is_available():
+        limit = config.gpu_memory_limit_gb * GIB
+        frees = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+        places = [(f"GPU {i} memory", min(free, limit) if limit else free) for i, free in enumerate(frees)] + places
+    for what, free in places:
+        found = f"{free / GIB:.1f} GiB free, {need / GIB:.2f} GiB for weights, gradients, optimizer (plan: the rest)"
+        is_short = what != "host memory" or len(places) == 1
+        fails = free < need and is_short
+        yield Row(what, found, "choose a smaller --model, or end other programs" if fails else "", fails)
+
+
+def _output_dir(config):
+    """Whether output_dir is, or may become, a run's directory."""
+    folder = Path(config.output_dir).resolve()
+    if blocking := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
+        return Row("output_dir", f"{blocking[0]} is a file", "name another --output_dir", fails=True)
+    try:
+        check_name(config.output_dir)
+        if folder.exists():
+            check_no_stranger(folder)
+    except ValueError as error:
+        return Row("output_dir", str(folder), str(error), fails=True)
+    return Row("output_dir", f"{folder}, {'there' if folder.exists() else 'not there yet'}")
+
+
+def _disk(config, setting):
+    """Room for the checkpoints kept, one being written, best/ and last/, where output_dir is or will be."""
+    folder = Path(config.output_dir).resolve()
+    while not folder.is_dir():
+        folder = folder.parent
+    need, free = disk_bytes(setting, config.keep_latest_n_ckp) if setting else 0, shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free in {folder}, {need / GIB:.2f} GiB for checkpoints and exports"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return Row(
+            "disk", f"{folder}: {error.strerror}", "name another --output_dir, or allow writing there", fails=True
+        )
+    remedy = "free some, lower --keep_latest_n_ckp, or name another --output_dir" if free < need else ""
+    return Row("disk", found, remedy, fails=free < need)

@@ -1,0 +1,298 @@
+"""What a run would take, told before it starts and without its machine: the command `plan`."""
+
+import math
+import shutil
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import ujson
+
+from config import T5ModelConfig, as_type, global_batch, model_config
+from model.commands.options import read_request
+from model.commands.setup import TOKENIZER_DIR, TOKENS_DIR, compute_dtype
+from model.data.length_histogram import Lengths, histogram
+from model.data.readers import read_pairs
+from model.data.token_store import find_store, token_lengths
+from model.data.tokenizer import load_tokenizer
+from model.memory.estimate import count_parameters, optimizer_bytes
+from model.memory.plan import (
+    CHUNKS,
+    USABLE,
+    NothingFits,
+    choose_plan,
+    fitting_plan,
+    launch_tokens_here,
+    make_estimate,
+    phase_problem,
+    predicted_peaks,
+    recording_asked,
+    recording_bytes,
+    time_factor,
+)
+from model.nn.t5.huggingface import load_weights
+from model.run.checkpoint import disk_bytes
+from model.runtime.device_memory import CONTEXT_BYTES
+from model.train.optim import check_warmup, warmup_pairs, warmup_problem
+
+SAMPLED_ROWS = 20_000
+OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
+GIB = 2**30
+COLLECTIVE_BYTES = 400 * 2**20  # NCCL's buffers on each GPU of several
+HOST_BYTES = dict(cuda=int(2.2 * GIB), cpu=int(0.6 * GIB))  # of a process: Python, torch, the GPU's libraries
+MANY_PAIRS = 10**6
+TOKEN_BYTES = 2.4  # in a token store, its lengths and offsets included
+SHM_BYTES = 64 * 2**20  # of one rank's NCCL channels in /dev/shm
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run is planned for."""
+
+    num_processes: int
+    memory_bytes: int | None  # of one GPU that the run may fill; None: no GPU
+
+    @property
+    def usable_bytes(self):
+        """Bytes for the allocator: what the context and the collective's buffers leave."""
+        if self.memory_bytes is None:
+            return None
+        return self.memory_bytes - CONTEXT_BYTES - (COLLECTIVE_BYTES if self.num_processes > 1 else 0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is known of the training pairs."""
+
+    lengths: Lengths
+    source: str  # in words
+    num_pairs: int | None  # None: not known
+    store_bytes: int  # of their tokens, which the run will write
+
+
+def answer(stray, options):
+    """What the command `plan` prints for these words: a table, or JSON under --json=True.
+
+    Raises NothingFits, after printing that, where a phase of the run does not fit.
+    """
+    own = {name: options.pop(name) for name in OWN_OPTIONS if name in options}
+    num_processes, vocab_size = (
+        as_type(name, own.get(name, 0), OWN_OPTIONS) for name in ("num_processes", "vocab_size")
+    )
+    for name, value in dict(num_processes=num_processes, vocab_size=vocab_size).items():
+        if value < 0:
+            raise ValueError(f"--{name}={value}: give 0 (what is here) or more")
+    as_json = as_type("json", own.get("json", False), OWN_OPTIONS)
+    request = read_request(stray, options)
+    try:
+        values = preview(request.config, request.typed, num_processes, vocab_size)
+    except NothingFits as refusal:
+        if as_json:
+            print(ujson.dumps(dict(fits=False, refused=str(refusal)), indent=1))
+        raise
+    refused = phase_problem(values["phases"], values["machine"]["usable_bytes"])
+    told = ujson.dumps(dict(fits=not refused, refused=refused) | values, indent=1) if as_json else table(values)
+    if refused:
+        print(told)
+        raise NothingFits(refused)
+    return told
+
+
+def preview(config, typed, num_processes=0, vocab_size=0):
+    """What a run of `config` would take, as plain values for `table` and for JSON.
+
+    Raises ValueError where the vocabulary cannot be known, NothingFits where one example does not fit.
+    """
+    gpus = torch.cuda.device_count()
+    world = num_processes or max(gpus, 1)
+    limit = int(config.gpu_memory_limit_gb * GIB) or (gpus and torch.cuda.get_device_properties(0).total_memory)
+    machine = Machine(world, limit or None)
+    shape, tokenizer = _shape_and_tokenizer(config, vocab_size)
+    sample = _sample(config, tokenizer)
+    lengths, num_pairs = sample.lengths, sample.num_pairs
+    batch = global_batch(config, world, typed)
+    share_pairs = -(-batch // world)
+    on_gpu = machine.memory_bytes is not None
+    device = "cuda" if on_gpu else "cpu"
+    here = compute_dtype(config.mixed_precision, torch.device(device)) if gpus or not on_gpu else None
+    dtype = here or (torch.float32 if config.mixed_precision == "no" else torch.bfloat16)  # of a GPU that is elsewhere
+    estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device, launch_tokens_here())
+    asked = recording_asked(config, estimate.setting, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
+    plan = choose_plan(config, estimate, machine.usable_bytes, asked)
+    tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
+    # few pairs never fill two forwards of the planned size: the slope is that of many
+    many = Lengths(lengths.tokens, lengths.counts * math.ceil(2 * tokens / (lengths.mean * lengths.counts.sum())))
+    forward_bytes = make_estimate(config, shape, dtype, many, MANY_PAIRS, device).recording_bytes
+    slope = (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
+    return dict(
+        machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
+        parameters=count_parameters(shape), dtype=str(dtype).removeprefix("torch."),
+        lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
+        steps=_steps(config, typed, batch, num_pairs),
+        share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
+        forwards=round(estimate.forwards(tokens), 2), phases=_phases(config, estimate, plan),
+        levers=_levers(config, shape, dtype, estimate, machine, plan),
+        largest_block=dict(
+            pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=shape.vocab_size,
+            bytes=4 * config.batch_size_per_gpu * config.max_seq_len * shape.vocab_size,
+        ),
+        host=_host(config, estimate, plan, device, world) | _disk(config, estimate.setting, sample.store_bytes),
+    )  # fmt: skip
+
+
+def _shape_and_tokenizer(config, vocab_size):
+    """(T5ModelConfig, tokenizer or None); `vocab_size` above 0 stands in for a tokenizer that is not here."""
+    weights = None
+    if config.finetune_from_ckp_file and Path(config.finetune_from_ckp_file).exists():
+        weights = load_weights(config.finetune_from_ckp_file)
+    folder = Path(config.tokenizer_dir or (weights and weights.tokenizer_dir) or TOKENIZER_DIR)
+    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+    shape = weights.shape if weights and weights.shape else model_config(config.model)
+    size = vocab_size or shape.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
+    if not size:
+        raise ValueError(f"{folder}: no tokenizer there, so the vocabulary is unknown: type --vocab_size=N")
+    return T5ModelConfig(**asdict(replace(shape, vocab_size=size))), tokenizer
+
+
+def _sample(config, tokenizer):
+    """Sample of the training pairs: of all where they are tokenised, else of the first rows or of max_seq_len alone."""
+    path, columns = Path(config.train_file), (config.prompt_column, config.response_column)
+    longest = np.full((1, 2), config.max_seq_len)
+    if tokenizer is None or not path.is_file():
+        return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len", None, 0)
+    store = find_store(path, tokenizer, config.max_seq_len, TOKENS_DIR, columns=columns)
+    if store:
+        return Sample(histogram(store.lengths), f"counted: {store.directory}", len(store), 0)
+    rows = list(islice(read_pairs(path, *columns), SAMPLED_ROWS))
+    lengths = token_lengths(rows, tokenizer, config.max_seq_len)
+    source, whole = f"sampled: {len(lengths):,} rows and a longest pair", len(rows) < SAMPLED_ROWS
+    files = 1 if whole else _estimated_pairs(path, rows) / len(rows)  # as large as what was read
+    store_bytes = int(lengths.sum() * TOKEN_BYTES * files)
+    return Sample(histogram(np.concatenate([lengths, longest])), source, len(lengths) if whole else None, store_bytes)
+
+
+def _estimated_pairs(path, rows):
+    """About how many pairs a file has that begins with `rows`, rather too many; a parquet file tells."""
+    if path.suffix == ".parquet":
+        return pq.ParquetFile(path).metadata.num_rows
+    text_bytes = sum(len(text.encode()) for pair in rows for text in pair)
+    return len(rows) * path.stat().st_size / max(text_bytes, 1)
+
+
+def _steps(config, typed, batch, num_pairs):
+    """Pairs of a step, the number of steps, of them of the warm-up, and what is wrong with that.
+
+    None where `num_pairs` is. Raises ValueError where the warm-up was `typed` and is not shorter than the run.
+    """
+    if not num_pairs:
+        return dict(pairs=batch, count=num_pairs, warmup=None, problem="")
+    count = num_pairs * config.epochs / batch
+    warmup = warmup_pairs(config, num_pairs * config.epochs, batch) / batch
+    check_warmup(config, typed, warmup, count)
+    return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config, warmup, count))
+
+
+def _phases(config, estimate, plan):
+    """Peak bytes by phase; of generation only where the run generates answers."""
+    peaks = predicted_peaks(estimate, plan)
+    return {name: peak for name, peak in peaks.items() if name != "generation" or config.bleu_pairs}
+
+
+def _levers(config, shape, dtype, chosen, machine, plan):
+    """What each lever would do: its peak, the largest micro-batch that fits, the time over the chosen plan's."""
+    if machine.usable_bytes is None:
+        return []
+    tokens, chunk, checkpointing = plan.cutting
+    rows = [(f"chunk of {size} targets", config, (tokens, size, checkpointing)) for size in CHUNKS]
+    sizes = [size for size in (tokens // 2, 2 * tokens) if size >= chosen.lengths.longest]  # smaller ones are refused
+    rows += [(f"micro-batch of {size}", config, (size, chunk, checkpointing)) for size in sizes]
+    rows += [(f"gradient checkpointing {again}", config, (tokens, chunk, again)) for again in (False, True)]
+    for optimizer in ("muon", "adamw_rms", "adafactor"):
+        rows.append((f"optimizer {optimizer}", replace(config, optimizer=optimizer), plan.cutting))
+    levers = []
+    for name, changed, cutting in rows:
+        here = chosen.setting.launch_tokens
+        estimate = make_estimate(changed, shape, dtype, chosen.lengths, chosen.share_pairs, launch_tokens=here)
+        beside = recording_bytes(chosen, plan.cut_as(cutting))  # no optimizer changes it
+        peak, limit = estimate.step_peak(*cutting) + beside, machine.usable_bytes * USABLE
+        most = fitting_plan(estimate, chosen.share_pairs * chosen.lengths.longest, limit - beside, *cutting[1:])
+        fits = peak <= limit and not phase_problem(
+            _phases(config, estimate, plan.cut_as(cutting)), machine.usable_bytes
+        )
+        factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
+        levers.append(
+            dict(lever=name, peak_bytes=peak, fits=fits, time_factor=round(factor, 3),
+                 largest_micro_batch_tokens=most.micro_batch_tokens if most else 0)
+        )  # fmt: skip
+    return levers
+
+
+def _host(config, estimate, plan, device, world):
+    """Bytes of host memory and /dev/shm that the run needs, and those that are there."""
+    weights, optimizer = 4 * count_parameters(estimate.setting.shape), optimizer_bytes(estimate.setting)[0]
+    computing = weights if device == "cuda" else max(predicted_peaks(estimate, plan).values())
+    rank = HOST_BYTES[device] + computing
+    return dict(
+        rank_bytes=rank, main_rank_bytes=rank + weights + optimizer,
+        shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
+        shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
+    )  # fmt: skip
+
+
+def _disk(config, setting, store_bytes):
+    """Bytes of disk that the run writes, `store_bytes` of them tokens, and those that are there."""
+    output = Path(config.output_dir).absolute()
+    disk = next(path for path in (output, *output.parents) if path.exists())
+    return dict(
+        disk_bytes=disk_bytes(setting, config.keep_latest_n_ckp) + store_bytes,
+        disk_free_bytes=shutil.disk_usage(disk).free,
+    )
+
+
+def table(values):
+    """The lines that `plan` prints, one below the other."""
+    plan, block, host = values["plan"], values["largest_block"], values["host"]
+    limit = values["machine"]["usable_bytes"]
+    lines = [
+        ("parameters", f"{values['parameters']:,}, computing in {values['dtype']}"),
+        ("pairs", "{source}; {pairs:,}, {mean:.1f} tokens on average, {longest} at most".format(**values["lengths"])),
+        ("steps", _steps_text(**values["steps"])),
+        ("held all the time", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),
+        ("each packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
+        ("room", "no GPU" if limit is None else f"{gib(limit)} for the allocator, of which {USABLE:.0%} are planned"),
+        ("plan", "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, gradient checkpointing "
+         "{gradient_checkpointing}, {answers} answers at a time".format(**plan)),
+        ("recorded steps", "yes: replayed as CUDA graphs" if plan["graphs"] else "no"),
+        ("forwards a step", f"{values['forwards']} on average, for {values['share_pairs']} pairs a GPU"),
+        *((f"peak: {name}", gib(count) + ", does not fit" * (count > (limit or math.inf)))
+          for name, count in values["phases"].items()),
+        *((f"with {lever['lever']}", _lever_text(lever)) for lever in values["levers"]),
+        ("an ordinary trainer", "{pairs} x {tokens} x {vocabulary:,} x 4 B = ".format(**block)
+         + f"{block['bytes'] / GIB:.2f} GiB of logits in one block; here there is none"),
+        ("host memory", f"{gib(host['rank_bytes'])} a rank, {gib(host['main_rank_bytes'])} the main one"),
+        ("/dev/shm", f"{gib(host['shm_bytes'])} of {gib(host['shm_free_bytes'])} free"),
+        ("disk", f"{gib(host['disk_bytes'])} of {gib(host['disk_free_bytes'])} free"),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
+
+
+def _steps_text(pairs, count, warmup, problem):
+    if not count:
+        return f"of {pairs} pairs; their number is known once the data is tokenised"
+    return f"{count:,.0f} of {pairs} pairs; " + (problem or f"warm-up {warmup:,.0f}")
+
+
+def _lever_text(lever):
+    fits = "fits" if lever["fits"] else "does not fit"
+    return (
+        f"{gib(lever['peak_bytes'])}, {fits}, time x {lever['time_factor']:.2f}; "
+        f"at most {lever['largest_micro_batch_tokens']:,} tokens a forward"
+    )
+
+
+def gib(count):
+    return f"{count / GIB:.2f} GiB"

@@ -1,0 +1,297 @@
+"""Everything between the options and the first step: data, tokenizer, model, optimizer, where the run stands, plan."""
+
+import logging
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from config import TrainConfig, global_batch
+from model.commands.origin import (
+    check_same_run,
+    check_shape,
+    newest_checkpoint,
+    read_weights,
+    restore,
+    shape_of,
+    why_not_compared,
+)
+from model.data.pair_hashes import describe_shared
+from model.data.token_store import TokenStore, describe_store, open_store
+from model.data.tokenizer import ChatTokenizer, load_tokenizer
+from model.memory.oom_policy import check_gates, free_bytes
+from model.memory.plan import MemoryPlan, choose_plan
+from model.nn.t5.huggingface import as_hugging_face, load_into, model_directory
+from model.nn.t5.network import TextToTextModel
+from model.run.console import Progress
+from model.run.run_dir import has_best
+from model.run.train_state import TrainState, state_values
+from model.runtime.device_memory import foreign_bytes, limit_memory, outside_bytes
+from model.runtime.distributed import Ranks, agree, broadcast, from_main, local_main_first
+from model.runtime.watchdog import stop_asked
+from model.train.dry_run import estimate_for, plan_run, rehearse_update
+from model.train.evaluate import answer_pairs, evaluate_loss, score
+from model.train.loader import Course
+from model.train.optim import check_warmup, make_optimizer, warmup_pairs
+
+TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
+LOGGER = logging.getLogger("chat_trainer")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run that stay the same from its first step to its last."""
+
+    config: TrainConfig
+    ranks: Ranks
+    tokenizer: ChatTokenizer
+    train: TokenStore
+    validation: TokenStore
+    model: TextToTextModel
+    optimizer: torch.optim.Optimizer
+    course: Course
+    memory: dict = field(default_factory=dict)  # what the plan rests on, and what was measured
+    differs: tuple = ()  # what is not as the checkpoint had it: bits may differ from there
+
+    @property
+    def dir(self):
+        return Path(self.config.output_dir)
+
+    def total_steps(self, state):
+        """Number of the run's last step when every step from `state` on has the present global batch."""
+        num_pairs, batch = len(self.train), self.course.global_batch
+        left = self.course.total_pairs - state.pairs_seen
+        in_this_epoch = left % num_pairs
+        return state.step + -(-in_this_epoch // batch) + (left // num_pairs) * -(-num_pairs // batch)
+
+
+def prepare_run(ranks, config, typed, resumed):
+    """(Run, TrainState, MemoryPlan) for these options: a fresh start, or where the newest whole checkpoint stands.
+
+    `typed`: names of the options on the command line. Raises ValueError when the options do not fit each
+    other, the data or the checkpoint.
+    """
+    set_numerics(config, ranks.device)
+    foreign = set_memory_limit(config, ranks.device)
+    free = dict(start=free_bytes())
+    batch = global_batch(config, ranks.world_size, typed)
+    # what can be refused is refused before hours of tokenising
+    found = newest_checkpoint(ranks, config.output_dir) if resumed else None
+    weights = None if found else read_weights(ranks, config.finetune_from_ckp_file)
+    tokenizer, shape = _tokenizer_and_shape(ranks, config, typed, found, weights)
+    train, validation = (
+        _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
+    )
+    total_pairs = len(train) * config.epochs
+    warmup = warmup_pairs(config, total_pairs, found.state.first_batch if found else batch)
+    check_warmup(config, typed, warmup / batch, total_pairs / batch)
+    course = Course(total_pairs, warmup, batch, tokenizer.pad_id)
+    if ranks.is_main and (shared := describe_shared(validation, train)):
+        LOGGER.warning(shared)
+    dtype = compute_dtype(config.mixed_precision, ranks.device)
+    agree(ranks, "the numbers to compute in (--mixed_precision=no suits GPUs of any kind)", str(dtype))
+    check_memory_fits(ranks, config, shape, dtype, train.lengths, batch, foreign)
+    model = make_model(ranks, config, shape, weights)
+    free["model"] = free_bytes()
+    optimizer = make_optimizer(model, config)
+    free["optimizer"] = free_bytes()
+    rehearse_update(ranks, model, optimizer)
+    run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
+    state = _starting_state(run, found)
+    kept = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
+    plan, memory = plan_run(run, kept, foreign)
+    check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
+    may_record = config.compile != "False" and model.uses_kernels and not config.dropout
+    growth = kept_growth(state, plan, may_record)
+    differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
+    state = replace(state, plan=asdict(plan), growth=growth, device=ranks.device.type)
+    agree(ranks, "where the run stands and how its steps are cut", state_values(state))
+    return replace(run, memory=memory, differs=differs), state, plan
+
+
+def _tokenizer_and_shape(ranks, config, typed, found, weights):
+    """The ChatTokenizer and the T5ModelConfig of the Checkpoint `found`, of `weights` or of the options."""
+    tokenizer = tokenizer_for(config, typed, found)
+    ids = dict(pad_id=tokenizer.pad_id, eos_id=tokenizer.eos_id)
+    agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
+    shape = shape_of(config, tokenizer, found, weights)
+    check_shape(ranks, config, typed, shape, found, weights)
+    agree(ranks, "the model's shape", asdict(shape))
+    return tokenizer, shape
+
+
+def _starting_state(run, found):
+    """The TrainState of a fresh start, or that of a Checkpoint, which is put into the run's model and optimizer.
+
+    Raises ValueError where the checkpoint is not this run's.
+    """
+    fresh = TrainState(
+        first_batch=run.course.global_batch, seed=run.config.seed, num_pairs=len(run.train),
+        ids_sha256=run.train.meta["ids_sha256"], max_seq_len=run.config.max_seq_len,
+        shape=asdict(run.model.shape), tokenizer_fingerprint=run.tokenizer.fingerprint,
+        world_size=run.ranks.world_size, validation=run.validation.identity,
+    )  # fmt: skip
+    if not found:
+        return fresh
+    check_same_run(found, run.config, fresh)
+    if run.ranks.is_main and (why := why_not_compared(found.state, fresh)):
+        LOGGER.info("%s: of the training pairs only their number, %d, is compared", why, fresh.num_pairs)
+    state = _judged_by(run.validation, run.ranks, restore(run.ranks, run.model, run.optimizer, found))
+    return replace(state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len)
+
+
+def kept_growth(state, plan, may_record):
+    """The growth that a TrainState remembers, while `plan` is still its plan; not back to recordings unless it may."""
+    if not state.growth or state.plan != asdict(plan):
+        return None
+    full = state.growth["full"]
+    return state.growth | dict(full=full | dict(graphs=full["graphs"] and may_record))
+
+
+def set_numerics(config, device):
+    """What changes how numbers are computed, for the whole process."""
+    if config.exact:
+        if device.type != "cpu":
+            raise ValueError(
+                "--exact=True is for the CPU: a GPU's libraries choose the order of their sums themselves; set "
+                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead, which gives the same "
+                "bits on an equal number of equal GPUs"
+            )
+        torch.set_num_threads(1)
+    if config.deterministic or config.exact:
+        torch.use_deterministic_algorithms(True)
+
+
+def set_memory_limit(config, device):
+    """Bytes that others hold of `device`; from now on this process stays within its own limit."""
+    foreign = foreign_bytes(device)
+    limit_memory(device, config.gpu_memory_limit_gb, outside_bytes(device, foreign))
+    return foreign
+
+
+def tokenizer_for(config, typed, found):
+    """The tokenizer of a run that goes on from the Checkpoint `found`, or begins where that is None.
+
+    Raises ValueError where it is not that of the weights to begin with, as far as they lie on this machine.
+    """
+    named, source = Path(config.tokenizer_dir or TOKENIZER_DIR), config.finetune_from_ckp_file
+    weights_dir = model_directory(Path(source)) if source else None
+    if found and "tokenizer_dir" not in typed:
+        # in output_dir may be another run's, or none, where this is not rank 0's machine
+        folders = [Path(config.output_dir) / "tokenizer", weights_dir, named]
+        return _first_of(folders, found.state.tokenizer_fingerprint)
+    return load_tokenizer(named) if found or not weights_dir else _tokenizer_of_weights(config, weights_dir)
+
+
+def _first_of(folders, fingerprint):
+    """The first tokenizer in `folders` (None: left out) that has the fingerprint, else the first that there is."""
+    there = [folder for folder in folders if folder and (folder / "tokenizer.json").is_file()] or folders[-1:]
+    tokenizers = map(load_tokenizer, there)
+    first = next(tokenizers)
+    return next((found for found in chain([first], tokenizers) if found.fingerprint == fingerprint), first)
+
+
+def _tokenizer_of_weights(config, weights_dir):
+    """The tokenizer that lies beside weights, which one that is named must equal, or the one named where none does."""
+    if not (weights_dir / "tokenizer.json").is_file():
+        if not config.tokenizer_dir:
+            raise ValueError(f"{weights_dir} has no tokenizer.json: name its weights' own tokenizer in --tokenizer_dir")
+        return load_tokenizer(config.tokenizer_dir)
+    beside = load_tokenizer(weights_dir)
+    named = load_tokenizer(config.tokenizer_dir) if config.tokenizer_dir else beside
+    if named.fingerprint != beside.fingerprint:
+        raise ValueError(
+            f"{weights_dir} was trained with tokenizer {beside.fingerprint}, and tokenizer_dir={config.tokenizer_dir} "
+            f"is {named.fingerprint}: leave --tokenizer_dir out"
+        )
+    return beside
+
+
+def _open_data(ranks, config, file, tokenizer):
+    with Progress(f"tokenising {file}", None, unit="rows", shown=ranks.is_main) as progress:
+        columns = (config.prompt_column, config.response_column)
+        options = dict(columns=columns, progress=progress.update, stop=stop_asked)
+        store = local_main_first(ranks, partial(open_store, file, tokenizer, config.max_seq_len, TOKENS_DIR, **options))
+    agree(ranks, f"the pairs in {file}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))
+    if ranks.is_main:
+        LOGGER.info(describe_store(store))
+    return store
+
+
+def check_memory_fits(ranks, config, shape, dtype, lengths, batch, foreign):
+    """Raise NothingFits where not even one pair at a time fits the device: before anything is put there."""
+    usable = limit_memory(ranks.device, config.gpu_memory_limit_gb, outside_bytes(ranks.device, foreign))
+    if usable is not None:
+        choose_plan(config, estimate_for(ranks, config, shape, dtype, lengths, batch), usable)
+
+
+def make_model(ranks, config, shape, weights=None):
+    """The model on this rank's device: random weights, or `weights`; equal on all ranks."""
+    model = TextToTextModel(shape, config.dropout, compute_dtype(config.mixed_precision, ranks.device))
+    if not weights:
+        model.initialise(config.seed)
+    elif ranks.is_main:  # which alone has them
+        load_into(model, weights, config.finetune_from_ckp_file)
+    if config.trainable == "decoder":
+        model.freeze_all_but_decoder()
+    model.to(ranks.device)
+    broadcast(ranks, [model.flat.masters])
+    return model
+
+
+def compute_dtype(mixed_precision, device):
+    """bf16 where asked for, or under auto where the GPU computes it natively; else float32."""
+    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and native) else torch.float32
+
+
+def _judged_by(validation, ranks, state):
+    """The TrainState for these validation pairs: the loss of best/ on others says nothing about them."""
+    same = from_main(ranks, lambda: state.validation in (validation.identity, validation.file_identity))
+    if same:  # file by file it may differ between machines
+        return replace(state, validation=validation.identity)
+    if ranks.is_main:
+        LOGGER.info("the validation pairs are others, or cut elsewhere: best/ is chosen anew")
+    return replace(state, validation=validation.identity, best_loss=None, best_step=0)
+
+
+def prepare_test(ranks, config):
+    """(Run, MemoryPlan) to measure a run's best/ model on test_file, which stands in place of both data files."""
+    best = Path(config.output_dir) / "best"
+    from_main(ranks, _check_best, best)
+    # what the training was told about its own memory and launches says nothing about a test
+    free = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
+    config = replace(config, finetune_from_ckp_file=str(best), **free)
+    weights = read_weights(ranks, str(best))
+    tokenizer, shape = _tokenizer_and_shape(ranks, config, (), None, weights)
+    store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
+    model = make_model(ranks, config, shape, weights)
+    course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)
+    run = Run(config, ranks, tokenizer, store, store, model, None, course)
+    return run, plan_run(run, None, set_memory_limit(config, ranks.device))[0]
+
+
+def _check_best(best):
+    if not has_best(best.parent):
+        raise ValueError(
+            f"--output_dir={best.parent}: there is no {best} to test: train first, or, where the run is begun or "
+            "finished, go on with --is_keep_training=True: the next evaluation writes it"
+        )
+
+
+def measure(run, plan, step=0, note=lambda kind, **values: None):
+    """Loss of the run's validation pairs, and BLEU and chrF of some answers; None when a stop was asked for.
+
+    `note(kind, **values)` hears of each out of memory on the way.
+    """
+    model, config = run.model, run.config
+    loss = evaluate_loss(run.ranks, model, run.validation, plan, run.tokenizer.pad_id, step, note)
+    if loss is None or not config.bleu_pairs:
+        return loss if loss is None else dict(loss=loss)
+    answers = answer_pairs(
+        run.ranks, as_hugging_face(model, run.tokenizer), run.validation, run.tokenizer, plan, config.bleu_pairs,
+        config.max_new_tokens, model.compute_dtype, step, note,
+    )  # fmt: skip
+    return None if answers is None else dict(loss=loss, **score(answers))

@@ -1,0 +1,201 @@
+"""Rows of a parquet file in bounded memory, although a few hundred bytes of it can stand for any number of them.
+
+What the footer and the size of its dictionary say of each column decide how it is read: as a dictionary, whose values
+are held once however many rows they stand for, or in batches that are small where the dictionary is large. Each batch
+is measured before it becomes Python objects.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from model.runtime.json_stream import MAX_ITEM_CHARS, OnMalformed
+
+BATCH_ROWS, BATCH_BYTES = 1000, 128 << 20
+SMALL_CHUNK_BYTES = 8 << 20  # a dictionary is copied for each batch
+COMPRESSION = 50  # text takes at least its size / this; what takes less is repetition
+FREE_BYTES, FREE_VALUES, VALUES_PER_BYTE = 64 << 20, 2_000_000, 4  # what a file may expand to however small it is
+LONG_ROW_PRICE = 1 << 20  # characters that a row too long to be read counts as
+EXPANSION = 1000  # characters of all rows for each byte of the file, repeated values counted each time
+MAX_WIDTH = 1 << 14  # bytes or values in a cell of a fixed size: a null takes as much
+MAX_NESTED_DELTA_BYTES = 1 << 28
+MAX_FOOTER_BYTES, MAX_FOOTER_ITEMS = 16 << 20, 1_000_000
+
+
+def parquet_rows(path: Path, on_malformed: OnMalformed) -> Iterator[tuple[int, dict]]:
+    """(index, row as {column: value}) of each row.
+
+    A row of more than MAX_ITEM_CHARS goes to `on_malformed`. Raises ValueError for a damaged file, and for one that
+    expands to far more than text does.
+    """
+    try:
+        with open(path, "rb") as source:  # pyarrow opens no name that is not UTF-8
+            yield from _rows(path, source, on_malformed)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: damaged or not parquet ({reason}); write or download it again") from None
+
+
+def _rows(path, source, on_malformed):
+    limits = dict(thrift_string_size_limit=MAX_FOOTER_BYTES, thrift_container_size_limit=MAX_FOOTER_ITEMS)
+    footer = pq.ParquetFile(source, **limits)
+    file_bytes, schema, index = path.stat().st_size, footer.schema, 0
+    _check_size(path, file_bytes, footer)
+    left = FREE_BYTES + EXPANSION * file_bytes
+    for group in range(footer.num_row_groups):
+        chunks = _chunks(source, footer.metadata.row_group(group), schema)
+        as_dictionary = [chunk.path for chunk in chunks if chunk.is_dictionary]
+        # Without pre_buffer a row group is read page by page, so its size does not set the memory needed.
+        file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False, buffer_size=1 << 20,
+                              read_dictionary=as_dictionary)  # fmt: skip
+        for batch in file.iter_batches(_batch_rows(path, chunks), row_groups=[group], use_threads=False):
+            chars = sum(map(_count_chars, batch.columns), np.zeros(len(batch), np.int64))
+            is_held = chars <= MAX_ITEM_CHARS
+            left -= int(np.where(is_held, chars, LONG_ROW_PRICE).sum())
+            if left < 0:
+                raise _bomb(path, file_bytes, "texts that repeat for ever")
+            for start, end in _runs(chars):
+                if is_held[start]:
+                    yield from enumerate(_dense(batch.slice(start, end - start)).to_pylist(), index + start)
+                else:
+                    on_malformed(f"{path} row {index + start + 1:,}: a row of {chars[start]:,} characters; "
+                                 f"it may have {MAX_ITEM_CHARS:,}")  # fmt: skip
+            index += len(batch)
+
+
+def _bomb(path, file_bytes, what):
+    return ValueError(f"{path}: {file_bytes:,} bytes that expand to {what}: this is no file of texts; write it again")
+
+
+def _check_size(path, file_bytes, file):
+    """Refuse what the footer says if no honest file says that."""
+    metadata, most = file.metadata, FREE_VALUES + VALUES_PER_BYTE * file_bytes
+    if not 0 <= metadata.num_rows <= most:
+        raise _bomb(path, file_bytes, f"{metadata.num_rows:,} rows")
+    num_values, num_bytes = np.zeros(metadata.num_columns), 0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        chunks = list(map(group.column, range(group.num_columns)))
+        num_values += [abs(chunk.num_values) for chunk in chunks]
+        num_bytes += sum(abs(chunk.total_uncompressed_size) for chunk in chunks)
+    if num_values.max(initial=0) > most:
+        raise _bomb(path, file_bytes, f"{num_values.max():,.0f} values in a column")
+    if num_bytes > FREE_BYTES + COMPRESSION * file_bytes:
+        raise _bomb(path, file_bytes, f"{num_bytes:,}")
+    for field in file.schema_arrow:
+        if (width := _width(field.type)) > MAX_WIDTH:
+            raise ValueError(f"{path}: column {field.name!r} has cells of {width:,} values, at most {MAX_WIDTH:,} are "
+                             "read; write the file without it")  # fmt: skip
+
+
+def _width(kind):
+    """Values that each cell of this Arrow type takes, its nulls included; 1 where that depends on the cell."""
+    if pa.types.is_fixed_size_binary(kind):
+        return kind.byte_width
+    size = kind.list_size if pa.types.is_fixed_size_list(kind) else 1
+    return size * sum(_width(kind.field(i).type) for i in range(kind.num_fields)) if kind.num_fields else 1
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A column of a row group: how it is read, whether a row holds any number of its values, and its size.
+
+    Each value may take `repeated_bytes`, although the file holds it once.
+    """
+
+    path: str
+    is_dictionary: bool
+    is_delta: bool
+    is_nested: bool
+    repeated_bytes: int
+    num_bytes: int
+    num_values: int
+
+
+def _chunks(source, group, schema):
+    chunks = []
+    for i in range(group.num_columns):
+        chunk, column = group.column(i), schema.column(i)
+        num_bytes, is_delta = chunk.total_uncompressed_size, "DELTA_BYTE_ARRAY" in chunk.encodings
+        is_nested = column.max_repetition_level > 0
+        dictionary_bytes = min(_dictionary_bytes(source, chunk), num_bytes)
+        is_small = num_bytes <= SMALL_CHUNK_BYTES or num_bytes > COMPRESSION * chunk.total_compressed_size
+        is_readable = not {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"} & set(chunk.encodings)
+        is_dictionary = 2 * dictionary_bytes > num_bytes or (is_nested and is_small)
+        is_dictionary = is_dictionary and is_readable and column.physical_type == "BYTE_ARRAY"
+        repeated_bytes = 4 * num_bytes if is_delta else dictionary_bytes  # a delta's values are held several times
+        chunks.append(
+            _Chunk(column.path, is_dictionary, is_delta, is_nested, repeated_bytes, num_bytes, chunk.num_values)
+        )
+    return chunks
+
+
+def _dictionary_bytes(source, chunk):
+    """Uncompressed size of the dictionary with which a chunk begins, 0 where it begins with values.
+
+    Its header is a Thrift struct that begins with two integers: the kind of page, 2 for a dictionary, and the size.
+    """
+    starts = [chunk.data_page_offset, chunk.dictionary_page_offset if chunk.has_dictionary_page else None]
+    source.seek(max(0, min(filter(None, starts), default=0)))
+    header = source.read(8)
+    if header[:3] != b"\x15\x04\x15":
+        return 0
+    size = sum((byte & 127) << 7 * i for i, byte in enumerate(header[3:]))
+    last = next((i for i, byte in enumerate(header[3:]) if byte < 128), 4)
+    return (size & (1 << 7 * (last + 1)) - 1) >> 1
+
+
+def _batch_rows(path, chunks):
+    """Rows of a batch for which the memory of a batch is bounded."""
+    rows = BATCH_ROWS
+    for chunk in chunks:
+        if chunk.is_delta and chunk.is_nested and chunk.num_values * chunk.num_bytes > MAX_NESTED_DELTA_BYTES:
+            raise ValueError(f"{path}: lists in the encoding DELTA_BYTE_ARRAY may expand without end; write the file "
+                             "again with column_encoding='PLAIN'")  # fmt: skip
+        if not chunk.is_dictionary:
+            rows = min(rows, BATCH_BYTES * chunk.num_values // max(1, chunk.num_bytes))
+            rows = min(rows, BATCH_BYTES // max(1, chunk.repeated_bytes))
+    return max(1, rows)
+
+
+def _count_chars(array):
+    """Characters (bytes where it is no text) of each row of an Arrow array; any other value counts as one."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        lengths = np.append(_count_chars(array.dictionary), 1)
+        return lengths[array.indices.fill_null(len(lengths) - 1).to_numpy(zero_copy_only=False)]
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return _count_chars(array.cast(pa.large_binary()))
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return pc.utf8_length(array).fill_null(1).to_numpy(zero_copy_only=False).astype(np.int64)
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return pc.binary_length(array).fill_null(1).to_numpy(zero_copy_only=False).astype(np.int64)
+    if pa.types.is_struct(kind):
+        return sum(map(_count_chars, array.flatten()), np.ones(len(array), np.int64))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
+        before = np.concatenate([[0], np.cumsum(_count_chars(array.values))])
+        offsets = array.offsets.to_numpy()
+        return before[offsets[1:]] - before[offsets[:-1]] + 1
+    return np.full(len(array), _width(kind))
+
+
+def _runs(chars):
+    """(start, end) of successive rows of at most MAX_ITEM_CHARS together; a row of more stands alone."""
+    start = total = 0
+    for end, size in enumerate(chars.tolist()):
+        if total + size > MAX_ITEM_CHARS and end > start:
+            yield start, end
+            start, total = end, 0
+        total += size
+    if start < len(chars):
+        yield start, len(chars)
+
+
+def _dense(batch):
+    """The batch with dictionaries of texts written out: thirty times faster to turn into Python objects."""
+    columns = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+    return pa.record_batch(columns, names=batch.schema.names)

@@ -1,0 +1,244 @@
+"""TextToTextModel: T5 (v1.0, tied and scaled) over packed examples, under Hugging Face parameter names.
+
+The forward pass is our own because transformers' T5 takes one mask for the encoder and for cross-attention, so it
+cannot run packed examples. Weights are float32; `compute_dtype` is what activations and products use.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from model.nn.attention import attend, has_kernels, score_bias
+from model.nn.flat_params import FlatWeights, embed, product, runs_kernels, with_padding
+from model.nn.loss import linear_cross_entropy
+
+
+class Linear(nn.Module):
+    """The weight of x @ weight.T, under its Hugging Face name; `product` computes it."""
+
+    def __init__(self, num_in, num_out, init_std):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_out, num_in))
+        self.init_std = init_std
+
+
+def make_table(num_rows, width):
+    """An embedding whose weights are not drawn yet: a draw on the meta device loads 900 modules, in two seconds."""
+    return nn.Embedding.from_pretrained(torch.empty(num_rows, width), freeze=False)
+
+
+class ResidualNorm(nn.Module):
+    """The residual stream with what the last layer adds to it, and T5's layer norm of it: no mean, no bias."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape.d_model))
+        self.epsilon = shape.layer_norm_epsilon
+
+    def forward(self, x, added):
+        """(x + added, its norm), each (N, d_model); statistics in float32."""
+        if runs_kernels(x):
+            from model.nn.kernels.norm import add_norm  # a CPU build of torch comes without Triton
+
+            return add_norm(x, added, self.weight, self.epsilon)
+        x = x if added is None else x + added
+        return x, F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape, has_position_bias):
+        super().__init__()
+        inner = shape.num_heads * shape.d_kv
+        # transformers' T5PreTrainedModel._init_weights; q carries the 1/sqrt(d_kv) that T5's scores lack
+        self.q = Linear(shape.d_model, inner, (shape.d_model * shape.d_kv) ** -0.5)
+        self.k = Linear(shape.d_model, inner, shape.d_model**-0.5)
+        self.v = Linear(shape.d_model, inner, shape.d_model**-0.5)
+        self.o = Linear(inner, shape.d_model, inner**-0.5)
+        self.num_heads = shape.num_heads
+        if has_position_bias:
+            self.relative_attention_bias = make_table(shape.relative_attention_num_buckets, shape.num_heads)
+
+    def forward(self, x, memory, layout, bias):
+        """What attention adds to the stream; `memory` (M, d_model) is attended to, None for x itself."""
+        q, k, v = self.q.weight, self.k.weight, self.v.weight
+        qkv = (product(x, q, k, v),) if memory is None else (product(x, q), product(memory, k, v))
+        return product(attend(qkv, layout, bias, self.num_heads), self.o.weight)
+
+
+class SelfAttentionLayer(nn.Module):
+    def __init__(self, shape, has_position_bias):
+        super().__init__()
+        self.SelfAttention = Attention(shape, has_position_bias)
+        self.layer_norm = ResidualNorm(shape)
+
+    def forward(self, x, added, layout, bias):
+        x, normed = self.layer_norm(x, added)
+        return x, self.SelfAttention(normed, None, layout, bias)
+
+
+class CrossAttentionLayer(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.EncDecAttention = Attention(shape, has_position_bias=False)
+        self.layer_norm = ResidualNorm(shape)
+
+    def forward(self, x, added, memory, layout, bias):
+        x, normed = self.layer_norm(x, added)
+        return x, self.EncDecAttention(normed, memory, layout, bias)
+
+
+class DenseReluDense(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.wi = Linear(shape.d_model, shape.d_ff, shape.d_model**-0.5)
+        self.wo = Linear(shape.d_ff, shape.d_model, shape.d_ff**-0.5)
+
+    def forward(self, x, dropout):
+        return product(F.dropout(F.relu(product(x, self.wi.weight), inplace=True), dropout), self.wo.weight)
+
+
+class FeedForwardLayer(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.DenseReluDense = DenseReluDense(shape)
+        self.layer_norm = ResidualNorm(shape)
+
+    def forward(self, x, added, dropout):
+        x, normed = self.layer_norm(x, added)
+        return x, self.DenseReluDense(normed, dropout)
+
+
+class Block(nn.Module):
+    """Self-attention, cross-attention in the decoder, feed-forward, on a residual stream (N, d_model).
+
+    Each layer takes the stream and what the layer before adds to it, so that sum and norm are one pass over memory.
+    """
+
+    def __init__(self, shape, is_decoder, has_position_bias):
+        super().__init__()
+        cross = [CrossAttentionLayer(shape)] if is_decoder else []
+        self.layer = nn.ModuleList([SelfAttentionLayer(shape, has_position_bias), *cross, FeedForwardLayer(shape)])
+
+    def forward(self, x, added, self_attention, cross_attention, dropout):
+        x, added = self.layer[0](x, added, *self_attention)
+        if cross_attention:
+            x, added = self.layer[1](x, F.dropout(added, dropout), *cross_attention)
+        x, added = self.layer[-1](x, F.dropout(added, dropout), dropout)
+        return x, F.dropout(added, dropout)
+
+
+def _summed(block, x, *args):
+    """The stream behind `block` as one tensor: all that is kept of it where blocks are computed again."""
+    x, added = block(x, None, *args)
+    return x + added
+
+
+class Stack(nn.Module):
+    """Encoder or decoder: blocks that share the first one's position bias, then a norm."""
+
+    def __init__(self, shape, num_layers, is_decoder):
+        super().__init__()
+        self.block = nn.ModuleList(Block(shape, is_decoder, has_position_bias=i == 0) for i in range(num_layers))
+        self.final_layer_norm = ResidualNorm(shape)
+        self.is_decoder = is_decoder
+        self.max_distance = shape.relative_attention_max_distance
+
+    def forward(self, x, layout, cross_attention, dropout, checkpointing):
+        x, added = F.dropout(x, dropout), None
+        self_attention = (layout, self._bias(layout, x.dtype))
+        for block in self.block:
+            if checkpointing and torch.is_grad_enabled():
+                x = checkpoint(
+                    _summed, block, x, self_attention, cross_attention, dropout, use_reentrant=False,
+                    preserve_rng_state=bool(dropout),
+                )  # fmt: skip
+            else:
+                x, added = block(x, added, self_attention, cross_attention, dropout)
+        return F.dropout(self.final_layer_norm(x, added)[1], dropout)
+
+    def _bias(self, layout, dtype):
+        attention = self.block[0].layer[0].SelfAttention
+        weight = attention.relative_attention_bias.weight
+        return score_bias(layout, weight, self.max_distance, self.is_decoder, dtype)
+
+
+class TextToTextModel(nn.Module):
+    """T5 that returns the sum of the cross-entropy over the target tokens of packed examples.
+
+    `shape` is a T5ModelConfig; `dropout` a probability, active in training mode only, of the residual stream and the
+    feed-forward. `flat` holds all weights and gradients as views of flat tensors.
+    """
+
+    def __init__(self, shape, dropout=0.0, compute_dtype=torch.float32, gradient_checkpointing=False):
+        super().__init__()
+        self.shape, self.dropout, self.compute_dtype = shape, dropout, compute_dtype
+        self.gradient_checkpointing = gradient_checkpointing
+        self.shared = make_table(shape.vocab_size, shape.d_model)
+        self.encoder = Stack(shape, shape.num_layers, is_decoder=False)
+        self.decoder = Stack(shape, shape.num_decoder_layers, is_decoder=True)
+        self._flatten()
+
+    def _flatten(self):
+        matrices = [module.weight for module in self.modules() if isinstance(module, Linear)]
+        known = {id(p) for p in matrices}
+        others = [p for p in self.parameters() if id(p) not in known]
+        self.flat = FlatWeights(others, matrices, self.shared.weight, self.compute_dtype)
+
+    def _apply(self, *args, **kwargs):
+        """What Module.to does to each weight takes it out of the flat tensors: make them anew."""
+        super()._apply(*args, **kwargs)
+        self._flatten()
+        return self
+
+    def zero_grad(self, set_to_none=False):
+        """Gradients and the loss's parts to zero, where they lie."""
+        self.flat.gradients_and_parts.zero_()
+
+    @property
+    def uses_kernels(self):
+        """True when layouts are to be made for the attention kernels."""
+        return has_kernels(self.shared.weight.device, self.compute_dtype, self.shape)
+
+    def forward(self, micro_batch, chunk_tokens=2048):
+        """Sum over target tokens of the cross-entropy in nats; a float32 scalar."""
+        return self.loss_and_parts(micro_batch, chunk_tokens)[0]
+
+    def loss_and_parts(self, micro_batch, chunk_tokens=2048, z_loss=0.0):
+        """(loss to differentiate, the cross-entropy and z-loss that it is the sum of (2,)), over target tokens."""
+        hidden, weight = self.decode(micro_batch), self.shared.weight
+        return linear_cross_entropy(
+            hidden, weight, micro_batch.labels, chunk_tokens, z_loss, with_padding(weight.copy)
+        )  # fmt: skip
+
+    def decode(self, micro_batch):
+        """Decoder output (N, d_model) scaled for the tied head: its logits are hidden @ shared.weight.T."""
+        self.flat.refresh()
+        dropout = self.dropout if self.training else 0.0
+        ids = (micro_batch.prompt_ids, micro_batch.decoder_ids)
+        prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(side) for side in ids])
+        options = (dropout, self.gradient_checkpointing)
+        encoded = self.encoder(prompts, micro_batch.encoder_layout, None, *options)
+        bias = score_bias(micro_batch.cross_layout, dtype=self.compute_dtype)
+        cross = (encoded, micro_batch.cross_layout, bias)
+        decoded = self.decoder(responses, micro_batch.decoder_layout, cross, *options)
+        return decoded * self.shape.d_model**-0.5
+
+    @torch.no_grad()
+    def initialise(self, seed):
+        """Random weights as transformers initialises T5, the same on every rank for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * module.init_std)
+            elif isinstance(module, nn.Embedding):
+                std = 1.0 if module is self.shared else self.shape.d_model**-0.5
+                module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * std)
+        return self
+
+    def freeze_all_but_decoder(self):
+        """Leave only the decoder's own weights trainable: the encoder and the shared embedding (so the head) stay."""
+        self.shared.requires_grad_(False)
+        self.encoder.requires_grad_(False)
+        self._flatten()
+        return self

@@ -1,0 +1,271 @@
+"""What a person sees of a run and what the run writes down: journal, log lines, progress line.
+
+Values come down and never go up: nothing here knows a model, a rank or a configuration. The journal is
+append-only and survives a kill at any byte: a torn last line is cut, and what a resume undid is dropped
+when it is read. Losing the terminal never ends a run.
+"""
+
+import contextlib
+import logging
+import math
+import re
+import sys
+import time
+from pathlib import Path
+
+import ujson
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from model.runtime.atomic_io import AppendedFile
+
+LOGGER = logging.getLogger("chat_trainer")
+CONSOLE = Console(stderr=True)
+# What a resume undoes. Starts and resumes stay: they tell what happened to the run, not what it learned.
+UNDONE_KINDS = {"train", "eval", "save", "oom", "not_finite", "skip", "stop"}
+SAFE_PERCENT, EDGE_PERCENT = 85, 90
+DRAW_SECONDS, LOG_SECONDS = 0.1, 60
+SPEED_WINDOW_SECONDS = 300
+STEERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with what steers a terminal written as escapes: controls, line ends, bidirectional marks, surrogates."""
+    return STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable_lines(text: str) -> str:
+    """printable(text), its line ends kept."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+class Journal:
+    """The append-only journal of a run; on a path of None it writes nothing (ranks other than the main one)."""
+
+    def __init__(self, path: str | Path | None):
+        self._file = None if path is None else AppendedFile(path)
+
+    def write(self, kind: str, **values) -> None:
+        """Append one line with its `kind` and `time` (unix seconds). Non-finite floats become null.
+
+        Floats keep 9 significant digits, which is every bit of a float32. A disk that refuses is said aloud, and the
+        line goes with the next one.
+        """
+        if self._file is None:
+            return
+        record = {"kind": kind, "time": round(time.time(), 3)} | _plain(values)
+        line = ujson.dumps(record, ensure_ascii=False, escape_forward_slashes=False, allow_nan=False) + "\n"
+        # An undecodable byte of a file name is a lone surrogate; written with a backslash it is valid JSON.
+        try:
+            self._file.append(line.encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            LOGGER.error("the journal cannot be written now: %s", error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def _plain(value):
+    """The value as JSON can hold it."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if math.isfinite(value) else None
+    return value
+
+
+def read_journal(path: str | Path) -> list[dict]:
+    """The lines of a journal that still count, oldest first.
+
+    A torn last line is ignored, and so are the lines of a step that a later resume went back behind.
+    Raises ValueError that names the line if another one is damaged, FileNotFoundError if there is no journal.
+    """
+    records = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
+        record = _parse(line, number, path)
+        if record["kind"] == "resume":
+            records = [old for old in records if not _undone(old, record)]
+        records.append(record)
+    return records
+
+
+def _parse(line: bytes, number: int, path: str | Path) -> dict:
+    try:
+        record = ujson.loads(line.decode())
+    except ValueError as error:
+        raise ValueError(f"{path} line {number} is damaged ({error}): delete that line") from error
+    kind, step = (record.get("kind"), record.get("step")) if isinstance(record, dict) else (None, None)
+    if not isinstance(kind, str) or not isinstance(step, int | float | None) or (kind == "resume" and step is None):
+        raise ValueError(f"{path} line {number} is no journal line, it has no kind or no step: delete that line")
+    return record
+
+
+def _undone(record: dict, resume: dict) -> bool:
+    """Whether a resume went back behind this line, or to an evaluation that its checkpoint does not know of."""
+    step, last = record.get("step") or 0, resume["step"]
+    again = record["kind"] == "eval" and step == last != resume.get("evaluated_step", last)
+    return record["kind"] in UNDONE_KINDS and (step > last or again)
+
+
+def human_bytes(count: int) -> str:
+    """Bytes as a person reads them: 19.6 GiB, 512.0 MiB."""
+    for size, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= size:
+            return f"{count / size:.1f} {name}"
+    return f"{count / 2**10:.1f} KiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds as a person reads them, two units at most: 45s, 3m 12s, 5h 04m, 2d 03h."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02d}h"
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def memory_text(used_bytes: int, cap_bytes: int) -> str:
+    """Memory used of what may be used, and how near the edge that is: safe below 85 %, dangerous above 90 %."""
+    percent = 100 * used_bytes / cap_bytes
+    level = "safe" if percent < SAFE_PERCENT else "edge" if percent <= EDGE_PERCENT else "dangerous"
+    return f"{used_bytes / 2**30:.1f}/{cap_bytes / 2**30:.1f} GiB {percent:.0f}% {level}"
+
+
+COMPACT, LOSS = "{:.4g}".format, "{:.4f}".format
+# label in the log line: (key of the record, how it is written)
+TRAIN_FIELDS = {
+    "epoch": ("epoch", COMPACT),
+    "step": ("step", str),
+    "loss": ("loss", LOSS),
+    "z_loss": ("z_loss", LOSS),
+    "lr": ("learn_rate", "{:.3e}".format),
+    "grad_norm": ("grad_norm", COMPACT),
+    "tokens/s": ("tokens_per_second", "{:.0f}".format),
+    "pairs": ("pairs_seen", str),
+    "step_seconds": ("step_seconds", COMPACT),
+    "micro_batches": ("micro_batches", COMPACT),
+    "peak_memory": ("peak_bytes", human_bytes),
+    "reserved_memory": ("reserved_bytes", human_bytes),
+    "host_memory": ("host_rss_bytes", human_bytes),
+}
+EPOCH_FIELDS = {
+    "epoch": ("epoch", COMPACT),
+    "step": ("step", str),
+    "avg_loss": ("avg_loss", LOSS),
+    "val_loss": ("val_loss", LOSS),
+    "cur_bleu4": ("cur_bleu4", LOSS),
+    "cur_chrf": ("cur_chrf", LOSS),
+    "best_val_loss": ("best_val_loss", LOSS),
+    "best_bleu4": ("best_bleu4", LOSS),
+    "best_epoch": ("best_epoch", COMPACT),
+    "best_step": ("best_step", str),
+}
+
+
+def train_line(values: dict) -> str:
+    """The log line of a train record; values that the record lacks are left out."""
+    return "training loss: " + _fields(TRAIN_FIELDS, values)
+
+
+def epoch_line(values: dict) -> str:
+    """The log line of an epoch, of whichever of EPOCH_FIELDS are given."""
+    return "epoch log: " + _fields(EPOCH_FIELDS, values)
+
+
+def _fields(fields: dict, values: dict) -> str:
+    return ", ".join(
+        f"{label}:{'none' if values[key] is None else form(values[key])}"
+        for label, (key, form) in fields.items()
+        if key in values
+    )
+
+
+class Progress:
+    """One live line on a terminal: title, bar, done of total, time left from recent speed, a note.
+
+    Where stderr is no terminal it is a log line a minute; nothing at all where `shown` is false. Drawn from update()
+    alone, without a thread, at most ten times a second. `total` None means unknown.
+    """
+
+    def __init__(self, title: str, total: int | None, unit: str = "steps", done: int = 0, shown: bool = True):
+        self._title, self._total, self._unit, self._drawn_at, self._bar = title, total, unit, 0.0, None
+        self._logs, self._began, self._logged_at = shown and not sys.stderr.isatty(), None, time.monotonic()
+        if not shown or self._logs:
+            return
+        self._bar = Bar(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=10),
+            TextColumn("{task.fields[count]}", markup=False),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[note]}", markup=False),
+            console=CONSOLE,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),
+            speed_estimate_period=SPEED_WINDOW_SECONDS,
+        )
+        self._task = self._bar.add_task(title, total=total, completed=done, count=self._count(done), note="")
+        self._draw(self._bar.start)
+
+    def update(self, done: int, note: str = "") -> None:
+        """Show `done` of the total, and what else is worth knowing now."""
+        if self._logs:
+            self._log(done)
+        if self._bar is None:
+            return
+        self._bar.update(self._task, completed=done, count=self._count(done), note=note)
+        if time.monotonic() - self._drawn_at >= DRAW_SECONDS:
+            self._drawn_at = time.monotonic()
+            self._draw(self._bar.refresh)
+
+    def _log(self, done: int) -> None:
+        now = time.monotonic()
+        began_at, done_then = self._began = self._began or (now, done)  # the first steps may compile
+        if now - self._logged_at < LOG_SECONDS:
+            return
+        self._logged_at = now
+        left = ""
+        if self._total is not None and done > done_then:
+            left = f", {human_seconds((self._total - done) * (now - began_at) / (done - done_then))} left"
+        LOGGER.info("%s: %s%s", self._title, self._count(done), left)
+
+    def close(self) -> None:
+        """Leave the last state on the screen and give the terminal back."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):
+                bar.stop()
+
+    def _count(self, done: int) -> str:
+        return f"{done:,} {self._unit}" if self._total is None else f"{done:,}/{self._total:,} {self._unit}"
+
+    def _draw(self, action) -> None:
+        # A terminal that was closed under a run (ssh lost, nohup) answers EIO; the run must go on without it.
+        try:
+            action()
+        except OSError:
+            self.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def progress_note(loss: float, tokens_per_second: float, used_bytes: int = 0, cap_bytes: int = 0) -> str:
+    """What a training progress line says after the count; memory only where there is a cap."""
+    memory = [memory_text(used_bytes, cap_bytes)] if cap_bytes else []
+    return ", ".join([f"loss {loss:.4f}", *memory, f"{tokens_per_second:,.0f} tokens/s"])

@@ -1,0 +1,89 @@
+"""Curves of a run, drawn from its journal alone. Needs matplotlib, and says so once where it is missing."""
+
+import functools
+import io
+import logging
+from pathlib import Path
+
+import ujson
+
+from model.run.console import read_journal
+from model.runtime.atomic_io import write_file
+
+LOGGER = logging.getLogger("chat_trainer")
+GIB = 2**30
+
+
+def plot_run(run_dir: str | Path) -> Path | None:
+    """Path of plots/loss.png: training loss, validation loss and learning rate by step; None without matplotlib.
+
+    Beside it memory.png: the device's reserved bytes and the host's by step, and the peak that plan.json predicts.
+    """
+    figure_class = _figure_class()
+    if figure_class is None:
+        return None
+    records = read_journal(Path(run_dir) / "metrics.jsonl")
+    _save(_memory_figure(figure_class, records, Path(run_dir) / "plan.json"), run_dir, "memory.png")
+    return _save(_loss_figure(figure_class, records), run_dir, "loss.png")
+
+
+def plot_aloud(run_dir: str | Path) -> None:
+    """`plot_run`; curves that cannot be drawn are said and end nothing."""
+    try:
+        plot_run(run_dir)
+    except (ValueError, OSError) as error:
+        LOGGER.error("no plots: %s", error)
+
+
+def _loss_figure(figure_class, records):
+    figure = figure_class(figsize=(9, 5), layout="constrained")
+    losses = figure.subplots()
+    rates = losses.twinx()
+    _curve(losses, records, "train", "loss", color="tab:blue", label="training loss")
+    _curve(losses, records, "eval", "loss", color="tab:orange", label="validation loss", marker="o")
+    _curve(rates, records, "train", "learn_rate", color="tab:gray", label="learning rate", linestyle=":")
+    losses.set(xlabel="optimizer step", ylabel="loss [nats per target token]")
+    rates.set_ylabel("learning rate")
+    figure.legend(loc="outside upper center", ncols=3)
+    return figure
+
+
+def _memory_figure(figure_class, records, plan_path):
+    figure = figure_class(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for key, colour, label in (("reserved_bytes", "tab:blue", "reserved on the device"),
+                               ("host_rss_bytes", "tab:orange", "resident on the host")):  # fmt: skip
+        scaled = [record | {key: record[key] / GIB} for record in records if record.get(key)]
+        _curve(axes, scaled, "train", key, color=colour, label=label)
+    if plan_path.exists():
+        predicted = ujson.loads(plan_path.read_text()).get("predicted_peak_bytes", 0) / GIB
+        axes.axhline(predicted, color="tab:gray", linestyle=":", label="predicted peak of a step on the device")
+    axes.set(xlabel="optimizer step", ylabel="GiB", ylim=(0, None))
+    figure.legend(loc="outside upper center", ncols=3)
+    return figure
+
+
+def _save(figure, run_dir, name):
+    path = Path(run_dir) / "plots" / name
+    path.parent.mkdir(exist_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    write_file(path, drawn.getvalue())
+    return path
+
+
+def _curve(axes, records: list[dict], kind: str, key: str, **look) -> None:
+    points = [(record["step"], record.get(key)) for record in records if record["kind"] == kind]
+    points = [(step, value) for step, value in points if value is not None]
+    axes.plot([step for step, _ in points], [value for _, value in points], **look)
+
+
+@functools.cache
+def _figure_class():
+    # Figure without pyplot: no display, no global state, nothing to close.
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        LOGGER.info("no plots: matplotlib is not installed (pip install matplotlib); the journal has every number")
+        return None
+    return Figure

@@ -1,0 +1,108 @@
+"""What a run writes down on its way, for people and for programs: its start, its steps, what went wrong."""
+
+import hashlib
+import logging
+import sys
+from dataclasses import asdict
+from importlib.metadata import version
+
+import torch
+
+from model.run.checkpoint import set_aside_later
+from model.run.console import progress_note, train_line
+from model.run.run_dir import cut_sample_ids_everywhere, write_json
+from model.runtime.atomic_io import remove_drafts
+from model.runtime.device_memory import forget_peak, memory_cap, peak_memory
+from model.train.optim import warmup_problem
+
+LOGGER = logging.getLogger("chat_trainer")
+
+
+def begin(run, journal, request, state, plan):
+    """Write down what runs, and from where."""
+    config, ranks = run.config, run.ranks
+    plain = asdict(config)
+    if ranks.is_main:
+        remove_drafts(run.dir, run.dir / "checkpoints")
+        set_aside_later(run.dir, state.step)
+        write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=plain))
+        write_json(run.dir / "plan.json", asdict(plan) | run.memory)
+    cut_sample_ids_everywhere(ranks, run.dir, state.step)
+    journal.write(
+        "start", preset=request.preset, config_hash=hashlib.sha256(repr(plain).encode()).hexdigest()[:16],
+        world=ranks.world_size, backend=ranks.backend, device=device_name(ranks.device),
+        dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
+        tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
+        global_batch=run.course.global_batch, total_pairs=run.course.total_pairs, epochs=config.epochs,
+        total_steps=run.total_steps(state), optimizer=config.optimizer, learn_rate=config.learn_rate,
+        warmup_pairs=run.course.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
+    )  # fmt: skip
+    forget_peak(ranks.device)
+    journal.write(
+        "resume", step=state.step, pairs_seen=state.pairs_seen, evaluated_step=state.evaluated_step,
+        bits_may_differ=run.differs,
+    )  # fmt: skip
+    if run.differs:
+        differs = " and ".join(run.differs)
+        say(ranks, f"not as the checkpoint had it: {differs}: bits may differ from step {state.step} on")
+    if request.changed:
+        say(ranks, f"options that are not those of the start before: {', '.join(request.changed)}")
+    attention = "Triton kernels" if run.model.uses_kernels else "plain attention"
+    where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
+    steps = f"{run.total_steps(state)} steps of {run.course.global_batch} pairs"
+    say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
+    warmup, count = (pairs / run.course.global_batch for pairs in (run.course.warmup_pairs, run.course.total_pairs))
+    say(ranks, f"{config.optimizer}, learning rate up to {config.learn_rate:g} over the first {warmup:,.0f} steps")
+    say(ranks, warmup_problem(config, warmup, count))
+
+
+def write_events(run, journal, samples, result):
+    """Journal what went wrong on the way to a step, and its example ids where they are wanted."""
+    for kind, values in result.events:
+        journal.write(kind, **values)
+        say(run.ranks, f"{kind}: {values}")
+    samples.write("sample", step=result.step, epoch=result.epoch, ids=result.ids)
+
+
+def log_steps(run, journal, results):
+    """Write one train line over `results`, the steps since the last one; returns the progress line's note."""
+    peak_bytes, reserved_bytes, host_rss_bytes = peak_memory(run.ranks.device)
+    done = [result for result in results if not result.skipped]
+    seconds, tokens = sum(r.step_seconds for r in results), sum(r.tokens for r in results)
+    target_tokens = sum(r.target_tokens for r in done)
+    loss, z_loss = (
+        sum(float(getattr(r, part)) * r.target_tokens for r in done) / target_tokens if done else float("nan")
+        for part in ("loss", "z_loss")
+    )
+    last = results[-1]
+    values = dict(
+        step=last.step, epoch=last.epoch, loss=loss, learn_rate=last.learn_rate, grad_norm=float(last.grad_norm),
+        pairs_seen=last.pairs_seen, target_tokens=target_tokens, tokens=tokens, tokens_per_second=tokens / seconds,
+        step_seconds=seconds / len(results), micro_batches=sum(r.micro_batches for r in results) / len(results),
+        peak_bytes=peak_bytes, reserved_bytes=reserved_bytes, host_rss_bytes=host_rss_bytes,
+        data_wait_seconds=sum(r.data_wait_seconds for r in results) / len(results),
+    )  # fmt: skip
+    if run.config.z_loss:
+        values["z_loss"] = z_loss
+    journal.write("train", **values)
+    on_gpu = run.ranks.device.type == "cuda"
+    say(run.ranks, train_line({k: v for k, v in values.items() if on_gpu or k not in ("peak_bytes", "reserved_bytes")}))
+    return progress_note(
+        loss, tokens / seconds, reserved_bytes, memory_cap(run.ranks.device, run.config.gpu_memory_limit_gb)
+    )
+
+
+def say(ranks, text):
+    """Log one line, if there is something to say, on the main rank."""
+    if ranks.is_main and text:
+        LOGGER.info(text)
+
+
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
+
+
+def versions():
+    python = ".".join(map(str, sys.version_info[:3]))
+    libraries = {name: version(name) for name in ("torch", "transformers", "accelerate")}
+    return dict(python=python, cuda=torch.version.cuda, **libraries)

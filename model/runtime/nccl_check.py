@@ -1,0 +1,168 @@
+"""Does one small all-reduce come back on this machine? Asked of child processes, with a time limit.
+
+NCCL reads its variables once in the life of a process, so each remedy is tried in processes of its own, before the
+run's join their group. What was found is kept in FOLDER, and asked again after a reboot or another installation.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from glob import glob
+from pathlib import Path
+
+from model.runtime.atomic_io import open_own, write_file
+from model.runtime.peers import awake_seconds
+
+FOLDER = "model_save/preflight"
+REMEDIES = (  # in this order, then Gloo
+    {},
+    {"NCCL_CUMEM_HOST_ENABLE": "0"},  # NCCL >= 2.26 on asymmetric NUMA: NVIDIA/nccl issue 2190
+    {"NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_SHM_DISABLE": "1"},  # a small or closed /dev/shm
+)
+IMPORT_SECONDS, ANSWER_SECONDS = 120, 30  # limits: until a child has imported torch, and from then on
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What works here."""
+
+    backend: str  # nccl or gloo
+    env: dict  # the variables that it needs
+    failures: list  # what was tried before, a line each
+    seconds: float  # what finding it took
+
+
+def preflight(num_gpus, stop, folder=FOLDER):
+    """(Verdict for NCCL over this machine's first `num_gpus` GPUs, where it is kept): remembered, or found by one rank.
+
+    Raises KeyboardInterrupt when `stop()` turned true meanwhile: what stops a run may have killed the children.
+    """
+    path = Path(folder) / f"{_fingerprint(num_gpus)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_own(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait, and read what the first one found
+        verdict = _remembered(path)
+        if verdict is None:
+            verdict = find_backend(num_gpus)
+            if stop():
+                raise KeyboardInterrupt
+            write_file(path, json.dumps(asdict(verdict)).encode())
+    return verdict, path
+
+
+def _remembered(path):
+    try:
+        return Verdict(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def find_backend(world_size, backend="nccl", seconds=ANSWER_SECONDS):
+    """The first Verdict that works: `backend` as it is, with each remedy, last Gloo."""
+    started, failures, tried = time.monotonic(), [], []
+    for env in REMEDIES:
+        changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
+        if changed in tried:
+            continue
+        tried.append(changed)
+        problem = try_backend(backend, world_size, changed, len(tried), seconds)
+        if not problem:
+            return Verdict(backend, changed, failures, time.monotonic() - started)
+        failures.append(f"{in_words(backend, changed)} failed: {problem}")
+        print(f"preflight: {failures[-1]}", file=sys.stderr, flush=True)
+    return Verdict("gloo", {}, failures, time.monotonic() - started)
+
+
+def in_words(backend, env):
+    """A backend and the variables it is tried with, for people."""
+    return " ".join([dict(nccl="NCCL", gloo="Gloo")[backend], *(f"{name}={value}" for name, value in env.items())])
+
+
+def try_backend(backend, world_size, env=None, attempt=1, seconds=ANSWER_SECONDS):
+    """What went wrong in an all-reduce over `world_size` child processes, one a GPU under nccl; empty if it worked."""
+    root, drop = Path(__file__).resolve().parents[2], ("TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_")
+    base = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    base |= {"PYTHONPATH": path, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"} | (env or {})
+    with tempfile.TemporaryDirectory(prefix="preflight_") as folder:
+        children = []
+        for rank in range(world_size):
+            with open(Path(folder, f"{rank}.txt"), "wb") as file:
+                words = [sys.executable, "-m", "model.runtime.nccl_check", backend, folder, str(attempt)]
+                children.append(
+                    subprocess.Popen(
+                        words, env=base | {"RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                        start_new_session=True,
+                    )
+                )  # fmt: skip
+        try:
+            return _wait_for(children, Path(folder), seconds)
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+
+
+def _wait_for(children, folder, seconds):
+    deadline, ready = awake_seconds() + IMPORT_SECONDS, False
+    while awake_seconds() < deadline:
+        codes = [child.poll() for child in children]
+        for rank, code in enumerate(codes):
+            if code:
+                lines = (folder / f"{rank}.txt").read_text(errors="replace").strip().splitlines()
+                return f"rank {rank} ended with code {code}: {lines[-1][:300] if lines else 'it said nothing'}"
+        if None not in codes:
+            return ""
+        if not ready and len(list(folder.glob("ready*"))) == len(children):
+            ready, deadline = True, awake_seconds() + seconds
+        time.sleep(0.05)
+    return f"no answer within {seconds if ready else IMPORT_SECONDS} s"
+
+
+def _all_reduce(backend, folder, attempt):
+    """Join the other children and add 1 over all of them; any trouble is an error of this process."""
+    signal.alarm(IMPORT_SECONDS + ANSWER_SECONDS)  # should the parent be killed
+    import torch
+    import torch.distributed as dist
+
+    from model.runtime import fault_injection
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    Path(folder, f"ready{rank}").touch()
+    fault_injection.fire("preflight", attempt)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    store = dist.FileStore(f"{folder}/store", world_size)
+    limit = timedelta(seconds=ANSWER_SECONDS)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones)
+    if ones.item() != world_size:
+        raise RuntimeError(f"the sum of {world_size} ones came back as {ones.item()}")
+    dist.destroy_process_group()
+
+
+def _fingerprint(num_gpus):
+    """What the outcome depends on: machine, boot, driver, GPUs, installation, variables."""
+    import torch
+
+    places = (
+        "/proc/sys/kernel/random/boot_id",
+        "/proc/driver/nvidia/version",
+        *glob("/proc/driver/nvidia/gpus/*/info*"),
+    )
+    texts = [Path(place).read_text(errors="replace") for place in sorted(places) if Path(place).exists()]
+    names = ("NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_")
+    variables = sorted(item for item in os.environ.items() if item[0].startswith(names))
+    return hashlib.sha256(repr((os.uname(), torch.__version__, num_gpus, texts, variables)).encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    _all_reduce(sys.argv[1], sys.argv[2], int(sys.argv[3]))

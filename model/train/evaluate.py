@@ -1,0 +1,167 @@
+"""How good the model is: loss over a file; BLEU and chrF of generated answers over a fixed part of it.
+
+Each rank takes a share and no collective stands inside a loop: one reduction at the end. A rank that runs out of
+memory on the way does the rest of its share again in smaller pieces.
+"""
+
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from sacrebleu.metrics import BLEU, CHRF
+
+from model.data.length_histogram import histogram
+from model.data.sampler import collate, cut, permute
+from model.memory.oom_policy import is_out_of_memory, plan_after_out_of_memory, shrink_plan
+from model.runtime import fault_injection
+from model.runtime.distributed import gather_json, sum_over_ranks, vote
+from model.runtime.watchdog import stop_asked
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: str
+    answer: str
+    reference: str
+
+
+@contextmanager
+def evaluating(model):
+    """No dropout and no gradient inside."""
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train()
+
+
+def evaluate_loss(ranks, model, store, plan, start_id, step=0, note=lambda kind, **values: None):
+    """Mean cross-entropy a target token of `store` in nats, each pair counted once; None if a stop was asked.
+
+    `note(kind, **values)` hears of each out of memory. Raises NothingFits where the smallest plan does not fit.
+    """
+
+    def loss_of(part, plan):
+        fault_injection.fire("evaluate", step)
+        micro_batch = collate(store, part, start_id, ranks.device, model.uses_kernels)
+        return model(micro_batch, plan.chunk_tokens).item(), len(micro_batch.labels)
+
+    def cut_up(ids, plan):
+        return cut(ids, store.lengths[ids], plan.micro_batch_tokens)
+
+    def shrink(plan):
+        plan = replace(plan, gradient_checkpointing=True, graphs=False)  # neither makes a difference here
+        return shrink_plan(plan, histogram(store.lengths).longest)
+
+    mine = np.arange(ranks.rank, len(store), ranks.world_size)
+    with evaluating(model):
+        losses = _whole_share(ranks, mine, plan, cut_up, loss_of, shrink, partial(note, step=step, where="evaluate"))
+    if losses is None:
+        return None
+    total = torch.tensor(losses, dtype=torch.float64).reshape(-1, 2).sum(0)  # loss, target tokens
+    loss, target_tokens = sum_over_ranks(ranks, total.to(ranks.device)).tolist()
+    return loss / target_tokens
+
+
+def _whole_share(ranks, ids, plan, cut_up, work, shrink, note):
+    """[work(part, plan) of each part that `cut_up(ids, plan)` gives], or None if a stop was asked of any rank.
+
+    When any rank has run out of memory, all go on with the plan once more and then with what `shrink(plan)` gives;
+    what was done is not done again.
+    """
+    done, failures = [], 0
+    while True:
+        values, ids = _until_out_of_memory(ids, plan, cut_up, work)
+        done += values
+        failed, stop = vote(ranks, (ranks.rank + 1) * bool(len(ids)), stop_asked())
+        if stop:
+            return None
+        if not failed:
+            return done
+        failures += 1
+        smaller = plan_after_out_of_memory(ranks.device, plan, failures, shrink)
+        note("oom", rank=failed - 1, before=asdict(plan), after=asdict(smaller))
+        plan = smaller
+
+
+def _until_out_of_memory(ids, plan, cut_up, work):
+    """(values of the parts done, ids that are left because memory ran out or a stop was asked)."""
+    values, parts = [], list(cut_up(ids, plan))
+    try:
+        while parts and not stop_asked():
+            values.append(work(parts[0], plan))
+            parts.pop(0)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return values, np.concatenate(parts) if parts else ids[:0]
+
+
+def answer_pairs(
+    ranks, stock_model, store, tokenizer, plan, num_pairs, max_new_tokens, compute_dtype, step=0,
+    note=lambda kind, **values: None,
+):  # fmt: skip
+    """Greedy answers to the same `num_pairs` prompts of `store` at every call, on every rank; None if a stop was asked.
+
+    `stock_model` is transformers' T5 on the model's own tensors; generation ends at the tokenizer's EOS. `note` hears
+    of each out of memory; `plan.answers` are generated together.
+    """
+
+    def answers_to(part, _):
+        fault_injection.fire("generate", step)
+        return answer(stock_model, store, tokenizer, part, max_new_tokens)
+
+    def cut_up(ids, plan):
+        return [ids[start : start + plan.answers] for start in range(0, len(ids), plan.answers)]
+
+    def shrink(plan):
+        return replace(plan, answers=plan.answers // 2) if plan.answers > 1 else None
+
+    chosen = permute(np.arange(min(num_pairs, len(store))), len(store), "answers")
+    mine = chosen[ranks.rank :: ranks.world_size]
+    mine = mine[np.argsort(store.lengths[mine][:, 0], kind="stable")]
+    note = partial(note, step=step, where="generate")
+    with answering(ranks, compute_dtype):
+        answers = _whole_share(ranks, mine, plan, cut_up, answers_to, shrink, note)
+    if answers is None:
+        return None
+    return [Answer(*fields) for rank in gather_json(ranks, answers) for part in rank for fields in part]
+
+
+@contextmanager
+def answering(ranks, compute_dtype):
+    """No gradient inside, and products in `compute_dtype`."""
+    with torch.inference_mode(), torch.autocast(ranks.device.type, compute_dtype, compute_dtype != torch.float32):
+        yield
+
+
+def answer(stock_model, store, tokenizer, ids, max_new_tokens):
+    """[(prompt, greedy answer, reference)] of the examples `ids`, as text."""
+    prompts, references = (_split(flat, store.lengths[ids][:, i]) for i, flat in enumerate(store.tokens(ids)))
+    prompt_ids = torch.full((len(ids), max(map(len, prompts))), tokenizer.pad_id)
+    mask = torch.zeros_like(prompt_ids)  # from the lengths: the pad token may also be the EOS that ends each prompt
+    for i, prompt in enumerate(prompts):
+        prompt_ids[i, : len(prompt)], mask[i, : len(prompt)] = torch.from_numpy(prompt), 1
+    out = stock_model.generate(
+        prompt_ids.to(stock_model.device), attention_mask=mask.to(stock_model.device),
+        max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
+        stopping_criteria=[lambda ids, _scores: torch.full((len(ids),), stop_asked(), device=ids.device)],
+    )  # fmt: skip
+    texts = [[tokenizer.decode(list(ids)) for ids in side] for side in (prompts, out.tolist(), references)]
+    return list(zip(*texts, strict=True))
+
+
+def _split(flat, lengths):
+    return np.split(flat, np.cumsum(lengths.astype(np.int64))[:-1])
+
+
+def score(answers):
+    """BLEU-4 on characters and chrF of `answers`, both 0 to 100 (sacrebleu)."""
+    hypotheses, references = [a.answer for a in answers], [[a.reference for a in answers]]
+    return dict(
+        bleu=BLEU(tokenize="char").corpus_score(hypotheses, references).score,
+        chrf=CHRF().corpus_score(hypotheses, references).score,
+    )

@@ -1,0 +1,82 @@
+"""One rank's attempt at a step's gradients: no collective inside, so that any rank may fail alone and all try again."""
+
+import hashlib
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from model.memory.oom_policy import is_out_of_memory
+from model.runtime import fault_injection
+from model.train.loader import pack_work
+
+
+class Outcome(IntEnum):
+    """What an attempt came to; all ranks act on the worst."""
+
+    OK = 0
+    OUT_OF_MEMORY = 1
+    TORN = 2  # an update that failed when weights may have been written
+
+
+@dataclass(frozen=True)
+class Attempt:
+    outcome: Outcome
+    micro_batches: int = 0
+    data_wait_seconds: float = 0.0
+    shards: tuple = ()  # under exact, the gradient of each of this rank's shards
+    norms: torch.Tensor | None = None  # of this rank's gradient, or shards; here, for nothing may fail after the vote
+
+
+def attempt_gradients(ranks, model, store, plan, config, work, packed=None, graphs=None):
+    """Fill the model's flat gradients with this rank's part of the step; does not wait for the device.
+
+    `packed`: the part, packed beforehand for this plan or another; `graphs`: StepGraphs for what has a room in them.
+    """
+    try:
+        started = time.perf_counter()
+        if packed is None or packed.plan != plan:
+            packed = pack_work(model, store, plan, work, graphs)
+        waited = time.perf_counter() - started
+        model.gradient_checkpointing = plan.gradient_checkpointing
+        shards = tuple(
+            _share_gradients(ranks, model, plan, config, work, number, micro_batches, packed.room, graphs)
+            for number, micro_batches in packed.shares
+        )
+        norms = torch.stack([part.norm() for part in shards or (model.flat.gradients_and_parts,)])
+        fault_injection.fire("reduce", work.step)
+        return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards if config.exact else (), norms)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return Attempt(Outcome.OUT_OF_MEMORY)
+
+
+def _share_gradients(ranks, model, plan, config, work, number, micro_batches, room, graphs):
+    """Gradients and loss's parts of a share, in the model's flat tensor; under exact a copy of it."""
+    model.zero_grad()
+    for index, micro_batch in enumerate(micro_batches):
+        if config.dropout:
+            torch.manual_seed(_dropout_seed(config.seed, work.step, number, index))
+        fault_injection.fire("forward", work.step)
+        if room:
+            scale = _scale(work)
+            fault_injection.fire("backward_first", work.step)
+            graphs.gradients(micro_batch, room, plan.chunk_tokens, config.z_loss, scale)
+            continue
+        loss, parts = model.loss_and_parts(micro_batch.to(ranks.device), plan.chunk_tokens, config.z_loss)
+        scale = _scale(work)
+        fault_injection.fire("backward_first" if index == 0 else "backward", work.step)
+        (loss * scale).backward()
+        model.flat.loss_parts.add_(parts * scale)
+    return model.flat.gradients_and_parts.clone() if config.exact else model.flat.gradients_and_parts
+
+
+def _scale(work):
+    """What a micro-batch's loss is multiplied by: sums become the mean over the step's target tokens."""
+    return float("nan") if fault_injection.fire("loss", work.step) else 1 / work.target_tokens
+
+
+def _dropout_seed(*numbers):
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1

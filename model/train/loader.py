@@ -1,0 +1,87 @@
+"""What a rank works on in each step: its examples, cut and packed in host memory while the step before runs."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.data.sampler import Room, collate, cut, share_of, step_at
+from model.memory.oom_policy import is_out_of_memory
+from model.memory.plan import MemoryPlan
+from model.train.fixed_shards import NUM_SHARDS, shards_of_rank
+from model.train.optim import learn_rate_at
+
+
+@dataclass(frozen=True)
+class Course:
+    """What fixes the steps of a run, beside the configuration."""
+
+    total_pairs: int  # over all epochs
+    warmup_pairs: int
+    global_batch: int  # pairs in a step
+    start_id: int  # token that begins a decoder's input
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step, and one rank's part of it."""
+
+    step: int  # as the journal numbers it
+    epoch: int  # from 1
+    all_ids: np.ndarray  # the step's examples, over all ranks
+    tokens: int  # of both sides, over all ranks
+    target_tokens: int  # over all ranks: what the step's loss is divided by
+    learn_rate: float
+    start_id: int
+    shares: tuple  # (number, ids) of this rank: one share of as many as there are ranks, under exact some of the shards
+
+    @property
+    def ids(self):
+        """This rank's examples."""
+        return np.concatenate([self.all_ids[:0], *(ids for _, ids in self.shares)])
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A rank's part of a step in host memory."""
+
+    plan: MemoryPlan  # that it is cut for
+    room: Room | None  # what its one micro-batch is padded to, for a recorded step
+    shares: tuple  # (number, micro-batches) of each share
+
+    @property
+    def num_micro_batches(self):
+        return sum(len(micro_batches) for _, micro_batches in self.shares)
+
+
+def prepared(ranks, model, store, config, course, graphs, plan, step, pairs_seen):
+    """(Work, Packed) of the step that begins after `step` steps and `pairs_seen` pairs; None after the last."""
+    if pairs_seen >= course.total_pairs:
+        return None
+    work = work_at(ranks, store, config, course, step, pairs_seen)
+    try:
+        return work, pack_work(model, store, plan, work, graphs)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return work, None  # the attempt tries again, and answers for it
+
+
+def work_at(ranks, store, config, course, step, pairs_seen):
+    """The Work of the step that begins after `step` steps and `pairs_seen` pairs."""
+    examples = step_at(pairs_seen, len(store), course.global_batch, config.seed)
+    lengths = store.lengths[examples.ids].astype(np.int64)
+    rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
+    numbers, count = (shards_of_rank(ranks), NUM_SHARDS) if config.exact else ([ranks.rank], ranks.world_size)
+    shares = tuple((number, share_of(examples.ids, lengths, number, count)) for number in numbers)
+    sizes = (int(lengths.sum()), int(lengths[:, 1].sum()))
+    return Work(step + 1, examples.epoch, examples.ids, *sizes, rate, course.start_id, shares)
+
+
+def pack_work(model, store, plan, work, graphs=None):
+    """`work` cut for `plan` and packed; one micro-batch is padded to a recorded size where it fits one."""
+    parts = [(number, cut(ids, store.lengths[ids], plan.micro_batch_tokens)) for number, ids in work.shares]
+    recorded = graphs and plan.graphs and [len(p) for _, p in parts] == [1]
+    room = graphs.room_of(store.lengths[work.ids], plan.micro_batch_tokens) if recorded else None
+    options = (work.start_id, "cpu", model.uses_kernels, room)
+    shares = [(number, [collate(store, ids, *options) for ids in share]) for number, share in parts]
+    return Packed(plan, room, tuple(shares))

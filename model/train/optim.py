@@ -1,0 +1,287 @@
+"""Optimizers, and the learning rate as a pure function of the pairs seen."""
+
+import functools
+import math
+from itertools import groupby
+
+import torch
+
+from config import MOST_OWN_WARMUP_STEPS
+from model.nn.flat_params import runs_kernels
+
+RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): a tensor near zero still moves
+SQUARE_FLOOR = 1e-30  # Adafactor's eps1: a row whose gradients are all zero divides by something
+BATCH_NUMBERS = 2**25  # of matrices that Muon works on together: its temporaries take 8 bytes a number
+
+
+class RMSScaledAdamW(torch.optim.Optimizer):
+    """AdamW whose step for each tensor is multiplied by max(1e-3, RMS of the tensor).
+
+    T5 diverges under plain AdamW at the rates Adafactor allows; its parameter scaling is what helps
+    (nanoT5, github.com/PiotrNawrot/nanoT5, optimizer AdamWScale). Over the trained weights of a FlatWeights, whose
+    layout its averages share: one pass over memory on a GPU. `lr` is a tensor on the weights' device, so that a step
+    never waits for it.
+    """
+
+    def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, num_params=None):
+        """`num_params`: only so many of the trained weights, from the first."""
+        params, self.sizes = flat.trained[:num_params], flat.trained_sizes[:num_params]
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.weights, self.gradients = flat.masters[: sum(self.sizes)], flat.gradients[: sum(self.sizes)]
+        self.averages, self.squares = torch.zeros_like(self.gradients), torch.zeros_like(self.gradients)
+        self.counts = torch.zeros(len(params), device=lr.device)
+        self.root_sizes = torch.tensor([p.numel() ** 0.5 for p in params], device=lr.device)
+        fields = (self.counts.unbind(), self.averages.split(self.sizes), self.squares.split(self.sizes))
+        for p, count, average, square in zip(params, *fields, strict=True):
+            average, square = (x[: p.numel()].view(p.shape) for x in (average, square))
+            self.state[p] = dict(count=count, exp_avg=average, exp_avg_sq=square)
+        self.num_steps = 0  # as `counts`, which checkpoints hold
+
+    @torch.no_grad()
+    def step(self, scale=None):
+        """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it may change."""
+        group = self.param_groups[0]
+        scale = torch.ones_like(group["lr"]) if scale is None else scale
+        betas, self.num_steps = group["betas"], self.num_steps + 1
+        self.counts += 1
+        corrections = [1 - beta**self.num_steps for beta in betas]
+        update = self.update_in_one_pass if runs_kernels(self.weights) else self.update_in_passes
+        update(group["lr"], scale, *betas, *corrections, group["eps"], group["weight_decay"])
+
+    def update_in_passes(self, rate, scale, beta1, beta2, correction1, correction2, epsilon, weight_decay):
+        gradients = self.gradients.mul_(scale)
+        self.averages.lerp_(gradients, 1 - beta1)
+        self.squares.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+        updates = self.averages / (self.squares.sqrt().div_(math.sqrt(correction2)).add_(epsilon))
+        rms = torch.stack(torch._foreach_norm(self.param_groups[0]["params"])) / self.root_sizes
+        rates = rms.clamp(min=RMS_FLOOR) * (-rate / correction1)
+        torch._foreach_mul_(updates.split(self.sizes), list(rates.unbind()))
+        self.weights.mul_(1 - rate * weight_decay).add_(updates)
+
+    def update_in_one_pass(self, *numbers):
+        from model.nn.kernels.norm import update_adamw_rms  # a CPU build of torch comes without Triton
+
+        tensors = (self.weights, self.gradients, self.averages, self.squares)
+        update_adamw_rms(*tensors, self.tiles, *numbers, RMS_FLOOR)
+
+    @functools.cached_property
+    def tiles(self):
+        from model.nn.kernels.norm import update_tiles
+
+        return update_tiles(self.sizes, [p.numel() for p in self.param_groups[0]["params"]], self.weights.device)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the layers' matrices, RMSScaledAdamW for the other weights.
+
+    The direction of a matrix is its momentum with all singular values near 1 (Jordan et al. 2024,
+    github.com/KellerJordan/Muon), times 0.2 sqrt(longer side), which gives it the spread of Adam's (Liu et al. 2025,
+    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as RMSScaledAdamW. Those of one shape are one batch.
+    """
+
+    def __init__(self, flat, lr, momentum=0.95, weight_decay=0.0):
+        super().__init__(flat.trained, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.rest = RMSScaledAdamW(flat, lr, weight_decay=weight_decay, num_params=flat.num_others)
+        start, sizes = len(self.rest.gradients), flat.trained_sizes[flat.num_others :]
+        self.gradients = flat.gradients[start:]
+        self.weights = flat.masters[start : start + len(self.gradients)]
+        self.momenta = torch.zeros_like(self.gradients)
+        matrices = flat.trained[flat.num_others :]
+        for p, momentum_view in zip(matrices, self.momenta.split(sizes), strict=True):
+            self.state[p] = dict(momentum=momentum_view.view(p.shape))
+        self.state |= self.rest.state
+        self.batches = [
+            batch for shape, same in groupby(p.shape for p in matrices) for batch in _batches(len(list(same)), *shape)
+        ]
+
+    @torch.no_grad()
+    def step(self, scale=None):
+        """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it may change."""
+        group = self.param_groups[0]
+        rate, momentum = group["lr"], group["momentum"]
+        self.rest.step(scale)
+        gradients = self.gradients if scale is None else self.gradients.mul_(scale)
+        self.momenta.mul_(momentum).add_(gradients)
+        ahead = gradients.add_(self.momenta, alpha=momentum)  # Nesterov's
+        sizes = [math.prod(batch) for batch in self.batches]
+        for batch, weights, direction in zip(self.batches, self.weights.split(sizes), ahead.split(sizes), strict=True):
+            self.turn(weights.view(batch), direction.view(batch), rate, group["weight_decay"])
+
+    def turn(self, weights_BMN, ahead_BMN, rate, weight_decay):
+        """Move matrices of one shape along the direction of `ahead_BMN`."""
+        _, m, n = weights_BMN.shape
+        rms = weights_BMN.norm(dim=(1, 2)) / (m * n) ** 0.5
+        factors = rms.clamp(min=RMS_FLOOR) * (-0.2 * max(m, n) ** 0.5 * rate)
+        if weight_decay:
+            weights_BMN.mul_(1 - rate * weight_decay)
+        weights_BMN.add_(orthogonal(ahead_BMN) * factors[:, None, None])
+
+
+def _batches(count, m, n):
+    """(B, m, n) of batches of at most BATCH_NUMBERS numbers that `count` matrices of m * n fall into."""
+    largest = max(BATCH_NUMBERS // (m * n), 1)
+    return [(min(largest, count - first), m, n) for first in range(0, count, largest)]
+
+
+def orthogonal(matrices_BMN):
+    """`matrices_BMN` with singular values near 1, in bf16 on a GPU.
+
+    Five steps of the Newton-Schulz iteration with Jordan's factors.
+    """
+    tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
+    x = matrices_BMN.mT if tall else matrices_BMN
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)
+    x = x.to(torch.bfloat16 if x.is_cuda else x.dtype, memory_format=torch.contiguous_format)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if tall else x
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor without momentum: the step of a tensor has RMS 1 at most, times max(1e-3, RMS of the tensor).
+
+    Of squared gradients the means of rows and columns are held, averaged over steps with 1 - step^-0.8 (Shazeer and
+    Stern 2018, arXiv 1804.04235, algorithms 4 to 6). Neighbours of one shape are one batch, and nothing waits for the
+    device, as torch.optim.Adafactor does twice for each tensor.
+    """
+
+    def __init__(self, flat, lr, weight_decay=0.0):
+        super().__init__(flat.trained, dict(lr=lr, weight_decay=weight_decay))
+        self.counts, self.num_steps, self.batches = torch.zeros(len(flat.trained), device=lr.device), 0, []
+        for shape, same in groupby(enumerate(flat.trained), key=lambda item: item[1].shape):
+            numbers, params = zip(*same, strict=True)
+            batch, start = (len(params), *shape), sum(flat.trained_sizes[: numbers[0]])
+            weights, gradients = (
+                x[start : start + math.prod(batch)].view(batch) for x in (flat.masters, flat.gradients)
+            )
+            shapes = dict(rows=batch[:2], columns=batch[::2]) if len(shape) == 2 else dict(squares=batch)
+            means = {name: torch.zeros(sizes, device=lr.device) for name, sizes in shapes.items()}
+            for place, (number, p) in enumerate(zip(numbers, params, strict=True)):
+                self.state[p] = dict(count=self.counts[number]) | {name: mean[place] for name, mean in means.items()}
+            self.batches.append((weights, gradients, means))
+
+    @torch.no_grad()
+    def step(self, scale=None):
+        """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it changes."""
+        rate, weight_decay = (self.param_groups[0][name] for name in ("lr", "weight_decay"))
+        self.counts += 1
+        self.num_steps += 1
+        for weights, gradients, means in self.batches:
+            direction = gradients if scale is None else gradients.mul_(scale)
+            _divide_by_root_mean_squares(direction, means, self.num_steps**-0.8)
+            factors = _rms(weights).clamp(min=RMS_FLOOR) * -rate / _rms(direction).clamp(min=1.0)
+            if weight_decay:
+                weights.mul_(1 - rate * weight_decay)
+            weights.addcmul_(direction, factors.view(-1, *[1] * (weights.dim() - 1)))
+
+
+def _divide_by_root_mean_squares(gradients, means, share):
+    """Divide gradients, in place, by the roots of their averaged squares, of which these gradients are a `share`."""
+    if "squares" in means:
+        means["squares"].lerp_(gradients.square().add_(SQUARE_FLOOR), share)
+        gradients.mul_(means["squares"].rsqrt())
+        return
+    rows, columns = means["rows"], means["columns"]
+    for mean, axis in ((rows, 2), (columns, 1)):
+        mean.lerp_(gradients.norm(dim=axis).square_().div_(gradients.shape[axis]).add_(SQUARE_FLOOR), share)
+    gradients.mul_((rows / rows.mean(dim=1, keepdim=True)).rsqrt_()[:, :, None]).mul_(columns.rsqrt()[:, None, :])
+
+
+def _rms(batch):
+    """Root mean square of each tensor of a batch."""
+    return batch.flatten(1).norm(dim=1) / math.prod(batch.shape[1:]) ** 0.5
+
+
+STATE_FIELDS = {  # what each optimizer remembers of its weights
+    RMSScaledAdamW: {"count", "exp_avg", "exp_avg_sq"},
+    Muon: {"count", "exp_avg", "exp_avg_sq", "momentum"},
+    torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
+    Adafactor: {"count", "rows", "columns", "squares"},
+}
+
+
+def make_optimizer(model, config):
+    """The optimizer that `config` names over the trainable weights.
+
+    The learning rate lives in a tensor on the weights' device: `update` writes it.
+    """
+    params = [p for p in model.parameters() if p.requires_grad]
+    decay, rate = config.weight_decay, torch.tensor(config.learn_rate, device=params[0].device)
+    if config.optimizer == "adamw_rms":
+        return RMSScaledAdamW(model.flat, rate, weight_decay=decay)
+    if config.optimizer == "muon":
+        return Muon(model.flat, rate, weight_decay=decay)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(params, rate, weight_decay=decay, fused=True)
+    return Adafactor(model.flat, rate, weight_decay=decay)
+
+
+def forget(optimizer):
+    """Make the optimizer's state that of no update at all, without giving its memory up."""
+    for fields in optimizer.state.values():
+        for value in fields.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    count_steps(optimizer)
+
+
+def count_steps(optimizer):
+    """Let an optimizer of ours know on the host how many steps its state tells of."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        counter = getattr(optimizer, "rest", optimizer)
+        counter.num_steps = int(counter.counts[0])
+
+
+def update(optimizer, gradients, rate, scale):
+    """Update the weights at learning rate `rate` with `scale` times the flat `gradients`, which it may change.
+
+    `scale` is a 0-dim tensor on the device, where nothing waits for it.
+    """
+    for group in optimizer.param_groups:
+        group["lr"].fill_(rate)
+    if isinstance(optimizer, torch.optim.AdamW):
+        gradients.mul_(scale)
+        optimizer.step()
+    else:
+        optimizer.step(scale)
+
+
+def learn_rate_at(pairs_seen, config, warmup_pairs, total_pairs):
+    """Learning rate when `pairs_seen` pairs are done: up to the peak over `warmup_pairs`, down to 0 at `total_pairs`.
+
+    cosine: half a cosine from the peak to 0. wsd: the peak, then a straight line to 0 over the last fifth
+    (warm-up, stable, decay: MiniCPM, arXiv 2404.06395).
+    """
+    if pairs_seen < warmup_pairs:
+        return config.learn_rate * pairs_seen / warmup_pairs
+    if config.lr_schedule == "cosine":
+        progress = (pairs_seen - warmup_pairs) / max(total_pairs - warmup_pairs, 1)
+        return config.learn_rate * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    left = max(total_pairs - pairs_seen, 0) / total_pairs
+    return config.learn_rate * min(left / 0.2, 1.0)
+
+
+def warmup_pairs(config, total_pairs, first_batch):
+    """Pairs over which the learning rate rises: of a run of `total_pairs` that began with steps of `first_batch`."""
+    if config.warmup_steps >= 0:
+        return config.warmup_steps * first_batch
+    return min(total_pairs // 10, MOST_OWN_WARMUP_STEPS * first_batch)
+
+
+def check_warmup(config, typed, warmup_steps, num_steps):
+    """Raise ValueError where --warmup_steps is among the options `typed` now and the run never gets beyond it."""
+    if "warmup_steps" in typed and (problem := warmup_problem(config, warmup_steps, num_steps)):
+        raise ValueError(problem)
+
+
+def warmup_problem(config, warmup_steps, num_steps):
+    """Why a run of `num_steps` never gets beyond its warm-up and what to type, or nothing."""
+    if warmup_steps < num_steps or not warmup_steps:
+        return ""
+    reached = config.learn_rate * num_steps / warmup_steps
+    return (
+        f"the warm-up of {warmup_steps:.0f} steps is not shorter than the run, {num_steps:.0f}: the learning rate "
+        f"comes to {reached:.2g} of {config.learn_rate:g} at most; leave --warmup_steps out for a tenth of the run, or "
+        f"type --warmup_steps={int(num_steps) // 10}"
+    )

@@ -1,0 +1,231 @@
+"""The training loop: one optimizer step at a time, handed out as a StepResult.
+
+A step is a transaction. Local gradients are computed with no collective inside; all ranks vote on the outcome on the
+CPU, while their devices still compute; only then are gradients reduced, once, found finite, and weights changed. A step
+that runs out of memory on any rank is done again on every rank: same examples, same loss, same gradient.
+"""
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+
+import torch
+
+from model.data.length_histogram import histogram
+from model.data.sampler import rooms_for
+from model.memory.oom_policy import Growth, is_out_of_memory, plan_after_out_of_memory, shrink_plan
+from model.memory.plan import MemoryPlan
+from model.runtime import fault_injection
+from model.runtime.distributed import sum_over_ranks, vote
+from model.runtime.watchdog import stop_asked
+from model.train.cuda_graphs import StepGraphs
+from model.train.fixed_shards import add_in_order
+from model.train.gradients import Attempt, Outcome, attempt_gradients
+from model.train.loader import prepared
+from model.train.optim import update
+from model.train.spike_guard import MAX_SKIPPED_STEPS, WINDOW, TooManySkipped, spike_limit, too_many_skipped
+
+FINITE_TRIES = 2  # of a step whose numbers were not finite, before it is left out
+NOT_FINITE = f"numbers that were not finite {FINITE_TRIES} times"
+
+
+class TornUpdate(RuntimeError):
+    """A rank failed in the middle of an update: the newest checkpoint is the last state that all ranks share."""
+
+    def __init__(self, step, rank):
+        super().__init__(f"rank {rank} ran out of memory in the update of step {step}: going back to the checkpoint")
+        self.step, self.rank = step, rank
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """An attempt in which all ranks succeeded."""
+
+    attempt: Attempt
+    plan: MemoryPlan  # that it fitted in
+    events: tuple  # what went wrong before, for the journal
+    stop: bool  # some rank was asked to stop
+    clock_seconds: int  # a clock that all ranks agree on
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What became of a step's gradients."""
+
+    grad_norm: torch.Tensor  # before clipping; on the device
+    skipped: str = ""  # why the weights are as before
+    rank: int | None = None  # whose numbers were not finite; None: each rank's own were
+    torn: bool = False  # memory ran out on this rank when weights may have been written
+
+
+@dataclass(frozen=True)
+class StepResult:
+    step: int  # optimizer steps done, this one included
+    epoch: int  # from 1
+    ends_epoch: bool
+    pairs_seen: int  # over all epochs, this step's included
+    loss: torch.Tensor  # cross-entropy in nats per target token, over all ranks; on the device
+    z_loss: torch.Tensor  # likewise; the other part of what is minimised
+    grad_norm: torch.Tensor  # before clipping; on the device
+    learn_rate: float
+    target_tokens: int  # over all ranks
+    tokens: int  # of both sides, over all ranks
+    micro_batches: int  # of this rank
+    ids: list  # this rank's examples
+    plan: MemoryPlan  # the next step's: what this one fitted in, or a rung more after a long calm
+    growth: Growth
+    events: tuple  # what went wrong on the way, for the journal
+    step_seconds: float
+    data_wait_seconds: float
+    skipped: bool  # its numbers were not finite twice, or its gradient a spike: the weights are as before
+    in_doubt: bool  # its numbers were not finite, and the weights may be why
+    recent_norms: tuple  # gradient norms of the last steps that were not skipped, under the spike guard
+    stop: bool  # some rank was asked to stop
+    clock_seconds: int  # a clock that all ranks agree on
+    torn: bool  # memory ran out on this rank when weights may have been written; `confirm` tells the others
+
+
+def train_steps(
+    ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0, growth=None, recent_norms=()
+):  # fmt: skip
+    """Yield a StepResult after each optimizer step from `pairs_seen` to the end of the course.
+
+    Raises NothingFits when a step does not fit with the smallest plan, TornUpdate when a rank failed while it wrote
+    weights, TooManySkipped when too many steps in a row are skipped.
+    """
+    growth, skipped_in_a_row, torn, in_doubt = growth or Growth(plan), 0, False, False
+    lengths, pairs = histogram(store.lengths), -(-course.global_batch // ranks.world_size)
+    shrink = partial(shrink_plan, longest_tokens=lengths.longest)
+    rooms = rooms_for(lengths.tokens, pairs, lengths.counts)
+    graphs = StepGraphs(model, rooms) if growth.full.graphs else None
+    with ThreadPoolExecutor(1) as thread:
+        prepare = partial(thread.submit, prepared, ranks, model, store, config, course, graphs)
+        upcoming = prepare(plan, step, pairs_seen)
+        while pairs_seen < course.total_pairs:
+            started = time.perf_counter()
+            work, packed = upcoming.result()
+            waited = time.perf_counter() - started
+            pairs_seen += len(work.all_ids)
+            upcoming = prepare(plan, work.step, pairs_seen)
+            agreed, commit = _until_finite(
+                ranks, model, optimizer, store, plan, shrink, config, work, packed, graphs, torn, recent_norms
+            )
+            torn, waited = commit.torn, waited + agreed.attempt.data_wait_seconds
+            plan, growth = growth.after_step(agreed.plan, shrunk=agreed.plan != plan)
+            if config.spike_guard and not commit.skipped and not torn:
+                recent_norms = (*recent_norms, float(commit.grad_norm))[-WINDOW:]
+            skipped_in_a_row = skipped_in_a_row + 1 if commit.skipped else 0
+            ended = pairs_seen >= course.total_pairs
+            # the run's last step, when it alone fails, is its examples' fault: there is none after it to tell
+            in_doubt = commit.skipped == NOT_FINITE and (in_doubt or not ended)
+            yield StepResult(
+                **_told(work, agreed, commit, model.flat.loss_parts), ends_epoch=pairs_seen % len(store) == 0,
+                in_doubt=in_doubt,
+                pairs_seen=pairs_seen, plan=plan, growth=growth, recent_norms=tuple(recent_norms),
+                step_seconds=time.perf_counter() - started, data_wait_seconds=waited,
+            )  # fmt: skip
+            if skipped_in_a_row > MAX_SKIPPED_STEPS or (ended and in_doubt):  # once its ids are written down
+                number, ids = skipped_in_a_row, work.all_ids
+                raise TooManySkipped(too_many_skipped(number, work.step, commit.skipped, ids, config))
+
+
+def _told(work, agreed, commit, loss_parts):
+    """What a StepResult tells of one step alone; `loss_parts` are the model's, which the next step overwrites."""
+    unknown = torch.full_like(loss_parts, torch.nan)
+    loss, z_loss = (unknown if commit.skipped else loss_parts.clone()).unbind()
+    return dict(
+        step=work.step, epoch=work.epoch, learn_rate=work.learn_rate, target_tokens=work.target_tokens,
+        tokens=work.tokens, ids=work.ids.tolist(), micro_batches=agreed.attempt.micro_batches, events=agreed.events,
+        stop=agreed.stop, clock_seconds=agreed.clock_seconds, skipped=bool(commit.skipped), torn=commit.torn,
+        loss=loss, z_loss=z_loss, grad_norm=unknown[0] if commit.skipped else commit.grad_norm,
+    )  # fmt: skip
+
+
+def _until_finite(ranks, model, optimizer, store, plan, shrink, config, work, packed, graphs, torn, recent_norms):
+    """(Agreed, Commit) of the step, which is done until its numbers are finite, FINITE_TRIES times at most."""
+    limit, events = spike_limit(recent_norms, config.spike_guard), []
+    for _ in range(FINITE_TRIES):
+        agreed = _until_agreed(ranks, model, store, plan, shrink, config, work, packed, graphs, torn)
+        commit = _try_commit(ranks, optimizer, model.flat, agreed.attempt, work, config, limit)
+        events += agreed.events
+        if commit.skipped != NOT_FINITE:
+            break
+        plan, torn = agreed.plan, commit.torn
+        events.append(("not_finite", dict(step=work.step, rank=commit.rank)))
+    if commit.skipped:
+        events.append(("skip", dict(step=work.step, why=commit.skipped, ids=work.all_ids.tolist())))
+    return replace(agreed, events=tuple(events)), commit
+
+
+def _until_agreed(ranks, model, store, plan, shrink, config, work, packed, graphs, torn):
+    """Attempt the step until all ranks have succeeded; not where the last update was `torn`."""
+    events = []
+    for failures in count(1):
+        attempt = Attempt(Outcome.TORN)
+        if not torn:
+            attempt = attempt_gradients(ranks, model, store, plan, config, work, packed, graphs)
+        # outside the except block: the traceback no longer holds the failed attempt's tensors
+        outcome, rank, stop, clock = _vote_on(ranks, attempt.outcome, work.step)
+        if outcome is Outcome.OK:
+            return Agreed(attempt, plan, tuple(events), stop, clock)
+        if outcome is Outcome.TORN:
+            raise TornUpdate(work.step - 1, rank)
+        if graphs:
+            graphs.clear()
+        smaller = plan_after_out_of_memory(ranks.device, plan, failures, shrink)
+        events.append(("oom", dict(step=work.step, where="step", rank=rank, before=vars(plan), after=vars(smaller))))
+        plan = smaller
+
+
+def _vote_on(ranks, outcome, step):
+    """(The worst Outcome of all ranks, a rank that had it, whether some rank was asked to stop, the ranks' clock)."""
+    mine = outcome * ranks.world_size + ranks.rank
+    worst, stop, clock, last, first = vote(ranks, mine, stop_asked(), int(time.monotonic()), step, -step)
+    if last != -first:
+        raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: restart from the checkpoint")
+    return Outcome(worst // ranks.world_size), worst % ranks.world_size, bool(stop), clock
+
+
+def confirm(ranks, result):
+    """Raise TornUpdate on every rank when the update of `result`'s step failed on any.
+
+    To be called on all ranks before weights are read elsewhere than in the next step, whose vote tells it anyway.
+    """
+    (failed,) = vote(ranks, (ranks.rank + 1) * result.torn)
+    if failed:
+        raise TornUpdate(result.step, failed - 1)
+
+
+def _try_commit(ranks, optimizer, flat, *rest):
+    """The Commit of `_commit`, torn where memory ran out in it."""
+    try:
+        return _commit(ranks, optimizer, flat, *rest)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return Commit(torch.full_like(flat.loss_parts[0], torch.nan), torn=True)
+
+
+def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
+    """Reduce, clip and update the weights.
+
+    Numbers that are not finite and a norm above `norm_limit` leave weights and optimizer alone on all ranks.
+    """
+    if config.exact:
+        add_in_order(ranks, attempt.shards, flat.gradients_and_parts)
+    else:
+        sum_over_ranks(ranks, flat.gradients_and_parts)
+    norm, loss = flat.gradients.norm(), flat.loss_parts.sum()
+    if not math.isfinite(norm + loss):  # the step's one wait for the device; all ranks have the same sums
+        (last,) = vote(ranks, (ranks.rank + 1) * bool(~attempt.norms.isfinite().all()))
+        return Commit(norm, NOT_FINITE, last - 1 if last else None)
+    if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
+        return Commit(norm, f"a gradient norm above {norm_limit:.3g}, {config.spike_guard} times the median")
+    scale = (config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if config.max_grad_norm else torch.ones_like(norm)
+    fault_injection.fire("optimizer", work.step)
+    update(optimizer, flat.gradients, work.learn_rate, scale)
+    fault_injection.fire("update", work.step)
+    return Commit(norm)

@@ -1,0 +1,146 @@
+"""What bench measures with, checked at sizes that take a second."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from bench import caps, kernels
+from bench.children import Job, run_jobs
+from bench.clock import Pace, StepClock
+from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_lengths, write_corpus
+from bench.data_scale import build_store
+from bench.fill import epoch_fill
+from bench.loops import SHAPES, pad, shape_of
+from bench.report import mixtures
+from model.data.sampler import rooms_for
+from model.data.token_store import read_store
+from model.memory.plan import MemoryPlan
+from tests.parts import examples_of
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A synthetic store of 8,192 pairs."""
+    directory = tmp_path_factory.mktemp("store")
+    build_store(directory, 8192, pool_tokens=2_000_000)
+    return read_store(directory)
+
+
+def test_a_corpus_has_one_token_a_character_and_the_drawn_lengths(tmp_path):
+    made = write_corpus(tmp_path, 300, seed=3)
+    assert made.lengths.tolist() == draw_lengths(300, np.random.default_rng(3)).tolist()
+    assert made.lengths.max() <= MAX_SEQ_LEN
+    assert all(ids[-1] == 1 and 0 < max(ids) < VOCAB_SIZE for pair in examples_of(made, np.arange(9)) for ids in pair)
+
+
+def test_the_lengths_are_those_of_chatlms_pairs():
+    means = draw_lengths(200_000, np.random.default_rng(0)).mean(axis=0)
+    assert means == pytest.approx([24, 108], rel=0.02)
+
+
+def test_a_synthetic_store_holds_the_tokens_that_its_lengths_say(store):
+    ids = np.array([8191, 5, 4096])
+    for flat, lengths in zip(store.tokens(ids), store.lengths[ids].astype(int).T, strict=True):
+        assert len(flat) == lengths.sum()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_fill_is_whole_without_recording_and_high_with_it(store, world_size):
+    assert epoch_fill(store, world_size, 256 // world_size, []) == (1.0, 0)
+    for step_pairs, least in ((256, 0.92), (512, 0.95)):
+        rooms = rooms_for(store.lengths, step_pairs // world_size)
+        fill, sizes = epoch_fill(store, world_size, step_pairs // world_size, rooms)
+        assert least <= fill < 1
+        assert 1 <= sizes <= 8
+
+
+def test_a_child_that_overruns_is_killed_and_the_others_go_on(tmp_path):
+    slow = Job("slow", [sys.executable, "-c", "print('began', flush=True); import time; time.sleep(60)"], 2)
+    wrong = Job("wrong", [sys.executable, "-c", "raise SystemExit(3)"], 30)
+    done = {d.job.name: d for d in run_jobs([slow, wrong], tmp_path, [dict(SLOT="a")])}
+    assert (done["slow"].problem, done["slow"].text) == ("not done after 2 s", "began\n")
+    assert done["wrong"].problem == "exit code 3"
+    assert next(run_jobs([wrong], tmp_path, [{}], total_seconds=0)).problem == "not started: no time left"
+
+
+def test_the_clock_leaves_warm_up_out_and_deals_steps_to_windows():
+    clock, ticks = StepClock(torch.device("cpu"), Pace(warm_steps=3, warm_seconds=0, timed_seconds=0, cycle=10)), 0
+    while not clock.tick(pairs=2, tokens=torch.tensor(7)):
+        ticks += 1
+    result = clock.result()
+    assert (ticks + 1, result["timed_steps"]) == (3 + 10, 10)
+    assert result["tokens_per_second"] == pytest.approx(3.5 * result["pairs_per_second"], rel=1e-6)
+
+
+def test_padding_keeps_every_token_and_masks_the_rest():
+    examples = [dict(input_ids=[5, 6, 1], labels=[7, 1]), dict(input_ids=[8, 1], labels=[9, 9, 9, 1])]
+    batch = pad(examples, shape=(4, 6))
+    assert batch["input_ids"].tolist() == [[5, 6, 1, 0], [8, 1, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[7, 1, -100, -100, -100, -100], [9, 9, 9, 1, -100, -100]]
+    assert pad(examples)["labels"].shape == (2, 4)
+
+
+def test_each_pair_goes_to_the_smallest_shape_that_holds_it():
+    assert shape_of(np.array([(32, 128), (33, 1), (1, 129), (129, 2), (256, 256)])).tolist() == [0, 2, 1, 3, 3]
+
+
+def test_the_mixture_of_padded_shapes_takes_the_sum_of_their_times():
+    cell = dict(model="small", loop="b", problem="", rounds=1, spread=0, step_ms=1, peak_gib=1, first_step_seconds=1)
+    parts = [cell | dict(shape=list(shape), pairs=8, pairs_per_second=100.0, name="") for shape in SHAPES]
+    (mixture,) = mixtures(parts)
+    assert mixture["tokens_per_second"] == pytest.approx(100 * 132, rel=0.02)
+    assert list(mixtures(parts[:3])) == []
+
+
+@pytest.mark.parametrize("mask", kernels.MASKS)
+def test_the_ways_of_attention_that_are_compared_compute_the_same(mask):
+    has_bias, causal = kernels.MASKS[mask]
+    tokens, length, heads, device = 1024, 256, 2, torch.device("cpu")
+    q, k, v = torch.randn(3, tokens, heads * 16).mul(0.5).unbind()
+    table = torch.randn(kernels.NUM_BUCKETS, heads).requires_grad_() if has_bias else None
+    outcomes = []
+    for way in (kernels.ours, kernels.rows_with_mask, kernels.dense_by_length):
+        prepare, attention = way(tokens, length, heads, causal, device)
+        out = attention(q, k, v, prepare(table))
+        outcomes.append([out.detach(), *torch.autograd.grad(out.square().sum(), [table])] if has_bias else [out])
+    for other in outcomes[1:]:
+        for one, expected in zip(other, outcomes[0], strict=True):
+            torch.testing.assert_close(one, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_plans_that_cut_a_step_alike_share_its_fastest_time(monkeypatch):
+    """Four steps of 1,000 tokens: one forward each from 2048 on, two in 1024; checkpointing takes twice as long, and
+    what is recorded a third.
+    """
+    plan, draw, epochs = MemoryPlan(3000, 512, False, 0), np.random.default_rng(0), []
+
+    def tried_ways(_run, fastest, _warm, plan):
+        size, chunk, again = plan.cutting
+        if size > 4096 << again:
+            return None, 0  # does not fit
+        ways = [(step, 1 + (size < 2048), chunk, again, plan.graphs) for step in range(4)]
+        for way in ways:
+            seconds = way[1] * (1 + again) * draw.uniform(1, 1.5) / (3 if plan.graphs else 1)
+            fastest[way] = min(fastest.get(way, seconds), seconds)
+        return ways, 4000
+
+    monkeypatch.setattr(caps, "tried_ways", tried_ways)
+    monkeypatch.setattr(caps, "train_epoch", lambda _run, plan: epochs.append(plan) or (0, 0))
+    speeds = caps.speeds_by_trying(None, plan, 5000, may_record=False)
+    speeds = {plan.cutting: per_second for plan, per_second in speeds.items()}
+    assert speeds[3000, 512, False] == speeds[4096, 512, False] == speeds[2048, 512, False] > 800
+    assert speeds[8192, 512, False] == 0 and speeds[1024, 512, False] < 600 and speeds[8192, 512, True] < 600
+    assert not epochs, "only what beats the plan must last an epoch"
+    speeds = caps.speeds_by_trying(None, plan, 5000, may_record=True)
+    assert max(speeds, key=speeds.get) == MemoryPlan(4096, 512, False, 0, graphs=True) == epochs[0]
+
+
+def test_a_case_of_a_small_card_is_measured(monkeypatch):
+    for name, value in dict(VOCAB_SIZE=256, NUM_PAIRS=40, LONGEST=16, TRIED_STEPS=2, TRIED_PAIRS=2, REPEATS=1).items():
+        monkeypatch.setattr(caps, name, value)
+    record = caps.measure("tiny", 8, 4, "adamw_rms", torch.device("cpu"), 0, 16)
+    assert record["out_of_memory_events"] == 0 and record["steps"] == 5
+    assert 0 < record["tokens_per_second"] <= record["best_tokens_per_second"]  # by how much is the machine's noise

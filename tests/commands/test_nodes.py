@@ -1,0 +1,103 @@
+"""A run over machines without a disk in common: what they must have alike, and what only the first of them needs."""
+
+import json
+
+import pytest
+
+from model.data.tokenizer import PROBE, train_tokenizer
+from tests.ranks import wait_for
+from tests.tiny import (
+    NUM_PAIRS,
+    OPTIONS,
+    SHAPE,
+    SHORT,
+    furnish,
+    ids_by_epoch,
+    journal,
+    refused,
+    start,
+    train,
+    weights_hash,
+)
+from tests.train.test_fault_matrix import tear_the_fifth_update
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """The folders of two machines with equal pairs, tokenizers and model shapes."""
+    folders = tmp_path / "one", tmp_path / "two"
+    for folder in folders:
+        folder.mkdir()
+        furnish(folder)
+    return folders
+
+
+def go_on(nodes, name):
+    """Ended of the run `name` that goes on; its options are told to no machine but by what the first one keeps."""
+    return train(nodes, 2, output_dir=name, is_keep_training=True, **dict.fromkeys(OPTIONS))
+
+
+def test_machines_without_a_common_disk_begin_stop_and_go_on_as_ranks_of_one_machine_do(nodes):
+    """Fine-tuning, an update that is torn, a stop; the second machine keeps another run's files under the same name."""
+    one, two = nodes
+    train_tokenizer([PROBE[:200] * 2], 400, two / "other_tokenizer")
+    for folder, options in (
+        (one, dict(output_dir="source")),
+        (two, dict(output_dir="run", tokenizer_dir="other_tokenizer")),
+    ):
+        done = train(folder, **SHORT | options)
+        assert done.codes == [0], done.text
+    rows = [json.loads(line) for line in (two / "train.jsonl").read_text().splitlines()]
+    (two / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))  # saved another way
+    options = dict(finetune_from_ckp_file="source", model=None, dropout=0.1)
+    calm = train(one, 2, output_dir="calm", **options)
+    assert calm.codes == [0, 0], calm.text
+
+    torn = start(nodes, 2, "forward:all:8:term", function=tear_the_fifth_update, output_dir="run", **options)
+    done = wait_for(torn, nodes)
+    assert done.codes == [0, 0] and "going back to the checkpoint" in done.text, done.text
+    done = go_on(nodes, "run")
+    assert done.codes == [0, 0], done.text
+    assert [line["step"] for line in journal(one / "run", "resume")] == [0, 4, 8]
+    assert weights_hash(one / "run") == weights_hash(one / "calm")
+    seen = [ids_by_epoch(node / "run") for node in nodes]
+    assert [sorted(seen[0][epoch] + seen[1][epoch]) for epoch in (1, 2)] == [list(range(NUM_PAIRS))] * 2
+
+
+def other_tokenizer(node):
+    train_tokenizer([PROBE[:200] * 2], 400, node / "model_save" / "tokenizer")
+
+
+def other_epsilon(node):
+    (node / "shape.json").write_text(json.dumps(SHAPE | dict(layer_norm_epsilon=1e-5)))
+
+
+def other_order(node):
+    lines = (node / "train.jsonl").read_text().splitlines()
+    (node / "train.jsonl").write_text("\n".join(lines[::-1]))
+
+
+@pytest.mark.parametrize(
+    "differ, what, values",
+    [
+        (other_tokenizer, "the tokenizer", ("fingerprint=", "fingerprint=")),
+        (other_epsilon, "the model's shape", ("layer_norm_epsilon=1e-06", "layer_norm_epsilon=1e-05")),
+        (other_order, "the pairs in train.jsonl", ("ids_sha256=", "ids_sha256=")),
+    ],
+)
+def test_machines_that_differ_are_refused_before_the_first_step_with_who_has_what(nodes, differ, what, values):
+    differ(nodes[1])
+    done = train(nodes, 2, output_dir="run")
+    assert done.codes == [1, 1], done.text
+    assert f"the ranks disagree about {what}: rank 0 has {values[0]}" in done.text
+    assert f"; rank 1 has {values[1]}" in done.text
+    assert not (nodes[0] / "run").exists()
+
+
+def test_what_rank_0_refuses_every_machine_refuses(nodes):
+    (nodes[0] / "sft" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (nodes[0] / "sft" / "config.json").write_text(json.dumps(dict(preset="sft", given={})))
+    options = dict(output_dir="sft", is_keep_training=True, use_large_config=True)
+    assert refused(train(nodes, 2, **options), "is a run of the preset sft, not pretrain_large")
+    assert refused(go_on(nodes, "nowhere"), "there is no checkpoint in nowhere")
+    assert refused(train(nodes, 2, output_dir="run", finetune_from_ckp_file="nowhere"), "no model there")

@@ -1,0 +1,228 @@
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from config import TrainConfig, global_batch, load_config
+from model.commands.options import KEEP_TRAINING, answer_early, read_request
+from tests.ranks import ROOT
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train", "--epochs=0"], ["test", "--epoch=3"], ["train", "stray"], ["doctor", "--save-step=1", "--local-rank=0"]],
+)
+def test_what_cannot_be_obeyed_ends_early_with_code_2_and_the_reason(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        answer_early(words)
+    assert end.value.code == 2
+    assert words[1].lstrip("-").split("=")[0].replace("-", "_") in capsys.readouterr().err
+
+
+def test_one_rank_speaks_for_all_of_a_machine(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        answer_early(["train", "--epochs=0"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["train"], ["train", "--epochs=3", "--save-steps=5", "--local_rank=0"], ["train", "--epochs", "0"]]
+    + [["--help"], ["plan", "--epochs=0"]],
+)
+def test_what_may_be_right_passes(words):
+    assert answer_early(words) is None
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "test", "doctor"])
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_shows_each_option_with_its_default_and_meaning(command, word, capsys):
+    with pytest.raises(SystemExit) as ended:
+        answer_early([command, "--epochs=3", word])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and shown.startswith(f"usage: python train_low_mem.py {command} ")
+    for f in fields(TrainConfig):
+        assert re.search(rf"^  --{f.name}={re.escape(str(f.default))} +\S", shown, re.MULTILINE), f.name
+    assert ("--num_processes=" in shown) == (command == "plan")
+
+
+def test_a_refusal_needs_none_of_the_heavy_packages():
+    code = "import sys; from model.commands.options import answer_early; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "config" in loaded and not loaded & {"torch", "transformers", "numpy", "pyarrow", "fire"}
+
+
+def test_of_several_machines_none_refuses_early_for_what_only_the_first_one_can_see(tmp_path, monkeypatch):
+    started(tmp_path, dict(preset="nonsense", given={}))
+    line = ["train", f"--output_dir={tmp_path}", "--is_keep_training=True"]
+    with pytest.raises(SystemExit):
+        answer_early(line)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    answer_early(line)
+    with pytest.raises(SystemExit):
+        answer_early([*line, "--epochs=0"])
+
+
+def started(run_dir, stored):
+    """A run directory with a checkpoint, whose config.json holds `stored`."""
+    (run_dir / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (run_dir / "config.json").write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [dict(preset="sft"), dict(preset="nonsense", given={}), dict(preset=[], given={}), dict(preset="sft", given=[])]
+    + [dict(preset="sft", given=dict(output_dir=None)), dict(preset="sft", given=dict(epochs=[3])), [], "x"],
+)
+def test_a_damaged_config_json_is_named_with_the_way_out(tmp_path, stored):
+    started(tmp_path, stored)
+    with pytest.raises(ValueError, match="config.json cannot be read .*delete it"):
+        read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
+
+
+def test_what_a_stranger_wrote_into_a_config_json_is_shown_as_escapes(tmp_path, capsys):
+    started(tmp_path, dict(preset="pretrain", given={"\x1b[2Jepoch": 1, "learn_rate": "\u202e1"}))
+    with pytest.raises(SystemExit) as ended:
+        answer_early(["train", f"--output_dir={tmp_path}", "--is_keep_training=True"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert r"\x1b[2Jepoch" in told and r"\u202e1" in told and "\n  " in told
+    assert all(c.isprintable() or c == "\n" for c in told)
+
+
+def request(run_dir, *flags, **typed):
+    return read_request((), dict(output_dir=str(run_dir), **dict.fromkeys(flags, "True"), **typed))
+
+
+OWN_RATE = load_config("pretrain", {}).learn_rate
+
+
+def test_a_run_without_a_checkpoint_leaves_no_options_behind(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(preset="sft", given=dict(learn_rate=0.5))))
+    assert request(tmp_path, is_keep_training="auto").config.learn_rate == OWN_RATE
+    examined, tested = (
+        read_request((), dict(output_dir=str(tmp_path)), KEEP_TRAINING[command]) for command in ("doctor", "test")
+    )
+    assert examined.config.learn_rate == OWN_RATE, "a doctor looks at what a training would do"
+    assert tested.config.learn_rate == 0.5, "a test needs no checkpoint"
+    started(tmp_path, dict(preset="sft", given=dict(learn_rate=0.5)))
+    assert request(tmp_path, is_keep_training="auto").config.learn_rate == 0.5
+
+
+@pytest.mark.parametrize("given", [dict(epochs=9), dict(epochs=9, output_dir="exp1")])
+def test_a_run_is_where_its_directory_lies_whatever_it_was_called_when_it_started(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    lies = "model_save/pretrain"  # what is looked into where no --output_dir is typed
+    started(tmp_path / lies, dict(preset="sft", given=given))
+    for typed, keep in ((dict(is_keep_training="True"), False), (dict(is_keep_training="auto"), False), ({}, True)):
+        request = read_request((), typed, keep)
+        assert (request.preset, request.config.epochs, request.config.output_dir) == ("sft", 9, lies)
+        assert request.given["output_dir"] == lies and not request.changed
+    assert read_request((), {}, KEEP_TRAINING["doctor"]).config.output_dir == lies
+
+
+def test_a_run_of_another_preset_than_the_flag_s_is_refused_with_ways_out_that_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started(tmp_path / "model_save/sft", dict(preset="pretrain", given={}))
+    flags = dict(is_finetune="True", is_keep_training="auto")
+    with pytest.raises(ValueError, match="is a run of the preset pretrain, not sft: .*--output_dir=model_save/sft"):
+        read_request((), flags)
+    assert read_request((), dict(is_keep_training="auto", output_dir="model_save/sft")).preset == "pretrain"
+    assert read_request((), flags | dict(overwrite="True")).preset == "sft"
+    assert read_request((), flags | dict(output_dir="other")).preset == "sft"
+
+
+def test_who_starts_afresh_does_not_go_on(tmp_path):
+    started(tmp_path, dict(preset="pretrain", given=dict(learn_rate=0.5)))
+    afresh = request(tmp_path, "overwrite", is_keep_training="auto")
+    assert (afresh.config.learn_rate, afresh.keep_training) == (OWN_RATE, False)
+    with pytest.raises(ValueError, match="goes on and --overwrite=True starts afresh"):
+        request(tmp_path, "overwrite", "is_keep_training")
+
+
+def test_the_size_of_a_step_that_a_run_was_given_holds_until_another_is_typed(tmp_path):
+    sizes = dict(batch_size_per_gpu="16", gradient_accumulation_steps="2", global_batch_size="64")
+    started(tmp_path, dict(preset="pretrain", given=sizes | dict(output_dir=str(tmp_path))))
+    again = request(tmp_path, "is_keep_training")
+    assert [global_batch(again.config, world, again.typed) for world in (1, 2, 3)] == [64, 64, 64]
+    again = request(tmp_path, "is_keep_training", batch_size_per_gpu="8")
+    assert [global_batch(again.config, world, again.typed) for world in (1, 2)] == [16, 32]
+    again = request(tmp_path, "is_keep_training", global_batch_size="128")
+    assert global_batch(again.config, 2, again.typed) == 128
+    again = request(tmp_path, "is_keep_training", batch_size_per_gpu="16", learn_rate="0.05")
+    assert global_batch(again.config, 2, again.typed) == 64, "a script names the same again"
+    assert again.changed == (f"learn_rate {OWN_RATE} -> 0.05",)
+    again = request(tmp_path, "is_keep_training", batch_size_per_gpu="16", gradient_accumulation_steps="2")
+    assert [global_batch(again.config, world, again.typed) for world in (1, 2)] == [64, 64]
+    with pytest.raises(ValueError, match="contradicts"):
+        again = request(tmp_path, "is_keep_training", **sizes)
+        global_batch(again.config, 1, again.typed)
+
+
+def test_an_exported_model_is_not_taken_for_a_run(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(architectures=["T5ForConditionalGeneration"])))
+    with pytest.raises(ValueError, match="is an exported model: name the run's directory above it"):
+        read_request((), dict(output_dir=str(tmp_path)), KEEP_TRAINING["test"])
+
+
+@pytest.mark.parametrize("name", ["step_00000001", ".step_00000001.01234567.aside"])
+def test_a_run_goes_on_with_its_options_also_when_a_kill_left_its_checkpoint_aside(tmp_path, name):
+    started(tmp_path, dict(preset="sft", given=dict(output_dir=str(tmp_path), epochs=9)))
+    (tmp_path / "checkpoints" / "step_00000001").rename(tmp_path / "checkpoints" / name)
+    request = read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
+    assert (request.preset, request.config.epochs) == ("sft", 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now"), [("optimizer", "muon", "adafactor"), ("trainable", "all", "decoder")]
+)
+def test_a_run_goes_on_with_its_optimizer_and_what_it_trains(tmp_path, name, before, now):
+    started(tmp_path, dict(preset="pretrain", given={}))
+    with pytest.raises(ValueError, match=f"--{name}={now}: this run goes on with {before}.*leave it out.*overwrite"):
+        request(tmp_path, "is_keep_training", **{name: now})
+    for way_out in (dict(overwrite="True"), dict(output_dir=str(tmp_path / "other"))):
+        typed = dict(output_dir=str(tmp_path), is_keep_training="auto") | {name: now} | way_out
+        assert getattr(read_request((), typed).config, name) == now
+
+
+def test_a_run_that_goes_on_cannot_begin_from_other_weights(tmp_path):
+    started(tmp_path, dict(preset="sft", given=dict(finetune_from_ckp_file="a/best")))
+    assert request(tmp_path, "is_keep_training", finetune_from_ckp_file="./a/best").keep_training
+    with pytest.raises(ValueError, match="began from 'a/best' and goes on"):
+        request(tmp_path, "is_keep_training", finetune_from_ckp_file="b/best")
+
+
+@pytest.mark.parametrize(
+    "typed, parts",
+    [
+        (dict(learn_rate="1e-4"), ("muon takes 0.001 to 0.1", "for AdamW is about 0.01 here: type --learn_rate=0.01")),
+        (dict(learn_rate="1e-4", optimizer="adamw_rms"), ("--learn_rate=0.01", "adamw_rms's own 0.02")),
+        (dict(learn_rate="3e-2", optimizer="adamw"), ("--learn_rate=0.0003;", "adamw's own 0.0003")),
+        (dict(learn_rate="1e-4", is_finetune="True"), ("--learn_rate=0.01;", "muon's own 0.005")),
+        (dict(learn_rate="0.5", optimizer="adafactor"), ("adafactor's own 0.02",)),
+    ],
+)
+def test_a_typed_learning_rate_far_outside_is_refused_unless_one_insists(tmp_path, typed, parts):
+    with pytest.raises(ValueError, match="^--learn_rate=") as refusal:
+        request(tmp_path, **typed)
+    assert all(part in str(refusal.value) for part in (*parts, "--any_learn_rate=True"))
+    assert request(tmp_path, any_learn_rate="True", **typed).config.learn_rate == float(typed["learn_rate"])
+
+
+def test_a_run_that_goes_on_keeps_its_learning_rate_and_warm_up_whatever_the_ranges_and_defaults_are(tmp_path):
+    used = dict(learn_rate=1e-4, warmup_steps=1000)
+    given = dict(optimizer="adamw_rms", output_dir=str(tmp_path))
+    started(tmp_path, dict(preset="pretrain", given=given, config=used))
+    for again in (request(tmp_path, "is_keep_training"), request(tmp_path, "is_keep_training", learn_rate="1e-4")):
+        assert (again.config.learn_rate, again.config.warmup_steps, again.changed) == (1e-4, 1000, ())
+    with pytest.raises(ValueError, match="^--learn_rate=0.0002: adamw_rms"):
+        request(tmp_path, "is_keep_training", learn_rate="2e-4")
+    used["any_learn_rate"] = "True"
+    (tmp_path / "config.json").write_text(json.dumps(dict(preset="pretrain", given=used)))
+    assert request(tmp_path, "is_keep_training", learn_rate="2e-4").config.learn_rate == 2e-4

@@ -1,0 +1,227 @@
+import json
+import random
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from config import MODELS, T5ModelConfig, load_config
+from model.commands import plan_report as preview_module
+from model.commands.plan_report import answer, preview, table
+from model.commands.setup import TOKENIZER_DIR, TOKENS_DIR
+from model.data.length_histogram import histogram
+from model.data.readers import read_pairs
+from model.data.sampler import cut
+from model.data.token_store import find_store, open_store, token_lengths
+from model.data.tokenizer import PROBE, load_tokenizer
+from model.memory.estimate import count_parameters
+from model.memory.plan import NothingFits, choose_plan, make_estimate, predicted_peaks
+from tests.tiny import furnish, write_pairs
+
+GIB = 2**30
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.chdir(furnish(tmp_path))
+    return tmp_path
+
+
+def plan(num_processes=1, vocab_size=40_960, **options):
+    return preview(load_config("pretrain", options), options, num_processes, vocab_size)
+
+
+@pytest.mark.parametrize(
+    "pairs, tokens, vocab_size, text",
+    (
+        (32, 252, 40_960, "32 x 252 x 40,960 x 4 B = 1.23 GiB"),
+        (2, 2048, 151_936, "2 x 2048 x 151,936 x 4 B = 2.32 GiB"),
+    ),
+)
+def test_the_block_of_logits_of_an_ordinary_trainer_is_that_of_the_guides(pairs, tokens, vocab_size, text):
+    values = plan(vocab_size=vocab_size, batch_size_per_gpu=pairs, max_seq_len=tokens, gpu_memory_limit_gb=20)
+    assert text in table(values)
+
+
+def test_what_a_packed_token_takes_does_not_depend_on_the_pairs_of_a_step(home):
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(PROBE, k=draw.randint(4, 40))) for _ in range(6000)]
+    write_pairs(home / "tail.jsonl", [*texts, "长" * 400, "长" * 400])
+    given = dict(train_file="tail.jsonl", gpu_memory_limit_gb=20)
+    for model, kib in (("small", 60), ("chatlm", 150)):
+        counts = [plan(model=model, batch_size_per_gpu=pairs, **given)["bytes_per_token"] for pairs in (2, 8, 32)]
+        assert kib * 1024 < min(counts) and max(counts) < 1.2 * min(counts), counts
+
+
+def test_a_packed_token_takes_bytes_also_where_the_update_is_the_peak():
+    for pairs, tokens in ((1, 128), (2, 128), (8, 64)):
+        batch = dict(batch_size_per_gpu=pairs, gradient_accumulation_steps=1)
+        values = plan(model="small", gpu_memory_limit_gb=4, max_seq_len=tokens, **batch)
+        assert values["bytes_per_token"] > 60 * 1024
+
+
+def test_a_packed_token_takes_bytes_also_where_the_file_is_small(home):
+    values = plan(model="small", gpu_memory_limit_gb=8, train_file="train.jsonl", max_seq_len=64)
+    assert values["lengths"]["pairs"] < 50 and values["bytes_per_token"] > 60 * 1024
+
+
+def test_no_lever_is_told_that_train_refuses():
+    batch = dict(batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    values = plan(model="small", gpu_memory_limit_gb=4, max_seq_len=512, **batch)
+    levers = [lever["lever"] for lever in values["levers"] if lever["lever"].startswith("micro-batch")]
+    tokens, longest = values["plan"]["micro_batch_tokens"], values["lengths"]["longest"]
+    assert tokens == longest and levers == [f"micro-batch of {2 * tokens}"]
+
+
+def test_the_evaluation_that_is_told_is_not_below_what_its_forwards_take():
+    draw = np.random.default_rng(0)
+    for pairs, longest in ((1, 256), (16, 512), (64, 512)):
+        lengths = np.minimum(draw.geometric(1 / 30, (20_000, 2)) + 1, longest).astype(np.uint16)
+        config = load_config("pretrain", dict(model="chatlm", batch_size_per_gpu=pairs, gpu_memory_limit_gb=20))
+        shape = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
+        estimate = make_estimate(config, shape, torch.bfloat16, histogram(lengths), pairs)
+        chosen = choose_plan(config, estimate, 19 * GIB)
+        for part in cut(np.arange(2000), lengths[:2000], chosen.micro_batch_tokens):
+            own = make_estimate(config, shape, torch.bfloat16, histogram(lengths[part]), len(part))
+            needed = own.peaks(int(lengths[part].sum()), *chosen.cutting[1:])["evaluation"]
+            assert needed <= predicted_peaks(estimate, chosen)["evaluation"]
+
+
+def test_recordings_are_counted_in_every_phase_that_comes_after_them(home):
+    given = dict(model="small", gpu_memory_limit_gb=20, max_seq_len=128, batch_size_per_gpu=32)
+    with_recordings, without = plan(compile="True", **given), plan(compile="False", **given)
+    assert with_recordings["plan"]["graphs"] and not without["plan"]["graphs"]
+    kept = with_recordings["phases"]["recorded_step"] - with_recordings["phases"]["step"]
+    assert kept > 0
+    for phase in ("evaluation", "generation", "save"):
+        assert with_recordings["phases"][phase] >= without["phases"]["save"] + kept
+
+
+def test_the_second_guide_s_case_fits_its_card_in_one_forward():
+    values = plan(3, model="chatlm", batch_size_per_gpu=32, max_seq_len=256, gpu_memory_limit_gb=19.58)
+    assert values["parameters"] == 196_648_704
+    assert values["forwards"] == 1 and not values["plan"]["gradient_checkpointing"]
+    assert max(values["phases"].values()) < 19.58 * GIB
+    assert {lever["lever"] for lever in values["levers"]} >= {"optimizer adafactor", "gradient checkpointing True"}
+
+
+def test_what_does_not_fit_a_card_at_one_pair_is_refused_with_the_bytes():
+    with pytest.raises(NothingFits, match="optimizer 1.47.*--optimizer=adafactor"):
+        plan(model="chatlm", max_seq_len=512, gpu_memory_limit_gb=4, optimizer="adamw_rms")
+    for optimizer in ("muon", "adafactor"):
+        values = plan(model="chatlm", max_seq_len=512, gpu_memory_limit_gb=4, optimizer=optimizer)
+        assert values["plan"]["predicted_peak_bytes"] < 4 * GIB
+
+
+def test_a_limit_that_is_too_low_is_answered_with_one_that_is_not(capsys):
+    limit = dict(vocab_size="500", num_processes="1", json="True", gpu_memory_limit_gb="0.7")
+    with pytest.raises(NothingFits):
+        answer((), dict(limit))
+    refused = json.loads(capsys.readouterr().out)
+    assert not refused["fits"]
+    (enough,) = re.findall("--gpu_memory_limit_gb=([0-9.]+) or more", refused["refused"])
+    assert json.loads(answer((), limit | dict(gpu_memory_limit_gb=enough)))["fits"]
+
+
+def test_a_phase_that_does_not_fit_is_told_with_what_to_type(capsys):
+    words = dict(model="chatlm", vocab_size="40960", num_processes="1", gpu_memory_limit_gb="4", max_seq_len="1024")
+    words |= dict(max_new_tokens="4000")
+    with pytest.raises(NothingFits, match="^generation needs 3.63 GiB and 3.41 GiB are there: type --bleu_pairs=0"):
+        answer((), dict(words))
+    shown = capsys.readouterr().out
+    assert re.search(r"^peak: generation +3.63 GiB, does not fit$", shown, re.MULTILINE)
+    assert re.search(r"^with gradient checkpointing True .* does not fit", shown, re.MULTILINE)
+    with pytest.raises(NothingFits):
+        answer((), words | dict(json="True"))
+    values = json.loads(capsys.readouterr().out)
+    assert not values["fits"] and values["refused"].startswith("generation") and values["plan"]["answers"] == 1
+    without = json.loads(answer((), words | dict(bleu_pairs="0", json="True")))
+    assert without["fits"] and "generation" not in without["phases"]
+
+
+def test_a_vocabulary_that_cannot_be_known_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="type --vocab_size=N"):
+        plan(vocab_size=0)
+
+
+def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
+    options = dict(model="shape.json", train_file="train.jsonl", max_seq_len=32, gpu_memory_limit_gb=1)
+    sampled = plan(vocab_size=0, **options)["lengths"]
+    assert sampled["source"].startswith("sampled: 44 rows") and sampled["longest"] == 64
+    tokenizer = load_tokenizer(TOKENIZER_DIR)
+    assert find_store("train.jsonl", tokenizer, 32, TOKENS_DIR) is None
+    store = open_store("train.jsonl", tokenizer, 32, TOKENS_DIR)
+    values = plan(vocab_size=0, **options)
+    assert "28 of 64 pairs; warm-up 3" in table(plan(vocab_size=0, **options, epochs=40))
+    with pytest.raises(ValueError, match="warm-up of 28 steps is not shorter than the run, 28: .*--warmup_steps=2$"):
+        plan(vocab_size=0, **options, epochs=40, warmup_steps=28)
+    stored = load_config("pretrain", options | dict(warmup_steps=1000))
+    assert "the warm-up of 1000 steps" in table(preview(stored, (), 1)), "of a run that goes on"
+    counted = values["lengths"]
+    assert counted["source"].startswith("counted: ")
+    assert (counted["pairs"], counted["longest"]) == (44, int(store.lengths.sum(axis=1).max()))
+    assert (token_lengths(list(read_pairs("train.jsonl")), tokenizer, 32) == store.lengths).all()
+
+
+def test_steps_are_not_told_where_the_pairs_were_not_counted(home, monkeypatch):
+    monkeypatch.setattr(preview_module, "SAMPLED_ROWS", 40)
+    for options in (dict(train_file="train.jsonl"), dict(train_file="nowhere.jsonl")):
+        values = plan(model="shape.json", max_seq_len=32, gpu_memory_limit_gb=1, **options)
+        assert values["steps"] == dict(pairs=64, count=None, warmup=None, problem="")
+        assert "known once the data is tokenised" in table(values)
+
+
+def test_pairs_with_an_empty_side_are_not_counted_as_steps(home):
+    given = dict(model="shape.json", max_seq_len=32, batch_size_per_gpu=2, gradient_accumulation_steps=1, epochs=1)
+    write_pairs(home / "holes.jsonl", ["ab", "cd", "", "ef", "gh", "ij"])
+    write_pairs(home / "empty.jsonl", ["", ""])
+    for name, steps in (("holes.jsonl", 1), ("empty.jsonl", 0)):
+        assert plan(vocab_size=0, train_file=name, **given)["steps"]["count"] == steps
+
+
+@pytest.mark.parametrize("name", ["many.jsonl", "many.parquet"])
+def test_the_disk_that_is_told_does_not_change_when_the_tokens_are_written(home, monkeypatch, name):
+    monkeypatch.setattr(preview_module, "SAMPLED_ROWS", 500)
+    draw = random.Random(0)
+    pairs = [["".join(draw.choices(PROBE, k=30)) for _ in range(6000)] for _ in range(2)]
+    write_pairs(home / "many.jsonl", [text for pair in zip(*pairs, strict=True) for text in pair])
+    pq.write_table(pa.table(dict(zip(("prompt", "response"), pairs, strict=True))), home / "many.parquet")
+    given = dict(model="shape.json", train_file=name, max_seq_len=64)
+    before = plan(vocab_size=0, **given)["host"]["disk_bytes"]
+    store = open_store(name, load_tokenizer(TOKENIZER_DIR), 64, TOKENS_DIR)
+    written = sum(path.stat().st_size for path in store.directory.iterdir())
+    after = plan(vocab_size=0, **given)["host"]["disk_bytes"]
+    assert written <= before - after < 1.7 * written
+
+
+def test_numbers_are_those_that_a_training_here_computes_in(home, monkeypatch):
+    given = dict(model="shape.json", train_file="train.jsonl", max_seq_len=32)
+    assert plan(mixed_precision="bf16", **given)["dtype"] == "bfloat16"
+    assert plan(gpu_memory_limit_gb=4, **given)["dtype"] == "bfloat16", "of a GPU that is elsewhere"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    assert plan(gpu_memory_limit_gb=4, **given)["dtype"] == "float32", "a card that has no bf16"
+
+
+def test_without_a_gpu_the_plan_is_for_the_cpu(home):
+    values = plan(vocab_size=0, model="shape.json", train_file="train.jsonl", max_seq_len=32)
+    assert values["host"]["rank_bytes"] > max(values["phases"].values()), "it computes in host memory"
+    assert values["machine"]["memory_bytes"] is None and values["dtype"] == "float32" and values["levers"] == []
+    assert "no GPU" in table(values)
+
+
+def test_the_command_s_words_are_checked_like_those_of_train(home):
+    words = dict(gpu_memory_limit_gb="8", model="tiny", vocab_size="500", num_processes="2", json="True")
+    values = json.loads(answer((), dict(words)))
+    assert values["machine"]["num_processes"] == 2
+    assert values["parameters"] == count_parameters(T5ModelConfig(**MODELS["tiny"], vocab_size=500))
+    with pytest.raises(ValueError, match="--batch_size_per_gp: did you mean --batch_size_per_gpu"):
+        answer((), dict(words, batch_size_per_gp="3"))
+    with pytest.raises(ValueError, match="^--vocab_size=-5: give 0"):
+        answer((), dict(words, vocab_size="-5"))
+    with pytest.raises(ValueError, match="--num_processes=two: this option takes a whole number"):
+        answer((), dict(words, num_processes="two"))

@@ -1,0 +1,84 @@
+"""A malformed row costs itself alone where the caller of the reader goes on, and is refused where it does not."""
+
+import pytest
+
+from model.data.readers import NoRows, read_pairs
+
+ITEM = '{"prompt": "p", "response": "r"}'
+DIALOGUE = '{"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": ["r"]}]}'
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def kept_and_told(path):
+    told = []
+    return list(read_pairs(path, on_malformed=told.append)), told
+
+
+@pytest.mark.parametrize("line", [ITEM, DIALOGUE])
+def test_a_json_line_that_was_cut_anywhere_costs_itself_alone(tmp_path, line):
+    for end in range(2, len(line)):
+        cut = line[:end]
+        path = write(tmp_path / "x.jsonl", f"{ITEM}\n{cut}\n{DIALOGUE}\n{cut}\n{cut}\n\n{ITEM}\n{cut}")
+        pairs, told = kept_and_told(path)
+        assert (pairs, len(told)) == ([("p", "r")] * 3, 4), cut
+        with pytest.raises(ValueError, match="malformed JSON"):
+            list(read_pairs(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "place"),
+    [
+        ("x.jsonl", "null", "line 2: a row is None"),
+        ("x.jsonl", "{'prompt': 'p'}", "line 2 (character 34): malformed JSON"),
+        ("x.jsonl", "garbage", "line 2 (character 33): malformed JSON"),
+        ("x.jsonl", '{"prompt": "p"', "line 2 (character 48): malformed JSON"),
+        ("x.jsonl", '{"messages": ["q", null, "q", "a"]}', "line 2: a row is None"),
+        ("x.jsonl", '{"prompt": ' + "[" * 5000, "line 2 (character 33): malformed JSON: brackets nested too deep"),
+        ("x.json", "null", "line 2: a row is None"),
+        ("x.csv", "a,b,c", "line 3: 3 cells under 2 columns"),
+        ("x.tsv", "a\tb\tc", "line 3: 3 cells under 2 columns"),
+    ],
+)
+def test_a_malformed_row_is_told_with_its_place_and_left_out(tmp_path, name, row, place):
+    texts = {
+        "x.json": f"[{ITEM},\n{row},\n{ITEM}]",
+        "x.jsonl": f"{ITEM}\n{row}\n{ITEM}",
+        "x.csv": f"prompt,response\np,r\n{row}\np,r",
+        "x.tsv": f"prompt\tresponse\np\tr\n{row}\np\tr",
+    }
+    path = write(tmp_path / name, texts[name])
+    pairs, (told,) = kept_and_told(path)
+    assert pairs == [("p", "r")] * 2
+    assert told.startswith(f"{path} {place}")
+    with pytest.raises(ValueError) as refused:
+        list(read_pairs(path))
+    assert str(refused.value) == told
+
+
+def test_what_follows_a_whole_value_on_its_line_is_left_out_too(tmp_path):
+    pairs, told = kept_and_told(write(tmp_path / "x.jsonl", f"{ITEM},\n{ITEM}}}\n{ITEM}"))
+    assert (pairs, len(told)) == ([("p", "r")] * 3, 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{ITEM},{ITEM},{ITEM}",
+        '{"prompt": "p", response: "r"} ' + ITEM,
+        '{\n"prompt": "p",\n"response" "r"\n}\n' + ITEM,
+        f"[{ITEM},\n{ITEM[:-2]}",
+        '["q", 7, "q", "a"]',
+    ],
+)
+def test_what_could_cost_more_than_a_row_is_refused_all_the_same(tmp_path, text):
+    with pytest.raises(ValueError, match="x.json line "):
+        kept_and_told(write(tmp_path / "x.json", text))
+
+
+def test_a_file_of_malformed_rows_has_no_rows(tmp_path):
+    with pytest.raises(NoRows):
+        kept_and_told(write(tmp_path / "x.jsonl", "null\n7\n{'a'}"))

@@ -1,0 +1,368 @@
+import errno
+import fcntl
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from model.data import pair_hashes, token_store
+from model.data.pair_hashes import describe_shared, shared_pairs
+from model.data.token_store import describe_store, open_store, read_store
+from tests.parts import examples_of, make_pairs, write_parquet
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = "今天天气真好" * 40
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_parquet(tmp_path / "pairs.parquet", make_pairs(30, seed=7))
+
+
+@pytest.fixture
+def open_it(source, tokenizer, tmp_path):
+    """Open the store of `source`; `.built` counts the batches of pairs that were tokenised."""
+
+    def open_(max_seq_len=64, **options):
+        return open_store(source, tokenizer, max_seq_len, tmp_path / "tokens", progress=open_.built.append, **options)
+
+    open_.built = []
+    return open_
+
+
+def test_tokens_are_the_tokenizers_own_ids_and_one_eos(open_it, tokenizer):
+    store = open_it()
+    ids = [4, 29, 0, 4]
+    expected = [make_pairs(30, seed=7)[i] for i in ids]
+    for example, pair in zip(examples_of(store, ids), expected, strict=True):
+        for tokens, text in zip(example, pair, strict=True):
+            assert tokens == [*tokenizer.encode(text), tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("id_type", [pa.uint16(), pa.int32()])
+@pytest.mark.parametrize("pairs_a_batch", [1, 7, 30, 100])
+def test_pairs_of_any_batch_on_disk_are_found(monkeypatch, source, tokenizer, tmp_path, pairs_a_batch, id_type):
+    schema = pa.schema([(name, pa.list_(id_type)) for name in ("prompt_ids", "response_ids")])
+    monkeypatch.setattr(token_store, "PAIRS_A_BATCH", pairs_a_batch)
+    monkeypatch.setattr(token_store, "store_schema", lambda _vocab_size: schema)
+    store = open_store(source, tokenizer, 512, tmp_path / "tokens")
+    ids = np.random.default_rng(0).permutation(np.append(np.arange(30), 29))
+    texts = zip(*(make_pairs(30, seed=7)[i] for i in ids), strict=True)
+    for side, tokens in zip(texts, store.tokens(ids), strict=True):
+        expected = [[*tokenizer.encode(text), tokenizer.eos_id] for text in side]
+        assert tokens.dtype == np.int64 and tokens.tolist() == sum(expected, [])
+    assert store.rows.features["prompt_ids"].feature.dtype == str(id_type)
+    assert [len(tokens) for tokens in store.tokens(ids[:0])] == [0, 0]
+
+
+def test_eos_stands_once_even_where_the_text_spells_it(tmp_path, tokenizer):
+    path = write_parquet(tmp_path / "traps.parquet", [("你好[EOS]", "[EOS]"), (LONG, LONG + "[EOS]")])
+    store = open_store(path, tokenizer, 32, tmp_path / "tokens")
+    for example in examples_of(store, range(2)):
+        for tokens in example:
+            assert tokens.count(tokenizer.eos_id) == 1
+            assert tokens[-1] == tokenizer.eos_id
+
+
+def test_text_is_cut_by_tokens_and_the_share_is_said(tmp_path, tokenizer):
+    fits = "1" * 31  # a digit is a token
+    pairs = [(fits, fits + "2"), (LONG, "3"), ("4", "5"), ("6", "7")]
+    store = open_store(write_parquet(tmp_path / "long.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
+    assert store.lengths.tolist() == [[32, 32], [32, 2], [2, 2], [2, 2]]
+    (_, cut), (prompt, _) = examples_of(store, [0, 1])
+    assert cut == [*tokenizer.encode(fits), tokenizer.eos_id]
+    assert prompt == [*tokenizer.encode(LONG)[:31], tokenizer.eos_id]
+    assert (store.meta["prompts_cut"], store.meta["responses_cut"]) == (1, 1)
+    assert "cut to 32 tokens: 25.00% of prompts, 25.00% of responses" in describe_store(store)
+
+
+def test_ids_take_two_bytes_each_on_disk(open_it):
+    store = open_it()
+    assert store.rows.features["prompt_ids"].feature.dtype == "uint16"
+    assert store.lengths.dtype == np.uint16
+    assert (store.meta["prompt_tokens"], store.meta["response_tokens"]) == tuple(store.lengths.sum(axis=0))
+
+
+def test_pairs_with_an_empty_side_are_left_out_and_counted(tmp_path, tokenizer):
+    pairs = [("你好", "好"), ("", "好"), ("你", " \n\t"), ("", ""), ("再见", "见")]
+    store = open_store(write_parquet(tmp_path / "holes.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
+    assert len(store) == len(store.rows) == store.meta["pairs"] == 2
+    assert examples_of(store, [1])[0][0] == [*tokenizer.encode("再见"), tokenizer.eos_id]
+    assert "3 pairs with an empty side left out" in describe_store(store)
+
+
+def test_what_a_file_holds_beside_its_pairs_is_named(tokenizer, tmp_path):
+    rows = [dict(prompt=p, response=r, rejected="no", history=[["a", "b"]]) for p, r in make_pairs(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    store = open_store(tmp_path / "rows.jsonl", tokenizer, 32, tmp_path / "tokens")
+    assert "not used: column 'rejected' (3 rows), 'history' (3 rows)" in describe_store(store)
+
+
+def test_a_file_without_a_usable_pair_is_refused(tmp_path, tokenizer):
+    path = write_parquet(tmp_path / "empty.parquet", [("", "好")] * 5)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="empty.parquet: none of its 5 pairs.*--prompt_column"):
+            open_store(path, tokenizer, 32, tmp_path / "tokens")
+    with pytest.raises(ValueError, match="missing.parquet: no such file"):
+        open_store(tmp_path / "missing.parquet", tokenizer, 32, tmp_path / "tokens")
+    assert stores_in(tmp_path / "tokens") == []
+
+
+def stores_in(root):
+    """Everything in a folder of token stores but the locks."""
+    return sorted(path for path in root.iterdir() if path.suffix != ".lock")
+
+
+def test_named_columns_are_read(tmp_path, tokenizer):
+    path = tmp_path / "columns.parquet"
+    pq.write_table(pa.table(dict(prompt=["不"], frage=["你好"], antwort=["好"])), path)
+    store = open_store(path, tokenizer, 32, tmp_path / "tokens", columns=("frage", "antwort"))
+    assert examples_of(store, [0])[0][0] == [*tokenizer.encode("你好"), tokenizer.eos_id]
+
+
+def test_a_store_is_built_once(open_it):
+    first = open_it()
+    assert open_it.built
+    open_it.built.clear()
+    again = open_it()
+    assert not open_it.built
+    assert again.directory == first.directory
+    assert np.array_equal(again.lengths, first.lengths)
+
+
+def test_another_length_limit_is_another_store(open_it):
+    assert open_it(max_seq_len=64).directory != open_it(max_seq_len=32).directory
+
+
+def test_a_file_that_was_only_touched_is_not_tokenised_again(open_it, source):
+    first = open_it()
+    inode = (first.directory / "pairs.arrow").stat().st_ino
+    open_it.built.clear()
+    for seconds in (10, 20):
+        os.utime(source, (time.time() + seconds,) * 2)
+        again = open_it()
+        assert not open_it.built
+        assert (again.directory / "pairs.arrow").stat().st_ino == inode
+        assert stores_in(again.directory.parent) == [again.directory]
+
+
+@pytest.mark.parametrize("name", ["pairs.arrow", "lengths.npy", "hashes.npy", "meta.json"])
+@pytest.mark.parametrize("size", [0, 20])
+def test_a_damaged_store_is_named_and_keeps_no_other_file_from_being_tokenised(
+    open_it, tokenizer, tmp_path, name, size
+):
+    directory = open_it().directory
+    os.truncate(directory / name, size)
+    with pytest.raises(ValueError, match=f"{directory} are damaged .*: delete that directory"):
+        open_it()
+    other = write_parquet(tmp_path / "other.parquet", make_pairs(9, seed=1))
+    assert len(open_store(other, tokenizer, 64, tmp_path / "tokens")) == 9
+
+
+@pytest.mark.parametrize(
+    "name, data",
+    [
+        ("meta.json", b"{}"),
+        ("meta.json", b'{"source": {}, "sha256": ""}'),
+        ("lengths.npy", b"PK\x03\x04" + bytes(100)),
+        ("lengths.npy", b'\x93NUMPY\x01\x00\x10\x00{\'descr\': ((("""\n'),
+    ],
+)
+def test_a_store_of_another_form_is_named_as_damaged(open_it, name, data):
+    directory = open_it().directory
+    (directory / name).write_bytes(data)
+    with pytest.raises(ValueError, match=f"{directory} are damaged .*: delete that directory"):
+        open_it()
+
+
+def test_a_store_that_the_machine_cannot_open_now_is_not_called_damaged(open_it):
+    directory = open_it().directory
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as file:
+        lowest_free = file.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            read_store(directory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_store_that_may_not_be_read_is_named(open_it, monkeypatch):
+    directory = open_it().directory
+
+    def refuse(path, mode):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(np.lib.format, "open_memmap", refuse)
+    with pytest.raises(ValueError, match=f"{directory} cannot be read .*Permission denied: .*lengths.npy'.*allow it"):
+        open_it()
+
+
+def test_a_store_whose_directory_may_not_be_entered_is_named(open_it, monkeypatch):
+    directory = open_it().directory
+
+    def refuse(path, **rest):
+        if path.name == "meta.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **rest)
+
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", refuse)  # as it does for whoever is not root
+    with pytest.raises(ValueError, match=f"{directory} cannot be read .*Permission denied: .*meta.json'.*allow it"):
+        open_it()
+
+
+def test_changed_content_is_tokenised_again_even_at_the_same_size(tmp_path, tokenizer):
+    path = tmp_path / "pairs.jsonl"
+    lines = [f'{{"prompt": "{n}{n}", "response": "{n}"}}\n' for n in range(5)]
+    contents = []
+    for order in (lines, lines[::-1]):
+        path.write_text("".join(order))
+        os.utime(path, ns=(0, len(contents)))
+        store = open_store(path, tokenizer, 64, tmp_path / "tokens")
+        contents.append(examples_of(store, range(5)))
+    assert contents[1] == contents[0][::-1]
+
+
+def test_one_who_waits_for_another_to_build_may_be_asked_to_stop(open_it, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        open_it(stop=lambda: True)  # leaves the lock's file, and nothing else
+    (lock,) = (tmp_path / "tokens").glob("*.lock")
+    polls = iter([False, True])
+    with open(lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(KeyboardInterrupt):
+            open_it(stop=lambda: next(polls))
+    assert next(polls, None) is None
+    assert len(open_it()) == 30
+
+
+def test_a_stop_while_tokenising_leaves_nothing(open_it, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        open_it(stop=lambda: True)
+    assert stores_in(tmp_path / "tokens") == []
+    assert len(open_it()) == 30
+
+
+def test_the_hash_of_all_ids_tells_the_pairs_and_their_order_and_nothing_of_their_file(
+    tmp_path, tokenizer, monkeypatch
+):
+    pairs, hashes = make_pairs(30, seed=7), []
+    (one, other), joined = pairs[0], ("1", "23")  # the same ids, cut elsewhere
+    orders = (pairs, pairs, pairs[::-1], [(other, one), *pairs[1:]], [joined], [("12", "3")])
+    for number, rows in enumerate(orders):
+        monkeypatch.setattr(token_store, "PAIRS_A_BATCH", 4096 if number == 0 else 7)
+        path = write_parquet(tmp_path / f"{number}.parquet", rows)
+        hashes.append(open_store(path, tokenizer, 64, tmp_path / "tokens").meta["ids_sha256"])
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == len(hashes) - 1
+
+
+@pytest.mark.parametrize("rows_a_chunk", [1, 4, 1 << 20])
+def test_validation_pairs_and_prompts_that_stand_in_the_training_file_are_counted(
+    tmp_path, tokenizer, monkeypatch, rows_a_chunk
+):
+    monkeypatch.setattr(pair_hashes, "ROWS_A_CHUNK", rows_a_chunk)
+    train, fresh = make_pairs(20, seed=1), make_pairs(5, seed=2)
+    shared = [(train[3][0], fresh[0][1]), (train[9][0], fresh[1][1])]
+    turned = [tuple(reversed(train[7]))]
+    stores = [
+        open_store(write_parquet(tmp_path / f"{name}.parquet", pairs), tokenizer, 64, tmp_path / "tokens")
+        for name, pairs in (("train", train), ("valid", [*train[:4], *fresh, *shared, *turned]), ("fresh", fresh))
+    ]
+    assert shared_pairs(stores[1], stores[0]) == (4, 2)
+    assert "4 of 12 validation pairs stand in the training file too, 2 more" in describe_shared(stores[1], stores[0])
+    assert describe_shared(stores[2], stores[0]) == ""
+
+
+BUILD = """
+import sys, time
+from model.data.token_store import open_store
+from model.data.tokenizer import load_tokenizer
+def progress(rows):
+    print("built", flush=True)
+    time.sleep(float(sys.argv[4]))
+print(len(open_store(sys.argv[1], load_tokenizer(sys.argv[2]), 64, sys.argv[3], progress=progress)), flush=True)
+"""
+
+
+def start_builder(source, tokenizer, root, seconds):
+    """A process that opens the store and takes `seconds` longer over each batch of pairs."""
+    arguments = [source, tokenizer.directory, root, seconds]
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_two_processes_build_one_store_and_a_killed_builder_leaves_none(source, tokenizer, tmp_path):
+    root = tmp_path / "tokens"
+    killed = start_builder(source, tokenizer, root, 60)
+    others = [start_builder(source, tokenizer, root, 0.5) for _ in range(2)]
+    first = killed
+    try:
+        assert first.stdout.readline() in ("built\n", "30\n")
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        said = [other.communicate(timeout=60)[0].split() for other in others]
+    finally:
+        for process in (killed, *others):
+            process.kill()
+            process.stdout.close()
+    assert sorted(said) in ([["30"], ["built", "30"]], [["30"], ["30"]])
+    (store,) = stores_in(root)
+    assert {path.name for path in store.iterdir()} == {"pairs.arrow", "lengths.npy", "hashes.npy", "meta.json"}
+
+
+MEASURE = """
+import gc, sys
+import numpy as np
+from model.data.token_store import open_store
+from model.data.tokenizer import load_tokenizer
+def anonymous():
+    gc.collect()
+    status = open("/proc/self/status").read()
+    return int(status.split("RssAnon:")[1].split()[0])
+tokenizer = load_tokenizer(sys.argv[2])
+small, large = sys.argv[1].split(",")
+open_store(small, tokenizer, 64, sys.argv[3]).tokens(np.arange(30))
+before = anonymous()
+store = open_store(large, tokenizer, 64, sys.argv[3])
+draw = np.random.default_rng(0)
+for _ in range(100):
+    store.tokens(draw.integers(0, len(store), 64))
+half = anonymous()
+for _ in range(400):
+    store.tokens(draw.integers(0, len(store), 64))
+print(len(store), half - before, anonymous() - half, sum(f.stat().st_size for f in store.directory.iterdir()))
+"""
+
+
+def test_promise_6_memory_does_not_grow_with_the_corpus_nor_with_time(source, tokenizer, tmp_path):
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("0123456789", k=draw.randint(4, 8))) for _ in range(500)]
+    large, root = tmp_path / "large.parquet", tmp_path / "tokens"
+    columns = [draw.choices(texts, k=200_000) for _ in range(2)]
+    pq.write_table(pa.table(dict(prompt=columns[0], response=columns[1])), large)
+    del columns
+    open_store(source, tokenizer, 64, root)
+    open_store(large, tokenizer, 64, root)
+    arguments = [f"{source},{large}", tokenizer.directory, root]
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    rows, opening_kib, reading_kib, store_bytes = map(int, out.split())
+    assert rows == 200_000
+    assert store_bytes > 6e6
+    assert opening_kib < 4096
+    assert reading_kib < 1024

@@ -1,0 +1,124 @@
+"""The Triton kernels against the plain twin: on CPU through Triton's interpreter, on a GPU as they are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+SELF = [(5, 5), (70, 70), (64, 64), (1, 1), (130, 130)]
+CROSS = [(9, 70), (3, 4), (100, 2), (65, 128)]
+CASES = {"encoder": (SELF, False, True), "decoder": (SELF, True, True), "cross": (CROSS, False, False)}
+
+
+def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernels, padding=0):
+    """Output and gradients of q, k, v and the bias table, by the kernels in `dtype` or by the twin in float32.
+
+    `padding`: so many rows of padding are behind the examples, and must give and receive zero.
+    """
+    from model.nn.attention import attend, make_layout, score_bias
+
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = np.sum(lengths, axis=0)
+    shapes = [(n, heads * width) for n in (queries, keys, keys, queries)]
+    *qkv, grad = (torch.randn(shape, generator=generator).mul(0.6).to(device, dtype) for shape in shapes)
+    inputs = [x.to(dtype if kernels else torch.float32).clone().requires_grad_() for x in qkv]
+    weight = torch.randn(32, heads, generator=generator).to(device).requires_grad_() if has_bias else None
+    layout = make_layout(*np.array(lengths).T, device, kernels)
+    if padding:
+        rows = torch.ones(padding, heads * width, device=device, dtype=dtype)
+        inputs = [torch.cat([x.detach(), rows]).requires_grad_() for x in inputs]
+        grad = torch.cat([grad, rows])
+        layout = roomy_layout(lengths, padding, device)
+    out = attend(inputs, layout, score_bias(layout, weight, 128, causal), heads)
+    out.backward(grad.to(out.dtype))
+    if padding:
+        assert not any(x[-padding:].any() for x in (out, *(x.grad for x in inputs)))
+    real = [x if not padding or x is weight else x[:-padding] for x in (out.detach(), *(x.grad for x in inputs))]
+    return real if weight is None else [*real, weight.grad]
+
+
+def roomy_layout(lengths, padding, device):
+    from model.nn.kernels.attention import PackedLayout, packed_tiles
+
+    queries, keys = np.array(lengths).T
+    room = (queries.sum() + padding, keys.sum() + padding, len(lengths))
+    return PackedLayout(*(torch.from_numpy(tiles).to(device) for tiles in packed_tiles(queries, keys, room)))
+
+
+def relative_errors(*case, padding=0):
+    ours, twin = outcome(*case, kernels=True, padding=padding), outcome(*case, kernels=False)
+    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(ours, twin, strict=True)]
+
+
+@pytest.mark.parametrize("dtype, most", [("float32", 1e-5), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("name", CASES)
+def test_the_interpreted_kernels_give_the_plain_twin(name, dtype, most):
+    # A process of its own: Triton reads TRITON_INTERPRET when a kernel is defined.
+    imports = "import torch; from tests.nn.kernels.test_attention_kernels import *"
+    code = f"{imports}; print(*interpreted({name!r}, torch.{dtype}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [float(word) for word in done.stdout.split()]
+    assert len(errors) == 2 * (5 if CASES[name][2] else 4)
+    assert max(errors) < most
+
+
+def interpreted(name, dtype):
+    lengths, causal, has_bias = CASES[name]
+    width = 16
+    if dtype == torch.bfloat16:
+        compute_bf16_as_a_gpu_does()
+        width, lengths = 64, [pair for pair in lengths if min(pair) > 4]  # of one key the true gradient of q is zero
+    case = (lengths, causal, has_bias, 2, width, dtype, "cpu", int.from_bytes(os.urandom(4), "little"))
+    return relative_errors(*case) + relative_errors(*case, padding=77)
+
+
+def compute_bf16_as_a_gpu_does():
+    """Let the interpreter, which keeps bf16 as integers of 16 bits, multiply the numbers and round to the nearest."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot, truncate = InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def rounded(self, handle, dtype):
+        if dtype.scalar != tl.bfloat16:
+            return truncate(self, handle, dtype)
+        numbers = torch.from_numpy(np.ascontiguousarray(handle.data)).bfloat16()
+        return TensorHandle(numbers.view(torch.int16).numpy().view(np.uint16), dtype.scalar)
+
+    InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+    InterpreterBuilder.create_fp_trunc = rounded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_in_bf16_are_within_a_hundredth_of_the_plain_twin(name):
+    lengths, causal, has_bias = CASES[name]
+    rng = np.random.default_rng()
+    many = [(int(n), int(n) if has_bias else int(m)) for n, m in rng.integers(1, 513, size=(200, 2))]
+    for case in (lengths, many):
+        seed, padding = (int(number) for number in rng.integers([2**31, 1000]))
+        errors = relative_errors(case, causal, has_bias, 8, 64, torch.bfloat16, "cuda", seed, padding=padding)
+        assert max(errors) <= 1e-2, errors
+
+
+@pytest.mark.gpu
+def test_the_kernels_give_the_same_bits_at_every_run():
+    runs = [outcome(*CASES["decoder"], 8, 64, torch.bfloat16, "cuda", 1, kernels=True) for _ in range(3)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))

@@ -1,0 +1,106 @@
+"""Each kernel compiled for the cards of those who will use it, on a machine without one."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from config import T5ModelConfig
+from model.data.sampler import pack
+from model.nn import flat_params, loss
+from model.nn.t5 import network
+from model.nn.t5.network import TextToTextModel
+from tests.nn.kernels import test_attention_kernels, test_fused
+
+SHARED_BYTES = 99 * 1024  # what a block may use on sm_86 and sm_89; sm_80 gives 163 KiB
+
+
+def kernel_names():
+    """What is launched: the functions that Triton compiles, less their helpers."""
+    from model.nn.kernels import attention, norm
+
+    functions = {**vars(attention), **vars(norm)}
+    return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
+
+
+class Card:
+    """What Triton asks a driver for when it compiles."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return self.capability
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@contextmanager
+def compiling_for(capability, patch):
+    """Launches within this block compile for the card and do not run; yields the kernels, by name."""
+    kernels, launch = {}, triton.JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernels.setdefault(self.__name__, []).append(launch(self, *args, grid=grid, warmup=True, **options))
+
+    patch.setattr(triton.JITFunction, "run", compile_only)
+    patch.setattr(triton.runtime.driver, "_active", Card(capability))
+    yield kernels
+    patch.undo()
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89])  # A100; RTX 30; RTX 40
+def test_every_kernel_fits_the_card(capability, monkeypatch):
+    with compiling_for(capability, monkeypatch) as kernels:
+        for lengths, causal, has_bias in test_attention_kernels.CASES.values():
+            test_attention_kernels.outcome(lengths, causal, has_bias, 8, 64, torch.bfloat16, "cpu", 0, kernels=True)
+        for head_width in (16, 32, 128):
+            case = test_attention_kernels.CASES["decoder"]
+            test_attention_kernels.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
+        for width in (512, 768):
+            test_fused.norm_errors("cpu", torch.bfloat16, width=width)
+        launch_cross_entropy()
+        test_fused.update_errors("cpu")
+    assert kernels.keys() == kernel_names()
+    for name, compiled in kernels.items():
+        for kernel in compiled:
+            assert kernel.asm["cubin"]
+            assert kernel.metadata.shared <= SHARED_BYTES, f"{name}: {kernel.metadata.shared:,} bytes"
+
+
+def launch_cross_entropy():
+    from model.nn.kernels.norm import cross_entropy_
+
+    cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
+
+
+def test_what_a_first_micro_batch_has_compiled_serves_any_number_of_tokens(monkeypatch):
+    for module in (flat_params, network, loss):
+        monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
+    sizes = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1, vocab_size=500)
+    small = TextToTextModel(T5ModelConfig(**sizes), compute_dtype=torch.bfloat16).initialise(0)
+    with compiling_for(86, monkeypatch) as kernels:
+        small(packed(8)).backward()
+        first = variants(kernels)
+        for num_pairs in range(9, 25):
+            small(packed(num_pairs)).backward()
+        assert variants(kernels) == first
+    assert first.keys() >= {"attention_forward", "attention_backward_keys", "cross_entropy"}
+
+
+def packed(num_pairs):
+    """MicroBatch of pairs with lengths of all kinds."""
+    lengths = np.random.default_rng(num_pairs).integers(2, 60, size=(2, num_pairs))
+    prompts, labels = (np.ones(side.sum(), dtype=np.int64) for side in lengths)
+    return pack(prompts, labels, labels, *lengths)
+
+
+def variants(kernels):
+    return {name: {kernel.hash for kernel in compiled} for name, compiled in kernels.items()}

@@ -1,0 +1,141 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import T5Config, T5ForConditionalGeneration
+
+from model.data.sampler import collate
+from tests.parts import SHAPE, farthest, gradients_of, make_model, padded, stock_loss
+
+IDS = [3, 0, 41, 17, 8, 22, 59]
+
+
+@pytest.fixture
+def micro_batch(store, tokenizer):
+    return collate(store, IDS, tokenizer.pad_id, "cpu")
+
+
+def stock_twin(model):
+    """transformers' own T5 with copies of the weights of `model`."""
+    config = T5Config(
+        **SHAPE, vocab_size=model.shape.vocab_size, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0
+    )
+    twin = T5ForConditionalGeneration(config)
+    assert not twin.load_state_dict(model.state_dict(), strict=False).unexpected_keys
+    return twin
+
+
+def gradients_after(model, micro_batch, seed=0):
+    torch.manual_seed(seed)
+    model.zero_grad()
+    model(micro_batch, chunk_tokens=16).backward()
+    return gradients_of(model)
+
+
+def logits_of(model, micro_batch):
+    return model.decode(micro_batch).float() @ model.shared.weight.T
+
+
+def test_promise_1_logits_are_those_of_transformers(model, store, tokenizer, micro_batch):
+    batch = padded(store, IDS, tokenizer.pad_id)
+    theirs = stock_twin(model)(**batch).logits[batch["labels"] != -100]
+    assert theirs.std() > 0.05
+    assert (logits_of(model, micro_batch) - theirs).abs().max() <= 1e-4
+
+
+def test_loss_and_every_gradient_are_those_of_transformers(model, store, tokenizer, micro_batch):
+    twin = stock_twin(model)
+    loss = stock_loss(twin, padded(store, IDS, tokenizer.pad_id))
+    loss.backward()
+    ours = gradients_after(model, micro_batch)
+    torch.testing.assert_close(model(micro_batch), loss)
+    assert ours.keys() == {name for name, _ in model.named_parameters()}
+    assert farthest(ours, gradients_of(twin)) < 1e-4
+
+
+@pytest.mark.parametrize("trainable", ["all", "decoder"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_gradient_checkpointing_leaves_gradients_as_they_are(tokenizer, micro_batch, trainable, dropout):
+    model = make_model(tokenizer.vocab_size, dropout=dropout)
+    if trainable == "decoder":
+        model.freeze_all_but_decoder()
+    plain = gradients_after(model, micro_batch)
+    model.gradient_checkpointing = True
+    again = gradients_after(model, micro_batch)
+    for name, gradient in plain.items():
+        assert torch.equal(again[name], gradient), name
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_exactly_the_trainable_weights_receive_a_gradient(model, micro_batch, gradient_checkpointing):
+    model.gradient_checkpointing = gradient_checkpointing
+    everything = gradients_after(model, micro_batch)
+    assert everything.keys() == model.state_dict().keys()
+    assert all(gradient.any() for gradient in everything.values())
+    model.zero_grad()
+    decoder = gradients_after(model.freeze_all_but_decoder(), micro_batch)
+    assert decoder.keys() == {name for name in everything if name.startswith("decoder.")}
+    for name, gradient in decoder.items():
+        torch.testing.assert_close(gradient, everything[name])
+
+
+def test_gradient_checkpointing_keeps_fewer_activations(model, micro_batch):
+    kept = []
+    for model.gradient_checkpointing in (False, True):
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.setdefault(id(t), t), lambda t: t):
+            model(micro_batch)
+        kept.append(sum(t.numel() for t in saved.values()))
+    assert kept[1] < kept[0] / 2
+
+
+def test_dropout_is_active_in_training_only(tokenizer, micro_batch):
+    model = make_model(tokenizer.vocab_size, dropout=0.3)
+    plain = make_model(tokenizer.vocab_size).decode(micro_batch)
+    torch.manual_seed(0)
+    one, other = model.decode(micro_batch), model.decode(micro_batch)
+    assert not torch.equal(one, other)
+    torch.manual_seed(0)
+    assert torch.equal(model.decode(micro_batch), one)
+    model.eval()
+    assert torch.equal(model.decode(micro_batch), plain)
+    assert torch.equal(make_model(tokenizer.vocab_size).train().decode(micro_batch), plain)
+
+
+def test_random_weights_depend_on_the_seed_alone(tokenizer):
+    one = make_model(tokenizer.vocab_size, seed=5).state_dict()
+    torch.manual_seed(99)
+    same, other = (make_model(tokenizer.vocab_size, seed=seed).state_dict() for seed in (5, 6))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one if "norm" not in name)
+
+
+def test_random_weights_have_the_spread_that_transformers_gives_them(model):
+    torch.manual_seed(0)
+    stock = T5ForConditionalGeneration(T5Config(**SHAPE, vocab_size=model.shape.vocab_size)).state_dict()
+    for name, weight in model.state_dict().items():
+        if "norm" in name:
+            assert torch.equal(weight, stock[name])
+            continue
+        noise = 5 * (2 * weight.numel()) ** -0.5
+        assert abs(weight.std() / stock[name].std() - 1) < 2 * noise, name
+        assert abs(weight.mean()) < 5 * weight.std() * weight.numel() ** -0.5, name
+
+
+def test_loss_of_random_weights_is_near_that_of_guessing(model, micro_batch):
+    per_token = model(micro_batch) / len(micro_batch.labels)
+    guessing = F.cross_entropy(torch.zeros(1, model.shape.vocab_size), torch.zeros(1, dtype=torch.long))
+    assert abs(per_token - guessing) < 1.0
+
+
+def test_bf16_stays_near_float32(tokenizer, model, micro_batch):
+    half = make_model(tokenizer.vocab_size, compute_dtype=torch.bfloat16)
+    assert half.decode(micro_batch).dtype == torch.bfloat16
+    torch.testing.assert_close(half(micro_batch), model(micro_batch), rtol=5e-3, atol=0)
+    ours, exact = gradients_after(half, micro_batch), gradients_after(model, micro_batch)
+    assert all(gradient.dtype == torch.float32 for gradient in ours.values())
+    assert farthest(ours, exact) < 0.1
+
+
+def test_the_state_holds_the_weights_under_their_names_and_nothing_else(model):
+    assert model.state_dict().keys() == {name for name, _ in model.named_parameters()}
+    assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in model.state_dict()

@@ -1,0 +1,135 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from model.data.sampler import collate
+from model.nn.loss import linear_cross_entropy
+from model.run.console import Journal, read_journal
+from model.run.run_log import log_steps
+from model.train.loader import Course
+from model.train.optim import make_optimizer
+from model.train.step import train_steps
+from tests.parts import ALONE, PLAN, make_config, make_model
+
+TOKENS, WIDTH, VOCABULARY = 37, 16, 101
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Elements of the largest float32 tensor that any operation inside gives, backward included."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        floats = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dtype == torch.float32]
+        self.numel = max(self.numel, *(t.numel() for t in floats), 0)
+        return out
+
+
+def random_inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float32).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).requires_grad_()
+    return hidden, weight, torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+
+
+def plain_loss(hidden, weight, labels, z_loss=0.0):
+    return sum(plain_parts(hidden, weight, labels, z_loss))
+
+
+def plain_parts(hidden, weight, labels, z_loss):
+    logits = hidden.float() @ weight.T
+    return F.cross_entropy(logits, labels, reduction="sum"), z_loss * logits.logsumexp(1).square().sum()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 36, 37, 64, 2048])
+def test_loss_and_gradients_are_those_of_torch_whatever_the_chunk(chunk_tokens, z_loss):
+    ours, reference = random_inputs(), random_inputs()
+    loss, parts = linear_cross_entropy(*ours, chunk_tokens, z_loss)
+    expected = plain_loss(*reference, z_loss)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(parts, torch.stack(plain_parts(*reference, z_loss)).detach())
+    (loss * 0.3).backward()
+    (expected * 0.3).backward()
+    for mine, theirs in zip(ours[:2], reference[:2], strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_bf16_stays_near_float32():
+    ours, reference = random_inputs(torch.bfloat16), random_inputs()
+    loss, expected = linear_cross_entropy(*ours, chunk_tokens=8)[0], plain_loss(*reference)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
+    loss.backward()
+    expected.backward()
+    assert ours[1].grad.dtype == torch.float32
+    for mine, theirs in zip(ours[:2], reference[:2], strict=True):
+        assert (mine.grad.float() - theirs.grad).norm() < 2e-2 * theirs.grad.norm()
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, labels = random_inputs()
+    loss, _ = linear_cross_entropy(hidden * 1e4, weight, labels)
+    assert loss.isfinite()
+    torch.testing.assert_close(loss, plain_loss(hidden * 1e4, weight, labels))
+
+
+@pytest.mark.parametrize("wants_hidden, wants_weight", [(True, False), (False, True), (False, False)])
+def test_only_the_gradients_that_are_wanted_are_computed(wants_hidden, wants_weight):
+    hidden, weight, labels = random_inputs()
+    hidden.requires_grad_(wants_hidden)
+    weight.requires_grad_(wants_weight)
+    with torch.profiler.profile() as profile:
+        loss, _ = linear_cross_entropy(hidden, weight, labels, chunk_tokens=64)
+    products = sum(event.name in ("aten::mm", "aten::addmm_") for event in profile.events())
+    assert products == 1 + wants_hidden + wants_weight
+    if wants_hidden or wants_weight:
+        loss.backward()
+    assert (hidden.grad is not None, weight.grad is not None) == (wants_hidden, wants_weight)
+
+
+def train_line_of_a_step(store, tokenizer, folder, **options):
+    config, model = make_config(seed=3, logging_steps=1, **options), make_model(tokenizer.vocab_size)
+    course = Course(len(store), 0, 16, tokenizer.pad_id)
+    result = next(train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, course))
+    with Journal(folder / "metrics.jsonl") as journal:
+        log_steps(SimpleNamespace(config=config, ranks=ALONE), journal, [result])
+    return read_journal(folder / "metrics.jsonl")[-1]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_journal_tells_the_cross_entropy_and_the_z_loss_apart(store, tokenizer, tmp_path, exact):
+    plain, both = (train_line_of_a_step(store, tokenizer, tmp_path, exact=exact, z_loss=z) for z in (0.0, 0.01))
+    assert both["loss"] == plain["loss"] and "z_loss" not in plain
+    assert 0.1 < both["z_loss"] < 1, "0.01 times the square of log(400)"
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_promise_5_no_step_holds_an_fp32_tensor_of_batch_by_length_by_vocabulary(
+    store, tokenizer, compute_dtype, gradient_checkpointing
+):
+    model = make_model(tokenizer.vocab_size, compute_dtype=compute_dtype)
+    config = make_config(global_batch_size=len(store), z_loss=1e-4)
+    plan = dict(micro_batch_tokens=10**6, chunk_tokens=64, gradient_checkpointing=gradient_checkpointing)
+    steps = train_steps(
+        ALONE, model, make_optimizer(model, config), store, type(PLAN)(**plan, predicted_peak_bytes=0), config,
+        Course(len(store), 0, len(store), tokenizer.pad_id),
+    )  # fmt: skip
+    with LargestFloat32() as largest:
+        result = next(steps)
+    assert result.micro_batches == 1
+    assert result.target_tokens > 10 * plan["chunk_tokens"]
+    assert 0 < largest.numel < result.target_tokens * tokenizer.vocab_size / 4
+
+
+def test_a_plain_cross_entropy_would_break_promise_5(store, tokenizer, model):
+    micro_batch = collate(store, range(len(store)), tokenizer.pad_id, "cpu")
+    with LargestFloat32() as largest:
+        plain_loss(model.decode(micro_batch), model.shared.weight, micro_batch.labels).backward()
+    assert largest.numel >= len(micro_batch.labels) * tokenizer.vocab_size

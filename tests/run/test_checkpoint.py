@@ -1,0 +1,308 @@
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+import ujson
+from safetensors import safe_open
+
+from model.data.tokenizer import copy_tokenizer
+from model.memory.oom_policy import Growth
+from model.nn.t5.huggingface import export_model
+from model.run.checkpoint import (
+    checkpoint_paths,
+    load_newest,
+    read_checkpoint,
+    save_checkpoint,
+    set_aside_later,
+    snapshot_of,
+)
+from model.run.console import Journal
+from model.run.run_dir import write_json
+from model.run.train_state import FORMAT, LaterFormat, TrainState, state_values
+from model.runtime import fault_injection
+from tests.parts import PLAN, make_config
+
+FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+STATE = TrainState(
+    step=500, pairs_seen=32_000, first_batch=64, best_loss=1.2345678901234567, best_step=400, seed=7, world_size=3,
+    tokenizer_fingerprint="abc", num_pairs=1000, plan=asdict(PLAN), growth=asdict(Growth(PLAN, 7)), evaluated_step=400,
+    recent_norms=(1.5, 0.25),
+)  # fmt: skip
+
+
+@pytest.fixture
+def save(tmp_path, model, optimizer):
+    return lambda step, keep=5: save_checkpoint(
+        tmp_path, replace(STATE, step=step, shape=asdict(model.shape)), snapshot_of(model, optimizer), keep
+    )
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(save, model, optimizer):
+    checkpoint = read_checkpoint(save(500))
+    assert checkpoint.state == replace(STATE, shape=asdict(model.shape))
+    assert checkpoint.tensors.keys() == model.state_dict().keys()
+    assert all(torch.equal(checkpoint.tensors[name], weight) for name, weight in model.state_dict().items())
+    for name, p in model.named_parameters():
+        for field, value in optimizer.state[p].items():
+            assert torch.equal(checkpoint.optimizer[f"{name}/{field}"], value)
+    assert len(checkpoint.optimizer) == 3 * len(checkpoint.tensors)
+
+
+def test_a_checkpoint_has_the_files_and_the_name_of_the_contract(save, tmp_path):
+    path = save(500)
+    assert path == tmp_path / "checkpoints" / "step_00000500"
+    assert sorted(os.listdir(path)) == sorted(FILES)
+    assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step_00000500"
+    manifest = ujson.loads((path / "manifest.json").read_text())
+    assert {name: entry["size"] for name, entry in manifest.items()} == {
+        name: (path / name).stat().st_size for name in FILES[:3]
+    }
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[0 if path.name == "manifest.json" else len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def delete(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty, delete])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_passed_over_aloud(save, tmp_path, name, damage):
+    save(400)
+    newest = save(500)
+    damage(newest / name)
+    said = []
+    assert load_newest(tmp_path, said.append).state.step == 400
+    (line,) = said
+    assert str(newest) in line and "damaged" in line and "going back" in line
+    with pytest.raises(ValueError, match="is damaged"):
+        read_checkpoint(newest)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("put", [lambda file: file.symlink_to(file.parents[1] / "elsewhere"), os.mkfifo, Path.mkdir])
+def test_a_checkpoint_with_a_link_or_a_pipe_in_it_is_refused(save, name, put):
+    path = save(500)
+    (path / name).rename(path.parent / "elsewhere")
+    put(path / name)
+    with pytest.raises(ValueError, match=f"{name} is a link or no plain file"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "another.safetensors"])
+def test_a_manifest_that_names_other_files_is_refused(save, name):
+    path = save(500)
+    manifest = ujson.loads((path / "manifest.json").read_text())
+    manifest[name] = manifest["state.json"]
+    (path / "manifest.json").write_text(ujson.dumps(manifest, escape_forward_slashes=False))
+    with pytest.raises(ValueError, match=f"manifest names .*{name}"):
+        read_checkpoint(path)
+
+
+def change_state(path, change):
+    """Write `change`, by dotted name, into a checkpoint's state.json, and mend its manifest; ... takes a value away."""
+    file = path / "state.json"
+    state = ujson.loads(file.read_text())
+    for name, value in change.items():
+        *outer, last = name.split(".")
+        place = functools.reduce(dict.get, outer, state)
+        place[last] = value
+        if value is Ellipsis:
+            del place[last]
+    file.write_text(json.dumps(state))
+    manifest = ujson.loads((path / "manifest.json").read_text())
+    manifest["state.json"]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(ujson.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("step", -1, "state.json says step=-1"), ("step", "5", "step='5'"), ("step", 501, "is of step 501"),
+        ("pairs_seen", 10**30, "pairs_seen=1000"), ("seed", True, "seed=True"), ("best_loss", "low", "best_loss='low'"),
+        ("best_loss", math.nan, "best_loss=nan"), ("unknown", 1, "must have the fields"),
+        ("format", "1", "format='1'"), ("ids_sha256", 5, "ids_sha256=5"),
+        ("world_size", ..., "must have the fields step, pairs_seen"), ("recent_norms", [1.0, -1.0], "gradient norms"),
+        ("recent_norms", [math.inf], "gradient norms"), ("recent_norms", [1.0] * 65, "at most 64 gradient norms"),
+        ("recent_norms", "a", "recent_norms='a'"), ("shape", None, "its shape is None"),
+        ("shape.d_model", 0, "d_model=0"), ("shape.d_model", 65_536, "of another shape"),
+        ("shape.num_layers", 3, "tensors missing"), ("plan", [], "plan="), ("plan", {}, "its plan is {}"),
+        ("plan.odd", 1, "its plan is"), ("plan.answers", ..., "its plan is"),
+        ("plan.micro_batch_tokens", 0, "must be from 1"), ("plan.micro_batch_tokens", 2**63 - 1, "must be from 1"),
+        ("plan.micro_batch_tokens", 1e3, "micro_batch_tokens=1000.0"),
+        ("plan.chunk_tokens", 2049, "chunk_tokens=2049: it must be from 1 to 2048"),
+        ("plan.answers", 33, "answers=33: it must be from 1 to 32"),
+        ("plan.graphs", 1, "graphs=1"), ("plan.gradient_checkpointing", "no", "gradient_checkpointing='no'"),
+        ("growth", {}, "its growth is {}"), ("growth.full", None, "full=None"),
+        ("growth.full.chunk_tokens", 0, "the full plan of its growth"), ("growth.wait_steps", 0, "below wait_steps"),
+    ],
+)  # fmt: skip
+def test_a_state_that_no_run_writes_is_refused_though_its_manifest_fits(save, name, value, said):
+    path = save(500)
+    change_state(path, {name: value})
+    with pytest.raises(ValueError, match=f"is damaged .*{re.escape(said)}"):
+        read_checkpoint(path)
+
+
+STATE_OF_FORMAT_0 = """{
+ "step": 8, "pairs_seen": 60, "first_batch": 8, "best_loss": 6.167487502541241, "best_step": 6,
+ "validation": "3b12de98369dcf782202509e1e890bb602f0d24bb22b8b60498172c174f2c3c2 32 ['', '']", "seed": 23333,
+ "world_size": 1, "tokenizer_fingerprint": "b951d8a816c311c2", "num_pairs": 44, "shape": %s,
+ "plan": {"micro_batch_tokens": 512, "chunk_tokens": 1024, "gradient_checkpointing": false,
+  "predicted_peak_bytes": 104028323, "graphs": false, "answers": 32},
+ "growth": {"full": {"micro_batch_tokens": 512, "chunk_tokens": 1024, "gradient_checkpointing": false,
+   "predicted_peak_bytes": 104028323, "graphs": false, "answers": 32}, "calm_steps": 0, "wait_steps": 100},
+ "evaluated_step": 6, "recent_norms": []
+}"""
+
+
+def test_a_state_of_format_0_is_read_and_what_it_lacks_has_the_defaults(save, model):
+    path = save(8)
+    written = json.loads(STATE_OF_FORMAT_0 % json.dumps(asdict(model.shape)))
+    change_state(path, written | dict.fromkeys({"format"} | {f.name for f in fields(TrainState)} - written.keys(), ...))
+    assert "format" not in (path / "state.json").read_text()
+    state = read_checkpoint(path).state
+    assert (state.ids_sha256, state.max_seq_len) == ("", 0)
+    assert {name: value for name, value in state_values(state).items() if name in written} == written | dict(
+        recent_norms=()
+    )
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_as_such_and_not_gone_back_past(save, tmp_path):
+    save(400)
+    change_state(save(500), {"format": FORMAT + 1, "a_later_field": 1})
+    with pytest.raises(LaterFormat, match=f"step_00000500 is of format {FORMAT + 1}, and this version reads up to"):
+        load_newest(tmp_path, pytest.fail)
+
+
+def test_the_fields_of_a_state_are_those_of_its_format():
+    """Who adds a field gives it a default, raises FORMAT and adds it here: checkpoints without it stay readable."""
+    added = {1: {"ids_sha256", "max_seq_len", "device"}}
+    format_0 = json.loads(STATE_OF_FORMAT_0 % "{}").keys()
+    assert {f.name for f in fields(TrainState)} == format_0 | set().union(*added.values())
+    assert max(added) == FORMAT
+
+
+def test_without_a_whole_checkpoint_there_is_none(save, tmp_path):
+    assert load_newest(tmp_path, pytest.fail) is None
+    delete(save(400) / "model.safetensors")
+    delete(save(500) / "manifest.json")
+    said = []
+    assert load_newest(tmp_path, said.append) is None
+    assert len(said) == 2
+
+
+def test_only_the_newest_are_kept(save, tmp_path):
+    for step in (1, 2, 9, 10, 11, 100):
+        save(step, keep=3)
+    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000100", "step_00000011", "step_00000010"]
+    assert load_newest(tmp_path, pytest.fail).state.step == 100
+
+
+def test_a_save_counts_though_an_old_checkpoint_cannot_be_deleted_which_is_said_once(save, tmp_path, caplog):
+    (tmp_path / "theirs").mkdir()
+    save(1)
+    (tmp_path / "checkpoints" / "step_00000002").symlink_to(tmp_path / "theirs")  # which rmtree refuses, for root too
+    for step in (3, 4):
+        assert save(step, keep=1).is_dir()
+    assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step_00000004"
+    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000004", "step_00000002"]
+    assert caplog.text.count("step_00000002 is no longer needed and cannot be deleted") == 1
+
+
+def test_damaged_checkpoints_that_a_run_went_back_past_do_not_crowd_out_its_own(save, tmp_path):
+    for step in (100, 200, 300):
+        save(step, keep=3)
+    for step in (200, 300):
+        cut(tmp_path / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+    said = []
+    set_aside_later(tmp_path, load_newest(tmp_path, said.append).state.step)
+    assert len(said) == 2 and [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000100"]
+    save(310, keep=2)
+    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000310", "step_00000100"]
+    cut(tmp_path / "checkpoints" / "step_00000310" / "model.safetensors")
+    assert load_newest(tmp_path, said.append).state.step == 100
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"step_00000310", "step_00000100", "LATEST"}
+
+
+def test_the_same_step_may_be_saved_again(save, tmp_path, model):
+    save(500)
+    with torch.no_grad():
+        model.shared.weight.add_(1)
+    assert torch.equal(read_checkpoint(save(500)).tensors["shared.weight"], model.shared.weight)
+    assert len(checkpoint_paths(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("kind", ["enospc", "eio"])
+def test_a_save_that_fails_leaves_earlier_ones_whole_and_the_next_succeeds(save, tmp_path, monkeypatch, kind):
+    save(400, keep=2)
+    monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults(f"save:0:500:{kind}"))
+    with pytest.raises(OSError, match="injected"):
+        save(500, keep=2)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["LATEST", "step_00000400"]
+    assert load_newest(tmp_path, pytest.fail).state.step == 400
+    save(500, keep=2)
+    assert load_newest(tmp_path, pytest.fail).state.step == 500
+
+
+def test_what_killed_saves_left_does_not_pile_up(save, tmp_path, monkeypatch):
+    for step in (100, 200):
+        if (child := os.fork()) == 0:
+            fault_injection._faults = fault_injection.parse_faults(f"save:0:{step}:kill")
+            save(step)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+        assert len(os.listdir(tmp_path / "checkpoints")) == 1
+    assert load_newest(tmp_path, pytest.fail) is None
+    save(300)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["LATEST", "step_00000300"]
+
+
+def test_a_foreign_folder_beside_checkpoints_is_left_alone(save, tmp_path):
+    foreign = tmp_path / "checkpoints" / "step_by_hand"
+    foreign.mkdir(parents=True)
+    for step in (1, 2, 3):
+        save(step, keep=2)
+    assert foreign.is_dir()
+    assert len(checkpoint_paths(tmp_path)) == 2
+
+
+def test_promise_8_no_pickle_is_written_in_a_run_directory(save, tmp_path, model, tokenizer):
+    save(500)
+    for name in ("best", "last"):
+        export_model(model, tokenizer, tmp_path / name)
+    copy_tokenizer(tokenizer.directory, tmp_path / "tokenizer")
+    write_json(tmp_path / "config.json", asdict(make_config()))
+    write_json(tmp_path / "plan.json", asdict(PLAN))
+    with Journal(tmp_path / "metrics.jsonl") as journal:
+        journal.write("train", step=1, loss=2.0)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 12
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as content:
+                assert list(content.keys())
+        else:
+            text = path.read_text(encoding="utf-8")
+            assert path.suffix in (".json", ".jsonl") or path.name == "LATEST"
+            assert re.match(r'step_|[{\["]', text)

@@ -1,0 +1,225 @@
+import threading
+import time
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model.run import checkpoint
+from model.run import checkpointer as saver_module
+from model.run.checkpoint import TrainState, checkpoint_paths, read_checkpoint
+from model.run.checkpointer import Saver, check_equal_weights, checksum, export_aloud
+from model.run.console import Journal, read_journal
+from model.runtime import fault_injection, watchdog
+from model.runtime.distributed import start_ranks, stop_ranks
+from model.runtime.peers import awake_seconds
+from tests.parts import ALONE, PLAN, make_model
+from tests.ranks import run_ranks
+
+STATE = TrainState(step=5, plan=asdict(PLAN))
+
+
+@pytest.fixture
+def journal(tmp_path):
+    with Journal(tmp_path / "metrics.jsonl") as journal:
+        yield journal
+
+
+@pytest.fixture
+def saver(tmp_path, journal):
+    with Saver(ALONE, tmp_path, 2, journal) as saver:
+        yield saver
+
+
+def lines(tmp_path):
+    return [line for line in read_journal(tmp_path / "metrics.jsonl") if line["kind"] == "save"]
+
+
+def hold(monkeypatch):
+    """Let no save go on until the event is set."""
+    go = threading.Event()
+    monkeypatch.setattr(fault_injection, "fire", lambda site, step: go.wait(20) and False)
+    return go
+
+
+def test_what_is_written_is_what_the_weights_were_however_they_change_meanwhile(
+    tmp_path, saver, model, optimizer, monkeypatch
+):
+    go = hold(monkeypatch)
+    weights = {name: t.clone() for name, t in model.state_dict().items()}
+    moments = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
+    saver.save(replace(STATE, shape=asdict(model.shape)), model, optimizer)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+            optimizer.state[p]["exp_avg"].add_(1)
+    assert not checkpoint_paths(tmp_path), "the save is still held: training went on before it was written"
+    go.set()
+    saver.join()
+    read = read_checkpoint(tmp_path / "checkpoints" / "step_00000005")
+    assert all(torch.equal(read.tensors[name], weights[name]) for name in weights)
+    assert all(torch.equal(read.optimizer[f"{name}/exp_avg"], moments[name]) for name in moments)
+
+
+def test_a_newer_save_waits_for_the_older(tmp_path, saver, model, optimizer, monkeypatch):
+    go = hold(monkeypatch)
+    saver.save(STATE, model, optimizer)
+    threading.Timer(0.3, go.set).start()
+    started = time.monotonic()
+    saver.save(replace(STATE, step=6), model, optimizer)
+    assert time.monotonic() - started >= 0.25
+    saver.join()
+    assert [line["step"] for line in lines(tmp_path)] == [5, 6]
+
+
+def test_a_save_has_its_own_minute_in_which_signals_do_not_count(saver, model, optimizer, monkeypatch):
+    go = {5: threading.Event(), 6: threading.Event()}
+    monkeypatch.setattr(fault_injection, "fire", lambda site, step: go[step].wait(20) and False)
+    saver.save(STATE, model, optimizer)
+    threading.Timer(1, go[5].set).start()
+    saver.save(replace(STATE, step=6), model, optimizer)
+    (since,) = watchdog._saving
+    go[6].set()
+    assert awake_seconds() - since < 0.5
+
+
+def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path, saver, model, optimizer):
+    for _ in range(2):
+        saver.save(STATE, model, optimizer)
+    saver.save(replace(STATE, evaluated_step=5), model, optimizer)
+    saver.join()
+    assert len(lines(tmp_path)) == 2
+
+
+def test_the_journal_tells_how_long_the_snapshot_and_the_write_took(tmp_path, saver, model, optimizer):
+    saver.save(STATE, model, optimizer)
+    saver.join()
+    (line,) = lines(tmp_path)
+    assert line["path"].endswith("step_00000005") and line["bytes"] > 3 * sum(p.nbytes for p in model.parameters())
+    assert 0 < line["snapshot_seconds"] < line["write_seconds"]
+
+
+@pytest.mark.parametrize("fault", ["enospc", "eio", "oom:2", "cpu:2"])
+def test_a_save_that_fails_is_said_journalled_and_the_next_one_tries_again(
+    tmp_path, saver, model, optimizer, monkeypatch, caplog, fault
+):
+    saver.save(STATE, model, optimizer)
+    monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults(f"save:0:6:{fault}"))
+    saver.save(replace(STATE, step=6), model, optimizer)
+    saver.join()
+    assert "injected" in saver.failure
+    assert "no checkpoint of step 6" in caplog.text
+    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000005"]
+    saver.save(replace(STATE, step=7, shape=asdict(model.shape)), model, optimizer)
+    saver.join()
+    assert saver.failure == ""
+    assert [("error" in line, line["step"]) for line in lines(tmp_path)] == [(False, 5), (True, 6), (False, 7)]
+    assert read_checkpoint(checkpoint_paths(tmp_path)[0]).state.step == 7
+
+
+@pytest.mark.parametrize("kind", ["oom", "cpu", "real"])
+def test_a_save_that_runs_out_of_memory_once_is_written_all_the_same(
+    tmp_path, saver, model, optimizer, monkeypatch, kind
+):
+    monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults(f"save:0:5:{kind}"))
+    saver.save(replace(STATE, shape=asdict(model.shape)), model, optimizer)
+    saver.join()
+    assert saver.failure == ""
+    assert read_checkpoint(checkpoint_paths(tmp_path)[0]).state.step == 5
+    told = [(line["kind"], line.get("where")) for line in read_journal(tmp_path / "metrics.jsonl")]
+    assert told == [("oom", "save"), ("save", None)]
+
+
+def test_a_snapshot_that_runs_out_of_memory_once_is_taken_all_the_same(tmp_path, saver, model, optimizer, monkeypatch):
+    fail_once(monkeypatch, "snapshot_of", MemoryError("host"))
+    saver.save(STATE, model, optimizer)
+    saver.join()
+    assert saver.failure == "" and len(checkpoint_paths(tmp_path)) == 1
+
+
+def test_an_export_that_runs_out_of_memory_once_is_written_all_the_same(tmp_path, model, tokenizer, monkeypatch):
+    fail_once(monkeypatch, "export_model", torch.OutOfMemoryError("CUDA out of memory"))
+    assert export_aloud(model, tokenizer, tmp_path / "best") == ""
+    assert (tmp_path / "best" / "model.safetensors").exists()
+
+
+def fail_once(monkeypatch, name, error):
+    """Let the function that the saver calls `name` raise `error` at its first call."""
+    works, calls = getattr(saver_module, name), []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise error
+        return works(*args)
+
+    monkeypatch.setattr(saver_module, name, fail)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), OSError("disk"), MemoryError("host")])
+def test_an_export_that_fails_is_said_and_ends_nothing(tmp_path, model, tokenizer, monkeypatch, caplog, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(saver_module, "export_model", fail)
+    assert export_aloud(model, tokenizer, tmp_path / "best") == str(error)
+    assert str(error) in caplog.text
+
+
+def test_space_is_computed_before_anything_is_written(tmp_path, saver, model, optimizer, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SPARE_BYTES", 2**62)
+    saver.save(STATE, model, optimizer)
+    saver.join()
+    assert "bytes and the disk has" in saver.failure and "make room" in saver.failure
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_one_changed_bit_of_one_weight_changes_the_checksum(model):
+    before = checksum(model)
+    bits = model.shared.weight.detach().view(torch.int32)
+    for bit in (0, 17, 31):
+        bits[3, 5] ^= 1 << bit if bit < 31 else -(1 << 31)
+        assert checksum(model) != before
+        bits[3, 5] ^= 1 << bit if bit < 31 else -(1 << 31)
+    assert checksum(model) == before
+    check_equal_weights(ALONE, model, 1)
+
+
+@pytest.mark.parametrize("bit", range(0, 32, 5))
+def test_the_last_weight_counts_however_many_there_are(bit):
+    for count in (1, 2, 5, 6):
+        weights = SimpleNamespace(flat=SimpleNamespace(masters=torch.ones(count)))
+        before = checksum(weights)
+        weights.flat.masters.view(torch.int32)[-1] ^= 1 << bit
+        assert checksum(weights) != before
+
+
+def test_the_checksum_takes_no_memory_to_speak_of():
+    weights = SimpleNamespace(flat=SimpleNamespace(masters=torch.ones(2**20)))
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        checksum(weights)
+    assert sum(max(event.self_cpu_memory_usage, 0) for event in profiler.events()) < 4096
+
+
+def weights_that_differ():
+    ranks = start_ranks("gloo", 60)
+    model = make_model(100)
+    check_equal_weights(ranks, model, 6)
+    if ranks.rank == 1:
+        with torch.no_grad():
+            model.shared.weight[0, 0] += 1e-6
+    try:
+        check_equal_weights(ranks, model, 7)
+    except RuntimeError as error:
+        print(error)
+        return 5
+    finally:
+        stop_ranks()
+
+
+def test_weights_that_differ_between_ranks_end_the_run_and_name_the_odd_one(tmp_path):
+    done = run_ranks(3, weights_that_differ, folder=tmp_path)
+    assert done.codes == [5, 5, 5], done.text
+    assert done.text.count("the weights differ between ranks after step 7") == 3
+    assert "suspect: ranks [1]" in done.text

@@ -1,0 +1,249 @@
+"""A run's directory from start to start: what a fresh start, a start that goes on and one after the end find there."""
+
+import json
+import os
+import shutil
+from functools import partial
+
+import pytest
+
+import train_low_mem
+from model.commands.setup import TOKENIZER_DIR, TOKENS_DIR
+from model.data.token_store import find_store
+from model.data.tokenizer import load_tokenizer
+from tests.ranks import wait_for
+from tests.run.test_checkpoint import change_state
+from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, start, train, weights_hash
+
+
+def test_a_fresh_run_into_a_directory_with_checkpoints_is_refused_with_both_ways_out(home):
+    done = train(home, output_dir="once", **SHORT)
+    assert done.codes == [0], done.text
+    before = weights_hash(home / "once")
+    assert refused(train(home, output_dir="once", **SHORT), "--is_keep_training=True", "--overwrite=True")
+    assert weights_hash(home / "once") == before
+
+
+def test_overwrite_moves_the_old_run_aside(home):
+    for learn_rate in (1e-2, 2e-2):
+        done = train(home, output_dir="twice", learn_rate=learn_rate, overwrite=True, **SHORT)
+        assert done.codes == [0], done.text
+    (old,) = home.glob("twice.*.old")
+    rates = [json.loads((path / "config.json").read_text())["config"]["learn_rate"] for path in (old, home / "twice")]
+    assert rates == [1e-2, 2e-2]
+    assert (old / "last" / "model.safetensors").is_file()
+
+
+def test_going_on_without_a_checkpoint_is_refused_and_names_auto(home):
+    assert refused(train(home, output_dir="fresh", is_keep_training=True), "--is_keep_training=auto")
+
+
+def test_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(home):
+    done = train(home, 1, "forward:0:4:int", output_dir="auto", is_keep_training="auto", **SHORT)
+    assert done.codes == [0], done.text
+    done = train(home, 1, output_dir="auto", is_keep_training="auto", **SHORT)
+    assert done.codes == [0], done.text
+    assert [line["step"] for line in journal(home / "auto", "resume")] == [0, 4]
+    assert ids_by_epoch(home / "auto") == {1: list(range(NUM_PAIRS))}
+
+
+def test_a_finished_run_says_so_and_trains_longer_when_asked(home):
+    for extra in ({}, dict(is_keep_training=True)):
+        done = train(home, 2, output_dir="finished", **SHORT, **extra)
+        assert done.codes == [0, 0], done.text
+    assert "finished is finished: 1 epochs done, 1 asked for; raise --epochs" in done.text
+    done = train(home, 2, output_dir="finished", is_keep_training=True, **SHORT | dict(epochs=2))
+    assert done.codes == [0, 0], done.text
+    assert ids_by_epoch(home / "finished") == dict.fromkeys((1, 2), list(range(NUM_PAIRS)))
+
+
+def test_a_finished_run_without_its_export_gets_it_when_it_is_started_again(home):
+    done = train(home, output_dir="unexported", **SHORT)
+    assert done.codes == [0], done.text
+    expected = weights_hash(home / "unexported")
+    shutil.rmtree(home / "unexported" / "last")
+    done = train(home, output_dir="unexported", is_keep_training=True, **SHORT)
+    assert done.codes == [0] and "is finished" in done.text
+    assert weights_hash(home / "unexported") == expected
+
+
+def test_a_run_that_was_moved_or_copied_goes_on_where_it_lies(home):
+    done = train(home, 1, "forward:0:2:int", output_dir="exp1", **SHORT)
+    assert done.codes == [0] and "exp1: new run" in done.text, done.text
+    assert "go on with --output_dir=exp1 --is_keep_training=True" in done.text
+    (home / "exp1").rename(home / "model_save" / "pretrain")
+    done = command(home, "train", "--is_keep_training=auto")
+    assert done.codes == [0] and "model_save/pretrain: going on" in done.text, done.text
+    assert not (home / "exp1").exists()
+    assert ids_by_epoch(home / "model_save" / "pretrain") == {1: list(range(NUM_PAIRS))}
+    (home / "model_save" / "pretrain").rename(home / "first")
+    shutil.copytree(home / "first", home / "model_save" / "sft")
+    before = weights_hash(home / "first")
+    done = command(home, "train", "--output_dir=model_save/sft", "--is_keep_training=True", "--epochs=2")
+    assert done.codes == [0], done.text
+    assert weights_hash(home / "first") == before != weights_hash(home / "model_save" / "sft")
+    assert sorted(path.name for path in home.glob("first*")) == ["first"]
+
+
+def losing_best(words):
+    """`main`, in which best/ is deleted after each evaluation."""
+    evaluate = train_low_mem.evaluate
+
+    def evaluate_and_lose(run, *args):
+        outcome = evaluate(run, *args)
+        shutil.rmtree(run.dir / "best")
+        return outcome
+
+    train_low_mem.evaluate = evaluate_and_lose
+    return train_low_mem.main(words)
+
+
+def test_a_best_model_that_is_gone_comes_back_with_each_evaluation_and_after_the_end(home):
+    worse = dict(
+        output_dir="lost", optimizer="adamw", learn_rate=1, any_learn_rate=True, warmup_steps=0, eval_steps=1, **SHORT
+    )
+    done = wait_for(start(home, function=losing_best, **worse), home)
+    assert done.codes == [0], done.text
+    losses = [line["loss"] for line in journal(home / "lost", "eval")]
+    assert losses != sorted(losses, reverse=True), "not each was the best so far"
+    assert refused(train(home, command="test", output_dir="lost"), "--is_keep_training=True")
+    done = train(home, is_keep_training=True, **worse)
+    assert done.codes == [0] and "lost/best is gone" in done.text, done.text
+    assert (home / "lost" / "best" / "model.safetensors").exists()
+    assert f"best_val_loss:{losses[-1]:.4f}" in done.text
+    done = train(home, is_keep_training=True, **worse)
+    assert done.codes == [0] and "lost is finished" in done.text
+
+
+def test_a_plan_made_for_a_gpu_is_made_anew_on_a_cpu(home):
+    options = dict(output_dir="from_a_gpu", is_keep_training="auto", **SHORT)
+    assert train(home, 1, "forward:0:2:int", **options).codes == [0]
+    own = json.loads((home / "from_a_gpu" / "plan.json").read_text())["micro_batch_tokens"]
+    (path,) = (home / "from_a_gpu" / "checkpoints").glob("step_*")
+    change_state(path, {"device": "cuda", "plan.micro_batch_tokens": 262_144, "plan.predicted_peak_bytes": 2**35})
+    done = train(home, 1, **options)
+    assert done.codes == [0], done.text
+    plan = json.loads((home / "from_a_gpu" / "plan.json").read_text())
+    assert plan["micro_batch_tokens"] == own and plan["predicted_peak_bytes"] < 2**30
+
+
+def no_room_for(directory, words):
+    """`main` on a disk that refuses exports called `directory`."""
+    export = train_low_mem.export_aloud
+    train_low_mem.export_aloud = lambda *args: "no room" if args[2].name == directory else export(*args)
+    return train_low_mem.main(words)
+
+
+def test_a_finished_run_with_its_export_needs_no_room_on_the_disk(home):
+    for directory in ("nothing", "last"):
+        full = start(
+            home, function=partial(no_room_for, directory), output_dir="exported", is_keep_training="auto", **SHORT
+        )
+        done = wait_for(full, home)
+        assert done.codes == [0], done.text
+    assert "exported is finished" in done.text
+
+
+def test_a_best_model_that_the_disk_refused_at_the_end_fails_the_run_and_is_exported_at_the_next_start(home):
+    done = wait_for(start(home, function=partial(no_room_for, "best"), output_dir="no_best", **SHORT), home)
+    assert done.codes == [1] and "no_best/best was refused" in done.text
+    done = train(home, output_dir="no_best", is_keep_training=True, **SHORT)
+    assert done.codes == [0], done.text
+    assert (home / "no_best" / "best" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("change", (dict(validation_file="train.jsonl"), dict(max_seq_len=8)))
+def test_a_best_model_of_other_validation_pairs_is_chosen_anew(home, change):
+    name = f"judged_{list(change)[0]}"
+    for fault, options in (("forward:0:8:int", {}), ("", change | dict(learn_rate=1e-9, any_learn_rate=True))):
+        done = train(home, 1, fault, output_dir=name, is_keep_training="auto", epochs=3, save_steps=1000, **options)
+        assert done.codes == [0], done.text
+    assert "best/ is chosen anew" in done.text
+    assert ("44 of 44 validation pairs stand in the training file too" in done.text) == ("validation_file" in change)
+    told = "max_seq_len was 32, and is 8: of the training pairs only their number, 44, is compared"
+    assert (told in done.text) == ("max_seq_len" in change)
+    losses = {line["step"]: line["loss"] for line in journal(home / name, "eval")}
+    assert f"best_val_loss:{min(losses[12], losses[18]):.4f}" in done.text and losses[6] not in (losses[12], losses[18])
+
+
+def test_a_run_stopped_at_its_last_step_is_evaluated_once_and_then_finished(home):
+    last = -(-NUM_PAIRS // OPTIONS["global_batch_size"])
+    for fault in (f"forward:0:{last}:int", "", ""):
+        done = train(home, 1, fault, output_dir="last_step", is_keep_training="auto", **SHORT)
+        assert done.codes == [0], done.text
+    assert "last_step is finished" in done.text
+    assert [line["step"] for line in journal(home / "last_step", "eval")] == [last]
+
+
+def test_a_typed_warm_up_that_is_not_shorter_than_the_run_is_refused_before_it(home):
+    done = train(home, output_dir="all_warm_up", warmup_steps=11)
+    assert refused(done, "the warm-up of 11 steps is not shorter than the run, 11", "--warmup_steps=1")
+    assert not (home / "all_warm_up").exists()
+
+
+def test_warm_up_can_be_changed_on_the_way_and_is_counted_in_the_first_start_s_steps(home):
+    for fault, warmup_steps, batch in (("forward:0:2:int", 3, 8), ("", 4, 4)):
+        sizes = dict(global_batch_size=batch, warmup_steps=warmup_steps)
+        done = train(home, 1, fault, output_dir="warm", is_keep_training="auto", **SHORT | sizes)
+        assert done.codes == [0], done.text
+    assert "muon, learning rate up to 0.03 over the first 8 steps" in done.text
+    assert [(line["learn_rate"], line["warmup_pairs"]) for line in journal(home / "warm", "start")] == [
+        (0.03, 24),
+        (0.03, 32),
+    ]
+    line = next(line for line in journal(home / "warm", "train") if line["step"] == 3)
+    assert line["learn_rate"] == pytest.approx(0.03 * (16 + 2) / (4 * 8))
+
+
+def test_a_run_goes_on_with_its_own_tokenizer_and_shape_whatever_became_of_what_it_was_given(home):
+    shutil.copytree(home / "model_save" / "tokenizer", home / "given")
+    shutil.copy(home / "shape.json", home / "given")
+    given = dict(tokenizer_dir="given", model="given/shape.json")
+    done = train(home, 1, "forward:0:2:int", output_dir="kept_own", **given, **SHORT)
+    assert done.codes == [0], done.text
+    shutil.rmtree(home / "given")
+    done = command(home, "train", "--output_dir=kept_own", "--is_keep_training=True")
+    assert done.codes == [0], done.text
+
+
+def test_a_run_that_goes_on_keeps_the_options_it_was_started_with(home):
+    done = train(home, 1, "forward:0:2:int", output_dir="kept", dropout=0.25, **SHORT)
+    assert done.codes == [0], done.text
+    done = command(home, "train", "--output_dir=kept", "--is_keep_training=True")
+    assert done.codes == [0], done.text
+    stored = json.loads((home / "kept" / "config.json").read_text())["config"]
+    assert (stored["dropout"], stored["model"], stored["global_batch_size"]) == (0.25, "shape.json", 8)
+
+
+def test_a_run_goes_on_with_the_pairs_it_was_trained_on_however_their_file_was_saved(home):
+    rows = [json.loads(line) for line in (home / "train.jsonl").read_text().splitlines()]
+    for fault, order in (("forward:0:2:int", 1), ("", -1), ("", 1)):  # the file is written anew each time
+        (home / "mine.jsonl").write_text("\n".join(map(json.dumps, rows[::order])))
+        done = train(home, 1, fault, output_dir="paired", train_file="mine.jsonl", is_keep_training="auto", **SHORT)
+        if order < 0:
+            assert refused(done, "other training pairs, or in another order", "--train_file=", "--output_dir")
+        else:
+            assert done.codes == [0], done.text
+    assert ids_by_epoch(home / "paired") == {1: list(range(NUM_PAIRS))}
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_does_not_tell_its_pairs_and_keeps_its_best_model(home):
+    done = train(home, 1, "forward:0:8:int", output_dir="older")
+    assert done.codes == [0], done.text
+    valid = find_store(home / "valid.jsonl", load_tokenizer(home / TOKENIZER_DIR), 32, home / TOKENS_DIR)
+    older = dict.fromkeys(("format", "ids_sha256", "max_seq_len"), ...) | dict(validation=valid.file_identity)
+    change_state(home / "older" / "checkpoints" / "step_00000008", older)
+    done = train(home, 1, output_dir="older", is_keep_training=True)
+    assert done.codes == [0], done.text
+    assert "does not tell which pairs it was written on: of the training pairs only their number, 44" in done.text
+    assert "chosen anew" not in done.text
+    assert ids_by_epoch(home / "older") == {1: list(range(NUM_PAIRS)), 2: list(range(NUM_PAIRS))}
+
+
+def test_a_directory_whose_name_is_not_utf_8_is_refused_by_name_and_a_data_file_is_read(home):
+    odd = os.fsdecode(b"caf\xe9")
+    assert refused(train(home, output_dir=odd), "--output_dir='caf\\udce9': its name is not UTF-8")
+    shutil.copy(home / "train.jsonl", home / f"{odd}.jsonl")
+    for _ in range(2):  # the second start reads what the first one wrote down
+        done = train(home, 2, output_dir="oddly", train_file=f"{odd}.jsonl", is_keep_training="auto", **SHORT)
+        assert done.codes == [0, 0] and "Traceback" not in done.text, done.text

@@ -1,0 +1,220 @@
+import json
+import os
+import pty
+import resource
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import T5Config, T5ForConditionalGeneration
+
+from model.data.tokenizer import PROBE, load_tokenizer, train_tokenizer
+from scripts.chat import answer, find_model, generation_options, load_model, main, parse_arguments
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "chat.py"
+# No character of 🐱, 👍 and 龘 is in the tokenizer's alphabet: each becomes several byte tokens.
+PAIRS = {"你好": "今天天气真好，谢谢你。", "请说一个字": "龘龘🐱👍", "hello": "how are you? 好 龘 ok\n你好"}
+ENVIRONMENT = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}  # a tiny model gains nothing from more threads
+LONG_ANSWERS = ["--max_new_tokens", "100000", "--temperature", "1e9"]
+SECONDS = 60
+
+
+def over_fit(model, tokenizer):
+    """Train on PAIRS until the loss is near zero."""
+    prompts, answers = (
+        [torch.tensor([*tokenizer.encode(text), tokenizer.eos_id]) for text in side]
+        for side in (PAIRS.keys(), PAIRS.values())
+    )
+    ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=tokenizer.pad_id)
+    labels = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=-100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(400):
+        loss = model(input_ids=ids, attention_mask=ids != tokenizer.pad_id, labels=labels).loss
+        if loss < 0.01:
+            return
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    raise AssertionError(f"the loss is still {loss:.3f}")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A folder with model_save/tiny/best, a model that knows PAIRS."""
+    folder = tmp_path_factory.mktemp("project")
+    best = folder / "model_save" / "tiny" / "best"
+    train_tokenizer([PROBE + "，。?how are you hello ok\n"] * 3, 400, best)
+    tokenizer = load_tokenizer(best)
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=tokenizer.vocab_size, d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=2, dropout_rate=0.0,
+        pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    over_fit(model, tokenizer)
+    torch.set_num_threads(num_threads)
+    model.save_pretrained(best)
+    (folder / "model_save" / "tiny" / "config.json").write_text("{}")
+    return folder
+
+
+def chat_through_pipe(folder, questions, *arguments):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], cwd=folder, env=ENVIRONMENT, input=questions.encode(),
+        capture_output=True, timeout=SECONDS,
+    )  # fmt: skip
+
+
+class Terminal:
+    """The script in a pseudo terminal."""
+
+    def __init__(self, folder, *arguments):
+        self.output = b""
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execvpe(sys.executable, [sys.executable, str(SCRIPT), *arguments], ENVIRONMENT)
+
+    def type(self, text):
+        os.write(self.fd, text.encode())
+
+    def wait_for(self, text):
+        """Everything written up to and with `text`; the rest stays for the next call."""
+        deadline = time.monotonic() + SECONDS
+        while text.encode() not in self.output:
+            assert select.select([self.fd], [], [], max(0, deadline - time.monotonic()))[0], self.output.decode()
+            self.output += os.read(self.fd, 4096)
+        seen, _, self.output = self.output.partition(text.encode())
+        return seen.decode() + text
+
+    def exit_code(self, key):
+        """Type `key`, read to the end, and wait for the process.
+
+        Until there is an answer, once a second again: readline misses a signal between its prompt and its waiting.
+        """
+        self.type(key)
+        for _ in range(SECONDS):
+            if select.select([self.fd], [], [], 1)[0]:
+                break
+            self.type(key)
+        try:
+            while data := os.read(self.fd, 4096):
+                self.output += data
+        except OSError:  # how Linux ends a pseudo terminal
+            pass
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_questions_from_a_pipe_are_answered_one_after_the_other_and_nothing_else_is_printed(project):
+    done = chat_through_pipe(project, "\ufeff你好\n\n   \n请说一个字 \r\ncls\nhello\nexit\n你好\n")
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == "".join(f"{expected}\n" for expected in PAIRS.values())
+    assert done.stderr == b""
+
+
+def test_an_answer_cut_in_the_middle_of_a_character_shows_none_of_it(project, capsys):
+    words = ["--temperature", "0.01", "--top_p", "0.5", "--max_new_tokens", "12"]
+    model, tokenizer = load_model(find_model(project / "model_save" / "tiny"))
+    answer(model, tokenizer, "请说一个字", generation_options(parse_arguments(words)))
+    assert capsys.readouterr().out == "龘龘🐱\n"  # 3, 3 and 4 bytes; the last 2 begin another character
+
+
+def test_a_terminal_shows_prompts_and_answers_and_ctrl_d_and_ctrl_c_leave_with_code_0(project):
+    first, second, third = [Terminal(project, *words) for words in ([], ["model_save/tiny"], LONG_ANSWERS)]
+    assert "model_save/tiny/best on c" in first.wait_for("> ")
+    for question, expected in PAIRS.items():
+        first.type(question + "\n")
+        first.wait_for(question + "\r\n")
+        assert first.wait_for("> ") == expected.replace("\n", "\r\n") + "\r\n> "
+    first.type("cls\n")
+    first.wait_for("\033[2J")
+    first.wait_for("> ")
+    second.wait_for("> ")
+    third.wait_for("> ")
+    third.type("你好\n")
+    third.wait_for("你好\r\n")
+    time.sleep(0.05)
+    for terminal, key in ((third, "\x03"), (first, "\x04"), (second, "\x03")):  # the third is in its answer
+        assert terminal.exit_code(key) == 0
+        assert b"Traceback" not in terminal.output
+
+
+def test_a_directory_without_a_model_is_refused_with_one_line_and_exit_code_2(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert f"no model in {tmp_path}: name a Hugging Face directory" in printed.err
+
+
+def test_a_model_that_is_not_whole_is_refused(project, tmp_path):
+    best = shutil.copytree(project / "model_save" / "tiny" / "best", tmp_path / "model")
+    weights = load_file(best / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if "wo" not in k}, best / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="does not fit this model: 4 tensors missing.*wo.weight"):
+        load_model(best)
+    (best / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ValueError, match="cannot be read as weights"):
+        load_model(best)
+
+
+ABSURD = (
+    dict(num_layers=2_000_000), dict(d_model=-1), dict(num_heads="4"), dict(d_kv=None), dict(dense_act_fn="none"),
+    dict(feed_forward_proj="gated-none"), dict(feed_forward_proj=3), dict(dense_act_fn="gated-gelu"),
+    dict(decoder_start_token_id="x"), dict(decoder_start_token_id=10**6), dict(tie_word_embeddings="no"),
+    dict(vocab_size=0), dict(num_layers=256), dict(model_type="bert"), dict(vocab_size=100),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", ABSURD, ids=str)
+def test_an_absurd_config_is_refused_with_a_reason_and_at_once(project, tmp_path, changes, capsys):
+    best = shutil.copytree(project / "model_save" / "tiny" / "best", tmp_path / "model")
+    config = json.loads((best / "config.json").read_text())
+    (best / "config.json").write_text(json.dumps(config | changes))
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert main([str(best)]) == 2
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert time.monotonic() - began < 2 and grown < 300 * 2**20
+    assert str(best) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "how",
+    [dict(feed_forward_proj="gelu"), dict(feed_forward_proj="gated-gelu"), dict(tie_word_embeddings=False)],
+    ids=str,
+)
+def test_another_t5_answers_as_transformers_computes_it(project, tmp_path, how):
+    best = shutil.copytree(project / "model_save" / "tiny" / "best", tmp_path / "model")
+    config = T5Config(**T5Config.from_pretrained(best).to_diff_dict() | how)
+    T5ForConditionalGeneration(config).save_pretrained(best)
+    expected = T5ForConditionalGeneration.from_pretrained(best).eval()
+    ours, _ = load_model(best)
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        both = [model(input_ids=ids, decoder_input_ids=ids).logits for model in (ours, expected)]
+    assert torch.equal(*both)
+    assert ours.generation_config.decoder_start_token_id == expected.generation_config.decoder_start_token_id
+
+
+@pytest.mark.parametrize("words", (["--temperature", "0"], ["--top_p", "1.5"], ["--max_new_tokens", "0"]))
+def test_numbers_out_of_range_are_refused(words):
+    with pytest.raises(ValueError, match=f"{words[0]}={words[1]}: must be"):
+        generation_options(parse_arguments(words))
+
+
+def test_a_run_directory_gives_its_best_else_its_last_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("last", "best"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (tmp_path / name / file).touch()
+        assert find_model(tmp_path) == tmp_path / name

@@ -1,0 +1,18 @@
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_demo_goes_from_pairs_to_marks_in_a_short_form_and_over_what_an_earlier_one_left(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("of an earlier demo")
+    short = dict(DEMO_PAIRS="300", DEMO_EPOCHS="1", DEMO_DIR=str(tmp_path), OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "demo.sh"], cwd=tmp_path, env=os.environ | short, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "demo: done in" in done.stdout
+    assert done.stdout.count("→") == 5  # answers shown
+    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()

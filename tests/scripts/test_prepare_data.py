@@ -1,0 +1,271 @@
+"""scripts/prepare_data.py as people run it: what it writes, counts and refuses, and never half a file."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
+ROWS = [
+    {"prompt": "问一", "response": "答一"},
+    {"prompt": "\u3000问一\u200b", "response": "答一\r\n"},
+    {"prompt": "", "response": "答"},
+    {"prompt": "问", "response": None},
+    {"prompt": "问", "response": "坏\ufffd"},
+    {"prompt": "问", "response": "\ue844"},
+    {"prompt": "问", "response": "长" * 51},
+    {"prompt": "问二", "response": "答👩\u200d⚕️"},
+]
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    """Runs the script in tmp_path; gives (exit code, stdout, stderr)."""
+
+    def run(*words):
+        command = [sys.executable, SCRIPT, *map(str, words)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def write_rows(path, rows):
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    return path
+
+
+def counts_in(table, name):
+    header, *lines = (re.split(r"\s{2,}", line.strip()) for line in table.splitlines())
+    numbers = next(line[1:] for line in lines if line[0] == name)
+    return {column: int(number) for column, number in zip(header, numbers, strict=True)}
+
+
+def test_rows_are_cleaned_dropped_by_reason_and_counted_over_all_inputs(tmp_path, prepare):
+    write_rows(tmp_path / "messy.jsonl", ROWS)
+    (tmp_path / "medical.csv").write_bytes('title,ask,answer\n标题,"问\n三",答三\n问一,,答一\n'.encode("gb18030"))
+    code, table, errors = prepare("messy.jsonl", "medical.csv", "--output", "out/pairs.parquet", "--max_chars=50")
+    assert (code, errors) == (0, "")
+    dropped = {"empty prompt": 1, "empty response": 1, "damaged text": 1, "private use": 1, "too long": 1}
+    assert counts_in(table, "messy.jsonl") == {"read": 8, "kept": 2, "malformed": 0, **dropped, "duplicate": 1}
+    none = dict.fromkeys(["malformed", *dropped], 0)
+    assert counts_in(table, "medical.csv") == {"read": 2, "kept": 1, **none, "duplicate": 1}
+    assert counts_in(table, "total") == {"read": 10, "kept": 3, "malformed": 0, **dropped, "duplicate": 2}
+    written = pq.read_table(tmp_path / "out" / "pairs.parquet").to_pylist()
+    assert [tuple(row.values()) for row in written] == [("问一", "答一"), ("问二", "答👩\u200d⚕️"), ("问\n三", "答三")]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["pairs.parquet"]
+
+
+def test_malformed_rows_are_left_out_counted_and_the_first_of_them_named(tmp_path, prepare):
+    good = [f'{{"prompt": "问{i}", "response": "答"}}' for i in range(2)]
+    lines = [good[0], *["null", "{'a'", '{"prompt": "问', "7", "8"], good[1]]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "b.csv").write_text("prompt,response\n问,答,多\n问二,答\n", encoding="utf-8")
+    code, out, errors = prepare("a.jsonl", "b.csv", "--output", "out.parquet")
+    assert code == 0, errors
+    rest = dict.fromkeys(["empty prompt", "empty response", "damaged text", "private use", "too long", "duplicate"], 0)
+    table = out.partition("\nout.parquet")[0]
+    assert counts_in(table, "a.jsonl") == {"read": 7, "kept": 2, "malformed": 5, **rest}
+    assert counts_in(table, "b.csv") == {"read": 2, "kept": 1, "malformed": 1, **rest}
+    for said in (
+        "a.jsonl line 2: ",
+        "a.jsonl line 3 (",
+        "a.jsonl line 4 (",
+        "2 more rows of a.jsonl",
+        "b.csv line 2: 3",
+    ):
+        assert said in errors
+    assert len(errors.splitlines()) == 5
+    assert pq.read_metadata(tmp_path / "out.parquet").num_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("x.jsonl", "null\n{'a'\n"), ("x.json", "# no json\nat all"), ("x.csv", "a,b\n1,2,3\n4,5,6\n")]
+)
+def test_a_file_without_a_row_that_can_be_read_is_refused(tmp_path, prepare, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    code, table, errors = prepare(name, "--output", "out.parquet")
+    assert (code, table, errors.count("\n")) == (2, "", 1)
+    assert f"none of 2 rows can be read: {name} line " in errors
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_the_output_is_zstd_with_row_groups_of_20000_pairs_and_can_be_an_input(tmp_path, prepare):
+    write_rows(tmp_path / "many.jsonl", ({"prompt": f"问{i}", "response": "答"} for i in range(20_001)))
+    assert prepare("many.jsonl", "--output", "a.parquet")[0] == 0
+    assert prepare("a.parquet", "--output", "b.parquet")[0] == 0
+    file = pq.ParquetFile(tmp_path / "b.parquet")
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [20_000, 1]
+    assert file.metadata.row_group(0).column(0).compression == "ZSTD"
+    assert file.read() == pq.read_table(tmp_path / "a.parquet")
+
+
+def test_a_file_with_one_side_always_empty_is_refused_by_name(tmp_path, prepare):
+    write_rows(tmp_path / "belle.jsonl", [None, {"question": "q", "std_answer": "", "class": "c"}, {"question": ""}])
+    write_rows(tmp_path / "good.jsonl", ROWS)
+    code, table, errors = prepare("good.jsonl", "belle.jsonl", "--output", "out.parquet", "--strict")
+    assert (code, table) == (2, "")
+    assert "belle.jsonl: the response is empty in all 2 rows (read from 'std_answer'; " in errors
+    assert "'question', 'std_answer', 'class'" in errors and "--response_column=NAME" in errors
+    write_rows(tmp_path / "noprompt.jsonl", [{"instruction": " ", "input": "", "output": "a"}])
+    code, _, errors = prepare("noprompt.jsonl", "--output", "out.parquet")
+    assert code == 2 and "the prompt is empty in all 1 rows (read from 'instruction', 'input'; " in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["belle.jsonl", "good.jsonl", "noprompt.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "0 bytes"),
+        ('[{"prompt": "p", "response": "r"},\n]', "line 2 (character 35): malformed JSON: a comma before"),
+        ('[{"prompt": "p", "response": "\\ufffd"}]', "no pair is left"),
+        ('[{"a": "p"}]', "no prompt or response column; found 'a'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_message_and_nothing_is_written(tmp_path, prepare, text, expected):
+    (tmp_path / "bad.json").write_text(text, encoding="utf-8")
+    code, table, errors = prepare("bad.json", "--output", "out.parquet")
+    assert (code, table) == (2, "") and expected in errors and "Traceback" not in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.json"]
+
+
+def test_an_output_that_is_there_stays_as_it_is_until_a_whole_one_replaces_it(tmp_path, prepare):
+    output = tmp_path / "out.parquet"
+    output.write_bytes(b"old")
+    write_rows(tmp_path / "good.jsonl", ROWS)
+    (tmp_path / "bad.json").write_text("[1", encoding="utf-8")
+    code, _, errors = prepare("good.jsonl", "--output", output)
+    assert code == 2 and "--overwrite" in errors
+    assert prepare("good.jsonl", "bad.json", "--output", output, "--overwrite", "--strict")[0] == 2
+    assert output.read_bytes() == b"old"
+    assert prepare("good.jsonl", "--output", output, "--overwrite")[0] == 0
+    assert pq.read_metadata(output).num_rows == 3
+
+
+def test_a_share_of_the_pairs_is_kept_apart_and_the_same_when_more_come(tmp_path, prepare):
+    rows = [dict(prompt=f"问{i}", response=f"答{i}") for i in range(600)]
+    kept_apart = []
+    for name, count in (("few", 300), ("all", 600)):
+        write_rows(tmp_path / f"{name}.jsonl", rows[:count])
+        words = [f"{name}.jsonl", "--output", f"{name}.parquet", "--validation_output", f"{name}_valid.parquet"]
+        code, out, err = prepare(*words, "--validation_share", "0.1")
+        assert code == 0, err
+        tables = (pq.read_table(tmp_path / f"{name}{end}.parquet") for end in ("", "_valid"))
+        train, valid = (set(table["prompt"].to_pylist()) for table in tables)
+        assert not train & valid and len(train | valid) == count and 0.05 < len(valid) / count < 0.15
+        assert f"{name}_valid.parquet: {len(valid)} pairs written" in out
+        kept_apart.append(valid)
+    assert kept_apart[0] == {prompt for prompt in kept_apart[1] if int(prompt[1:]) < 300}
+    words = ["few.jsonl", "--output", "a.parquet", "--validation_output", "b.parquet"]
+    code, _, err = prepare(*words, "--validation_share", "1e-9")
+    assert code == 2 and "none of 300 pairs" in err and not list(tmp_path.glob("[ab].parquet"))
+
+
+def test_named_columns_and_wrong_options(tmp_path, prepare):
+    write_rows(tmp_path / "x.jsonl", [{"a": "p", "b": "r"}])
+    assert prepare("x.jsonl", "--output", "o.parquet", "--prompt_column=b", "--response_column", "a")[0] == 0
+    assert pq.read_table(tmp_path / "o.parquet").to_pylist() == [{"prompt": "r", "response": "p"}]
+    for words in (
+        ["--output", "o.json"],
+        ["--output=p.parquet", "--max_chars=0"],
+        ["--output=p.parquet", "--maxchars=9"],
+    ):
+        code, _, errors = prepare("x.jsonl", *words)
+        assert code == 2 and words[-1].partition("=")[0] in errors and "Traceback" not in errors
+
+
+def test_a_share_without_a_file_for_it_is_refused(tmp_path, prepare):
+    write_rows(tmp_path / "x.jsonl", ROWS)
+    code, _, errors = prepare("x.jsonl", "--output=p.parquet", "--validation_share=0.05")
+    assert code == 2 and "--validation_share=0.05" in errors and "add --validation_output VALID.parquet" in errors
+
+
+def test_a_folder_or_an_output_that_cannot_be_made_is_refused_in_a_sentence(tmp_path, prepare):
+    write_rows(tmp_path / "x.jsonl", ROWS)
+    (tmp_path / "f.parquet").mkdir()
+    for words, said in (
+        ([".", "--output=p.parquet"], ".: it is a folder; name a file in it (prepare_data takes several: ./*.json)"),
+        (
+            ["x.jsonl", "--output=x.jsonl/p.parquet"],
+            "x.jsonl: the directory cannot be made (File exists: x.jsonl); give",
+        ),
+        (["x.jsonl", "--output=x.jsonl/y/p.parquet"], "x.jsonl/y: the directory cannot be made (Not a directory: x.js"),
+        (["x.jsonl", "--output=f.parquet", "--overwrite"], "--output=f.parquet: it is a folder; name a file, for ex"),
+    ):
+        code, table, errors = prepare(*words)
+        assert (code, table, errors.count("\n")) == (2, "", 1) and said in errors and "Errno" not in errors
+
+
+def test_a_file_that_cannot_be_read_is_left_out_whole_and_the_others_are_prepared(tmp_path, prepare):
+    write_rows(tmp_path / "good.jsonl", ROWS)
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "cut.json").write_text('[{"prompt": "p", "response": "r"},\n{"prompt": "问一", "response": "答一"}, {')
+    (tmp_path / "belle.jsonl").write_text('{"question": "q", "std_answer": ""}')
+    bad = ["empty.json", "cut.json", "belle.jsonl"]
+    code, out, errors = prepare(bad[1], "good.jsonl", *bad[::2], "--output=out.parquet", "--max_chars=50")
+    assert code == 0 and errors.count("left out: the whole file: ") == 3 and all(name in errors for name in bad)
+    table = out.partition("\nout.parquet")[0]
+    assert counts_in(table, "cut.json")["read"] == 0 and counts_in(table, "good.jsonl") == counts_in(out, "total") | {
+        "read": 8, "empty response": 1
+    }  # fmt: skip
+    assert [row["prompt"] for row in pq.read_table(tmp_path / "out.parquet").to_pylist()] == ["问一", "问二"]
+    for words in (["good.jsonl", *bad, "--strict"], bad):
+        code, out, errors = prepare(*words, "--output=none.parquet")
+        assert (code, out) == (2, "") and all(f"{name}" in errors for name in bad)
+    assert not list(tmp_path.glob("*none*"))
+
+
+def test_a_file_is_read_once_under_all_its_names_and_never_written_over(tmp_path, prepare):
+    write_rows(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "a.jsonl")
+    code, out, errors = prepare("a.jsonl", "./a.jsonl", "link.jsonl", "hard.jsonl", "--output=o.parquet")
+    assert code == 0 and errors.count("the same file as a.jsonl, read once") == 3
+    assert counts_in(out.partition("\no.parquet")[0], "total")["read"] == 8
+    before = (tmp_path / "o.parquet").read_bytes()
+    (tmp_path / "dir").symlink_to(".")
+    for words, said in (
+        (["o.parquet", "--output=dir/o.parquet"], "o.parquet: it is the output dir/o.parquet too"),
+        (["a.jsonl", "o.parquet", "--output=b.parquet", "--validation_output=./o.parquet"], "it is the output o.parq"),
+        (["a.jsonl", "--output=v.parquet", "--validation_output=dir/v.parquet"], "are both v.parquet"),
+    ):
+        code, _, errors = prepare(*words, "--overwrite")
+        assert code == 2 and said in errors
+    assert (tmp_path / "o.parquet").read_bytes() == before and not (tmp_path / "v.parquet").exists()
+
+
+def test_what_is_not_used_and_the_prompts_that_both_outputs_share_are_told(tmp_path, prepare):
+    rows = [dict(prompt=f"问{i % 10}", response=f"答{i}", rejected="x", history=[["q", "a"]]) for i in range(200)]
+    write_rows(tmp_path / "a.jsonl", rows)
+    code, out, _ = prepare("a.jsonl", "--output=t.parquet", "--validation_output=v.parquet", "--validation_share=0.2")
+    assert code == 0 and "a.jsonl: not used: column 'rejected' (200 rows), 'history' (200 rows)" in out
+    train, valid = (pq.read_table(tmp_path / name)["prompt"].to_pylist() for name in ("t.parquet", "v.parquet"))
+    shared = sum(prompt in train for prompt in valid)
+    assert out.splitlines()[-2:] == [
+        f"t.parquet: {len(train)} pairs written, {len(set(train))} different prompts",
+        f"v.parquet: {len(valid)} pairs written, {shared} with a prompt that is in t.parquet too",
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv", "parquet"])
+def test_a_file_name_that_is_not_utf8_is_read_written_and_printed(tmp_path, prepare, suffix):
+    name = os.fsdecode(b"\xd6\xd0." + suffix.encode())
+    if suffix == "jsonl":
+        write_rows(tmp_path / name, [{"prompt": "p", "response": "r"}, None])
+    elif suffix == "parquet":
+        with open(tmp_path / name, "wb") as file:
+            pq.write_table(pa.table({"prompt": ["p"], "response": ["r"]}), file)
+    else:
+        (tmp_path / name).write_text("prompt,response\np,r\n".replace(",", "\t" if suffix == "tsv" else ","))
+    bad, output = os.fsdecode(b"\xff.json"), os.fsdecode(b"\xd6\xd0_out.parquet")
+    (tmp_path / bad).write_text("[")
+    code, out, errors = prepare(name, bad, "--output", output)
+    assert code == 0 and "1 pairs written" in out and "Traceback" not in errors and "\\udcff.json line 1" in errors
+    with open(tmp_path / output, "rb") as file:
+        assert pq.read_table(file).to_pylist() == [{"prompt": "p", "response": "r"}]
