@@ -30,19 +30,22 @@ from fire.decorators import SetParseFn
 from model.commands.doctor import print_table
 from model.commands.origin import agree_on, hear_request
 from model.commands.plan_report import answer
-from model.commands.setup import measure, prepare_run, prepare_test
+from model.commands.setup import prepare_run, prepare_test
 from model.data.token_store import describe_store
 from model.memory.oom_policy import growth_of
 from model.memory.plan import NothingFits
 from model.run.checkpoint import checkpoint_paths
 from model.run.checkpointer import Saver, export_aloud
-from model.run.console import Journal, Progress, epoch_line, printable_lines
+from model.run.console import Progress, epoch_line
+from model.run.journal import Journal
 from model.run.log import open_log
 from model.run.plots import plot_aloud
 from model.run.run_dir import admit, has_best, has_last, only_writer
 from model.run.run_log import begin, log_steps, say, write_events
 from model.runtime.device_memory import release_memory
 from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
+from model.runtime.terminal import printable_lines
+from model.train.evaluate import measure
 from model.train.spike_guard import TooManySkipped
 from model.train.step import TornUpdate, confirm, train_steps
 

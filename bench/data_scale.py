@@ -18,9 +18,11 @@ import numpy as np
 import pyarrow as pa
 
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_ids, draw_lengths
+from model.data.packing import cut
 from model.data.pair_hashes import write_hashes
-from model.data.sampler import collate, cut, share_of, step_at
+from model.data.sampler import share_of, step_at
 from model.data.token_store import COUNTS, PAIRS_A_BATCH, read_store, store_schema
+from model.nn.t5.batch import collate
 
 TOKEN_POOL = 20_000_000  # drawn once; each batch of pairs is a stretch of it
 PAIRS_A_STEP = 256

@@ -20,7 +20,7 @@ from config import load_config, model_config
 from model.data.sampler import step_at
 from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
-from model.train.optim import learn_rate_at
+from model.train.lr_schedule import learn_rate_at
 
 MAX_SEQ_LEN, WARMUP_STEPS = 256, 300
 

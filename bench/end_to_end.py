@@ -26,8 +26,8 @@ from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, write_corpus
 from config import model_config
 from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
-from model.nn.t5.huggingface import export_model
 from model.nn.t5.network import TextToTextModel
+from model.nn.weights_io import export_model
 from tests.tiny import journal
 
 PAIRS = 16  # a GPU: what the guides type

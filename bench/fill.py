@@ -12,11 +12,14 @@ import json
 import tempfile
 from pathlib import Path
 
+from model.data.buckets import rooms_for
+from model.data.packing import cut
 from model.data.readers import read_pairs
-from model.data.sampler import collate, cut, rooms_for, share_of, step_at
+from model.data.sampler import share_of, step_at
 from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer, train_tokenizer
 from model.memory.plan import LARGEST_MICRO_BATCH_TOKENS
+from model.nn.t5.batch import collate
 
 RANKS = (1, 2, 4)
 SEED = 23333

@@ -17,8 +17,8 @@ from model.data.token_store import open_store
 from model.data.tokenizer import PROBE, load_tokenizer, train_tokenizer
 from model.memory.oom_policy import Growth, growth_of
 from model.memory.plan import MemoryPlan
-from model.nn.t5.huggingface import export_model, load_into
 from model.nn.t5.network import TextToTextModel
+from model.nn.weights_io import export_model, load_into
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.runtime.distributed import Ranks
 from model.train.loader import Course

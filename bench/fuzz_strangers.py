@@ -21,9 +21,12 @@ from transformers import T5Config
 from bench.fuzz_checkpoint import tiny_run
 from bench.mutations import mutate_tree
 from model.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-from model.nn.t5.huggingface import COMPUTED, OTHER_NAMES, export_model, load_into, load_weights
-from model.run.console import Journal, printable, read_journal
-from model.run.run_dir import admit, claim, cut_sample_ids, write_json
+from model.nn.t5.huggingface import COMPUTED, OTHER_NAMES
+from model.nn.weights_io import export_model, load_into, load_weights
+from model.run.journal import Journal, read_journal
+from model.run.run_dir import admit, claim, cut_sample_ids
+from model.runtime.atomic_io import write_json
+from model.runtime.terminal import printable
 
 MOST_GROWTH_BYTES = 300 * 2**20
 NAME = "encoder.final_layer_norm.weight"

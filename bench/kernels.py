@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.clock import time_call
-from model.nn.attention import attend, make_layout, position_buckets, relative_position_bias, score_bias
+from model.nn.attention import attend, make_layout
+from model.nn.t5.position_bias import position_buckets, relative_position_bias, score_bias
 
 LAYERS = 6  # of T5-small's stacks
 NUM_BUCKETS, MAX_DISTANCE, ROW = 32, 128, 512

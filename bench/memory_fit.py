@@ -27,9 +27,10 @@ import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model.data.length_histogram import Lengths
-from model.memory.estimate import Constants, Estimate, Setting
+from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
 from model.nn.attention import has_kernels
+from model.nn.t5.footprint import Constants, Setting
 from model.nn.t5.network import TextToTextModel
 from model.runtime.device_memory import forget_peak, peak_memory, release_memory
 from model.runtime.distributed import Ranks

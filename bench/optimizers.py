@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from bench.children import ROOT, Job, gpu_slots, run_jobs
-from model.run.console import read_journal
+from model.run.journal import read_journal
 
 RATES = {
     "adamw_rms": (1e-2, 2e-2, 3e-2),

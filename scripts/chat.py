@@ -24,10 +24,11 @@ import torch  # noqa: E402
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration, TextStreamer  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
-from model.data.readers import clean_text  # noqa: E402
+from model.data.cleaning import clean_text  # noqa: E402
 from model.data.tokenizer import ChatTokenizer, load_tokenizer  # noqa: E402
-from model.nn.t5.huggingface import ALIASES, COMPUTED, Weights, check_fits, read_t5_config, read_tensors  # noqa: E402
-from model.run.console import printable  # noqa: E402
+from model.nn.t5.huggingface import ALIASES, COMPUTED, read_t5_config  # noqa: E402
+from model.nn.weights_io import Weights, check_fits, read_tensors  # noqa: E402
+from model.runtime.terminal import printable  # noqa: E402
 
 with suppress(ImportError):
     import readline  # noqa: F401  # input() then has a history and deletes wide characters whole

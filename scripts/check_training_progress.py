@@ -14,7 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from model.run.console import human_bytes, human_seconds, printable, read_journal  # noqa: E402
+from model.run.console import human_bytes, human_seconds  # noqa: E402
+from model.run.journal import read_journal  # noqa: E402
+from model.runtime.terminal import printable  # noqa: E402
 
 QUIET_SECONDS = 600
 RECENT_LINES = 20

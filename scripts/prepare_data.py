@@ -28,8 +28,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from model.data.cleaning import REASONS, clean_pair
 from model.data.columns import find_columns, in_words
-from model.data.readers import REASONS, NoRows, clean_pair, describe_ignored, read_pairs, read_rows
+from model.data.readers import NoRows, describe_ignored, read_pairs, read_rows
 from model.runtime.atomic_io import make_output_directory
 
 ROW_GROUP_PAIRS = 20_000

@@ -3,9 +3,9 @@ run in."""
 
 import pytest
 
-from model.data.sampler import collate
 from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer, train_tokenizer
+from model.nn.t5.batch import collate
 from model.train.optim import make_optimizer
 from tests.parts import make_config, make_model, make_pairs, write_parquet
 from tests.tiny import furnish

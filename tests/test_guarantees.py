@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from bench.disks import damage_trials, disk_trials
 from bench.kills import killed_run
 from config import load_config
-from model.commands.setup import TOKENS_DIR, prepare_run
+from model.commands.setup import prepare_run
 from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
+from model.run.run_dir import TOKENS_DIR
 from model.runtime.distributed import start_ranks, stop_ranks
-from model.train.optim import learn_rate_at
+from model.train.lr_schedule import learn_rate_at
 from model.train.step import train_steps
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
 from tests.tiny import NUM_PAIRS, OPTIONS, ids_by_epoch, journal, train, weights_hash, words

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from config import PRESETS, TrainConfig, load_config
-from model.commands.setup import TOKENIZER_DIR
+from model.run.run_dir import TOKENIZER_DIR
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

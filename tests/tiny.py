@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from model.data.tokenizer import PROBE, train_tokenizer
-from model.run.console import read_journal
+from model.run.journal import read_journal
 from tests.ranks import fork_ranks, wait_for
 from train_low_mem import main
 

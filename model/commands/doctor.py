@@ -17,12 +17,13 @@ import torch
 from packaging.requirements import Requirement
 
 from model.commands.origin import check_same_run, check_shape, read_weights, shape_of
-from model.commands.setup import TOKENS_DIR, make_model, tokenizer_for
+from model.commands.setup import make_model, tokenizer_for
 from model.data.readers import read_pairs
 from model.data.token_store import find_store
-from model.memory.estimate import Setting, count_parameters, fixed_bytes
-from model.run.checkpoint import checkpoint_paths, disk_bytes, load_newest
-from model.run.run_dir import check_name, check_no_stranger
+from model.memory.estimate import disk_bytes, fixed_bytes
+from model.nn.t5.footprint import Setting, count_parameters
+from model.run.checkpoint import checkpoint_paths, load_newest
+from model.run.run_dir import TOKENS_DIR, check_name, check_no_stranger
 from model.run.train_state import LaterFormat, TrainState
 from model.runtime.distributed import Ranks, must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend

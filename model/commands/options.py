@@ -202,9 +202,7 @@ def answer_early(words):
         read(stray, options, KEEP_TRAINING.get(command, False))
     except ValueError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault
-            from model.run.console import (
-                printable_lines,  # with rich, which a command line that is obeyed does not wait for
-            )
+            from model.runtime.terminal import printable_lines
 
             print(printable_lines(str(error)), file=sys.stderr)
         sys.exit(2)

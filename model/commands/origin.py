@@ -11,8 +11,8 @@ import torch
 
 from config import T5ModelConfig, model_config
 from model.commands.options import ANOTHER_RUN, going_on, read_words, stored_options
-from model.nn.t5.huggingface import Weights, check_fits, load_into, load_weights
 from model.nn.t5.network import TextToTextModel
+from model.nn.weights_io import Weights, check_fits, load_into, load_weights
 from model.run.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
 from model.run.train_state import state_of, state_values
 from model.runtime.distributed import agree, broadcast, from_main, told_by_main

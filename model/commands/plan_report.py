@@ -13,30 +13,30 @@ import ujson
 
 from config import T5ModelConfig, as_type, global_batch, model_config
 from model.commands.options import read_request
-from model.commands.setup import TOKENIZER_DIR, TOKENS_DIR, compute_dtype
+from model.commands.setup import compute_dtype
 from model.data.length_histogram import Lengths, histogram
 from model.data.readers import read_pairs
 from model.data.token_store import find_store, token_lengths
 from model.data.tokenizer import load_tokenizer
-from model.memory.estimate import count_parameters, optimizer_bytes
+from model.memory.estimate import disk_bytes, optimizer_bytes
 from model.memory.plan import (
     CHUNKS,
     USABLE,
     NothingFits,
     choose_plan,
     fitting_plan,
-    launch_tokens_here,
-    make_estimate,
     phase_problem,
     predicted_peaks,
     recording_asked,
     recording_bytes,
     time_factor,
 )
-from model.nn.t5.huggingface import load_weights
-from model.run.checkpoint import disk_bytes
+from model.nn.t5.footprint import count_parameters
+from model.nn.weights_io import load_weights
+from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.runtime.device_memory import CONTEXT_BYTES
-from model.train.optim import check_warmup, warmup_pairs, warmup_problem
+from model.train.footprint import launch_tokens_here, make_estimate
+from model.train.lr_schedule import check_warmup, warmup_pairs, warmup_problem
 
 SAMPLED_ROWS = 20_000
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)

@@ -21,22 +21,21 @@ from model.commands.origin import (
 from model.data.pair_hashes import describe_shared
 from model.data.token_store import TokenStore, describe_store, open_store
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
-from model.memory.oom_policy import check_gates, free_bytes
 from model.memory.plan import MemoryPlan, choose_plan
-from model.nn.t5.huggingface import as_hugging_face, load_into, model_directory
 from model.nn.t5.network import TextToTextModel
+from model.nn.weights_io import load_into, model_directory
 from model.run.console import Progress
-from model.run.run_dir import has_best
+from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR, has_best
 from model.run.train_state import TrainState, state_values
-from model.runtime.device_memory import foreign_bytes, limit_memory, outside_bytes
+from model.runtime.device_memory import check_gates, foreign_bytes, free_bytes, limit_memory, outside_bytes
 from model.runtime.distributed import Ranks, agree, broadcast, from_main, local_main_first
 from model.runtime.watchdog import stop_asked
-from model.train.dry_run import estimate_for, plan_run, rehearse_update
-from model.train.evaluate import answer_pairs, evaluate_loss, score
+from model.train.dry_run import plan_run, rehearse_update
+from model.train.footprint import estimate_for
 from model.train.loader import Course
-from model.train.optim import check_warmup, make_optimizer, warmup_pairs
+from model.train.lr_schedule import check_warmup, warmup_pairs
+from model.train.optim import make_optimizer
 
-TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
 LOGGER = logging.getLogger("chat_trainer")
 
 
@@ -279,19 +278,3 @@ def _check_best(best):
             f"--output_dir={best.parent}: there is no {best} to test: train first, or, where the run is begun or "
             "finished, go on with --is_keep_training=True: the next evaluation writes it"
         )
-
-
-def measure(run, plan, step=0, note=lambda kind, **values: None):
-    """Loss of the run's validation pairs, and BLEU and chrF of some answers; None when a stop was asked for.
-
-    `note(kind, **values)` hears of each out of memory on the way.
-    """
-    model, config = run.model, run.config
-    loss = evaluate_loss(run.ranks, model, run.validation, plan, run.tokenizer.pad_id, step, note)
-    if loss is None or not config.bleu_pairs:
-        return loss if loss is None else dict(loss=loss)
-    answers = answer_pairs(
-        run.ranks, as_hugging_face(model, run.tokenizer), run.validation, run.tokenizer, plan, config.bleu_pairs,
-        config.max_new_tokens, model.compute_dtype, step, note,
-    )  # fmt: skip
-    return None if answers is None else dict(loss=loss, **score(answers))

@@ -6,11 +6,9 @@ from functools import lru_cache
 from itertools import pairwise, product
 
 import numpy as np
-import torch
 
-from model.data.sampler import rooms_for
-from model.memory.estimate import ANSWERS_A_BATCH, Estimate, Setting
-from model.nn.attention import has_kernels
+from model.data.buckets import rooms_for
+from model.memory.estimate import ANSWERS_A_BATCH
 
 USABLE = 0.95  # of the memory there is, by prediction alone: it errs by 2 percent, forwards of many sizes leave holes
 PROBED_USABLE = 0.98  # after a probe
@@ -24,7 +22,6 @@ CHECKPOINTING = {"auto": (False, True), "True": (True,), "False": (False,)}  # w
 CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.2  # what computing again takes, over a step without
 RECORDED_LAUNCHES = 0.1  # of the time of launches: what kernels of few tokens take on the GPU itself
 DRAWN_STEPS, DRAWN_PAIRS = 256, 2**18  # at most, by which the share of steps that are recorded is told
-LAUNCH_TOKENS_OF_SM, OLDER_LAUNCH_TOKENS_OF_SM = 250, 75  # Setting.launch_tokens for each, from sm_90 on, before
 
 
 @dataclass(frozen=True)
@@ -54,27 +51,6 @@ class NothingFits(RuntimeError):
     def __init__(self, message, plan=None):
         super().__init__(message)
         self.plan = plan
-
-
-def make_estimate(config, shape, dtype, lengths, share_pairs, device="cuda", launch_tokens=None):
-    """Estimate of a run with `config` on `device`, for examples of these Lengths, `share_pairs` a rank and step.
-
-    `launch_tokens` as `launch_tokens_here` gives them, None: those of a small card.
-    """
-    setting = Setting(
-        shape, dtype.itemsize, has_kernels(torch.device(device), dtype, shape), config.optimizer,
-        config.dropout > 0, config.trainable == "decoder",
-    )  # fmt: skip
-    setting = replace(setting, launch_tokens=launch_tokens or setting.launch_tokens)
-    return Estimate(setting, lengths, share_pairs, config.max_new_tokens)
-
-
-def launch_tokens_here():
-    """Tokens that this process's GPU computes while a forward and backward are launched; 0 without one."""
-    if not torch.cuda.is_available():
-        return 0
-    gpu = torch.cuda.get_device_properties()
-    return gpu.multi_processor_count * (LAUNCH_TOKENS_OF_SM if gpu.major >= 9 else OLDER_LAUNCH_TOKENS_OF_SM)
 
 
 def recording_asked(config, setting, num_steps):

@@ -55,7 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _cross_entropy_of(tensor):
     if not runs_kernels(tensor):
         return cross_entropy_
-    from model.nn.kernels.norm import cross_entropy_ as kernel  # a CPU build of torch comes without Triton
+    from model.nn.kernels.cross_entropy import cross_entropy_ as kernel  # a CPU build of torch comes without Triton
 
     return kernel
 

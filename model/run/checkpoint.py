@@ -17,9 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from config import T5ModelConfig
-from model.memory.estimate import count_parameters, optimizer_bytes
-from model.nn.t5.huggingface import check_fits
 from model.nn.t5.network import TextToTextModel
+from model.nn.weights_io import check_fits
 from model.run.train_state import LaterFormat, TrainState, state_of, state_values
 from model.runtime import fault_injection
 from model.runtime.atomic_io import delete_aloud, make_directory, remove_drafts, whole_directory, write_file
@@ -62,12 +61,6 @@ def snapshot_of(model, optimizer):
         if value is not None
     }
     return Snapshot(model.state_dict(), moments)
-
-
-def disk_bytes(setting, kept):
-    """Bytes on disk of `kept` checkpoints, one being written, best/, last/ and one of them being written."""
-    weights = 4 * count_parameters(setting.shape)
-    return (kept + 1) * (weights + optimizer_bytes(setting)[0]) + 3 * weights
 
 
 def save_checkpoint(run_dir, state, snapshot, keep):

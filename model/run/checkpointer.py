@@ -12,10 +12,9 @@ from contextlib import ExitStack
 
 import torch
 
-from model.memory.oom_policy import is_out_of_memory
-from model.nn.t5.huggingface import export_model
+from model.nn.weights_io import export_model
 from model.run.checkpoint import Snapshot, save_checkpoint, snapshot_of
-from model.runtime.device_memory import release_memory
+from model.runtime.device_memory import is_out_of_memory, release_memory
 from model.runtime.distributed import gather_json, vote
 from model.runtime.watchdog import saving
 

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from model.run.console import printable
 from model.runtime.atomic_io import check_no_link
+from model.runtime.terminal import printable
 
 LOGGER = logging.getLogger("chat_trainer")
 STYLE, DATE = "[%(asctime)s.%(msecs)03d] [%(levelname)s]: %(message)s", "%Y-%m-%d %H:%M:%S"

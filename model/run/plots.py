@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ujson
 
-from model.run.console import read_journal
+from model.run.journal import read_journal
 from model.runtime.atomic_io import write_file
 
 LOGGER = logging.getLogger("chat_trainer")

@@ -20,9 +20,10 @@ from model.runtime.atomic_io import (
     open_own,
     put_back,
     whole_directory,
-    write_file,
 )
 from model.runtime.distributed import from_main, vote
+
+TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
 
 LOGGER = logging.getLogger("chat_trainer")
 RUN_FILES = {"run.lock", "metrics.jsonl", "checkpoints"}  # a config.json may be a model's
@@ -30,14 +31,6 @@ WRITTEN = re.compile(
     r"run\.lock|(config|plan)\.json|(metrics|samples_rank\w*)\.jsonl|checkpoints|best|last|tokenizer|plots"
 )
 MAY_STAND_THERE = re.compile(r"\..*|lost\+found|tokenizer|.*\.(log|out|err|txt)")  # before a run's first start
-
-
-def write_json(path, values):
-    """Write `values` (plain values) as readable JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = ujson.dumps(values, indent=1, ensure_ascii=False, escape_forward_slashes=False)
-    # An undecodable byte of a file name is a lone surrogate; written with a backslash it is valid JSON.
-    write_file(path, text.encode("utf-8", "backslashreplace"))
 
 
 def admit(run_dir, keep_training, overwrite):

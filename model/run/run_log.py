@@ -10,10 +10,10 @@ import torch
 
 from model.run.checkpoint import set_aside_later
 from model.run.console import progress_note, train_line
-from model.run.run_dir import cut_sample_ids_everywhere, write_json
-from model.runtime.atomic_io import remove_drafts
+from model.run.run_dir import cut_sample_ids_everywhere
+from model.runtime.atomic_io import remove_drafts, write_json
 from model.runtime.device_memory import forget_peak, memory_cap, peak_memory
-from model.train.optim import warmup_problem
+from model.train.lr_schedule import warmup_problem
 
 LOGGER = logging.getLogger("chat_trainer")
 

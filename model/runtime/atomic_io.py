@@ -12,6 +12,8 @@ import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import ujson
+
 LOGGER = logging.getLogger("chat_trainer")
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
@@ -207,3 +209,11 @@ def fsync(path):
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_json(path, values):
+    """Write `values` (plain values) as readable JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = ujson.dumps(values, indent=1, ensure_ascii=False, escape_forward_slashes=False)
+    # An undecodable byte of a file name is a lone surrogate; written with a backslash it is valid JSON.
+    write_file(path, text.encode("utf-8", "backslashreplace"))

@@ -11,23 +11,17 @@ import numpy as np
 import torch
 
 from model.data.length_histogram import histogram
-from model.data.sampler import collate
+from model.generate.answers import answer, answering
 from model.memory.estimate import Estimate
-from model.memory.oom_policy import is_out_of_memory, plan_after_out_of_memory, shrink_plan
-from model.memory.plan import (
-    NothingFits,
-    choose_plan,
-    launch_tokens_here,
-    make_estimate,
-    predicted_peaks,
-    recording_asked,
-)
+from model.memory.oom_policy import plan_after_out_of_memory, shrink_plan
+from model.memory.plan import NothingFits, choose_plan, predicted_peaks, recording_asked
+from model.nn.t5.batch import collate
 from model.nn.t5.huggingface import as_hugging_face
-from model.runtime.device_memory import limit_memory, memory_cap, outside_bytes, release_memory
+from model.runtime.device_memory import is_out_of_memory, limit_memory, memory_cap, outside_bytes, release_memory
 from model.runtime.distributed import sum_over_ranks, vote
 from model.runtime.watchdog import unhurried
-from model.train.evaluate import answer, answering, evaluating
-from model.train.fixed_shards import NUM_SHARDS
+from model.train.evaluate import evaluating
+from model.train.footprint import estimate_for
 from model.train.gradients import Outcome, attempt_gradients
 from model.train.loader import Work
 from model.train.optim import forget, update
@@ -83,13 +77,6 @@ def plan_run(run, kept, foreign):
         phases=phases, cap_bytes=memory_cap(device, config.gpu_memory_limit_gb), outside_bytes=outside,
         foreign_bytes=foreign, allocator_limit_bytes=usable,
     )  # fmt: skip
-
-
-def estimate_for(ranks, config, shape, dtype, lengths, global_batch):
-    """Estimate of a run on examples of these `lengths` (pairs, 2)."""
-    share_pairs = -(-global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
-    launch_tokens = -vote(ranks, -launch_tokens_here())[0]  # the least over ranks: all must come to one plan
-    return make_estimate(config, shape, dtype, histogram(lengths), share_pairs, ranks.device.type, launch_tokens)
 
 
 def _still_asked_for(kept, config, estimate, usable_bytes):

@@ -13,9 +13,14 @@ import torch
 from sacrebleu.metrics import BLEU, CHRF
 
 from model.data.length_histogram import histogram
-from model.data.sampler import collate, cut, permute
-from model.memory.oom_policy import is_out_of_memory, plan_after_out_of_memory, shrink_plan
+from model.data.packing import cut
+from model.data.sampler import permute
+from model.generate.answers import answer, answering
+from model.memory.oom_policy import plan_after_out_of_memory, shrink_plan
+from model.nn.t5.batch import collate
+from model.nn.t5.huggingface import as_hugging_face
 from model.runtime import fault_injection
+from model.runtime.device_memory import is_out_of_memory
 from model.runtime.distributed import gather_json, sum_over_ranks, vote
 from model.runtime.watchdog import stop_asked
 
@@ -131,33 +136,6 @@ def answer_pairs(
     return [Answer(*fields) for rank in gather_json(ranks, answers) for part in rank for fields in part]
 
 
-@contextmanager
-def answering(ranks, compute_dtype):
-    """No gradient inside, and products in `compute_dtype`."""
-    with torch.inference_mode(), torch.autocast(ranks.device.type, compute_dtype, compute_dtype != torch.float32):
-        yield
-
-
-def answer(stock_model, store, tokenizer, ids, max_new_tokens):
-    """[(prompt, greedy answer, reference)] of the examples `ids`, as text."""
-    prompts, references = (_split(flat, store.lengths[ids][:, i]) for i, flat in enumerate(store.tokens(ids)))
-    prompt_ids = torch.full((len(ids), max(map(len, prompts))), tokenizer.pad_id)
-    mask = torch.zeros_like(prompt_ids)  # from the lengths: the pad token may also be the EOS that ends each prompt
-    for i, prompt in enumerate(prompts):
-        prompt_ids[i, : len(prompt)], mask[i, : len(prompt)] = torch.from_numpy(prompt), 1
-    out = stock_model.generate(
-        prompt_ids.to(stock_model.device), attention_mask=mask.to(stock_model.device),
-        max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
-        stopping_criteria=[lambda ids, _scores: torch.full((len(ids),), stop_asked(), device=ids.device)],
-    )  # fmt: skip
-    texts = [[tokenizer.decode(list(ids)) for ids in side] for side in (prompts, out.tolist(), references)]
-    return list(zip(*texts, strict=True))
-
-
-def _split(flat, lengths):
-    return np.split(flat, np.cumsum(lengths.astype(np.int64))[:-1])
-
-
 def score(answers):
     """BLEU-4 on characters and chrF of `answers`, both 0 to 100 (sacrebleu)."""
     hypotheses, references = [a.answer for a in answers], [[a.reference for a in answers]]
@@ -165,3 +143,19 @@ def score(answers):
         bleu=BLEU(tokenize="char").corpus_score(hypotheses, references).score,
         chrf=CHRF().corpus_score(hypotheses, references).score,
     )
+
+
+def measure(run, plan, step=0, note=lambda kind, **values: None):
+    """Loss of the run's validation pairs, and BLEU and chrF of some answers; None when a stop was asked for.
+
+    `note(kind, **values)` hears of each out of memory on the way.
+    """
+    model, config = run.model, run.config
+    loss = evaluate_loss(run.ranks, model, run.validation, plan, run.tokenizer.pad_id, step, note)
+    if loss is None or not config.bleu_pairs:
+        return loss if loss is None else dict(loss=loss)
+    answers = answer_pairs(
+        run.ranks, as_hugging_face(model, run.tokenizer), run.validation, run.tokenizer, plan, config.bleu_pairs,
+        config.max_new_tokens, model.compute_dtype, step, note,
+    )  # fmt: skip
+    return None if answers is None else dict(loss=loss, **score(answers))

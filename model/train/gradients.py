@@ -7,8 +7,8 @@ from enum import IntEnum
 
 import torch
 
-from model.memory.oom_policy import is_out_of_memory
 from model.runtime import fault_injection
+from model.runtime.device_memory import is_out_of_memory
 from model.train.loader import pack_work
 
 

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.data.sampler import Room, collate, cut, share_of, step_at
-from model.memory.oom_policy import is_out_of_memory
+from model.data.buckets import Room
+from model.data.packing import cut
+from model.data.sampler import share_of, step_at
 from model.memory.plan import MemoryPlan
+from model.nn.t5.batch import collate
+from model.runtime.device_memory import is_out_of_memory
 from model.train.fixed_shards import NUM_SHARDS, shards_of_rank
-from model.train.optim import learn_rate_at
+from model.train.lr_schedule import learn_rate_at
 
 
 @dataclass(frozen=True)

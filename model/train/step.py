@@ -14,11 +14,12 @@ from itertools import count
 
 import torch
 
+from model.data.buckets import rooms_for
 from model.data.length_histogram import histogram
-from model.data.sampler import rooms_for
-from model.memory.oom_policy import Growth, is_out_of_memory, plan_after_out_of_memory, shrink_plan
+from model.memory.oom_policy import Growth, plan_after_out_of_memory, shrink_plan
 from model.memory.plan import MemoryPlan
 from model.runtime import fault_injection
+from model.runtime.device_memory import is_out_of_memory
 from model.runtime.distributed import sum_over_ranks, vote
 from model.runtime.watchdog import stop_asked
 from model.train.cuda_graphs import StepGraphs

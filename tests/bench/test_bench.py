@@ -14,7 +14,7 @@ from bench.data_scale import build_store
 from bench.fill import epoch_fill
 from bench.loops import SHAPES, pad, shape_of
 from bench.report import mixtures
-from model.data.sampler import rooms_for
+from model.data.buckets import rooms_for
 from model.data.token_store import read_store
 from model.memory.plan import MemoryPlan
 from tests.parts import examples_of

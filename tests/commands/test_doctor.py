@@ -9,9 +9,9 @@ import torch
 from config import load_config
 from model.commands import doctor
 from model.commands.doctor import FIRST_ROWS, as_text, examine
-from model.commands.setup import TOKENIZER_DIR, TOKENS_DIR
 from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
+from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.run.train_state import FORMAT
 from model.runtime.distributed import must_use_cpu
 from model.runtime.nccl_check import Verdict

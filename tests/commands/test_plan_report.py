@@ -11,14 +11,15 @@ import torch
 from config import MODELS, T5ModelConfig, load_config
 from model.commands import plan_report as preview_module
 from model.commands.plan_report import answer, preview, table
-from model.commands.setup import TOKENIZER_DIR, TOKENS_DIR
 from model.data.length_histogram import histogram
+from model.data.packing import cut
 from model.data.readers import read_pairs
-from model.data.sampler import cut
 from model.data.token_store import find_store, open_store, token_lengths
 from model.data.tokenizer import PROBE, load_tokenizer
-from model.memory.estimate import count_parameters
-from model.memory.plan import NothingFits, choose_plan, make_estimate, predicted_peaks
+from model.memory.plan import NothingFits, choose_plan, predicted_peaks
+from model.nn.t5.footprint import count_parameters
+from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
+from model.train.footprint import make_estimate
 from tests.tiny import furnish, write_pairs
 
 GIB = 2**30

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from model.data.readers import clean_pair, clean_text
+from model.data.cleaning import clean_pair, clean_text
 
 
 @pytest.mark.parametrize(

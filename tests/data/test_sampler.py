@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.data.sampler import collate, cut, permute, share_of, step_at
+from model.data.packing import cut
+from model.data.sampler import permute, share_of, step_at
+from model.nn.t5.batch import collate
 from tests.parts import examples_of
 
 

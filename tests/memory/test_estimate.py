@@ -6,17 +6,11 @@ import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model.data.length_histogram import histogram
-from model.data.sampler import MicroBatch, cut
-from model.memory.estimate import (
-    Estimate,
-    FilledForward,
-    Setting,
-    count_parameters,
-    fixed_bytes,
-    optimizer_bytes,
-    step_moments,
-)
+from model.data.packing import cut
+from model.memory.estimate import Estimate, FilledForward, fixed_bytes, optimizer_bytes
 from model.nn.attention import make_layout, round_up
+from model.nn.t5.batch import MicroBatch
+from model.nn.t5.footprint import Setting, count_parameters, step_moments
 from model.nn.t5.network import TextToTextModel
 from model.train.optim import make_optimizer
 from tests.parts import make_model

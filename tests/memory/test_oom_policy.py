@@ -12,16 +12,7 @@ from config import MODELS, T5ModelConfig
 from model.commands import setup
 from model.data.length_histogram import histogram
 from model.memory.estimate import Estimate
-from model.memory.oom_policy import (
-    Growth,
-    check_memory_safety,
-    cleanup_gpu_memory,
-    growth_of,
-    is_out_of_memory,
-    monitor_gpu_memory,
-    plan_after_out_of_memory,
-    shrink_plan,
-)
+from model.memory.oom_policy import Growth, growth_of, plan_after_out_of_memory, shrink_plan
 from model.memory.plan import (
     CHUNKS,
     PROBED_USABLE,
@@ -30,11 +21,20 @@ from model.memory.plan import (
     NothingFits,
     choose_plan,
     fitting_plan,
-    make_estimate,
     time_factor,
 )
-from model.runtime.device_memory import CONTEXT_BYTES, limit_memory, memory_cap, outside_bytes
+from model.runtime.device_memory import (
+    CONTEXT_BYTES,
+    check_memory_safety,
+    cleanup_gpu_memory,
+    is_out_of_memory,
+    limit_memory,
+    memory_cap,
+    monitor_gpu_memory,
+    outside_bytes,
+)
 from model.runtime.fault_injection import ERRORS
+from model.train.footprint import make_estimate
 from tests.parts import make_config
 from tests.tiny import start, wait_for
 from train_low_mem import main

@@ -4,7 +4,8 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from config import MODELS, T5ModelConfig
-from model.nn.attention import attend, has_kernels, make_layout, position_buckets, score_bias
+from model.nn.attention import attend, has_kernels, make_layout
+from model.nn.t5.position_bias import position_buckets, score_bias
 
 HEADS, WIDTH = 2, 8
 LENGTHS = [(5, 5), (1, 1), (17, 17), (40, 40), (16, 16), (33, 33), (2, 2)]

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model.data.sampler import collate
 from model.nn.loss import linear_cross_entropy
-from model.run.console import Journal, read_journal
+from model.nn.t5.batch import collate
+from model.run.journal import Journal, read_journal
 from model.run.run_log import log_steps
 from model.train.loader import Course
 from model.train.optim import make_optimizer

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from model.data.tokenizer import copy_tokenizer
 from model.memory.oom_policy import Growth
-from model.nn.t5.huggingface import export_model
+from model.nn.weights_io import export_model
 from model.run.checkpoint import (
     checkpoint_paths,
     load_newest,
@@ -23,10 +23,10 @@ from model.run.checkpoint import (
     set_aside_later,
     snapshot_of,
 )
-from model.run.console import Journal
-from model.run.run_dir import write_json
+from model.run.journal import Journal
 from model.run.train_state import FORMAT, LaterFormat, TrainState, state_values
 from model.runtime import fault_injection
+from model.runtime.atomic_io import write_json
 from tests.parts import PLAN, make_config
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]

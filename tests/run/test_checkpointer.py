@@ -10,7 +10,7 @@ from model.run import checkpoint
 from model.run import checkpointer as saver_module
 from model.run.checkpoint import TrainState, checkpoint_paths, read_checkpoint
 from model.run.checkpointer import Saver, check_equal_weights, checksum, export_aloud
-from model.run.console import Journal, read_journal
+from model.run.journal import Journal, read_journal
 from model.runtime import fault_injection, watchdog
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.runtime.peers import awake_seconds

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 import train_low_mem
-from model.commands.setup import TOKENIZER_DIR, TOKENS_DIR
 from model.data.token_store import find_store
 from model.data.tokenizer import load_tokenizer
+from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from tests.ranks import wait_for
 from tests.run.test_checkpoint import change_state
 from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, start, train, weights_hash

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from config import T5ModelConfig
-from model.data.sampler import Room, pack, rooms_for
+from model.data.buckets import Room, rooms_for
+from model.nn.t5.batch import pack
 from model.nn.t5.network import TextToTextModel
 from model.runtime.device_memory import release_memory
 from model.train.cuda_graphs import StepGraphs

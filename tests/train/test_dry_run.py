@@ -11,23 +11,18 @@ from bench.caps import HeavyTail
 from config import MODELS, T5ModelConfig, load_config
 from model.commands import setup
 from model.commands.setup import check_memory_fits, kept_growth
+from model.data.buckets import Room, rooms_for
 from model.data.length_histogram import Lengths, histogram
-from model.data.sampler import Room, cut, rooms_for, step_at
+from model.data.packing import cut
+from model.data.sampler import step_at
 from model.memory.oom_policy import Growth
-from model.memory.plan import (
-    PROBED_USABLE,
-    USABLE,
-    NothingFits,
-    choose_plan,
-    make_estimate,
-    predicted_peaks,
-    recording_bytes,
-)
+from model.memory.plan import PROBED_USABLE, USABLE, NothingFits, choose_plan, predicted_peaks, recording_bytes
 from model.run.checkpoint import TrainState
 from model.runtime.distributed import start_ranks, stop_ranks, vote
 from model.train import dry_run
 from model.train.cuda_graphs import StepGraphs
-from model.train.dry_run import estimate_for, plan_before_probes, rehearse_plan, rehearse_update, worst_examples
+from model.train.dry_run import plan_before_probes, rehearse_plan, rehearse_update, worst_examples
+from model.train.footprint import estimate_for, make_estimate
 from model.train.optim import make_optimizer
 from tests.parts import ALONE, PLAN, make_config, make_model
 from tests.ranks import run_ranks

@@ -11,8 +11,7 @@ import torch
 
 import train_low_mem
 from bench.faults import RANKS, SITES, calm_run, checks, faulty_run, options
-from model.memory.oom_policy import monitor_gpu_memory
-from model.runtime.device_memory import release_memory
+from model.runtime.device_memory import monitor_gpu_memory, release_memory
 from model.train import step
 from tests.tiny import journal, start, train, wait_for
 

@@ -4,20 +4,13 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from model.data.sampler import collate
 from model.nn.flat_params import FlatWeights
+from model.nn.t5.batch import collate
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.train import optim
 from model.train.dry_run import rehearse_update
-from model.train.optim import (
-    RMSScaledAdamW,
-    check_warmup,
-    learn_rate_at,
-    make_optimizer,
-    orthogonal,
-    update,
-    warmup_pairs,
-)
+from model.train.lr_schedule import check_warmup, learn_rate_at, warmup_pairs
+from model.train.optim import RMSScaledAdamW, make_optimizer, orthogonal, update
 from tests.parts import ALONE, make_config, make_model
 
 OPTIMIZERS = ["adamw_rms", "adamw", "adafactor", "muon"]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.data.sampler import collate, step_at
+from model.data.sampler import step_at
 from model.memory.plan import MemoryPlan, NothingFits
+from model.nn.t5.batch import collate
 from model.runtime import fault_injection
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.train import loader

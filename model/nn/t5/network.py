@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model.nn.attention import attend, has_kernels, score_bias
+from model.nn.attention import attend, has_kernels
 from model.nn.flat_params import FlatWeights, embed, product, runs_kernels, with_padding
 from model.nn.loss import linear_cross_entropy
+from model.nn.t5.position_bias import score_bias
 
 
 class Linear(nn.Module):

@@ -20,7 +20,8 @@ def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernel
 
     `padding`: so many rows of padding are behind the examples, and must give and receive zero.
     """
-    from model.nn.attention import attend, make_layout, score_bias
+    from model.nn.attention import attend, make_layout
+    from model.nn.t5.position_bias import score_bias
 
     generator = torch.Generator().manual_seed(seed)
     queries, keys = np.sum(lengths, axis=0)

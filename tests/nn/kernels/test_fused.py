@@ -38,7 +38,7 @@ def norm_errors(device, dtype, rows=37, width=24, has_added=True):
 
 def cross_entropy_errors(device, dtype, rows=9, vocabulary=5003, padding=61, z_loss=1e-3):
     """Relative errors of the loss's parts and of its gradient, against float64; the padding's must be zero."""
-    from model.nn.kernels.norm import cross_entropy_
+    from model.nn.kernels.cross_entropy import cross_entropy_
 
     logits = (3 * torch.randn(rows, vocabulary + padding, device=device)).to(dtype)
     labels = torch.randint(vocabulary, (rows,), device=device)

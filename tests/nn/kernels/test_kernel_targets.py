@@ -9,9 +9,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from config import T5ModelConfig
-from model.data.sampler import pack
 from model.nn import flat_params, loss
 from model.nn.t5 import network
+from model.nn.t5.batch import pack
 from model.nn.t5.network import TextToTextModel
 from tests.nn.kernels import test_attention_kernels, test_fused
 
@@ -20,9 +20,9 @@ SHARED_BYTES = 99 * 1024  # what a block may use on sm_86 and sm_89; sm_80 gives
 
 def kernel_names():
     """What is launched: the functions that Triton compiles, less their helpers."""
-    from model.nn.kernels import attention, norm
+    from model.nn.kernels import adamw, attention, cross_entropy, norm
 
-    functions = {**vars(attention), **vars(norm)}
+    functions = {name: f for module in (adamw, attention, cross_entropy, norm) for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
 
@@ -76,7 +76,7 @@ def test_every_kernel_fits_the_card(capability, monkeypatch):
 
 
 def launch_cross_entropy():
-    from model.nn.kernels.norm import cross_entropy_
+    from model.nn.kernels.cross_entropy import cross_entropy_
 
     cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
 

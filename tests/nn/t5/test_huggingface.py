@@ -17,12 +17,14 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from bench.fuzz_strangers import pickled_bytes, pickled_tensor, write_archive
 from config import T5ModelConfig
-from model.data.sampler import collate
 from model.data.token_store import open_store
 from model.data.tokenizer import copy_tokenizer, load_tokenizer
-from model.nn.t5.huggingface import as_hugging_face, export_model, load_into, load_weights
+from model.generate.answers import answer
+from model.nn.t5.batch import collate
+from model.nn.t5.huggingface import as_hugging_face
 from model.nn.t5.network import TextToTextModel
-from model.train.evaluate import answer, answer_pairs, evaluate_loss
+from model.nn.weights_io import export_model, load_into, load_weights
+from model.train.evaluate import answer_pairs, evaluate_loss
 from model.train.optim import make_optimizer
 from tests.parts import ALONE, PLAN, SHAPE, make_config, make_model, padded, stock_loss, write_parquet
 

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 
-from model.data.sampler import collate
+from model.nn.t5.batch import collate
 from tests.parts import SHAPE, farthest, gradients_of, make_model, padded, stock_loss
 
 IDS = [3, 0, 41, 17, 8, 22, 59]
