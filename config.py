@@ -277,7 +277,7 @@ def global_batch(config, world_size, typed):
     return config.global_batch_size
 
 
-def model_config(name):
+def load_model_config(name):
     """T5ModelConfig of a named size or of a JSON file; raises ValueError for a file that is not one."""
     if name in MODELS:
         return T5ModelConfig(**MODELS[name])

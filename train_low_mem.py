@@ -32,14 +32,14 @@ from model.commands.origin import agree_on, hear_request
 from model.commands.plan_report import answer
 from model.commands.setup import prepare_run, prepare_test
 from model.data.token_store import describe_store
-from model.memory.oom_policy import growth_of
+from model.memory.oom_policy import recovery_of
 from model.memory.plan import NothingFits
 from model.run.checkpoint import checkpoint_paths
-from model.run.checkpointer import Saver, export_aloud
+from model.run.checkpointer import Saver, try_export
 from model.run.console import Progress, epoch_line
 from model.run.journal import Journal
 from model.run.log import open_log
-from model.run.plots import plot_aloud
+from model.run.plots import try_plot
 from model.run.run_dir import admit, has_best, has_last, only_writer
 from model.run.run_log import begin, log_steps, say, write_events
 from model.runtime.device_memory import release_memory
@@ -70,7 +70,7 @@ def train(*stray, **options):
     run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
     with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer.directory):
         state = without_lost_best(run, state)
-        if state.pairs_seen >= run.course.total_pairs and state.evaluated_step == state.step:
+        if state.pairs_seen >= run.schedule.total_pairs and state.evaluated_step == state.step:
             if not has_last(run.dir):  # the disk may have refused it at the end
                 leave_last(run)
             done = f"{state.pairs_seen / len(run.train):g} epochs done, {config.epochs} asked for"
@@ -129,12 +129,12 @@ def train_to_the_end(run, journal, state, plan):
 
 def train_and_save(run, journal, samples, saver, state, plan):
     """The steps, and what happens between them; returns the last state and why it ended."""
-    config, course = run.config, run.course
+    config, schedule = run.config, run.schedule
     recent, note, saved_at, result = [], "", None, None
     saves = False
     steps = train_steps(
-        run.ranks, run.model, run.optimizer, run.train, plan, config, course, state.step, state.pairs_seen,
-        growth_of(state.growth, plan), state.recent_norms,
+        run.ranks, run.model, run.optimizer, run.train, plan, config, schedule, state.step, state.pairs_seen,
+        recovery_of(state.growth, plan), state.recent_norms,
     )  # fmt: skip
     try:
         resumed, stop = state, False
@@ -147,7 +147,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 state = state.after(result)
                 recent.append(result)
                 write_events(run, journal, samples, result)
-                last = result.ends_epoch or result.stop or result.pairs_seen == course.total_pairs
+                last = result.ends_epoch or result.stop or result.pairs_seen == schedule.total_pairs
                 if last or result.step % config.logging_steps == 0:
                     note = log_steps(run, journal, recent)
                     recent.clear()
@@ -188,7 +188,7 @@ def give_up(run, journal, saver, state, error, last):
 
 def evaluation_due(run, state):
     """Whether the weights of `state` are to be evaluated: at the end of each epoch and every eval_steps, once."""
-    at_epoch_end = state.pairs_seen % len(run.train) == 0 or state.pairs_seen >= run.course.total_pairs
+    at_epoch_end = state.pairs_seen % len(run.train) == 0 or state.pairs_seen >= run.schedule.total_pairs
     due = at_epoch_end or (run.config.eval_steps and state.step % run.config.eval_steps == 0)
     return due and state.step != state.evaluated_step
 
@@ -201,7 +201,7 @@ def evaluate(run, journal, state, plan):
         return state, True
     journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores)
     better = ranks.is_main and scores["loss"] < loss_to_beat(run, state)
-    refused = export_aloud(run.model, run.tokenizer, run.dir / "best") if better else ""
+    refused = try_export(run.model, run.tokenizer, run.dir / "best") if better else ""
     stop, better, refused = vote(ranks, stop_asked(), better, bool(refused))
     if not refused:  # else the next evaluation tries again, or the next start
         state = replace(state, evaluated_step=state.step)
@@ -229,14 +229,14 @@ def finish(run, journal, state, reason, failure):
     go_on = "" if reason == "finished" else f"; go on with --output_dir={run.dir} --is_keep_training=True"
     say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
     if run.ranks.is_main and reason == "finished":  # who asked for a stop does not wait for a drawing
-        plot_aloud(run.dir)
+        try_plot(run.dir)
 
 
 def leave_last(run, failure=""):
     """Export last/; raises RuntimeError where the disk refuses it, or refused the checkpoint with `failure`."""
     if run.ranks.is_main:
         with saving():
-            failure = failure or export_aloud(run.model, run.tokenizer, run.dir / "last")
+            failure = failure or try_export(run.model, run.tokenizer, run.dir / "last")
     if failure:
         raise RuntimeError(
             f"the run's end is not on the disk ({failure}): mend that, then type --is_keep_training=True"

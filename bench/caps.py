@@ -30,10 +30,10 @@ from config import MODELS, T5ModelConfig, load_config
 from model.commands.setup import Run, check_memory_fits, compute_dtype
 from model.memory.plan import STEPS_THAT_REPAY_RECORDING, NothingFits
 from model.nn.t5.network import TextToTextModel
-from model.runtime.device_memory import foreign_bytes, limit_memory, outside_bytes
+from model.runtime.device_memory import limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import Ranks
 from model.train.dry_run import plan_run, rehearse_update
-from model.train.loader import Course
+from model.train.loader import Schedule
 from model.train.optim import make_optimizer
 from model.train.step import TornUpdate, train_steps
 
@@ -79,7 +79,7 @@ def make_run(model_name, batch, cap_gib, optimizer, device, foreign, longest=LON
         model=model_name, batch_size_per_gpu=batch, gradient_accumulation_steps=1, gpu_memory_limit_gb=cap_gib,
         epochs=1, max_seq_len=longest, optimizer=optimizer, warmup_steps=10, bleu_pairs=0, learn_rate=1e-3,
     ))  # fmt: skip
-    limit_memory(device, cap_gib, outside_bytes(device, foreign))
+    limit_memory(device, cap_gib, non_torch_bytes(device, foreign))
     shape = T5ModelConfig(**MODELS[model_name], vocab_size=VOCAB_SIZE)
     ranks, store = Ranks(0, 1, 0, device, "none", None), HeavyTail(longest)
     dtype = compute_dtype(config.mixed_precision, device)
@@ -89,7 +89,7 @@ def make_run(model_name, batch, cap_gib, optimizer, device, foreign, longest=LON
     model.flat.masters.normal_(std=0.02)
     optimizer = make_optimizer(model, config)
     rehearse_update(ranks, model, optimizer)
-    run = Run(config, ranks, None, store, store, model, optimizer, Course(NUM_PAIRS, 0, batch, 0))
+    run = Run(config, ranks, None, store, store, model, optimizer, Schedule(NUM_PAIRS, 0, batch, 0))
     plan, memory = plan_run(run, None, foreign)
     return replace(run, memory=memory), plan
 
@@ -97,7 +97,7 @@ def make_run(model_name, batch, cap_gib, optimizer, device, foreign, longest=LON
 def train_epoch(run, plan):
     """(tokens/s, out of memory events, tokens of each step) of an epoch."""
     results = []
-    for result in train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, run.course):
+    for result in train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, run.schedule):
         results.append(result)
         if len(results) == WARM_STEPS:
             started = clock(run)
@@ -148,9 +148,9 @@ def tried_ways(run, fastest, warm, plan):
 
     A way is the number of the step, of its forwards, and the rest of the plan; its least seconds go to `fastest`.
     """
-    course = replace(run.course, total_pairs=8 * NUM_PAIRS)
-    num_timed = max(TRIED_STEPS, TRIED_PAIRS // course.global_batch)
-    steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, course)
+    schedule = replace(run.schedule, total_pairs=8 * NUM_PAIRS)
+    num_timed = max(TRIED_STEPS, TRIED_PAIRS // schedule.global_batch)
+    steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, schedule)
     results = []
     try:
         for result in islice(steps, warm + num_timed):
@@ -179,7 +179,7 @@ def measure(model_name, batch, cap_gib, optimizer, device, foreign, longest=LONG
     peak = torch.cuda.max_memory_reserved(device) if on_gpu else 0
     record |= dict(
         plan=plan.cutting, graphs=plan.graphs, predicted_bytes=plan.predicted_peak_bytes, peak_reserved_bytes=peak,
-        limits={name: run.memory[name] for name in ("outside_bytes", "allocator_limit_bytes")}, steps=len(tokens),
+        limits={name: run.memory[name] for name in ("non_torch_bytes", "allocator_limit_bytes")}, steps=len(tokens),
         out_of_memory_events=events, epoch_tokens_per_second=round(whole_epoch), held=not events,
     )  # fmt: skip
     if epoch_only:
@@ -219,7 +219,7 @@ def main():
     chosen = [("chatlm", 32, 19.58, "muon", 256)] if given.guide else list(cases())[shard::num_shards]
     if device.type == "cuda":  # as in a training: each recording would take a stream, and cuBLAS a workspace for it
         torch.cuda.set_stream(torch.cuda.Stream())
-    foreign = foreign_bytes(device)  # once: what a case leaves loaded is this process's own
+    foreign = other_process_bytes(device)  # once: what a case leaves loaded is this process's own
     deadline, held = time.monotonic() + given.seconds, True
     for model_name, batch, cap, optimizer, *longest in chosen:
         if time.monotonic() > deadline:

@@ -16,7 +16,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from bench.loops import pad
-from config import load_config, model_config
+from config import load_config, load_model_config
 from model.data.sampler import step_at
 from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
@@ -71,7 +71,7 @@ def train_once(given, train, valid, tokenizer, seed, on_probabilities, device):
 
 
 def make_t5(given, tokenizer):
-    shape = replace(model_config(given.model), vocab_size=tokenizer.vocab_size)
+    shape = replace(load_model_config(given.model), vocab_size=tokenizer.vocab_size)
     ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id)
     kind = dict(feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False)
     return T5ForConditionalGeneration(T5Config(**asdict(shape), **ids, **kind, dropout_rate=given.dropout)).train()

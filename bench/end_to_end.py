@@ -23,7 +23,7 @@ import torch
 
 from bench.children import ROOT, Job, gpu_slots, run_jobs
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, write_corpus
-from config import model_config
+from config import load_model_config
 from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
 from model.nn.t5.network import TextToTextModel
@@ -71,7 +71,7 @@ def main():
 def furnish(folder, model, pairs):
     """The corpus, and start/: the weights and the tokenizer that both fine-tune."""
     write_corpus(folder, pairs)
-    shape = replace(model_config(model), vocab_size=VOCAB_SIZE)
+    shape = replace(load_model_config(model), vocab_size=VOCAB_SIZE)
     export_model(TextToTextModel(shape).initialise(0), load_tokenizer(folder / "tokenizer"), folder / "start")
 
 

@@ -12,7 +12,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from model.data.buckets import rooms_for
+from model.data.buckets import buckets_for
 from model.data.packing import cut
 from model.data.readers import read_pairs
 from model.data.sampler import share_of, step_at
@@ -45,14 +45,14 @@ def fills(store, pairs_a_rank):
     """Fill at each number of ranks, by whether steps are recorded, and how many sizes were recorded."""
     found = {}
     for world_size in RANKS:
-        rooms = rooms_for(store.lengths, pairs_a_rank)
+        buckets = buckets_for(store.lengths, pairs_a_rank)
         found[f"{world_size} ranks"] = round(epoch_fill(store, world_size, pairs_a_rank, ())[0], 4)
-        fill, sizes = epoch_fill(store, world_size, pairs_a_rank, rooms)
+        fill, sizes = epoch_fill(store, world_size, pairs_a_rank, buckets)
         found |= {f"{world_size} ranks, recorded": round(fill, 4), f"sizes at {world_size}": sizes}
     return found
 
 
-def epoch_fill(store, world_size, pairs_a_rank, rooms, micro_batch_tokens=LARGEST_MICRO_BATCH_TOKENS):
+def epoch_fill(store, world_size, pairs_a_rank, buckets, micro_batch_tokens=LARGEST_MICRO_BATCH_TOKENS):
     """(real over computed tokens of an epoch's forwards over all ranks, number of Rooms used)."""
     real, computed, used, position = 0, 0, set(), 0
     while position < len(store):
@@ -61,10 +61,10 @@ def epoch_fill(store, world_size, pairs_a_rank, rooms, micro_batch_tokens=LARGES
         for rank in range(world_size):
             share = share_of(examples.ids, lengths, rank, world_size)
             parts = cut(share, store.lengths[share], micro_batch_tokens)
-            room = next((r for r in rooms if r.holds(store.lengths[share])), None) if len(parts) == 1 else None
-            used.add(room)
+            bucket = next((r for r in buckets if r.holds(store.lengths[share])), None) if len(parts) == 1 else None
+            used.add(bucket)
             for part in parts:
-                micro_batch = collate(store, part, 0, "cpu", True, room)
+                micro_batch = collate(store, part, 0, "cpu", True, bucket)
                 computed += len(micro_batch.prompt_ids) + len(micro_batch.decoder_ids)
         real += int(lengths.sum())
         position += len(examples.ids)

@@ -15,13 +15,13 @@ from bench.mutations import mutate, mutate_tree
 from config import T5ModelConfig, load_config
 from model.data.token_store import open_store
 from model.data.tokenizer import PROBE, load_tokenizer, train_tokenizer
-from model.memory.oom_policy import Growth, growth_of
+from model.memory.oom_policy import PlanRecovery, recovery_of
 from model.memory.plan import MemoryPlan
 from model.nn.t5.network import TextToTextModel
 from model.nn.weights_io import export_model, load_into
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.runtime.distributed import Ranks
-from model.train.loader import Course
+from model.train.loader import Schedule
 from model.train.optim import make_optimizer
 from model.train.step import train_steps
 from tests.tiny import SHAPE
@@ -39,8 +39,8 @@ def tiny_run():
     optimizer = make_optimizer(model, load_config("pretrain", {}))
     plan = MemoryPlan(200, 64, False, 10**6)
     state = TrainState(
-        step=3, pairs_seen=9, shape=asdict(model.shape), best_loss=1.5, plan=asdict(plan),
-        growth=asdict(Growth(replace(plan, chunk_tokens=128), 7, 200)), recent_norms=(1.0, 0.5, 2.0) * 6,
+        step=3, pairs_seen=9, shape=asdict(model.config), best_loss=1.5, plan=asdict(plan),
+        growth=asdict(PlanRecovery(replace(plan, chunk_tokens=128), 7, 200)), recent_norms=(1.0, 0.5, 2.0) * 6,
     )  # fmt: skip
     save_checkpoint(folder / "run", state, snapshot_of(model, optimizer), keep=2)
     export_model(model, tokenizer, folder / "exported")
@@ -103,10 +103,10 @@ def _step_after(found, plan, growth):
     load_into(model, found, found.path)
     optimizer = make_optimizer(model, config)
     load_optimizer(optimizer, model, found.optimizer)
-    course = Course(2 * len(store), 100 * state.first_batch, 4, 0)
+    schedule = Schedule(2 * len(store), 100 * state.first_batch, 4, 0)
     alone = Ranks(0, 1, 0, torch.device("cpu"), "none", None)
     steps = train_steps(
-        alone, model, optimizer, store, plan, config, course, state.step, state.pairs_seen, growth_of(growth, plan),
+        alone, model, optimizer, store, plan, config, schedule, state.step, state.pairs_seen, recovery_of(growth, plan),
         state.recent_norms,
     )  # fmt: skip
     result = next(steps, None)

@@ -27,7 +27,7 @@ from fire.decorators import SetParseFn
 from bench.fuzz_checkpoint import check_checkpoint, tiny_run
 from bench.fuzz_strangers import STRANGERS
 from bench.mutations import mutate, mutate_tree
-from config import FLAGS, TrainConfig, model_config
+from config import FLAGS, TrainConfig, load_model_config
 from model.commands.options import read_request
 from model.data.columns import PROMPT_COLUMNS, RESPONSE_COLUMNS
 from model.data.readers import read_pairs
@@ -204,7 +204,7 @@ def check_model_file(draw, folder):
     tree = SHAPE | {draw.choice(list(SHAPE)): draw.choice((1, 7, 64, 300, 10**5))}
     data = json.dumps(mutate_tree(draw, tree) if draw.random() < 0.5 else tree).encode()
     path.write_bytes(mutate(draw, data) if draw.random() < 0.5 else data)
-    shape = model_config(str(path))
+    shape = load_model_config(str(path))
     assert asdict(shape).items() >= json.loads(path.read_text()).items()
     with torch.device("meta"):
         TextToTextModel(shape)
@@ -251,10 +251,10 @@ def check_weights(draw, folder):
                            mutate(draw, victim.read_bytes()))  # fmt: skip
     try:
         weights = load_weights(path)
-        shape = weights.shape or model.shape
+        shape = weights.model_config or model.config
         with torch.device("meta"):
             fresh = TextToTextModel(shape)
-        load_into(fresh if shape != model.shape else copy.deepcopy(model), weights, path)
+        load_into(fresh if shape != model.config else copy.deepcopy(model), weights, path)
     finally:
         assert not canary.exists(), "code in a file of weights was run"
 

@@ -9,9 +9,9 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, TrainerCallback
 
 from bench.corpus import VOCAB_SIZE, open_corpus
-from config import load_config, model_config
+from config import load_config, load_model_config
 from model.commands.setup import prepare_run
-from model.runtime.device_memory import forget_peak
+from model.runtime.device_memory import reset_peak
 from model.runtime.distributed import start_ranks
 from model.train.step import train_steps
 
@@ -31,8 +31,8 @@ def train_ours(cell, corpus, clock):
     config = load_config("pretrain", options)
     ranks = start_ranks(config.backend, config.ddp_timeout_s)
     run, state, plan = prepare_run(ranks, config, set(options), resumed=False)
-    forget_peak(ranks.device)  # of the probes
-    for result in train_steps(ranks, run.model, run.optimizer, run.train, plan, config, run.course):
+    reset_peak(ranks.device)  # of the probes
+    for result in train_steps(ranks, run.model, run.optimizer, run.train, plan, config, run.schedule):
         if clock.tick(len(result.ids), result.tokens):
             return dict(loss=float(result.loss), micro_batches=result.micro_batches, plan=asdict(result.plan))
     raise AssertionError("the corpus ended before the clock")
@@ -40,7 +40,7 @@ def train_ours(cell, corpus, clock):
 
 def stock_t5(name, attention):
     """transformers' T5 of the same shape, random weights, without dropout."""
-    shape = replace(model_config(name), vocab_size=VOCAB_SIZE)
+    shape = replace(load_model_config(name), vocab_size=VOCAB_SIZE)
     config = T5Config(
         **asdict(shape), pad_token_id=PAD_ID, eos_token_id=1, decoder_start_token_id=PAD_ID, dropout_rate=0.0,
         feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False,
@@ -133,7 +133,7 @@ def train_by_hand(cell, corpus, clock):
     device = clock.device
     shape, batch_size = tuple(cell["shape"]), cell["pairs"]
     store = open_corpus(corpus)
-    members = np.flatnonzero(shape_of(store.lengths) == SHAPES.index(shape))
+    members = np.flatnonzero(resolve_model_config(store.lengths) == SHAPES.index(shape))
     ids = np.resize(members, 8 * batch_size).reshape(8, batch_size)  # again from the first where there are too few
     rows = store.rows.rename_columns(dict(prompt_ids="input_ids", response_ids="labels")).with_format("numpy")
     batches = [pad([rows[int(i)] for i in part], shape) for part in ids]
@@ -153,7 +153,7 @@ def train_by_hand(cell, corpus, clock):
             return dict(loss=loss.item())
 
 
-def shape_of(lengths):
+def resolve_model_config(lengths):
     """Index in SHAPES of the smallest shape that holds each pair."""
     fits = [(lengths[:, 0] <= prompt) & (lengths[:, 1] <= response) for prompt, response in SHAPES]
     return np.argmax(fits, axis=0)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.clock import memory_of_call, time_call
-from model.nn.flat_params import FlatWeights, with_padding
+from model.nn.flat_params import FlatParams, with_padding
 from model.nn.loss import linear_cross_entropy
 
 
@@ -42,7 +42,7 @@ def compare(tokens, width, vocab):
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device=device).mul(width**-0.5).to(dtype).requires_grad_()
     weight = torch.nn.Parameter(torch.randn(vocab, width, device=device))
-    flat = FlatWeights([weight], [], weight, dtype)  # as the model holds it: a copy in bf16, rows padded
+    flat = FlatParams([weight], [], weight, dtype)  # as the model holds it: a copy in bf16, rows padded
     labels = torch.randint(vocab, (tokens,), device=device)
 
     def ours(hidden, weight, labels):

@@ -30,12 +30,12 @@ from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
 from model.nn.attention import has_kernels
-from model.nn.t5.footprint import Constants, Setting
+from model.nn.t5.footprint import Constants, MemorySpec
 from model.nn.t5.network import TextToTextModel
-from model.runtime.device_memory import forget_peak, peak_memory, release_memory
+from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks
 from model.train.dry_run import rehearse_update
-from model.train.loader import Course
+from model.train.loader import Schedule
 from model.train.optim import make_optimizer
 from model.train.step import train_steps
 
@@ -102,10 +102,10 @@ def predict(case, constants=COUNTED):
     dtype = getattr(torch, case.dtype)
     shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
     kernels = has_kernels(torch.device("cuda"), dtype, shape)
-    setting = Setting(shape, dtype.itemsize, kernels, constants=constants)
+    spec = MemorySpec(shape, dtype.itemsize, kernels, constants=constants)
     lengths = Lengths(np.array([[case.tokens, case.tokens]]), np.array([case.pairs]))
     tokens = 2 * case.pairs * case.tokens
-    return Estimate(setting, lengths, case.pairs).peaks(tokens, CHUNK_TOKENS, case.checkpointing)["step"]
+    return Estimate(spec, lengths, case.pairs).peaks(tokens, CHUNK_TOKENS, case.checkpointing)["step"]
 
 
 def measure(case, device):
@@ -117,11 +117,11 @@ def measure(case, device):
     config = load_config("pretrain", dict(warmup_steps=0, optimizer="adamw_rms"))
     plan = MemoryPlan(2 * case.pairs * case.tokens, CHUNK_TOKENS, case.checkpointing, 0)
     ranks, store = Ranks(0, 1, 0, device, "none", None), OneLength(case.pairs, case.tokens)
-    course, optimizer = Course(case.pairs, 0, case.pairs, 0), make_optimizer(model, config)
+    schedule, optimizer = Schedule(case.pairs, 0, case.pairs, 0), make_optimizer(model, config)
     rehearse_update(ranks, model, optimizer)
     release_memory(device)
-    forget_peak(device)
-    result = next(train_steps(ranks, model, optimizer, store, plan, config, course))
+    reset_peak(device)
+    result = next(train_steps(ranks, model, optimizer, store, plan, config, schedule))
     torch.cuda.synchronize(device)
     allocated, reserved, _ = peak_memory(device)
     return None if result.events or result.micro_batches != 1 else (reserved, allocated)

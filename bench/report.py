@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from bench.corpus import draw_lengths
-from bench.loops import SHAPES, shape_of
+from bench.loops import SHAPES, resolve_model_config
 
 LOOPS = {"ours": "ours", "a": "A: Seq2SeqTrainer", "b": "B: by hand"}
 HEAD = ("model", "loop", "pairs per step", "real tokens/s", "spread", "ms a step", "peak GiB", "s to first step")
@@ -35,7 +35,7 @@ def machine_line():
 def mixtures(results):
     """B over the whole mix: each padded shape takes its share of the pairs at the pace it was timed at."""
     lengths = draw_lengths(200_000, np.random.default_rng(0))
-    shares = np.bincount(shape_of(lengths), minlength=len(SHAPES)) / len(lengths)
+    shares = np.bincount(resolve_model_config(lengths), minlength=len(SHAPES)) / len(lengths)
     tokens_a_pair = lengths.sum(axis=1).mean()
     for model in dict.fromkeys(result["model"] for result in results):
         parts = [r for r in results if r["model"] == model and r["loop"] == "b" and not r["problem"]]

@@ -42,7 +42,8 @@ def main():
     config = load_config("pretrain", options)
     run, _, plan = prepare_run(ranks, config, set(options), resumed=False)
     rounds = [
-        [step_milliseconds(run, plan, side, given.steps) for side in (ranks.side, None)] for _ in range(given.rounds)
+        [step_milliseconds(run, plan, side, given.steps) for side in (ranks.cpu_group, None)]
+        for _ in range(given.rounds)
     ]
     if ranks.is_main:
         voting, alone = (statistics.median(way) for way in zip(*rounds, strict=True))
@@ -59,7 +60,7 @@ def main():
 def step_milliseconds(run, plan, side, num_steps):
     """Median of some steps, voted on over the group `side`, or where it is None not at all."""
     ranks = replace(run.ranks, side=side)
-    steps = train_steps(ranks, run.model, run.optimizer, run.train, plan, run.config, run.course)
+    steps = train_steps(ranks, run.model, run.optimizer, run.train, plan, run.config, run.schedule)
     results = islice(steps, WARM_STEPS, WARM_STEPS + num_steps)
     return 1000 * statistics.median(result.step_seconds for result in results)
 

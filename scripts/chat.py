@@ -27,7 +27,7 @@ from transformers.activations import ACT2FN  # noqa: E402
 from model.data.cleaning import clean_text  # noqa: E402
 from model.data.tokenizer import ChatTokenizer, load_tokenizer  # noqa: E402
 from model.nn.t5.huggingface import ALIASES, COMPUTED, read_t5_config  # noqa: E402
-from model.nn.weights_io import Weights, check_fits, read_tensors  # noqa: E402
+from model.nn.weights_io import LoadedWeights, check_fits, read_tensors  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
 
 with suppress(ImportError):
@@ -126,7 +126,7 @@ def load_model(directory: Path) -> tuple[T5ForConditionalGeneration, ChatTokeniz
     tensors = read_tensors(directory / "model.safetensors")
     if "shared.weight" in tensors:
         tensors = {alias: tensors["shared.weight"] for alias in ALIASES} | tensors
-    weights = Weights({name: tensor.float() for name, tensor in tensors.items()}, None, directory)
+    weights = LoadedWeights({name: tensor.float() for name, tensor in tensors.items()}, None, directory)
     check_fits(model, weights, directory)
     model.load_state_dict(weights.tensors, assign=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

@@ -14,7 +14,7 @@ from config import (
     as_bool,
     global_batch,
     load_config,
-    model_config,
+    load_model_config,
 )
 from config import preset_name as name_of
 
@@ -69,7 +69,7 @@ def test_a_shape_that_no_run_could_build_is_refused(change):
 def test_a_model_file_that_is_none_is_refused(tmp_path, text):
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(ValueError, match="cannot be read .*write a JSON object"):
-        model_config(str(tmp_path / "model.json"))
+        load_model_config(str(tmp_path / "model.json"))
 
 
 @pytest.mark.parametrize("word", ["", "2", "maybe", "None", "tru"])
@@ -126,7 +126,7 @@ def test_every_preset_loads_and_differs_from_the_defaults_only_where_it_says(pre
     for field in fields(TrainConfig):
         expected = PRESETS[preset].get(field.name, getattr(default, field.name))
         assert getattr(config, field.name) == expected or field.name == "learn_rate"
-    assert model_config(config.model).d_model > 0
+    assert load_model_config(config.model).d_model > 0
 
 
 def test_an_option_stands_above_its_preset():
@@ -186,7 +186,9 @@ def test_a_model_may_be_a_json_file(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(SMALL | dict(num_layers=2, relative_attention_num_buckets=16)))
     assert load_config("pretrain", dict(model=str(path))).model == str(path)
-    assert model_config(str(path)) == T5ModelConfig(**SMALL | dict(num_layers=2, relative_attention_num_buckets=16))
+    assert load_model_config(str(path)) == T5ModelConfig(
+        **SMALL | dict(num_layers=2, relative_attention_num_buckets=16)
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,12 +200,12 @@ def test_a_json_file_that_is_not_a_model_is_refused(tmp_path, text):
     path = tmp_path / "mine.json"
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match="mine.json"):
-        model_config(str(path))
+        load_model_config(str(path))
 
 
 def test_a_model_file_that_is_missing_is_refused():
     with pytest.raises(ValueError, match="nowhere.json"):
-        model_config("nowhere.json")
+        load_model_config("nowhere.json")
 
 
 @pytest.mark.parametrize("change", [dict(d_model=0), dict(num_heads=-1), dict(d_kv=1.5), dict(vocab_size=-1)])

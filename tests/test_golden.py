@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from model.train.loader import Course
+from model.train.loader import Schedule
 from model.train.optim import make_optimizer
 from model.train.step import train_steps
 from tests.parts import ALONE, PLAN, make_config, make_model
@@ -17,8 +17,8 @@ NUM_STEPS = 20
 def losses_of(store, tokenizer):
     config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.02, weight_decay=0.01, z_loss=1e-4)
     model = make_model(tokenizer.vocab_size)
-    course = Course(len(store) * 6, warmup_pairs=48, global_batch=16, start_id=tokenizer.pad_id)
-    steps = train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, course)
+    schedule = Schedule(len(store) * 6, warmup_pairs=48, global_batch=16, start_id=tokenizer.pad_id)
+    steps = train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, schedule)
     return [(result.loss + result.z_loss).item() for result, _ in zip(steps, range(NUM_STEPS), strict=False)]
 
 

@@ -51,7 +51,7 @@ def write_gradient(name, changes):
     ranks = start_ranks("gloo", 60)
     config = load_config("pretrain", OPTIONS | dict(output_dir=name, max_grad_norm=0) | changes)
     run, state, plan = prepare_run(ranks, config, {}, resumed=False)
-    result = next(train_steps(ranks, run.model, run.optimizer, run.train, plan, config, run.course))
+    result = next(train_steps(ranks, run.model, run.optimizer, run.train, plan, config, run.schedule))
     gradient = {name: p.grad for name, p in run.model.named_parameters()}
     save_file(gradient, f"{name}.{ranks.rank}", dict(micro_batches=str(result.micro_batches)))
     stop_ranks()

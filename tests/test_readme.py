@@ -58,5 +58,5 @@ def test_the_first_commands_write_what_the_next_ones_read(page):
 
 def test_each_room_says_what_it_is_for():
     shown = {cell.strip("`") for cell, _ in table("## How it works")}
-    rooms = {str(path.relative_to(ROOT)) for path in (ROOT / "model").rglob("*.py") if path.name != "__init__.py"}
-    assert rooms <= shown
+    buckets = {str(path.relative_to(ROOT)) for path in (ROOT / "model").rglob("*.py") if path.name != "__init__.py"}
+    assert buckets <= shown

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from model.commands.origin import check_same_run, check_shape, read_weights, shape_of
+from model.commands.origin import check_model_config, check_same_run, read_weights, resolve_model_config
 from model.commands.setup import make_model, tokenizer_for
 from model.data.readers import read_pairs
 from model.data.token_store import find_store
 from model.memory.estimate import disk_bytes, fixed_bytes
-from model.nn.t5.footprint import Setting, count_parameters
+from model.nn.t5.footprint import MemorySpec, count_parameters
 from model.run.checkpoint import checkpoint_paths, load_newest
 from model.run.run_dir import TOKENS_DIR, check_name, check_no_stranger
 from model.run.train_state import LaterFormat, TrainState
@@ -60,11 +60,11 @@ def examine(config, typed=(), overwrite=False):
         yield _data(what, file, config)
     if config.test_file:
         yield _data("test_file", config.test_file, config)
-    setting, rows = _model(config, typed, overwrite)
+    spec, rows = _model(config, typed, overwrite)
     yield from rows
-    yield from _memory(config, setting)
+    yield from _memory(config, spec)
     yield _output_dir(config)
-    yield _disk(config, setting)
+    yield _disk(config, spec)
 
 
 def print_table(config, typed, overwrite):
@@ -197,7 +197,7 @@ def _data(what, file, config):
 
 
 def _model(config, typed, overwrite):
-    """(Setting, Rows) of what a run would start from: a checkpoint, other weights, or the tokenizer alone."""
+    """(MemorySpec, Rows) of what a run would start from: a checkpoint, other weights, or the tokenizer alone."""
     alone, passed = Ranks(0, 1, 0, torch.device("cpu"), "none", None), []
     held = [] if overwrite else checkpoint_paths(config.output_dir)
     try:
@@ -211,20 +211,20 @@ def _model(config, typed, overwrite):
     try:
         weights = None if found else read_weights(alone, config.finetune_from_ckp_file)
         tokenizer = tokenizer_for(config, typed, found)
-        shape = shape_of(config, tokenizer, found, weights)
-        check_shape(alone, config, typed, shape, found, weights)
+        model_config = resolve_model_config(config, tokenizer, found, weights)
+        check_model_config(alone, config, typed, model_config, found, weights)
         stores = _token_stores(config, tokenizer)
         if found:
             check_same_run(found, config, _fresh_state(config, tokenizer, stores[0], found.state))
-        model = make_model(alone, config, shape, weights)
+        model = make_model(alone, config, model_config, weights)
     except (ValueError, OSError) as error:
         return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
     size = model.compute_dtype.itemsize
-    setting = Setting(model.shape, size, False, config.optimizer, decoder_only=config.trainable == "decoder")
-    num_weights = count_parameters(model.shape)
+    spec = MemorySpec(model.config, size, False, config.optimizer, decoder_only=config.trainable == "decoder")
+    num_weights = count_parameters(model.config)
     rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
     rows.append(Row("model", f"{num_weights / 1e6:.1f} M weights from {_origin(config, found)}"))
-    return setting, rows
+    return spec, rows
 
 
 def _fresh_state(config, tokenizer, store, then):
@@ -251,9 +251,9 @@ def _origin(config, found):
     return config.finetune_from_ckp_file or "chance"
 
 
-def _memory(config, setting):
+def _memory(config, spec):
     """Memory for what each rank holds whatever the plan: weights, gradients, optimizer state."""
-    need = sum(fixed_bytes(setting).values()) if setting else 0
+    need = sum(fixed_bytes(spec).values()) if spec else 0
     text = Path("/proc/meminfo").read_text()
     host = int(re.search(r"MemAvailable:\s+(\d+)", text).group(1)) * 1024
     places = [("host memory", host)]
@@ -282,12 +282,12 @@ def _output_dir(config):
     return Row("output_dir", f"{folder}, {'there' if folder.exists() else 'not there yet'}")
 
 
-def _disk(config, setting):
-    """Room for the checkpoints kept, one being written, best/ and last/, where output_dir is or will be."""
+def _disk(config, spec):
+    """Bucket for the checkpoints kept, one being written, best/ and last/, where output_dir is or will be."""
     folder = Path(config.output_dir).resolve()
     while not folder.is_dir():
         folder = folder.parent
-    need, free = disk_bytes(setting, config.keep_latest_n_ckp) if setting else 0, shutil.disk_usage(folder).free
+    need, free = disk_bytes(spec, config.keep_latest_n_ckp) if spec else 0, shutil.disk_usage(folder).free
     found = f"{free / GIB:.1f} GiB free in {folder}, {need / GIB:.2f} GiB for checkpoints and exports"
     try:
         with tempfile.TemporaryFile(dir=folder):

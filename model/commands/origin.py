@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from config import T5ModelConfig, model_config
+from config import T5ModelConfig, load_model_config
 from model.commands.options import ANOTHER_RUN, going_on, read_words, stored_options
 from model.nn.t5.network import TextToTextModel
-from model.nn.weights_io import Weights, check_fits, load_into, load_weights
+from model.nn.weights_io import LoadedWeights, check_fits, load_into, load_weights
 from model.run.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
 from model.run.train_state import state_of, state_values
 from model.runtime.distributed import agree, broadcast, from_main, told_by_main
@@ -50,50 +50,52 @@ def _read_newest(run_dir, held):
 
 
 def read_weights(ranks, source):
-    """The Weights in `source`, or None where it is empty; they have their tensors on rank 0 alone."""
+    """The LoadedWeights in `source`, or None where it is empty; they have their tensors on rank 0 alone."""
     if not source:
         return None
     held = []
-    shape = from_main(ranks, _read_weights, source, held)
-    return held[0] if held else Weights({}, shape and T5ModelConfig(**shape), None)
+    model_config = from_main(ranks, _read_weights, source, held)
+    return held[0] if held else LoadedWeights({}, model_config and T5ModelConfig(**model_config), None)
 
 
 def _read_weights(source, held):
     held.append(load_weights(source))
     LOGGER.info("starting from the weights in %s", source)
-    return held[0].shape and asdict(held[0].shape)
+    return held[0].model_config and asdict(held[0].model_config)
 
 
-def shape_of(config, tokenizer, found, weights):
+def resolve_model_config(config, tokenizer, found, weights):
     """The model's T5ModelConfig: that of the Checkpoint or of the weights, where they tell it, else config.model's.
 
     Raises ValueError where its vocabulary is smaller than the tokenizer's.
     """
-    known = T5ModelConfig(**found.state.shape) if found else weights and weights.shape
-    shape = known or model_config(config.model)
-    shape = replace(shape, vocab_size=shape.vocab_size or tokenizer.vocab_size)
-    if shape.vocab_size < tokenizer.vocab_size:
+    known = T5ModelConfig(**found.state.shape) if found else weights and weights.model_config
+    model_config = known or load_model_config(config.model)
+    model_config = replace(model_config, vocab_size=model_config.vocab_size or tokenizer.vocab_size)
+    if model_config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"the model has {shape.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}: name the one "
+            f"the model has {model_config.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}: name the one "
             "that the model was trained with in --tokenizer_dir"
         )
-    return shape
+    return model_config
 
 
-def check_shape(ranks, config, typed, shape, found, weights):
-    """Raise ValueError where --model asks for another shape than the weights have, or they do not fit theirs."""
-    told = found or weights and weights.shape
+def check_model_config(ranks, config, typed, model_config, found, weights):
+    """Raise ValueError where --model asks for another network than the weights are of, or they do not fit theirs."""
+    told = found or weights and weights.model_config
     if told and "model" in typed:
-        wanted = model_config(config.model)
-        if replace(wanted, vocab_size=shape.vocab_size) != shape:
-            raise ValueError(f"--model={config.model} is {wanted}, and the weights are {shape}: leave --model out")
+        wanted = load_model_config(config.model)
+        if replace(wanted, vocab_size=model_config.vocab_size) != model_config:
+            raise ValueError(
+                f"--model={config.model} is {wanted}, and the weights are {model_config}: leave --model out"
+            )
     if weights:
-        from_main(ranks, _check_weights, shape, weights, config.finetune_from_ckp_file)
+        from_main(ranks, _check_weights, model_config, weights, config.finetune_from_ckp_file)
 
 
-def _check_weights(shape, weights, source):
+def _check_weights(model_config, weights, source):
     with torch.device("meta"):
-        check_fits(TextToTextModel(shape), weights, source)
+        check_fits(TextToTextModel(model_config), weights, source)
 
 
 def check_same_run(found, config, fresh):

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 import ujson
 
-from config import T5ModelConfig, as_type, global_batch, model_config
+from config import T5ModelConfig, as_type, global_batch, load_model_config
 from model.commands.options import read_request
 from model.commands.setup import compute_dtype
 from model.data.length_histogram import Lengths, histogram
@@ -110,7 +110,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     world = num_processes or max(gpus, 1)
     limit = int(config.gpu_memory_limit_gb * GIB) or (gpus and torch.cuda.get_device_properties(0).total_memory)
     machine = Machine(world, limit or None)
-    shape, tokenizer = _shape_and_tokenizer(config, vocab_size)
+    model_config, tokenizer = _model_config_and_tokenizer(config, vocab_size)
     sample = _sample(config, tokenizer)
     lengths, num_pairs = sample.lengths, sample.num_pairs
     batch = global_batch(config, world, typed)
@@ -119,42 +119,42 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     device = "cuda" if on_gpu else "cpu"
     here = compute_dtype(config.mixed_precision, torch.device(device)) if gpus or not on_gpu else None
     dtype = here or (torch.float32 if config.mixed_precision == "no" else torch.bfloat16)  # of a GPU that is elsewhere
-    estimate = make_estimate(config, shape, dtype, lengths, share_pairs, device, launch_tokens_here())
-    asked = recording_asked(config, estimate.setting, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
+    estimate = make_estimate(config, model_config, dtype, lengths, share_pairs, device, launch_tokens_here())
+    asked = recording_asked(config, estimate.spec, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
     plan = choose_plan(config, estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
     # few pairs never fill two forwards of the planned size: the slope is that of many
     many = Lengths(lengths.tokens, lengths.counts * math.ceil(2 * tokens / (lengths.mean * lengths.counts.sum())))
-    forward_bytes = make_estimate(config, shape, dtype, many, MANY_PAIRS, device).recording_bytes
+    forward_bytes = make_estimate(config, model_config, dtype, many, MANY_PAIRS, device).recording_bytes
     slope = (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
     return dict(
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
-        parameters=count_parameters(shape), dtype=str(dtype).removeprefix("torch."),
+        parameters=count_parameters(model_config), dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
         steps=_steps(config, typed, batch, num_pairs),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
         forwards=round(estimate.forwards(tokens), 2), phases=_phases(config, estimate, plan),
-        levers=_levers(config, shape, dtype, estimate, machine, plan),
+        levers=_levers(config, model_config, dtype, estimate, machine, plan),
         largest_block=dict(
-            pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=shape.vocab_size,
-            bytes=4 * config.batch_size_per_gpu * config.max_seq_len * shape.vocab_size,
+            pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=model_config.vocab_size,
+            bytes=4 * config.batch_size_per_gpu * config.max_seq_len * model_config.vocab_size,
         ),
-        host=_host(config, estimate, plan, device, world) | _disk(config, estimate.setting, sample.store_bytes),
+        host=_host(config, estimate, plan, device, world) | _disk(config, estimate.spec, sample.store_bytes),
     )  # fmt: skip
 
 
-def _shape_and_tokenizer(config, vocab_size):
+def _model_config_and_tokenizer(config, vocab_size):
     """(T5ModelConfig, tokenizer or None); `vocab_size` above 0 stands in for a tokenizer that is not here."""
     weights = None
     if config.finetune_from_ckp_file and Path(config.finetune_from_ckp_file).exists():
         weights = load_weights(config.finetune_from_ckp_file)
     folder = Path(config.tokenizer_dir or (weights and weights.tokenizer_dir) or TOKENIZER_DIR)
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
-    shape = weights.shape if weights and weights.shape else model_config(config.model)
-    size = vocab_size or shape.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
+    model_config = weights.model_config if weights and weights.model_config else load_model_config(config.model)
+    size = vocab_size or model_config.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
     if not size:
         raise ValueError(f"{folder}: no tokenizer there, so the vocabulary is unknown: type --vocab_size=N")
-    return T5ModelConfig(**asdict(replace(shape, vocab_size=size))), tokenizer
+    return T5ModelConfig(**asdict(replace(model_config, vocab_size=size))), tokenizer
 
 
 def _sample(config, tokenizer):
@@ -201,7 +201,7 @@ def _phases(config, estimate, plan):
     return {name: peak for name, peak in peaks.items() if name != "generation" or config.bleu_pairs}
 
 
-def _levers(config, shape, dtype, chosen, machine, plan):
+def _levers(config, model_config, dtype, chosen, machine, plan):
     """What each lever would do: its peak, the largest micro-batch that fits, the time over the chosen plan's."""
     if machine.usable_bytes is None:
         return []
@@ -214,8 +214,8 @@ def _levers(config, shape, dtype, chosen, machine, plan):
         rows.append((f"optimizer {optimizer}", replace(config, optimizer=optimizer), plan.cutting))
     levers = []
     for name, changed, cutting in rows:
-        here = chosen.setting.launch_tokens
-        estimate = make_estimate(changed, shape, dtype, chosen.lengths, chosen.share_pairs, launch_tokens=here)
+        here = chosen.spec.launch_tokens
+        estimate = make_estimate(changed, model_config, dtype, chosen.lengths, chosen.share_pairs, launch_tokens=here)
         beside = recording_bytes(chosen, plan.cut_as(cutting))  # no optimizer changes it
         peak, limit = estimate.step_peak(*cutting) + beside, machine.usable_bytes * USABLE
         most = fitting_plan(estimate, chosen.share_pairs * chosen.lengths.longest, limit - beside, *cutting[1:])
@@ -232,7 +232,7 @@ def _levers(config, shape, dtype, chosen, machine, plan):
 
 def _host(config, estimate, plan, device, world):
     """Bytes of host memory and /dev/shm that the run needs, and those that are there."""
-    weights, optimizer = 4 * count_parameters(estimate.setting.shape), optimizer_bytes(estimate.setting)[0]
+    weights, optimizer = 4 * count_parameters(estimate.spec.model_config), optimizer_bytes(estimate.spec)[0]
     computing = weights if device == "cuda" else max(predicted_peaks(estimate, plan).values())
     rank = HOST_BYTES[device] + computing
     return dict(
@@ -242,12 +242,12 @@ def _host(config, estimate, plan, device, world):
     )  # fmt: skip
 
 
-def _disk(config, setting, store_bytes):
+def _disk(config, spec, store_bytes):
     """Bytes of disk that the run writes, `store_bytes` of them tokens, and those that are there."""
     output = Path(config.output_dir).absolute()
     disk = next(path for path in (output, *output.parents) if path.exists())
     return dict(
-        disk_bytes=disk_bytes(setting, config.keep_latest_n_ckp) + store_bytes,
+        disk_bytes=disk_bytes(spec, config.keep_latest_n_ckp) + store_bytes,
         disk_free_bytes=shutil.disk_usage(disk).free,
     )
 

@@ -10,12 +10,12 @@ import torch
 
 from config import TrainConfig, global_batch
 from model.commands.origin import (
+    check_model_config,
     check_same_run,
-    check_shape,
     newest_checkpoint,
     read_weights,
+    resolve_model_config,
     restore,
-    shape_of,
     why_not_compared,
 )
 from model.data.pair_hashes import describe_shared
@@ -27,12 +27,12 @@ from model.nn.weights_io import load_into, model_directory
 from model.run.console import Progress
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR, has_best
 from model.run.train_state import TrainState, state_values
-from model.runtime.device_memory import check_gates, foreign_bytes, free_bytes, limit_memory, outside_bytes
+from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import Ranks, agree, broadcast, from_main, local_main_first
 from model.runtime.watchdog import stop_asked
 from model.train.dry_run import plan_run, rehearse_update
 from model.train.footprint import estimate_for
-from model.train.loader import Course
+from model.train.loader import Schedule
 from model.train.lr_schedule import check_warmup, warmup_pairs
 from model.train.optim import make_optimizer
 
@@ -50,7 +50,7 @@ class Run:
     validation: TokenStore
     model: TextToTextModel
     optimizer: torch.optim.Optimizer
-    course: Course
+    schedule: Schedule
     memory: dict = field(default_factory=dict)  # what the plan rests on, and what was measured
     differs: tuple = ()  # what is not as the checkpoint had it: bits may differ from there
 
@@ -60,8 +60,8 @@ class Run:
 
     def total_steps(self, state):
         """Number of the run's last step when every step from `state` on has the present global batch."""
-        num_pairs, batch = len(self.train), self.course.global_batch
-        left = self.course.total_pairs - state.pairs_seen
+        num_pairs, batch = len(self.train), self.schedule.global_batch
+        left = self.schedule.total_pairs - state.pairs_seen
         in_this_epoch = left % num_pairs
         return state.step + -(-in_this_epoch // batch) + (left // num_pairs) * -(-num_pairs // batch)
 
@@ -73,37 +73,37 @@ def prepare_run(ranks, config, typed, resumed):
     other, the data or the checkpoint.
     """
     set_numerics(config, ranks.device)
-    foreign = set_memory_limit(config, ranks.device)
+    other_process = set_memory_limit(config, ranks.device)
     free = dict(start=free_bytes())
     batch = global_batch(config, ranks.world_size, typed)
     # what can be refused is refused before hours of tokenising
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
     weights = None if found else read_weights(ranks, config.finetune_from_ckp_file)
-    tokenizer, shape = _tokenizer_and_shape(ranks, config, typed, found, weights)
+    tokenizer, model_config = _tokenizer_and_shape(ranks, config, typed, found, weights)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
     total_pairs = len(train) * config.epochs
     warmup = warmup_pairs(config, total_pairs, found.state.first_batch if found else batch)
     check_warmup(config, typed, warmup / batch, total_pairs / batch)
-    course = Course(total_pairs, warmup, batch, tokenizer.pad_id)
+    schedule = Schedule(total_pairs, warmup, batch, tokenizer.pad_id)
     if ranks.is_main and (shared := describe_shared(validation, train)):
         LOGGER.warning(shared)
     dtype = compute_dtype(config.mixed_precision, ranks.device)
     agree(ranks, "the numbers to compute in (--mixed_precision=no suits GPUs of any kind)", str(dtype))
-    check_memory_fits(ranks, config, shape, dtype, train.lengths, batch, foreign)
-    model = make_model(ranks, config, shape, weights)
+    check_memory_fits(ranks, config, model_config, dtype, train.lengths, batch, other_process)
+    model = make_model(ranks, config, model_config, weights)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config)
     free["optimizer"] = free_bytes()
     rehearse_update(ranks, model, optimizer)
-    run = Run(config, ranks, tokenizer, train, validation, model, optimizer, course)
+    run = Run(config, ranks, tokenizer, train, validation, model, optimizer, schedule)
     state = _starting_state(run, found)
     kept = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
-    plan, memory = plan_run(run, kept, foreign)
+    plan, memory = plan_run(run, kept, other_process)
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
     may_record = config.compile != "False" and model.uses_kernels and not config.dropout
-    growth = kept_growth(state, plan, may_record)
+    growth = kept_recovery(state, plan, may_record)
     differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
     state = replace(state, plan=asdict(plan), growth=growth, device=ranks.device.type)
     agree(ranks, "where the run stands and how its steps are cut", state_values(state))
@@ -115,10 +115,10 @@ def _tokenizer_and_shape(ranks, config, typed, found, weights):
     tokenizer = tokenizer_for(config, typed, found)
     ids = dict(pad_id=tokenizer.pad_id, eos_id=tokenizer.eos_id)
     agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
-    shape = shape_of(config, tokenizer, found, weights)
-    check_shape(ranks, config, typed, shape, found, weights)
-    agree(ranks, "the model's shape", asdict(shape))
-    return tokenizer, shape
+    model_config = resolve_model_config(config, tokenizer, found, weights)
+    check_model_config(ranks, config, typed, model_config, found, weights)
+    agree(ranks, "the model's shape", asdict(model_config))
+    return tokenizer, model_config
 
 
 def _starting_state(run, found):
@@ -127,9 +127,9 @@ def _starting_state(run, found):
     Raises ValueError where the checkpoint is not this run's.
     """
     fresh = TrainState(
-        first_batch=run.course.global_batch, seed=run.config.seed, num_pairs=len(run.train),
+        first_batch=run.schedule.global_batch, seed=run.config.seed, num_pairs=len(run.train),
         ids_sha256=run.train.meta["ids_sha256"], max_seq_len=run.config.max_seq_len,
-        shape=asdict(run.model.shape), tokenizer_fingerprint=run.tokenizer.fingerprint,
+        shape=asdict(run.model.config), tokenizer_fingerprint=run.tokenizer.fingerprint,
         world_size=run.ranks.world_size, validation=run.validation.identity,
     )  # fmt: skip
     if not found:
@@ -141,7 +141,7 @@ def _starting_state(run, found):
     return replace(state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len)
 
 
-def kept_growth(state, plan, may_record):
+def kept_recovery(state, plan, may_record):
     """The growth that a TrainState remembers, while `plan` is still its plan; not back to recordings unless it may."""
     if not state.growth or state.plan != asdict(plan):
         return None
@@ -165,9 +165,9 @@ def set_numerics(config, device):
 
 def set_memory_limit(config, device):
     """Bytes that others hold of `device`; from now on this process stays within its own limit."""
-    foreign = foreign_bytes(device)
-    limit_memory(device, config.gpu_memory_limit_gb, outside_bytes(device, foreign))
-    return foreign
+    other_process = other_process_bytes(device)
+    limit_memory(device, config.gpu_memory_limit_gb, non_torch_bytes(device, other_process))
+    return other_process
 
 
 def tokenizer_for(config, typed, found):
@@ -219,16 +219,16 @@ def _open_data(ranks, config, file, tokenizer):
     return store
 
 
-def check_memory_fits(ranks, config, shape, dtype, lengths, batch, foreign):
+def check_memory_fits(ranks, config, model_config, dtype, lengths, batch, other_process):
     """Raise NothingFits where not even one pair at a time fits the device: before anything is put there."""
-    usable = limit_memory(ranks.device, config.gpu_memory_limit_gb, outside_bytes(ranks.device, foreign))
+    usable = limit_memory(ranks.device, config.gpu_memory_limit_gb, non_torch_bytes(ranks.device, other_process))
     if usable is not None:
-        choose_plan(config, estimate_for(ranks, config, shape, dtype, lengths, batch), usable)
+        choose_plan(config, estimate_for(ranks, config, model_config, dtype, lengths, batch), usable)
 
 
-def make_model(ranks, config, shape, weights=None):
+def make_model(ranks, config, model_config, weights=None):
     """The model on this rank's device: random weights, or `weights`; equal on all ranks."""
-    model = TextToTextModel(shape, config.dropout, compute_dtype(config.mixed_precision, ranks.device))
+    model = TextToTextModel(model_config, config.dropout, compute_dtype(config.mixed_precision, ranks.device))
     if not weights:
         model.initialise(config.seed)
     elif ranks.is_main:  # which alone has them
@@ -264,11 +264,11 @@ def prepare_test(ranks, config):
     free = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
     config = replace(config, finetune_from_ckp_file=str(best), **free)
     weights = read_weights(ranks, str(best))
-    tokenizer, shape = _tokenizer_and_shape(ranks, config, (), None, weights)
+    tokenizer, model_config = _tokenizer_and_shape(ranks, config, (), None, weights)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
-    model = make_model(ranks, config, shape, weights)
-    course = Course(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)
-    run = Run(config, ranks, tokenizer, store, store, model, None, course)
+    model = make_model(ranks, config, model_config, weights)
+    schedule = Schedule(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)
+    run = Run(config, ranks, tokenizer, store, store, model, None, schedule)
     return run, plan_run(run, None, set_memory_limit(config, ranks.device))[0]
 
 

@@ -36,11 +36,11 @@ def _first_fit(tokens, limit, most_parts):
     """As `_cut_in_order`: the largest first, each into the first part that has room (Johnson 1974, "Fast algorithms
     for bin packing"). None where more than `most_parts` would be needed.
     """
-    room, part_of, taken = np.full(most_parts, limit), np.empty(len(tokens), np.int64), np.minimum(tokens, limit)
+    free, part_of, taken = np.full(most_parts, limit), np.empty(len(tokens), np.int64), np.minimum(tokens, limit)
     for place in np.argsort(-taken, kind="stable"):
-        with_room = np.flatnonzero(room >= taken[place])
-        if not len(with_room):
+        with_space = np.flatnonzero(free >= taken[place])
+        if not len(with_space):
             return None
-        part_of[place] = with_room[0]
-        room[with_room[0]] -= taken[place]
+        part_of[place] = with_space[0]
+        free[with_space[0]] -= taken[place]
     return [np.flatnonzero(part_of == part) for part in range(part_of.max() + 1)]

@@ -26,27 +26,27 @@ BATCH_NUMBERS = 2**25  # of matrices that Muon works on together: its temporarie
 ANSWERS_A_BATCH = 32  # prompts that are answered together
 
 
-def optimizer_bytes(setting):
+def optimizer_bytes(spec):
     """(state, temporaries of an update) of the optimizer."""
-    trained = count_parameters(setting.shape, setting.decoder_only)
-    matrices = count_matrix_numbers(setting.shape, setting.decoder_only)
+    trained = count_parameters(spec.model_config, spec.decoder_only)
+    matrices = count_matrix_numbers(spec.model_config, spec.decoder_only)
     return dict(
         adamw_rms=(8 * trained, 0),
         adamw=(8 * trained, 0),
         adafactor=(0, 0),  # but rows and columns
         muon=(8 * trained - 4 * matrices, 8 * min(matrices, BATCH_NUMBERS)),
-    )[setting.optimizer]
+    )[spec.optimizer]
 
 
-def fixed_bytes(setting):
+def fixed_bytes(spec):
     """Bytes held from the first step to the last, by part."""
-    parameters, trained = count_parameters(setting.shape), count_parameters(setting.shape, setting.decoder_only)
+    parameters, trained = count_parameters(spec.model_config), count_parameters(spec.model_config, spec.decoder_only)
     return dict(
         weights=4 * parameters,
-        bf16_weights=2 * parameters if setting.number_bytes == 2 else 0,
+        bf16_weights=2 * parameters if spec.number_bytes == 2 else 0,
         gradients=4 * trained,
-        optimizer=optimizer_bytes(setting)[0],
-        workspaces=int(setting.constants.workspace_bytes),
+        optimizer=optimizer_bytes(spec)[0],
+        workspaces=int(spec.constants.workspace_bytes),
     )
 
 
@@ -83,40 +83,40 @@ class Estimate:
     Of the costliest forwards that there could be, or of those with the `longest` responses.
     """
 
-    def __init__(self, setting, lengths, share_pairs, max_new_tokens=128, longest=False):
+    def __init__(self, spec, lengths, share_pairs, max_new_tokens=128, longest=False):
         def filled(cost, pairs=share_pairs):
             return FilledForward(cost, lengths, pairs, longest)
 
-        self.setting, self.lengths, self.share_pairs = setting, lengths, share_pairs
+        self.spec, self.lengths, self.share_pairs = spec, lengths, share_pairs
         self.max_new_tokens = max_new_tokens
-        self.fixed = fixed_bytes(setting)
+        self.fixed = fixed_bytes(spec)
         self._step = {
-            checkpointing: {name: filled(c) for name, c in step_moments(setting, lengths.tokens, checkpointing).items()}
+            checkpointing: {name: filled(c) for name, c in step_moments(spec, lengths.tokens, checkpointing).items()}
             for checkpointing in (False, True)
         }
         targets, all_pairs = lengths.tokens[:, 1].astype(np.float64), lengths.counts.sum()  # no shares in evaluation
         self._targets, self._evaluation_targets = filled(targets), filled(targets, all_pairs)
-        self._evaluation = filled(evaluation_moment(setting, lengths.tokens), all_pairs)
+        self._evaluation = filled(evaluation_moment(spec, lengths.tokens), all_pairs)
 
     @cached_property
     def of_longest_responses(self):
         """The same, of forwards with the longest responses; of the plain twin's, whose scores grow with the square of a
         length, the costliest all the same.
         """
-        if not self.setting.kernels:
+        if not self.spec.kernels:
             return self
-        return Estimate(self.setting, self.lengths, self.share_pairs, self.max_new_tokens, longest=True)
+        return Estimate(self.spec, self.lengths, self.share_pairs, self.max_new_tokens, longest=True)
 
     def step_parts(self, micro_batch_tokens, chunk_tokens, checkpointing):
         """Bytes at each moment of a training step, over what is held all the time."""
-        shape = self.setting.shape
+        model_config = self.spec.model_config
         tokens = max(micro_batch_tokens, self.lengths.longest)
         moments = {name: forward(tokens) for name, forward in self._step[checkpointing].items()}
-        vocabulary = ROWS * -(-shape.vocab_size // ROWS)
-        table = 0 if self.setting.decoder_only else 4 * vocabulary * shape.d_model  # its gradient once more
+        vocabulary = ROWS * -(-model_config.vocab_size // ROWS)
+        table = 0 if self.spec.decoder_only else 4 * vocabulary * model_config.d_model  # its gradient once more
         moments["loss"] += self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
         moments["embedding"] += table
-        moments["update"] = optimizer_bytes(self.setting)[1]
+        moments["update"] = optimizer_bytes(self.spec)[1]
         return moments
 
     def peaks(self, micro_batch_tokens, chunk_tokens, checkpointing, answers=ANSWERS_A_BATCH):
@@ -129,15 +129,15 @@ class Estimate:
             first_step=step,
             step=step,
             evaluation=self._evaluation(tokens) + self._chunk_bytes(self._evaluation_targets(tokens), chunk_tokens),
-            generation=generation_bytes(self.setting, answers, prompt, self.max_new_tokens),
+            generation=generation_bytes(self.spec, answers, prompt, self.max_new_tokens),
             save=0,
         )
-        held, constants = sum(self.fixed.values()), self.setting.constants
-        holes = constants.holes if checkpointing and not self.setting.kernels else 1.0
+        held, constants = sum(self.fixed.values()), self.spec.constants
+        holes = constants.holes if checkpointing and not self.spec.kernels else 1.0
         return {name: int((held + max(more, more * holes)) * constants.reserved) for name, more in beyond.items()}
 
     def _chunk_bytes(self, targets, chunk_tokens):
-        return min(chunk_tokens, targets) * self.setting.shape.vocab_size * self.setting.number_bytes
+        return min(chunk_tokens, targets) * self.spec.model_config.vocab_size * self.spec.number_bytes
 
     def forwards(self, micro_batch_tokens):
         """Forwards of a step on average, were the tokens of shares normally distributed."""
@@ -150,14 +150,14 @@ class Estimate:
     def recording_bytes(self, micro_batch_tokens, chunk_tokens, checkpointing):
         """Bytes that recorded steps of at most so many tokens keep for themselves."""
         moments = self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing) | dict(update=0)
-        return int(max(moments.values()) * self.setting.constants.reserved)
+        return int(max(moments.values()) * self.spec.constants.reserved)
 
     def step_peak(self, *cutting):
         """Peak reserved bytes on the device of a training step."""
         return self.peaks(*cutting)["step"]
 
 
-def disk_bytes(setting, kept):
+def disk_bytes(spec, kept):
     """Bytes on disk of `kept` checkpoints, one being written, best/, last/ and one of them being written."""
-    weights = 4 * count_parameters(setting.shape)
-    return (kept + 1) * (weights + optimizer_bytes(setting)[0]) + 3 * weights
+    weights = 4 * count_parameters(spec.model_config)
+    return (kept + 1) * (weights + optimizer_bytes(spec)[0]) + 3 * weights

@@ -28,7 +28,7 @@ def shrink_plan(plan, longest_tokens):
 
 
 @dataclass(frozen=True)
-class Growth:
+class PlanRecovery:
     """When a plan that was shrunk may grow again, one rung at a time, up to the plan that was chosen."""
 
     full: MemoryPlan
@@ -36,7 +36,10 @@ class Growth:
     wait_steps: int = GROW_AFTER_STEPS
 
     def after_step(self, plan, shrunk):
-        """(the next step's plan, Growth) after a step that fitted in `plan`; `shrunk` if it did not fit in a larger."""
+        """(The next step's plan, PlanRecovery) after a step that fitted in `plan`.
+
+        `shrunk`: whether it had failed in a larger plan before.
+        """
         if shrunk:
             return plan, replace(self, calm_steps=0, wait_steps=2 * self.wait_steps)
         if plan == self.full:
@@ -46,9 +49,9 @@ class Growth:
         return _larger(plan, self.full), replace(self, calm_steps=0)
 
 
-def growth_of(values, plan):
-    """The Growth that a checkpoint remembers as `values`, or a fresh one of `plan`."""
-    return Growth(**values | dict(full=MemoryPlan(**values["full"]))) if values else Growth(plan)
+def recovery_of(values, plan):
+    """The PlanRecovery that a checkpoint remembers as `values`, or a fresh one of `plan`."""
+    return PlanRecovery(**values | dict(full=MemoryPlan(**values["full"]))) if values else PlanRecovery(plan)
 
 
 def _larger(plan, full):

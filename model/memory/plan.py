@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from model.data.buckets import rooms_for
+from model.data.buckets import buckets_for
 from model.memory.estimate import ANSWERS_A_BATCH
 
 USABLE = 0.95  # of the memory there is, by prediction alone: it errs by 2 percent, forwards of many sizes leave holes
@@ -53,12 +53,12 @@ class NothingFits(RuntimeError):
         self.plan = plan
 
 
-def recording_asked(config, setting, num_steps):
+def recording_asked(config, spec, num_steps):
     """Whether steps are to be recorded as CUDA graphs: None where that fits the memory and takes less time.
 
     Raises ValueError where config.compile asks for what cannot be.
     """
-    possible = setting.kernels and not setting.dropout
+    possible = spec.kernels and not spec.dropout
     if config.compile == "True" and not possible:
         raise ValueError(
             "compile=True records CUDA graphs, for which a GPU, bf16 and dropout=0 are needed: leave it out"
@@ -151,12 +151,14 @@ def _fastest(plans, estimate):
 def _recorded_steps(estimate):
     """[(Tokens, share of steps that Rooms of up to so many hold)], from the smallest on: few where pairs are few."""
     lengths, share_pairs = estimate.lengths, estimate.share_pairs
-    rooms = rooms_for(lengths.tokens, share_pairs, lengths.counts)
+    buckets = buckets_for(lengths.tokens, share_pairs, lengths.counts)
     draw, num_steps = np.random.default_rng(0), min(DRAWN_STEPS, max(DRAWN_PAIRS // share_pairs, 16))
     kinds = draw.choice(len(lengths.counts), (num_steps, share_pairs), p=lengths.counts / lengths.counts.sum())
     steps = [lengths.tokens[step] for step in kinds]
-    least = np.array([min((room.tokens for room in rooms if room.holds(step)), default=math.inf) for step in steps])
-    return [(size, float(np.mean(least <= size))) for size in sorted({room.tokens for room in rooms})]
+    least = np.array(
+        [min((bucket.tokens for bucket in buckets if bucket.holds(step)), default=math.inf) for step in steps]
+    )
+    return [(size, float(np.mean(least <= size))) for size in sorted({bucket.tokens for bucket in buckets})]
 
 
 def _recorded(estimate, plan):
@@ -213,7 +215,7 @@ def _near(tokens):
 
 def time_factor(plan, estimate):
     """Predicted time of a step, over the same step in one forward without limits."""
-    once, tokens = estimate.setting.launch_tokens, estimate.share_pairs * estimate.lengths.mean
+    once, tokens = estimate.spec.launch_tokens, estimate.share_pairs * estimate.lengths.mean
     _, recorded = _recorded(estimate, plan)
     time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * once)
     return (time + (1 - recorded) * _step_time(plan, estimate, once)) / max(tokens, once)

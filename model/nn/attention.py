@@ -29,21 +29,21 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Block:
+class DenseBlock:
     """Examples that are attended together, padded to T queries and S keys."""
 
     shape: tuple[int, int, int]  # B, T, S
     key_is_pad: torch.Tensor  # (B, 1, 1, S)
 
     def to(self, device):
-        return Block(self.shape, self.key_is_pad.to(device))
+        return DenseBlock(self.shape, self.key_is_pad.to(device))
 
 
 @dataclass(frozen=True)
 class Layout:
     """How packed examples fall into blocks of like lengths."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[DenseBlock, ...]
     queries: Side
     keys: Side
 
@@ -76,7 +76,9 @@ def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):
     for start, end in pairwise([0, *edges, len(order)]):
         num_queries, num_keys = padded[:, order[start]].tolist()
         key_is_pad = np.arange(num_keys) >= lengths[1, order[start:end], None]
-        blocks.append(Block((int(end - start), num_queries, num_keys), torch.from_numpy(key_is_pad[:, None, None])))
+        blocks.append(
+            DenseBlock((int(end - start), num_queries, num_keys), torch.from_numpy(key_is_pad[:, None, None]))
+        )
     return Layout(tuple(blocks), *(_side(lengths[i], padded[i], order) for i in (0, 1))).to(device)
 
 

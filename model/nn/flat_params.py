@@ -14,7 +14,7 @@ NUM_PARTS = 2  # of the loss: cross-entropy and z-loss
 ROWS = 64  # a vocabulary is padded to a multiple: a GPU's products over an odd number are several times slower
 
 
-class FlatWeights:
+class FlatParams:
     """Makes a model's parameters views of one tensor and their gradients views of another.
 
     Each parameter has `.grad`, None only while it is not trained, and `.copy`, its value in the compute dtype as of

@@ -50,11 +50,11 @@ def export_model(model, tokenizer, directory):
 
 
 @dataclass(frozen=True)
-class Weights:
+class LoadedWeights:
     """What a checkpoint holds: tensors by Hugging Face name, the shape and the tokenizer's place where it tells."""
 
     tensors: dict
-    shape: T5ModelConfig | None
+    model_config: T5ModelConfig | None
     tokenizer_dir: Path | None
 
 
@@ -67,19 +67,19 @@ def load_weights(path):
     path = Path(path)
     if path.is_file():
         check_family_beside(path)
-        return Weights(canonical_tensors(read_tensors(path), path), None, None)
+        return LoadedWeights(canonical_tensors(read_tensors(path), path), None, None)
     directory = model_directory(path)
     if directory is None:
         raise ValueError(
             f"finetune_from_ckp_file={path}: no model there; name a Hugging Face directory (config.json and "
             "model.safetensors), a run directory with best/, or a .bin file"
         )
-    shape, values = read_t5_config(directory / "config.json")
+    model_config, values = read_t5_config(directory / "config.json")
     check_family(values, directory / "config.json")
     tensors = canonical_tensors(read_tensors(directory / "model.safetensors"), directory)
-    if shape.num_layers + shape.num_decoder_layers > len(tensors):  # before a model so deep is built
-        raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {shape}")
-    return Weights(tensors, shape, directory)
+    if model_config.num_layers + model_config.num_decoder_layers > len(tensors):  # before a model so deep is built
+        raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
+    return LoadedWeights(tensors, model_config, directory)
 
 
 def model_directory(path):

@@ -135,7 +135,7 @@ def retried(attempt, make_room):
     return attempt()
 
 
-def export_aloud(model, tokenizer, directory):
+def try_export(model, tokenizer, directory):
     """`export_model`, and why the disk or the memory refused it, or nothing."""
     device = model.shared.weight.device
     try:

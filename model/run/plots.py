@@ -27,7 +27,7 @@ def plot_run(run_dir: str | Path) -> Path | None:
     return _save(_loss_figure(figure_class, records), run_dir, "loss.png")
 
 
-def plot_aloud(run_dir: str | Path) -> None:
+def try_plot(run_dir: str | Path) -> None:
     """`plot_run`; curves that cannot be drawn are said and end nothing."""
     try:
         plot_run(run_dir)

@@ -12,7 +12,7 @@ from model.run.checkpoint import set_aside_later
 from model.run.console import progress_note, train_line
 from model.run.run_dir import cut_sample_ids_everywhere
 from model.runtime.atomic_io import remove_drafts, write_json
-from model.runtime.device_memory import forget_peak, memory_cap, peak_memory
+from model.runtime.device_memory import memory_cap, peak_memory, reset_peak
 from model.train.lr_schedule import warmup_problem
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -33,11 +33,11 @@ def begin(run, journal, request, state, plan):
         world=ranks.world_size, backend=ranks.backend, device=device_name(ranks.device),
         dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
         tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
-        global_batch=run.course.global_batch, total_pairs=run.course.total_pairs, epochs=config.epochs,
+        global_batch=run.schedule.global_batch, total_pairs=run.schedule.total_pairs, epochs=config.epochs,
         total_steps=run.total_steps(state), optimizer=config.optimizer, learn_rate=config.learn_rate,
-        warmup_pairs=run.course.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
+        warmup_pairs=run.schedule.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
     )  # fmt: skip
-    forget_peak(ranks.device)
+    reset_peak(ranks.device)
     journal.write(
         "resume", step=state.step, pairs_seen=state.pairs_seen, evaluated_step=state.evaluated_step,
         bits_may_differ=run.differs,
@@ -51,7 +51,9 @@ def begin(run, journal, request, state, plan):
     where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
     steps = f"{run.total_steps(state)} steps of {run.course.global_batch} pairs"
     say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
-    warmup, count = (pairs / run.course.global_batch for pairs in (run.course.warmup_pairs, run.course.total_pairs))
+    warmup, count = (
+        pairs / run.schedule.global_batch for pairs in (run.schedule.warmup_pairs, run.schedule.total_pairs)
+    )
     say(ranks, f"{config.optimizer}, learning rate up to {config.learn_rate:g} over the first {warmup:,.0f} steps")
     say(ranks, warmup_problem(config, warmup, count))
 

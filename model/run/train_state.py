@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from config import MOST_WHOLE, T5ModelConfig
 from model.memory.estimate import ANSWERS_A_BATCH
-from model.memory.oom_policy import Growth
+from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import CHUNKS, MemoryPlan
 from model.train.spike_guard import WINDOW
 
@@ -38,7 +38,7 @@ class TrainState:
     def after(self, result):
         return replace(
             self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan),
-            growth=asdict(result.growth), recent_norms=result.recent_norms,
+            growth=asdict(result.recovery), recent_norms=result.recent_norms,
         )  # fmt: skip
 
     def differs(self, plan, world_size, exact):
@@ -80,7 +80,7 @@ def state_of(values):
     if state.plan is not None:
         _check_plan(state.plan, "its plan")
     if state.growth is not None:
-        growth = _record(Growth, state.growth, "its growth")
+        growth = _record(PlanRecovery, state.growth, "its growth")
         _check_plan(growth.full, "the full plan of its growth")
         if not growth.calm_steps < growth.wait_steps:
             raise ValueError(f"its growth is {state.growth}: calm_steps must be below wait_steps")

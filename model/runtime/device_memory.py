@@ -21,7 +21,7 @@ def release_memory(device):
         torch.cuda.empty_cache()
 
 
-def foreign_bytes(device):
+def other_process_bytes(device):
     """Bytes of `device` that other processes hold, as far as can be told before this one holds much; 0 on a CPU."""
     if device.type != "cuda":
         return 0
@@ -29,16 +29,16 @@ def foreign_bytes(device):
     return max(total - free - torch.cuda.memory_reserved(device) - CONTEXT_BYTES, 0)
 
 
-def outside_bytes(device, foreign):
+def non_torch_bytes(device, other_process):
     """Bytes of `device` that this process holds outside PyTorch's allocator: context, NCCL, graphs; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    outside = max(total - free - torch.cuda.memory_reserved(device) - foreign, 0)
-    return outside if outside <= MOST_OUTSIDE_BYTES else CONTEXT_BYTES
+    non_torch = max(total - free - torch.cuda.memory_reserved(device) - other_process, 0)
+    return non_torch if non_torch <= MOST_OUTSIDE_BYTES else CONTEXT_BYTES
 
 
-def limit_memory(device, limit_gb, outside):
+def limit_memory(device, limit_gb, non_torch):
     """Let this process fill at most `limit_gb` GiB of `device`, `outside` bytes of which the allocator never sees.
 
     Returns the bytes that the allocator may reserve: of the limit, or where it is 0 of what is free; None on a CPU.
@@ -49,10 +49,10 @@ def limit_memory(device, limit_gb, outside):
     there = free + torch.cuda.memory_reserved(device)
     if not limit_gb:
         return there
-    allowed = int(limit_gb * 2**30) - outside
+    allowed = int(limit_gb * 2**30) - non_torch
     if allowed <= 0:
         raise ValueError(
-            f"--gpu_memory_limit_gb={limit_gb}: the CUDA context alone takes {outside / 2**30:.2f} GiB: give more"
+            f"--gpu_memory_limit_gb={limit_gb}: the CUDA context alone takes {non_torch / 2**30:.2f} GiB: give more"
         )
     torch.cuda.set_per_process_memory_fraction(min(allowed / total, 1.0), device)
     return min(allowed, there)
@@ -67,7 +67,7 @@ def memory_cap(device, limit_gb=0.0):
 
 
 def peak_memory(device):
-    """Highest (allocated, reserved) bytes on `device` since `forget_peak`, and the process's resident host bytes.
+    """Highest (allocated, reserved) bytes on `device` since `reset_peak`, and the process's resident host bytes.
 
     Not since the last call: a recorded step allocates when it is recorded and never again.
     """
@@ -78,7 +78,7 @@ def peak_memory(device):
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), host
 
 
-def forget_peak(device):
+def reset_peak(device):
     """From now on `peak_memory` is of what comes."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -32,7 +32,7 @@ class Ranks:
     local_rank: int
     device: torch.device
     backend: str  # nccl, gloo or none
-    side: object = field(repr=False)  # CPU (Gloo) process group; None when alone
+    cpu_group: object = field(repr=False)  # CPU (Gloo) process group; None when alone
 
     @property
     def is_main(self):
@@ -90,7 +90,7 @@ def start_ranks(backend="auto", timeout_s=600):
     limit = at_most(timeout_s, f"not all processes came within --ddp_timeout_s={timeout_s}")
     with limit if launched else nullcontext():
         ranks = _join(backend if launched else None, on_cpu)
-        store = _store_on_main(ranks) if ranks.side is not None else None
+        store = _store_on_main(ranks) if ranks.cpu_group is not None else None
     if store is not None:
         watch_ranks(store, ranks.rank, ranks.world_size, timeout_s)
     return ranks
@@ -110,7 +110,7 @@ def _join(backend, on_cpu):
         torch.cuda.set_stream(torch.cuda.Stream())  # steps cannot be recorded on the default one
     place = accelerator.process_index, real, accelerator.local_process_index, device
     if real == 1:
-        return Ranks(*place, "none", side=None)
+        return Ranks(*place, "none", cpu_group=None)
     return Ranks(*place, dist.get_backend(), dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
@@ -183,9 +183,9 @@ def _nccl_fails(backend):
 def vote(ranks, *numbers):
     """Each number's maximum over ranks, on the CPU: what all ranks act on together."""
     votes = torch.tensor(numbers, dtype=torch.int64)
-    if ranks.side is not None:
+    if ranks.cpu_group is not None:
         with exchange("a vote"):
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=ranks.side)
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=ranks.cpu_group)
     return votes.tolist()
 
 
@@ -207,7 +207,7 @@ def broadcast(ranks, tensors, source=0):
 
 def gather_json(ranks, value):
     """Every rank's `value` (plain values), in rank order, on every rank."""
-    if ranks.side is None:
+    if ranks.cpu_group is None:
         return [value]
     data = torch.frombuffer(bytearray(ujson.dumps(value).encode()), dtype=torch.uint8)
     (longest,) = vote(ranks, len(data))
@@ -215,7 +215,7 @@ def gather_json(ranks, value):
     padded[: len(data)] = data
     parts = [torch.empty_like(padded) for _ in range(ranks.world_size)]
     with exchange("a gathering of values"):
-        dist.all_gather(parts, padded, group=ranks.side)
+        dist.all_gather(parts, padded, group=ranks.cpu_group)
     return [ujson.loads(bytes(part.tolist()).decode()) for part in parts]
 
 

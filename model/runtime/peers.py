@@ -22,7 +22,7 @@ SHOW = signal.SIGVTALRM  # shows a process's stacks and ends it, whatever its th
 
 
 @dataclass
-class Sign:
+class Heartbeat:
     """What one rank tells the others."""
 
     beat: int = 0
@@ -84,11 +84,11 @@ class Peers:
             heard = self._store.multi_get(self._others)
         except RuntimeError as error:
             self._store_lost, self._answered_at = True, awake_seconds()
-            finished = self.signs.get("0", Sign()).ended == "done"
+            finished = self.signs.get("0", Heartbeat()).ended == "done"
             return None if finished else (f"rank 0 is gone ({error})", GRACE_SECONDS)
         self._answered_at = now = awake_seconds()
         for rank, text in [*zip(self._others, heard, strict=True), (str(self._rank), json.dumps(asdict(self._mine)))]:
-            self._note(rank, Sign(**json.loads(text)), now)
+            self._note(rank, Heartbeat(**json.loads(text)), now)
         return self._judge(now)
 
     def unanswered(self):

@@ -19,8 +19,8 @@ from model.runtime.peers import (
     GRACE_SECONDS,
     STILL_SECONDS,
     VERDICT_SECONDS,
+    Heartbeat,
     Peers,
-    Sign,
     awake_seconds,
 )
 
@@ -28,7 +28,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REPEAT_SECONDS = 3.0  # signals this close together are one request: launchers forward them twice
 MOST_SAVING_SECONDS = 60.0  # a disk that takes longer for a checkpoint hangs: repeated signals quit again
 
-_mine = Sign()
+_mine = Heartbeat()
 _asked_at = None  # when this process first heard that it should stop
 _listener = _peers = _doom = None
 _news = threading.Event()  # the other ranks must hear of a stop at once
@@ -216,8 +216,8 @@ def _hear(what):
         _say(f"{what}: stopping {how}")
     elif now - _asked_at > REPEAT_SECONDS:
         _note_saving()
-        signs = [_mine, *(_peers.signs.values() if _peers else ())]
-        if not any(0 < sign.saving_seconds <= MOST_SAVING_SECONDS for sign in signs):
+        heartbeats = [_mine, *(_peers.heartbeats.values() if _peers else ())]
+        if not any(0 < heartbeat.saving_seconds <= MOST_SAVING_SECONDS for heartbeat in heartbeats):
             _say(f"{what} again: quitting without a checkpoint")
             os._exit(1)
 

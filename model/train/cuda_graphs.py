@@ -8,13 +8,13 @@ import torch
 
 
 class StepGraphs:
-    """CUDA graphs that put a micro-batch's gradients and loss's parts into the model's flat tensors, one for a Room.
+    """CUDA graphs that put a micro-batch's gradients and loss's parts into the model's flat tensors, one for a Bucket.
 
     They share one pool of memory, which stays theirs until `clear`.
     """
 
-    def __init__(self, model, rooms):
-        self.model, self.rooms = model, rooms
+    def __init__(self, model, buckets):
+        self.model, self.buckets = model, buckets
         self.scale = torch.zeros((), device=model.flat.gradients.device)
         # the current one where it will do: cuBLAS keeps a workspace for each
         here, default = torch.cuda.current_stream(), torch.cuda.default_stream()
@@ -26,16 +26,16 @@ class StepGraphs:
         self.stream.synchronize()  # a replay may still run
         self.recorded, self.pool = {}, None
 
-    def room_of(self, lengths, most_tokens):
-        """The smallest Room, of at most `most_tokens`, that holds pairs of these `lengths` (pairs, 2), or None."""
-        return next((room for room in self.rooms if room.tokens <= most_tokens and room.holds(lengths)), None)
+    def bucket_of(self, lengths, most_tokens):
+        """The smallest Bucket, of at most `most_tokens`, that holds pairs of these `lengths` (pairs, 2), or None."""
+        return next((bucket for bucket in self.buckets if bucket.tokens <= most_tokens and bucket.holds(lengths)), None)
 
-    def gradients(self, micro_batch, room, chunk_tokens, z_loss, scale):
+    def gradients(self, micro_batch, bucket, chunk_tokens, z_loss, scale):
         """Put the gradients of `scale` times the micro-batch's loss, and its parts, into the model's flat tensors.
 
         They must be zero before.
         """
-        key = (room, chunk_tokens, z_loss, self.model.gradient_checkpointing)
+        key = (bucket, chunk_tokens, z_loss, self.model.gradient_checkpointing)
         self.scale.fill_(scale)
         if key not in self.recorded:
             self.recorded[key] = self._record(micro_batch, chunk_tokens, z_loss)

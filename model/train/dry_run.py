@@ -17,14 +17,14 @@ from model.memory.oom_policy import plan_after_out_of_memory, shrink_plan
 from model.memory.plan import NothingFits, choose_plan, predicted_peaks, recording_asked
 from model.nn.t5.batch import collate
 from model.nn.t5.huggingface import as_hugging_face
-from model.runtime.device_memory import is_out_of_memory, limit_memory, memory_cap, outside_bytes, release_memory
+from model.runtime.device_memory import is_out_of_memory, limit_memory, memory_cap, non_torch_bytes, release_memory
 from model.runtime.distributed import sum_over_ranks, vote
 from model.runtime.watchdog import unhurried
 from model.train.evaluate import evaluating
 from model.train.footprint import estimate_for
 from model.train.gradients import Outcome, attempt_gradients
 from model.train.loader import Work
-from model.train.optim import forget, update
+from model.train.optim import reset_state, update
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
@@ -40,7 +40,7 @@ def rehearse_update(ranks, model, optimizer):
     model.zero_grad()
     sum_over_ranks(ranks, model.flat.gradients_and_parts)
     in_own_time(ranks, update, optimizer, model.flat.gradients, 0.0, torch.zeros((), device=ranks.device))
-    forget(optimizer)
+    reset_state(optimizer)
 
 
 def in_own_time(ranks, work, *args):
@@ -51,17 +51,17 @@ def in_own_time(ranks, work, *args):
     return value
 
 
-def plan_run(run, kept, foreign):
+def plan_run(run, kept, other_process):
     """(MemoryPlan that all ranks can hold, what it rests on and what was measured): `kept` while it still fits.
 
     `kept` is the checkpoint's plan or None, `foreign` the bytes of the device that other processes hold. Raises
     NothingFits, or ValueError where the options ask for what cannot be.
     """
     ranks, config, device = run.ranks, run.config, run.ranks.device
-    shape, dtype = run.model.shape, run.model.compute_dtype
-    estimate = estimate_for(ranks, config, shape, dtype, run.train.lengths, run.course.global_batch)
-    outside = outside_bytes(device, foreign)
-    usable = limit_memory(device, config.gpu_memory_limit_gb, outside)
+    model_config, dtype = run.model.config, run.model.compute_dtype
+    estimate = estimate_for(ranks, config, model_config, dtype, run.train.lengths, run.schedule.global_batch)
+    non_torch = non_torch_bytes(device, other_process)
+    usable = limit_memory(device, config.gpu_memory_limit_gb, non_torch)
     usable = None if usable is None else -vote(ranks, -usable)[0]  # the smallest over ranks
     plan, choose = plan_before_probes(run, kept, estimate, usable)
     measured = {}
@@ -74,8 +74,8 @@ def plan_run(run, kept, foreign):
     predicted = predicted_peaks(estimate, plan) | {name: unrecorded[name] for name in measured}
     phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}
     return plan, dict(
-        phases=phases, cap_bytes=memory_cap(device, config.gpu_memory_limit_gb), outside_bytes=outside,
-        foreign_bytes=foreign, allocator_limit_bytes=usable,
+        phases=phases, cap_bytes=memory_cap(device, config.gpu_memory_limit_gb), non_torch_bytes=non_torch,
+        other_process_bytes=other_process, allocator_limit_bytes=usable,
     )  # fmt: skip
 
 
@@ -94,9 +94,9 @@ def plan_before_probes(run, kept, estimate, usable_bytes):
     and so the last bits.
     """
     config = run.config
-    asked = recording_asked(config, estimate.setting, len(run.train) * config.epochs / run.course.global_batch)
+    asked = recording_asked(config, estimate.spec, len(run.train) * config.epochs / run.schedule.global_batch)
     if kept and config.compile == "auto":
-        asked = kept.graphs and estimate.setting.kernels and not estimate.setting.dropout
+        asked = kept.graphs and estimate.spec.kernels and not estimate.spec.dropout
     if _still_asked_for(kept, config, estimate, usable_bytes):
         return replace(kept, graphs=bool(asked)), None
     choose = partial(choose_plan, config, estimate, usable_bytes, asked)
@@ -141,7 +141,7 @@ def rehearse_plan(run, estimate, plan, choose):
 
 def _predicted(estimate, lengths, plan):
     """Peak reserved bytes predicted for one forward of examples of these `lengths` under `plan`, and its backward."""
-    own = Estimate(estimate.setting, histogram(lengths), len(lengths))
+    own = Estimate(estimate.spec, histogram(lengths), len(lengths))
     return own.step_peak(int(lengths.sum(dtype=np.int64)), *plan.cutting[1:])
 
 
@@ -149,7 +149,7 @@ def _step_peak(run, plan, ids):
     """Peak reserved bytes of these examples' forward and backward, over all ranks; None if any ran out."""
     ranks, model, store = run.ranks, run.model, run.train
     targets, tokens = int(store.lengths[ids, 1].sum(dtype=np.int64)), int(store.lengths[ids].sum(dtype=np.int64))
-    work = Work(0, 1, ids, tokens, targets, 0.0, run.course.start_id, ((ranks.rank, ids),))
+    work = Work(0, 1, ids, tokens, targets, 0.0, run.schedule.start_id, ((ranks.rank, ids),))
     release_memory(ranks.device)  # what loading left behind
     torch.cuda.reset_peak_memory_stats(ranks.device)
     attempt = in_own_time(ranks, attempt_gradients, ranks, model, store, plan, run.config, work)
@@ -212,7 +212,7 @@ def _worst_evaluation(run, plan):
     store = run.validation
     ids = worst_examples(store.lengths, plan.micro_batch_tokens, len(store))
     with evaluating(run.model):
-        micro_batch = collate(store, ids, run.course.start_id, run.ranks.device, run.model.uses_kernels)
+        micro_batch = collate(store, ids, run.schedule.start_id, run.ranks.device, run.model.uses_kernels)
         run.model(micro_batch, plan.chunk_tokens).item()
 
 

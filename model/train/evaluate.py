@@ -106,18 +106,18 @@ def _until_out_of_memory(ids, plan, cut_up, work):
 
 
 def answer_pairs(
-    ranks, stock_model, store, tokenizer, plan, num_pairs, max_new_tokens, compute_dtype, step=0,
+    ranks, hf_model, store, tokenizer, plan, num_pairs, max_new_tokens, compute_dtype, step=0,
     note=lambda kind, **values: None,
 ):  # fmt: skip
     """Greedy answers to the same `num_pairs` prompts of `store` at every call, on every rank; None if a stop was asked.
 
-    `stock_model` is transformers' T5 on the model's own tensors; generation ends at the tokenizer's EOS. `note` hears
+    `hf_model` is transformers' T5 on the model's own tensors; generation ends at the tokenizer's EOS. `note` hears
     of each out of memory; `plan.answers` are generated together.
     """
 
     def answers_to(part, _):
         fault_injection.fire("generate", step)
-        return answer(stock_model, store, tokenizer, part, max_new_tokens)
+        return answer(hf_model, store, tokenizer, part, max_new_tokens)
 
     def cut_up(ids, plan):
         return [ids[start : start + plan.answers] for start in range(0, len(ids), plan.answers)]

@@ -7,24 +7,24 @@ import torch
 from model.data.length_histogram import histogram
 from model.memory.estimate import Estimate
 from model.nn.attention import has_kernels
-from model.nn.t5.footprint import Setting
+from model.nn.t5.footprint import MemorySpec
 from model.runtime.distributed import vote
 from model.train.fixed_shards import NUM_SHARDS
 
-LAUNCH_TOKENS_OF_SM, OLDER_LAUNCH_TOKENS_OF_SM = 250, 75  # Setting.launch_tokens for each, from sm_90 on, before
+LAUNCH_TOKENS_OF_SM, OLDER_LAUNCH_TOKENS_OF_SM = 250, 75  # MemorySpec.launch_tokens for each, from sm_90 on, before
 
 
-def make_estimate(config, shape, dtype, lengths, share_pairs, device="cuda", launch_tokens=None):
+def make_estimate(config, model_config, dtype, lengths, share_pairs, device="cuda", launch_tokens=None):
     """Estimate of a run with `config` on `device`, for examples of these Lengths, `share_pairs` a rank and step.
 
     `launch_tokens` as `launch_tokens_here` gives them, None: those of a small card.
     """
-    setting = Setting(
-        shape, dtype.itemsize, has_kernels(torch.device(device), dtype, shape), config.optimizer,
+    spec = MemorySpec(
+        model_config, dtype.itemsize, has_kernels(torch.device(device), dtype, model_config), config.optimizer,
         config.dropout > 0, config.trainable == "decoder",
     )  # fmt: skip
-    setting = replace(setting, launch_tokens=launch_tokens or setting.launch_tokens)
-    return Estimate(setting, lengths, share_pairs, config.max_new_tokens)
+    spec = replace(spec, launch_tokens=launch_tokens or spec.launch_tokens)
+    return Estimate(spec, lengths, share_pairs, config.max_new_tokens)
 
 
 def launch_tokens_here():
@@ -35,8 +35,8 @@ def launch_tokens_here():
     return gpu.multi_processor_count * (LAUNCH_TOKENS_OF_SM if gpu.major >= 9 else OLDER_LAUNCH_TOKENS_OF_SM)
 
 
-def estimate_for(ranks, config, shape, dtype, lengths, global_batch):
+def estimate_for(ranks, config, model_config, dtype, lengths, global_batch):
     """Estimate of a run on examples of these `lengths` (pairs, 2)."""
     share_pairs = -(-global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
     launch_tokens = -vote(ranks, -launch_tokens_here())[0]  # the least over ranks: all must come to one plan
-    return make_estimate(config, shape, dtype, histogram(lengths), share_pairs, ranks.device.type, launch_tokens)
+    return make_estimate(config, model_config, dtype, histogram(lengths), share_pairs, ranks.device.type, launch_tokens)

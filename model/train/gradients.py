@@ -41,7 +41,7 @@ def attempt_gradients(ranks, model, store, plan, config, work, packed=None, grap
         waited = time.perf_counter() - started
         model.gradient_checkpointing = plan.gradient_checkpointing
         shards = tuple(
-            _share_gradients(ranks, model, plan, config, work, number, micro_batches, packed.room, graphs)
+            _share_gradients(ranks, model, plan, config, work, number, micro_batches, packed.bucket, graphs)
             for number, micro_batches in packed.shares
         )
         norms = torch.stack([part.norm() for part in shards or (model.flat.gradients_and_parts,)])
@@ -53,17 +53,17 @@ def attempt_gradients(ranks, model, store, plan, config, work, packed=None, grap
     return Attempt(Outcome.OUT_OF_MEMORY)
 
 
-def _share_gradients(ranks, model, plan, config, work, number, micro_batches, room, graphs):
+def _share_gradients(ranks, model, plan, config, work, number, micro_batches, bucket, graphs):
     """Gradients and loss's parts of a share, in the model's flat tensor; under exact a copy of it."""
     model.zero_grad()
     for index, micro_batch in enumerate(micro_batches):
         if config.dropout:
             torch.manual_seed(_dropout_seed(config.seed, work.step, number, index))
         fault_injection.fire("forward", work.step)
-        if room:
+        if bucket:
             scale = _scale(work)
             fault_injection.fire("backward_first", work.step)
-            graphs.gradients(micro_batch, room, plan.chunk_tokens, config.z_loss, scale)
+            graphs.gradients(micro_batch, bucket, plan.chunk_tokens, config.z_loss, scale)
             continue
         loss, parts = model.loss_and_parts(micro_batch.to(ranks.device), plan.chunk_tokens, config.z_loss)
         scale = _scale(work)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.data.buckets import Room
+from model.data.buckets import Bucket
 from model.data.packing import cut
 from model.data.sampler import share_of, step_at
 from model.memory.plan import MemoryPlan
@@ -15,7 +15,7 @@ from model.train.lr_schedule import learn_rate_at
 
 
 @dataclass(frozen=True)
-class Course:
+class Schedule:
     """What fixes the steps of a run, beside the configuration."""
 
     total_pairs: int  # over all epochs
@@ -48,7 +48,7 @@ class Packed:
     """A rank's part of a step in host memory."""
 
     plan: MemoryPlan  # that it is cut for
-    room: Room | None  # what its one micro-batch is padded to, for a recorded step
+    bucket: Bucket | None  # what its one micro-batch is padded to, for a recorded step
     shares: tuple  # (number, micro-batches) of each share
 
     @property
@@ -56,11 +56,11 @@ class Packed:
         return sum(len(micro_batches) for _, micro_batches in self.shares)
 
 
-def prepared(ranks, model, store, config, course, graphs, plan, step, pairs_seen):
+def prepared(ranks, model, store, config, schedule, graphs, plan, step, pairs_seen):
     """(Work, Packed) of the step that begins after `step` steps and `pairs_seen` pairs; None after the last."""
-    if pairs_seen >= course.total_pairs:
+    if pairs_seen >= schedule.total_pairs:
         return None
-    work = work_at(ranks, store, config, course, step, pairs_seen)
+    work = work_at(ranks, store, config, schedule, step, pairs_seen)
     try:
         return work, pack_work(model, store, plan, work, graphs)
     except (RuntimeError, MemoryError) as error:
@@ -69,22 +69,22 @@ def prepared(ranks, model, store, config, course, graphs, plan, step, pairs_seen
     return work, None  # the attempt tries again, and answers for it
 
 
-def work_at(ranks, store, config, course, step, pairs_seen):
+def work_at(ranks, store, config, schedule, step, pairs_seen):
     """The Work of the step that begins after `step` steps and `pairs_seen` pairs."""
-    examples = step_at(pairs_seen, len(store), course.global_batch, config.seed)
+    examples = step_at(pairs_seen, len(store), schedule.global_batch, config.seed)
     lengths = store.lengths[examples.ids].astype(np.int64)
-    rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, course.warmup_pairs, course.total_pairs)
+    rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, schedule.warmup_pairs, schedule.total_pairs)
     numbers, count = (shards_of_rank(ranks), NUM_SHARDS) if config.exact else ([ranks.rank], ranks.world_size)
     shares = tuple((number, share_of(examples.ids, lengths, number, count)) for number in numbers)
     sizes = (int(lengths.sum()), int(lengths[:, 1].sum()))
-    return Work(step + 1, examples.epoch, examples.ids, *sizes, rate, course.start_id, shares)
+    return Work(step + 1, examples.epoch, examples.ids, *sizes, rate, schedule.start_id, shares)
 
 
 def pack_work(model, store, plan, work, graphs=None):
     """`work` cut for `plan` and packed; one micro-batch is padded to a recorded size where it fits one."""
     parts = [(number, cut(ids, store.lengths[ids], plan.micro_batch_tokens)) for number, ids in work.shares]
     recorded = graphs and plan.graphs and [len(p) for _, p in parts] == [1]
-    room = graphs.room_of(store.lengths[work.ids], plan.micro_batch_tokens) if recorded else None
-    options = (work.start_id, "cpu", model.uses_kernels, room)
+    bucket = graphs.bucket_of(store.lengths[work.ids], plan.micro_batch_tokens) if recorded else None
+    options = (work.start_id, "cpu", model.uses_kernels, bucket)
     shares = [(number, [collate(store, ids, *options) for ids in share]) for number, share in parts]
-    return Packed(plan, room, tuple(shares))
+    return Packed(plan, bucket, tuple(shares))

@@ -17,7 +17,7 @@ class RMSScaledAdamW(torch.optim.Optimizer):
     """AdamW whose step for each tensor is multiplied by max(1e-3, RMS of the tensor).
 
     T5 diverges under plain AdamW at the rates Adafactor allows; its parameter scaling is what helps
-    (nanoT5, github.com/PiotrNawrot/nanoT5, optimizer AdamWScale). Over the trained weights of a FlatWeights, whose
+    (nanoT5, github.com/PiotrNawrot/nanoT5, optimizer AdamWScale). Over the trained weights of a FlatParams, whose
     layout its averages share: one pass over memory on a GPU. `lr` is a tensor on the weights' device, so that a step
     never waits for it.
     """
@@ -104,9 +104,9 @@ class Muon(torch.optim.Optimizer):
         ahead = gradients.add_(self.momenta, alpha=momentum)  # Nesterov's
         sizes = [math.prod(batch) for batch in self.batches]
         for batch, weights, direction in zip(self.batches, self.weights.split(sizes), ahead.split(sizes), strict=True):
-            self.turn(weights.view(batch), direction.view(batch), rate, group["weight_decay"])
+            self.update_matrices(weights.view(batch), direction.view(batch), rate, group["weight_decay"])
 
-    def turn(self, weights_BMN, ahead_BMN, rate, weight_decay):
+    def update_matrices(self, weights_BMN, ahead_BMN, rate, weight_decay):
         """Move matrices of one shape along the direction of `ahead_BMN`."""
         _, m, n = weights_BMN.shape
         rms = weights_BMN.norm(dim=(1, 2)) / (m * n) ** 0.5
@@ -216,7 +216,7 @@ def make_optimizer(model, config):
     return Adafactor(model.flat, rate, weight_decay=decay)
 
 
-def forget(optimizer):
+def reset_state(optimizer):
     """Make the optimizer's state that of no update at all, without giving its memory up."""
     for fields in optimizer.state.values():
         for value in fields.values():

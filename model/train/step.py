@@ -14,9 +14,9 @@ from itertools import count
 
 import torch
 
-from model.data.buckets import rooms_for
+from model.data.buckets import buckets_for
 from model.data.length_histogram import histogram
-from model.memory.oom_policy import Growth, plan_after_out_of_memory, shrink_plan
+from model.memory.oom_policy import PlanRecovery, plan_after_out_of_memory, shrink_plan
 from model.memory.plan import MemoryPlan
 from model.runtime import fault_injection
 from model.runtime.device_memory import is_out_of_memory
@@ -53,7 +53,7 @@ class Agreed:
 
 
 @dataclass(frozen=True)
-class Commit:
+class UpdateResult:
     """What became of a step's gradients."""
 
     grad_norm: torch.Tensor  # before clipping; on the device
@@ -77,7 +77,7 @@ class StepResult:
     micro_batches: int  # of this rank
     ids: list  # this rank's examples
     plan: MemoryPlan  # the next step's: what this one fitted in, or a rung more after a long calm
-    growth: Growth
+    recovery: PlanRecovery
     events: tuple  # what went wrong on the way, for the journal
     step_seconds: float
     data_wait_seconds: float
@@ -90,75 +90,75 @@ class StepResult:
 
 
 def train_steps(
-    ranks, model, optimizer, store, plan, config, course, step=0, pairs_seen=0, growth=None, recent_norms=()
+    ranks, model, optimizer, store, plan, config, schedule, step=0, pairs_seen=0, recovery=None, recent_norms=()
 ):  # fmt: skip
     """Yield a StepResult after each optimizer step from `pairs_seen` to the end of the course.
 
     Raises NothingFits when a step does not fit with the smallest plan, TornUpdate when a rank failed while it wrote
     weights, TooManySkipped when too many steps in a row are skipped.
     """
-    growth, skipped_in_a_row, torn, in_doubt = growth or Growth(plan), 0, False, False
-    lengths, pairs = histogram(store.lengths), -(-course.global_batch // ranks.world_size)
+    recovery, skipped_in_a_row, torn, in_doubt = recovery or PlanRecovery(plan), 0, False, False
+    lengths, pairs = histogram(store.lengths), -(-schedule.global_batch // ranks.world_size)
     shrink = partial(shrink_plan, longest_tokens=lengths.longest)
-    rooms = rooms_for(lengths.tokens, pairs, lengths.counts)
-    graphs = StepGraphs(model, rooms) if growth.full.graphs else None
+    buckets = buckets_for(lengths.tokens, pairs, lengths.counts)
+    graphs = StepGraphs(model, buckets) if recovery.full.graphs else None
     with ThreadPoolExecutor(1) as thread:
-        prepare = partial(thread.submit, prepared, ranks, model, store, config, course, graphs)
+        prepare = partial(thread.submit, prepared, ranks, model, store, config, schedule, graphs)
         upcoming = prepare(plan, step, pairs_seen)
-        while pairs_seen < course.total_pairs:
+        while pairs_seen < schedule.total_pairs:
             started = time.perf_counter()
             work, packed = upcoming.result()
             waited = time.perf_counter() - started
             pairs_seen += len(work.all_ids)
             upcoming = prepare(plan, work.step, pairs_seen)
-            agreed, commit = _until_finite(
+            agreed, updated = _until_finite(
                 ranks, model, optimizer, store, plan, shrink, config, work, packed, graphs, torn, recent_norms
             )
-            torn, waited = commit.torn, waited + agreed.attempt.data_wait_seconds
-            plan, growth = growth.after_step(agreed.plan, shrunk=agreed.plan != plan)
-            if config.spike_guard and not commit.skipped and not torn:
-                recent_norms = (*recent_norms, float(commit.grad_norm))[-WINDOW:]
-            skipped_in_a_row = skipped_in_a_row + 1 if commit.skipped else 0
-            ended = pairs_seen >= course.total_pairs
+            torn, waited = updated.torn, waited + agreed.attempt.data_wait_seconds
+            plan, recovery = recovery.after_step(agreed.plan, shrunk=agreed.plan != plan)
+            if config.spike_guard and not updated.skipped and not torn:
+                recent_norms = (*recent_norms, float(updated.grad_norm))[-WINDOW:]
+            skipped_in_a_row = skipped_in_a_row + 1 if updated.skipped else 0
+            ended = pairs_seen >= schedule.total_pairs
             # the run's last step, when it alone fails, is its examples' fault: there is none after it to tell
-            in_doubt = commit.skipped == NOT_FINITE and (in_doubt or not ended)
+            in_doubt = updated.skipped == NOT_FINITE and (in_doubt or not ended)
             yield StepResult(
-                **_told(work, agreed, commit, model.flat.loss_parts), ends_epoch=pairs_seen % len(store) == 0,
+                **_told(work, agreed, updated, model.flat.loss_parts), ends_epoch=pairs_seen % len(store) == 0,
                 in_doubt=in_doubt,
-                pairs_seen=pairs_seen, plan=plan, growth=growth, recent_norms=tuple(recent_norms),
+                pairs_seen=pairs_seen, plan=plan, recovery=recovery, recent_norms=tuple(recent_norms),
                 step_seconds=time.perf_counter() - started, data_wait_seconds=waited,
             )  # fmt: skip
             if skipped_in_a_row > MAX_SKIPPED_STEPS or (ended and in_doubt):  # once its ids are written down
                 number, ids = skipped_in_a_row, work.all_ids
-                raise TooManySkipped(too_many_skipped(number, work.step, commit.skipped, ids, config))
+                raise TooManySkipped(too_many_skipped(number, work.step, updated.skipped, ids, config))
 
 
-def _told(work, agreed, commit, loss_parts):
+def _told(work, agreed, updated, loss_parts):
     """What a StepResult tells of one step alone; `loss_parts` are the model's, which the next step overwrites."""
     unknown = torch.full_like(loss_parts, torch.nan)
-    loss, z_loss = (unknown if commit.skipped else loss_parts.clone()).unbind()
+    loss, z_loss = (unknown if updated.skipped else loss_parts.clone()).unbind()
     return dict(
         step=work.step, epoch=work.epoch, learn_rate=work.learn_rate, target_tokens=work.target_tokens,
         tokens=work.tokens, ids=work.ids.tolist(), micro_batches=agreed.attempt.micro_batches, events=agreed.events,
-        stop=agreed.stop, clock_seconds=agreed.clock_seconds, skipped=bool(commit.skipped), torn=commit.torn,
-        loss=loss, z_loss=z_loss, grad_norm=unknown[0] if commit.skipped else commit.grad_norm,
+        stop=agreed.stop, clock_seconds=agreed.clock_seconds, skipped=bool(updated.skipped), torn=updated.torn,
+        loss=loss, z_loss=z_loss, grad_norm=unknown[0] if updated.skipped else updated.grad_norm,
     )  # fmt: skip
 
 
 def _until_finite(ranks, model, optimizer, store, plan, shrink, config, work, packed, graphs, torn, recent_norms):
-    """(Agreed, Commit) of the step, which is done until its numbers are finite, FINITE_TRIES times at most."""
+    """(Agreed, UpdateResult) of the step, which is done until its numbers are finite, FINITE_TRIES times at most."""
     limit, events = spike_limit(recent_norms, config.spike_guard), []
     for _ in range(FINITE_TRIES):
         agreed = _until_agreed(ranks, model, store, plan, shrink, config, work, packed, graphs, torn)
-        commit = _try_commit(ranks, optimizer, model.flat, agreed.attempt, work, config, limit)
+        updated = _try_update(ranks, optimizer, model.flat, agreed.attempt, work, config, limit)
         events += agreed.events
-        if commit.skipped != NOT_FINITE:
+        if updated.skipped != NOT_FINITE:
             break
-        plan, torn = agreed.plan, commit.torn
-        events.append(("not_finite", dict(step=work.step, rank=commit.rank)))
-    if commit.skipped:
-        events.append(("skip", dict(step=work.step, why=commit.skipped, ids=work.all_ids.tolist())))
-    return replace(agreed, events=tuple(events)), commit
+        plan, torn = agreed.plan, updated.torn
+        events.append(("not_finite", dict(step=work.step, rank=updated.rank)))
+    if updated.skipped:
+        events.append(("skip", dict(step=work.step, why=updated.skipped, ids=work.all_ids.tolist())))
+    return replace(agreed, events=tuple(events)), updated
 
 
 def _until_agreed(ranks, model, store, plan, shrink, config, work, packed, graphs, torn):
@@ -200,17 +200,17 @@ def confirm(ranks, result):
         raise TornUpdate(result.step, failed - 1)
 
 
-def _try_commit(ranks, optimizer, flat, *rest):
-    """The Commit of `_commit`, torn where memory ran out in it."""
+def _try_update(ranks, optimizer, flat, *rest):
+    """The UpdateResult of `_reduce_and_update`, torn where memory ran out in it."""
     try:
-        return _commit(ranks, optimizer, flat, *rest)
+        return _reduce_and_update(ranks, optimizer, flat, *rest)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    return Commit(torch.full_like(flat.loss_parts[0], torch.nan), torn=True)
+    return UpdateResult(torch.full_like(flat.loss_parts[0], torch.nan), torn=True)
 
 
-def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
+def _reduce_and_update(ranks, optimizer, flat, attempt, work, config, norm_limit):
     """Reduce, clip and update the weights.
 
     Numbers that are not finite and a norm above `norm_limit` leave weights and optimizer alone on all ranks.
@@ -222,11 +222,11 @@ def _commit(ranks, optimizer, flat, attempt, work, config, norm_limit):
     norm, loss = flat.gradients.norm(), flat.loss_parts.sum()
     if not math.isfinite(norm + loss):  # the step's one wait for the device; all ranks have the same sums
         (last,) = vote(ranks, (ranks.rank + 1) * bool(~attempt.norms.isfinite().all()))
-        return Commit(norm, NOT_FINITE, last - 1 if last else None)
+        return UpdateResult(norm, NOT_FINITE, last - 1 if last else None)
     if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
-        return Commit(norm, f"a gradient norm above {norm_limit:.3g}, {config.spike_guard} times the median")
+        return UpdateResult(norm, f"a gradient norm above {norm_limit:.3g}, {config.spike_guard} times the median")
     scale = (config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if config.max_grad_norm else torch.ones_like(norm)
     fault_injection.fire("optimizer", work.step)
     update(optimizer, flat.gradients, work.learn_rate, scale)
     fault_injection.fire("update", work.step)
-    return Commit(norm)
+    return UpdateResult(norm)

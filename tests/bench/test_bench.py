@@ -12,9 +12,9 @@ from bench.clock import Pace, StepClock
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_lengths, write_corpus
 from bench.data_scale import build_store
 from bench.fill import epoch_fill
-from bench.loops import SHAPES, pad, shape_of
+from bench.loops import SHAPES, pad, resolve_model_config
 from bench.report import mixtures
-from model.data.buckets import rooms_for
+from model.data.buckets import buckets_for
 from model.data.token_store import read_store
 from model.memory.plan import MemoryPlan
 from tests.parts import examples_of
@@ -50,8 +50,8 @@ def test_a_synthetic_store_holds_the_tokens_that_its_lengths_say(store):
 def test_fill_is_whole_without_recording_and_high_with_it(store, world_size):
     assert epoch_fill(store, world_size, 256 // world_size, []) == (1.0, 0)
     for step_pairs, least in ((256, 0.92), (512, 0.95)):
-        rooms = rooms_for(store.lengths, step_pairs // world_size)
-        fill, sizes = epoch_fill(store, world_size, step_pairs // world_size, rooms)
+        buckets = buckets_for(store.lengths, step_pairs // world_size)
+        fill, sizes = epoch_fill(store, world_size, step_pairs // world_size, buckets)
         assert least <= fill < 1
         assert 1 <= sizes <= 8
 
@@ -84,7 +84,13 @@ def test_padding_keeps_every_token_and_masks_the_rest():
 
 
 def test_each_pair_goes_to_the_smallest_shape_that_holds_it():
-    assert shape_of(np.array([(32, 128), (33, 1), (1, 129), (129, 2), (256, 256)])).tolist() == [0, 2, 1, 3, 3]
+    assert resolve_model_config(np.array([(32, 128), (33, 1), (1, 129), (129, 2), (256, 256)])).tolist() == [
+        0,
+        2,
+        1,
+        3,
+        3,
+    ]
 
 
 def test_the_mixture_of_padded_shapes_takes_the_sum_of_their_times():

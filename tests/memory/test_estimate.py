@@ -10,14 +10,14 @@ from model.data.packing import cut
 from model.memory.estimate import Estimate, FilledForward, fixed_bytes, optimizer_bytes
 from model.nn.attention import make_layout, round_up
 from model.nn.t5.batch import MicroBatch
-from model.nn.t5.footprint import Setting, count_parameters, step_moments
+from model.nn.t5.footprint import MemorySpec, count_parameters, step_moments
 from model.nn.t5.network import TextToTextModel
 from model.train.optim import make_optimizer
 from tests.parts import make_model
 
 TINY = T5ModelConfig(**MODELS["tiny"], vocab_size=500)
 SMALL = T5ModelConfig(**MODELS["small"], vocab_size=40_960)
-BF16 = Setting(SMALL, 2, kernels=True)
+BF16 = MemorySpec(SMALL, 2, kernels=True)
 
 
 def draw_lengths(num_examples, seed=0, longest=512):
@@ -27,9 +27,9 @@ def draw_lengths(num_examples, seed=0, longest=512):
 
 def test_parameters_are_counted_as_the_model_has_them():
     model = make_model(500)
-    assert count_parameters(model.shape) == sum(p.numel() for p in model.parameters())
+    assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
     model.freeze_all_but_decoder()
-    assert count_parameters(model.shape, decoder_only=True) == sum(
+    assert count_parameters(model.config, decoder_only=True) == sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
 
@@ -38,12 +38,12 @@ def test_parameters_are_counted_as_the_model_has_them():
 def test_what_is_kept_for_backward_is_counted_to_within_a_hundredth(prompt, response):
     """Against the tensors that autograd really saves on a CPU, where RMSNorm keeps two more than on a GPU."""
     num_examples, model = 4, make_model(500)
-    shape = model.shape
+    shape = model.config
     kept = saved_bytes(model, num_examples, prompt, response)
     layers = 2 * shape.num_layers * prompt + 3 * shape.num_decoder_layers * response + prompt + response
     kept -= 2 * num_examples * layers * 4 * shape.d_model
-    setting = Setting(shape, 4, kernels=False)
-    moment = step_moments(setting, np.array([[prompt, response]]), checkpointing=False)["loss"][0]
+    spec = MemorySpec(shape, 4, kernels=False)
+    moment = step_moments(spec, np.array([[prompt, response]]), checkpointing=False)["loss"][0]
     # held without being saved for backward: the position bias, ids, what the loss reads and its gradient; and of the
     # decoder's last norm the CPU keeps no output
     moment -= 4 * shape.num_heads * (round_up(prompt) ** 2 + round_up(response) ** 2) + 24 * (prompt + response)
@@ -139,7 +139,7 @@ def test_the_state_that_is_counted_is_what_the_optimizer_holds(name, decoder_onl
         model.freeze_all_but_decoder()
     optimizer = make_optimizer(model, load_config("pretrain", dict(optimizer=name)))
     held = sum(t.nbytes for fields in optimizer.state.values() for t in fields.values() if t.numel() > 1)
-    counted, _ = optimizer_bytes(Setting(shape, 4, False, name, decoder_only=decoder_only))
+    counted, _ = optimizer_bytes(MemorySpec(shape, 4, False, name, decoder_only=decoder_only))
     assert counted == held
 
 

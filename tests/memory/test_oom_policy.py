@@ -12,7 +12,7 @@ from config import MODELS, T5ModelConfig
 from model.commands import setup
 from model.data.length_histogram import histogram
 from model.memory.estimate import Estimate
-from model.memory.oom_policy import Growth, growth_of, plan_after_out_of_memory, shrink_plan
+from model.memory.oom_policy import PlanRecovery, plan_after_out_of_memory, recovery_of, shrink_plan
 from model.memory.plan import (
     CHUNKS,
     PROBED_USABLE,
@@ -31,7 +31,7 @@ from model.runtime.device_memory import (
     limit_memory,
     memory_cap,
     monitor_gpu_memory,
-    outside_bytes,
+    non_torch_bytes,
 )
 from model.runtime.fault_injection import ERRORS
 from model.train.footprint import make_estimate
@@ -89,8 +89,8 @@ def test_the_time_that_launches_take_decides_between_more_forwards_and_computing
     estimate = estimate_of(CHATLM, heavy_tailed(), 160, optimizer="adafactor")
     plans = {}
     for launch_tokens in (2000, 40_000):  # a small card; one that computes as fast as it is launched
-        setting = replace(estimate.setting, launch_tokens=launch_tokens)
-        plans[launch_tokens] = choose_plan(make_config(), Estimate(setting, estimate.lengths, 160), 4 * GIB)
+        spec = replace(estimate.spec, launch_tokens=launch_tokens)
+        plans[launch_tokens] = choose_plan(make_config(), Estimate(spec, estimate.lengths, 160), 4 * GIB)
     few, many = (estimate.forwards(plans[tokens].micro_batch_tokens) for tokens in (40_000, 2000))
     assert (plans[2000].gradient_checkpointing, plans[40_000].gradient_checkpointing) == (False, True)
     assert few < 1.5 < 3 < many
@@ -187,7 +187,7 @@ def test_after_an_out_of_memory_the_same_plan_is_tried_once_more_and_then_smalle
 
 def test_a_shrunken_plan_grows_back_rung_by_rung_each_after_a_calm_that_every_shrinking_doubles():
     full = MemoryPlan(4000, 512, False, 0, graphs=True)
-    plan, growth = full, Growth(full, wait_steps=2)
+    plan, growth = full, PlanRecovery(full, wait_steps=2)
     for _ in range(6):
         plan, growth = growth.after_step(shrink_plan(plan, 1000), shrunk=True)
     assert plan == MemoryPlan(1000, 128, True, 0) and growth.wait_steps == 128
@@ -200,9 +200,9 @@ def test_a_shrunken_plan_grows_back_rung_by_rung_each_after_a_calm_that_every_sh
 
 
 def test_growth_is_the_same_when_it_comes_back_from_a_checkpoint():
-    growth = Growth(MemoryPlan(4000, 512, False, 0), 7, 400)
-    assert growth_of(asdict(growth), MemoryPlan(1, 1, True, 0)) == growth
-    assert growth_of(None, growth.full) == Growth(growth.full)
+    growth = PlanRecovery(MemoryPlan(4000, 512, False, 0), 7, 400)
+    assert recovery_of(asdict(growth), MemoryPlan(1, 1, True, 0)) == growth
+    assert recovery_of(None, growth.full) == PlanRecovery(growth.full)
 
 
 @pytest.mark.parametrize("kind", ["oom", "cublas", "cudnn", "nccl", "cpu"])
@@ -240,14 +240,14 @@ def test_the_functions_for_the_hand_work_without_a_gpu():
     assert monitor_gpu_memory() == {}
     assert cleanup_gpu_memory() == 0
     assert check_memory_safety(1e6)
-    assert (limit_memory(torch.device("cpu"), 4, 0), outside_bytes(torch.device("cpu"), 0)) == (None, 0)
+    assert (limit_memory(torch.device("cpu"), 4, 0), non_torch_bytes(torch.device("cpu"), 0)) == (None, 0)
 
 
 def test_what_another_process_took_in_the_meantime_is_not_counted_as_ours(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
     for free, outside in ((17.5, 0.5), (7, CONTEXT_BYTES / GIB), (19, 0)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (int(free * GIB), 21 * GIB))
-        assert outside_bytes(torch.device("cuda"), foreign=GIB) == outside * GIB
+        assert non_torch_bytes(torch.device("cuda"), foreign=GIB) == outside * GIB
 
 
 def test_too_little_free_memory_is_a_warning_with_the_plan_s_figure(caplog, monkeypatch):

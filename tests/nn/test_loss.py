@@ -10,7 +10,7 @@ from model.nn.loss import linear_cross_entropy
 from model.nn.t5.batch import collate
 from model.run.journal import Journal, read_journal
 from model.run.run_log import log_steps
-from model.train.loader import Course
+from model.train.loader import Schedule
 from model.train.optim import make_optimizer
 from model.train.step import train_steps
 from tests.parts import ALONE, PLAN, make_config, make_model
@@ -95,8 +95,8 @@ def test_only_the_gradients_that_are_wanted_are_computed(wants_hidden, wants_wei
 
 def train_line_of_a_step(store, tokenizer, folder, **options):
     config, model = make_config(seed=3, logging_steps=1, **options), make_model(tokenizer.vocab_size)
-    course = Course(len(store), 0, 16, tokenizer.pad_id)
-    result = next(train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, course))
+    schedule = Schedule(len(store), 0, 16, tokenizer.pad_id)
+    result = next(train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, schedule))
     with Journal(folder / "metrics.jsonl") as journal:
         log_steps(SimpleNamespace(config=config, ranks=ALONE), journal, [result])
     return read_journal(folder / "metrics.jsonl")[-1]
@@ -119,7 +119,7 @@ def test_promise_5_no_step_holds_an_fp32_tensor_of_batch_by_length_by_vocabulary
     plan = dict(micro_batch_tokens=10**6, chunk_tokens=64, gradient_checkpointing=gradient_checkpointing)
     steps = train_steps(
         ALONE, model, make_optimizer(model, config), store, type(PLAN)(**plan, predicted_peak_bytes=0), config,
-        Course(len(store), 0, len(store), tokenizer.pad_id),
+        Schedule(len(store), 0, len(store), tokenizer.pad_id),
     )  # fmt: skip
     with LargestFloat32() as largest:
         result = next(steps)

@@ -13,7 +13,7 @@ import ujson
 from safetensors import safe_open
 
 from model.data.tokenizer import copy_tokenizer
-from model.memory.oom_policy import Growth
+from model.memory.oom_policy import PlanRecovery
 from model.nn.weights_io import export_model
 from model.run.checkpoint import (
     checkpoint_paths,
@@ -32,21 +32,21 @@ from tests.parts import PLAN, make_config
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 STATE = TrainState(
     step=500, pairs_seen=32_000, first_batch=64, best_loss=1.2345678901234567, best_step=400, seed=7, world_size=3,
-    tokenizer_fingerprint="abc", num_pairs=1000, plan=asdict(PLAN), growth=asdict(Growth(PLAN, 7)), evaluated_step=400,
-    recent_norms=(1.5, 0.25),
+    tokenizer_fingerprint="abc", num_pairs=1000, plan=asdict(PLAN), growth=asdict(PlanRecovery(PLAN, 7)),
+    evaluated_step=400, recent_norms=(1.5, 0.25),
 )  # fmt: skip
 
 
 @pytest.fixture
 def save(tmp_path, model, optimizer):
     return lambda step, keep=5: save_checkpoint(
-        tmp_path, replace(STATE, step=step, shape=asdict(model.shape)), snapshot_of(model, optimizer), keep
+        tmp_path, replace(STATE, step=step, shape=asdict(model.config)), snapshot_of(model, optimizer), keep
     )
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(save, model, optimizer):
     checkpoint = read_checkpoint(save(500))
-    assert checkpoint.state == replace(STATE, shape=asdict(model.shape))
+    assert checkpoint.state == replace(STATE, shape=asdict(model.config))
     assert checkpoint.tensors.keys() == model.state_dict().keys()
     assert all(torch.equal(checkpoint.tensors[name], weight) for name, weight in model.state_dict().items())
     for name, p in model.named_parameters():
@@ -177,7 +177,7 @@ STATE_OF_FORMAT_0 = """{
 
 def test_a_state_of_format_0_is_read_and_what_it_lacks_has_the_defaults(save, model):
     path = save(8)
-    written = json.loads(STATE_OF_FORMAT_0 % json.dumps(asdict(model.shape)))
+    written = json.loads(STATE_OF_FORMAT_0 % json.dumps(asdict(model.config)))
     change_state(path, written | dict.fromkeys({"format"} | {f.name for f in fields(TrainState)} - written.keys(), ...))
     assert "format" not in (path / "state.json").read_text()
     state = read_checkpoint(path).state

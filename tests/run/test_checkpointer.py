@@ -9,7 +9,7 @@ import torch
 from model.run import checkpoint
 from model.run import checkpointer as saver_module
 from model.run.checkpoint import TrainState, checkpoint_paths, read_checkpoint
-from model.run.checkpointer import Saver, check_equal_weights, checksum, export_aloud
+from model.run.checkpointer import Saver, check_equal_weights, checksum, try_export
 from model.run.journal import Journal, read_journal
 from model.runtime import fault_injection, watchdog
 from model.runtime.distributed import start_ranks, stop_ranks
@@ -49,7 +49,7 @@ def test_what_is_written_is_what_the_weights_were_however_they_change_meanwhile(
     go = hold(monkeypatch)
     weights = {name: t.clone() for name, t in model.state_dict().items()}
     moments = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
-    saver.save(replace(STATE, shape=asdict(model.shape)), model, optimizer)
+    saver.save(replace(STATE, shape=asdict(model.config)), model, optimizer)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1)
@@ -111,7 +111,7 @@ def test_a_save_that_fails_is_said_journalled_and_the_next_one_tries_again(
     assert "injected" in saver.failure
     assert "no checkpoint of step 6" in caplog.text
     assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000005"]
-    saver.save(replace(STATE, step=7, shape=asdict(model.shape)), model, optimizer)
+    saver.save(replace(STATE, step=7, shape=asdict(model.config)), model, optimizer)
     saver.join()
     assert saver.failure == ""
     assert [("error" in line, line["step"]) for line in lines(tmp_path)] == [(False, 5), (True, 6), (False, 7)]
@@ -123,7 +123,7 @@ def test_a_save_that_runs_out_of_memory_once_is_written_all_the_same(
     tmp_path, saver, model, optimizer, monkeypatch, kind
 ):
     monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults(f"save:0:5:{kind}"))
-    saver.save(replace(STATE, shape=asdict(model.shape)), model, optimizer)
+    saver.save(replace(STATE, shape=asdict(model.config)), model, optimizer)
     saver.join()
     assert saver.failure == ""
     assert read_checkpoint(checkpoint_paths(tmp_path)[0]).state.step == 5
@@ -140,7 +140,7 @@ def test_a_snapshot_that_runs_out_of_memory_once_is_taken_all_the_same(tmp_path,
 
 def test_an_export_that_runs_out_of_memory_once_is_written_all_the_same(tmp_path, model, tokenizer, monkeypatch):
     fail_once(monkeypatch, "export_model", torch.OutOfMemoryError("CUDA out of memory"))
-    assert export_aloud(model, tokenizer, tmp_path / "best") == ""
+    assert try_export(model, tokenizer, tmp_path / "best") == ""
     assert (tmp_path / "best" / "model.safetensors").exists()
 
 
@@ -163,7 +163,7 @@ def test_an_export_that_fails_is_said_and_ends_nothing(tmp_path, model, tokenize
         raise error
 
     monkeypatch.setattr(saver_module, "export_model", fail)
-    assert export_aloud(model, tokenizer, tmp_path / "best") == str(error)
+    assert try_export(model, tokenizer, tmp_path / "best") == str(error)
     assert str(error) in caplog.text
 
 

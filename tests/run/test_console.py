@@ -331,7 +331,7 @@ def test_curves_that_cannot_be_drawn_are_said_and_end_nothing(tmp_path, monkeypa
         raise ValueError("metrics.jsonl line 3 is damaged")
 
     monkeypatch.setattr(plots, "plot_run", damaged)
-    plots.plot_aloud(tmp_path)
+    plots.try_plot(tmp_path)
     assert "no plots: metrics.jsonl line 3 is damaged" in caplog.text
 
 

@@ -196,11 +196,11 @@ def wait_for_stop():
     print("ready", flush=True)
     training_begins()
     if ranks.rank == 0:  # inside a library's call, where Python runs no handler
-        dist.all_reduce(torch.zeros(1), group=ranks.side)
+        dist.all_reduce(torch.zeros(1), group=ranks.cpu_group)
     else:
         while not stop_asked():
             time.sleep(0.01)
-        dist.all_reduce(torch.zeros(1), group=ranks.side)
+        dist.all_reduce(torch.zeros(1), group=ranks.cpu_group)
     return 0 if stop_asked() else 3
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.nn.flat_params import FlatWeights
+from model.nn.flat_params import FlatParams
 from model.train.optim import Adafactor, update
 
 
@@ -30,7 +30,7 @@ def test_twenty_steps_of_adafactor_are_those_of_the_formula(decay):
     grads = [[torch.randn(shape, generator=generator) for _ in range(20)] for shape in shapes]
     rates = [0.01 * (1 + step % 3) for step in range(20)]
     params = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = Adafactor(FlatWeights(params[:4], params[4:], params[0], torch.float32), torch.tensor(0.0), decay)
+    optimizer = Adafactor(FlatParams(params[:4], params[4:], params[0], torch.float32), torch.tensor(0.0), decay)
     assert len(optimizer.batches) == 5
     for step, rate in enumerate(rates):
         for p, history in zip(params, grads, strict=True):
@@ -44,7 +44,7 @@ def test_twenty_steps_of_adafactor_are_those_of_the_formula(decay):
 def test_adafactor_is_torch_s_while_that_obeys_the_rate():
     start, grads = torch.randn(12, 8), [torch.randn(12, 8) for _ in range(9)]
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    optimizer = Adafactor(FlatWeights([], [ours], None, torch.float32), torch.tensor(0.0))
+    optimizer = Adafactor(FlatParams([], [ours], None, torch.float32), torch.tensor(0.0))
     reference = torch.optim.Adafactor([theirs], 0.1)
     for grad in grads:
         ours.grad.copy_(grad)
@@ -56,7 +56,7 @@ def test_adafactor_is_torch_s_while_that_obeys_the_rate():
 
 def test_adafactor_leaves_a_row_without_gradients_alone():
     weight = torch.nn.Parameter(torch.ones(3, 2))
-    optimizer = Adafactor(FlatWeights([], [weight], None, torch.float32), torch.tensor(0.0))
+    optimizer = Adafactor(FlatParams([], [weight], None, torch.float32), torch.tensor(0.0))
     for step in range(3):
         weight.grad.copy_(torch.tensor([[1.0, 2.0], [0.0, 0.0], [float(step), 0.0]]))
         update(optimizer, None, torch.tensor(0.1), torch.tensor(1.0))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from config import T5ModelConfig
-from model.data.buckets import Room, rooms_for
+from model.data.buckets import Bucket, buckets_for
 from model.nn.t5.batch import pack
 from model.nn.t5.network import TextToTextModel
 from model.runtime.device_memory import release_memory
@@ -15,7 +15,7 @@ from tests.parts import farthest, gradients_of
 SHAPE = T5ModelConfig(
     d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=2, num_decoder_layers=2, vocab_size=500
 )  # fmt: skip
-ROOM = Room(1024, 1280, 32)
+ROOM = Bucket(1024, 1280, 32)
 
 
 def random_micro_batch(num_pairs, room, seed):
@@ -89,12 +89,12 @@ def test_few_rooms_hold_nearly_every_micro_batch_with_little_padding():
     draw = np.random.default_rng(0)
     lengths = np.stack([draw.gamma(1.2, 20, 50_000), draw.gamma(1.6, 68, 50_000)], axis=1).clip(1, 256).astype("uint16")
     for pairs, least_fill in ((64, 0.90), (256, 0.95), (512, 0.965)):
-        rooms = rooms_for(lengths, pairs)
-        assert 1 <= len(rooms) <= 8
+        buckets = buckets_for(lengths, pairs)
+        assert 1 <= len(buckets) <= 8
         real = computed = missed = 0
         for _ in range(400):
             drawn = lengths[draw.integers(len(lengths), size=pairs)].astype(int)
-            room = next((room for room in rooms if room.holds(drawn)), None)
+            room = next((room for room in buckets if room.holds(drawn)), None)
             missed += room is None
             real += drawn.sum()
             computed += room.prompt_tokens + room.response_tokens if room else drawn.sum()
@@ -103,4 +103,4 @@ def test_few_rooms_hold_nearly_every_micro_batch_with_little_padding():
 
 
 def test_pairs_of_one_length_need_one_room():
-    assert rooms_for(np.full((100, 2), 32, dtype="uint16"), 10) == [Room(320, 320, 10)]
+    assert buckets_for(np.full((100, 2), 32, dtype="uint16"), 10) == [Bucket(320, 320, 10)]

@@ -10,12 +10,12 @@ import torch
 from bench.caps import HeavyTail
 from config import MODELS, T5ModelConfig, load_config
 from model.commands import setup
-from model.commands.setup import check_memory_fits, kept_growth
-from model.data.buckets import Room, rooms_for
+from model.commands.setup import check_memory_fits, kept_recovery
+from model.data.buckets import Bucket, buckets_for
 from model.data.length_histogram import Lengths, histogram
 from model.data.packing import cut
 from model.data.sampler import step_at
-from model.memory.oom_policy import Growth
+from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import PROBED_USABLE, USABLE, NothingFits, choose_plan, predicted_peaks, recording_bytes
 from model.run.checkpoint import TrainState
 from model.runtime.distributed import start_ranks, stop_ranks, vote
@@ -40,8 +40,8 @@ def planned(usable_gib, kept=None, kernels=True, steps=100, launch_tokens=None, 
     """(MemoryPlan before any probe, what chooses another after one): chatlm in bf16, 64 pairs a step."""
     config = make_config(epochs=1, **options)
     estimate = make_estimate(config, CHATLM, torch.bfloat16, histogram(LENGTHS), 64, launch_tokens=launch_tokens)
-    estimate.setting = replace(estimate.setting, kernels=kernels)
-    run = SimpleNamespace(config=config, train=LENGTHS, course=SimpleNamespace(global_batch=len(LENGTHS) / steps))
+    estimate.spec = replace(estimate.spec, kernels=kernels)
+    run = SimpleNamespace(config=config, train=LENGTHS, schedule=SimpleNamespace(global_batch=len(LENGTHS) / steps))
     return plan_before_probes(run, kept, estimate, int(usable_gib * GIB))
 
 
@@ -76,7 +76,7 @@ def test_steps_of_pairs_of_one_length_are_recorded_though_they_are_padded():
     lengths = Lengths(np.array([[70, 80]]), np.array([1000]))
     estimate = make_estimate(make_config(), CHATLM, torch.bfloat16, lengths, 3)
     plan = choose_plan(make_config(), estimate, 24 * GIB, asked=None)
-    (room,) = rooms_for(lengths.tokens, 3, lengths.counts)
+    (room,) = buckets_for(lengths.tokens, 3, lengths.counts)
     assert plan.graphs and plan.micro_batch_tokens == room.tokens > 3 * 150
 
 
@@ -158,11 +158,11 @@ def test_the_plain_twin_s_scores_of_long_prompts_fit_wherever_they_stand(monkeyp
 
 
 def test_a_step_is_recorded_up_to_the_size_that_the_plan_has_memory_for():
-    graphs = SimpleNamespace(rooms=[Room(64, 128, 4), Room(128, 192, 4)])
+    graphs = SimpleNamespace(buckets=[Bucket(64, 128, 4), Bucket(128, 192, 4)])
     small, large = np.full((4, 2), 16), np.full((4, 2), 32)
     for lengths, most_tokens, room in ((small, 320, 0), (small, 192, 0), (small, 191, None), (large, 319, None)):
-        assert StepGraphs.room_of(graphs, lengths, most_tokens) == (None if room is None else graphs.rooms[room])
-    assert StepGraphs.room_of(graphs, large, 320) == graphs.rooms[1]
+        assert StepGraphs.bucket_of(graphs, lengths, most_tokens) == (None if room is None else graphs.buckets[room])
+    assert StepGraphs.bucket_of(graphs, large, 320) == graphs.buckets[1]
 
 
 @pytest.mark.parametrize("steps", [10, 1000])
@@ -174,11 +174,11 @@ def test_a_run_that_goes_on_records_as_it_did_whatever_memory_and_length_are_now
 
 
 def test_a_plan_that_gave_recordings_up_grows_back_to_them_only_where_they_may_be():
-    growth = asdict(Growth(RECORDED, calm_steps=3))
+    growth = asdict(PlanRecovery(RECORDED, calm_steps=3))
     state = TrainState(plan=asdict(PLAN), growth=growth)
-    assert kept_growth(state, PLAN, may_record=True) == growth
-    assert kept_growth(state, PLAN, may_record=False) == asdict(Growth(PLAN, calm_steps=3))
-    assert kept_growth(state, RECORDED, may_record=True) is None
+    assert kept_recovery(state, PLAN, may_record=True) == growth
+    assert kept_recovery(state, PLAN, may_record=False) == asdict(PlanRecovery(PLAN, calm_steps=3))
+    assert kept_recovery(state, RECORDED, may_record=True) is None
 
 
 def test_what_the_user_says_of_recording_holds_or_is_refused():
@@ -297,7 +297,7 @@ def estimate_on_unlike_gpus():
     dry_run.launch_tokens_here = lambda: 9000 - 1000 * ranks.rank
     estimate = estimate_for(ranks, make_config(), CHATLM, torch.bfloat16, LENGTHS, 64)
     stop_ranks()
-    return 0 if estimate.setting.launch_tokens == 8000 else 3
+    return 0 if estimate.spec.launch_tokens == 8000 else 3
 
 
 def test_ranks_on_unlike_gpus_reckon_with_the_same_speed_of_launches(tmp_path):

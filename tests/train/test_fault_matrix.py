@@ -186,7 +186,9 @@ def test_plan_json_tells_what_was_predicted_by_phase_and_what_the_limits_are(hom
     assert all(phase["predicted"] > 0 for phase in stored["phases"].values())
     assert stored["micro_batch_tokens"] == 64
     limits = journal(calm_dir, "start")[0]["memory"]
-    assert limits == dict(cap_bytes=0, outside_bytes=0, foreign_bytes=0, allocator_limit_bytes=None), "none on a CPU"
+    assert limits == dict(cap_bytes=0, non_torch_bytes=0, other_process_bytes=0, allocator_limit_bytes=None), (
+        "none on a CPU"
+    )
     assert limits.items() <= stored.items()
 
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from model.nn.flat_params import FlatWeights
+from model.nn.flat_params import FlatParams
 from model.nn.t5.batch import collate
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.train import optim
@@ -36,7 +36,7 @@ def test_twenty_steps_are_those_of_the_formula(decay):
     grads = [[torch.randn(shape, generator=generator) for _ in range(20)] for shape in shapes]
     rates = [0.01 * (1 + step % 3) for step in range(20)]
     params = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = RMSScaledAdamW(FlatWeights(params, [], None, torch.float32), torch.tensor(0.0), weight_decay=decay)
+    optimizer = RMSScaledAdamW(FlatParams(params, [], None, torch.float32), torch.tensor(0.0), weight_decay=decay)
     for step, rate in enumerate(rates):
         for p, history in zip(params, grads, strict=True):
             p.grad.copy_(history[step])
@@ -69,7 +69,7 @@ def weights_after(store, tokenizer, name, num_steps=3, rate=0.01):
 
 def saved(folder, model, optimizer, step):
     """What a checkpoint of the two holds when it is read back."""
-    state = TrainState(step=step, shape=asdict(model.shape))
+    state = TrainState(step=step, shape=asdict(model.config))
     return read_checkpoint(save_checkpoint(folder, state, snapshot_of(model, optimizer), keep=2))
 
 

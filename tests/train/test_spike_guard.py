@@ -4,7 +4,7 @@ from statistics import median
 import pytest
 
 from model.runtime import fault_injection
-from model.train.loader import Course
+from model.train.loader import Schedule
 from model.train.optim import make_optimizer
 from model.train.spike_guard import LEAST, MAX_SKIPPED_STEPS, WINDOW, spike_limit
 from model.train.step import train_steps
@@ -17,9 +17,9 @@ GUARD = 1.05  # close to the median, so that a calm run has spikes
 def steps_of(store, tokenizer, spike_guard=GUARD, recent_norms=(), epochs=7):
     config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.01, spike_guard=spike_guard)
     model = make_model(tokenizer.vocab_size)
-    course = Course(len(store) * epochs, 0, 16, tokenizer.pad_id)
+    schedule = Schedule(len(store) * epochs, 0, 16, tokenizer.pad_id)
     optimizer = make_optimizer(model, config)
-    return model, train_steps(ALONE, model, optimizer, store, PLAN, config, course, recent_norms=recent_norms)
+    return model, train_steps(ALONE, model, optimizer, store, PLAN, config, schedule, recent_norms=recent_norms)
 
 
 def test_the_limit_is_the_median_times_the_guard_once_enough_norms_are_known():

@@ -13,10 +13,10 @@ from model.runtime import fault_injection
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.train import loader
 from model.train.gradients import Attempt, Outcome
-from model.train.loader import Course
+from model.train.loader import Schedule
 from model.train.optim import make_optimizer
 from model.train.spike_guard import MAX_SKIPPED_STEPS
-from model.train.step import NOT_FINITE, _commit, train_steps
+from model.train.step import NOT_FINITE, _reduce_and_update, train_steps
 from tests.parts import ALONE, PLAN, SHAPE, farthest, gradients_of, make_config, make_model
 from tests.ranks import run_ranks
 from tests.tiny import SHAPE as TINY
@@ -33,8 +33,8 @@ def start(store, tokenizer, plan=PLAN, fault="", monkeypatch=None, epochs=1, tra
     model = make_model(tokenizer.vocab_size, shape=shape, dropout=config.dropout)
     if trainable == "decoder":
         model.freeze_all_but_decoder()
-    course = Course(len(store) * epochs, 0, BATCH, tokenizer.pad_id)
-    return model, train_steps(ALONE, model, make_optimizer(model, config), store, plan, config, course)
+    schedule = Schedule(len(store) * epochs, 0, BATCH, tokenizer.pad_id)
+    return model, train_steps(ALONE, model, make_optimizer(model, config), store, plan, config, schedule)
 
 
 def run(*args, num_steps=3, **options):
@@ -215,7 +215,7 @@ def overflow_in_the_sum():
     model.flat.gradients[0] = 1.5e19
     attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_parts.norm()[None])
     optimizer = make_optimizer(model, make_config())
-    commit = _commit(ranks, optimizer, model.flat, attempt, work, make_config(), math.inf)
+    commit = _reduce_and_update(ranks, optimizer, model.flat, attempt, work, make_config(), math.inf)
     stop_ranks()
     return 0 if (commit.skipped, commit.rank) == (NOT_FINITE, None) and torch.equal(weights, model.flat.masters) else 3
 
@@ -266,7 +266,7 @@ def test_a_run_may_begin_anywhere(store, tokenizer):
     _, results = run(store, tokenizer, epochs=2, num_steps=100)
     config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.01)
     model = make_model(tokenizer.vocab_size)
-    course = Course(2 * len(store), 0, BATCH, tokenizer.pad_id)
-    steps = train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, course, 5, 76)
+    schedule = Schedule(2 * len(store), 0, BATCH, tokenizer.pad_id)
+    steps = train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, schedule, 5, 76)
     for resumed, whole in zip(steps, results[5:], strict=True):
         assert (resumed.step, resumed.ids, resumed.learn_rate) == (whole.step, whole.ids, whole.learn_rate)

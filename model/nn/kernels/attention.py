@@ -206,29 +206,29 @@ class PackedLayout:
         return PackedLayout(self.query_tiles.to(device), self.key_tiles.to(device))
 
 
-def packed_tiles(query_lengths, key_lengths, room=None):
+def packed_tiles(query_lengths, key_lengths, bucket=None):
     """PackedLayout's two arrays for examples of these lengths (numpy, tokens).
 
     `room` (queries, keys, pairs): fill so many rows in memory, with padding that attends to nothing, and as many
     tiles as so many pairs can need.
     """
-    queries, keys, pairs = room or (0, 0, 0)
+    queries, keys, pairs = bucket or (0, 0, 0)
     query_tiles = _tiles(query_lengths, key_lengths, queries, pairs)
     key_tiles = _tiles(key_lengths, query_lengths, keys, pairs)
     return query_tiles, key_tiles.take([0, 3, 4, 1, 2], axis=1)
 
 
-def _tiles(own, other, room_tokens, room_pairs):
+def _tiles(own, other, bucket_tokens, bucket_pairs):
     """(first row, own start, own length, other start, other length) of each tile of the own side."""
     starts, other_starts = np.cumsum(own) - own, np.cumsum(other) - other
     columns = [starts, own, other_starts, other]
-    if room_tokens:
-        padding = (sum(own), room_tokens - sum(own), 0, 0)
+    if bucket_tokens:
+        padding = (sum(own), bucket_tokens - sum(own), 0, 0)
         columns = [np.append(column, value) for column, value in zip(columns, padding, strict=True)]
     counts = -(-columns[1] // TILE)
     index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     tiles = np.stack([index * TILE, *(np.repeat(column, counts) for column in columns)], axis=1).astype(np.int32)
-    room_tiles = room_tokens // TILE + room_pairs + 1 if room_tokens else len(tiles)
+    room_tiles = bucket_tokens // TILE + bucket_pairs + 1 if bucket_tokens else len(tiles)
     return np.concatenate([tiles, np.zeros((room_tiles - len(tiles), 5), np.int32)])
 
 

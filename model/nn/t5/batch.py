@@ -30,7 +30,7 @@ class MicroBatch:
         return MicroBatch(*(getattr(self, field.name).to(device) for field in fields(self)[:6]))
 
 
-def collate(store, ids, start_id, device="cpu", kernels=False, room=None):
+def collate(store, ids, start_id, device="cpu", kernels=False, bucket=None):
     """MicroBatch of the examples `ids`, for the attention kernels (padded to `room` if given) or the plain twin.
 
     `start_id` is the token that begins a decoder's input.
@@ -40,7 +40,7 @@ def collate(store, ids, start_id, device="cpu", kernels=False, room=None):
     decoder_ids = np.roll(labels, 1)
     decoder_ids[np.cumsum(response_lengths) - response_lengths] = start_id
     if kernels:
-        return pack(prompt_ids, decoder_ids, labels, *lengths, room).to(device)
+        return pack(prompt_ids, decoder_ids, labels, *lengths, bucket).to(device)
     return MicroBatch(
         *map(torch.from_numpy, (prompt_ids, decoder_ids, labels)),
         encoder_layout=make_layout(prompt_lengths, prompt_lengths),
@@ -49,16 +49,16 @@ def collate(store, ids, start_id, device="cpu", kernels=False, room=None):
     ).to(device)
 
 
-def pack(prompt_ids, decoder_ids, labels, prompt_lengths, response_lengths, room=None):
+def pack(prompt_ids, decoder_ids, labels, prompt_lengths, response_lengths, bucket=None):
     """MicroBatch for the kernels, all of it in one int32 tensor: one copy to the device."""
     from model.nn.kernels.attention import packed_tiles  # a CPU build of torch comes without Triton
 
-    prompts, responses, pairs = astuple(room) if room else (len(prompt_ids), len(labels), 0)
+    prompts, responses, pairs = astuple(bucket) if bucket else (len(prompt_ids), len(labels), 0)
     sides = [(prompt_lengths, prompts), (response_lengths, responses)]
     layouts = [(sides[0], sides[0]), (sides[1], sides[1]), (sides[1], sides[0])]
     arrays = [_filled(prompt_ids, prompts, 0), _filled(decoder_ids, responses, 0), _filled(labels, responses, -1)]
     for (queries, num_queries), (keys, num_keys) in layouts:
-        arrays += packed_tiles(queries, keys, room and (num_queries, num_keys, pairs))
+        arrays += packed_tiles(queries, keys, bucket and (num_queries, num_keys, pairs))
     sizes = tuple(array.size for array in arrays)
     flat = torch.empty(sum(map(_aligned, sizes)), dtype=torch.int32, pin_memory=torch.cuda.is_available())
     slots = [_filled(array.ravel(), _aligned(array.size), 0) for array in arrays]

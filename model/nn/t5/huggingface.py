@@ -25,8 +25,10 @@ def as_hugging_face(model, tokenizer, device=None):
 
     disable_progress_bar()
     ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id)
-    shape = {f.name: getattr(model.shape, f.name) for f in fields(T5ModelConfig)}
-    config = T5Config(**shape, **ids, dropout_rate=model.dropout, feed_forward_proj="relu", tie_word_embeddings=True)
+    model_config = {f.name: getattr(model.config, f.name) for f in fields(T5ModelConfig)}
+    config = T5Config(
+        **model_config, **ids, dropout_rate=model.dropout, feed_forward_proj="relu", tie_word_embeddings=True
+    )
     with torch.device("meta"):
         stock = T5ForConditionalGeneration(config)
     weights = {name: tensor.detach().to(device) for name, tensor in model.state_dict().items()}
@@ -76,10 +78,10 @@ def read_t5_config(path):
         if not isinstance(values.get(name, computed), type(computed)):
             raise ValueError(f"{path} says {name}={values[name]!r:.80}: it must be like {computed!r}")
     try:
-        shape = T5ModelConfig(**{f.name: values[f.name] for f in fields(T5ModelConfig) if f.name in values})
-        if not shape.vocab_size:
+        model_config = T5ModelConfig(**{f.name: values[f.name] for f in fields(T5ModelConfig) if f.name in values})
+        if not model_config.vocab_size:
             raise ValueError("it names no vocab_size")
-        return shape, values
+        return model_config, values
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a T5 configuration: {error!s:.500}") from None
 

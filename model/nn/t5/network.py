@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from model.nn.attention import attend, has_kernels
-from model.nn.flat_params import FlatWeights, embed, product, runs_kernels, with_padding
+from model.nn.flat_params import FlatParams, embed, product, runs_kernels, with_padding
 from model.nn.loss import linear_cross_entropy
 from model.nn.t5.position_bias import score_bias
 
@@ -32,10 +32,10 @@ def make_table(num_rows, width):
 class ResidualNorm(nn.Module):
     """The residual stream with what the last layer adds to it, and T5's layer norm of it: no mean, no bias."""
 
-    def __init__(self, shape):
+    def __init__(self, model_config):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(shape.d_model))
-        self.epsilon = shape.layer_norm_epsilon
+        self.weight = nn.Parameter(torch.ones(model_config.d_model))
+        self.epsilon = model_config.layer_norm_epsilon
 
     def forward(self, x, added):
         """(x + added, its norm), each (N, d_model); statistics in float32."""
@@ -48,17 +48,19 @@ class ResidualNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape, has_position_bias):
+    def __init__(self, model_config, has_position_bias):
         super().__init__()
-        inner = shape.num_heads * shape.d_kv
+        inner = model_config.num_heads * model_config.d_kv
         # transformers' T5PreTrainedModel._init_weights; q carries the 1/sqrt(d_kv) that T5's scores lack
-        self.q = Linear(shape.d_model, inner, (shape.d_model * shape.d_kv) ** -0.5)
-        self.k = Linear(shape.d_model, inner, shape.d_model**-0.5)
-        self.v = Linear(shape.d_model, inner, shape.d_model**-0.5)
-        self.o = Linear(inner, shape.d_model, inner**-0.5)
-        self.num_heads = shape.num_heads
+        self.q = Linear(model_config.d_model, inner, (model_config.d_model * model_config.d_kv) ** -0.5)
+        self.k = Linear(model_config.d_model, inner, model_config.d_model**-0.5)
+        self.v = Linear(model_config.d_model, inner, model_config.d_model**-0.5)
+        self.o = Linear(inner, model_config.d_model, inner**-0.5)
+        self.num_heads = model_config.num_heads
         if has_position_bias:
-            self.relative_attention_bias = make_table(shape.relative_attention_num_buckets, shape.num_heads)
+            self.relative_attention_bias = make_table(
+                model_config.relative_attention_num_buckets, model_config.num_heads
+            )
 
     def forward(self, x, memory, layout, bias):
         """What attention adds to the stream; `memory` (M, d_model) is attended to, None for x itself."""
@@ -68,10 +70,10 @@ class Attention(nn.Module):
 
 
 class SelfAttentionLayer(nn.Module):
-    def __init__(self, shape, has_position_bias):
+    def __init__(self, model_config, has_position_bias):
         super().__init__()
-        self.SelfAttention = Attention(shape, has_position_bias)
-        self.layer_norm = ResidualNorm(shape)
+        self.SelfAttention = Attention(model_config, has_position_bias)
+        self.layer_norm = ResidualNorm(model_config)
 
     def forward(self, x, added, layout, bias):
         x, normed = self.layer_norm(x, added)
@@ -79,10 +81,10 @@ class SelfAttentionLayer(nn.Module):
 
 
 class CrossAttentionLayer(nn.Module):
-    def __init__(self, shape):
+    def __init__(self, model_config):
         super().__init__()
-        self.EncDecAttention = Attention(shape, has_position_bias=False)
-        self.layer_norm = ResidualNorm(shape)
+        self.EncDecAttention = Attention(model_config, has_position_bias=False)
+        self.layer_norm = ResidualNorm(model_config)
 
     def forward(self, x, added, memory, layout, bias):
         x, normed = self.layer_norm(x, added)
@@ -90,20 +92,20 @@ class CrossAttentionLayer(nn.Module):
 
 
 class DenseReluDense(nn.Module):
-    def __init__(self, shape):
+    def __init__(self, model_config):
         super().__init__()
-        self.wi = Linear(shape.d_model, shape.d_ff, shape.d_model**-0.5)
-        self.wo = Linear(shape.d_ff, shape.d_model, shape.d_ff**-0.5)
+        self.wi = Linear(model_config.d_model, model_config.d_ff, model_config.d_model**-0.5)
+        self.wo = Linear(model_config.d_ff, model_config.d_model, model_config.d_ff**-0.5)
 
     def forward(self, x, dropout):
         return product(F.dropout(F.relu(product(x, self.wi.weight), inplace=True), dropout), self.wo.weight)
 
 
 class FeedForwardLayer(nn.Module):
-    def __init__(self, shape):
+    def __init__(self, model_config):
         super().__init__()
-        self.DenseReluDense = DenseReluDense(shape)
-        self.layer_norm = ResidualNorm(shape)
+        self.DenseReluDense = DenseReluDense(model_config)
+        self.layer_norm = ResidualNorm(model_config)
 
     def forward(self, x, added, dropout):
         x, normed = self.layer_norm(x, added)
@@ -116,10 +118,12 @@ class Block(nn.Module):
     Each layer takes the stream and what the layer before adds to it, so that sum and norm are one pass over memory.
     """
 
-    def __init__(self, shape, is_decoder, has_position_bias):
+    def __init__(self, model_config, is_decoder, has_position_bias):
         super().__init__()
-        cross = [CrossAttentionLayer(shape)] if is_decoder else []
-        self.layer = nn.ModuleList([SelfAttentionLayer(shape, has_position_bias), *cross, FeedForwardLayer(shape)])
+        cross = [CrossAttentionLayer(model_config)] if is_decoder else []
+        self.layer = nn.ModuleList(
+            [SelfAttentionLayer(model_config, has_position_bias), *cross, FeedForwardLayer(model_config)]
+        )
 
     def forward(self, x, added, self_attention, cross_attention, dropout):
         x, added = self.layer[0](x, added, *self_attention)
@@ -138,12 +142,12 @@ def _summed(block, x, *args):
 class Stack(nn.Module):
     """Encoder or decoder: blocks that share the first one's position bias, then a norm."""
 
-    def __init__(self, shape, num_layers, is_decoder):
+    def __init__(self, model_config, num_layers, is_decoder):
         super().__init__()
-        self.block = nn.ModuleList(Block(shape, is_decoder, has_position_bias=i == 0) for i in range(num_layers))
-        self.final_layer_norm = ResidualNorm(shape)
+        self.block = nn.ModuleList(Block(model_config, is_decoder, has_position_bias=i == 0) for i in range(num_layers))
+        self.final_layer_norm = ResidualNorm(model_config)
         self.is_decoder = is_decoder
-        self.max_distance = shape.relative_attention_max_distance
+        self.max_distance = model_config.relative_attention_max_distance
 
     def forward(self, x, layout, cross_attention, dropout, checkpointing):
         x, added = F.dropout(x, dropout), None
@@ -171,20 +175,20 @@ class TextToTextModel(nn.Module):
     feed-forward. `flat` holds all weights and gradients as views of flat tensors.
     """
 
-    def __init__(self, shape, dropout=0.0, compute_dtype=torch.float32, gradient_checkpointing=False):
+    def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32, gradient_checkpointing=False):
         super().__init__()
-        self.shape, self.dropout, self.compute_dtype = shape, dropout, compute_dtype
+        self.config, self.dropout, self.compute_dtype = model_config, dropout, compute_dtype
         self.gradient_checkpointing = gradient_checkpointing
-        self.shared = make_table(shape.vocab_size, shape.d_model)
-        self.encoder = Stack(shape, shape.num_layers, is_decoder=False)
-        self.decoder = Stack(shape, shape.num_decoder_layers, is_decoder=True)
+        self.shared = make_table(model_config.vocab_size, model_config.d_model)
+        self.encoder = Stack(model_config, model_config.num_layers, is_decoder=False)
+        self.decoder = Stack(model_config, model_config.num_decoder_layers, is_decoder=True)
         self._flatten()
 
     def _flatten(self):
         matrices = [module.weight for module in self.modules() if isinstance(module, Linear)]
         known = {id(p) for p in matrices}
         others = [p for p in self.parameters() if id(p) not in known]
-        self.flat = FlatWeights(others, matrices, self.shared.weight, self.compute_dtype)
+        self.flat = FlatParams(others, matrices, self.shared.weight, self.compute_dtype)
 
     def _apply(self, *args, **kwargs):
         """What Module.to does to each weight takes it out of the flat tensors: make them anew."""
@@ -199,7 +203,7 @@ class TextToTextModel(nn.Module):
     @property
     def uses_kernels(self):
         """True when layouts are to be made for the attention kernels."""
-        return has_kernels(self.shared.weight.device, self.compute_dtype, self.shape)
+        return has_kernels(self.shared.weight.device, self.compute_dtype, self.config)
 
     def forward(self, micro_batch, chunk_tokens=2048):
         """Sum over target tokens of the cross-entropy in nats; a float32 scalar."""
@@ -223,7 +227,7 @@ class TextToTextModel(nn.Module):
         bias = score_bias(micro_batch.cross_layout, dtype=self.compute_dtype)
         cross = (encoded, micro_batch.cross_layout, bias)
         decoded = self.decoder(responses, micro_batch.decoder_layout, cross, *options)
-        return decoded * self.shape.d_model**-0.5
+        return decoded * self.config.d_model**-0.5
 
     @torch.no_grad()
     def initialise(self, seed):
@@ -233,7 +237,7 @@ class TextToTextModel(nn.Module):
             if isinstance(module, Linear):
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * module.init_std)
             elif isinstance(module, nn.Embedding):
-                std = 1.0 if module is self.shared else self.shape.d_model**-0.5
+                std = 1.0 if module is self.shared else self.config.d_model**-0.5
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * std)
         return self
 

@@ -53,7 +53,7 @@ def cross_entropy_errors(device, dtype, rows=9, vocabulary=5003, padding=61, z_l
 
 def update_errors(device, sizes=(5000, 16, 4096)):
     """Relative errors of ten updates of the weights and of both averages, against the optimizer's plain path."""
-    from model.nn.flat_params import FlatWeights
+    from model.nn.flat_params import FlatParams
     from model.train.optim import RMSScaledAdamW
 
     starts, outcomes = [torch.randn(size) for size in sizes], []
@@ -62,7 +62,7 @@ def update_errors(device, sizes=(5000, 16, 4096)):
         where = device if kernel else "cpu"
         params = [torch.nn.Parameter(start.clone().to(where)) for start in starts]
         rate = torch.tensor(0.01, device=where)
-        optimizer = RMSScaledAdamW(FlatWeights(params, [], None, torch.float32), rate, weight_decay=0.1)
+        optimizer = RMSScaledAdamW(FlatParams(params, [], None, torch.float32), rate, weight_decay=0.1)
         if kernel:
             optimizer.update_in_passes = optimizer.update_in_one_pass
         for step, gradients in enumerate(history):

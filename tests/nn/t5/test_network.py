@@ -17,7 +17,7 @@ def micro_batch(store, tokenizer):
 def stock_twin(model):
     """transformers' own T5 with copies of the weights of `model`."""
     config = T5Config(
-        **SHAPE, vocab_size=model.shape.vocab_size, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0
+        **SHAPE, vocab_size=model.config.vocab_size, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0
     )
     twin = T5ForConditionalGeneration(config)
     assert not twin.load_state_dict(model.state_dict(), strict=False).unexpected_keys
@@ -111,7 +111,7 @@ def test_random_weights_depend_on_the_seed_alone(tokenizer):
 
 def test_random_weights_have_the_spread_that_transformers_gives_them(model):
     torch.manual_seed(0)
-    stock = T5ForConditionalGeneration(T5Config(**SHAPE, vocab_size=model.shape.vocab_size)).state_dict()
+    stock = T5ForConditionalGeneration(T5Config(**SHAPE, vocab_size=model.config.vocab_size)).state_dict()
     for name, weight in model.state_dict().items():
         if "norm" in name:
             assert torch.equal(weight, stock[name])
@@ -123,7 +123,7 @@ def test_random_weights_have_the_spread_that_transformers_gives_them(model):
 
 def test_loss_of_random_weights_is_near_that_of_guessing(model, micro_batch):
     per_token = model(micro_batch) / len(micro_batch.labels)
-    guessing = F.cross_entropy(torch.zeros(1, model.shape.vocab_size), torch.zeros(1, dtype=torch.long))
+    guessing = F.cross_entropy(torch.zeros(1, model.config.vocab_size), torch.zeros(1, dtype=torch.long))
     assert abs(per_token - guessing) < 1.0
 
 
