@@ -160,10 +160,10 @@ def check_model_config(draw, folder):
     if draw.random() < 0.05:
         written = draw.choice(("[" * 10**5, '{"a":' * 10**5, '{"d_model": ' + "9" * 10**4 + "}", "[0," * 10**6, ""))
     path.write_text(written)
-    model_config = load_weights(folder / "model").model_config
-    known = asdict(shape).keys() | COMPUTED.keys() | OTHER_NAMES.keys()
+    network = load_weights(folder / "model").model_config
+    known = asdict(network).keys() | COMPUTED.keys() | OTHER_NAMES.keys()
     theirs = T5Config(**{name: value for name, value in values.items() if name in known})
-    assert all(getattr(theirs, name) == value for name, value in asdict(shape).items()), "another shape"
+    assert all(getattr(theirs, name) == value for name, value in asdict(network).items()), "another shape"
     assert (theirs.dense_act_fn, theirs.is_gated_act, theirs.scale_decoder_outputs) == ("relu", False, True)
 
 
