@@ -1,31 +1,48 @@
+"""The documents say what is: options, presets, files, commands, figures."""
+
+import ast
+import contextlib
+import io
 import re
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
+import config
+from bench.picture import BENCHMARKS, draw, speed_rows
 from config import PRESETS, TrainConfig, load_config
+from model.commands.plan_report import GIB, preview
+from model.nn.weights_io import export_model
 from model.run.run_dir import TOKENIZER_DIR
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = ("architecture", "options", "benchmarks", "experiments")
+PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in DOCS)]
+ROOMS = ("runtime", "data", "nn", "generate", "memory", "train", "run", "commands")
 
 
-def table(heading):
-    """Rows of the first table after a line that begins with `heading`, as lists of cells."""
-    text = README[README.index(heading) :]
-    rows = re.search(r"\n\|.*\n\| ---.*\n((?:\|.*\n)+)", text).group(1)
+def text_of(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def table(page, heading):
+    """Rows of the first table of `page` after a line that begins with `heading`, as lists of cells."""
+    text = text_of(page)
+    rows = re.search(r"\n\|.*\n\| ---.*\n((?:\|.*\n)+)", text[text.index(heading) :]).group(1)
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
 
 
 def test_each_option_stands_in_the_table_with_its_default():
-    shown = {name.strip("`"): default for name, default, *_ in table("## Options")}
+    shown = {name.strip("`"): default for name, default, _ in table("docs/options.md", "# Options")}
     real = {f.name: "empty" if f.default == "" else f"`{f.default}`" for f in fields(TrainConfig)}
     assert shown == real
 
 
 def test_each_preset_stands_in_the_table_with_its_differences():
-    shown = {name.strip("`"): differences for name, _, differences in table("A preset is")}
+    shown = {name.strip("`"): differences for name, _, differences in table("docs/options.md", "## Presets")}
     real = {
         name: ", ".join(f"`{field}={value}`" for field, value in preset.items()) or "none"
         for name, preset in PRESETS.items()
@@ -33,22 +50,32 @@ def test_each_preset_stands_in_the_table_with_its_differences():
     assert shown == real
 
 
+def test_each_optimizer_stands_in_the_table_with_its_learning_rates():
+    shown = {
+        name.strip("`"): tuple(map(float, rates)) for name, *rates in table("docs/options.md", "## Learning rates")
+    }
+    assert shown == config.LEARN_RATES
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_preset_can_be_loaded(name):
     assert load_config(name, {}).output_dir == f"model_save/{name}"
 
 
-def test_each_file_that_readme_names_exists():
-    named = re.findall(r"((?:(?:model|scripts|bench|docs|tests)/|\./)[\w/]+\.(?:py|sh|md))", README)
-    assert len(named) > 40
-    for path in named:
-        assert (ROOT / path).is_file(), path
+@pytest.mark.parametrize("page", PAGES)
+def test_each_file_that_a_page_names_exists(page):
+    text = text_of(page)
+    named = set(re.findall(r"((?:model|scripts|bench|docs|tests)/[\w/]+\.(?:py|sh|md|png))", text))
+    named |= set(re.findall(r"(?:\./|`)(\w+\.(?:sh|py))\b", text))
+    named |= {str(Path(page).parent / link) for link in re.findall(r"\]\(([\w./]+)\)", text)}
+    named |= {f"bench/{name}.py" for name in re.findall(r"bench\.(\w+)", text)}
+    missing = [name for name in sorted(named) if not any((ROOT / place / name).is_file() for place in ("", "scripts"))]
+    assert named and not missing
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
 def test_the_first_commands_write_what_the_next_ones_read(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    block = re.search(r"```bash\n(python scripts/prepare_data.*?)```", text, re.DOTALL).group(1)
+    block = re.search(r"```bash\n(python scripts/prepare_data.*?)```", text_of(page), re.DOTALL).group(1)
     prepare, tokenizer, train = (line.split() for line in block.splitlines()[:3])
     defaults = load_config("pretrain", {})
     assert prepare[-4:] == ["--output", defaults.train_file, "--validation_output", defaults.validation_file]
@@ -56,7 +83,74 @@ def test_the_first_commands_write_what_the_next_ones_read(page):
     assert train[-2:] == ["./train_low_mem.py", "train"]
 
 
-def test_each_room_says_what_it_is_for():
-    shown = {cell.strip("`") for cell, _ in table("## How it works")}
-    buckets = {str(path.relative_to(ROOT)) for path in (ROOT / "model").rglob("*.py") if path.name != "__init__.py"}
-    assert buckets <= shown
+def test_each_module_stands_in_the_map_of_the_rooms():
+    shown = set(re.findall(r"^\| `(model/[\w/]+\.py)` \|", text_of("docs/architecture.md"), re.MULTILINE))
+    real = {path.relative_to(ROOT).as_posix() for path in (ROOT / "model").rglob("*.py")}
+    assert shown == {path for path in real if not path.endswith("__init__.py")}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_room_says_which_files_it_holds(room):
+    for init in (ROOT / "model" / room).rglob("__init__.py"):
+        said = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        missing = [path.stem for path in init.parent.glob("*.py") if path != init and path.stem not in said]
+        assert said and not missing, f"{init}: {missing}"
+    assert (ROOT / "model" / room / "__init__.py").is_file()
+
+
+def test_the_answers_of_contributing_stand_in_the_map():
+    answers = re.findall(r"`(model/[\w/]+\.py)`", text_of("CONTRIBUTING.md").split("## Ten questions")[1])
+    assert len(answers) >= 9 and all(f"| `{path}` |" in text_of("docs/architecture.md") for path in answers)
+
+
+def test_the_snippet_of_readme_runs_on_an_exported_model(tmp_path, monkeypatch, model, tokenizer):
+    snippet = re.search(r"```python\n(.*?)```", text_of("README.md"), re.DOTALL).group(1)
+    monkeypatch.chdir(tmp_path)
+    export_model(model, tokenizer, tmp_path / "model_save" / "pretrain" / "best")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(snippet, {})
+    assert printed.getvalue().endswith("\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the table is of a plan made without a GPU")
+def test_the_table_of_cards_is_what_plan_predicts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for card, *cells in table("README.md", "## What to expect"):
+        for (size, pairs), cell in zip(product(("small", "chatlm"), (64, 256)), cells, strict=True):
+            options = dict(model=size, batch_size_per_gpu=pairs // 2, gpu_memory_limit_gb=card.split()[0])
+            found = preview(load_config("pretrain", options), (), num_processes=1, vocab_size=29_298)
+            predicted = f"{max(found['phases'].values()) / GIB:.1f} GiB, {found['forwards']:.0f}"
+            predicted += ", computed again" * found["plan"]["gradient_checkpointing"]
+            predicted += ", recorded" * found["plan"]["graphs"]
+            assert cell.replace(" forwards", "") == predicted
+
+
+def test_both_readmes_have_the_same_headings_commands_and_figures():
+    def skeleton(page):
+        text = text_of(page)
+        blocks = re.findall(r"```(?:bash|python)\n(.*?)```", text, re.DOTALL)
+        commands = [re.sub(r"\s*#.*", "", block) for block in blocks]
+        headings = re.findall(r"^(#+) ", text, re.MULTILINE)
+        return commands, headings, [line.count(" | ") for line in text.splitlines() if line.startswith("|")]
+
+    assert skeleton("README.md") == skeleton("README.zh.md")
+
+
+@pytest.mark.parametrize(("page", "most_lines"), [("README.md", 170), ("docs/experiments.md", 500)])
+def test_a_page_stays_short(page, most_lines):
+    assert len(text_of(page).splitlines()) <= most_lines
+
+
+def test_the_speed_table_can_be_drawn(tmp_path):
+    rows = speed_rows(text_of("docs/benchmarks.md"))
+    assert BENCHMARKS == ROOT / "docs" / "benchmarks.md"
+    assert {row[0] for row in rows} == {"small", "chatlm"} and len(rows) == 12 and rows[0][-1] == 770
+    with pytest.raises(ValueError, match="no speed table"):
+        speed_rows("| small | a loop | 64 | fast | 1.8 |")
+    pytest.importorskip("matplotlib")
+    start = dict(
+        kind="start", world=1, parameters=10**6, total_pairs=100, global_batch=8, device="CPU", dtype="float32"
+    )
+    steps = [dict(kind="train", step=step, loss=9 / step, learn_rate=0.1) for step in (1, 2)]
+    draw(tmp_path / "overview.png", [start, *steps], rows)
+    assert (tmp_path / "overview.png").read_bytes()[:4] == b"\x89PNG"

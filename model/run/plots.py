@@ -37,15 +37,19 @@ def try_plot(run_dir: str | Path) -> None:
 
 def _loss_figure(figure_class, records):
     figure = figure_class(figsize=(9, 5), layout="constrained")
-    losses = figure.subplots()
-    rates = losses.twinx()
-    _curve(losses, records, "train", "loss", color="tab:blue", label="training loss")
-    _curve(losses, records, "eval", "loss", color="tab:orange", label="validation loss", marker="o")
-    _curve(rates, records, "train", "learn_rate", color="tab:gray", label="learning rate", linestyle=":")
-    losses.set(xlabel="optimizer step", ylabel="loss [nats per target token]")
-    rates.set_ylabel("learning rate")
+    draw_losses(figure.subplots(), records)
     figure.legend(loc="outside upper center", ncols=3)
     return figure
+
+
+def draw_losses(axes, records: list[dict]) -> None:
+    """Draw training loss, validation loss and learning rate by step; `axes` is matplotlib's, `records` a journal's."""
+    rates = axes.twinx()
+    _curve(axes, records, "train", "loss", color="tab:blue", label="training loss")
+    _curve(axes, records, "eval", "loss", color="tab:orange", label="validation loss", marker="o")
+    _curve(rates, records, "train", "learn_rate", color="tab:gray", label="learning rate", linestyle=":")
+    axes.set(xlabel="optimizer step", ylabel="loss [nats per target token]")
+    rates.set_ylabel("learning rate")
 
 
 def _memory_figure(figure_class, records, plan_path):
