@@ -49,7 +49,7 @@ def begin(run, journal, request, state, plan):
         say(ranks, f"options that are not those of the start before: {', '.join(request.changed)}")
     attention = "Triton kernels" if run.model.uses_kernels else "plain attention"
     where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
-    steps = f"{run.total_steps(state)} steps of {run.course.global_batch} pairs"
+    steps = f"{run.total_steps(state)} steps of {run.schedule.global_batch} pairs"
     say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
     warmup, count = (
         pairs / run.schedule.global_batch for pairs in (run.schedule.warmup_pairs, run.schedule.total_pairs)
