@@ -1,8 +1,8 @@
-"""What a run leaves on disk and shows on screen. Knows the steps' results, and decides nothing about them.
+"""What a run leaves on disk and shows on screen. Reads the results of steps and makes no training decision.
 
-run_dir says whether a run may start in a directory. train_state is where a run stands;
-checkpoint saves it atomically with weights and optimizer, and loads them exactly;
-checkpointer saves it from a snapshot in host memory while training goes on.
-journal appends to metrics.jsonl; run_log says what is written down of each step; console shows progress;
-log opens the log file; plots draws.
+run_dir decides whether a run may start in a directory. train_state holds the position of a run;
+checkpoint saves it atomically with the weights and the optimizer state, and loads them exactly;
+checkpointer saves from a snapshot in host memory while training goes on, and exports models.
+journal appends to metrics.jsonl and reads it; run_log chooses what is written about each step;
+console formats log lines and shows progress; log opens the log file; plots draws the curves.
 """

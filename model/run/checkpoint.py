@@ -1,7 +1,7 @@
-"""What a run remembers: atomic save, exact load. safetensors and JSON only, each file's sha256 in a manifest.
+"""Checkpoints: saved atomically, loaded exactly. Files are safetensors and JSON; a manifest has the sha256 of each.
 
-Data order, learning rate and random numbers are functions of the position, so a checkpoint holds weights, optimizer
-state and the few values of TrainState.
+Data order, learning rate and random numbers are functions of the position, so a checkpoint holds the weights, the
+optimizer state and the few values of TrainState.
 """
 
 import errno
@@ -25,16 +25,16 @@ from model.runtime.atomic_io import delete_aloud, make_directory, remove_drafts,
 from model.runtime.json_stream import read_object
 from model.train.optim import STATE_FIELDS, count_steps
 
-NAME = re.compile(r"step_\d{8}")
-SPARE_BYTES = 2**20  # for what stands beside the tensors
+CHECKPOINT_NAME = re.compile(r"step_\d{8}")
+SPARE_BYTES = 2**20  # for the JSON files and the file headers
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds beside its TrainState, as tensors that nobody changes any more."""
+    """The tensors of a checkpoint: weights by parameter name, optimizer state by <parameter name>/<field>."""
 
     weights: dict
-    optimizer: dict  # by <parameter name>/<field>
+    optimizer: dict
 
     @property
     def bytes(self):
@@ -43,16 +43,16 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint read back, verified."""
+    """A verified checkpoint in host memory."""
 
     path: Path
     state: TrainState
-    tensors: dict
-    optimizer: dict
+    tensors: dict  # weights by parameter name
+    optimizer: dict  # state by <parameter name>/<field>
 
 
 def snapshot_of(model, optimizer):
-    """The Snapshot of what `model` and `optimizer` hold now, without a copy."""
+    """A Snapshot that shares the memory of `model` and `optimizer`: the next update changes it."""
     names = {p: name for name, p in model.named_parameters()}
     moments = {
         f"{names[p]}/{field}": torch.as_tensor(value)
@@ -64,14 +64,14 @@ def snapshot_of(model, optimizer):
 
 
 def save_checkpoint(run_dir, state, snapshot, keep):
-    """Write checkpoints/step_<step>/, durable before LATEST names it; of those up to this one `keep` are kept.
+    """Write checkpoints/step_<step>/, then point LATEST at it and delete all but the newest `keep` checkpoints.
 
-    Returns its path. Raises OSError when the disk fails or lacks space; earlier checkpoints are then as they were.
+    Returns its path. Raises OSError when the disk fails or is full; earlier checkpoints then stay as they were.
     """
     folder = Path(run_dir) / "checkpoints"
     path = folder / f"step_{state.step:08d}"
     make_directory(folder)
-    remove_drafts(folder)  # by processes that were killed
+    remove_drafts(folder)  # left by killed processes
     _check_space(folder, snapshot.bytes + SPARE_BYTES)
     with whole_directory(path) as draft:
         _write_tensors(snapshot.weights, draft / "model.safetensors")
@@ -86,10 +86,11 @@ def save_checkpoint(run_dir, state, snapshot, keep):
     return path
 
 
-def set_aside_later(run_dir, step):
-    """Make drafts, which the next save deletes, of the checkpoints after `step`: the run went back past them.
+def discard_after(run_dir, step):
+    """Rename checkpoints newer than `step` so that the next save deletes them.
 
-    As what they are they would count among those that are kept, and push a whole one out.
+    A run that resumes at `step` has skipped them as damaged. Left in place, they would count among the checkpoints that
+    are kept and push out valid ones.
     """
     for path in checkpoint_paths(run_dir):
         if path.name > f"step_{step:08d}":
@@ -109,20 +110,20 @@ def _check_space(folder, needed_bytes):
 def _write_tensors(tensors, path):
     try:
         save_file(tensors, path)
-    except SafetensorError as error:  # how this library says that the disk failed
+    except SafetensorError as error:  # safetensors raises it for a failed disk too
         raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def checkpoint_paths(run_dir):
-    """Checkpoint directories of a run, the newest first."""
+    """Checkpoint directories of a run, newest first."""
     folder = Path(run_dir) / "checkpoints"
-    return sorted((p for p in folder.glob("step_*") if NAME.fullmatch(p.name) and p.is_dir()), reverse=True)
+    return sorted((p for p in folder.glob("step_*") if CHECKPOINT_NAME.fullmatch(p.name) and p.is_dir()), reverse=True)
 
 
 def load_newest(run_dir, say):
-    """The newest Checkpoint that is whole, or None; `say(text)` hears about each one passed over.
+    """The newest undamaged Checkpoint, or None. Calls `say(text)` for each damaged one that it skips.
 
-    Raises LaterFormat where that is one of a later version.
+    Raises LaterFormat if a later version of this project wrote the checkpoint.
     """
     for path in checkpoint_paths(run_dir):
         try:
@@ -130,35 +131,34 @@ def load_newest(run_dir, say):
         except LaterFormat:
             raise
         except ValueError as error:
-            say(f"{error}; going back to the checkpoint before it")
+            say(f"{error}; going back to the previous checkpoint")
     return None
 
 
 def read_checkpoint(path):
-    """The Checkpoint at `path`; raises ValueError when a file is missing, cut, changed or not the folder's own.
+    """The Checkpoint at `path`, with every file verified against the manifest.
 
-    One of a later version is a LaterFormat.
+    Raises ValueError if a file is missing, changed, a link or not in the manifest, LaterFormat (a ValueError) if a
+    later version of this project wrote the checkpoint.
     """
     files = ("model.safetensors", "optimizer.safetensors", "state.json")
     try:
-        held = [path / name for name in (*files, "manifest.json")]
-        if strange := [file.name for file in held if file.is_symlink() or (file.exists() and not file.is_file())]:
-            raise ValueError(f"{strange[0]} is a link or no plain file")
+        paths = [path / name for name in (*files, "manifest.json")]
+        if irregular := [file.name for file in paths if file.is_symlink() or (file.exists() and not file.is_file())]:
+            raise ValueError(f"{irregular[0]} is a link or not a regular file")
         manifest = read_object(path / "manifest.json")
         if set(manifest) != set(files):
-            raise ValueError(
-                f"its manifest names {', '.join(map(repr, manifest))}, and the files are {', '.join(files)}"
-            )
+            raise ValueError(f"its manifest names {', '.join(map(repr, manifest))}; it must name {', '.join(files)}")
         for name in files:
             if not isinstance(manifest[name], dict) or manifest[name].get("sha256") != _sha256(path / name):
                 raise ValueError(f"{name} has changed since it was written")
         state = state_of(read_object(path / "state.json"))
         if path.name != f"step_{state.step:08d}":
             raise ValueError(f"state.json is of step {state.step}")
-        found = Checkpoint(path, state, load_file(path / files[0]), load_file(path / files[1]))
-        with torch.device("meta"):  # before a model of that shape takes memory
-            check_fits(TextToTextModel(T5ModelConfig(**state.shape)), found, files[0])
-        return found
+        checkpoint = Checkpoint(path, state, load_file(path / files[0]), load_file(path / files[1]))
+        with torch.device("meta"):  # takes no memory, however large the shape in state.json is
+            check_fits(TextToTextModel(T5ModelConfig(**state.shape)), checkpoint, files[0])
+        return checkpoint
     except LaterFormat as error:
         raise LaterFormat(f"checkpoint {path} {error}") from None
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
@@ -166,9 +166,10 @@ def read_checkpoint(path):
 
 
 def load_optimizer(optimizer, model, tensors):
-    """Copy the optimizer state of a Checkpoint over the one there is; a second one beside it might not fit the device.
+    """Copy `tensors`, the optimizer state of a Checkpoint, into the state of `optimizer`.
 
-    Raises ValueError for the state of another optimizer or of other weights.
+    Copied in place because a second state might not fit on the device. Raises ValueError if the tensors belong to
+    another optimizer or to other weights.
     """
     names = {p: name for name, p in model.named_parameters()}
     names = [names[p] for p in optimizer.param_groups[0]["params"]]
@@ -185,12 +186,12 @@ def load_optimizer(optimizer, model, tensors):
         )
     if {field for fields in state.values() for field in fields} != STATE_FIELDS[type(optimizer)]:
         raise ValueError("the checkpoint is of another optimizer: keep --optimizer, or start with --overwrite=True")
-    own = snapshot_of(model, optimizer).optimizer
-    wrong = [key for key in {**own, **tensors} if _shape(own, key) != _shape(tensors, key)]
+    current = snapshot_of(model, optimizer).optimizer
+    wrong = [key for key in {**current, **tensors} if _shape(current, key) != _shape(tensors, key)]
     if wrong:
         raise ValueError(f"the checkpoint's optimizer state does not fit the weights: {', '.join(wrong[:3])}")
     with torch.no_grad():
-        for key, tensor in own.items():
+        for key, tensor in current.items():
             tensor.copy_(tensors[key])
     count_steps(optimizer)
 

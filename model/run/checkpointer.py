@@ -1,7 +1,7 @@
-"""What a run leaves on the disk while training goes on: checkpoints from a snapshot in host memory, and exports.
+"""Saves checkpoints from a snapshot in host memory while training goes on, and exports models.
 
-A disk that refuses costs a checkpoint and not the run: earlier checkpoints stay whole, and the next save tries again.
-Where memory runs out the same save is tried again: the last one of a run has no next.
+A disk error costs one checkpoint, not the run: earlier checkpoints stay intact and the next save tries again. After an
+out-of-memory error the same save is tried again, because the last save of a run has no next one.
 """
 
 import gc
@@ -22,47 +22,48 @@ LOGGER = logging.getLogger("chat_trainer")
 
 
 class Saver:
-    """Writes a run's checkpoints on rank 0, one at a time on a thread; the journal hears how each went."""
+    """Writes the checkpoints of a run on rank 0, one at a time, on a thread. Journals the outcome of each save."""
 
     def __init__(self, ranks, run_dir, keep, journal):
         self._ranks, self._run_dir, self._keep, self._journal = ranks, run_dir, keep, journal
-        self._host, self._thread = {}, None
-        self._saved = None  # the TrainState of the newest checkpoint
-        self.failure = ""  # of the newest save
+        self._host_tensors, self._thread = {}, None
+        self._saved_state = None  # the TrainState of the newest checkpoint
+        self.failure = ""  # error message of the newest save; empty if it succeeded
 
     def save(self, state, model, optimizer):
-        """Copy what a checkpoint holds and have it written, if it is not yet; waits for the save before it.
+        """Copy weights and optimizer state and start to write them, unless the checkpoint of `state` exists already.
 
-        Raises RuntimeError on all ranks when their weights are not equal.
+        Waits for the previous save. Raises RuntimeError on all ranks if the weights differ between ranks.
         """
-        check_equal_weights(self._ranks, model, state.step)  # and every rank has written its example ids down
+        check_equal_weights(self._ranks, model, state.step)  # its vote also waits until all ranks wrote their ids
         if not self._ranks.is_main:
             return
         with saving():
             self.join()
-        if state == self._saved:
+        if state == self._saved_state:
             return
-        with ExitStack() as until_written:
-            until_written.enter_context(saving())
-            self._begin(state, model, optimizer, until_written)
+        with ExitStack() as saving_scope:
+            saving_scope.enter_context(saving())
+            self._start(state, model, optimizer, saving_scope)
 
-    def _begin(self, state, model, optimizer, until_written):
-        """Take the snapshot and start the thread that writes it and then leaves `until_written`."""
+    def _start(self, state, model, optimizer, saving_scope):
+        """Take the snapshot and start the thread that writes it; that thread then closes `saving_scope`."""
         started = time.monotonic()
         try:
-            snapshot, copied = retried(lambda: self._snapshot(model, optimizer), lambda: self._make_room(state))
+            snapshot, copied = retry_after_oom(
+                lambda: self._snapshot(model, optimizer), lambda: self._free_memory(state)
+            )
         except (RuntimeError, MemoryError) as error:
-            self._host.clear()
-            self._failed(state, error)
+            self._host_tensors.clear()
+            self._report_failure(state, error)
             return
-        seconds = time.monotonic() - started
-        # not a daemon: a process that ends for any other reason finishes this checkpoint first
-        held = until_written.pop_all()
-        self._thread = threading.Thread(target=self._write, args=(state, snapshot, copied, seconds, held))
+        snapshot_seconds = time.monotonic() - started
+        args = (state, snapshot, copied, snapshot_seconds, saving_scope.pop_all())
+        self._thread = threading.Thread(target=self._write, args=args)  # not a daemon: exit waits for the checkpoint
         self._thread.start()
 
     def join(self):
-        """Wait until the last checkpoint is durable or has failed."""
+        """Wait until the last checkpoint is on the disk or has failed."""
         if self._thread is not None:
             self._thread.join()
 
@@ -73,96 +74,99 @@ class Saver:
         self.join()
 
     def _snapshot(self, model, optimizer):
-        """(Snapshot in host memory, event after which it is there, or None on a CPU)."""
-        live = snapshot_of(model, optimizer)
-        snapshot = Snapshot(self._copy("weights", live.weights), self._copy("optimizer", live.optimizer))
+        """(Snapshot in host memory, CUDA event that marks the copies as done, or None on a CPU)."""
+        source = snapshot_of(model, optimizer)
+        snapshot = Snapshot(self._copy("weights", source.weights), self._copy("optimizer", source.optimizer))
         copied = torch.cuda.Event() if torch.cuda.is_initialized() else None
         if copied is not None:
-            copied.record()  # the next step's changes come after the copies on this stream; only the thread waits
+            copied.record()  # the next update runs on this stream, so after the copies; only the thread waits
         return snapshot, copied
 
-    def _make_room(self, state):
-        """Journal that memory ran out in a save, and give back what is kept for the next one."""
+    def _free_memory(self, state):
+        """Journal that a save ran out of memory, and free the host tensors that snapshots reuse."""
         self._journal.write("oom", step=state.step, where="save", rank=0, before=None, after=None)
-        self._host.clear()
+        self._host_tensors.clear()
         gc.collect()
 
     def _copy(self, part, tensors):
-        """`tensors` in host memory that the next snapshot uses again, page-locked where a GPU writes it."""
+        """Copies of `tensors` in host memory, which each snapshot reuses; page-locked if they come from a GPU."""
         for name, tensor in tensors.items():
-            host = self._host.get((part, name))
+            host = self._host_tensors.get((part, name))
             if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self._host[part, name] = host
+                self._host_tensors[part, name] = host
             host.copy_(tensor.detach(), non_blocking=True)
-        return {name: self._host[part, name] for name in tensors}
+        return {name: self._host_tensors[part, name] for name in tensors}
 
-    def _write(self, state, snapshot, copied, snapshot_seconds, until_written):
+    def _write(self, state, snapshot, copied, snapshot_seconds, saving_scope):
         started = time.monotonic()
-        with until_written:
+        with saving_scope:
             try:
                 if copied is not None:
                     copied.synchronize()
-                path = retried(
-                    lambda: save_checkpoint(self._run_dir, state, snapshot, self._keep), lambda: self._make_room(state)
+                path = retry_after_oom(
+                    lambda: save_checkpoint(self._run_dir, state, snapshot, self._keep),
+                    lambda: self._free_memory(state),
                 )
             except (OSError, RuntimeError, MemoryError) as error:
-                self._failed(state, error)
+                self._report_failure(state, error)
                 return
-        self._saved, self.failure = state, ""
+        self._saved_state, self.failure = state, ""
         self._journal.write(
             "save", step=state.step, path=str(path), bytes=snapshot.bytes, snapshot_seconds=snapshot_seconds,
             write_seconds=time.monotonic() - started,
         )  # fmt: skip
 
-    def _failed(self, state, error):
+    def _report_failure(self, state, error):
         self.failure = str(error)
         LOGGER.error(
-            "no checkpoint of step %d: %s; earlier ones are whole, the next save tries again", state.step, error
+            "no checkpoint of step %d: %s; earlier ones are intact, the next save tries again", state.step, error
         )
         self._journal.write("save", step=state.step, error=str(error))
 
 
-def retried(attempt, make_room):
-    """What `attempt()` gives; where memory runs out it is tried once more, after `make_room()`."""
+def retry_after_oom(attempt, free_memory):
+    """The result of `attempt()`. If it runs out of memory, call `free_memory()` and then `attempt()` once more."""
     try:
         return attempt()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         LOGGER.warning("out of memory while saving (%s): trying once more", error)
-    make_room()  # no longer inside the except block, which would hold the failed attempt's tensors
+    free_memory()  # outside the except block, whose traceback keeps the tensors of the failed attempt alive
     return attempt()
 
 
 def try_export(model, tokenizer, directory):
-    """`export_model`, and why the disk or the memory refused it, or nothing."""
+    """Call `export_model`; returns the error message of a disk or memory error, "" on success."""
     device = model.shared.weight.device
     try:
-        retried(lambda: export_model(model, tokenizer, directory), lambda: release_memory(device))
+        retry_after_oom(lambda: export_model(model, tokenizer, directory), lambda: release_memory(device))
     except (OSError, RuntimeError, MemoryError) as error:
-        LOGGER.error("no %s: %s", directory, error)
+        LOGGER.error("%s was not exported: %s", directory, error)
         return str(error)
     return ""
 
 
 def check_equal_weights(ranks, model, step):
-    """Raise RuntimeError on every rank when a bit of a weight differs between ranks."""
-    mine = checksum(model)
-    largest, smallest = vote(ranks, mine, -mine)
-    if largest != -smallest:
-        sums = gather_json(ranks, mine)
-        odd = [rank for rank, other in enumerate(sums) if sums.count(other) <= len(sums) // 2]
+    """Raise RuntimeError on every rank if any bit of a weight differs between ranks."""
+    own = checksum(model)
+    largest, negated_smallest = vote(ranks, own, -own)
+    if largest != -negated_smallest:
+        checksums = gather_json(ranks, own)
+        minority = [rank for rank, other in enumerate(checksums) if checksums.count(other) <= len(checksums) // 2]
         raise RuntimeError(
-            f"the weights differ between ranks after step {step} (checksums {sums}; suspect: ranks {odd}): a device or "
-            "its memory computes wrong; test them, and go on from the last checkpoint with --is_keep_training=True"
+            f"the weights differ between ranks after step {step} (checksums {checksums}; suspect: ranks {minority}): a "
+            "device or its memory gives wrong results; test the hardware, then resume from the last checkpoint with "
+            "--is_keep_training=True"
         )
 
 
 def checksum(model):
-    """A number below 2^61 that changes with any one bit of the weights."""
+    """A number below 2^61 that changes when any single bit of the weights changes."""
     with torch.no_grad():
         words = model.flat.masters.view(torch.int32)
-        # 64 bits at a time: integers that are narrower than their sum are copied first, all of them
-        total = words[: len(words) // 2 * 2].view(torch.int64).sum() + words[-1]  # which may have no neighbour
-    return int(total) % (2**61 - 1)  # no power of two is a multiple
+        # Summed as int64: torch would copy a whole int32 tensor to int64 first. The last word is added by itself,
+        # because it has no pair if their number is odd.
+        total = words[: len(words) // 2 * 2].view(torch.int64).sum() + words[-1]
+    return int(total) % (2**61 - 1)  # divides no power of two, so every flipped bit shows

@@ -1,4 +1,4 @@
-"""What a run writes down on its way, for people and for programs: its start, its steps, what went wrong."""
+"""What a run writes to its journal and its log: the start, the steps, what went wrong."""
 
 import hashlib
 import logging
@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import torch
 
-from model.run.checkpoint import set_aside_later
+from model.run.checkpoint import discard_after
 from model.run.console import progress_note, train_line
 from model.run.run_dir import cut_sample_ids_everywhere
 from model.runtime.atomic_io import remove_drafts, write_json
@@ -19,17 +19,17 @@ LOGGER = logging.getLogger("chat_trainer")
 
 
 def begin(run, journal, request, state, plan):
-    """Write down what runs, and from where."""
+    """Write config.json, plan.json and the start and resume lines, and remove what a resume at `state` does again."""
     config, ranks = run.config, run.ranks
-    plain = asdict(config)
+    config_values = asdict(config)
     if ranks.is_main:
         remove_drafts(run.dir, run.dir / "checkpoints")
-        set_aside_later(run.dir, state.step)
-        write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=plain))
+        discard_after(run.dir, state.step)
+        write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=config_values))
         write_json(run.dir / "plan.json", asdict(plan) | run.memory)
     cut_sample_ids_everywhere(ranks, run.dir, state.step)
     journal.write(
-        "start", preset=request.preset, config_hash=hashlib.sha256(repr(plain).encode()).hexdigest()[:16],
+        "start", preset=request.preset, config_hash=hashlib.sha256(repr(config_values).encode()).hexdigest()[:16],
         world=ranks.world_size, backend=ranks.backend, device=device_name(ranks.device),
         dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
         tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
@@ -44,22 +44,23 @@ def begin(run, journal, request, state, plan):
     )  # fmt: skip
     if run.differs:
         differs = " and ".join(run.differs)
-        say(ranks, f"not as the checkpoint had it: {differs}: bits may differ from step {state.step} on")
+        say(ranks, f"changed since the checkpoint: {differs}; bits may differ from step {state.step} on")
     if request.changed:
-        say(ranks, f"options that are not those of the start before: {', '.join(request.changed)}")
+        say(ranks, f"options changed since the previous start: {', '.join(request.changed)}")
     attention = "Triton kernels" if run.model.uses_kernels else "plain attention"
     where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
     steps = f"{run.total_steps(state)} steps of {run.schedule.global_batch} pairs"
     say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
-    warmup, count = (
+    warmup_steps, num_steps = (
         pairs / run.schedule.global_batch for pairs in (run.schedule.warmup_pairs, run.schedule.total_pairs)
     )
-    say(ranks, f"{config.optimizer}, learning rate up to {config.learn_rate:g} over the first {warmup:,.0f} steps")
-    say(ranks, warmup_problem(config, warmup, count))
+    rate = f"learning rate up to {config.learn_rate:g} over the first {warmup_steps:,.0f} steps"
+    say(ranks, f"{config.optimizer}, {rate}")
+    say(ranks, warmup_problem(config, warmup_steps, num_steps))
 
 
 def write_events(run, journal, samples, result):
-    """Journal what went wrong on the way to a step, and its example ids where they are wanted."""
+    """Journal what went wrong during a step. Write the ids of its examples to `samples`."""
     for kind, values in result.events:
         journal.write(kind, **values)
         say(run.ranks, f"{kind}: {values}")
@@ -67,13 +68,13 @@ def write_events(run, journal, samples, result):
 
 
 def log_steps(run, journal, results):
-    """Write one train line over `results`, the steps since the last one; returns the progress line's note."""
+    """Write one train line for `results`, the steps since the previous one; returns the note for the progress line."""
     peak_bytes, reserved_bytes, host_rss_bytes = peak_memory(run.ranks.device)
-    done = [result for result in results if not result.skipped]
+    taken = [result for result in results if not result.skipped]
     seconds, tokens = sum(r.step_seconds for r in results), sum(r.tokens for r in results)
-    target_tokens = sum(r.target_tokens for r in done)
+    target_tokens = sum(r.target_tokens for r in taken)
     loss, z_loss = (
-        sum(float(getattr(r, part)) * r.target_tokens for r in done) / target_tokens if done else float("nan")
+        sum(float(getattr(r, part)) * r.target_tokens for r in taken) / target_tokens if taken else float("nan")
         for part in ("loss", "z_loss")
     )
     last = results[-1]
@@ -95,7 +96,7 @@ def log_steps(run, journal, results):
 
 
 def say(ranks, text):
-    """Log one line, if there is something to say, on the main rank."""
+    """Log `text` as one line on the main rank, unless it is empty."""
     if ranks.is_main and text:
         LOGGER.info(text)
 

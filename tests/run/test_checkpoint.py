@@ -17,10 +17,10 @@ from model.memory.oom_policy import PlanRecovery
 from model.nn.weights_io import export_model
 from model.run.checkpoint import (
     checkpoint_paths,
+    discard_after,
     load_newest,
     read_checkpoint,
     save_checkpoint,
-    set_aside_later,
     snapshot_of,
 )
 from model.run.journal import Journal
@@ -44,7 +44,7 @@ def save(tmp_path, model, optimizer):
     )
 
 
-def test_a_checkpoint_comes_back_bit_for_bit(save, model, optimizer):
+def test_a_checkpoint_is_read_back_bit_for_bit(save, model, optimizer):
     checkpoint = read_checkpoint(save(500))
     assert checkpoint.state == replace(STATE, shape=asdict(model.config))
     assert checkpoint.tensors.keys() == model.state_dict().keys()
@@ -55,7 +55,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(save, model, optimizer):
     assert len(checkpoint.optimizer) == 3 * len(checkpoint.tensors)
 
 
-def test_a_checkpoint_has_the_files_and_the_name_of_the_contract(save, tmp_path):
+def test_a_checkpoint_has_the_documented_name_and_files(save, tmp_path):
     path = save(500)
     assert path == tmp_path / "checkpoints" / "step_00000500"
     assert sorted(os.listdir(path)) == sorted(FILES)
@@ -86,7 +86,7 @@ def delete(path):
 
 @pytest.mark.parametrize("damage", [flip, cut, empty, delete])
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_is_passed_over_aloud(save, tmp_path, name, damage):
+def test_a_damaged_checkpoint_is_skipped_with_a_message(save, tmp_path, name, damage):
     save(400)
     newest = save(500)
     damage(newest / name)
@@ -104,7 +104,7 @@ def test_a_checkpoint_with_a_link_or_a_pipe_in_it_is_refused(save, name, put):
     path = save(500)
     (path / name).rename(path.parent / "elsewhere")
     put(path / name)
-    with pytest.raises(ValueError, match=f"{name} is a link or no plain file"):
+    with pytest.raises(ValueError, match=f"{name} is a link or not a regular file"):
         read_checkpoint(path)
 
 
@@ -119,7 +119,7 @@ def test_a_manifest_that_names_other_files_is_refused(save, name):
 
 
 def change_state(path, change):
-    """Write `change`, by dotted name, into a checkpoint's state.json, and mend its manifest; ... takes a value away."""
+    """Set values in the state.json of a checkpoint by dotted name, ... to delete one, and update its manifest."""
     file = path / "state.json"
     state = ujson.loads(file.read_text())
     for name, value in change.items():
@@ -156,7 +156,7 @@ def change_state(path, change):
         ("growth.full.chunk_tokens", 0, "the full plan of its growth"), ("growth.wait_steps", 0, "below wait_steps"),
     ],
 )  # fmt: skip
-def test_a_state_that_no_run_writes_is_refused_though_its_manifest_fits(save, name, value, said):
+def test_a_state_that_no_run_writes_is_refused_even_if_its_sha256_matches(save, name, value, said):
     path = save(500)
     change_state(path, {name: value})
     with pytest.raises(ValueError, match=f"is damaged .*{re.escape(said)}"):
@@ -175,7 +175,7 @@ STATE_OF_FORMAT_0 = """{
 }"""
 
 
-def test_a_state_of_format_0_is_read_and_what_it_lacks_has_the_defaults(save, model):
+def test_a_state_of_format_0_is_read_with_defaults_for_the_fields_that_it_lacks(save, model):
     path = save(8)
     written = json.loads(STATE_OF_FORMAT_0 % json.dumps(asdict(model.config)))
     change_state(path, written | dict.fromkeys({"format"} | {f.name for f in fields(TrainState)} - written.keys(), ...))
@@ -187,7 +187,7 @@ def test_a_state_of_format_0_is_read_and_what_it_lacks_has_the_defaults(save, mo
     )
 
 
-def test_a_checkpoint_of_a_later_format_is_refused_as_such_and_not_gone_back_past(save, tmp_path):
+def test_a_checkpoint_of_a_later_format_is_refused_and_not_replaced_by_an_older_one(save, tmp_path):
     save(400)
     change_state(save(500), {"format": FORMAT + 1, "a_later_field": 1})
     with pytest.raises(LaterFormat, match=f"step_00000500 is of format {FORMAT + 1}, and this version reads up to"):
@@ -195,14 +195,14 @@ def test_a_checkpoint_of_a_later_format_is_refused_as_such_and_not_gone_back_pas
 
 
 def test_the_fields_of_a_state_are_those_of_its_format():
-    """Who adds a field gives it a default, raises FORMAT and adds it here: checkpoints without it stay readable."""
+    """To add a field, give it a default, raise FORMAT and list it here: checkpoints without it stay readable."""
     added = {1: {"ids_sha256", "max_seq_len", "device"}}
     format_0 = json.loads(STATE_OF_FORMAT_0 % "{}").keys()
     assert {f.name for f in fields(TrainState)} == format_0 | set().union(*added.values())
     assert max(added) == FORMAT
 
 
-def test_without_a_whole_checkpoint_there_is_none(save, tmp_path):
+def test_load_newest_gives_none_if_every_checkpoint_is_damaged(save, tmp_path):
     assert load_newest(tmp_path, pytest.fail) is None
     delete(save(400) / "model.safetensors")
     delete(save(500) / "manifest.json")
@@ -211,17 +211,17 @@ def test_without_a_whole_checkpoint_there_is_none(save, tmp_path):
     assert len(said) == 2
 
 
-def test_only_the_newest_are_kept(save, tmp_path):
+def test_only_the_newest_checkpoints_are_kept(save, tmp_path):
     for step in (1, 2, 9, 10, 11, 100):
         save(step, keep=3)
     assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000100", "step_00000011", "step_00000010"]
     assert load_newest(tmp_path, pytest.fail).state.step == 100
 
 
-def test_a_save_counts_though_an_old_checkpoint_cannot_be_deleted_which_is_said_once(save, tmp_path, caplog):
+def test_a_save_succeeds_even_if_an_old_checkpoint_cannot_be_deleted_which_is_logged_once(save, tmp_path, caplog):
     (tmp_path / "theirs").mkdir()
     save(1)
-    (tmp_path / "checkpoints" / "step_00000002").symlink_to(tmp_path / "theirs")  # which rmtree refuses, for root too
+    (tmp_path / "checkpoints" / "step_00000002").symlink_to(tmp_path / "theirs")  # rmtree refuses links, for root too
     for step in (3, 4):
         assert save(step, keep=1).is_dir()
     assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step_00000004"
@@ -229,13 +229,13 @@ def test_a_save_counts_though_an_old_checkpoint_cannot_be_deleted_which_is_said_
     assert caplog.text.count("step_00000002 is no longer needed and cannot be deleted") == 1
 
 
-def test_damaged_checkpoints_that_a_run_went_back_past_do_not_crowd_out_its_own(save, tmp_path):
+def test_damaged_checkpoints_that_a_resume_skipped_do_not_push_out_valid_ones(save, tmp_path):
     for step in (100, 200, 300):
         save(step, keep=3)
     for step in (200, 300):
         cut(tmp_path / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
     said = []
-    set_aside_later(tmp_path, load_newest(tmp_path, said.append).state.step)
+    discard_after(tmp_path, load_newest(tmp_path, said.append).state.step)
     assert len(said) == 2 and [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000100"]
     save(310, keep=2)
     assert [path.name for path in checkpoint_paths(tmp_path)] == ["step_00000310", "step_00000100"]
@@ -254,7 +254,7 @@ def test_the_same_step_may_be_saved_again(save, tmp_path, model):
 
 
 @pytest.mark.parametrize("kind", ["enospc", "eio"])
-def test_a_save_that_fails_leaves_earlier_ones_whole_and_the_next_succeeds(save, tmp_path, monkeypatch, kind):
+def test_a_failed_save_leaves_earlier_checkpoints_intact_and_the_next_save_succeeds(save, tmp_path, monkeypatch, kind):
     save(400, keep=2)
     monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults(f"save:0:500:{kind}"))
     with pytest.raises(OSError, match="injected"):
@@ -265,7 +265,7 @@ def test_a_save_that_fails_leaves_earlier_ones_whole_and_the_next_succeeds(save,
     assert load_newest(tmp_path, pytest.fail).state.step == 500
 
 
-def test_what_killed_saves_left_does_not_pile_up(save, tmp_path, monkeypatch):
+def test_drafts_of_killed_saves_are_deleted_by_the_next_save(save, tmp_path, monkeypatch):
     for step in (100, 200):
         if (child := os.fork()) == 0:
             fault_injection._faults = fault_injection.parse_faults(f"save:0:{step}:kill")
@@ -278,12 +278,12 @@ def test_what_killed_saves_left_does_not_pile_up(save, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["LATEST", "step_00000300"]
 
 
-def test_a_foreign_folder_beside_checkpoints_is_left_alone(save, tmp_path):
-    foreign = tmp_path / "checkpoints" / "step_by_hand"
-    foreign.mkdir(parents=True)
+def test_an_unknown_folder_beside_checkpoints_is_kept(save, tmp_path):
+    unknown = tmp_path / "checkpoints" / "step_by_hand"
+    unknown.mkdir(parents=True)
     for step in (1, 2, 3):
         save(step, keep=2)
-    assert foreign.is_dir()
+    assert unknown.is_dir()
     assert len(checkpoint_paths(tmp_path)) == 2
 
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model.run import checkpoint
-from model.run import checkpointer as saver_module
+from model.run import checkpoint, checkpointer
 from model.run.checkpoint import TrainState, checkpoint_paths, read_checkpoint
 from model.run.checkpointer import Saver, check_equal_weights, checksum, try_export
 from model.run.journal import Journal, read_journal
@@ -37,13 +36,13 @@ def lines(tmp_path):
 
 
 def hold(monkeypatch):
-    """Let no save go on until the event is set."""
+    """Block every save until the returned event is set."""
     go = threading.Event()
     monkeypatch.setattr(fault_injection, "fire", lambda site, step: go.wait(20) and False)
     return go
 
 
-def test_what_is_written_is_what_the_weights_were_however_they_change_meanwhile(
+def test_a_save_writes_the_weights_of_its_step_even_if_they_change_meanwhile(
     tmp_path, saver, model, optimizer, monkeypatch
 ):
     go = hold(monkeypatch)
@@ -54,7 +53,7 @@ def test_what_is_written_is_what_the_weights_were_however_they_change_meanwhile(
         for p in model.parameters():
             p.add_(1)
             optimizer.state[p]["exp_avg"].add_(1)
-    assert not checkpoint_paths(tmp_path), "the save is still held: training went on before it was written"
+    assert not checkpoint_paths(tmp_path), "the save is still blocked, and training went on"
     go.set()
     saver.join()
     read = read_checkpoint(tmp_path / "checkpoints" / "step_00000005")
@@ -62,7 +61,7 @@ def test_what_is_written_is_what_the_weights_were_however_they_change_meanwhile(
     assert all(torch.equal(read.optimizer[f"{name}/exp_avg"], moments[name]) for name in moments)
 
 
-def test_a_newer_save_waits_for_the_older(tmp_path, saver, model, optimizer, monkeypatch):
+def test_a_save_waits_for_the_previous_one(tmp_path, saver, model, optimizer, monkeypatch):
     go = hold(monkeypatch)
     saver.save(STATE, model, optimizer)
     threading.Timer(0.3, go.set).start()
@@ -73,7 +72,7 @@ def test_a_newer_save_waits_for_the_older(tmp_path, saver, model, optimizer, mon
     assert [line["step"] for line in lines(tmp_path)] == [5, 6]
 
 
-def test_a_save_has_its_own_minute_in_which_signals_do_not_count(saver, model, optimizer, monkeypatch):
+def test_each_save_defers_signals_from_its_own_start(saver, model, optimizer, monkeypatch):
     go = {5: threading.Event(), 6: threading.Event()}
     monkeypatch.setattr(fault_injection, "fire", lambda site, step: go[step].wait(20) and False)
     saver.save(STATE, model, optimizer)
@@ -84,7 +83,7 @@ def test_a_save_has_its_own_minute_in_which_signals_do_not_count(saver, model, o
     assert awake_seconds() - since < 0.5
 
 
-def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path, saver, model, optimizer):
+def test_a_state_that_is_saved_already_is_not_written_again(tmp_path, saver, model, optimizer):
     for _ in range(2):
         saver.save(STATE, model, optimizer)
     saver.save(replace(STATE, evaluated_step=5), model, optimizer)
@@ -92,7 +91,7 @@ def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path, saver, model
     assert len(lines(tmp_path)) == 2
 
 
-def test_the_journal_tells_how_long_the_snapshot_and_the_write_took(tmp_path, saver, model, optimizer):
+def test_the_journal_has_the_seconds_of_the_snapshot_and_of_the_write(tmp_path, saver, model, optimizer):
     saver.save(STATE, model, optimizer)
     saver.join()
     (line,) = lines(tmp_path)
@@ -101,7 +100,7 @@ def test_the_journal_tells_how_long_the_snapshot_and_the_write_took(tmp_path, sa
 
 
 @pytest.mark.parametrize("fault", ["enospc", "eio", "oom:2", "cpu:2"])
-def test_a_save_that_fails_is_said_journalled_and_the_next_one_tries_again(
+def test_a_failed_save_is_logged_and_journalled_and_the_next_one_tries_again(
     tmp_path, saver, model, optimizer, monkeypatch, caplog, fault
 ):
     saver.save(STATE, model, optimizer)
@@ -119,55 +118,53 @@ def test_a_save_that_fails_is_said_journalled_and_the_next_one_tries_again(
 
 
 @pytest.mark.parametrize("kind", ["oom", "cpu", "real"])
-def test_a_save_that_runs_out_of_memory_once_is_written_all_the_same(
-    tmp_path, saver, model, optimizer, monkeypatch, kind
-):
+def test_a_save_that_runs_out_of_memory_once_is_retried(tmp_path, saver, model, optimizer, monkeypatch, kind):
     monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults(f"save:0:5:{kind}"))
     saver.save(replace(STATE, shape=asdict(model.config)), model, optimizer)
     saver.join()
     assert saver.failure == ""
     assert read_checkpoint(checkpoint_paths(tmp_path)[0]).state.step == 5
-    told = [(line["kind"], line.get("where")) for line in read_journal(tmp_path / "metrics.jsonl")]
-    assert told == [("oom", "save"), ("save", None)]
+    events = [(line["kind"], line.get("where")) for line in read_journal(tmp_path / "metrics.jsonl")]
+    assert events == [("oom", "save"), ("save", None)]
 
 
-def test_a_snapshot_that_runs_out_of_memory_once_is_taken_all_the_same(tmp_path, saver, model, optimizer, monkeypatch):
+def test_a_snapshot_that_runs_out_of_memory_once_is_retried(tmp_path, saver, model, optimizer, monkeypatch):
     fail_once(monkeypatch, "snapshot_of", MemoryError("host"))
     saver.save(STATE, model, optimizer)
     saver.join()
     assert saver.failure == "" and len(checkpoint_paths(tmp_path)) == 1
 
 
-def test_an_export_that_runs_out_of_memory_once_is_written_all_the_same(tmp_path, model, tokenizer, monkeypatch):
+def test_an_export_that_runs_out_of_memory_once_is_retried(tmp_path, model, tokenizer, monkeypatch):
     fail_once(monkeypatch, "export_model", torch.OutOfMemoryError("CUDA out of memory"))
     assert try_export(model, tokenizer, tmp_path / "best") == ""
     assert (tmp_path / "best" / "model.safetensors").exists()
 
 
 def fail_once(monkeypatch, name, error):
-    """Let the function that the saver calls `name` raise `error` at its first call."""
-    works, calls = getattr(saver_module, name), []
+    """Let the function `name` of checkpointer raise `error` at its first call."""
+    original, calls = getattr(checkpointer, name), []
 
     def fail(*args):
         calls.append(args)
         if len(calls) == 1:
             raise error
-        return works(*args)
+        return original(*args)
 
-    monkeypatch.setattr(saver_module, name, fail)
+    monkeypatch.setattr(checkpointer, name, fail)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), OSError("disk"), MemoryError("host")])
-def test_an_export_that_fails_is_said_and_ends_nothing(tmp_path, model, tokenizer, monkeypatch, caplog, error):
+def test_a_failed_export_is_logged_and_does_not_end_the_run(tmp_path, model, tokenizer, monkeypatch, caplog, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(saver_module, "export_model", fail)
+    monkeypatch.setattr(checkpointer, "export_model", fail)
     assert try_export(model, tokenizer, tmp_path / "best") == str(error)
     assert str(error) in caplog.text
 
 
-def test_space_is_computed_before_anything_is_written(tmp_path, saver, model, optimizer, monkeypatch):
+def test_free_disk_space_is_checked_before_anything_is_written(tmp_path, saver, model, optimizer, monkeypatch):
     monkeypatch.setattr(checkpoint, "SPARE_BYTES", 2**62)
     saver.save(STATE, model, optimizer)
     saver.join()
@@ -175,7 +172,7 @@ def test_space_is_computed_before_anything_is_written(tmp_path, saver, model, op
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_one_changed_bit_of_one_weight_changes_the_checksum(model):
+def test_the_checksum_changes_with_one_bit_of_one_weight(model):
     before = checksum(model)
     bits = model.shared.weight.detach().view(torch.int32)
     for bit in (0, 17, 31):
@@ -187,7 +184,7 @@ def test_one_changed_bit_of_one_weight_changes_the_checksum(model):
 
 
 @pytest.mark.parametrize("bit", range(0, 32, 5))
-def test_the_last_weight_counts_however_many_there_are(bit):
+def test_the_checksum_includes_the_last_weight_for_even_and_odd_counts(bit):
     for count in (1, 2, 5, 6):
         weights = SimpleNamespace(flat=SimpleNamespace(masters=torch.ones(count)))
         before = checksum(weights)
@@ -195,7 +192,7 @@ def test_the_last_weight_counts_however_many_there_are(bit):
         assert checksum(weights) != before
 
 
-def test_the_checksum_takes_no_memory_to_speak_of():
+def test_the_checksum_allocates_less_than_4096_bytes():
     weights = SimpleNamespace(flat=SimpleNamespace(masters=torch.ones(2**20)))
     with torch.profiler.profile(profile_memory=True) as profiler:
         checksum(weights)
@@ -218,7 +215,7 @@ def weights_that_differ():
         stop_ranks()
 
 
-def test_weights_that_differ_between_ranks_end_the_run_and_name_the_odd_one(tmp_path):
+def test_weights_that_differ_between_ranks_end_the_run_and_the_minority_is_named(tmp_path):
     done = run_ranks(3, weights_that_differ, folder=tmp_path)
     assert done.codes == [5, 5, 5], done.text
     assert done.text.count("the weights differ between ranks after step 7") == 3
