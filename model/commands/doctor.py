@@ -23,7 +23,7 @@ from model.data.token_store import find_store
 from model.memory.estimate import disk_bytes, fixed_bytes
 from model.nn.t5.footprint import MemorySpec, count_parameters
 from model.run.checkpoint import checkpoint_paths, load_newest
-from model.run.run_dir import TOKENS_DIR, check_name, check_no_stranger
+from model.run.run_dir import TOKENS_DIR, check_empty_or_run, check_name
 from model.run.train_state import LaterFormat, TrainState
 from model.runtime.distributed import Ranks, must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
@@ -276,7 +276,7 @@ def _output_dir(config):
     try:
         check_name(config.output_dir)
         if folder.exists():
-            check_no_stranger(folder)
+            check_empty_or_run(folder)
     except ValueError as error:
         return Row("output_dir", str(folder), str(error), fails=True)
     return Row("output_dir", f"{folder}, {'there' if folder.exists() else 'not there yet'}")

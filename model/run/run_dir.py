@@ -1,4 +1,4 @@
-"""The run directory: whether a run may start in it, and the example ids of each step."""
+"""The run directory: whether a run may start in it, its lock, and the example ids of each step."""
 
 import contextlib
 import fcntl
@@ -26,24 +26,24 @@ from model.runtime.distributed import from_main, vote
 TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
 
 LOGGER = logging.getLogger("chat_trainer")
-RUN_FILES = {"run.lock", "metrics.jsonl", "checkpoints"}  # a config.json may be a model's
-WRITTEN = re.compile(
+RUN_MARKERS = {"run.lock", "metrics.jsonl", "checkpoints"}  # each shows that a run worked here; models have config.json
+RUN_OUTPUTS = re.compile(
     r"run\.lock|(config|plan)\.json|(metrics|samples_rank\w*)\.jsonl|checkpoints|best|last|tokenizer|plots"
 )
-MAY_STAND_THERE = re.compile(r"\..*|lost\+found|tokenizer|.*\.(log|out|err|txt)")  # before a run's first start
+IGNORED_NAMES = re.compile(r"\..*|lost\+found|tokenizer|.*\.(log|out|err|txt)")  # allowed before the first start
 
 
 def admit(run_dir, keep_training, overwrite):
-    """Name of the checkpoint to go on from in `run_dir`, "" to start afresh there.
+    """Name of the checkpoint in `run_dir` to resume from, "" to start a new run there.
 
-    `keep_training` is True, False or "auto". Raises ValueError where a start would lose work, there is nothing to go on
-    from, or another run is at work.
+    `keep_training` is True, False or "auto". Raises ValueError if the start would lose work, if there is no checkpoint
+    to resume from, or if another run is using the directory.
     """
     check_name(run_dir)
     if Path(run_dir).exists():
-        check_no_stranger(Path(run_dir))
-        check_own_files(Path(run_dir))
-        with _refusing(run_dir), _lock(run_dir):
+        check_empty_or_run(Path(run_dir))
+        check_links(Path(run_dir))
+        with _os_error_as_value_error(run_dir), _lock(run_dir):
             put_back(run_dir)
             put_back(Path(run_dir) / "checkpoints")
     newest = _newest_name(run_dir)
@@ -52,79 +52,80 @@ def admit(run_dir, keep_training, overwrite):
     if keep_training is True:
         raise ValueError(
             f"--is_keep_training=True: there is no checkpoint in {run_dir}; name the run's directory in --output_dir, "
-            "start without it, or type --is_keep_training=auto to go on where there is one"
+            "leave the option out to start a new run, or type --is_keep_training=auto to resume only if there is one"
         )
     if newest and not overwrite:
         raise ValueError(
-            f"{run_dir} holds checkpoints, the newest {newest}: type --is_keep_training=True to go on from it, "
-            "--overwrite=True to start afresh (the old run is moved aside), or another --output_dir to keep both"
+            f"{run_dir} holds checkpoints, the newest {newest}: type --is_keep_training=True to resume from it, "
+            "--overwrite=True to start a new run (the old one is moved aside), or another --output_dir to keep both"
         )
     return ""
 
 
 def check_name(run_dir):
-    """Raise ValueError where `run_dir` has a name that is not UTF-8: safetensors opens no file there."""
+    """Raise ValueError if the name of `run_dir` is not UTF-8: safetensors cannot open files there."""
     try:
         str(run_dir).encode()
     except UnicodeEncodeError:
         raise ValueError(f"--output_dir={str(run_dir)!r}: its name is not UTF-8: name another directory") from None
 
 
-def check_no_stranger(run_dir):
-    """Raise ValueError where `run_dir` holds files and no run has ever been at work there."""
-    with _refusing(run_dir):
-        names = sorted(path.name for path in run_dir.iterdir() if not MAY_STAND_THERE.fullmatch(path.name))
-    if names and not RUN_FILES & set(names):
+def check_empty_or_run(run_dir):
+    """Raise ValueError if `run_dir` holds files that are not those of a run."""
+    with _os_error_as_value_error(run_dir):
+        names = sorted(path.name for path in run_dir.iterdir() if not IGNORED_NAMES.fullmatch(path.name))
+    if names and not RUN_MARKERS & set(names):
         raise ValueError(
-            f"{run_dir} is no run's directory, it holds {', '.join(names[:3])}: name another or an empty --output_dir"
+            f"{run_dir} is not a run directory, it holds {', '.join(names[:3])}: name a run directory or an empty one "
+            "in --output_dir"
         )
 
 
-def check_own_files(run_dir):
-    """Raise ValueError where a link stands in `run_dir` in the place of something that a run writes."""
-    with _refusing(run_dir):
-        own = [path for path in run_dir.iterdir() if WRITTEN.fullmatch(path.name)]
+def check_links(run_dir):
+    """Raise ValueError if a file or directory that a run writes in `run_dir` is a link."""
+    with _os_error_as_value_error(run_dir):
+        outputs = [path for path in run_dir.iterdir() if RUN_OUTPUTS.fullmatch(path.name)]
         inner = [run_dir / "checkpoints" / "LATEST", *checkpoint_paths(run_dir)]
-    check_no_link([*own, *inner])
+    check_no_link([*outputs, *inner])
 
 
 @contextmanager
 def only_writer(ranks, run_dir, admitted, overwrite, tokenizer_dir):
-    """Inside, no other run may work in `run_dir`; rank 0 claims it, and the ValueError of `claim` is every rank's."""
-    held = []
-    from_main(ranks, lambda: held.append(claim(run_dir, admitted, overwrite, tokenizer_dir)))
+    """Hold the lock of `run_dir` inside the block. Rank 0 calls `claim`; its ValueError is raised on every rank."""
+    locks = []  # of rank 0; empty on the others
+    from_main(ranks, lambda: locks.append(claim(run_dir, admitted, overwrite, tokenizer_dir)))
     try:
         yield
     finally:
-        for lock in held:
+        for lock in locks:
             lock.close()
 
 
 def claim(run_dir, admitted, overwrite, tokenizer_dir):
-    """Make `run_dir` this run's alone, as `admit` said, with its tokenizer in it; the old run is moved aside first.
+    """Lock `run_dir` for this run; a new run first moves the old one aside and copies the tokenizer into `run_dir`.
 
-    Returns an open file: other runs are kept out until it is closed or the process dies. Raises ValueError when another
-    run was faster.
+    `admitted` is the result of `admit`. Returns the open lock file: other runs are refused until it is closed or the
+    process dies. Raises ValueError if another run has used the directory since `admit`.
     """
     run_dir = Path(run_dir)
-    moves = overwrite and not admitted and run_dir.exists()
+    moves_old_run = overwrite and not admitted and run_dir.exists()
     tokenizer_files(tokenizer_dir)  # the exports to come copy them
     lock = _lock(run_dir)
-    check_own_files(run_dir)
+    check_links(run_dir)
     newest = _newest_name(run_dir)
     if newest != admitted and not overwrite:
-        raise ValueError(f"another run has been at work in {run_dir} since this one started: start again")
-    if moves:
+        raise ValueError(f"another run has used {run_dir} since this one started: start this one again")
+    if moves_old_run:
         if Path(tokenizer_dir).resolve().is_relative_to(run_dir.resolve()):
             raise ValueError(
-                f"--overwrite=True would move the tokenizer aside that this run reads, {tokenizer_dir}: copy it "
-                "elsewhere and name it in --tokenizer_dir"
+                f"--overwrite=True would move aside {tokenizer_dir}, the tokenizer that this run reads: copy it "
+                "elsewhere and name the copy in --tokenizer_dir"
             )
         lock.close()
-        real = run_dir.resolve() if run_dir.is_symlink() else run_dir  # a link goes on leading to the same disk
-        aside = f"{real}.{time.strftime('%Y%m%d_%H%M%S')}.old"
-        os.rename(real, aside)
-        LOGGER.info("the old run is now %s: delete it when you no longer need it", aside)
+        real = run_dir.resolve() if run_dir.is_symlink() else run_dir  # the link keeps its target
+        old_run = f"{real}.{time.strftime('%Y%m%d_%H%M%S')}.old"
+        os.rename(real, old_run)
+        LOGGER.info("the old run is now %s: delete it when you no longer need it", old_run)
         lock = _lock(real)
     if not admitted:
         with whole_directory(run_dir / "tokenizer") as draft:
@@ -137,8 +138,8 @@ def _newest_name(run_dir):
 
 
 @contextmanager
-def _refusing(run_dir):
-    """What the disk says against `run_dir` is a ValueError."""
+def _os_error_as_value_error(run_dir):
+    """Raise an OSError of the block as a ValueError that asks for another --output_dir."""
     try:
         yield
     except OSError as error:
@@ -146,8 +147,8 @@ def _refusing(run_dir):
 
 
 def _lock(run_dir):
-    """run.lock, open and locked; the system frees it when its holder dies. Raises ValueError if another holds it."""
-    with _refusing(run_dir):
+    """The open run.lock, locked until it is closed or the process dies. Raises ValueError if another run holds it."""
+    with _os_error_as_value_error(run_dir):
         make_directory(Path(run_dir))
         file = open_own(Path(run_dir) / "run.lock", "a+")
     try:
@@ -155,10 +156,10 @@ def _lock(run_dir):
     except BlockingIOError:
         file.seek(0)
         raise ValueError(
-            f"another run is at work in {run_dir} ({file.read().strip()}): wait for it, stop it, or name another "
+            f"another run is using {run_dir} ({file.read().strip()}): wait until it ends, stop it, or name another "
             "--output_dir"
         ) from None
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+    with contextlib.suppress(OSError):  # on a full disk the lock works without the name in it
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
         file.flush()
@@ -166,7 +167,7 @@ def _lock(run_dir):
 
 
 def has_best(run_dir):
-    """Whether a best/ is there that can be read."""
+    """Whether best/ has every file that loading it needs."""
     return all(Path(run_dir, "best", name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
 
 
@@ -177,7 +178,7 @@ def has_last(run_dir):
 
 
 def cut_sample_ids_everywhere(ranks, run_dir, step):
-    """`cut_sample_ids` on each machine's disk; no rank goes on before it is done."""
+    """Call `cut_sample_ids` once per machine; returns on all ranks after every machine is done."""
     from_main(ranks, cut_sample_ids, run_dir, step)
     if ranks.is_local_main and not ranks.is_main:
         cut_sample_ids(run_dir, step)
@@ -185,11 +186,14 @@ def cut_sample_ids_everywhere(ranks, run_dir, step):
 
 
 def cut_sample_ids(run_dir, step):
-    """Drop from the samples files what a resume at `step` is about to do again."""
+    """Remove the lines of steps after `step` from the samples files: a run that resumes at `step` writes them again.
+
+    Raises ValueError for a line that no run writes.
+    """
     for path in Path(run_dir).glob("samples_rank*.jsonl"):
         with open_own(path, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # another machine may work on the same disk
-            end = end_of_last_line(file)  # a torn last line goes too
+            fcntl.flock(file, fcntl.LOCK_EX)  # other machines may share the disk
+            end = end_of_last_line(file)  # an incomplete last line is removed too
             while end:
                 start = end_of_last_line(file, end - 1)
                 file.seek(start)

@@ -88,7 +88,7 @@ def test_gloo_that_does_not_answer_is_told(rows, monkeypatch):
         (dict(model="train.jsonl.json"), "tokenizer, model", "JSON object"),
         (dict(finetune_from_ckp_file="nowhere"), "tokenizer, model", "no model there"),
         (dict(output_dir="train.jsonl/run"), "output_dir", "--output_dir"),
-        (dict(output_dir="."), "output_dir", "is no run's directory"),
+        (dict(output_dir="."), "output_dir", "is not a run directory"),
         (dict(output_dir="caf\udce9"), "output_dir", "not UTF-8"),
         (dict(backend="nccl"), "GPUs", "--backend"),
     ],
