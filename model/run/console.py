@@ -1,8 +1,6 @@
-"""What a person sees of a run and what the run writes down: journal, log lines, progress line.
+"""What a person sees of a run: the text of log lines, and a progress bar.
 
-Values come down and never go up: nothing here knows a model, a rank or a configuration. The journal is
-append-only and survives a kill at any byte: a torn last line is cut, and what a resume undid is dropped
-when it is read. Losing the terminal never ends a run.
+A run goes on if its terminal is closed.
 """
 
 import contextlib
@@ -22,7 +20,7 @@ SPEED_WINDOW_SECONDS = 300
 
 
 def human_bytes(count: int) -> str:
-    """Bytes as a person reads them: 19.6 GiB, 512.0 MiB."""
+    """Bytes as readable text: 19.6 GiB, 512.0 MiB."""
     for size, name in ((2**30, "GiB"), (2**20, "MiB")):
         if count >= size:
             return f"{count / size:.1f} {name}"
@@ -30,7 +28,7 @@ def human_bytes(count: int) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Seconds as a person reads them, two units at most: 45s, 3m 12s, 5h 04m, 2d 03h."""
+    """Seconds as readable text, two units at most: 45s, 3m 12s, 5h 04m, 2d 03h."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -42,14 +40,14 @@ def human_seconds(seconds: float) -> str:
 
 
 def memory_text(used_bytes: int, cap_bytes: int) -> str:
-    """Memory used of what may be used, and how near the edge that is: safe below 85 %, dangerous above 90 %."""
+    """Memory used, the limit, the percentage, and a level: safe below 85 %, edge up to 90 %, dangerous above."""
     percent = 100 * used_bytes / cap_bytes
     level = "safe" if percent < SAFE_PERCENT else "edge" if percent <= EDGE_PERCENT else "dangerous"
     return f"{used_bytes / 2**30:.1f}/{cap_bytes / 2**30:.1f} GiB {percent:.0f}% {level}"
 
 
 COMPACT, LOSS = "{:.4g}".format, "{:.4f}".format
-# label in the log line: (key of the record, how it is written)
+# label in the log line: (key in the record, format)
 TRAIN_FIELDS = {
     "epoch": ("epoch", COMPACT),
     "step": ("step", str),
@@ -80,12 +78,12 @@ EPOCH_FIELDS = {
 
 
 def train_line(values: dict) -> str:
-    """The log line of a train record; values that the record lacks are left out."""
+    """The log line of a train record, with those of TRAIN_FIELDS that are in `values`."""
     return "training loss: " + _fields(TRAIN_FIELDS, values)
 
 
 def epoch_line(values: dict) -> str:
-    """The log line of an epoch, of whichever of EPOCH_FIELDS are given."""
+    """The log line of an evaluation, with those of EPOCH_FIELDS that are in `values`."""
     return "epoch log: " + _fields(EPOCH_FIELDS, values)
 
 
@@ -98,15 +96,15 @@ def _fields(fields: dict, values: dict) -> str:
 
 
 class Progress:
-    """One live line on a terminal: title, bar, done of total, time left from recent speed, a note.
+    """A progress bar: title, bar, count, time left at the recent speed, note.
 
-    Where stderr is no terminal it is a log line a minute; nothing at all where `shown` is false. Drawn from update()
-    alone, without a thread, at most ten times a second. `total` None means unknown.
+    If stderr is not a terminal, it logs one line per minute instead. If `shown` is false, it does nothing. It draws in
+    `update`, without a thread, at most ten times per second. A `total` of None means unknown.
     """
 
     def __init__(self, title: str, total: int | None, unit: str = "steps", done: int = 0, shown: bool = True):
         self._title, self._total, self._unit, self._drawn_at, self._bar = title, total, unit, 0.0, None
-        self._logs, self._began, self._logged_at = shown and not sys.stderr.isatty(), None, time.monotonic()
+        self._logs, self._first_update, self._logged_at = shown and not sys.stderr.isatty(), None, time.monotonic()
         if not shown or self._logs:
             return
         self._bar = Bar(
@@ -124,7 +122,7 @@ class Progress:
         self._draw(self._bar.start)
 
     def update(self, done: int, note: str = "") -> None:
-        """Show `done` of the total, and what else is worth knowing now."""
+        """Show that `done` of the total are done, and `note` after it."""
         if self._logs:
             self._log(done)
         if self._bar is None:
@@ -136,17 +134,18 @@ class Progress:
 
     def _log(self, done: int) -> None:
         now = time.monotonic()
-        began_at, done_then = self._began = self._began or (now, done)  # the first steps may compile
+        # The first update is the reference for the speed: the steps before it may have compiled kernels.
+        first_at, first_done = self._first_update = self._first_update or (now, done)
         if now - self._logged_at < LOG_SECONDS:
             return
         self._logged_at = now
-        left = ""
-        if self._total is not None and done > done_then:
-            left = f", {human_seconds((self._total - done) * (now - began_at) / (done - done_then))} left"
-        LOGGER.info("%s: %s%s", self._title, self._count(done), left)
+        time_left = ""
+        if self._total is not None and done > first_done:
+            time_left = f", {human_seconds((self._total - done) * (now - first_at) / (done - first_done))} left"
+        LOGGER.info("%s: %s%s", self._title, self._count(done), time_left)
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the terminal back."""
+        """Stop drawing. The last state stays on the screen and the cursor is shown again."""
         bar, self._bar = self._bar, None
         if bar is not None:
             with contextlib.suppress(OSError):
@@ -156,7 +155,7 @@ class Progress:
         return f"{done:,} {self._unit}" if self._total is None else f"{done:,}/{self._total:,} {self._unit}"
 
     def _draw(self, action) -> None:
-        # A terminal that was closed under a run (ssh lost, nohup) answers EIO; the run must go on without it.
+        # Writing to a terminal that was closed (ssh lost, nohup) raises EIO; the run goes on without it.
         try:
             action()
         except OSError:
@@ -170,6 +169,6 @@ class Progress:
 
 
 def progress_note(loss: float, tokens_per_second: float, used_bytes: int = 0, cap_bytes: int = 0) -> str:
-    """What a training progress line says after the count; memory only where there is a cap."""
+    """The note of the training progress bar: loss, memory if there is a limit (`cap_bytes` above 0), speed."""
     memory = [memory_text(used_bytes, cap_bytes)] if cap_bytes else []
     return ", ".join([f"loss {loss:.4f}", *memory, f"{tokens_per_second:,.0f} tokens/s"])

@@ -1,4 +1,4 @@
-"""The journal of a run: JSON lines that are appended, and survive a kill at any byte."""
+"""The journal of a run: an append-only file of JSON lines that stays readable after a kill at any byte."""
 
 import logging
 import math
@@ -11,21 +11,21 @@ from model.runtime.atomic_io import AppendedFile
 
 LOGGER = logging.getLogger("chat_trainer")
 
-# What a resume undoes. Starts and resumes stay: they tell what happened to the run, not what it learned.
-UNDONE_KINDS = {"train", "eval", "save", "oom", "not_finite", "skip", "stop"}
+# Kinds of line that a resume at an earlier step voids. Starts and resumes stay: they happened whatever was undone.
+VOIDED_KINDS = {"train", "eval", "save", "oom", "not_finite", "skip", "stop"}
 
 
 class Journal:
-    """The append-only journal of a run; on a path of None it writes nothing (ranks other than the main one)."""
+    """The append-only journal of a run. With a path of None (ranks other than the main one) it writes nothing."""
 
     def __init__(self, path: str | Path | None):
         self._file = None if path is None else AppendedFile(path)
 
     def write(self, kind: str, **values) -> None:
-        """Append one line with its `kind` and `time` (unix seconds). Non-finite floats become null.
+        """Append one line with its `kind` and `time` (Unix seconds). Non-finite floats become null.
 
-        Floats keep 9 significant digits, which is every bit of a float32. A disk that refuses is said aloud, and the
-        line goes with the next one.
+        Floats keep 9 significant digits, which is every bit of a float32. A disk error is logged, and the line is
+        written together with the next one.
         """
         if self._file is None:
             return
@@ -49,7 +49,7 @@ class Journal:
 
 
 def _plain(value):
-    """The value as JSON can hold it."""
+    """`value` with floats that JSON can hold: 9 significant digits, or None if not finite."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -60,10 +60,10 @@ def _plain(value):
 
 
 def read_journal(path: str | Path) -> list[dict]:
-    """The lines of a journal that still count, oldest first.
+    """The valid lines of a journal, oldest first.
 
-    A torn last line is ignored, and so are the lines of a step that a later resume went back behind.
-    Raises ValueError that names the line if another one is damaged, FileNotFoundError if there is no journal.
+    Leaves out an incomplete last line, and lines of steps that a later resume undid. Raises ValueError, which names the
+    line, if any other line is damaged, and FileNotFoundError if there is no journal.
     """
     records = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
@@ -81,12 +81,12 @@ def _parse(line: bytes, number: int, path: str | Path) -> dict:
         raise ValueError(f"{path} line {number} is damaged ({error}): delete that line") from error
     kind, step = (record.get("kind"), record.get("step")) if isinstance(record, dict) else (None, None)
     if not isinstance(kind, str) or not isinstance(step, int | float | None) or (kind == "resume" and step is None):
-        raise ValueError(f"{path} line {number} is no journal line, it has no kind or no step: delete that line")
+        raise ValueError(f"{path} line {number} is not a journal line, it has no kind or no step: delete that line")
     return record
 
 
 def _undone(record: dict, resume: dict) -> bool:
-    """Whether a resume went back behind this line, or to an evaluation that its checkpoint does not know of."""
-    step, last = record.get("step") or 0, resume["step"]
-    again = record["kind"] == "eval" and step == last != resume.get("evaluated_step", last)
-    return record["kind"] in UNDONE_KINDS and (step > last or again)
+    """Whether `resume` restarts before this line, or repeats its evaluation because the checkpoint lacks it."""
+    step, resumed_step = record.get("step") or 0, resume["step"]
+    is_repeated = record["kind"] == "eval" and step == resumed_step != resume.get("evaluated_step", resumed_step)
+    return record["kind"] in VOIDED_KINDS and (step > resumed_step or is_repeated)

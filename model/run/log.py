@@ -1,4 +1,4 @@
-"""Where the log lines of a run go: a file that the runs of a preset share for a day, and stderr."""
+"""The log of a run: stderr, and one file per preset and day, which runs share."""
 
 import logging
 import os
@@ -14,10 +14,10 @@ STYLE, DATE = "[%(asctime)s.%(msecs)03d] [%(levelname)s]: %(message)s", "%Y-%m-%
 
 
 def open_log(directory: str | Path, preset: str, run_dir: str | Path) -> logging.Logger:
-    """A logger that appends to <directory>/chat_trainer_<preset>_<YYYYmmdd>.log and echoes what is INFO to stderr.
+    """A logger that appends to <directory>/chat_trainer_<preset>_<YYYYmmdd>.log and shows INFO and above on stderr.
 
-    Runs of a preset share the file, so each of its lines names the run. For the main rank only. Opening again closes
-    what was open, so no line appears twice.
+    Runs of a preset share the file, so each line in it names its run. Call it on the main rank only. A second call
+    closes the previous file, so no line appears twice. Raises ValueError if the file is a link.
     """
     path = Path(directory) / f"chat_trainer_{preset}_{time.strftime('%Y%m%d')}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,13 +34,13 @@ def open_log(directory: str | Path, preset: str, run_dir: str | Path) -> logging
     echo.setLevel(logging.INFO)
     for handler in (file, echo):
         LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.DEBUG)  # the file has the stack of what ended a run too
+    LOGGER.setLevel(logging.DEBUG)  # the traceback that ended a run goes to the file only
     LOGGER.propagate = False
     return LOGGER
 
 
 class _Lines(logging.Formatter):
-    """Begins each line, those of a traceback too, with `prefix`; what steers a terminal is shown as escapes."""
+    """Puts `prefix` before each line, also of a traceback, and escapes terminal control characters."""
 
     def __init__(self, prefix: str = ""):
         super().__init__(STYLE, DATE)
@@ -51,7 +51,7 @@ class _Lines(logging.Formatter):
 
 
 class _Stderr:
-    """Looks stderr up at each write, because a live progress line replaces it while it is drawn."""
+    """Writes to the current sys.stderr, which the progress bar replaces while it is shown."""
 
     def write(self, text: str) -> None:
         sys.stderr.write(text)

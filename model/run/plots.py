@@ -1,4 +1,4 @@
-"""Curves of a run, drawn from its journal alone. Needs matplotlib, and says so once where it is missing."""
+"""Plots of a run, drawn from its journal and plan.json. Logs once if matplotlib is not installed."""
 
 import functools
 import io
@@ -15,9 +15,11 @@ GIB = 2**30
 
 
 def plot_run(run_dir: str | Path) -> Path | None:
-    """Path of plots/loss.png: training loss, validation loss and learning rate by step; None without matplotlib.
+    """Draw plots/loss.png and plots/memory.png; returns the path of loss.png, None without matplotlib.
 
-    Beside it memory.png: the device's reserved bytes and the host's by step, and the peak that plan.json predicts.
+    loss.png has training loss, validation loss and learning rate by step. memory.png has the bytes reserved on the
+    device and resident on the host by step, and the peak predicted in plan.json. Raises ValueError for a damaged
+    journal.
     """
     figure_class = _figure_class()
     if figure_class is None:
@@ -28,7 +30,7 @@ def plot_run(run_dir: str | Path) -> Path | None:
 
 
 def try_plot(run_dir: str | Path) -> None:
-    """`plot_run`; curves that cannot be drawn are said and end nothing."""
+    """Call `plot_run`; log a damaged journal or a disk error instead of raising it."""
     try:
         plot_run(run_dir)
     except (ValueError, OSError) as error:
@@ -43,7 +45,7 @@ def _loss_figure(figure_class, records):
 
 
 def draw_losses(axes, records: list[dict]) -> None:
-    """Draw training loss, validation loss and learning rate by step; `axes` is matplotlib's, `records` a journal's."""
+    """Draw training loss, validation loss and learning rate by step from journal `records` on matplotlib `axes`."""
     rates = axes.twinx()
     _curve(axes, records, "train", "loss", color="tab:blue", label="training loss")
     _curve(axes, records, "eval", "loss", color="tab:orange", label="validation loss", marker="o")
@@ -76,15 +78,15 @@ def _save(figure, run_dir, name):
     return path
 
 
-def _curve(axes, records: list[dict], kind: str, key: str, **look) -> None:
+def _curve(axes, records: list[dict], kind: str, key: str, **style) -> None:
     points = [(record["step"], record.get(key)) for record in records if record["kind"] == kind]
     points = [(step, value) for step, value in points if value is not None]
-    axes.plot([step for step, _ in points], [value for _, value in points], **look)
+    axes.plot([step for step, _ in points], [value for _, value in points], **style)
 
 
 @functools.cache
 def _figure_class():
-    # Figure without pyplot: no display, no global state, nothing to close.
+    # Figure without pyplot needs no display and has no global state to close.
     try:
         from matplotlib.figure import Figure
     except ImportError:
