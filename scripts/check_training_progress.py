@@ -1,8 +1,8 @@
-"""Where a run stands, told from its journal alone: reading it never disturbs the training.
+"""Show the progress of a run. Only reads the journal, so training is not disturbed.
 
     python scripts/check_training_progress.py [RUN_DIR] [--watch SECONDS]
 
-Exit code 2 if there is no journal to read.
+Exit code 2 if there is no readable journal.
 """
 
 import argparse
@@ -18,27 +18,27 @@ from model.run.console import human_bytes, human_seconds  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
 
-QUIET_SECONDS = 600
+SILENT_SECONDS = 600
 RECENT_LINES = 20
-STOPS = {"finished": "finished", "asked": "stopped, as asked", "failed": "failed"}
+STOP_REASONS = {"finished": "finished", "asked": "stopped on request", "failed": "failed"}
 
 
 def main() -> int:
     try:
         return report()
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def report() -> int:
-    parser = argparse.ArgumentParser(description="Where a run stands, from its journal.")
-    parser.add_argument("run_dir", nargs="?", help="default: the run under model_save/ that wrote last")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="show again every SECONDS until Ctrl+C")
+    parser = argparse.ArgumentParser(description="Show the progress of a run, from its journal.")
+    parser.add_argument("run_dir", nargs="?", help="default: the run under model_save/ with the newest journal line")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat every SECONDS until Ctrl+C")
     options = parser.parse_args()
     try:
         if options.watch is not None and options.watch <= 0:
-            raise ValueError(f"--watch={options.watch:g}: seconds between two looks must be above 0, e.g. --watch 10")
+            raise ValueError(f"--watch={options.watch:g}: seconds between two reports must be above 0, e.g. --watch 10")
         show(options.run_dir)
         while options.watch:
             time.sleep(options.watch)
@@ -56,7 +56,7 @@ def show(run_dir: str | None) -> None:
     path = find_journal(run_dir)
     records = read_journal(path)
     if not records:
-        raise ValueError("the journal is still empty: the run has not started its first step, look again in a minute")
+        raise ValueError("the journal is still empty: the run has not started its first step, try again in a minute")
     try:
         rows = {"run": str(path.parent)} | describe(records, time.time())
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -66,7 +66,7 @@ def show(run_dir: str | None) -> None:
 
 
 def find_journal(run_dir: str | None) -> Path:
-    """The journal of the run, or the one written last. Raises ValueError if there is none."""
+    """Path of the journal in `run_dir`, or of the newest one under model_save/. Raises ValueError if there is none."""
     if run_dir is not None:
         path = Path(run_dir) / "metrics.jsonl"
         if not path.is_file():
@@ -79,7 +79,7 @@ def find_journal(run_dir: str | None) -> Path:
 
 
 def describe(records: list[dict], now: float) -> dict[str, str]:
-    """What each row of the report says, by its name. `now` in unix seconds; at least one record."""
+    """The rows of the report, text by name. `now` is in Unix seconds; `records` must not be empty."""
     start = (of_kind(records, "start") or [{}])[-1]
     trained = of_kind(records, "train")
     rows = {"state": state(records, now)}
@@ -94,27 +94,27 @@ def of_kind(records: list[dict], kind: str) -> list[dict]:
 
 def state(records: list[dict], now: float) -> str:
     if last_stop := stop_of(records):
-        return f"{STOPS.get(last_stop['reason'], last_stop['reason'])} at step {last_stop['step']:,}"
-    quiet_seconds = max(0, now - records[-1]["time"])
-    if quiet_seconds > max(QUIET_SECONDS, 2 * longest_pause(records)):
-        return f"silent for {human_seconds(quiet_seconds)}: it may be dead, see the end of the newest file in logs/"
-    return f"training, last line {human_seconds(quiet_seconds)} ago"
+        return f"{STOP_REASONS.get(last_stop['reason'], last_stop['reason'])} at step {last_stop['step']:,}"
+    silent_seconds = max(0, now - records[-1]["time"])
+    if silent_seconds > max(SILENT_SECONDS, 2 * longest_pause(records)):
+        return f"silent for {human_seconds(silent_seconds)}: it may be dead, see the end of the newest file in logs/"
+    return f"training, last line {human_seconds(silent_seconds)} ago"
 
 
 def current_attempt(records: list[dict]) -> list[dict]:
-    """The lines since the last start or resume, it included: a stretch during which one process ran."""
-    begins = [number for number, record in enumerate(records) if record["kind"] in ("start", "resume")]
-    return records[begins[-1] :] if begins else records
+    """The records from the last start or resume on, which one process wrote."""
+    starts = [index for index, record in enumerate(records) if record["kind"] in ("start", "resume")]
+    return records[starts[-1] :] if starts else records
 
 
 def stop_of(records: list[dict]) -> dict | None:
-    """The line with which the current attempt ended, None if it goes on or was killed."""
+    """The stop record of the current attempt, None if it is still running or was killed."""
     stops = of_kind(current_attempt(records), "stop")
     return stops[-1] if stops else None
 
 
 def longest_pause(records: list[dict]) -> float:
-    """Seconds of the longest wait between two lines of the current attempt."""
+    """Seconds of the longest pause between two records of the current attempt."""
     times = [record["time"] for record in current_attempt(records)]
     return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0)
 
@@ -129,9 +129,9 @@ def training_rows(start: dict, trained: list[dict], records: list[dict]) -> dict
         "learning rate": f"{last['learn_rate']:.3e}",
         "speed": f"{last['tokens_per_second']:,.0f} tokens/s",
     }
-    pace = seconds_per_step(records)
-    if pace and start.get("total_steps") and not stop_of(records):
-        rows["time left"] = human_seconds(pace * max(0, start["total_steps"] - last["step"]))
+    step_seconds = seconds_per_step(records)
+    if step_seconds and start.get("total_steps") and not stop_of(records):
+        rows["time left"] = human_seconds(step_seconds * max(0, start["total_steps"] - last["step"]))
     peak = max(trained, key=lambda record: record.get("peak_bytes") or 0)
     if peak.get("peak_bytes"):
         rows["peak memory"] = f"{human_bytes(peak['peak_bytes'])} (by step {peak['step']:,})"
@@ -143,7 +143,7 @@ def out_of(done: int, total: int | None) -> str:
 
 
 def loss_row(trained: list[dict]) -> str:
-    """The loss now and about 100 steps ago."""
+    """The last loss and the one about 100 steps earlier."""
     now, earlier = trained[-1], [record for record in trained if record["step"] <= trained[-1]["step"] - 100]
     return number(now["loss"]) + (f" (step {earlier[-1]['step']:,}: {number(earlier[-1]['loss'])})" if earlier else "")
 
@@ -153,7 +153,7 @@ def number(value: float | None) -> str:
 
 
 def seconds_per_step(records: list[dict]) -> float | None:
-    """Recent wall seconds of a step, evaluations and saves included; None where the journal cannot tell."""
+    """Recent wall-clock seconds per step, including evaluations and saves; None if the journal does not have them."""
     lines = of_kind(current_attempt(records), "train")[-RECENT_LINES:]
     if len(lines) < 2 or lines[-1]["step"] == lines[0]["step"]:
         return of_kind(records, "train")[-1].get("step_seconds")
@@ -187,21 +187,21 @@ def events_row(events: list[dict]) -> str:
 
 def event_rows(records: list[dict], now: float) -> dict[str, str]:
     rows = {}
-    for kind, name in (("oom", "out of memory"), ("skip", "steps left out"), ("resume", "resumes")):
-        # A start from nothing writes a resume line too, of step 0.
+    for kind, name in (("oom", "out of memory"), ("skip", "skipped steps"), ("resume", "resumes")):
+        # A new run writes a resume line for step 0.
         rows[name] = events_row([record for record in of_kind(records, kind) if kind != "resume" or record["step"]])
     rows["checkpoint"] = checkpoint_row(of_kind(records, "save"), now)
     return rows
 
 
 def checkpoint_row(saves: list[dict], now: float) -> str:
-    """The newest checkpoint that is on the disk, and why a later one is not."""
+    """The newest saved checkpoint, and the error of a later save that failed."""
     row = "none yet"
     if saved := [save for save in saves if "path" in save]:
         ago = human_seconds(max(0, now - saved[-1]["time"]))
         row = f"{saved[-1]['path']} (step {saved[-1]['step']:,}, {ago} ago)"
     if saves and "error" in saves[-1]:
-        row += f"; that of step {saves[-1]['step']:,} failed: {saves[-1]['error']}"
+        row += f"; the save of step {saves[-1]['step']:,} failed: {saves[-1]['error']}"
     return row
 
 

@@ -1,4 +1,4 @@
-"""The progress script tells where a run stands from the journal alone, as a user runs it."""
+"""The progress script, run as a user runs it, reports the state of a run from its journal."""
 
 import json
 import os
@@ -14,9 +14,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_training_progr
 MINUTE = 60
 
 
-def check(*words, folder):
+def check(*args, folder):
     return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=60
+        [sys.executable, SCRIPT, *map(str, args)], cwd=folder, capture_output=True, text=True, timeout=60
     )
 
 
@@ -34,7 +34,7 @@ def train(step, time_, loss=None):
 
 
 def run_lines(now):
-    """A run of 1,000 steps at 2 s a step, resumed at step 300 after a crash at 340, now at step 500."""
+    """A run of 1,000 steps at 2 s per step, resumed at step 300 after a crash at 340, now at step 500."""
     start = {"kind": "start", "time": now - 2000, "total_steps": 1000, "total_pairs": 64000, "epochs": 2}
     yield start
     yield {"kind": "resume", "time": now - 2000, "step": 0}
@@ -58,7 +58,7 @@ def write(run_dir, lines):
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_running_run_is_told_in_full(run_dir, tmp_path):
+def test_the_report_of_a_running_run_has_every_row(run_dir, tmp_path):
     write(run_dir, run_lines(time.time()))
     rows = rows_of(check(run_dir, folder=tmp_path))
     assert rows.pop("state").startswith("training, last line ")
@@ -77,23 +77,23 @@ def test_a_running_run_is_told_in_full(run_dir, tmp_path):
         "BLEU": "10.5000 (step 300)",
         "chrF": "20.2500 (step 300)",
         "out of memory": "1, last at step 260 in backward",
-        "steps left out": "0",
+        "skipped steps": "0",
         "resumes": "1, last at step 300",
     }
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"), [("finished", "finished"), ("asked", "stopped, as asked"), ("failed", "failed")]
+    ("reason", "text"), [("finished", "finished"), ("asked", "stopped on request"), ("failed", "failed")]
 )
-def test_a_run_that_ended_is_told_by_its_reason(run_dir, tmp_path, reason, told):
+def test_the_state_of_a_run_that_ended_is_the_reason(run_dir, tmp_path, reason, text):
     now = time.time() - 90 * MINUTE
     write(run_dir, [*run_lines(now), {"kind": "stop", "time": now, "step": 500, "reason": reason}])
     rows = rows_of(check(run_dir, folder=tmp_path))
-    assert rows["state"] == f"{told} at step 500"
+    assert rows["state"] == f"{text} at step 500"
     assert "time left" not in rows
 
 
-def test_a_run_that_was_stopped_and_goes_on_is_training(run_dir, tmp_path):
+def test_a_run_that_was_stopped_and_resumed_is_training(run_dir, tmp_path):
     now = time.time()
     lines = [{"kind": "start", "time": now - 99}, train(20, now - 60)]
     lines += [{"kind": "stop", "time": now - 50, "step": 20, "reason": "asked"}]
@@ -108,46 +108,46 @@ def test_a_run_that_was_never_stopped_has_no_resumes(run_dir, tmp_path):
     assert rows_of(check(run_dir, folder=tmp_path))["resumes"] == "0"
 
 
-def test_a_run_that_writes_nothing_is_silent(run_dir, tmp_path):
+def test_a_run_that_wrote_nothing_for_30_minutes_is_silent(run_dir, tmp_path):
     write(run_dir, run_lines(time.time() - 30 * MINUTE))
     assert rows_of(check(run_dir, folder=tmp_path))["state"].startswith("silent for 30m ")
 
 
-def test_a_run_of_slow_lines_is_not_called_silent(run_dir, tmp_path):
+def test_a_run_that_always_writes_rarely_is_not_silent(run_dir, tmp_path):
     now = time.time() - 30 * MINUTE
     write(run_dir, [{"kind": "start", "time": now - 3600}, train(20, now - 1800), train(40, now)])
     assert rows_of(check(run_dir, folder=tmp_path))["state"].startswith("training")
 
 
-def test_a_run_before_its_first_train_line_is_told(run_dir, tmp_path):
+def test_a_run_without_a_train_line_has_a_report(run_dir, tmp_path):
     write(run_dir, [{"kind": "start", "time": time.time(), "total_steps": 10}])
     rows = rows_of(check(run_dir, folder=tmp_path))
     assert rows["state"].startswith("training") and rows["checkpoint"] == "none yet"
 
 
-def test_a_checkpoint_that_the_disk_refused_is_told_beside_the_last_whole_one(run_dir, tmp_path):
+def test_the_error_of_a_failed_save_is_shown_beside_the_last_checkpoint(run_dir, tmp_path):
     full = {"kind": "save", "time": time.time(), "step": 500, "error": "[Errno 28] the disk is full"}
     write(run_dir, [{"kind": "start", "time": time.time()}, full])
-    told = rows_of(check(run_dir, folder=tmp_path))["checkpoint"]
-    assert told == "none yet; that of step 500 failed: " + full["error"]
+    row = rows_of(check(run_dir, folder=tmp_path))["checkpoint"]
+    assert row == "none yet; the save of step 500 failed: " + full["error"]
     write(run_dir, [*run_lines(time.time()), full])
-    told = rows_of(check(run_dir, folder=tmp_path))["checkpoint"]
-    assert told.startswith("checkpoints/step_00000300 (step 300, 23m ") and told.endswith("failed: " + full["error"])
+    row = rows_of(check(run_dir, folder=tmp_path))["checkpoint"]
+    assert row.startswith("checkpoints/step_00000300 (step 300, 23m ") and row.endswith("failed: " + full["error"])
 
 
-def test_a_loss_that_was_not_finite_is_said(run_dir, tmp_path):
+def test_a_loss_of_null_is_shown_as_not_finite(run_dir, tmp_path):
     write(run_dir, [{"kind": "start", "time": time.time()}, train(20, time.time()) | {"loss": None}])
     assert rows_of(check(run_dir, folder=tmp_path))["training loss"] == "not finite"
 
 
-def test_a_line_being_written_does_not_disturb(run_dir, tmp_path):
+def test_an_incomplete_last_line_is_ignored(run_dir, tmp_path):
     write(run_dir, run_lines(time.time()))
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"kind":"tra')
     assert rows_of(check(run_dir, folder=tmp_path))["step"] == "500 of 1,000 (50.0%)"
 
 
-def test_without_an_argument_the_run_that_wrote_last_is_taken(run_dir, tmp_path):
+def test_without_an_argument_the_run_with_the_newest_journal_is_shown(run_dir, tmp_path):
     write(run_dir, run_lines(time.time()))
     write(run_dir.parent / "sft", run_lines(time.time()))
     newest = time.time() + 10 * 365 * 86400
@@ -160,7 +160,7 @@ def refused(done):
     return done.stderr
 
 
-def test_a_missing_journal_is_exit_2_and_names_what_to_type(tmp_path):
+def test_a_missing_journal_is_exit_2_and_the_message_says_what_to_type(tmp_path):
     assert "name a run directory" in refused(check(tmp_path / "nowhere", folder=tmp_path))
 
 
@@ -169,7 +169,7 @@ def test_an_empty_journal_is_exit_2(run_dir, tmp_path):
     assert "still empty" in refused(check(run_dir, folder=tmp_path))
 
 
-def test_a_damaged_journal_is_exit_2_and_names_the_line(run_dir, tmp_path):
+def test_a_damaged_journal_is_exit_2_and_the_message_names_the_line(run_dir, tmp_path):
     write(run_dir, run_lines(time.time()))
     journal = run_dir / "metrics.jsonl"
     journal.write_text("{\n" + journal.read_text())
@@ -184,7 +184,7 @@ def test_a_damaged_journal_is_exit_2_and_names_the_line(run_dir, tmp_path):
         {"kind": "eval", "step": 510, "time": -1e308 * 10},
     ),
 )
-def test_a_line_without_its_figures_is_exit_2(run_dir, tmp_path, line):
+def test_a_line_with_missing_or_wrong_fields_is_exit_2(run_dir, tmp_path, line):
     write(run_dir, [*run_lines(time.time()), line])
     assert "metrics.jsonl has a line that no run writes" in refused(check(run_dir, folder=tmp_path))
 
@@ -192,12 +192,12 @@ def test_a_line_without_its_figures_is_exit_2(run_dir, tmp_path, line):
 HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e"
 
 
-def test_what_a_journal_or_a_path_says_moves_no_cursor(tmp_path):
+def test_control_characters_in_a_journal_or_a_path_are_escaped(tmp_path):
     run_dir, now = tmp_path / f"run{HOSTILE}", time.time()
     start = {"kind": "start", "time": now, "epochs": HOSTILE}
-    told = [{"kind": "oom", "step": 20, "where": HOSTILE}, {"kind": "save", "step": 20, "error": HOSTILE}]
+    events = [{"kind": "oom", "step": 20, "where": HOSTILE}, {"kind": "save", "step": 20, "error": HOSTILE}]
     stop = {"kind": "stop", "step": 20, "reason": HOSTILE}
-    write(run_dir, [start, train(20, now), *(line | {"time": now} for line in (*told, stop))])
+    write(run_dir, [start, train(20, now), *(line | {"time": now} for line in (*events, stop))])
     done = check(run_dir, folder=tmp_path)
     assert done.returncode == 0 and done.stdout.count(r"\x1b]0;title\x07\x1b[2J\u202e") == 5, done.stdout + done.stderr
     write(run_dir, [start, train(20, now) | {"loss": HOSTILE}])
@@ -205,19 +205,19 @@ def test_what_a_journal_or_a_path_says_moves_no_cursor(tmp_path):
     assert all(c.isprintable() or c == "\n" for c in lines)
 
 
-@pytest.mark.parametrize("words", ([], ["--watch", "0.01"]))
-def test_a_reader_that_has_read_enough_ends_it_quietly(run_dir, tmp_path, words):
+@pytest.mark.parametrize("options", ([], ["--watch", "0.01"]))
+def test_a_closed_pipe_ends_the_script_without_an_error(run_dir, tmp_path, options):
     write(run_dir, run_lines(time.time()))
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, SCRIPT, run_dir, *words], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, SCRIPT, run_dir, *options], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_watch_of_no_time_is_exit_2(run_dir, tmp_path):
+def test_a_watch_interval_of_zero_is_exit_2(run_dir, tmp_path):
     write(run_dir, run_lines(time.time()))
     assert "--watch=0" in refused(check(run_dir, "--watch", "0", folder=tmp_path))
 
