@@ -1,4 +1,4 @@
-"""A run's directory from start to start: what a fresh start, a start that goes on and one after the end find there."""
+"""Starts of a run in its directory: new, resumed, after the end, moved, and after something is missing."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.run.test_checkpoint import change_state
 from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, start, train, weights_hash
 
 
-def test_a_fresh_run_into_a_directory_with_checkpoints_is_refused_with_both_ways_out(home):
+def test_a_new_run_in_a_directory_with_checkpoints_is_refused_and_the_message_names_both_options(home):
     done = train(home, output_dir="once", **SHORT)
     assert done.codes == [0], done.text
     before = weights_hash(home / "once")
@@ -34,11 +34,11 @@ def test_overwrite_moves_the_old_run_aside(home):
     assert (old / "last" / "model.safetensors").is_file()
 
 
-def test_going_on_without_a_checkpoint_is_refused_and_names_auto(home):
+def test_a_resume_without_a_checkpoint_is_refused_and_the_message_names_auto(home):
     assert refused(train(home, output_dir="fresh", is_keep_training=True), "--is_keep_training=auto")
 
 
-def test_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(home):
+def test_auto_starts_a_new_run_and_resumes_an_old_one(home):
     done = train(home, 1, "forward:0:4:int", output_dir="auto", is_keep_training="auto", **SHORT)
     assert done.codes == [0], done.text
     done = train(home, 1, output_dir="auto", is_keep_training="auto", **SHORT)
@@ -47,7 +47,7 @@ def test_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(home):
     assert ids_by_epoch(home / "auto") == {1: list(range(NUM_PAIRS))}
 
 
-def test_a_finished_run_says_so_and_trains_longer_when_asked(home):
+def test_a_finished_run_says_so_and_trains_on_with_more_epochs(home):
     for extra in ({}, dict(is_keep_training=True)):
         done = train(home, 2, output_dir="finished", **SHORT, **extra)
         assert done.codes == [0, 0], done.text
@@ -57,7 +57,7 @@ def test_a_finished_run_says_so_and_trains_longer_when_asked(home):
     assert ids_by_epoch(home / "finished") == dict.fromkeys((1, 2), list(range(NUM_PAIRS)))
 
 
-def test_a_finished_run_without_its_export_gets_it_when_it_is_started_again(home):
+def test_a_finished_run_without_its_export_writes_it_at_the_next_start(home):
     done = train(home, output_dir="unexported", **SHORT)
     assert done.codes == [0], done.text
     expected = weights_hash(home / "unexported")
@@ -67,7 +67,7 @@ def test_a_finished_run_without_its_export_gets_it_when_it_is_started_again(home
     assert weights_hash(home / "unexported") == expected
 
 
-def test_a_run_that_was_moved_or_copied_goes_on_where_it_lies(home):
+def test_a_run_directory_that_was_moved_or_copied_resumes_where_it_is_now(home):
     done = train(home, 1, "forward:0:2:int", output_dir="exp1", **SHORT)
     assert done.codes == [0] and "exp1: new run" in done.text, done.text
     assert "go on with --output_dir=exp1 --is_keep_training=True" in done.text
@@ -85,27 +85,27 @@ def test_a_run_that_was_moved_or_copied_goes_on_where_it_lies(home):
     assert sorted(path.name for path in home.glob("first*")) == ["first"]
 
 
-def losing_best(words):
+def main_without_best(words):
     """`main`, in which best/ is deleted after each evaluation."""
     evaluate = train_low_mem.evaluate
 
-    def evaluate_and_lose(run, *args):
+    def evaluate_and_delete(run, *args):
         outcome = evaluate(run, *args)
         shutil.rmtree(run.dir / "best")
         return outcome
 
-    train_low_mem.evaluate = evaluate_and_lose
+    train_low_mem.evaluate = evaluate_and_delete
     return train_low_mem.main(words)
 
 
-def test_a_best_model_that_is_gone_comes_back_with_each_evaluation_and_after_the_end(home):
+def test_a_missing_best_model_is_written_by_the_next_evaluation_and_after_the_end(home):
     worse = dict(
         output_dir="lost", optimizer="adamw", learn_rate=1, any_learn_rate=True, warmup_steps=0, eval_steps=1, **SHORT
     )
-    done = wait_for(start(home, function=losing_best, **worse), home)
+    done = wait_for(start(home, function=main_without_best, **worse), home)
     assert done.codes == [0], done.text
     losses = [line["loss"] for line in journal(home / "lost", "eval")]
-    assert losses != sorted(losses, reverse=True), "not each was the best so far"
+    assert losses != sorted(losses, reverse=True), "some evaluation is not the best so far"
     assert refused(train(home, command="test", output_dir="lost"), "--is_keep_training=True")
     done = train(home, is_keep_training=True, **worse)
     assert done.codes == [0] and "lost/best is gone" in done.text, done.text
@@ -115,7 +115,7 @@ def test_a_best_model_that_is_gone_comes_back_with_each_evaluation_and_after_the
     assert done.codes == [0] and "lost is finished" in done.text
 
 
-def test_a_plan_made_for_a_gpu_is_made_anew_on_a_cpu(home):
+def test_a_plan_for_a_gpu_is_replaced_on_a_cpu(home):
     options = dict(output_dir="from_a_gpu", is_keep_training="auto", **SHORT)
     assert train(home, 1, "forward:0:2:int", **options).codes == [0]
     own = json.loads((home / "from_a_gpu" / "plan.json").read_text())["micro_batch_tokens"]
@@ -127,25 +127,23 @@ def test_a_plan_made_for_a_gpu_is_made_anew_on_a_cpu(home):
     assert plan["micro_batch_tokens"] == own and plan["predicted_peak_bytes"] < 2**30
 
 
-def no_room_for(directory, words):
-    """`main` on a disk that refuses exports called `directory`."""
+def main_on_full_disk(directory, words):
+    """`main` on a disk that is full for exports named `directory`."""
     export = train_low_mem.try_export
     train_low_mem.try_export = lambda *args: "no room" if args[2].name == directory else export(*args)
     return train_low_mem.main(words)
 
 
-def test_a_finished_run_with_its_export_needs_no_room_on_the_disk(home):
+def test_a_finished_run_with_its_export_writes_no_other(home):
     for directory in ("nothing", "last"):
-        full = start(
-            home, function=partial(no_room_for, directory), output_dir="exported", is_keep_training="auto", **SHORT
-        )
-        done = wait_for(full, home)
+        main = partial(main_on_full_disk, directory)
+        done = wait_for(start(home, function=main, output_dir="exported", is_keep_training="auto", **SHORT), home)
         assert done.codes == [0], done.text
     assert "exported is finished" in done.text
 
 
-def test_a_best_model_that_the_disk_refused_at_the_end_fails_the_run_and_is_exported_at_the_next_start(home):
-    done = wait_for(start(home, function=partial(no_room_for, "best"), output_dir="no_best", **SHORT), home)
+def test_a_failed_export_of_best_at_the_end_fails_the_run_and_the_next_start_exports_it(home):
+    done = wait_for(start(home, function=partial(main_on_full_disk, "best"), output_dir="no_best", **SHORT), home)
     assert done.codes == [1] and "no_best/best was refused" in done.text
     done = train(home, output_dir="no_best", is_keep_training=True, **SHORT)
     assert done.codes == [0], done.text
@@ -153,15 +151,15 @@ def test_a_best_model_that_the_disk_refused_at_the_end_fails_the_run_and_is_expo
 
 
 @pytest.mark.parametrize("change", (dict(validation_file="train.jsonl"), dict(max_seq_len=8)))
-def test_a_best_model_of_other_validation_pairs_is_chosen_anew(home, change):
+def test_with_other_validation_pairs_the_best_model_is_chosen_again(home, change):
     name = f"judged_{list(change)[0]}"
     for fault, options in (("forward:0:8:int", {}), ("", change | dict(learn_rate=1e-9, any_learn_rate=True))):
         done = train(home, 1, fault, output_dir=name, is_keep_training="auto", epochs=3, save_steps=1000, **options)
         assert done.codes == [0], done.text
     assert "best/ is chosen anew" in done.text
     assert ("44 of 44 validation pairs stand in the training file too" in done.text) == ("validation_file" in change)
-    told = "max_seq_len was 32, and is 8: of the training pairs only their number, 44, is compared"
-    assert (told in done.text) == ("max_seq_len" in change)
+    message = "max_seq_len was 32, and is 8: of the training pairs only their number, 44, is compared"
+    assert (message in done.text) == ("max_seq_len" in change)
     losses = {line["step"]: line["loss"] for line in journal(home / name, "eval")}
     assert f"best_val_loss:{min(losses[12], losses[18]):.4f}" in done.text and losses[6] not in (losses[12], losses[18])
 
@@ -175,13 +173,13 @@ def test_a_run_stopped_at_its_last_step_is_evaluated_once_and_then_finished(home
     assert [line["step"] for line in journal(home / "last_step", "eval")] == [last]
 
 
-def test_a_typed_warm_up_that_is_not_shorter_than_the_run_is_refused_before_it(home):
+def test_a_typed_warm_up_that_is_not_shorter_than_the_run_is_refused_before_the_run(home):
     done = train(home, output_dir="all_warm_up", warmup_steps=11)
     assert refused(done, "the warm-up of 11 steps is not shorter than the run, 11", "--warmup_steps=1")
     assert not (home / "all_warm_up").exists()
 
 
-def test_warm_up_can_be_changed_on_the_way_and_is_counted_in_the_first_start_s_steps(home):
+def test_warm_up_can_be_changed_at_a_resume_and_is_counted_in_steps_of_the_first_start(home):
     for fault, warmup_steps, batch in (("forward:0:2:int", 3, 8), ("", 4, 4)):
         sizes = dict(global_batch_size=batch, warmup_steps=warmup_steps)
         done = train(home, 1, fault, output_dir="warm", is_keep_training="auto", **SHORT | sizes)
@@ -195,7 +193,7 @@ def test_warm_up_can_be_changed_on_the_way_and_is_counted_in_the_first_start_s_s
     assert line["learn_rate"] == pytest.approx(0.03 * (16 + 2) / (4 * 8))
 
 
-def test_a_run_goes_on_with_its_own_tokenizer_and_shape_whatever_became_of_what_it_was_given(home):
+def test_a_run_resumes_with_its_own_tokenizer_and_shape_after_the_given_ones_are_deleted(home):
     shutil.copytree(home / "model_save" / "tokenizer", home / "given")
     shutil.copy(home / "shape.json", home / "given")
     given = dict(tokenizer_dir="given", model="given/shape.json")
@@ -206,7 +204,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_and_shape_whatever_became_of_what_
     assert done.codes == [0], done.text
 
 
-def test_a_run_that_goes_on_keeps_the_options_it_was_started_with(home):
+def test_a_resumed_run_keeps_the_options_of_its_start(home):
     done = train(home, 1, "forward:0:2:int", output_dir="kept", dropout=0.25, **SHORT)
     assert done.codes == [0], done.text
     done = command(home, "train", "--output_dir=kept", "--is_keep_training=True")
@@ -215,9 +213,9 @@ def test_a_run_that_goes_on_keeps_the_options_it_was_started_with(home):
     assert (stored["dropout"], stored["model"], stored["global_batch_size"]) == (0.25, "shape.json", 8)
 
 
-def test_a_run_goes_on_with_the_pairs_it_was_trained_on_however_their_file_was_saved(home):
+def test_a_run_resumes_only_with_the_same_pairs_in_the_same_order_even_from_a_rewritten_file(home):
     rows = [json.loads(line) for line in (home / "train.jsonl").read_text().splitlines()]
-    for fault, order in (("forward:0:2:int", 1), ("", -1), ("", 1)):  # the file is written anew each time
+    for fault, order in (("forward:0:2:int", 1), ("", -1), ("", 1)):  # the file is rewritten each time
         (home / "mine.jsonl").write_text("\n".join(map(json.dumps, rows[::order])))
         done = train(home, 1, fault, output_dir="paired", train_file="mine.jsonl", is_keep_training="auto", **SHORT)
         if order < 0:
@@ -227,7 +225,7 @@ def test_a_run_goes_on_with_the_pairs_it_was_trained_on_however_their_file_was_s
     assert ids_by_epoch(home / "paired") == {1: list(range(NUM_PAIRS))}
 
 
-def test_a_run_goes_on_from_a_checkpoint_that_does_not_tell_its_pairs_and_keeps_its_best_model(home):
+def test_a_run_resumes_from_a_checkpoint_without_ids_sha256_and_keeps_its_best_model(home):
     done = train(home, 1, "forward:0:8:int", output_dir="older")
     assert done.codes == [0], done.text
     valid = find_store(home / "valid.jsonl", load_tokenizer(home / TOKENIZER_DIR), 32, home / TOKENS_DIR)
@@ -240,10 +238,10 @@ def test_a_run_goes_on_from_a_checkpoint_that_does_not_tell_its_pairs_and_keeps_
     assert ids_by_epoch(home / "older") == {1: list(range(NUM_PAIRS)), 2: list(range(NUM_PAIRS))}
 
 
-def test_a_directory_whose_name_is_not_utf_8_is_refused_by_name_and_a_data_file_is_read(home):
+def test_an_output_dir_whose_name_is_not_utf_8_is_refused_and_such_a_data_file_is_read(home):
     odd = os.fsdecode(b"caf\xe9")
     assert refused(train(home, output_dir=odd), "--output_dir='caf\\udce9': its name is not UTF-8")
     shutil.copy(home / "train.jsonl", home / f"{odd}.jsonl")
-    for _ in range(2):  # the second start reads what the first one wrote down
+    for _ in range(2):  # the second start reads the config.json of the first
         done = train(home, 2, output_dir="oddly", train_file=f"{odd}.jsonl", is_keep_training="auto", **SHORT)
         assert done.codes == [0, 0] and "Traceback" not in done.text, done.text
