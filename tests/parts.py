@@ -1,7 +1,8 @@
-"""Tiny real parts of a run: pairs of text, a file of them, a model, a plan. One thread, so that bits repeat."""
+"""Tiny real parts of a run: text pairs, a file of them, a model, a plan, a state. One thread, so that bits repeat."""
 
 import os
 import random
+from dataclasses import asdict
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -12,13 +13,20 @@ import torch.nn.functional as F
 
 from config import T5ModelConfig, load_config
 from model.data.tokenizer import PROBE
+from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import MemoryPlan
 from model.nn.t5.network import TextToTextModel
+from model.run.train_state import TrainState
 from model.runtime.distributed import Ranks
 
 torch.set_num_threads(1)
 ALONE = Ranks(0, 1, 0, torch.device("cpu"), "none", None)
 PLAN = MemoryPlan(micro_batch_tokens=400, chunk_tokens=64, gradient_checkpointing=False, predicted_peak_bytes=0)
+STATE = TrainState(
+    step=500, pairs_seen=32_000, first_batch=64, best_loss=1.2345678901234567, best_step=400, seed=7, world_size=3,
+    tokenizer_fingerprint="abc", num_pairs=1000, plan=asdict(PLAN), growth=asdict(PlanRecovery(PLAN, 7)),
+    evaluated_step=400, recent_norms=(1.5, 0.25),
+)  # fmt: skip
 SHAPE = dict(d_model=32, d_ff=64, num_heads=2, d_kv=16, num_layers=2, num_decoder_layers=2)
 
 

@@ -1,3 +1,5 @@
+"""Saves happen while training goes on; a disk or memory error costs at most one checkpoint."""
+
 import threading
 import time
 from dataclasses import asdict, replace

@@ -1,3 +1,5 @@
+"""One run at a time may use a run directory, and it never writes through a link."""
+
 import os
 import time
 from pathlib import Path
