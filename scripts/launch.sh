@@ -1,4 +1,4 @@
-# Sourced by the scripts that start a training, which have a function `usage`: options and processes.
+# Sourced by run_train.sh and train_sft_custom.sh, which define `usage`: reads options, counts GPUs, starts a training.
 
 root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 
@@ -22,7 +22,7 @@ count_gpus() {
     echo "$number"
 }
 
-# The user's words into `options`: relative paths count from where the user stands.
+# Puts the user's arguments into `options`; makes relative paths relative to the user's directory.
 read_options() {
     local word here=$PWD/
     [[ ! $PWD -ef $root ]] || here=
@@ -37,7 +37,8 @@ read_options() {
     done
 }
 
-# Become a training with these words and the user's `options`, on each visible GPU, or on the CPU where there is none.
+# Replaces this shell by a training with these arguments and the user's `options`: one process for each visible GPU, or
+# one on the CPU where there is no GPU.
 start_training() {
     local num_processes=${NUM_PROCESSES:-$(count_gpus)} launch=(python3)
     [[ -n ${NUM_PROCESSES:-} || $num_processes != 0 ]] || num_processes=1

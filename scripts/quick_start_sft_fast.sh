@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tune with the fast preset, 16 pairs a GPU: train_sft_custom.sh with its usual N.
+# Fine-tune with the fast preset and 16 pairs per GPU: train_sft_custom.sh with its default N.
 set -euo pipefail
 
 exec bash "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/train_sft_custom.sh" 16 "$@"

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Train by the profiles that people know from DeepSpeed: here they are memory levers, and nothing is sharded.
+# Train with a profile named as in DeepSpeed: here a profile is a set of memory options, and nothing is sharded.
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/launch.sh"
 
 usage() {
     cat >&2 <<'END'
 usage: run_train.sh -t PROFILE [--any_field=value ...]
-  deepspeed        GPU above 12 GB: nothing given up
+  deepspeed        GPU above 12 GB: the fastest plan that fits
   stage2_offload   6 to 12 GB: the plan chooses how steps are cut and recorded
-  stage3           4 to 6 GB: Adafactor, whose state takes no memory
+  stage3           4 to 6 GB: Adafactor, whose state takes almost no memory
   minimal          below 4 GB: Adafactor and gradient checkpointing
-  --any_field=value  options of train_low_mem.py train; relative paths count from where you stand
+  --any_field=value  options of train_low_mem.py train; relative paths count from your current directory
 NUM_PROCESSES=2 before the command starts that many processes instead of one for each visible GPU.
 END
     exit 2
@@ -18,7 +18,7 @@ END
 
 [[ $# -ge 2 && $1 == -t ]] || usage
 adafactor=(--optimizer=adafactor --learn_rate=0.01)
-case $2 in # a run that goes on keeps its options, so each profile names all levers of memory
+case $2 in # a resumed run keeps its options, so each profile sets all memory options
 deepspeed) levers=(--gpu_memory_limit_gb=0 --gradient_checkpointing=auto) ;;
 stage2_offload) levers=(--gpu_memory_limit_gb=12 --gradient_checkpointing=auto) ;;
 stage3) levers=(--gpu_memory_limit_gb=6 --gradient_checkpointing=auto "${adafactor[@]}") ;;

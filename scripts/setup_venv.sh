@@ -1,6 +1,6 @@
-# Sourced by the launchers: moves to the project's root and puts its .venv first on PATH, installing what is missing.
-# The stamp in .venv is written last and holds a hash of the files that say what to install. A .venv without a stamp
-# is one whose installation was cut off: pip cannot tell which of its packages are whole, so it is made anew.
+# Sourced by demo.sh and test.sh: moves to the project's root, installs what is missing in .venv and puts it first on
+# PATH. The stamp in .venv is written last and holds a hash of the files that list the packages. A .venv without a stamp
+# was interrupted while it was installed: pip cannot tell which of its packages are complete, so it is made again.
 
 find_python() {
     local name

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Fine-tune with the fast preset on all visible GPUs, or on the CPU where there is none; goes on if it can.
+# Fine-tune with the fast preset on all visible GPUs, or on the CPU where there is none; resumes a run if there is one.
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/launch.sh"
 
 usage() {
     cat >&2 <<'END'
 usage: train_sft_custom.sh [N=16] [--any_field=value ...]
-  N                  pairs a GPU (batch_size_per_gpu), a positive whole number
-  --any_field=value  options of train_low_mem.py train; relative paths count from where you stand
+  N                  pairs per GPU (batch_size_per_gpu), a positive integer
+  --any_field=value  options of train_low_mem.py train; relative paths count from your current directory
 NUM_PROCESSES=2 before the command starts that many processes instead of one for each visible GPU.
 END
     exit 2

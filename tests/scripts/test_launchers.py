@@ -30,7 +30,7 @@ def copy(tmp_path):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """A folder outside of the project with pairs.jsonl and start/, a tiny Hugging Face directory."""
+    """A directory outside the project with pairs.jsonl and start/, a tiny Hugging Face directory."""
     folder = tmp_path / "else where"
     train_tokenizer([PROBE] * 3, 300, folder / "start")
     tokenizer = load_tokenizer(folder / "start")
@@ -47,7 +47,7 @@ def elsewhere(tmp_path):
 
 
 def add_python(root, body):
-    """Give the project a .venv whose python is a shell script of `body`."""
+    """Write .venv/bin/python, a shell script that holds `body`."""
     python = root / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\n{body}\n")
@@ -74,7 +74,7 @@ def journal(folder):
     return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_started_through_the_link_goes_on_with_more_processes_and_says_when_it_is_finished(copy, elsewhere):
+def test_a_run_started_through_the_link_resumes_with_more_processes_and_says_when_it_is_finished(copy, elsewhere):
     add_python(copy, f'exec {sys.executable} "$@"')
     script = copy / "train_sft_custom.sh"
     done = launch(script, "4", *options(epochs=1), cwd=elsewhere)
@@ -100,21 +100,39 @@ def test_a_run_started_through_the_link_goes_on_with_more_processes_and_says_whe
     "words",
     (["0"], ["-3"], ["abc"], ["1.5"], [""], ["8", "9"], ["8", "epochs=1"], ["--epochs=1", "8"], ["-h"], ["--help"]),
 )
-def test_words_that_are_no_batch_size_or_option_give_the_usage_and_exit_code_2(copy, words):
+def test_arguments_that_are_neither_batch_size_nor_option_print_the_usage_and_exit_with_2(copy, words):
     done = launch(copy / "train_sft_custom.sh", *words, cwd=copy)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(USAGE)
 
 
+@pytest.mark.parametrize(
+    "words", (["demo.sh", "--help"], ["demo.sh", "tiny"], ["demo.sh", ""], ["test.sh", "-h"], ["test.sh", "--help"])
+)
+def test_a_script_that_installs_prints_its_usage_and_exits_with_2_before_it_installs_anything(copy, words):
+    done = launch(copy / "scripts" / words[0], *words[1:], cwd=copy)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"usage: {words[0]}")
+    assert not (copy / ".venv").exists()
+
+
+def test_the_test_script_passes_its_arguments_to_pytest(copy):
+    add_python(copy, '[ "$1" = -m ] && printf "%s|" "$@"; exit 0')
+    (copy / "scripts" / "setup_venv.sh").write_text('export PATH="$PWD/.venv/bin:$PATH"\n')
+    done = launch(copy / "scripts" / "test.sh", "-k", "two words", "tests/nn", cwd=copy)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "-m|pytest|-n|2|--dist|loadfile|-k|two words|tests/nn|"
+
+
 @pytest.mark.parametrize("number", ("0", "-1", "two"))
 @pytest.mark.parametrize("words", (["train_sft_custom.sh"], ["run_train.sh", "-t", "stage3"]))
-def test_a_number_of_processes_that_is_none_gives_the_usage_and_exit_code_2(copy, words, number):
+def test_an_invalid_number_of_processes_prints_the_usage_and_exits_with_2(copy, words, number):
     done = launch(copy / words[0], *words[1:], cwd=copy, NUM_PROCESSES=number)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"usage: {words[0]}")
 
 
-def test_options_are_passed_on_unchanged_and_the_exit_code_comes_back(copy):
+def test_options_are_passed_on_unchanged_and_the_exit_code_is_returned(copy):
     add_python(copy, 'printf "%s|" "$@"; exit 7')
     done = launch(copy / "train_sft_custom.sh", "--epochs=1", "--model=tiny", "--prompt_column=my question", cwd=copy)
     assert done.returncode == 7
@@ -126,14 +144,14 @@ def test_options_are_passed_on_unchanged_and_the_exit_code_comes_back(copy):
     assert launched.startswith(".venv/bin/python ./train_low_mem.py train")
 
 
-def test_the_quick_start_is_the_custom_one_with_16_pairs(copy):
+def test_the_quick_start_is_the_custom_launcher_with_16_pairs(copy):
     add_python(copy, 'printf "%s|" "$@"')
     quick = launch(copy / "quick_start_sft_fast.sh", "--epochs=1", cwd=copy.parent)
     assert (quick.returncode, quick.stderr) == (0, "")
     assert quick.stdout == launch(copy / "train_sft_custom.sh", "16", "--epochs=1", cwd=copy.parent).stdout
 
 
-def test_relative_paths_count_from_where_the_user_stands(copy, elsewhere):
+def test_relative_paths_count_from_the_current_directory(copy, elsewhere):
     add_python(copy, 'printf "%s|" "$@"')
     words = ["--train_file=a b.csv", "--output-dir=../out", "--model=my.json", "--test_file=/t.csv", "--test_file="]
     expected = [
@@ -147,7 +165,7 @@ def test_relative_paths_count_from_where_the_user_stands(copy, elsewhere):
 @pytest.mark.parametrize(
     "visible, processes", ((None, 3), ("0,2", 2), ("1, GPU-1a-1b", 2), ("0,-1,2", 1), ("", 1), ("-1", 1), ("5", 1))
 )
-def test_each_visible_gpu_gets_a_process(copy, tmp_path, visible, processes):
+def test_each_visible_gpu_gets_one_process(copy, tmp_path, visible, processes):
     add_python(copy, 'printf "%s|" "$@"')
     lister = tmp_path / "bin" / "nvidia-smi"
     lister.parent.mkdir()
@@ -170,7 +188,7 @@ def test_each_visible_gpu_gets_a_process(copy, tmp_path, visible, processes):
         ("minimal", dict(gpu_memory_limit_gb="4", gradient_checkpointing="True", **ADAFACTOR)),
     ),
 )  # fmt: skip
-def test_a_profile_by_its_known_name_is_a_set_of_options(copy, profile, levers):
+def test_a_profile_is_a_set_of_memory_options(copy, profile, levers):
     add_python(copy, 'printf "%s|" "$@"')
     done = launch(copy / "run_train.sh", "-t", profile, "--epochs=1", cwd=copy.parent, NUM_PROCESSES="1")
     assert (done.returncode, done.stderr) == (0, "")
@@ -178,7 +196,7 @@ def test_a_profile_by_its_known_name_is_a_set_of_options(copy, profile, levers):
     assert words[1:] == ["train", *(f"--{k}={v}" for k, v in levers.items()), "--is_keep_training=auto", "--epochs=1"]
 
 
-def test_a_run_that_goes_on_under_another_profile_keeps_no_lever_of_the_one_before(copy, elsewhere):
+def test_a_run_resumed_with_another_profile_keeps_no_memory_option_of_the_earlier_one(copy, elsewhere):
     add_python(copy, f'exec {sys.executable} "$@"')
     for epochs, profile in enumerate(("minimal", "stage3"), start=1):
         words = ["-t", profile, "--tokenizer_dir=start", *options(epochs)]
@@ -189,7 +207,7 @@ def test_a_run_that_goes_on_under_another_profile_keeps_no_lever_of_the_one_befo
 
 
 @pytest.mark.parametrize("words", ([], ["-t"], ["-t", "stage9"], ["stage3"], ["-t", "stage3", "epochs=1"]))
-def test_a_profile_that_is_none_gives_the_usage_and_exit_code_2(copy, words):
+def test_an_unknown_profile_prints_the_usage_and_exits_with_2(copy, words):
     done = launch(copy / "run_train.sh", *words, cwd=copy)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: run_train.sh -t PROFILE")
