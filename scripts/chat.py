@@ -1,10 +1,10 @@
-"""Talk with a trained model: questions from the terminal, or one a line from a pipe; answers appear as they are made.
+"""Talk with a trained model: it answers questions typed in the terminal or read from a pipe, one per line.
 
     python scripts/chat.py [MODEL_DIR] [--temperature 0.7] [--top_p 0.9] [--max_new_tokens 256]
     python scripts/chat.py model_save/sft_fast < questions.txt > answers.txt
 
 MODEL_DIR is a Hugging Face T5 directory or a run directory; default: the newest model_save/*/best.
-In the terminal exit, quit, Ctrl+D and Ctrl+C leave, cls clears the screen.
+In the terminal exit, quit, Ctrl+D and Ctrl+C end the program; cls clears the screen.
 """
 
 import argparse
@@ -31,20 +31,20 @@ from model.nn.weights_io import LoadedWeights, check_fits, read_tensors  # noqa:
 from model.runtime.terminal import printable  # noqa: E402
 
 with suppress(ImportError):
-    import readline  # noqa: F401  # input() then has a history and deletes wide characters whole
+    import readline  # noqa: F401  # gives input() a history and correct deletion of wide characters
 
-MAX_QUESTION_TOKENS = 2048  # memory of the encoder grows with the square
+MAX_QUESTION_TOKENS = 2048  # the encoder's memory grows with the square of the length
 CLEAR_SCREEN = "\033[2J\033[3J\033[H"
 
 
 @dataclass(frozen=True)
 class WholeCharacters:
-    """Decoding for a streamer: a character is left out until all of its bytes have come."""
+    """Tokenizer for a streamer: decodes a character only when all its bytes are there."""
 
     tokenizer: ChatTokenizer
 
     def decode(self, ids: list[int]) -> str:
-        # One byte too many spoils the whole run of bytes before it, so the ids are cut and not the text.
+        # An incomplete character makes all byte tokens before it undecodable, so ids are cut off and not text.
         texts = (self.tokenizer.decode(ids[: len(ids) - missing]) for missing in range(4))
         return next((text for text in texts if not text.endswith("\ufffd")), "")
 
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         model, tokenizer = load_model(directory)
         prepare_streams()
         if interactive:
-            print(f"{directory} on {model.device}; exit, quit or Ctrl+D leaves, cls clears the screen")
+            print(f"{directory} on {model.device}; exit, quit or Ctrl+D ends the program, cls clears the screen")
         for question in read_questions(interactive):
             answer(model, tokenizer, question, generation)
     except ValueError as error:
@@ -73,17 +73,20 @@ def main(argv: list[str]) -> int:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", nargs="?", type=Path)
-    parser.add_argument("--temperature", type=float, help="above 0: sample; default: the likeliest token each time")
-    parser.add_argument("--top_p", type=float, help="above 0, at most 1: sample from the tokens of this share")
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="the longest answer")
+    parser.add_argument("--temperature", type=float, help="sampling temperature, above 0; default: greedy decoding")
+    parser.add_argument("--top_p", type=float, help="nucleus sampling: total probability, above 0 and at most 1")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="most tokens in an answer")
     return parser.parse_args(argv)
 
 
 def generation_options(options: argparse.Namespace) -> dict:
-    """Keywords of generate(); greedy unless a temperature or top_p is given. ValueError for numbers out of range."""
+    """Keyword arguments of generate(); greedy unless temperature or top_p is given.
+
+    Raises ValueError for numbers out of range.
+    """
     temperature, top_p = options.temperature, options.top_p
     if temperature is not None and not 0 < temperature < float("inf"):
-        raise ValueError(f"--temperature={temperature:g}: must be above 0; leave it out for the likeliest answer")
+        raise ValueError(f"--temperature={temperature:g}: must be above 0; leave it out for greedy decoding")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"--top_p={top_p:g}: must be above 0 and at most 1, for example --top_p 0.9")
     if options.max_new_tokens < 1:
@@ -95,7 +98,7 @@ def generation_options(options: argparse.Namespace) -> dict:
 
 
 def find_model(path: Path) -> Path:
-    """The Hugging Face directory that `path` is, or its best/, else last/. Raises ValueError if there is none."""
+    """The first of `path`, best/ and last/ in it that holds a model. Raises ValueError if none does."""
     for directory in (path, path / "best", path / "last"):
         if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
             return directory
@@ -106,7 +109,7 @@ def find_model(path: Path) -> Path:
 
 
 def newest_model() -> Path:
-    """The model_save/*/best written last, here or in the project. Raises ValueError if there is none."""
+    """The newest model_save/*/best in the current directory or the project. Raises ValueError if there is none."""
     found = {path for folder in (Path.cwd(), ROOT) for path in folder.glob("model_save/*/best/model.safetensors")}
     if not found:
         raise ValueError("no model_save/*/best here: name the model's directory, or train a model first")
@@ -114,9 +117,9 @@ def newest_model() -> Path:
 
 
 def load_model(directory: Path) -> tuple[T5ForConditionalGeneration, ChatTokenizer]:
-    """transformers' T5 on the GPU, if there is one, and its tokenizer. Raises ValueError if they are not whole.
+    """transformers' T5, on the GPU if there is one, and its tokenizer. Raises ValueError for damaged or misfit files.
 
-    transformers itself reads no file of the directory: it has no limits.
+    This project's readers open the files, not transformers: they limit what a hostile file can allocate or run.
     """
     tokenizer = load_tokenizer(directory)
     config = t5_config(directory / "config.json", tokenizer)
@@ -133,34 +136,37 @@ def load_model(directory: Path) -> tuple[T5ForConditionalGeneration, ChatTokeniz
 
 
 def t5_config(path: Path, tokenizer: ChatTokenizer) -> T5Config:
-    """The T5Config that a config.json describes. Raises ValueError for one that transformers could not compute."""
-    shape, values = read_t5_config(path)
-    if shape.vocab_size < tokenizer.vocab_size:
+    """T5Config of a config.json. Raises ValueError if transformers cannot build a T5 from it."""
+    model_config, values = read_t5_config(path)
+    if model_config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"{path}: the model has {shape.vocab_size} tokens and the tokenizer beside it {tokenizer.vocab_size}: copy "
-            "the tokenizer files that the model was trained with"
+            f"{path}: the model has {model_config.vocab_size} tokens and the tokenizer beside it "
+            f"{tokenizer.vocab_size}: copy the tokenizer files that the model was trained with"
         )
     computed = {name: values[name] for name in COMPUTED if name in values} | dict(is_encoder_decoder=True)
     for name, prefix in (("feed_forward_proj", "gated-"), ("dense_act_fn", "")):
         if computed.get(name, "relu").removeprefix(prefix) not in ACT2FN:
-            raise ValueError(f"{path} says {name}={computed[name]!r:.80}: there is no such activation")
+            raise ValueError(f"{path} has {name}={computed[name]!r:.80}: transformers has no such activation")
     start = values.get("decoder_start_token_id")
     if start is None:
         start = tokenizer.pad_id
-    if type(start) is not int or not 0 <= start < shape.vocab_size:
-        raise ValueError(f"{path} says decoder_start_token_id={start!r:.80}: it must be below {shape.vocab_size}")
-    return T5Config(**asdict(shape), **computed, decoder_start_token_id=start)
+    if type(start) is not int or not 0 <= start < model_config.vocab_size:
+        raise ValueError(
+            f"{path} has decoder_start_token_id={start!r:.80}: it must be an integer from 0 to "
+            f"{model_config.vocab_size - 1}"
+        )
+    return T5Config(**asdict(model_config), **computed, decoder_start_token_id=start)
 
 
 def prepare_streams() -> None:
-    """From now on a character that cannot be read or shown becomes a mark, and a closed pipe ends the program."""
+    """Replace characters that cannot be decoded or encoded, and end the program when the output pipe is closed."""
     sys.stdin.reconfigure(errors="replace")
     sys.stdout.reconfigure(errors="replace")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def read_questions(interactive: bool) -> Iterator[str]:
-    """Questions as they are typed, without empty ones, until exit or quit. Raises EOFError where the input ends."""
+    """Yield each non-empty question until exit or quit. Raises EOFError at the end of the input."""
     while (line := input("> " if interactive else "").strip()).lower() not in ("exit", "quit"):
         if line.lower() == "cls":
             print(CLEAR_SCREEN if interactive else "", end="", flush=True)
@@ -169,7 +175,7 @@ def read_questions(interactive: bool) -> Iterator[str]:
 
 
 def answer(model: T5ForConditionalGeneration, tokenizer: ChatTokenizer, question: str, generation: dict) -> None:
-    """Print the answer while it is made; it ends at the tokenizer's EOS."""
+    """Print the answer while it is generated, up to the tokenizer's EOS."""
     ids = tokenizer.encode(question)
     if len(ids) >= MAX_QUESTION_TOKENS:
         print(f"the question has {len(ids)} tokens: only the first {MAX_QUESTION_TOKENS - 1} are read", file=sys.stderr)

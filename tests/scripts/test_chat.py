@@ -18,9 +18,9 @@ from model.data.tokenizer import PROBE, load_tokenizer, train_tokenizer
 from scripts.chat import answer, find_model, generation_options, load_model, main, parse_arguments
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "chat.py"
-# No character of 🐱, 👍 and 龘 is in the tokenizer's alphabet: each becomes several byte tokens.
+# 🐱, 👍 and 龘 are not in the tokenizer's alphabet: each becomes several byte tokens.
 PAIRS = {"你好": "今天天气真好，谢谢你。", "请说一个字": "龘龘🐱👍", "hello": "how are you? 好 龘 ok\n你好"}
-ENVIRONMENT = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}  # a tiny model gains nothing from more threads
+ENVIRONMENT = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}  # more threads do not speed up a tiny model
 LONG_ANSWERS = ["--max_new_tokens", "100000", "--temperature", "1e9"]
 SECONDS = 60
 
@@ -47,7 +47,7 @@ def over_fit(model, tokenizer):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A folder with model_save/tiny/best, a model that knows PAIRS."""
+    """A directory with model_save/tiny/best, a model overfitted on PAIRS."""
     folder = tmp_path_factory.mktemp("project")
     best = folder / "model_save" / "tiny" / "best"
     train_tokenizer([PROBE + "，。?how are you hello ok\n"] * 3, 400, best)
@@ -75,7 +75,7 @@ def chat_through_pipe(folder, questions, *arguments):
 
 
 class Terminal:
-    """The script in a pseudo terminal."""
+    """chat.py in a pseudo terminal."""
 
     def __init__(self, folder, *arguments):
         self.output = b""
@@ -88,7 +88,7 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def wait_for(self, text):
-        """Everything written up to and with `text`; the rest stays for the next call."""
+        """The output up to the end of `text`; later output is kept for the next call."""
         deadline = time.monotonic() + SECONDS
         while text.encode() not in self.output:
             assert select.select([self.fd], [], [], max(0, deadline - time.monotonic()))[0], self.output.decode()
@@ -97,9 +97,9 @@ class Terminal:
         return seen.decode() + text
 
     def exit_code(self, key):
-        """Type `key`, read to the end, and wait for the process.
+        """Type `key`, read the rest of the output and return the exit code of the process.
 
-        Until there is an answer, once a second again: readline misses a signal between its prompt and its waiting.
+        Types it again every second until there is output: readline loses a signal that comes just after its prompt.
         """
         self.type(key)
         for _ in range(SECONDS):
@@ -109,7 +109,7 @@ class Terminal:
         try:
             while data := os.read(self.fd, 4096):
                 self.output += data
-        except OSError:  # how Linux ends a pseudo terminal
+        except OSError:  # Linux reports the end of a pseudo terminal so
             pass
         os.close(self.fd)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -126,10 +126,10 @@ def test_an_answer_cut_in_the_middle_of_a_character_shows_none_of_it(project, ca
     words = ["--temperature", "0.01", "--top_p", "0.5", "--max_new_tokens", "12"]
     model, tokenizer = load_model(find_model(project / "model_save" / "tiny"))
     answer(model, tokenizer, "请说一个字", generation_options(parse_arguments(words)))
-    assert capsys.readouterr().out == "龘龘🐱\n"  # 3, 3 and 4 bytes; the last 2 begin another character
+    assert capsys.readouterr().out == "龘龘🐱\n"  # 3, 3 and 4 of the 12 bytes; the other 2 begin a character
 
 
-def test_a_terminal_shows_prompts_and_answers_and_ctrl_d_and_ctrl_c_leave_with_code_0(project):
+def test_a_terminal_shows_prompts_and_answers_and_ctrl_d_and_ctrl_c_exit_with_0(project):
     first, second, third = [Terminal(project, *words) for words in ([], ["model_save/tiny"], LONG_ANSWERS)]
     assert "model_save/tiny/best on c" in first.wait_for("> ")
     for question, expected in PAIRS.items():
@@ -144,7 +144,7 @@ def test_a_terminal_shows_prompts_and_answers_and_ctrl_d_and_ctrl_c_leave_with_c
     third.type("你好\n")
     third.wait_for("你好\r\n")
     time.sleep(0.05)
-    for terminal, key in ((third, "\x03"), (first, "\x04"), (second, "\x03")):  # the third is in its answer
+    for terminal, key in ((third, "\x03"), (first, "\x04"), (second, "\x03")):  # the third is still answering
         assert terminal.exit_code(key) == 0
         assert b"Traceback" not in terminal.output
 
@@ -156,7 +156,7 @@ def test_a_directory_without_a_model_is_refused_with_one_line_and_exit_code_2(tm
     assert f"no model in {tmp_path}: name a Hugging Face directory" in printed.err
 
 
-def test_a_model_that_is_not_whole_is_refused(project, tmp_path):
+def test_an_incomplete_or_damaged_model_is_refused(project, tmp_path):
     best = shutil.copytree(project / "model_save" / "tiny" / "best", tmp_path / "model")
     weights = load_file(best / "model.safetensors")
     save_file({k: v for k, v in weights.items() if "wo" not in k}, best / "model.safetensors", {"format": "pt"})
@@ -167,7 +167,7 @@ def test_a_model_that_is_not_whole_is_refused(project, tmp_path):
         load_model(best)
 
 
-ABSURD = (
+INVALID = (
     dict(num_layers=2_000_000), dict(d_model=-1), dict(num_heads="4"), dict(d_kv=None), dict(dense_act_fn="none"),
     dict(feed_forward_proj="gated-none"), dict(feed_forward_proj=3), dict(dense_act_fn="gated-gelu"),
     dict(decoder_start_token_id="x"), dict(decoder_start_token_id=10**6), dict(tie_word_embeddings="no"),
@@ -175,15 +175,15 @@ ABSURD = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", ABSURD, ids=str)
-def test_an_absurd_config_is_refused_with_a_reason_and_at_once(project, tmp_path, changes, capsys):
+@pytest.mark.parametrize("changes", INVALID, ids=str)
+def test_an_invalid_config_is_refused_with_a_reason_within_two_seconds_and_300_mib(project, tmp_path, changes, capsys):
     best = shutil.copytree(project / "model_save" / "tiny" / "best", tmp_path / "model")
     config = json.loads((best / "config.json").read_text())
     (best / "config.json").write_text(json.dumps(config | changes))
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert main([str(best)]) == 2
-    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    assert time.monotonic() - began < 2 and grown < 300 * 2**20
+    growth_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert time.monotonic() - began < 2 and growth_bytes < 300 * 2**20
     assert str(best) in capsys.readouterr().err
 
 
@@ -192,7 +192,7 @@ def test_an_absurd_config_is_refused_with_a_reason_and_at_once(project, tmp_path
     [dict(feed_forward_proj="gelu"), dict(feed_forward_proj="gated-gelu"), dict(tie_word_embeddings=False)],
     ids=str,
 )
-def test_another_t5_answers_as_transformers_computes_it(project, tmp_path, how):
+def test_other_t5_variants_give_the_logits_of_transformers(project, tmp_path, how):
     best = shutil.copytree(project / "model_save" / "tiny" / "best", tmp_path / "model")
     config = T5Config(**T5Config.from_pretrained(best).to_diff_dict() | how)
     T5ForConditionalGeneration(config).save_pretrained(best)
@@ -211,7 +211,7 @@ def test_numbers_out_of_range_are_refused(words):
         generation_options(parse_arguments(words))
 
 
-def test_a_run_directory_gives_its_best_else_its_last_model(tmp_path):
+def test_a_run_directory_stands_for_its_best_model_else_its_last(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for name in ("last", "best"):
         (tmp_path / name).mkdir()
