@@ -1,9 +1,8 @@
-"""Writes the demo's pairs: short Chinese questions of nine kinds with one right answer each, split so that answers
-can be marked by exact match.
+"""Write the demo's pairs: short Chinese questions of nine kinds, each with one right answer, for exact match.
 
-No prompt of the held-out files stands in the training file. In the kinds that are looked up (FACTS) the held-out
-phrasing of a fact is unseen, and the fact stands in the training file under other phrasings; in the kinds that follow
-a rule (RULES) the very numbers or characters asked about are unseen. The same pairs and seed give the same files.
+The training file has no prompt of the validation and test files. Kinds in FACTS test recall: the training file has the
+same fact in other phrasings. Kinds in RULES test generalization: the training file has no question about the same
+numbers or characters. The same --pairs and --seed give the same files.
 """
 
 import argparse
@@ -17,9 +16,9 @@ from random import Random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-HELD_OUT_SHARE = 0.06  # of a kind of facts, for each of the two held-out files, and as many questions of a rule
-RULE_SHARES = 2  # a rule takes more questions to learn than a list of facts
-LEAST_COUNT = 20
+HELD_OUT_SHARE = 0.06  # of a kind of FACTS, in each held-out file; a kind of RULES has the same number there
+RULE_SHARES = 2  # a kind of RULES gets twice the questions: a rule is harder to learn than a list
+LEAST_COUNT = 20  # questions of a kind of FACTS
 
 WEEKDAYS = "一二三四五六日"
 ANTONYMS = """
@@ -42,7 +41,7 @@ IDIOMS = """
 东张西望 大同小异 异口同声 名副其实 全力以赴 胸有成竹 愚公移山 卧薪尝胆 破釜沉舟 纸上谈兵 望梅止渴 闻鸡起舞 悬梁刺股
 入木三分 完璧归赵 叶公好龙 滥竽充数
 """
-UNITS = (  # the larger unit, how many of the smaller it holds, the smaller unit
+UNITS = (  # (larger unit, how many smaller ones are one larger, smaller unit)
     ("米", 100, "厘米"), ("厘米", 10, "毫米"), ("分米", 10, "厘米"), ("千米", 1000, "米"),
     ("千克", 1000, "克"), ("元", 10, "角"), ("元", 100, "分"), ("世纪", 100, "年"), ("升", 1000, "毫升"),
 )  # fmt: skip
@@ -95,7 +94,7 @@ ASK_FIRST = (
 
 @dataclass(frozen=True)
 class Question:
-    """One pair, with the thing that it asks about, the same under every phrasing."""
+    """One pair, its kind and its subject; all phrasings of a question have the same subject."""
 
     prompt: str
     response: str
@@ -187,7 +186,7 @@ FACTS: dict[str, Callable[[], Iterator[Question]]] = {
 
 
 def by_subject(questions: list[Question]) -> list[list[Question]]:
-    """The questions in groups that ask for the same thing, in order of first appearance."""
+    """The questions grouped by subject, in order of first appearance."""
     groups = defaultdict(list)
     for question in questions:
         groups[question.subject].append(question)
@@ -195,9 +194,9 @@ def by_subject(questions: list[Question]) -> list[list[Question]]:
 
 
 def split_rule(draw: Callable[[Random], Question], count: int, held_out: int, rng: Random) -> list[list[Question]]:
-    """`count` distinct questions as train, valid and test, which share no subject."""
+    """[train, valid, test] of about `count` distinct questions; no subject is in two of them."""
     drawn: dict[str, Question] = {}
-    for _ in range(20 * count):  # bounded: a kind may have fewer questions than asked for
+    for _ in range(20 * count):  # bounded: a kind may have fewer than `count` questions
         if len(drawn) == count:
             break
         question = draw(rng)
@@ -210,7 +209,7 @@ def split_rule(draw: Callable[[Random], Question], count: int, held_out: int, rn
 
 
 def split_facts(questions: list[Question], count: int, held_out: int, rng: Random) -> list[list[Question]]:
-    """About `count` of the questions as train, valid and test; all phrasings of a fact but one are in train."""
+    """[train, valid, test] of about `count` questions; a held-out fact has all its other phrasings in train."""
     groups = by_subject(questions)
     rng.shuffle(groups)
     train, valid, test = [], [], []
@@ -225,15 +224,15 @@ def split_facts(questions: list[Question], count: int, held_out: int, rng: Rando
 
 
 def make_splits(pairs: int, seed: int) -> dict[str, list[Question]]:
-    """About `pairs` questions of all kinds, as lists named train, valid and test.
+    """{"train", "valid", "test": questions}, about `pairs` in total, each with questions of every kind.
 
-    ValueError where `pairs` is too few for every kind to stand in every list.
+    Raises ValueError if `pairs` is too small for that.
     """
     shares = RULE_SHARES * len(RULES) + len(FACTS)
     count = pairs // shares
     if count < LEAST_COUNT:
         raise ValueError(
-            f"--pairs {pairs} leaves kinds without held-out questions: use at least {shares * LEAST_COUNT}"
+            f"--pairs {pairs} is too few to hold out questions of every kind: use at least {shares * LEAST_COUNT}"
         )
     held_out = round(count * HELD_OUT_SHARE)
     splits: dict[str, list[Question]] = {"train": [], "valid": [], "test": []}
@@ -251,7 +250,7 @@ def make_splits(pairs: int, seed: int) -> dict[str, list[Question]]:
 
 
 def write_split(questions: list[Question], path: Path) -> None:
-    """Writes prompt, response and kind as parquet columns."""
+    """Write the parquet columns prompt, response and kind."""
     columns = ("prompt", "response", "kind")
     pq.write_table(pa.table({name: [getattr(q, name) for q in questions] for name in columns}), path)
 
@@ -259,7 +258,7 @@ def write_split(questions: list[Question], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the demo's train.parquet, valid.parquet and test.parquet.")
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--pairs", type=int, default=12000, help="about how many pairs, all three files together")
+    parser.add_argument("--pairs", type=int, default=12000, help="approximate number of pairs in all three files")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     try:

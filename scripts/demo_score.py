@@ -1,4 +1,4 @@
-"""Marks an exported model by exact match on questions with one right answer each, by kind, and shows five answers."""
+"""Score an exported model by exact match, in total and by kind of question, and show five answers."""
 
 import argparse
 import sys
@@ -12,22 +12,24 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 BATCH_PROMPTS = 64
 MAX_NEW_TOKENS = 32
-SHOWN = 5
+NUM_SHOWN = 5
 
 
 def read_questions(path: Path) -> list[dict[str, str]]:
-    """The file's rows; ValueError where it is no parquet file with the columns prompt, response and kind."""
+    """The rows of a parquet file. Raises ValueError if it is not one or lacks prompt, response or kind."""
     try:
         return pq.read_table(path, columns=["prompt", "response", "kind"]).to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{path} is no parquet file with prompt, response and kind: {error}") from error
+        raise ValueError(
+            f"{path}: not a parquet file with prompt, response and kind; make one with scripts/demo_data.py: {error}"
+        ) from error
 
 
 @torch.inference_mode()
 def answer(model_dir: Path, prompts: list[str]) -> list[str]:
-    """The model's greedy answers, in order; ValueError where the directory holds no model."""
-    if not (model_dir / "config.json").is_file():  # transformers would ask a hub for a directory that is not there
-        raise ValueError(f"{model_dir} holds no config.json: name an exported model, such as .demo/run/best")
+    """The model's greedy answers, in the order of the prompts. Raises ValueError if there is no config.json."""
+    if not (model_dir / "config.json").is_file():  # transformers would take the path for the name of a remote model
+        raise ValueError(f"{model_dir} has no config.json: name an exported model, for example .demo/run/best")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForSeq2SeqLM.from_pretrained(model_dir).to(device).eval()
@@ -46,21 +48,23 @@ def answer(model_dir: Path, prompts: list[str]) -> list[str]:
 
 
 def exact_match_table(questions: list[dict[str, str]], answers: list[str]) -> tuple[float, str]:
-    """The share of right answers, 0 to 1, and a table of it by kind."""
-    right_by_kind = defaultdict(list)
+    """(share of right answers from 0 to 1, table of right answers by kind)."""
+    by_kind = defaultdict(list)
     for question, text in zip(questions, answers, strict=True):
-        right_by_kind[question["kind"]].append(text == question["response"])
-    everything = [right for marks in right_by_kind.values() for right in marks]
-    rows = [*sorted(right_by_kind.items()), ("all", everything)]
-    lines = [f"{kind:<12} {sum(marks):>5} of {len(marks):>5} {sum(marks) / len(marks):>7.1%}" for kind, marks in rows]
-    return sum(everything) / len(everything), "\n".join(lines)
+        by_kind[question["kind"]].append(text == question["response"])
+    all_right = [is_right for rights in by_kind.values() for is_right in rights]
+    rows = [*sorted(by_kind.items()), ("all", all_right)]
+    lines = [f"{kind:<12} {sum(right):>5} of {len(right):>5} {sum(right) / len(right):>7.1%}" for kind, right in rows]
+    return sum(all_right) / len(all_right), "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Mark an exported model by exact match.")
+    parser = argparse.ArgumentParser(description="Score an exported model by exact match.")
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("test_file", type=Path)
-    parser.add_argument("--minimum", type=float, default=0.0, help="exit 1 below this share of right answers, 0 to 1")
+    parser.add_argument(
+        "--minimum", type=float, default=0.0, help="exit with 1 below this share of right answers, 0 to 1"
+    )
     options = parser.parse_args()
     try:
         questions = read_questions(options.test_file)
@@ -70,9 +74,9 @@ def main() -> int:
         return 2
     share, table = exact_match_table(questions, answers)
     print(table)
-    for question, text in list(zip(questions, answers, strict=True))[:SHOWN]:
-        mark = "right" if text == question["response"] else f"wrong, it is {question['response']}"
-        print(f"{question['prompt']}  →  {text}  ({mark})")
+    for question, text in list(zip(questions, answers, strict=True))[:NUM_SHOWN]:
+        verdict = "right" if text == question["response"] else f"wrong, it is {question['response']}"
+        print(f"{question['prompt']}  →  {text}  ({verdict})")
     return 0 if share >= options.minimum else 1
 
 

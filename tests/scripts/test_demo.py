@@ -5,7 +5,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_demo_goes_from_pairs_to_marks_in_a_short_form_and_over_what_an_earlier_one_left(tmp_path):
+def test_a_short_demo_runs_from_pairs_to_scores_and_replaces_what_an_earlier_demo_left(tmp_path):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("of an earlier demo")
     short = dict(DEMO_PAIRS="300", DEMO_EPOCHS="1", DEMO_DIR=str(tmp_path), OMP_NUM_THREADS="1")
@@ -14,5 +14,5 @@ def test_the_demo_goes_from_pairs_to_marks_in_a_short_form_and_over_what_an_earl
     )
     assert done.returncode == 0, done.stderr
     assert "demo: done in" in done.stdout
-    assert done.stdout.count("→") == 5  # answers shown
+    assert done.stdout.count("→") == 5  # one for each answer shown
     assert (tmp_path / "run" / "best" / "model.safetensors").is_file()

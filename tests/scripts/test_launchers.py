@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -211,3 +212,11 @@ def test_an_unknown_profile_prints_the_usage_and_exits_with_2(copy, words):
     done = launch(copy / "run_train.sh", *words, cwd=copy)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: run_train.sh -t PROFILE")
+
+
+def test_the_shell_scripts_parse_and_name_no_address():
+    scripts = [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci/run"]
+    assert len(scripts) >= 4
+    for script in scripts:
+        assert subprocess.run(["bash", "-n", str(script)]).returncode == 0, script
+        assert not re.search(r"https?:|index-url|find-links", script.read_text()), script
