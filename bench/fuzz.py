@@ -1,9 +1,9 @@
-"""Every reader of ours against mutated inputs: a clear ValueError of ours or a correct result, and nothing else.
+"""Gives mutated inputs to every reader: each must raise a clear ValueError of this project or read correctly.
 
     python -m bench.fuzz [--inputs 12000] [--seed 0] [--table docs/faults.md]
 
-Inputs are a function of (seed, target, number). They are judged in child processes: one that dies or hangs counts
-against the input it had at hand. The table replaces what stands between <!-- fuzz --> and <!-- /fuzz -->.
+An input is a function of (seed, target, number). Inputs are judged in child processes: if one crashes or hangs, the
+input it was reading has failed. The table replaces the text between <!-- fuzz --> and <!-- /fuzz -->.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Hang(BaseException):
 
 
 def judge(name, number, seed=0):
-    """(outcome, what happened) of one input."""
+    """(outcome, details) of one input; the outcome is one of OUTCOMES."""
     draw = random.Random(f"{seed}/{name}/{number}")
     signal.signal(signal.SIGALRM, _raise_hang)
     signal.alarm(INPUT_SECONDS)
@@ -51,9 +51,9 @@ def judge(name, number, seed=0):
         return ("refused", "") if end.code == 2 else ("traceback", f"exit {end.code}")
     except ValueError as error:
         last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        ours = last.parent == ROOT / "model" or last == ROOT / "config.py"
+        ours = ROOT / "model" in last.parents or last == ROOT / "config.py"
         return ("refused", str(error)) if ours and str(error) else ("traceback", traceback.format_exc())
-    except BaseException:  # a library's panic is no Exception
+    except BaseException:  # a panic in a Rust library is not an Exception
         return "traceback", traceback.format_exc()
     finally:
         signal.alarm(0)
@@ -68,16 +68,16 @@ def _work(name, numbers, seed, folder, results):
     torch.set_num_threads(1)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + SPARE_BYTES, size + SPARE_BYTES))
-    tiny_run()  # its imports take longer than an input may on a busy machine
+    tiny_run()  # before the first input: on a busy machine its imports take longer than INPUT_SECONDS
     for number in numbers:
         results.send((number, *judge(name, number, seed)))
     results.send(None)
 
 
 def fuzz(name, inputs, seed=0):
-    """[(number, outcome, what happened)] of so many inputs of one target."""
+    """[(number, outcome, details)] of the first `inputs` inputs of a target."""
     found, ending = [], "not begun"
-    with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:  # a worker that is killed leaves its files behind
+    with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:  # a killed worker leaves its files behind
         while ending and len(found) < inputs:
             mine, theirs = multiprocessing.Pipe(duplex=False)
             worker = multiprocessing.get_context("fork").Process(
@@ -94,7 +94,7 @@ def fuzz(name, inputs, seed=0):
 
 
 def _collect(results, found):
-    """Add what a worker sends to `found`; returns how it ended before its time, or nothing."""
+    """Add a worker's results to `found`; returns "crash" or "hang", or "" if the worker finished."""
     while results.poll(WORKER_SECONDS):
         try:
             result = results.recv()
@@ -107,12 +107,12 @@ def _collect(results, found):
 
 
 def table(counts, seed, seconds):
-    """The counts as a section of markdown."""
+    """The counts as a markdown section."""
     total = sum(counter.total() for counter in counts.values())
     lines = [
         "## Mutated inputs", "",
-        f"`python -m bench.fuzz --seed {seed}`: {total:,} inputs in {seconds:.0f} s. Refused: a ValueError of ours. "
-        "Correct: read, and equal to what was meant or to what an independent reader finds.", "",
+        f"`python -m bench.fuzz --seed {seed}`: {total:,} inputs in {seconds:.0f} s. Refused: this project raised a "
+        "ValueError. Correct: read, and equal to the original or to what an independent reader gives.", "",
         "| input | " + " | ".join(OUTCOMES) + " |", "| ---" * (1 + len(OUTCOMES)) + " |",
     ]  # fmt: skip
     for name, counter in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
@@ -121,7 +121,7 @@ def table(counts, seed, seconds):
 
 
 def write_section(path, text):
-    """Put `text` between the fuzz markers of a markdown file, at its end where it has none."""
+    """Put `text` between the fuzz markers of a markdown file, or at its end if it has none."""
     path, section = Path(path), f"<!-- fuzz -->\n{text}\n<!-- /fuzz -->"
     old = path.read_text(encoding="utf-8") if path.exists() else "# Faults\n"
     if "<!-- fuzz -->" not in old:
@@ -130,8 +130,8 @@ def write_section(path, text):
 
 
 def main():
-    """Fuzz all targets, print what went wrong; exit code 1 if anything did."""
-    parser = argparse.ArgumentParser(description="Mutated inputs against every reader.")
+    """Fuzz all targets and print the failures; exit code 1 if there are any."""
+    parser = argparse.ArgumentParser(description="Give mutated inputs to every reader.")
     parser.add_argument("--inputs", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=TARGETS)
