@@ -1,9 +1,10 @@
-"""What the vote costs a step: the same steps with it and without it, in turn.
+"""The cost of the vote in each step: the same steps with the vote and without it, alternating.
 
     torchrun --nproc_per_node 2 -m bench.votes --corpus DIR [--model small] [--pairs 256] [--any_field=value]
 
-Without the vote each rank goes by its own outcome; gradients are summed over ranks either way. DIR is made when it is
-not there. Rank 0 prints one JSON line: the median step of each way and what the vote adds, the median of the rounds.
+Without the vote each rank acts on its own result; gradients are summed over ranks in both cases. DIR is created if it
+does not exist. Rank 0 prints one JSON line: the median step time of both, and the median over the rounds of the
+difference.
 """
 
 import argparse
@@ -27,9 +28,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--model", default="small")
-    parser.add_argument("--pairs", type=int, default=256, help="a rank and step")
+    parser.add_argument("--pairs", type=int, default=256, help="per rank and step")
     parser.add_argument("--corpus_pairs", type=int, default=CORPUS_PAIRS)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a round, each way")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps per round, with and without the vote")
     parser.add_argument("--rounds", type=int, default=6)
     given, words = parser.parse_known_args()
     ranks = start_ranks()
@@ -42,24 +43,24 @@ def main():
     config = load_config("pretrain", options)
     run, _, plan = prepare_run(ranks, config, set(options), resumed=False)
     rounds = [
-        [step_milliseconds(run, plan, side, given.steps) for side in (ranks.cpu_group, None)]
+        [step_milliseconds(run, plan, group, given.steps) for group in (ranks.cpu_group, None)]
         for _ in range(given.rounds)
     ]
     if ranks.is_main:
-        voting, alone = (statistics.median(way) for way in zip(*rounds, strict=True))
+        with_vote, without = (statistics.median(times) for times in zip(*rounds, strict=True))
         cost = statistics.median(a - b for a, b in rounds)
         print(json.dumps(dict(
             harness="votes", world=ranks.world_size, backend=ranks.backend, model=given.model, pairs=given.pairs,
-            step_ms=round(voting, 3), without_vote_ms=round(alone, 3), vote_ms=round(cost, 3),
-            percent_of_the_step=round(100 * cost / alone, 2), load=round(os.getloadavg()[0], 1),
+            step_ms=round(with_vote, 3), without_vote_ms=round(without, 3), vote_ms=round(cost, 3),
+            percent_of_the_step=round(100 * cost / without, 2), load=round(os.getloadavg()[0], 1),
             rounds=[[round(a, 3), round(b, 3)] for a, b in rounds],
         )))  # fmt: skip
     stop_ranks()
 
 
-def step_milliseconds(run, plan, side, num_steps):
-    """Median of some steps, voted on over the group `side`, or where it is None not at all."""
-    ranks = replace(run.ranks, side=side)
+def step_milliseconds(run, plan, cpu_group, num_steps):
+    """Median step time; ranks vote over `cpu_group`, or not at all if it is None."""
+    ranks = replace(run.ranks, cpu_group=cpu_group)
     steps = train_steps(ranks, run.model, run.optimizer, run.train, plan, run.config, run.schedule)
     results = islice(steps, WARM_STEPS, WARM_STEPS + num_steps)
     return 1000 * statistics.median(result.step_seconds for result in results)
