@@ -1,13 +1,14 @@
-"""Under small cards reproduced on a large one: does the plan hold, and how near is it to the best micro-batch?
+"""Emulate small GPUs on a large one: does the plan fit, and how close is its speed to the best micro-batch?
 
-    python -m bench.caps --out caps.jsonl        one GPU; the cases of the n-th of k: --shard n/k
-    python -m bench.caps --guide                 the second guide's case alone: 19.58 GiB, batch 32, 256 tokens
-    python -m bench.caps --epochs_only           each case's epoch as planned, no other way tried
+    python -m bench.caps --out caps.jsonl        one GPU; --shard n/k measures one in k cases, from the n-th
+    python -m bench.caps --guide                 only the case of the second guide: 19.58 GiB, batch 32, 256 tokens
+    python -m bench.caps --epochs_only           only the planned epoch of each case, no other plan
 
-For each cap in GiB, model and batch size: one epoch of 2,048 pairs with a heavy tail, as planned, and then the same few
-steps with the plan and with each micro-batch from one longest pair on, with and without gradient checkpointing, under
-the same cap; where the epoch repays recordings also recorded and not. Prints a JSON line a case; exit code 1 when
-memory ran out after planning or a plan kept less than 95 % of the best speed.
+A case is a memory cap in GiB, a model and a batch size. It trains one epoch of 2,048 pairs, a few of them much longer
+than the rest, with the plan. Then it times the same few steps under the same cap with the plan and with every
+micro-batch size down to one longest pair, with and without gradient checkpointing; with and without recording too, if
+the epoch is long enough to repay recording. Prints one JSON line per case; exit code 1 if memory ran out after planning
+or the plan reached less than 95 % of the best speed.
 """
 
 import argparse
@@ -41,13 +42,13 @@ VOCAB_SIZE, NUM_PAIRS = 40_960, 2048
 OPTIMIZERS = "muon", "adafactor", "adamw_rms"  # the default first
 CAPS, BATCHES, LONGEST = (4, 8, 12, 20), (8, 16, 32, 64, 96), 512
 WARM_STEPS, RECORDING_STEPS, REPEATS = 3, 60, 3
-TRIED_STEPS, TRIED_PAIRS = 12, 384  # timed, at least: of few pairs more steps, or they would not stand for an epoch
+TRIED_STEPS, TRIED_PAIRS = 12, 384  # lower bounds: small steps are timed more often, to represent an epoch
 HOPELESS, ENOUGH = 0.8, 0.95
 
 
 @dataclass(frozen=True)
 class HeavyTail:
-    """A token store of short pairs, one in twenty of which is as long as can be."""
+    """A token store of short pairs; one in twenty has the maximum length."""
 
     longest: int
 
@@ -70,32 +71,29 @@ class HeavyTail:
         return tuple(draw.integers(3, VOCAB_SIZE, total) for total in totals)
 
 
-def make_run(model_name, batch, cap_gib, optimizer, device, foreign, longest=LONGEST):
-    """(Run, its plan): as a training under this cap would be prepared, where others hold `foreign` bytes.
-
-    Raises NothingFits.
-    """
+def make_run(model_name, batch, cap_gib, optimizer, device, other_bytes, longest=LONGEST):
+    """(Run, its plan) under this cap while other processes hold `other_bytes`. Raises NothingFits."""
     config = load_config("pretrain", dict(
         model=model_name, batch_size_per_gpu=batch, gradient_accumulation_steps=1, gpu_memory_limit_gb=cap_gib,
         epochs=1, max_seq_len=longest, optimizer=optimizer, warmup_steps=10, bleu_pairs=0, learn_rate=1e-3,
     ))  # fmt: skip
-    limit_memory(device, cap_gib, non_torch_bytes(device, foreign))
-    shape = T5ModelConfig(**MODELS[model_name], vocab_size=VOCAB_SIZE)
+    limit_memory(device, cap_gib, non_torch_bytes(device, other_bytes))
+    model_config = T5ModelConfig(**MODELS[model_name], vocab_size=VOCAB_SIZE)
     ranks, store = Ranks(0, 1, 0, device, "none", None), HeavyTail(longest)
     dtype = compute_dtype(config.mixed_precision, device)
-    check_memory_fits(ranks, config, shape, dtype, store.lengths, batch, foreign)
+    check_memory_fits(ranks, config, model_config, dtype, store.lengths, batch, other_bytes)
     with torch.device(device):
-        model = TextToTextModel(shape, compute_dtype=dtype)
+        model = TextToTextModel(model_config, compute_dtype=dtype)
     model.flat.masters.normal_(std=0.02)
     optimizer = make_optimizer(model, config)
     rehearse_update(ranks, model, optimizer)
     run = Run(config, ranks, None, store, store, model, optimizer, Schedule(NUM_PAIRS, 0, batch, 0))
-    plan, memory = plan_run(run, None, foreign)
+    plan, memory = plan_run(run, None, other_bytes)
     return replace(run, memory=memory), plan
 
 
 def train_epoch(run, plan):
-    """(tokens/s, out of memory events, tokens of each step) of an epoch."""
+    """(tokens/s, number of out-of-memory events, tokens of each step) of one epoch."""
     results = []
     for result in train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, run.schedule):
         results.append(result)
@@ -112,12 +110,14 @@ def clock(run):
 
 
 def speeds_by_trying(run, plan, most_tokens, may_record):
-    """Tokens/s by plan: the chosen one, and powers of two of micro-batches that fit, up to one for `most_tokens`.
+    """{plan: tokens/s} of `plan` and of micro-batches of 2^n tokens, at most one step of `most_tokens`; 0 if they do
+    not fit.
 
-    From the largest down, until one is far from the best: smaller ones are slower still. With `may_record` the largest
-    that fits is also tried recorded where `plan` is not, or the other way round. Those near the best are tried again in
-    turn. Of a step that several plans cut alike the fastest time counts for all of them: it is the same work, and what
-    is left is not the machine's noise. A plan that beats the chosen one must last an epoch.
+    Sizes are tried from the largest down until one is much slower than the best, since smaller ones are slower still.
+    With `may_record` the largest size that fits is also tried with the other choice of recording. Plans near the best
+    are timed REPEATS more times, in turn. Plans that cut a step in the same way do the same work, so the fastest time
+    of that step counts for all of them: this removes the machine's noise. A plan faster than `plan` must also train a
+    whole epoch without running out of memory.
     """
     fastest, sizes = {}, range(math.ceil(math.log2(max(most_tokens, 2 * LONGEST))), LONGEST.bit_length() - 1, -1)
     try_plan = partial(tried_ways, run, fastest, RECORDING_STEPS if may_record else WARM_STEPS)
@@ -144,9 +144,10 @@ def speeds_by_trying(run, plan, most_tokens, may_record):
 
 
 def tried_ways(run, fastest, warm, plan):
-    """(Ways in which `plan` does the steps after `warm`, None where they do not fit; these steps' tokens).
+    """(ways of the timed steps or None if they do not fit, tokens of these steps); `warm` steps go first, untimed.
 
-    A way is the number of the step, of its forwards, and the rest of the plan; its least seconds go to `fastest`.
+    A way is (step, number of forwards, rest of the plan): all that decides a step's work. `fastest` keeps the least
+    seconds of each.
     """
     schedule = replace(run.schedule, total_pairs=8 * NUM_PAIRS)
     num_timed = max(TRIED_STEPS, TRIED_PAIRS // schedule.global_batch)
@@ -165,11 +166,11 @@ def tried_ways(run, fastest, warm, plan):
     return ways, sum(result.tokens for result in results[warm:])
 
 
-def measure(model_name, batch, cap_gib, optimizer, device, foreign, longest=LONGEST, epoch_only=False):
-    """The record of one case, with `epoch_only` without the speeds of other plans."""
+def measure(model_name, batch, cap_gib, optimizer, device, other_bytes, longest=LONGEST, epoch_only=False):
+    """The record of one case; with `epoch_only` it has no speeds of other plans."""
     record = dict(model=model_name, batch=batch, cap_gib=cap_gib, optimizer=optimizer)
     try:
-        run, plan = make_run(model_name, batch, cap_gib, optimizer, device, foreign, longest)
+        run, plan = make_run(model_name, batch, cap_gib, optimizer, device, other_bytes, longest)
     except NothingFits as refusal:
         return record | dict(refused=str(refusal), held=True)
     on_gpu = device.type == "cuda"
@@ -189,7 +190,7 @@ def measure(model_name, batch, cap_gib, optimizer, device, foreign, longest=LONG
 
 
 def beside_the_best(plan, speeds, events):
-    """What a record says of `plan` among the tokens/s of all that was tried."""
+    """Fields of a record that compare `plan` with the fastest plan of `speeds` (tokens/s)."""
     planned, best = speeds[plan], max(speeds, key=speeds.get)
     return dict(
         tokens_per_second=round(planned), best_tokens_per_second=round(speeds[best]),
@@ -200,7 +201,7 @@ def beside_the_best(plan, speeds, events):
 
 
 def cases():
-    """Every (model, batch, cap, optimizer): under 4 GiB chatlm also with Adafactor and AdamW."""
+    """Yield every (model, batch, cap, optimizer); only chatlm with 4 GiB has all optimizers."""
     for optimizer, (cap, model_name), batch in product(OPTIMIZERS, product(CAPS, ("small", "chatlm")), BATCHES):
         if optimizer == OPTIMIZERS[0] or (cap, model_name) == (4, "chatlm"):
             yield model_name, batch, cap, optimizer
@@ -209,23 +210,23 @@ def cases():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", help="file for the JSON lines")
-    parser.add_argument("--shard", default="0/1", help="n/k: every k-th case from the n-th on")
-    parser.add_argument("--guide", action="store_true", help="the second guide's case alone")
-    parser.add_argument("--epochs_only", action="store_true", help="no other way is tried")
-    parser.add_argument("--seconds", type=float, default=560, help="no case is begun after so long")
+    parser.add_argument("--shard", default="0/1", help="n/k: every k-th case, from the n-th")
+    parser.add_argument("--guide", action="store_true", help="only the case of the second guide")
+    parser.add_argument("--epochs_only", action="store_true", help="do not time other plans")
+    parser.add_argument("--seconds", type=float, default=560, help="no case starts after this time")
     given = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     shard, num_shards = map(int, given.shard.split("/"))
     chosen = [("chatlm", 32, 19.58, "muon", 256)] if given.guide else list(cases())[shard::num_shards]
-    if device.type == "cuda":  # as in a training: each recording would take a stream, and cuBLAS a workspace for it
+    if device.type == "cuda":  # as in training: else each recording has its own stream and cuBLAS workspace
         torch.cuda.set_stream(torch.cuda.Stream())
-    foreign = other_process_bytes(device)  # once: what a case leaves loaded is this process's own
+    other_bytes = other_process_bytes(device)  # once: later growth belongs to this process
     deadline, held = time.monotonic() + given.seconds, True
     for model_name, batch, cap, optimizer, *longest in chosen:
         if time.monotonic() > deadline:
             print(f"time is up before {model_name}, {batch}, {cap}", file=sys.stderr)
             break
-        record = measure(model_name, batch, cap, optimizer, device, foreign, *longest, epoch_only=given.epochs_only)
+        record = measure(model_name, batch, cap, optimizer, device, other_bytes, *longest, epoch_only=given.epochs_only)
         held = held and record["held"]
         print(json.dumps(record), flush=True)
         if given.out:
