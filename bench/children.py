@@ -1,4 +1,4 @@
-"""Jobs as child processes, each with its own time limit, a fixed number at a time."""
+"""Run jobs as child processes, each with its own time limit, a fixed number at a time."""
 
 import math
 import os
@@ -17,31 +17,31 @@ ROOT = Path(__file__).resolve().parents[1]
 @dataclass(frozen=True)
 class Job:
     name: str
-    words: list  # of the command line
+    words: list  # the command line
     limit_seconds: float
     env: dict = field(default_factory=dict)
-    folder: Path = ROOT  # where it runs
+    folder: Path = ROOT  # working directory
 
 
 @dataclass(frozen=True)
 class Done:
     job: Job
-    problem: str  # empty: it ended well
+    problem: str  # empty if the job succeeded
     seconds: float
-    text: str  # what it wrote
+    text: str  # stdout and stderr
 
 
 def gpu_slots(num_gpus, together=1):
-    """Environments of as many jobs as run at a time: `together` on each GPU, or one on a CPU (0 GPUs)."""
+    """One environment per concurrent job: `together` jobs on each GPU, or one job on the CPU if there are 0 GPUs."""
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     gpus = visible or [str(i) for i in range(num_gpus)]
     return [dict(CUDA_VISIBLE_DEVICES=gpu) for _ in range(together) for gpu in gpus[:num_gpus]] or [{}]
 
 
 def run_jobs(jobs, logs_dir, slots, total_seconds=math.inf):
-    """Yield Done for each job as it ends; `slots` are the environments in which jobs run, one in each at a time.
+    """Yield Done for each job as it ends. `slots` are the environments; each runs one job at a time.
 
-    What is not done `total_seconds` after the call is killed or not started.
+    After `total_seconds` running jobs are killed and waiting jobs are not started.
     """
     deadline = time.time() + total_seconds
     Path(logs_dir).mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def run_jobs(jobs, logs_dir, slots, total_seconds=math.inf):
 
 
 def run_job(job, log, slot):
-    """Done of one job, run to its end or killed, with all its children, at its limit."""
+    """Run one job and return its Done; at its time limit the job and all its children are killed."""
     if job.limit_seconds <= 0:
         return Done(job, "not started: no time left", 0.0, "")
     started = time.time()
@@ -79,7 +79,7 @@ def run_job(job, log, slot):
         problem = "" if code == 0 else f"exit code {code}"
     except subprocess.TimeoutExpired:
         problem = f"not done after {job.limit_seconds:.0f} s"
-    with suppress(ProcessLookupError):  # what it left running, compile workers among them
+    with suppress(ProcessLookupError):  # kills what is still running, for example compile workers
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     text = log.read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""Timing: of a training loop, from the process's start over warm-up to timed windows; of one call."""
+"""Timing of a training loop (start-up, warm-up, timed windows) and of one call."""
 
 import fcntl
 import os
@@ -14,31 +14,33 @@ WINDOWS = 5
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a loop is warmed up and timed."""
+    """Duration of a loop's warm-up and of its timed part."""
 
     warm_steps: int
     warm_seconds: float
     timed_seconds: float
-    cycle: int = WINDOWS  # timed steps are a multiple: a loop sorted by length is timed over whole rounds
+    cycle: int = WINDOWS  # the number of timed steps is a multiple: loops sorted by length need whole rounds
 
 
 class StepClock:
-    """Is told of each step; knows when enough was measured.
+    """Counts a loop's steps and decides when the measurement is complete.
 
-    Steps are dealt to the windows in turn, so that each window has steps of all lengths. On a GPU a step's time is
-    between CUDA events, so the clock never makes the loop wait.
+    Step i belongs to window i % WINDOWS, so each window has steps of all lengths. On a GPU a step is timed with CUDA
+    events, so the clock does not make the loop wait.
     """
 
     def __init__(self, device, pace, gate=None, on_start=lambda: None, forgets_peak=True):
         self.device, self.pace, self.gate, self.on_start = device, pace, gate, on_start
-        self.forgets_peak = forgets_peak  # not where steps are recorded: replaying them allocates nothing
+        self.forgets_peak = (
+            forgets_peak  # reset the peak before timing; False for CUDA graphs: replay allocates nothing
+        )
         self.steps, self.first_step_at, self.first_step_seconds = 0, None, None
         self.marks, self.pairs, self.tokens = [], [], []
         self.peak_bytes, self.cpu_seconds = 0, 0.0
         self.waited_seconds = gate.enter() if gate else 0.0
 
     def tick(self, pairs, tokens):
-        """One step is done: `pairs` and real `tokens` (number or tensor) of it; True when enough is measured."""
+        """Count one step of `pairs` and real `tokens` (number or tensor); returns True when enough is measured."""
         self.steps += 1
         if self.steps == 1:
             self._wait()
@@ -61,7 +63,7 @@ class StepClock:
         return True
 
     def result(self):
-        """The figures, rates as the median of the windows."""
+        """The measured figures; a rate is the median over the windows."""
         times = [self._seconds(one, other) for one, other in zip(self.marks, self.marks[1:], strict=False)]
         tokens = [float(count) for count in self.tokens]
         windows = [slice(i, None, WINDOWS) for i in range(WINDOWS)]
@@ -73,8 +75,7 @@ class StepClock:
             step_ms=1e3 * median(sum(times[w]) / len(times[w]) for w in windows),
             peak_gib=self.peak_bytes / 2**30,
             first_step_seconds=self.first_step_seconds,
-            tokens_per_cpu_second=sum(tokens)
-            / self.cpu_seconds,  # over all threads: what a busy machine leaves telling
+            tokens_per_cpu_second=sum(tokens) / self.cpu_seconds,  # all threads; comparable on a busy machine too
             timed_steps=len(times),
         )
 
@@ -82,7 +83,7 @@ class StepClock:
         self._wait()
         self.on_start()
         if self.gate:
-            torch.cuda.empty_cache()  # others are being set up while this one waits
+            torch.cuda.empty_cache()  # other processes are set up while this one waits
             self.gate.have_alone()
         if self.device.type == "cuda" and self.forgets_peak:
             torch.cuda.reset_peak_memory_stats()
@@ -105,16 +106,16 @@ class StepClock:
 
 
 class Gate:
-    """Keeps a GPU quiet while one process is timed: many may be set up on it together, only one has it alone.
+    """File lock on a GPU: several processes may share it while they are set up, one has it alone while it is timed.
 
-    `alone`: be set up alone too, as a run is whose plan reads the GPU's free memory.
+    With `alone` the process also has it alone during set-up, because its plan depends on the GPU's free memory.
     """
 
     def __init__(self, path, alone=False):
         self.file, self.alone = open(Path(path), "w"), alone
 
     def enter(self):
-        """Wait until the GPU may be used; returns the seconds that took."""
+        """Wait until the GPU may be used; returns the seconds waited."""
         began = time.time()
         fcntl.flock(self.file, fcntl.LOCK_EX if self.alone else fcntl.LOCK_SH)
         return time.time() - began
@@ -124,7 +125,7 @@ class Gate:
 
 
 def time_call(call, device, seconds=0.3, at_least=5):
-    """Median milliseconds of `call()`, which must have been called before; on a GPU between CUDA events."""
+    """Median milliseconds of `call()`, which the caller has warmed up; on a GPU measured with CUDA events."""
     on_gpu, times, started = device.type == "cuda", [], time.perf_counter()
     while len(times) < at_least or time.perf_counter() - started < seconds:
         if on_gpu:
@@ -142,7 +143,7 @@ def time_call(call, device, seconds=0.3, at_least=5):
 
 
 def memory_of_call(call, device):
-    """Bytes that `call()` allocates at its peak beyond what was allocated before; 0 on a CPU."""
+    """Peak bytes that `call()` allocates above what was allocated before; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()
