@@ -1,11 +1,11 @@
-"""Ours against the strongest loops around transformers' T5, on the same pairs, in one run.
+"""Compare the speed of this trainer with the strongest loops around transformers' T5, on the same pairs.
 
     python -m bench.compare --output_dir DIR [--models small,chatlm] [--part ours,a,b] [--cpu] [--short] [--together 3]
 
 ours: train_steps as train_low_mem.py runs it. A: transformers' Seq2SeqTrainer. B: a hand-tuned loop around HF T5, one
-process for each padded shape. Each cell is timed in a process of its own: DIR/results.jsonl has a line as each ends,
-then DIR/table.md and, with matplotlib, DIR/compare.png are written
-from all lines there, those of earlier runs included (--part none writes them alone).
+process for each padded shape. Each cell (one loop with one setting) is timed in its own process and adds a line to
+DIR/results.jsonl. At the end DIR/table.md and, with matplotlib, DIR/compare.png are written from all lines in it, also
+those of earlier runs; --part none only writes these two.
 """
 
 import argparse
@@ -22,24 +22,24 @@ from bench.clock import WINDOWS, Gate, Pace, StepClock
 from bench.corpus import write_corpus
 from bench.report import report
 
-GPU_PAIRS, CPU_PAIRS = 51_200, 960  # of the corpus
+GPU_PAIRS, CPU_PAIRS = 51_200, 960  # pairs in the corpus
 MEGA_BATCH = 50  # batches that the trainer sorts together (get_length_grouped_indices in transformers)
-SET_UP_SECONDS = {"tiny": 150, "small": 200, "chatlm": 300}  # from the start to warm; a compiled step costs a minute
+SET_UP_SECONDS = {"tiny": 150, "small": 200, "chatlm": 300}  # limit for start and warm-up; compiling takes a minute
 TIMED_SECONDS = 7.5
 B_PAIRS = {"small": (384, 256, 192, 128), "chatlm": (256, 128, 96, 64), "tiny": (384, 256, 192, 128)}
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Ours against transformers' T5, on the same pairs.")
+    parser = argparse.ArgumentParser(description="Compare this trainer with loops around transformers' T5.")
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--models", default="")
     parser.add_argument("--part", default="ours,a,b")
     parser.add_argument("--cpu", action="store_true", help="tiny and small in float32 on this machine's cores")
-    parser.add_argument("--short", action="store_true", help="one cell of each loop, short windows")
-    parser.add_argument("--skip", default="", help="cells whose name holds one of these words are left out")
-    parser.add_argument("--together", type=int, default=3, help="cells on a GPU at a time; one is timed, others set up")
-    parser.add_argument("--minutes", type=float, default=60, help="cells that are not done by then are given up")
-    parser.add_argument("--cell", default="", help="(for its child processes) JSON of the cell to time")
+    parser.add_argument("--short", action="store_true", help="fewer cells, timed for half as long")
+    parser.add_argument("--skip", default="", help="leave out cells whose name contains one of these words")
+    parser.add_argument("--together", type=int, default=3, help="cells per GPU: one is timed, the others are set up")
+    parser.add_argument("--minutes", type=float, default=60, help="cells that are unfinished by then are stopped")
+    parser.add_argument("--cell", default="", help="JSON of one cell, which this process times (for child processes)")
     options = parser.parse_args()
     folder = Path(options.output_dir).resolve()
     if options.cell:
@@ -62,11 +62,11 @@ def main():
 
 
 def gpu_cells(model):
-    """What is timed for `model` on a GPU; the order is that of the start."""
+    """Yield the cells of `model` on a GPU, in the order in which they start."""
     large = 1024 if model == "small" else 512
     for name, pairs, rounds in (("32x2", 32, 2), ("256", 256, 1), (f"{large}", large, 1)):
         yield make_cell(model, "ours", name, pairs, rounds, short=pairs <= 256, warm_steps=12, warm_seconds=4)
-    adamw = dict(options=dict(optimizer="adamw_rms"), warm_steps=12, warm_seconds=4)  # an AdamW, as A and B have
+    adamw = dict(options=dict(optimizer="adamw_rms"), warm_steps=12, warm_seconds=4)  # A and B use AdamW too
     yield make_cell(model, "ours", "256-adamw_rms", 256, 1, short=True, **adamw)
     half = 256 if model == "small" else 128
     for name, pairs, attention, compiled, static in (
@@ -81,14 +81,14 @@ def gpu_cells(model):
     for shape, pairs in zip(((32, 128), (32, 256), (128, 256), (256, 256)), B_PAIRS[model], strict=True):
         name = f"{shape[0]}-{shape[1]}"
         yield make_cell(model, "b", name, pairs, 1, shape=shape, compile=True, timed_seconds=4, short=model == "small")
-    # a compiled trainer on shapes that change: its own limit says what became of it
+    # Compiling for changing shapes may not finish: this cell has a set-up limit of its own.
     flags = dict(attention="sdpa", compile=True, static=False, set_up_seconds=SET_UP_SECONDS[model] * 2 // 3)
     yield make_cell(model, "a", f"sdpa-compiled-grouped-{half}", half, 1, **flags)
     yield make_cell(model, "ours", "32x2-warm", 32, 2, warm_steps=12, warm_seconds=4, caches_of=f"{model}/ours/32x2")
 
 
 def cpu_cells(model):
-    """What is timed for `model` on a CPU."""
+    """Yield the cells of `model` on a CPU."""
     for optimizer, more in (("", {}), ("-adamw_rms", dict(options=dict(optimizer="adamw_rms")))):
         how = more | dict(timed_seconds=30, warm_steps=1)
         yield make_cell(model, "ours", f"32x2{optimizer}", 32, 2, CPU_PAIRS, short=model == "tiny", **how)
@@ -104,7 +104,7 @@ def cpu_cells(model):
 
 
 def make_cell(model, loop, name, pairs, rounds, corpus_pairs=GPU_PAIRS, **more):
-    """One loop at one setting; `pairs` a micro-batch of the user's, `rounds` of them in a step."""
+    """One loop with one setting; a step is `rounds` micro-batches of `pairs` pairs."""
     grouped = loop == "a" and not more["static"]
     cycle = max(min(corpus_pairs // (pairs * rounds * 4), MEGA_BATCH), WINDOWS) if grouped else WINDOWS
     cell = dict(
@@ -116,7 +116,7 @@ def make_cell(model, loop, name, pairs, rounds, corpus_pairs=GPU_PAIRS, **more):
 
 
 def run_cells(cells, folder, slots, total_seconds):
-    """Time all cells; each result is printed and appended to results.jsonl as it comes."""
+    """Time all cells; print each result and append it to results.jsonl as soon as it is there."""
     by_name = {cell["name"]: cell for cell in cells}
     jobs = [job_of(cell, folder) for cell in cells]
     with open(folder / "results.jsonl", "a") as file:
@@ -128,7 +128,7 @@ def run_cells(cells, folder, slots, total_seconds):
 
 
 def job_of(cell, folder):
-    """The child process of one cell, with compile caches of its own: each first step is a cold one."""
+    """The child process of one cell; it has its own compile caches, so its first step compiles everything."""
     caches = folder / "caches" / (cell["caches_of"] or cell["name"]).replace("/", "_")
     words = [sys.executable, "-m", "bench.compare", "--output_dir", folder, "--cell", json.dumps(cell)]
     env = dict(PYTORCH_ALLOC_CONF="expandable_segments:True", HF_HUB_OFFLINE="1")  # as train_low_mem.py sets them
@@ -139,21 +139,21 @@ def job_of(cell, folder):
 
 
 def figures_of(done):
-    """What the child printed last, if it came to that."""
+    """The figures that the child printed as its last line; {} if it failed."""
     lines = done.text.splitlines()
     return json.loads(lines[-1]) if not done.problem and lines else {}
 
 
 def problem_of(done):
-    """Why a cell has no figures, in one line."""
+    """Why a cell failed, in one line; "" if it succeeded."""
     if done.problem == f"exit code {-signal.SIGALRM}":
-        return "not set up within its time"
+        return "not set up within its time limit"
     lines = [line for line in done.text.splitlines() if "Error" in line]
     return f"{done.problem}: {lines[-1][:200]}" if done.problem and lines else done.problem
 
 
 def time_cell(cell, folder):
-    """Time one cell in this process; prints its figures as the last line."""
+    """Time one cell in this process and print its figures as the last line."""
     from bench.loops import train_by_hand, train_ours, train_trainer  # transformers takes seconds to import
 
     on_gpu = torch.cuda.is_available()
@@ -163,11 +163,11 @@ def time_cell(cell, folder):
     pace = Pace(cell["warm_steps"], cell["warm_seconds"], cell["timed_seconds"], cell["cycle"])
     forgets_peak = cell["loop"] != "ours"
     clock = StepClock(device, pace, gate, on_start=lambda: signal.alarm(0), forgets_peak=forgets_peak)
-    signal.alarm(cell["set_up_seconds"])  # the set-up's limit, lifted when the clock starts
+    signal.alarm(cell["set_up_seconds"])  # limit of the set-up; the clock cancels it when it starts
     loop = {"ours": train_ours, "a": train_trainer, "b": train_by_hand}[cell["loop"]]
     more = loop(cell, folder / "corpus", clock)
     print(json.dumps(clock.result() | more), flush=True)
-    os._exit(0)  # nothing to save, and compile workers would be waited for
+    os._exit(0)  # an ordinary exit would wait for compile workers
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A synthetic corpus with the lengths of ChatLM's pairs: a tokenizer, two parquet files and their token stores.
 
-Texts are made so that one character is one token: what a run reads, tokenises and packs has exactly the drawn lengths,
-and the vocabulary has exactly the drawn size.
+One character is one token, so the tokenised pairs have exactly the drawn lengths and the vocabulary has VOCAB_SIZE
+tokens.
 """
 
 import json
@@ -15,25 +15,25 @@ from model.data.token_store import open_store
 from model.data.tokenizer import BYTE_TOKENS, PROBE, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 29_298  # ChatLM-mini-Chinese's
-MAX_SEQ_LEN = 256  # tokens a side, EOS included
-# Tokens a side (EOS included) at these shares of the pairs. They follow the lengths in characters of the 3,000 pairs of
-# ChatLM's sample file divided by 1.54 (prompts) and 1.66 (responses) characters a token, its cut at 320 characters
-# smoothed into a tail; means 24 and 108. The two sides are independent there (correlation -0.05) and here.
+MAX_SEQ_LEN = 256  # tokens per side, EOS included
+# Quantiles of the tokens per side (EOS included). Source: the lengths in characters of the 3,000 pairs of ChatLM's
+# sample file, divided by 1.54 (prompts) and 1.66 (responses) characters per token; its cut at 320 characters is
+# smoothed into a tail. The means are 24 and 108. The two sides are independent there (correlation -0.05) and here.
 SHARES = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
 PROMPT_TOKENS = (2, 4, 6, 7, 9, 15, 28, 48, 65, 122, 230)
 RESPONSE_TOKENS = (2, 7, 13, 19, 46, 110, 156, 202, 222, 248, 256)
-# Han, Han extension A, Hangul: enough letters that each can be one token
+# Han, Han extension A and Hangul: enough characters for one token each
 ALPHABET = [*range(0x4E00, 0xA000), *range(0x3400, 0x4DC0), *range(0xAC00, 0xD7A4)]
 
 
 def draw_lengths(num_pairs, rng):
-    """Tokens of prompt and response, (num_pairs, 2) uint16, EOS included."""
+    """Tokens of prompts and responses, EOS included: (num_pairs, 2) uint16."""
     sides = [np.interp(rng.random(num_pairs), SHARES, side) for side in (PROMPT_TOKENS, RESPONSE_TOKENS)]
     return np.rint(np.stack(sides, axis=1)).astype(np.uint16)
 
 
 def draw_ids(count, num_ids, rng):
-    """`count` numbers below `num_ids`, log-uniform in rank as the words of a language are (Zipf's law)."""
+    """`count` int64 ids below `num_ids`, log-uniform like the ranks of words in a language (Zipf's law)."""
     return np.minimum(num_ids ** rng.random(count), num_ids - 1).astype(np.int64)
 
 
@@ -50,14 +50,14 @@ def write_corpus(folder, num_pairs, seed=0):
 
 
 def open_corpus(folder):
-    """Token store of `folder`'s train.parquet, built at the first call; a run in `folder` finds it built."""
+    """Token store of `folder`'s train.parquet, built at the first call where a run in `folder` looks for it."""
     folder = Path(folder)
     tokenizer = load_tokenizer(folder / "tokenizer")
     return open_store(folder / "train.parquet", tokenizer, MAX_SEQ_LEN, folder / "model_save" / "tokens")
 
 
 def write_tokenizer(directory, vocab_size):
-    """A tokenizer of `vocab_size` tokens in which each character of the alphabet is one token."""
+    """Write a tokenizer of `vocab_size` tokens in which each character of the alphabet is one token."""
     train_tokenizer([PROBE] * 4, 300, directory)
     path = Path(directory) / "tokenizer.json"
     state = json.loads(path.read_text(encoding="utf-8"))

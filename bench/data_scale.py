@@ -1,10 +1,10 @@
-"""A token store of 10 million pairs: how fast it opens, resumes and feeds, and what it costs in private memory.
+"""Measure a token store of 10 million pairs: seconds to open and to resume, pairs per second, private memory.
 
     python -m bench.data_scale [--pairs 10000000] [--folder DIR] [--steps 0]
 
-Builds a synthetic store of that many pairs with ChatLM's lengths (about 290 bytes a pair on disk, deleted afterwards),
-then feeds one rank from it as a training step does: the step's examples, the rank's share, cut, collate. Prints one
-JSON line; --steps 0 is a whole epoch.
+Builds a synthetic store with ChatLM's lengths (about 290 bytes per pair on disk, deleted afterwards), then makes the
+micro-batches of one rank as a training step does: the step's examples, the rank's share, cut, collate. Prints one JSON
+line; --steps 0 is a whole epoch.
 """
 
 import argparse
@@ -24,23 +24,23 @@ from model.data.sampler import share_of, step_at
 from model.data.token_store import COUNTS, PAIRS_A_BATCH, read_store, store_schema
 from model.nn.t5.batch import collate
 
-TOKEN_POOL = 20_000_000  # drawn once; each batch of pairs is a stretch of it
+TOKEN_POOL = 20_000_000  # drawn once; each batch of pairs is a slice of it
 PAIRS_A_STEP = 256
 MICRO_BATCH_TOKENS = 131_072
 SEED = 23333
-PARTS = 10  # of the fed steps: private memory is read after each
+PARTS = 10  # the steps are timed in this many parts; private memory is read after each
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Data at scale: a store of 10 million pairs.")
+    parser = argparse.ArgumentParser(description="Measure a token store of 10 million pairs.")
     parser.add_argument("--pairs", type=int, default=10_000_000)
-    parser.add_argument("--folder", default=None, help="where the store is built for the time of the run")
+    parser.add_argument("--folder", default=None, help="directory for the temporary store")
     parser.add_argument("--steps", type=int, default=0, help="steps to feed; 0: a whole epoch")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         started = time.perf_counter()
         build = multiprocessing.get_context("spawn").Process(target=build_store, args=(Path(folder), options.pairs))
-        build.start()  # a process of its own: what it held is not to be counted
+        build.start()  # in another process, so that its memory does not count
         build.join()
         result = dict(pairs=options.pairs, build_seconds=time.perf_counter() - started)
         steps = options.steps or -(-options.pairs // PAIRS_A_STEP)
@@ -68,7 +68,7 @@ def build_store(directory, num_pairs, pool_tokens=TOKEN_POOL):
 
 
 def measure(directory, num_steps):
-    """Seconds to open and to resume, pairs/s, and the growth of private memory in MB."""
+    """Seconds to open and to resume, pairs/s, growth of private memory in MB."""
     before = private_bytes()
     started = time.perf_counter()
     store = read_store(directory)
@@ -92,7 +92,7 @@ def measure(directory, num_steps):
 
 
 def feed(store, position):
-    """Make the micro-batches of the step that begins at `position`; returns its pairs."""
+    """Make the micro-batches of the step that begins at pair `position`; returns the step's number of pairs."""
     examples = step_at(position, len(store), PAIRS_A_STEP, SEED)
     share = share_of(examples.ids, store.lengths[examples.ids].astype("int64"), 0, 1)
     for part in cut(share, store.lengths[share], MICRO_BATCH_TOKENS):
@@ -101,7 +101,7 @@ def feed(store, position):
 
 
 def private_bytes():
-    """RssAnon of this process: what it holds that is no file's."""
+    """Bytes of this process's RssAnon: memory that is not backed by a file."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 

@@ -1,10 +1,10 @@
-"""Fill: real over computed tokens of both sides, the mean of an epoch, at 1, 2 and 4 ranks.
+"""Measure the fill of an epoch: real tokens divided by computed tokens, both sides, on 1, 2 and 4 ranks.
 
     python -m bench.fill FILES... [--tokenizer_dir DIR] [--pairs 64,256,512]
 
-`--pairs` are those of one rank in a step. What is computed is read off the micro-batches that a step would run: its
-examples, the rank's share, cut, collate; padded as steps recorded as CUDA graphs are, and as steps that are not.
-Prints one JSON line for each case.
+`--pairs` is the number of pairs per rank and step. Computed tokens are counted in the micro-batches that a step would
+run (its examples, the rank's share, cut, collate), padded as in steps recorded as CUDA graphs and as in others. Prints
+one JSON line per case.
 """
 
 import argparse
@@ -26,9 +26,9 @@ SEED = 23333
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Real over computed tokens.")
+    parser = argparse.ArgumentParser(description="Measure real tokens divided by computed tokens.")
     parser.add_argument("files", nargs="+")
-    parser.add_argument("--tokenizer_dir", default="", help="empty: 8000 tokens are learnt from each file")
+    parser.add_argument("--tokenizer_dir", default="", help="default: train one with 8000 tokens on each file")
     parser.add_argument("--pairs", default="64,256,512")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +42,7 @@ def main():
 
 
 def fills(store, pairs_a_rank):
-    """Fill at each number of ranks, by whether steps are recorded, and how many sizes were recorded."""
+    """Fill on each number of ranks, with recording and without, and the number of recorded sizes."""
     found = {}
     for world_size in RANKS:
         buckets = buckets_for(store.lengths, pairs_a_rank)
@@ -53,7 +53,7 @@ def fills(store, pairs_a_rank):
 
 
 def epoch_fill(store, world_size, pairs_a_rank, buckets, micro_batch_tokens=LARGEST_MICRO_BATCH_TOKENS):
-    """(real over computed tokens of an epoch's forwards over all ranks, number of Rooms used)."""
+    """(real / computed tokens of an epoch over all ranks, number of buckets used)."""
     real, computed, used, position = 0, 0, set(), 0
     while position < len(store):
         examples = step_at(position, len(store), world_size * pairs_a_rank, SEED)
@@ -61,7 +61,7 @@ def epoch_fill(store, world_size, pairs_a_rank, buckets, micro_batch_tokens=LARG
         for rank in range(world_size):
             share = share_of(examples.ids, lengths, rank, world_size)
             parts = cut(share, store.lengths[share], micro_batch_tokens)
-            bucket = next((r for r in buckets if r.holds(store.lengths[share])), None) if len(parts) == 1 else None
+            bucket = next((b for b in buckets if b.holds(store.lengths[share])), None) if len(parts) == 1 else None
             used.add(bucket)
             for part in parts:
                 micro_batch = collate(store, part, 0, "cpu", True, bucket)
