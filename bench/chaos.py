@@ -117,9 +117,7 @@ def chaos(run, given, draw, steps_per_second, mounted):
             kill_all(processes)
         for process in processes:
             process.join(60)
-        assert all(process.exitcode is not None for process in processes), (
-            f"{kind}: a rank was still running after 60 s"
-        )
+        assert all(process.exitcode is not None for process in processes), f"{kind}: a rank still ran after 60 s"
         kill_all(processes)
         idle_lives = 0 if run.lines() > lines else idle_lives + 1
         assert idle_lives < 10, "".join(path.read_text()[-2000:] for path in run.home.glob("rank*.txt"))

@@ -1,12 +1,12 @@
-"""Does a run outlive a damaged checkpoint, a full disk, a read-only folder and one that vanishes?
+"""Does a run survive a damaged checkpoint, a full disk, a read-only directory and a deleted one?
 
     python -m bench.disks
 
-Damage: each file of the newest checkpoint with a byte flipped, cut short or deleted; the older checkpoint must be used,
-aloud, and the run end as a calm one. Disk: while a run saves after each step, its disk is filled to the last byte (a
-small tmpfs of its own), its checkpoint folder is made read-only (a bind mount), or its whole directory is deleted;
-training must go on, saves that failed be journalled, what was saved before stay whole, and the run end as a calm one.
-Where mounting is not allowed, those rows say so.
+Damage: each file of the newest checkpoint has a byte flipped, is truncated or is deleted. The run must say so, resume
+from the older checkpoint and end like an undisturbed run. Disk: while a run saves after each step, its disk (a small
+tmpfs) is filled, its checkpoint directory is made read-only (a bind mount), or its whole directory is deleted. Training
+must go on, the journal must have the failed saves, earlier checkpoints must stay intact, and the run must end like an
+undisturbed run. Rows that need a mount say so where mounting is not allowed.
 """
 
 import argparse
@@ -35,13 +35,16 @@ def main():
     for record in records:
         tell(given.out, harness="disks", **record)
     rows = [[r["trial"], r["said"], f"no: {r['wrong']}" if r["wrong"] else "yes"] for r in records]
-    note = "`python -m bench.disks`; held: the run went on, or again, and ended with the calm run's sha256 and ids."
-    write_section("disks", "Damaged, full, read-only and vanished disks", ["what happened", "said", "held"], rows, note)
+    note = (
+        "`python -m bench.disks`; passed: the run continued or resumed, its sha256 and ids are the undisturbed run's."
+    )
+    header = ["what happened", "what the run said", "passed"]
+    write_section("disks", "Damaged, full, read-only and deleted disks", header, rows, note)
     return 1 if any(record["wrong"] for record in records) else 0
 
 
 def damage_trials(home, files=FILES, harms=(flip, truncate, delete)):
-    """Yield a record of each damage to each file of the newest checkpoint."""
+    """Yield one record for each damage (`harms`) to each of `files` of the newest checkpoint."""
     calm = calm_hash(home, 1, **OPTIONS)
     killed = train(home, 1, "forward:0:9:kill", output_dir="killed", dropout=0.1, **OPTIONS)
     assert killed.codes == [-9], killed.text
@@ -53,22 +56,22 @@ def damage_trials(home, files=FILES, harms=(flip, truncate, delete)):
             harm(run.dir / "checkpoints" / name if name == "LATEST" else newest / name)
             problem = run.ends_calmly(calm)
             resumed, said = journal(run.dir, "resume")[-1]["step"], (home / "rank0.txt").read_text()
-            expected = newest if name == "LATEST" else older  # nothing depends on LATEST
+            expected = newest if name == "LATEST" else older  # a run does not need LATEST to find the newest
             if not problem and resumed != int(expected.name.removeprefix("step_")):
-                problem = f"went on from step {resumed}, not from {expected.name}"
+                problem = f"resumed from step {resumed}, not from {expected.name}"
             if not problem and ("is damaged" in said) != (expected is older):
-                problem = "did not say what it found"
-            said = f"went on from step {resumed}"
+                problem = "did not report the damage"
+            said = f"resumed from step {resumed}"
             yield dict(trial=f"{name}: {harm.__name__}", said=said, wrong=problem)
 
 
 def disk_trials(home, epochs=20):
-    """Yield a record of each thing that can happen to a disk under a run, which must be long enough for it."""
+    """Yield one record for each disk fault; `epochs` must be long enough for the run to notice it."""
     options = OPTIONS | dict(epochs=epochs)
     calm = calm_hash(home, 1, **options)
     for trial, harm, mounts in (
         ("a full disk, for a while", fill, True),
-        ("a read-only checkpoint folder, for a while", make_read_only, True),
+        ("a read-only checkpoint directory, for a while", make_read_only, True),
         ("the run directory deleted", remove, False),
     ):
         (home / "disk").mkdir(exist_ok=True)
@@ -83,13 +86,13 @@ def disk_trials(home, epochs=20):
 
 
 def disk_trial(run, harm, calm):
-    """Let `harm` come to the disk of a run until it has noticed; what it said, and what was wrong with it."""
+    """Do `harm` to the disk of a run until the run has noticed; returns dict(said, wrong)."""
     processes = run.start()
     run.wait_for("checkpoints", lambda: len(checkpoint_paths(run.dir)) == 2 and run.lines() > 10, processes)
     heal = harm(run.dir)
-    failures = "no checkpoint of step"
+    failure = "no checkpoint of step"
     noticed = {
-        fill: lambda: (run.home / "rank0.txt").read_text().count(failures) >= 3,
+        fill: lambda: (run.home / "rank0.txt").read_text().count(failure) >= 3,
         remove: lambda: checkpoint_paths(run.dir),
     }
     noticed[make_read_only] = noticed[fill]
@@ -100,12 +103,12 @@ def disk_trial(run, harm, calm):
     processes[0].join(300)
     done = (run.home / "rank0.txt").read_text()
     wrong = [] if alive and processes[0].exitcode == 0 else [f"exit code {processes[0].exitcode}: {done[-2000:]}"]
-    wrong += [] if whole else ["no whole checkpoint was left"]
+    wrong += [] if whole else ["no intact checkpoint was left"]
     failed = [line for line in journal(run.dir, "save") if "error" in line]
     wrong += [] if failed or harm is remove else ["no save failed: nothing was tested"]
     steps = [line["step"] for line in journal(run.dir, "train")]
     wrong += [] if harm is remove or steps == list(range(1, len(steps) + 1)) else ["train lines are missing"]
-    if harm is remove:  # and with it the example ids of the steps before
+    if harm is remove:  # the example ids of earlier steps were deleted too
         wrong += [] if weights_hash(run.dir) == calm else ["sha256"]
     elif not wrong and (problem := run.ends_calmly(calm)):
         wrong.append(problem)
@@ -115,7 +118,7 @@ def disk_trial(run, harm, calm):
 
 def make_read_only(directory):
     folder = directory / "checkpoints"
-    for _ in range(100):  # busy while a save has files open
+    for _ in range(100):  # fails while a save has files open
         subprocess.run(["mount", "--bind", folder, folder], check=True)
         if not mount("-o", "remount,bind,ro", folder):
             break
@@ -124,7 +127,7 @@ def make_read_only(directory):
 
 
 def unmount(folder):
-    subprocess.run(["umount", "--lazy", folder], check=True)  # else it fails while a save has files open
+    subprocess.run(["umount", "--lazy", folder], check=True)  # --lazy works while a save has files open
 
 
 def remove(directory):

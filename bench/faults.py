@@ -1,12 +1,12 @@
-"""Does a run outlive an out of memory anywhere, on any rank, under any of its names?
+"""Does a run survive an out-of-memory error at any site, on any rank, raised under any of its names?
 
     python -m bench.faults [--worlds 2,4] [--out FILE]
 
-One run for each number of processes, failing rank and name of the error, in which it happens once at every site:
-forward, loss, first and later backward, before the reduction, evaluation, generation, the update, a save. On GPUs where
-there are any (one for each process, NCCL), else on the CPU (Gloo). The run must end within a minute of the calm one,
-with its weights and optimizer state (sha256), each id once, its steps and its learning rates. Rewrites the table in
-docs/faults.md; exit code 1 when any run did not hold.
+There is one run for each number of processes, failing rank and name of the error. In it the error is raised once at
+every site: forward, loss, first and later backward, before the reduction, evaluation, generation, the update, a save.
+Runs use GPUs if there are any (one per process, NCCL), else the CPU (Gloo). A run must take at most a minute longer than
+the undisturbed run and end with the same weights and optimizer state (sha256), each id once per epoch, and the same
+steps, losses and learning rates. Rewrites the table in docs/faults.md; exit code 1 if any run failed.
 """
 
 import argparse
@@ -26,24 +26,24 @@ from tests.trials import WITH_KERNELS, tell, write_section
 STEPS = 12
 SITES = dict(
     forward=1, loss=2, backward_first=3, backward=4, reduce=5, evaluate=6, save=7, optimizer=9, update=10, generate=12
-)  # site: step
+)  # {site: step at which it fails}
 RANKS, KINDS = ("0", "last", "all"), ("real", "oom", "cublas", "cudnn", "nccl", "cpu")
 HANG_SECONDS = 60
 
 
 def options(world):
-    """Of a run of STEPS steps in which every rank has several micro-batches a step."""
+    """Options of a run of STEPS steps in which every rank has several micro-batches per step."""
     batch = 4 * world
-    steps_an_epoch = -(-NUM_PAIRS // batch)
+    steps_per_epoch = -(-NUM_PAIRS // batch)
     kernels = WITH_KERNELS if torch.cuda.device_count() else dict(dropout=0.1)
     return kernels | dict(
-        global_batch_size=batch, epochs=STEPS // steps_an_epoch, micro_batch_tokens=64, save_steps=1,
+        global_batch_size=batch, epochs=STEPS // steps_per_epoch, micro_batch_tokens=64, save_steps=1,
         bleu_pairs=2 * world, max_new_tokens=4,
     )  # fmt: skip
 
 
 def calm_run(home, world):
-    """(Run directory, seconds) of the run that nothing disturbs."""
+    """(run directory, seconds) of the undisturbed run."""
     started = time.monotonic()
     done = train(home, world, output_dir=f"calm{world}", seconds=600, **options(world))
     assert done.codes == [0] * world, done.text
@@ -51,7 +51,7 @@ def calm_run(home, world):
 
 
 def faulty_run(home, world, rank, kind, calm, calm_seconds):
-    """Record of the run in which `kind` happens on `rank` at every site; `wrong` says what did not hold."""
+    """Record of the run in which `kind` is raised on `rank` at every site; `wrong` lists the checks that failed."""
     name, started = f"faulty{world}_{rank}_{kind}", time.monotonic()
     faults = ",".join(f"{site}:{rank}:{step}:{kind}" for site, step in SITES.items())
     record = dict(world=world, rank=rank, kind=kind)
@@ -63,15 +63,15 @@ def faulty_run(home, world, rank, kind, calm, calm_seconds):
     if done.codes != [0] * world:
         return record | dict(sites=[], seconds=seconds, wrong=f"exit codes {done.codes}: {done.text[-2000:]}")
     sites = fired(home / name)
-    expected = set(SITES) - ({"save"} if rank == "last" else set())  # rank 0 alone saves
+    expected = set(SITES) - ({"save"} if rank == "last" else set())  # only rank 0 saves
     wrong = [f"{check} differs" for check, holds in checks(home / name, calm).items() if not holds]
     wrong += [f"{site} did not fire" for site in expected.difference(sites)]
     return record | dict(sites=sites, seconds=seconds, wrong="; ".join(wrong))
 
 
 def checks(run_dir, calm):
-    """Whether a run ended as the calm one, by name of the check."""
-    told, expected = (
+    """{name of the check: whether the run equals the undisturbed one in it}."""
+    found, expected = (
         [(line["step"], line["loss"], line["learn_rate"]) for line in journal(path, "train")]
         for path in (run_dir, calm)
     )
@@ -80,7 +80,7 @@ def checks(run_dir, calm):
         weights=weights_hash(run_dir) == weights_hash(calm),
         optimizer_state=optimizer_hash(run_dir) == optimizer_hash(calm),
         example_ids=ids == ids_by_epoch(calm) and all(mine == list(range(NUM_PAIRS)) for mine in ids.values()),
-        steps_losses_and_rates=told == expected and len(told) == STEPS,
+        steps_losses_and_rates=found == expected and len(found) == STEPS,
     )
 
 
@@ -89,14 +89,14 @@ def optimizer_hash(run_dir):
 
 
 def fired(run_dir):
-    """Sites at which the journal says that memory ran out, undone lines included."""
+    """Sites at which memory ran out according to the journal, including lines that a later resume undid."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = {step: site for site, step in SITES.items()}
     named = [line for line in lines if line["kind"] == "oom" or (line["kind"] == "save" and "error" in line)]
     return [steps.get(line["step"], "?") for line in named]
 
 
-def held(record):
+def verdict(record):
     return f"no: {record['wrong'][:200]}" if record["wrong"] else "yes"
 
 
@@ -115,12 +115,12 @@ def main():
                     records.append(faulty_run(home, world, rank, kind, *calm))
                     tell(given.out, harness="faults", **records[-1])
     rows = [
-        [*(r[name] for name in ("world", "rank", "kind")), len(r["sites"]), r.get("seconds", "–"), held(r)]
+        [*(r[name] for name in ("world", "rank", "kind")), len(r["sites"]), r.get("seconds", "–"), verdict(r)]
         for r in records
     ]
     where = "NCCL" if torch.cuda.device_count() else "Gloo"
-    note = f"`python -m bench.faults --worlds {given.worlds}`: once at each of {', '.join(SITES)} in each run."
-    header = ["processes", "on rank", "error", "times", "seconds over the calm run", "held"]
+    note = f"`python -m bench.faults --worlds {given.worlds}`: each run fails once at each of {', '.join(SITES)}."
+    header = ["processes", "on rank", "error", "times", "seconds over the undisturbed run", "passed"]
     write_section(f"matrix_{where.lower()}", f"Out of memory at every site ({where})", header, rows, note)
     return 1 if any(record["wrong"] for record in records) else 0
 
