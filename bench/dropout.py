@@ -1,9 +1,10 @@
-"""Does training lose anything without dropout on attention's probabilities? transformers' T5 both ways, at equal pairs.
+"""Does training get worse without dropout on attention probabilities? Trains transformers' T5 with it and without it.
 
     python -m bench.dropout --train_file FILE --validation_file FILE --tokenizer_dir DIR [--dropout 0.1] [--seeds 0,1]
 
-The same pairs in the same order, the same first weights; dropout everywhere as T5 has it, or everywhere but on the
-probabilities, as this trainer has it. Prints a JSON line a training with its validation loss.
+All trainings of a seed have the same pairs in the same order and the same initial weights. Dropout is everywhere, as in
+T5, or everywhere except on the attention probabilities, as in this trainer. Prints one JSON line per training with its
+validation loss.
 """
 
 import argparse
@@ -30,9 +31,9 @@ def main():
     for name in ("train_file", "validation_file", "tokenizer_dir"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--model", default="small")
-    parser.add_argument("--pairs", type=int, default=64, help="in a step")
+    parser.add_argument("--pairs", type=int, default=64, help="per step")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--rate", type=float, default=1e-2, help="peak of torch's Adafactor")
+    parser.add_argument("--rate", type=float, default=1e-2, help="peak learning rate of torch's Adafactor")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seeds", default="0,1")
     given = parser.parse_args()
@@ -45,14 +46,13 @@ def main():
     for seed in map(int, given.seeds.split(",")):
         for on_probabilities in (True, False):
             loss = train_once(given, train, valid, tokenizer, seed, on_probabilities, device)
-            told = dict(bench="dropout", model=given.model, dropout=given.dropout, seed=seed, steps=given.steps)
-            print(
-                json.dumps(told | dict(on_probabilities=on_probabilities, validation_loss=round(loss, 4))), flush=True
-            )
+            record = dict(bench="dropout", model=given.model, dropout=given.dropout, seed=seed, steps=given.steps)
+            record |= dict(on_probabilities=on_probabilities, validation_loss=round(loss, 4))
+            print(json.dumps(record), flush=True)
 
 
 def train_once(given, train, valid, tokenizer, seed, on_probabilities, device):
-    """Validation loss after a training."""
+    """Validation loss after one training."""
     torch.manual_seed(seed)
     model = make_t5(given, tokenizer).to(device)
     for module in model.modules():
@@ -71,14 +71,15 @@ def train_once(given, train, valid, tokenizer, seed, on_probabilities, device):
 
 
 def make_t5(given, tokenizer):
-    shape = replace(load_model_config(given.model), vocab_size=tokenizer.vocab_size)
+    model_config = replace(load_model_config(given.model), vocab_size=tokenizer.vocab_size)
     ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id)
     kind = dict(feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False)
-    return T5ForConditionalGeneration(T5Config(**asdict(shape), **ids, **kind, dropout_rate=given.dropout)).train()
+    config = T5Config(**asdict(model_config), **ids, **kind, dropout_rate=given.dropout)
+    return T5ForConditionalGeneration(config).train()
 
 
 def loss_of(model, store, ids, device):
-    """Mean loss of a target token of these pairs."""
+    """Mean loss per target token of these pairs, nats."""
     prompts, responses = store.tokens(ids)
     prompt_ends, response_ends = (np.cumsum(side)[:-1] for side in store.lengths[ids].astype(np.int64).T)
     sides = zip(np.split(prompts, prompt_ends), np.split(responses, response_ends), strict=True)
@@ -89,7 +90,7 @@ def loss_of(model, store, ids, device):
 
 @torch.no_grad()
 def evaluate(model, store, device, pairs=64):
-    """Mean loss of a target token of all pairs."""
+    """Mean loss per target token of all pairs, nats."""
     total = 0.0
     for start in range(0, len(store), pairs):
         ids = np.arange(start, min(start + pairs, len(store)))

@@ -1,14 +1,14 @@
-"""A user's whole fine-tuning, from command to exit: `./train_sft_custom.sh 16` against transformers' Seq2SeqTrainer.
+"""Time a complete fine-tuning from command to exit: `./train_sft_custom.sh 16` and transformers' Seq2SeqTrainer.
 
     python -m bench.end_to_end --output_dir DIR [--model small] [--pairs 5000] [--epochs 3] [--cpu]
 
 Both start from the same exported random weights and the same parquet files, tokenise them, train for the same epochs,
-compute the loss of the same 64 validation pairs and save after each epoch (no answers are generated), and leave a
-model. Ours runs twice, first without compiled kernels and tokens (cold), then with both (warm), each time into an empty
-run directory; when its first training line (of step 10) was written is told too, and what share of its steps was spent
-waiting for data. The trainer runs with 16 pairs a forward and two forwards a step as ours does, and with the pairs a
-step that suit it: bf16, SDPA, grouped by length, fused AdamW. Each is a process of its own, one after the other; a JSON
-line tells each one's seconds, the last line how many times ours' the trainer's are.
+compute the loss of the same 64 validation pairs and save after each epoch (without generating answers), and write a
+model. Ours runs twice, each time into an empty run directory: cold, without compiled kernels and stored tokens, then
+warm, with both. Its JSON line also has the seconds to its first training line (step 10) and the share of the step time
+spent waiting for data. Seq2SeqTrainer runs with 16 pairs per forward and two forwards per step like ours, and with its
+best number of pairs per step (--large), in bf16 with SDPA, grouping by length and fused AdamW. Each part is one
+process, run alone, with one JSON line; the last line has the ratios of their seconds.
 """
 
 import argparse
@@ -30,20 +30,20 @@ from model.nn.t5.network import TextToTextModel
 from model.nn.weights_io import export_model
 from tests.tiny import journal
 
-PAIRS = 16  # a GPU: what the guides type
+PAIRS = 16  # per GPU: what the guides type
 LIMIT_SECONDS = 550
 
 
 def main():
-    parser = argparse.ArgumentParser(description="A whole fine-tuning, ours against transformers' trainer.")
+    parser = argparse.ArgumentParser(description="Time a complete fine-tuning, ours and transformers' trainer.")
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--model", default="small")
     parser.add_argument("--pairs", type=int, default=5000)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--large", type=int, default=128, help="pairs a step that suit transformers' trainer best")
+    parser.add_argument("--large", type=int, default=128, help="pairs per step at which Seq2SeqTrainer is fastest")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--parts", default="ours-cold,ours-warm,trainer,trainer-large")
-    parser.add_argument("--trainer", default="", help="(for its child processes) JSON of the cell to run")
+    parser.add_argument("--trainer", default="", help="JSON of the trainer's part to run (for child processes)")
     options = parser.parse_args()
     folder = Path(options.output_dir).resolve()
     if options.trainer:
@@ -53,7 +53,6 @@ def main():
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     furnish(folder, options.model, options.pairs)
-    # one after the other: each is timed alone
     seconds = {name: seconds_of(name, folder, options) for name in options.parts.split(",")}
     ratios = {
         f"{theirs}/{ours}": round(seconds[theirs] / seconds[ours], 2)
@@ -69,22 +68,22 @@ def main():
 
 
 def furnish(folder, model, pairs):
-    """The corpus, and start/: the weights and the tokenizer that both fine-tune."""
+    """Write the corpus and start/, the weights and the tokenizer that every part fine-tunes."""
     write_corpus(folder, pairs)
-    shape = replace(load_model_config(model), vocab_size=VOCAB_SIZE)
-    export_model(TextToTextModel(shape).initialise(0), load_tokenizer(folder / "tokenizer"), folder / "start")
+    model_config = replace(load_model_config(model), vocab_size=VOCAB_SIZE)
+    export_model(TextToTextModel(model_config).initialise(0), load_tokenizer(folder / "tokenizer"), folder / "start")
 
 
 def seconds_of(name, folder, options):
-    """Seconds of a part from start to exit, None where it failed; prints its JSON line."""
+    """Run a part and print its JSON line; returns its seconds from start to exit, or None if it failed."""
     job, begun = Job(name, words_of(name, folder, options), LIMIT_SECONDS, caches(folder, name)), time.time()
     (done,) = run_jobs([job], folder / "logs", gpu_slots(0 if options.cpu else 1))
     line = dict(part=name, seconds=round(done.seconds, 2), problem=done.problem)
     if name.startswith("ours") and not done.problem:
         entries = journal(folder / "runs" / name, "train")
-        waited, lasted = (sum(entry[kind] for entry in entries) for kind in ("data_wait_seconds", "step_seconds"))
+        wait, total = (sum(entry[kind] for entry in entries) for kind in ("data_wait_seconds", "step_seconds"))
         line["trains_after_seconds"] = round(entries[0]["time"] - begun, 2)
-        line["data_wait_percent"] = round(100 * waited / lasted, 3)
+        line["data_wait_percent"] = round(100 * wait / total, 3)
     print(json.dumps(line), flush=True)
     if done.problem:
         print(done.text[-2000:], file=sys.stderr, flush=True)
@@ -105,13 +104,13 @@ def words_of(name, folder, options):
 
 
 def caches(folder, name):
-    """Environment of a part: compiled kernels are kept in `folder`, so the first of ours finds none."""
+    """Environment of a part: compile caches are in `folder`, so the first run of ours compiles its kernels."""
     owner = folder / "caches" / name.split("-")[0]
     return dict(TRITON_CACHE_DIR=f"{owner}/triton", TORCHINDUCTOR_CACHE_DIR=f"{owner}/inductor", HF_HUB_OFFLINE="1")
 
 
 def train_trainer(cell, folder, epochs):
-    """The script of somebody who uses transformers' Seq2SeqTrainer well."""
+    """Fine-tune with transformers' Seq2SeqTrainer, with the settings that make it fast."""
     from transformers import Seq2SeqTrainer, T5ForConditionalGeneration  # takes seconds to import
 
     from bench.loops import pad, trainer_arguments, trainer_rows
