@@ -31,9 +31,7 @@ class StepClock:
 
     def __init__(self, device, pace, gate=None, on_start=lambda: None, forgets_peak=True):
         self.device, self.pace, self.gate, self.on_start = device, pace, gate, on_start
-        self.forgets_peak = (
-            forgets_peak  # reset the peak before timing; False for CUDA graphs: replay allocates nothing
-        )
+        self.forgets_peak = forgets_peak  # whether timing resets the peak; replaying a CUDA graph allocates nothing
         self.steps, self.first_step_at, self.first_step_seconds = 0, None, None
         self.marks, self.pairs, self.tokens = [], [], []
         self.peak_bytes, self.cpu_seconds = 0, 0.0

@@ -4,9 +4,9 @@
 
 There is one run for each number of processes, failing rank and name of the error. In it the error is raised once at
 every site: forward, loss, first and later backward, before the reduction, evaluation, generation, the update, a save.
-Runs use GPUs if there are any (one per process, NCCL), else the CPU (Gloo). A run must take at most a minute longer than
-the undisturbed run and end with the same weights and optimizer state (sha256), each id once per epoch, and the same
-steps, losses and learning rates. Rewrites the table in docs/faults.md; exit code 1 if any run failed.
+Runs use GPUs if there are any (one per process, NCCL), else the CPU (Gloo). A run must take at most a minute longer
+than the undisturbed run and end with the same weights and optimizer state (sha256), each id once per epoch, and the
+same steps, losses and learning rates. Rewrites the table in docs/faults.md; exit code 1 if any run failed.
 """
 
 import argparse
