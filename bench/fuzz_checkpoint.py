@@ -1,4 +1,4 @@
-"""The fuzz target of a run's checkpoints: damaged files, and odd values under hashes that fit."""
+"""Fuzz target of a run's checkpoints: damaged files, and changed values with matching hashes."""
 
 import functools
 import hashlib
@@ -31,7 +31,7 @@ WHOLE = MemoryPlan(10**4, 128, False, 0)
 
 @functools.cache
 def tiny_run():
-    """(folder with checkpoints and exports of a tiny run, its model, its optimizer); made once a process."""
+    """(directory with a tiny run's checkpoint and exports, its model, its optimizer); made once per process."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz_parts_"))
     train_tokenizer([PROBE], 400, folder / "tokenizer")
     tokenizer = load_tokenizer(folder / "tokenizer")
@@ -54,7 +54,7 @@ def check_checkpoint(draw, folder):
     shutil.copytree(original, path)
     victim = draw.choice(sorted(path.iterdir()))
     change = draw.randrange(10)
-    if change >= 5:  # by someone who mends the manifest too
+    if change >= 5:  # the hash in the manifest is changed too
         check_changed_state(draw, path)
         return
     if change == 0:
@@ -73,10 +73,10 @@ def check_checkpoint(draw, folder):
 
 
 def check_changed_state(draw, path):
-    """Change the values in a checkpoint's state.json: what is read must be what was written, and a step go on there."""
+    """Change values in a checkpoint's state.json: it must be read as written, and a step must run from it."""
     file, manifest = path / "state.json", json.loads((path / "manifest.json").read_text())
     values = json.loads(file.read_text())
-    if draw.random() < 0.4:  # a number by another
+    if draw.random() < 0.4:  # replace one integer by another
         node = draw.choice((values, values["plan"], values["growth"], values["growth"]["full"]))
         node[draw.choice([name for name in node if type(node[name]) is int])] = draw.randrange(4000)
     else:
@@ -88,16 +88,16 @@ def check_changed_state(draw, path):
     (path / "manifest.json").write_text(json.dumps(manifest))
     found = read_checkpoint(path)
     values.pop("format", None)
-    expected = asdict(TrainState()) | values  # what a format before this one lacks
+    expected = asdict(TrainState()) | values  # an older format has no values for some fields
     assert asdict(found.state) == expected | dict(recent_norms=tuple(expected["recent_norms"]))
     plan = MemoryPlan(**found.state.plan) if found.state.plan else WHOLE
-    plan = replace(plan, graphs=False)  # as a run on a CPU has it
+    plan = replace(plan, graphs=False)  # a CPU has no CUDA graphs
     losses = [_step_after(found, *cutting) for cutting in ((plan, found.state.growth), (WHOLE, None))]
     assert math.isclose(*losses, rel_tol=1e-5)
 
 
 def _step_after(found, plan, growth):
-    """Loss of the step that a run on two epochs of a few pairs takes from a Checkpoint, nothing after the last."""
+    """Loss of the next step after a checkpoint, in a run of two epochs of a few pairs; 0 if there is none."""
     store, state, config = _store(), found.state, load_config("pretrain", dict(spike_guard=3.0))
     model = TextToTextModel(T5ModelConfig(**state.shape))
     load_into(model, found, found.path)

@@ -1,6 +1,7 @@
-"""Fuzz targets of what strangers make on purpose: tensors that expand, absurd configurations, links, terminal controls.
+"""Fuzz targets of hostile files: tensors that expand, invalid configurations, links, terminal control characters.
 
-Targets as in bench/fuzz_targets.py: a function of (draw, folder) that writes one input and asserts what was read of it.
+As in bench/fuzz_targets.py a target is a function of (draw, folder) that writes one input, reads it and asserts that it
+was read correctly.
 """
 
 import copy
@@ -28,10 +29,10 @@ from model.run.run_dir import admit, claim, cut_sample_ids
 from model.runtime.atomic_io import write_json
 from model.runtime.terminal import printable
 
-MOST_GROWTH_BYTES = 300 * 2**20
+MAX_GROWTH_BYTES = 300 * 2**20
 NAME = "encoder.final_layer_norm.weight"
 SECRET = "SECRET of another user\n"
-STEERING = [
+CONTROLS = [
     *map(chr, range(32)),
     *map(chr, range(127, 160)),
     *"\u202e\u2066\u200f\u2028\u061c",
@@ -42,37 +43,37 @@ NUMBERS = [0, -1, 1, 2, 3, 7, 257, 2_000_000, 2**31, 2**63, 10**40, 0.5, 1e-6, 1
 
 
 def text(value):
-    """A short text as pickle spells it."""
+    """The pickle opcodes of a short text."""
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
-def whole(number):
-    """A whole number of 64 bits as pickle spells it."""
+def integer(number):
+    """The pickle opcodes of a 64-bit integer."""
     return b"\x8a\x08" + struct.pack("<q", number)
 
 
 def pickled_tensor(held, offset, size, stride):
-    """A pickle of {"shared.weight": a tensor that claims these numbers of a storage that claims `held` floats}."""
-    storage = text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + whole(held)
-    tuples = [b"(" + b"".join(map(whole, numbers)) + b"t" for numbers in (size, stride)]
-    made = b"ctorch._utils\n_rebuild_tensor_v2\n((" + storage + b"tQ" + whole(offset) + b"".join(tuples)
+    """A pickle of {"shared.weight": tensor} with this offset, size and stride in a storage of `held` floats."""
+    storage = text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + integer(held)
+    tuples = [b"(" + b"".join(map(integer, numbers)) + b"t" for numbers in (size, stride)]
+    made = b"ctorch._utils\n_rebuild_tensor_v2\n((" + storage + b"tQ" + integer(offset) + b"".join(tuples)
     return b"\x80\x02}" + text("shared.weight") + made + b"\x89ccollections\nOrderedDict\n)RtRs."
 
 
 def pickled_bytes(count):
-    """A pickle of {"shared.weight": so many bytes}, which torch would make before it is asked for them."""
-    return b"\x80\x02}" + text("shared.weight") + b"c__builtin__\nbytearray\n" + whole(count) + b"\x85Rs."
+    """A pickle of {"shared.weight": bytearray(count)}, which torch would allocate while it reads the file."""
+    return b"\x80\x02}" + text("shared.weight") + b"c__builtin__\nbytearray\n" + integer(count) + b"\x85Rs."
 
 
 def write_archive(path, pickle, data=b"\0" * 16, compression=zipfile.ZIP_STORED):
-    """A file like torch.save's with this pickle and one storage."""
+    """Write a file like torch.save's with this pickle and one storage."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, content in (("data.pkl", pickle), ("byteorder", b"little"), ("data/0", data), ("version", b"3\n")):
             archive.writestr(f"weights/{name}", content)
 
 
 def _odd_tensor(draw, tensor):
-    """(a tensor in the place of `tensor`, whether it is an honest one and must be taken)."""
+    """(replacement for `tensor`, whether it is valid and must be accepted)."""
     size = 2 ** draw.randrange(1, 34)
     return draw.choice((
         lambda: (torch.zeros(1).expand(size), False),
@@ -94,10 +95,10 @@ def _odd_tensor(draw, tensor):
 
 
 def check_tensors(draw, folder):
-    """Weights that claim more than they have, or are of another kind: refused in little memory, or equal."""
+    """Weights whose size is false or whose type is wrong: refused in little memory, or read correctly."""
     _, model, _ = tiny_run()
-    path, honest = folder / "weights.bin", {name: t.detach().clone() for name, t in model.state_dict().items()}
-    before, same, expected = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, False, honest
+    path, valid = folder / "weights.bin", {name: t.detach().clone() for name, t in model.state_dict().items()}
+    before, is_valid, expected = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, False, valid
     if draw.random() < 0.3:
         numbers = [draw.choice((-1, 0, 1, 2, 4, 2**20, 2**34, 2**62)) for _ in range(6)]
         pickle = pickled_tensor(numbers[0], numbers[1], numbers[2:4], numbers[4:]) if draw.random() < 0.7 else None
@@ -105,31 +106,31 @@ def check_tensors(draw, folder):
             path, pickle or pickled_bytes(numbers[0]), b"\0" * 4 * draw.choice((1, 4, 10**6)), draw.choice((0, 8))
         )
     else:
-        odd, same = _odd_tensor(draw, honest[NAME])
-        expected = honest | {NAME: odd}
+        odd, is_valid = _odd_tensor(draw, valid[NAME])
+        expected = valid | {NAME: odd}
         ending, legacy = draw.choice((".bin", ".bin", ".safetensors")), draw.random() < 0.3
         if ending == ".bin":
             torch.save(
-                honest | {draw.choice(("", "module.")) + NAME: odd}, path, _use_new_zipfile_serialization=not legacy
+                valid | {draw.choice(("", "module.")) + NAME: odd}, path, _use_new_zipfile_serialization=not legacy
             )
         else:
-            path, expected = path.with_suffix(ending), honest
-            same = _save_lying(draw, path, honest)
+            path, expected = path.with_suffix(ending), valid
+            is_valid = _save_changed_header(draw, path, valid)
     try:
         weights = load_weights(path)
         load_into(copy.deepcopy(model), weights, path)
-        assert weights.tensors.keys() == honest.keys()
-        assert all(torch.equal(weights.tensors[name], expected[name].float()) for name in honest), "other numbers"
+        assert weights.tensors.keys() == valid.keys()
+        assert all(torch.equal(weights.tensors[name], expected[name].float()) for name in valid), "wrong values"
     except ValueError:
-        assert not same, "an honest file is refused"
+        assert not is_valid, "a valid file is refused"
         raise
     finally:
-        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-        assert grown < MOST_GROWTH_BYTES, f"{grown:,} bytes for a file of {path.stat().st_size:,}"
+        growth = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        assert growth < MAX_GROWTH_BYTES, f"{growth:,} bytes for a file of {path.stat().st_size:,}"
 
 
-def _save_lying(draw, path, tensors):
-    """Write a .safetensors file whose header has one entry changed; True where it still says the same."""
+def _save_changed_header(draw, path, tensors):
+    """Write a .safetensors file with at most one change in its header; returns True if nothing was changed."""
     save_file(tensors, path)
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
@@ -149,7 +150,7 @@ def _save_lying(draw, path, tensors):
 
 
 def check_model_config(draw, folder):
-    """An absurd config.json of a Hugging Face model: refused, or the T5 that transformers takes it for."""
+    """A mutated config.json of a Hugging Face model: refused, or read as transformers' T5Config reads it."""
     parts, *_ = tiny_run()
     shutil.copytree(parts / "exported", folder / "model")
     path = folder / "model" / "config.json"
@@ -160,11 +161,11 @@ def check_model_config(draw, folder):
     if draw.random() < 0.05:
         written = draw.choice(("[" * 10**5, '{"a":' * 10**5, '{"d_model": ' + "9" * 10**4 + "}", "[0," * 10**6, ""))
     path.write_text(written)
-    network = load_weights(folder / "model").model_config
-    known = asdict(network).keys() | COMPUTED.keys() | OTHER_NAMES.keys()
-    theirs = T5Config(**{name: value for name, value in values.items() if name in known})
-    assert all(getattr(theirs, name) == value for name, value in asdict(network).items()), "another shape"
-    assert (theirs.dense_act_fn, theirs.is_gated_act, theirs.scale_decoder_outputs) == ("relu", False, True)
+    found = load_weights(folder / "model").model_config
+    known = asdict(found).keys() | COMPUTED.keys() | OTHER_NAMES.keys()
+    expected = T5Config(**{name: value for name, value in values.items() if name in known})
+    assert all(getattr(expected, name) == value for name, value in asdict(found).items()), "another model"
+    assert (expected.dense_act_fn, expected.is_gated_act, expected.scale_decoder_outputs) == ("relu", False, True)
 
 
 def _change(draw, values):
@@ -185,7 +186,7 @@ def _change(draw, values):
 
 
 def check_links(draw, folder):
-    """Links in the places of a run's files: nothing is written to or copied from where they lead."""
+    """Links in place of a run's files: nothing is written to or copied from their targets."""
     parts, model, _ = tiny_run()
     secret, run_dir, tokenizer_dir = folder / "secret", folder / "run", folder / "tokenizer"
     secret.mkdir()
@@ -206,14 +207,14 @@ def check_links(draw, folder):
     ]
     for _ in range(draw.choice((0, 1, 1, 2))):
         home = draw.choice((run_dir, run_dir, tokenizer_dir))
-        at = home / draw.choice((*names, "checkpoints", "plots") if home == run_dir else TOKENIZER_FILES)
-        _replace_by_link(at, draw.choice((secret / "file", secret, Path("../secret/file"), secret / "absent")))
+        path = home / draw.choice((*names, "checkpoints", "plots") if home == run_dir else TOKENIZER_FILES)
+        _replace_by_link(path, draw.choice((secret / "file", secret, Path("../secret/file"), secret / "absent")))
     try:
-        _work_in(run_dir, load_tokenizer(tokenizer_dir), model, draw.random() < 0.3)
+        _write_run(run_dir, load_tokenizer(tokenizer_dir), model, draw.random() < 0.3)
     finally:
         assert os.listdir(secret) == ["file"] and (secret / "file").read_text() == SECRET, "written through a link"
     copies = [path for path in run_dir.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-    assert not copies, f"{copies} hold another's text"
+    assert not copies, f"{copies} contain the text behind a link"
 
 
 def _replace_by_link(path, target):
@@ -221,8 +222,8 @@ def _replace_by_link(path, target):
     path.symlink_to(target)
 
 
-def _work_in(run_dir, tokenizer, model, overwrite):
-    """What a run writes, in its order."""
+def _write_run(run_dir, tokenizer, model, overwrite):
+    """Write what a run writes, in the same order."""
     admitted = admit(run_dir, "auto", overwrite)
     with claim(run_dir, admitted, overwrite, tokenizer.directory):
         write_json(run_dir / "config.json", {})
@@ -235,8 +236,8 @@ def _work_in(run_dir, tokenizer, model, overwrite):
 
 
 def check_printable(draw, folder):
-    """A journal with control characters in its texts: what is shown of it steers no terminal."""
-    texts = ["".join(draw.choices([*STEERING, "a", "的", "😀", "\\", "\udc80"], k=9)) for _ in range(4)]
+    """A journal with control characters in its texts: the printed text has none of them."""
+    texts = ["".join(draw.choices([*CONTROLS, "a", "的", "😀", "\\", "\udc80"], k=9)) for _ in range(4)]
     records = [dict(kind="start", time=1.0, preset=texts[0]), dict(kind="save", step=1, path=texts[1], error=texts[2])]
     records = records[: draw.randrange(1, 3)] + [mutate_tree(draw, record) for record in records]
     path = folder / "metrics.jsonl"
@@ -245,7 +246,7 @@ def check_printable(draw, folder):
         for value in record.values():
             shown = printable(value if isinstance(value, str) else str(value))
             assert not re.search(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
-            shown.encode()  # no half of a surrogate pair, at which a terminal's print would die
+            shown.encode()  # fails for an unpaired surrogate, which print cannot write
     plain = "".join(character for character in texts[0] if character.isalpha() or character == "😀")
     assert printable(plain) == plain
 

@@ -1,7 +1,7 @@
-"""What is fuzzed: for each reader of ours, how an input is made and how its result is judged.
+"""Fuzz targets: for each reader of this project, how an input is made and how the result is judged.
 
-A target is a function of (draw, folder): it writes one mutated input into the empty `folder`, reads it as a run would,
-and asserts that what came back is right. `draw` is a random.Random.
+A target is a function of (draw, folder): it writes one mutated input into the empty directory `folder`, reads it as a
+run would, and asserts that it was read correctly. `draw` is a random.Random.
 """
 
 import contextlib
@@ -54,16 +54,16 @@ def dialogues(draw):
 
 
 def pairs_of(path):
-    """The pairs; whoever leaves malformed rows out must be told of one, or find the same."""
-    told, kept = [], None
+    """The pairs of a file. A reader that skips malformed rows must report one, or give the same pairs."""
+    reports, kept = [], None
     with contextlib.suppress(ValueError):
-        kept = list(read_pairs(path, on_malformed=told.append))
+        kept = list(read_pairs(path, on_malformed=reports.append))
     try:
         found = list(read_pairs(path))
     except ValueError:
-        assert told or kept is None
+        assert reports or kept is None
         raise
-    assert kept == found and not told
+    assert kept == found and not reports
     return found
 
 
@@ -76,7 +76,7 @@ def check_json(draw, folder, suffix=".json"):
     path = folder / f"data{suffix}"
     path.write_bytes(data)
     found = pairs_of(path)
-    again = folder / "again.jsonl"  # what the standard library reads in it, a value a line
+    again = folder / "again.jsonl"  # what the standard library reads from the same bytes, one value per line
     again.write_text("\n".join(json.dumps(value) for value in _json_values(decoded(data))))
     assert found == pairs_of(again)
 
@@ -133,7 +133,7 @@ def check_parquet(draw, folder):
 
 
 def check_parquet_bomb(draw, folder):
-    """A small file of few distinct values that stand for many rows, turns or nulls."""
+    """A small file with few distinct values and many rows, turns or nulls."""
     path, count = folder / "data.parquet", draw.choice((3, 500, 20_000, 3_000_000))
     value = text(draw) * draw.choice((1, 1000, 300_000))
     repeated = pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), [value])
@@ -150,12 +150,12 @@ def check_parquet_bomb(draw, folder):
     pq.write_table(table, path, compression=draw.choice(("snappy", "zstd")), store_schema=draw.random() < 0.5)
     if draw.random() < 0.5:
         path.write_bytes(mutate(draw, path.read_bytes()))
-    before, told = _peak_mib(), []
+    before = _peak_mib()
     try:
-        found = Counter(islice(read_pairs(path, on_malformed=lambda problem: told.append(1)), 20_000))
+        found = Counter(islice(read_pairs(path, on_malformed=lambda problem: None), 20_000))
     finally:
-        assert _peak_mib() - before < 400, "a small file took more memory than it may"
-    assert len(found) < 20, "few values became many"
+        assert _peak_mib() - before < 400, "a small file took more than 400 MiB"
+    assert len(found) < 20, "there are more distinct pairs than were written"
 
 
 def _peak_mib():
@@ -173,15 +173,15 @@ def check_options(draw, folder):
         words.append(f"--{name}={draw.choice(texts) if draw.random() < 0.3 else default}")
     if draw.random() < 0.1:
         words[-1] = words[-1].replace("--", draw.choice(("", "-", "---")), 1).replace("=", draw.choice(("", " ", "==")))
-    asked = []
-    command = SetParseFn(str)(lambda *stray, **options: asked.append(read_request(stray, options)))
+    requests = []
+    command = SetParseFn(str)(lambda *stray, **options: requests.append(read_request(stray, options)))
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         fire.Fire(dict(train=command), words, name="train_low_mem.py")
-    (request,) = asked
+    (request,) = requests
     for name, equals, value in (word.partition("=") for word in words[1:]):
         name, value = name.lstrip("-").replace("-", "_"), value if equals else "True"
-        if name not in FLAGS and sum(name in word for word in words) == 1:  # of several, the last holds
-            assert _means(value, getattr(request.config, name)), f"{name}: {value!r} became another value"
+        if name not in FLAGS and sum(name in word for word in words) == 1:  # the last of several counts
+            assert _means(value, getattr(request.config, name)), f"{name}: {value!r} was read as another value"
 
 
 def _means(text, value):
@@ -200,14 +200,14 @@ def check_stored_request(draw, folder):
 
 
 def check_model_file(draw, folder):
-    path = folder / "shape.json"
+    path = folder / "model.json"
     tree = SHAPE | {draw.choice(list(SHAPE)): draw.choice((1, 7, 64, 300, 10**5))}
     data = json.dumps(mutate_tree(draw, tree) if draw.random() < 0.5 else tree).encode()
     path.write_bytes(mutate(draw, data) if draw.random() < 0.5 else data)
-    shape = load_model_config(str(path))
-    assert asdict(shape).items() >= json.loads(path.read_text()).items()
+    model_config = load_model_config(str(path))
+    assert asdict(model_config).items() >= json.loads(path.read_text()).items()
     with torch.device("meta"):
-        TextToTextModel(shape)
+        TextToTextModel(model_config)
 
 
 def check_tokenizer(draw, folder):
@@ -215,10 +215,10 @@ def check_tokenizer(draw, folder):
     shutil.copytree(parts / "tokenizer", folder, dirs_exist_ok=True)
     victim = folder / draw.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json"))
     content = json.loads(victim.read_text())
-    whole = draw.random() < 0.8
-    victim.write_text(json.dumps(mutate_tree(draw, content))) if whole else victim.write_bytes(
-        mutate(draw, victim.read_bytes())
-    )
+    if draw.random() < 0.8:
+        victim.write_text(json.dumps(mutate_tree(draw, content)))
+    else:
+        victim.write_bytes(mutate(draw, victim.read_bytes()))
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.encode(PROBE)
     assert ids == tokenizer.encode(PROBE) and max(ids) < tokenizer.vocab_size <= MAX_VOCAB_SIZE
@@ -226,7 +226,7 @@ def check_tokenizer(draw, folder):
 
 
 class Canary:
-    """A pickle of it makes a file where it is read with code allowed."""
+    """An object whose pickle makes the directory `path` if the reader runs its code."""
 
     def __init__(self, path):
         self.path = path
@@ -251,12 +251,12 @@ def check_weights(draw, folder):
                            mutate(draw, victim.read_bytes()))  # fmt: skip
     try:
         weights = load_weights(path)
-        shape = weights.model_config or model.config
+        model_config = weights.model_config or model.config
         with torch.device("meta"):
-            fresh = TextToTextModel(shape)
-        load_into(fresh if shape != model.config else copy.deepcopy(model), weights, path)
+            fresh = TextToTextModel(model_config)
+        load_into(fresh if model_config != model.config else copy.deepcopy(model), weights, path)
     finally:
-        assert not canary.exists(), "code in a file of weights was run"
+        assert not canary.exists(), "code in a weights file was run"
 
 
 def check_journal(draw, folder):

@@ -1,8 +1,8 @@
-"""How inputs are damaged: bytes, and trees of JSON values. `draw` is a random.Random."""
+"""Mutations of bytes and of JSON values. `draw` is a random.Random."""
 
 import copy
 
-BITS = [
+FRAGMENTS = [
     b'"', b"'", b",", b"\t", b"\n", b"\r\n", b"\\", b"{", b"}", b"[", b"]", b":", b"null", b"NaN", b"1e999", b"-1",
     b"\x00", b"\xff", b"\xef\xbb\xbf", b"\\ud83d", b"9" * 40, b"[" * 3000, b"../",
     "的".encode(), "，".encode("gb18030"),
@@ -14,7 +14,7 @@ ODD_VALUES = [
 
 
 def mutate(draw, data):
-    """`data` (bytes) with a few places changed, dropped, repeated or cut off."""
+    """A copy of `data` (bytes) with a few places changed, deleted, repeated or truncated."""
     data = bytearray(data)
     for _ in range(draw.choice((0, 1, 1, 1, 2, 4))):
         at, size = draw.randrange(len(data) + 1), draw.choice((1, 1, 2, 8, 100))
@@ -24,7 +24,7 @@ def mutate(draw, data):
         elif change == 1:
             del data[at : at + size]
         elif change == 2:
-            data[at:at] = draw.choice(BITS)
+            data[at:at] = draw.choice(FRAGMENTS)
         elif change == 3:
             data[at:at] = data[max(at - size, 0) : at]
         elif change == 4:
@@ -35,7 +35,7 @@ def mutate(draw, data):
 
 
 def mutate_tree(draw, tree):
-    """A JSON value with a few of its nodes replaced, dropped or repeated."""
+    """A copy of a JSON value with a few of its nodes replaced, deleted or repeated."""
     tree = copy.deepcopy(tree)
     for _ in range(draw.choice((1, 1, 2))):
         node = tree
