@@ -1,10 +1,10 @@
-"""Does a run that is killed again and again, at any moment, end with the weights of a run that nobody touched?
+"""Does a run that is killed repeatedly, at random moments, end with the same weights as an undisturbed run?
 
     python -m bench.kills [--runs 20] [--kills 10] [--worlds 1,2] [--deterministic]
 
-Each run is killed so many times with SIGKILL: all its processes, or one, which the others must survive by less than
-a minute. Then it may finish. Exit code 1 when a run's weights differ, an example id came twice or never, or
-something half written is left. On GPUs give --deterministic --model tiny --dropout 0.
+Each run is killed --kills times with SIGKILL: all its processes, or one, and then the others must end within a minute.
+Then it may finish. Exit code 1 if a run's weights differ, an example id came twice or never, or a half-written file is
+left. On GPUs use --deterministic --model tiny --dropout 0.
 """
 
 import argparse
@@ -23,18 +23,18 @@ from tests.tiny import furnish
 from tests.trials import Disturbed, calm_hash, tell, typed, write_section
 
 OPTIONS = dict(epochs=20, save_steps=1, ddp_timeout_s=45)
-ENDED_SECONDS = 60  # a rank that waits for the others' start does so for ddp_timeout_s
+ENDED_SECONDS = 60  # longer than ddp_timeout_s: that long a rank waits for the others to start
 
 
 def main():
     parser = argparse.ArgumentParser(description="Runs that are killed at random moments and resumed.")
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--kills", type=int, default=10, help="in each run")
-    parser.add_argument("--worlds", default="1,2", help="numbers of processes, taken in turn")
+    parser.add_argument("--kills", type=int, default=10, help="per run")
+    parser.add_argument("--worlds", default="1,2", help="numbers of processes; runs use them in turn")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--model", default="shape.json", help="a size of config.py, or the smallest that there can be")
-    parser.add_argument("--dropout", type=float, default=0.1, help="0 where the kernels of a GPU are to run")
+    parser.add_argument("--model", default="shape.json", help="a model of config.py; default: the smallest possible")
+    parser.add_argument("--dropout", type=float, default=0.1, help="use 0 on a GPU, so that the Triton kernels run")
     parser.add_argument("--out", help="file for the JSON lines")
     given = parser.parse_args()
     worlds = [int(world) for world in given.worlds.split(",")]
@@ -51,10 +51,10 @@ def main():
     mode = "deterministic" if given.deterministic else "default"
     write_section(
         f"kills_{device}_{mode}", f"SIGKILL at random moments ({device.upper()}, {mode} mode)",
-        ["processes", "runs", "kills", "inside a save", "before the first step", "survivor ended after, s (worst)",
-         "runs with the calm run's sha256", "runs with each id once"],
+        ["processes", "runs", "kills", "during a save", "before the first step", "survivor ended after, s (worst)",
+         "runs with the undisturbed run's sha256", "runs with each id once"],
         [row(world, [r for r in records if r["world"] == world]) for world in worlds],
-        f"`{typed('bench.kills')}`: a run of 120 steps that saves after each one.",
+        f"`{typed('bench.kills')}`: a run of 120 steps that saves after each step.",
     )  # fmt: skip
     return 1 if any(record["wrong"] for record in records) else 0
 
@@ -69,7 +69,7 @@ def row(world, records):
 
 
 def killed_run(home, name, world, draw, kills, **options):
-    """Kill a run at random moments until it was killed `kills` times, let it finish, and tell how that went."""
+    """Kill a run `kills` times at random moments, let it finish, and return its record."""
     calm = calm_hash(home, world, **options)
     run = Disturbed(home, name, world, **options)
     record = dict(world=world, kills=0, in_save=0, at_start=0, survivor_seconds=[])
@@ -78,7 +78,7 @@ def killed_run(home, name, world, draw, kills, **options):
         at_start = wait_for_a_moment(run, processes, draw)
         if any(process.exitcode is not None for process in processes):
             kill_all(processes)
-            break  # finished before it was killed often enough
+            break  # the run finished before the last kill
         victims = draw.choice([processes, processes[:1], processes[-1:]])
         for victim in victims:
             os.kill(victim.pid, signal.SIGKILL)
@@ -97,7 +97,7 @@ def killed_run(home, name, world, draw, kills, **options):
 
 
 def wait_for_a_moment(run, processes, draw):
-    """Wait for a random moment of a life; True if it was before the life's first step."""
+    """Wait for a random moment after a start; returns True if no step was logged since."""
     lines, kind = run.lines(), draw.random()
     if kind < 0.15:
         time.sleep(draw.uniform(0, 1))

@@ -1,11 +1,11 @@
-"""What a save costs the steps beside it, and how long a resume takes at any position.
+"""Measure how much a save slows down training, and how long a resume takes at any position.
 
     python -m bench.saves [--model small] [--processes 1] [--seconds 60] [--every 10] [--deterministic]
     python -m bench.saves --resume
 
-The first trains for so long, saving every so many seconds, and takes for lost what the steps during saves lasted longer
-than the median step; a save a minute loses that once in 60 s. The second times a resume to its first step
-at pair 0 and at pair 10 million of a run of many epochs.
+The first command trains for --seconds and saves every --every seconds. The cost of a save is the time that steps during
+it take above the median step; it is also printed as a percentage at one save per minute. The second command times a
+resume up to its first step, at pair 0 and at pair 10 million of a run of many epochs.
 """
 
 import argparse
@@ -26,14 +26,14 @@ TIMES = 5
 
 
 def main():
-    parser = argparse.ArgumentParser(description="What saves and resumes cost.")
+    parser = argparse.ArgumentParser(description="Measure the cost of saves and resumes.")
     parser.add_argument("--model", default="small")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--every", type=int, default=10, help="seconds between saves")
-    parser.add_argument("--pairs", type=int, default=64, help="in a step")
+    parser.add_argument("--pairs", type=int, default=64, help="per step")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--resume", action="store_true", help="time resumes instead")
+    parser.add_argument("--resume", action="store_true", help="time resumes instead of saves")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = furnish(Path(folder))
@@ -63,16 +63,16 @@ def saves(home, given):
 
 
 def cost_of_saves(run_dir):
-    """Seconds that a save took from the steps beside it, and what share that is at one save a minute."""
+    """Seconds lost per save, as a percentage too, at one save per minute; bytes and seconds of snapshot and write."""
     times = [line["time"] for line in journal(run_dir, "train")][5:]
     steps = list(zip(times, times[1:], strict=False))
     saved = [line for line in journal(run_dir, "save")[:-1] if line["time"] > times[0]]  # the last one ended the run
     spans = [(s["time"] - s["write_seconds"] - s["snapshot_seconds"], s["time"]) for s in saved]
-    beside = [any(a < end and begin < b for begin, end in spans) for a, b in steps]
-    usual = statistics.median(b - a for (a, b), busy in zip(steps, beside, strict=True) if not busy)
-    lost = sum(b - a - usual for (a, b), busy in zip(steps, beside, strict=True) if busy) / len(saved)
+    in_save = [any(a < end and begin < b for begin, end in spans) for a, b in steps]
+    median_seconds = statistics.median(b - a for (a, b), busy in zip(steps, in_save, strict=True) if not busy)
+    lost = sum(b - a - median_seconds for (a, b), busy in zip(steps, in_save, strict=True) if busy) / len(saved)
     return dict(
-        saves=len(saved), checkpoint_bytes=saved[0]["bytes"], step_seconds=round(usual, 4),
+        saves=len(saved), checkpoint_bytes=saved[0]["bytes"], step_seconds=round(median_seconds, 4),
         snapshot_seconds=statistics.median(s["snapshot_seconds"] for s in saved),
         write_seconds=statistics.median(s["write_seconds"] for s in saved),
         lost_seconds_a_save=round(lost, 4), percent_at_one_save_a_minute=round(lost / 60 * 100, 3),
@@ -80,7 +80,7 @@ def cost_of_saves(run_dir):
 
 
 def resumes(home):
-    """Time resumes at the first steps of a run and at one that is 10 million pairs further."""
+    """Time resumes at the start of a run and 10 million pairs later."""
     options = dict(epochs=FAR_PAIRS // NUM_PAIRS + 10, save_steps=10**6, log_sample_ids=False)
     seconds = {}
     for name, pairs in (("near", 0), ("far", FAR_PAIRS)):
@@ -93,7 +93,7 @@ def resumes(home):
     ratio = seconds["far"] / seconds["near"]
     tell(harness="resumes", near_seconds=seconds["near"], far_seconds=seconds["far"], ratio=round(ratio, 3))
     rows = [[f"{pairs:,}", f"{seconds[name]:.2f}"] for name, pairs in (("near", 0), ("far", FAR_PAIRS))]
-    note = f"`python -m bench.saves --resume`, median of {TIMES}, from the start of a warm process to the first step."
+    note = f"`python -m bench.saves --resume`, median of {TIMES}, from fork (imports done) to the first step."
     write_section("resumes", "Resume time at any position", ["position in pairs", "seconds"], rows, note)
 
 

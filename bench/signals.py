@@ -1,13 +1,14 @@
-"""Does every signal, to any process, in any phase of a run, end it in time and lose nothing?
+"""Does every signal, to any process, in any phase, stop the run in time without loss?
 
     python -m bench.signals [--trials 100] [--launcher 12]
     python -m bench.signals --phases compiling --trials 12 --launcher 0      on two GPUs
 
-Two processes. A trial sends INT, TERM or USR1, once or twice in a row, to one rank or to all in one phase; all must
-end well within 20 s, with a checkpoint of the step that both did last, or with the last durable one while nothing
-trained. While kernels are compiled a trial waits for a number of them, drawn from those of a start. Some trials signal
-the launcher instead, or do what scheduled stops do: INT to the group and to every descendant, 30 s, TERM, KILL. A run
-is resumed for its next trial, and must end as a calm one; one that ends before, by itself, has not heard the signal.
+Two processes. A trial sends INT, TERM or USR1, once or twice in a row, to one rank or to all of them in one phase. All
+ranks must exit with 0 within 20 s and leave a checkpoint of the last step that both did, or of the last saved step if
+they did none. In the phase compiling, a trial waits for a random number of compiled kernels. Some trials signal the
+launcher instead, or do what a scheduler does: INT to the group and to every descendant, TERM after 30 s, then KILL.
+Each run is resumed for the next trial and must in the end equal an undisturbed run. A run that finishes during a trial
+has missed the signal.
 """
 
 import argparse
@@ -32,27 +33,29 @@ from tests.trials import WITH_KERNELS, Disturbed, calm_hash, tell, typed, write_
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PHASES = ("before the first step", "tokenising", "training", "evaluation", "generation", "saving")
-COMPILING = "compiling"  # a phase of GPUs alone: kernels into an empty cache
+COMPILING = "compiling"  # only on GPUs: the run compiles kernels into an empty cache
 TARGETS = ("rank 0", "rank 1", "every rank")
 AT_LAUNCHER = ("the launcher", "the launcher, before the first step", "scheduled stop")
 STOP_SECONDS = 20
-STEPS_AN_EPOCH, LONG_LINES = 6, 4000
+STEPS_PER_EPOCH, LONG_LINES = 6, 4000
 OPTIONS = dict(epochs=40, save_steps=1000, bleu_pairs=2, max_new_tokens=4)
-TRIALS_A_RUN = 8
+TRIALS_PER_RUN = 8
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Signals of all kinds in all phases.")
+    parser = argparse.ArgumentParser(description="Send all signals in all phases of a run.")
     parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--launcher", type=int, default=12, help="trials among these that go to a launcher")
-    parser.add_argument("--phases", default=",".join(PHASES), help="in which ranks are signalled")
+    parser.add_argument("--launcher", type=int, default=12, help="how many of the trials signal a launcher")
+    parser.add_argument("--phases", default=",".join(PHASES), help="phases in which ranks are signalled")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--out", help="file for the JSON lines")
     given = parser.parse_args()
     draw, phases, on_gpus = random.Random(given.seed), given.phases.split(","), torch.cuda.device_count() > 1
     known = (*PHASES, COMPILING) if on_gpus else PHASES
     if unknown := set(phases).difference(known):
-        parser.error(f"--phases={given.phases}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+        parser.error(
+            f"--phases={given.phases}: {', '.join(sorted(unknown))} is unknown; choose from {', '.join(known)}"
+        )
     options = OPTIONS | (WITH_KERNELS if on_gpus else {})
     plain = [(phase, target) for phase in phases for target in TARGETS]
     chosen = [next(pairs) for pairs in [cycle(plain)] for _ in range(given.trials - given.launcher)]
@@ -64,14 +67,14 @@ def main():
 
 
 def trials(home, chosen, draw, options, out=None):
-    """Yield a record of each (phase, target); runs follow one another, each ending as the calm one or not."""
+    """Yield one record for each (phase, target) of `chosen`; TRIALS_PER_RUN trials share a run."""
     (home / "long.jsonl").write_bytes((home / "train.jsonl").read_bytes() * LONG_LINES)
     calm = calm_hash(home, 2, **options)
     num_kernels = kernels_of_a_start(home, options) if COMPILING in dict(chosen) else 0
-    for first in range(0, len(chosen), TRIALS_A_RUN):
+    for first in range(0, len(chosen), TRIALS_PER_RUN):
         run = Disturbed(home, f"run{first}", 2, **options)
         records = []
-        for number, (phase, target) in enumerate(chosen[first : first + TRIALS_A_RUN], start=first):
+        for number, (phase, target) in enumerate(chosen[first : first + TRIALS_PER_RUN], start=first):
             record = dict(phase=phase, target=target, signal=draw.choice(SIGNALS).name, times=draw.choice((1, 1, 2)))
             if phase == COMPILING:
                 record |= dict(after_kernels=draw.randint(1, num_kernels), of_kernels=num_kernels)
@@ -85,7 +88,7 @@ def trials(home, chosen, draw, options, out=None):
 
 
 def kernels_of_a_start(home, options):
-    """How many kernels a run of these options has compiled, from none, when its first step is done."""
+    """Number of kernels that a run with these options compiles until its first step is done."""
     run, kernels = Disturbed(home, "cold", 2, **options), home / "kernels"
     processes = run.start(env=dict(TRITON_CACHE_DIR=kernels))
     run.wait_for("first step", run.lines, processes)
@@ -95,9 +98,9 @@ def kernels_of_a_start(home, options):
 
 
 def trial(run, number, record, draw):
-    """Signal ranks in one phase; what went wrong, and how long the end took."""
+    """Signal ranks in one phase; returns dict(seconds until all ended, wrong)."""
     phase, lines = record["phase"], run.lines()
-    step = last_step(run, "stop") // STEPS_AN_EPOCH * STEPS_AN_EPOCH + STEPS_AN_EPOCH  # the next epoch's last
+    step = last_step(run, "stop") // STEPS_PER_EPOCH * STEPS_PER_EPOCH + STEPS_PER_EPOCH  # last of the next epoch
     site = dict(evaluation="evaluate", generation="generate", saving="save").get(phase)
     fault = f"{site}:{'0' if site == 'save' else 'all'}:{step}:slow" if site else ""
     kernels = run.home / f"kernels{number}"
@@ -125,7 +128,7 @@ def trial(run, number, record, draw):
         process.join(max(sent_at + STOP_SECONDS - time.monotonic(), 0))
     seconds, codes = time.monotonic() - sent_at, [process.exitcode for process in processes]
     kill_all(processes)
-    wrong = [] if reached else ["the phase was over"]
+    wrong = [] if reached else ["the run ended before the phase"]
     wrong += [f"exit codes {codes}"] if codes != [0, 0] else []
     wrong += [] if phase == "tokenising" else stop_problems(run)
     if wrong:
@@ -134,13 +137,13 @@ def trial(run, number, record, draw):
 
 
 def tokenise(run, number):
-    """Processes of a run beside this one, whose data are not yet tokenised."""
-    beside = Disturbed(run.home, f"beside{number}", 2, **run.options)
-    return beside.start(train_file="long.jsonl", max_seq_len=33 + number)
+    """Processes of another run, whose data are not tokenised yet."""
+    other = Disturbed(run.home, f"beside{number}", 2, **run.options)
+    return other.start(train_file="long.jsonl", max_seq_len=33 + number)
 
 
 def last_step(run, kind):
-    """The step of the journal's last line of a kind."""
+    """Largest step among the journal's lines of a kind; 0 if there are none."""
     return max((line["step"] for line in journal_lines(run) if line["kind"] == kind), default=0)
 
 
@@ -150,18 +153,18 @@ def journal_lines(run):
 
 
 def stop_problems(run):
-    """What is wrong with how a run ended: as it was asked to, its checkpoint of the step that every rank did last."""
+    """Problems with the end of a run: its checkpoint must be of every rank's last step, and a signal its reason."""
     samples = [path.read_text().splitlines() for path in run.dir.glob("samples_rank*.jsonl")]
     steps = {json.loads(lines[-1])["step"] if lines else 0 for lines in samples} or {0}
     latest = run.dir / "checkpoints" / "LATEST"
     saved = int(latest.read_text().removeprefix("step_")) if latest.exists() else 0
     problems = [] if steps == {saved} else [f"last steps {steps}, checkpoint of {saved}"]
     finished = any(line["kind"] == "stop" and line["reason"] != "asked" for line in journal_lines(run))
-    return [*problems, *["it ended by itself"] * finished]
+    return [*problems, *["it ended without the signal"] * finished]
 
 
 def trial_at_launcher(run, record, draw):
-    """Signal accelerate's or torch's launcher, or do a scheduled stop."""
+    """Signal accelerate's or torch's launcher, or stop the run as a scheduler does."""
     options = run.options | dict(output_dir=run.name, is_keep_training="auto")
     lines, name = run.lines(), draw.choice(("accelerate", "torchrun"))
     process = launch([*launcher(name), *words(**options)], run.home)
@@ -186,14 +189,14 @@ def trial_at_launcher(run, record, draw):
                 os.kill(process.pid, signal.Signals[record["signal"]])
     _, alive = psutil.wait_procs(family, STOP_SECONDS)
     seconds = time.monotonic() - sent_at
-    for number in (signal.SIGTERM, signal.SIGKILL) if alive else ():  # what a scheduled stop would do after 30 s
+    for number in (signal.SIGTERM, signal.SIGKILL) if alive else ():  # as a scheduler does after 30 s
         for child in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(number)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    wrong = [f"{len(alive)} processes lived on"] if alive else []
+    wrong = [f"{len(alive)} processes still ran after {STOP_SECONDS} s"] if alive else []
     wrong += stop_problems(run)
     if wrong:
         wrong.append((run.home / "launch.txt").read_text()[-3000:])
@@ -201,15 +204,15 @@ def trial_at_launcher(run, record, draw):
 
 
 def write(records, on_gpus):
-    groups = Counter((record["phase"], record["target"]) for record in records)
+    counts = Counter((record["phase"], record["target"]) for record in records)
     rows = []
-    for (phase, target), count in groups.items():
-        mine = [record for record in records if (record["phase"], record["target"]) == (phase, target)]
-        kept = sum(not record["wrong"] for record in mine)
-        rows.append([phase, target, count, kept, f"{max(record['seconds'] for record in mine):.1f}"])
-    kept = sum(not record["wrong"] for record in records)
-    rows.append(["all", "all", len(records), kept, f"{max(record['seconds'] for record in records):.1f}"])
-    header = ["phase", "sent to", "trials", "kept", "worst s to end"]
+    for (phase, target), count in counts.items():
+        group = [record for record in records if (record["phase"], record["target"]) == (phase, target)]
+        passed = sum(not record["wrong"] for record in group)
+        rows.append([phase, target, count, passed, f"{max(record['seconds'] for record in group):.1f}"])
+    passed = sum(not record["wrong"] for record in records)
+    rows.append(["all", "all", len(records), passed, f"{max(record['seconds'] for record in records):.1f}"])
+    header = ["phase", "sent to", "trials", "passed", "most seconds to end"]
     note = f"`{typed('bench.signals')}` on two processes."
     name, where = ("signals_gpu", " (GPUs)") if on_gpus else ("signals", "")
     write_section(name, f"INT, TERM and USR1, once or twice in a row{where}", header, rows, note)

@@ -1,9 +1,9 @@
-"""Does a run on eight processes start in an empty directory, every time?
+"""Does a run on eight processes always start in an empty directory?
 
     python -m bench.start_eight [--times 10] [--processes 8]
 
-Each time: a directory without token store, logs or run; a tiny model; a few steps under accelerate launch on the CPU.
-Exit code 1 when any start failed.
+Each time it trains a tiny model for a few steps with accelerate launch on the CPU, in a new directory without token
+store, logs or run. Exit code 1 if any start failed.
 """
 
 import argparse
@@ -20,7 +20,7 @@ LIMIT_SECONDS = 300
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Starts of a run on many processes in an empty directory.")
+    parser = argparse.ArgumentParser(description="Start a run on many processes in an empty directory, repeatedly.")
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--processes", type=int, default=8)
     options = parser.parse_args()
@@ -34,12 +34,12 @@ def main():
             f"start {attempt}: {'failed' if problem else 'ok'}, {time.monotonic() - started:.1f} s {problem}",
             flush=True,
         )
-    print(f"{options.times - failures} of {options.times} starts of {options.processes} processes worked")
+    print(f"{options.times - failures} of {options.times} starts on {options.processes} processes succeeded")
     return 1 if failures else 0
 
 
 def start_many(folder, world, use_launcher):
-    """What was wrong with a run on `world` processes in the empty `folder`, or nothing."""
+    """Run on `world` processes in the empty directory `folder`; returns the problem, or "" if there is none."""
     furnish(folder)
     if use_launcher:
         process = launch([*launcher("accelerate", world), *words(**OPTIONS)], folder)
