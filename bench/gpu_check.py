@@ -1,10 +1,10 @@
-"""One command for a GPU machine without a network: do the kernels and the training work there, and how fast?
+"""Check a GPU machine with one command and without a network: do kernels and training work, and how fast?
 
     python -m bench.gpu_check --output_dir DIR [--minutes 9]
 
-The tests marked gpu; the kernels' parity with the plain twin and their milliseconds; the loss; the short form of
-bench.compare for small. Each part is a process with its own time limit; its lines are printed as it ends and kept in
-DIR/<part>.log, and DIR/gpu_check.jsonl has one line a part.
+Parts: the tests marked gpu; parity of the kernels with the plain implementation; milliseconds of the kernels; the loss;
+bench.compare --short for the model small. Each part is a process with its own time limit. Its output is printed when it
+ends and kept in DIR/<part>.log; DIR/gpu_check.jsonl has one line per part.
 """
 
 import argparse
@@ -28,14 +28,15 @@ def main():
     parser.add_argument("--minutes", type=float, default=9)
     options = parser.parse_args()
     if unknown := set(options.parts.split(",")) - LIMIT_SECONDS.keys():
-        parser.error(f"--parts={options.parts}: {', '.join(sorted(unknown))} is none of {', '.join(LIMIT_SECONDS)}")
+        known = ", ".join(LIMIT_SECONDS)
+        parser.error(f"--parts={options.parts}: {', '.join(sorted(unknown))} is unknown; choose from {known}")
     folder = Path(options.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     on_gpu = torch.cuda.is_available()
-    print(torch.cuda.get_device_name() if on_gpu else "no GPU here: the parts run as far as they can", flush=True)
+    print(torch.cuda.get_device_name() if on_gpu else "no GPU: all parts run on the CPU with small sizes", flush=True)
     deadline, failures = psutil.Process().create_time() + options.minutes * 60, 0
     with open(folder / "gpu_check.jsonl", "a") as file:
-        for part in options.parts.split(","):  # one after the other: each is timed alone
+        for part in options.parts.split(","):  # one at a time, since each is timed
             words = words_of(part, folder, on_gpu, deadline - time.time())
             job = Job(part, words, LIMIT_SECONDS[part])
             for done in run_jobs([job], folder, gpu_slots(int(on_gpu)), deadline - time.time()):
@@ -47,7 +48,7 @@ def main():
 
 
 def words_of(part, folder, on_gpu, seconds_left):
-    """The command line of a part; on a CPU the same at sizes that take seconds."""
+    """The command line of a part; on a CPU with sizes that take seconds."""
     module = [sys.executable, "-m"]
     small = [] if on_gpu else ["--tokens", 512, "--width", 32]
     if part == "tests":
@@ -57,7 +58,7 @@ def words_of(part, folder, on_gpu, seconds_left):
     if part == "loss":
         return [*module, "bench.loss", *small]
     how = ["--models", "small"] if on_gpu else ["--cpu", "--models", "tiny"]
-    minutes = max(min(seconds_left, LIMIT_SECONDS["compare"]) - 20, 1) / 60  # in time to write its table
+    minutes = max(min(seconds_left, LIMIT_SECONDS["compare"]) - 20, 1) / 60  # leaves time to write its table
     return [*module, "bench.compare", "--output_dir", folder / "compare", "--short", "--minutes", minutes, *how]
 
 

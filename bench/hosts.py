@@ -1,12 +1,12 @@
-"""Host memory of a run on two processes, tokenising included: does it fit beside a desktop in 16 GB?
+"""Measure the host memory of a run on two processes, including tokenising: does it fit on a desktop with 16 GB?
 
     python -m bench.hosts --train_file FILE.parquet [--pairs 200000] [--model small] [--seconds 60] [--any_field=value]
 
-Makes a file of so many pairs out of the given one (columns prompt and response), each copy of a pair turned at another
-character, starts the run under accelerate launch in a folder where nothing is tokenised yet, and stops it after so many
-seconds of training, with evaluations, answers and checkpoints in them. Every 0.2 s the proportional set sizes of the
-launcher and all its descendants are summed: a page that several processes share counts once. Prints one JSON line;
-exit code 1 above LIMIT_GIB.
+Makes a file of --pairs pairs from the given one (columns prompt and response); each copy of a pair is rotated by a new
+number of characters. Starts the run with accelerate launch in an empty directory, so it tokenises first, and stops it
+after --seconds of training with evaluations, answers and checkpoints. Every 0.2 s it sums the proportional set sizes of
+the launcher and all its descendants; this counts a page that several processes share once. Prints one JSON line; exit
+code 1 if the peak exceeds LIMIT_GIB.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main():
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--vocab_size", type=int, default=30_000)
     parser.add_argument("--model", default="small")
-    parser.add_argument("--seconds", type=float, default=60, help="of training")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds of training")
     given, options = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -51,37 +51,37 @@ def main():
         words = [f"--{name}={value}" for name, value in (OPTIONS | dict(model=given.model)).items()] + options
         process = launch([*launcher("accelerate", given.processes), "train", *words], home)
         phases = watch(process, home / "run" / "metrics.jsonl", given.seconds)
-        _, text = wait_for_launch(process, home)  # a launcher's exit code is 1 after a stop, too
+        _, text = wait_for_launch(process, home)  # the exit code says little: launchers also return 1 after a stop
         stopped = "training" in phases and [line["reason"] for line in journal(home / "run", "stop")]
     if stopped != ["asked"]:
-        raise RuntimeError(f"the run ended before it was asked to; phases {phases}:\n{text[-4000:]}")
+        raise RuntimeError(f"the run ended before it was asked to stop; phases {phases}:\n{text[-4000:]}")
     peak = max(phase["peak_gib"] for phase in phases.values())
     tell(harness="hosts", on=hardware(), processes=given.processes, pairs=given.pairs, **phases, peak_gib=peak)
     return 1 if peak > LIMIT_GIB else 0
 
 
 def furnish(home, source, num_pairs, vocab_size):
-    """Put train.parquet with `num_pairs` pairs, valid.parquet and a tokenizer into `home`."""
+    """Write train.parquet with `num_pairs` pairs, valid.parquet and a tokenizer into `home`."""
     prompts, responses = (pq.read_table(source, columns=[name])[name].to_pylist() for name in ("prompt", "response"))
     texts = [text for pair in zip(prompts, responses, strict=True) for text in pair][: 2 * TOKENIZER_PAIRS]
     train_tokenizer(texts, vocab_size, home / "model_save" / "tokenizer")
     copies = range(num_pairs)
-    columns = [[turned(side[i % len(side)], i // len(side)) for i in copies] for side in (prompts, responses)]
+    columns = [[rotated(side[i % len(side)], i // len(side)) for i in copies] for side in (prompts, responses)]
     for name, end in (("train", num_pairs), ("valid", 1000)):
         table = pa.table({side: column[:end] for side, column in zip(("prompt", "response"), columns, strict=True)})
         pq.write_table(table, home / f"{name}.parquet")
 
 
-def turned(text, characters):
-    """`text`, its first `characters` at the end."""
+def rotated(text, characters):
+    """`text` with its first `characters` moved to the end."""
     start = characters % max(len(text), 1)
     return text[start:] + text[:start]
 
 
 def watch(process, path, seconds):
-    """Peak of the summed memory in GiB, and how long it lasted, of each phase; stops the run at the end.
+    """{phase: peak_gib of the summed memory and seconds}; stops the run after `seconds` of training.
 
-    `path` is the run's journal: with its first train line training begins, all before counts as tokenising.
+    `path` is the run's journal: the phase is "tokenising" until its first train line, then "training".
     """
     phases, training_since = {}, None
     while process.poll() is None:
@@ -101,7 +101,7 @@ def watch(process, path, seconds):
 
 
 def summed_gib(pid):
-    """Proportional set sizes of a process and all its descendants, in GiB; those that just ended count nothing."""
+    """Sum of the proportional set sizes of a process and its descendants in GiB; ended processes count 0."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(pid)

@@ -1,10 +1,10 @@
-"""Attention with T5's bias: ours against the plain twin (parity) and against other ways to do it (milliseconds).
+"""Attention with T5's bias: parity of the kernels with the PyTorch reference, and milliseconds of several methods.
 
     python -m bench.kernels [--tokens 32768] [--heads 8] [--width 64] [--part parity,timing]
 
-Prints one JSON line for each case. Timing is forward + backward of one layer, the bias gradient down to T5's table
-included; what a stack's layers share (the bias tensor, its gradient's last sum) is done once for LAYERS of them. bf16
-on a GPU, float32 on a CPU, where ours is the plain twin.
+Prints one JSON line per case. A time is forward + backward of one layer, including the gradient of T5's bias table; the
+work that the layers of a stack share (the bias tensor, the final sum of its gradient) is done once per LAYERS layers.
+bf16 on a GPU; float32 on a CPU, where ours is the PyTorch reference.
 """
 
 import argparse
@@ -22,21 +22,21 @@ from bench.clock import time_call
 from model.nn.attention import attend, make_layout
 from model.nn.t5.position_bias import position_buckets, relative_position_bias, score_bias
 
-LAYERS = 6  # of T5-small's stacks
+LAYERS = 6  # layers in a stack of T5-small
 NUM_BUCKETS, MAX_DISTANCE, ROW = 32, 128, 512
 LENGTHS = (128, 256, 512)
 MASKS = {"bias, full": (True, False), "bias, causal": (True, True), "no bias (cross)": (False, False)}
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Attention kernels: parity with the plain twin, and milliseconds.")
+    parser = argparse.ArgumentParser(description="Attention kernels: parity with the PyTorch reference, milliseconds.")
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--part", default="parity,timing")
     options = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if "parity" in options.part and device.type == "cuda":  # on a CPU it would be the twin against itself
+    if "parity" in options.part and device.type == "cuda":  # on a CPU both are the reference
         for mask in MASKS:
             print(json.dumps(dict(part="parity", mask=mask, **parity(mask, options.heads, options.width, device))))
     if "timing" in options.part:
@@ -47,7 +47,7 @@ def main():
 
 
 def parity(mask, heads, width, device):
-    """Relative errors of the output and every gradient in the device's dtype against the plain twin in float32."""
+    """Relative errors of the output and each gradient, in the device's dtype, against the reference in float32."""
     has_bias, causal = MASKS[mask]
     seed = int.from_bytes(np.random.bytes(4), "little")
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
@@ -75,19 +75,19 @@ def dtype_on(device):
 
 
 def timings(options, length, has_bias, causal, device):
-    """Milliseconds of each way, or why it has none."""
+    """{method: milliseconds, or the error it raised}."""
     found = {}
     for name, way in WAYS.items():
         try:
             found[name] = time_way(way, options, length, has_bias, causal, device)
-        except Exception as error:  # a way that fails says so in its cell, and the others go on
+        except Exception as error:  # one failing method must not stop the others
             found[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         torch.compiler.reset()
     return found
 
 
 def time_way(way, options, length, has_bias, causal, device):
-    """Milliseconds of one layer, forward + backward, on examples of `length` tokens."""
+    """Milliseconds of one layer, forward + backward, with examples of `length` tokens."""
     shape = (options.tokens, options.heads * options.width)
     layers = [
         [torch.randn(shape, device=device).mul(0.3).to(dtype_on(device)) for _ in range(3)] for _ in range(LAYERS)
@@ -108,7 +108,7 @@ def time_way(way, options, length, has_bias, causal, device):
 
 
 def ours(tokens, length, heads, causal, device):
-    """The kernels that training uses (on a CPU, the plain twin)."""
+    """The attention that training uses: the Triton kernels, or the PyTorch reference on a CPU."""
     lengths = np.full(tokens // length, length)
     layout = make_layout(lengths, lengths, device, device.type == "cuda")
     return (
@@ -118,7 +118,7 @@ def ours(tokens, length, heads, causal, device):
 
 
 def rows_with_mask(tokens, length, heads, causal, device):
-    """Memory-efficient SDPA over packed rows, one tensor of bias and mask for the stack."""
+    """Memory-efficient SDPA over packed rows; bias and mask are one tensor, shared by the stack."""
     row = max(ROW, length)
     document = (torch.arange(row, device=device) // length).expand(tokens // row, row)
     hidden = hidden_pairs(document, causal)
@@ -133,13 +133,13 @@ def rows_with_mask(tokens, length, heads, causal, device):
 
 
 def hidden_pairs(document, causal):
-    """(rows, 1, T, T) True where a query must not look, for the document of each token (rows, T)."""
+    """(rows, 1, T, T), True where attention is masked; `document` (rows, T) is the document of each token."""
     hidden = document[:, None, :, None] != document[:, None, None, :]
     return hidden | torch.ones_like(hidden[:1, :1]).triu(1) if causal else hidden
 
 
 def dense_by_length(tokens, length, heads, causal, device):
-    """SDPA over examples of one length; memory-efficient where there is a bias, torch's choice where there is none."""
+    """SDPA over examples of one length: memory-efficient if there is a bias, else the backend that torch chooses."""
 
     def prepare(table):
         if table is None:
@@ -154,14 +154,14 @@ def dense_by_length(tokens, length, heads, causal, device):
 
 def sdpa(q, k, v, length, heads, bias):
     sides = (x.view(-1, length, heads, x.shape[1] // heads).transpose(1, 2) for x in (q, k, v))
-    pinned = q.device.type == "cuda" and bias is not None  # cuDNN and flash refuse a bias that needs a gradient
+    pinned = q.device.type == "cuda" and bias is not None  # cuDNN and flash do not support a gradient of the bias
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION) if pinned else nullcontext():
         out = F.scaled_dot_product_attention(*sides, attn_mask=bias, scale=1.0)
     return out.transpose(1, 2).reshape(q.shape)
 
 
 def flex_over_flat(tokens, length, heads, causal, device):
-    """FlexAttention over all tokens with document masks, reading the bias from a table (heads, 2 * length - 1)."""
+    """FlexAttention over all tokens with a document mask; reads the bias from a table (heads, 2 * length - 1)."""
 
     def visible(_batch, _head, query, key):
         same = query // length == key // length

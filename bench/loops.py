@@ -1,4 +1,4 @@
-"""The three loops that bench.compare times: ours, transformers' Seq2SeqTrainer, a hand-tuned loop around HF T5."""
+"""The three training loops that bench.compare times: ours, transformers' Seq2SeqTrainer, a hand-tuned loop."""
 
 import os
 from dataclasses import asdict, replace
@@ -16,12 +16,12 @@ from model.runtime.distributed import start_ranks
 from model.train.step import train_steps
 
 PAD_ID = 0
-SHAPES = ((32, 128), (32, 256), (128, 256), (256, 256))  # padded tokens of prompt and response
-PROMPT_CLASSES = (24, 48, 96)
+SHAPES = ((32, 128), (32, 256), (128, 256), (256, 256))  # padded tokens of (prompt, response)
+PROMPT_CLASSES = (24, 48, 96)  # prompt lengths that separate the groups of Seq2SeqTrainer
 
 
 def train_ours(cell, corpus, clock):
-    """`train_steps` as train_low_mem.py runs it, on the options that a user would type."""
+    """`train_steps` as train_low_mem.py runs it, with the options that a user would type."""
     os.chdir(corpus)
     options = dict(
         model=cell["model"], batch_size_per_gpu=cell["pairs"], gradient_accumulation_steps=cell["rounds"],
@@ -31,18 +31,18 @@ def train_ours(cell, corpus, clock):
     config = load_config("pretrain", options)
     ranks = start_ranks(config.backend, config.ddp_timeout_s)
     run, state, plan = prepare_run(ranks, config, set(options), resumed=False)
-    reset_peak(ranks.device)  # of the probes
+    reset_peak(ranks.device)  # leaves out the peak of the memory probes
     for result in train_steps(ranks, run.model, run.optimizer, run.train, plan, config, run.schedule):
         if clock.tick(len(result.ids), result.tokens):
             return dict(loss=float(result.loss), micro_batches=result.micro_batches, plan=asdict(result.plan))
     raise AssertionError("the corpus ended before the clock")
 
 
-def stock_t5(name, attention):
-    """transformers' T5 of the same shape, random weights, without dropout."""
-    shape = replace(load_model_config(name), vocab_size=VOCAB_SIZE)
+def hf_t5(name, attention):
+    """transformers' T5 with the sizes of model `name`, random weights and no dropout."""
+    model_config = replace(load_model_config(name), vocab_size=VOCAB_SIZE)
     config = T5Config(
-        **asdict(shape), pad_token_id=PAD_ID, eos_token_id=1, decoder_start_token_id=PAD_ID, dropout_rate=0.0,
+        **asdict(model_config), pad_token_id=PAD_ID, eos_token_id=1, decoder_start_token_id=PAD_ID, dropout_rate=0.0,
         feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def stock_t5(name, attention):
 
 
 def pad(examples, shape=None):
-    """What transformers' T5 takes, padded to `shape` (prompt, response) or to the longest of the batch."""
+    """Batch for transformers' T5, padded to `shape` (prompt, response) or to the longest example."""
     prompts, labels = ([np.asarray(e[side]) for e in examples] for side in ("input_ids", "labels"))
     widths = shape or (max(map(len, prompts)), max(map(len, labels)))
     input_ids, labels = (_fill(*side) for side in ((prompts, widths[0], PAD_ID), (labels, widths[1], -100)))
@@ -68,7 +68,7 @@ def _fill(rows, width, value):
 
 
 def train_trainer(cell, corpus, clock):
-    """Baseline A: Seq2SeqTrainer itself, with the flags that suit it."""
+    """Baseline A: Seq2SeqTrainer with the arguments that make it fast."""
     rows = trainer_rows(open_corpus(corpus))
     args = trainer_arguments(
         cell, os.path.join(corpus, "runs", "trainer"), max_steps=10**6, dataloader_drop_last=True,
@@ -76,7 +76,7 @@ def train_trainer(cell, corpus, clock):
     )  # fmt: skip
     shape = SHAPES[-1] if cell["static"] else None
     trainer = TimedTrainer(
-        stock_t5(cell["model"], cell["attention"]), args, train_dataset=rows,
+        hf_t5(cell["model"], cell["attention"]), args, train_dataset=rows,
         data_collator=lambda examples: pad(examples, shape),
     )  # fmt: skip
     trainer.add_callback(TickAtStepEnd(trainer, clock))
@@ -85,16 +85,16 @@ def train_trainer(cell, corpus, clock):
 
 
 def trainer_rows(store):
-    """A token store as Seq2SeqTrainer's data set, with the length that it groups by."""
+    """A token store as a data set for Seq2SeqTrainer, with the column `length` that it groups by."""
     lengths = store.lengths.astype(np.int64)
-    # the response's length among prompts of like lengths: less padding than the longer or the sum of both
+    # Sorts by prompt class, then by response length: less padding than the longer side or the sum of both gives.
     groups = np.digitize(lengths[:, 0], PROMPT_CLASSES) * 1000 + lengths[:, 1]
     rows = store.rows.rename_columns(dict(prompt_ids="input_ids", response_ids="labels"))
     return rows.add_column("length", groups.tolist()).with_format("numpy")
 
 
 def trainer_arguments(cell, output_dir, **more):
-    """The flags that make Seq2SeqTrainer fast, for `cell`'s pairs a forward, and `more`."""
+    """The arguments that make Seq2SeqTrainer fast, with `cell`'s pairs per forward, and `more`."""
     on_cpu = not torch.cuda.is_available()
     return Seq2SeqTrainingArguments(
         output_dir=str(output_dir), per_device_train_batch_size=cell["pairs"],
@@ -107,7 +107,7 @@ def trainer_arguments(cell, output_dir, **more):
 
 
 class TimedTrainer(Seq2SeqTrainer):
-    """Seq2SeqTrainer that also counts real tokens, on the device."""
+    """Seq2SeqTrainer that counts real tokens on the device."""
 
     step_tokens = 0
     last_loss = None
@@ -129,17 +129,17 @@ class TickAtStepEnd(TrainerCallback):
 
 
 def train_by_hand(cell, corpus, clock):
-    """Baseline B: HF T5 with SDPA, compiled for one padded shape, at a large batch that is already on the device."""
+    """Baseline B: HF T5 with SDPA, compiled for one padded shape, with large batches already on the device."""
     device = clock.device
     shape, batch_size = tuple(cell["shape"]), cell["pairs"]
     store = open_corpus(corpus)
-    members = np.flatnonzero(resolve_model_config(store.lengths) == SHAPES.index(shape))
-    ids = np.resize(members, 8 * batch_size).reshape(8, batch_size)  # again from the first where there are too few
+    members = np.flatnonzero(smallest_shape(store.lengths) == SHAPES.index(shape))
+    ids = np.resize(members, 8 * batch_size).reshape(8, batch_size)  # repeats pairs if there are too few
     rows = store.rows.rename_columns(dict(prompt_ids="input_ids", response_ids="labels")).with_format("numpy")
     batches = [pad([rows[int(i)] for i in part], shape) for part in ids]
     batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
     counts = [int(store.lengths[part].sum(dtype=np.int64)) for part in ids]
-    model = stock_t5(cell["model"], "sdpa").to(device)
+    model = hf_t5(cell["model"], "sdpa").to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
     compiled = torch.compile(model, dynamic=False) if cell["compile"] else model
     for batch, tokens in cycle(zip(batches, counts, strict=True)):
@@ -153,7 +153,7 @@ def train_by_hand(cell, corpus, clock):
             return dict(loss=loss.item())
 
 
-def resolve_model_config(lengths):
+def smallest_shape(lengths):
     """Index in SHAPES of the smallest shape that holds each pair."""
     fits = [(lengths[:, 0] <= prompt) & (lengths[:, 1] <= response) for prompt, response in SHAPES]
     return np.argmax(fits, axis=0)

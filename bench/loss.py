@@ -1,8 +1,8 @@
-"""linear_cross_entropy against the plain compiled loss: forward + backward time and peak memory.
+"""Compare linear_cross_entropy with the plain compiled loss: time and peak memory of forward + backward.
 
     python -m bench.loss [--tokens 32768] [--width 512] [--vocab 29298]
 
-Prints one JSON line for each; the last has the ratios. bf16 on a GPU, float32 on a CPU.
+Prints one JSON line per loss; the last line has the ratios. bf16 on a GPU, float32 on a CPU.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from model.nn.loss import linear_cross_entropy
 
 
 def main():
-    parser = argparse.ArgumentParser(description="The chunked loss against the plain compiled one.")
+    parser = argparse.ArgumentParser(description="Compare the chunked loss with the plain compiled one.")
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=29_298)
@@ -31,18 +31,18 @@ def main():
 
 
 def plain_loss(hidden, weight, labels):
-    """Sum over tokens of the cross-entropy, all logits in memory."""
+    """Cross-entropy summed over tokens, with all logits in memory."""
     return F.cross_entropy(F.linear(hidden, weight.to(hidden.dtype)).float(), labels, reduction="sum")
 
 
 def compare(tokens, width, vocab):
-    """Milliseconds, peak MiB and loss of each way, on the same numbers."""
+    """{loss: dict(ms, peak_mib, loss)} of both losses on the same inputs."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device=device).mul(width**-0.5).to(dtype).requires_grad_()
     weight = torch.nn.Parameter(torch.randn(vocab, width, device=device))
-    flat = FlatParams([weight], [], weight, dtype)  # as the model holds it: a copy in bf16, rows padded
+    flat = FlatParams([weight], [], weight, dtype)  # like the model's: a copy in bf16 with padded rows
     labels = torch.randint(vocab, (tokens,), device=device)
 
     def ours(hidden, weight, labels):
@@ -60,7 +60,7 @@ def measure(way, hidden, weight, labels, device):
         loss.backward()
         return loss.detach()
 
-    loss = call().item() / len(labels)  # compiles
+    loss = call().item() / len(labels)  # compiles at the first call
     call()
     hidden.grad = weight.grad = None
     peak = memory_of_call(call, device)

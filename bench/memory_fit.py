@@ -1,12 +1,12 @@
-"""How well does the closed form of model/memory/estimate.py predict a step's memory? Measures, fits, tells the errors.
+"""Measure the memory of steps, fit the constants of the memory estimate to it, and print the estimate's errors.
 
     python -m bench.memory_fit --out fit.jsonl            on every visible GPU, 8 minutes at most
-    python -m bench.memory_fit --refit fit.jsonl          fits again what was measured
-    python -m bench.memory_fit --rehearse                 without a GPU: measurements are made up
+    python -m bench.memory_fit --refit fit.jsonl          fit to earlier measurements
+    python -m bench.memory_fit --rehearse                 without a GPU, with made-up measurements
 
-Each case is one training step (forward, backward, update) of `pairs` pairs with `tokens` tokens a side in one
-forward, in a process that has done nothing else of that size. At most 12 cases fit the constants; the errors told are
-those of the others. Exit code 1 when they miss the bars.
+A case is one training step (forward, backward, update) of `pairs` pairs with `tokens` tokens per side in one forward.
+Cases run from small to large, so no earlier one has a higher peak. The constants are fitted to at most 12 cases; the
+errors are those of the other cases. Exit code 1 if they exceed LIMITS.
 """
 
 import argparse
@@ -47,9 +47,9 @@ SIZES = (
 MANY_SHORT = 512, 64
 LARGEST_BYTES = 130 * 2**30
 SECONDS = 360
-RANGE = 0.4, 4.0  # of a constant, over what it is now: few cases do not tell each one apart
-COUNTED = Constants()
-BARS = dict(median=0.05, percentile_95=0.12, worst_under=-0.03)
+RANGE = 0.4, 4.0  # a fitted constant over its present value: so few cases cannot separate all constants
+CURRENT = Constants()
+LIMITS = dict(median=0.05, percentile_95=0.12, worst_under=-0.03)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Case:
     dtype: str  # bfloat16 or float32
     checkpointing: bool
     pairs: int
-    tokens: int  # a side
+    tokens: int  # per side
 
     @property
     def group(self):
@@ -76,7 +76,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class OneLength:
-    """A token store whose examples all have `tokens` tokens a side."""
+    """A token store of `pairs` examples with `token_count` tokens per side."""
 
     pairs: int
     token_count: int
@@ -97,22 +97,22 @@ class OneLength:
         return tuple(draw.integers(3, VOCAB_SIZE, len(ids) * self.token_count) for _ in range(2))
 
 
-def predict(case, constants=COUNTED):
-    """Peak reserved bytes of the case's step."""
+def predict(case, constants=CURRENT):
+    """Predicted peak of the reserved bytes in the case's step."""
     dtype = getattr(torch, case.dtype)
-    shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
-    kernels = has_kernels(torch.device("cuda"), dtype, shape)
-    spec = MemorySpec(shape, dtype.itemsize, kernels, constants=constants)
+    model_config = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
+    kernels = has_kernels(torch.device("cuda"), dtype, model_config)
+    spec = MemorySpec(model_config, dtype.itemsize, kernels, constants=constants)
     lengths = Lengths(np.array([[case.tokens, case.tokens]]), np.array([case.pairs]))
     tokens = 2 * case.pairs * case.tokens
     return Estimate(spec, lengths, case.pairs).peaks(tokens, CHUNK_TOKENS, case.checkpointing)["step"]
 
 
 def measure(case, device):
-    """(peak reserved, peak allocated) bytes of the case's step on `device`, or None where it does not fit."""
-    shape = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
+    """(peak reserved, peak allocated) bytes of the case's step on `device`, or None if it does not fit."""
+    model_config = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
     with torch.device(device):
-        model = TextToTextModel(shape, compute_dtype=getattr(torch, case.dtype))
+        model = TextToTextModel(model_config, compute_dtype=getattr(torch, case.dtype))
     model.flat.masters.normal_(std=0.02)
     config = load_config("pretrain", dict(warmup_steps=0, optimizer="adamw_rms"))
     plan = MemoryPlan(2 * case.pairs * case.tokens, CHUNK_TOKENS, case.checkpointing, 0)
@@ -128,7 +128,7 @@ def measure(case, device):
 
 
 def made_up(case, _):
-    """What a device with other constants than ours would measure."""
+    """A made-up measurement: the prediction with other constants and 1 % noise."""
     draw = np.random.default_rng(abs(hash(case)) % 2**32)
     others = Constants(reserved=1.05, holes=1.1, workspace_bytes=3e8)
     measured = int(predict(case, others) * draw.uniform(0.99, 1.01))
@@ -136,12 +136,12 @@ def made_up(case, _):
 
 
 def run_shard(shard, num_shards, rehearse):
-    """Measure every `num_shards`-th case, the small ones first, and print a JSON line for each."""
+    """Measure every `num_shards`-th case, from small to large, and print one JSON line per case."""
     device, deadline = torch.device("cpu" if rehearse else "cuda:0"), time.monotonic() + SECONDS
     cases = sorted((case for case in CASES if predict(case) < 1.3 * LARGEST_BYTES), key=predict)[shard::num_shards]
     if not rehearse:
-        torch.zeros(1, device=device)  # the device exists from here on
-        measure(Case("small", "bfloat16", False, 8, 64), device)  # libraries take their workspaces once
+        torch.zeros(1, device=device)  # initialises the device
+        measure(Case("small", "bfloat16", False, 8, 64), device)  # libraries allocate their workspaces
         measure(Case("small", "float32", False, 8, 64), device)
     for case in cases:
         if time.monotonic() > deadline:
@@ -155,7 +155,7 @@ def run_shard(shard, num_shards, rehearse):
 
 
 def measure_all(rehearse):
-    """The JSON lines of all cases, measured by one process for each GPU."""
+    """JSON lines of all cases, measured by one process per GPU."""
     num_gpus = 1 if rehearse else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
     shards = [
@@ -171,8 +171,9 @@ def measure_all(rehearse):
 
 
 def choose_for_fit(cases):
-    """At most 12 of the cases: of each group by turns a small, a middle and the largest; many short checkpointed pairs,
-    which leave the most holes."""
+    """At most 12 of the cases: a small, a medium or the largest one of each group in turn, and with checkpointing also
+    the case of many short pairs, which fragments memory most.
+    """
     chosen = []
     for i, group in enumerate(sorted({case.group for case in cases})):
         ours = sorted((case for case in cases if case.group == group), key=predict)
@@ -182,40 +183,40 @@ def choose_for_fit(cases):
 
 
 def errors(measured, constants):
-    """Predicted over measured, minus 1, of each case."""
+    """Relative error of the prediction for each case: predicted / measured - 1."""
     return np.array([predict(case, constants) / peak - 1 for case, peak in measured.items()])
 
 
 def fit(measured):
-    """Constants that predict `measured` (bytes by case) best; too little counts three times too much.
+    """Constants with the least squared error on `measured` (bytes by case); underestimates weigh three times as much.
 
-    Each constant in turn takes the best of a few values around it, and the steps grow finer.
+    Coordinate descent: each constant in turn takes the best of a few values around it, with shrinking steps.
     """
 
-    def badness(constants):
+    def cost(constants):
         error = errors(measured, constants)
         return float((np.where(error < 0, 3 * error, error) ** 2).mean())
 
-    best, step = COUNTED, 0.5
+    best, step = CURRENT, 0.5
     while step > 0.002:
-        before = badness(best)
+        before = cost(best)
         for name in (f.name for f in fields(Constants)):
             values = (getattr(best, name) * k for k in (1 - step, 1 - step / 3, 1.0, 1 + step / 3, 1 + step))
-            least, most = (getattr(COUNTED, name) * k for k in RANGE)
-            best = min((replace(best, **{name: min(max(v, least), most)}) for v in values), key=badness)
-        if badness(best) > 0.999 * before:
+            least, most = (getattr(CURRENT, name) * k for k in RANGE)
+            best = min((replace(best, **{name: min(max(v, least), most)}) for v in values), key=cost)
+        if cost(best) > 0.999 * before:
             step /= 1.7
     under = max(0.0, -float(errors(measured, best).min()) - 0.005)
     return replace(best, reserved=best.reserved * (1 + under))
 
 
 def report(lines):
-    """Fit, and tell the errors on the cases that did not take part; returns whether they keep the bars."""
+    """Fit, print the errors on the cases left out of the fit, and return whether they are within LIMITS."""
     names = [f.name for f in fields(Case)]
     measured = {Case(**{name: line[name] for name in names}): line["measured_bytes"] for line in lines}
     measured = {case: peak for case, peak in measured.items() if peak and peak <= LARGEST_BYTES}
     chosen = choose_for_fit(measured)
-    before = errors({case: peak for case, peak in measured.items() if case not in chosen}, COUNTED)
+    before = errors({case: peak for case, peak in measured.items() if case not in chosen}, CURRENT)
     constants = fit({case: measured[case] for case in chosen})
     others = {case: peak for case, peak in measured.items() if case not in chosen}
     after = errors(others, constants)
@@ -226,8 +227,8 @@ def report(lines):
     print(json.dumps(dict(cases=len(others), constants_as_they_are=_summary(before), refitted=_summary(after))))
     print(constants)
     summary = _summary(after)
-    kept = all(summary[name] <= BARS[name] for name in ("median", "percentile_95"))
-    return kept and summary["worst_under"] >= BARS["worst_under"] and len(others) >= 36
+    within = all(summary[name] <= LIMITS[name] for name in ("median", "percentile_95"))
+    return within and summary["worst_under"] >= LIMITS["worst_under"] and len(others) >= 36
 
 
 def _summary(error):
@@ -240,9 +241,9 @@ def _summary(error):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", help="where the measurements go, a JSON line each")
-    parser.add_argument("--refit", help="measurements to fit again")
-    parser.add_argument("--rehearse", action="store_true", help="make measurements up")
+    parser.add_argument("--out", help="file for the measurements, one JSON line each")
+    parser.add_argument("--refit", help="file of earlier measurements to fit to")
+    parser.add_argument("--rehearse", action="store_true", help="use made-up measurements")
     parser.add_argument("--shard", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.shard:

@@ -1,10 +1,10 @@
-"""Optimizers at equal pairs: validation loss, and training seconds to the loss that BASELINE ends with.
+"""Compare optimizers on the same pairs: validation loss, and training seconds to the final loss of BASELINE.
 
     python -m bench.optimizers --output_dir DIR --train_file TRAIN --validation_file VALID [--tokenizer_dir TOKENIZER]
         [--rates muon=0.01,0.02,0.04] [--set epochs=2 ...]
 
-Each optimizer at three peak rates: train_low_mem.py itself, on the same pairs in the same order, one run a GPU at a
-time (on a CPU one at a time). DIR/results.jsonl has a line as each ends, then DIR/table.md is written.
+Each optimizer trains at three peak learning rates: train_low_mem.py itself, with the same pairs in the same order, one
+run at a time per GPU or on the CPU. Each run adds a line to DIR/results.jsonl; at the end DIR/table.md is written.
 """
 
 import argparse
@@ -33,19 +33,19 @@ HEAD = ("optimizer", "best rate", "validation loss", "other rates", "train s", "
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Optimizers, each at three learning rates, at equal pairs.")
+    parser = argparse.ArgumentParser(description="Compare optimizers, each at three learning rates, on the same pairs.")
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--train_file", required=True)
     parser.add_argument("--validation_file", required=True)
-    parser.add_argument("--tokenizer_dir", default="", help=f"empty: {VOCAB_SIZE} tokens are learnt from train_file")
-    parser.add_argument("--rates", nargs="*", default=[], help="name=rate,rate,… in place of an optimizer's own")
+    parser.add_argument("--tokenizer_dir", default="", help=f"default: train one with {VOCAB_SIZE} tokens")
+    parser.add_argument("--rates", nargs="*", default=[], help="name=rate,rate,… replaces the rates of an optimizer")
     parser.add_argument("--set", nargs="*", default=[], help="field=value of TrainConfig, for all runs")
     parser.add_argument("--optimizers", default=",".join(RATES))
     parser.add_argument(
-        "--together", type=int, default=1, help="runs on a GPU at a time; above 1 the seconds mean little"
+        "--together", type=int, default=1, help="runs per GPU at a time; above 1 the seconds are not comparable"
     )
-    parser.add_argument("--limit_seconds", type=float, default=540, help="of one run")
-    parser.add_argument("--minutes", type=float, default=60, help="runs that are not done by then are given up")
+    parser.add_argument("--limit_seconds", type=float, default=540, help="limit of one run")
+    parser.add_argument("--minutes", type=float, default=60, help="runs that are unfinished by then are stopped")
     options = parser.parse_args()
     folder = Path(options.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def make_tokenizer(folder, files):
 
 
 def job_of(run, optimizer, rate, folder, common, limit_seconds):
-    """One training; a process group of its own, in `folder`."""
+    """The job of one training, which runs in `folder`."""
     settings = common | dict(optimizer=optimizer, learn_rate=rate, output_dir=folder / "runs" / run)
     options = [f"--{name}={value}" for name, value in settings.items()]
     words = [sys.executable, ROOT / "train_low_mem.py", "train", "--overwrite=True", "--save_steps=1000000", *options]
@@ -84,22 +84,22 @@ def job_of(run, optimizer, rate, folder, common, limit_seconds):
 
 
 def result_of(done, optimizer, rate, folder):
-    """What a run's journal tells: (pairs seen, training seconds, validation loss) at each evaluation."""
+    """Record of a run; its `curve` has (pairs seen, training seconds, validation loss) of each evaluation."""
     path = folder / "runs" / done.job.name / "metrics.jsonl"
     lines = read_journal(path) if path.exists() else []
     curve, seconds, pairs = [], 0.0, 0
     for line in lines:
-        if line["kind"] == "train":  # evaluation and start-up are not counted, compilation in the first steps is
+        if line["kind"] == "train":  # counts compilation in the first steps, not evaluation and start-up
             seconds, pairs = seconds + line["tokens"] / line["tokens_per_second"], line["pairs_seen"]
         elif line["kind"] == "eval":
             curve.append((pairs, round(seconds, 2), line["loss"]))
-    told = [line for line in done.text.splitlines() if line.strip()]
-    problem = f"{done.problem}: {told[-1][:160]}" if done.problem and told else done.problem
+    output = [line for line in done.text.splitlines() if line.strip()]
+    problem = f"{done.problem}: {output[-1][:160]}" if done.problem and output else done.problem
     return dict(optimizer=optimizer, rate=rate, problem=problem, curve=curve, seconds=round(done.seconds, 1))
 
 
 def table(results):
-    """Markdown: for each optimizer its best rate, and how soon it had the loss that the baseline ends with."""
+    """Markdown lines: the best rate of each optimizer and its seconds to the baseline's final loss; then all curves."""
     yield "| " + " | ".join(HEAD) + " |"
     yield "| " + " | ".join("---" for _ in HEAD) + " |"
     target = next((final_loss(r) for r in results if (r["optimizer"], r["rate"]) == BASELINE), math.nan)
@@ -124,7 +124,7 @@ def table(results):
 
 
 def final_loss(result):
-    """Validation loss at the run's end; infinite when it did not come to one."""
+    """Validation loss at the end of the run; infinity if it failed before."""
     last = result["curve"][-1][2] if result["curve"] and not result["problem"] else None
     return math.inf if last is None else last
 

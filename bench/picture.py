@@ -1,4 +1,4 @@
-"""README's picture: a run's losses, from its journal, beside the speed table of docs/benchmarks.md.
+"""Draw the picture of README.md: the losses of a run, from its journal, and the speed table of docs/benchmarks.md.
 
     python -m bench.picture RUN_DIR [--output docs/images/overview.png]
 
@@ -21,7 +21,7 @@ ROW = re.compile(r"^\| (\S+)[^|]* \| ([^|]+) \| ([^|]+) \| ([\d,]+) k \| ([\d.]+
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Draw README's picture.")
+    parser = argparse.ArgumentParser(description="Draw the picture of README.md.")
     parser.add_argument("run_dir", type=Path, help="the run whose losses are drawn")
     parser.add_argument("--output", type=Path, default=PICTURE)
     options = parser.parse_args()
@@ -36,20 +36,20 @@ def main() -> int:
 
 
 def speed_rows(page: str) -> list[tuple[str, str, str, int]]:
-    """(model, loop, pairs a step, thousands of tokens a second) of each row of the speed table in `page`.
+    """(model, loop, pairs per step, thousands of tokens per second) of each row of the speed table in `page`.
 
-    Raises ValueError where there is no such table.
+    Raises ValueError if there is no such table.
     """
     rows = [(model, loop, pairs, int(rate.replace(",", ""))) for model, loop, pairs, rate, _ in ROW.findall(page)]
     if not rows:
         raise ValueError(
-            "no speed table: its rows are `| model | loop | pairs a step | 1,234 k | 5.6 |` in docs/benchmarks.md"
+            "no speed table: write rows like `| model | loop | pairs per step | 1,234 k | 5.6 |` in docs/benchmarks.md"
         )
     return rows
 
 
 def draw(path: Path, records: list[dict], rows: list[tuple[str, str, str, int]]) -> None:
-    """Write the picture to `path`: the losses at the left, a panel of speeds for each model at the right."""
+    """Write the picture to `path`: the losses on the left, one panel of speeds per model on the right."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout="constrained")
@@ -65,15 +65,15 @@ def draw(path: Path, records: list[dict], rows: list[tuple[str, str, str, int]])
 
 
 def describe(records: list[dict]) -> str:
-    """What the run of a journal is, in one line."""
+    """One line that describes the run of a journal."""
     start = next(record for record in records if record["kind"] == "start")
     size = f"{start['parameters'] / 1e6:.1f} M parameters"
-    pairs = f"{start['total_pairs']:,} pairs, {start['global_batch']} a step"
+    pairs = f"{start['total_pairs']:,} pairs, {start['global_batch']} per step"
     return f"{size}; {pairs}; {start['dtype']}; {start['world']} × {start['device']}"
 
 
 def draw_speeds(axes, model: str, rows: list[tuple[str, str, int]]) -> None:
-    """Draw one bar for each (loop, pairs a step, thousands of tokens a second), the first at the top."""
+    """Draw one bar for each (loop, pairs per step, thousands of tokens per second), the first at the top."""
     labels = [f"{loop.split(',')[0] if 'this' not in loop else loop}, {pairs}" for loop, pairs, _ in rows]
     colours = [next((colour for name, colour in COLOURS.items() if name in loop), "gray") for loop, _, _ in rows]
     bars = axes.barh(labels, [rate for _, _, rate in rows], color=colours)
@@ -81,7 +81,7 @@ def draw_speeds(axes, model: str, rows: list[tuple[str, str, int]]) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.tick_params(axis="y", labelsize=9)
-    axes.set_title(f"{model}: tokens a second (loop, pairs a step)", fontsize=10)
+    axes.set_title(f"{model}: tokens per second (loop, pairs per step)", fontsize=10)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What the profiles of run_train.sh take and give: memory and speed of the same pairs under each.
+"""Measure the memory and speed of each profile of run_train.sh on the same pairs.
 
     python -m bench.profiles --output_dir DIR [--model chatlm] [--seconds 20] [--profiles NAME,…] [--any_field=value]
 
-Each is started as a user types it, on one GPU, and asked to stop after so many seconds of training. Prints a JSON line
-each: the plan, median tokens/s and milliseconds of the later half of the steps, the peak of the reserved memory, and
-how many times as long as the first profile's its steps take.
+Each profile is started as a user types it, on one GPU, and asked to stop after --seconds of training. Prints one JSON
+line per profile: the plan, median tokens/s and milliseconds per step in the second half of the steps, the peak of the
+reserved memory, and the step time relative to the first profile's.
 """
 
 import argparse
@@ -29,8 +29,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output_dir", required=True, type=Path)
     parser.add_argument("--model", default="chatlm")
-    parser.add_argument("--pairs", type=int, default=CORPUS_PAIRS, help="of the corpus")
-    parser.add_argument("--seconds", type=float, default=20, help="of training")
+    parser.add_argument("--pairs", type=int, default=CORPUS_PAIRS, help="pairs in the corpus")
+    parser.add_argument("--seconds", type=float, default=20, help="seconds of training")
     parser.add_argument("--profiles", default=PROFILES)
     given, options = parser.parse_known_args()
     folder = given.output_dir.resolve()
@@ -53,7 +53,7 @@ def main():
 
 
 def train_for(process, path, seconds):
-    """Ask the run of `process` to stop so many seconds after the first training line of the journal at `path`."""
+    """Ask the run of `process` to stop `seconds` after the first training line in the journal at `path`."""
     deadline = time.monotonic() + START_SECONDS
     while not (path.exists() and b'"kind":"train"' in path.read_bytes()):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -64,7 +64,7 @@ def train_for(process, path, seconds):
 
 
 def figures(run_dir, text):
-    """The plan of a run, its speed and its peak; raises RuntimeError with what it wrote where it did not train."""
+    """Plan, speed and peak memory of a run. Raises RuntimeError with the run's output if it did not train."""
     lines = journal(run_dir, "train") if (run_dir / "metrics.jsonl").exists() else []
     if len(lines) < 2:
         raise RuntimeError(f"{run_dir} did not train:\n{text[-2000:]}")

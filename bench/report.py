@@ -1,4 +1,4 @@
-"""The comparison's results as a markdown table and a figure."""
+"""Write the results of bench.compare as a markdown table and a figure."""
 
 import platform
 from importlib.util import find_spec
@@ -8,10 +8,10 @@ import torch
 import transformers
 
 from bench.corpus import draw_lengths
-from bench.loops import SHAPES, resolve_model_config
+from bench.loops import SHAPES, smallest_shape
 
 LOOPS = {"ours": "ours", "a": "A: Seq2SeqTrainer", "b": "B: by hand"}
-HEAD = ("model", "loop", "pairs per step", "real tokens/s", "spread", "ms a step", "peak GiB", "s to first step")
+HEAD = ("model", "loop", "pairs per step", "real tokens/s", "spread", "ms per step", "peak GiB", "s to first step")
 
 
 def report(folder, results):
@@ -33,20 +33,20 @@ def machine_line():
 
 
 def mixtures(results):
-    """B over the whole mix: each padded shape takes its share of the pairs at the pace it was timed at."""
+    """Yield loop B over the whole corpus for each model: each padded shape has its share of the pairs and its speed."""
     lengths = draw_lengths(200_000, np.random.default_rng(0))
-    shares = np.bincount(resolve_model_config(lengths), minlength=len(SHAPES)) / len(lengths)
-    tokens_a_pair = lengths.sum(axis=1).mean()
+    shares = np.bincount(smallest_shape(lengths), minlength=len(SHAPES)) / len(lengths)
+    tokens_per_pair = lengths.sum(axis=1).mean()
     for model in dict.fromkeys(result["model"] for result in results):
         parts = [r for r in results if r["model"] == model and r["loop"] == "b" and not r["problem"]]
         if len(parts) < len(SHAPES):
             continue
         parts.sort(key=lambda part: SHAPES.index(tuple(part["shape"])))
-        seconds_a_pair = sum(share / part["pairs_per_second"] for share, part in zip(shares, parts, strict=True))
+        seconds_per_pair = sum(share / part["pairs_per_second"] for share, part in zip(shares, parts, strict=True))
         yield dict(
             model=model, loop="b", name=f"{model}/b/all four shapes", problem="", rounds=1,
             pairs=round(sum(share * part["pairs"] for share, part in zip(shares, parts, strict=True))),
-            tokens_per_second=float(tokens_a_pair / seconds_a_pair), spread=max(part["spread"] for part in parts),
+            tokens_per_second=float(tokens_per_pair / seconds_per_pair), spread=max(part["spread"] for part in parts),
             step_ms=float(sum(share * part["step_ms"] for share, part in zip(shares, parts, strict=True))),
             peak_gib=max(part["peak_gib"] for part in parts),
             first_step_seconds=sum(part["first_step_seconds"] for part in parts),
@@ -54,7 +54,7 @@ def mixtures(results):
 
 
 def table(results):
-    """Markdown lines."""
+    """Yield the markdown lines of the table of results."""
     yield "| " + " | ".join(HEAD) + " |"
     yield "| " + " | ".join("---" for _ in HEAD) + " |"
     for r in sorted(results, key=lambda r: (r["model"], r["loop"] != "ours", r["name"])):
@@ -70,7 +70,7 @@ def table(results):
 
 
 def ratio_lines(results):
-    """How many times the best of each baseline our best is, for each model."""
+    """Yield, for each model and baseline, our best speed relative to the baseline's best."""
     for model in dict.fromkeys(result["model"] for result in results):
         best = {loop: best_rate(results, model, loop) for loop in LOOPS}
         for loop in ("a", "b"):
@@ -79,7 +79,7 @@ def ratio_lines(results):
 
 
 def best_rate(results, model, loop):
-    """Tokens/s of a loop's fastest cell; one padded shape of B alone is not a training."""
+    """Tokens/s of a loop's fastest cell; cells of a single padded shape of B do not count, only their mixture."""
     rates = [
         r["tokens_per_second"]
         for r in results
@@ -89,7 +89,7 @@ def best_rate(results, model, loop):
 
 
 def draw(path, results):
-    """Tokens/s and peak GiB against pairs per step, a column of panels for each model."""
+    """Plot tokens/s and peak GiB over pairs per step, one column per model."""
     import matplotlib
 
     matplotlib.use("Agg")

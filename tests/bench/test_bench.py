@@ -12,7 +12,7 @@ from bench.clock import Pace, StepClock
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_lengths, write_corpus
 from bench.data_scale import build_store
 from bench.fill import epoch_fill
-from bench.loops import SHAPES, pad, resolve_model_config
+from bench.loops import SHAPES, pad, smallest_shape
 from bench.report import mixtures
 from model.data.buckets import buckets_for
 from model.data.token_store import read_store
@@ -84,7 +84,7 @@ def test_padding_keeps_every_token_and_masks_the_rest():
 
 
 def test_each_pair_goes_to_the_smallest_shape_that_holds_it():
-    assert resolve_model_config(np.array([(32, 128), (33, 1), (1, 129), (129, 2), (256, 256)])).tolist() == [
+    assert smallest_shape(np.array([(32, 128), (33, 1), (1, 129), (129, 2), (256, 256)])).tolist() == [
         0,
         2,
         1,
