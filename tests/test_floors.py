@@ -1,6 +1,6 @@
-"""The structural rule of the house: imports go one way, between packages and inside each of them.
+"""Imports go one way, between packages and inside each of them.
 
-Read with ast, so it needs neither torch nor a GPU and takes milliseconds.
+The sources are parsed with ast, so this needs neither torch nor a GPU and takes milliseconds.
 """
 
 import ast
@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Each package imports only from those above it in this list; a module, only from the lines above its own in its
-# package. Modules of one line do not know each other.
+# A package imports only from packages above it. A module imports only from lines above its own in its package, so
+# modules of one line do not import each other.
 ROOMS = {
     "config": [""],
     "model.runtime": [
@@ -70,8 +70,8 @@ ROOMS = {
     "train_low_mem": [""],
 }
 APPLICATIONS = ("bench", "scripts", "train_low_mem")
-# A library named here comes in by these modules only.
-DOORS = {
+# {library: the only modules that may import it}
+ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed",
     "transformers": "model.nn.t5.huggingface model.data.tokenizer scripts bench",
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file",
@@ -86,7 +86,10 @@ def within(module, name):
 
 
 def place_of(module):
-    """(Number of the package, number of the line in it) of a module of ours; None for any other."""
+    """(index of the package, index of the line in it) of a module; None for other libraries.
+
+    The line is -1 for the package itself and None for a module that the package does not list.
+    """
     for number, (room, lines) in enumerate(ROOMS.items()):
         if not within(module, room):
             continue
@@ -103,14 +106,14 @@ def name_of(path, root):
 
 
 def sources(root):
-    """Every Python file of the product under `root`, packages' docstrings left out."""
+    """Every Python file of the project under `root` but tests and __init__.py."""
     tops = [root / "config.py", root / "train_low_mem.py"]
     inside = [path for folder in ("model", "scripts", "bench") for path in sorted((root / folder).rglob("*.py"))]
     return [path for path in tops + inside if path.exists() and path.name != "__init__.py"]
 
 
 def imports_of(path):
-    """Names that `path` imports, wherever in the file the import stands."""
+    """Yield the names that `path` imports, at the top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -121,44 +124,44 @@ def imports_of(path):
 
 
 def faults_of(path, root):
-    """What is wrong with the place of a module, and with what it imports."""
+    """Yield the problems with a module's place in ROOMS and with its imports."""
     mine = name_of(path, root)
     place = place_of(mine)
     if place is None or place[1] is None:
-        yield f"{mine} stands in no room: add it to ROOMS"
+        yield f"{mine} is in no package of ROOMS: add it there"
         return
     for other in imports_of(path):
         theirs = place_of(other)
         known = theirs is not None and theirs[1] not in (None, -1)
-        applications = mine.split(".")[0] in APPLICATIONS and other.split(".")[0] in APPLICATIONS
-        if known and not theirs < place and not (applications and theirs[0] != place[0]):
-            yield f"{mine} imports {other}, which does not stand below it"
-        doors = DOORS.get(other.split(".")[0])
-        if doors is not None and not any(within(mine, door) for door in doors.split()):
-            yield f"{mine} imports {other}: only {doors or 'nobody'} may"
+        both_applications = mine.split(".")[0] in APPLICATIONS and other.split(".")[0] in APPLICATIONS
+        if known and not theirs < place and not (both_applications and theirs[0] != place[0]):
+            yield f"{mine} imports {other}, which is not above it in ROOMS"
+        allowed = ALLOWED_IMPORTERS.get(other.split(".")[0])
+        if allowed is not None and not any(within(mine, importer) for importer in allowed.split()):
+            yield f"{mine} imports {other}: only {allowed or 'no module'} may"
 
 
 @pytest.mark.parametrize("path", sources(ROOT), ids=lambda path: name_of(path, ROOT))
-def test_a_module_imports_only_from_below(path):
+def test_a_module_imports_only_from_lower_floors(path):
     assert not list(faults_of(path, ROOT))
 
 
 @pytest.mark.parametrize(
     "module, text, fault",
     [
-        ("model/data/readers.py", "from model.train.step import train_steps", "does not stand below"),
-        ("model/runtime/atomic_io.py", "import model.runtime.distributed", "does not stand below"),
-        ("model/nn/loss.py", "def f():\n    from model.nn.t5.network import TextToTextModel", "does not stand below"),
-        ("model/nn/attention.py", "from model.nn import loss", "does not stand below"),
-        ("model/run/journal.py", "import train_low_mem", "does not stand below"),
-        ("model/misc.py", "", "no room"),
-        ("model/data/misc.py", "", "no room"),
-        ("model/misc/parts.py", "", "no room"),
+        ("model/data/readers.py", "from model.train.step import train_steps", "not above it in ROOMS"),
+        ("model/runtime/atomic_io.py", "import model.runtime.distributed", "not above it in ROOMS"),
+        ("model/nn/loss.py", "def f():\n    from model.nn.t5.network import TextToTextModel", "not above it in ROOMS"),
+        ("model/nn/attention.py", "from model.nn import loss", "not above it in ROOMS"),
+        ("model/run/journal.py", "import train_low_mem", "not above it in ROOMS"),
+        ("model/misc.py", "", "in no package of ROOMS"),
+        ("model/data/misc.py", "", "in no package of ROOMS"),
+        ("model/misc/parts.py", "", "in no package of ROOMS"),
         ("model/run/journal.py", "import transformers", "only model.nn.t5.huggingface"),
-        ("model/run/checkpoint.py", "import pickle", "nobody"),
+        ("model/run/checkpoint.py", "import pickle", "no module"),
     ],
 )
-def test_a_planted_fault_is_found(tmp_path, module, text, fault):
+def test_a_planted_violation_is_found(tmp_path, module, text, fault):
     path = tmp_path / module
     path.parent.mkdir(parents=True)
     path.write_text(text + "\n")
@@ -166,7 +169,7 @@ def test_a_planted_fault_is_found(tmp_path, module, text, fault):
     assert found and all(fault in words for words in found)
 
 
-def test_each_package_is_its_docstring_alone():
+def test_each_init_file_holds_only_a_docstring():
     for folder in {path.parent for path in sources(ROOT) if ROOT / "model" in path.parents}:
         (only,) = ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body
         assert isinstance(only, ast.Expr) and len(only.value.value) > 40, folder

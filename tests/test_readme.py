@@ -1,4 +1,4 @@
-"""The documents say what is: options, presets, files, commands, figures."""
+"""The documents agree with the code: options, presets, files, commands, figures."""
 
 import ast
 import contextlib
@@ -29,19 +29,19 @@ def text_of(page):
 
 
 def table(page, heading):
-    """Rows of the first table of `page` after a line that begins with `heading`, as lists of cells."""
+    """Rows of the first table in `page` after `heading`, as lists of cells."""
     text = text_of(page)
     rows = re.search(r"\n\|.*\n\| ---.*\n((?:\|.*\n)+)", text[text.index(heading) :]).group(1)
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
 
 
-def test_each_option_stands_in_the_table_with_its_default():
+def test_each_option_is_in_the_table_with_its_default():
     shown = {name.strip("`"): default for name, default, _ in table("docs/options.md", "# Options")}
     real = {f.name: "empty" if f.default == "" else f"`{f.default}`" for f in fields(TrainConfig)}
     assert shown == real
 
 
-def test_each_preset_stands_in_the_table_with_its_differences():
+def test_each_preset_is_in_the_table_with_its_differences():
     shown = {name.strip("`"): differences for name, _, differences in table("docs/options.md", "## Presets")}
     real = {
         name: ", ".join(f"`{field}={value}`" for field, value in preset.items()) or "none"
@@ -50,7 +50,7 @@ def test_each_preset_stands_in_the_table_with_its_differences():
     assert shown == real
 
 
-def test_each_optimizer_stands_in_the_table_with_its_learning_rates():
+def test_each_optimizer_is_in_the_table_with_its_learning_rates():
     shown = {
         name.strip("`"): tuple(map(float, rates)) for name, *rates in table("docs/options.md", "## Learning rates")
     }
@@ -74,7 +74,7 @@ def test_each_file_that_a_page_names_exists(page):
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
-def test_the_first_commands_write_what_the_next_ones_read(page):
+def test_each_of_the_first_commands_writes_what_the_next_one_reads(page):
     block = re.search(r"```bash\n(python scripts/prepare_data.*?)```", text_of(page), re.DOTALL).group(1)
     prepare, tokenizer, train = (line.split() for line in block.splitlines()[:3])
     defaults = load_config("pretrain", {})
@@ -83,14 +83,14 @@ def test_the_first_commands_write_what_the_next_ones_read(page):
     assert train[-2:] == ["./train_low_mem.py", "train"]
 
 
-def test_each_module_stands_in_the_map_of_the_rooms():
+def test_each_module_is_in_the_map_of_the_packages():
     shown = set(re.findall(r"^\| `(model/[\w/]+\.py)` \|", text_of("docs/architecture.md"), re.MULTILINE))
     real = {path.relative_to(ROOT).as_posix() for path in (ROOT / "model").rglob("*.py")}
     assert shown == {path for path in real if not path.endswith("__init__.py")}
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_each_room_says_which_files_it_holds(room):
+def test_each_package_docstring_names_its_files(room):
     for init in (ROOT / "model" / room).rglob("__init__.py"):
         said = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
         missing = [path.stem for path in init.parent.glob("*.py") if path != init and path.stem not in said]
@@ -98,7 +98,7 @@ def test_each_room_says_which_files_it_holds(room):
     assert (ROOT / "model" / room / "__init__.py").is_file()
 
 
-def test_the_answers_of_contributing_stand_in_the_map():
+def test_the_answers_in_contributing_are_modules_of_the_map():
     answers = re.findall(r"`(model/[\w/]+\.py)`", text_of("CONTRIBUTING.md").split("## Ten questions")[1])
     assert len(answers) >= 9 and all(f"| `{path}` |" in text_of("docs/architecture.md") for path in answers)
 
@@ -113,7 +113,7 @@ def test_the_snippet_of_readme_runs_on_an_exported_model(tmp_path, monkeypatch, 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the table is of a plan made without a GPU")
-def test_the_table_of_cards_is_what_plan_predicts(tmp_path, monkeypatch):
+def test_the_table_of_gpus_is_what_plan_predicts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for card, *cells in table("README.md", "## What to expect"):
         for (size, pairs), cell in zip(product(("small", "chatlm"), (64, 256)), cells, strict=True):

@@ -1,12 +1,13 @@
-"""What bench measures with, checked at sizes that take a second."""
+"""The parts of the benchmarks, at sizes that take a second."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from bench import caps, kernels
+from bench import caps, kernels, votes
 from bench.children import Job, run_jobs
 from bench.clock import Pace, StepClock
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_lengths, write_corpus
@@ -17,6 +18,7 @@ from bench.report import mixtures
 from model.data.buckets import buckets_for
 from model.data.token_store import read_store
 from model.memory.plan import MemoryPlan
+from model.runtime.distributed import Ranks
 from tests.parts import examples_of
 
 
@@ -28,7 +30,7 @@ def store(tmp_path_factory):
     return read_store(directory)
 
 
-def test_a_corpus_has_one_token_a_character_and_the_drawn_lengths(tmp_path):
+def test_a_corpus_has_one_token_per_character_and_the_drawn_lengths(tmp_path):
     made = write_corpus(tmp_path, 300, seed=3)
     assert made.lengths.tolist() == draw_lengths(300, np.random.default_rng(3)).tolist()
     assert made.lengths.max() <= MAX_SEQ_LEN
@@ -40,14 +42,14 @@ def test_the_lengths_are_those_of_chatlms_pairs():
     assert means == pytest.approx([24, 108], rel=0.02)
 
 
-def test_a_synthetic_store_holds_the_tokens_that_its_lengths_say(store):
+def test_a_synthetic_store_has_as_many_tokens_as_its_lengths_say(store):
     ids = np.array([8191, 5, 4096])
     for flat, lengths in zip(store.tokens(ids), store.lengths[ids].astype(int).T, strict=True):
         assert len(flat) == lengths.sum()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_fill_is_whole_without_recording_and_high_with_it(store, world_size):
+def test_fill_is_one_without_recording_and_high_with_it(store, world_size):
     assert epoch_fill(store, world_size, 256 // world_size, []) == (1.0, 0)
     for step_pairs, least in ((256, 0.92), (512, 0.95)):
         buckets = buckets_for(store.lengths, step_pairs // world_size)
@@ -56,7 +58,7 @@ def test_fill_is_whole_without_recording_and_high_with_it(store, world_size):
         assert 1 <= sizes <= 8
 
 
-def test_a_child_that_overruns_is_killed_and_the_others_go_on(tmp_path):
+def test_a_child_over_its_time_limit_is_killed_and_the_others_go_on(tmp_path):
     slow = Job("slow", [sys.executable, "-c", "print('began', flush=True); import time; time.sleep(60)"], 2)
     wrong = Job("wrong", [sys.executable, "-c", "raise SystemExit(3)"], 30)
     done = {d.job.name: d for d in run_jobs([slow, wrong], tmp_path, [dict(SLOT="a")])}
@@ -65,13 +67,22 @@ def test_a_child_that_overruns_is_killed_and_the_others_go_on(tmp_path):
     assert next(run_jobs([wrong], tmp_path, [{}], total_seconds=0)).problem == "not started: no time left"
 
 
-def test_the_clock_leaves_warm_up_out_and_deals_steps_to_windows():
+def test_the_clock_leaves_out_the_warm_up_and_assigns_steps_to_windows_in_turn():
     clock, ticks = StepClock(torch.device("cpu"), Pace(warm_steps=3, warm_seconds=0, timed_seconds=0, cycle=10)), 0
     while not clock.tick(pairs=2, tokens=torch.tensor(7)):
         ticks += 1
     result = clock.result()
     assert (ticks + 1, result["timed_steps"]) == (3 + 10, 10)
     assert result["tokens_per_second"] == pytest.approx(3.5 * result["pairs_per_second"], rel=1e-6)
+
+
+def test_the_vote_is_timed_over_the_given_group_and_left_out_without_one(monkeypatch):
+    groups, steps = [], [SimpleNamespace(step_seconds=0.002)] * (votes.WARM_STEPS + 3)
+    monkeypatch.setattr(votes, "train_steps", lambda ranks, *_: groups.append(ranks.cpu_group) or iter(steps))
+    ranks = Ranks(0, 2, 0, torch.device("cpu"), "gloo", "the run's group")
+    run = SimpleNamespace(ranks=ranks, model=None, optimizer=None, train=None, config=None, schedule=None)
+    assert [votes.step_milliseconds(run, None, group, 3) for group in ("a group", None)] == [2, 2]
+    assert groups == ["a group", None]
 
 
 def test_padding_keeps_every_token_and_masks_the_rest():
@@ -93,7 +104,7 @@ def test_each_pair_goes_to_the_smallest_shape_that_holds_it():
     ]
 
 
-def test_the_mixture_of_padded_shapes_takes_the_sum_of_their_times():
+def test_the_mixture_of_padded_shapes_takes_the_sum_of_the_shapes_times():
     cell = dict(model="small", loop="b", problem="", rounds=1, spread=0, step_ms=1, peak_gib=1, first_step_seconds=1)
     parts = [cell | dict(shape=list(shape), pairs=8, pairs_per_second=100.0, name="") for shape in SHAPES]
     (mixture,) = mixtures(parts)
@@ -102,7 +113,7 @@ def test_the_mixture_of_padded_shapes_takes_the_sum_of_their_times():
 
 
 @pytest.mark.parametrize("mask", kernels.MASKS)
-def test_the_ways_of_attention_that_are_compared_compute_the_same(mask):
+def test_all_compared_attention_methods_compute_the_same(mask):
     has_bias, causal = kernels.MASKS[mask]
     tokens, length, heads, device = 1024, 256, 2, torch.device("cpu")
     q, k, v = torch.randn(3, tokens, heads * 16).mul(0.5).unbind()
@@ -117,9 +128,9 @@ def test_the_ways_of_attention_that_are_compared_compute_the_same(mask):
             torch.testing.assert_close(one, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_plans_that_cut_a_step_alike_share_its_fastest_time(monkeypatch):
-    """Four steps of 1,000 tokens: one forward each from 2048 on, two in 1024; checkpointing takes twice as long, and
-    what is recorded a third.
+def test_plans_that_cut_a_step_in_the_same_way_share_its_fastest_time(monkeypatch):
+    """Four steps of 1,000 tokens: one forward each with 2048 tokens or more, two with 1024. Checkpointing takes twice
+    the time, recording a third of it.
     """
     plan, draw, epochs = MemoryPlan(3000, 512, False, 0), np.random.default_rng(0), []
 
@@ -139,14 +150,14 @@ def test_plans_that_cut_a_step_alike_share_its_fastest_time(monkeypatch):
     speeds = {plan.cutting: per_second for plan, per_second in speeds.items()}
     assert speeds[3000, 512, False] == speeds[4096, 512, False] == speeds[2048, 512, False] > 800
     assert speeds[8192, 512, False] == 0 and speeds[1024, 512, False] < 600 and speeds[8192, 512, True] < 600
-    assert not epochs, "only what beats the plan must last an epoch"
+    assert not epochs, "only a plan that is faster than the given one must train an epoch"
     speeds = caps.speeds_by_trying(None, plan, 5000, may_record=True)
     assert max(speeds, key=speeds.get) == MemoryPlan(4096, 512, False, 0, graphs=True) == epochs[0]
 
 
-def test_a_case_of_a_small_card_is_measured(monkeypatch):
+def test_a_case_of_a_small_gpu_is_measured(monkeypatch):
     for name, value in dict(VOCAB_SIZE=256, NUM_PAIRS=40, LONGEST=16, TRIED_STEPS=2, TRIED_PAIRS=2, REPEATS=1).items():
         monkeypatch.setattr(caps, name, value)
     record = caps.measure("tiny", 8, 4, "adamw_rms", torch.device("cpu"), 0, 16)
     assert record["out_of_memory_events"] == 0 and record["steps"] == 5
-    assert 0 < record["tokens_per_second"] <= record["best_tokens_per_second"]  # by how much is the machine's noise
+    assert 0 < record["tokens_per_second"] <= record["best_tokens_per_second"]  # the ratio is the machine's noise
