@@ -33,7 +33,7 @@ from model.memory.plan import STEPS_THAT_REPAY_RECORDING, NothingFits
 from model.nn.t5.network import TextToTextModel
 from model.runtime.device_memory import limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import Ranks
-from model.train.dry_run import plan_run, rehearse_update
+from model.train.dry_run import dry_run_update, plan_run
 from model.train.loader import Schedule
 from model.train.optim import make_optimizer
 from model.train.step import TornUpdate, train_steps
@@ -86,7 +86,7 @@ def make_run(model_name, batch, cap_gib, optimizer, device, other_bytes, longest
         model = TextToTextModel(model_config, compute_dtype=dtype)
     model.flat.masters.normal_(std=0.02)
     optimizer = make_optimizer(model, config)
-    rehearse_update(ranks, model, optimizer)
+    dry_run_update(ranks, model, optimizer)
     run = Run(config, ranks, None, store, store, model, optimizer, Schedule(NUM_PAIRS, 0, batch, 0))
     plan, memory = plan_run(run, None, other_bytes)
     return replace(run, memory=memory), plan

@@ -34,7 +34,7 @@ from model.nn.t5.footprint import Constants, MemorySpec
 from model.nn.t5.network import TextToTextModel
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks
-from model.train.dry_run import rehearse_update
+from model.train.dry_run import dry_run_update
 from model.train.loader import Schedule
 from model.train.optim import make_optimizer
 from model.train.step import train_steps
@@ -118,7 +118,7 @@ def measure(case, device):
     plan = MemoryPlan(2 * case.pairs * case.tokens, CHUNK_TOKENS, case.checkpointing, 0)
     ranks, store = Ranks(0, 1, 0, device, "none", None), OneLength(case.pairs, case.tokens)
     schedule, optimizer = Schedule(case.pairs, 0, case.pairs, 0), make_optimizer(model, config)
-    rehearse_update(ranks, model, optimizer)
+    dry_run_update(ranks, model, optimizer)
     release_memory(device)
     reset_peak(device)
     result = next(train_steps(ranks, model, optimizer, store, plan, config, schedule))

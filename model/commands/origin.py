@@ -129,7 +129,7 @@ def why_not_compared(then, now):
 def restore(ranks, model, optimizer, found):
     """Put a Checkpoint into model and optimizer on every rank; returns its TrainState.
 
-    `optimizer` must have its state, as after `rehearse_update`. Raises ValueError where the checkpoint does not fit.
+    `optimizer` must have its state, as after `dry_run_update`. Raises ValueError where the checkpoint does not fit.
     """
     from_main(ranks, _load, model, optimizer, found)
     broadcast(ranks, [model.flat.masters, *snapshot_of(model, optimizer).optimizer.values()])

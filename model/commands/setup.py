@@ -30,7 +30,7 @@ from model.run.train_state import TrainState, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import Ranks, agree, broadcast, from_main, local_main_first
 from model.runtime.watchdog import stop_asked
-from model.train.dry_run import plan_run, rehearse_update
+from model.train.dry_run import dry_run_update, plan_run
 from model.train.footprint import estimate_for
 from model.train.loader import Schedule
 from model.train.lr_schedule import check_warmup, warmup_pairs
@@ -96,7 +96,7 @@ def prepare_run(ranks, config, typed, resumed):
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config)
     free["optimizer"] = free_bytes()
-    rehearse_update(ranks, model, optimizer)
+    dry_run_update(ranks, model, optimizer)
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, schedule)
     state = _starting_state(run, found)
     kept = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None

@@ -1,39 +1,39 @@
-"""Forward and backward of a micro-batch as CUDA graphs: recorded once for each padded size, then replayed in one call.
+"""Forward and backward of a micro-batch as CUDA graphs: recorded once per padded size, then replayed in one call.
 
-A step of small on a fast GPU launches a thousand kernels, which takes longer than they run until it has some 40,000
-tokens.
+A step of the model `small` launches about a thousand kernels. On a fast GPU, with fewer than about 40,000 tokens, the
+launches take longer than the kernels.
 """
 
 import torch
 
 
 class StepGraphs:
-    """CUDA graphs that put a micro-batch's gradients and loss's parts into the model's flat tensors, one for a Bucket.
+    """CUDA graphs, one per Bucket, that write a micro-batch's gradients and loss parts to the model's flat tensors.
 
-    They share one pool of memory, which stays theirs until `clear`.
+    They share one memory pool, which is held until `clear`.
     """
 
     def __init__(self, model, buckets):
         self.model, self.buckets = model, buckets
         self.scale = torch.zeros((), device=model.flat.gradients.device)
-        # the current one where it will do: cuBLAS keeps a workspace for each
-        here, default = torch.cuda.current_stream(), torch.cuda.default_stream()
-        self.stream = torch.cuda.Stream() if here == default else here
+        # cuBLAS keeps a workspace per stream: use the current stream unless it is the default, which cannot capture
+        current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+        self.stream = torch.cuda.Stream() if current == default else current
         self.clear()
 
     def clear(self):
-        """Forget all recordings and give their memory up."""
-        self.stream.synchronize()  # a replay may still run
+        """Delete all recorded graphs and free their memory."""
+        self.stream.synchronize()  # a replay may still be running
         self.recorded, self.pool = {}, None
 
     def bucket_of(self, lengths, most_tokens):
-        """The smallest Bucket, of at most `most_tokens`, that holds pairs of these `lengths` (pairs, 2), or None."""
+        """The smallest Bucket of at most `most_tokens` tokens that holds pairs of `lengths` (pairs, 2), or None."""
         return next((bucket for bucket in self.buckets if bucket.tokens <= most_tokens and bucket.holds(lengths)), None)
 
     def gradients(self, micro_batch, bucket, chunk_tokens, z_loss, scale):
-        """Put the gradients of `scale` times the micro-batch's loss, and its parts, into the model's flat tensors.
+        """Write the gradients and the parts of `scale` times the micro-batch's loss to the model's flat tensors.
 
-        They must be zero before.
+        The flat tensors must be zero before the call.
         """
         key = (bucket, chunk_tokens, z_loss, self.model.gradient_checkpointing)
         self.scale.fill_(scale)
@@ -44,14 +44,14 @@ class StepGraphs:
         graph.replay()
 
     def _record(self, micro_batch, chunk_tokens, z_loss):
-        """(the MicroBatch that the graph reads, the graph), after a run that compiles kernels and sets up libraries."""
+        """(the MicroBatch that the graph reads, the graph). A first run compiles kernels and sets up libraries."""
         batch = micro_batch.to(self.scale.device)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self._run(batch, chunk_tokens, z_loss)
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        # empties the cache first; other threads may go on using the device
+        # capture empties the allocator's cache first; thread_local: other threads may use the device meanwhile
         with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
             self._run(batch, chunk_tokens, z_loss)
         self.pool = graph.pool()

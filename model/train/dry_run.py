@@ -1,6 +1,6 @@
-"""Before step 0: what could fail for the first time later is done once, and the plan is measured on the device.
+"""The dry run before the first step: one update, and forwards that measure the memory of the plan on the device.
 
-Weights, optimizer state and random numbers are afterwards as they were.
+What could fail late in a run is done here once. Weights, optimizer state and random numbers stay as they were.
 """
 
 import logging
@@ -28,23 +28,23 @@ from model.train.optim import reset_state, update
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
-SAMPLED_EXAMPLES = 2**14  # of which some fill what the longest leave of a forward
-KEPT_USABLE = 1.1  # by prediction: a kept plan was measured, at as little as nine tenths of that, and is again
+SAMPLED_EXAMPLES = 2**14  # at most, from which a forward is filled up beside its longest responses
+KEPT_USABLE = 1.1  # a resumed plan may be predicted 10 % over the limit: it was measured before, and is probed again
 
 
-def rehearse_update(ranks, model, optimizer):
-    """Do one full-size reduction and one update, of gradients that are zero at a rate of zero.
+def dry_run_update(ranks, model, optimizer):
+    """Do one full-size reduction and one update, with zero gradients and a learning rate of zero.
 
-    The collective's buffers and the optimizer's state exist from now on. `optimizer` must be fresh.
+    This allocates the collective's buffers and the optimizer's state. `optimizer` must not have been used.
     """
     model.zero_grad()
     sum_over_ranks(ranks, model.flat.gradients_and_parts)
-    in_own_time(ranks, update, optimizer, model.flat.gradients, 0.0, torch.zeros((), device=ranks.device))
+    _without_time_limit(ranks, update, optimizer, model.flat.gradients, 0.0, torch.zeros((), device=ranks.device))
     reset_state(optimizer)
 
 
-def in_own_time(ranks, work, *args):
-    """What `work(*args)`, which may compile for minutes, gives once every rank is done: no time limit counts here."""
+def _without_time_limit(ranks, work, *args):
+    """The value of `work(*args)`, which may compile for minutes; waits for all ranks without a time limit."""
     with unhurried("compiling what the first step needs"):
         value = work(*args)
     vote(ranks, 0)
@@ -52,25 +52,25 @@ def in_own_time(ranks, work, *args):
 
 
 def plan_run(run, kept, other_process):
-    """(MemoryPlan that all ranks can hold, what it rests on and what was measured): `kept` while it still fits.
+    """(MemoryPlan that fits on all ranks, dict of predicted and measured bytes by phase and of the device's limits).
 
-    `kept` is the checkpoint's plan or None, `foreign` the bytes of the device that other processes hold. Raises
-    NothingFits, or ValueError where the options ask for what cannot be.
+    `kept` is the checkpoint's plan, which is returned while it fits, or None; `other_process` is the number of bytes of
+    the device that other processes hold. Raises NothingFits, or ValueError for options that cannot be met.
     """
     ranks, config, device = run.ranks, run.config, run.ranks.device
     model_config, dtype = run.model.config, run.model.compute_dtype
     estimate = estimate_for(ranks, config, model_config, dtype, run.train.lengths, run.schedule.global_batch)
     non_torch = non_torch_bytes(device, other_process)
     usable = limit_memory(device, config.gpu_memory_limit_gb, non_torch)
-    usable = None if usable is None else -vote(ranks, -usable)[0]  # the smallest over ranks
+    usable = None if usable is None else -vote(ranks, -usable)[0]  # the minimum over ranks
     plan, choose = plan_before_probes(run, kept, estimate, usable)
     measured = {}
     if usable is not None and run.optimizer is not None:
-        plan, measured["step"] = rehearse_plan(run, estimate, plan, choose)
-        measured |= rehearse_evaluation(run, plan)
+        plan, measured["step"] = probe_plan(run, estimate, plan, choose)
+        measured |= probe_evaluation(run, plan)
     if ranks.is_main:
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
-    unrecorded = estimate.peaks(*plan.cutting, plan.answers)  # as what was measured
+    unrecorded = estimate.peaks(*plan.cutting, plan.answers)  # probes run without CUDA graphs
     predicted = predicted_peaks(estimate, plan) | {name: unrecorded[name] for name in measured}
     phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}
     return plan, dict(
@@ -79,7 +79,8 @@ def plan_run(run, kept, other_process):
     )  # fmt: skip
 
 
-def _still_asked_for(kept, config, estimate, usable_bytes):
+def _can_keep(kept, config, estimate, usable_bytes):
+    """True if the checkpoint's plan is predicted to fit and agrees with the options."""
     if kept is None or config.micro_batch_tokens:
         return False
     step_peak = estimate.of_longest_responses.step_peak
@@ -88,26 +89,27 @@ def _still_asked_for(kept, config, estimate, usable_bytes):
 
 
 def plan_before_probes(run, kept, estimate, usable_bytes):
-    """(MemoryPlan, what chooses another for a probe's calibration, None where nothing is to be chosen).
+    """(MemoryPlan, function of a probe's calibration that chooses another; None if the plan is fixed).
 
-    That of `kept` while it still fits. A run that goes on records steps if it did: padding changes the order of sums,
-    and so the last bits.
+    The plan is `kept` while it fits. With compile=auto, a resumed run records CUDA graphs only if it did before:
+    padding changes the order of additions and with it the last bits.
     """
     config = run.config
     asked = recording_asked(config, estimate.spec, len(run.train) * config.epochs / run.schedule.global_batch)
     if kept and config.compile == "auto":
         asked = kept.graphs and estimate.spec.kernels and not estimate.spec.dropout
-    if _still_asked_for(kept, config, estimate, usable_bytes):
+    if _can_keep(kept, config, estimate, usable_bytes):
         return replace(kept, graphs=bool(asked)), None
     choose = partial(choose_plan, config, estimate, usable_bytes, asked)
     return choose(), None if config.micro_batch_tokens else choose
 
 
-def rehearse_plan(run, estimate, plan, choose):
-    """(plan, measured peak reserved bytes of a step over all ranks): tried on the device, or less than one that was.
+def probe_plan(run, estimate, plan, choose):
+    """(plan, measured peak reserved bytes of a step over all ranks).
 
-    At most PROBES times the examples of `worst_examples` are run, forward and backward. Where what that took is not
-    what was predicted, the plan is what `choose` gives for the ratio; None lets `plan` be.
+    The plan ran on the device, or needs less than one that did. A probe runs forward and backward of `worst_examples`;
+    there are at most PROBES. If a probe takes more or less than predicted, `choose(measured / predicted)` gives the
+    next plan; with choose=None the plan stays. Raises NothingFits if all probes run out of memory.
     """
     fitted = None
     for number in range(PROBES):
@@ -118,18 +120,22 @@ def rehearse_plan(run, estimate, plan, choose):
         if measured is None:
             shrink = partial(shrink_plan, longest_tokens=estimate.lengths.longest)
             smaller = plan_after_out_of_memory(run.ranks.device, replace(plan, graphs=False), 2, shrink)
-            plan, choose = replace(smaller, graphs=plan.graphs), None  # nothing is recorded in a probe
+            plan, choose = (
+                replace(smaller, graphs=plan.graphs),
+                None,
+            )  # the cutting shrinks; probes record nothing
             continue
         fitted, calibration = (plan, measured), measured / _predicted(estimate, run.train.lengths[ids], plan)
         try:
             better = choose(calibration) if choose else plan
-        except NothingFits:  # with a margin; this plan did
+        except NothingFits:  # not with the margin, but this plan ran
             break
-        last = number == PROBES - 1
+        is_last = number == PROBES - 1
         takes_less = estimate.step_peak(*better.cutting) < estimate.step_peak(*plan.cutting)
-        if better.cutting == plan.cutting or last and plan.graphs and takes_less:  # it left its recordings too little
+        # after the last probe, only a smaller plan is taken, where this one leaves its CUDA graphs too little memory
+        if better.cutting == plan.cutting or is_last and plan.graphs and takes_less:
             return better, measured
-        if last:
+        if is_last:
             break
         if run.ranks.is_main:
             LOGGER.info("a probe took %.3f of its predicted peak: planning again", calibration)
@@ -140,19 +146,19 @@ def rehearse_plan(run, estimate, plan, choose):
 
 
 def _predicted(estimate, lengths, plan):
-    """Peak reserved bytes predicted for one forward of examples of these `lengths` under `plan`, and its backward."""
+    """Predicted peak reserved bytes of forward and backward of examples of `lengths` (pairs, 2) in one micro-batch."""
     own = Estimate(estimate.spec, histogram(lengths), len(lengths))
     return own.step_peak(int(lengths.sum(dtype=np.int64)), *plan.cutting[1:])
 
 
 def _step_peak(run, plan, ids):
-    """Peak reserved bytes of these examples' forward and backward, over all ranks; None if any ran out."""
+    """Measured peak reserved bytes of forward and backward of these examples, over all ranks; None if any ran out."""
     ranks, model, store = run.ranks, run.model, run.train
     targets, tokens = int(store.lengths[ids, 1].sum(dtype=np.int64)), int(store.lengths[ids].sum(dtype=np.int64))
     work = Work(0, 1, ids, tokens, targets, 0.0, run.schedule.start_id, ((ranks.rank, ids),))
-    release_memory(ranks.device)  # what loading left behind
+    release_memory(ranks.device)  # what loading left in the cache
     torch.cuda.reset_peak_memory_stats(ranks.device)
-    attempt = in_own_time(ranks, attempt_gradients, ranks, model, store, plan, run.config, work)
+    attempt = _without_time_limit(ranks, attempt_gradients, ranks, model, store, plan, run.config, work)
     peak = torch.cuda.max_memory_reserved(ranks.device)
     release_memory(ranks.device)
     failed, highest = vote(ranks, attempt.outcome is Outcome.OUT_OF_MEMORY, peak)
@@ -160,38 +166,41 @@ def _step_peak(run, plan, ids):
 
 
 def worst_examples(lengths, micro_batch_tokens, share_pairs):
-    """Ids of the costliest forward as steps are cut: the longest responses, at least one, and what fits beside them."""
+    """Ids of the examples of the costliest forward: the longest responses, at least one, and others that fit beside.
+
+    `lengths` is (pairs, 2); at most `share_pairs` examples and, beyond the first, `micro_batch_tokens` tokens.
+    """
     ids = _longest_responses(lengths, micro_batch_tokens, share_pairs)
-    left, pairs_left = micro_batch_tokens - int(lengths[ids].sum(dtype=np.int64)), share_pairs - len(ids)
+    tokens_left, pairs_left = micro_batch_tokens - int(lengths[ids].sum(dtype=np.int64)), share_pairs - len(ids)
     sample = np.setdiff1d(np.arange(0, len(lengths), len(lengths) // SAMPLED_EXAMPLES + 1), ids)
     totals, beside = lengths[sample].sum(axis=1, dtype=np.int64), []
     for place in np.lexsort((-totals, -lengths[sample, 1].astype(np.int64))):
-        if totals[place] <= left and len(beside) < pairs_left:
+        if totals[place] <= tokens_left and len(beside) < pairs_left:
             beside.append(sample[place])
-            left -= totals[place]
+            tokens_left -= totals[place]
     return np.append(ids, np.array(beside, ids.dtype))
 
 
 def _longest_responses(lengths, micro_batch_tokens, share_pairs):
-    """Ids of the longest responses, in their order as many as fit one forward, at least one."""
+    """Ids of the longest responses, longest first, as many as fit in one forward, at least one."""
     responses, first = lengths[:, 1], max(len(lengths) - share_pairs, 0)
-    long = np.flatnonzero(responses >= np.partition(responses, first)[first])  # few of a corpus of millions
+    long = np.flatnonzero(responses >= np.partition(responses, first)[first])  # sorts only these, few of millions
     totals = lengths[long].sum(axis=1, dtype=np.int64)
     order = np.lexsort((-totals, -responses[long].astype(np.int64)))[:share_pairs]
     fits = np.cumsum(totals[order]) <= micro_batch_tokens
     return long[order[: max(int(fits.sum()), 1)]]
 
 
-def rehearse_evaluation(run, plan):
-    """Peak reserved bytes, over all ranks, of the worst forward of an evaluation and of a batch of answers.
+def probe_evaluation(run, plan):
+    """Dict of the peak reserved bytes, over all ranks, of the costliest forward of an evaluation and batch of answers.
 
-    0 where a rank ran out of memory: the evaluation itself will go on in smaller pieces.
+    0 if a rank ran out of memory: a real evaluation then goes on in smaller parts.
     """
     works = dict(evaluation=_worst_evaluation) | (dict(generation=_worst_generation) if run.config.bleu_pairs else {})
     measured = {}
     for name, work in works.items():
         torch.cuda.reset_peak_memory_stats(run.ranks.device)
-        failed = in_own_time(run.ranks, _runs_out, work, run, plan)
+        failed = _without_time_limit(run.ranks, _runs_out, work, run, plan)
         release_memory(run.ranks.device)
         failed, peak = vote(run.ranks, failed, torch.cuda.max_memory_reserved(run.ranks.device))
         measured[name] = 0 if failed else peak
@@ -199,6 +208,7 @@ def rehearse_evaluation(run, plan):
 
 
 def _runs_out(work, *args):
+    """True if `work(*args)` ran out of memory."""
     try:
         work(*args)
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Optimizers, and the learning rate as a pure function of the pairs seen."""
+"""The optimizers: AdamW with steps scaled by RMS, Muon, Adafactor and torch's AdamW."""
 
 import functools
 import math
@@ -9,21 +9,21 @@ import torch
 from model.memory.estimate import BATCH_NUMBERS
 from model.nn.flat_params import runs_kernels
 
-RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): a tensor near zero still moves
-SQUARE_FLOOR = 1e-30  # Adafactor's eps1: a row whose gradients are all zero divides by something
+RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): lets a tensor near zero still change
+SQUARE_FLOOR = 1e-30  # Adafactor's eps1: avoids a division by zero in a row whose gradients are all zero
 
 
 class RMSScaledAdamW(torch.optim.Optimizer):
     """AdamW whose step for each tensor is multiplied by max(1e-3, RMS of the tensor).
 
-    T5 diverges under plain AdamW at the rates Adafactor allows; its parameter scaling is what helps
-    (nanoT5, github.com/PiotrNawrot/nanoT5, optimizer AdamWScale). Over the trained weights of a FlatParams, whose
-    layout its averages share: one pass over memory on a GPU. `lr` is a tensor on the weights' device, so that a step
-    never waits for it.
+    With plain AdamW, T5 diverges at learning rates that work with Adafactor; scaling by RMS, as Adafactor does,
+    prevents it (AdamWScale of nanoT5, github.com/PiotrNawrot/nanoT5). The optimizer updates the trained weights of a
+    FlatParams; its averages have the same flat layout, so that a GPU updates in one pass over memory. `lr` is a tensor
+    on the weights' device, so that a step never waits for the host.
     """
 
     def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, num_params=None):
-        """`num_params`: only so many of the trained weights, from the first."""
+        """`num_params`: update only the first `num_params` trained tensors; None: all."""
         params, self.sizes = flat.trained[:num_params], flat.trained_sizes[:num_params]
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.weights, self.gradients = flat.masters[: sum(self.sizes)], flat.gradients[: sum(self.sizes)]
@@ -34,11 +34,11 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         for p, count, average, square in zip(params, *fields, strict=True):
             average, square = (x[: p.numel()].view(p.shape) for x in (average, square))
             self.state[p] = dict(count=count, exp_avg=average, exp_avg_sq=square)
-        self.num_steps = 0  # as `counts`, which checkpoints hold
+        self.num_steps = 0  # host copy of `counts`, which checkpoints hold
 
     @torch.no_grad()
     def step(self, scale=None):
-        """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it may change."""
+        """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
         group = self.param_groups[0]
         scale = torch.ones_like(group["lr"]) if scale is None else scale
         betas, self.num_steps = group["betas"], self.num_steps + 1
@@ -58,7 +58,7 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         self.weights.mul_(1 - rate * weight_decay).add_(updates)
 
     def update_in_one_pass(self, *numbers):
-        from model.nn.kernels.adamw import update_adamw_rms  # a CPU build of torch comes without Triton
+        from model.nn.kernels.adamw import update_adamw_rms  # imported late: CPU builds of torch have no Triton
 
         tensors = (self.weights, self.gradients, self.averages, self.squares)
         update_adamw_rms(*tensors, self.tiles, *numbers, RMS_FLOOR)
@@ -73,9 +73,10 @@ class RMSScaledAdamW(torch.optim.Optimizer):
 class Muon(torch.optim.Optimizer):
     """Muon for the layers' matrices, RMSScaledAdamW for the other weights.
 
-    The direction of a matrix is its momentum with all singular values near 1 (Jordan et al. 2024,
-    github.com/KellerJordan/Muon), times 0.2 sqrt(longer side), which gives it the spread of Adam's (Liu et al. 2025,
-    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as RMSScaledAdamW. Those of one shape are one batch.
+    The update of a matrix is its orthogonalised momentum, with all singular values near 1 (Jordan et al. 2024,
+    github.com/KellerJordan/Muon), times 0.2 sqrt(longer side), which matches the RMS of Adam's update (Liu et al. 2025,
+    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as in RMSScaledAdamW. Matrices of the same shape are updated
+    as one batch.
     """
 
     def __init__(self, flat, lr, momentum=0.95, weight_decay=0.0):
@@ -95,37 +96,38 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, scale=None):
-        """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it may change."""
+        """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
         group = self.param_groups[0]
         rate, momentum = group["lr"], group["momentum"]
         self.rest.step(scale)
         gradients = self.gradients if scale is None else self.gradients.mul_(scale)
         self.momenta.mul_(momentum).add_(gradients)
-        ahead = gradients.add_(self.momenta, alpha=momentum)  # Nesterov's
+        nesterov = gradients.add_(self.momenta, alpha=momentum)
         sizes = [math.prod(batch) for batch in self.batches]
-        for batch, weights, direction in zip(self.batches, self.weights.split(sizes), ahead.split(sizes), strict=True):
-            self.update_matrices(weights.view(batch), direction.view(batch), rate, group["weight_decay"])
+        parts = zip(self.batches, self.weights.split(sizes), nesterov.split(sizes), strict=True)
+        for batch, weights, momenta in parts:
+            self.update_matrices(weights.view(batch), momenta.view(batch), rate, group["weight_decay"])
 
-    def update_matrices(self, weights_BMN, ahead_BMN, rate, weight_decay):
-        """Move matrices of one shape along the direction of `ahead_BMN`."""
+    def update_matrices(self, weights_BMN, momenta_BMN, rate, weight_decay):
+        """Update B matrices of shape (M, N) along their orthogonalised momenta."""
         _, m, n = weights_BMN.shape
         rms = weights_BMN.norm(dim=(1, 2)) / (m * n) ** 0.5
         factors = rms.clamp(min=RMS_FLOOR) * (-0.2 * max(m, n) ** 0.5 * rate)
         if weight_decay:
             weights_BMN.mul_(1 - rate * weight_decay)
-        weights_BMN.add_(orthogonal(ahead_BMN) * factors[:, None, None])
+        weights_BMN.add_(orthogonal(momenta_BMN) * factors[:, None, None])
 
 
-def _batches(count, m, n):
-    """(B, m, n) of batches of at most BATCH_NUMBERS numbers that `count` matrices of m * n fall into."""
+def _batches(num_matrices, m, n):
+    """Shapes (B, m, n) of the batches that `num_matrices` matrices are split into, of at most BATCH_NUMBERS numbers."""
     largest = max(BATCH_NUMBERS // (m * n), 1)
-    return [(min(largest, count - first), m, n) for first in range(0, count, largest)]
+    return [(min(largest, num_matrices - first), m, n) for first in range(0, num_matrices, largest)]
 
 
 def orthogonal(matrices_BMN):
-    """`matrices_BMN` with singular values near 1, in bf16 on a GPU.
+    """`matrices_BMN` (B, M, N) with all singular values moved near 1; computed in bf16 on a GPU.
 
-    Five steps of the Newton-Schulz iteration with Jordan's factors.
+    Five steps of the Newton-Schulz iteration with the coefficients of Jordan et al. 2024.
     """
     tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
     x = matrices_BMN.mT if tall else matrices_BMN
@@ -138,11 +140,11 @@ def orthogonal(matrices_BMN):
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor without momentum: the step of a tensor has RMS 1 at most, times max(1e-3, RMS of the tensor).
+    """Adafactor without momentum: a tensor's update has RMS at most 1, times max(1e-3, RMS of the tensor).
 
-    Of squared gradients the means of rows and columns are held, averaged over steps with 1 - step^-0.8 (Shazeer and
-    Stern 2018, arXiv 1804.04235, algorithms 4 to 6). Neighbours of one shape are one batch, and nothing waits for the
-    device, as torch.optim.Adafactor does twice for each tensor.
+    The state of a matrix is the row and column means of its squared gradients, averaged over steps with decay
+    1 - step^-0.8 (Shazeer and Stern 2018, arXiv 1804.04235, algorithms 4 to 6). Adjacent tensors of the same shape are
+    updated as one batch, without waiting for the device; torch.optim.Adafactor waits twice per tensor.
     """
 
     def __init__(self, flat, lr, weight_decay=0.0):
@@ -162,7 +164,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, scale=None):
-        """One update with `scale` (0-dim, on the device; None: 1) times the gradients, which it changes."""
+        """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which are changed."""
         rate, weight_decay = (self.param_groups[0][name] for name in ("lr", "weight_decay"))
         self.counts += 1
         self.num_steps += 1
@@ -176,7 +178,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _divide_by_root_mean_squares(gradients, means, share):
-    """Divide gradients, in place, by the roots of their averaged squares, of which these gradients are a `share`."""
+    """Divide `gradients` in place by the roots of their averaged squares, to which they contribute a `share`."""
     if "squares" in means:
         means["squares"].lerp_(gradients.square().add_(SQUARE_FLOOR), share)
         gradients.mul_(means["squares"].rsqrt())
@@ -192,7 +194,7 @@ def _rms(batch):
     return batch.flatten(1).norm(dim=1) / math.prod(batch.shape[1:]) ** 0.5
 
 
-STATE_FIELDS = {  # what each optimizer remembers of its weights
+STATE_FIELDS = {  # of each weight's state, by optimizer
     RMSScaledAdamW: {"count", "exp_avg", "exp_avg_sq"},
     Muon: {"count", "exp_avg", "exp_avg_sq", "momentum"},
     torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
@@ -201,9 +203,9 @@ STATE_FIELDS = {  # what each optimizer remembers of its weights
 
 
 def make_optimizer(model, config):
-    """The optimizer that `config` names over the trainable weights.
+    """The optimizer that `config.optimizer` names, over the trainable weights.
 
-    The learning rate lives in a tensor on the weights' device: `update` writes it.
+    Its learning rate is a tensor on the weights' device, which `update` writes.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     decay, rate = config.weight_decay, torch.tensor(config.learn_rate, device=params[0].device)
@@ -217,7 +219,7 @@ def make_optimizer(model, config):
 
 
 def reset_state(optimizer):
-    """Make the optimizer's state that of no update at all, without giving its memory up."""
+    """Zero the optimizer's state in place, as before the first update."""
     for fields in optimizer.state.values():
         for value in fields.values():
             if isinstance(value, torch.Tensor):
@@ -226,16 +228,16 @@ def reset_state(optimizer):
 
 
 def count_steps(optimizer):
-    """Let an optimizer of ours know on the host how many steps its state tells of."""
+    """Set the host's step count of an optimizer from its state; torch's AdamW keeps its own."""
     if not isinstance(optimizer, torch.optim.AdamW):
         counter = getattr(optimizer, "rest", optimizer)
         counter.num_steps = int(counter.counts[0])
 
 
 def update(optimizer, gradients, rate, scale):
-    """Update the weights at learning rate `rate` with `scale` times the flat `gradients`, which it may change.
+    """Update the weights at learning rate `rate` with `scale` times the flat `gradients`, which may change.
 
-    `scale` is a 0-dim tensor on the device, where nothing waits for it.
+    `scale` is a 0-dim tensor on the device, so the host does not wait for it.
     """
     for group in optimizer.param_groups:
         group["lr"].fill_(rate)

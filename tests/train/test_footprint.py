@@ -1,0 +1,26 @@
+import numpy as np
+import torch
+
+from config import MODELS, T5ModelConfig
+from model.runtime.distributed import start_ranks, stop_ranks
+from model.train import footprint
+from model.train.footprint import estimate_for
+from tests.parts import make_config
+from tests.ranks import run_ranks
+
+CHATLM = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
+LENGTHS = np.random.default_rng(0).integers(20, 256, (6400, 2)).astype("uint16")
+
+
+def estimate_on_unlike_gpus():
+    """Ranks with GPUs of different launch speeds; returns 0 if their estimates use the lowest, else 3."""
+    ranks = start_ranks("gloo", 60)
+    footprint.launch_tokens_here = lambda: 9000 - 1000 * ranks.rank
+    estimate = estimate_for(ranks, make_config(), CHATLM, torch.bfloat16, LENGTHS, 64)
+    stop_ranks()
+    return 0 if estimate.spec.launch_tokens == 8000 else 3
+
+
+def test_all_ranks_use_the_lowest_launch_speed_of_their_gpus(tmp_path):
+    done = run_ranks(2, estimate_on_unlike_gpus, folder=tmp_path)
+    assert done.codes == [0, 0], done.text
