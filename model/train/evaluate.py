@@ -1,7 +1,7 @@
-"""How good the model is: loss over a file; BLEU and chrF of generated answers over a fixed part of it.
+"""Evaluation: loss over a file; BLEU and chrF of generated answers to a fixed part of it.
 
-Each rank takes a share and no collective stands inside a loop: one reduction at the end. A rank that runs out of
-memory on the way does the rest of its share again in smaller pieces.
+Each rank evaluates a share, and the results are reduced once, at the end. When a rank runs out of memory, all ranks
+go on with the rest of their shares in smaller parts.
 """
 
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ class Answer:
 
 @contextmanager
 def evaluating(model):
-    """No dropout and no gradient inside."""
+    """Context manager: no dropout and no gradients inside."""
     model.eval()
     try:
         with torch.inference_mode():
@@ -44,9 +44,9 @@ def evaluating(model):
 
 
 def evaluate_loss(ranks, model, store, plan, start_id, step=0, note=lambda kind, **values: None):
-    """Mean cross-entropy a target token of `store` in nats, each pair counted once; None if a stop was asked.
+    """Mean cross-entropy per target token of `store` in nats, each pair counted once; None if a stop was asked.
 
-    `note(kind, **values)` hears of each out of memory. Raises NothingFits where the smallest plan does not fit.
+    `note(kind, **values)` is called for each out of memory. Raises NothingFits if the smallest plan does not fit.
     """
 
     def loss_of(part, plan):
@@ -58,12 +58,13 @@ def evaluate_loss(ranks, model, store, plan, start_id, step=0, note=lambda kind,
         return cut(ids, store.lengths[ids], plan.micro_batch_tokens)
 
     def shrink(plan):
-        plan = replace(plan, gradient_checkpointing=True, graphs=False)  # neither makes a difference here
+        plan = replace(plan, gradient_checkpointing=True, graphs=False)  # neither has an effect without a backward
         return shrink_plan(plan, histogram(store.lengths).longest)
 
-    mine = np.arange(ranks.rank, len(store), ranks.world_size)
+    share_ids = np.arange(ranks.rank, len(store), ranks.world_size)
+    note = partial(note, step=step, where="evaluate")
     with evaluating(model):
-        losses = _whole_share(ranks, mine, plan, cut_up, loss_of, shrink, partial(note, step=step, where="evaluate"))
+        losses = _whole_share(ranks, share_ids, plan, cut_up, loss_of, shrink, note)
     if losses is None:
         return None
     total = torch.tensor(losses, dtype=torch.float64).reshape(-1, 2).sum(0)  # loss, target tokens
@@ -72,10 +73,10 @@ def evaluate_loss(ranks, model, store, plan, start_id, step=0, note=lambda kind,
 
 
 def _whole_share(ranks, ids, plan, cut_up, work, shrink, note):
-    """[work(part, plan) of each part that `cut_up(ids, plan)` gives], or None if a stop was asked of any rank.
+    """List of work(part, plan) over the parts of `cut_up(ids, plan)`; None if any rank was asked to stop.
 
-    When any rank has run out of memory, all go on with the plan once more and then with what `shrink(plan)` gives;
-    what was done is not done again.
+    After an out of memory on any rank, all ranks go on with the parts that are left: first with the same plan, then
+    with `shrink(plan)`. Raises NothingFits if the smallest plan does not fit.
     """
     done, failures = [], 0
     while True:
@@ -93,7 +94,7 @@ def _whole_share(ranks, ids, plan, cut_up, work, shrink, note):
 
 
 def _until_out_of_memory(ids, plan, cut_up, work):
-    """(values of the parts done, ids that are left because memory ran out or a stop was asked)."""
+    """(values of the finished parts, ids of the rest, left because memory ran out or a stop was asked)."""
     values, parts = [], list(cut_up(ids, plan))
     try:
         while parts and not stop_asked():
@@ -109,10 +110,11 @@ def answer_pairs(
     ranks, hf_model, store, tokenizer, plan, num_pairs, max_new_tokens, compute_dtype, step=0,
     note=lambda kind, **values: None,
 ):  # fmt: skip
-    """Greedy answers to the same `num_pairs` prompts of `store` at every call, on every rank; None if a stop was asked.
+    """List of Answer to `num_pairs` prompts of `store`, decoded greedily; None if a stop was asked.
 
-    `hf_model` is transformers' T5 on the model's own tensors; generation ends at the tokenizer's EOS. `note` hears
-    of each out of memory; `plan.answers` are generated together.
+    The prompts are the same at every call, and every rank gets all answers. `hf_model` is transformers' T5 on the
+    model's own tensors; generation ends at the tokenizer's EOS, in batches of `plan.answers`. `note` is called for each
+    out of memory. Raises NothingFits if an answer by itself does not fit.
     """
 
     def answers_to(part, _):
@@ -126,18 +128,18 @@ def answer_pairs(
         return replace(plan, answers=plan.answers // 2) if plan.answers > 1 else None
 
     chosen = permute(np.arange(min(num_pairs, len(store))), len(store), "answers")
-    mine = chosen[ranks.rank :: ranks.world_size]
-    mine = mine[np.argsort(store.lengths[mine][:, 0], kind="stable")]
+    share_ids = chosen[ranks.rank :: ranks.world_size]
+    share_ids = share_ids[np.argsort(store.lengths[share_ids][:, 0], kind="stable")]
     note = partial(note, step=step, where="generate")
     with answering(ranks, compute_dtype):
-        answers = _whole_share(ranks, mine, plan, cut_up, answers_to, shrink, note)
+        answers = _whole_share(ranks, share_ids, plan, cut_up, answers_to, shrink, note)
     if answers is None:
         return None
     return [Answer(*fields) for rank in gather_json(ranks, answers) for part in rank for fields in part]
 
 
 def score(answers):
-    """BLEU-4 on characters and chrF of `answers`, both 0 to 100 (sacrebleu)."""
+    """Dict of BLEU-4 on characters and chrF of `answers`, both 0 to 100 (sacrebleu)."""
     hypotheses, references = [a.answer for a in answers], [[a.reference for a in answers]]
     return dict(
         bleu=BLEU(tokenize="char").corpus_score(hypotheses, references).score,
@@ -146,9 +148,9 @@ def score(answers):
 
 
 def measure(run, plan, step=0, note=lambda kind, **values: None):
-    """Loss of the run's validation pairs, and BLEU and chrF of some answers; None when a stop was asked for.
+    """Dict of the validation loss, and of BLEU and chrF if config.bleu_pairs is not 0; None if a stop was asked.
 
-    `note(kind, **values)` hears of each out of memory on the way.
+    `note(kind, **values)` is called for each out of memory. Raises NothingFits if the smallest plan does not fit.
     """
     model, config = run.model, run.config
     loss = evaluate_loss(run.ranks, model, run.validation, plan, run.tokenizer.pad_id, step, note)

@@ -1,4 +1,4 @@
-"""One rank's attempt at a step's gradients: no collective inside, so that any rank may fail alone and all try again."""
+"""One rank's attempt at a step's gradients, without collectives: one rank can fail alone, and all ranks try again."""
 
 import hashlib
 import time
@@ -13,11 +13,11 @@ from model.train.loader import pack_work
 
 
 class Outcome(IntEnum):
-    """What an attempt came to; all ranks act on the worst."""
+    """How an attempt ended; all ranks act on the worst Outcome of any rank."""
 
     OK = 0
     OUT_OF_MEMORY = 1
-    TORN = 2  # an update that failed when weights may have been written
+    TORN = 2  # the previous update failed after it may have written weights
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,15 @@ class Attempt:
     outcome: Outcome
     micro_batches: int = 0
     data_wait_seconds: float = 0.0
-    shards: tuple = ()  # under exact, the gradient of each of this rank's shards
-    norms: torch.Tensor | None = None  # of this rank's gradient, or shards; here, for nothing may fail after the vote
+    shards: tuple = ()  # with exact=True, the gradient of each of this rank's shards
+    norms: torch.Tensor | None = None  # of this rank's gradient or shards; before the vote: nothing may fail after it
 
 
 def attempt_gradients(ranks, model, store, plan, config, work, packed=None, graphs=None):
-    """Fill the model's flat gradients with this rank's part of the step; does not wait for the device.
+    """Write this rank's gradients of the step to the model's flat gradients, without waiting for the device.
 
-    `packed`: the part, packed beforehand for this plan or another; `graphs`: StepGraphs for what has a room in them.
+    `packed`: this rank's micro-batches, packed ahead (packed again if for another plan); `graphs`: StepGraphs that
+    replay a micro-batch which fits one of their buckets.
     """
     try:
         started = time.perf_counter()
@@ -54,27 +55,27 @@ def attempt_gradients(ranks, model, store, plan, config, work, packed=None, grap
 
 
 def _share_gradients(ranks, model, plan, config, work, number, micro_batches, bucket, graphs):
-    """Gradients and loss's parts of a share, in the model's flat tensor; under exact a copy of it."""
+    """Gradients and loss parts of a share, in the model's flat tensor; with exact=True a copy of it."""
     model.zero_grad()
     for index, micro_batch in enumerate(micro_batches):
         if config.dropout:
             torch.manual_seed(_dropout_seed(config.seed, work.step, number, index))
         fault_injection.fire("forward", work.step)
         if bucket:
-            scale = _scale(work)
+            scale = _loss_scale(work)
             fault_injection.fire("backward_first", work.step)
             graphs.gradients(micro_batch, bucket, plan.chunk_tokens, config.z_loss, scale)
             continue
         loss, parts = model.loss_and_parts(micro_batch.to(ranks.device), plan.chunk_tokens, config.z_loss)
-        scale = _scale(work)
+        scale = _loss_scale(work)
         fault_injection.fire("backward_first" if index == 0 else "backward", work.step)
         (loss * scale).backward()
         model.flat.loss_parts.add_(parts * scale)
     return model.flat.gradients_and_parts.clone() if config.exact else model.flat.gradients_and_parts
 
 
-def _scale(work):
-    """What a micro-batch's loss is multiplied by: sums become the mean over the step's target tokens."""
+def _loss_scale(work):
+    """Factor of a micro-batch's loss: turns sums into the mean over the step's target tokens."""
     return float("nan") if fault_injection.fire("loss", work.step) else 1 / work.target_tokens
 
 

@@ -1,4 +1,4 @@
-"""What a rank works on in each step: its examples, cut and packed in host memory while the step before runs."""
+"""A rank's examples of each step, cut and packed in host memory while the previous step runs."""
 
 from dataclasses import dataclass
 
@@ -16,26 +16,26 @@ from model.train.lr_schedule import learn_rate_at
 
 @dataclass(frozen=True)
 class Schedule:
-    """What fixes the steps of a run, beside the configuration."""
+    """The values that, with the configuration, determine every step of a run."""
 
     total_pairs: int  # over all epochs
     warmup_pairs: int
-    global_batch: int  # pairs in a step
-    start_id: int  # token that begins a decoder's input
+    global_batch: int  # pairs per step
+    start_id: int  # first token of the decoder's input
 
 
 @dataclass(frozen=True)
 class Work:
     """A step, and one rank's part of it."""
 
-    step: int  # as the journal numbers it
+    step: int  # from 1, as in the journal
     epoch: int  # from 1
     all_ids: np.ndarray  # the step's examples, over all ranks
-    tokens: int  # of both sides, over all ranks
-    target_tokens: int  # over all ranks: what the step's loss is divided by
+    tokens: int  # of prompts and responses, over all ranks
+    target_tokens: int  # over all ranks; the step's loss is divided by it
     learn_rate: float
     start_id: int
-    shares: tuple  # (number, ids) of this rank: one share of as many as there are ranks, under exact some of the shards
+    shares: tuple  # (number, ids) of each of this rank's shares: one, or with exact=True its shards
 
     @property
     def ids(self):
@@ -45,10 +45,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Packed:
-    """A rank's part of a step in host memory."""
+    """A rank's micro-batches of a step, in host memory."""
 
-    plan: MemoryPlan  # that it is cut for
-    bucket: Bucket | None  # what its one micro-batch is padded to, for a recorded step
+    plan: MemoryPlan  # that determined the micro-batches
+    bucket: Bucket | None  # size that the only micro-batch is padded to, to replay a recorded step; None: no padding
     shares: tuple  # (number, micro-batches) of each share
 
     @property
@@ -57,7 +57,10 @@ class Packed:
 
 
 def prepared(ranks, model, store, config, schedule, graphs, plan, step, pairs_seen):
-    """(Work, Packed) of the step that begins after `step` steps and `pairs_seen` pairs; None after the last."""
+    """(Work, Packed) of the step after `step` steps and `pairs_seen` pairs; None after the run's last step.
+
+    Packed is None if memory ran out while packing.
+    """
     if pairs_seen >= schedule.total_pairs:
         return None
     work = work_at(ranks, store, config, schedule, step, pairs_seen)
@@ -66,11 +69,11 @@ def prepared(ranks, model, store, config, schedule, graphs, plan, step, pairs_se
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    return work, None  # the attempt tries again, and answers for it
+    return work, None  # attempt_gradients packs again, and reports the failure if it repeats
 
 
 def work_at(ranks, store, config, schedule, step, pairs_seen):
-    """The Work of the step that begins after `step` steps and `pairs_seen` pairs."""
+    """The Work of the step after `step` steps and `pairs_seen` pairs."""
     examples = step_at(pairs_seen, len(store), schedule.global_batch, config.seed)
     lengths = store.lengths[examples.ids].astype(np.int64)
     rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, schedule.warmup_pairs, schedule.total_pairs)
@@ -81,10 +84,10 @@ def work_at(ranks, store, config, schedule, step, pairs_seen):
 
 
 def pack_work(model, store, plan, work, graphs=None):
-    """`work` cut for `plan` and packed; one micro-batch is padded to a recorded size where it fits one."""
+    """`work` cut into the micro-batches of `plan`; a single micro-batch is padded to a bucket if it fits one."""
     parts = [(number, cut(ids, store.lengths[ids], plan.micro_batch_tokens)) for number, ids in work.shares]
-    recorded = graphs and plan.graphs and [len(p) for _, p in parts] == [1]
-    bucket = graphs.bucket_of(store.lengths[work.ids], plan.micro_batch_tokens) if recorded else None
+    can_record = graphs and plan.graphs and [len(p) for _, p in parts] == [1]
+    bucket = graphs.bucket_of(store.lengths[work.ids], plan.micro_batch_tokens) if can_record else None
     options = (work.start_id, "cpu", model.uses_kernels, bucket)
     shares = [(number, [collate(store, ids, *options) for ids in share]) for number, share in parts]
     return Packed(plan, bucket, tuple(shares))

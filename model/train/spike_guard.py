@@ -1,35 +1,35 @@
-"""When a step is left out: the spike guard's limit, and the words for a run that leaves out too many."""
+"""The spike guard: the gradient norm above which a step is skipped, and the error when too many are skipped."""
 
 import math
 from statistics import median
 
-MAX_SKIPPED_STEPS = 10  # steps in a row that may be left out
-WINDOW, LEAST = 64, 16  # gradient norms whose median is taken: at most, and before the guard acts
+MAX_SKIPPED_STEPS = 10  # in a row
+WINDOW, MIN_NORMS = 64, 16  # gradient norms in the median: at most, and at least before the guard acts
 SHOWN_IDS = 20
 
 
 def spike_limit(recent_norms, spike_guard):
-    """The gradient norm above which a step is left out: `spike_guard` times the median of `recent_norms`.
+    """The gradient norm above which a step is skipped: `spike_guard` times the median of `recent_norms`.
 
-    Infinite while the guard is off (0) or knows fewer than LEAST norms.
+    Infinite if the guard is off (0) or there are fewer than MIN_NORMS norms.
     """
-    if not spike_guard or len(recent_norms) < LEAST:
+    if not spike_guard or len(recent_norms) < MIN_NORMS:
         return math.inf
     return spike_guard * median(recent_norms)
 
 
 class TooManySkipped(RuntimeError):
-    """More steps in a row were left out than a run bears."""
+    """More than MAX_SKIPPED_STEPS steps in a row were skipped, or the run's last two steps were not finite."""
 
 
-def too_many_skipped(number, step, why, ids, config):
-    """What to tell the user after `number` skipped steps in a row, the last with the examples `ids`."""
+def too_many_skipped(num_skipped, step, why, ids, config):
+    """Error message after `num_skipped` skipped steps in a row; `ids` are the examples of the last, `step`."""
     rest = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
     guard = f", or raise --spike_guard (now {config.spike_guard})" if config.spike_guard else ""
     return (
-        f"{number} steps in a row were left out, the last, step {step}, for {why}; its examples (rows of the token "
-        f"store) are {ids[:SHOWN_IDS].tolist()}{rest}, the others' stand in the journal's skip lines: lower "
-        f"--learn_rate (now {config.learn_rate}), or take these pairs out of the file{guard}; where that fails again "
-        f"and {config.output_dir}/checkpoints holds more than one folder, delete the newest: the run goes on from the "
-        "one before"
+        f"{num_skipped} steps in a row were skipped. The last, step {step}, had {why}; its examples (rows of the token "
+        f"store) are {ids[:SHOWN_IDS].tolist()}{rest}; the journal's skip lines list those of the others. Lower "
+        f"--learn_rate (now {config.learn_rate}), or remove these pairs from the file{guard}. If that fails again and "
+        f"{config.output_dir}/checkpoints holds more than one folder, delete the newest: the run then resumes from the "
+        "one before it"
     )

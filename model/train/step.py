@@ -1,8 +1,9 @@
-"""The training loop: one optimizer step at a time, handed out as a StepResult.
+"""The training loop: it yields a StepResult after each optimizer step.
 
-A step is a transaction. Local gradients are computed with no collective inside; all ranks vote on the outcome on the
-CPU, while their devices still compute; only then are gradients reduced, once, found finite, and weights changed. A step
-that runs out of memory on any rank is done again on every rank: same examples, same loss, same gradient.
+A step is a transaction. Each rank computes its local gradients without collectives; all ranks then vote on the outcome
+on the CPU, while their devices still compute. Only after the vote are the gradients reduced, once, checked to be
+finite, and the weights updated. When any rank runs out of memory, all ranks compute the step again: same examples, same
+loss, same gradient.
 """
 
 import math
@@ -29,12 +30,12 @@ from model.train.loader import prepared
 from model.train.optim import update
 from model.train.spike_guard import MAX_SKIPPED_STEPS, WINDOW, TooManySkipped, spike_limit, too_many_skipped
 
-FINITE_TRIES = 2  # of a step whose numbers were not finite, before it is left out
+FINITE_TRIES = 2  # attempts at a step whose numbers are not finite, before it is skipped
 NOT_FINITE = f"numbers that were not finite {FINITE_TRIES} times"
 
 
 class TornUpdate(RuntimeError):
-    """A rank failed in the middle of an update: the newest checkpoint is the last state that all ranks share."""
+    """A rank failed during an update: the newest checkpoint is the last state that all ranks share."""
 
     def __init__(self, step, rank):
         super().__init__(f"rank {rank} ran out of memory in the update of step {step}: going back to the checkpoint")
@@ -42,24 +43,24 @@ class TornUpdate(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """An attempt in which all ranks succeeded."""
+class AgreedAttempt:
+    """An attempt that succeeded on all ranks."""
 
     attempt: Attempt
-    plan: MemoryPlan  # that it fitted in
-    events: tuple  # what went wrong before, for the journal
-    stop: bool  # some rank was asked to stop
-    clock_seconds: int  # a clock that all ranks agree on
+    plan: MemoryPlan  # that the attempt ran with
+    events: tuple  # (kind, values) journal lines of the failures before it
+    stop: bool  # any rank was asked to stop
+    clock_seconds: int  # the latest clock of any rank, the same on all
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What became of a step's gradients."""
+    """How a step's update ended."""
 
     grad_norm: torch.Tensor  # before clipping; on the device
-    skipped: str = ""  # why the weights are as before
-    rank: int | None = None  # whose numbers were not finite; None: each rank's own were
-    torn: bool = False  # memory ran out on this rank when weights may have been written
+    skipped: str = ""  # why the weights were left unchanged; "": they were updated
+    rank: int | None = None  # the rank with numbers that are not finite; None: only the sum over ranks is not finite
+    torn: bool = False  # memory ran out on this rank after weights may have been written
 
 
 @dataclass(frozen=True)
@@ -69,33 +70,33 @@ class StepResult:
     ends_epoch: bool
     pairs_seen: int  # over all epochs, this step's included
     loss: torch.Tensor  # cross-entropy in nats per target token, over all ranks; on the device
-    z_loss: torch.Tensor  # likewise; the other part of what is minimised
+    z_loss: torch.Tensor  # per target token, over all ranks; on the device; loss + z_loss is minimised
     grad_norm: torch.Tensor  # before clipping; on the device
     learn_rate: float
     target_tokens: int  # over all ranks
-    tokens: int  # of both sides, over all ranks
+    tokens: int  # of prompts and responses, over all ranks
     micro_batches: int  # of this rank
     ids: list  # this rank's examples
-    plan: MemoryPlan  # the next step's: what this one fitted in, or a rung more after a long calm
+    plan: MemoryPlan  # of the next step: this step's, or one level larger after many steps without out of memory
     recovery: PlanRecovery
-    events: tuple  # what went wrong on the way, for the journal
+    events: tuple  # (kind, values) journal lines of what failed in this step
     step_seconds: float
     data_wait_seconds: float
-    skipped: bool  # its numbers were not finite twice, or its gradient a spike: the weights are as before
-    in_doubt: bool  # its numbers were not finite, and the weights may be why
-    recent_norms: tuple  # gradient norms of the last steps that were not skipped, under the spike guard
-    stop: bool  # some rank was asked to stop
-    clock_seconds: int  # a clock that all ranks agree on
-    torn: bool  # memory ran out on this rank when weights may have been written; `confirm` tells the others
+    skipped: bool  # not finite twice, or a gradient spike: the weights are unchanged
+    in_doubt: bool  # the step was not finite, and the weights may be the cause
+    recent_norms: tuple  # gradient norms of the last steps that were not skipped; empty without the spike guard
+    stop: bool  # any rank was asked to stop
+    clock_seconds: int  # the latest clock of any rank, the same on all
+    torn: bool  # memory ran out on this rank after weights may have been written; `confirm` tells the other ranks
 
 
 def train_steps(
     ranks, model, optimizer, store, plan, config, schedule, step=0, pairs_seen=0, recovery=None, recent_norms=()
 ):  # fmt: skip
-    """Yield a StepResult after each optimizer step from `pairs_seen` to the end of the course.
+    """Yield a StepResult after each optimizer step, from `pairs_seen` to the end of the schedule.
 
-    Raises NothingFits when a step does not fit with the smallest plan, TornUpdate when a rank failed while it wrote
-    weights, TooManySkipped when too many steps in a row are skipped.
+    Raises NothingFits if a step does not fit with the smallest plan, TornUpdate if a rank failed while it wrote
+    weights, TooManySkipped if too many steps in a row are skipped.
     """
     recovery, skipped_in_a_row, torn, in_doubt = recovery or PlanRecovery(plan), 0, False, False
     lengths, pairs = histogram(store.lengths), -(-schedule.global_batch // ranks.world_size)
@@ -120,21 +121,21 @@ def train_steps(
                 recent_norms = (*recent_norms, float(updated.grad_norm))[-WINDOW:]
             skipped_in_a_row = skipped_in_a_row + 1 if updated.skipped else 0
             ended = pairs_seen >= schedule.total_pairs
-            # the run's last step, when it alone fails, is its examples' fault: there is none after it to tell
+            # if only the run's last step fails, its examples are blamed: no later step can test the weights
             in_doubt = updated.skipped == NOT_FINITE and (in_doubt or not ended)
             yield StepResult(
-                **_told(work, agreed, updated, model.flat.loss_parts), ends_epoch=pairs_seen % len(store) == 0,
+                **_step_values(work, agreed, updated, model.flat.loss_parts), ends_epoch=pairs_seen % len(store) == 0,
                 in_doubt=in_doubt,
                 pairs_seen=pairs_seen, plan=plan, recovery=recovery, recent_norms=tuple(recent_norms),
                 step_seconds=time.perf_counter() - started, data_wait_seconds=waited,
             )  # fmt: skip
-            if skipped_in_a_row > MAX_SKIPPED_STEPS or (ended and in_doubt):  # once its ids are written down
-                number, ids = skipped_in_a_row, work.all_ids
-                raise TooManySkipped(too_many_skipped(number, work.step, updated.skipped, ids, config))
+            if skipped_in_a_row > MAX_SKIPPED_STEPS or (ended and in_doubt):  # after the caller has journaled the step
+                message = too_many_skipped(skipped_in_a_row, work.step, updated.skipped, work.all_ids, config)
+                raise TooManySkipped(message)
 
 
-def _told(work, agreed, updated, loss_parts):
-    """What a StepResult tells of one step alone; `loss_parts` are the model's, which the next step overwrites."""
+def _step_values(work, agreed, updated, loss_parts):
+    """The StepResult fields of this step alone; `loss_parts`, the model's, is copied: the next step overwrites it."""
     unknown = torch.full_like(loss_parts, torch.nan)
     loss, z_loss = (unknown if updated.skipped else loss_parts.clone()).unbind()
     return dict(
@@ -146,7 +147,7 @@ def _told(work, agreed, updated, loss_parts):
 
 
 def _until_finite(ranks, model, optimizer, store, plan, shrink, config, work, packed, graphs, torn, recent_norms):
-    """(Agreed, UpdateResult) of the step, which is done until its numbers are finite, FINITE_TRIES times at most."""
+    """(AgreedAttempt, UpdateResult) of the step, tried until its numbers are finite, at most FINITE_TRIES times."""
     limit, events = spike_limit(recent_norms, config.spike_guard), []
     for _ in range(FINITE_TRIES):
         agreed = _until_agreed(ranks, model, store, plan, shrink, config, work, packed, graphs, torn)
@@ -162,16 +163,19 @@ def _until_finite(ranks, model, optimizer, store, plan, shrink, config, work, pa
 
 
 def _until_agreed(ranks, model, store, plan, shrink, config, work, packed, graphs, torn):
-    """Attempt the step until all ranks have succeeded; not where the last update was `torn`."""
+    """AgreedAttempt: attempt the step until it succeeds on all ranks.
+
+    `torn`: this rank's last update was; all ranks then raise TornUpdate. Raises NothingFits if the smallest plan fails.
+    """
     events = []
     for failures in count(1):
         attempt = Attempt(Outcome.TORN)
         if not torn:
             attempt = attempt_gradients(ranks, model, store, plan, config, work, packed, graphs)
-        # outside the except block: the traceback no longer holds the failed attempt's tensors
+        # no exception is being handled here, so no traceback keeps the failed attempt's tensors alive
         outcome, rank, stop, clock = _vote_on(ranks, attempt.outcome, work.step)
         if outcome is Outcome.OK:
-            return Agreed(attempt, plan, tuple(events), stop, clock)
+            return AgreedAttempt(attempt, plan, tuple(events), stop, clock)
         if outcome is Outcome.TORN:
             raise TornUpdate(work.step - 1, rank)
         if graphs:
@@ -182,18 +186,21 @@ def _until_agreed(ranks, model, store, plan, shrink, config, work, packed, graph
 
 
 def _vote_on(ranks, outcome, step):
-    """(The worst Outcome of all ranks, a rank that had it, whether some rank was asked to stop, the ranks' clock)."""
-    mine = outcome * ranks.world_size + ranks.rank
-    worst, stop, clock, last, first = vote(ranks, mine, stop_asked(), int(time.monotonic()), step, -step)
+    """(Worst Outcome of any rank, a rank that had it, True if any rank was asked to stop, the latest clock in seconds).
+
+    Raises RuntimeError if the ranks are at different steps.
+    """
+    code = outcome * ranks.world_size + ranks.rank
+    worst, stop, clock, last, first = vote(ranks, code, stop_asked(), int(time.monotonic()), step, -step)
     if last != -first:
-        raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: restart from the checkpoint")
+        raise RuntimeError(f"the ranks are at different steps, {-first} to {last}: resume from the checkpoint")
     return Outcome(worst // ranks.world_size), worst % ranks.world_size, bool(stop), clock
 
 
 def confirm(ranks, result):
-    """Raise TornUpdate on every rank when the update of `result`'s step failed on any.
+    """Raise TornUpdate on every rank if the update of `result`'s step failed on any.
 
-    To be called on all ranks before weights are read elsewhere than in the next step, whose vote tells it anyway.
+    All ranks call it before anything but the next step reads the weights; the next step's vote checks it as well.
     """
     (failed,) = vote(ranks, (ranks.rank + 1) * result.torn)
     if failed:
@@ -201,7 +208,7 @@ def confirm(ranks, result):
 
 
 def _try_update(ranks, optimizer, flat, *rest):
-    """The UpdateResult of `_reduce_and_update`, torn where memory ran out in it."""
+    """The UpdateResult of `_reduce_and_update`; torn=True if memory ran out in it."""
     try:
         return _reduce_and_update(ranks, optimizer, flat, *rest)
     except (RuntimeError, MemoryError) as error:
@@ -211,16 +218,17 @@ def _try_update(ranks, optimizer, flat, *rest):
 
 
 def _reduce_and_update(ranks, optimizer, flat, attempt, work, config, norm_limit):
-    """Reduce, clip and update the weights.
+    """Reduce the gradients, clip them and update the weights.
 
-    Numbers that are not finite and a norm above `norm_limit` leave weights and optimizer alone on all ranks.
+    If the loss or the gradient is not finite, or its norm exceeds `norm_limit`, all ranks leave weights and optimizer
+    unchanged.
     """
     if config.exact:
         add_in_order(ranks, attempt.shards, flat.gradients_and_parts)
     else:
         sum_over_ranks(ranks, flat.gradients_and_parts)
     norm, loss = flat.gradients.norm(), flat.loss_parts.sum()
-    if not math.isfinite(norm + loss):  # the step's one wait for the device; all ranks have the same sums
+    if not math.isfinite(norm + loss):  # the step's only wait for the device; the sums are the same on all ranks
         (last,) = vote(ranks, (ranks.rank + 1) * bool(~attempt.norms.isfinite().all()))
         return UpdateResult(norm, NOT_FINITE, last - 1 if last else None)
     if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:

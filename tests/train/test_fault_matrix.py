@@ -81,7 +81,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run_with_every_id_written_do
     bad = range(8, 19)  # two epochs end among them
     faults = ",".join(f"loss:0:{step}:nan:2" for step in bad)
     done = train(home, 1, faults, output_dir="bad", epochs=4, save_steps=1000)
-    assert done.codes == [1] and "11 steps in a row were left out" in done.text
+    assert done.codes == [1] and "11 steps in a row were skipped" in done.text
     skips = journal(home / "bad", "skip")
     assert [line["step"] for line in skips] == list(bad) and all(line["ids"] for line in skips)
     assert [(line["step"], line["reason"]) for line in journal(home / "bad", "stop")] == [(18, "failed")]

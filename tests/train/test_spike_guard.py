@@ -6,7 +6,7 @@ import pytest
 from model.runtime import fault_injection
 from model.train.loader import Schedule
 from model.train.optim import make_optimizer
-from model.train.spike_guard import LEAST, MAX_SKIPPED_STEPS, WINDOW, spike_limit
+from model.train.spike_guard import MAX_SKIPPED_STEPS, MIN_NORMS, WINDOW, spike_limit
 from model.train.step import train_steps
 from tests.parts import ALONE, PLAN, make_config, make_model
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
@@ -23,7 +23,7 @@ def steps_of(store, tokenizer, spike_guard=GUARD, recent_norms=(), epochs=7):
 
 
 def test_the_limit_is_the_median_times_the_guard_once_enough_norms_are_known():
-    norms = tuple(range(1, LEAST + 1))
+    norms = tuple(range(1, MIN_NORMS + 1))
     assert spike_limit(norms, 3.0) == 3.0 * median(norms)
     assert spike_limit(norms[1:], 3.0) == spike_limit(norms, 0) == math.inf
 
@@ -45,7 +45,7 @@ def test_a_step_is_left_out_exactly_when_its_norm_exceeds_the_limit(store, token
             accepted.append(float(result.grad_norm))
         assert list(result.recent_norms) == accepted[-WINDOW:]
         before = weights
-    assert skipped and len(accepted) > LEAST
+    assert skipped and len(accepted) > MIN_NORMS
 
 
 def test_without_the_guard_no_step_is_left_out_and_no_norm_is_kept(store, tokenizer):
@@ -54,7 +54,7 @@ def test_without_the_guard_no_step_is_left_out_and_no_norm_is_kept(store, tokeni
 
 
 def test_too_many_spikes_in_a_row_end_the_run_with_their_ids_and_the_remedies(store, tokenizer):
-    _, steps = steps_of(store, tokenizer, recent_norms=(1e-9,) * LEAST)
+    _, steps = steps_of(store, tokenizer, recent_norms=(1e-9,) * MIN_NORMS)
     results = []
     with pytest.raises(RuntimeError, match=f"{MAX_SKIPPED_STEPS + 1} steps in a row.*examples.*raise --spike_guard"):
         for result in steps:
@@ -68,7 +68,7 @@ def test_a_last_step_without_finite_numbers_is_its_examples_fault_where_those_be
     last = -(-len(store) // 16)
     assert last <= MAX_SKIPPED_STEPS
     monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults(f"loss:0:{last}:nan:99"))
-    _, steps = steps_of(store, tokenizer, recent_norms=(1e-9,) * LEAST, epochs=1)
+    _, steps = steps_of(store, tokenizer, recent_norms=(1e-9,) * MIN_NORMS, epochs=1)
     assert [(result.skipped, result.in_doubt) for result in steps] == [(True, False)] * last
 
 

@@ -258,7 +258,7 @@ def test_as_many_skipped_steps_in_a_row_as_allowed_go_on_and_one_more_ends_the_r
         store, tokenizer, WHOLE, fault=faulty(allowed), monkeypatch=monkeypatch, epochs=4, num_steps=allowed + 1
     )
     assert [result.skipped for result in results] == [True] * allowed + [False]
-    with pytest.raises(RuntimeError, match=f"{allowed + 1} steps in a row .* lower --learn_rate \\(now 0.01\\)"):
+    with pytest.raises(RuntimeError, match=f"{allowed + 1} steps in a row .* Lower --learn_rate \\(now 0.01\\)"):
         run(store, tokenizer, WHOLE, fault=faulty(allowed + 1), monkeypatch=monkeypatch, epochs=4, num_steps=20)
 
 
