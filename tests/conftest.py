@@ -1,5 +1,4 @@
-"""Fixtures: a tokenizer trained once a session, a store of its tokens, a model of a few thousand weights, a folder to
-run in."""
+"""Fixtures: a tokenizer and a token store, made once per session, a model of a few thousand weights, a run's folder."""
 
 import pytest
 
@@ -20,7 +19,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory, tokenizer):
-    """Token store of 60 examples; nobody writes to it."""
+    """Token store of 60 examples; read only."""
     folder = tmp_path_factory.mktemp("data")
     return open_store(write_parquet(folder / "pairs.parquet", make_pairs(60)), tokenizer, 64, folder / "tokens")
 
@@ -41,5 +40,5 @@ def optimizer(model, store):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder where a run takes a second."""
+    """A folder with what a tiny run needs (tests/tiny.py)."""
     return furnish(tmp_path_factory.mktemp("home"))

@@ -1,4 +1,4 @@
-"""Tiny real parts of a run: text pairs, a file of them, a model, a plan, a state. One thread, so that bits repeat."""
+"""Tiny real parts of a run: text pairs, a file of them, a model, a plan, a state. torch uses one thread, so bits repeat."""
 
 import os
 import random
@@ -31,7 +31,7 @@ SHAPE = dict(d_model=32, d_ff=64, num_heads=2, d_kv=16, num_layers=2, num_decode
 
 
 def make_pairs(num_pairs, seed=0, longest=40):
-    """Pairs of generated text of 2 to `longest` characters a side."""
+    """Pairs of random text; each prompt and response has 2 to `longest` characters."""
     draw = random.Random(seed)
     sides = ["".join(draw.choices(PROBE, k=draw.randint(2, longest))) for _ in range(2 * num_pairs)]
     return list(zip(sides[::2], sides[1::2], strict=True))
@@ -48,7 +48,7 @@ def make_model(vocab_size, seed=1, shape=SHAPE, **options):
 
 
 def make_config(**options):
-    """A TrainConfig that leaves gradients as they are: no clipping."""
+    """A TrainConfig without gradient clipping and warm-up."""
     return load_config("pretrain", dict(max_grad_norm=0, warmup_steps=0) | options)
 
 
@@ -61,7 +61,7 @@ def examples_of(store, ids):
 
 
 def padded(store, ids, pad_id):
-    """What transformers' T5 takes: input_ids, attention_mask and labels, with -100 where there is no token."""
+    """Input of transformers' T5: input_ids, attention_mask and labels, padded with `pad_id`, 0 and -100."""
     prompts, responses = zip(*examples_of(store, ids), strict=True)
     input_ids, labels = (_pad(rows, fill) for rows, fill in ((prompts, pad_id), (responses, -100)))
     mask = _pad([[1] * len(prompt) for prompt in prompts], 0)
@@ -74,7 +74,7 @@ def _pad(rows, fill):
 
 
 def stock_loss(stock, batch):
-    """Sum over target tokens of the cross-entropy that transformers' T5 gives, in nats."""
+    """Cross-entropy of transformers' T5, summed over target tokens, in nats."""
     logits = stock(**batch).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
 
@@ -84,6 +84,6 @@ def gradients_of(model):
 
 
 def farthest(one, other):
-    """Largest relative distance between the tensors of two dicts, norm of the difference over the norm."""
+    """Largest relative distance |one - other| / |other| between the tensors of two dicts with the same keys."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).norm() / other[name].norm().clamp(min=1e-12)) for name in one)

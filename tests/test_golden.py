@@ -1,5 +1,4 @@
-"""Twenty losses of a fixed run, z-loss included. They change only when the mathematics does, in a commit that
-says why."""
+"""Twenty losses of a fixed run, z-loss included. They change only with the mathematics, in a commit that says why."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A folder where a run takes a second: a tokenizer, a handful of pairs, a model of a few thousand weights."""
+"""Runs that take a second: a folder with a tokenizer, 44 pairs and a model of a few thousand weights."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ SHORT = dict(epochs=1, save_steps=1000)
 
 
 def furnish(folder):
-    """`folder` with a tokenizer, data and a model's shape in it; runs there differ by output_dir."""
+    """Write a tokenizer, data and a model's configuration to `folder` and return it; runs there need an output_dir."""
     draw = random.Random(0)
     texts = ["".join(draw.choices(PROBE, k=draw.randint(4, 24))) for _ in range(2 * NUM_PAIRS + 20)]
     train_tokenizer(texts, 400, folder / "model_save" / "tokenizer")
@@ -39,23 +39,23 @@ def write_pairs(path, texts):
 
 
 def words(command="train", **changes):
-    """The words of a command line: the tiny run's options with `changes`, None leaving one out."""
+    """Arguments of a command line: OPTIONS with `changes`; a value of None omits the option."""
     options = OPTIONS | changes
     return [command, *(f"--{name}={value}" for name, value in options.items() if value is not None)]
 
 
 def train(home, world=1, fault="", seconds=90, env=None, command="train", **changes):
-    """Ended of a tiny run in `home`."""
+    """Run a tiny training in `home` on `world` ranks and return its Ended."""
     return wait_for(start(home, world, fault, env=env, command=command, **changes), home, seconds)
 
 
 def command(home, *line):
-    """Ended of a command line in one process."""
+    """Run a command line in one process and return its Ended."""
     return wait_for(fork_ranks(1, main, list(line), folder=home), home, 90)
 
 
 def refused(ended, *parts):
-    """True when a run was refused as it should be: exit code 2 and one message with these parts in it."""
+    """True; asserts that all ranks ended with exit code 2, no traceback and a message that contains all `parts`."""
     assert set(ended.codes) == {2}, ended.text
     assert "Traceback" not in ended.text
     assert all(part in ended.text for part in parts), ended.text
@@ -63,22 +63,22 @@ def refused(ended, *parts):
 
 
 def start(home, world=1, fault="", env=None, command="train", function=main, **changes):
-    """The processes of a tiny run in `home`; `function` takes the words of its command line."""
+    """Start a tiny training in `home` and return its processes; `function` is called with the arguments."""
     return fork_ranks(world, function, words(command, **changes), folder=home, env=dict(CHAT_FAULT=fault) | (env or {}))
 
 
 def weights_hash(run_dir):
-    """sha256 of the weights that a run left in last/."""
+    """sha256 of the weights in the run's last/."""
     return hashlib.sha256(Path(run_dir, "last", "model.safetensors").read_bytes()).hexdigest()
 
 
 def journal(run_dir, kind):
-    """The journal's lines of one kind that still count."""
+    """The journal's valid lines of one kind: without those that a resume made void."""
     return [line for line in read_journal(Path(run_dir, "metrics.jsonl")) if line["kind"] == kind]
 
 
 def ids_by_epoch(run_dir):
-    """Sorted example ids that all ranks wrote down, by epoch."""
+    """Sorted example ids by epoch, from the sample files of all ranks."""
     epochs = {}
     for path in Path(run_dir).glob("samples_rank*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
