@@ -13,16 +13,16 @@ EXACT = dict(exact=True, dropout=0.1)  # 8 pairs a step: some of the 12 shards a
 
 @pytest.fixture(scope="module")
 def alone(home):
-    """sha256 of the weights that one process ends with."""
+    """sha256 of the final weights of a run in one process."""
     done = train(home, output_dir="alone", **EXACT)
     assert done.codes == [0], done.text
     return weights_hash(home / "alone")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 13])
-def test_the_ranks_share_all_shards_out(world):
-    dealt = [n for r in range(world) for n in shards_of_rank(Ranks(r, world, r, torch.device("cpu"), "gloo", None))]
-    assert sorted(dealt) == list(range(NUM_SHARDS))
+def test_each_shard_belongs_to_exactly_one_rank(world):
+    numbers = [n for r in range(world) for n in shards_of_rank(Ranks(r, world, r, torch.device("cpu"), "gloo", None))]
+    assert sorted(numbers) == list(range(NUM_SHARDS))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -42,7 +42,7 @@ def test_without_exact_the_bits_depend_on_the_number_of_ranks(home):
     assert len(hashes) == 2
 
 
-def test_exact_ends_with_the_same_bits_through_resumes_on_2_1_4_3_and_2_ranks(home, alone):
+def test_exact_ends_with_the_same_bits_when_resumed_on_2_1_4_3_and_2_ranks(home, alone):
     keep = False
     for world, killed_at in ((2, 4), (1, 6), (4, 8), (3, 10), (2, None)):
         fault = f"forward:all:{killed_at}:kill" if killed_at else ""
@@ -54,6 +54,6 @@ def test_exact_ends_with_the_same_bits_through_resumes_on_2_1_4_3_and_2_ranks(ho
     assert ids_by_epoch(home / "elastic") == EVERY_ID_ONCE
 
 
-def test_exact_is_refused_on_a_gpu_with_both_ways_out():
+def test_exact_is_refused_on_a_gpu_with_both_remedies():
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES= .*--deterministic=True"):
         set_numerics(load_config("pretrain", dict(exact=True)), torch.device("cuda", 0))

@@ -220,9 +220,7 @@ def movement(name, device):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_on_a_gpu_equals_that_on_the_cpu_and_does_not_wait_for_the_device(name):
     on_cpu, on_gpu = movement(name, "cpu"), movement(name, "cuda")
-    assert (on_cpu - on_gpu).norm() < (0.05 if name == "muon" else 1e-3) * on_cpu.norm(), (
-        "Muon uses bf16 on a GPU"
-    )
+    assert (on_cpu - on_gpu).norm() < (0.05 if name == "muon" else 1e-3) * on_cpu.norm(), "Muon uses bf16 on a GPU"
 
 
 def naive_adafactor(p, grads, rates, decay):

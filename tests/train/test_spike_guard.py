@@ -11,7 +11,7 @@ from model.train.step import train_steps
 from tests.parts import ALONE, PLAN, make_config, make_model
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
 
-GUARD = 1.05  # close to the median, so that a calm run has spikes
+GUARD = 1.05  # close to the median, so that an ordinary run has spikes
 
 
 def steps_of(store, tokenizer, spike_guard=GUARD, recent_norms=(), epochs=7):
@@ -28,7 +28,7 @@ def test_the_limit_is_the_median_times_the_guard_once_enough_norms_are_known():
     assert spike_limit(norms[1:], 3.0) == spike_limit(norms, 0) == math.inf
 
 
-def test_a_step_is_left_out_exactly_when_its_norm_exceeds_the_limit(store, tokenizer):
+def test_a_step_is_skipped_if_and_only_if_its_norm_exceeds_the_limit(store, tokenizer):
     model, steps = steps_of(store, tokenizer)
     accepted, skipped, before = [], 0, None
     for result in steps:
@@ -48,7 +48,7 @@ def test_a_step_is_left_out_exactly_when_its_norm_exceeds_the_limit(store, token
     assert skipped and len(accepted) > MIN_NORMS
 
 
-def test_without_the_guard_no_step_is_left_out_and_no_norm_is_kept(store, tokenizer):
+def test_without_the_guard_no_step_is_skipped_and_no_norm_is_kept(store, tokenizer):
     results = list(steps_of(store, tokenizer, spike_guard=0)[1])
     assert not any(result.skipped or result.recent_norms for result in results)
 
@@ -59,10 +59,10 @@ def test_too_many_spikes_in_a_row_end_the_run_with_their_ids_and_the_remedies(st
     with pytest.raises(RuntimeError, match=f"{MAX_SKIPPED_STEPS + 1} steps in a row.*examples.*raise --spike_guard"):
         for result in steps:
             results.append(result.skipped)
-    assert results == [True] * (MAX_SKIPPED_STEPS + 1), "the last one is told too, before the run ends"
+    assert results == [True] * (MAX_SKIPPED_STEPS + 1), "the last one is yielded too, before the run ends"
 
 
-def test_a_last_step_without_finite_numbers_is_its_examples_fault_where_those_before_it_were_spikes(
+def test_a_last_step_that_is_not_finite_is_not_in_doubt_if_the_steps_before_it_were_spikes(
     store, tokenizer, monkeypatch
 ):
     last = -(-len(store) // 16)
@@ -81,31 +81,31 @@ def test_the_weights_before_too_many_spikes_are_saved(tmp_path):
     assert latest == f"step_{stop['step']:08d}"
 
 
-def test_a_rank_that_gives_up_waits_for_the_one_that_writes_however_slow_the_disk_is(tmp_path):
+def test_a_rank_that_ends_waits_for_the_rank_that_saves_however_slow_the_disk_is(tmp_path):
     home, options = furnish(tmp_path), dict(spike_guard=1.000001, epochs=40, save_steps=1000)
-    assert train(home, 2, output_dir="calm", **options).codes == [1, 1]
-    (end,) = (stop["step"] for stop in journal(home / "calm", "stop"))
+    assert train(home, 2, output_dir="baseline", **options).codes == [1, 1]
+    (end,) = (stop["step"] for stop in journal(home / "baseline", "stop"))
     done = train(home, 2, ",".join([f"save:0:{end}:slow"] * 3), output_dir="slow", **options)
     assert done.codes == [1, 1] and "where each thread" not in done.text, done.text
     assert (home / "slow" / "checkpoints" / "LATEST").read_text() == f"step_{end:08d}"
 
 
-def test_ranks_that_give_up_in_doubt_wait_for_the_older_checkpoint_that_is_being_written(tmp_path):
+def test_ranks_that_end_after_steps_that_are_not_finite_wait_for_an_older_save_under_way(tmp_path):
     home, bad = furnish(tmp_path), [f"loss:0:{step}:nan:2" for step in range(8, 19)]
     done = train(home, 2, ",".join(bad + ["save:0:7:slow"] * 3), output_dir="run", epochs=4, save_steps=7)
     assert done.codes == [1, 1] and "where each thread" not in done.text, done.text
     assert (home / "run" / "checkpoints" / "LATEST").read_text() == "step_00000007"
 
 
-def test_a_guarded_run_on_two_ranks_that_was_killed_skips_the_same_steps(tmp_path):
+def test_a_killed_and_resumed_run_on_two_ranks_skips_the_same_steps(tmp_path):
     home, options = furnish(tmp_path), dict(spike_guard=1.01, epochs=4, warmup_steps=0, save_steps=5)
-    done = train(home, 2, output_dir="calm", **options)
+    done = train(home, 2, output_dir="baseline", **options)
     assert done.codes == [0, 0], done.text
-    skips = journal(home / "calm", "skip")
+    skips = journal(home / "baseline", "skip")
     assert skips and all(len(skip["ids"]) in (8, 4) for skip in skips)
     killed_at = skips[0]["step"] + 1
     for fault, keep in ((f"forward:all:{killed_at}:kill", False), ("", True)):
         train(home, 2, fault, output_dir="killed", is_keep_training=keep, **options)
     assert [skip["step"] for skip in journal(home / "killed", "skip")] == [skip["step"] for skip in skips]
-    assert weights_hash(home / "killed") == weights_hash(home / "calm")
+    assert weights_hash(home / "killed") == weights_hash(home / "baseline")
     assert ids_by_epoch(home / "killed") == {epoch: list(range(NUM_PAIRS)) for epoch in range(1, 5)}

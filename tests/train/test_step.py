@@ -26,7 +26,7 @@ WHOLE = MemoryPlan(10**6, 10**4, False, 0)
 
 
 def start(store, tokenizer, plan=PLAN, fault="", monkeypatch=None, epochs=1, trainable="all", shape=SHAPE, **options):
-    """(model, the generator of its training steps)."""
+    """(model, generator of its training steps)."""
     if monkeypatch:
         monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults(fault))
     config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.01, **options)
@@ -38,7 +38,7 @@ def start(store, tokenizer, plan=PLAN, fault="", monkeypatch=None, epochs=1, tra
 
 
 def run(*args, num_steps=3, **options):
-    """(weights, results) after so many steps."""
+    """(weights, results) after `num_steps` steps."""
     model, steps = start(*args, **options)
     results = [result for result, _ in zip(steps, range(num_steps), strict=False)]
     return {name: weight.clone() for name, weight in model.state_dict().items()}, results
@@ -60,7 +60,7 @@ PLANS = {
 
 @pytest.mark.parametrize("trainable", ["all", "decoder"])
 @pytest.mark.parametrize("name", PLANS)
-def test_promise_2_any_cutting_gives_the_same_gradient(store, tokenizer, name, trainable):
+def test_promise_2_any_plan_gives_the_same_gradient(store, tokenizer, name, trainable):
     gradients = []
     for plan in (WHOLE, PLANS[name]):
         model, steps = start(store, tokenizer, plan, trainable=trainable)
@@ -72,7 +72,7 @@ def test_promise_2_any_cutting_gives_the_same_gradient(store, tokenizer, name, t
     assert farthest(*gradients) <= 1e-5
 
 
-def test_the_gradient_is_that_of_the_mean_loss_of_a_target_token(store, tokenizer):
+def test_the_gradient_is_that_of_the_mean_loss_per_target_token(store, tokenizer):
     model, steps = start(store, tokenizer)
     result = next(steps)
     from_step = gradients_of(model)
@@ -93,7 +93,7 @@ def norm_of(gradients):
     return sum(gradient.square().sum().item() for gradient in gradients.values()) ** 0.5
 
 
-def test_steps_cover_each_epoch_once_and_say_where_they_are(store, tokenizer):
+def test_steps_cover_each_example_once_per_epoch_and_report_their_position(store, tokenizer):
     _, results = run(store, tokenizer, epochs=2, num_steps=100)
     assert [result.step for result in results] == list(range(1, 9))
     assert [len(result.ids) for result in results] == [16, 16, 16, 12] * 2
@@ -115,7 +115,7 @@ def test_the_same_run_gives_the_same_bits(store, tokenizer):
     assert not same_bits(dropped[0], run(store, tokenizer)[0])
 
 
-def test_clipping_bounds_the_gradient_and_reports_its_norm_before(store, tokenizer):
+def test_clipping_bounds_the_gradient_and_reports_the_norm_before_it(store, tokenizer):
     free, clipped = (start(store, tokenizer, max_grad_norm=norm) for norm in (0, 0.01))
     results = [next(steps) for _, steps in (free, clipped)]
     assert norm_of(gradients_of(free[0])) == pytest.approx(results[0].grad_norm.item(), rel=1e-5)
@@ -128,7 +128,7 @@ def test_clipping_bounds_the_gradient_and_reports_its_norm_before(store, tokeniz
     [("forward", kind) for kind in ("oom", "cublas", "cudnn", "nccl", "cpu")]
     + [(site, "oom") for site in ("backward_first", "backward", "reduce")],
 )
-def test_a_step_that_ran_out_of_memory_once_is_done_again_with_equal_bits(store, tokenizer, monkeypatch, site, kind):
+def test_a_step_that_runs_out_of_memory_once_is_repeated_bit_for_bit(store, tokenizer, monkeypatch, site, kind):
     expected, _ = run(store, tokenizer)
     weights, results = run(store, tokenizer, fault=f"{site}:0:2:{kind}", monkeypatch=monkeypatch)
     assert same_bits(weights, expected)
@@ -139,7 +139,7 @@ def test_a_step_that_ran_out_of_memory_once_is_done_again_with_equal_bits(store,
     assert results[-1].plan == PLAN
 
 
-def test_a_step_that_runs_out_of_memory_again_is_done_with_smaller_plans(store, tokenizer, monkeypatch):
+def test_a_step_that_runs_out_of_memory_again_is_repeated_with_smaller_plans(store, tokenizer, monkeypatch):
     expected, _ = run(store, tokenizer, num_steps=1)
     weights, (result,) = run(store, tokenizer, fault="backward:0:1:oom:3", monkeypatch=monkeypatch, num_steps=1)
     assert [name for name, _ in result.events] == ["oom"] * 3
@@ -159,18 +159,18 @@ def test_promise_4_a_step_that_shrinks_the_plan_keeps_its_gradient_and_the_losse
         results = [next(steps) for _ in range(step)]
         gradients = gradients_of(model)
         runs.append((gradients, results + [next(steps) for _ in range(more)]))
-    (expected_gradients, calm), (gradients, shrunk) = runs
+    (expected_gradients, baseline), (gradients, replanned) = runs
     assert farthest(gradients, expected_gradients) <= 1e-5
-    assert calm[step - 1].micro_batches == 1 and shrunk[step - 1].micro_batches > 1
-    assert {result.plan.micro_batch_tokens for result in shrunk[step - 1 : -1]} == {1000}
-    for expected, result in zip(calm, shrunk, strict=True):
+    assert baseline[step - 1].micro_batches == 1 and replanned[step - 1].micro_batches > 1
+    assert {result.plan.micro_batch_tokens for result in replanned[step - 1 : -1]} == {1000}
+    for expected, result in zip(baseline, replanned, strict=True):
         assert (result.step, result.ids, result.learn_rate) == (expected.step, expected.ids, expected.learn_rate)
         assert result.loss.item() == pytest.approx(expected.loss.item(), rel=1e-2)
-    assert calm[-1].loss < 0.8 * calm[0].loss
-    assert any(not torch.equal(one.loss, other.loss) for one, other in zip(calm, shrunk, strict=True))
+    assert baseline[-1].loss < 0.8 * baseline[0].loss
+    assert any(not torch.equal(one.loss, other.loss) for one, other in zip(baseline, replanned, strict=True))
 
 
-def test_out_of_memory_with_the_smallest_plan_is_said_and_not_tried_for_ever(store, tokenizer, monkeypatch):
+def test_out_of_memory_with_the_smallest_plan_raises_nothing_fits(store, tokenizer, monkeypatch):
     with pytest.raises(NothingFits, match="smallest plan .*--max_seq_len.*--is_keep_training=True") as ended:
         run(store, tokenizer, fault="forward:0:1:oom:1000", monkeypatch=monkeypatch)
     longest = int(store.lengths.sum(axis=1, dtype=int).max())
@@ -178,12 +178,10 @@ def test_out_of_memory_with_the_smallest_plan_is_said_and_not_tried_for_ever(sto
     assert ended.value.plan.gradient_checkpointing
 
 
-@pytest.mark.parametrize("words", ["CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory"])
-def test_memory_that_runs_out_while_the_next_step_is_prepared_is_the_attempt_s_to_answer(
-    store, tokenizer, monkeypatch, words
-):
+@pytest.mark.parametrize("message", ["CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory"])
+def test_out_of_memory_while_the_next_step_is_packed_is_retried_by_the_attempt(store, tokenizer, monkeypatch, message):
     expected, _ = run(store, tokenizer)
-    pack_work, failures = loader.pack_work, [RuntimeError(words)]
+    pack_work, failures = loader.pack_work, [RuntimeError(message)]
 
     def pack_or_fail(*args):
         if failures and args[3].step == 2:
@@ -195,12 +193,12 @@ def test_memory_that_runs_out_while_the_next_step_is_prepared_is_the_attempt_s_t
     assert not failures and same_bits(weights, expected)
 
 
-def test_another_error_is_not_swallowed(store, tokenizer, monkeypatch):
+def test_an_error_other_than_out_of_memory_is_raised(store, tokenizer, monkeypatch):
     with pytest.raises(OSError, match="Input/output error"):
         run(store, tokenizer, fault="forward:0:1:eio", monkeypatch=monkeypatch)
 
 
-def test_a_loss_that_is_not_finite_once_is_computed_again(store, tokenizer, monkeypatch):
+def test_a_step_whose_loss_is_not_finite_once_is_repeated(store, tokenizer, monkeypatch):
     expected, _ = run(store, tokenizer)
     weights, results = run(store, tokenizer, fault="loss:0:2:nan", monkeypatch=monkeypatch)
     assert same_bits(weights, expected)
@@ -209,23 +207,24 @@ def test_a_loss_that_is_not_finite_once_is_computed_again(store, tokenizer, monk
 
 
 def overflow_in_the_sum():
-    """Two ranks whose gradients are finite, and whose sum has no finite norm."""
+    """Two ranks with finite gradients whose sum has an infinite norm; returns 0 if the update is skipped, else 3."""
     ranks, model = start_ranks("gloo", 60), make_model(100)
     weights, work = model.flat.masters.clone(), SimpleNamespace(step=1, learn_rate=0.1)
     model.flat.gradients[0] = 1.5e19
     attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_parts.norm()[None])
     optimizer = make_optimizer(model, make_config())
-    commit = _reduce_and_update(ranks, optimizer, model.flat, attempt, work, make_config(), math.inf)
+    updated = _reduce_and_update(ranks, optimizer, model.flat, attempt, work, make_config(), math.inf)
     stop_ranks()
-    return 0 if (commit.skipped, commit.rank) == (NOT_FINITE, None) and torch.equal(weights, model.flat.masters) else 3
+    is_unchanged = torch.equal(weights, model.flat.masters)
+    return 0 if (updated.skipped, updated.rank) == (NOT_FINITE, None) and is_unchanged else 3
 
 
-def test_a_sum_that_overflows_is_left_out_and_no_rank_is_blamed(tmp_path):
+def test_a_step_whose_sum_overflows_is_skipped_without_naming_a_rank(tmp_path):
     done = run_ranks(2, overflow_in_the_sum, folder=tmp_path)
     assert done.codes == [0, 0], done.text
 
 
-def test_a_loss_that_is_not_finite_twice_skips_the_step_and_leaves_the_weights(store, tokenizer, monkeypatch):
+def test_a_step_whose_loss_is_not_finite_twice_is_skipped_and_the_weights_are_unchanged(store, tokenizer, monkeypatch):
     model, steps = start(store, tokenizer, WHOLE, fault="loss:0:2:nan:2", monkeypatch=monkeypatch)
     next(steps)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -240,7 +239,7 @@ def test_a_loss_that_is_not_finite_twice_skips_the_step_and_leaves_the_weights(s
     assert not same_bits(model.state_dict(), before)
 
 
-def test_a_gradient_that_overflows_alone_leaves_the_weights(store, tokenizer):
+def test_a_step_of_finite_loss_whose_gradient_overflows_is_skipped(store, tokenizer):
     model, steps = start(store, tokenizer)
     with torch.no_grad():
         model.decoder.final_layer_norm.weight.fill_(1e38)
@@ -249,7 +248,7 @@ def test_a_gradient_that_overflows_alone_leaves_the_weights(store, tokenizer):
     assert same_bits(model.state_dict(), before)
 
 
-def test_as_many_skipped_steps_in_a_row_as_allowed_go_on_and_one_more_ends_the_run(store, tokenizer, monkeypatch):
+def test_a_run_goes_on_after_the_allowed_number_of_skipped_steps_and_ends_after_one_more(store, tokenizer, monkeypatch):
     def faulty(num_steps):
         return ",".join(f"loss:0:{step}:nan:2" for step in range(1, num_steps + 1))
 
@@ -262,7 +261,7 @@ def test_as_many_skipped_steps_in_a_row_as_allowed_go_on_and_one_more_ends_the_r
         run(store, tokenizer, WHOLE, fault=faulty(allowed + 1), monkeypatch=monkeypatch, epochs=4, num_steps=20)
 
 
-def test_a_run_may_begin_anywhere(store, tokenizer):
+def test_steps_resumed_at_any_position_equal_those_of_the_whole_run(store, tokenizer):
     _, results = run(store, tokenizer, epochs=2, num_steps=100)
     config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.01)
     model = make_model(tokenizer.vocab_size)
