@@ -1,4 +1,4 @@
-"""The promises that take several processes to keep, or a kill to break."""
+"""The promises of the README that need several processes or a kill to test."""
 
 import functools
 import json
@@ -32,19 +32,19 @@ EVERY_ID_ONCE = {epoch: list(range(NUM_PAIRS)) for epoch in range(1, EPOCHS + 1)
 
 
 @pytest.fixture(scope="module")
-def calm(home):
-    """Run directory of a run on so many ranks that nothing disturbed, by number of ranks."""
+def baseline(home):
+    """Function of the number of ranks that gives the directory of a run without faults."""
 
     @functools.cache
     def run(world):
-        done = train(home, world, output_dir=f"calm{world}", dropout=0.1)
+        done = train(home, world, output_dir=f"baseline{world}", dropout=0.1)
         assert done.codes == [0] * world, done.text
-        return home / f"calm{world}"
+        return home / f"baseline{world}"
 
     return run
 
 
-# 2. The same gradient for a step, however it is cut
+# 2. The same gradient of a step under any plan
 
 
 def write_gradient(name, changes):
@@ -81,7 +81,7 @@ def test_promise_2_a_step_has_the_same_gradient_on_1_to_4_ranks_split_or_merged(
                 assert error <= 1e-5, f"{name} is off by {error:.1e} on {world} ranks with {changes}"
 
 
-def test_promise_2_is_tested_with_micro_batches_that_are_really_split_and_steps_that_differ(home):
+def test_promise_2_is_tested_on_steps_that_are_really_split_and_whose_gradients_differ_by_seed(home):
     def parts(name):
         with safe_open(home / name, "pt") as file:
             return int(file.metadata()["micro_batches"])
@@ -97,7 +97,7 @@ def test_promise_2_is_tested_with_micro_batches_that_are_really_split_and_steps_
 
 
 @pytest.mark.parametrize("world", (1, 2))
-def test_promise_3_a_run_killed_at_random_steps_and_inside_saves_ends_with_the_weights_of_a_calm_one(home, calm, world):
+def test_promise_3_a_run_killed_at_random_steps_and_inside_saves_ends_with_equal_weights(home, baseline, world):
     draw = random.Random(world)
     sites = draw.sample(["forward", "reduce", "optimizer", "save", "backward_first"], 3)
     steps = sorted(draw.sample(range(2, STEPS + 1), 3))
@@ -109,40 +109,40 @@ def test_promise_3_a_run_killed_at_random_steps_and_inside_saves_ends_with_the_w
     for fault in sorted(faults, key=lambda fault: int(fault.split(":")[2])):
         done = train(home, world, fault, output_dir=name, dropout=0.1, is_keep_training="auto")
         assert -9 in done.codes and 0 not in done.codes, f"{fault}: {done}"
-    finish_and_compare(home, world, name, calm)
+    finish_and_compare(home, world, name, baseline)
 
 
-def test_promise_3_a_resume_under_another_plan_or_on_other_processes_says_that_bits_may_differ(home):
-    options, told = dict(output_dir="replanned", epochs=4), []
+def test_promise_3_a_resume_with_another_plan_or_number_of_processes_says_that_bits_may_differ(home):
+    options, counts = dict(output_dir="replanned", epochs=4), []
     for world, changed in ((1, {}), (1, dict(micro_batch_tokens=64)), (2, dict(micro_batch_tokens=64))):
-        faults = f"forward:0:{7 + 2 * len(told)}:term"
+        faults = f"forward:0:{7 + 2 * len(counts)}:term"
         done = train(home, world, faults, is_keep_training="auto", **options | changed)
         assert done.codes == [0] * world, done.text
-        told.append(done.text.count("bits may differ from step"))
-    assert told == [0, 1, 1]
+        counts.append(done.text.count("bits may differ from step"))
+    assert counts == [0, 1, 1]
     lines = [line["bits_may_differ"] for line in journal(home / "replanned", "resume")]
     assert lines == [[], ["plan"], ["processes"]]
 
 
 @pytest.mark.parametrize("world", (1, 2))
-def test_promise_3_a_run_killed_at_any_moment_ends_with_the_weights_of_a_calm_one(home, world):
+def test_promise_3_a_run_killed_at_any_moment_ends_with_the_weights_of_a_run_that_was_not(home, world):
     record = killed_run(home, f"cut{world}", world, random.Random(world), kills=5, epochs=10, save_steps=1)
     assert record["wrong"] == ""
-    assert record["kills"] >= 3, "the run was over too soon: this test tested little"
+    assert record["kills"] >= 3, "the run ended before three kills: the test covered too little"
 
 
-def finish_and_compare(home, world, name, calm):
+def finish_and_compare(home, world, name, baseline):
     done = train(home, world, output_dir=name, dropout=0.1, is_keep_training=True)
     assert done.codes == [0] * world, done.text
-    assert weights_hash(home / name) == weights_hash(calm(world))
+    assert weights_hash(home / name) == weights_hash(baseline(world))
     assert ids_by_epoch(home / name) == EVERY_ID_ONCE
     assert [line["loss"] for line in journal(home / name, "train")] == [
-        line["loss"] for line in journal(calm(world), "train")
+        line["loss"] for line in journal(baseline(world), "train")
     ]
-    assert not list((home / name).rglob("*.tmp")), "what the kills left unfinished is still there"
+    assert not list((home / name).rglob("*.tmp")), "unfinished files of the killed runs must be deleted"
 
 
-def test_promise_3_a_run_goes_on_with_another_batch_size_and_fewer_ranks(home):
+def test_promise_3_a_run_resumes_with_another_batch_size_and_fewer_ranks(home):
     done = train(home, 2, "forward:all:5:kill", output_dir="moved")
     assert done.codes == [-9, -9], done.text
     done = train(home, 1, output_dir="moved", global_batch_size=6, is_keep_training=True)
@@ -155,7 +155,7 @@ def test_promise_3_a_run_goes_on_with_another_batch_size_and_fewer_ranks(home):
     assert [line["step"] for line in lines] == list(range(1, lines[-1]["step"] + 1))
     assert lines[-1]["pairs_seen"] == EPOCHS * NUM_PAIRS
     config, seen = load_config("pretrain", OPTIONS), 0
-    for line in lines:  # the schedule runs on pairs, and its warm-up is the first start's
+    for line in lines:  # the schedule counts pairs, and keeps the warm-up of the first start
         middle = (seen + line["pairs_seen"]) / 2
         expected = learn_rate_at(middle, config, OPTIONS["warmup_steps"] * 8, EPOCHS * NUM_PAIRS)
         assert line["learn_rate"] == pytest.approx(expected, rel=1e-6)
@@ -166,9 +166,9 @@ LONG = dict(epochs=34, warmup_steps=20, learn_rate=1e-3, save_steps=50)
 LONG_STEPS = 204
 
 
-def test_promise_3_a_run_goes_on_on_other_numbers_of_ranks_with_the_same_steps(home):
-    calm = train(home, 1, output_dir="alone", **LONG)
-    assert calm.codes == [0], calm.text
+def test_promise_3_a_run_resumed_on_other_numbers_of_ranks_has_the_same_steps(home):
+    baseline = train(home, 1, output_dir="alone", **LONG)
+    assert baseline.codes == [0], baseline.text
     for world, step in ((2, 40), (1, 80), (4, 120), (3, 160), (2, None)):
         fault = f"forward:all:{step}:term" if step else ""
         done = train(home, world, fault, output_dir="elastic", is_keep_training="auto", **LONG)
@@ -192,7 +192,7 @@ def ids_by_step(run_dir):
     return {step: sorted(ids) for step, ids in steps.items()}
 
 
-def test_promise_3_a_damaged_newest_checkpoint_a_full_disk_and_a_vanished_directory_cost_no_step(home):
+def test_promise_3_a_damaged_newest_checkpoint_a_full_disk_and_a_deleted_directory_lose_no_step(home):
     records = [*damage_trials(home, ("optimizer.safetensors", "manifest.json"), (flip,)), *disk_trials(home, epochs=10)]
     assert {record["trial"]: record["wrong"] for record in records if record["wrong"]} == {}
     assert len(records) == 5
@@ -212,7 +212,7 @@ def test_promise_4_out_of_memory_on_the_last_rank_alone_changes_no_bit(home):
     assert ids_by_epoch(home / "scarce") == EVERY_ID_ONCE
 
 
-def test_promise_4_out_of_memory_again_and_again_shrinks_the_plan_on_all_ranks(home):
+def test_promise_4_repeated_out_of_memory_shrinks_the_plan_on_all_ranks(home):
     done = train(home, 2, "forward:last:3:oom:3", output_dir="shrunk")
     assert done.codes == [0, 0], done.text
     tokens = [e["after"]["micro_batch_tokens"] for e in journal(home / "shrunk", "oom")]
@@ -220,19 +220,19 @@ def test_promise_4_out_of_memory_again_and_again_shrinks_the_plan_on_all_ranks(h
     assert ids_by_epoch(home / "shrunk") == EVERY_ID_ONCE
 
 
-def test_a_number_that_is_not_finite_once_changes_no_bit(home, calm):
+def test_a_loss_that_is_not_finite_once_changes_no_bit(home, baseline):
     done = train(home, 2, "loss:1:3:nan", output_dir="blip", dropout=0.1)
     assert done.codes == [0, 0], done.text
     assert [(e["step"], e["rank"]) for e in journal(home / "blip", "not_finite")] == [(3, 1)]
-    assert weights_hash(home / "blip") == weights_hash(calm(2))
+    assert weights_hash(home / "blip") == weights_hash(baseline(2))
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(home, calm):
+def test_a_full_disk_loses_a_checkpoint_and_not_the_run(home, baseline):
     done = train(home, 2, "save:0:7:enospc", output_dir="full", dropout=0.1)
     assert done.codes == [0, 0], done.text
     (failed,) = [line for line in journal(home / "full", "save") if "error" in line]
     assert failed["step"] == 7 and "No space left" in failed["error"]
-    assert weights_hash(home / "full") == weights_hash(calm(2))
+    assert weights_hash(home / "full") == weights_hash(baseline(2))
 
 
 def test_a_rank_that_fails_ends_all_ranks_under_the_launcher(home):
@@ -244,30 +244,30 @@ def test_a_rank_that_fails_ends_all_ranks_under_the_launcher(home):
     assert last["step"] == 2 and time.time() - last["time"] < 60
 
 
-# 7. What the user set is what is used
+# 7. Each option that the user sets is used
 
 
-def test_promise_7_the_run_directory_tells_what_the_user_set(home, calm):
-    stored = json.loads((calm(2) / "config.json").read_text())
-    given = OPTIONS | dict(output_dir="calm2", dropout=0.1)
+def test_promise_7_the_run_directory_holds_the_options_that_the_user_set(home, baseline):
+    stored = json.loads((baseline(2) / "config.json").read_text())
+    given = OPTIONS | dict(output_dir="baseline2", dropout=0.1)
     assert {name: stored["config"][name] for name in given} == given
     assert stored["config"] == asdict(load_config("pretrain", given))
-    (begun,) = journal(calm(2), "start")
-    assert (begun["world"], begun["global_batch"], begun["epochs"], begun["total_steps"]) == (2, 8, EPOCHS, STEPS)
-    assert begun["backend"] == "gloo"
-    rates = [line["learn_rate"] for line in journal(calm(2), "train")]
+    (line,) = journal(baseline(2), "start")
+    assert (line["world"], line["global_batch"], line["epochs"], line["total_steps"]) == (2, 8, EPOCHS, STEPS)
+    assert line["backend"] == "gloo"
+    rates = [line["learn_rate"] for line in journal(baseline(2), "train")]
     assert rates[0] == pytest.approx(3e-2 * 4 / 24)  # the first step's middle, in a warm-up of 3 steps of 8 pairs
     assert 0.9 * 3e-2 < max(rates) <= 3e-2
 
 
-def test_promise_7_ten_times_the_learning_rate_gives_other_weights(home, calm):
+def test_promise_7_ten_times_the_learning_rate_gives_other_weights(home, baseline):
     done = train(home, output_dir="fast", dropout=0.1, learn_rate=0.3, any_learn_rate=True)
     assert done.codes == [0], done.text
-    ours, theirs = (load_file(path / "last" / "model.safetensors") for path in (home / "fast", calm(1)))
+    ours, theirs = (load_file(path / "last" / "model.safetensors") for path in (home / "fast", baseline(1)))
     assert all(not torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_promise_7_contradictions_are_refused_before_anything_is_written(home):
+def test_promise_7_contradicting_options_are_refused_before_anything_is_written(home):
     done = train(home, 2, output_dir="refused", batch_size_per_gpu=3, gradient_accumulation_steps=1, epochs=0)
     assert done.codes == [2, 2], done.text
     assert "epochs=0" in done.text
@@ -277,31 +277,31 @@ def test_promise_7_contradictions_are_refused_before_anything_is_written(home):
     assert not (home / "refused").exists()
 
 
-def train_at_my_rank_s_rate(name):
+def train_at_the_rate_of_the_rank(name):
     return main(words(output_dir=name, learn_rate=[1e-2, 2e-2][int(os.environ["RANK"])]))
 
 
 def test_promise_7_ranks_that_disagree_on_an_option_stop(home):
-    done = run_ranks(2, train_at_my_rank_s_rate, "disagreed", folder=home)
+    done = run_ranks(2, train_at_the_rate_of_the_rank, "disagreed", folder=home)
     assert done.codes == [1, 1], done.text
-    told = "rank 0 has learn_rate=0.01; rank 1 has learn_rate=0.02"
-    assert f"the ranks disagree about the options: {told}: start them" in done.text
+    difference = "rank 0 has learn_rate=0.01; rank 1 has learn_rate=0.02"
+    assert f"the ranks disagree about the options: {difference}: start them" in done.text
     assert not (home / "disagreed").exists()
 
 
 # 8. No pickle
 
 
-def test_promise_8_no_file_of_a_run_is_a_pickle(home, calm):
-    files = [path for folder in (calm(2), home / "model_save") for path in folder.rglob("*") if path.is_file()]
+def test_promise_8_no_file_of_a_run_is_a_pickle(home, baseline):
+    files = [path for folder in (baseline(2), home / "model_save") for path in folder.rglob("*") if path.is_file()]
     assert {path.name for path in files} >= {"model.safetensors", "optimizer.safetensors", "pairs.arrow"}
     for path in files:
         assert path.suffix in (".json", ".jsonl", ".safetensors", ".arrow", ".npy", ".png", ".lock") or (
             path.name == "LATEST"
-        ), f"{path} is of an unknown kind"
+        ), f"{path} has an unexpected suffix"
         assert not path.read_bytes().startswith((b"\x80", b"PK")), f"{path} looks like a pickle or a zip of pickles"
 
 
-def test_promise_8_the_token_store_s_arrays_hold_no_objects(home, calm):
-    store = open_store(home / "train.jsonl", load_tokenizer(calm(1) / "tokenizer"), 32, home / TOKENS_DIR)
+def test_promise_8_the_token_store_s_arrays_hold_no_objects(home, baseline):
+    store = open_store(home / "train.jsonl", load_tokenizer(baseline(1) / "tokenizer"), 32, home / TOKENS_DIR)
     assert store.lengths.dtype.hasobject is False and len(store) == NUM_PAIRS

@@ -1,4 +1,4 @@
-"""Out of memory at every site of a run, on the CPU. All names, ranks and worlds: python -m bench.faults."""
+"""Out of memory at every site of a run, on the CPU. `python -m bench.faults` covers all errors, ranks and worlds."""
 
 import ctypes
 import functools
@@ -17,20 +17,20 @@ from tests.tiny import journal, start, train, wait_for
 
 
 @pytest.fixture(scope="module")
-def calm(home):
+def baseline(home):
     return functools.cache(functools.partial(calm_run, home))
 
 
 @pytest.mark.parametrize("world, kinds", ((2, ("real", "cublas", "oom")), (4, ("nccl", "cudnn", "cpu"))))
-def test_promise_4_out_of_memory_at_every_site_on_any_rank_changes_no_bit(home, calm, world, kinds):
+def test_promise_4_out_of_memory_at_every_site_on_any_rank_changes_no_bit(home, baseline, world, kinds):
     for rank, kind in zip(RANKS, kinds, strict=True):
-        record = faulty_run(home, world, rank, kind, *calm(world))
+        record = faulty_run(home, world, rank, kind, *baseline(world))
         assert not record["wrong"], record
         assert len(record["sites"]) == len(SITES) - (rank == "last"), record
 
 
 def tear_the_fifth_update(words):
-    """`main`; memory runs out on rank 1 in its fifth update, when half of its weights and all its state are written."""
+    """`main`; rank 1 runs out of memory in its fifth update, after half of its weights and all its state changed."""
     update, calls = step.update, []
 
     def torn(optimizer, *args):
@@ -48,18 +48,18 @@ def tear_the_fifth_update(words):
     return train_low_mem.main(words)
 
 
-def test_promise_4_an_update_torn_on_one_rank_sends_all_back_to_the_checkpoint(home, calm):
-    calm_dir, _ = calm(2)
+def test_promise_4_all_ranks_go_back_to_the_checkpoint_after_an_update_that_one_rank_left_half_done(home, baseline):
+    baseline_dir, _ = baseline(2)
     given = options(2) | dict(output_dir="torn", save_steps=3)
     done = wait_for(start(home, 2, function=tear_the_fifth_update, **given), home)
     assert done.codes == [0, 0], done.text
     assert "rank 1 ran out of memory in the update of step 5: going back to the checkpoint" in done.text
     assert [line["step"] for line in journal(home / "torn", "resume")] == [0, 3]
-    held = checks(home / "torn", calm_dir)
+    held = checks(home / "torn", baseline_dir)
     assert all(held.values()), held
 
 
-def test_updates_torn_one_after_another_end_the_run_only_where_no_checkpoint_came_between(home):
+def test_repeated_failures_of_the_update_end_the_run_only_if_no_checkpoint_was_saved_between_them(home):
     far = ",".join(f"update:0:{number}:oom" for number in (2, 4, 6, 8))
     done = train(home, 1, far, output_dir="far")
     assert done.codes == [0], done.text
@@ -68,7 +68,7 @@ def test_updates_torn_one_after_another_end_the_run_only_where_no_checkpoint_cam
 
 
 @pytest.mark.parametrize("end, faults", [("finished", "save:0:12:oom"), ("asked", "forward:0:5:int,save:0:5:oom")])
-def test_promise_4_memory_that_runs_out_in_a_runs_last_save_costs_no_step(home, end, faults):
+def test_promise_4_out_of_memory_in_the_last_save_loses_no_step(home, end, faults):
     done = train(home, 1, faults, output_dir=end, save_steps=1000)
     assert done.codes == [0], done.text
     (stop,) = journal(home / end, "stop")
@@ -77,7 +77,7 @@ def test_promise_4_memory_that_runs_out_in_a_runs_last_save_costs_no_step(home, 
     assert "error" not in last and last["step"] == stop["step"]
 
 
-def test_too_many_steps_that_are_not_finite_end_the_run_with_every_id_written_down(home):
+def test_too_many_steps_that_are_not_finite_end_the_run_with_all_their_ids_in_the_journal(home):
     bad = range(8, 19)  # two epochs end among them
     faults = ",".join(f"loss:0:{step}:nan:2" for step in bad)
     done = train(home, 1, faults, output_dir="bad", epochs=4, save_steps=1000)
@@ -85,26 +85,26 @@ def test_too_many_steps_that_are_not_finite_end_the_run_with_every_id_written_do
     skips = journal(home / "bad", "skip")
     assert [line["step"] for line in skips] == list(bad) and all(line["ids"] for line in skips)
     assert [(line["step"], line["reason"]) for line in journal(home / "bad", "stop")] == [(18, "failed")]
-    assert (home / "bad" / "checkpoints" / "LATEST").read_text() == "step_00000006", "weights that fail are not saved"
+    assert (home / "bad" / "checkpoints" / "LATEST").read_text() == "step_00000006", "weights in doubt are not saved"
     assert train(home, 1, output_dir="bad", epochs=4, is_keep_training=True).codes == [0]
 
 
-def test_a_save_that_is_due_after_a_step_without_finite_numbers_waits_for_the_next_that_gives_some(home):
+def test_a_save_that_is_due_after_a_step_that_is_not_finite_waits_for_the_next_finite_step(home):
     faults = "loss:0:4:nan:2,loss:0:6:nan:2,loss:0:7:nan:2"  # 4: a save, 6: an epoch's end
     assert train(home, 1, faults, output_dir="waits", epochs=2, save_steps=4).codes == [0]
     saved, evaluated = ([line["step"] for line in journal(home / "waits", kind)] for kind in ("save", "eval"))
     assert sorted(set(saved)) == [5, 8, 12] and evaluated == [6, 12]
 
 
-def test_no_kill_loses_the_evaluation_after_a_step_without_finite_numbers(home):
+def test_a_kill_does_not_lose_the_evaluation_that_is_due_after_a_step_that_is_not_finite(home):
     options = dict(output_dir="cut", epochs=2, save_steps=4)
-    kills = "evaluate:0:6:kill,evaluate:0:7:slow,evaluate:0:7:kill"  # wherever it is done
+    kills = "evaluate:0:6:kill,evaluate:0:7:slow,evaluate:0:7:kill"  # at whichever step it runs
     assert train(home, 1, f"loss:0:6:nan:2,{kills}", **options).codes == [-9]
     assert train(home, 1, **options, is_keep_training="auto").codes == [0]
     assert [line["step"] for line in journal(home / "cut", "eval")] == [6, 12]
 
 
-def test_a_stop_after_a_step_without_finite_numbers_waits_for_the_next_that_is_taken(home):
+def test_a_stop_after_a_step_that_is_not_finite_waits_for_the_next_finite_step(home):
     faults = "forward:0:8:int,loss:0:8:nan:2,loss:0:9:nan:2"
     assert train(home, 1, faults, output_dir="doubted", epochs=4).codes == [0]
     assert (home / "doubted" / "checkpoints" / "LATEST").read_text() == "step_00000010"
@@ -112,7 +112,7 @@ def test_a_stop_after_a_step_without_finite_numbers_waits_for_the_next_that_is_t
 
 
 @pytest.mark.parametrize(("bad", "code", "latest"), [((12,), 0, 12), ((11, 12), 1, 6)])
-def test_a_run_ends_well_when_of_its_last_steps_one_alone_gave_no_finite_numbers(home, bad, code, latest):
+def test_a_run_finishes_if_only_its_last_step_is_not_finite_and_fails_if_the_last_two_are(home, bad, code, latest):
     faults, run = ",".join(f"loss:0:{step}:nan:2" for step in bad), f"end{len(bad)}"
     done = train(home, 1, faults, output_dir=run, epochs=2, save_steps=1000)
     assert done.codes == [code], done.text
@@ -123,12 +123,12 @@ STEP_SITES = ("forward", "loss", "backward_first", "backward", "reduce", "optimi
 WIDE = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1)
 
 
-def weigh_after_each_step(words):
-    """`main`, which writes to memory.jsonl what this process holds after each step, its caches given back."""
-    gc.freeze()  # all that is imported: a collection takes milliseconds then
+def record_memory_after_each_step(words):
+    """`main`; after each step it empties the caches and appends the bytes this process holds to memory.jsonl."""
+    gc.freeze()  # excludes the imported modules: a collection then takes milliseconds
     write_events = train_low_mem.write_events
 
-    def weigh(run, journal, samples, result):
+    def write_events_and_memory(run, journal, samples, result):
         write_events(run, journal, samples, result)
         release_memory(run.ranks.device)
         ctypes.CDLL(None).malloc_trim(0)
@@ -137,12 +137,12 @@ def weigh_after_each_step(words):
             gpu = monitor_gpu_memory()
             out.write(json.dumps(dict(step=result.step, host=host) | gpu) + "\n")
 
-    train_low_mem.write_events = weigh
+    train_low_mem.write_events = write_events_and_memory
     return train_low_mem.main(words)
 
 
-def held_around_100_events(home, run_dir, **changes):
-    """What a run held before the first and after the last of 100 out of memories, and the bytes of one gradient."""
+def memory_around_100_errors(home, run_dir, **changes):
+    """(memory before the first of 100 out of memory errors, memory after the last, bytes of one gradient)."""
     (home / "wide.json").write_text(json.dumps(WIDE))
     sites = {number: (STEP_SITES[number % 7], "evaluate", "evaluate", "generate", "save") for number in range(7, 27)}
     faults = [f"{site}:0:{number}:oom" for number, names in sites.items() for site in names]
@@ -150,7 +150,8 @@ def held_around_100_events(home, run_dir, **changes):
         model="wide.json", epochs=5, micro_batch_tokens=64, eval_steps=1, bleu_pairs=2, max_new_tokens=4,
         output_dir=run_dir,
     )  # fmt: skip
-    done = wait_for(start(home, 1, ",".join(faults), function=weigh_after_each_step, **given | changes), home, 240)
+    processes = start(home, 1, ",".join(faults), function=record_memory_after_each_step, **given | changes)
+    done = wait_for(processes, home, 240)
     assert done.codes == [0] and done.text.count(":oom fires") == 100, done.text
     lines = [json.loads(line) for line in (home / "memory.jsonl").read_text().splitlines()]
     (home / "memory.jsonl").unlink()
@@ -158,15 +159,15 @@ def held_around_100_events(home, run_dir, **changes):
     return before, lines[-1], 4 * journal(home / run_dir, "start")[0]["parameters"]
 
 
-def test_promise_4_a_process_holds_after_100_out_of_memories_what_it_held_before(home):
-    before, after, gradient_bytes = held_around_100_events(home, "hundred", env=dict(CUDA_VISIBLE_DEVICES=""))
-    grown = after["host"] - before["host"]
-    assert grown < gradient_bytes < 0.02 * before["host"], f"{grown / 2**20:.2f} MiB more than {before}"
+def test_promise_4_a_process_leaks_no_memory_in_100_out_of_memory_errors(home):
+    before, after, gradient_bytes = memory_around_100_errors(home, "hundred", env=dict(CUDA_VISIBLE_DEVICES=""))
+    growth_bytes = after["host"] - before["host"]
+    assert growth_bytes < gradient_bytes < 0.02 * before["host"], f"{growth_bytes / 2**20:.2f} MiB more than {before}"
 
 
 @pytest.mark.gpu
-def test_promise_4_a_gpu_holds_after_100_out_of_memories_what_it_held_before(home):
-    before, after, _ = held_around_100_events(home, "hundred_gpu")
+def test_promise_4_a_run_leaks_no_gpu_memory_in_100_out_of_memory_errors(home):
+    before, after, _ = memory_around_100_errors(home, "hundred_gpu")
     for what in ("allocated_bytes", "reserved_bytes"):
         assert after[what] <= 1.02 * before[what], (what, before, after)
 
@@ -179,20 +180,20 @@ def test_a_step_that_never_fits_ends_the_run_with_a_checkpoint_and_the_reason(ho
     assert journal(home / "never", "stop")[-1]["reason"] == "failed"
 
 
-def test_plan_json_tells_what_was_predicted_by_phase_and_what_the_limits_are(home, calm):
-    calm_dir, _ = calm(2)
-    stored = json.loads((calm_dir / "plan.json").read_text())
+def test_plan_json_holds_the_predicted_bytes_by_phase_and_the_limits(home, baseline):
+    baseline_dir, _ = baseline(2)
+    stored = json.loads((baseline_dir / "plan.json").read_text())
     assert set(stored["phases"]) == {"load", "first_step", "step", "evaluation", "generation", "save"}
     assert all(phase["predicted"] > 0 for phase in stored["phases"].values())
     assert stored["micro_batch_tokens"] == 64
-    limits = journal(calm_dir, "start")[0]["memory"]
+    limits = journal(baseline_dir, "start")[0]["memory"]
     assert limits == dict(cap_bytes=0, non_torch_bytes=0, other_process_bytes=0, allocator_limit_bytes=None), (
         "none on a CPU"
     )
     assert limits.items() <= stored.items()
 
 
-def test_promise_4_answers_that_never_fit_end_the_run_with_a_checkpoint_and_the_way_out(home):
+def test_promise_4_answers_that_never_fit_end_the_run_with_a_checkpoint_and_the_remedy(home):
     answering = dict(bleu_pairs=4, max_new_tokens=4, epochs=1)
     done = train(home, 2, "generate:1:6:oom:50", output_dir="mute", **answering)
     assert done.codes == [1, 1] and "Traceback" not in done.text and "--max_new_tokens" in done.text, done.text

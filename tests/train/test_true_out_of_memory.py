@@ -1,4 +1,4 @@
-"""Allocators that really refuse: the CPU's under RLIMIT_DATA, a GPU's under gpu_memory_limit_gb."""
+"""Real out of memory errors: of the CPU allocator under RLIMIT_DATA, and of a GPU under gpu_memory_limit_gb."""
 
 import resource
 
@@ -14,16 +14,16 @@ MIB = 2**20
 
 
 def data_bytes():
-    """What RLIMIT_DATA counts of this process."""
+    """Bytes of this process that RLIMIT_DATA limits."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
 
 
 def train_with_little_memory(spare_mib, name):
-    """A run whose second step finds `spare_mib` MiB and not more."""
+    """A run that may allocate only `spare_mib` MiB more in its second step."""
     share_gradients = gradients._share_gradients
 
-    def in_a_tight_place(ranks, model, plan, config, work, *args):
+    def with_little_memory(ranks, model, plan, config, work, *args):
         if work.step == 2:
             limit = data_bytes() + spare_mib * MIB
             resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
@@ -32,13 +32,13 @@ def train_with_little_memory(spare_mib, name):
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    gradients._share_gradients = in_a_tight_place
+    gradients._share_gradients = with_little_memory
     return main(
         words(output_dir=name, global_batch_size=44, warmup_steps=0, model="wide.json", micro_batch_tokens=4096)
     )
 
 
-def test_promise_4_a_step_in_which_a_cpu_s_allocator_truly_fails_is_done_again_and_the_run_completes(tmp_path):
+def test_promise_4_a_step_in_which_the_cpu_allocator_really_fails_is_repeated_and_the_run_completes(tmp_path):
     furnish(tmp_path)
     wide = '{"d_model": 512, "d_ff": 4096, "num_heads": 8, "d_kv": 64, "num_layers": 2, "num_decoder_layers": 2}'
     (tmp_path / "wide.json").write_text(wide)
@@ -57,7 +57,7 @@ def train_under_a_cap(name):
 
 
 @pytest.mark.gpu
-def test_promise_4_a_run_under_a_cap_of_2_gib_stays_in_it(tmp_path):
+def test_promise_4_a_run_under_a_cap_of_2_gib_stays_below_it(tmp_path):
     furnish(tmp_path)
     wide = '{"d_model": 512, "d_ff": 2048, "num_heads": 8, "d_kv": 64, "num_layers": 6, "num_decoder_layers": 6}'
     (tmp_path / "wide.json").write_text(wide)
@@ -70,11 +70,11 @@ def test_promise_4_a_run_under_a_cap_of_2_gib_stays_in_it(tmp_path):
     assert max(line["reserved_bytes"] for line in journal(tmp_path / "capped", "train")) <= 2 * 2**30
 
 
-def fill_the_card_in_step_2(name):
-    """A run in whose second step the card is truly full on its first gradients."""
+def fill_the_gpu_in_step_2(name):
+    """A run whose second step finds the GPU full before its first gradients."""
     share_gradients, ballast = gradients._share_gradients, []
 
-    def in_a_tight_place(ranks, model, plan, config, work, *args):
+    def with_little_memory(ranks, model, plan, config, work, *args):
         if work.step == 2 and not ballast:
             ballast.append(True)
             cap = int(4 * 2**30 / torch.cuda.get_device_properties(0).total_memory * 2**40) / 2**40
@@ -84,14 +84,14 @@ def fill_the_card_in_step_2(name):
             del held
         return share_gradients(ranks, model, plan, config, work, *args)
 
-    gradients._share_gradients = in_a_tight_place
+    gradients._share_gradients = with_little_memory
     return main(words(output_dir=name, global_batch_size=44, warmup_steps=0, epochs=3, gpu_memory_limit_gb=4))
 
 
 @pytest.mark.gpu
-def test_promise_4_a_true_out_of_memory_of_the_gpu_is_done_again(tmp_path):
+def test_promise_4_a_step_in_which_the_gpu_really_runs_out_of_memory_is_repeated(tmp_path):
     furnish(tmp_path)
-    done = run_ranks(1, fill_the_card_in_step_2, "full", folder=tmp_path, seconds=240)
+    done = run_ranks(1, fill_the_gpu_in_step_2, "full", folder=tmp_path, seconds=240)
     assert done.codes == [0], done.text
     assert [event["step"] for event in journal(tmp_path / "full", "oom")] == [2]
     assert ids_by_epoch(tmp_path / "full")[1] == list(range(44))
