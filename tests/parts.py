@@ -1,4 +1,4 @@
-"""Tiny real parts of a run: text pairs, a file of them, a model, a plan, a state. torch uses one thread, so bits repeat."""
+"""Tiny real parts of a run: text pairs, a file of them, a model, a plan, a state. One torch thread, so bits repeat."""
 
 import os
 import random
