@@ -21,7 +21,7 @@ from model.nn.t5.network import TextToTextModel
 from model.nn.weights_io import check_fits
 from model.run.train_state import LaterFormat, TrainState, state_of, state_values
 from model.runtime import fault_injection
-from model.runtime.atomic_io import delete_aloud, make_directory, remove_drafts, whole_directory, write_file
+from model.runtime.atomic_io import make_directory, remove_drafts, try_delete, whole_directory, write_file
 from model.runtime.json_stream import read_object
 from model.train.optim import STATE_FIELDS, count_steps
 
@@ -82,7 +82,7 @@ def save_checkpoint(run_dir, state, snapshot, keep):
         (draft / "manifest.json").write_text(ujson.dumps(manifest, indent=1))
     write_file(folder / "LATEST", path.name.encode())
     for old in checkpoint_paths(run_dir)[keep:]:
-        delete_aloud(old)
+        try_delete(old)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Directories and files that are whole or absent, whenever the machine stops."""
+"""Write files and directories so that each is whole or absent, whenever the machine stops."""
 
 import ctypes
 import errno
@@ -20,15 +20,15 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
 @contextmanager
 def whole_directory(target):
-    """A new directory to fill; when the block ends well it takes the place of `target` at once, fsynced.
+    """Yield a draft directory to fill; when the block succeeds, the draft is fsynced and replaces `target` atomically.
 
-    When the block fails, `target` is as it was. One process at a time may write one `target`.
+    When the block fails, `target` is unchanged. Only one process at a time may write a given `target`.
     """
     target = Path(target)
     make_directory(target.parent)
     put_back(target.parent, target.name)
-    for left in target.parent.glob(f".{target.name}.*.tmp"):  # by a process that was killed
-        _delete(left)
+    for stale_draft in target.parent.glob(f".{target.name}.*.tmp"):  # left by a killed process
+        _delete(stale_draft)
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     draft.mkdir()
     try:
@@ -42,7 +42,7 @@ def whole_directory(target):
 
 
 def make_directory(path):
-    """Have the directory `path`, parents included, on the disk."""
+    """Create the directory `path` and its parents, and fsync each entry made."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:
@@ -50,7 +50,7 @@ def make_directory(path):
 
 
 def make_output_directory(path):
-    """Have the directory `path` that a user named; raises ValueError where it cannot be made."""
+    """Create the directory `path` that a user named; raises ValueError if it cannot be created."""
     try:
         make_directory(path)
     except OSError as error:
@@ -61,21 +61,21 @@ def make_output_directory(path):
 
 
 def remove_drafts(*directories):
-    """Delete what a kill left unfinished in these directories, if it can be; nobody else may be writing there."""
+    """Delete the drafts that killed processes left in these directories; no other process may be writing there."""
     for directory in map(Path, directories):
         for draft in directory.glob(".*.tmp"):
             _delete(draft)
 
 
 def put_back(directory, name="*"):
-    """Have `name` in `directory` again where a kill left it aside; nobody else may be writing it."""
+    """Restore `name` in `directory` if a kill between two renames left it aside; no other process may be writing it."""
     for aside in Path(directory).glob(f".{name}.*.aside"):
         target = aside.with_name(aside.name[1:].rsplit(".", 2)[0])
         _delete(aside) if target.exists() else aside.rename(target)
 
 
-def delete_aloud(directory):
-    """Delete a directory that nobody needs; that it cannot be deleted is said once and ends nothing."""
+def try_delete(directory):
+    """Delete a directory that is no longer needed; if that fails, log one warning per directory and error."""
     try:
         shutil.rmtree(directory)
     except OSError as error:
@@ -88,7 +88,7 @@ def _warn_once(text):
 
 
 def _delete(path):
-    """Delete a directory, a file or a link as far as the disk lets us; never what a link leads to."""
+    """Delete a directory, a file or a link and ignore errors; the target of a link is never deleted."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -99,7 +99,7 @@ def _delete(path):
 def _take_place(draft, target):
     if not target.exists():
         os.rename(draft, target)
-    elif _exchange(draft, target) != 0:  # a file system without RENAME_EXCHANGE: `put_back` helps after a kill
+    elif _exchange(draft, target) != 0:  # no RENAME_EXCHANGE on this file system: after a kill, `put_back` restores
         aside = draft.with_suffix(".aside")
         os.rename(target, aside)
         os.rename(draft, target)
@@ -112,7 +112,7 @@ def _exchange(one, other):
 
 
 def write_file(path, data):
-    """Write bytes to `path` so that it holds either its old content or all of `data`, fsynced."""
+    """Write bytes to `path` and fsync; after a crash it holds either its old content or all of `data`."""
     path = Path(path)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -125,29 +125,29 @@ def write_file(path, data):
 
 
 class AppendedFile:
-    """A file that lines are appended to; what the disk refuses waits in memory and goes with the next line.
+    """A file that lines are appended to; lines that the disk refuses stay in memory and are written with the next one.
 
-    A torn last line, left by a kill, is cut when the file is opened. Safe to use from several threads.
+    Opening the file removes an incomplete last line, which a kill leaves. Thread-safe.
     """
 
     def __init__(self, path):
-        self._path, self._waiting, self._lock = Path(path), b"", threading.Lock()
+        self._path, self._pending, self._lock = Path(path), b"", threading.Lock()
         self._file = self._open()
 
     def append(self, line):
-        """Append bytes that end a line. Raises OSError when the disk refuses them for now."""
+        """Append bytes that end with a newline. Raises OSError if the disk refuses them; the next call tries again."""
         with self._lock:
-            self._waiting += line
-            if os.fstat(self._file.fileno()).st_nlink == 0:  # deleted under the run
+            self._pending += line
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # somebody deleted the file
                 self._file = self._open()
-            whole_bytes = os.fstat(self._file.fileno()).st_size
+            size_bytes = os.fstat(self._file.fileno()).st_size
             try:
-                if self._file.write(self._waiting) < len(self._waiting):
-                    raise OSError(errno.ENOSPC, "only a part of a line found room", str(self._path))
+                if self._file.write(self._pending) < len(self._pending):
+                    raise OSError(errno.ENOSPC, "only a part of a line was written", str(self._path))
             except OSError:
-                os.truncate(self._file.fileno(), whole_bytes)
+                os.truncate(self._file.fileno(), size_bytes)
                 raise
-            self._waiting = b""
+            self._pending = b""
 
     def close(self):
         self._file.close()
@@ -160,7 +160,10 @@ class AppendedFile:
 
 
 def end_of_last_line(file, end=None):
-    """Where the last whole line within the first `end` bytes of a binary file (all) ends; reads as little as it can."""
+    """Offset of the end of the last complete line in the first `end` bytes (None: all) of a binary file.
+
+    Reads backwards, block by block, so that a large file costs one block.
+    """
     end = file.seek(0, os.SEEK_END) if end is None else end
     while end > 0:
         start = max(end - 65536, 0)
@@ -172,38 +175,38 @@ def end_of_last_line(file, end=None):
 
 
 def open_own(path, mode, buffering=-1):
-    """`open` for a file of our own, which is never followed through a link to somebody else's.
+    """`open` for a file that this program owns; links are not followed.
 
-    Raises OSError where something stands in the file's place that is no plain file.
+    Raises OSError if `path` is a link, a pipe, a directory or anything else but a regular file.
     """
-    return open(path, mode, buffering, opener=_open_plain)
+    return open(path, mode, buffering, opener=_open_regular)
 
 
-def _open_plain(path, flags):
+def _open_regular(path, flags):
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a pipe would wait for its other end
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # opening a pipe would block
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise OSError(error.errno, "a link or a pipe stands in the place of a file: delete it", str(path)) from None
+            raise OSError(error.errno, "this is a link or a pipe, not a regular file: delete it", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "this is no plain file: delete it, or move it elsewhere", str(path))
+        raise OSError(errno.EINVAL, "this is not a regular file: delete it, or move it elsewhere", str(path))
     return descriptor
 
 
 def check_no_link(paths):
-    """Raise ValueError, naming it, where a link stands in the place of a file or directory of our own."""
+    """Raise ValueError if one of `paths`, files and directories that this program owns, is a symbolic link."""
     for path in paths:
         if path.is_symlink():
             raise ValueError(
-                f"{path} is a link to {os.readlink(path)}, and nothing is written through a link: delete it, or put in "
-                "its place what it leads to (a run directory as a whole may be a link)"
+                f"{path} is a link to {os.readlink(path)}; this program does not write through links: delete it, or put "
+                "in its place the file or directory that it points to (only the run directory itself may be a link)"
             )
 
 
 def fsync(path):
-    """Have the disk hold what was written to a file or directory."""
+    """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -212,8 +215,8 @@ def fsync(path):
 
 
 def write_json(path, values):
-    """Write `values` (plain values) as readable JSON, whole or not at all."""
+    """Write `values` (JSON types) as indented JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = ujson.dumps(values, indent=1, ensure_ascii=False, escape_forward_slashes=False)
-    # An undecodable byte of a file name is a lone surrogate; written with a backslash it is valid JSON.
+    # Python keeps an undecodable byte of a file name as a lone surrogate; as a backslash escape it is valid JSON.
     write_file(path, text.encode("utf-8", "backslashreplace"))

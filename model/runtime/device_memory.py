@@ -1,4 +1,4 @@
-"""What a device holds and how much of it is ours: free memory, the limit of this process, its peak."""
+"""Memory of a device: what is free, what this process uses, its limit and its peak."""
 
 import gc
 import logging
@@ -7,22 +7,21 @@ import torch
 
 LOGGER = logging.getLogger("chat_trainer")
 
+GATES_GB = dict(start=3.0, model=2.5, optimizer=2.0, ready=1.5)  # GiB that the guides ask to be free at each stage
 
-GATES_GB = dict(start=3.0, model=2.5, optimizer=2.0, ready=1.5)  # GiB that the guides want free at each stage
-
-CONTEXT_BYTES = 600 * 2**20  # of a CUDA context with torch's kernels; more than this was there before us
-MOST_OUTSIDE_BYTES = 3 * 2**30  # that context, NCCL and graphs take; more than this is what another process took since
+CONTEXT_BYTES = 600 * 2**20  # a CUDA context with torch's kernels; at start-up, use beyond it is another process's
+MAX_NON_TORCH_BYTES = 3 * 2**30  # context, NCCL and CUDA graphs together; use beyond it is another process's
 
 
 def release_memory(device):
-    """Give cached memory back after an out of memory, when no tensor of the failed attempt is held any more."""
+    """Free the allocator's cache after an out of memory; call it when no tensor of the failed attempt is referenced."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def other_process_bytes(device):
-    """Bytes of `device` that other processes hold, as far as can be told before this one holds much; 0 on a CPU."""
+    """Estimated bytes of `device` that other processes use; call it before this one uses much. 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -30,36 +29,41 @@ def other_process_bytes(device):
 
 
 def non_torch_bytes(device, other_process):
-    """Bytes of `device` that this process holds outside PyTorch's allocator: context, NCCL, graphs; 0 on a CPU."""
+    """Bytes of `device` that this process uses outside PyTorch's allocator (context, NCCL, graphs); 0 on a CPU.
+
+    `other_process` is the bytes that other processes used at start-up. A result that only another process's later use
+    can explain is replaced by CONTEXT_BYTES.
+    """
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
     non_torch = max(total - free - torch.cuda.memory_reserved(device) - other_process, 0)
-    return non_torch if non_torch <= MOST_OUTSIDE_BYTES else CONTEXT_BYTES
+    return non_torch if non_torch <= MAX_NON_TORCH_BYTES else CONTEXT_BYTES
 
 
 def limit_memory(device, limit_gb, non_torch):
-    """Let this process fill at most `limit_gb` GiB of `device`, `outside` bytes of which the allocator never sees.
+    """Limit this process to `limit_gb` GiB of `device` (0: no limit), `non_torch` bytes of them outside the allocator.
 
-    Returns the bytes that the allocator may reserve: of the limit, or where it is 0 of what is free; None on a CPU.
+    Returns the bytes that the allocator may reserve, given the limit and what is free; None on a CPU. Raises
+    ValueError if the limit leaves nothing to the allocator.
     """
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    there = free + torch.cuda.memory_reserved(device)
+    available = free + torch.cuda.memory_reserved(device)
     if not limit_gb:
-        return there
+        return available
     allowed = int(limit_gb * 2**30) - non_torch
     if allowed <= 0:
         raise ValueError(
-            f"--gpu_memory_limit_gb={limit_gb}: the CUDA context alone takes {non_torch / 2**30:.2f} GiB: give more"
+            f"--gpu_memory_limit_gb={limit_gb}: the CUDA context alone takes {non_torch / 2**30:.2f} GiB: set a higher limit"
         )
     torch.cuda.set_per_process_memory_fraction(min(allowed / total, 1.0), device)
-    return min(allowed, there)
+    return min(allowed, available)
 
 
 def memory_cap(device, limit_gb=0.0):
-    """Bytes of `device` that this process may fill: its limit (GiB; 0: none), at most the card; 0 on a CPU."""
+    """Bytes of `device` that this process may use: `limit_gb` GiB (0: no limit), at most its total; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     total = torch.cuda.get_device_properties(device).total_memory
@@ -67,9 +71,9 @@ def memory_cap(device, limit_gb=0.0):
 
 
 def peak_memory(device):
-    """Highest (allocated, reserved) bytes on `device` since `reset_peak`, and the process's resident host bytes.
+    """(Peak allocated, peak reserved) bytes on `device` since `reset_peak`, and the process's resident host bytes.
 
-    Not since the last call: a recorded step allocates when it is recorded and never again.
+    A call does not reset the peaks: a CUDA graph allocates when it is captured and not when it is replayed.
     """
     with open("/proc/self/statm") as statm:
         host = int(statm.read().split()[1]) * 4096
@@ -79,26 +83,26 @@ def peak_memory(device):
 
 
 def reset_peak(device):
-    """From now on `peak_memory` is of what comes."""
+    """Reset the peaks that `peak_memory` gives to the present use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def is_out_of_memory(error):
-    """True for an out of memory under any of its names: PyTorch's, cuBLAS's, cuDNN's, NCCL's, the CPU allocator's."""
+    """True if `error` means out of memory, whether PyTorch, cuBLAS, cuDNN, NCCL or the CPU allocator raised it."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if "more than 1EB" in str(error):
-        return False  # a size that makes no sense: something is broken, and trying again will not help
-    signs = ("out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
-    signs += ("DefaultCPUAllocator", "bad_alloc")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+        return False  # the size is corrupt: a retry cannot help
+    phrases = ("out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
+    phrases += ("DefaultCPUAllocator", "bad_alloc")
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 def monitor_gpu_memory():
-    """Bytes of the current GPU: what this process has allocated, reserved and reserved at most, what is free, total.
+    """Memory of the current GPU in bytes: allocated, reserved and peak reserved by this process, free, total.
 
-    Empty without a GPU.
+    An empty dict without a GPU.
     """
     if not torch.cuda.is_available():
         return {}
@@ -110,12 +114,12 @@ def monitor_gpu_memory():
 
 
 def free_bytes():
-    """Bytes free on the current GPU, or None without one."""
+    """Free bytes of the current GPU; None without a GPU."""
     return monitor_gpu_memory().get("free_bytes")
 
 
 def cleanup_gpu_memory():
-    """Give this process's cached memory back to the GPU; returns the bytes given back (other processes' stay)."""
+    """Free this process's cached GPU memory; returns the number of bytes freed."""
     before = monitor_gpu_memory().get("reserved_bytes", 0)
     gc.collect()
     if torch.cuda.is_available():
@@ -124,17 +128,17 @@ def cleanup_gpu_memory():
 
 
 def check_gates(free, planned_bytes):
-    """Warn of each stage of GATES_GB with less free than the guides want; `free`: bytes by stage, None without GPU."""
-    for stage, count in free.items():
-        if count is not None:
-            check_memory_safety(GATES_GB[stage], count, planned_bytes, f"stage {stage}: ")
+    """Warn for each stage with less free than GATES_GB; `free` maps a stage to free bytes (None without a GPU)."""
+    for stage, stage_bytes in free.items():
+        if stage_bytes is not None:
+            check_memory_safety(GATES_GB[stage], stage_bytes, planned_bytes, f"stage {stage}: ")
 
 
 def check_memory_safety(required_memory_gb=2.0, free_bytes=None, planned_bytes=None, where=""):
-    """True when `required_memory_gb` GiB are free on the current GPU (or `free_bytes` are that much), else a warning.
+    """True if `required_memory_gb` GiB are free on the current GPU, or if there is no GPU; otherwise logs a warning.
 
-    The warning begins with `where` and says what the plan needs in all, where `planned_bytes` is known. True without a
-    GPU.
+    `free_bytes` replaces the measurement. The warning begins with `where`, and names the plan's total if
+    `planned_bytes` is given.
     """
     if free_bytes is None:
         free_bytes = monitor_gpu_memory().get("free_bytes")

@@ -5,10 +5,10 @@ import pytest
 from model.runtime import atomic_io
 from model.runtime.atomic_io import (
     AppendedFile,
-    delete_aloud,
     open_own,
     put_back,
     remove_drafts,
+    try_delete,
     whole_directory,
     write_file,
 )
@@ -24,7 +24,7 @@ def fill(target, **files):
             (draft / name).write_text(text)
 
 
-def test_a_directory_appears_whole_with_its_parents(tmp_path):
+def test_a_directory_and_its_parents_appear_only_when_it_is_whole(tmp_path):
     target = tmp_path / "deep" / "er" / "best"
     with whole_directory(target) as draft:
         (draft / "a").write_text("1")
@@ -40,7 +40,7 @@ def test_a_directory_is_replaced_as_a_whole(tmp_path):
     assert os.listdir(tmp_path) == ["best"]
 
 
-def test_a_directory_is_replaced_at_once_for_who_looks_on(tmp_path):
+def test_a_reader_sees_the_old_directory_until_the_whole_new_one_replaces_it(tmp_path):
     fill(tmp_path / "best", a="1")
     opened = os.open(tmp_path / "best", os.O_RDONLY)
     with whole_directory(tmp_path / "best") as draft:
@@ -70,7 +70,7 @@ def test_a_file_system_without_exchange_replaces_too(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["best"]
 
 
-def test_what_a_killed_process_left_is_swept_by_the_next(tmp_path):
+def test_the_next_write_deletes_the_draft_of_a_killed_process(tmp_path):
     if (child := os.fork()) == 0:
         with whole_directory(tmp_path / "best") as draft:
             (draft / "a").write_text("half")
@@ -83,7 +83,7 @@ def test_what_a_killed_process_left_is_swept_by_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("renames, holds", [(1, "1"), (2, "2"), (3, "2")])
-def test_no_kill_between_two_renames_loses_a_directory(tmp_path, monkeypatch, renames, holds):
+def test_a_kill_between_two_renames_loses_no_directory(tmp_path, monkeypatch, renames, holds):
     fill(tmp_path / "best.of.all", a="1")
     if (child := os.fork()) == 0:
         monkeypatch.setattr(atomic_io, "_exchange", lambda one, other: -1)
@@ -105,7 +105,7 @@ def test_no_kill_between_two_renames_loses_a_directory(tmp_path, monkeypatch, re
     assert os.listdir(tmp_path) == ["best.of.all"]
 
 
-def test_a_failure_after_a_kill_leaves_the_directory_that_lay_aside(tmp_path):
+def test_a_failed_write_after_a_kill_restores_the_directory_left_aside(tmp_path):
     fill(tmp_path / ".best.01234567.aside", a="1")
     with pytest.raises(OSError), whole_directory(tmp_path / "best"):
         raise OSError
@@ -113,7 +113,7 @@ def test_a_failure_after_a_kill_leaves_the_directory_that_lay_aside(tmp_path):
     assert os.listdir(tmp_path) == ["best"]
 
 
-def test_a_file_holds_its_old_content_or_its_next(tmp_path):
+def test_a_file_holds_its_old_content_or_its_new_one(tmp_path):
     path = tmp_path / "LATEST"
     write_file(path, b"one")
     write_file(path, b"two")
@@ -122,7 +122,7 @@ def test_a_file_holds_its_old_content_or_its_next(tmp_path):
     assert contents(tmp_path) == {"LATEST": "two"}
 
 
-def test_a_link_a_pipe_or_a_directory_in_the_place_of_a_file_of_ours_is_not_opened(tmp_path):
+def test_a_link_a_pipe_or_a_directory_in_place_of_a_file_is_not_opened(tmp_path):
     (tmp_path / "theirs").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     os.mkfifo(tmp_path / "pipe")
@@ -136,11 +136,11 @@ def test_a_link_a_pipe_or_a_directory_in_the_place_of_a_file_of_ours_is_not_open
     assert (tmp_path / "theirs").read_text() == "kept"
 
 
-def test_what_cannot_be_deleted_is_said_once_and_ends_nothing(tmp_path, caplog):
+def test_a_directory_that_cannot_be_deleted_is_warned_of_once_and_raises_nothing(tmp_path, caplog):
     (tmp_path / "theirs").mkdir()
-    (tmp_path / "old").symlink_to(tmp_path / "theirs")  # which rmtree refuses, for root too
+    (tmp_path / "old").symlink_to(tmp_path / "theirs")  # rmtree refuses a link, even for root
     for _ in range(2):
-        delete_aloud(tmp_path / "old")
+        try_delete(tmp_path / "old")
     assert [record.levelname for record in caplog.records] == ["WARNING"] and str(tmp_path / "old") in caplog.text
     (tmp_path / ".old.tmp").symlink_to(tmp_path / "theirs")
     remove_drafts(tmp_path)
