@@ -15,7 +15,7 @@ from model.nn.t5.network import TextToTextModel
 from model.nn.weights_io import LoadedWeights, check_fits, load_into, load_weights
 from model.run.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
 from model.run.train_state import state_of, state_values
-from model.runtime.distributed import agree, broadcast, from_main, told_by_main
+from model.runtime.distributed import agree, broadcast, from_main, from_main_before_joining
 from model.train.optim import count_steps
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -25,7 +25,7 @@ def hear_request(stray, options, keep_training=False):
     """The Request of a command line; the options of a run that goes on are read on rank 0."""
     words = read_words(stray, options, keep_training)
     asked = words.config.output_dir, words.keep_training, keep_training
-    return going_on(words, told_by_main(words.config.ddp_timeout_s, stored_options, *asked))
+    return going_on(words, from_main_before_joining(words.config.ddp_timeout_s, stored_options, *asked))
 
 
 def agree_on(ranks, request):

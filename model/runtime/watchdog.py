@@ -1,8 +1,8 @@
-"""What a process keeps an eye on beside its work: signals that ask for a stop, and whether the other ranks live.
+"""Threads that handle signals asking for a stop, check time limits, and exchange heartbeats with the other ranks.
 
-Threads do it, so a signal counts, and reaches the other ranks, while the main thread waits inside a library's call: one
-waits for signals, one looks at the clock, one tells the other ranks once a second how far this one is. A thread that
-fails ends the process. Standard library only: it runs before torch is imported.
+They run while the main thread is inside a library call, so a signal takes effect there too and reaches the other ranks.
+One thread waits for signals, one checks time limits, one exchanges heartbeats once a second. If a thread fails, the
+process ends. Standard library only: this module runs before torch is imported.
 """
 
 import faulthandler
@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from model.runtime.peers import (
     BEAT_SECONDS,
     GRACE_SECONDS,
-    STILL_SECONDS,
+    SUSPENDED_SECONDS,
     VERDICT_SECONDS,
     Heartbeat,
     Peers,
@@ -25,84 +25,84 @@ from model.runtime.peers import (
 )
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-REPEAT_SECONDS = 3.0  # signals this close together are one request: launchers forward them twice
-MOST_SAVING_SECONDS = 60.0  # a disk that takes longer for a checkpoint hangs: repeated signals quit again
+REPEAT_SECONDS = 3.0  # signals within this time are one request: launchers forward a signal twice
+MAX_SAVING_SECONDS = 60.0  # a save that takes longer counts as hung: a repeated signal quits then
 
 _mine = Heartbeat()
-_asked_at = None  # when this process first heard that it should stop
-_listener = _peers = _doom = None
-_news = threading.Event()  # the other ranks must hear of a stop at once
+_stop_asked_at = None  # time of the first request to stop that reached this process
+_signal_thread = _peers = _deadline = None  # _deadline: (time, why the process ends then)
+_send_now = threading.Event()  # set to send a request to stop at once, not at the next heartbeat
 _training = False
-_saving = []  # since when, for each block of `saving` that some thread is in
+_saving = []  # start time of each block of `saving` that a thread is in
 
 
 def watch_signals():
-    """From now on INT, TERM and USR1 ask for a stop; a repeat later than REPEAT_SECONDS quits unless a rank saves.
+    """Start the threads: INT, TERM and USR1 ask for a stop; a repeat after REPEAT_SECONDS quits unless a rank saves.
 
-    They are blocked for this thread and for every thread and program that it starts, and the watch takes them up: a
-    handler may be replaced (LLVM, which compiles Triton's kernels, puts one that does nothing in USR1's place), and a
-    terminal's Ctrl+C would kill the assembler that this process waits for.
+    The signals are blocked in this thread and in all threads and programs that it starts, and one thread waits for
+    them. Handlers alone do not suffice: a library may replace them (LLVM, which compiles Triton's kernels, installs an
+    empty one for USR1), and Ctrl+C in a terminal would kill an assembler that this process runs.
     """
-    global _listener
-    if _listener is not None:
+    global _signal_thread
+    if _signal_thread is not None:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    _listener = _start(_listen)
-    _start(_beat, os.getppid())
+    _signal_thread = _start(_wait_for_signal)
+    _start(_check_time, os.getppid())
     for number in SIGNALS:
-        signal.signal(number, _pass_on)
+        signal.signal(number, _forward)
 
 
 def watch_ranks(store, rank, world_size, timeout_s):
-    """Tell the other ranks through `store` how this one is, and end the run when one has died or hangs.
+    """Exchange heartbeats with the other ranks through `store`, and end the run when a rank dies or hangs.
 
-    `store` has set and multi_get, as torch's TCPStore; a rank that holds up the others is given `timeout_s`, in which
-    the time that this process stood still does not count.
+    `store` has set and multi_get, like torch's TCPStore. A rank that the others wait for may be silent for `timeout_s`;
+    time in which this process was suspended does not count.
     """
     global _peers
     watch_signals()
     _peers = Peers(store, rank, world_size, timeout_s, _mine)
-    _start(_look)
+    _start(_poll_peers)
 
 
 def leave_ranks(failure=""):
-    """Tell the other ranks that this one ends, well or with `failure`."""
+    """Publish that this rank ends, with `failure` unless that is empty, and stop watching the others."""
     global _peers
     peers, _peers = _peers, None
     _mine.ended = failure or "done"
     if peers is not None:
-        if failure:  # leaving a group whose other ranks are gone may never end
+        if failure:  # leaving a process group whose other ranks are gone may block forever
             faulthandler.dump_traceback_later(2 * GRACE_SECONDS, exit=True)
-        peers.tell()
+        peers.send()
 
 
 @contextmanager
-def at_most(seconds, why):
-    """Inside, this process ends with `why`, shown with its stacks, once so many seconds are over."""
-    global _doom
+def time_limit(seconds, why):
+    """Context in which the process ends after `seconds`; it prints `why` and its stacks."""
+    global _deadline
     watch_signals()
-    _doom = (awake_seconds() + seconds, why)
+    _deadline = (awake_seconds() + seconds, why)
     try:
         yield
     finally:
-        _doom = None
+        _deadline = None
 
 
 def stop_asked():
-    """True once this process, or any rank, was asked to stop. Asking is a sign of life."""
-    _mine.moves += 1
+    """True once any rank was asked to stop. A call counts as progress of this rank."""
+    _mine.progress += 1
     return _mine.stop
 
 
 def training_begins():
-    """From now on there is something to save: a stop waits for the step, however long it takes."""
+    """Call when training starts: from then on a stop waits for the end of the step and for its checkpoint."""
     global _training
     _training = True
 
 
 @contextmanager
 def saving():
-    """While a checkpoint is written, for MOST_SAVING_SECONDS, further signals change nothing; threads may overlap."""
+    """Context for writing a checkpoint: repeated signals are ignored, for MAX_SAVING_SECONDS; threads may overlap."""
     since = awake_seconds()
     _saving.append(since)
     try:
@@ -112,19 +112,19 @@ def saving():
 
 
 @contextmanager
-def unhurried(what):
-    """Inside, this rank may keep the others waiting without end: tokenising, compilation."""
-    _mine.unhurried = what
+def untimed(what):
+    """Context for work without a time limit, such as tokenising or compiling: this rank cannot count as hung in it."""
+    _mine.untimed = what
     try:
         yield
     finally:
-        _mine.unhurried = ""
+        _mine.untimed = ""
 
 
 @contextmanager
-def exchange(name):
-    """An exchange with the other ranks; its RuntimeError names the rank that is gone."""
-    _mine.exchanges += 1
+def collective(name):
+    """Context for a collective; if it fails, the RuntimeError names the ranks that are gone."""
+    _mine.num_collectives += 1
     _mine.waits_in = name
     try:
         yield
@@ -132,18 +132,18 @@ def exchange(name):
         if _peers is None:
             raise
         time.sleep(VERDICT_SECONDS)
-        raise RuntimeError(_peers.blame(name, error)) from None
+        raise RuntimeError(_peers.explain_failure(name, error)) from None
     finally:
         _mine.waits_in = ""
-        _mine.moves += 1
+        _mine.progress += 1
 
 
-def _pass_on(number, _frame):
-    signal.pthread_kill(_listener.ident, number)  # a thread older than the watch was given it
+def _forward(number, _frame):
+    signal.pthread_kill(_signal_thread.ident, number)  # received by a thread that does not block it
 
 
 def _start(task, *args):
-    """The thread, started, that does `task` again and again; it ends with the process, and the process with it."""
+    """Start and return a daemon thread that repeats `task`; if the task raises, the process ends."""
     thread = threading.Thread(target=_repeat, args=(task, *args), name=task.__name__.strip("_"), daemon=True)
     thread.start()
     return thread
@@ -153,85 +153,87 @@ def _repeat(task, *args):
     try:
         while True:
             task(*args)
-    except BaseException:  # without this thread the run would obey no signal, or wait for a dead rank without end
-        _end(f"{traceback.format_exc()}this process can be watched no more, so it ends")
+    except BaseException:  # without this thread, signals would be ignored or a dead rank waited for forever
+        _end(f"{traceback.format_exc()}the watchdog failed, so this process ends")
 
 
-def _listen():
-    # not sigtimedwait: where a suspension outlasts its time, CPython's gives whatever lies in memory for a signal
-    _hear(signal.Signals(signal.sigwaitinfo(SIGNALS).si_signo).name)
+def _wait_for_signal():
+    # not sigtimedwait: if a suspension outlasts its time-out, CPython returns uninitialised memory as the signal
+    _request_stop(signal.Signals(signal.sigwaitinfo(SIGNALS).si_signo).name)
 
 
-def _beat(parent):
-    """Let the clock go on, and end the process where it does not end by itself."""
-    global _asked_at
-    slept_at = time.monotonic()
+def _check_time(parent):
+    """Read the clock a few times a second, and end the process when a time limit is over."""
+    global _stop_asked_at
+    started = time.monotonic()
     time.sleep(BEAT_SECONDS / 4)
-    still_seconds, now = time.monotonic() - slept_at, awake_seconds()
-    if still_seconds > STILL_SECONDS:
-        _say(f"this process stood still for {still_seconds:.0f} s, suspended or starved, and goes on")
-    _note_saving()
+    slept_seconds, now = time.monotonic() - started, awake_seconds()
+    if slept_seconds > SUSPENDED_SECONDS:
+        _print(f"this process did not run for {slept_seconds:.0f} s (suspended, or no free CPU) and continues")
+    _update_saving()
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent and not _mine.stop:
-        _hear("the launcher is gone")
-    if _mine.stop and _asked_at is None:
-        _asked_at = now
-    if _doom and now > _doom[0]:
-        _end(_doom[1])
-    if (peers := _peers) and (why := peers.unanswered()):
+        _request_stop("the launcher is gone")
+    if _mine.stop and _stop_asked_at is None:
+        _stop_asked_at = now
+    if _deadline and now > _deadline[0]:
+        _end(_deadline[1])
+    if (peers := _peers) and (why := peers.store_failure()):
         _end(why)
-    if _mine.stop and not _training and now - _asked_at > GRACE_SECONDS:
+    if _mine.stop and not _training and now - _stop_asked_at > GRACE_SECONDS:
         os._exit(_exit_code())
 
 
-def _look():
-    """Tell and hear the other ranks once."""
-    global _doom
-    _news.wait(BEAT_SECONDS)
-    _news.clear()
-    if (peers := _peers) and (verdict := peers.look()):
+def _poll_peers():
+    """Exchange heartbeats once; a verdict sets the deadline of this process."""
+    global _deadline
+    _send_now.wait(BEAT_SECONDS)
+    _send_now.clear()
+    if (peers := _peers) and (verdict := peers.poll()):
         why, seconds = verdict
-        _doom = _doom or (awake_seconds() + seconds, why)
+        _deadline = _deadline or (awake_seconds() + seconds, why)
 
 
-def _note_saving():
+def _update_saving():
     now = awake_seconds()
     _mine.saving_seconds = now - min(_saving, default=now)
 
 
 def _exit_code():
-    """Of a process that was asked to stop and does not end by itself; `_peers` are there while it is among them."""
+    """Exit code of a process that was asked to stop and does not end by itself."""
     if _mine.ended:
         return int(_mine.ended != "done")
-    # before it joined the others only a failure makes the launcher end them
+    # not yet joined (_peers is None): the launcher ends the other ranks only if this one fails
     return int(_peers is None and int(os.environ.get("WORLD_SIZE", "1")) > 1)
 
 
-def _hear(what):
-    global _asked_at
+def _request_stop(what):
+    """Ask all ranks to stop because of `what`; a repeat after REPEAT_SECONDS quits, unless a rank is saving."""
+    global _stop_asked_at
     now = awake_seconds()
-    if _asked_at is None:
-        _asked_at, _mine.stop = now, True
-        _news.set()
+    if _stop_asked_at is None:
+        _stop_asked_at, _mine.stop = now, True
+        _send_now.set()
         how = "after this step, with a checkpoint" if _training else "before the first step"
-        _say(f"{what}: stopping {how}")
-    elif now - _asked_at > REPEAT_SECONDS:
-        _note_saving()
+        _print(f"{what}: stopping {how}")
+    elif now - _stop_asked_at > REPEAT_SECONDS:
+        _update_saving()
         heartbeats = [_mine, *(_peers.heartbeats.values() if _peers else ())]
-        if not any(0 < heartbeat.saving_seconds <= MOST_SAVING_SECONDS for heartbeat in heartbeats):
-            _say(f"{what} again: quitting without a checkpoint")
+        if not any(0 < heartbeat.saving_seconds <= MAX_SAVING_SECONDS for heartbeat in heartbeats):
+            _print(f"{what} again: quitting without a checkpoint")
             os._exit(1)
 
 
-def _say(text):
-    with suppress(OSError, ValueError):  # a Ctrl+C also ends the `tee` that stderr goes to; it may be closed
+def _print(text):
+    with suppress(OSError, ValueError):  # stderr may be closed: Ctrl+C also ends a `tee` that reads it
         print(text, file=sys.stderr, flush=True)
 
 
 def _end(why):
+    """Print `why` and the stacks, kill this machine's frozen ranks, and exit with 1."""
     try:
-        _say(f"{why}; where each thread of this rank is:")
+        _print(f"{why}; where each thread of this rank is:")
         faulthandler.dump_traceback(2, all_threads=True)
         if peers := _peers:
-            peers.end_those_that_cannot_hear()
+            peers.kill_frozen_ranks()
     finally:
         os._exit(1)

@@ -19,7 +19,7 @@ from model.nn.t5.batch import collate
 from model.nn.t5.huggingface import as_hugging_face
 from model.runtime.device_memory import is_out_of_memory, limit_memory, memory_cap, non_torch_bytes, release_memory
 from model.runtime.distributed import sum_over_ranks, vote
-from model.runtime.watchdog import unhurried
+from model.runtime.watchdog import untimed
 from model.train.evaluate import evaluating
 from model.train.footprint import estimate_for
 from model.train.gradients import Outcome, attempt_gradients
@@ -45,7 +45,7 @@ def dry_run_update(ranks, model, optimizer):
 
 def _without_time_limit(ranks, work, *args):
     """The value of `work(*args)`, which may compile for minutes; waits for all ranks without a time limit."""
-    with unhurried("compiling what the first step needs"):
+    with untimed("compiling what the first step needs"):
         value = work(*args)
     vote(ranks, 0)
     return value

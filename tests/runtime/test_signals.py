@@ -176,7 +176,7 @@ def test_no_rank_quits_at_a_second_signal_while_another_writes_a_checkpoint(home
 
 
 def main_that_waits_a_second_for_a_disk(words):
-    watchdog.MOST_SAVING_SECONDS = 1.0
+    watchdog.MAX_SAVING_SECONDS = 1.0
     return main(words)
 
 
