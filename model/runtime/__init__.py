@@ -1,8 +1,8 @@
-"""What a process stands on: files, signals, ranks and devices. Knows no configuration, no data, no model and no run.
+"""What every process needs: files, signals, ranks, devices. Independent of configuration, data, model and run.
 
 atomic_io writes files and directories that are whole or absent; json_stream reads JSON of any size.
-distributed is the only door to torch.distributed: start, agree, vote, sum. nccl_check tries NCCL before it is used.
-watchdog takes the signals that ask for a stop, and ends every rank when one dies or hangs, as peers finds out.
-device_memory tells what a device holds; fault_injection makes a named place fail, for tests.
-terminal makes text of strangers safe to print.
+distributed is the only user of torch.distributed: start, agree, vote, sum. nccl_check tries NCCL before a run uses it.
+watchdog handles the signals that ask for a stop and ends every rank when one dies or hangs; peers detects which.
+device_memory measures and limits the memory of a device; fault_injection makes a named site fail, for tests.
+terminal makes untrusted text safe to print.
 """

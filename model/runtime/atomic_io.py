@@ -200,8 +200,8 @@ def check_no_link(paths):
     for path in paths:
         if path.is_symlink():
             raise ValueError(
-                f"{path} is a link to {os.readlink(path)}; this program does not write through links: delete it, or put "
-                "in its place the file or directory that it points to (only the run directory itself may be a link)"
+                f"{path} is a link to {os.readlink(path)}, and a run writes through no link: delete it, or put in its "
+                "place the file or directory that it points to (only the run directory itself may be a link)"
             )
 
 

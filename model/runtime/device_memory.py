@@ -56,7 +56,7 @@ def limit_memory(device, limit_gb, non_torch):
     allowed = int(limit_gb * 2**30) - non_torch
     if allowed <= 0:
         raise ValueError(
-            f"--gpu_memory_limit_gb={limit_gb}: the CUDA context alone takes {non_torch / 2**30:.2f} GiB: set a higher limit"
+            f"--gpu_memory_limit_gb={limit_gb}: the CUDA context alone takes {non_torch / 2**30:.2f} GiB: raise it"
         )
     torch.cuda.set_per_process_memory_fraction(min(allowed / total, 1.0), device)
     return min(allowed, available)

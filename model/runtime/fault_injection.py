@@ -1,8 +1,8 @@
-"""Named places where a test can make a run fail for real. No cost when CHAT_FAULT is unset.
+"""Inject faults at named sites, so that tests can make a run fail. Costs nothing when CHAT_FAULT is unset.
 
 CHAT_FAULT=site:rank:step:kind[:count], several separated by commas. `site` is one of SITES (optimizer: before the first
 weight is written, update: after the last), `rank` a number, last or all, `step` the optimizer step being attempted
-(from 1; at the site preflight the attempt), `kind` one of KINDS. A fault fires `count` times (1) and is spent.
+(from 1; at the site preflight the attempt), `kind` one of KINDS. A fault fires `count` times (default 1).
 """
 
 import errno
@@ -18,7 +18,7 @@ SITES = (
     "preflight", "forward", "loss", "backward_first", "backward", "reduce", "optimizer", "update", "evaluate",
     "generate", "save",
 )  # fmt: skip
-ERRORS = {  # real: the allocator's own, for more than any machine has
+ERRORS = {  # real: an allocation larger than any machine's memory
     "oom": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.23 GiB (injected)"),
     "cublas": lambda: RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle) (injected)"
@@ -31,27 +31,29 @@ ERRORS = {  # real: the allocator's own, for more than any machine has
     "eio": lambda: OSError(errno.EIO, "Input/output error (injected)"),
 }
 SIGNALS = {"int": signal.SIGINT, "term": signal.SIGTERM, "kill": signal.SIGKILL}
-HEARD_SECONDS = 0.1  # a signal reaches the watch, beside the thread that sends it here
+SIGNAL_SECONDS = 0.1  # the watchdog's thread needs this long to take a signal that this process sends itself
 SLEEPS = {"hang": 1e6, "slow": 5.0}  # seconds
 KINDS = (*ERRORS, *SIGNALS, *SLEEPS, "nan")
 
 
 @dataclass
 class Fault:
+    """A fault that will happen at `site` on `rank`, in step `step`, `count` more times."""
+
     site: str
     rank: str
     step: int
     kind: str
     count: int
 
-    def is_for(self, site, step):
+    def matches(self, site, step):
         rank, last = os.environ.get("RANK", "0"), str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
-        here = self.rank in ("all", rank) or (self.rank == "last" and rank == last)
-        return self.count > 0 and (self.site, self.step) == (site, step) and here
+        on_this_rank = self.rank in ("all", rank) or (self.rank == "last" and rank == last)
+        return self.count > 0 and (self.site, self.step) == (site, step) and on_this_rank
 
 
 def parse_faults(text):
-    """Faults that `text` describes; raises ValueError for a word that means nothing."""
+    """The list of Fault that `text`, the value of CHAT_FAULT, describes; raises ValueError if it is malformed."""
     faults = []
     for word in filter(None, text.split(",")):
         site, rank, step, kind, count = (word.split(":") + ["1"])[:5] if word.count(":") in (3, 4) else [""] * 5
@@ -69,17 +71,17 @@ _faults = parse_faults(os.environ.get("CHAT_FAULT", ""))
 
 
 def fire(site, step):
-    """Let the faults planned for this place happen; True if the number computed here is to become NaN."""
-    return any([_happen(fault) for fault in _faults if fault.is_for(site, step)])
+    """Trigger the faults planned for this site and step; returns True if the caller must replace its result by NaN."""
+    return any([_trigger(fault) for fault in _faults if fault.matches(site, step)])
 
 
-def _happen(fault):
+def _trigger(fault):
     fault.count -= 1
-    words = f"{fault.site}:{fault.rank}:{fault.step}:{fault.kind}"
-    print(f"CHAT_FAULT {words} fires", file=sys.stderr, flush=True)
+    name = f"{fault.site}:{fault.rank}:{fault.step}:{fault.kind}"
+    print(f"CHAT_FAULT {name} fires", file=sys.stderr, flush=True)
     if fault.kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault.kind])
-        time.sleep(HEARD_SECONDS)
+        time.sleep(SIGNAL_SECONDS)
     elif fault.kind in SLEEPS:
         time.sleep(SLEEPS[fault.kind])
     elif fault.kind in ERRORS:

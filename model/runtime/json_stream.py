@@ -1,7 +1,6 @@
-"""A JSON text of any size, value by value: arrays, JSON lines, or both after one another. And small files whole.
+"""Read JSON of any size value by value (arrays, JSON lines, or a mixture), and small JSON files as a whole.
 
-Promises that memory is bounded by one value of at most MAX_ITEM_CHARS, and that what is malformed is a ValueError with
-its line.
+Memory is bounded by one value of at most MAX_ITEM_CHARS. Malformed JSON raises a ValueError that names the line.
 """
 
 import json
@@ -14,7 +13,7 @@ CHUNK_CHARS = 1 << 18
 MAX_ITEM_CHARS = 1 << 24
 MAX_OBJECT_BYTES = 64 << 20
 
-OnMalformed = Callable[[str], None]  # told the problem of a row; the row is left out if it returns
+OnMalformed = Callable[[str], None]  # called with the problem of a row; if it returns, the row is skipped
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SIDE_BY_SIDE = re.compile(r"\}\s*\{")
@@ -22,11 +21,11 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def read_object(path: Path) -> dict:
-    """The JSON object that a file of at most MAX_OBJECT_BYTES holds; ValueError for any other file."""
+    """The JSON object in a file; raises ValueError for any other content and above MAX_OBJECT_BYTES."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if (num_bytes := path.stat().st_size) > MAX_OBJECT_BYTES:
-        raise ValueError(f"{path} has {num_bytes:,} bytes: a file of its kind has at most {MAX_OBJECT_BYTES:,}")
+        raise ValueError(f"{path} has {num_bytes:,} bytes: a file of this kind may have at most {MAX_OBJECT_BYTES:,}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -39,16 +38,16 @@ def read_object(path: Path) -> dict:
 
 
 class MalformedJson(ValueError):
-    """A value of a JSON text that is none."""
+    """A value of a JSON text is not valid JSON."""
 
 
 def refuse(problem: str) -> None:
-    """OnMalformed of a caller who wants all rows or none."""
+    """The OnMalformed that skips nothing: raises ValueError."""
     raise ValueError(problem) from None
 
 
 class JsonText:
-    """A place in a JSON text that is decoded value by value from a buffer of at most MAX_ITEM_CHARS."""
+    """A position in a JSON text, which is decoded value by value from a buffer of at most MAX_ITEM_CHARS."""
 
     def __init__(self, file: TextIO):
         self.file, self.text, self.at = file, "", 0
@@ -56,10 +55,10 @@ class JsonText:
         self.begins_line = True
 
     def values(self, on_malformed: OnMalformed = refuse) -> Iterator[Iterable]:
-        """The items of each value at the top of the text: an array's own, lazily, or the value alone.
+        """Yield an iterable for each top-level value: the items of an array, lazily, or a tuple of the value itself.
 
-        Each must be used up before the next is asked for. Raises ValueError for malformed JSON; but a line that is
-        not the one value it should be is left out where on_malformed returns.
+        Exhaust each iterable before asking for the next. Malformed JSON raises ValueError; a malformed line that can
+        hold at most one row is passed to on_malformed, and skipped if that returns.
         """
         while opening := self.peek():
             if opening == "[":
@@ -76,11 +75,11 @@ class JsonText:
                 yield (value,)
 
     def line(self) -> int:
-        """The number of the line reached."""
+        """Number of the current line, from 1."""
         return self.lines_before + self.text.count("\n", 0, self.at) + 1
 
     def peek(self) -> str:
-        """The next character that is not white space, "" at the end of the file."""
+        """The next character that is not white space; "" at the end of the file."""
         self._skip_space()
         while self.at == len(self.text) and self._read_on():
             self._skip_space()
@@ -91,7 +90,7 @@ class JsonText:
         self.begins_line = self.begins_line or self.text.find("\n", begin, self.at) >= 0
 
     def items(self) -> Iterator[object]:
-        """The values of the array that begins here, one at a time."""
+        """Yield the values of the array that starts here."""
         self.at += 1
         separator = "]" if self.peek() == "]" else ","
         while separator == ",":
@@ -106,7 +105,7 @@ class JsonText:
         self.begins_line = False
 
     def value(self) -> object:
-        """The value that begins at the next character."""
+        """Decode the value that starts at the next character."""
         self.peek()
         while True:
             try:
@@ -114,10 +113,10 @@ class JsonText:
             except RecursionError:
                 raise self._error("brackets nested too deep; give a list of rows", self.at) from None
             except ValueError as error:
-                # Only at the buffer's end, or in a string that runs past it, can more text mend the value.
+                # More text can help only at the end of the buffer, or in a string that continues beyond it.
                 at, problem = getattr(error, "pos", self.at), getattr(error, "msg", str(error))
-                is_cut = problem.startswith("Unterminated") or at > len(self.text) - 16
-                if not (is_cut and self._read_on()):
+                may_continue = problem.startswith("Unterminated") or at > len(self.text) - 16
+                if not (may_continue and self._read_on()):
                     raise self._error(f"{problem}; repair the file here, or write it again", at) from None
             else:
                 if end < len(self.text) or not self._read_on():
@@ -125,7 +124,7 @@ class JsonText:
                     return value
 
     def take_line(self) -> str:
-        """What is left of this line; the place is then behind it."""
+        """Return the rest of this line and move to its end."""
         while (end := self.text.find("\n", self.at)) < 0 and self._read_on():
             pass
         line = self.text[self.at : end if end >= 0 else None]
@@ -137,7 +136,7 @@ class JsonText:
         if len(rest) >= MAX_ITEM_CHARS:
             raise ValueError(
                 f"{self.file.name} line {self.line():,} (character {self.chars_before + self.at:,}): an item has more "
-                f"than {MAX_ITEM_CHARS:,} characters; write one JSON object a line"
+                f"than {MAX_ITEM_CHARS:,} characters; write one JSON object per line"
             )
         more = self.file.read(min(max(CHUNK_CHARS, len(rest)), MAX_ITEM_CHARS - len(rest)))
         if more:
@@ -147,7 +146,7 @@ class JsonText:
         return bool(more)
 
     def _error(self, problem: str, at: int | None = None) -> MalformedJson:
-        """For the character `at`, or the one reached; what a line lacks at its end is told of that line."""
+        """The error at the character `at` (None: the current one); what a line lacks at its end is on that line."""
         at = self.at if at is None else at
         line = self.lines_before + self.text.count("\n", 0, self.at + len(self.text[self.at : at].rstrip())) + 1
         return MalformedJson(
@@ -156,5 +155,5 @@ class JsonText:
 
 
 def _is_row(line: str, begins_line: bool) -> bool:
-    """Whether no more than one value is lost with the line: it has no objects side by side and is no opening alone."""
+    """True if skipping this line loses at most one row: it has no two objects and does not only open one."""
     return line.strip() != "{" and not _SIDE_BY_SIDE.search(line) and (begins_line or "{" not in line)

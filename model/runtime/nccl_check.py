@@ -1,7 +1,7 @@
-"""Does one small all-reduce come back on this machine? Asked of child processes, with a time limit.
+"""Check in child processes, with a time limit, that NCCL can all-reduce between this machine's GPUs.
 
-NCCL reads its variables once in the life of a process, so each remedy is tried in processes of its own, before the
-run's join their group. What was found is kept in FOLDER, and asked again after a reboot or another installation.
+A process reads NCCL's variables once, so each remedy is tried in fresh processes, before the run's own processes join
+their group. The verdict is stored in FOLDER; after a reboot or a change of the installation the check runs again.
 """
 
 import fcntl
@@ -27,29 +27,30 @@ REMEDIES = (  # in this order, then Gloo
     {"NCCL_CUMEM_HOST_ENABLE": "0"},  # NCCL >= 2.26 on asymmetric NUMA: NVIDIA/nccl issue 2190
     {"NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_SHM_DISABLE": "1"},  # a small or closed /dev/shm
 )
-IMPORT_SECONDS, ANSWER_SECONDS = 120, 30  # limits: until a child has imported torch, and from then on
+IMPORT_SECONDS, ANSWER_SECONDS = 120, 30  # time limits: for importing torch, and for the all-reduce after it
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What works here."""
+    """Which backend works on this machine."""
 
     backend: str  # nccl or gloo
-    env: dict  # the variables that it needs
-    failures: list  # what was tried before, a line each
-    seconds: float  # what finding it took
+    env: dict  # environment variables that it needs
+    failures: list  # what failed before, one line per attempt
+    seconds: float  # duration of the check
 
 
 def preflight(num_gpus, stop, folder=FOLDER):
-    """(Verdict for NCCL over this machine's first `num_gpus` GPUs, where it is kept): remembered, or found by one rank.
+    """(Verdict for this machine's first `num_gpus` GPUs, path where it is stored); one rank checks, the others wait.
 
-    Raises KeyboardInterrupt when `stop()` turned true meanwhile: what stops a run may have killed the children.
+    Raises KeyboardInterrupt and stores nothing if `stop()` is true after the check: the signal that asked for the stop
+    may have killed the children.
     """
     path = Path(folder) / f"{_fingerprint(num_gpus)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_own(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait, and read what the first one found
-        verdict = _remembered(path)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait here, then read what the first one stored
+        verdict = _read_verdict(path)
         if verdict is None:
             verdict = find_backend(num_gpus)
             if stop():
@@ -58,7 +59,8 @@ def preflight(num_gpus, stop, folder=FOLDER):
     return verdict, path
 
 
-def _remembered(path):
+def _read_verdict(path):
+    """The stored Verdict; None if there is none that can be read."""
     try:
         return Verdict(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -66,7 +68,7 @@ def _remembered(path):
 
 
 def find_backend(world_size, backend="nccl", seconds=ANSWER_SECONDS):
-    """The first Verdict that works: `backend` as it is, with each remedy, last Gloo."""
+    """Verdict of the first attempt that works: `backend` with each of REMEDIES in order; Gloo if all fail."""
     started, failures, tried = time.monotonic(), [], []
     for env in REMEDIES:
         changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
@@ -82,12 +84,15 @@ def find_backend(world_size, backend="nccl", seconds=ANSWER_SECONDS):
 
 
 def in_words(backend, env):
-    """A backend and the variables it is tried with, for people."""
+    """A backend and its environment variables as text, as in "NCCL NCCL_SHM_DISABLE=1"."""
     return " ".join([dict(nccl="NCCL", gloo="Gloo")[backend], *(f"{name}={value}" for name, value in env.items())])
 
 
 def try_backend(backend, world_size, env=None, attempt=1, seconds=ANSWER_SECONDS):
-    """What went wrong in an all-reduce over `world_size` child processes, one a GPU under nccl; empty if it worked."""
+    """All-reduce between `world_size` child processes, one per GPU with nccl; returns what failed, "" if it worked.
+
+    `attempt` is the step of the fault site preflight; the all-reduce may take `seconds` after all have imported torch.
+    """
     root, drop = Path(__file__).resolve().parents[2], ("TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_")
     base = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -96,10 +101,10 @@ def try_backend(backend, world_size, env=None, attempt=1, seconds=ANSWER_SECONDS
         children = []
         for rank in range(world_size):
             with open(Path(folder, f"{rank}.txt"), "wb") as file:
-                words = [sys.executable, "-m", "model.runtime.nccl_check", backend, folder, str(attempt)]
+                command = [sys.executable, "-m", "model.runtime.nccl_check", backend, folder, str(attempt)]
                 children.append(
                     subprocess.Popen(
-                        words, env=base | {"RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                        command, env=base | {"RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                         start_new_session=True,
                     )
                 )  # fmt: skip
@@ -112,13 +117,14 @@ def try_backend(backend, world_size, env=None, attempt=1, seconds=ANSWER_SECONDS
 
 
 def _wait_for(children, folder, seconds):
+    """What failed in `children`, whose output is in `folder`; "" when all have succeeded."""
     deadline, ready = awake_seconds() + IMPORT_SECONDS, False
     while awake_seconds() < deadline:
         codes = [child.poll() for child in children]
         for rank, code in enumerate(codes):
             if code:
                 lines = (folder / f"{rank}.txt").read_text(errors="replace").strip().splitlines()
-                return f"rank {rank} ended with code {code}: {lines[-1][:300] if lines else 'it said nothing'}"
+                return f"rank {rank} ended with code {code}: {lines[-1][:300] if lines else 'no output'}"
         if None not in codes:
             return ""
         if not ready and len(list(folder.glob("ready*"))) == len(children):
@@ -128,8 +134,8 @@ def _wait_for(children, folder, seconds):
 
 
 def _all_reduce(backend, folder, attempt):
-    """Join the other children and add 1 over all of them; any trouble is an error of this process."""
-    signal.alarm(IMPORT_SECONDS + ANSWER_SECONDS)  # should the parent be killed
+    """Body of a child: join the other children and sum a one from each; raises if anything fails."""
+    signal.alarm(IMPORT_SECONDS + ANSWER_SECONDS)  # ends this child if its parent was killed
     import torch
     import torch.distributed as dist
 
@@ -150,7 +156,7 @@ def _all_reduce(backend, folder, attempt):
 
 
 def _fingerprint(num_gpus):
-    """What the outcome depends on: machine, boot, driver, GPUs, installation, variables."""
+    """Hash of all that the verdict depends on: machine, boot, driver, GPUs, torch version, environment variables."""
     import torch
 
     places = (

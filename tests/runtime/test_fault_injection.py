@@ -30,12 +30,12 @@ def test_several_faults_are_separated_by_commas_and_count_their_firings():
     + ["forward:0:-1:oom", "forward:0::oom", "forward:0:1:oom:", "forward:0:1:oom:x", "forward:0:1:oom;save:0:1:eio"]
     + ["forward:first:1:oom", "forward::1:oom", "forward:-1:1:oom", "forward:0:1:nan"],
 )
-def test_a_word_that_means_nothing_is_refused(text):
+def test_a_malformed_fault_is_refused(text):
     with pytest.raises(ValueError, match="CHAT_FAULT=.*site:rank:step:kind"):
         parse_faults(text)
 
 
-def test_a_fault_fires_at_its_place_as_often_as_it_says_and_is_spent(monkeypatch):
+def test_a_fault_fires_at_its_site_and_step_as_often_as_its_count(monkeypatch):
     plant(monkeypatch, "forward:0:3:oom:2")
     for site, step in (("forward", 2), ("forward", 4), ("backward", 3)):
         assert not fire(site, step)
@@ -50,14 +50,14 @@ def test_a_fault_fires_at_its_place_as_often_as_it_says_and_is_spent(monkeypatch
     [("0", "0", True), ("0", "1", False), ("1", "1", True), ("all", "2", True), ("last", "2", True)]
     + [("last", "1", False), ("12", "1", False)],
 )
-def test_a_fault_fires_on_its_rank_alone(monkeypatch, planned, rank, fires):
+def test_a_fault_fires_only_on_its_rank(monkeypatch, planned, rank, fires):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "3")
     plant(monkeypatch, f"loss:{planned}:1:nan")
     assert fire("loss", 1) is fires
 
 
-def test_a_process_alone_is_rank_0_and_the_last(monkeypatch):
+def test_a_single_process_is_rank_0_and_the_last(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for rank in ("0", "last", "all"):
@@ -67,7 +67,7 @@ def test_a_process_alone_is_rank_0_and_the_last(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_error_is_raised_as_the_kind_that_the_machine_raises(monkeypatch, kind):
+def test_an_injected_error_has_the_type_and_errno_of_the_real_one(monkeypatch, kind):
     plant(monkeypatch, f"save:0:1:{kind}")
     with pytest.raises((RuntimeError, OSError), match="injected|you tried to allocate") as raised:
         fire("save", 1)
@@ -75,6 +75,6 @@ def test_an_error_is_raised_as_the_kind_that_the_machine_raises(monkeypatch, kin
     assert getattr(raised.value, "errno", None) == codes.get(kind)
 
 
-def test_nothing_happens_without_a_plan(monkeypatch):
+def test_nothing_fires_when_no_fault_is_planned(monkeypatch):
     plant(monkeypatch, "")
     assert not any(fire(site, step) for site in SITES for step in range(3))
