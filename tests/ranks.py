@@ -1,7 +1,7 @@
-"""Runs made of real processes, for tests: forked from one warm parent, because importing torch takes seconds.
+"""Start the ranks of a test as real processes, forked from one parent that has imported torch, which takes seconds.
 
-A rank finds what a launcher would set, writes stdout and stderr to <folder>/rank<r>.txt, and is killed when its time
-is up.
+A rank has the environment that a launcher would set and writes stdout and stderr to <folder>/rank<r>.txt. It is killed
+if it runs for too long.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Ended:
-    codes: list  # exit codes by rank; minus the signal's number for a rank that was killed
-    text: str  # what all ranks wrote
+    codes: list  # exit code of each rank; the negative signal number for a killed one
+    text: str  # output of all ranks
 
 
 def run_ranks(world, function, *args, folder, env=None, seconds=90):
-    """Run `function(*args)` on `world` ranks in `folder`; what it returns is the rank's exit code.
+    """Run `function(*args)` on `world` ranks in `folder` and return Ended; its result is the rank's exit code.
 
-    Folders in place of one are machines without a disk in common, a rank in each.
+    A tuple of folders stands for machines without a shared disk, with one rank in each folder.
     """
     return wait_for(fork_ranks(world, function, *args, folder=folder, env=env), folder, seconds)
 
 
 def fork_ranks(world, function, *args, folder, env=None):
-    """Start the ranks of `run_ranks` and return their processes; one rank alone is as under plain python."""
+    """Start the ranks of `run_ranks` and return their processes; a single rank is started as by plain python."""
     port, processes = free_port(), []
     for rank, (place, local_rank) in enumerate(_places(world, folder)):
         launched = dict(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -61,7 +61,7 @@ def _places(world, folder):
 
 
 def wait_for(processes, folder, seconds=90):
-    """Ended of processes that have `seconds` to end; those still running then are killed and the test fails."""
+    """Wait for ranks and return Ended; after `seconds`, running ones are killed and the test fails."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
@@ -71,6 +71,14 @@ def wait_for(processes, folder, seconds=90):
     text = "".join(Path(place, f"rank{rank}.txt").read_text() for rank, (place, _) in places)
     assert not hung, f"ranks {hung} were still running after {seconds} s:\n{text}"
     return Ended([process.exitcode for process in processes], text)
+
+
+def wait_for_word(word, *paths):
+    """Wait until each of the files contains `word`."""
+    deadline = time.monotonic() + 60
+    while not all(path.exists() and word in path.read_text() for path in paths):
+        assert time.monotonic() < deadline, f"no {word} in {paths}"
+        time.sleep(0.01)
 
 
 def kill_all(processes):
@@ -86,7 +94,7 @@ def send(processes, number=signal.SIGINT):
 
 
 def launcher(name, world=2):
-    """The words that start train_low_mem.py on `world` ranks under plain python, accelerate or torchrun."""
+    """Command that starts train_low_mem.py on `world` ranks; `name` is python, accelerate or torchrun."""
     folder, script = Path(sys.executable).parent, ROOT / "train_low_mem.py"
     return {
         "python": [sys.executable],
@@ -98,7 +106,7 @@ def launcher(name, world=2):
 
 
 def launch(words, folder, env=None):
-    """Popen of a command in `folder`, in a process group of its own; it writes to <folder>/launch.txt."""
+    """Start a command in `folder` in its own process group, with output to <folder>/launch.txt; returns the Popen."""
     with open(Path(folder, "launch.txt"), "ab") as file:
         return subprocess.Popen(
             [str(word) for word in words], cwd=folder, env=os.environ | dict(OMP_NUM_THREADS="1") | (env or {}),
@@ -107,7 +115,7 @@ def launch(words, folder, env=None):
 
 
 def wait_for_launch(process, folder, seconds=120):
-    """(exit code, what was written) of a launched command; its whole group is killed when its time is up."""
+    """(exit code, output) of a launched command; after `seconds` its process group is killed and the test fails."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -120,7 +128,7 @@ def wait_for_launch(process, folder, seconds=120):
 
 
 def free_port():
-    """A port that nothing listens on, below those that a connection of another run may be given before it is used."""
+    """A free port below the ephemeral range, so that no outgoing connection takes it before it is used."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -133,7 +141,7 @@ def _context():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train_low_mem", "tests.ranks", "transformers.models.t5.modeling_t5"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # the warm parent does not know pytest's path
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # the parent of the ranks does not have pytest's path
         forkserver.ensure_running()
     return context
 

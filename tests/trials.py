@@ -1,6 +1,6 @@
-"""What the fault harnesses share: a run that is disturbed and resumed, its comparison with a calm one, and the report.
+"""Shared by the fault harnesses: runs that are disturbed and resumed, compared with an undisturbed run, and reports.
 
-Each harness prints a JSON line a trial and puts its table between its own marks in docs/faults.md.
+Each harness prints one JSON line per trial and writes its table between its own marks in docs/faults.md.
 """
 
 import functools
@@ -20,13 +20,13 @@ from tests.tiny import NUM_PAIRS, ids_by_epoch, start, train, wait_for, weights_
 from train_low_mem import main
 
 FAULTS_PAGE = ROOT / "docs" / "faults.md"
-NEWS = b'"kind":"train"'
+TRAIN_LINE = b'"kind":"train"'
 SLEEP_SECONDS = 0.2
 WITH_KERNELS = dict(model="tiny", dropout=0, deterministic=True)  # options of a run on GPUs
 
 
 class Disturbed:
-    """A tiny run in `home` that is disturbed again and again, and must end as a calm one does."""
+    """A tiny run in `home` that is disturbed repeatedly and must end with the same result as an undisturbed one."""
 
     def __init__(self, home, name, world, function=main, **options):
         self.home, self.name, self.world, self.function = home, name, world, function
@@ -34,7 +34,7 @@ class Disturbed:
         self.dir = home / name
 
     def start(self, fault="", **changes):
-        """Processes of the run, going on where there is a checkpoint."""
+        """Start the run, from its checkpoint if there is one; returns its processes."""
         for path in self.home.glob("rank*.txt"):
             path.unlink()
         return start(
@@ -43,12 +43,12 @@ class Disturbed:
         )  # fmt: skip
 
     def lines(self):
-        """Train lines that the run has written, those since undone included."""
+        """Number of train lines in the journal, including lines that a resume made void."""
         path = self.dir / "metrics.jsonl"
-        return path.read_bytes().count(NEWS) if path.exists() else 0
+        return path.read_bytes().count(TRAIN_LINE) if path.exists() else 0
 
     def wait_for(self, what, ready, processes, seconds=120):
-        """True as soon as `ready()`, False when a process ended before; raises TimeoutError."""
+        """Wait for `ready()`: True when it holds, False if a process ends first; raises TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
         while not ready():
             if any(process.exitcode is not None for process in processes):
@@ -59,23 +59,23 @@ class Disturbed:
         return True
 
     def in_save(self):
-        """True while a checkpoint is half written, also after the writer was killed."""
+        """True if a checkpoint is half written, which includes one whose writer was killed."""
         return bool(list(self.dir.glob("checkpoints/.step_*.tmp")))
 
     def ends_calmly(self, calm_hash):
-        """Let the run finish; what was wrong with its end, by name of the check."""
+        """Run to the end; returns the names of the checks that failed and the output, "" if all passed."""
         done = wait_for(self.start(), self.home, 600)
         checks = dict(exit_codes=done.codes == [0] * self.world)
         checks["sha256"] = checks["exit_codes"] and weights_hash(self.dir) == calm_hash
         expected = {e: list(range(NUM_PAIRS)) for e in range(1, self.options["epochs"] + 1)}
         checks["ids_once"] = ids_by_epoch(self.dir) == expected
-        checks["no_litter"] = not list(self.dir.rglob("*.tmp"))
+        checks["no_drafts"] = not list(self.dir.rglob("*.tmp"))
         wrong = [name for name, right in checks.items() if not right]
         return f"{', '.join(wrong)}\n{done.text[-2000:]}" if wrong else ""
 
 
 def sleepy_main(words):
-    """`main`, asleep for SLEEP_SECONDS in each step."""
+    """`main` with a sleep of SLEEP_SECONDS in each step."""
     fire = fault_injection.fire
 
     def slow_fire(site, step):
@@ -88,7 +88,7 @@ def sleepy_main(words):
 
 
 def calm_hash(home, world, **options):
-    """sha256 of the weights of the run of these options that nothing disturbs."""
+    """sha256 of the final weights of an undisturbed run with these options."""
     return _calm_hash(home, world, tuple(sorted((dict(dropout=0.1) | options).items())))
 
 
@@ -101,12 +101,12 @@ def _calm_hash(home, world, options):
 
 
 def typed(program):
-    """How this program was started, but for the file for its lines."""
+    """Command line of this program without its --out option."""
     return re.sub(r" ?--out \S+", "", " ".join(["python", "-m", program, *sys.argv[1:]]))
 
 
 def tell(file=None, **values):
-    """Print one trial as a JSON line, and append it to `file`."""
+    """Print `values` as a JSON line, and append it to `file` if one is given."""
     line = json.dumps(values)
     print(line, flush=True)
     if file:
@@ -121,7 +121,7 @@ def hardware():
 
 
 def write_section(name, title, header, rows, note="", path=FAULTS_PAGE):
-    """Put a table between the marks of `name` in docs/faults.md, in place of the one that was there."""
+    """Replace the table between the marks of `name` in docs/faults.md, or append one."""
     cells = [header, ["---"] * len(header), *rows]
     table = "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells)
     when = time.strftime("%Y-%m-%d")
@@ -147,7 +147,7 @@ def delete(path):
 
 
 def fill(directory):
-    """Leave the disk of `directory` without a free byte; returns what undoes it."""
+    """Fill the disk of `directory`; returns a function that frees it again."""
     ballast = directory.parent / "ballast"
     with open(ballast, "wb", buffering=0) as file:
         try:
@@ -159,5 +159,5 @@ def fill(directory):
 
 
 def mount(*words):
-    """Run mount(8); its exit code is not 0 where mounting is not allowed."""
+    """Run mount(8) and return its exit code, which is not 0 if mounting is not allowed."""
     return subprocess.run(["mount", *map(str, words)], check=False, capture_output=True).returncode

@@ -223,7 +223,7 @@ def gather_json(ranks, value):
 
 
 def from_main(ranks, function, *args):
-    """Run `function(*args)` on rank 0; all ranks return its result (JSON types) or raise its ValueError or RuntimeError."""
+    """Run `function(*args)` on rank 0; all ranks return its result (JSON types) or raise its Value- or RuntimeError."""
     return _value_of(*gather_json(ranks, _outcome(function, *args) if ranks.is_main else None)[0])
 
 

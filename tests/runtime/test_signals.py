@@ -1,4 +1,4 @@
-"""Stopped by a signal: every rank at the same step, with a checkpoint, and nothing is lost by it."""
+"""A signal stops all ranks at the same step with a checkpoint, and a resumed run loses nothing."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ STOP_SECONDS = 20
 
 @pytest.fixture(scope="module")
 def calm_hash(home):
-    """sha256 of the weights that two ranks reach when nobody stops them."""
+    """sha256 of the weights of an undisturbed run on two ranks."""
 
     @functools.cache
     def run():
@@ -50,7 +50,7 @@ class Shell:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self):
-        with contextlib.suppress(OSError):  # the shell is gone
+        with contextlib.suppress(OSError):  # the shell has ended
             while data := os.read(self._terminal, 2**16):
                 self.text += data.decode(errors="replace")
 
@@ -58,7 +58,7 @@ class Shell:
         os.write(self._terminal, text.encode())
 
     def wait_for(self, pattern, seconds=60):
-        """The first match of `pattern` in what the terminal showed."""
+        """The first match of `pattern` in the terminal's output."""
         deadline = time.monotonic() + seconds
         while not (found := re.search(pattern, self.text)):
             assert time.monotonic() < deadline, f"no {pattern} on the terminal:\n{self.text}"
@@ -85,7 +85,7 @@ def test_after_ctrl_z_and_fg_twice_ctrl_c_stops_with_a_checkpoint(home, shell):
         shell.type("\x1a")
         shell.wait_for(rf"(?s)(Stopped.*){{{times}}}")
         assert run.status() == psutil.STATUS_STOPPED
-        time.sleep(1.2)  # longer than a beat
+        time.sleep(1.2)  # longer than BEAT_SECONDS
         shell.type("fg\n")
         wait_for_steps(home / "foreground", 3)
     shell.type("\x03")
@@ -98,15 +98,15 @@ def test_after_ctrl_z_and_fg_twice_ctrl_c_stops_with_a_checkpoint(home, shell):
 
 
 def wait_for_steps(run_dir, steps, seconds=60):
-    """Wait until the run has done so many steps more than a moment ago."""
+    """Wait until the run has done `steps` more steps."""
     wait_for_lines(run_dir, "train", count_lines(run_dir, "train") + steps, seconds)
 
 
 def wait_for_lines(run_dir, kind, number, seconds=60):
-    """Wait until the journal holds so many lines of this kind."""
+    """Wait until the journal has `number` lines of this kind."""
     deadline = time.monotonic() + seconds
     while count_lines(run_dir, kind) < number:
-        assert time.monotonic() < deadline, f"{run_dir} did not get to {number} {kind} lines in {seconds} s"
+        assert time.monotonic() < deadline, f"{run_dir} did not reach {number} {kind} lines within {seconds} s"
         time.sleep(0.005)
 
 
@@ -122,7 +122,7 @@ def check_stop(run_dir, asked_at):
     assert (last_steps, stop["reason"]) == ({stop["step"]}, "asked")
     assert stop["time"] - asked_at < STOP_SECONDS
     assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step_{stop['step']:08d}"
-    assert stop["step"] < STEPS, "the run was over before it was asked to stop: this test tested nothing"
+    assert stop["step"] < STEPS, "the run was over before it was asked to stop: this test checked nothing"
     return stop["step"]
 
 
@@ -135,7 +135,9 @@ def finish_and_compare(home, name, calm_hash):
 
 
 @pytest.mark.parametrize("receivers", ("every rank", "rank 0", "rank 1"))
-def test_each_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_as_if_it_had_not(home, calm_hash, receivers):
+def test_each_signal_stops_all_ranks_at_one_step_and_the_resumed_run_ends_with_the_same_weights(
+    home, calm_hash, receivers
+):
     name = receivers.replace(" ", "_")
     for number in SIGNALS:
         processes = start(home, 2, output_dir=name, is_keep_training="auto", **LONG)
@@ -149,12 +151,12 @@ def test_each_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_as_if_it_ha
     finish_and_compare(home, name, calm_hash)
 
 
-def test_a_signal_during_a_save_and_another_while_the_stop_waits_for_it_lose_no_checkpoint(home):
+def test_two_signals_during_a_save_lose_no_checkpoint(home):
     processes = start(home, 1, "save:0:4:slow", output_dir="behind", **LONG | dict(save_steps=4))
     wait_for_steps(home / "behind", 4)
     asked_at = time.time()
     send(processes, signal.SIGINT)
-    time.sleep(3.5)  # longer than what counts as one request
+    time.sleep(3.5)  # longer than REPEAT_SECONDS
     send(processes, signal.SIGTERM)
     done = wait_for(processes, home)
     assert done.codes == [0], done.text
@@ -169,20 +171,20 @@ def test_no_rank_quits_at_a_second_signal_while_another_writes_a_checkpoint(home
     time.sleep(1)
     send(processes, signal.SIGINT)
     time.sleep(4)
-    assert all(process.is_alive() for process in processes), "both had ended: this test tested nothing"
+    assert all(process.is_alive() for process in processes), "both had ended: this test checked nothing"
     send(processes, signal.SIGINT)
     done = wait_for(processes, home)
     assert done.codes == [0, 0], done.text
 
 
-def main_that_waits_a_second_for_a_disk(words):
+def main_with_saves_of_at_most_a_second(words):
     watchdog.MAX_SAVING_SECONDS = 1.0
     return main(words)
 
 
-def test_a_disk_that_hangs_is_not_waited_for_after_repeated_signals(home):
+def test_repeated_signals_quit_a_save_that_hangs(home):
     options = LONG | dict(save_steps=4)
-    function = main_that_waits_a_second_for_a_disk
+    function = main_with_saves_of_at_most_a_second
     processes = start(home, 1, "save:0:4:hang", output_dir="hung", function=function, **options)
     wait_for_steps(home / "hung", 4)
     send(processes, signal.SIGINT)
@@ -192,7 +194,7 @@ def test_a_disk_that_hangs_is_not_waited_for_after_repeated_signals(home):
     assert done.codes == [1] and "quitting without a checkpoint" in done.text
 
 
-def test_an_evaluation_that_a_kill_leaves_behind_is_not_done_again(home):
+def test_an_evaluation_before_a_kill_is_not_repeated(home):
     options = LONG | dict(eval_steps=4, save_steps=1000, epochs=1)
     processes = start(home, 1, "forward:0:6:hang", output_dir="once", **options)
     wait_for_lines(home / "once", "save", 2)  # before the evaluation, and after it
@@ -208,14 +210,14 @@ def test_a_stop_in_an_evaluation_writes_its_checkpoint_once(home):
     assert [line["step"] for line in journal(home / "stopped", "save")] == [6]
 
 
-def test_a_stop_in_an_evaluation_tries_a_save_again_that_the_disk_refused(home):
+def test_a_stop_in_an_evaluation_retries_a_save_that_the_disk_refused(home):
     done = train(home, 1, "save:0:6:enospc,evaluate:0:6:int", output_dir="again", **LONG)
     assert done.codes == [0], done.text
     assert ["error" in line for line in journal(home / "again", "save")] == [True, False]
     assert (home / "again" / "checkpoints" / "LATEST").read_text() == "step_00000006"
 
 
-def test_a_kill_in_an_evaluation_costs_no_step_before_it(home):
+def test_a_kill_in_an_evaluation_loses_no_step_before_it(home):
     processes = start(home, 1, "evaluate:0:6:slow,evaluate:0:6:kill", output_dir="evaluated", **LONG)
     wait_for(processes, home)
     assert (home / "evaluated" / "checkpoints" / "LATEST").read_text() == "step_00000006"
@@ -224,14 +226,14 @@ def test_a_kill_in_an_evaluation_costs_no_step_before_it(home):
     assert evaluation["step"] == 6
 
 
-def test_signals_that_follow_one_another_half_a_second_apart_are_one_request(home, calm_hash):
+def test_signals_half_a_second_apart_are_one_request(home, calm_hash):
     processes = start(home, 2, "forward:all:4:slow", output_dir="repeated", **LONG)
     wait_for_steps(home / "repeated", 3)
     asked_at = time.time()
     for number in (signal.SIGINT, signal.SIGINT, *SIGNALS):
         send(processes, number)
         time.sleep(0.5)
-    assert all(process.is_alive() for process in processes), "the step was over: this test tested nothing"
+    assert all(process.is_alive() for process in processes), "the step was over: this test checked nothing"
     done = wait_for(processes, home)
     assert done.codes == [0, 0], done.text
     assert check_stop(home / "repeated", asked_at) == 4
@@ -250,7 +252,7 @@ def test_a_signal_in_an_evaluation_or_a_save_is_a_stop_like_any_other(home, calm
 
 
 @pytest.mark.parametrize(("number", "codes"), ((signal.SIGTERM, [0, 0]), (signal.SIGKILL, [-9, 1])))
-def test_a_signal_to_the_rank_that_tokenises_ends_those_that_wait_for_it(tmp_path, number, codes):
+def test_a_signal_to_the_rank_that_tokenises_ends_the_ranks_that_wait_for_it(tmp_path, number, codes):
     furnish(tmp_path)
     lines = (tmp_path / "train.jsonl").read_bytes()
     (tmp_path / "long.jsonl").write_bytes(lines * 4000)
@@ -262,7 +264,7 @@ def test_a_signal_to_the_rank_that_tokenises_ends_those_that_wait_for_it(tmp_pat
     send(processes[:1], number)
     done = wait_for(processes, tmp_path, STOP_SECONDS)
     assert done.codes == codes, done.text
-    assert not list(tmp_path.glob("model_save/tokens/*/meta.json")), "the file was too short: this test tested nothing"
+    assert not list(tmp_path.glob("model_save/tokens/*/meta.json")), "the file was too short: this test checked nothing"
 
 
 def test_a_second_signal_long_after_the_first_quits_a_step_that_does_not_end(home):
@@ -284,7 +286,7 @@ def test_ctrl_c_under_accelerate_launch_stops_with_a_checkpoint(home, calm_hash,
     asked_at = time.time()
     if receivers == "the launcher":
         os.kill(process.pid, signal.SIGINT)
-    else:  # a terminal's Ctrl+C, then a shell script's trap that signals all that it finds
+    else:  # a terminal's Ctrl+C, then a shell script's trap that signals every descendant
         descendants = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)
         for descendant in descendants:
