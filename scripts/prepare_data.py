@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from model.data.cleaning import REASONS, clean_pair
-from model.data.columns import find_columns, in_words
+from model.data.columns import find_columns, list_names
 from model.data.readers import NoRows, describe_ignored, read_pairs, read_rows
 from model.runtime.atomic_io import make_output_directory
 
@@ -242,7 +242,7 @@ def describe_empty_side(source: Input, has_prompt: bool, options: argparse.Names
     used = responses if has_prompt else dict.fromkeys(name for columns in prompts for name in columns)
     return (
         f"{source.path}: the {side} is empty in all {num_rows:,} rows (read from {', '.join(map(repr, used))}; columns "
-        f"found: {in_words(names)}); name the right one with --{side}_column=NAME, or leave the file out"
+        f"found: {list_names(names)}); name the right one with --{side}_column=NAME, or leave the file out"
     )
 
 

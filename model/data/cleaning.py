@@ -1,4 +1,4 @@
-"""Cleans the text of a pair, or says why the pair is of no use."""
+"""Cleans the text of a pair, or gives the reason to drop the pair."""
 
 import re
 
@@ -15,15 +15,15 @@ _PRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U0010ffff]")
 
 
 def clean_pair(prompt: str, response: str, max_chars: int) -> tuple[str, str] | str:
-    """The pair with both sides cleaned, or the one of REASONS why it is of no use; max_chars bounds each side."""
+    """The pair with both sides cleaned, or one of REASONS to drop it; a side may have `max_chars` characters."""
     prompt, response = clean_text(prompt), clean_text(response)
     both = prompt + response
     is_long = max(len(prompt), len(response)) > max_chars
-    problems = (not prompt, not response, "\ufffd" in both, _PRIVATE.search(both), is_long)
-    return next((reason for reason, found in zip(REASONS, problems, strict=True) if found), (prompt, response))
+    has_problem = (not prompt, not response, "\ufffd" in both, _PRIVATE.search(both), is_long)
+    return next((reason for reason, found in zip(REASONS, has_problem, strict=True) if found), (prompt, response))
 
 
 def clean_text(text: str) -> str:
-    """The text trimmed, with plain spaces and newlines, and without characters that show nothing and join nothing."""
+    """The text with plain spaces and newlines, trimmed, without control and invisible characters; emoji stay whole."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").translate(_PLAIN)
     return _STRAY_JOINER.sub("", _STRAY_SELECTOR.sub("", text)).strip()

@@ -1,4 +1,4 @@
-"""Which columns of a row are its prompt and its response, and their values as text."""
+"""Finds the prompt and response columns of a row and turns their values into text."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -9,14 +9,14 @@ RESPONSE_COLUMNS = tuple(
 )
 INPUT_OF = {"instruction": "input", "指令": "输入"}  # Alpaca's input belongs to its instruction
 NO_VALUE = frozenset({"<noinput>", "<nooutput>"})  # how Alpaca and its translations write "nothing"
-MAX_TOLD, MAX_NAME_CHARS = 12, 40
+MAX_NAMES_LISTED, MAX_NAME_CHARS = 12, 40
 
 
 def describe_missing(missing: dict[str, str], names: Iterable[str]) -> str:
-    """What to tell of sides without a column; `missing` has the column typed for each, or ""."""
+    """The error message for sides without a column; `missing` maps each side to the column name given, or ""."""
     return (
         f"no {' or '.join(repr(name) if name else side for side, name in missing.items())} column; found "
-        f"{in_words(names)}: name the right one with "
+        f"{list_names(names)}: name the right one with "
         f"{' '.join(f'--{side}_column=NAME' for side in missing)} (without it: one of "
         f"{', '.join(PROMPT_COLUMNS)} for the prompt, {', '.join(RESPONSE_COLUMNS)} for the response)"
     )
@@ -26,7 +26,10 @@ def describe_missing(missing: dict[str, str], names: Iterable[str]) -> str:
 def find_columns(
     names: tuple[str, ...], prompt_column: str = "", response_column: str = ""
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """(the choices for a prompt, best first, each one or more columns to join; the response's column, or none)."""
+    """(prompt candidates, response columns) among the column names.
+
+    A prompt candidate is a tuple of columns to join; the best comes first. The response has one column or none.
+    """
     known = {str(name).strip().lower(): name for name in names}
     prompts = [(known[name],) for name in PROMPT_COLUMNS if name in known and known[name] != response_column]
     for name, addition in INPUT_OF.items():
@@ -40,24 +43,28 @@ def find_columns(
     return tuple(prompts), tuple(responses[:1])
 
 
-def in_words(names: Iterable[str]) -> str:
-    """The first of the names, cut where they are long, and how many there are more."""
+def list_names(names: Iterable[str]) -> str:
+    """The first MAX_NAMES_LISTED names, each shortened to MAX_NAME_CHARS, and the number of the others."""
     names = [repr(name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "…") for name in names]
-    others = f" and {len(names) - MAX_TOLD:,} more" if len(names) > MAX_TOLD else ""
-    return (", ".join(names[:MAX_TOLD]) or "none") + others
+    others = f" and {len(names) - MAX_NAMES_LISTED:,} more" if len(names) > MAX_NAMES_LISTED else ""
+    return (", ".join(names[:MAX_NAMES_LISTED]) or "none") + others
 
 
-def joined(row: dict, columns: tuple[str, ...]) -> str:
+def join_columns(row: dict, columns: tuple[str, ...]) -> str:
+    """The texts of these columns of the row, one per line, without blank ones."""
     texts = (as_text(row[name]) for name in columns)
     return "\n".join(text for text in texts if text and not text.isspace())
 
 
 def as_text(value: object) -> str:
-    """The value as text that UTF-8 can hold: None and unknown nested values give "", a list its texts, one a line."""
+    """The value as text that UTF-8 can encode; a list gives its texts, one per line.
+
+    None, NaN, NO_VALUE and any other nested value give "".
+    """
     if isinstance(value, str):
         try:
             value.encode()
-        except UnicodeEncodeError:  # json allows half of a surrogate pair
+        except UnicodeEncodeError:  # json allows a lone surrogate
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return "" if value in NO_VALUE else value
     if isinstance(value, list):

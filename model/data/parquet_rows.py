@@ -1,8 +1,8 @@
-"""Rows of a parquet file in bounded memory, although a few hundred bytes of it can stand for any number of them.
+"""Reads the rows of a parquet file in bounded memory, even if a few hundred bytes of it encode millions of rows.
 
-What the footer and the size of its dictionary say of each column decide how it is read: as a dictionary, whose values
-are held once however many rows they stand for, or in batches that are small where the dictionary is large. Each batch
-is measured before it becomes Python objects.
+The footer and the size of the dictionary decide how each column is read: as a dictionary, which holds a value once
+however many rows repeat it, or in batches, which are smaller the larger the dictionary is. The characters of a batch
+are counted before it becomes Python objects.
 """
 
 from collections.abc import Iterator
@@ -17,24 +17,24 @@ import pyarrow.parquet as pq
 from model.runtime.json_stream import MAX_ITEM_CHARS, OnMalformed
 
 BATCH_ROWS, BATCH_BYTES = 1000, 128 << 20
-SMALL_CHUNK_BYTES = 8 << 20  # a dictionary is copied for each batch
-COMPRESSION = 50  # text takes at least its size / this; what takes less is repetition
-FREE_BYTES, FREE_VALUES, VALUES_PER_BYTE = 64 << 20, 2_000_000, 4  # what a file may expand to however small it is
-LONG_ROW_PRICE = 1 << 20  # characters that a row too long to be read counts as
-EXPANSION = 1000  # characters of all rows for each byte of the file, repeated values counted each time
-MAX_WIDTH = 1 << 14  # bytes or values in a cell of a fixed size: a null takes as much
+SMALL_CHUNK_BYTES = 8 << 20  # pyarrow copies a dictionary for each batch
+MAX_COMPRESSION = 50  # how many times smaller text becomes at most; beyond that it is repetition
+FREE_BYTES, FREE_VALUES, VALUES_PER_BYTE = 64 << 20, 2_000_000, 4  # a file of any size may expand to the first two
+LONG_ROW_CHARS = 1 << 20  # counted for a row that is too long to be read
+CHARS_PER_BYTE = 1000  # limit for all rows per byte of the file; a repeated value counts each time
+MAX_WIDTH = 1 << 14  # bytes or values in a fixed-size cell, which a null takes up too
 MAX_NESTED_DELTA_BYTES = 1 << 28
 MAX_FOOTER_BYTES, MAX_FOOTER_ITEMS = 16 << 20, 1_000_000
 
 
 def parquet_rows(path: Path, on_malformed: OnMalformed) -> Iterator[tuple[int, dict]]:
-    """(index, row as {column: value}) of each row.
+    """Yield (index, row) for each row, the row as {column: value}.
 
-    A row of more than MAX_ITEM_CHARS goes to `on_malformed`. Raises ValueError for a damaged file, and for one that
-    expands to far more than text does.
+    A row of more than MAX_ITEM_CHARS is reported to `on_malformed` and left out. Raises ValueError for a damaged file
+    and for a file that expands to far more than text does.
     """
     try:
-        with open(path, "rb") as source:  # pyarrow opens no name that is not UTF-8
+        with open(path, "rb") as source:  # pyarrow itself opens only names in UTF-8
             yield from _rows(path, source, on_malformed)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0]
@@ -46,54 +46,56 @@ def _rows(path, source, on_malformed):
     footer = pq.ParquetFile(source, **limits)
     file_bytes, schema, index = path.stat().st_size, footer.schema, 0
     _check_size(path, file_bytes, footer)
-    left = FREE_BYTES + EXPANSION * file_bytes
+    chars_left = FREE_BYTES + CHARS_PER_BYTE * file_bytes
     for group in range(footer.num_row_groups):
         chunks = _chunks(source, footer.metadata.row_group(group), schema)
         as_dictionary = [chunk.path for chunk in chunks if chunk.is_dictionary]
-        # Without pre_buffer a row group is read page by page, so its size does not set the memory needed.
+        # Without pre_buffer pyarrow reads a row group page by page, so a large row group needs no more memory.
         file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False, buffer_size=1 << 20,
                               read_dictionary=as_dictionary)  # fmt: skip
         for batch in file.iter_batches(_batch_rows(path, chunks), row_groups=[group], use_threads=False):
             chars = sum(map(_count_chars, batch.columns), np.zeros(len(batch), np.int64))
-            is_held = chars <= MAX_ITEM_CHARS
-            left -= int(np.where(is_held, chars, LONG_ROW_PRICE).sum())
-            if left < 0:
-                raise _bomb(path, file_bytes, "texts that repeat for ever")
+            is_readable = chars <= MAX_ITEM_CHARS
+            chars_left -= int(np.where(is_readable, chars, LONG_ROW_CHARS).sum())
+            if chars_left < 0:
+                raise _expansion_error(path, file_bytes, f"more than {CHARS_PER_BYTE:,} characters per byte")
             for start, end in _runs(chars):
-                if is_held[start]:
+                if is_readable[start]:
                     yield from enumerate(_dense(batch.slice(start, end - start)).to_pylist(), index + start)
                 else:
                     on_malformed(f"{path} row {index + start + 1:,}: a row of {chars[start]:,} characters; "
-                                 f"it may have {MAX_ITEM_CHARS:,}")  # fmt: skip
+                                 f"at most {MAX_ITEM_CHARS:,} are read")  # fmt: skip
             index += len(batch)
 
 
-def _bomb(path, file_bytes, what):
-    return ValueError(f"{path}: {file_bytes:,} bytes that expand to {what}: this is no file of texts; write it again")
+def _expansion_error(path, file_bytes, expanded):
+    return ValueError(
+        f"{path}: its {file_bytes:,} bytes expand to {expanded}, far more than a file of texts does; write it again"
+    )
 
 
 def _check_size(path, file_bytes, file):
-    """Refuse what the footer says if no honest file says that."""
-    metadata, most = file.metadata, FREE_VALUES + VALUES_PER_BYTE * file_bytes
-    if not 0 <= metadata.num_rows <= most:
-        raise _bomb(path, file_bytes, f"{metadata.num_rows:,} rows")
+    """Raise ValueError if the footer claims more rows, values or bytes than a file of texts of this size has."""
+    metadata, max_values = file.metadata, FREE_VALUES + VALUES_PER_BYTE * file_bytes
+    if not 0 <= metadata.num_rows <= max_values:
+        raise _expansion_error(path, file_bytes, f"{metadata.num_rows:,} rows")
     num_values, num_bytes = np.zeros(metadata.num_columns), 0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         chunks = list(map(group.column, range(group.num_columns)))
         num_values += [abs(chunk.num_values) for chunk in chunks]
         num_bytes += sum(abs(chunk.total_uncompressed_size) for chunk in chunks)
-    if num_values.max(initial=0) > most:
-        raise _bomb(path, file_bytes, f"{num_values.max():,.0f} values in a column")
-    if num_bytes > FREE_BYTES + COMPRESSION * file_bytes:
-        raise _bomb(path, file_bytes, f"{num_bytes:,}")
+    if num_values.max(initial=0) > max_values:
+        raise _expansion_error(path, file_bytes, f"{num_values.max():,.0f} values in a column")
+    if num_bytes > FREE_BYTES + MAX_COMPRESSION * file_bytes:
+        raise _expansion_error(path, file_bytes, f"{num_bytes:,}")
     for field in file.schema_arrow:
         if (width := _width(field.type)) > MAX_WIDTH:
             raise ValueError(f"{path}: column {field.name!r} has cells of {width:,} values, at most {MAX_WIDTH:,} are "
-                             "read; write the file without it")  # fmt: skip
+                             "read; write the file without this column")  # fmt: skip
 
 
 def _width(kind):
-    """Values that each cell of this Arrow type takes, its nulls included; 1 where that depends on the cell."""
+    """Bytes or values that each cell of this Arrow type takes, nulls included; 1 if cells differ in size."""
     if pa.types.is_fixed_size_binary(kind):
         return kind.byte_width
     size = kind.list_size if pa.types.is_fixed_size_list(kind) else 1
@@ -102,9 +104,10 @@ def _width(kind):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A column of a row group: how it is read, whether a row holds any number of its values, and its size.
+    """A column of a row group: how it is read, and its size.
 
-    Each value may take `repeated_bytes`, although the file holds it once.
+    is_nested: a row may hold any number of values. repeated_bytes: what a batch may take for each of its values,
+    although the file holds those bytes once.
     """
 
     path: str
@@ -123,11 +126,11 @@ def _chunks(source, group, schema):
         num_bytes, is_delta = chunk.total_uncompressed_size, "DELTA_BYTE_ARRAY" in chunk.encodings
         is_nested = column.max_repetition_level > 0
         dictionary_bytes = min(_dictionary_bytes(source, chunk), num_bytes)
-        is_small = num_bytes <= SMALL_CHUNK_BYTES or num_bytes > COMPRESSION * chunk.total_compressed_size
+        is_small = num_bytes <= SMALL_CHUNK_BYTES or num_bytes > MAX_COMPRESSION * chunk.total_compressed_size
         is_readable = not {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"} & set(chunk.encodings)
         is_dictionary = 2 * dictionary_bytes > num_bytes or (is_nested and is_small)
         is_dictionary = is_dictionary and is_readable and column.physical_type == "BYTE_ARRAY"
-        repeated_bytes = 4 * num_bytes if is_delta else dictionary_bytes  # a delta's values are held several times
+        repeated_bytes = 4 * num_bytes if is_delta else dictionary_bytes  # pyarrow holds a delta's values several times
         chunks.append(
             _Chunk(column.path, is_dictionary, is_delta, is_nested, repeated_bytes, num_bytes, chunk.num_values)
         )
@@ -135,9 +138,9 @@ def _chunks(source, group, schema):
 
 
 def _dictionary_bytes(source, chunk):
-    """Uncompressed size of the dictionary with which a chunk begins, 0 where it begins with values.
+    """Uncompressed bytes of the dictionary page at the start of a chunk; 0 if the chunk starts with values.
 
-    Its header is a Thrift struct that begins with two integers: the kind of page, 2 for a dictionary, and the size.
+    The page header is a Thrift struct whose first two integers are the kind of page (2: dictionary) and the size.
     """
     starts = [chunk.data_page_offset, chunk.dictionary_page_offset if chunk.has_dictionary_page else None]
     source.seek(max(0, min(filter(None, starts), default=0)))
@@ -150,12 +153,15 @@ def _dictionary_bytes(source, chunk):
 
 
 def _batch_rows(path, chunks):
-    """Rows of a batch for which the memory of a batch is bounded."""
+    """Number of rows per batch that keeps a batch within BATCH_BYTES.
+
+    Raises ValueError for nested columns whose encoding hides how much they expand to.
+    """
     rows = BATCH_ROWS
     for chunk in chunks:
         if chunk.is_delta and chunk.is_nested and chunk.num_values * chunk.num_bytes > MAX_NESTED_DELTA_BYTES:
-            raise ValueError(f"{path}: lists in the encoding DELTA_BYTE_ARRAY may expand without end; write the file "
-                             "again with column_encoding='PLAIN'")  # fmt: skip
+            raise ValueError(f"{path}: lists in the encoding DELTA_BYTE_ARRAY may expand without limit; write the "
+                             "file again with column_encoding='PLAIN'")  # fmt: skip
         if not chunk.is_dictionary:
             rows = min(rows, BATCH_BYTES * chunk.num_values // max(1, chunk.num_bytes))
             rows = min(rows, BATCH_BYTES // max(1, chunk.repeated_bytes))
@@ -163,7 +169,7 @@ def _batch_rows(path, chunks):
 
 
 def _count_chars(array):
-    """Characters (bytes where it is no text) of each row of an Arrow array; any other value counts as one."""
+    """int64 (rows,): characters of text or bytes of binary values in each row of an Arrow array; others count 1."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         lengths = np.append(_count_chars(array.dictionary), 1)
@@ -184,7 +190,7 @@ def _count_chars(array):
 
 
 def _runs(chars):
-    """(start, end) of successive rows of at most MAX_ITEM_CHARS together; a row of more stands alone."""
+    """Yield (start, end) of consecutive rows with at most MAX_ITEM_CHARS in total; a longer row is alone."""
     start = total = 0
     for end, size in enumerate(chars.tolist()):
         if total + size > MAX_ITEM_CHARS and end > start:
@@ -196,6 +202,6 @@ def _runs(chars):
 
 
 def _dense(batch):
-    """The batch with dictionaries of texts written out: thirty times faster to turn into Python objects."""
+    """The batch with its dictionaries decoded, which makes to_pylist thirty times faster."""
     columns = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
     return pa.record_batch(columns, names=batch.schema.names)

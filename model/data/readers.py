@@ -1,9 +1,9 @@
-"""Files of prompts and responses to pairs of text, one row at a time: the only reader of users' data files.
+"""Reads users' data files into (prompt, response) pairs of text, row by row; no other module reads them.
 
-Reads .json, .jsonl, .csv, .tsv and .parquet, text as UTF-8 or GB18030. A file is never held whole: memory is bounded
-by one buffer, one item of MAX_ITEM_CHARS and one parquet batch. Whatever is wrong with a file is a ValueError that
-names the file, what was seen and what to do. Reading drops no row, but malformed ones for a caller who asks for that;
-clean_pair says which pairs are of no use, and why.
+Formats: .json, .jsonl, .csv, .tsv and .parquet, with text in UTF-8 or GB18030. Memory is bounded by one buffer, one
+item of MAX_ITEM_CHARS and one parquet batch, whatever the size of the file. Every problem with a file is a ValueError
+that names the file, what was found and what to do. All rows are kept, except malformed ones if the caller handles
+them with `on_malformed`; cleaning.clean_pair drops pairs by content.
 """
 
 from collections import Counter
@@ -12,28 +12,28 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from model.data.columns import as_text, describe_missing, find_columns, joined
+from model.data.columns import as_text, describe_missing, find_columns, join_columns
 from model.data.parquet_rows import parquet_rows
 from model.data.text_files import open_text, table_rows
 from model.runtime.json_stream import MAX_ITEM_CHARS, JsonText, OnMalformed, refuse
 
 DIALOGUE_COLUMNS = frozenset({"conversation", "conversations", "messages", "dialogue", "dialog", "turns", "data"})
-TALK_COLUMNS = DIALOGUE_COLUMNS - {"data"}  # rows in them follow from one another
+TALK_COLUMNS = DIALOGUE_COLUMNS - {"data"}  # their rows follow from one another
 USER_ROLES = frozenset({"user", "human", "prompter", "用户"})
 ASSISTANT_ROLES = frozenset({"assistant", "gpt", "chatgpt", "bot", "model", "助手"})
 
 MAX_NESTING = 8
-TURNS, COLUMN, CONTEXT = "turns", "column", "context"  # what a row may hold that no pair has
+TURNS, COLUMN, CONTEXT = "turns", "column", "context"  # kinds of content that are read but not used
 MAX_NAMED, MAX_NAME_CHARS = 20, 40
 
 
 class NoRows(ValueError):
-    """A file without a single row."""
+    """The file has no rows."""
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What the caller of read_pairs wants, and where it is told what it does not get."""
+class _Request:
+    """The caller's options for one file; `ignored` counts by (kind, name) the content that is not used."""
 
     prompt_column: str
     response_column: str
@@ -41,12 +41,13 @@ class _Asked:
     ignored: Counter
 
     def ignore(self, kind: str, name: str, count: int = 1) -> None:
+        """Add to the count of (kind, name), or of (kind, "") when MAX_NAMED names are counted already."""
         key = kind, name[:MAX_NAME_CHARS]
         if count > 0:
             self.ignored[key if key in self.ignored or len(self.ignored) < MAX_NAMED else (kind, "")] += count
 
     def ignore_columns(self, row: dict, used: tuple[str, ...]) -> None:
-        """Count the columns of the row that hold something and are not among the used ones."""
+        """Count the columns of the row that have a value and are not in `used`."""
         if len(row) > len(used):
             for name, value in row.items():
                 if name not in used and value is not None and value not in ("", [], {}):
@@ -60,161 +61,164 @@ def read_pairs(
     on_malformed: OnMalformed = refuse,
     ignored: Counter | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Every row of the file as (prompt, response), in file order and uncleaned; a missing or null side is "".
+    """Yield (prompt, response) for each row of the file, in file order and uncleaned; a missing or null side is "".
 
-    A column named by the caller is used alone. Otherwise each shape of row is mapped by itself: the prompt is the first
-    of PROMPT_COLUMNS with text in it, the response is the first of RESPONSE_COLUMNS that exists. What else the rows
-    hold is added to `ignored`, which describe_ignored puts into words.
-    Raises ValueError for an unreadable file, no rows (NoRows), or no usable columns in row 1.
+    If the caller names a column, only that column is used. Otherwise the columns are found for each row by its own
+    column names: the prompt is the first of PROMPT_COLUMNS with text in it, the response is the first of
+    RESPONSE_COLUMNS that exists. Other content is counted in `ignored` (see describe_ignored).
+    Raises ValueError for an unreadable file, NoRows for a file without rows, and ValueError if row 1 has no usable
+    columns.
     """
-    asked = _Asked(prompt_column, response_column, on_malformed, Counter() if ignored is None else ignored)
-    rows = _rows(Path(path), asked)
+    request = _Request(prompt_column, response_column, on_malformed, Counter() if ignored is None else ignored)
+    rows = _rows(Path(path), request)
     first = next(rows, None)
     if first is None:
-        left_out = describe_ignored(asked.ignored)
+        not_used = describe_ignored(request.ignored)
         raise NoRows(
-            f"{path}: no rows found{left_out and f' ({left_out})'}; write one prompt and one response a row (a turn of "
-            f"a dialogue counts when its role is one of {', '.join(sorted(USER_ROLES | ASSISTANT_ROLES))})"
+            f"{path}: no rows found{not_used and f' ({not_used})'}; write one prompt and one response per row (a turn "
+            f"of a dialogue counts if its role is one of {', '.join(sorted(USER_ROLES | ASSISTANT_ROLES))})"
         )
     sides = find_columns(tuple(first), prompt_column, response_column)
-    typed = dict(prompt=prompt_column, response=response_column)
-    missing = {side: name for (side, name), columns in zip(typed.items(), sides, strict=True) if not columns}
+    given = dict(prompt=prompt_column, response=response_column)
+    missing = {side: name for (side, name), columns in zip(given.items(), sides, strict=True) if not columns}
     if missing:
         raise ValueError(f"{path}: {describe_missing(missing, first)}")
     for row in chain([first], rows):
         prompts, response = find_columns(tuple(row), prompt_column, response_column)
-        prompt, used = next(((text, pick) for pick in prompts if (text := joined(row, pick))), ("", ()))
-        asked.ignore_columns(row, (*used, *response))
-        yield prompt, joined(row, response)
+        prompt, used = next(((text, pick) for pick in prompts if (text := join_columns(row, pick))), ("", ()))
+        request.ignore_columns(row, (*used, *response))
+        yield prompt, join_columns(row, response)
 
 
 def describe_ignored(ignored: Counter) -> str:
-    """What read_pairs counted in `ignored`, in words; "" where that is nothing."""
-    words = {TURNS: "turns of role", COLUMN: "column", CONTEXT: "what was said before"}
+    """The counts that read_pairs added to `ignored`, as one phrase for a message; "" if there are none."""
+    labels = {TURNS: "turns of role", COLUMN: "column", CONTEXT: "earlier turns"}
     units = {TURNS: "turns", COLUMN: "rows", CONTEXT: "pairs of longer dialogues"}
-    told = {kind: [] for kind in words}
+    names_by_kind = {kind: [] for kind in labels}
     for (kind, name), count in ignored.most_common():
         unit = units[kind] if count > 1 else units[kind].replace("s", "", 1)
-        told[kind].append(
+        names_by_kind[kind].append(
             f"({count:,} {unit})" if kind == CONTEXT else f"{repr(name) if name else 'others'} ({count:,} {unit})"
         )
-    lines = [f"{words[kind]} {', '.join(names)}" for kind, names in told.items() if names]
+    lines = [f"{labels[kind]} {', '.join(names)}" for kind, names in names_by_kind.items() if names]
     return f"not used: {'; '.join(lines)}" if lines else ""
 
 
 def read_rows(
     path: str | Path, prompt_column: str = "", response_column: str = "", on_malformed: OnMalformed = refuse
 ) -> Iterator[dict]:
-    """Every row of the file as {column: value}; each question of a dialogue with its answer is a row of its own.
+    """Yield each row of the file as {column: value}; a dialogue gives one row per question with its answer.
 
-    A row with a prompt and a response is a pair, whatever else it holds. A dialogue is a list of {role, content} or
-    {from, value} turns, of texts that take turns, or of rows. What is not a user's or an assistant's turn is left out;
-    a question without an answer gives an empty response, and the reverse.
-    Raises ValueError, at the first row it cannot read; a malformed one (a line of JSON lines, a null, a csv row with
-    too many cells, a dialogue with such a turn) is left out where on_malformed returns.
+    A row with a prompt and a response is a pair, whatever other columns it has. A dialogue is a list of
+    {role, content} or {from, value} turns, of alternating texts, or of rows. Turns of other roles than user and
+    assistant are left out; a question without an answer gives an empty response, and an answer without a question an
+    empty prompt.
+    Raises ValueError at the first unreadable row. A malformed row (a broken JSON line, a null, a csv row with too many
+    cells, a dialogue with a malformed turn) is passed to `on_malformed` and left out if that returns.
     """
-    return _rows(Path(path), _Asked(prompt_column, response_column, on_malformed, Counter()))
+    return _rows(Path(path), _Request(prompt_column, response_column, on_malformed, Counter()))
 
 
-def _rows(path: Path, asked: _Asked) -> Iterator[dict]:
+def _rows(path: Path, request: _Request) -> Iterator[dict]:
     if not path.is_file():
         folder = f"it is a folder; name a file in it (prepare_data takes several: {path}/*.json)"
         raise ValueError(f"{path}: {folder if path.is_dir() else 'no such file; check the name'}")
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise ValueError(f"{path}: cannot read a {path.suffix or 'nameless'} file; give one of {', '.join(_READERS)}")
+        raise ValueError(f"{path}: unknown suffix {path.suffix!r}; give one of {', '.join(_READERS)}")
     if not path.stat().st_size:
         raise ValueError(f"{path}: the file is empty (0 bytes); write or download it again")
-    yield from reader(path, asked)
+    yield from reader(path, request)
 
 
-def _parquet_rows(path: Path, asked: _Asked) -> Iterator[dict]:
+def _parquet_rows(path: Path, request: _Request) -> Iterator[dict]:
     index = 0
 
     def rows() -> Iterator[dict]:
         nonlocal index
-        for index, row in parquet_rows(path, asked.on_malformed):  # noqa: B007
+        for index, row in parquet_rows(path, request.on_malformed):  # noqa: B007
             yield row
 
-    yield from _flatten(rows(), lambda: f"{path} row {index + 1:,}", asked)
+    yield from _flatten(rows(), lambda: f"{path} row {index + 1:,}", request)
 
 
-def _json_rows(path: Path, asked: _Asked) -> Iterator[dict]:
+def _json_rows(path: Path, request: _Request) -> Iterator[dict]:
     with open_text(path) as file:
         text = JsonText(file)
-        for items in text.values(asked.on_malformed):
-            yield from _flatten(items, lambda: f"{path} line {text.line():,}", asked)
+        for items in text.values(request.on_malformed):
+            yield from _flatten(items, lambda: f"{path} line {text.line():,}", request)
 
 
-def _table_rows(path: Path, asked: _Asked) -> Iterator[dict]:
-    return table_rows(path, asked.on_malformed)
+def _table_rows(path: Path, request: _Request) -> Iterator[dict]:
+    return table_rows(path, request.on_malformed)
 
 
-def _flatten(items: Iterable, place: Callable[[], str], asked: _Asked, depth: int = 0) -> Iterator[dict]:
+def _flatten(items: Iterable, place: Callable[[], str], request: _Request, depth: int = 0) -> Iterator[dict]:
+    """Yield the rows of `items`: pairs, questions with their answers, and rows of nested lists."""
     question, num_answers = None, 0
     for item in items:
-        is_pair = isinstance(item, dict) and _is_pair(item, asked)
+        is_pair = isinstance(item, dict) and _is_pair(item, request)
         name, nested = ("", None) if is_pair else _dialogue(item)
         if nested is not None:
-            yield from _nested(item, name, place, asked, depth + 1)
+            yield from _nested(item, name, place, request, depth + 1)
             continue
-        if isinstance(item, str):  # texts take turns: without one of them the others would change sides
-            asked = replace(asked, on_malformed=refuse)
-        role, text = ("", "") if is_pair else _turn(item, asked, is_answer=question is not None)
+        if isinstance(item, str):  # texts alternate: if one is left out, the later ones change sides
+            request = replace(request, on_malformed=refuse)
+        role, text = ("", "") if is_pair else _turn(item, request, is_answer=question is not None)
         if role in USER_ROLES:
             question = text if question is None else question + "\n" + text
             if len(question) > MAX_ITEM_CHARS:
                 raise ValueError(
-                    f"{place()}: a user's turns of more than {MAX_ITEM_CHARS:,} characters, no answer between"
+                    f"{place()}: a user's turns of more than {MAX_ITEM_CHARS:,} characters without an answer between"
                 )
         elif role in ASSISTANT_ROLES:
             yield {"prompt": question or "", "response": text}
             question, num_answers = None, num_answers + 1
-            asked.ignore(CONTEXT, "", num_answers > 1)
+            request.ignore(CONTEXT, "", num_answers > 1)
         elif not isinstance(item, dict):
-            asked.on_malformed(
+            request.on_malformed(
                 f"{place()}: a row is {str(item)[:40]}; it must be an object with a prompt and a response"
             )
         elif role:
-            asked.ignore(TURNS, role)
+            request.ignore(TURNS, role)
         else:
             yield item
     if question is not None:
-        asked.ignore(CONTEXT, "", num_answers > 0)
+        request.ignore(CONTEXT, "", num_answers > 0)
         yield {"prompt": question, "response": ""}
 
 
-def _nested(item: object, name: str, place: Callable[[], str], asked: _Asked, depth: int) -> Iterable[dict]:
-    """The rows of a list, or of the list in a row's column `name`: all of them or, where one is malformed, none."""
-    items, found = (item[name] if name else item), replace(asked, on_malformed=refuse, ignored=Counter())
+def _nested(item: object, name: str, place: Callable[[], str], request: _Request, depth: int) -> Iterable[dict]:
+    """The rows of a nested list, or of the list in column `name` of a row; none if any of them is malformed."""
+    items, nested = (item[name] if name else item), replace(request, on_malformed=refuse, ignored=Counter())
     try:
         if depth > MAX_NESTING:
             raise ValueError(f"{place()}: lists nested more than {MAX_NESTING} deep; give a list of rows or dialogues")
-        rows = list(_flatten(items, place, found, depth))
+        rows = list(_flatten(items, place, nested, depth))
     except ValueError as error:
-        asked.on_malformed(str(error))
+        request.on_malformed(str(error))
         return ()
     if name:
-        found.ignore_columns(item, (name,))
-    if name in TALK_COLUMNS and (CONTEXT, "") not in found.ignored:
-        found.ignore(CONTEXT, "", len(rows) - 1)
-    for (kind, told), count in found.ignored.items():
-        asked.ignore(kind, told, count)
+        nested.ignore_columns(item, (name,))
+    if name in TALK_COLUMNS and (CONTEXT, "") not in nested.ignored:
+        nested.ignore(CONTEXT, "", len(rows) - 1)
+    for (kind, label), count in nested.ignored.items():
+        request.ignore(kind, label, count)
     return rows
 
 
-def _is_pair(row: dict, asked: _Asked) -> bool:
-    """Whether the row is a pair itself, whatever else it holds; beside empty columns a dialogue is meant."""
-    prompts, response = find_columns(tuple(row), asked.prompt_column, asked.response_column)
+def _is_pair(row: dict, request: _Request) -> bool:
+    """True if the row itself is a pair; False if its prompt or response is empty and it also has a dialogue."""
+    prompts, response = find_columns(tuple(row), request.prompt_column, request.response_column)
     if not (prompts and response):
         return False
     if DIALOGUE_COLUMNS.isdisjoint(row) or _dialogue(row)[1] is None:
         return True
-    return bool(any(joined(row, pick) for pick in prompts) and joined(row, response))
+    return bool(any(join_columns(row, pick) for pick in prompts) and join_columns(row, response))
 
 
 def _dialogue(item: object) -> tuple[str, list | None]:
-    """(column, list of turns or rows) of a row; ("", the item) where it is a list itself, else ("", None)."""
+    """(column, its list of turns or rows) of a row; ("", item) if the item itself is a list, else ("", None)."""
     if isinstance(item, list):
         return "", item
     for name, value in item.items() if isinstance(item, dict) else ():
@@ -223,7 +227,8 @@ def _dialogue(item: object) -> tuple[str, list | None]:
     return "", None
 
 
-def _turn(item: object, asked: _Asked, is_answer: bool) -> tuple[str, str]:
+def _turn(item: object, request: _Request, is_answer: bool) -> tuple[str, str]:
+    """(role in lower case, text) of a turn, ("", "") if the item is no turn; `is_answer` gives the role of a text."""
     if isinstance(item, str):
         return ("assistant" if is_answer else "user"), as_text(item)
     if isinstance(item, dict):
@@ -231,7 +236,7 @@ def _turn(item: object, asked: _Asked, is_answer: bool) -> tuple[str, str]:
             if isinstance(item.get(role), str) and text in item:
                 name = item[role].strip().lower()
                 if name:
-                    asked.ignore_columns(item, (role, text))
+                    request.ignore_columns(item, (role, text))
                 return name, as_text(item[text])
     return "", ""
 

@@ -1,4 +1,4 @@
-"""Text files in UTF-8 or GB18030, and the rows of csv and tsv tables, one at a time."""
+"""Opens text files in UTF-8 or GB18030 and reads csv and tsv tables row by row."""
 
 import codecs
 import csv
@@ -14,13 +14,13 @@ ENCODING_SAMPLE_BYTES = 1 << 20
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """The file as text, its line ends as they are; ValueError where it is in no known encoding."""
+    """Open the file as text and keep its line ends. Raises ValueError if it is neither UTF-8 nor GB18030."""
     with open(path, encoding=_find_encoding(path), newline="") as file:
         try:
             yield file
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{path}: the start is {error.encoding}, but not all before byte {file.buffer.tell():,} is "
+                f"{path}: it begins as {error.encoding}, but has other bytes before byte {file.buffer.tell():,} "
                 f"({error.reason}); save the whole file as UTF-8"
             ) from None
 
@@ -41,10 +41,11 @@ def _find_encoding(path: Path) -> str:
 
 
 def table_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
-    """Every row of a csv or tsv table as {column: text}; a row with too many cells goes to `on_malformed`.
+    """Yield each row of a csv or tsv table as {column: text}; a row with too many cells goes to `on_malformed`.
 
-    In csv, quotes around a cell protect the separators and line ends in it. In tsv they do where that suits the file
-    (see _is_quoted): programs write such quotes too, but in what people write a quote is a character like any other.
+    In csv a quoted cell may contain separators and line ends. In tsv this depends on the file (see _is_quoted):
+    programs quote such cells, but people who write tsv by hand use a quote as an ordinary character.
+    Raises ValueError for a cell or a line that is too long.
     """
     is_tsv = path.suffix.lower() == ".tsv"
     quoting = csv.QUOTE_NONE if is_tsv and not _is_quoted(path) else csv.QUOTE_MINIMAL
@@ -69,12 +70,11 @@ def table_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
 
 
 def _is_quoted(path: Path) -> bool:
-    """Whether the quotes of a tsv file stand around cells, as Python's csv module and pandas write them.
+    """True if quotes in a tsv file enclose cells, as Python's csv module and pandas write them.
 
-    The file is read both ways. Quotes around cells that hold line ends or tabs, read as characters, leave rows that
-    do not have as many cells as the header; a lone quote, read as the beginning of a cell, joins rows, which then have
-    too many or too few. So the way with fewer wrong rows is meant; of equal ones the way with more rows, and of those
-    the quoted one.
+    The file is read both ways. If enclosing quotes are read as characters, a cell with a line end or a tab in it gives
+    rows whose number of cells differs from the header's. If a lone quote is read as an opening quote, it joins rows,
+    with the same effect. The way with fewer such rows wins; on a tie the way with more rows, then the quoted way.
     """
     if not _has_opening_quote(path):
         return False
@@ -87,21 +87,21 @@ def _has_opening_quote(path: Path) -> bool:
 
 
 def _fit(path: Path, quoting: int) -> tuple[int, int]:
-    """(rows that have not as many cells as the header or cannot be read, minus the number of the others)."""
-    wrong = right = width = 0
+    """(number of rows that are unreadable or differ from the header's number of cells, minus number of other rows)."""
+    num_wrong = num_right = width = 0
     with open_text(path) as file:
         reader = csv.reader(_lines(file), delimiter="\t", quoting=quoting, strict=True)
         while True:
             try:
                 cells = next(reader)
             except StopIteration:
-                return wrong, -right
-            except csv.Error:  # the reader goes on at the next line
-                wrong += 1
+                return num_wrong, -num_right
+            except csv.Error:  # the next call continues at the next line
+                num_wrong += 1
                 continue
             width = width or len(cells)
-            right += len(cells) == width
-            wrong += 0 < len(cells) != width
+            num_right += len(cells) == width
+            num_wrong += 0 < len(cells) != width
 
 
 def _lines(file: TextIO) -> Iterator[str]:

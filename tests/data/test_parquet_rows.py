@@ -1,4 +1,4 @@
-"""A parquet file costs what its rows are worth, however few bytes stand for however many of them."""
+"""Rows of parquet files: bounded memory however far a small file expands, and equal rows for every encoding."""
 
 import os
 import resource
@@ -41,7 +41,7 @@ def shared_beginnings(count):
 
 
 def claimed_rows(path, count):
-    """A file whose footer claims 2^40 rows in place of `count`."""
+    """Write a file of `count` rows whose footer claims 2^40."""
     pq.write_table(pa.table({"prompt": ["p"] * count, "response": ["r"] * count}), path, store_schema=False)
     data = path.read_bytes()
     begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
@@ -70,7 +70,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_small_file_that_expands_without_end_is_refused_in_little_memory(tmp_path, name):
+def test_a_small_file_that_expands_without_limit_is_refused_in_little_memory(tmp_path, name):
     path, small = tmp_path / "bomb.parquet", tmp_path / "small.parquet"
     pq.write_table(pa.table({"prompt": ["p"], "response": ["r"]}), small)
     if BOMBS[name]:
@@ -79,7 +79,7 @@ def test_a_small_file_that_expands_without_end_is_refused_in_little_memory(tmp_p
     else:
         claimed_rows(path, 77)
     assert path.stat().st_size < 30_000
-    limit = 4 << 30, 4 << 30  # what is read without measure ends with an error, not with the machine
+    limit = 4 << 30, 4 << 30  # a file that is read without limits must not take the machine's memory
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, small, path], capture_output=True, encoding="utf-8", timeout=60,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limit),
@@ -90,17 +90,17 @@ def test_a_small_file_that_expands_without_end_is_refused_in_little_memory(tmp_p
     assert seconds < 2 * max(1, os.getloadavg()[0])
 
 
-def test_a_text_beyond_the_limit_costs_its_row_alone(tmp_path):
-    texts, told = ["p", "x" * MAX_ITEM_CHARS, "q", "x" * MAX_ITEM_CHARS, "汉" * (MAX_ITEM_CHARS - 1)], []
+def test_a_text_above_the_limit_costs_only_its_own_row(tmp_path):
+    texts, problems = ["p", "x" * MAX_ITEM_CHARS, "q", "x" * MAX_ITEM_CHARS, "汉" * (MAX_ITEM_CHARS - 1)], []
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"prompt": texts, "response": ["r"] * 5}), path)
-    assert [pair[0] for pair in read_pairs(path, on_malformed=told.append)] == texts[::2]
-    assert [problem.removeprefix(str(path))[:6] for problem in told] == [" row 2", " row 4"]
-    with pytest.raises(ValueError, match="16,777,217 characters; it may have 16,777,216"):
+    assert [pair[0] for pair in read_pairs(path, on_malformed=problems.append)] == texts[::2]
+    assert [problem.removeprefix(str(path))[:6] for problem in problems] == [" row 2", " row 4"]
+    with pytest.raises(ValueError, match="16,777,217 characters; at most 16,777,216 are read"):
         list(read_pairs(path))
 
 
-def test_honest_dictionaries_and_encodings_are_read_as_ever(tmp_path):
+def test_ordinary_files_of_any_encoding_and_string_type_give_the_rows_that_were_written(tmp_path):
     prompts = [f"{'问' * 300} {i % 7} {i if i > 2500 else ''}" for i in range(5000)]
     rows = [(prompt, None if i % 5 == 0 else f"r{i % 3}") for i, prompt in enumerate(prompts)]
     expected, path = [(prompt, response or "") for prompt, response in rows], tmp_path / "x.parquet"
@@ -115,7 +115,7 @@ def test_honest_dictionaries_and_encodings_are_read_as_ever(tmp_path):
         assert list(read_pairs(path)) == expected
 
 
-def test_turns_that_stand_in_rows_of_their_own_meet_across_batches_and_row_groups(tmp_path):
+def test_a_question_and_its_answer_in_different_batches_or_row_groups_become_one_pair(tmp_path):
     turns = [{"role": role, "content": f"{role} {i}"} for i in range(1500) for role in ("user", "assistant")][1:]
     path = tmp_path / "x.parquet"
     pq.write_table(pa.Table.from_pylist(turns), path, row_group_size=2001)

@@ -1,39 +1,17 @@
-"""The reader of data files: every shape found in the wild, clear errors for the rest, and memory that is bounded."""
+"""The reader of data files: the common layouts, clear errors for other files, and bounded memory."""
 
 import faulthandler
 import json
 import random
 import tracemalloc
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from model.data.columns import as_text
-from model.data.readers import read_pairs, read_rows
-
-QUESTION, ANSWER = "高血压怎么办？", "少吃盐，多运动。"
-PAIR = (QUESTION, ANSWER)
-
-
-def write(path, data):
-    path.write_bytes(data if isinstance(data, bytes) else data.encode())
-    return path
-
-
-def write_json(path, value):
-    return write(path, json.dumps(value, ensure_ascii=False, indent=1))
-
-
-def pairs_of(path, **columns):
-    return list(read_pairs(path, **columns))
-
-
-def refusal(path, **columns):
-    with pytest.raises(ValueError) as caught:
-        pairs_of(path, **columns)
-    assert str(path) in str(caught.value)
-    return str(caught.value)
+from model.data.readers import describe_ignored, read_pairs, read_rows
+from tests.data.files import pairs_of, refusal, write, write_json, write_json_lines
 
 
 def turns(speaker, content, **texts):
@@ -60,82 +38,24 @@ def test_each_question_of_a_dialogue_with_its_answer_is_a_pair(tmp_path, dialogu
     assert pairs_of(write(tmp_path / "lines.jsonl", lines)) == once * 2
 
 
-def test_unanswered_and_unasked_turns_keep_their_place(tmp_path):
+def test_a_question_without_an_answer_and_an_answer_without_a_question_keep_their_place(tmp_path):
     said = [("user", "q1"), ("user", "q2"), ("assistant", "a"), ("assistant", "b"), ("tool", "x"), ("user", "q3")]
     path = write_json(tmp_path / "d.json", [{"messages": [{"role": role, "content": text} for role, text in said]}])
     assert pairs_of(path) == [("q1\nq2", "a"), ("", "b"), ("q3", "")]
 
 
 def test_messages_in_parquet_are_dialogues_too(tmp_path):
-    dialogue = turns("role", "content", user=QUESTION, assistant=ANSWER)
+    dialogue = turns("role", "content", user="高血压怎么办？", assistant="少吃盐，多运动。")
     pq.write_table(pa.table({"messages": [dialogue, dialogue]}), tmp_path / "d.parquet")
-    assert pairs_of(tmp_path / "d.parquet") == [PAIR] * 2
+    assert pairs_of(tmp_path / "d.parquet") == [("高血压怎么办？", "少吃盐，多运动。")] * 2
 
 
-@pytest.mark.parametrize(
-    ("row", "pair"),
-    [
-        ({"instruction": "翻译", "input": "", "output": "a"}, ("翻译", "a")),
-        ({"input": None, "output": "a", "instruction": "翻译"}, ("翻译", "a")),
-        ({"instruction": "翻译", "input": "<noinput>", "output": "a"}, ("翻译", "a")),
-        ({"instruction": "翻译", "input": "hello", "output": "a"}, ("翻译\nhello", "a")),
-        ({"instruction": "", "input": "hello", "output": "a"}, ("hello", "a")),
-        ({"title": "t", "ask": "问", "department": "d", "answer": "a"}, ("问", "a")),
-        ({"title": "t", "ask": " ", "department": "d", "answer": "a"}, ("t", "a")),
-        ({"question": "q", "std_answer": "", "class": "c"}, ("q", "")),
-        ({"问题": "q", "回答": "a"}, ("q", "a")),
-        ({"title": "t", "提问": "q", "答案": "a"}, ("q", "a")),
-        ({"问": "q", "答": "a"}, ("q", "a")),
-        ({"指令": "翻译", "输入": "hello", "输出": "a"}, ("翻译\nhello", "a")),
-        ({"Prompt": 12, "Response ": True}, ("12", "True")),
-        ({"prompt": ["x", {"text": "y"}, None], "response": {"deep": 1}}, ("x\ny", "")),
-        ({"prompt": float("nan"), "response": 1.5}, ("", "1.5")),
-        ({"prompt": "\ud800x", "response": "\ud83d\ude00"}, ("\ufffdx", "\U0001f600")),
-    ],
-)
-def test_columns_are_found_by_priority_and_an_empty_one_overwrites_nothing(tmp_path, row, pair):
-    assert pairs_of(write(tmp_path / "r.jsonl", json.dumps(row))) == [pair]
-
-
-def test_rows_of_different_shapes_are_mapped_each_by_itself(tmp_path):
+def test_rows_with_different_columns_are_mapped_independently(tmp_path):
     rows = [{"prompt": "p", "response": "r"}, {"question": "q", "answer": "a"}, {"id": 3}]
     assert pairs_of(write_json(tmp_path / "r.json", rows)) == [("p", "r"), ("q", "a"), ("", "")]
 
 
-def test_named_columns_win_and_a_missing_one_lists_the_columns_found(tmp_path):
-    path = write_json(tmp_path / "r.json", [{"prompt": "p", "response": "r", "output": "o", "input": "i"}])
-    assert pairs_of(path, prompt_column="input", response_column="output") == [("i", "o")]
-    assert pairs_of(path, response_column="prompt") == [("i", "p")]
-    message = refusal(path, prompt_column="promt")
-    assert "no 'promt' column; found 'prompt', 'response', 'output', 'input'" in message
-    assert "--prompt_column=NAME" in message and "--response_column" not in message
-    assert "no '问题' or '回答' column; found 'prompt'" in refusal(path, prompt_column="问题", response_column="回答")
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030"])
-def test_csv_in_utf8_or_gb18030_with_quoted_newlines(tmp_path, encoding):
-    first = f'department,title,ask,answer\r\n内科,t,"第一行\r\n第二，""行""",{ANSWER}\r\n'
-    text = first + f'\r\n外科,{QUESTION},,"a,b"\r\n儿科,t\r\n'
-    path = write(tmp_path / "m.csv", text.encode(encoding))
-    assert pairs_of(path) == [('第一行\r\n第二，"行"', ANSWER), (QUESTION, "a,b"), ("t", "")]
-    tsv = write(tmp_path / "m.tsv", f"prompt\tresponse\n{QUESTION}\t{ANSWER}, b".encode(encoding))
-    assert pairs_of(tsv) == [(QUESTION, ANSWER + ", b")]
-
-
-@pytest.mark.parametrize("shift", range(4))
-def test_a_character_cut_by_the_encoding_sample_does_not_change_the_encoding(tmp_path, shift):
-    text = json.dumps({"prompt": "x" * shift + "汉" * 400_000, "response": "a"}, ensure_ascii=False)
-    assert pairs_of(write(tmp_path / "u.json", text)) == [("x" * shift + "汉" * 400_000, "a")]
-    assert pairs_of(write(tmp_path / "g.json", text.encode("gb18030")))[0][0].endswith("汉")
-
-
-def test_bytes_in_no_known_encoding_are_refused_with_their_place(tmp_path):
-    assert "neither UTF-8 nor GB18030 (byte " in refusal(write(tmp_path / "x.csv", b"prompt,response\n\xff\xff,\x80\n"))
-    late = b'{"prompt": "p", "response": "r"}\n' * 40_000 + b'{"prompt": "\xff"}'
-    assert "before byte 1,320,0" in refusal(write(tmp_path / "late.jsonl", late))
-
-
-def test_json_lines_are_read_under_either_name_and_nul_bytes_do_no_harm(tmp_path):
+def test_json_lines_are_read_under_both_suffixes_and_nul_characters_are_kept(tmp_path):
     text = '\ufeff{"prompt": "a\\u0000", "response": "b"}\n\n{"prompt": "c", "response": "d"}'
     for name in ("x.json", "x.jsonl"):
         assert pairs_of(write(tmp_path / name, text)) == [("a\0", "b"), ("c", "d")]
@@ -168,7 +88,7 @@ GOOD_ITEM = '{"prompt": "p", "response": "r"}'
         ("x.parquet", b"PAR1 this is not parquet PAR1", "damaged or not parquet"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_place_and_the_remedy(tmp_path, name, data, expected):
+def test_an_unreadable_file_is_refused_with_the_place_and_the_remedy(tmp_path, name, data, expected):
     assert expected in refusal(write(tmp_path / name, data))
 
 
@@ -179,14 +99,14 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
         assert f"it is a folder; name a file in it (prepare_data takes several: {folder}/*.json)" in refusal(folder)
 
 
-def test_an_item_or_a_line_without_end_is_refused_before_it_fills_memory(tmp_path):
+def test_an_endless_item_or_line_is_refused_before_it_fills_memory(tmp_path):
     endless = write(tmp_path / "x.json", '[{"prompt": "' + "a" * 20_000_000)
     assert "an item has more than 16,777,216 characters" in refusal(endless)
     assert "a line is longer than 16,777,216 characters" in refusal(endless.rename(tmp_path / "x.csv"))
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv"])
-def test_a_file_of_30_megabytes_is_read_in_a_few(tmp_path, suffix):
+def test_a_file_of_30_megabytes_is_read_in_less_than_8_megabytes_of_memory(tmp_path, suffix):
     row = json.dumps({"prompt": "p" * 500, "response": "汉" * 500}, ensure_ascii=False)
     csv_row = f"{'p' * 500},{'汉' * 500}"
     shapes = {".json": ("[", row, ",\n"), ".jsonl": ("", row, "\n"), ".csv": ("prompt,response\n", csv_row, "\n")}
@@ -259,6 +179,57 @@ def test_read_rows_keeps_every_column(tmp_path):
     assert list(read_rows(write_json(tmp_path / "r.json", [row, row]))) == [row, row]
 
 
-def test_values_become_text_that_utf8_can_hold():
-    values = [None, 3, False, 0.5, float("nan"), b"\xe6\xb1\x89\xff", "\udc00", {"a": 1}, [[1]], ["a", {"text": "b"}]]
-    assert [as_text(value) for value in values] == ["", "3", "False", "0.5", "", "汉\ufffd", "\ufffd", "", "", "a\nb"]
+ROW = {"prompt": "p", "response": "r"}
+TURNS = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "tool", "user", "assistant")]
+
+
+def read_and_describe(path, rows, **columns):
+    """(pairs of a file of these rows, description of the content that is not used)."""
+    ignored = Counter()
+    return list(read_pairs(write_json_lines(path, rows), **columns, ignored=ignored)), describe_ignored(ignored)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"role": "tool", "content": "c"},
+        {"role": "user", "content": "c"},
+        {"from": "human", "value": "c"},
+        {"data": ["q", "a"]},
+        {"messages": TURNS},
+        {"history": [["q", "a"]], "system": "s", "rejected": "x"},
+    ],
+)
+def test_a_row_with_a_prompt_and_a_response_is_a_pair_whatever_other_columns_it_has(tmp_path, more):
+    pairs, message = read_and_describe(tmp_path / "x.jsonl", [ROW | more] * 6)
+    assert pairs == [("p", "r")] * 6
+    assert message == "not used: column " + ", ".join(f"{name!r} (6 rows)" for name in more)
+    named = [{"q": "p", "a": "r"} | more]
+    assert read_and_describe(tmp_path / "x.jsonl", named, prompt_column="q", response_column="a")[0] == [("p", "r")]
+
+
+def test_a_dialogue_is_read_when_the_row_has_no_text_in_its_pair_columns(tmp_path):
+    row = {"prompt": "p", "chosen": [{"role": "user", "content": "x"}], "messages": TURNS, "tools": []}
+    pairs, message = read_and_describe(tmp_path / "x.jsonl", [row])
+    assert pairs == [("u", "a"), ("u", "a")]
+    assert "column 'prompt' (1 row), 'chosen' (1 row)" in message and "tools" not in message
+
+
+def test_turns_of_other_roles_and_earlier_turns_are_counted_as_not_used(tmp_path):
+    rows = [{"messages": TURNS, "id": 7}, {"conversation": [ROW, ROW | {"n": 1}]}]
+    pairs, message = read_and_describe(tmp_path / "x.jsonl", rows)
+    assert pairs == [("u", "a"), ("u", "a"), ("p", "r"), ("p", "r")]
+    assert message == (
+        "not used: turns of role 'system' (1 turn), 'tool' (1 turn); column 'id' (1 row), 'n' (1 row); "
+        "earlier turns (2 pairs of longer dialogues)"
+    )
+    with pytest.raises(ValueError, match=r"no rows found \(not used: turns of role 'tool' \(2 turns\)\)"):
+        read_and_describe(tmp_path / "y.jsonl", [TURNS[3]] * 2)
+
+
+def test_empty_columns_and_malformed_dialogues_are_not_counted_as_not_used(tmp_path):
+    assert read_and_describe(tmp_path / "x.jsonl", [ROW | {"history": [], "system": "", "id": None}] * 2)[1] == ""
+    path, ignored = tmp_path / "y.jsonl", Counter()
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps({"messages": [*TURNS, None]}))
+    assert list(read_pairs(path, on_malformed=lambda problem: None, ignored=ignored)) == [("p", "r")]
+    assert not ignored

@@ -1,4 +1,4 @@
-"""A malformed row costs itself alone where the caller of the reader goes on, and is refused where it does not."""
+"""Malformed rows: only they are left out if the caller handles them, otherwise the file is refused."""
 
 import pytest
 
@@ -13,18 +13,18 @@ def write(path, text):
     return path
 
 
-def kept_and_told(path):
-    told = []
-    return list(read_pairs(path, on_malformed=told.append)), told
+def pairs_and_problems(path):
+    problems = []
+    return list(read_pairs(path, on_malformed=problems.append)), problems
 
 
 @pytest.mark.parametrize("line", [ITEM, DIALOGUE])
-def test_a_json_line_that_was_cut_anywhere_costs_itself_alone(tmp_path, line):
+def test_a_json_line_cut_anywhere_costs_only_its_own_row(tmp_path, line):
     for end in range(2, len(line)):
         cut = line[:end]
         path = write(tmp_path / "x.jsonl", f"{ITEM}\n{cut}\n{DIALOGUE}\n{cut}\n{cut}\n\n{ITEM}\n{cut}")
-        pairs, told = kept_and_told(path)
-        assert (pairs, len(told)) == ([("p", "r")] * 3, 4), cut
+        pairs, problems = pairs_and_problems(path)
+        assert (pairs, len(problems)) == ([("p", "r")] * 3, 4), cut
         with pytest.raises(ValueError, match="malformed JSON"):
             list(read_pairs(path))
 
@@ -43,7 +43,7 @@ def test_a_json_line_that_was_cut_anywhere_costs_itself_alone(tmp_path, line):
         ("x.tsv", "a\tb\tc", "line 3: 3 cells under 2 columns"),
     ],
 )
-def test_a_malformed_row_is_told_with_its_place_and_left_out(tmp_path, name, row, place):
+def test_a_malformed_row_is_reported_with_its_place_and_left_out(tmp_path, name, row, place):
     texts = {
         "x.json": f"[{ITEM},\n{row},\n{ITEM}]",
         "x.jsonl": f"{ITEM}\n{row}\n{ITEM}",
@@ -51,17 +51,17 @@ def test_a_malformed_row_is_told_with_its_place_and_left_out(tmp_path, name, row
         "x.tsv": f"prompt\tresponse\np\tr\n{row}\np\tr",
     }
     path = write(tmp_path / name, texts[name])
-    pairs, (told,) = kept_and_told(path)
+    pairs, (problem,) = pairs_and_problems(path)
     assert pairs == [("p", "r")] * 2
-    assert told.startswith(f"{path} {place}")
+    assert problem.startswith(f"{path} {place}")
     with pytest.raises(ValueError) as refused:
         list(read_pairs(path))
-    assert str(refused.value) == told
+    assert str(refused.value) == problem
 
 
-def test_what_follows_a_whole_value_on_its_line_is_left_out_too(tmp_path):
-    pairs, told = kept_and_told(write(tmp_path / "x.jsonl", f"{ITEM},\n{ITEM}}}\n{ITEM}"))
-    assert (pairs, len(told)) == ([("p", "r")] * 3, 2)
+def test_text_after_a_complete_value_on_the_same_line_is_left_out_too(tmp_path):
+    pairs, problems = pairs_and_problems(write(tmp_path / "x.jsonl", f"{ITEM},\n{ITEM}}}\n{ITEM}"))
+    assert (pairs, len(problems)) == ([("p", "r")] * 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_what_follows_a_whole_value_on_its_line_is_left_out_too(tmp_path):
         '["q", 7, "q", "a"]',
     ],
 )
-def test_what_could_cost_more_than_a_row_is_refused_all_the_same(tmp_path, text):
+def test_damage_that_could_cost_more_than_one_row_is_refused_even_if_the_caller_handles_malformed_rows(tmp_path, text):
     with pytest.raises(ValueError, match="x.json line "):
-        kept_and_told(write(tmp_path / "x.json", text))
+        pairs_and_problems(write(tmp_path / "x.json", text))
 
 
 def test_a_file_of_malformed_rows_has_no_rows(tmp_path):
     with pytest.raises(NoRows):
-        kept_and_told(write(tmp_path / "x.jsonl", "null\n7\n{'a'}"))
+        pairs_and_problems(write(tmp_path / "x.jsonl", "null\n7\n{'a'}"))
