@@ -1,12 +1,12 @@
 """Train, load and identify a tokenizer with the `tokenizers` package alone (transformers and torch are not imported).
 
-What it promises of a tokenizer trained here:
+A tokenizer trained here has these properties:
 - decode(encode(text)) == text for every string of valid Unicode: a character outside the alphabet becomes byte tokens;
-- no text, however spelt, is ever read as a special token such as [EOS], nor as a byte token such as <0x41>;
+- no text is encoded as a special token such as [EOS] or a byte token such as <0x41>, even if it spells one;
 - equal texts in equal order give an equal tokenizer;
 - transformers' AutoTokenizer gives the same ids, and appends [EOS] when add_special_tokens is True.
 
-A directory made by others is accepted when it holds a tokenizer.json and says which tokens are eos and pad.
+A tokenizer from elsewhere can be loaded if its directory has a tokenizer.json and names its eos and pad tokens.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from model.data.tokenizer_file import load_backend, load_settings, refusing
+from model.data.tokenizer_file import library_errors_as_value_errors, load_backend, load_settings
 from model.runtime.atomic_io import open_own
 
 SPECIAL_TOKENS = ("[PAD]", "[EOS]", "[SEP]", "[BOS]", "[CLS]", "[MASK]", "[UNK]")
@@ -38,13 +38,14 @@ TOKENIZER_FILES = (
 
 MIN_VOCAB_SIZE = 300
 MAX_ALPHABET = 8_000
-# The merge table costs about 110 bytes of host memory for each character of Chinese text.
+# The merge table takes about 110 bytes of host memory per character of Chinese text.
 MAX_TRAINING_CHARS = 32_000_000
-# One run of a million letters would be searched again at every merge.
+# The trainer searches a whole run of letters again at every merge; slices bound its length.
 MAX_SLICE_CHARS = 512
 
-# Han, other letters, blanks and the remaining signs never share a token; digits stand alone, and so do the brackets,
-# without which no merge can spell a special or a byte token. The possessive ++ keeps long runs linear in memory.
+# Han characters, other letters, white space and other symbols never share a token. Each digit and each bracket is a
+# token of its own, so that no merge can spell a special token or a byte token. The possessive ++ keeps the memory for
+# long runs linear.
 SPLIT_PATTERN = r"[<>\[\]]|\p{N}|\p{Han}++|[\p{L}\p{M}&&[^\p{Han}]]++|\s++|[^\s\p{L}\p{M}\p{N}<>\[\]]++"
 
 PROBE = (
@@ -61,8 +62,9 @@ logger = logging.getLogger(__name__)
 class ChatTokenizer:
     """A loaded tokenizer and the ids that training and generation need.
 
-    vocab_size is one more than the highest id, so an embedding of that many rows holds every token.
-    fingerprint covers all that decides the ids of a text, and saving the tokenizer again leaves it as it is.
+    vocab_size is the highest id plus one: the number of rows that an embedding needs.
+    fingerprint covers everything that determines the ids of a text and does not change when the tokenizer is saved
+    again.
     """
 
     backend: Tokenizer
@@ -73,11 +75,11 @@ class ChatTokenizer:
     directory: Path
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text as it stands: no EOS is added and no special token is read out of it."""
+        """Ids of the text; adds no EOS and parses no special tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, computed on all cores; ValueError if one is not a string of valid Unicode."""
+        """Ids of each text, computed on all cores. Raises ValueError if a text is not a string of valid Unicode."""
         try:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError as error:
@@ -88,32 +90,32 @@ class ChatTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the ids, special tokens left out."""
+        """Text of the ids, without special tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, output_dir: str | Path) -> None:
-    """Write to output_dir a character-level BPE tokenizer with byte fallback, learnt from the texts.
+    """Train a character-level BPE tokenizer with byte fallback on the texts and write it to output_dir.
 
-    Reads the texts once and in bounded memory (about 4 GiB at most): of more than MAX_TRAINING_CHARS characters it
-    uses a uniform sample. Raises ValueError if vocab_size or the amount of text is too small.
+    Reads the texts once, in at most about 4 GiB of memory: it trains on a uniform sample if there are more than
+    MAX_TRAINING_CHARS characters. Raises ValueError if vocab_size or the amount of text is too small.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size is {vocab_size}: it must be at least {MIN_VOCAB_SIZE}, for example 8000")
     backend = _learn(_sample_slices(texts), vocab_size)
     if backend.get_vocab_size() < MIN_VOCAB_SIZE:
         raise ValueError(
-            f"the text given is enough for {backend.get_vocab_size()} tokens only, and {MIN_VOCAB_SIZE} is the least: "
+            f"the text is enough for only {backend.get_vocab_size()} tokens: at least {MIN_VOCAB_SIZE} are needed, "
             "give more text"
         )
     _save(backend, Path(output_dir))
 
 
 def load_tokenizer(directory: str | Path) -> ChatTokenizer:
-    """The tokenizer in a directory: one trained here, a Hugging Face one, or a model with tokenizer files beside it.
+    """Load the tokenizer in a directory: one trained here, one from Hugging Face, or the tokenizer files of a model.
 
     Raises ValueError if files are missing or unreadable, the vocabulary is smaller than 300, no eos or pad token is
-    named, the tokenizer needs code of its own, or it loses more than 1 % of ordinary Chinese.
+    named, the tokenizer needs custom code, or it loses more than 1 % of common Chinese characters.
     """
     directory = Path(directory)
     backend = load_backend(directory / "tokenizer.json")
@@ -122,24 +124,24 @@ def load_tokenizer(directory: str | Path) -> ChatTokenizer:
     eos_id = _special_id(backend, settings, "eos_token", directory)
     vocab_size = 1 + max(backend.get_vocab().values())
     tokenizer = ChatTokenizer(backend, vocab_size, pad_id, eos_id, _fingerprint(backend), directory)
-    with refusing(directory):
+    with library_errors_as_value_errors(directory):
         _check_fitness(tokenizer)
     return tokenizer
 
 
 def tokenizer_files(directory: str | Path) -> list[Path]:
-    """The tokenizer files in a directory, by the names they have there.
+    """Paths of the tokenizer files in a directory.
 
-    Hugging Face's cache keeps a snapshot's files as links into the blobs/ of the same model: a link counts where it
-    leads there or stays in the directory. Raises ValueError for one that leads elsewhere: a copy of it would carry off
-    a file that is no part of the tokenizer.
+    In Hugging Face's cache the files of a snapshot are links into blobs/ of the same model, so a link may point there
+    or into the directory itself. Raises ValueError for a link to anywhere else: following it could copy a file that
+    is not part of the tokenizer.
     """
     directory = Path(directory)
     found = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     real = directory.resolve()
-    homes = {real, real.parents[1] / "blobs"} if real.parent.name == "snapshots" else {real}
+    allowed = {real, real.parents[1] / "blobs"} if real.parent.name == "snapshots" else {real}
     for path in found:
-        if path.is_symlink() and path.resolve().parent not in homes:
+        if path.is_symlink() and path.resolve().parent not in allowed:
             raise ValueError(
                 f"{path} is a link to {path.resolve()}, outside the tokenizer's directory: copy the file itself there, "
                 "or delete the link"
@@ -148,7 +150,7 @@ def tokenizer_files(directory: str | Path) -> list[Path]:
 
 
 def copy_tokenizer(directory: str | Path, target: str | Path) -> None:
-    """Copy the tokenizer files of one directory into another, byte for byte; raises as `tokenizer_files` does."""
+    """Copy the tokenizer files of one directory into another, byte for byte; raises like `tokenizer_files`."""
     Path(target).mkdir(parents=True, exist_ok=True)
     for source in tokenizer_files(directory):
         copy = Path(target, source.name)
@@ -158,36 +160,36 @@ def copy_tokenizer(directory: str | Path, target: str | Path) -> None:
 
 
 def count_merged_tokens(tokenizer: ChatTokenizer) -> int:
-    """Number of tokens that stand for more than one character."""
-    spelt = tokenizer.backend.get_vocab(with_added_tokens=False).keys() - {*SPECIAL_TOKENS, *BYTE_TOKENS}
-    return sum(len(token) > 1 for token in spelt)
+    """Number of tokens of more than one character."""
+    learnt = tokenizer.backend.get_vocab(with_added_tokens=False).keys() - {*SPECIAL_TOKENS, *BYTE_TOKENS}
+    return sum(len(token) > 1 for token in learnt)
 
 
 def _slices(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
-        text = text.encode("utf-8", "ignore").decode("utf-8")  # a lone surrogate has no bytes to learn
+        text = text.encode("utf-8", "ignore").decode("utf-8")  # drops lone surrogates, which have no bytes in UTF-8
         for start in range(0, len(text), MAX_SLICE_CHARS):
             yield text[start : start + MAX_SLICE_CHARS]
 
 
 def _sample_slices(texts: Iterable[str], max_chars: int = MAX_TRAINING_CHARS, seed: int = 0) -> list[str]:
-    """All slices of the texts, or a uniform sample of max_chars/2 to max_chars characters when there are more.
+    """All slices of the texts, or a uniform sample of max_chars/2 to max_chars characters if there are more.
 
-    Each slice draws a ticket in [0, 1) and is kept while the ticket is below the share, which halves when the sample
-    outgrows max_chars.
+    Each slice draws a random number in [0, 1) and stays in the sample while its number is below the sampling rate,
+    which halves whenever the sample exceeds max_chars.
     """
-    ticket = random.Random(seed).random
-    kept, kept_chars, seen_chars, share = [], 0, 0, 1.0
+    draw = random.Random(seed).random
+    kept, kept_chars, seen_chars, rate = [], 0, 0, 1.0
     for piece in _slices(texts):
         seen_chars += len(piece)
-        if (drawn := ticket()) < share:
-            kept.append((drawn, piece))
+        if (number := draw()) < rate:
+            kept.append((number, piece))
             kept_chars += len(piece)
         while kept_chars > max_chars:
-            share /= 2
-            kept = [entry for entry in kept if entry[0] < share]
+            rate /= 2
+            kept = [entry for entry in kept if entry[0] < rate]
             kept_chars = sum(len(piece) for _, piece in kept)
-    if share < 1:
+    if rate < 1:
         logger.warning(
             "tokenizer learns from a sample of %s of %s characters (seed %d)",
             f"{kept_chars:,}",
@@ -198,10 +200,10 @@ def _sample_slices(texts: Iterable[str], max_chars: int = MAX_TRAINING_CHARS, se
 
 
 def _alphabet(slices: list[str], vocab_size: int) -> list[str]:
-    """The most frequent characters, at most 45 % of the learnt vocabulary so that most of it is left to merges."""
+    """The most frequent characters, most frequent first; at most 45 % of the learnt tokens, so that most are merges."""
     size = (vocab_size - len(SPECIAL_TOKENS) - len(BYTE_TOKENS)) * 45 // 100
     counts = Counter(chain.from_iterable(slices))
-    # The trainer's own limit breaks ties at random; the order by character makes the result repeatable.
+    # The trainer's own limit breaks ties at random; sorting ties by character makes the result repeatable.
     return sorted(counts, key=lambda character: (-counts[character], character))[: min(size, MAX_ALPHABET)]
 
 
@@ -225,7 +227,10 @@ def _learn(slices: list[str], vocab_size: int) -> Tokenizer:
 
 
 def _without_special_bytes(backend: Tokenizer) -> Tokenizer:
-    """The trainer gives ids 7..262 to the byte tokens only as special tokens, which decoding would leave out."""
+    """The same tokenizer with byte tokens as ordinary tokens.
+
+    They are special tokens during training, because only those get ids 7 to 262; decoding would leave them out.
+    """
     state = json.loads(backend.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in SPECIAL_TOKENS]
     return Tokenizer.from_str(json.dumps(state))
@@ -245,7 +250,7 @@ def _save(backend: Tokenizer, output_dir: Path) -> None:
 
 
 def _special_id(backend: Tokenizer, settings: dict, role: str, directory: Path) -> int:
-    """Id of the token that the settings name for a role; the token is marked special so that decoding leaves it out."""
+    """Id of the token that the settings name for a role such as eos_token; marks it as special, so decode omits it."""
     named = settings.get(role)
     token = named.get("content") if isinstance(named, dict) else named
     token_id = backend.token_to_id(token) if isinstance(token, str) else None
@@ -261,19 +266,20 @@ def _special_id(backend: Tokenizer, settings: dict, role: str, directory: Path) 
 
 
 def _fingerprint(backend: Tokenizer) -> str:
-    # The backend's own text, not the file's: older files write the same merges in another form.
+    # The backend's serialization, not the file's text: older files write the same merges in another form.
     state = json.loads(backend.to_str())
     parts = {name: state[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _check_fitness(tokenizer: ChatTokenizer) -> None:
+    """Raise ValueError if the vocabulary is too small or loses too much of PROBE."""
     if tokenizer.vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
             f"the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens: at least {MIN_VOCAB_SIZE} are "
-            "needed (a damaged conversion leaves a handful); train one with scripts/train_tokenizer.py"
+            "needed (a failed conversion leaves only a few); train one with scripts/train_tokenizer.py"
         )
-    # Counting unknown ids would miss models that drop what they do not know or fuse it into one id.
+    # Counting unknown ids would miss tokenizers that drop unknown characters or fuse them into one id.
     survivors = set(tokenizer.decode(tokenizer.encode(PROBE)))
     lost = sum(character not in survivors for character in PROBE) / len(PROBE)
     if lost > MAX_PROBE_LOSS:

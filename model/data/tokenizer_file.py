@@ -1,6 +1,6 @@
-"""Tokenizer files of strangers: read with limits, and every fault of theirs is a ValueError that names the file.
+"""Reads untrusted tokenizer files with limits; every defect is a ValueError that names the file.
 
-A file may hold rules that are slow on long texts; what no rule can do is run code, or make a short text endless.
+The rules in a file may be slow on long texts, but they cannot run code or make a short text very long.
 """
 
 import json
@@ -17,27 +17,32 @@ MAX_RULE_TEXTS, MAX_REPLACEMENT_CHARS = 200, 64  # in normalizer, pre-tokenizer,
 
 
 def load_backend(path: Path) -> Tokenizer:
-    """The tokenizers package's object in a tokenizer.json, cutting a text always the same way and special tokens too.
+    """Load a tokenizer.json as the tokenizers package's Tokenizer.
 
-    Raises ValueError for a file that is missing, too large, damaged, or holds what only an attack would.
+    The result encodes a text the same way each time, splits the special tokens in it like any other text, and neither
+    truncates nor pads. Raises ValueError for a file that is missing, too large, damaged or outside the limits.
     """
     if not path.is_file():
-        foreign = next((other.name for other in path.parent.glob("*.model")), "")
+        model_name = next((other.name for other in path.parent.glob("*.model")), "")
         raise ValueError(
             f"no tokenizer at {path}: make one with "
             f"python scripts/train_tokenizer.py FILES --output_dir {path.parent} --vocab_size 8000"
-            + (f"; old weights need their own: convert {foreign} (SentencePiece) to tokenizer.json" if foreign else "")
+            + (
+                f"; for existing weights convert their {model_name} (SentencePiece) to tokenizer.json"
+                if model_name
+                else ""
+            )
         )
     content = read_object(path)
     if not isinstance(content.get("model"), dict) or "vocab" not in content["model"]:
         raise ValueError(f"{path} has no model with a vocab: it must be a file saved by the tokenizers package")
     _check_rules({name: rules for name, rules in content.items() if name not in ("model", "added_tokens")}, path)
-    content["model"].pop("dropout", None)  # it would cut the same text another way each time
-    with refusing(path):
+    content["model"].pop("dropout", None)  # would encode the same text differently each time
+    with library_errors_as_value_errors(path):
         backend = Tokenizer.from_str(json.dumps(content))
     ids = backend.get_vocab().values()
     if len(set(ids)) != len(ids) or max(ids, default=0) >= MAX_VOCAB_SIZE:
-        raise ValueError(f"{path} gives an id twice, or one above {MAX_VOCAB_SIZE - 1:,}: copy it again")
+        raise ValueError(f"{path} has the same id twice, or an id above {MAX_VOCAB_SIZE - 1:,}: copy it again")
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
@@ -45,8 +50,11 @@ def load_backend(path: Path) -> Tokenizer:
 
 
 @contextmanager
-def refusing(path: Path) -> Iterator[None]:
-    """The library raises bare Exception for a file that it cannot use, and a panic of its code is not even that."""
+def library_errors_as_value_errors(path: Path) -> Iterator[None]:
+    """Turn what the tokenizers package raises for an unusable file into a ValueError that names the file.
+
+    It raises a plain Exception; a panic of its Rust code is a BaseException.
+    """
     try:
         yield
     except (ValueError, MemoryError, KeyboardInterrupt, SystemExit):
@@ -56,18 +64,19 @@ def refusing(path: Path) -> Iterator[None]:
 
 
 def _check_rules(rules: object, path: Path) -> None:
-    """Raise ValueError where a stranger's normalizer or decoder could make a short text endless."""
+    """Raise ValueError if a normalizer or decoder could make a short text very long."""
     texts = list(_texts(rules))
-    replaced = [text for name, text in texts if name in ("content", "prepend", "replacement")]
-    if len(texts) > MAX_RULE_TEXTS or any(len(text) > MAX_REPLACEMENT_CHARS for text in replaced):
+    replacements = [text for name, text in texts if name in ("content", "prepend", "replacement")]
+    if len(texts) > MAX_RULE_TEXTS or any(len(text) > MAX_REPLACEMENT_CHARS for text in replacements):
         raise ValueError(
-            f"{path}: its rules hold {len(texts)} texts, the longest replacement {max(map(len, replaced), default=0)} "
-            f"characters: at most {MAX_RULE_TEXTS} and {MAX_REPLACEMENT_CHARS} are taken from others"
+            f"{path}: its rules hold {len(texts)} texts, the longest replacement "
+            f"{max(map(len, replacements), default=0)} characters: "
+            f"at most {MAX_RULE_TEXTS} and {MAX_REPLACEMENT_CHARS} are allowed; use another one"
         )
 
 
 def _texts(node: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """(key, text) of each text in a JSON value."""
+    """Yield (key, text) for each string in a JSON value."""
     if isinstance(node, str):
         yield name, node
     elif isinstance(node, dict | list):
@@ -76,11 +85,11 @@ def _texts(node: object, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def load_settings(directory: Path) -> dict:
-    """What the files beside tokenizer.json say; raises ValueError where they ask for code of their own."""
+    """The settings in the files beside tokenizer.json; raises ValueError if they need custom code."""
     settings = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).is_file():
             settings |= {key: value for key, value in read_object(directory / name).items() if value is not None}
     if "auto_map" in settings:
-        raise ValueError(f"the tokenizer in {directory} needs code of its own (auto_map): only plain ones are loaded")
+        raise ValueError(f"the tokenizer in {directory} needs custom code (auto_map), which is not run; use another")
     return settings

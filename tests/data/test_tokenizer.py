@@ -1,3 +1,5 @@
+"""Training, loading and copying tokenizers, and what loading refuses."""
+
 import json
 import random
 import subprocess
@@ -64,7 +66,7 @@ def tokenizer(directory):
     return load_tokenizer(directory)
 
 
-def foreign_backend(specials=("[PAD]", "[UNK]", "[BOS]", "[EOS]"), vocab_size=800, **options):
+def other_backend(specials=("[PAD]", "[UNK]", "[BOS]", "[EOS]"), vocab_size=800, **options):
     backend = Tokenizer(models.BPE(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -73,7 +75,7 @@ def foreign_backend(specials=("[PAD]", "[UNK]", "[BOS]", "[EOS]"), vocab_size=80
     return backend
 
 
-def save_foreign(directory, backend, **settings):
+def save_other(directory, backend, **settings):
     directory.mkdir(exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     settings = {"pad_token": "[PAD]", "eos_token": "[EOS]"} | settings
@@ -88,14 +90,14 @@ def test_special_tokens_then_byte_tokens_have_the_first_ids(tokenizer):
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 1000)
 
 
-def test_any_unicode_text_survives_encoding_and_decoding(tokenizer):
+def test_decoding_the_ids_of_any_unicode_text_gives_the_text(tokenizer):
     texts = random_strings(10_000) + TRAPS + BLANKS + SIGNS
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert tokenizer.decode(ids) == text
         assert min(ids, default=7) >= len(SPECIAL_TOKENS)
 
 
-def test_very_long_runs_survive(tokenizer):
+def test_decoding_the_ids_of_a_very_long_run_gives_the_run(tokenizer):
     for text in ("哈" * 300_000, "a" * 300_000, " " * 300_000, "！" * 300_000):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -118,7 +120,7 @@ def test_decode_leaves_special_tokens_out(tokenizer):
     assert tokenizer.decode([tokenizer.pad_id, *tokenizer.encode("你好"), tokenizer.eos_id, 0, 0]) == "你好"
 
 
-def test_a_lone_surrogate_is_refused_in_encoding_and_passed_over_in_training(tokenizer, tmp_path):
+def test_a_lone_surrogate_is_refused_in_encoding_and_ignored_in_training(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="surrogate"):
         tokenizer.encode("\ud83d")
     train_tokenizer(["\ud83d" + text for text in synthetic_texts(500, num_characters=100)], 600, tmp_path)
@@ -143,12 +145,12 @@ def test_equal_texts_give_an_equal_tokenizer(directory, tmp_path):
     assert (tmp_path / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
 
 
-def test_ties_at_the_edge_of_the_alphabet_are_broken_alike():
+def test_equally_frequent_characters_enter_the_alphabet_in_a_fixed_order():
     text = "".join(chr(0x4E00 + n) for n in range(5000))
     assert tokenizer_module._alphabet([text], 1000) == tokenizer_module._alphabet([text[::-1]], 1000)
 
 
-def test_huge_input_is_sampled_evenly_repeatably_and_aloud(caplog):
+def test_huge_input_is_sampled_uniformly_and_repeatably_with_a_warning(caplog):
     texts = [f"{n:08d}" for n in range(20_000)]
     sample = tokenizer_module._sample_slices(iter(texts), max_chars=8_000)
     assert 4_000 <= sum(map(len, sample)) <= 8_000
@@ -157,7 +159,7 @@ def test_huge_input_is_sampled_evenly_repeatably_and_aloud(caplog):
     assert "of 160,000 characters" in caplog.text
 
 
-def test_long_texts_are_cut_and_nothing_is_lost():
+def test_long_texts_are_sliced_without_losing_a_character():
     text = "".join(chr(0x4E00 + n) for n in range(5000))
     sample = tokenizer_module._sample_slices([text])
     assert "".join(sample) == text
@@ -169,20 +171,20 @@ def test_auto_tokenizer_gives_the_same_ids_and_adds_one_eos(directory, tokenizer
     copy_tokenizer(directory, tmp_path)
     if beside_a_model:
         T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
-    stock = AutoTokenizer.from_pretrained(tmp_path)
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     texts = random_strings(1000, seed=2) + TRAPS + synthetic_texts(100, num_characters=100, seed=3)
     expected = tokenizer.encode_batch(texts)
-    assert stock(texts, add_special_tokens=False)["input_ids"] == expected
-    assert stock(texts)["input_ids"] == [[*ids, tokenizer.eos_id] for ids in expected]
-    assert stock.batch_decode(expected, skip_special_tokens=True) == texts
-    assert (len(stock), stock.pad_token_id, stock.eos_token_id) == (tokenizer.vocab_size, 0, 1)
-    assert set(stock("你好")) == {"input_ids", "attention_mask"}
+    assert hf_tokenizer(texts, add_special_tokens=False)["input_ids"] == expected
+    assert hf_tokenizer(texts)["input_ids"] == [[*ids, tokenizer.eos_id] for ids in expected]
+    assert hf_tokenizer.batch_decode(expected, skip_special_tokens=True) == texts
+    assert (len(hf_tokenizer), hf_tokenizer.pad_token_id, hf_tokenizer.eos_token_id) == (tokenizer.vocab_size, 0, 1)
+    assert set(hf_tokenizer("你好")) == {"input_ids", "attention_mask"}
 
 
 def test_the_fingerprint_stays_the_same_when_transformers_saves_again(directory, tokenizer, tmp_path):
-    stock = AutoTokenizer.from_pretrained(directory)
-    stock("你好", max_length=4, truncation=True, padding="max_length")
-    stock.save_pretrained(tmp_path)
+    hf_tokenizer = AutoTokenizer.from_pretrained(directory)
+    hf_tokenizer("你好", max_length=4, truncation=True, padding="max_length")
+    hf_tokenizer.save_pretrained(tmp_path)
     again = load_tokenizer(tmp_path)
     assert again.fingerprint == tokenizer.fingerprint
     assert len(again.encode("你好吗" * 9)) == len(tokenizer.encode("你好吗" * 9)) > 4
@@ -202,20 +204,20 @@ def test_a_copy_has_the_same_bytes_and_fingerprint(directory, tokenizer, tmp_pat
     assert load_tokenizer(tmp_path / "best").fingerprint == tokenizer.fingerprint
 
 
-def test_a_foreign_tokenizer_keeps_its_own_ids(tmp_path):
-    backend = foreign_backend()
+def test_a_tokenizer_from_elsewhere_keeps_its_ids(tmp_path):
+    backend = other_backend()
     backend.post_processor = processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 2)])
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
-    tokenizer = load_tokenizer(save_foreign(tmp_path, backend, eos_token={"content": "[EOS]"}))
+    tokenizer = load_tokenizer(save_other(tmp_path, backend, eos_token={"content": "[EOS]"}))
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 3, backend.get_vocab_size())
     ids = tokenizer.encode(PROBE + "[EOS]")
     assert len(ids) > 4 and not {0, 2, 3} & set(ids)
     assert tokenizer.decode([*tokenizer.encode("今天"), 3]) == "今天"
 
 
-def test_a_foreign_tokenizer_may_name_its_tokens_in_special_tokens_map(tmp_path):
-    save_foreign(tmp_path, foreign_backend(("<pad>", "</s>", "[UNK]")), pad_token=None, eos_token=None)
+def test_eos_and_pad_may_be_named_in_special_tokens_map(tmp_path):
+    save_other(tmp_path, other_backend(("<pad>", "</s>", "[UNK]")), pad_token=None, eos_token=None)
     named = {"pad_token": "<pad>", "eos_token": "</s>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(named), encoding="utf-8")
     tokenizer = load_tokenizer(tmp_path)
@@ -223,16 +225,16 @@ def test_a_foreign_tokenizer_may_name_its_tokens_in_special_tokens_map(tmp_path)
 
 
 def test_an_eos_that_is_an_ordinary_token_is_left_out_of_decoded_text(tmp_path):
-    backend = foreign_backend()
+    backend = other_backend()
     state = json.loads(backend.to_str()) | {"added_tokens": []}
-    tokenizer = load_tokenizer(save_foreign(tmp_path, Tokenizer.from_str(json.dumps(state))))
+    tokenizer = load_tokenizer(save_other(tmp_path, Tokenizer.from_str(json.dumps(state))))
     assert tokenizer.decode([*tokenizer.encode("今天"), tokenizer.eos_id]) == "今天"
 
 
-def test_ids_with_gaps_still_fit_into_vocab_size(tmp_path):
-    state = json.loads(foreign_backend().to_str())
+def test_vocab_size_is_above_the_highest_id_even_if_ids_have_gaps(tmp_path):
+    state = json.loads(other_backend().to_str())
     state["model"]["vocab"]["gap"] = 5000
-    tokenizer = load_tokenizer(save_foreign(tmp_path, Tokenizer.from_str(json.dumps(state))))
+    tokenizer = load_tokenizer(save_other(tmp_path, Tokenizer.from_str(json.dumps(state))))
     assert tokenizer.vocab_size == 5001
 
 
@@ -245,13 +247,13 @@ def test_a_directory_without_a_tokenizer_is_refused_with_the_command_that_makes_
     "content",
     ["", "[]", "version https://git-lfs.github.com/spec/v1", "{}", '{"model": {"vocab": {}}', '{"model": []}'],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
+def test_a_file_without_a_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="tokenizer.json"):
         load_tokenizer(tmp_path)
 
 
-def test_an_oversized_file_is_refused_unread(tmp_path):
+def test_an_oversized_file_is_refused_without_reading_it(tmp_path):
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(64 * 2**20 + 1)
     with pytest.raises(ValueError, match="67,108,865 bytes"):
@@ -260,27 +262,27 @@ def test_an_oversized_file_is_refused_unread(tmp_path):
 
 def test_a_vocabulary_below_300_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has 250 tokens"):
-        load_tokenizer(save_foreign(tmp_path, foreign_backend(vocab_size=250)))
+        load_tokenizer(save_other(tmp_path, other_backend(vocab_size=250)))
 
 
 @pytest.mark.parametrize("settings", [{"eos_token": None}, {"pad_token": None}, {"eos_token": "<nowhere>"}])
 def test_a_tokenizer_without_eos_or_pad_is_refused(tmp_path, settings):
     with pytest.raises(ValueError, match=f"{next(iter(settings))} is"):
-        load_tokenizer(save_foreign(tmp_path, foreign_backend(), **settings))
+        load_tokenizer(save_other(tmp_path, other_backend(), **settings))
 
 
 @pytest.mark.parametrize("unk_token", ["[UNK]", None])
 def test_a_tokenizer_that_loses_chinese_is_refused(tmp_path, unk_token):
-    state = json.loads(foreign_backend().to_str())
+    state = json.loads(other_backend().to_str())
     words = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", *(chr(0x400 + n) for n in range(500))]
     state["model"] |= {"vocab": {word: n for n, word in enumerate(words)}, "merges": [], "unk_token": unk_token}
     with pytest.raises(ValueError, match="loses 100%"):
-        load_tokenizer(save_foreign(tmp_path, Tokenizer.from_str(json.dumps(state))))
+        load_tokenizer(save_other(tmp_path, Tokenizer.from_str(json.dumps(state))))
 
 
-def test_a_tokenizer_with_code_of_its_own_is_refused(tmp_path):
+def test_a_tokenizer_that_needs_custom_code_is_refused(tmp_path):
     with pytest.raises(ValueError, match="auto_map"):
-        load_tokenizer(save_foreign(tmp_path, foreign_backend(), auto_map={"AutoTokenizer": ["own.Own", None]}))
+        load_tokenizer(save_other(tmp_path, other_backend(), auto_map={"AutoTokenizer": ["own.Own", None]}))
 
 
 def test_loading_imports_neither_transformers_nor_torch(directory):

@@ -1,3 +1,5 @@
+"""Untrusted tokenizer files: defects and attacks are refused with a reason."""
+
 import copy
 import json
 import shutil
@@ -10,7 +12,7 @@ from model.data.tokenizer_file import MAX_REPLACEMENT_CHARS, MAX_VOCAB_SIZE, loa
 
 @pytest.fixture
 def changed(tokenizer, tmp_path):
-    """The tokenizer of a directory whose tokenizer.json was changed by a function of its content."""
+    """A function that loads the tokenizer after changing the content of its tokenizer.json."""
 
     def load(change):
         shutil.copytree(tokenizer.directory, tmp_path, dirs_exist_ok=True)
@@ -31,31 +33,33 @@ def growing(content):
     ("change", "part"),
     [
         (lambda content: content["model"]["vocab"].update(q=MAX_VOCAB_SIZE), "above 1,048,575"),
-        (lambda content: content["model"]["vocab"].update(q=5), "an id twice"),
+        (lambda content: content["model"]["vocab"].update(q=5), "the same id twice"),
         (lambda content: content["model"].update(vocab=[1]), "cannot be used"),
         (lambda content: content["model"]["merges"].append(["no", "such"]), "out of vocabulary"),
         (lambda content: content["pre_tokenizer"].update(pattern=dict(Regex="((")), "parenthesis"),
         (growing, "longest replacement 65 characters"),
     ],
 )
-def test_a_stranger_s_tokenizer_is_refused_with_the_reason(changed, change, part):
+def test_an_unusable_tokenizer_file_is_refused_with_the_reason(changed, change, part):
     with pytest.raises(ValueError, match=part):
         changed(change)
 
 
-def test_a_tokenizer_that_drops_merges_at_random_cuts_a_text_the_same_way_each_time(changed):
+def test_a_tokenizer_with_bpe_dropout_encodes_a_text_the_same_way_each_time(changed):
     tokenizer = changed(lambda content: content["model"].update(dropout=0.5))
     assert len({tuple(tokenizer.encode(PROBE)) for _ in range(5)}) == 1
 
 
-def test_where_only_a_sentencepiece_model_lies_its_conversion_is_named(tmp_path):
+def test_a_directory_with_only_a_sentencepiece_model_is_refused_with_how_to_convert_it(tmp_path):
     (tmp_path / "spiece.model").touch()
-    with pytest.raises(ValueError, match=r"no tokenizer at .*convert spiece.model \(SentencePiece\) to tokenizer.json"):
+    with pytest.raises(
+        ValueError, match=r"no tokenizer at .*convert their spiece.model \(SentencePiece\) to tokenizer.json"
+    ):
         load_backend(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\ud83d", "[]", ""])
-def test_a_file_that_is_no_object_is_refused_however_deep(tmp_path, text):
+def test_a_file_without_a_json_object_is_refused_however_deep_its_brackets(tmp_path, text):
     (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8", errors="surrogatepass")
     with pytest.raises(ValueError, match="tokenizer.json"):
         load_tokenizer(tmp_path)
