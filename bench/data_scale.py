@@ -21,7 +21,7 @@ from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_ids, draw_lengths
 from model.data.packing import cut
 from model.data.pair_hashes import write_hashes
 from model.data.sampler import share_of, step_at
-from model.data.token_store import COUNTS, PAIRS_A_BATCH, read_store, store_schema
+from model.data.token_store import COUNTS, PAIRS_PER_BATCH, read_store, store_schema
 from model.nn.t5.batch import collate
 
 TOKEN_POOL = 20_000_000  # drawn once; each batch of pairs is a slice of it
@@ -53,8 +53,8 @@ def build_store(directory, num_pairs, pool_tokens=TOKEN_POOL):
     rng, schema, lengths = np.random.default_rng(0), store_schema(VOCAB_SIZE), []
     pool = draw_ids(pool_tokens, VOCAB_SIZE, rng).astype(np.uint16)
     with pa.OSFile(str(directory / "pairs.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for start in range(0, num_pairs, PAIRS_A_BATCH):
-            lengths.append(draw_lengths(min(PAIRS_A_BATCH, num_pairs - start), rng))
+        for start in range(0, num_pairs, PAIRS_PER_BATCH):
+            lengths.append(draw_lengths(min(PAIRS_PER_BATCH, num_pairs - start), rng))
             columns = []
             for side in (0, 1):
                 offsets = np.append(0, np.cumsum(lengths[-1][:, side])).astype(np.int32)

@@ -157,7 +157,7 @@ def test_with_other_validation_pairs_the_best_model_is_chosen_again(home, change
         done = train(home, 1, fault, output_dir=name, is_keep_training="auto", epochs=3, save_steps=1000, **options)
         assert done.codes == [0], done.text
     assert "best/ is chosen anew" in done.text
-    assert ("44 of 44 validation pairs stand in the training file too" in done.text) == ("validation_file" in change)
+    assert ("44 of 44 validation pairs are also in the training file" in done.text) == ("validation_file" in change)
     message = "max_seq_len was 32, and is 8: of the training pairs only their number, 44, is compared"
     assert (message in done.text) == ("max_seq_len" in change)
     losses = {line["step"]: line["loss"] for line in journal(home / name, "eval")}

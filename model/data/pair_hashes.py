@@ -1,20 +1,20 @@
-"""Which pairs a token store holds, as numbers: a hash of all of them in their order, and hashes of each."""
+"""Hashes of the pairs in a token store: one of all pairs in order, and one of each prompt and pair."""
 
 import hashlib
 
 import numpy as np
 import pyarrow as pa
 
-ROWS_A_CHUNK = 1 << 20  # that are compared at a time
-TABLE_BITS = 22  # of a hash
-# Odd, by position in a text: two texts of different ids almost never have one sum of products (multilinear hashing).
+ROWS_PER_CHUNK = 1 << 20  # compared at a time
+TABLE_BITS = 22  # the low bits of a hash that index the table in _is_member
+# Odd, one per position in a text: texts with different ids almost never have equal sums (multilinear hashing).
 MULTIPLIERS = np.random.default_rng(0).integers(2**64, size=2**16, dtype=np.uint64) | np.uint64(1)
 
 
 def write_hashes(directory, num_pairs):
-    """Write hashes.npy, of each pair in pairs.arrow: uint64 (pairs, 2), of the prompt's ids and of both sides' ids.
+    """Write hashes.npy for the pairs in pairs.arrow: uint64 (pairs, 2), the hash of the prompt and of the whole pair.
 
-    Returns the sha256 of all ids and lengths in their order, the same however the pairs were batched.
+    Returns the sha256 of all ids and lengths in order, which does not depend on how the pairs were batched.
     """
     whole = [hashlib.sha256() for _ in range(4)]  # lengths and ids of each side
     with open(directory / "hashes.npy", "wb") as out, pa.memory_map(str(directory / "pairs.arrow")) as file:
@@ -29,43 +29,43 @@ def write_hashes(directory, num_pairs):
 
 
 def _hash_rows(offsets, ids):
-    """A 64-bit hash of each row: of `ids`, those from one offset to the next, which are never none."""
+    """uint64 (rows,): hash of each row, the `ids` from one of `offsets` to the next; no row may be empty."""
     starts, lengths = offsets[:-1], np.diff(offsets)
-    places = np.arange(len(ids), dtype=np.int32) - np.repeat(starts, lengths)
-    return np.add.reduceat((ids.astype(np.uint64) + np.uint64(1)) * MULTIPLIERS[places], starts)
+    positions = np.arange(len(ids), dtype=np.int32) - np.repeat(starts, lengths)
+    return np.add.reduceat((ids.astype(np.uint64) + np.uint64(1)) * MULTIPLIERS[positions], starts)
 
 
 def shared_pairs(validation, train):
-    """(Pairs of the TokenStore `validation` that stand in `train` too, others whose prompt alone stands there)."""
+    """(number of pairs in both TokenStores, number of other `validation` pairs whose prompt is in `train`)."""
     pairs = prompts = 0
     for mine in _chunks(validation.hashes):
-        known = np.zeros(mine.shape, bool)
+        is_shared = np.zeros(mine.shape, bool)
         for theirs in _chunks(train.hashes):
             for side in (0, 1):
-                known[:, side] |= _held(mine[:, side], theirs[:, side])
-        pairs += int(known[:, 1].sum())
-        prompts += int((known[:, 0] & ~known[:, 1]).sum())
+                is_shared[:, side] |= _is_member(mine[:, side], theirs[:, side])
+        pairs += int(is_shared[:, 1].sum())
+        prompts += int((is_shared[:, 0] & ~is_shared[:, 1]).sum())
     return pairs, prompts
 
 
-def _held(mine, theirs):
-    """Of each of the hashes `mine`, whether it is one of `theirs`, which may be many more."""
+def _is_member(mine, theirs):
+    """bool (len(mine),): whether each hash of `mine` is in `theirs`, which may be much longer."""
     lowest_bits = np.uint64((1 << TABLE_BITS) - 1)
     wanted = np.zeros(1 << TABLE_BITS, bool)
     wanted[mine & lowest_bits] = True
-    return np.isin(mine, theirs[wanted[theirs & lowest_bits]])  # few are left to sort
+    return np.isin(mine, theirs[wanted[theirs & lowest_bits]])  # only a few remain to sort
 
 
 def _chunks(hashes):
-    return (hashes[start : start + ROWS_A_CHUNK] for start in range(0, len(hashes), ROWS_A_CHUNK))
+    return (hashes[start : start + ROWS_PER_CHUNK] for start in range(0, len(hashes), ROWS_PER_CHUNK))
 
 
 def describe_shared(validation, train):
-    """One line on pairs and prompts that both TokenStores have, or nothing where they have none."""
+    """One line about the pairs and prompts that both TokenStores have; "" if there are none."""
     pairs, prompts = shared_pairs(validation, train)
     if not pairs and not prompts:
         return ""
     return (
-        f"{pairs:,} of {len(validation):,} validation pairs stand in the training file too, {prompts:,} more share a "
-        "prompt with it: the validation loss flatters the model"
+        f"{pairs:,} of {len(validation):,} validation pairs are also in the training file, {prompts:,} more share a "
+        "prompt with it: the validation loss is lower than on unseen pairs"
     )

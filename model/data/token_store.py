@@ -1,7 +1,7 @@
-"""Files -> pairs -> token ids on disk, memory-mapped.
+"""Tokenizes the pairs of a file once and keeps their ids on disk, memory-mapped.
 
 A token store is a directory model_save/tokens/<key>/ with pairs.arrow (token ids, EOS included), lengths.npy,
-hashes.npy and meta.json. It is built once, whole or not at all, and read by every rank without a copy in memory.
+hashes.npy and meta.json. It is built once and atomically; every rank maps it without a copy in memory.
 """
 
 import fcntl
@@ -26,19 +26,19 @@ from model.data.readers import describe_ignored, read_pairs
 from model.runtime.atomic_io import open_own, whole_directory, write_file
 from model.runtime.json_stream import read_object
 
-FORMAT = 1  # of a store: one of another format is built again
-PAIRS_A_BATCH = 4096
+FORMAT = 1  # a store of another format is built again
+PAIRS_PER_BATCH = 4096
 COUNTS = "pairs", "empty", "prompts_cut", "responses_cut", "prompt_tokens", "response_tokens"
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Examples on disk, by row number."""
+    """Tokenized examples on disk, addressed by row number."""
 
     rows: Dataset
-    lengths: np.ndarray  # (rows, 2) tokens of the prompt and of the response, memory-mapped
-    hashes: np.ndarray  # uint64 (rows, 2): of the prompt, of the pair; memory-mapped
+    lengths: np.ndarray  # (rows, 2): tokens of the prompt and of the response; memory-mapped
+    hashes: np.ndarray  # uint64 (rows, 2): hash of the prompt and of the pair; memory-mapped
     meta: dict
     directory: Path
 
@@ -47,17 +47,17 @@ class TokenStore:
 
     @property
     def identity(self):
-        """Which pairs these are, in which order, and how they are cut, whatever file they came from."""
+        """Equal for stores with the same pairs in the same order, truncated alike, whatever file they came from."""
         return f"{self.meta['ids_sha256']} {self.meta['source']['max_seq_len']}"
 
     @property
     def file_identity(self):
-        """The `identity` that checkpoints of format 0 hold: of the file's bytes."""
+        """The `identity` in checkpoints of format 0, computed from the bytes of the file."""
         source = self.meta["source"]
         return f"{self.meta['sha256']} {source['max_seq_len']} {source['columns']}"
 
     def tokens(self, ids):
-        """Flat prompt ids and flat response ids (int64) of the examples `ids`, in their order."""
+        """(prompt ids, response ids) of the examples `ids`, in that order; int64 (tokens,) each, concatenated."""
         firsts, token_ids, offsets, sides = self._on_disk
         batches = np.searchsorted(firsts, ids, side="right") - 1
         rows, flat = ids - firsts[batches], []
@@ -69,8 +69,10 @@ class TokenStore:
 
     @cached_property
     def _on_disk(self):
-        """(First row of each batch; all that is mapped as token ids and as offsets; by side where in them each batch's
-        offsets and ids begin). Single pairs are gathered in one look-up, without a slice of a table each.
+        """What `tokens` needs to gather any pairs in one look-up, without slicing a table for each pair.
+
+        (first row of each batch, the mapped file as token ids, the mapped file as int32 offsets, and for each side
+        where its offsets and its ids begin in every batch).
         """
         columns = [self.rows.data.column(name).chunks for name in ("prompt_ids", "response_ids")]
         buffers = [[part.buffers() for part in column] for column in columns]  # validity, offsets, validity, ids
@@ -87,14 +89,15 @@ class TokenStore:
 
 
 def _addresses(column, index, first):
+    """int64 (batches,): byte position of one buffer of each batch after the address `first`."""
     return np.array([part[index].address - first for part in column])
 
 
 def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), progress=None, stop=lambda: False):
-    """Token store of the pairs in `path`, built first by one of the processes that ask for it.
+    """The TokenStore of the pairs in `path`; one of the calling processes builds it if it does not exist.
 
-    `progress(rows)` is called as pairs are tokenised; when `stop()` turns true, KeyboardInterrupt is raised. Raises
-    ValueError for a file without usable pairs.
+    Calls `progress(rows)` while it tokenizes. Raises KeyboardInterrupt when `stop()` returns true, and ValueError for a
+    file without usable pairs.
     """
     source = _source(path, tokenizer, max_seq_len, columns)
     directory = _directory(source, root)
@@ -106,13 +109,13 @@ def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), progress
 
 
 def find_store(path, tokenizer, max_seq_len, root, *, columns=("", "")):
-    """The TokenStore that `open_store` would give, or None where it would have to be built first."""
+    """The TokenStore that `open_store` would return, or None if it is not built yet."""
     directory = _directory(_source(path, tokenizer, max_seq_len, columns), root)
     return read_store(directory) if _is_built(directory) else None
 
 
 def token_lengths(pairs, tokenizer, max_seq_len):
-    """Tokens (pairs, 2) of each prompt and response, EOS included, as a store would have them."""
+    """(pairs, 2): tokens of each prompt and response, EOS included, as in a store; skips pairs with a blank side."""
     pairs = [pair for pair in pairs if all(side.strip() for side in pair)]
     sides = [_encode(texts, tokenizer, max_seq_len)[0] for texts in zip(*pairs, strict=True)]
     return np.array([[len(ids) for ids in side] for side in sides]).reshape(2, -1).T
@@ -123,7 +126,7 @@ def _directory(source, root):
 
 
 def read_store(directory):
-    """The token store in `directory`; raises ValueError where it is damaged."""
+    """The TokenStore in `directory`; raises ValueError if it is damaged or may not be read."""
     try:
         meta = read_object(directory / "meta.json")
         if missing := {"source", "sha256", "ids_sha256", "ignored", *COUNTS} - meta.keys():
@@ -144,23 +147,23 @@ def _is_built(directory):
         (directory / "meta.json").stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except PermissionError as error:  # which `exists` swallows from Python 3.14 on
+    except PermissionError as error:  # Path.exists hides this error from Python 3.14 on
         raise _unreadable(directory, error) from None
     return True
 
 
 def _unreadable(directory, error):
-    return ValueError(f"the tokens in {directory} cannot be read ({error}): allow it, or delete them")
+    return ValueError(f"the tokens in {directory} cannot be read ({error}): allow it, or delete that directory")
 
 
 def store_schema(vocab_size):
-    """Arrow schema of pairs.arrow: token ids of both sides, two bytes each where the vocabulary allows."""
+    """Arrow schema of pairs.arrow: lists of token ids for both sides, of two bytes each if vocab_size allows."""
     kind = pa.uint16() if vocab_size <= 2**16 else pa.int32()
     return pa.schema([(name, pa.list_(kind)) for name in ("prompt_ids", "response_ids")])
 
 
 def _source(path, tokenizer, max_seq_len, columns):
-    """What a store depends on."""
+    """Everything that determines the content of a store; raises ValueError if the file is missing."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such file; name a parquet, json, jsonl, csv or tsv file")
@@ -173,7 +176,10 @@ def _source(path, tokenizer, max_seq_len, columns):
 
 @contextmanager
 def _lock(path, stop):
-    """Held by one process of this machine at a time; the system frees it when its holder dies."""
+    """Hold a file lock, which the system releases if this process dies; waits for another process that holds it.
+
+    Raises KeyboardInterrupt when `stop()` returns true.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_own(path, "w") as file:
         while True:
@@ -188,13 +194,13 @@ def _lock(path, stop):
 
 
 def _adopt(source, directory):
-    """Use the store of a file that was only touched: everything but mtime is equal, and so is the content."""
+    """Rename the store of a file that differs only in mtime, with equal content; returns whether there was one."""
     content = None
     for meta_path in directory.parent.glob("[!.]*/meta.json"):
         try:
             meta = read_object(meta_path)
         except (OSError, ValueError):
-            continue  # damaged: whose store it is will say so
+            continue  # damaged; opening that store reports it
         if {**meta.get("source", {}), "mtime_ns": 0} != {**source, "mtime_ns": 0}:
             continue
         content = content or _sha256(source["path"])
@@ -227,11 +233,11 @@ def _build(source, tokenizer, directory, progress, stop):
 
 
 def _write_pairs(source, tokenizer, path, counts, ignored, progress, stop):
-    """Write the token ids of all pairs as an Arrow stream; return their lengths, batch by batch."""
+    """Write the token ids of all pairs as an Arrow stream; returns their lengths, uint16 (pairs, 2) per batch."""
     schema = store_schema(tokenizer.vocab_size)
     pairs, lengths = read_pairs(source["path"], *source["columns"], ignored=ignored), []
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        while batch := list(islice(pairs, PAIRS_A_BATCH)):
+        while batch := list(islice(pairs, PAIRS_PER_BATCH)):
             if stop():
                 raise KeyboardInterrupt
             kept = [(prompt, response) for prompt, response in batch if prompt.strip() and response.strip()]
@@ -248,10 +254,10 @@ def _write_pairs(source, tokenizer, path, counts, ignored, progress, stop):
 
 
 def _encode(texts, tokenizer, max_seq_len):
-    """Ids of each text, cut to leave room for the one EOS that ends them, and how many were cut."""
+    """(ids of each text, truncated and ended by one EOS, number of texts truncated)."""
     encoded = tokenizer.encode_batch(list(texts))
-    cut = sum(len(ids) >= max_seq_len for ids in encoded)
-    return [[*ids[: max_seq_len - 1], tokenizer.eos_id] for ids in encoded], cut
+    num_cut = sum(len(ids) >= max_seq_len for ids in encoded)
+    return [[*ids[: max_seq_len - 1], tokenizer.eos_id] for ids in encoded], num_cut
 
 
 def _list_array(rows, list_type):
@@ -261,14 +267,14 @@ def _list_array(rows, list_type):
 
 
 def _count(counts, sides, lengths):
-    for (_, cut), name, tokens in zip(sides, ("prompt", "response"), lengths.sum(axis=0), strict=True):
-        counts[f"{name}s_cut"] += cut
+    for (_, num_cut), name, tokens in zip(sides, ("prompt", "response"), lengths.sum(axis=0), strict=True):
+        counts[f"{name}s_cut"] += num_cut
         counts[f"{name}_tokens"] += int(tokens)
     counts["pairs"] += len(lengths)
 
 
 def describe_store(store):
-    """One line: how many pairs, how long, and what share was cut."""
+    """One line: number of pairs, their mean lengths, and the share that was truncated."""
     meta, pairs = store.meta, store.meta["pairs"]
     line = f"{meta['source']['path']}: {pairs:,} pairs, {meta['prompt_tokens'] / pairs:.1f} + "
     line += f"{meta['response_tokens'] / pairs:.1f} tokens on average; cut to {meta['source']['max_seq_len']} tokens: "

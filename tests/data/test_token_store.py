@@ -1,3 +1,5 @@
+"""Building a token store once, reading it, and refusing a damaged one."""
+
 import errno
 import fcntl
 import json
@@ -15,8 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from model.data import pair_hashes, token_store
-from model.data.pair_hashes import describe_shared, shared_pairs
+from model.data import token_store
 from model.data.token_store import describe_store, open_store, read_store
 from tests.parts import examples_of, make_pairs, write_parquet
 
@@ -50,10 +51,12 @@ def test_tokens_are_the_tokenizers_own_ids_and_one_eos(open_it, tokenizer):
 
 
 @pytest.mark.parametrize("id_type", [pa.uint16(), pa.int32()])
-@pytest.mark.parametrize("pairs_a_batch", [1, 7, 30, 100])
-def test_pairs_of_any_batch_on_disk_are_found(monkeypatch, source, tokenizer, tmp_path, pairs_a_batch, id_type):
+@pytest.mark.parametrize("pairs_per_batch", [1, 7, 30, 100])
+def test_tokens_are_found_for_any_batch_size_and_id_type_on_disk(
+    monkeypatch, source, tokenizer, tmp_path, pairs_per_batch, id_type
+):
     schema = pa.schema([(name, pa.list_(id_type)) for name in ("prompt_ids", "response_ids")])
-    monkeypatch.setattr(token_store, "PAIRS_A_BATCH", pairs_a_batch)
+    monkeypatch.setattr(token_store, "PAIRS_PER_BATCH", pairs_per_batch)
     monkeypatch.setattr(token_store, "store_schema", lambda _vocab_size: schema)
     store = open_store(source, tokenizer, 512, tmp_path / "tokens")
     ids = np.random.default_rng(0).permutation(np.append(np.arange(30), 29))
@@ -65,7 +68,7 @@ def test_pairs_of_any_batch_on_disk_are_found(monkeypatch, source, tokenizer, tm
     assert [len(tokens) for tokens in store.tokens(ids[:0])] == [0, 0]
 
 
-def test_eos_stands_once_even_where_the_text_spells_it(tmp_path, tokenizer):
+def test_each_side_has_one_eos_even_if_its_text_spells_it(tmp_path, tokenizer):
     path = write_parquet(tmp_path / "traps.parquet", [("你好[EOS]", "[EOS]"), (LONG, LONG + "[EOS]")])
     store = open_store(path, tokenizer, 32, tmp_path / "tokens")
     for example in examples_of(store, range(2)):
@@ -74,7 +77,7 @@ def test_eos_stands_once_even_where_the_text_spells_it(tmp_path, tokenizer):
             assert tokens[-1] == tokenizer.eos_id
 
 
-def test_text_is_cut_by_tokens_and_the_share_is_said(tmp_path, tokenizer):
+def test_long_texts_are_truncated_by_tokens_and_the_share_is_reported(tmp_path, tokenizer):
     fits = "1" * 31  # a digit is a token
     pairs = [(fits, fits + "2"), (LONG, "3"), ("4", "5"), ("6", "7")]
     store = open_store(write_parquet(tmp_path / "long.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
@@ -101,7 +104,7 @@ def test_pairs_with_an_empty_side_are_left_out_and_counted(tmp_path, tokenizer):
     assert "3 pairs with an empty side left out" in describe_store(store)
 
 
-def test_what_a_file_holds_beside_its_pairs_is_named(tokenizer, tmp_path):
+def test_columns_that_are_not_used_are_reported(tokenizer, tmp_path):
     rows = [dict(prompt=p, response=r, rejected="no", history=[["a", "b"]]) for p, r in make_pairs(3)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     store = open_store(tmp_path / "rows.jsonl", tokenizer, 32, tmp_path / "tokens")
@@ -119,7 +122,7 @@ def test_a_file_without_a_usable_pair_is_refused(tmp_path, tokenizer):
 
 
 def stores_in(root):
-    """Everything in a folder of token stores but the locks."""
+    """Everything in a folder of token stores except the lock files."""
     return sorted(path for path in root.iterdir() if path.suffix != ".lock")
 
 
@@ -144,7 +147,7 @@ def test_another_length_limit_is_another_store(open_it):
     assert open_it(max_seq_len=64).directory != open_it(max_seq_len=32).directory
 
 
-def test_a_file_that_was_only_touched_is_not_tokenised_again(open_it, source):
+def test_a_file_with_a_newer_mtime_and_equal_content_is_not_tokenised_again(open_it, source):
     first = open_it()
     inode = (first.directory / "pairs.arrow").stat().st_ino
     open_it.built.clear()
@@ -158,9 +161,7 @@ def test_a_file_that_was_only_touched_is_not_tokenised_again(open_it, source):
 
 @pytest.mark.parametrize("name", ["pairs.arrow", "lengths.npy", "hashes.npy", "meta.json"])
 @pytest.mark.parametrize("size", [0, 20])
-def test_a_damaged_store_is_named_and_keeps_no_other_file_from_being_tokenised(
-    open_it, tokenizer, tmp_path, name, size
-):
+def test_a_damaged_store_is_refused_and_other_files_can_still_be_tokenised(open_it, tokenizer, tmp_path, name, size):
     directory = open_it().directory
     os.truncate(directory / name, size)
     with pytest.raises(ValueError, match=f"{directory} are damaged .*: delete that directory"):
@@ -178,14 +179,14 @@ def test_a_damaged_store_is_named_and_keeps_no_other_file_from_being_tokenised(
         ("lengths.npy", b'\x93NUMPY\x01\x00\x10\x00{\'descr\': ((("""\n'),
     ],
 )
-def test_a_store_of_another_form_is_named_as_damaged(open_it, name, data):
+def test_a_store_with_unexpected_content_is_refused_as_damaged(open_it, name, data):
     directory = open_it().directory
     (directory / name).write_bytes(data)
     with pytest.raises(ValueError, match=f"{directory} are damaged .*: delete that directory"):
         open_it()
 
 
-def test_a_store_that_the_machine_cannot_open_now_is_not_called_damaged(open_it):
+def test_a_store_is_not_called_damaged_when_no_file_can_be_opened(open_it):
     directory = open_it().directory
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with open(os.devnull) as file:
@@ -198,7 +199,7 @@ def test_a_store_that_the_machine_cannot_open_now_is_not_called_damaged(open_it)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_store_that_may_not_be_read_is_named(open_it, monkeypatch):
+def test_a_store_without_read_permission_is_refused(open_it, monkeypatch):
     directory = open_it().directory
 
     def refuse(path, mode):
@@ -209,7 +210,7 @@ def test_a_store_that_may_not_be_read_is_named(open_it, monkeypatch):
         open_it()
 
 
-def test_a_store_whose_directory_may_not_be_entered_is_named(open_it, monkeypatch):
+def test_a_store_in_a_directory_without_permission_is_refused(open_it, monkeypatch):
     directory = open_it().directory
 
     def refuse(path, **rest):
@@ -218,7 +219,7 @@ def test_a_store_whose_directory_may_not_be_entered_is_named(open_it, monkeypatc
         return stat(path, **rest)
 
     stat = Path.stat
-    monkeypatch.setattr(Path, "stat", refuse)  # as it does for whoever is not root
+    monkeypatch.setattr(Path, "stat", refuse)  # root, who may run this test, is never refused
     with pytest.raises(ValueError, match=f"{directory} cannot be read .*Permission denied: .*meta.json'.*allow it"):
         open_it()
 
@@ -235,9 +236,9 @@ def test_changed_content_is_tokenised_again_even_at_the_same_size(tmp_path, toke
     assert contents[1] == contents[0][::-1]
 
 
-def test_one_who_waits_for_another_to_build_may_be_asked_to_stop(open_it, tmp_path):
+def test_a_process_that_waits_for_another_to_build_can_be_stopped(open_it, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        open_it(stop=lambda: True)  # leaves the lock's file, and nothing else
+        open_it(stop=lambda: True)  # leaves only the lock file
     (lock,) = (tmp_path / "tokens").glob("*.lock")
     polls = iter([False, True])
     with open(lock) as held:
@@ -248,42 +249,11 @@ def test_one_who_waits_for_another_to_build_may_be_asked_to_stop(open_it, tmp_pa
     assert len(open_it()) == 30
 
 
-def test_a_stop_while_tokenising_leaves_nothing(open_it, tmp_path):
+def test_a_stop_while_tokenising_leaves_no_store(open_it, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         open_it(stop=lambda: True)
     assert stores_in(tmp_path / "tokens") == []
     assert len(open_it()) == 30
-
-
-def test_the_hash_of_all_ids_tells_the_pairs_and_their_order_and_nothing_of_their_file(
-    tmp_path, tokenizer, monkeypatch
-):
-    pairs, hashes = make_pairs(30, seed=7), []
-    (one, other), joined = pairs[0], ("1", "23")  # the same ids, cut elsewhere
-    orders = (pairs, pairs, pairs[::-1], [(other, one), *pairs[1:]], [joined], [("12", "3")])
-    for number, rows in enumerate(orders):
-        monkeypatch.setattr(token_store, "PAIRS_A_BATCH", 4096 if number == 0 else 7)
-        path = write_parquet(tmp_path / f"{number}.parquet", rows)
-        hashes.append(open_store(path, tokenizer, 64, tmp_path / "tokens").meta["ids_sha256"])
-    assert hashes[0] == hashes[1]
-    assert len(set(hashes)) == len(hashes) - 1
-
-
-@pytest.mark.parametrize("rows_a_chunk", [1, 4, 1 << 20])
-def test_validation_pairs_and_prompts_that_stand_in_the_training_file_are_counted(
-    tmp_path, tokenizer, monkeypatch, rows_a_chunk
-):
-    monkeypatch.setattr(pair_hashes, "ROWS_A_CHUNK", rows_a_chunk)
-    train, fresh = make_pairs(20, seed=1), make_pairs(5, seed=2)
-    shared = [(train[3][0], fresh[0][1]), (train[9][0], fresh[1][1])]
-    turned = [tuple(reversed(train[7]))]
-    stores = [
-        open_store(write_parquet(tmp_path / f"{name}.parquet", pairs), tokenizer, 64, tmp_path / "tokens")
-        for name, pairs in (("train", train), ("valid", [*train[:4], *fresh, *shared, *turned]), ("fresh", fresh))
-    ]
-    assert shared_pairs(stores[1], stores[0]) == (4, 2)
-    assert "4 of 12 validation pairs stand in the training file too, 2 more" in describe_shared(stores[1], stores[0])
-    assert describe_shared(stores[2], stores[0]) == ""
 
 
 BUILD = """
