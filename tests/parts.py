@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -41,6 +42,12 @@ def write_parquet(path, pairs):
     prompts, responses = zip(*pairs, strict=True)
     pq.write_table(pa.table(dict(prompt=prompts, response=responses)), path)
     return path
+
+
+def random_lengths(num_examples, seed=0, longest=256):
+    """Lengths like those of text: many short sides, few long ones."""
+    draws = np.random.default_rng(seed).lognormal(3.5, 0.8, (num_examples, 2))
+    return np.clip(draws, 2, longest).astype(np.int64)
 
 
 def make_model(vocab_size, seed=1, shape=SHAPE, **options):

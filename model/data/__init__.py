@@ -1,9 +1,9 @@
-"""From files of any kind to packed lists of token ids. Numbers and text only: knows no tensors, no model and no run.
+"""From data files to packed lists of token ids. Uses numbers and text only: no tensors, no model and no run.
 
-readers turns json, jsonl, csv, tsv and parquet into pairs (a new file format goes there); cleaning mends their text.
-columns says which columns are a pair; text_files and parquet_rows give the rows of text tables and of parquet files.
+readers turns json, jsonl, csv, tsv and parquet into pairs (add a new file format there); cleaning cleans their text.
+columns finds the prompt and response columns; text_files and parquet_rows read the rows of csv, tsv and parquet files.
 tokenizer and tokenizer_file train, load and identify a tokenizer; token_store keeps the ids on disk, memory-mapped;
 pair_hashes identifies the pairs in it.
-length_histogram says how long the examples are; sampler says which examples form step s and which rank takes which.
+length_histogram counts the lengths of examples; sampler chooses the examples of a step and divides them among ranks.
 packing cuts a rank's examples into micro-batches; buckets are the padded sizes for which a step can be recorded.
 """

@@ -1,4 +1,4 @@
-"""Padded sizes (buckets) for which a step is recorded as a CUDA graph."""
+"""Buckets: the padded sizes for which a step is recorded as a CUDA graph."""
 
 import math
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from itertools import product
 
 import numpy as np
 
-# Standard deviations around the mean number of tokens of a side: few sizes, little padding. What fits none has no room.
+# Standard deviations from a side's mean tokens: few sizes, little padding. A batch that fits none runs unrecorded.
 BUCKET_LEVELS = ((0.3, 2.5), (-0.6, 0.2, 1.0, 2.5))  # of prompts, of responses
-BUCKET_FILL = 2 / 3  # at least: an epoch's small last step is not worth the padding
+BUCKET_FILL = 2 / 3  # least share of real tokens; the small last step of an epoch is not worth the padding
 BUCKET_MULTIPLE = 64  # tokens
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a micro-batch is padded to, so that a recorded step can take it."""
+    """The size to which a micro-batch is padded for a recorded step."""
 
     prompt_tokens: int
     response_tokens: int
@@ -22,20 +22,21 @@ class Bucket:
 
     @property
     def tokens(self):
-        """Of both sides."""
+        """Prompt and response tokens together."""
         return self.prompt_tokens + self.response_tokens
 
     def holds(self, lengths):
-        """True if pairs of these `lengths` (pairs, 2) fit, and fill most of it."""
+        """True if pairs of these `lengths` (pairs, 2), in tokens, fit and fill at least BUCKET_FILL of it."""
         prompts, responses = lengths.sum(axis=0, dtype=np.int64)
         fits = prompts <= self.prompt_tokens and responses <= self.response_tokens and len(lengths) <= self.pairs
         return fits and prompts + responses >= BUCKET_FILL * self.tokens
 
 
 def buckets_for(lengths, pairs, counts=None):
-    """Rooms, the smallest first, of which one holds nearly every micro-batch of `pairs` pairs drawn from `lengths`.
+    """Buckets, smallest first, for micro-batches of `pairs` pairs drawn from `lengths`; nearly every one fits in one.
 
-    `lengths` (examples, 2), or (kinds, 2) and how many examples have each in `counts`.
+    `lengths` (examples, 2) in tokens; or the distinct lengths (kinds, 2), with the number of examples of each in
+    `counts`.
     """
     mean = np.average(lengths, axis=0, weights=counts)
     means, spreads = pairs * mean, np.sqrt(pairs * np.average((lengths - mean) ** 2, axis=0, weights=counts))

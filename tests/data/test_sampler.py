@@ -1,25 +1,16 @@
-import math
+"""Which examples form a step, and how the ranks divide them."""
+
 import tracemalloc
-from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
-from model.data.packing import cut
 from model.data.sampler import permute, share_of, step_at
-from model.nn.t5.batch import collate
-from tests.parts import examples_of
-
-
-def random_lengths(num_examples, seed=0, longest=256):
-    """Lengths like those of text: many short sides, few long ones."""
-    draws = np.random.default_rng(seed).lognormal(3.5, 0.8, (num_examples, 2))
-    return np.clip(draws, 2, longest).astype(np.int64)
+from tests.parts import random_lengths
 
 
 @pytest.mark.parametrize("num_items", [1, 2, 3, 4, 5, 7, 16, 17, 100, 255, 256, 257, 1000, 4097, 65_537])
-def test_permute_sends_every_position_to_another_item(num_items):
+def test_permute_gives_each_item_exactly_once(num_items):
     items = permute(np.arange(num_items), num_items, "key")
     assert np.array_equal(np.sort(items), np.arange(num_items))
 
@@ -33,7 +24,7 @@ def test_permute_depends_on_the_key_and_on_nothing_else():
         assert (permute(positions, 1000, other) == one).mean() < 0.02
 
 
-def test_permute_leaves_no_trace_of_the_order_before():
+def test_a_permutation_is_uncorrelated_with_positions_neighbours_and_other_epochs():
     num_items = 20_000
     positions = np.arange(num_items)
     one, other = permute(positions, num_items, "a/0"), permute(positions, num_items, "a/1")
@@ -46,7 +37,7 @@ def test_permute_leaves_no_trace_of_the_order_before():
     assert (gaps == 1).mean() < 1e-3
 
 
-def test_every_order_of_a_few_items_is_as_likely():
+def test_every_order_of_a_few_items_is_equally_likely():
     counts = {}
     for epoch in range(2400):
         order = tuple(permute(np.arange(4), 4, f"7/{epoch}"))
@@ -55,7 +46,7 @@ def test_every_order_of_a_few_items_is_as_likely():
     assert 50 < min(counts.values()) and max(counts.values()) < 160
 
 
-def test_any_position_of_a_huge_epoch_costs_the_same():
+def test_permute_needs_little_memory_at_any_position_of_a_huge_epoch():
     num_items = 10**12
     tracemalloc.start()
     far = permute(np.arange(num_items - 64, num_items), num_items, "key")
@@ -79,7 +70,7 @@ def test_an_epoch_is_covered_exactly_once_whatever_the_batch(global_batch):
     assert not np.array_equal(*orders)
 
 
-def test_the_last_step_of_an_epoch_may_be_smaller_and_the_next_epoch_begins_whole():
+def test_the_last_step_of_an_epoch_may_be_smaller_and_the_next_epoch_starts_with_a_full_step():
     sizes = [len(step_at(seen, 100, 32, seed=0).ids) for seen in (0, 32, 64, 96, 100)]
     assert sizes == [32, 32, 32, 4, 32]
 
@@ -105,105 +96,7 @@ def test_shares_are_disjoint_complete_and_balanced(num_examples, world_size):
         assert max(tokens) / min(tokens) < 1.04
 
 
-def test_shares_do_not_depend_on_the_order_in_which_ids_come():
+def test_shares_do_not_depend_on_the_order_of_the_ids():
     lengths, ids = random_lengths(50), np.arange(50)
-    turned = share_of(ids[::-1], lengths[::-1], 1, 3)
-    assert np.array_equal(np.sort(turned), np.sort(share_of(ids, lengths, 1, 3)))
-
-
-def fewest_parts(lengths, limit):
-    """The fewest contiguous parts of examples in the order of cut: each filled as far as it goes."""
-    parts, filled = 1, 0
-    for tokens in lengths[np.lexsort((lengths[:, 0], lengths[:, 1]))].sum(axis=1):
-        if filled and filled + tokens > limit:
-            parts, filled = parts + 1, 0
-        filled += tokens
-    return parts
-
-
-@pytest.mark.parametrize("limit", [512, 600, 1000, 2048, 8192, 10**6])
-@pytest.mark.parametrize("num_examples", [1, 2, 5, 33, 200])
-def test_cut_keeps_every_example_within_the_limit_in_no_more_parts_than_in_order(num_examples, limit):
-    for seed in range(5):
-        lengths = random_lengths(num_examples, seed)
-        parts = cut(np.arange(num_examples) + 7, lengths, limit)
-        assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(num_examples) + 7)
-        assert all(lengths[part - 7].sum() <= limit for part in parts)
-        assert math.ceil(lengths.sum() / limit) <= len(parts) <= fewest_parts(lengths, limit)
-
-
-def test_examples_that_fill_forwards_only_out_of_order_are_put_together():
-    lengths = np.array([[50, 200], [50, 200], [50, 450], [50, 450]])
-    parts = cut(np.arange(4), lengths, 750)
-    assert [lengths[part].sum() for part in parts] == [750, 750]
-
-
-@pytest.mark.parametrize("limit", [300, 500, 900])
-def test_a_step_takes_hardly_ever_more_forwards_than_the_fewest_there_are(limit):
-    more = 0
-    for seed in range(60):
-        lengths = random_lengths(9, seed).astype(np.int64) % 120 + 1
-        parts, fewest = cut(np.arange(9), lengths, limit), optimum(tuple(lengths.sum(axis=1)), limit)
-        assert fewest <= len(parts) <= fewest + 1
-        more += len(parts) - fewest
-    assert more <= 4  # of 60
-
-
-def optimum(sizes, limit):
-    """The fewest parts of at most `limit`, by trying all: fewest[set] over every set of examples."""
-    fewest = {0: (0, limit)}  # (parts, filled in the last)
-    for chosen in range(1, 2 ** len(sizes)):
-        ways = []
-        for i, size in enumerate(sizes):
-            if chosen >> i & 1:
-                parts, filled = fewest[chosen ^ 1 << i]
-                ways.append((parts, filled + size) if filled + size <= limit else (parts + 1, size))
-        fewest[chosen] = min(ways)
-    return fewest[2 ** len(sizes) - 1][0]
-
-
-def test_an_example_above_the_limit_stands_alone_and_the_others_stay_together():
-    lengths = np.array([[5, 5]] * 20 + [[200, 200]])
-    parts = cut(np.arange(21), lengths, 100)
-    assert sorted(map(len, parts)) == [1, 10, 10]
-    assert [20] in [part.tolist() for part in parts]
-    assert [len(part) for part in cut(np.arange(3), np.full((3, 2), 50), 10)] == [1, 1, 1]
-
-
-def test_cut_of_nothing_is_nothing():
-    assert cut(np.array([], dtype=np.int64), np.empty((0, 2), dtype=np.uint16), 100) == []
-
-
-def test_cut_does_not_overflow_the_small_integers_that_lengths_are_stored_in():
-    lengths = np.full((10, 2), 40_000, dtype=np.uint16)
-    assert len(cut(np.arange(10), lengths, 800_000)) == 1
-    assert len(cut(np.arange(10), lengths, 80_000)) == 10
-
-
-def test_parts_hold_examples_of_like_lengths():
-    lengths = random_lengths(400)
-    parts = cut(np.arange(400), lengths, 4000)
-    assert len(parts) == fewest_parts(lengths, 4000)
-    for shorter, longer in pairwise(parts):
-        assert lengths[shorter, 1].max() <= lengths[longer, 1].min()
-
-
-def test_collate_shifts_labels_right_within_each_example(store, tokenizer):
-    ids = [9, 2, 33, 9]
-    micro_batch = collate(store, ids, tokenizer.pad_id, "cpu")
-    examples = examples_of(store, ids)
-    assert micro_batch.prompt_ids.tolist() == [token for prompt, _ in examples for token in prompt]
-    assert micro_batch.labels.tolist() == [token for _, response in examples for token in response]
-    shifted = [[tokenizer.pad_id, *response[:-1]] for _, response in examples]
-    assert micro_batch.decoder_ids.tolist() == [token for response in shifted for token in response]
-
-
-def test_no_pad_token_is_computed(store, tokenizer):
-    ids = np.arange(len(store))
-    for part in cut(ids, store.lengths, 500):
-        micro_batch = collate(store, part, tokenizer.pad_id, "cpu")
-        sides = (micro_batch.prompt_ids, micro_batch.labels)
-        assert sum(map(len, sides)) == store.lengths[part].sum()
-        assert all((side != tokenizer.pad_id).all() for side in sides)
-        assert (micro_batch.decoder_ids == tokenizer.pad_id).sum() == len(part)
-        assert all(side.dtype == torch.int64 for side in sides)
+    reversed_share = share_of(ids[::-1], lengths[::-1], 1, 3)
+    assert np.array_equal(np.sort(reversed_share), np.sort(share_of(ids, lengths, 1, 3)))
