@@ -3,12 +3,12 @@
 python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output VALID.parquet] [--validation_share 0.01]
     [--prompt_column NAME] [--response_column NAME] [--max_chars 2048] [--strict] [--overwrite]
 
-Reads .json, .jsonl, .csv, .tsv and .parquet. An output appears whole or not at all. A hash of the pair decides whether
-it goes to VALID.parquet, so it does too when more data comes. Host memory: about 120 bytes for each pair kept, to know
-duplicates, and a row group. An input that cannot be read to its end is left out as a whole, and named; with --strict
+Reads .json, .jsonl, .csv, .tsv and .parquet. Outputs are written atomically. A hash of the pair decides if it goes to
+VALID.parquet, so a pair stays there when more data is added. Host memory: about 120 bytes per pair kept, to find
+duplicates, and one row group. An input that cannot be read to its end is left out as a whole, and named; with --strict
 nothing is written then. Exit codes: 0 written, 2 input or options refused or nothing kept, 1 disk or permission.
-Malformed is a row that cannot be read: a broken line, a null, cells that no column is for. Damaged text is text with
-U+FFFD in it; private use means characters that no two fonts show alike.
+A row that cannot be read is malformed: a broken line, a null, more cells than columns. Damaged text contains U+FFFD;
+private use means characters without a standard meaning.
 """
 
 import argparse
@@ -37,12 +37,12 @@ ROW_GROUP_PAIRS = 20_000
 SCHEMA = pa.schema({"prompt": pa.string(), "response": pa.string()})
 COLUMNS = ("read", "kept", "malformed", *REASONS, "duplicate")
 VALIDATION_SHARE = 0.01
-NUM_TOLD = 3  # malformed rows of a file that are named
+MAX_PROBLEMS = 3  # malformed rows that are reported per file
 
 
 @dataclass
 class Input:
-    """A file to read; its rows by COLUMNS, the first malformed ones, what is not used of it, why it cannot be read."""
+    """A file to read: its counts by COLUMNS, its first malformed rows, its unused content, why it cannot be read."""
 
     path: str
     counts: Counter = field(default_factory=Counter)
@@ -52,14 +52,14 @@ class Input:
 
     def drop_malformed(self, problem: str) -> None:
         self.counts.update(read=1, malformed=1)
-        if len(self.problems) < NUM_TOLD:
+        if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(problem)
 
 
 def main() -> None:
     options = parse_options()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8, nor the terminal
+        stream.reconfigure(errors="backslashreplace")  # file names and the terminal may not be UTF-8
     try:
         inputs, written = prepare(options)
     except (ValueError, OSError) as error:
@@ -76,21 +76,18 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a .json, .jsonl, .csv, .tsv or .parquet file")
     parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
-    parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="for pairs to be kept apart")
-    parser.add_argument("--validation_share", type=float, metavar="SHARE", help=f"of them ({VALIDATION_SHARE})")
+    parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="where validation pairs go")
+    parser.add_argument("--validation_share", type=float, metavar="SHARE", help=f"of all pairs ({VALIDATION_SHARE})")
     parser.add_argument("--prompt_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--response_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
-    parser.add_argument("--strict", action="store_true", help="write nothing where an input cannot be read to its end")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--strict", action="store_true", help="write nothing if an input cannot be read to its end")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     return parser.parse_args()
 
 
 def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, array]]:
-    """Writes the output; gives the inputs in order, and the fingerprint of each prompt written to each file.
-
-    Raises ValueError, with nothing written.
-    """
+    """Write the outputs, or nothing if it raises ValueError; returns the inputs and a hash of each prompt by output."""
     outputs = check_outputs(options)
     if options.max_chars < 1:
         raise ValueError(f"--max_chars={options.max_chars}: a side needs at least 1 character")
@@ -111,9 +108,9 @@ def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, array]
 
 
 def write_readable(inputs: list[Input], options: argparse.Namespace, paths: list[Path], share: float) -> list[array]:
-    """Writes the pairs of the inputs that can be read to their end; gives the prompts' hashes of each file.
+    """Write the pairs of all inputs that can be read to their end; returns a hash of each prompt by file.
 
-    The pairs before the place where an input breaks are out again: the others are then written once more.
+    If an input fails after some of its pairs were written, everything is written again without that input.
     """
     prompts = write_parquet(clean_files(inputs, options), paths, share)
     failed = [source for source in inputs if source.failure]
@@ -128,7 +125,7 @@ def write_readable(inputs: list[Input], options: argparse.Namespace, paths: list
 
 
 def refuse_result(inputs: list[Input], counts: list[int], share: float) -> None:
-    """Raise ValueError where a file would have no pairs; `counts` has the number for each."""
+    """Raise ValueError if a file has no pairs; `counts` are the numbers of pairs by file."""
     if not counts[0]:
         reasons = [source.failure for source in inputs if source.failure]
         if len(reasons) < len(inputs):
@@ -139,7 +136,7 @@ def refuse_result(inputs: list[Input], counts: list[int], share: float) -> None:
 
 
 def check_outputs(options: argparse.Namespace) -> list[Path]:
-    """The files to write; raises ValueError where one must not be."""
+    """The files to write; raises ValueError if a path cannot be an output."""
     outputs = dict(output=options.output)
     if options.validation_output:
         outputs["validation_output"] = options.validation_output
@@ -156,13 +153,13 @@ def check_outputs(options: argparse.Namespace) -> list[Path]:
 
 
 def check_inputs(paths: list[str], outputs: list[Path]) -> list[str]:
-    """The inputs, each file once under whatever names it was given; ValueError where one is an output."""
+    """The inputs without repeated files; raises ValueError if one of them is also an output."""
     written = {identity(output): output for output in outputs}
     found = {}
     for path in paths:
         key = identity(Path(path))
         if key in written:
-            raise ValueError(f"{path}: it is the output {written[key]} too; give the output another name")
+            raise ValueError(f"{path}: it is also the output {written[key]}; give the output another name")
         if key in found:
             print(f"prepare_data: {path}: the same file as {found[key]}, read once", file=sys.stderr)
         found.setdefault(key, path)
@@ -170,7 +167,7 @@ def check_inputs(paths: list[str], outputs: list[Path]) -> list[str]:
 
 
 def identity(path: Path) -> tuple[int, int] | str:
-    """Equal for two paths to one file, or to one that is not there yet."""
+    """A value that is equal for two paths to the same file, even if the file does not exist yet."""
     try:
         status = path.stat()
         return status.st_dev, status.st_ino
@@ -179,7 +176,7 @@ def identity(path: Path) -> tuple[int, int] | str:
 
 
 def check_share(options: argparse.Namespace) -> float:
-    """The share of the pairs to keep apart; raises ValueError where it is none, or has nowhere to go."""
+    """The share of the pairs for validation; raises ValueError if it is no share or no file is given for it."""
     share = VALIDATION_SHARE if options.validation_share is None else options.validation_share
     if not 0 < share < 1:
         raise ValueError(f"--validation_share={share}: a share is above 0 and below 1")
@@ -189,7 +186,7 @@ def check_share(options: argparse.Namespace) -> float:
 
 
 def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """The pairs worth keeping, each once over all files; fills in the inputs' counts and failures."""
+    """Yield the cleaned pairs without duplicates over all files; sets the inputs' counts and failures."""
     seen = set()
     for source in (source for source in inputs if not source.failure):
         try:
@@ -199,7 +196,7 @@ def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[tu
 
 
 def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> Iterator[tuple[str, str]]:
-    """The pairs of a file worth keeping and not in `seen`, which gets them. ValueError if a side is always empty."""
+    """Yield the cleaned pairs not in `seen` and add them to it. Raises ValueError if one side is always empty."""
     has_prompt = has_response = False
     for pair in pairs_of(source, options):
         cleaned = clean_pair(*pair, options.max_chars)
@@ -217,7 +214,7 @@ def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> 
 
 
 def pairs_of(source: Input, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """The pairs of the rows that can be read; the others are counted. ValueError if there are only others."""
+    """Yield the pairs of readable rows and count malformed ones. Raises ValueError if no row is readable."""
     try:
         columns = options.prompt_column, options.response_column
         yield from read_pairs(source.path, *columns, source.drop_malformed, source.ignored)
@@ -228,16 +225,16 @@ def pairs_of(source: Input, options: argparse.Namespace) -> Iterator[tuple[str, 
 
 
 def fingerprint(*texts: str) -> bytes:
-    """16 bytes that differ for different texts; clean text holds no NUL, so two sides cannot run together."""
+    """16-byte hash of the texts; clean text has no NUL, so NUL can separate the sides."""
     return blake2b("\0".join(texts).encode(), digest_size=16).digest()
 
 
 def describe_empty_side(source: Input, has_prompt: bool, options: argparse.Namespace) -> str:
-    """What to tell the user of a file that has no prompt, or no response, in any row."""
-    typed = options.prompt_column, options.response_column
-    names = tuple(next(read_rows(source.path, *typed, on_malformed=lambda problem: None)))
+    """The error message for a file without a prompt, or without a response, in any row."""
+    given = options.prompt_column, options.response_column
+    names = tuple(next(read_rows(source.path, *given, on_malformed=lambda problem: None)))
     num_rows = source.counts["read"] - source.counts["malformed"]
-    prompts, responses = find_columns(names, *typed)
+    prompts, responses = find_columns(names, *given)
     side = "response" if has_prompt else "prompt"
     used = responses if has_prompt else dict.fromkeys(name for columns in prompts for name in columns)
     return (
@@ -247,34 +244,27 @@ def describe_empty_side(source: Input, has_prompt: bool, options: argparse.Names
 
 
 def write_parquet(pairs: Iterator[tuple[str, str]], paths: list[Path], validation_share: float) -> list[array]:
-    """Writes the pairs as they come, a row group of ROW_GROUP_PAIRS at a time; gives the prompts' hashes of each file.
-
-    Where there is a second path, that share of the pairs goes there.
-    """
+    """Write the pairs, `validation_share` of them to the second path, if any; returns a hash of each prompt by file."""
     prompts, groups = [array("Q") for _ in paths], [[] for _ in paths]
     limit = int(validation_share * 2**64) if len(paths) > 1 else 0
     with ExitStack() as stack:
-        files = [stack.enter_context(open(path, "wb")) for path in paths]  # pyarrow opens no name that is not UTF-8
+        files = [stack.enter_context(open(path, "wb")) for path in paths]  # pyarrow itself opens only names in UTF-8
         writers = [stack.enter_context(pq.ParquetWriter(file, SCHEMA, compression="zstd")) for file in files]
         for pair in pairs:
             place = int(int.from_bytes(fingerprint(*pair)[:8]) < limit)
             prompts[place].append(int.from_bytes(fingerprint(pair[0])[:8]))
             groups[place].append(pair)
             if len(groups[place]) == ROW_GROUP_PAIRS:
-                writers[place].write_table(as_table(groups[place]))
+                writers[place].write_table(pa.table(list(zip(*groups[place], strict=True)), schema=SCHEMA))
                 groups[place].clear()
         for writer, group in zip(writers, groups, strict=True):
             if group:
-                writer.write_table(as_table(group))
+                writer.write_table(pa.table(list(zip(*group, strict=True)), schema=SCHEMA))
     return prompts
 
 
-def as_table(pairs: list[tuple[str, str]]) -> pa.Table:
-    return pa.table(list(zip(*pairs, strict=True)), schema=SCHEMA)
-
-
 def format_counts(inputs: list[Input]) -> str:
-    """A table: a line for each input and one for their total, a column for each of COLUMNS."""
+    """A table with one line per input, one for the total, and one column for each of COLUMNS."""
     total = sum((source.counts for source in inputs), Counter())
     rows = [(Path(source.path).name, source.counts) for source in inputs] + [("total", total)]
     width = max(len(name) for name, _ in rows)
@@ -286,7 +276,7 @@ def format_counts(inputs: list[Input]) -> str:
 
 
 def print_problems(inputs: list[Input]) -> None:
-    """Names the inputs that could not be read to their end, and the first malformed rows of each."""
+    """Print to stderr the first malformed rows of each input and the inputs that could not be read to their end."""
     for source in inputs:
         for problem in source.problems:
             print(f"prepare_data: left out: {problem}", file=sys.stderr)
@@ -297,13 +287,13 @@ def print_problems(inputs: list[Input]) -> None:
 
 
 def print_written(written: dict[Path, array]) -> None:
-    """Names each file written, and how many of its pairs share their prompt with others there or in the first file."""
+    """Print the number of pairs in each output, and how many prompts are distinct or also in the first output."""
     (output, prompts), *others = ((path, np.frombuffer(hashes, np.uint64)) for path, hashes in written.items())
     distinct = np.unique(prompts)
     print(f"{output}: {len(prompts):,} pairs written, {len(distinct):,} different prompts")
     for path, hashes in others:
         shared = int(np.isin(hashes, distinct).sum())
-        print(f"{path}: {len(hashes):,} pairs written, {shared:,} with a prompt that is in {output} too")
+        print(f"{path}: {len(hashes):,} pairs written, {shared:,} with a prompt that is also in {output}")
 
 
 if __name__ == "__main__":

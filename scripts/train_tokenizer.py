@@ -1,9 +1,9 @@
-"""Train a tokenizer on files of pairs, or on text files with one text a line, and print what it is worth.
+"""Trains a tokenizer on files of pairs, or on text files with one text per line, and prints a summary.
 
     python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
         [--prompt_column NAME] [--response_column NAME] [--overwrite]
 
-One row in a hundred is kept out of the training to measure characters per token.
+One row in a hundred is held_out out to measure characters per token.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from model.data.readers import read_pairs
 from model.data.tokenizer import count_merged_tokens, load_tokenizer, train_tokenizer
 from model.runtime.atomic_io import make_output_directory
 
-HELD_EVERY = 100  # rows
-MAX_HELD_ROWS = 5_000
+HELD_OUT_EVERY = 100  # rows
+MAX_HELD_OUT_ROWS = 5_000
 MAX_LINE_CHARS = 65_536
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 text file, very long ones in parts; ValueError if it is missing or not UTF-8."""
+    """Yield the lines of a UTF-8 text file, long ones in parts. Raises ValueError if it is missing or not UTF-8."""
     if not path.is_file():
         raise ValueError(f"no file at {path}: give paths of parquet, json, jsonl, csv, tsv or txt files")
     try:
@@ -35,7 +35,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """The texts of each row of each file: a line, or a prompt and a response."""
+    """Yield the texts of each row of all files: one line, or a prompt and a response."""
     for path in options.files:
         if path.suffix.lower() == ".txt":
             yield from ((line.rstrip("\r\n"),) for line in read_lines(path))
@@ -43,28 +43,28 @@ def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]
             yield from read_pairs(path, options.prompt_column, options.response_column)
 
 
-def texts_to_learn(rows: Iterator[tuple[str, ...]], held: list[str]) -> Iterator[str]:
-    """The texts of the rows, except one row in HELD_EVERY, whose texts go to held while there is room."""
-    num_held_rows = 0
+def texts_to_learn(rows: Iterator[tuple[str, ...]], held_out: list[str]) -> Iterator[str]:
+    """Yield the texts of the rows; one row in HELD_OUT_EVERY, up to MAX_HELD_OUT_ROWS, goes to `held_out` instead."""
+    num_held_out_rows = 0
     for index, row in enumerate(rows):
-        if index % HELD_EVERY == HELD_EVERY - 1 and num_held_rows < MAX_HELD_ROWS:
-            held.extend(row)
-            num_held_rows += 1
+        if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 and num_held_out_rows < MAX_HELD_OUT_ROWS:
+            held_out.extend(row)
+            num_held_out_rows += 1
         else:
             yield from row
 
 
 def prepare_output(output_dir: Path, overwrite: bool) -> None:
-    """Make the directory, before the long work; ValueError if it cannot be made or holds a tokenizer already."""
+    """Make the directory before training. Raises ValueError if that fails or the directory has a tokenizer already."""
     if (output_dir / "tokenizer.json").exists() and not overwrite:
-        raise ValueError(f"--output_dir={output_dir}: it holds a tokenizer already; give another, or add --overwrite")
+        raise ValueError(f"--output_dir={output_dir}: it has a tokenizer already; give another, or add --overwrite")
     make_output_directory(output_dir)
 
 
-def print_summary(output_dir: Path, held: list[str], seconds: float) -> None:
+def print_summary(output_dir: Path, held_out: list[str], seconds: float) -> None:
     tokenizer = load_tokenizer(output_dir)
-    num_tokens = sum(map(len, tokenizer.encode_batch(held)))
-    density = f"{sum(map(len, held)) / num_tokens:.3f}" if num_tokens else "not measured (fewer than 100 rows)"
+    num_tokens = sum(map(len, tokenizer.encode_batch(held_out)))
+    density = f"{sum(map(len, held_out)) / num_tokens:.3f}" if num_tokens else "not measured (fewer than 100 rows)"
     print(f"tokenizer             {output_dir} (fingerprint {tokenizer.fingerprint})")
     print(f"vocabulary            {tokenizer.vocab_size} tokens")
     print(f"multi-character       {count_merged_tokens(tokenizer)} tokens")
@@ -79,20 +79,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 300")
     parser.add_argument("--prompt_column", default="", help="found by name when not given")
     parser.add_argument("--response_column", default="", help="found by name when not given")
-    parser.add_argument("--overwrite", action="store_true", help="replace the tokenizer that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
     return parser.parse_args()
 
 
 def main() -> int:
     options = parse_arguments()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8, nor the terminal
-    held: list[str] = []
+        stream.reconfigure(errors="backslashreplace")  # file names and the terminal may not be UTF-8
+    held_out: list[str] = []
     started = time.perf_counter()
     try:
         prepare_output(options.output_dir, options.overwrite)
-        train_tokenizer(texts_to_learn(read_rows_of_texts(options), held), options.vocab_size, options.output_dir)
-        print_summary(options.output_dir, held, time.perf_counter() - started)
+        train_tokenizer(texts_to_learn(read_rows_of_texts(options), held_out), options.vocab_size, options.output_dir)
+        print_summary(options.output_dir, held_out, time.perf_counter() - started)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

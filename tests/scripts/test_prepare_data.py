@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py as people run it: what it writes, counts and refuses, and never half a file."""
+"""scripts/prepare_data.py as a process: what it writes, counts and refuses; outputs are written atomically."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ROWS = [
 
 @pytest.fixture
 def prepare(tmp_path):
-    """Runs the script in tmp_path; gives (exit code, stdout, stderr)."""
+    """A function that runs the script in tmp_path and returns (exit code, stdout, stderr)."""
 
     def run(*words):
         command = [sys.executable, SCRIPT, *map(str, words)]
@@ -62,7 +62,7 @@ def test_rows_are_cleaned_dropped_by_reason_and_counted_over_all_inputs(tmp_path
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["pairs.parquet"]
 
 
-def test_malformed_rows_are_left_out_counted_and_the_first_of_them_named(tmp_path, prepare):
+def test_malformed_rows_are_left_out_and_counted_and_the_first_ones_reported(tmp_path, prepare):
     good = [f'{{"prompt": "问{i}", "response": "答"}}' for i in range(2)]
     lines = [good[0], *["null", "{'a'", '{"prompt": "问', "7", "8"], good[1]]
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -73,14 +73,14 @@ def test_malformed_rows_are_left_out_counted_and_the_first_of_them_named(tmp_pat
     table = out.partition("\nout.parquet")[0]
     assert counts_in(table, "a.jsonl") == {"read": 7, "kept": 2, "malformed": 5, **rest}
     assert counts_in(table, "b.csv") == {"read": 2, "kept": 1, "malformed": 1, **rest}
-    for said in (
+    for expected in (
         "a.jsonl line 2: ",
         "a.jsonl line 3 (",
         "a.jsonl line 4 (",
         "2 more rows of a.jsonl",
         "b.csv line 2: 3",
     ):
-        assert said in errors
+        assert expected in errors
     assert len(errors.splitlines()) == 5
     assert pq.read_metadata(tmp_path / "out.parquet").num_rows == 3
 
@@ -88,7 +88,7 @@ def test_malformed_rows_are_left_out_counted_and_the_first_of_them_named(tmp_pat
 @pytest.mark.parametrize(
     ("name", "text"), [("x.jsonl", "null\n{'a'\n"), ("x.json", "# no json\nat all"), ("x.csv", "a,b\n1,2,3\n4,5,6\n")]
 )
-def test_a_file_without_a_row_that_can_be_read_is_refused(tmp_path, prepare, name, text):
+def test_a_file_without_a_readable_row_is_refused(tmp_path, prepare, name, text):
     (tmp_path / name).write_text(text, encoding="utf-8")
     code, table, errors = prepare(name, "--output", "out.parquet")
     assert (code, table, errors.count("\n")) == (2, "", 1)
@@ -128,14 +128,14 @@ def test_a_file_with_one_side_always_empty_is_refused_by_name(tmp_path, prepare)
         ('[{"a": "p"}]', "no prompt or response column; found 'a'"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_one_message_and_nothing_is_written(tmp_path, prepare, text, expected):
+def test_an_unusable_input_is_refused_in_one_message_and_nothing_is_written(tmp_path, prepare, text, expected):
     (tmp_path / "bad.json").write_text(text, encoding="utf-8")
     code, table, errors = prepare("bad.json", "--output", "out.parquet")
     assert (code, table) == (2, "") and expected in errors and "Traceback" not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["bad.json"]
 
 
-def test_an_output_that_is_there_stays_as_it_is_until_a_whole_one_replaces_it(tmp_path, prepare):
+def test_an_existing_output_stays_unchanged_until_a_complete_one_replaces_it(tmp_path, prepare):
     output = tmp_path / "out.parquet"
     output.write_bytes(b"old")
     write_rows(tmp_path / "good.jsonl", ROWS)
@@ -148,9 +148,9 @@ def test_an_output_that_is_there_stays_as_it_is_until_a_whole_one_replaces_it(tm
     assert pq.read_metadata(output).num_rows == 3
 
 
-def test_a_share_of_the_pairs_is_kept_apart_and_the_same_when_more_come(tmp_path, prepare):
+def test_a_share_of_the_pairs_goes_to_validation_and_stays_there_when_data_is_added(tmp_path, prepare):
     rows = [dict(prompt=f"问{i}", response=f"答{i}") for i in range(600)]
-    kept_apart = []
+    validation_prompts = []
     for name, count in (("few", 300), ("all", 600)):
         write_rows(tmp_path / f"{name}.jsonl", rows[:count])
         words = [f"{name}.jsonl", "--output", f"{name}.parquet", "--validation_output", f"{name}_valid.parquet"]
@@ -160,14 +160,14 @@ def test_a_share_of_the_pairs_is_kept_apart_and_the_same_when_more_come(tmp_path
         train, valid = (set(table["prompt"].to_pylist()) for table in tables)
         assert not train & valid and len(train | valid) == count and 0.05 < len(valid) / count < 0.15
         assert f"{name}_valid.parquet: {len(valid)} pairs written" in out
-        kept_apart.append(valid)
-    assert kept_apart[0] == {prompt for prompt in kept_apart[1] if int(prompt[1:]) < 300}
+        validation_prompts.append(valid)
+    assert validation_prompts[0] == {prompt for prompt in validation_prompts[1] if int(prompt[1:]) < 300}
     words = ["few.jsonl", "--output", "a.parquet", "--validation_output", "b.parquet"]
     code, _, err = prepare(*words, "--validation_share", "1e-9")
     assert code == 2 and "none of 300 pairs" in err and not list(tmp_path.glob("[ab].parquet"))
 
 
-def test_named_columns_and_wrong_options(tmp_path, prepare):
+def test_named_columns_are_used_and_wrong_options_are_refused(tmp_path, prepare):
     write_rows(tmp_path / "x.jsonl", [{"a": "p", "b": "r"}])
     assert prepare("x.jsonl", "--output", "o.parquet", "--prompt_column=b", "--response_column", "a")[0] == 0
     assert pq.read_table(tmp_path / "o.parquet").to_pylist() == [{"prompt": "r", "response": "p"}]
@@ -189,7 +189,7 @@ def test_a_share_without_a_file_for_it_is_refused(tmp_path, prepare):
 def test_a_folder_or_an_output_that_cannot_be_made_is_refused_in_a_sentence(tmp_path, prepare):
     write_rows(tmp_path / "x.jsonl", ROWS)
     (tmp_path / "f.parquet").mkdir()
-    for words, said in (
+    for words, expected in (
         ([".", "--output=p.parquet"], ".: it is a folder; name a file in it (prepare_data takes several: ./*.json)"),
         (
             ["x.jsonl", "--output=x.jsonl/p.parquet"],
@@ -199,10 +199,10 @@ def test_a_folder_or_an_output_that_cannot_be_made_is_refused_in_a_sentence(tmp_
         (["x.jsonl", "--output=f.parquet", "--overwrite"], "--output=f.parquet: it is a folder; name a file, for ex"),
     ):
         code, table, errors = prepare(*words)
-        assert (code, table, errors.count("\n")) == (2, "", 1) and said in errors and "Errno" not in errors
+        assert (code, table, errors.count("\n")) == (2, "", 1) and expected in errors and "Errno" not in errors
 
 
-def test_a_file_that_cannot_be_read_is_left_out_whole_and_the_others_are_prepared(tmp_path, prepare):
+def test_an_unreadable_file_is_left_out_as_a_whole_and_the_others_are_prepared(tmp_path, prepare):
     write_rows(tmp_path / "good.jsonl", ROWS)
     (tmp_path / "empty.json").touch()
     (tmp_path / "cut.json").write_text('[{"prompt": "p", "response": "r"},\n{"prompt": "问一", "response": "答一"}, {')
@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_read_is_left_out_whole_and_the_others_are_prepare
     assert not list(tmp_path.glob("*none*"))
 
 
-def test_a_file_is_read_once_under_all_its_names_and_never_written_over(tmp_path, prepare):
+def test_a_file_given_under_several_names_is_read_once_and_an_input_is_never_overwritten(tmp_path, prepare):
     write_rows(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
     (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "a.jsonl")
@@ -230,17 +230,20 @@ def test_a_file_is_read_once_under_all_its_names_and_never_written_over(tmp_path
     assert counts_in(out.partition("\no.parquet")[0], "total")["read"] == 8
     before = (tmp_path / "o.parquet").read_bytes()
     (tmp_path / "dir").symlink_to(".")
-    for words, said in (
-        (["o.parquet", "--output=dir/o.parquet"], "o.parquet: it is the output dir/o.parquet too"),
-        (["a.jsonl", "o.parquet", "--output=b.parquet", "--validation_output=./o.parquet"], "it is the output o.parq"),
+    for words, expected in (
+        (["o.parquet", "--output=dir/o.parquet"], "o.parquet: it is also the output dir/o.parquet"),
+        (
+            ["a.jsonl", "o.parquet", "--output=b.parquet", "--validation_output=./o.parquet"],
+            "it is also the output o.parq",
+        ),
         (["a.jsonl", "--output=v.parquet", "--validation_output=dir/v.parquet"], "are both v.parquet"),
     ):
         code, _, errors = prepare(*words, "--overwrite")
-        assert code == 2 and said in errors
+        assert code == 2 and expected in errors
     assert (tmp_path / "o.parquet").read_bytes() == before and not (tmp_path / "v.parquet").exists()
 
 
-def test_what_is_not_used_and_the_prompts_that_both_outputs_share_are_told(tmp_path, prepare):
+def test_unused_columns_and_prompts_in_both_outputs_are_reported(tmp_path, prepare):
     rows = [dict(prompt=f"问{i % 10}", response=f"答{i}", rejected="x", history=[["q", "a"]]) for i in range(200)]
     write_rows(tmp_path / "a.jsonl", rows)
     code, out, _ = prepare("a.jsonl", "--output=t.parquet", "--validation_output=v.parquet", "--validation_share=0.2")
@@ -249,7 +252,7 @@ def test_what_is_not_used_and_the_prompts_that_both_outputs_share_are_told(tmp_p
     shared = sum(prompt in train for prompt in valid)
     assert out.splitlines()[-2:] == [
         f"t.parquet: {len(train)} pairs written, {len(set(train))} different prompts",
-        f"v.parquet: {len(valid)} pairs written, {shared} with a prompt that is in t.parquet too",
+        f"v.parquet: {len(valid)} pairs written, {shared} with a prompt that is also in t.parquet",
     ]
 
 

@@ -1,3 +1,5 @@
+"""scripts/train_tokenizer.py as a process: what it trains on, prints and refuses."""
+
 import json
 import random
 import subprocess
@@ -29,7 +31,7 @@ def test_the_script_trains_on_pairs_and_lines_and_prints_a_summary(tmp_path):
     assert f"multi-character       {len(merges)} tokens" in done.stdout
 
 
-def test_the_script_answers_bad_input_with_one_line_and_exit_code_2(tmp_path):
+def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "latin.txt").write_bytes("你好".encode("gb18030"))
     for arguments in (["missing.txt"], ["latin.txt"], ["missing.jsonl"]):
         done = run_script(*arguments, "--output_dir", "out", cwd=tmp_path)
@@ -37,7 +39,7 @@ def test_the_script_answers_bad_input_with_one_line_and_exit_code_2(tmp_path):
         assert arguments[0] in done.stderr
 
 
-def test_a_tokenizer_that_is_there_stays_until_overwrite_is_typed(tmp_path):
+def test_an_existing_tokenizer_is_replaced_only_with_overwrite(tmp_path):
     (tmp_path / "lines.txt").write_text(PROBE, encoding="utf-8")
     (tmp_path / "out").mkdir()
     there = tmp_path / "out" / "tokenizer.json"
