@@ -48,7 +48,7 @@ class Disturbed:
         return path.read_bytes().count(TRAIN_LINE) if path.exists() else 0
 
     def wait_for(self, what, ready, processes, seconds=120):
-        """Wait for `ready()`: True when it holds, False if a process ends first; raises TimeoutError after `seconds`."""
+        """Wait for `ready()`: True if it holds, False if a process ends first. Raises TimeoutError after that."""
         deadline = time.monotonic() + seconds
         while not ready():
             if any(process.exitcode is not None for process in processes):
