@@ -1,21 +1,21 @@
-"""Every number a run depends on, in flat frozen records. Standard library only.
+"""Every option of a run, in flat frozen dataclasses. Standard library only.
 
-A preset is the list of its differences from the defaults; the command line is the list of a
-run's differences from its preset. What is set is what is used, or `load_config` refuses.
+A preset holds only its differences from the defaults, and the command line only the differences from the preset.
+`load_config` uses every value as it was given, or raises ValueError.
 """
 
 import json
 import math
 from dataclasses import dataclass, fields, replace
 
-MOST_WIDTH, MOST_LAYERS, MOST_TOKENS = 65_536, 256, 1 << 20  # a larger model is a damaged file
-MOST_BYTES = 1 << 20  # of a model's JSON file
-MOST_WHOLE, MOST_SEED = 2**31 - 1, 2**63 - 1  # of a whole number among the options
+MAX_WIDTH, MAX_LAYERS, MAX_VOCAB_SIZE = 65_536, 256, 1 << 20  # a file with more is taken for damaged
+MAX_JSON_BYTES = 1 << 20  # of a model's JSON file
+MAX_INT, MAX_SEED = 2**31 - 1, 2**63 - 1  # of the whole-number options
 
 
 @dataclass(frozen=True, kw_only=True)
 class T5ModelConfig:
-    """Shape of a T5 (v1.0: ReLU, tied embeddings, scaled decoder output)."""
+    """Sizes of a T5 (v1.0: ReLU, tied embeddings, scaled decoder output)."""
 
     d_model: int  # width of the residual stream
     d_ff: int  # width inside the feed-forward
@@ -29,24 +29,24 @@ class T5ModelConfig:
     layer_norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        bad = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not self._is_sound(f)]
+        bad = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not self._is_valid(f)]
         if bad:
             raise ValueError(
-                f"the model's numbers must be whole (epsilon a fraction), above 0 and at most {MOST_WIDTH:,} (layers "
-                f"{MOST_LAYERS}, vocab_size {MOST_TOKENS:,}), not {', '.join(bad)}"
+                f"the model's values must be whole numbers (layer_norm_epsilon a fraction), above 0 and at most "
+                f"{MAX_WIDTH:,} (layers {MAX_LAYERS}, vocab_size {MAX_VOCAB_SIZE:,}), not {', '.join(bad)}"
             )
         buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
         if buckets < 4 or buckets % 2 or distance <= buckets // 2:
             raise ValueError(
                 f"relative_attention_num_buckets={buckets} must be even and at least 4, and "
-                f"relative_attention_max_distance={distance} more than half of it"
+                f"relative_attention_max_distance={distance} must be more than half of it"
             )
 
-    def _is_sound(self, field):
+    def _is_valid(self, field):
         value, least = getattr(self, field.name), 0 if field.name == "vocab_size" else 1
         if field.type is float:
             return isinstance(value, float) and 0 < value < 1
-        most = MOST_LAYERS if "layers" in field.name else MOST_TOKENS if field.name == "vocab_size" else MOST_WIDTH
+        most = MAX_LAYERS if "layers" in field.name else MAX_VOCAB_SIZE if field.name == "vocab_size" else MAX_WIDTH
         return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -59,56 +59,56 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. Each field is an option of the command line: --name=value."""
+    """Options of one training run. Each field is a command-line option, --name=value; a step is an optimizer step."""
 
     # Data
     train_file: str = "data/pretrain_train.parquet"  # parquet, json, jsonl, csv or tsv
-    validation_file: str = "data/pretrain_valid.parquet"  # its loss chooses best/
-    test_file: str = ""  # read by the command test; empty: validation_file
+    validation_file: str = "data/pretrain_valid.parquet"  # best/ is the model with the lowest loss on it
+    test_file: str = ""  # for the command test; empty: validation_file
     prompt_column: str = ""  # empty: found by name
     response_column: str = ""  # empty: found by name
     tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer
-    max_seq_len: int = 256  # tokens a side, EOS included
+    max_seq_len: int = 256  # tokens of the prompt and of the response, each with its EOS
     # Model
-    model: str = "small"  # tiny, small, chatlm or a JSON file with T5ModelConfig's fields
-    finetune_from_ckp_file: str = ""  # Hugging Face directory, run directory or old .bin; empty: from scratch
-    trainable: str = "all"  # all, decoder
+    model: str = "small"  # tiny, small, chatlm or a JSON file with the fields of T5ModelConfig
+    finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch
+    trainable: str = "all"  # weights that are trained: all, decoder
     dropout: float = 0.0  # probability
     # Optimization
     epochs: int = 6  # passes over train_file
     batch_size_per_gpu: int = 32  # pairs
-    gradient_accumulation_steps: int = 2  # multiplies the pairs of an optimizer step
-    global_batch_size: int = 0  # pairs in one optimizer step over all ranks; 0: the product
+    gradient_accumulation_steps: int = 2  # multiplies the pairs of a step
+    global_batch_size: int = 0  # pairs of a step over all ranks; 0: batch x ranks x accumulation
     optimizer: str = "muon"  # muon, adamw_rms, adamw, adafactor
-    learn_rate: float = 0.0  # the peak; 0: the optimizer's own
+    learn_rate: float = 0.0  # peak; 0: the optimizer's default
     any_learn_rate: bool = False  # accept a learn_rate outside the optimizer's range
-    warmup_steps: int = -1  # optimizer steps; -1: a tenth of the run's, at most 1000
+    warmup_steps: int = -1  # steps; -1: a tenth of the run, at most 1000
     lr_schedule: str = "cosine"  # cosine, wsd (constant, then down to zero over the last fifth)
-    weight_decay: float = 0.0  # share of a weight that the learning rate takes off at each step
+    weight_decay: float = 0.0  # each step shrinks the weights by learning rate times this
     max_grad_norm: float = 1.0  # 0: no clipping
-    z_loss: float = 0.0  # weight of the squared log-normaliser
-    spike_guard: float = 0.0  # times the median gradient norm; a step beyond it is left out; 0: none is
-    seed: int = 23333  # of the first weights, the order of pairs and dropout
+    z_loss: float = 0.0  # weight of the squared log-normaliser in the loss
+    spike_guard: float = 0.0  # skip steps whose gradient norm exceeds the median by this factor; 0: off
+    seed: int = 23333  # of the initial weights, the order of pairs and dropout
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
     gradient_checkpointing: str = "auto"  # auto (where the plan needs it), True, False
-    compile: str = "auto"  # record a step as CUDA graphs: auto (on GPUs, where this run repays it), True, False
-    micro_batch_tokens: int = 0  # tokens of both sides in one forward; 0: planned
-    gpu_memory_limit_gb: float = 0.0  # GiB; 0: what is free
-    deterministic: bool = False  # the same bits from the same run on the same hardware
-    exact: bool = False  # the same bits on any number of CPU processes, one thread each
+    compile: str = "auto"  # replay steps as CUDA graphs: auto (on GPUs, in runs long enough to gain), True, False
+    micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
+    gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
+    deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
+    exact: bool = False  # bit-equal results on any number of CPU processes, one thread each
     # Run
     output_dir: str = "model_save/pretrain"  # the run directory
-    logging_steps: int = 20  # optimizer steps
-    eval_steps: int = 0  # optimizer steps; 0: each epoch
-    save_steps: int = 500  # optimizer steps
-    save_seconds: int = 600  # a checkpoint at least this often
-    keep_latest_n_ckp: int = 2  # checkpoints kept
-    bleu_pairs: int = 100  # validation pairs answered for BLEU and chrF; 0: none
-    max_new_tokens: int = 128  # tokens of one generated answer
-    log_sample_ids: bool = False  # write each step's example ids to samples_rank<r>.jsonl
+    logging_steps: int = 20  # steps between two log lines
+    eval_steps: int = 0  # steps between evaluations beside those at the end of each epoch; 0: only those
+    save_steps: int = 500  # steps between two checkpoints
+    save_seconds: int = 600  # a checkpoint is written at least this often
+    keep_latest_n_ckp: int = 2  # number of checkpoints kept
+    bleu_pairs: int = 100  # validation pairs that BLEU and chrF are computed on; 0: none
+    max_new_tokens: int = 128  # of one generated answer, at most
+    log_sample_ids: bool = False  # write the example ids of each step to samples_rank<r>.jsonl
     backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
-    ddp_timeout_s: int = 600  # a silent rank ends the run after this long
+    ddp_timeout_s: int = 600  # seconds that one rank may keep the others waiting before the run ends
 
     def __post_init__(self):
         problems = list(_problems(self))
@@ -116,7 +116,7 @@ class TrainConfig:
             raise ValueError("cannot run with this configuration:\n  " + "\n  ".join(problems))
 
 
-AT_LEAST = dict(
+MINIMUM = dict(
     epochs=1, batch_size_per_gpu=1, gradient_accumulation_steps=1, global_batch_size=0, max_seq_len=8, seed=0,
     warmup_steps=-1, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
@@ -133,23 +133,24 @@ CHOICES = dict(
 )
 
 
-# The peak from scratch, the peak for fine-tuning, and the range that a typed one must lie in. Measured by
-# bench.optimizers (docs/experiments.md): small from scratch on 189,202 pairs, fine-tuned on 58,668.
+# Default peak from scratch, default peak for fine-tuning, lowest and highest rate accepted. Measured with
+# bench.optimizers (docs/experiments.md): the model small, from scratch on 189,202 pairs, fine-tuned on 58,668.
 LEARN_RATES = dict(
-    muon=(3e-2, 5e-3, 1e-3, 1e-1),  # 4e-2 gains little, 8e-2 loses much; fine-tuning 2e-3 to 1e-2
-    adamw_rms=(2e-2, 5e-3, 1e-3, 1e-1),  # 3e-2 gains little, 5e-3 and 1e-2 lose much; fine-tuning 2e-3 and 5e-3
-    adafactor=(2e-2, 5e-3, 1e-3, 1e-1),  # measured 1e-2 to 4e-2; T5 took 1e-2, fine-tuned 1e-3 (arXiv 1910.10683)
-    adamw=(3e-4, 1e-4, 1e-6, 5e-3),  # 1e-3 loses much; fine-tuning is not measured: T5's practice is 1e-4 to 1e-3
+    muon=(3e-2, 5e-3, 1e-3, 1e-1),  # 4e-2 is hardly better, 8e-2 far worse; fine-tuning: 2e-3 to 1e-2 tried
+    adamw_rms=(2e-2, 5e-3, 1e-3, 1e-1),  # 3e-2 is hardly better, 5e-3 and 1e-2 far worse; fine-tuning: 2e-3, 5e-3 tried
+    adafactor=(2e-2, 5e-3, 1e-3, 1e-1),  # 1e-2 to 4e-2 tried; T5 used 1e-2, fine-tuning 1e-3 (arXiv 1910.10683)
+    adamw=(3e-4, 1e-4, 1e-6, 5e-3),  # 1e-3 is far worse; fine-tuning not measured, commonly 1e-4 to 1e-3 for T5
 )
-MOST_OWN_WARMUP_STEPS = 1000
+MAX_DEFAULT_WARMUP_STEPS = 1000
 
 
 def _problems(config):
-    for name, least in AT_LEAST.items():
+    """Yield a message for each value outside its range."""
+    for name, least in MINIMUM.items():
         if getattr(config, name) < least:
             yield f"{name}={getattr(config, name)}: must be at least {least}"
     for f in fields(config):
-        most = MOST_SEED if f.name == "seed" else MOST_WHOLE
+        most = MAX_SEED if f.name == "seed" else MAX_INT
         if f.type is int and getattr(config, f.name) > most:
             yield f"{f.name}={getattr(config, f.name)}: must be at most {most}"
     for name, choices in CHOICES.items():
@@ -157,17 +158,17 @@ def _problems(config):
             why = "; fp16 is refused because T5 diverges in it" if getattr(config, name) == "fp16" else ""
             yield f"{name}={getattr(config, name)!r}: choose one of {', '.join(choices)}{why}"
     if not 0 <= config.learn_rate <= 1:
-        yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1, or 0 for the optimizer's own"
+        yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1, or 0 for the optimizer's default"
     if not 0 <= config.dropout < 1:
         yield f"dropout={config.dropout}: must be in [0, 1)"
     if 0 < config.spike_guard <= 1:
-        yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed their median), or 0"
+        yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
     if config.max_seq_len > 65_535:
         yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
     if config.model not in MODELS and not config.model.endswith(".json"):
-        yield f"model={config.model!r}: choose one of {', '.join(MODELS)}, or name a .json file"
+        yield f"model={config.model!r}: choose one of {', '.join(MODELS)}, or give a .json file"
     if not config.output_dir:
-        yield "output_dir is empty: name a directory"
+        yield "output_dir is empty: give a directory"
 
 
 SFT = dict(
@@ -184,24 +185,24 @@ PRESETS = {
 
 
 def preset_name(is_finetune=False, use_small_config=False, use_fast_config=False, use_large_config=False):
-    """Name of the preset that these flags choose; small and fast imply is_finetune.
+    """Name of the preset that these flags choose; use_small_config and use_fast_config imply is_finetune.
 
-    Raises ValueError for flags that contradict each other.
+    Raises ValueError if the flags contradict each other.
     """
     flags = dict(sft_small=use_small_config, sft_fast=use_fast_config, pretrain_large=use_large_config)
     chosen = [name for name, value in flags.items() if value]
     if len(chosen) > 1 or (use_large_config and is_finetune):
         raise ValueError(
             "use_small_config, use_fast_config (both fine-tuning) and use_large_config (pre-training) contradict "
-            "each other: give one of them"
+            "each other: give only one of them"
         )
     return chosen[0] if chosen else "sft" if is_finetune else "pretrain"
 
 
 def load_config(preset, overrides):
-    """TrainConfig of `preset` with `overrides` (name: text or value) on top.
+    """TrainConfig of `preset` with the dict `overrides` (option name to text or value) applied.
 
-    Raises ValueError, naming all problems at once: unknown options, values of another type, contradictions.
+    Raises one ValueError that lists every problem: unknown options, values of the wrong type or out of range.
     """
     kinds = {f.name: f.type for f in fields(TrainConfig)}
     values, problems = dict(PRESETS[preset]), []
@@ -216,37 +217,38 @@ def load_config(preset, overrides):
         problems += str(error).splitlines()[1:]
     if problems:
         raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
-    return replace(config, learn_rate=config.learn_rate or own_learn_rate(config))
+    return replace(config, learn_rate=config.learn_rate or default_learn_rate(config))
 
 
-def own_learn_rate(config):
-    """The peak learning rate of a config's optimizer where none is given."""
+def default_learn_rate(config):
+    """Peak learning rate that config's optimizer uses if none is given."""
     scratch, finetuning, *_ = LEARN_RATES[config.optimizer]
     return finetuning if config.finetune_from_ckp_file else scratch
 
 
 FLAGS = ("is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite")
-WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 def as_bool(name, text):
-    """True or False as people type it; raises ValueError for anything else."""
-    if (word := str(text).strip().lower()) in WORDS:
-        return WORDS[word]
+    """Parse True, 1, yes, False, 0 or no, in any case; raises ValueError for anything else."""
+    if (word := str(text).strip().lower()) in BOOLEANS:
+        return BOOLEANS[word]
     raise ValueError(f"--{name}={text}: this option takes True or False")
 
 
 def as_type(name, value, kinds):
-    """`value` of the option --`name` as its kind; raises ValueError where that would lose something."""
+    """Convert `value` of the option `name` to its type in `kinds`; raises ValueError if that changes the value."""
     if name not in kinds:
         raise ValueError(f"unknown option --{name}")
     kind, text = kinds[name], str(value).strip()
     if kind is bool:
         return as_bool(name, text)
     if kind is str and text in ("True", "False") and "True" not in CHOICES.get(name, ()):
-        raise ValueError(f"--{name} came without a value: write --{name}=VALUE")
+        raise ValueError(f"--{name} has no value: write --{name}=VALUE")
     if kind is str:
-        return str(WORDS[text.lower()]) if "True" in CHOICES.get(name, ()) and text.lower() in WORDS else str(value)
+        is_choice = "True" in CHOICES.get(name, ()) and text.lower() in BOOLEANS
+        return str(BOOLEANS[text.lower()]) if is_choice else str(value)
     try:
         if kind is int and text.removeprefix("-").isdecimal():
             return int(text)
@@ -263,7 +265,7 @@ def as_type(name, value, kinds):
 def global_batch(config, world_size, typed):
     """Pairs in one optimizer step over all ranks.
 
-    `typed`: names of the options on the command line. Raises ValueError when they contradict each other.
+    `typed` holds the names of the options on the command line. Raises ValueError if they contradict each other.
     """
     product = config.batch_size_per_gpu * config.gradient_accumulation_steps * world_size
     if not config.global_batch_size:
@@ -278,15 +280,15 @@ def global_batch(config, world_size, typed):
 
 
 def load_model_config(name):
-    """T5ModelConfig of a named size or of a JSON file; raises ValueError for a file that is not one."""
+    """T5ModelConfig of a named size or a JSON file; raises ValueError if the file cannot be read as one."""
     if name in MODELS:
         return T5ModelConfig(**MODELS[name])
     try:
         with open(name, encoding="utf-8") as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES:,} characters")
+            text = file.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES:,} characters")
         return T5ModelConfig(**json.loads(text))
     except (OSError, TypeError, ValueError, RecursionError) as error:
-        shape = json.dumps(MODELS["small"])
-        raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {shape}") from None
+        example = json.dumps(MODELS["small"])
+        raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {example}") from None

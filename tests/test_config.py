@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = MODELS["small"]
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(ValueError) as refusal:
         load_config("pretrain", dict(epochs="0", learnrate="1", dropout="2", optimizer="sgd", logging_steps="x"))
     assert len(str(refusal.value).splitlines()) == 6
@@ -31,25 +31,25 @@ def test_all_problems_are_told_at_once():
 
 
 @pytest.mark.parametrize(
-    "typed, meant",
+    "text, expected",
     [("True", True), ("true", True), ("1", True), ("yes", True), (True, True)]
     + [("False", False), ("false", False), ("0", False), ("no", False), (False, False)],
 )
-def test_true_and_false_may_be_spelt_as_people_spell_them(typed, meant):
-    assert load_config("pretrain", dict(deterministic=typed)).deterministic is meant
-    assert load_config("pretrain", dict(gradient_checkpointing=typed)).gradient_checkpointing == str(meant)
-    assert as_bool("is_finetune", typed) is meant
+def test_true_and_false_can_be_written_in_any_usual_way(text, expected):
+    assert load_config("pretrain", dict(deterministic=text)).deterministic is expected
+    assert load_config("pretrain", dict(gradient_checkpointing=text)).gradient_checkpointing == str(expected)
+    assert as_bool("is_finetune", text) is expected
 
 
 @pytest.mark.parametrize("name", ["train_file", "output_dir", "optimizer", "prompt_column"])
-def test_an_option_for_a_text_without_one_is_refused(name):
-    """The command line's parser gives such an option the text "True"."""
-    with pytest.raises(ValueError, match=f"--{name} came without a value: write --{name}=VALUE"):
+def test_a_text_option_without_a_value_is_refused(name):
+    """The command-line parser passes the text "True" for such an option."""
+    with pytest.raises(ValueError, match=f"--{name} has no value: write --{name}=VALUE"):
         load_config("pretrain", {name: "True"})
 
 
 @pytest.mark.parametrize("name, value", [("epochs", 2**31), ("seed", 2**63), ("save_seconds", 10**30)])
-def test_a_whole_number_that_would_overflow_later_is_refused_now(name, value):
+def test_a_whole_number_that_would_overflow_is_refused(name, value):
     assert getattr(load_config("pretrain", {name: value - 1 if value < 10**20 else 9}), name) > 0
     with pytest.raises(ValueError, match=f"{name}={value}: must be at most"):
         load_config("pretrain", {name: value})
@@ -60,22 +60,22 @@ def test_a_whole_number_that_would_overflow_later_is_refused_now(name, value):
     [dict(d_model=True), dict(d_ff=65_537), dict(num_layers=257), dict(layer_norm_epsilon=float("nan"))]
     + [dict(relative_attention_num_buckets=3), dict(relative_attention_max_distance=16), dict(vocab_size=2**20 + 1)],
 )
-def test_a_shape_that_no_run_could_build_is_refused(change):
+def test_a_model_that_cannot_be_built_is_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         T5ModelConfig(**SMALL | change)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"d_model": 8}' + " " * 2**20, "{", "null"])
-def test_a_model_file_that_is_none_is_refused(tmp_path, text):
+def test_a_file_that_holds_no_json_object_is_refused_as_a_model(tmp_path, text):
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(ValueError, match="cannot be read .*write a JSON object"):
         load_model_config(str(tmp_path / "model.json"))
 
 
-@pytest.mark.parametrize("word", ["", "2", "maybe", "None", "tru"])
-def test_other_words_are_not_taken_for_true_or_false(word):
+@pytest.mark.parametrize("text", ["", "2", "maybe", "None", "tru"])
+def test_text_other_than_true_or_false_is_refused_for_a_boolean(text):
     with pytest.raises(ValueError, match="takes True or False"):
-        load_config("pretrain", dict(deterministic=word))
+        load_config("pretrain", dict(deterministic=text))
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_other_words_are_not_taken_for_true_or_false(word):
     [("epochs", "3.5"), ("epochs", "three"), ("epochs", "inf"), ("epochs", "True"), ("epochs", ""), ("seed", None)]
     + [("learn_rate", "fast"), ("learn_rate", "nan"), ("learn_rate", "inf"), ("dropout", "1e999")],
 )
-def test_a_value_of_another_type_is_refused(name, value):
+def test_a_value_of_the_wrong_type_is_refused(name, value):
     with pytest.raises(ValueError, match=f"--{name}=.*number"):
         load_config("pretrain", {name: value})
 
 
-def test_numbers_are_read_as_people_write_them():
+def test_numbers_can_be_written_in_any_usual_way():
     config = load_config("pretrain", dict(epochs="1e1", learn_rate="2e-3", max_seq_len=" 64 ", seed=7))
     assert (config.epochs, config.learn_rate, config.max_seq_len, config.seed) == (10, 2e-3, 64, 7)
 
@@ -121,7 +121,7 @@ def test_a_value_outside_its_range_is_refused_by_name(name, value):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_loads_and_differs_from_the_defaults_only_where_it_says(preset):
+def test_every_preset_loads_and_changes_only_the_defaults_that_it_lists(preset):
     config, default = load_config(preset, {}), TrainConfig()
     for field in fields(TrainConfig):
         expected = PRESETS[preset].get(field.name, getattr(default, field.name))
@@ -129,11 +129,11 @@ def test_every_preset_loads_and_differs_from_the_defaults_only_where_it_says(pre
     assert load_model_config(config.model).d_model > 0
 
 
-def test_an_option_stands_above_its_preset():
+def test_an_option_overrides_its_preset():
     assert load_config("sft_fast", dict(batch_size_per_gpu="3")).batch_size_per_gpu == 3
 
 
-def test_flags_choose_the_preset():
+def test_the_flags_choose_the_preset():
     assert name_of() == "pretrain"
     assert name_of(is_finetune=True) == "sft"
     assert name_of(use_small_config=True) == name_of(True, True) == "sft_small"
@@ -147,14 +147,14 @@ def test_flags_that_contradict_each_other_are_refused(flags):
         name_of(*map(bool, flags))
 
 
-def test_the_global_batch_is_the_product_unless_it_is_named():
+def test_the_global_batch_is_the_product_unless_it_is_given():
     config = TrainConfig(batch_size_per_gpu=20, gradient_accumulation_steps=2)
     assert [global_batch(config, world, ()) for world in (1, 2, 3)] == [40, 80, 120]
     config = TrainConfig(global_batch_size=96)
     assert [global_batch(config, world, ["global_batch_size"]) for world in (1, 2, 3)] == [96, 96, 96]
 
 
-def test_a_global_batch_beside_another_product_is_a_contradiction():
+def test_a_global_batch_that_differs_from_a_typed_product_is_refused():
     config = TrainConfig(global_batch_size=96, batch_size_per_gpu=20, gradient_accumulation_steps=2)
     named = ["global_batch_size", "batch_size_per_gpu", "gradient_accumulation_steps"]
     with pytest.raises(ValueError, match="global_batch_size=96 contradicts .* = 80"):
@@ -167,7 +167,7 @@ def test_a_global_batch_beside_another_product_is_a_contradiction():
     "optimizer, scratch, finetuning",
     [("muon", 3e-2, 5e-3), ("adamw_rms", 2e-2, 5e-3), ("adamw", 3e-4, 1e-4), ("adafactor", 2e-2, 5e-3)],
 )
-def test_each_optimizer_has_its_own_learning_rates_within_its_range(optimizer, scratch, finetuning):
+def test_the_default_learning_rates_of_each_optimizer_are_within_its_range(optimizer, scratch, finetuning):
     rates = [load_config(name, dict(optimizer=optimizer)).learn_rate for name in ("pretrain", "pretrain_large", "sft")]
     assert rates == [scratch, scratch, finetuning]
     assert load_config("pretrain", dict(optimizer=optimizer, finetune_from_ckp_file="best")).learn_rate == finetuning
@@ -176,13 +176,13 @@ def test_each_optimizer_has_its_own_learning_rates_within_its_range(optimizer, s
     assert least < finetuning < scratch < most
 
 
-def test_the_default_that_people_edit_stands_in_one_line():
+def test_the_default_batch_size_is_set_in_one_line_that_people_can_edit():
     lines = [line for line in (ROOT / "config.py").read_text().splitlines() if "batch_size_per_gpu" in line]
     (default,) = [int(n) for line in lines for n in re.findall(r"^\s+batch_size_per_gpu: int = (\d+)", line)]
     assert default == TrainConfig().batch_size_per_gpu
 
 
-def test_a_model_may_be_a_json_file(tmp_path):
+def test_a_model_can_be_a_json_file(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(SMALL | dict(num_layers=2, relative_attention_num_buckets=16)))
     assert load_config("pretrain", dict(model=str(path))).model == str(path)
@@ -196,7 +196,7 @@ def test_a_model_may_be_a_json_file(tmp_path):
     ["", "[1, 2]", "{", '{"d_model": 512}', json.dumps(SMALL | dict(width=3)), json.dumps(SMALL | dict(d_ff="many"))]
     + [json.dumps(SMALL | dict(num_layers=0)), json.dumps(SMALL | dict(d_model=512.5)), "\udcff"],
 )
-def test_a_json_file_that_is_not_a_model_is_refused(tmp_path, text):
+def test_a_json_file_that_does_not_describe_a_model_is_refused(tmp_path, text):
     path = tmp_path / "mine.json"
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match="mine.json"):
@@ -209,7 +209,7 @@ def test_a_model_file_that_is_missing_is_refused():
 
 
 @pytest.mark.parametrize("change", [dict(d_model=0), dict(num_heads=-1), dict(d_kv=1.5), dict(vocab_size=-1)])
-def test_a_shape_that_cannot_be_is_refused(change):
+def test_a_model_size_out_of_range_is_refused(change):
     ((name, value),) = change.items()
     with pytest.raises(ValueError, match=f"{name}={value}"):
         T5ModelConfig(**SMALL | change)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from inspect import getsource
 from pathlib import Path
 
-from config import FLAGS, LEARN_RATES, PRESETS, TrainConfig, as_bool, load_config, own_learn_rate, preset_name
+from config import FLAGS, LEARN_RATES, PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, preset_name
 from model.commands.option_names import unknown_option
 from model.runtime.json_stream import read_object
 
@@ -134,7 +134,7 @@ def _check_learn_rate(config):
     near = f"; what is {rate:g} for {whose} is about {equivalent:g} here: type --learn_rate={equivalent:g}"
     raise ValueError(
         f"--learn_rate={rate:g}: {name} takes {least:g} to {most:g}{why}{near if least <= equivalent <= most else ''}; "
-        f"leave it out for {name}'s own {own_learn_rate(config):g}, or insist with --any_learn_rate=True"
+        f"leave it out for {name}'s own {default_learn_rate(config):g}, or insist with --any_learn_rate=True"
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from config import MOST_OWN_WARMUP_STEPS
+from config import MAX_DEFAULT_WARMUP_STEPS
 
 
 def learn_rate_at(pairs_seen, config, warmup_pairs, total_pairs):
@@ -27,7 +27,7 @@ def warmup_pairs(config, total_pairs, first_batch):
     """
     if config.warmup_steps >= 0:
         return config.warmup_steps * first_batch
-    return min(total_pairs // 10, MOST_OWN_WARMUP_STEPS * first_batch)
+    return min(total_pairs // 10, MAX_DEFAULT_WARMUP_STEPS * first_batch)
 
 
 def check_warmup(config, typed, warmup_steps, num_steps):

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import torch
 
-from config import MOST_BYTES, T5ModelConfig
+from config import MAX_JSON_BYTES, T5ModelConfig
 from model.runtime.json_stream import read_object
 
 ALIASES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight
@@ -62,8 +62,8 @@ def read_t5_config(path):
 
     Raises ValueError for another kind of model, and for numbers and types that no T5 has.
     """
-    if path.stat().st_size > MOST_BYTES:
-        raise ValueError(f"{path} is larger than any model's configuration: at most {MOST_BYTES:,} bytes are read")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{path} is larger than any model's configuration: at most {MAX_JSON_BYTES:,} bytes are read")
     values = read_object(path)
     if values.get("model_type") != "t5":
         raise ValueError(f"{path} says model_type={values.get('model_type')!r:.80}: only t5 is read here")
