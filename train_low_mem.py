@@ -1,4 +1,4 @@
-"""The story of a run: options, ranks, data, model, plan, steps; evaluation and checkpoints between them.
+"""A run from start to end: options, ranks, data, model, plan, then steps with evaluations and checkpoints.
 
 accelerate launch --multi_gpu --num_processes 3 ./train_low_mem.py train --is_keep_training=True
 python train_low_mem.py train|plan|test|doctor [--any_field=value …]
@@ -12,24 +12,24 @@ import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, answer_early, read_request
+from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, exit_early, read_request
 from model.runtime.watchdog import saving, stop_asked, training_begins, watch_signals
 
-if __name__ == "__main__":  # before the seconds that torch takes to load
+if __name__ == "__main__":  # before torch, which takes seconds to import
     watch_signals()
-    answer_early(sys.argv[1:])
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: against fragmentation
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: what --deterministic needs
-if os.getloadavg()[0] > os.cpu_count():  # a busy machine: threads that spin while they wait starve each other
+    exit_early(sys.argv[1:])
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: less fragmentation
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: --deterministic needs it
+if os.getloadavg()[0] > os.cpu_count():  # busy machine: threads that spin while waiting slow the others
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads local files only
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 
 import fire
 from fire.decorators import SetParseFn
 
 from model.commands.doctor import print_table
-from model.commands.origin import agree_on, hear_request
-from model.commands.plan_report import answer
+from model.commands.origin import agree_on, broadcast_request
+from model.commands.plan_report import plan_text
 from model.commands.setup import prepare_run, prepare_test
 from model.data.token_store import describe_store
 from model.memory.oom_policy import recovery_of
@@ -51,14 +51,14 @@ from model.train.step import TornUpdate, confirm, train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
 LOGS_DIR = "logs"
-TORN_UPDATES = 3  # in a row without a checkpoint between, before the run gives up
+MAX_TORN_UPDATES = 3  # in a row from one checkpoint; then the run fails
 ROOT = Path(__file__).resolve().parent
 
 
 @SetParseFn(str)
 def train(*stray, **options):
-    """Train a model, or go on with one: every field of TrainConfig is an option (README has the table)."""
-    request = hear_request(stray, options)
+    """Train a model, or resume a run. Every field of TrainConfig is an option; docs/options.md lists them."""
+    request = broadcast_request(stray, options)
     watch_signals()
     config = request.config
     ranks = start_ranks(config.backend, config.ddp_timeout_s)
@@ -66,44 +66,41 @@ def train(*stray, **options):
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, config.output_dir)
     admitted = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
-    say(ranks, f"{config.output_dir}: " + (f"going on, the newest checkpoint is {admitted}" if admitted else "new run"))
+    say(ranks, f"{config.output_dir}: " + (f"resuming, the newest checkpoint is {admitted}" if admitted else "new run"))
     run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
     with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer.directory):
         state = without_lost_best(run, state)
         if state.pairs_seen >= run.schedule.total_pairs and state.evaluated_step == state.step:
-            if not has_last(run.dir):  # the disk may have refused it at the end
-                leave_last(run)
+            if not has_last(run.dir):  # its export may have failed
+                export_last(run)
             done = f"{state.pairs_seen / len(run.train):g} epochs done, {config.epochs} asked for"
             say(ranks, f"{run.dir} is finished: {done}; raise --epochs to train longer, {ANOTHER_RUN}")
             return
         if vote(ranks, stop_asked())[0]:
             raise KeyboardInterrupt
         training_begins()
-        torn = 0
-        while torn < TORN_UPDATES:
+        num_torn = 0
+        while num_torn < MAX_TORN_UPDATES:
             if train_from(run, request, state, plan):
                 return
-            run, began = None, state.step  # the next one needs the memory
+            run, start_step = None, state.step  # frees the memory for the next Run
             release_memory(ranks.device)
-            saved = from_main(ranks, lambda: bool(checkpoint_paths(config.output_dir)))
-            run, state, plan = prepare_run(ranks, config, request.typed, saved)
-            torn = torn + 1 if state.step == began else 1
-    raise RuntimeError(f"memory ran out in {TORN_UPDATES} updates, each time after going back to the checkpoint")
+            is_saved = from_main(ranks, lambda: bool(checkpoint_paths(config.output_dir)))
+            run, state, plan = prepare_run(ranks, config, request.typed, is_saved)
+            num_torn = num_torn + 1 if state.step == start_step else 1
+    raise RuntimeError(f"memory ran out in {MAX_TORN_UPDATES} updates, each time after a return to the checkpoint")
 
 
 def without_lost_best(run, state):
-    """`state`, or where best/ is gone the TrainState as if nothing had been evaluated: the next evaluation writes it.
-
-    At the end of an epoch, and of the run, that evaluation comes first.
-    """
+    """`state`; if best/ is missing, without its evaluation and best loss, so that the next evaluation writes best/."""
     if not state.evaluated_step or from_main(run.ranks, has_best, run.dir):
         return state
-    say(run.ranks, f"{run.dir / 'best'} is gone: the next evaluation writes it, whatever the loss was before")
+    say(run.ranks, f"{run.dir / 'best'} is missing: the next evaluation writes it, whatever its loss")
     return replace(state, best_loss=None, best_step=0, evaluated_step=0)
 
 
 def train_from(run, request, state, plan):
-    """Train to the end; False when memory ran out while weights were written: then all is as the checkpoint has it."""
+    """Train to the end; False if memory ran out while weights were updated: the run must go back to its checkpoint."""
     with Journal(run.dir / "metrics.jsonl" if run.ranks.is_main else None) as journal:
         begin(run, journal, request, state, plan)
         try:
@@ -116,10 +113,7 @@ def train_from(run, request, state, plan):
 
 
 def train_to_the_end(run, journal, state, plan):
-    """Train, evaluate and save from `state` on.
-
-    Returns the last state, why it ended (finished or asked), and why its checkpoint failed, where it did.
-    """
+    """Train, evaluate and save; returns the last state, "finished" or "asked", and why its checkpoint failed or ""."""
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if run.config.log_sample_ids else None
     with Journal(samples) as samples, Saver(run.ranks, run.dir, run.config.keep_latest_n_ckp, journal) as saver:
         state, reason = train_and_save(run, journal, samples, saver, state, plan)
@@ -128,10 +122,9 @@ def train_to_the_end(run, journal, state, plan):
 
 
 def train_and_save(run, journal, samples, saver, state, plan):
-    """The steps, and what happens between them; returns the last state and why it ended."""
+    """Take the steps, with logs, evaluations and saves between them; returns the last state and why training ended."""
     config, schedule = run.config, run.schedule
-    recent, note, saved_at, result = [], "", None, None
-    saves = False
+    recent, note, saved_at, result, saves = [], "", None, None, False
     steps = train_steps(
         run.ranks, run.model, run.optimizer, run.train, plan, config, schedule, state.step, state.pairs_seen,
         recovery_of(state.growth, plan), state.recent_norms,
@@ -140,30 +133,30 @@ def train_and_save(run, journal, samples, saver, state, plan):
         resumed, stop = state, False
         if evaluation_due(run, state):
             state, stop = evaluate(run, journal, state, plan)
-        if state != resumed:  # stopped before its evaluation; the next start must not do it again
+        if state != resumed:  # evaluated just now; the next start must not repeat it
             saver.save(state, run.model, run.optimizer)
         with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
             while not stop and (result := next(steps, None)):
                 state = state.after(result)
                 recent.append(result)
                 write_events(run, journal, samples, result)
-                last = result.ends_epoch or result.stop or result.pairs_seen == schedule.total_pairs
-                if last or result.step % config.logging_steps == 0:
+                is_last = result.ends_epoch or result.stop or result.pairs_seen == schedule.total_pairs
+                if is_last or result.step % config.logging_steps == 0:
                     note = log_steps(run, journal, recent)
                     recent.clear()
                 progress.update(result.step, note)
                 saved_at = result.clock_seconds if saved_at is None else saved_at
-                late = result.clock_seconds - saved_at >= config.save_seconds
-                saves = saves or last or late or result.step % config.save_steps == 0
+                is_late = result.clock_seconds - saved_at >= config.save_seconds
+                saves = saves or is_last or is_late or result.step % config.save_steps == 0
                 stop, evaluates = result.stop, evaluation_due(run, state) and not result.stop
                 if saves or evaluates:
                     confirm(run.ranks, result)
                 if evaluates:
                     if not result.in_doubt:
-                        saver.save(state, run.model, run.optimizer)  # it may last longer than save_seconds
+                        saver.save(state, run.model, run.optimizer)  # the evaluation may take longer than save_seconds
                     state, stop = evaluate(run, journal, state, result.plan)
                     saves = True
-                if result.in_doubt:  # a save that is due, and a stop, wait for weights that give finite numbers
+                if result.in_doubt:  # saving and stopping wait for a step with finite numbers
                     stop = False
                 elif saves:
                     saver.save(state, run.model, run.optimizer)
@@ -175,11 +168,11 @@ def train_and_save(run, journal, samples, saver, state, plan):
 
 
 def give_up(run, journal, saver, state, error, last):
-    """Save `state`, unless the StepResult `last` left its weights in doubt, and journal the failure."""
-    if last is None or not last.in_doubt:  # else they would push out good ones
+    """Save `state`, unless the StepResult `last` left its weights in doubt, and write the failure to the journal."""
+    if last is None or not last.in_doubt:  # a doubtful checkpoint would replace a good one
         saver.save(state, run.model, run.optimizer)
     saver.join()
-    vote(run.ranks, 0)  # a rank that ends with a failure ends the others, the one that writes too
+    vote(run.ranks, 0)  # waits for rank 0 to write: a rank that fails ends the others
     if isinstance(error, NothingFits):
         tried = error.plan and asdict(error.plan)
         journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
@@ -187,25 +180,25 @@ def give_up(run, journal, saver, state, error, last):
 
 
 def evaluation_due(run, state):
-    """Whether the weights of `state` are to be evaluated: at the end of each epoch and every eval_steps, once."""
-    at_epoch_end = state.pairs_seen % len(run.train) == 0 or state.pairs_seen >= run.schedule.total_pairs
-    due = at_epoch_end or (run.config.eval_steps and state.step % run.config.eval_steps == 0)
-    return due and state.step != state.evaluated_step
+    """True if the weights of `state` need an evaluation: at the end of each epoch and every eval_steps, once."""
+    is_epoch_end = state.pairs_seen % len(run.train) == 0 or state.pairs_seen >= run.schedule.total_pairs
+    is_due = is_epoch_end or (run.config.eval_steps and state.step % run.config.eval_steps == 0)
+    return is_due and state.step != state.evaluated_step
 
 
 def evaluate(run, journal, state, plan):
-    """(state, stop asked) after an evaluation; best/ is kept by validation loss."""
+    """Evaluate, and export best/ if the validation loss is the lowest; returns the state and whether to stop."""
     ranks = run.ranks
     scores = measure(run, plan, state.step, journal.write)
     if scores is None:
         return state, True
     journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores)
-    better = ranks.is_main and scores["loss"] < loss_to_beat(run, state)
-    refused = try_export(run.model, run.tokenizer, run.dir / "best") if better else ""
-    stop, better, refused = vote(ranks, stop_asked(), better, bool(refused))
-    if not refused:  # else the next evaluation tries again, or the next start
+    is_best = ranks.is_main and scores["loss"] < loss_to_beat(run, state)
+    failure = try_export(run.model, run.tokenizer, run.dir / "best") if is_best else ""
+    stop, is_best, failed = vote(ranks, stop_asked(), is_best, bool(failure))
+    if not failed:  # else the next evaluation or the next start tries again
         state = replace(state, evaluated_step=state.step)
-    if better and not refused:
+    if is_best and not failed:
         state = replace(state, best_loss=scores["loss"], best_step=state.step)
     say(ranks, epoch_line(dict(
         epoch=state.pairs_seen / len(run.train), step=state.step, val_loss=scores["loss"],
@@ -216,39 +209,37 @@ def evaluate(run, journal, state, plan):
 
 
 def loss_to_beat(run, state):
-    """Validation loss below which a model becomes best/: any finite one where there is no best/."""
+    """Validation loss below which a model becomes best/; infinity if there is no best/."""
     return state.best_loss if state.best_loss is not None and has_best(run.dir) else math.inf
 
 
 def finish(run, journal, state, reason, failure):
-    """Leave the final word, last/ and the curves; raises RuntimeError when the run's end is not on the disk."""
+    """Journal the end, export last/ and draw the curves; raises RuntimeError if the end is not on the disk."""
     journal.write("stop", step=state.step, reason=reason)
     if reason == "finished" and state.evaluated_step != state.step:
-        failure = failure or f"{run.dir / 'best'} was refused"
-    leave_last(run, failure)
-    go_on = "" if reason == "finished" else f"; go on with --output_dir={run.dir} --is_keep_training=True"
-    say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{go_on}")
-    if run.ranks.is_main and reason == "finished":  # who asked for a stop does not wait for a drawing
+        failure = failure or f"{run.dir / 'best'} could not be written"
+    export_last(run, failure)
+    hint = "" if reason == "finished" else f"; resume with --output_dir={run.dir} --is_keep_training=True"
+    say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{hint}")
+    if run.ranks.is_main and reason == "finished":  # a stop should not wait for a plot
         try_plot(run.dir)
 
 
-def leave_last(run, failure=""):
-    """Export last/; raises RuntimeError where the disk refuses it, or refused the checkpoint with `failure`."""
+def export_last(run, failure=""):
+    """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
     if run.ranks.is_main:
         with saving():
             failure = failure or try_export(run.model, run.tokenizer, run.dir / "last")
     if failure:
-        raise RuntimeError(
-            f"the run's end is not on the disk ({failure}): mend that, then type --is_keep_training=True"
-        )
+        raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
 
 
 @SetParseFn(str)
 def test(*stray, **options):
-    """Loss, BLEU and chrF of a run's best/ model on test_file."""
-    request = hear_request(stray, options, KEEP_TRAINING["test"])
+    """Print the loss, BLEU and chrF of a run's best/ model on test_file."""
+    request = broadcast_request(stray, options, KEEP_TRAINING["test"])
     watch_signals()
-    backend = request.config.backend if "backend" in request.typed else "auto"  # the training's machine may be another
+    backend = request.config.backend if "backend" in request.typed else "auto"  # training may have used another machine
     ranks = start_ranks(backend, request.config.ddp_timeout_s)
     agree_on(ranks, request)
     if ranks.is_main:
@@ -262,41 +253,41 @@ def test(*stray, **options):
 
 @SetParseFn(str)
 def doctor(*stray, **options):
-    """Look at everything that a run with these options depends on: a table, with a remedy for each problem."""
+    """Check all that a run with these options depends on; prints a table with a remedy for each problem."""
     request = read_request(stray, options, KEEP_TRAINING["doctor"])
     print_table(request.config, request.typed, request.overwrite)
 
 
 @SetParseFn(str)
 def plan(*stray, **options):
-    """What a run would take, on this machine or another: also --num_processes, --vocab_size, --json."""
-    print(answer(stray, options))
+    """Print what a run would take, here or on another machine; also takes --num_processes, --vocab_size, --json."""
+    print(plan_text(stray, options))
 
 
 def main(argv):
-    """Run a command line; returns its exit code: 0 done or asked to stop, 2 bad options or input, 1 the rest."""
+    """Run a command line; returns the exit code: 0 done or asked to stop, 2 bad options or input, 1 anything else."""
     words = [word for word in argv if not word.startswith(("--local_rank", "--local-rank"))]
     if not words or (words[0].startswith("--") and words[0] != "--help"):
         words.insert(0, "train")
-    failure = "its message tells why"
+    failure = "see its message"
     try:
         fire.Fire(dict(train=train, plan=plan, test=test, doctor=doctor), words, name="train_low_mem.py")
         failure = ""
     except ValueError as error:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         if raised_in.parent != ROOT and ROOT / "model" not in raised_in.parents:
-            raise  # a library's: our mistake, not the user's
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault in what the user gave
+            raise  # a library raised it: a bug here, not a user error
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank raises the same error
             print(printable_lines(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         failure = ""
-        return 0  # asked to stop before there was anything to save
+        return 0  # stopped before there was anything to save
     except (RuntimeError, OSError) as error:
         failure = str(error)
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(printable_lines(rank + failure), file=sys.stderr)
-        LOGGER.debug("this ended the run", exc_info=True)
+        LOGGER.debug("the run ends with this error", exc_info=True)
         return 1
     finally:
         stop_ranks(failure)

@@ -144,7 +144,7 @@ def test_a_finished_run_with_its_export_writes_no_other(home):
 
 def test_a_failed_export_of_best_at_the_end_fails_the_run_and_the_next_start_exports_it(home):
     done = wait_for(start(home, function=partial(main_on_full_disk, "best"), output_dir="no_best", **SHORT), home)
-    assert done.codes == [1] and "no_best/best was refused" in done.text
+    assert done.codes == [1] and "no_best/best could not be written" in done.text
     done = train(home, output_dir="no_best", is_keep_training=True, **SHORT)
     assert done.codes == [0], done.text
     assert (home / "no_best" / "best" / "model.safetensors").exists()

@@ -1,11 +1,11 @@
-"""Options by the names that they have elsewhere: Hugging Face's TrainingArguments, LLaMA-Factory, nanoGPT, guides."""
+"""What to type for the option names of other trainers: TrainingArguments of Hugging Face, LLaMA-Factory, nanoGPT."""
 
 import re
 from difflib import get_close_matches
 
-NEAR = 0.8  # likeness of two names, at most 1: below it a nearest name misleads
+MIN_SIMILARITY = 0.8  # of two names, from 0 to 1: a less similar suggestion misleads
 
-NAMES_ELSEWHERE = {  # what to type here: what others call it
+OTHER_NAMES = {  # what to type here: names that other trainers use
     "batch_size_per_gpu": "batch_size train_batch_size per_device_train_batch_size per_gpu_train_batch_size "
     "micro_batch_size device_batch_size per_device_batch_size train_micro_batch_size_per_gpu",
     "global_batch_size": "total_batch_size effective_batch_size rows_per_step",
@@ -48,48 +48,48 @@ NAMES_ELSEWHERE = {  # what to type here: what others call it
     "backend": "ddp_backend dist_backend",
     "ddp_timeout_s": "ddp_timeout",
 }
-OURS = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() for theirs in names.split()}
+OWN_NAMES = {other: own for own, names in OTHER_NAMES.items() for other in names.split()}
 
-NOT_HERE = {  # pattern of names: what to do instead
-    r"num_processes|nproc_per_node|num_gpus|n_gpus|world_size": "a launcher starts processes, as README.md shows: "
-    "torchrun, accelerate",
+MISSING_OPTIONS = {  # pattern of option names: what to do instead
+    r"num_processes|nproc_per_node|num_gpus|n_gpus|world_size": "a launcher starts the processes, as README.md "
+    "shows: torchrun or accelerate",
     r"(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "each GPU holds the whole model: for less memory type "
-    "--gpu_memory_limit_gb=G, --optimizer=adafactor or --gradient_checkpointing=True; `plan` tells what each changes",
-    r"(max|num|total|num_train|max_train)_(steps|iters|iterations|updates)|train_steps|train_iters": "a run is as long "
-    "as its passes over train_file: type --epochs=N; `plan` tells the steps",
-    r"(use_)?(lora|qlora|peft|adapter)(_\w+)?|finetuning_type|quantization_bit|load_in_[48]bit|use_rslora": "all "
-    "weights are trained, or the decoder's alone with --trainable=decoder",
-    r"warmup_ratio|warmup_fraction": "the warm-up is a tenth of the run, or what --warmup_steps=N says",
-    r"(eval|evaluation)_strategy": "type --eval_steps=N, or 0 for once an epoch",
+    "--gpu_memory_limit_gb=G, --optimizer=adafactor or --gradient_checkpointing=True; `plan` shows what each saves",
+    r"(max|num|total|num_train|max_train)_(steps|iters|iterations|updates)|train_steps|train_iters": "the length of a "
+    "run is set in passes over train_file: type --epochs=N; `plan` shows the number of steps",
+    r"(use_)?(lora|qlora|peft|adapter)(_\w+)?|finetuning_type|quantization_bit|load_in_[48]bit|use_rslora": "there "
+    "are no adapters: all weights are trained, or only the decoder's with --trainable=decoder",
+    r"warmup_ratio|warmup_fraction": "the warm-up is a tenth of the run; to change it, type --warmup_steps=N",
+    r"(eval|evaluation)_strategy": "type --eval_steps=N, or 0 for once per epoch",
     r"save_strategy": "type --save_steps=N and --save_seconds=N",
-    r"(per_device_|per_gpu_)?(eval|test|valid)_batch_size": "evaluation is cut to what fits: leave it out",
-    r"auto_(find_)?batch(_size)?": "a step is cut to what fits, whatever its size: leave it out",
-    r"(dataloader|preprocessing)_\w+|num_workers|pin_memory": "a thread prepares the next step: leave it out",
+    r"(per_device_|per_gpu_)?(eval|test|valid)_batch_size": "it is chosen to fit the memory: leave it out",
+    r"auto_(find_)?batch(_size)?": "every step is split to fit the memory: leave it out",
+    r"(dataloader|preprocessing)_\w+|num_workers|pin_memory": "a thread always prepares the next step: leave it out",
     r"(neat_)?packing|group_by_length|pad_to_max_length": "examples are always packed, without padding: leave it out",
-    r"attn_implementation|(use_)?flash_attn(ention)?|tf32": "the fastest that the device has is used: leave it out",
+    r"attn_implementation|(use_)?flash_attn(ention)?|tf32": "the fastest kernels of the device are used: leave it out",
     r"load_best_model_at_end|metric_for_best_model": "best/ always has the lowest validation loss: leave it out",
-    r"report_to|run_name|logging_dir|log_dir|wandb(_\w+)?|use_wandb|tensorboard\w*": "metrics.jsonl in --output_dir "
-    "has every number",
-    r"do_(train|eval|predict|test)|stage|task|mode": "the command says what is done: train, plan, test or doctor",
-    r"(valid|val|validation|eval|test)_(ratio|split|size|share)": "scripts/prepare_data.py keeps pairs apart: give it "
+    r"report_to|run_name|logging_dir|log_dir|wandb(_\w+)?|use_wandb|tensorboard\w*": "all metrics are in "
+    "metrics.jsonl in --output_dir",
+    r"do_(train|eval|predict|test)|stage|task|mode": "type a command instead: train, plan, test or doctor",
+    r"(valid|val|validation|eval|test)_(ratio|split|size|share)": "scripts/prepare_data.py splits the data: give it "
     "--validation_share",
-    r"max(_train|_eval)?_samples|num_samples|max_examples": "all pairs of the file are read: give a shorter file",
-    r"vocab_size": "it is the tokenizer's: scripts/train_tokenizer.py --vocab_size, and `plan` takes it",
-    r"device|gpus?|gpu_ids?|no_cuda|use_cpu|use_cuda": "set CUDA_VISIBLE_DEVICES, empty for the CPU",
-    r"adam_(beta[12]|epsilon)|betas?|beta[12]|momentum": "it is fixed in model/train/optim.py: leave it out",
+    r"max(_train|_eval)?_samples|num_samples|max_examples": "all pairs of the file are used: give a shorter file",
+    r"vocab_size": "the tokenizer sets it: type it for scripts/train_tokenizer.py or for `plan`",
+    r"device|gpus?|gpu_ids?|no_cuda|use_cpu|use_cuda": "set CUDA_VISIBLE_DEVICES in the environment, empty for the CPU",
+    r"adam_(beta[12]|epsilon)|betas?|beta[12]|momentum": "the value is fixed in model/train/optim.py: leave it out",
     r"label_smoothing(_factor)?": "there is no label smoothing; --z_loss keeps the log-normaliser near 0",
-    r"(push_to_)?hub\w*": "nothing leaves this machine: best/ and last/ are ordinary Hugging Face directories",
+    r"(push_to_)?hub\w*": "nothing is uploaded: best/ and last/ are ordinary Hugging Face directories",
 }
 
 
 def unknown_option(name, known):
-    """What to say of an option that is none of the `known`: its name here, what to do instead, or one nearly alike."""
-    told = f"unknown option --{name}"
-    ours = OURS.get(name, "")
-    if ours.split("=")[0] in known:
-        return f"{told}: did you mean --{ours}?"
-    for pattern, instead in NOT_HERE.items():
+    """Message for an option that is not in `known`: its name here, what to do instead, or the most similar name."""
+    message = f"unknown option --{name}"
+    own_name = OWN_NAMES.get(name, "")
+    if own_name.split("=")[0] in known:
+        return f"{message}: did you mean --{own_name}?"
+    for pattern, instead in MISSING_OPTIONS.items():
         if re.fullmatch(pattern, name):
-            return f"{told}: {instead}"
-    near = get_close_matches(name, known, n=1, cutoff=NEAR)
-    return told + (f": did you mean --{near[0]}?" if near else "; --help shows all")
+            return f"{message}: {instead}"
+    similar = get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
+    return message + (f": did you mean --{similar[0]}?" if similar else "; --help shows all options")

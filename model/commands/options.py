@@ -1,4 +1,4 @@
-"""What a command line asks for, refused with all its problems at once. Needs neither torch nor a GPU."""
+"""Parses a command line and reports all its problems at once. Imports no torch and needs no GPU."""
 
 import os
 import re
@@ -12,41 +12,39 @@ from model.commands.option_names import unknown_option
 from model.runtime.json_stream import read_object
 
 COMMANDS = ("train", "plan", "test", "doctor")
-RMS_FACTOR = 100  # about what rates that are multiplied by a tensor's root mean square are of AdamW's
-KEEP_TRAINING = dict(test=True, doctor="auto")  # a test reads a run's options, a doctor those that a train would
+RMS_FACTOR = 100  # learning rate of optimizers that scale updates by a tensor's RMS, over AdamW's, about
+KEEP_TRAINING = dict(test=True, doctor="auto")  # test reads the run's options; doctor reads those that train would
 ANOTHER_RUN = (
     "or start another run, without --is_keep_training=True: --output_dir=DIR keeps both, --overwrite=True moves this "
     "one aside"
 )
-
-
-KEPT = ("learn_rate", "warmup_steps")  # of a run that goes on, as config.json has them
+KEPT_VALUES = ("learn_rate", "warmup_steps")  # a resumed run takes them from config.json, even if they were defaults
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks for."""
+    """A parsed command line."""
 
     preset: str
     config: TrainConfig
-    given: dict  # options named on the command line, now or when the run was started
-    typed: frozenset  # names of those that were typed now
+    given: dict  # options given on the command line, now or when the run was started
+    typed: frozenset  # names of the options on this command line
     keep_training: bool | str  # True, False, auto
     overwrite: bool
-    changed: tuple = ()  # each option that the run had otherwise: "name before -> now"
+    changed: tuple = ()  # options that differ from the stored run's: "name before -> now"
 
 
 def read_request(stray, options, keep_training=False):
-    """The Request of a command line; a run that goes on keeps the options it was started with.
+    """Request of a command line: positional words `stray`, dict `options`; a resumed run keeps its stored options.
 
-    Raises ValueError for anything that cannot be obeyed, all of it at once.
+    `keep_training` is the command's default for is_keep_training. Raises one ValueError that lists every problem.
     """
-    words = read_words(stray, options, keep_training)
-    return going_on(words, stored_options(words.config.output_dir, words.keep_training, keep_training))
+    typed = parse_options(stray, options, keep_training)
+    return with_stored_options(typed, stored_options(typed.config.output_dir, typed.keep_training, keep_training))
 
 
-def read_words(stray, options, keep_training=False):
-    """The Request of the words alone, which reads no file; raises as `read_request`."""
+def parse_options(stray, options, keep_training=False):
+    """Request of the command line alone; reads no file and raises as `read_request`."""
     given = {name: value for name, value in options.items() if name not in FLAGS}
     flags, preset, problems = _read_flags(stray, {name: options[name] for name in FLAGS if name in options})
     names = {field.name for field in fields(TrainConfig)}
@@ -59,87 +57,94 @@ def read_words(stray, options, keep_training=False):
         raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
     keep, overwrite = flags.pop("is_keep_training", keep_training), flags.pop("overwrite", False)
     if overwrite and keep is True:
-        raise ValueError("--is_keep_training=True goes on and --overwrite=True starts afresh: give one of them")
+        raise ValueError("--is_keep_training=True resumes a run, --overwrite=True starts a new one: give only one")
     return Request(preset, config, given, frozenset(given), False if overwrite else keep, overwrite)
 
 
 def stored_options(run_dir, keep, keep_training=False):
-    """(preset, options named on the command line) of the run in `run_dir` that goes on, or None.
+    """(preset, options given on the command line) stored in `run_dir` if it is resumed, else None.
 
-    `keep` is a Request's keep_training, `keep_training` the command's own.
+    `keep` is a Request's keep_training, `keep_training` the command's default.
     """
-    # what a run that never came to a checkpoint was asked for is forgotten
-    goes_on = keep and (keep_training is True or _has_checkpoint(Path(run_dir, "checkpoints")))
-    return _stored_request(run_dir) if goes_on else None
+    # stored options of a run without checkpoints are ignored
+    is_resumed = keep and (keep_training is True or _has_checkpoint(Path(run_dir, "checkpoints")))
+    return _read_stored(run_dir) if is_resumed else None
 
 
-def going_on(words, stored):
-    """The Request of `words` on top of the `stored_options` of the run that goes on, where there is one."""
+def with_stored_options(request, stored):
+    """`request` with its typed options applied to the `stored_options` of the resumed run, or unchanged without one.
+
+    Raises ValueError if they contradict each other, or if a typed learning rate is outside the optimizer's range.
+    """
     if not stored:
-        if "learn_rate" in words.typed:
-            _check_learn_rate(words.config)
-        return words
-    run_dir, preset = words.config.output_dir, stored[0]
-    if words.preset not in ("pretrain", preset):
+        if "learn_rate" in request.typed:
+            _check_learn_rate(request.config)
+        return request
+    run_dir, preset = request.config.output_dir, stored[0]
+    if request.preset not in ("pretrain", preset):
         raise ValueError(
-            f"{run_dir} is a run of the preset {preset}, not {words.preset}: to go on with it, type "
+            f"{run_dir} is a run of the preset {preset}, not {request.preset}: to resume it, type "
             f"--output_dir={run_dir} in place of the preset's flag, {ANOTHER_RUN}"
         )
-    given = _merged(*stored, words.given)
+    given = _merge_options(*stored, request.given)
     config = load_config(preset, given)
     before, now = asdict(load_config(*stored)), asdict(config)
-    if "learn_rate" in words.typed and before["learn_rate"] != config.learn_rate:
+    if "learn_rate" in request.typed and before["learn_rate"] != config.learn_rate:
         _check_learn_rate(config)
     changed = tuple(f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name])
-    return replace(words, preset=preset, config=config, given=given, changed=changed)
+    return replace(request, preset=preset, config=config, given=given, changed=changed)
 
 
 def _has_checkpoint(folder):
-    return any(any(folder.glob(form)) for form in ("step_*", ".step_*.aside"))  # the latter is put back at the start
+    # a checkpoint that a killed process left aside is put back at the start
+    return any(any(folder.glob(pattern)) for pattern in ("step_*", ".step_*.aside"))
 
 
-def _merged(preset, stored, typed):
-    """The options of a run with those `typed` now on top.
+def _merge_options(preset, stored, typed):
+    """Dict of the `stored` options overridden by the `typed` ones.
 
-    Raises ValueError where it would have had to begin from other weights, or have the state of another optimizer.
+    Raises ValueError if they need other initial weights or another optimizer state than the run has.
     """
-    began, start = load_config(preset, stored).finetune_from_ckp_file, typed.get("finetune_from_ckp_file")
-    if start is not None and Path(start).resolve() != Path(began).resolve():
+    source, typed_source = load_config(preset, stored).finetune_from_ckp_file, typed.get("finetune_from_ckp_file")
+    if typed_source is not None and Path(typed_source).resolve() != Path(source).resolve():
         raise ValueError(
-            f"--finetune_from_ckp_file={start}: this run began from {began or 'chance'!r} and goes on: leave it out, "
-            f"{ANOTHER_RUN}"
+            f"--finetune_from_ckp_file={typed_source}: this run was started from {source or 'random weights'!r}: "
+            f"leave it out, {ANOTHER_RUN}"
         )
     before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
     for name in ("optimizer", "trainable"):
         if before[name] != now[name]:
             raise ValueError(
-                f"--{name}={now[name]}: this run goes on with {before[name]}, as its optimizer's state needs: "
+                f"--{name}={now[name]}: this run has the optimizer state of {name}={before[name]}: "
                 f"leave it out, {ANOTHER_RUN}"
             )
     if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
-        stored = {name: value for name, value in stored.items() if name != "global_batch_size"}  # it is chosen anew
+        # the product replaces the stored global batch
+        stored = {name: value for name, value in stored.items() if name != "global_batch_size"}
     return stored | typed
 
 
 def _check_learn_rate(config):
-    """Raise ValueError where the learning rate is outside the optimizer's range, with what to type instead."""
+    """Raise ValueError if the learning rate is outside the optimizer's range; the message says what to type instead."""
     rate, name = config.learn_rate, config.optimizer
-    *_, least, most = LEARN_RATES[name]
-    if config.any_learn_rate or least <= rate <= most:
+    *_, lowest, highest = LEARN_RATES[name]
+    if config.any_learn_rate or lowest <= rate <= highest:
         return
-    why, whose, equivalent = "", "muon and adamw_rms", rate / RMS_FACTOR
+    reason, other, equivalent = "", "muon and adamw_rms", rate / RMS_FACTOR
     if name != "adamw":
-        why = ", which it multiplies by the root mean square of each tensor"
-        whose, equivalent = "AdamW", rate * RMS_FACTOR
-    near = f"; what is {rate:g} for {whose} is about {equivalent:g} here: type --learn_rate={equivalent:g}"
+        reason = ", which it multiplies by the root mean square of each tensor"
+        other, equivalent = "AdamW", rate * RMS_FACTOR
+    hint = ""
+    if lowest <= equivalent <= highest:
+        hint = f"; {rate:g} of {other} is about {equivalent:g} here: type --learn_rate={equivalent:g}"
     raise ValueError(
-        f"--learn_rate={rate:g}: {name} takes {least:g} to {most:g}{why}{near if least <= equivalent <= most else ''}; "
-        f"leave it out for {name}'s own {default_learn_rate(config):g}, or insist with --any_learn_rate=True"
+        f"--learn_rate={rate:g}: {name} takes {lowest:g} to {highest:g}{reason}{hint}; leave it out for "
+        f"{name}'s default {default_learn_rate(config):g}, or keep it with --any_learn_rate=True"
     )
 
 
 def _read_flags(stray, texts):
-    """(values of the flags, the preset they choose, what is wrong with them and with words that are no options)."""
+    """(flag values, preset that they choose, problems) of the flags' `texts` and of the positional words `stray`."""
     problems = [f"cannot read {' '.join(map(str, stray))!r}: options are written --name=value"] if stray else []
     flags, preset = {}, "pretrain"
     for name, text in texts.items():
@@ -154,10 +159,10 @@ def _read_flags(stray, texts):
     return flags, preset, problems
 
 
-def _stored_request(run_dir):
-    """(preset, options named on the command line) of the run in `run_dir`, or None when there is none.
+def _read_stored(run_dir):
+    """(preset, options given on the command line) in `run_dir`/config.json, or None if there is none.
 
-    The run is where its directory lies now: the output_dir that it was started with does not count.
+    output_dir is `run_dir`, since the directory may have been moved. Raises ValueError if the file is damaged.
     """
     path = Path(run_dir) / "config.json"
     if not path.exists():
@@ -165,8 +170,8 @@ def _stored_request(run_dir):
     stored = {}
     try:
         stored = read_object(path)
-        # the run's own numbers also where its options left them to defaults, which may be others by now
-        kept = {name: stored["config"][name] for name in KEPT if name in stored.get("config", {})}
+        # the values that the run used, even if they were defaults: defaults may differ between versions
+        kept = {name: stored["config"][name] for name in KEPT_VALUES if name in stored.get("config", {})}
         preset, given = stored["preset"], stored["given"] | kept
         if preset not in PRESETS or not all(isinstance(value, str | int | float) for value in given.values()):
             raise ValueError(f"preset {preset!r} with {given!r}")
@@ -174,15 +179,15 @@ def _stored_request(run_dir):
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if "architectures" in stored:
             raise ValueError(
-                f"--output_dir={run_dir} is an exported model: name the run's directory above it"
+                f"--output_dir={run_dir} is an exported model: give the run's directory, which holds it"
             ) from None
-        raise ValueError(f"{path} cannot be read ({error}): delete it, and name the run's options again") from None
+        raise ValueError(f"{path} cannot be read ({error}): delete it and type the run's options again") from None
 
 
-def answer_early(words):
-    """Exit with a command's options where --help asks for them, and with code 2 where a command line cannot be obeyed.
+def exit_early(words):
+    """Print the options and exit if --help is among `words`; exit with code 2 if the command line has problems.
 
-    One with options that are not written --name=value passes.
+    A command line with options that are not written --name=value is left to the full parser.
     """
     command, *rest = words or [""]
     if command in COMMANDS and {"-h", "--help"} & set(rest):
@@ -195,13 +200,13 @@ def answer_early(words):
         return
     options = {name.replace("-", "_"): value for name, value in pairs}
     options.pop("local_rank", None)
-    # other machines cannot see the run's directory: what is wrong with it they hear when the ranks meet
-    several_machines = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
-    read = read_words if several_machines else read_request
+    # only rank 0's machine is sure to hold the run's directory; rank 0 reports problems with it once the ranks have met
+    is_multi_node = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
+    read = parse_options if is_multi_node else read_request
     try:
         read(stray, options, KEEP_TRAINING.get(command, False))
     except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same fault
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same problems
             from model.runtime.terminal import printable_lines
 
             print(printable_lines(str(error)), file=sys.stderr)
@@ -209,12 +214,12 @@ def answer_early(words):
 
 
 def usage(command):
-    """What can be typed after `command`: each option with its default and what config.py says of it."""
-    said = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", getsource(TrainConfig), re.MULTILINE))
-    options = (f"  --{f.name}={f.default}".ljust(48) + said[f.name] for f in fields(TrainConfig))
+    """Help text of `command`: each option with its default and its comment in config.py."""
+    comments = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", getsource(TrainConfig), re.MULTILINE))
+    options = (f"  --{f.name}={f.default}".ljust(48) + comments[f.name] for f in fields(TrainConfig))
     flags = " ".join(f"--{name}=True" for name in FLAGS)
-    plan_too = "\n  --num_processes=N --vocab_size=N: of a machine and a tokenizer not here; --json=True: for programs"
+    plan_options = "\n  --num_processes=N --vocab_size=N: for a machine or tokenizer not here; --json=True: prints JSON"
     return "\n".join([
         f"usage: python train_low_mem.py {command} [--name=value ...]", *options,
-        f"  {flags}: README.md" + (plan_too if command == "plan" else ""),
+        f"  {flags}: docs/options.md" + (plan_options if command == "plan" else ""),
     ])  # fmt: skip

@@ -81,7 +81,7 @@ def other_order(node):
     "differ, what, values",
     [
         (other_tokenizer, "the tokenizer", ("fingerprint=", "fingerprint=")),
-        (other_epsilon, "the model's shape", ("layer_norm_epsilon=1e-06", "layer_norm_epsilon=1e-05")),
+        (other_epsilon, "the model's configuration", ("layer_norm_epsilon=1e-06", "layer_norm_epsilon=1e-05")),
         (other_order, "the pairs in train.jsonl", ("ids_sha256=", "ids_sha256=")),
     ],
 )

@@ -6,8 +6,8 @@ from dataclasses import fields
 import pytest
 
 from config import FLAGS, TrainConfig
-from model.commands.option_names import NAMES_ELSEWHERE, NOT_HERE, OURS
-from model.commands.options import read_words
+from model.commands.option_names import MISSING_OPTIONS, OTHER_NAMES, OWN_NAMES
+from model.commands.options import parse_options
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from model.commands.options import read_words
 )
 def test_an_unknown_option_is_answered_with_the_nearest_name(typed, meant):
     with pytest.raises(ValueError, match=f"unknown option --{typed}: did you mean --{meant}\\?"):
-        read_words((), {typed: "1"})
+        parse_options((), {typed: "1"})
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_an_unknown_option_is_answered_with_the_nearest_name(typed, meant):
 )
 def test_a_name_from_elsewhere_is_answered_with_ours(typed, meant):
     with pytest.raises(ValueError, match=f"unknown option --{typed}: did you mean --{meant}\\?"):
-        read_words((), {typed: "1"})
+        parse_options((), {typed: "1"})
 
 
 @pytest.mark.parametrize(
@@ -45,18 +45,20 @@ def test_a_name_from_elsewhere_is_answered_with_ours(typed, meant):
 )
 def test_what_there_is_not_is_answered_with_what_to_do_instead(typed, instead):
     with pytest.raises(ValueError, match=f"unknown option --{typed}: ") as refusal:
-        read_words((), {typed: "1"})
+        parse_options((), {typed: "1"})
     assert instead in str(refusal.value) and "did you mean" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("typed", ["depth", "key", "search", "stats", "smart", "train", "step_size", "mu", "top_k"])
 def test_a_name_like_none_of_ours_is_answered_with_none(typed):
-    with pytest.raises(ValueError, match=f"--{typed}; --help shows all$"):
-        read_words((), {typed: "1"})
+    with pytest.raises(ValueError, match=f"--{typed}; --help shows all options$"):
+        parse_options((), {typed: "1"})
 
 
 def test_what_is_told_of_other_names_can_be_typed():
     known = {f.name for f in fields(TrainConfig)} | set(FLAGS)
-    assert not known & OURS.keys() and not any(re.fullmatch(pattern, name) for pattern in NOT_HERE for name in known)
-    told = [*NAMES_ELSEWHERE, *re.findall(r"--(\w+=?)", " ".join(NOT_HERE.values()))]
+    assert not known & OWN_NAMES.keys() and not any(
+        re.fullmatch(pattern, name) for pattern in MISSING_OPTIONS for name in known
+    )
+    told = [*OTHER_NAMES, *re.findall(r"--(\w+=?)", " ".join(MISSING_OPTIONS.values()))]
     assert {name.split("=")[0] for name in told} <= known | {"vocab_size", "validation_share"}

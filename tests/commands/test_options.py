@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from config import TrainConfig, global_batch, load_config
-from model.commands.options import KEEP_TRAINING, answer_early, read_request
+from model.commands.options import KEEP_TRAINING, exit_early, read_request
 from tests.ranks import ROOT
 
 
@@ -17,7 +17,7 @@ from tests.ranks import ROOT
 )
 def test_what_cannot_be_obeyed_ends_early_with_code_2_and_the_reason(words, capsys):
     with pytest.raises(SystemExit) as end:
-        answer_early(words)
+        exit_early(words)
     assert end.value.code == 2
     assert words[1].lstrip("-").split("=")[0].replace("-", "_") in capsys.readouterr().err
 
@@ -25,7 +25,7 @@ def test_what_cannot_be_obeyed_ends_early_with_code_2_and_the_reason(words, caps
 def test_one_rank_speaks_for_all_of_a_machine(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):
-        answer_early(["train", "--epochs=0"])
+        exit_early(["train", "--epochs=0"])
     assert capsys.readouterr().err == ""
 
 
@@ -35,14 +35,14 @@ def test_one_rank_speaks_for_all_of_a_machine(monkeypatch, capsys):
     + [["--help"], ["plan", "--epochs=0"]],
 )
 def test_what_may_be_right_passes(words):
-    assert answer_early(words) is None
+    assert exit_early(words) is None
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "test", "doctor"])
 @pytest.mark.parametrize("word", ["-h", "--help"])
 def test_help_shows_each_option_with_its_default_and_meaning(command, word, capsys):
     with pytest.raises(SystemExit) as ended:
-        answer_early([command, "--epochs=3", word])
+        exit_early([command, "--epochs=3", word])
     shown = capsys.readouterr().out
     assert ended.value.code == 0 and shown.startswith(f"usage: python train_low_mem.py {command} ")
     for f in fields(TrainConfig):
@@ -51,7 +51,7 @@ def test_help_shows_each_option_with_its_default_and_meaning(command, word, caps
 
 
 def test_a_refusal_needs_none_of_the_heavy_packages():
-    code = "import sys; from model.commands.options import answer_early; print(*sys.modules)"
+    code = "import sys; from model.commands.options import exit_early; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "config" in loaded and not loaded & {"torch", "transformers", "numpy", "pyarrow", "fire"}
@@ -61,12 +61,12 @@ def test_of_several_machines_none_refuses_early_for_what_only_the_first_one_can_
     started(tmp_path, dict(preset="nonsense", given={}))
     line = ["train", f"--output_dir={tmp_path}", "--is_keep_training=True"]
     with pytest.raises(SystemExit):
-        answer_early(line)
+        exit_early(line)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    answer_early(line)
+    exit_early(line)
     with pytest.raises(SystemExit):
-        answer_early([*line, "--epochs=0"])
+        exit_early([*line, "--epochs=0"])
 
 
 def started(run_dir, stored):
@@ -89,7 +89,7 @@ def test_a_damaged_config_json_is_named_with_the_way_out(tmp_path, stored):
 def test_what_a_stranger_wrote_into_a_config_json_is_shown_as_escapes(tmp_path, capsys):
     started(tmp_path, dict(preset="pretrain", given={"\x1b[2Jepoch": 1, "learn_rate": "\u202e1"}))
     with pytest.raises(SystemExit) as ended:
-        answer_early(["train", f"--output_dir={tmp_path}", "--is_keep_training=True"])
+        exit_early(["train", f"--output_dir={tmp_path}", "--is_keep_training=True"])
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert r"\x1b[2Jepoch" in told and r"\u202e1" in told and "\n  " in told
@@ -142,7 +142,7 @@ def test_who_starts_afresh_does_not_go_on(tmp_path):
     started(tmp_path, dict(preset="pretrain", given=dict(learn_rate=0.5)))
     afresh = request(tmp_path, "overwrite", is_keep_training="auto")
     assert (afresh.config.learn_rate, afresh.keep_training) == (OWN_RATE, False)
-    with pytest.raises(ValueError, match="goes on and --overwrite=True starts afresh"):
+    with pytest.raises(ValueError, match="--overwrite=True starts a new one"):
         request(tmp_path, "overwrite", "is_keep_training")
 
 
@@ -184,7 +184,10 @@ def test_a_run_goes_on_with_its_options_also_when_a_kill_left_its_checkpoint_asi
 )
 def test_a_run_goes_on_with_its_optimizer_and_what_it_trains(tmp_path, name, before, now):
     started(tmp_path, dict(preset="pretrain", given={}))
-    with pytest.raises(ValueError, match=f"--{name}={now}: this run goes on with {before}.*leave it out.*overwrite"):
+    with pytest.raises(
+        ValueError,
+        match=f"--{name}={now}: this run has the optimizer state of {name}={before}.*leave it out.*overwrite",
+    ):
         request(tmp_path, "is_keep_training", **{name: now})
     for way_out in (dict(overwrite="True"), dict(output_dir=str(tmp_path / "other"))):
         typed = dict(output_dir=str(tmp_path), is_keep_training="auto") | {name: now} | way_out
@@ -194,7 +197,7 @@ def test_a_run_goes_on_with_its_optimizer_and_what_it_trains(tmp_path, name, bef
 def test_a_run_that_goes_on_cannot_begin_from_other_weights(tmp_path):
     started(tmp_path, dict(preset="sft", given=dict(finetune_from_ckp_file="a/best")))
     assert request(tmp_path, "is_keep_training", finetune_from_ckp_file="./a/best").keep_training
-    with pytest.raises(ValueError, match="began from 'a/best' and goes on"):
+    with pytest.raises(ValueError, match="this run was started from 'a/best'"):
         request(tmp_path, "is_keep_training", finetune_from_ckp_file="b/best")
 
 
@@ -202,10 +205,10 @@ def test_a_run_that_goes_on_cannot_begin_from_other_weights(tmp_path):
     "typed, parts",
     [
         (dict(learn_rate="1e-4"), ("muon takes 0.001 to 0.1", "for AdamW is about 0.01 here: type --learn_rate=0.01")),
-        (dict(learn_rate="1e-4", optimizer="adamw_rms"), ("--learn_rate=0.01", "adamw_rms's own 0.02")),
-        (dict(learn_rate="3e-2", optimizer="adamw"), ("--learn_rate=0.0003;", "adamw's own 0.0003")),
-        (dict(learn_rate="1e-4", is_finetune="True"), ("--learn_rate=0.01;", "muon's own 0.005")),
-        (dict(learn_rate="0.5", optimizer="adafactor"), ("adafactor's own 0.02",)),
+        (dict(learn_rate="1e-4", optimizer="adamw_rms"), ("--learn_rate=0.01", "adamw_rms's default 0.02")),
+        (dict(learn_rate="3e-2", optimizer="adamw"), ("--learn_rate=0.0003;", "adamw's default 0.0003")),
+        (dict(learn_rate="1e-4", is_finetune="True"), ("--learn_rate=0.01;", "muon's default 0.005")),
+        (dict(learn_rate="0.5", optimizer="adafactor"), ("adafactor's default 0.02",)),
     ],
 )
 def test_a_typed_learning_rate_far_outside_is_refused_unless_one_insists(tmp_path, typed, parts):
