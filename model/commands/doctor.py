@@ -1,4 +1,4 @@
-"""Would a run with this configuration work on this machine? One table, with a remedy for each problem."""
+"""The command `doctor`: checks machine, data and options for a run; a table with a remedy for each problem."""
 
 import locale
 import os
@@ -30,24 +30,24 @@ from model.runtime.nccl_check import find_backend, in_words, try_backend
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_ROWS = 2000  # of a data file that are read
-FEW_SHM_BYTES = GIB  # NCCL takes some MiB for each pair of GPUs, and Docker gives 64 MiB in all
+FIRST_ROWS = 2000  # of each data file are read
+MIN_SHM_BYTES = GIB  # NCCL takes some MiB per pair of GPUs; Docker gives 64 MiB in total by default
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     what: str
     found: str
     remedy: str = ""  # empty: nothing to do
-    fails: bool = False  # a run would fail
+    fails: bool = False  # True: a run would fail
 
 
 def examine(config, typed=(), overwrite=False):
-    """Yield a Row for each thing that a run of `config` on this machine depends on; `typed` as for prepare_run.
+    """Yield a Row for each check of this machine, the data and `config`; `typed` as in prepare_run.
 
-    With `overwrite` the run starts afresh, whatever output_dir holds.
+    With `overwrite` the checkpoints in output_dir are ignored, as a run would move them aside.
     """
     yield from _packages()
     yield from _gpus(config.backend)
@@ -68,36 +68,36 @@ def examine(config, typed=(), overwrite=False):
 
 
 def print_table(config, typed, overwrite):
-    """Print the rows as they are found, in ASCII where the screen knows no more; RuntimeError if a run would fail."""
-    failing = 0
+    """Print each row as soon as it is known, in stdout's encoding; raises RuntimeError if a run would fail."""
+    num_failing = 0
     for row in examine(config, typed, overwrite):
         encoding = sys.stdout.encoding or "utf-8"
         print(as_text(row).encode(encoding, "backslashreplace").decode(encoding), flush=True)
-        failing += row.fails
-    if failing:
-        raise RuntimeError(f"a run would fail: {failing} problem{'s' * (failing > 1)} above")
+        num_failing += row.fails
+    if num_failing:
+        raise RuntimeError(f"a run would fail: {num_failing} problem{'s' * (num_failing > 1)} above")
 
 
 def as_text(row):
-    """A row of the table; its remedy stands on a line below it."""
+    """Text of a row, with its remedy on a second line."""
     mark = "FAILS" if row.fails else "note" if row.remedy else "ok"
     return f"{mark:<6} {row.what:<18} {row.found}" + (f"\n{'':<25} -> {row.remedy}" if row.remedy else "")
 
 
 def _packages():
-    wanted = map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
-    good = [f"Python {sys.version.split()[0]}"]
-    for requirement in wanted:
+    requirements = map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    satisfied = [f"Python {sys.version.split()[0]}"]
+    for requirement in requirements:
         try:
             installed = version(requirement.name)
         except PackageNotFoundError:
             installed = "missing"
         if installed != "missing" and requirement.specifier.contains(installed, prereleases=True):
-            good.append(f"{requirement.name} {installed}")
+            satisfied.append(f"{requirement.name} {installed}")
         else:
             remedy = f"pip install '{requirement}'"
             yield Row("package", f"{requirement.name} {installed}, not {requirement.specifier}", remedy, fails=True)
-    yield Row("packages", ", ".join(good))
+    yield Row("packages", ", ".join(satisfied))
 
 
 def _gpus(backend):
@@ -107,7 +107,7 @@ def _gpus(backend):
         yield Row("GPUs", "torch sees none", str(error), fails=True)
         return
     if on_cpu and backend == "nccl":
-        yield Row("GPUs", "none, and --backend=nccl needs some", "leave --backend out", fails=True)
+        yield Row("GPUs", "none, but --backend=nccl needs GPUs", "leave --backend out", fails=True)
         return
     if on_cpu:
         yield Row("GPUs", f"none for torch {torch.__version__}: a run uses the CPU")
@@ -131,12 +131,12 @@ def _driver():
 
 
 def _links():
-    """How the GPUs reach each other, as `nvidia-smi topo -m` names it: NV# is NVLink, PIX to SYS are ever farther."""
+    """Links between the GPUs as `nvidia-smi topo -m` names them: NV# is NVLink, PIX to SYS are increasingly distant."""
     count = torch.cuda.device_count()
     if count < 2:
         return
-    peers = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
-    yield Row("GPU links", f"{_topology()}; direct access {'between all' if peers else 'not between all: slower'}")
+    is_direct = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
+    yield Row("GPU links", f"{_topology()}; direct access {'between all' if is_direct else 'not between all: slower'}")
 
 
 def _topology():
@@ -150,36 +150,36 @@ def _topology():
 
 
 def _cores():
-    usable, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    remedy = "other programs use them: a run will be slower" if load > usable else ""
-    return Row("CPU", f"{usable} cores, load {load:.1f}, {torch.get_num_threads()} threads a process", remedy)
+    num_cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    remedy = "other programs use them: a run will be slower" if load > num_cores else ""
+    return Row("CPU", f"{num_cores} cores, load {load:.1f}, {torch.get_num_threads()} threads per process", remedy)
 
 
 def _shared_memory():
     if not os.path.isdir("/dev/shm"):
-        return Row("/dev/shm", "missing", "mount it, or export NCCL_SHM_DISABLE=1 if NCCL complains")
+        return Row("/dev/shm", "missing", "mount it, or export NCCL_SHM_DISABLE=1, if NCCL complains")
     free = shutil.disk_usage("/dev/shm").free
-    remedy = "give the container more (docker run --shm-size=8g) if NCCL complains" if free < FEW_SHM_BYTES else ""
+    remedy = "give the container more (docker run --shm-size=8g) if NCCL complains" if free < MIN_SHM_BYTES else ""
     return Row("/dev/shm", f"{free / GIB:.1f} GiB free", remedy)
 
 
 def _locale():
     encodings = {locale.getpreferredencoding(False), sys.getfilesystemencoding(), sys.stdout.encoding or "utf-8"}
     bad = sorted(name for name in encodings if name.lower().replace("-", "") != "utf8")
-    remedy = "export LANG=C.UTF-8, or PYTHONUTF8=1: Chinese on the screen and in file names needs it" if bad else ""
+    remedy = "export LANG=C.UTF-8, or PYTHONUTF8=1: Chinese output and file names need it" if bad else ""
     return Row("locale", ", ".join(bad) or "UTF-8", remedy)
 
 
 def _round_trips():
-    """An all-reduce in child processes: Gloo, on which all ranks vote, and NCCL between several GPUs."""
+    """Try an all-reduce in child processes: over Gloo, which every multi-rank run uses, and NCCL for several GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     problem = try_backend("gloo", 2)
-    remedy = "export GLOO_SOCKET_IFNAME=lo, and let this machine's name resolve (/etc/hosts)" if problem else ""
+    remedy = "export GLOO_SOCKET_IFNAME=lo, and add this machine's name to /etc/hosts" if problem else ""
     yield Row("Gloo", problem or "2 processes: ok", remedy, fails=bool(problem) and count > 1)
     if count > 1:
         verdict = find_backend(count)
         found = f"{count} GPUs: {in_words(verdict.backend, verdict.env)} works, found in {verdict.seconds:.1f} s"
-        remedy = "train finds this out by itself: " + "; ".join(verdict.failures) if verdict.failures else ""
+        remedy = "nothing to do, train finds this by itself: " + "; ".join(verdict.failures) if verdict.failures else ""
         yield Row("NCCL", found, remedy)
 
 
@@ -188,35 +188,35 @@ def _data(what, file, config):
         pairs = list(islice(read_pairs(file, config.prompt_column, config.response_column), FIRST_ROWS))
     except ValueError as error:
         return Row(what, file, str(error), fails=True)
-    whole = [pair for pair in pairs if all(side.strip() for side in pair)]
-    if not whole:
+    complete = [pair for pair in pairs if all(side.strip() for side in pair)]
+    if not complete:
         found = f"none of its first {len(pairs)} pairs has text on both sides"
-        return Row(what, file, found, fails=len(pairs) < FIRST_ROWS)  # else there are more
-    size, characters = Path(file).stat().st_size / 2**20, " + ".join(str(len(side)) for side in whole[0])
-    return Row(what, f"{file}, {size:.1f} MiB; a pair of {characters} characters; the first {len(pairs)} rows are read")
+        return Row(what, file, found, fails=len(pairs) < FIRST_ROWS)  # else later rows may have text
+    size, characters = Path(file).stat().st_size / 2**20, " + ".join(str(len(side)) for side in complete[0])
+    return Row(what, f"{file}, {size:.1f} MiB; first pair of {characters} characters; {len(pairs)} rows checked")
 
 
 def _model(config, typed, overwrite):
-    """(MemorySpec, Rows) of what a run would start from: a checkpoint, other weights, or the tokenizer alone."""
-    alone, passed = Ranks(0, 1, 0, torch.device("cpu"), "none", None), []
-    held = [] if overwrite else checkpoint_paths(config.output_dir)
+    """(MemorySpec or None, Rows) of the checkpoint, tokenizer, data and weights that a run would start from."""
+    ranks, skipped = Ranks(0, 1, 0, torch.device("cpu"), "none", None), []
+    paths = [] if overwrite else checkpoint_paths(config.output_dir)
     try:
-        found = load_newest(config.output_dir, passed.append) if held else None
+        found = load_newest(config.output_dir, skipped.append) if paths else None
     except LaterFormat as error:
         return None, [Row("checkpoint", "cannot be read", str(error), fails=True)]
-    rows = [Row("checkpoint", text, "nothing to do: the one before it is used") for text in passed]
-    if held and not found:
-        rows.append(Row("checkpoint", "none is whole", "start afresh with --overwrite=True", fails=True))
+    rows = [Row("checkpoint", text, "nothing to do: the one before it is used") for text in skipped]
+    if paths and not found:
+        rows.append(Row("checkpoint", "all are damaged", "start a new run with --overwrite=True", fails=True))
         return None, rows
     try:
-        weights = None if found else read_weights(alone, config.finetune_from_ckp_file)
+        weights = None if found else read_weights(ranks, config.finetune_from_ckp_file)
         tokenizer = tokenizer_for(config, typed, found)
         model_config = resolve_model_config(config, tokenizer, found, weights)
-        check_model_config(alone, config, typed, model_config, found, weights)
+        check_model_config(ranks, config, typed, model_config, found, weights)
         stores = _token_stores(config, tokenizer)
         if found:
-            check_same_run(found, config, _fresh_state(config, tokenizer, stores[0], found.state))
-        model = make_model(alone, config, model_config, weights)
+            check_same_run(found, config, _new_state(config, tokenizer, stores[0], found.state))
+        model = make_model(ranks, config, model_config, weights)
     except (ValueError, OSError) as error:
         return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
     size = model.compute_dtype.itemsize
@@ -227,16 +227,16 @@ def _model(config, typed, overwrite):
     return spec, rows
 
 
-def _fresh_state(config, tokenizer, store, then):
-    """The TrainState that these options start from, with the pairs of the TrainState `then` where none are stored."""
-    pairs = dict(num_pairs=len(store), ids_sha256=store.meta["ids_sha256"]) if store else dict(num_pairs=then.num_pairs)
+def _new_state(config, tokenizer, store, old):
+    """TrainState of a new run with these options; without a TokenStore, with num_pairs of the TrainState `old`."""
+    pairs = dict(num_pairs=len(store), ids_sha256=store.meta["ids_sha256"]) if store else dict(num_pairs=old.num_pairs)
     return TrainState(
         seed=config.seed, tokenizer_fingerprint=tokenizer.fingerprint, max_seq_len=config.max_seq_len, **pairs
     )
 
 
 def _token_stores(config, tokenizer):
-    """TokenStore or None of the training and the validation pairs: None before a run has tokenised them."""
+    """TokenStores of the training and validation pairs; None for a file that no run has tokenised yet."""
     columns = config.prompt_column, config.response_column
     files = [Path(file) for file in (config.train_file, config.validation_file)]
     return [
@@ -247,54 +247,53 @@ def _token_stores(config, tokenizer):
 
 def _origin(config, found):
     if found:
-        return f"{found.path}: --is_keep_training=True goes on there"
-    return config.finetune_from_ckp_file or "chance"
+        return f"{found.path}: resume with --is_keep_training=True"
+    return config.finetune_from_ckp_file or "random initialisation"
 
 
 def _memory(config, spec):
-    """Memory for what each rank holds whatever the plan: weights, gradients, optimizer state."""
-    need = sum(fixed_bytes(spec).values()) if spec else 0
+    """Rows of free memory against what every plan needs: weights, gradients and optimizer state."""
+    needed = sum(fixed_bytes(spec).values()) if spec else 0
     text = Path("/proc/meminfo").read_text()
-    host = int(re.search(r"MemAvailable:\s+(\d+)", text).group(1)) * 1024
-    places = [("host memory", host)]
+    host_bytes = int(re.search(r"MemAvailable:\s+(\d+)", text).group(1)) * 1024
+    places = [("host memory", host_bytes)]
     if torch.cuda.is_available():
         limit = config.gpu_memory_limit_gb * GIB
         frees = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
         places = [(f"GPU {i} memory", min(free, limit) if limit else free) for i, free in enumerate(frees)] + places
     for what, free in places:
-        found = f"{free / GIB:.1f} GiB free, {need / GIB:.2f} GiB for weights, gradients, optimizer (plan: the rest)"
-        is_short = what != "host memory" or len(places) == 1
-        fails = free < need and is_short
-        yield Row(what, found, "choose a smaller --model, or end other programs" if fails else "", fails)
+        found = f"{free / GIB:.1f} GiB free, {needed / GIB:.2f} GiB for weights, gradients, optimizer (plan: the rest)"
+        is_used = what != "host memory" or len(places) == 1
+        fails = free < needed and is_used
+        yield Row(what, found, "choose a smaller --model, or stop other programs" if fails else "", fails)
 
 
 def _output_dir(config):
-    """Whether output_dir is, or may become, a run's directory."""
+    """Row that says whether output_dir is, or can become, a run's directory."""
     folder = Path(config.output_dir).resolve()
     if blocking := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
-        return Row("output_dir", f"{blocking[0]} is a file", "name another --output_dir", fails=True)
+        return Row("output_dir", f"{blocking[0]} is a file", "choose another --output_dir", fails=True)
     try:
         check_name(config.output_dir)
         if folder.exists():
             check_empty_or_run(folder)
     except ValueError as error:
         return Row("output_dir", str(folder), str(error), fails=True)
-    return Row("output_dir", f"{folder}, {'there' if folder.exists() else 'not there yet'}")
+    return Row("output_dir", f"{folder}, {'exists' if folder.exists() else 'will be created'}")
 
 
 def _disk(config, spec):
-    """Bucket for the checkpoints kept, one being written, best/ and last/, where output_dir is or will be."""
+    """Row of the free disk space against the checkpoints kept, one being written, best/ and last/."""
     folder = Path(config.output_dir).resolve()
     while not folder.is_dir():
         folder = folder.parent
-    need, free = disk_bytes(spec, config.keep_latest_n_ckp) if spec else 0, shutil.disk_usage(folder).free
-    found = f"{free / GIB:.1f} GiB free in {folder}, {need / GIB:.2f} GiB for checkpoints and exports"
+    needed, free = disk_bytes(spec, config.keep_latest_n_ckp) if spec else 0, shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free in {folder}, {needed / GIB:.2f} GiB for checkpoints and exports"
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        return Row(
-            "disk", f"{folder}: {error.strerror}", "name another --output_dir, or allow writing there", fails=True
-        )
-    remedy = "free some, lower --keep_latest_n_ckp, or name another --output_dir" if free < need else ""
-    return Row("disk", found, remedy, fails=free < need)
+        remedy = "choose another --output_dir, or allow writing there"
+        return Row("disk", f"{folder}: {error.strerror}", remedy, fails=True)
+    remedy = "free some, lower --keep_latest_n_ckp, or choose another --output_dir" if free < needed else ""
+    return Row("disk", found, remedy, fails=free < needed)

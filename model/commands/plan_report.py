@@ -1,4 +1,4 @@
-"""What a run would take, told before it starts and without its machine: the command `plan`."""
+"""The command `plan`: the memory, disk and steps of a run, predicted without its machine."""
 
 import math
 import shutil
@@ -41,23 +41,23 @@ from model.train.lr_schedule import check_warmup, warmup_pairs, warmup_problem
 SAMPLED_ROWS = 20_000
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
 GIB = 2**30
-COLLECTIVE_BYTES = 400 * 2**20  # NCCL's buffers on each GPU of several
-HOST_BYTES = dict(cuda=int(2.2 * GIB), cpu=int(0.6 * GIB))  # of a process: Python, torch, the GPU's libraries
+COLLECTIVE_BYTES = 400 * 2**20  # NCCL's buffers on each GPU, if there are several
+HOST_BYTES = dict(cuda=int(2.2 * GIB), cpu=int(0.6 * GIB))  # per process: Python, torch, the GPU's libraries
 MANY_PAIRS = 10**6
-TOKEN_BYTES = 2.4  # in a token store, its lengths and offsets included
-SHM_BYTES = 64 * 2**20  # of one rank's NCCL channels in /dev/shm
+TOKEN_BYTES = 2.4  # per token in a token store, with its share of lengths and offsets
+SHM_BYTES = 64 * 2**20  # per rank, for NCCL channels in /dev/shm
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run is planned for."""
+    """The machine that the run is planned for."""
 
     num_processes: int
-    memory_bytes: int | None  # of one GPU that the run may fill; None: no GPU
+    memory_bytes: int | None  # of one GPU, as far as the run may use it; None: no GPU
 
     @property
     def usable_bytes(self):
-        """Bytes for the allocator: what the context and the collective's buffers leave."""
+        """Bytes left for the allocator after the CUDA context and NCCL's buffers; None without a GPU."""
         if self.memory_bytes is None:
             return None
         return self.memory_bytes - CONTEXT_BYTES - (COLLECTIVE_BYTES if self.num_processes > 1 else 0)
@@ -65,18 +65,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is known of the training pairs."""
+    """What is known about the training pairs."""
 
     lengths: Lengths
-    source: str  # in words
-    num_pairs: int | None  # None: not known
-    store_bytes: int  # of their tokens, which the run will write
+    source: str  # where the lengths come from, for people
+    num_pairs: int | None  # None: unknown
+    store_bytes: int  # of the token store that the run will write
 
 
-def answer(stray, options):
-    """What the command `plan` prints for these words: a table, or JSON under --json=True.
+def plan_text(stray, options):
+    """What the command `plan` prints for a command line: a table, or JSON under --json=True.
 
-    Raises NothingFits, after printing that, where a phase of the run does not fit.
+    Raises ValueError for wrong options. Raises NothingFits if the run does not fit; the values found are printed first.
     """
     own = {name: options.pop(name) for name in OWN_OPTIONS if name in options}
     num_processes, vocab_size = (
@@ -84,46 +84,47 @@ def answer(stray, options):
     )
     for name, value in dict(num_processes=num_processes, vocab_size=vocab_size).items():
         if value < 0:
-            raise ValueError(f"--{name}={value}: give 0 (what is here) or more")
+            raise ValueError(f"--{name}={value}: must be at least 0 (0: as on this machine)")
     as_json = as_type("json", own.get("json", False), OWN_OPTIONS)
     request = read_request(stray, options)
     try:
         values = preview(request.config, request.typed, num_processes, vocab_size)
-    except NothingFits as refusal:
+    except NothingFits as error:
         if as_json:
-            print(ujson.dumps(dict(fits=False, refused=str(refusal)), indent=1))
+            print(ujson.dumps(dict(fits=False, refused=str(error)), indent=1))
         raise
-    refused = phase_problem(values["phases"], values["machine"]["usable_bytes"])
-    told = ujson.dumps(dict(fits=not refused, refused=refused) | values, indent=1) if as_json else table(values)
-    if refused:
-        print(told)
-        raise NothingFits(refused)
-    return told
+    problem = phase_problem(values["phases"], values["machine"]["usable_bytes"])
+    text = ujson.dumps(dict(fits=not problem, refused=problem) | values, indent=1) if as_json else table(values)
+    if problem:
+        print(text)
+        raise NothingFits(problem)
+    return text
 
 
 def preview(config, typed, num_processes=0, vocab_size=0):
     """What a run of `config` would take, as plain values for `table` and for JSON.
 
-    Raises ValueError where the vocabulary cannot be known, NothingFits where one example does not fit.
+    `typed` holds the names of the options on the command line; 0 processes or tokens: as on this machine.
+    Raises ValueError if the vocabulary size is unknown, NothingFits if one example does not fit.
     """
-    gpus = torch.cuda.device_count()
-    world = num_processes or max(gpus, 1)
-    limit = int(config.gpu_memory_limit_gb * GIB) or (gpus and torch.cuda.get_device_properties(0).total_memory)
+    num_gpus = torch.cuda.device_count()
+    world = num_processes or max(num_gpus, 1)
+    limit = int(config.gpu_memory_limit_gb * GIB) or (num_gpus and torch.cuda.get_device_properties(0).total_memory)
     machine = Machine(world, limit or None)
     model_config, tokenizer = _model_config_and_tokenizer(config, vocab_size)
     sample = _sample(config, tokenizer)
     lengths, num_pairs = sample.lengths, sample.num_pairs
     batch = global_batch(config, world, typed)
     share_pairs = -(-batch // world)
-    on_gpu = machine.memory_bytes is not None
-    device = "cuda" if on_gpu else "cpu"
-    here = compute_dtype(config.mixed_precision, torch.device(device)) if gpus or not on_gpu else None
-    dtype = here or (torch.float32 if config.mixed_precision == "no" else torch.bfloat16)  # of a GPU that is elsewhere
+    device = "cpu" if machine.memory_bytes is None else "cuda"
+    is_here = num_gpus or device == "cpu"  # not a GPU of another machine
+    default_dtype = torch.float32 if config.mixed_precision == "no" else torch.bfloat16
+    dtype = compute_dtype(config.mixed_precision, torch.device(device)) if is_here else default_dtype
     estimate = make_estimate(config, model_config, dtype, lengths, share_pairs, device, launch_tokens_here())
     asked = recording_asked(config, estimate.spec, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
     plan = choose_plan(config, estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
-    # few pairs never fill two forwards of the planned size: the slope is that of many
+    # bytes per token are measured on many pairs: a few would not fill two forward passes of the planned size
     many = Lengths(lengths.tokens, lengths.counts * math.ceil(2 * tokens / (lengths.mean * lengths.counts.sum())))
     forward_bytes = make_estimate(config, model_config, dtype, many, MANY_PAIRS, device).recording_bytes
     slope = (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
@@ -144,7 +145,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
 
 
 def _model_config_and_tokenizer(config, vocab_size):
-    """(T5ModelConfig, tokenizer or None); `vocab_size` above 0 stands in for a tokenizer that is not here."""
+    """(T5ModelConfig, ChatTokenizer or None); `vocab_size` above 0 replaces that of the weights or the tokenizer."""
     weights = None
     if config.finetune_from_ckp_file and Path(config.finetune_from_ckp_file).exists():
         weights = load_weights(config.finetune_from_ckp_file)
@@ -153,12 +154,12 @@ def _model_config_and_tokenizer(config, vocab_size):
     model_config = weights.model_config if weights and weights.model_config else load_model_config(config.model)
     size = vocab_size or model_config.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
     if not size:
-        raise ValueError(f"{folder}: no tokenizer there, so the vocabulary is unknown: type --vocab_size=N")
+        raise ValueError(f"{folder}: there is no tokenizer, so the vocabulary size is unknown: type --vocab_size=N")
     return T5ModelConfig(**asdict(replace(model_config, vocab_size=size))), tokenizer
 
 
 def _sample(config, tokenizer):
-    """Sample of the training pairs: of all where they are tokenised, else of the first rows or of max_seq_len alone."""
+    """Sample of the training pairs: all if they are tokenised, else the first rows, else max_seq_len for every pair."""
     path, columns = Path(config.train_file), (config.prompt_column, config.response_column)
     longest = np.full((1, 2), config.max_seq_len)
     if tokenizer is None or not path.is_file():
@@ -168,14 +169,14 @@ def _sample(config, tokenizer):
         return Sample(histogram(store.lengths), f"counted: {store.directory}", len(store), 0)
     rows = list(islice(read_pairs(path, *columns), SAMPLED_ROWS))
     lengths = token_lengths(rows, tokenizer, config.max_seq_len)
-    source, whole = f"sampled: {len(lengths):,} rows and a longest pair", len(rows) < SAMPLED_ROWS
-    files = 1 if whole else _estimated_pairs(path, rows) / len(rows)  # as large as what was read
-    store_bytes = int(lengths.sum() * TOKEN_BYTES * files)
-    return Sample(histogram(np.concatenate([lengths, longest])), source, len(lengths) if whole else None, store_bytes)
+    source, is_all = f"sampled: {len(lengths):,} rows and a longest pair", len(rows) < SAMPLED_ROWS
+    scale = 1 if is_all else _estimated_pairs(path, rows) / len(rows)
+    store_bytes = int(lengths.sum() * TOKEN_BYTES * scale)
+    return Sample(histogram(np.concatenate([lengths, longest])), source, len(lengths) if is_all else None, store_bytes)
 
 
 def _estimated_pairs(path, rows):
-    """About how many pairs a file has that begins with `rows`, rather too many; a parquet file tells."""
+    """Number of pairs in a file that begins with `rows`: exact for parquet, else an estimate that errs high."""
     if path.suffix == ".parquet":
         return pq.ParquetFile(path).metadata.num_rows
     text_bytes = sum(len(text.encode()) for pair in rows for text in pair)
@@ -183,9 +184,9 @@ def _estimated_pairs(path, rows):
 
 
 def _steps(config, typed, batch, num_pairs):
-    """Pairs of a step, the number of steps, of them of the warm-up, and what is wrong with that.
+    """Dict of pairs per step, number of steps, warm-up steps and the warm-up's problem; None if `num_pairs` is unknown.
 
-    None where `num_pairs` is. Raises ValueError where the warm-up was `typed` and is not shorter than the run.
+    Raises ValueError if --warmup_steps was `typed` and is not shorter than the run.
     """
     if not num_pairs:
         return dict(pairs=batch, count=num_pairs, warmup=None, problem="")
@@ -196,54 +197,54 @@ def _steps(config, typed, batch, num_pairs):
 
 
 def _phases(config, estimate, plan):
-    """Peak bytes by phase; of generation only where the run generates answers."""
+    """Peak bytes by phase; generation only if the run generates answers."""
     peaks = predicted_peaks(estimate, plan)
     return {name: peak for name, peak in peaks.items() if name != "generation" or config.bleu_pairs}
 
 
 def _levers(config, model_config, dtype, chosen, machine, plan):
-    """What each lever would do: its peak, the largest micro-batch that fits, the time over the chosen plan's."""
+    """For each change of an option: peak bytes, largest micro-batch that fits, time relative to the chosen plan."""
     if machine.usable_bytes is None:
         return []
     tokens, chunk, checkpointing = plan.cutting
     rows = [(f"chunk of {size} targets", config, (tokens, size, checkpointing)) for size in CHUNKS]
-    sizes = [size for size in (tokens // 2, 2 * tokens) if size >= chosen.lengths.longest]  # smaller ones are refused
+    sizes = [size for size in (tokens // 2, 2 * tokens) if size >= chosen.lengths.longest]  # train refuses smaller ones
     rows += [(f"micro-batch of {size}", config, (size, chunk, checkpointing)) for size in sizes]
-    rows += [(f"gradient checkpointing {again}", config, (tokens, chunk, again)) for again in (False, True)]
+    rows += [(f"gradient checkpointing {on}", config, (tokens, chunk, on)) for on in (False, True)]
     for optimizer in ("muon", "adamw_rms", "adafactor"):
         rows.append((f"optimizer {optimizer}", replace(config, optimizer=optimizer), plan.cutting))
     levers = []
+    lengths, launch_tokens = chosen.lengths, chosen.spec.launch_tokens
     for name, changed, cutting in rows:
-        here = chosen.spec.launch_tokens
-        estimate = make_estimate(changed, model_config, dtype, chosen.lengths, chosen.share_pairs, launch_tokens=here)
-        beside = recording_bytes(chosen, plan.cut_as(cutting))  # no optimizer changes it
-        peak, limit = estimate.step_peak(*cutting) + beside, machine.usable_bytes * USABLE
-        most = fitting_plan(estimate, chosen.share_pairs * chosen.lengths.longest, limit - beside, *cutting[1:])
+        estimate = make_estimate(changed, model_config, dtype, lengths, chosen.share_pairs, launch_tokens=launch_tokens)
+        graph_bytes = recording_bytes(chosen, plan.cut_as(cutting))  # the same for every optimizer
+        peak, limit = estimate.step_peak(*cutting) + graph_bytes, machine.usable_bytes * USABLE
+        largest = fitting_plan(estimate, chosen.share_pairs * lengths.longest, limit - graph_bytes, *cutting[1:])
         fits = peak <= limit and not phase_problem(
             _phases(config, estimate, plan.cut_as(cutting)), machine.usable_bytes
         )
         factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
         levers.append(
             dict(lever=name, peak_bytes=peak, fits=fits, time_factor=round(factor, 3),
-                 largest_micro_batch_tokens=most.micro_batch_tokens if most else 0)
+                 largest_micro_batch_tokens=largest.micro_batch_tokens if largest else 0)
         )  # fmt: skip
     return levers
 
 
 def _host(config, estimate, plan, device, world):
-    """Bytes of host memory and /dev/shm that the run needs, and those that are there."""
-    weights, optimizer = 4 * count_parameters(estimate.spec.model_config), optimizer_bytes(estimate.spec)[0]
-    computing = weights if device == "cuda" else max(predicted_peaks(estimate, plan).values())
-    rank = HOST_BYTES[device] + computing
+    """Bytes of host memory and /dev/shm that the run needs, and bytes free in /dev/shm."""
+    weights, optimizer_state = 4 * count_parameters(estimate.spec.model_config), optimizer_bytes(estimate.spec)[0]
+    compute = weights if device == "cuda" else max(predicted_peaks(estimate, plan).values())
+    rank_bytes = HOST_BYTES[device] + compute
     return dict(
-        rank_bytes=rank, main_rank_bytes=rank + weights + optimizer,
+        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + weights + optimizer_state,
         shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
     )  # fmt: skip
 
 
 def _disk(config, spec, store_bytes):
-    """Bytes of disk that the run writes, `store_bytes` of them tokens, and those that are there."""
+    """Bytes that the run writes to disk, `store_bytes` of tokens among them, and bytes free there."""
     output = Path(config.output_dir).absolute()
     disk = next(path for path in (output, *output.parents) if path.exists())
     return dict(
@@ -253,26 +254,26 @@ def _disk(config, spec, store_bytes):
 
 
 def table(values):
-    """The lines that `plan` prints, one below the other."""
+    """Text of the table that `plan` prints for the values of `preview`."""
     plan, block, host = values["plan"], values["largest_block"], values["host"]
     limit = values["machine"]["usable_bytes"]
     lines = [
         ("parameters", f"{values['parameters']:,}, computing in {values['dtype']}"),
-        ("pairs", "{source}; {pairs:,}, {mean:.1f} tokens on average, {longest} at most".format(**values["lengths"])),
+        ("pairs", "{source}; {pairs:,}, {mean:.1f} tokens on average, at most {longest}".format(**values["lengths"])),
         ("steps", _steps_text(**values["steps"])),
-        ("held all the time", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),
-        ("each packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
-        ("room", "no GPU" if limit is None else f"{gib(limit)} for the allocator, of which {USABLE:.0%} are planned"),
+        ("always in memory", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),
+        ("per packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
+        ("GPU memory", "no GPU" if limit is None else f"{gib(limit)} for the allocator; the plan uses {USABLE:.0%}"),
         ("plan", "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, gradient checkpointing "
          "{gradient_checkpointing}, {answers} answers at a time".format(**plan)),
         ("recorded steps", "yes: replayed as CUDA graphs" if plan["graphs"] else "no"),
-        ("forwards a step", f"{values['forwards']} on average, for {values['share_pairs']} pairs a GPU"),
+        ("forwards per step", f"{values['forwards']} on average, for {values['share_pairs']} pairs per GPU"),
         *((f"peak: {name}", gib(count) + ", does not fit" * (count > (limit or math.inf)))
           for name, count in values["phases"].items()),
         *((f"with {lever['lever']}", _lever_text(lever)) for lever in values["levers"]),
         ("an ordinary trainer", "{pairs} x {tokens} x {vocabulary:,} x 4 B = ".format(**block)
-         + f"{block['bytes'] / GIB:.2f} GiB of logits in one block; here there is none"),
-        ("host memory", f"{gib(host['rank_bytes'])} a rank, {gib(host['main_rank_bytes'])} the main one"),
+         + f"{block['bytes'] / GIB:.2f} GiB of logits in one tensor; this one holds none"),
+        ("host memory", f"{gib(host['rank_bytes'])} per rank, {gib(host['main_rank_bytes'])} on rank 0"),
         ("/dev/shm", f"{gib(host['shm_bytes'])} of {gib(host['shm_free_bytes'])} free"),
         ("disk", f"{gib(host['disk_bytes'])} of {gib(host['disk_free_bytes'])} free"),
     ]  # fmt: skip
@@ -282,7 +283,7 @@ def table(values):
 
 def _steps_text(pairs, count, warmup, problem):
     if not count:
-        return f"of {pairs} pairs; their number is known once the data is tokenised"
+        return f"of {pairs} pairs; the number of steps is known once the data is tokenised"
     return f"{count:,.0f} of {pairs} pairs; " + (problem or f"warm-up {warmup:,.0f}")
 
 
@@ -290,7 +291,7 @@ def _lever_text(lever):
     fits = "fits" if lever["fits"] else "does not fit"
     return (
         f"{gib(lever['peak_bytes'])}, {fits}, time x {lever['time_factor']:.2f}; "
-        f"at most {lever['largest_micro_batch_tokens']:,} tokens a forward"
+        f"at most {lever['largest_micro_batch_tokens']:,} tokens per forward"
     )
 
 

@@ -1,4 +1,4 @@
-"""Everything between the options and the first step: data, tokenizer, model, optimizer, where the run stands, plan."""
+"""Makes all that a run needs before its first step: data, tokenizer, model, optimizer, state and plan."""
 
 import logging
 from dataclasses import asdict, dataclass, field, replace
@@ -41,7 +41,7 @@ LOGGER = logging.getLogger("chat_trainer")
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run that stay the same from its first step to its last."""
+    """The parts of a run that do not change between its steps."""
 
     config: TrainConfig
     ranks: Ranks
@@ -51,35 +51,35 @@ class Run:
     model: TextToTextModel
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    memory: dict = field(default_factory=dict)  # what the plan rests on, and what was measured
-    differs: tuple = ()  # what is not as the checkpoint had it: bits may differ from there
+    memory: dict = field(default_factory=dict)  # predicted and measured bytes, as plan.json has them
+    differs: tuple = ()  # what differs from the checkpoint, so that results may differ in their last bits
 
     @property
     def dir(self):
         return Path(self.config.output_dir)
 
     def total_steps(self, state):
-        """Number of the run's last step when every step from `state` on has the present global batch."""
+        """Number of the run's last step, if every step after `state` has the current global batch."""
         num_pairs, batch = len(self.train), self.schedule.global_batch
-        left = self.schedule.total_pairs - state.pairs_seen
-        in_this_epoch = left % num_pairs
-        return state.step + -(-in_this_epoch // batch) + (left // num_pairs) * -(-num_pairs // batch)
+        num_left = self.schedule.total_pairs - state.pairs_seen
+        num_in_epoch = num_left % num_pairs
+        return state.step + -(-num_in_epoch // batch) + (num_left // num_pairs) * -(-num_pairs // batch)
 
 
 def prepare_run(ranks, config, typed, resumed):
-    """(Run, TrainState, MemoryPlan) for these options: a fresh start, or where the newest whole checkpoint stands.
+    """(Run, TrainState, MemoryPlan) of a new run, or at the newest undamaged checkpoint if `resumed`.
 
-    `typed`: names of the options on the command line. Raises ValueError when the options do not fit each
-    other, the data or the checkpoint.
+    `typed` holds the names of the options on the command line. Raises ValueError if the options contradict each other,
+    the data or the checkpoint.
     """
     set_numerics(config, ranks.device)
     other_process = set_memory_limit(config, ranks.device)
     free = dict(start=free_bytes())
     batch = global_batch(config, ranks.world_size, typed)
-    # what can be refused is refused before hours of tokenising
+    # errors in tokenizer, weights and model are found before tokenising, which may take hours
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
     weights = None if found else read_weights(ranks, config.finetune_from_ckp_file)
-    tokenizer, model_config = _tokenizer_and_shape(ranks, config, typed, found, weights)
+    tokenizer, model_config = _tokenizer_and_model_config(ranks, config, typed, found, weights)
     train, validation = (
         _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
     )
@@ -90,7 +90,7 @@ def prepare_run(ranks, config, typed, resumed):
     if ranks.is_main and (shared := describe_shared(validation, train)):
         LOGGER.warning(shared)
     dtype = compute_dtype(config.mixed_precision, ranks.device)
-    agree(ranks, "the numbers to compute in (--mixed_precision=no suits GPUs of any kind)", str(dtype))
+    agree(ranks, "the compute dtype (--mixed_precision=no works on every GPU)", str(dtype))
     check_memory_fits(ranks, config, model_config, dtype, train.lengths, batch, other_process)
     model = make_model(ranks, config, model_config, weights)
     free["model"] = free_bytes()
@@ -98,33 +98,33 @@ def prepare_run(ranks, config, typed, resumed):
     free["optimizer"] = free_bytes()
     dry_run_update(ranks, model, optimizer)
     run = Run(config, ranks, tokenizer, train, validation, model, optimizer, schedule)
-    state = _starting_state(run, found)
-    kept = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
-    plan, memory = plan_run(run, kept, other_process)
+    state = _initial_state(run, found)
+    stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
+    plan, memory = plan_run(run, stored_plan, other_process)
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
     may_record = config.compile != "False" and model.uses_kernels and not config.dropout
-    growth = kept_recovery(state, plan, may_record)
+    recovery = kept_recovery(state, plan, may_record)
     differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
-    state = replace(state, plan=asdict(plan), growth=growth, device=ranks.device.type)
-    agree(ranks, "where the run stands and how its steps are cut", state_values(state))
+    state = replace(state, plan=asdict(plan), growth=recovery, device=ranks.device.type)
+    agree(ranks, "the position of the run and its plan", state_values(state))
     return replace(run, memory=memory, differs=differs), state, plan
 
 
-def _tokenizer_and_shape(ranks, config, typed, found, weights):
-    """The ChatTokenizer and the T5ModelConfig of the Checkpoint `found`, of `weights` or of the options."""
+def _tokenizer_and_model_config(ranks, config, typed, found, weights):
+    """ChatTokenizer and T5ModelConfig of the Checkpoint `found`, of `weights` or of the options; equal on all ranks."""
     tokenizer = tokenizer_for(config, typed, found)
     ids = dict(pad_id=tokenizer.pad_id, eos_id=tokenizer.eos_id)
     agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
     model_config = resolve_model_config(config, tokenizer, found, weights)
     check_model_config(ranks, config, typed, model_config, found, weights)
-    agree(ranks, "the model's shape", asdict(model_config))
+    agree(ranks, "the model's configuration", asdict(model_config))
     return tokenizer, model_config
 
 
-def _starting_state(run, found):
-    """The TrainState of a fresh start, or that of a Checkpoint, which is put into the run's model and optimizer.
+def _initial_state(run, found):
+    """TrainState of a new run, or of the Checkpoint `found`, which is loaded into the run's model and optimizer.
 
-    Raises ValueError where the checkpoint is not this run's.
+    Raises ValueError if the checkpoint belongs to another run.
     """
     fresh = TrainState(
         first_batch=run.schedule.global_batch, seed=run.config.seed, num_pairs=len(run.train),
@@ -137,12 +137,16 @@ def _starting_state(run, found):
     check_same_run(found, run.config, fresh)
     if run.ranks.is_main and (why := why_not_compared(found.state, fresh)):
         LOGGER.info("%s: of the training pairs only their number, %d, is compared", why, fresh.num_pairs)
-    state = _judged_by(run.validation, run.ranks, restore(run.ranks, run.model, run.optimizer, found))
+    state = restore(run.ranks, run.model, run.optimizer, found)
+    state = _with_validation(run.validation, run.ranks, state)
     return replace(state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len)
 
 
 def kept_recovery(state, plan, may_record):
-    """The growth that a TrainState remembers, while `plan` is still its plan; not back to recordings unless it may."""
+    """Plan recovery of a TrainState as plain values, or None if it has none or `plan` is not its plan.
+
+    It leads back to CUDA graphs only if `may_record`.
+    """
     if not state.growth or state.plan != asdict(plan):
         return None
     full = state.growth["full"]
@@ -150,13 +154,13 @@ def kept_recovery(state, plan, may_record):
 
 
 def set_numerics(config, device):
-    """What changes how numbers are computed, for the whole process."""
+    """Set the process's threads and algorithms for `exact` and `deterministic`; ValueError if `exact` is on a GPU."""
     if config.exact:
         if device.type != "cpu":
             raise ValueError(
-                "--exact=True is for the CPU: a GPU's libraries choose the order of their sums themselves; set "
-                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead, which gives the same "
-                "bits on an equal number of equal GPUs"
+                "--exact=True works only on the CPU: the libraries of a GPU choose the order of their sums; set "
+                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead: bit-equal "
+                "results on the same number of equal GPUs"
             )
         torch.set_num_threads(1)
     if config.deterministic or config.exact:
@@ -164,51 +168,52 @@ def set_numerics(config, device):
 
 
 def set_memory_limit(config, device):
-    """Bytes that others hold of `device`; from now on this process stays within its own limit."""
+    """Limit this process's memory on `device`; returns the bytes that other processes use there."""
     other_process = other_process_bytes(device)
     limit_memory(device, config.gpu_memory_limit_gb, non_torch_bytes(device, other_process))
     return other_process
 
 
 def tokenizer_for(config, typed, found):
-    """The tokenizer of a run that goes on from the Checkpoint `found`, or begins where that is None.
+    """Tokenizer of a run resumed from the Checkpoint `found`, or of a new run if that is None.
 
-    Raises ValueError where it is not that of the weights to begin with, as far as they lie on this machine.
+    Raises ValueError if it differs from the tokenizer beside the initial weights, where these are on this machine.
     """
-    named, source = Path(config.tokenizer_dir or TOKENIZER_DIR), config.finetune_from_ckp_file
+    tokenizer_dir, source = Path(config.tokenizer_dir or TOKENIZER_DIR), config.finetune_from_ckp_file
     weights_dir = model_directory(Path(source)) if source else None
     if found and "tokenizer_dir" not in typed:
-        # in output_dir may be another run's, or none, where this is not rank 0's machine
-        folders = [Path(config.output_dir) / "tokenizer", weights_dir, named]
-        return _first_of(folders, found.state.tokenizer_fingerprint)
-    return load_tokenizer(named) if found or not weights_dir else _tokenizer_of_weights(config, weights_dir)
+        # on machines other than rank 0's, output_dir may be missing or hold another run
+        folders = [Path(config.output_dir) / "tokenizer", weights_dir, tokenizer_dir]
+        return _find_tokenizer(folders, found.state.tokenizer_fingerprint)
+    return load_tokenizer(tokenizer_dir) if found or not weights_dir else _tokenizer_of_weights(config, weights_dir)
 
 
-def _first_of(folders, fingerprint):
-    """The first tokenizer in `folders` (None: left out) that has the fingerprint, else the first that there is."""
-    there = [folder for folder in folders if folder and (folder / "tokenizer.json").is_file()] or folders[-1:]
-    tokenizers = map(load_tokenizer, there)
+def _find_tokenizer(folders, fingerprint):
+    """First tokenizer in `folders` with the fingerprint, else the first one of all; entries may be None."""
+    existing = [folder for folder in folders if folder and (folder / "tokenizer.json").is_file()] or folders[-1:]
+    tokenizers = map(load_tokenizer, existing)
     first = next(tokenizers)
     return next((found for found in chain([first], tokenizers) if found.fingerprint == fingerprint), first)
 
 
 def _tokenizer_of_weights(config, weights_dir):
-    """The tokenizer that lies beside weights, which one that is named must equal, or the one named where none does."""
+    """Tokenizer beside the weights, else that of config.tokenizer_dir; ValueError if both exist and differ."""
     if not (weights_dir / "tokenizer.json").is_file():
         if not config.tokenizer_dir:
-            raise ValueError(f"{weights_dir} has no tokenizer.json: name its weights' own tokenizer in --tokenizer_dir")
+            raise ValueError(f"{weights_dir} has no tokenizer.json: give the weights' tokenizer in --tokenizer_dir")
         return load_tokenizer(config.tokenizer_dir)
     beside = load_tokenizer(weights_dir)
-    named = load_tokenizer(config.tokenizer_dir) if config.tokenizer_dir else beside
-    if named.fingerprint != beside.fingerprint:
+    given = load_tokenizer(config.tokenizer_dir) if config.tokenizer_dir else beside
+    if given.fingerprint != beside.fingerprint:
         raise ValueError(
             f"{weights_dir} was trained with tokenizer {beside.fingerprint}, and tokenizer_dir={config.tokenizer_dir} "
-            f"is {named.fingerprint}: leave --tokenizer_dir out"
+            f"is {given.fingerprint}: leave --tokenizer_dir out"
         )
     return beside
 
 
 def _open_data(ranks, config, file, tokenizer):
+    """TokenStore of `file`, tokenised first if needed; the same pairs on all ranks."""
     with Progress(f"tokenising {file}", None, unit="rows", shown=ranks.is_main) as progress:
         columns = (config.prompt_column, config.response_column)
         options = dict(columns=columns, progress=progress.update, stop=stop_asked)
@@ -220,18 +225,18 @@ def _open_data(ranks, config, file, tokenizer):
 
 
 def check_memory_fits(ranks, config, model_config, dtype, lengths, batch, other_process):
-    """Raise NothingFits where not even one pair at a time fits the device: before anything is put there."""
+    """Raise NothingFits if not even one pair at a time fits the device; called before anything is allocated there."""
     usable = limit_memory(ranks.device, config.gpu_memory_limit_gb, non_torch_bytes(ranks.device, other_process))
     if usable is not None:
         choose_plan(config, estimate_for(ranks, config, model_config, dtype, lengths, batch), usable)
 
 
 def make_model(ranks, config, model_config, weights=None):
-    """The model on this rank's device: random weights, or `weights`; equal on all ranks."""
+    """Model on this rank's device with `weights` or random ones; equal on all ranks."""
     model = TextToTextModel(model_config, config.dropout, compute_dtype(config.mixed_precision, ranks.device))
     if not weights:
         model.initialise(config.seed)
-    elif ranks.is_main:  # which alone has them
+    elif ranks.is_main:  # only rank 0 has the tensors
         load_into(model, weights, config.finetune_from_ckp_file)
     if config.trainable == "decoder":
         model.freeze_all_but_decoder()
@@ -241,30 +246,34 @@ def make_model(ranks, config, model_config, weights=None):
 
 
 def compute_dtype(mixed_precision, device):
-    """bf16 where asked for, or under auto where the GPU computes it natively; else float32."""
-    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and native) else torch.float32
+    """bfloat16 if `mixed_precision` is bf16, or if it is auto and the GPU supports it natively; else float32."""
+    is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and is_native) else torch.float32
 
 
-def _judged_by(validation, ranks, state):
-    """The TrainState for these validation pairs: the loss of best/ on others says nothing about them."""
-    same = from_main(ranks, lambda: state.validation in (validation.identity, validation.file_identity))
-    if same:  # file by file it may differ between machines
+def _with_validation(validation, ranks, state):
+    """`state` with the identity of the TokenStore `validation`; without best_loss if the pairs have changed."""
+    # rank 0 decides: file_identity may differ between machines
+    is_same = from_main(ranks, lambda: state.validation in (validation.identity, validation.file_identity))
+    if is_same:
         return replace(state, validation=validation.identity)
     if ranks.is_main:
-        LOGGER.info("the validation pairs are others, or cut elsewhere: best/ is chosen anew")
+        LOGGER.info("the validation pairs or max_seq_len have changed: the next evaluation chooses best/ anew")
     return replace(state, validation=validation.identity, best_loss=None, best_step=0)
 
 
 def prepare_test(ranks, config):
-    """(Run, MemoryPlan) to measure a run's best/ model on test_file, which stands in place of both data files."""
+    """(Run, MemoryPlan) to evaluate a run's best/ model on test_file, which is used for both data files.
+
+    Raises ValueError if there is no best/.
+    """
     best = Path(config.output_dir) / "best"
     from_main(ranks, _check_best, best)
-    # what the training was told about its own memory and launches says nothing about a test
-    free = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
-    config = replace(config, finetune_from_ckp_file=str(best), **free)
+    # the training's options for memory and CUDA graphs do not apply to a test
+    planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
+    config = replace(config, finetune_from_ckp_file=str(best), **planned)
     weights = read_weights(ranks, str(best))
-    tokenizer, model_config = _tokenizer_and_shape(ranks, config, (), None, weights)
+    tokenizer, model_config = _tokenizer_and_model_config(ranks, config, (), None, weights)
     store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
     model = make_model(ranks, config, model_config, weights)
     schedule = Schedule(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)
@@ -275,6 +284,6 @@ def prepare_test(ranks, config):
 def _check_best(best):
     if not has_best(best.parent):
         raise ValueError(
-            f"--output_dir={best.parent}: there is no {best} to test: train first, or, where the run is begun or "
-            "finished, go on with --is_keep_training=True: the next evaluation writes it"
+            f"--output_dir={best.parent}: there is no {best} to test: train first; if the run exists, resume it "
+            "with --is_keep_training=True: the next evaluation writes best/"
         )

@@ -135,7 +135,7 @@ def test_tokens_that_cannot_be_opened_now_fail_and_the_table_goes_on(rows, home,
 def test_what_overwrite_would_move_aside_is_not_compared_with(rows, home):
     assert train(home, output_dir="old", epochs=1).codes == [0]
     assert rows(output_dir="old", seed=5)["tokenizer, model"].fails
-    assert "chance" in rows(output_dir="old", seed=5, overwrite=True)["model"].found
+    assert "random initialisation" in rows(output_dir="old", seed=5, overwrite=True)["model"].found
     for checkpoint in (home / "old" / "checkpoints").glob("step_*"):
         (checkpoint / "state.json").unlink()
     assert rows(output_dir="old")["checkpoint"].fails
@@ -146,7 +146,7 @@ def test_what_overwrite_would_move_aside_is_not_compared_with(rows, home):
     "options, part",
     [
         (dict(seed=5), "seed"),
-        (dict(train_file="short.jsonl"), "training pairs 44, and it is 20 now"),
+        (dict(train_file="short.jsonl"), "training pairs 44, now 20"),
         (dict(train_file="turned.jsonl"), "other training pairs, or in another order"),
     ],
 )
@@ -202,7 +202,7 @@ def test_nccl_that_needs_a_remedy_is_a_note_and_not_a_failure(monkeypatch):
 
 
 def test_the_shape_of_the_model_is_read_as_a_run_reads_it(rows, home):
-    assert rows()["model"].found.startswith("0.0 M weights from chance")
+    assert rows()["model"].found.startswith("0.0 M weights from random initialisation")
     (home / "broken.json").write_text(json.dumps(dict(d_model=16)))
     assert rows(model="broken.json")["tokenizer, model"].fails
 

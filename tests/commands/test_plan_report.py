@@ -10,7 +10,7 @@ import torch
 
 from config import MODELS, T5ModelConfig, load_config
 from model.commands import plan_report as preview_module
-from model.commands.plan_report import answer, preview, table
+from model.commands.plan_report import plan_text, preview, table
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.data.readers import read_pairs
@@ -120,26 +120,26 @@ def test_what_does_not_fit_a_card_at_one_pair_is_refused_with_the_bytes():
 def test_a_limit_that_is_too_low_is_answered_with_one_that_is_not(capsys):
     limit = dict(vocab_size="500", num_processes="1", json="True", gpu_memory_limit_gb="0.7")
     with pytest.raises(NothingFits):
-        answer((), dict(limit))
+        plan_text((), dict(limit))
     refused = json.loads(capsys.readouterr().out)
     assert not refused["fits"]
     (enough,) = re.findall("--gpu_memory_limit_gb=([0-9.]+) or more", refused["refused"])
-    assert json.loads(answer((), limit | dict(gpu_memory_limit_gb=enough)))["fits"]
+    assert json.loads(plan_text((), limit | dict(gpu_memory_limit_gb=enough)))["fits"]
 
 
 def test_a_phase_that_does_not_fit_is_told_with_what_to_type(capsys):
     words = dict(model="chatlm", vocab_size="40960", num_processes="1", gpu_memory_limit_gb="4", max_seq_len="1024")
     words |= dict(max_new_tokens="4000")
     with pytest.raises(NothingFits, match="^generation needs 3.63 GiB and 3.41 GiB are there: type --bleu_pairs=0"):
-        answer((), dict(words))
+        plan_text((), dict(words))
     shown = capsys.readouterr().out
     assert re.search(r"^peak: generation +3.63 GiB, does not fit$", shown, re.MULTILINE)
     assert re.search(r"^with gradient checkpointing True .* does not fit", shown, re.MULTILINE)
     with pytest.raises(NothingFits):
-        answer((), words | dict(json="True"))
+        plan_text((), words | dict(json="True"))
     values = json.loads(capsys.readouterr().out)
     assert not values["fits"] and values["refused"].startswith("generation") and values["plan"]["answers"] == 1
-    without = json.loads(answer((), words | dict(bleu_pairs="0", json="True")))
+    without = json.loads(plan_text((), words | dict(bleu_pairs="0", json="True")))
     assert without["fits"] and "generation" not in without["phases"]
 
 
@@ -217,12 +217,12 @@ def test_without_a_gpu_the_plan_is_for_the_cpu(home):
 
 def test_the_command_s_words_are_checked_like_those_of_train(home):
     words = dict(gpu_memory_limit_gb="8", model="tiny", vocab_size="500", num_processes="2", json="True")
-    values = json.loads(answer((), dict(words)))
+    values = json.loads(plan_text((), dict(words)))
     assert values["machine"]["num_processes"] == 2
     assert values["parameters"] == count_parameters(T5ModelConfig(**MODELS["tiny"], vocab_size=500))
     with pytest.raises(ValueError, match="--batch_size_per_gp: did you mean --batch_size_per_gpu"):
-        answer((), dict(words, batch_size_per_gp="3"))
-    with pytest.raises(ValueError, match="^--vocab_size=-5: give 0"):
-        answer((), dict(words, vocab_size="-5"))
+        plan_text((), dict(words, batch_size_per_gp="3"))
+    with pytest.raises(ValueError, match="^--vocab_size=-5: must be at least 0"):
+        plan_text((), dict(words, vocab_size="-5"))
     with pytest.raises(ValueError, match="--num_processes=two: this option takes a whole number"):
-        answer((), dict(words, num_processes="two"))
+        plan_text((), dict(words, num_processes="two"))
