@@ -70,10 +70,10 @@ def test_a_finished_run_without_its_export_writes_it_at_the_next_start(home):
 def test_a_run_directory_that_was_moved_or_copied_resumes_where_it_is_now(home):
     done = train(home, 1, "forward:0:2:int", output_dir="exp1", **SHORT)
     assert done.codes == [0] and "exp1: new run" in done.text, done.text
-    assert "go on with --output_dir=exp1 --is_keep_training=True" in done.text
+    assert "resume with --output_dir=exp1 --is_keep_training=True" in done.text
     (home / "exp1").rename(home / "model_save" / "pretrain")
     done = command(home, "train", "--is_keep_training=auto")
-    assert done.codes == [0] and "model_save/pretrain: going on" in done.text, done.text
+    assert done.codes == [0] and "model_save/pretrain: resuming" in done.text, done.text
     assert not (home / "exp1").exists()
     assert ids_by_epoch(home / "model_save" / "pretrain") == {1: list(range(NUM_PAIRS))}
     (home / "model_save" / "pretrain").rename(home / "first")
@@ -108,7 +108,7 @@ def test_a_missing_best_model_is_written_by_the_next_evaluation_and_after_the_en
     assert losses != sorted(losses, reverse=True), "some evaluation is not the best so far"
     assert refused(train(home, command="test", output_dir="lost"), "--is_keep_training=True")
     done = train(home, is_keep_training=True, **worse)
-    assert done.codes == [0] and "lost/best is gone" in done.text, done.text
+    assert done.codes == [0] and "lost/best is missing" in done.text, done.text
     assert (home / "lost" / "best" / "model.safetensors").exists()
     assert f"best_val_loss:{losses[-1]:.4f}" in done.text
     done = train(home, is_keep_training=True, **worse)
@@ -233,7 +233,7 @@ def test_a_run_resumes_from_a_checkpoint_without_ids_sha256_and_keeps_its_best_m
     change_state(home / "older" / "checkpoints" / "step_00000008", older)
     done = train(home, 1, output_dir="older", is_keep_training=True)
     assert done.codes == [0], done.text
-    assert "does not tell which pairs it was written on: of the training pairs only their number, 44" in done.text
+    assert "does not hold a hash of its pairs: of the training pairs only their number, 44" in done.text
     assert "chosen anew" not in done.text
     assert ids_by_epoch(home / "older") == {1: list(range(NUM_PAIRS)), 2: list(range(NUM_PAIRS))}
 

@@ -258,7 +258,7 @@ def _with_validation(validation, ranks, state):
     if is_same:
         return replace(state, validation=validation.identity)
     if ranks.is_main:
-        LOGGER.info("the validation pairs or max_seq_len have changed: the next evaluation chooses best/ anew")
+        LOGGER.info("the validation pairs or max_seq_len have changed: best/ is chosen anew")
     return replace(state, validation=validation.identity, best_loss=None, best_step=0)
 
 

@@ -23,28 +23,28 @@ from train_low_mem import main
 
 @pytest.fixture
 def rows(home, monkeypatch):
-    """What doctor finds for the tiny run with some options, by name; the round trip over Gloo is left out."""
+    """Function from options to the rows of doctor for the tiny run, by name; the all-reduce over Gloo is skipped."""
     monkeypatch.chdir(home)
     monkeypatch.setattr(doctor, "try_backend", lambda backend, world_size: "")
 
-    def look(overwrite=False, **options):
+    def check(overwrite=False, **options):
         found = examine(load_config("pretrain", OPTIONS | options), overwrite=overwrite)
         return {row.what: row for row in found}
 
-    return look
+    return check
 
 
-def test_where_a_run_would_work_doctor_says_so_and_leaves_no_file(home):
+def test_doctor_reports_ok_for_a_run_that_would_work_and_writes_no_file(home):
     before = sorted(home.rglob("*"))
     done = run_ranks(1, main, words("doctor", output_dir="fresh"), folder=home)
     assert done.codes == [0], done.text
     assert "FAILS" not in done.text
     for what in ("packages", "GPUs", "CPU", "/dev/shm", "locale", "Gloo", "train_file", "tokenizer", "model", "disk"):
-        assert f"\nok     {what:<18} " in f"\n{done.text}" or what == "CPU", done.text  # a busy one is a note
+        assert f"\nok     {what:<18} " in f"\n{done.text}" or what == "CPU", done.text  # a busy CPU is a note
     assert [path for path in sorted(home.rglob("*")) if path.name != "rank0.txt"] == before
 
 
-def test_each_missing_file_has_its_remedy_whatever_the_locale_and_the_exit_code_is_1(tmp_path):
+def test_each_missing_file_has_a_remedy_in_any_locale_and_the_exit_code_is_1(tmp_path):
     ascii_only = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     line = [*launcher("python"), "doctor", "--train_file=没有.json"]
     code, text = wait_for_launch(launch(line, tmp_path, ascii_only), tmp_path)
@@ -53,7 +53,7 @@ def test_each_missing_file_has_its_remedy_whatever_the_locale_and_the_exit_code_
         assert part in text, text
 
 
-def test_a_wrong_option_is_not_an_illness(tmp_path):
+def test_a_wrong_option_of_doctor_exits_2(tmp_path):
     done = run_ranks(1, main, ["doctor", "--epoch=3"], folder=tmp_path)
     assert done.codes == [2] and "--epochs" in done.text
 
@@ -74,7 +74,7 @@ def test_packages_that_are_missing_or_too_old_fail(rows, monkeypatch, tmp_path):
     assert "pip install 'torch>=99'" in as_text(found[0]) and "no-such-package missing" in as_text(found[1])
 
 
-def test_gloo_that_does_not_answer_is_told(rows, monkeypatch):
+def test_gloo_that_does_not_answer_is_reported(rows, monkeypatch):
     monkeypatch.setattr(doctor, "try_backend", lambda backend, world_size: "no answer within 30 s")
     assert "no answer" in rows()["Gloo"].found and "GLOO_SOCKET_IFNAME" in rows()["Gloo"].remedy
 
@@ -93,25 +93,25 @@ def test_gloo_that_does_not_answer_is_told(rows, monkeypatch):
         (dict(backend="nccl"), "GPUs", "--backend"),
     ],
 )
-def test_what_a_run_would_die_of_fails_here(rows, options, what, part):
+def test_an_option_that_would_end_a_run_fails(rows, options, what, part):
     row = rows(**options)[what]
     assert row.fails and part in row.remedy
 
 
 @pytest.mark.parametrize("text", ['{"prompt": "", "response": ""}\n', '{"prompt": "a", "response": "b"}\n{"prompt\n'])
-def test_rows_of_a_data_file_that_a_run_could_not_use_fail_here(rows, home, text):
+def test_a_data_file_without_usable_rows_fails(rows, home, text):
     (home / "bad.jsonl").write_text(text)
     assert rows(train_file="bad.jsonl")["train_file"].fails
 
 
-def test_pairs_that_have_no_text_only_at_the_start_of_a_file_are_a_note(rows, home):
+def test_empty_pairs_at_the_start_of_a_data_file_are_only_a_note(rows, home):
     empty, whole = '{"prompt": "", "response": ""}\n', '{"prompt": "a", "response": "b"}\n'
     (home / "late.jsonl").write_text(empty * FIRST_ROWS + whole)
     row = rows(train_file="late.jsonl")["train_file"]
     assert not row.fails and f"none of its first {FIRST_ROWS} pairs" in row.remedy
 
 
-def test_damaged_tokens_of_either_file_fail_here(rows, home):
+def test_a_damaged_token_store_of_either_file_fails(rows, home):
     for name in ("train_file", "validation_file"):
         (home / "mine.jsonl").write_text((home / "train.jsonl").read_text())
         store = open_store("mine.jsonl", load_tokenizer(TOKENIZER_DIR), OPTIONS["max_seq_len"], TOKENS_DIR)
@@ -122,7 +122,7 @@ def test_damaged_tokens_of_either_file_fail_here(rows, home):
         shutil.rmtree(store.directory)
 
 
-def test_tokens_that_cannot_be_opened_now_fail_and_the_table_goes_on(rows, home, monkeypatch):
+def test_a_token_store_that_cannot_be_opened_fails_and_the_table_is_completed(rows, home, monkeypatch):
     def refuse(*_, **__):
         raise OSError(24, "Too many open files")
 
@@ -132,7 +132,7 @@ def test_tokens_that_cannot_be_opened_now_fail_and_the_table_goes_on(rows, home,
     assert "disk" in table
 
 
-def test_what_overwrite_would_move_aside_is_not_compared_with(rows, home):
+def test_with_overwrite_the_old_run_is_not_compared(rows, home):
     assert train(home, output_dir="old", epochs=1).codes == [0]
     assert rows(output_dir="old", seed=5)["tokenizer, model"].fails
     assert "random initialisation" in rows(output_dir="old", seed=5, overwrite=True)["model"].found
@@ -150,7 +150,7 @@ def test_what_overwrite_would_move_aside_is_not_compared_with(rows, home):
         (dict(train_file="turned.jsonl"), "other training pairs, or in another order"),
     ],
 )
-def test_options_that_a_kept_run_would_refuse_fail_here(rows, home, options, part):
+def test_options_that_a_resumed_run_would_refuse_fail(rows, home, options, part):
     if not (home / "short.jsonl").exists():
         assert train(home, output_dir="mine", epochs=1).codes == [0]
         lines = (home / "train.jsonl").read_text().splitlines(True)
@@ -162,7 +162,7 @@ def test_options_that_a_kept_run_would_refuse_fail_here(rows, home, options, par
     assert row.fails and part in row.remedy
 
 
-def test_a_checkpoint_is_looked_into(rows, home):
+def test_a_damaged_checkpoint_is_reported(rows, home):
     assert train(home, output_dir="kept", epochs=1).codes == [0]
     assert "step_00000006" in rows(output_dir="kept")["model"].found
     newest, older = sorted((home / "kept" / "checkpoints").glob("step_*"), reverse=True)
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_looked_into(rows, home):
 
 
 def test_links_are_read_from_nvidia_smi(monkeypatch, tmp_path):
-    """Its header is underlined with escapes, and columns of other devices follow the GPUs'."""
+    """Its header has escape codes, and columns of other devices follow those of the GPUs."""
     matrix = "\\t\\033[4mGPU0\\tGPU1\\tGPU2\\tNIC0\\tCPU Affinity\\033[0m\\n"
     matrix += "GPU0\\t X \\tNV18\\tSYS\\tPIX\\t0-15\\nGPU1\\tNV18\\t X \\tPHB\\tSYS\\t0-15\\n"
     matrix += "GPU2\\tSYS\\tPHB\\t X \\tSYS\\t16-31\\nNIC0\\tPIX\\tSYS\\tSYS\\t X \\n\\nLegend:\\n  X    = Self\\n"
@@ -201,7 +201,7 @@ def test_nccl_that_needs_a_remedy_is_a_note_and_not_a_failure(monkeypatch):
     assert "NCCL NCCL_SHM_DISABLE=1 works" in nccl.found and "no answer" in nccl.remedy and not nccl.fails
 
 
-def test_the_shape_of_the_model_is_read_as_a_run_reads_it(rows, home):
+def test_the_model_configuration_is_read_as_a_run_reads_it(rows, home):
     assert rows()["model"].found.startswith("0.0 M weights from random initialisation")
     (home / "broken.json").write_text(json.dumps(dict(d_model=16)))
     assert rows(model="broken.json")["tokenizer, model"].fails

@@ -1,4 +1,4 @@
-"""Options by the names that they have elsewhere, as a command line answers them."""
+"""Messages for unknown options and for the option names of other trainers."""
 
 import re
 from dataclasses import fields
@@ -11,7 +11,7 @@ from model.commands.options import parse_options
 
 
 @pytest.mark.parametrize(
-    "typed, meant",
+    "typed, suggested",
     [
         ("learn_rat", "learn_rate"),
         ("batch_size_gpu", "batch_size_per_gpu"),
@@ -21,19 +21,19 @@ from model.commands.options import parse_options
         ("lr", "learn_rate"),
     ],
 )
-def test_an_unknown_option_is_answered_with_the_nearest_name(typed, meant):
-    with pytest.raises(ValueError, match=f"unknown option --{typed}: did you mean --{meant}\\?"):
+def test_the_message_for_an_unknown_option_gives_the_most_similar_name(typed, suggested):
+    with pytest.raises(ValueError, match=f"unknown option --{typed}: did you mean --{suggested}\\?"):
         parse_options((), {typed: "1"})
 
 
 @pytest.mark.parametrize(
-    "typed, meant",
+    "typed, suggested",
     [("num_train_epochs", "epochs"), ("bf16", "mixed_precision=bf16"), ("data_path", "train_file")]
     + [("resume_from_checkpoint", "is_keep_training=True"), ("train_data", "train_file"), ("max_length", "max_seq_len")]
     + [("per_device_train_batch_size", "batch_size_per_gpu"), ("model_name_or_path", "finetune_from_ckp_file")],
 )
-def test_a_name_from_elsewhere_is_answered_with_ours(typed, meant):
-    with pytest.raises(ValueError, match=f"unknown option --{typed}: did you mean --{meant}\\?"):
+def test_the_message_for_a_name_of_another_trainer_gives_the_name_here(typed, suggested):
+    with pytest.raises(ValueError, match=f"unknown option --{typed}: did you mean --{suggested}\\?"):
         parse_options((), {typed: "1"})
 
 
@@ -43,22 +43,22 @@ def test_a_name_from_elsewhere_is_answered_with_ours(typed, meant):
     + [("max_steps", "--epochs=N"), ("lora_rank", "--trainable=decoder"), ("warmup_ratio", "--warmup_steps=N")]
     + [("per_device_eval_batch_size", "leave it out"), ("report_to", "metrics.jsonl"), ("num_gpus", "launcher")],
 )
-def test_what_there_is_not_is_answered_with_what_to_do_instead(typed, instead):
+def test_the_message_for_a_missing_feature_says_what_to_do_instead(typed, instead):
     with pytest.raises(ValueError, match=f"unknown option --{typed}: ") as refusal:
         parse_options((), {typed: "1"})
     assert instead in str(refusal.value) and "did you mean" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("typed", ["depth", "key", "search", "stats", "smart", "train", "step_size", "mu", "top_k"])
-def test_a_name_like_none_of_ours_is_answered_with_none(typed):
+def test_the_message_for_an_unlike_name_suggests_no_option(typed):
     with pytest.raises(ValueError, match=f"--{typed}; --help shows all options$"):
         parse_options((), {typed: "1"})
 
 
-def test_what_is_told_of_other_names_can_be_typed():
+def test_every_suggested_option_exists():
     known = {f.name for f in fields(TrainConfig)} | set(FLAGS)
     assert not known & OWN_NAMES.keys() and not any(
         re.fullmatch(pattern, name) for pattern in MISSING_OPTIONS for name in known
     )
-    told = [*OTHER_NAMES, *re.findall(r"--(\w+=?)", " ".join(MISSING_OPTIONS.values()))]
-    assert {name.split("=")[0] for name in told} <= known | {"vocab_size", "validation_share"}
+    suggestions = [*OTHER_NAMES, *re.findall(r"--(\w+=?)", " ".join(MISSING_OPTIONS.values()))]
+    assert {name.split("=")[0] for name in suggestions} <= known | {"vocab_size", "validation_share"}

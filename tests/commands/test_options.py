@@ -15,14 +15,14 @@ from tests.ranks import ROOT
     "words",
     [["train", "--epochs=0"], ["test", "--epoch=3"], ["train", "stray"], ["doctor", "--save-step=1", "--local-rank=0"]],
 )
-def test_what_cannot_be_obeyed_ends_early_with_code_2_and_the_reason(words, capsys):
+def test_a_wrong_command_line_exits_early_with_code_2_and_the_reason(words, capsys):
     with pytest.raises(SystemExit) as end:
         exit_early(words)
     assert end.value.code == 2
     assert words[1].lstrip("-").split("=")[0].replace("-", "_") in capsys.readouterr().err
 
 
-def test_one_rank_speaks_for_all_of_a_machine(monkeypatch, capsys):
+def test_only_the_first_rank_of_a_machine_prints_the_error(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):
         exit_early(["train", "--epochs=0"])
@@ -34,13 +34,13 @@ def test_one_rank_speaks_for_all_of_a_machine(monkeypatch, capsys):
     [[], ["train"], ["train", "--epochs=3", "--save-steps=5", "--local_rank=0"], ["train", "--epochs", "0"]]
     + [["--help"], ["plan", "--epochs=0"]],
 )
-def test_what_may_be_right_passes(words):
+def test_a_command_line_that_may_be_right_does_not_exit_early(words):
     assert exit_early(words) is None
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "test", "doctor"])
 @pytest.mark.parametrize("word", ["-h", "--help"])
-def test_help_shows_each_option_with_its_default_and_meaning(command, word, capsys):
+def test_help_shows_each_option_with_its_default_and_comment(command, word, capsys):
     with pytest.raises(SystemExit) as ended:
         exit_early([command, "--epochs=3", word])
     shown = capsys.readouterr().out
@@ -50,15 +50,15 @@ def test_help_shows_each_option_with_its_default_and_meaning(command, word, caps
     assert ("--num_processes=" in shown) == (command == "plan")
 
 
-def test_a_refusal_needs_none_of_the_heavy_packages():
+def test_parsing_options_imports_no_heavy_package():
     code = "import sys; from model.commands.options import exit_early; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "config" in loaded and not loaded & {"torch", "transformers", "numpy", "pyarrow", "fire"}
 
 
-def test_of_several_machines_none_refuses_early_for_what_only_the_first_one_can_see(tmp_path, monkeypatch):
-    started(tmp_path, dict(preset="nonsense", given={}))
+def test_on_several_machines_the_stored_options_are_not_checked_early(tmp_path, monkeypatch):
+    write_run(tmp_path, dict(preset="nonsense", given={}))
     line = ["train", f"--output_dir={tmp_path}", "--is_keep_training=True"]
     with pytest.raises(SystemExit):
         exit_early(line)
@@ -69,8 +69,8 @@ def test_of_several_machines_none_refuses_early_for_what_only_the_first_one_can_
         exit_early([*line, "--epochs=0"])
 
 
-def started(run_dir, stored):
-    """A run directory with a checkpoint, whose config.json holds `stored`."""
+def write_run(run_dir, stored):
+    """Make `run_dir` a run with a checkpoint and `stored` in its config.json."""
     (run_dir / "checkpoints" / "step_00000001").mkdir(parents=True)
     (run_dir / "config.json").write_text(json.dumps(stored))
 
@@ -80,20 +80,20 @@ def started(run_dir, stored):
     [dict(preset="sft"), dict(preset="nonsense", given={}), dict(preset=[], given={}), dict(preset="sft", given=[])]
     + [dict(preset="sft", given=dict(output_dir=None)), dict(preset="sft", given=dict(epochs=[3])), [], "x"],
 )
-def test_a_damaged_config_json_is_named_with_the_way_out(tmp_path, stored):
-    started(tmp_path, stored)
+def test_a_damaged_config_json_is_refused_with_its_path_and_what_to_do(tmp_path, stored):
+    write_run(tmp_path, stored)
     with pytest.raises(ValueError, match="config.json cannot be read .*delete it"):
         read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
 
 
-def test_what_a_stranger_wrote_into_a_config_json_is_shown_as_escapes(tmp_path, capsys):
-    started(tmp_path, dict(preset="pretrain", given={"\x1b[2Jepoch": 1, "learn_rate": "\u202e1"}))
+def test_control_characters_of_a_config_json_are_printed_as_escapes(tmp_path, capsys):
+    write_run(tmp_path, dict(preset="pretrain", given={"\x1b[2Jepoch": 1, "learn_rate": "\u202e1"}))
     with pytest.raises(SystemExit) as ended:
         exit_early(["train", f"--output_dir={tmp_path}", "--is_keep_training=True"])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert r"\x1b[2Jepoch" in told and r"\u202e1" in told and "\n  " in told
-    assert all(c.isprintable() or c == "\n" for c in told)
+    shown = capsys.readouterr().err
+    assert r"\x1b[2Jepoch" in shown and r"\u202e1" in shown and "\n  " in shown
+    assert all(c.isprintable() or c == "\n" for c in shown)
 
 
 def request(run_dir, *flags, **typed):
@@ -103,33 +103,33 @@ def request(run_dir, *flags, **typed):
 OWN_RATE = load_config("pretrain", {}).learn_rate
 
 
-def test_a_run_without_a_checkpoint_leaves_no_options_behind(tmp_path):
+def test_stored_options_of_a_run_without_checkpoints_are_ignored(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(preset="sft", given=dict(learn_rate=0.5))))
     assert request(tmp_path, is_keep_training="auto").config.learn_rate == OWN_RATE
     examined, tested = (
         read_request((), dict(output_dir=str(tmp_path)), KEEP_TRAINING[command]) for command in ("doctor", "test")
     )
-    assert examined.config.learn_rate == OWN_RATE, "a doctor looks at what a training would do"
-    assert tested.config.learn_rate == 0.5, "a test needs no checkpoint"
-    started(tmp_path, dict(preset="sft", given=dict(learn_rate=0.5)))
+    assert examined.config.learn_rate == OWN_RATE, "doctor reads the options that train would"
+    assert tested.config.learn_rate == 0.5, "test needs no checkpoint"
+    write_run(tmp_path, dict(preset="sft", given=dict(learn_rate=0.5)))
     assert request(tmp_path, is_keep_training="auto").config.learn_rate == 0.5
 
 
 @pytest.mark.parametrize("given", [dict(epochs=9), dict(epochs=9, output_dir="exp1")])
-def test_a_run_is_where_its_directory_lies_whatever_it_was_called_when_it_started(tmp_path, monkeypatch, given):
+def test_the_output_dir_of_a_moved_run_is_where_it_is_now(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
-    lies = "model_save/pretrain"  # what is looked into where no --output_dir is typed
-    started(tmp_path / lies, dict(preset="sft", given=given))
+    default_dir = "model_save/pretrain"  # without --output_dir
+    write_run(tmp_path / default_dir, dict(preset="sft", given=given))
     for typed, keep in ((dict(is_keep_training="True"), False), (dict(is_keep_training="auto"), False), ({}, True)):
         request = read_request((), typed, keep)
-        assert (request.preset, request.config.epochs, request.config.output_dir) == ("sft", 9, lies)
-        assert request.given["output_dir"] == lies and not request.changed
-    assert read_request((), {}, KEEP_TRAINING["doctor"]).config.output_dir == lies
+        assert (request.preset, request.config.epochs, request.config.output_dir) == ("sft", 9, default_dir)
+        assert request.given["output_dir"] == default_dir and not request.changed
+    assert read_request((), {}, KEEP_TRAINING["doctor"]).config.output_dir == default_dir
 
 
-def test_a_run_of_another_preset_than_the_flag_s_is_refused_with_ways_out_that_work(tmp_path, monkeypatch):
+def test_resuming_a_run_of_another_preset_is_refused_and_the_suggested_commands_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    started(tmp_path / "model_save/sft", dict(preset="pretrain", given={}))
+    write_run(tmp_path / "model_save/sft", dict(preset="pretrain", given={}))
     flags = dict(is_finetune="True", is_keep_training="auto")
     with pytest.raises(ValueError, match="is a run of the preset pretrain, not sft: .*--output_dir=model_save/sft"):
         read_request((), flags)
@@ -138,17 +138,17 @@ def test_a_run_of_another_preset_than_the_flag_s_is_refused_with_ways_out_that_w
     assert read_request((), flags | dict(output_dir="other")).preset == "sft"
 
 
-def test_who_starts_afresh_does_not_go_on(tmp_path):
-    started(tmp_path, dict(preset="pretrain", given=dict(learn_rate=0.5)))
+def test_overwrite_starts_a_new_run_and_contradicts_is_keep_training(tmp_path):
+    write_run(tmp_path, dict(preset="pretrain", given=dict(learn_rate=0.5)))
     afresh = request(tmp_path, "overwrite", is_keep_training="auto")
     assert (afresh.config.learn_rate, afresh.keep_training) == (OWN_RATE, False)
     with pytest.raises(ValueError, match="--overwrite=True starts a new one"):
         request(tmp_path, "overwrite", "is_keep_training")
 
 
-def test_the_size_of_a_step_that_a_run_was_given_holds_until_another_is_typed(tmp_path):
+def test_a_resumed_run_keeps_its_global_batch_until_another_is_typed(tmp_path):
     sizes = dict(batch_size_per_gpu="16", gradient_accumulation_steps="2", global_batch_size="64")
-    started(tmp_path, dict(preset="pretrain", given=sizes | dict(output_dir=str(tmp_path))))
+    write_run(tmp_path, dict(preset="pretrain", given=sizes | dict(output_dir=str(tmp_path))))
     again = request(tmp_path, "is_keep_training")
     assert [global_batch(again.config, world, again.typed) for world in (1, 2, 3)] == [64, 64, 64]
     again = request(tmp_path, "is_keep_training", batch_size_per_gpu="8")
@@ -156,7 +156,7 @@ def test_the_size_of_a_step_that_a_run_was_given_holds_until_another_is_typed(tm
     again = request(tmp_path, "is_keep_training", global_batch_size="128")
     assert global_batch(again.config, 2, again.typed) == 128
     again = request(tmp_path, "is_keep_training", batch_size_per_gpu="16", learn_rate="0.05")
-    assert global_batch(again.config, 2, again.typed) == 64, "a script names the same again"
+    assert global_batch(again.config, 2, again.typed) == 64, "a script may type the same options again"
     assert again.changed == (f"learn_rate {OWN_RATE} -> 0.05",)
     again = request(tmp_path, "is_keep_training", batch_size_per_gpu="16", gradient_accumulation_steps="2")
     assert [global_batch(again.config, world, again.typed) for world in (1, 2)] == [64, 64]
@@ -165,15 +165,15 @@ def test_the_size_of_a_step_that_a_run_was_given_holds_until_another_is_typed(tm
         global_batch(again.config, 1, again.typed)
 
 
-def test_an_exported_model_is_not_taken_for_a_run(tmp_path):
+def test_an_exported_model_is_not_read_as_a_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(architectures=["T5ForConditionalGeneration"])))
-    with pytest.raises(ValueError, match="is an exported model: name the run's directory above it"):
+    with pytest.raises(ValueError, match="is an exported model: give the run's directory, which holds it"):
         read_request((), dict(output_dir=str(tmp_path)), KEEP_TRAINING["test"])
 
 
 @pytest.mark.parametrize("name", ["step_00000001", ".step_00000001.01234567.aside"])
-def test_a_run_goes_on_with_its_options_also_when_a_kill_left_its_checkpoint_aside(tmp_path, name):
-    started(tmp_path, dict(preset="sft", given=dict(output_dir=str(tmp_path), epochs=9)))
+def test_stored_options_are_used_also_if_a_kill_left_the_checkpoint_aside(tmp_path, name):
+    write_run(tmp_path, dict(preset="sft", given=dict(output_dir=str(tmp_path), epochs=9)))
     (tmp_path / "checkpoints" / "step_00000001").rename(tmp_path / "checkpoints" / name)
     request = read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
     assert (request.preset, request.config.epochs) == ("sft", 9)
@@ -182,8 +182,8 @@ def test_a_run_goes_on_with_its_options_also_when_a_kill_left_its_checkpoint_asi
 @pytest.mark.parametrize(
     ("name", "before", "now"), [("optimizer", "muon", "adafactor"), ("trainable", "all", "decoder")]
 )
-def test_a_run_goes_on_with_its_optimizer_and_what_it_trains(tmp_path, name, before, now):
-    started(tmp_path, dict(preset="pretrain", given={}))
+def test_a_resumed_run_cannot_change_its_optimizer_or_trainable_weights(tmp_path, name, before, now):
+    write_run(tmp_path, dict(preset="pretrain", given={}))
     with pytest.raises(
         ValueError,
         match=f"--{name}={now}: this run has the optimizer state of {name}={before}.*leave it out.*overwrite",
@@ -194,8 +194,8 @@ def test_a_run_goes_on_with_its_optimizer_and_what_it_trains(tmp_path, name, bef
         assert getattr(read_request((), typed).config, name) == now
 
 
-def test_a_run_that_goes_on_cannot_begin_from_other_weights(tmp_path):
-    started(tmp_path, dict(preset="sft", given=dict(finetune_from_ckp_file="a/best")))
+def test_a_resumed_run_cannot_change_its_initial_weights(tmp_path):
+    write_run(tmp_path, dict(preset="sft", given=dict(finetune_from_ckp_file="a/best")))
     assert request(tmp_path, "is_keep_training", finetune_from_ckp_file="./a/best").keep_training
     with pytest.raises(ValueError, match="this run was started from 'a/best'"):
         request(tmp_path, "is_keep_training", finetune_from_ckp_file="b/best")
@@ -204,24 +204,24 @@ def test_a_run_that_goes_on_cannot_begin_from_other_weights(tmp_path):
 @pytest.mark.parametrize(
     "typed, parts",
     [
-        (dict(learn_rate="1e-4"), ("muon takes 0.001 to 0.1", "for AdamW is about 0.01 here: type --learn_rate=0.01")),
+        (dict(learn_rate="1e-4"), ("muon takes 0.001 to 0.1", "of AdamW is about 0.01 here: type --learn_rate=0.01")),
         (dict(learn_rate="1e-4", optimizer="adamw_rms"), ("--learn_rate=0.01", "adamw_rms's default 0.02")),
         (dict(learn_rate="3e-2", optimizer="adamw"), ("--learn_rate=0.0003;", "adamw's default 0.0003")),
         (dict(learn_rate="1e-4", is_finetune="True"), ("--learn_rate=0.01;", "muon's default 0.005")),
         (dict(learn_rate="0.5", optimizer="adafactor"), ("adafactor's default 0.02",)),
     ],
 )
-def test_a_typed_learning_rate_far_outside_is_refused_unless_one_insists(tmp_path, typed, parts):
+def test_a_typed_learning_rate_out_of_range_is_refused_without_any_learn_rate(tmp_path, typed, parts):
     with pytest.raises(ValueError, match="^--learn_rate=") as refusal:
         request(tmp_path, **typed)
     assert all(part in str(refusal.value) for part in (*parts, "--any_learn_rate=True"))
     assert request(tmp_path, any_learn_rate="True", **typed).config.learn_rate == float(typed["learn_rate"])
 
 
-def test_a_run_that_goes_on_keeps_its_learning_rate_and_warm_up_whatever_the_ranges_and_defaults_are(tmp_path):
+def test_a_resumed_run_keeps_its_learning_rate_and_warm_up_if_ranges_and_defaults_change(tmp_path):
     used = dict(learn_rate=1e-4, warmup_steps=1000)
     given = dict(optimizer="adamw_rms", output_dir=str(tmp_path))
-    started(tmp_path, dict(preset="pretrain", given=given, config=used))
+    write_run(tmp_path, dict(preset="pretrain", given=given, config=used))
     for again in (request(tmp_path, "is_keep_training"), request(tmp_path, "is_keep_training", learn_rate="1e-4")):
         assert (again.config.learn_rate, again.config.warmup_steps, again.changed) == (1e-4, 1000, ())
     with pytest.raises(ValueError, match="^--learn_rate=0.0002: adamw_rms"):

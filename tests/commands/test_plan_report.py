@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from config import MODELS, T5ModelConfig, load_config
-from model.commands import plan_report as preview_module
+from model.commands import plan_report
 from model.commands.plan_report import plan_text, preview, table
 from model.data.length_histogram import histogram
 from model.data.packing import cut
@@ -42,12 +42,12 @@ def plan(num_processes=1, vocab_size=40_960, **options):
         (2, 2048, 151_936, "2 x 2048 x 151,936 x 4 B = 2.32 GiB"),
     ),
 )
-def test_the_block_of_logits_of_an_ordinary_trainer_is_that_of_the_guides(pairs, tokens, vocab_size, text):
+def test_the_logits_of_an_ordinary_trainer_take_the_bytes_that_the_guides_give(pairs, tokens, vocab_size, text):
     values = plan(vocab_size=vocab_size, batch_size_per_gpu=pairs, max_seq_len=tokens, gpu_memory_limit_gb=20)
     assert text in table(values)
 
 
-def test_what_a_packed_token_takes_does_not_depend_on_the_pairs_of_a_step(home):
+def test_bytes_per_packed_token_do_not_depend_on_the_batch_size(home):
     draw = random.Random(0)
     texts = ["".join(draw.choices(PROBE, k=draw.randint(4, 40))) for _ in range(6000)]
     write_pairs(home / "tail.jsonl", [*texts, "长" * 400, "长" * 400])
@@ -57,19 +57,19 @@ def test_what_a_packed_token_takes_does_not_depend_on_the_pairs_of_a_step(home):
         assert kib * 1024 < min(counts) and max(counts) < 1.2 * min(counts), counts
 
 
-def test_a_packed_token_takes_bytes_also_where_the_update_is_the_peak():
+def test_bytes_per_packed_token_are_counted_also_if_the_update_is_the_peak():
     for pairs, tokens in ((1, 128), (2, 128), (8, 64)):
         batch = dict(batch_size_per_gpu=pairs, gradient_accumulation_steps=1)
         values = plan(model="small", gpu_memory_limit_gb=4, max_seq_len=tokens, **batch)
         assert values["bytes_per_token"] > 60 * 1024
 
 
-def test_a_packed_token_takes_bytes_also_where_the_file_is_small(home):
+def test_bytes_per_packed_token_are_counted_also_for_a_small_file(home):
     values = plan(model="small", gpu_memory_limit_gb=8, train_file="train.jsonl", max_seq_len=64)
     assert values["lengths"]["pairs"] < 50 and values["bytes_per_token"] > 60 * 1024
 
 
-def test_no_lever_is_told_that_train_refuses():
+def test_no_lever_is_shown_that_train_refuses():
     batch = dict(batch_size_per_gpu=1, gradient_accumulation_steps=1)
     values = plan(model="small", gpu_memory_limit_gb=4, max_seq_len=512, **batch)
     levers = [lever["lever"] for lever in values["levers"] if lever["lever"].startswith("micro-batch")]
@@ -77,7 +77,7 @@ def test_no_lever_is_told_that_train_refuses():
     assert tokens == longest and levers == [f"micro-batch of {2 * tokens}"]
 
 
-def test_the_evaluation_that_is_told_is_not_below_what_its_forwards_take():
+def test_the_predicted_evaluation_peak_covers_every_forward_pass():
     draw = np.random.default_rng(0)
     for pairs, longest in ((1, 256), (16, 512), (64, 512)):
         lengths = np.minimum(draw.geometric(1 / 30, (20_000, 2)) + 1, longest).astype(np.uint16)
@@ -91,7 +91,7 @@ def test_the_evaluation_that_is_told_is_not_below_what_its_forwards_take():
             assert needed <= predicted_peaks(estimate, chosen)["evaluation"]
 
 
-def test_recordings_are_counted_in_every_phase_that_comes_after_them(home):
+def test_cuda_graphs_are_counted_in_every_phase_after_their_recording(home):
     given = dict(model="small", gpu_memory_limit_gb=20, max_seq_len=128, batch_size_per_gpu=32)
     with_recordings, without = plan(compile="True", **given), plan(compile="False", **given)
     assert with_recordings["plan"]["graphs"] and not without["plan"]["graphs"]
@@ -101,7 +101,7 @@ def test_recordings_are_counted_in_every_phase_that_comes_after_them(home):
         assert with_recordings["phases"][phase] >= without["phases"]["save"] + kept
 
 
-def test_the_second_guide_s_case_fits_its_card_in_one_forward():
+def test_the_case_of_the_second_guide_fits_its_card_in_one_forward():
     values = plan(3, model="chatlm", batch_size_per_gpu=32, max_seq_len=256, gpu_memory_limit_gb=19.58)
     assert values["parameters"] == 196_648_704
     assert values["forwards"] == 1 and not values["plan"]["gradient_checkpointing"]
@@ -109,7 +109,7 @@ def test_the_second_guide_s_case_fits_its_card_in_one_forward():
     assert {lever["lever"] for lever in values["levers"]} >= {"optimizer adafactor", "gradient checkpointing True"}
 
 
-def test_what_does_not_fit_a_card_at_one_pair_is_refused_with_the_bytes():
+def test_a_model_too_large_for_one_pair_is_refused_with_its_bytes():
     with pytest.raises(NothingFits, match="optimizer 1.47.*--optimizer=adafactor"):
         plan(model="chatlm", max_seq_len=512, gpu_memory_limit_gb=4, optimizer="adamw_rms")
     for optimizer in ("muon", "adafactor"):
@@ -117,7 +117,7 @@ def test_what_does_not_fit_a_card_at_one_pair_is_refused_with_the_bytes():
         assert values["plan"]["predicted_peak_bytes"] < 4 * GIB
 
 
-def test_a_limit_that_is_too_low_is_answered_with_one_that_is_not(capsys):
+def test_the_message_for_a_limit_that_is_too_low_gives_one_that_is_enough(capsys):
     limit = dict(vocab_size="500", num_processes="1", json="True", gpu_memory_limit_gb="0.7")
     with pytest.raises(NothingFits):
         plan_text((), dict(limit))
@@ -127,7 +127,7 @@ def test_a_limit_that_is_too_low_is_answered_with_one_that_is_not(capsys):
     assert json.loads(plan_text((), limit | dict(gpu_memory_limit_gb=enough)))["fits"]
 
 
-def test_a_phase_that_does_not_fit_is_told_with_what_to_type(capsys):
+def test_a_phase_that_does_not_fit_is_reported_with_what_to_type(capsys):
     words = dict(model="chatlm", vocab_size="40960", num_processes="1", gpu_memory_limit_gb="4", max_seq_len="1024")
     words |= dict(max_new_tokens="4000")
     with pytest.raises(NothingFits, match="^generation needs 3.63 GiB and 3.41 GiB are there: type --bleu_pairs=0"):
@@ -143,7 +143,7 @@ def test_a_phase_that_does_not_fit_is_told_with_what_to_type(capsys):
     assert without["fits"] and "generation" not in without["phases"]
 
 
-def test_a_vocabulary_that_cannot_be_known_is_asked_for(tmp_path, monkeypatch):
+def test_an_unknown_vocabulary_size_is_refused_with_the_option_to_type(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="type --vocab_size=N"):
         plan(vocab_size=0)
@@ -161,15 +161,15 @@ def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
     with pytest.raises(ValueError, match="warm-up of 28 steps is not shorter than the run, 28: .*--warmup_steps=2$"):
         plan(vocab_size=0, **options, epochs=40, warmup_steps=28)
     stored = load_config("pretrain", options | dict(warmup_steps=1000))
-    assert "the warm-up of 1000 steps" in table(preview(stored, (), 1)), "of a run that goes on"
+    assert "the warm-up of 1000 steps" in table(preview(stored, (), 1)), "of a resumed run"
     counted = values["lengths"]
     assert counted["source"].startswith("counted: ")
     assert (counted["pairs"], counted["longest"]) == (44, int(store.lengths.sum(axis=1).max()))
     assert (token_lengths(list(read_pairs("train.jsonl")), tokenizer, 32) == store.lengths).all()
 
 
-def test_steps_are_not_told_where_the_pairs_were_not_counted(home, monkeypatch):
-    monkeypatch.setattr(preview_module, "SAMPLED_ROWS", 40)
+def test_the_number_of_steps_is_not_shown_if_the_pairs_are_not_counted(home, monkeypatch):
+    monkeypatch.setattr(plan_report, "SAMPLED_ROWS", 40)
     for options in (dict(train_file="train.jsonl"), dict(train_file="nowhere.jsonl")):
         values = plan(model="shape.json", max_seq_len=32, gpu_memory_limit_gb=1, **options)
         assert values["steps"] == dict(pairs=64, count=None, warmup=None, problem="")
@@ -185,8 +185,8 @@ def test_pairs_with_an_empty_side_are_not_counted_as_steps(home):
 
 
 @pytest.mark.parametrize("name", ["many.jsonl", "many.parquet"])
-def test_the_disk_that_is_told_does_not_change_when_the_tokens_are_written(home, monkeypatch, name):
-    monkeypatch.setattr(preview_module, "SAMPLED_ROWS", 500)
+def test_the_predicted_disk_space_includes_the_token_store(home, monkeypatch, name):
+    monkeypatch.setattr(plan_report, "SAMPLED_ROWS", 500)
     draw = random.Random(0)
     pairs = [["".join(draw.choices(PROBE, k=30)) for _ in range(6000)] for _ in range(2)]
     write_pairs(home / "many.jsonl", [text for pair in zip(*pairs, strict=True) for text in pair])
@@ -199,23 +199,23 @@ def test_the_disk_that_is_told_does_not_change_when_the_tokens_are_written(home,
     assert written <= before - after < 1.7 * written
 
 
-def test_numbers_are_those_that_a_training_here_computes_in(home, monkeypatch):
+def test_the_dtype_is_that_of_a_training_on_this_machine(home, monkeypatch):
     given = dict(model="shape.json", train_file="train.jsonl", max_seq_len=32)
     assert plan(mixed_precision="bf16", **given)["dtype"] == "bfloat16"
-    assert plan(gpu_memory_limit_gb=4, **given)["dtype"] == "bfloat16", "of a GPU that is elsewhere"
+    assert plan(gpu_memory_limit_gb=4, **given)["dtype"] == "bfloat16", "the GPU of another machine"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    assert plan(gpu_memory_limit_gb=4, **given)["dtype"] == "float32", "a card that has no bf16"
+    assert plan(gpu_memory_limit_gb=4, **given)["dtype"] == "float32", "the GPU has no bf16"
 
 
 def test_without_a_gpu_the_plan_is_for_the_cpu(home):
     values = plan(vocab_size=0, model="shape.json", train_file="train.jsonl", max_seq_len=32)
-    assert values["host"]["rank_bytes"] > max(values["phases"].values()), "it computes in host memory"
+    assert values["host"]["rank_bytes"] > max(values["phases"].values()), "the model is in host memory"
     assert values["machine"]["memory_bytes"] is None and values["dtype"] == "float32" and values["levers"] == []
     assert "no GPU" in table(values)
 
 
-def test_the_command_s_words_are_checked_like_those_of_train(home):
+def test_the_options_of_plan_are_checked_like_those_of_train(home):
     words = dict(gpu_memory_limit_gb="8", model="tiny", vocab_size="500", num_processes="2", json="True")
     values = json.loads(plan_text((), dict(words)))
     assert values["machine"]["num_processes"] == 2

@@ -1,17 +1,94 @@
+"""What a run is set up from: fine-tuning weights, tokenizer and model configuration through real runs, and the plan."""
+
+import json
+import shutil
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from config import MODELS, T5ModelConfig, load_config
 from model.commands import setup
 from model.commands.setup import check_memory_fits, kept_recovery
+from model.data.tokenizer import train_tokenizer
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import NothingFits
 from model.run.checkpoint import TrainState
 from tests.parts import ALONE, PLAN
+from tests.tiny import OPTIONS, SHAPE, SHORT, journal, refused, train
 
 RECORDED = replace(PLAN, graphs=True)
+
+
+@pytest.fixture(scope="module")
+def done_run(home):
+    """A finished run's directory, relative to home."""
+    done = train(home, output_dir="done", **SHORT)
+    assert done.codes == [0], done.text
+    return "done"
+
+
+def first_loss(home, name):
+    return journal(home / name, "train")[0]["loss"]
+
+
+@pytest.mark.parametrize("source", ("done/best", "done", "weights.bin"))
+def test_fine_tuning_starts_from_the_given_weights(home, done_run, source):
+    torch.save(load_file(home / done_run / "best" / "model.safetensors"), home / "weights.bin")
+    name = "tuned_" + Path(source).name
+    done = train(home, output_dir=name, finetune_from_ckp_file=source, use_fast_config=True, **SHORT)
+    assert done.codes == [0], done.text
+    assert json.loads((home / name / "config.json").read_text())["preset"] == "sft_fast"
+    assert first_loss(home, name) < first_loss(home, done_run) - 0.1
+    assert f"starting from the weights in {source}" in done.text
+
+
+def test_fine_tuning_with_another_tokenizer_is_refused(home, done_run):
+    train_tokenizer(["这是另外一个词表" * 40, "完全不同的文字" * 40], 300, home / "other_tokenizer")
+    done = train(home, output_dir="other", finetune_from_ckp_file=done_run, tokenizer_dir="other_tokenizer")
+    assert refused(done, "leave --tokenizer_dir out")
+
+
+def test_weights_without_a_tokenizer_beside_them_need_tokenizer_dir(home, done_run):
+    shutil.copytree(home / done_run / "best", home / "bare", ignore=lambda *_: ["tokenizer.json"])
+    options = dict(output_dir="named", finetune_from_ckp_file="bare", **SHORT)
+    assert refused(train(home, **options), "bare has no tokenizer.json", "--tokenizer_dir")
+    done = train(home, tokenizer_dir="model_save/tokenizer", **options)
+    assert done.codes == [0], done.text
+
+
+def test_a_resumed_fine_tuning_keeps_the_model_configuration_of_its_weights(home, done_run):
+    options = dict(output_dir="shaped", finetune_from_ckp_file=done_run, model=None, **SHORT)
+    done = train(home, 1, "forward:0:2:int", **options)
+    assert done.codes == [0], done.text
+    done = train(home, 1, is_keep_training=True, **options)
+    assert done.codes == [0], done.text
+
+
+def test_fine_tuning_with_another_model_than_the_weights_have_is_refused(home, done_run):
+    (home / "wide.json").write_text(json.dumps(SHAPE | dict(d_model=24)))
+    done = train(home, output_dir="wide", finetune_from_ckp_file=done_run, model="wide.json")
+    assert refused(done, "wide.json", done_run)
+
+
+def test_a_bin_file_that_does_not_fit_the_model_is_refused_before_tokenising(home, done_run):
+    torch.save(load_file(home / done_run / "last" / "model.safetensors"), home / "old.bin")
+    options = dict(output_dir="wrong_size", finetune_from_ckp_file="old.bin", model="small", train_file="nothing.jsonl")
+    assert refused(train(home, **options), "old.bin does not fit this model", "name it in --model")
+
+
+def test_weights_that_would_execute_code_are_refused(home):
+    torch.save(dict(model=shutil.rmtree), home / "code.bin")
+    assert refused(train(home, output_dir="code", finetune_from_ckp_file="code.bin"), "code.bin")
+
+
+def test_config_json_holds_the_options_that_were_typed(home, done_run):
+    stored = json.loads((home / done_run / "config.json").read_text())
+    assert {name: stored["given"][name] for name in OPTIONS} == {
+        name: str(value) for name, value in (OPTIONS | SHORT).items()
+    }
 
 
 def test_a_plan_without_cuda_graphs_recovers_them_only_if_the_resumed_run_may_record():

@@ -1,4 +1,4 @@
-"""A run over machines without a disk in common: what they must have alike, and what only the first of them needs."""
+"""Runs on machines without a shared disk: what all of them need, and what only the first one needs."""
 
 import json
 
@@ -32,13 +32,13 @@ def nodes(tmp_path):
     return folders
 
 
-def go_on(nodes, name):
-    """Ended of the run `name` that goes on; its options are told to no machine but by what the first one keeps."""
+def resume(nodes, name):
+    """Ended of the resumed run `name`; only the first machine has its stored options."""
     return train(nodes, 2, output_dir=name, is_keep_training=True, **dict.fromkeys(OPTIONS))
 
 
-def test_machines_without_a_common_disk_begin_stop_and_go_on_as_ranks_of_one_machine_do(nodes):
-    """Fine-tuning, an update that is torn, a stop; the second machine keeps another run's files under the same name."""
+def test_machines_without_a_shared_disk_start_stop_and_resume_like_ranks_of_one_machine(nodes):
+    """Fine-tuning, a torn update and a stop; the second machine has another run's files in the same output_dir."""
     one, two = nodes
     train_tokenizer([PROBE[:200] * 2], 400, two / "other_tokenizer")
     for folder, options in (
@@ -48,18 +48,18 @@ def test_machines_without_a_common_disk_begin_stop_and_go_on_as_ranks_of_one_mac
         done = train(folder, **SHORT | options)
         assert done.codes == [0], done.text
     rows = [json.loads(line) for line in (two / "train.jsonl").read_text().splitlines()]
-    (two / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))  # saved another way
+    (two / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))  # the same pairs, written differently
     options = dict(finetune_from_ckp_file="source", model=None, dropout=0.1)
-    calm = train(one, 2, output_dir="calm", **options)
-    assert calm.codes == [0, 0], calm.text
+    uninterrupted = train(one, 2, output_dir="uninterrupted", **options)
+    assert uninterrupted.codes == [0, 0], uninterrupted.text
 
     torn = start(nodes, 2, "forward:all:8:term", function=tear_the_fifth_update, output_dir="run", **options)
     done = wait_for(torn, nodes)
     assert done.codes == [0, 0] and "going back to the checkpoint" in done.text, done.text
-    done = go_on(nodes, "run")
+    done = resume(nodes, "run")
     assert done.codes == [0, 0], done.text
     assert [line["step"] for line in journal(one / "run", "resume")] == [0, 4, 8]
-    assert weights_hash(one / "run") == weights_hash(one / "calm")
+    assert weights_hash(one / "run") == weights_hash(one / "uninterrupted")
     seen = [ids_by_epoch(node / "run") for node in nodes]
     assert [sorted(seen[0][epoch] + seen[1][epoch]) for epoch in (1, 2)] == [list(range(NUM_PAIRS))] * 2
 
@@ -85,7 +85,7 @@ def other_order(node):
         (other_order, "the pairs in train.jsonl", ("ids_sha256=", "ids_sha256=")),
     ],
 )
-def test_machines_that_differ_are_refused_before_the_first_step_with_who_has_what(nodes, differ, what, values):
+def test_machines_that_differ_are_refused_before_the_first_step_with_the_values_of_each(nodes, differ, what, values):
     differ(nodes[1])
     done = train(nodes, 2, output_dir="run")
     assert done.codes == [1, 1], done.text
@@ -94,10 +94,10 @@ def test_machines_that_differ_are_refused_before_the_first_step_with_who_has_wha
     assert not (nodes[0] / "run").exists()
 
 
-def test_what_rank_0_refuses_every_machine_refuses(nodes):
+def test_an_error_of_rank_0_ends_every_machine_with_its_message(nodes):
     (nodes[0] / "sft" / "checkpoints" / "step_00000001").mkdir(parents=True)
     (nodes[0] / "sft" / "config.json").write_text(json.dumps(dict(preset="sft", given={})))
     options = dict(output_dir="sft", is_keep_training=True, use_large_config=True)
     assert refused(train(nodes, 2, **options), "is a run of the preset sft, not pretrain_large")
-    assert refused(go_on(nodes, "nowhere"), "there is no checkpoint in nowhere")
+    assert refused(resume(nodes, "nowhere"), "there is no checkpoint in nowhere")
     assert refused(train(nodes, 2, output_dir="run", finetune_from_ckp_file="nowhere"), "no model there")
