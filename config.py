@@ -68,7 +68,7 @@ class TrainConfig:
     prompt_column: str = ""  # empty: found by name
     response_column: str = ""  # empty: found by name
     tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer
-    max_seq_len: int = 256  # tokens of the prompt and of the response, each with its EOS
+    max_seq_len: int = 256  # most tokens of a prompt and of a response, EOS included
     # Model
     model: str = "small"  # tiny, small, chatlm or a JSON file with the fields of T5ModelConfig
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch
