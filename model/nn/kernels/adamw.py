@@ -7,14 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 4096  # weights of one update program
+TILE = 4096  # weights per program
 
 
 @triton.jit
 def sums_of_squares(X, TILES, SUMS, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """SUMS of the squares of each tile of X."""
-    places = tl.multiple_of(tl.load(TILES + 3 * tl.program_id(0) + 1), ALIGNMENT) + tl.arange(0, TILE)
-    x = tl.load(X + places, mask=places < tl.load(TILES + 3 * tl.program_id(0) + 2), other=0.0)
+    """SUMS (tiles,) = the sum of the squares of each tile of X. One program per tile."""
+    offsets = tl.multiple_of(tl.load(TILES + 3 * tl.program_id(0) + 1), ALIGNMENT) + tl.arange(0, TILE)
+    x = tl.load(X + offsets, mask=offsets < tl.load(TILES + 3 * tl.program_id(0) + 2), other=0.0)
     tl.store(SUMS + tl.program_id(0), tl.sum(x * x))
 
 
@@ -24,7 +24,7 @@ def adamw_rms(
     beta1, beta2, correction1, root_correction2, epsilon, weight_decay, rms_floor,
     TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of RMSScaledAdamW's update; SUMS: of the squares of the tiles of WEIGHTS."""
+    """RMSScaledAdamW's update of one tile. SUMS (tiles,) holds the sum of squares of each tile of WEIGHTS."""
     tensor = tl.load(TILES + 3 * tl.program_id(0))
     total, last_tile = 0.0, tl.load(TENSORS + tensor + 1)
     for first_tile in range(tl.load(TENSORS + tensor), last_tile, 1024):
@@ -32,32 +32,32 @@ def adamw_rms(
         total += tl.sum(tl.load(SUMS + tiles, mask=tiles < last_tile, other=0.0))
     rate = tl.load(RATE)
     step = rate * tl.maximum(tl.sqrt(total / tl.load(SIZES + tensor)), rms_floor) / correction1
-    places = tl.multiple_of(tl.load(TILES + 3 * tl.program_id(0) + 1), ALIGNMENT) + tl.arange(0, TILE)
-    real = places < tl.load(TILES + 3 * tl.program_id(0) + 2)
+    offsets = tl.multiple_of(tl.load(TILES + 3 * tl.program_id(0) + 1), ALIGNMENT) + tl.arange(0, TILE)
+    is_real = offsets < tl.load(TILES + 3 * tl.program_id(0) + 2)
     scale = tl.load(SCALE)
-    gradient = tl.load(GRADIENTS + places, mask=real, other=0.0) * scale
-    average = tl.load(AVERAGES + places, mask=real, other=0.0)
+    gradient = tl.load(GRADIENTS + offsets, mask=is_real, other=0.0) * scale
+    average = tl.load(AVERAGES + offsets, mask=is_real, other=0.0)
     average += (gradient - average) * (1 - beta1)
-    square = tl.load(SQUARES + places, mask=real, other=0.0) * beta2 + gradient * gradient * (1 - beta2)
+    square = tl.load(SQUARES + offsets, mask=is_real, other=0.0) * beta2 + gradient * gradient * (1 - beta2)
     update = average / (tl.sqrt(square) / root_correction2 + epsilon)
-    weight = tl.load(WEIGHTS + places, mask=real, other=0.0)
-    tl.store(WEIGHTS + places, weight * (1 - rate * weight_decay) - step * update, mask=real)
-    tl.store(AVERAGES + places, average, mask=real)
-    tl.store(SQUARES + places, square, mask=real)
+    weight = tl.load(WEIGHTS + offsets, mask=is_real, other=0.0)
+    tl.store(WEIGHTS + offsets, weight * (1 - rate * weight_decay) - step * update, mask=is_real)
+    tl.store(AVERAGES + offsets, average, mask=is_real)
+    tl.store(SQUARES + offsets, square, mask=is_real)
 
 
 @dataclass(frozen=True)
 class UpdateTiles:
-    """Neighbouring tensors cut into tiles, none of which belongs to two."""
+    """Tensors that lie next to each other in one flat tensor, cut into tiles; no tile spans two tensors."""
 
-    tiles: torch.Tensor  # (tiles, 3) int32: tensor, first place, last place + 1
-    tensors: torch.Tensor  # (tensors + 1,) int32: the first tile of each
-    sizes: torch.Tensor  # (tensors,) float32: numbers in each, without its padding
-    alignment: int  # divides all first places: 16 where loads and stores can be wide
+    tiles: torch.Tensor  # (tiles, 3) int32: index of the tensor, first offset, last offset + 1
+    tensors: torch.Tensor  # (tensors + 1,) int32: first tile of each tensor
+    sizes: torch.Tensor  # (tensors,) float32: elements of each, padding excluded
+    alignment: int  # divides every first offset; with 16, loads and stores are vectorized
 
 
 def update_tiles(padded_sizes, sizes, device):
-    """UpdateTiles of tensors that take `padded_sizes` numbers each and hold `sizes`."""
+    """UpdateTiles of tensors with `sizes` elements that occupy `padded_sizes` elements of the flat tensor."""
     ends = np.cumsum(padded_sizes).tolist()
     tiles = [
         (tensor, first, min(first + TILE, end))
@@ -74,7 +74,10 @@ def update_adamw_rms(
     weights, gradients, averages, squares, tiles, rate, scale,
     beta1, beta2, correction1, correction2, epsilon, weight_decay, rms_floor,
 ):  # fmt: skip
-    """RMSScaledAdamW's update of flat tensors in place; `rate` and `scale` (of the gradients) are on the device."""
+    """Update flat tensors in place as RMSScaledAdamW does.
+
+    `rate` and `scale`, a factor of the gradients, are tensors on the device: no value is read on the host.
+    """
     grid, options = (len(tiles.tiles),), dict(TILE=TILE, ALIGNMENT=tiles.alignment, num_warps=8)
     sums = torch.empty(len(tiles.tiles), device=weights.device)
     sums_of_squares[grid](weights, tiles.tiles, sums, **options)
