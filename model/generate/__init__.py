@@ -1,4 +1,4 @@
-"""From token ids to new token ids. Knows the network and the tokenizer, and no run.
+"""Generates token ids from token ids. Knows the network and the tokenizer, but no run.
 
-answers gives the greedy answers of a model to stored prompts, in batches, with transformers' generate.
+answers generates the greedy answers of a model to stored prompts, in batches, with transformers' generate.
 """

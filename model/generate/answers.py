@@ -1,4 +1,4 @@
-"""Greedy answers of a batch of prompts, by transformers' generate on the model's own tensors."""
+"""Greedy answers to a batch of prompts, with transformers' generate."""
 
 from contextlib import contextmanager
 
@@ -10,16 +10,20 @@ from model.runtime.watchdog import stop_asked
 
 @contextmanager
 def answering(ranks, compute_dtype):
-    """No gradient inside, and products in `compute_dtype`."""
+    """Context without gradients and with autocast to `compute_dtype` (none for float32)."""
     with torch.inference_mode(), torch.autocast(ranks.device.type, compute_dtype, compute_dtype != torch.float32):
         yield
 
 
 def answer(hf_model, store, tokenizer, ids, max_new_tokens):
-    """[(prompt, greedy answer, reference)] of the examples `ids`, as text."""
+    """[(prompt, greedy answer, reference)] as text, for the examples `ids` of a TokenStore.
+
+    Generates at most `max_new_tokens` tokens per answer, fewer once a stop is requested.
+    """
     prompts, references = (_split(flat, store.lengths[ids][:, i]) for i, flat in enumerate(store.tokens(ids)))
     prompt_ids = torch.full((len(ids), max(map(len, prompts))), tokenizer.pad_id)
-    mask = torch.zeros_like(prompt_ids)  # from the lengths: the pad token may also be the EOS that ends each prompt
+    # made from the lengths, because the pad token may also be the EOS that ends each prompt
+    mask = torch.zeros_like(prompt_ids)
     for i, prompt in enumerate(prompts):
         prompt_ids[i, : len(prompt)], mask[i, : len(prompt)] = torch.from_numpy(prompt), 1
     out = hf_model.generate(

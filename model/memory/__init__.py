@@ -1,6 +1,6 @@
-"""Predicts memory and decides how a step is cut, from plain numbers. Never runs anything; knows no tensors and no run.
+"""Predicts memory and decides how a step is cut. Works on plain numbers: knows no tensors and no run.
 
-estimate is the closed form of the device memory that each phase needs.
-plan decides the micro-batch, the loss chunk, checkpointing and recordings: the fastest way that fits.
-oom_policy says what follows an out of memory: a smaller plan, and a larger one after a long calm.
+estimate predicts in closed form the device memory of each phase of a run.
+plan chooses the fastest micro-batch, loss chunk, checkpointing and recording that fit.
+oom_policy shrinks the plan after an out of memory and restores it after a while without one.
 """

@@ -1,8 +1,8 @@
 """Closed form of the device memory that each phase of a run needs, from the architecture and the examples' lengths.
 
-Counted tensor by tensor from model/nn/t5/network.py, model/nn/attention.py, model/nn/loss.py and model/train/optim.py
-as they work on a GPU; what no count gives (libraries' workspaces, the allocator's rounding) are the constants below:
-those that bench/memory_fit.py fits to 12 cases on an H200, rounded.
+It counts the tensors that model/nn/t5/network.py, model/nn/attention.py, model/nn/loss.py and model/train/optim.py hold
+on a GPU. What counting does not give (workspaces of libraries, rounding of the allocator) are the Constants in
+model/nn/t5/footprint.py, which bench/memory_fit.py fits to 12 cases on an H200.
 """
 
 import math
@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from model.data.length_histogram import Lengths
-from model.nn.flat_params import ROWS
+from model.nn.flat_params import VOCABULARY_MULTIPLE
 from model.nn.t5.footprint import (
     count_matrix_numbers,
     count_parameters,
@@ -21,25 +21,25 @@ from model.nn.t5.footprint import (
     step_moments,
 )
 
-BATCH_NUMBERS = 2**25  # of matrices that Muon works on together: its temporaries take 8 bytes a number
+BATCH_NUMBERS = 2**25  # matrix elements that Muon updates together; its temporaries take 8 bytes per element
 
-ANSWERS_A_BATCH = 32  # prompts that are answered together
+ANSWERS_A_BATCH = 32  # prompts per batch of generation
 
 
 def optimizer_bytes(spec):
-    """(state, temporaries of an update) of the optimizer."""
+    """(bytes of state, bytes of an update's temporaries) of the optimizer."""
     trained = count_parameters(spec.model_config, spec.decoder_only)
     matrices = count_matrix_numbers(spec.model_config, spec.decoder_only)
     return dict(
         adamw_rms=(8 * trained, 0),
         adamw=(8 * trained, 0),
-        adafactor=(0, 0),  # but rows and columns
+        adafactor=(0, 0),  # only sums of rows and columns, which are negligible
         muon=(8 * trained - 4 * matrices, 8 * min(matrices, BATCH_NUMBERS)),
     )[spec.optimizer]
 
 
 def fixed_bytes(spec):
-    """Bytes held from the first step to the last, by part."""
+    """{part: bytes} held from the first step to the last."""
     parameters, trained = count_parameters(spec.model_config), count_parameters(spec.model_config, spec.decoder_only)
     return dict(
         weights=4 * parameters,
@@ -51,14 +51,15 @@ def fixed_bytes(spec):
 
 
 @dataclass(frozen=True)
-class FilledForward:
-    """What the examples of one forward cost together, for any limit of its tokens; never over the costliest share's.
+class ForwardCostBound:
+    """Upper bound on the cost of one forward's examples as a function of its number of tokens.
 
-    They are taken from the costliest a token on, in fractions too, so no set of at most `share_pairs` examples costs
-    more; with `longest` from the longest response on.
+    A fractional knapsack: it takes the examples with the highest cost per token first, and fractions of the last one,
+    so no set of at most `share_pairs` examples costs more. With `longest` it takes the longest responses first
+    instead, which bounds only sets of the longest responses.
     """
 
-    cost: np.ndarray = field(repr=False)  # (kinds,) of one example
+    cost: np.ndarray = field(repr=False)  # (kinds,) of one example of each kind
     lengths: Lengths = field(repr=False)
     share_pairs: int
     longest: bool = False
@@ -78,53 +79,55 @@ class FilledForward:
 
 
 class Estimate:
-    """Peak reserved bytes by phase of a run on examples of these `lengths`, `share_pairs` a rank and step.
+    """Predicts peak reserved bytes by phase for examples of these `lengths`, `share_pairs` pairs per rank and step.
 
-    Of the costliest forwards that there could be, or of those with the `longest` responses.
+    It assumes the costliest forwards possible, or with `longest` those with the longest responses.
     """
 
     def __init__(self, spec, lengths, share_pairs, max_new_tokens=128, longest=False):
-        def filled(cost, pairs=share_pairs):
-            return FilledForward(cost, lengths, pairs, longest)
+        def bound(cost, pairs=share_pairs):
+            return ForwardCostBound(cost, lengths, pairs, longest)
 
         self.spec, self.lengths, self.share_pairs = spec, lengths, share_pairs
         self.max_new_tokens = max_new_tokens
         self.fixed = fixed_bytes(spec)
         self._step = {
-            checkpointing: {name: filled(c) for name, c in step_moments(spec, lengths.tokens, checkpointing).items()}
+            checkpointing: {name: bound(c) for name, c in step_moments(spec, lengths.tokens, checkpointing).items()}
             for checkpointing in (False, True)
         }
-        targets, all_pairs = lengths.tokens[:, 1].astype(np.float64), lengths.counts.sum()  # no shares in evaluation
-        self._targets, self._evaluation_targets = filled(targets), filled(targets, all_pairs)
-        self._evaluation = filled(evaluation_moment(spec, lengths.tokens), all_pairs)
+        targets, all_pairs = lengths.tokens[:, 1].astype(np.float64), lengths.counts.sum()  # evaluation has no shares
+        self._targets, self._evaluation_targets = bound(targets), bound(targets, all_pairs)
+        self._evaluation = bound(evaluation_moment(spec, lengths.tokens), all_pairs)
 
     @cached_property
     def of_longest_responses(self):
-        """The same, of forwards with the longest responses; of the plain twin's, whose scores grow with the square of a
-        length, the costliest all the same.
+        """This Estimate for the forwards with the longest responses.
+
+        Without kernels it is `self`: attention scores grow with the square of a length, so the costliest ones count.
         """
         if not self.spec.kernels:
             return self
         return Estimate(self.spec, self.lengths, self.share_pairs, self.max_new_tokens, longest=True)
 
     def step_parts(self, micro_batch_tokens, chunk_tokens, checkpointing):
-        """Bytes at each moment of a training step, over what is held all the time."""
+        """{moment: bytes} of a training step, on top of the fixed bytes."""
         model_config = self.spec.model_config
         tokens = max(micro_batch_tokens, self.lengths.longest)
         moments = {name: forward(tokens) for name, forward in self._step[checkpointing].items()}
-        vocabulary = ROWS * -(-model_config.vocab_size // ROWS)
-        table = 0 if self.spec.decoder_only else 4 * vocabulary * model_config.d_model  # its gradient once more
+        vocabulary = VOCABULARY_MULTIPLE * -(-model_config.vocab_size // VOCABULARY_MULTIPLE)
+        # the second gradient of the embedding, which is also the output projection
+        table = 0 if self.spec.decoder_only else 4 * vocabulary * model_config.d_model
         moments["loss"] += self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
         moments["embedding"] += table
         moments["update"] = optimizer_bytes(self.spec)[1]
         return moments
 
     def peaks(self, micro_batch_tokens, chunk_tokens, checkpointing, answers=ANSWERS_A_BATCH):
-        """Peak reserved bytes on the device by phase."""
+        """{phase: peak reserved bytes on the device}."""
         tokens = max(micro_batch_tokens, self.lengths.longest)
         step = max(self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing).values())
         prompt = int(self.lengths.tokens[:, 0].max())
-        beyond = dict(
+        extra_bytes = dict(
             load=-self.fixed["gradients"] - self.fixed["optimizer"],
             first_step=step,
             step=step,
@@ -134,30 +137,31 @@ class Estimate:
         )
         held, constants = sum(self.fixed.values()), self.spec.constants
         holes = constants.holes if checkpointing and not self.spec.kernels else 1.0
-        return {name: int((held + max(more, more * holes)) * constants.reserved) for name, more in beyond.items()}
+        return {name: int((held + max(more, more * holes)) * constants.reserved) for name, more in extra_bytes.items()}
 
     def _chunk_bytes(self, targets, chunk_tokens):
         return min(chunk_tokens, targets) * self.spec.model_config.vocab_size * self.spec.number_bytes
 
     def forwards(self, micro_batch_tokens):
-        """Forwards of a step on average, were the tokens of shares normally distributed."""
+        """Mean number of forwards per step, if the tokens per share are normally distributed."""
         mean = self.share_pairs * self.lengths.mean
         spread = max(math.sqrt(2 * self.share_pairs) * self.lengths.deviation, 1e-9)
         most = int((mean + 5 * spread) / micro_batch_tokens)
-        limits = ((k * micro_batch_tokens + 0.5 - mean) / spread for k in range(1, most + 1))  # whole tokens
+        # 0.5, because numbers of tokens are whole
+        limits = ((k * micro_batch_tokens + 0.5 - mean) / spread for k in range(1, most + 1))
         return 1 + sum(math.erfc(limit) / 2 for limit in limits)
 
     def recording_bytes(self, micro_batch_tokens, chunk_tokens, checkpointing):
-        """Bytes that recorded steps of at most so many tokens keep for themselves."""
+        """Bytes that the CUDA graphs of steps of at most `micro_batch_tokens` tokens hold."""
         moments = self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing) | dict(update=0)
         return int(max(moments.values()) * self.spec.constants.reserved)
 
     def step_peak(self, *cutting):
-        """Peak reserved bytes on the device of a training step."""
+        """Peak reserved bytes on the device of a training step cut this way."""
         return self.peaks(*cutting)["step"]
 
 
 def disk_bytes(spec, kept):
-    """Bytes on disk of `kept` checkpoints, one being written, best/, last/ and one of them being written."""
+    """Bytes on disk of `kept` checkpoints plus one being written, and of best/ and last/ plus one being written."""
     weights = 4 * count_parameters(spec.model_config)
     return (kept + 1) * (weights + optimizer_bytes(spec)[0]) + 3 * weights

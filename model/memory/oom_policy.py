@@ -1,7 +1,4 @@
-"""What follows an out of memory: a smaller plan, and a larger one after a long calm; what the device holds.
-
-Also the functions that people call by hand: monitor_gpu_memory, cleanup_gpu_memory, check_memory_safety.
-"""
+"""What follows an out of memory: a smaller plan, and larger ones again after a while without one."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -10,13 +7,14 @@ from model.memory.plan import CHUNKS, MemoryPlan, NothingFits
 from model.runtime.device_memory import release_memory
 
 LOGGER = logging.getLogger("chat_trainer")
-GROW_AFTER_STEPS = 100  # without an out of memory; each one that shrinks the plan doubles it
+GROW_AFTER_STEPS = 100  # without an out of memory; doubles each time the plan shrinks
 
 
 def shrink_plan(plan, longest_tokens):
-    """The next smaller plan after an out of memory, or None when there is none.
+    """The next smaller plan, or None if `plan` is the smallest.
 
-    First recordings are given up, then the micro-batch shrinks, then the loss's chunk, then comes checkpointing.
+    In this order: drop the recordings, halve the micro-batch (not below `longest_tokens`, the tokens of the longest
+    example), halve the loss's chunk, turn on gradient checkpointing.
     """
     if plan.graphs:
         return replace(plan, graphs=False)
@@ -29,16 +27,16 @@ def shrink_plan(plan, longest_tokens):
 
 @dataclass(frozen=True)
 class PlanRecovery:
-    """When a plan that was shrunk may grow again, one rung at a time, up to the plan that was chosen."""
+    """When a shrunk plan grows again: one step of `shrink_plan` at a time, up to `full`, the plan chosen first."""
 
     full: MemoryPlan
-    calm_steps: int = 0  # since the last out of memory or growth
+    calm_steps: int = 0  # steps since the plan last shrank or grew
     wait_steps: int = GROW_AFTER_STEPS
 
     def after_step(self, plan, shrunk):
-        """(The next step's plan, PlanRecovery) after a step that fitted in `plan`.
+        """(plan of the next step, PlanRecovery) after a step that succeeded with `plan`.
 
-        `shrunk`: whether it had failed in a larger plan before.
+        `shrunk` is True if the same step first ran out of memory with a larger plan.
         """
         if shrunk:
             return plan, replace(self, calm_steps=0, wait_steps=2 * self.wait_steps)
@@ -46,16 +44,16 @@ class PlanRecovery:
             return plan, self
         if self.calm_steps + 1 < self.wait_steps:
             return plan, replace(self, calm_steps=self.calm_steps + 1)
-        return _larger(plan, self.full), replace(self, calm_steps=0)
+        return _larger_plan(plan, self.full), replace(self, calm_steps=0)
 
 
 def recovery_of(values, plan):
-    """The PlanRecovery that a checkpoint remembers as `values`, or a fresh one of `plan`."""
+    """The PlanRecovery saved in a checkpoint as `values`, or a fresh one of `plan` if there are none."""
     return PlanRecovery(**values | dict(full=MemoryPlan(**values["full"]))) if values else PlanRecovery(plan)
 
 
-def _larger(plan, full):
-    """The rung above `plan` on the way that `shrink_plan` came down from `full`."""
+def _larger_plan(plan, full):
+    """The next larger plan: undoes the last step of `shrink_plan` on the way down from `full`."""
     if plan.gradient_checkpointing and not full.gradient_checkpointing:
         return replace(plan, gradient_checkpointing=False)
     if plan.chunk_tokens < full.chunk_tokens:
@@ -66,14 +64,15 @@ def _larger(plan, full):
 
 
 def plan_after_out_of_memory(device, plan, failures, shrink):
-    """What to try next, when no tensor of the failed attempt is held: `plan` once more, the cache being free now,
-    then what `shrink(plan)` gives. Raises NothingFits when that is None.
+    """The plan to try next: `plan` itself after the first failure, since the cache is freed here, then `shrink(plan)`.
+
+    Call it when no tensor of the failed attempt is held. Raises NothingFits if `shrink` returns None.
     """
     release_memory(device)
     smaller = plan if failures == 1 else shrink(plan)
     if smaller is None:
         raise NothingFits(
             f"out of memory with the smallest plan ({plan}): lower --max_seq_len (for answers --max_new_tokens, or "
-            "--bleu_pairs=0), or free memory and go on with --is_keep_training=True", plan,
+            "--bleu_pairs=0), or free GPU memory and resume with --is_keep_training=True", plan,
         )  # fmt: skip
     return smaller

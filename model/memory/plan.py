@@ -1,4 +1,4 @@
-"""How a step is cut so that it fits the memory: the fastest way that fits, and whether steps are recorded."""
+"""Chooses the plan: how a step is cut into micro-batches so that it fits the memory, and whether it is recorded."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,43 +10,43 @@ import numpy as np
 from model.data.buckets import buckets_for
 from model.memory.estimate import ANSWERS_A_BATCH
 
-USABLE = 0.95  # of the memory there is, by prediction alone: it errs by 2 percent, forwards of many sizes leave holes
-PROBED_USABLE = 0.98  # after a probe
-CHUNKS = (2048, 1024, 512, 256, 128)  # target tokens whose logits exist at a time
-CHUNKS_A_STEP = 8  # at least, down to 512 target tokens
+USABLE = 0.95  # share of memory to plan for without a probe: predictions err by 2 %, varying sizes fragment memory
+PROBED_USABLE = 0.98  # the same after a probe measured the plan
+CHUNKS = (2048, 1024, 512, 256, 128)  # target tokens whose logits exist at the same time
+MIN_CHUNKS_PER_STEP = 8  # but chunks of 512 tokens are always allowed
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
-LARGEST_MICRO_BATCH_TOKENS = 262_144  # beyond this a GPU gains nothing
-STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about a second, and save up to 10 ms a step
-CHUNK_LAUNCHES = 0.006  # of a chunk, over those of a forward and backward
-CHECKPOINTING = {"auto": (False, True), "True": (True,), "False": (False,)}  # what may be chosen
-CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.2  # what computing again takes, over a step without
-RECORDED_LAUNCHES = 0.1  # of the time of launches: what kernels of few tokens take on the GPU itself
-DRAWN_STEPS, DRAWN_PAIRS = 256, 2**18  # at most, by which the share of steps that are recorded is told
+LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU
+STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about 1 s and save up to 10 ms per step
+CHUNK_LAUNCHES = 0.006  # launch time of a chunk / launch time of a forward and backward
+CHECKPOINTING = {"auto": (False, True), "True": (True,), "False": (False,)}  # values the plan may take, by option
+CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.2  # compute and launch time / those without checkpointing
+RECORDED_LAUNCHES = 0.1  # time of replaying a graph of few tokens / time of launching it
+MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of recorded steps is estimated
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How each step is cut. It never changes which examples form the step, nor its gradient."""
+    """How each step is cut. A plan changes neither the examples of a step nor, except for rounding, its gradient."""
 
-    micro_batch_tokens: int  # tokens of both sides in one forward
-    chunk_tokens: int  # target tokens whose logits exist at a time
+    micro_batch_tokens: int  # prompt and response tokens per forward
+    chunk_tokens: int  # target tokens whose logits exist at the same time
     gradient_checkpointing: bool
     predicted_peak_bytes: int
-    graphs: bool = False  # forward and backward of a step in one micro-batch are recorded and replayed
-    answers: int = ANSWERS_A_BATCH  # prompts answered together
+    graphs: bool = False  # steps of one micro-batch are recorded as CUDA graphs and replayed
+    answers: int = ANSWERS_A_BATCH  # prompts per batch of generation
 
     @property
     def cutting(self):
         return self.micro_batch_tokens, self.chunk_tokens, self.gradient_checkpointing
 
     def cut_as(self, cutting):
-        """This plan with another's `cutting`."""
+        """This plan with the `cutting` of another plan."""
         names = ("micro_batch_tokens", "chunk_tokens", "gradient_checkpointing")
         return replace(self, **dict(zip(names, cutting, strict=True)))
 
 
 class NothingFits(RuntimeError):
-    """Not even the smallest plan fits the memory; `plan` is the one that ran out, where one was tried."""
+    """The smallest plan does not fit the memory. `plan` is the plan that ran out of memory, None if it never ran."""
 
     def __init__(self, message, plan=None):
         super().__init__(message)
@@ -54,15 +54,13 @@ class NothingFits(RuntimeError):
 
 
 def recording_asked(config, spec, num_steps):
-    """Whether steps are to be recorded as CUDA graphs: None where that fits the memory and takes less time.
+    """Whether to record steps as CUDA graphs: True, False, or None to let choose_plan take the faster plan.
 
-    Raises ValueError where config.compile asks for what cannot be.
+    Raises ValueError if compile=True is impossible.
     """
     possible = spec.kernels and not spec.dropout
     if config.compile == "True" and not possible:
-        raise ValueError(
-            "compile=True records CUDA graphs, for which a GPU, bf16 and dropout=0 are needed: leave it out"
-        )
+        raise ValueError("compile=True records CUDA graphs, which need a GPU, bf16 and dropout=0: leave it out")
     if config.compile == "True":
         return True
     repaid = possible and num_steps >= STEPS_THAT_REPAY_RECORDING
@@ -70,31 +68,32 @@ def recording_asked(config, spec, num_steps):
 
 
 def choose_plan(config, estimate, usable_bytes, asked=False, calibration=None):
-    """The plan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
+    """The MemoryPlan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
 
-    `asked` as recording_asked gives it; `calibration` is what a probe measured over what was predicted for its
-    examples. Raises ValueError when one example, or a step to be recorded, does not fit the micro-batch that `config`
-    names, NothingFits when one example does not fit the memory. Steps that no recording holds are done as planned, with
-    the recordings' memory beside.
+    `asked` is the result of recording_asked; `calibration` is measured / predicted bytes of a probe. A plan with
+    recordings also runs the steps that fit none of them, so it leaves memory for both.
+
+    Raises ValueError if the longest example, or a step to record, exceeds config.micro_batch_tokens, and NothingFits if
+    the longest example does not fit the memory.
     """
     if 0 < config.micro_batch_tokens < estimate.lengths.longest:
         raise ValueError(
             f"micro_batch_tokens={config.micro_batch_tokens}: the longest example has {estimate.lengths.longest} "
-            "tokens on both sides: give at least that, or lower --max_seq_len"
+            "tokens on both sides: type at least that, or lower --max_seq_len"
         )
     if usable_bytes is None:
         tokens = _wanted_tokens(config, estimate, CPU_MICRO_BATCH_TOKENS)
         return _plan(estimate, math.inf, tokens, 1024, CHECKPOINTING[config.gradient_checkpointing][0])
     if config.compile == "True" and 0 < config.micro_batch_tokens < (size := _recorded_steps(estimate)[0][0]):
         raise ValueError(
-            f"--compile=True records steps in one forward, {estimate.share_pairs} pairs in {size} tokens at least, "
-            f"and --micro_batch_tokens={config.micro_batch_tokens} cuts them: leave one of the two out"
+            f"--compile=True records a step as one forward of at least {size} tokens ({estimate.share_pairs} pairs), "
+            f"but --micro_batch_tokens={config.micro_batch_tokens} cuts it: leave one of the two out"
         )
     usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
-    # the costliest of all forwards is met by chance, hardly ever, and is then done again in parts: once it is known how
-    # much is used, those of the longest responses have to fit, as steps are cut
-    met = estimate.of_longest_responses if calibration else estimate
-    plain = list(_fitting_plans(config, met, usable_bytes, usable_share))
+    # The worst possible micro-batch is very rare, and the retry handles it. So after a probe, which tells how much
+    # memory is used, only the forwards with the longest responses must fit.
+    planned_for = estimate.of_longest_responses if calibration else estimate
+    plain = list(_fitting_plans(config, planned_for, usable_bytes, usable_share))
     if not plain:
         raise NothingFits(_refusal(config, estimate, usable_bytes, usable_share))
     if asked is False:
@@ -110,35 +109,35 @@ def _wanted_tokens(config, estimate, largest):
     return config.micro_batch_tokens or max(min(estimate.share_pairs * longest, largest), longest)
 
 
-def _ways(config, estimate):
-    """Each (chunk_tokens, checkpointing) that `config` allows.
+def _variants(config, estimate):
+    """Variants of a plan, each (chunk_tokens, checkpointing), that `config` allows.
 
-    In a step of few tokens a large chunk's logits would outweigh the activations.
+    Leaves out large chunks for steps of few tokens, whose logits would take more memory than the activations.
     """
-    most = max(estimate.share_pairs * estimate.lengths.mean / CHUNKS_A_STEP, 512)
-    return product([chunk for chunk in CHUNKS if chunk <= most], CHECKPOINTING[config.gradient_checkpointing])
+    max_chunk = max(estimate.share_pairs * estimate.lengths.mean / MIN_CHUNKS_PER_STEP, 512)
+    return product([chunk for chunk in CHUNKS if chunk <= max_chunk], CHECKPOINTING[config.gradient_checkpointing])
 
 
 def _fitting_plans(config, estimate, usable_bytes, usable_share):
-    """For each way the plan with the largest micro-batch that fits."""
+    """The plan with the largest micro-batch that fits, for each variant for which one does."""
     tokens = _wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS)
-    for way in _ways(config, estimate):
-        plan = fitting_plan(estimate, tokens, usable_bytes * usable_share, *way)
+    for variant in _variants(config, estimate):
+        plan = fitting_plan(estimate, tokens, usable_bytes * usable_share, *variant)
         if plan and plan.micro_batch_tokens >= config.micro_batch_tokens:
             yield plan
 
 
 def _recorded_plans(config, estimate, usable_bytes, usable_share):
-    """For each way, and each size up to which steps may be recorded, the largest plan that fits beside the recordings.
+    """The largest plan with recordings that fits, for each variant and each largest size to record.
 
-    No probe records a step, so what one measured says nothing of what recordings keep. They fill the memory to the
-    last, and are all lost by the first forward that runs out: the costliest there could be has to fit beside them.
+    A probe records no step, so `calibration` does not cover the memory of recordings. They leave little memory free,
+    and the first forward that runs out of memory drops them all, so the costliest forward possible must fit too.
     """
     sizes = [size for size, _ in _recorded_steps(estimate)]
     tokens = config.micro_batch_tokens or max(_wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS), sizes[-1])
-    for way, (size, larger) in product(_ways(config, estimate), pairwise([*sizes, tokens + 1])):
-        beside = estimate.recording_bytes(size, *way) / USABLE
-        plan = fitting_plan(estimate, min(tokens, larger - 1), (usable_bytes - beside) * usable_share, *way)
+    for variant, (size, larger) in product(_variants(config, estimate), pairwise([*sizes, tokens + 1])):
+        recordings = estimate.recording_bytes(size, *variant) / USABLE
+        plan = fitting_plan(estimate, min(tokens, larger - 1), (usable_bytes - recordings) * usable_share, *variant)
         if plan and plan.micro_batch_tokens >= max(config.micro_batch_tokens, size, estimate.lengths.longest):
             yield replace(plan, graphs=True)
 
@@ -149,10 +148,10 @@ def _fastest(plans, estimate):
 
 @lru_cache(maxsize=1)
 def _recorded_steps(estimate):
-    """[(Tokens, share of steps that Rooms of up to so many hold)], from the smallest on: few where pairs are few."""
+    """[(tokens, share of steps that the buckets of at most so many tokens hold)], ascending, from a sample."""
     lengths, share_pairs = estimate.lengths, estimate.share_pairs
     buckets = buckets_for(lengths.tokens, share_pairs, lengths.counts)
-    draw, num_steps = np.random.default_rng(0), min(DRAWN_STEPS, max(DRAWN_PAIRS // share_pairs, 16))
+    draw, num_steps = np.random.default_rng(0), min(MAX_DRAWN_STEPS, max(MAX_DRAWN_PAIRS // share_pairs, 16))
     kinds = draw.choice(len(lengths.counts), (num_steps, share_pairs), p=lengths.counts / lengths.counts.sum())
     steps = [lengths.tokens[step] for step in kinds]
     least = np.array(
@@ -162,19 +161,19 @@ def _recorded_steps(estimate):
 
 
 def _recorded(estimate, plan):
-    """(Tokens of the largest step that `plan` records, share of steps that it does)."""
+    """(tokens of the largest step that `plan` records, share of steps that it records)."""
     sizes = [pair for pair in _recorded_steps(estimate) if plan.graphs and pair[0] <= plan.micro_batch_tokens]
     return sizes[-1] if sizes else (0, 0.0)
 
 
 def recording_bytes(estimate, plan):
-    """Bytes that the recordings of `plan` keep for themselves; 0 without."""
+    """Bytes that the recordings of `plan` hold; 0 if it has none."""
     size, _ = _recorded(estimate, plan)
     return estimate.recording_bytes(size, *plan.cutting[1:]) if size else 0
 
 
 def predicted_peaks(estimate, plan):
-    """Peak reserved bytes on the device by phase; recordings are held from the first recorded step on."""
+    """{phase: peak reserved bytes on the device}; recordings count from the first recorded step on."""
     peaks = estimate.peaks(*plan.cutting, plan.answers)
     if not plan.graphs:
         return peaks
@@ -190,57 +189,58 @@ def _plan(estimate, limit_bytes, *cutting):
 
 
 def fitting_plan(estimate, wanted_tokens, limit_bytes, chunk_tokens, checkpointing):
-    """The plan with the largest micro-batch up to `wanted_tokens` that fits, or None where one example does not."""
+    """The plan with the largest micro-batch up to `wanted_tokens` that fits; None if the longest example does not."""
     if estimate.step_peak(wanted_tokens, chunk_tokens, checkpointing) <= limit_bytes:
         return _plan(estimate, limit_bytes, wanted_tokens, chunk_tokens, checkpointing)
     longest = estimate.lengths.longest
-    fits, too_many = longest, wanted_tokens
+    fits, exceeds = longest, wanted_tokens
     if estimate.step_peak(fits, chunk_tokens, checkpointing) > limit_bytes:
         return None
-    while too_many - fits > _near(fits):
-        middle = (fits + too_many) // 2
+    while exceeds - fits > _search_tolerance(fits):
+        middle = (fits + exceeds) // 2
         if estimate.step_peak(middle, chunk_tokens, checkpointing) <= limit_bytes:
             fits = middle
         else:
-            too_many = middle
-    missing = -fits % longest  # many examples may be as long as the longest: a whole number of them is worth much
-    fits += missing if missing <= min(_near(fits), wanted_tokens - fits) else 0
+            exceeds = middle
+    to_multiple = -fits % longest  # often many examples are as long as the longest, so a multiple of it packs best
+    fits += to_multiple if to_multiple <= min(_search_tolerance(fits), wanted_tokens - fits) else 0
     return _plan(estimate, limit_bytes, fits, chunk_tokens, checkpointing)
 
 
-def _near(tokens):
-    """Tokens that make no difference to whether so many fit."""
+def _search_tolerance(tokens):
+    """Tolerance of the search for the largest micro-batch, in tokens."""
     return max(64, tokens // 64)
 
 
 def time_factor(plan, estimate):
-    """Predicted time of a step, over the same step in one forward without limits."""
-    once, tokens = estimate.spec.launch_tokens, estimate.share_pairs * estimate.lengths.mean
+    """Predicted time of a step / time of the same step in one forward with unlimited memory."""
+    launch_tokens, tokens = estimate.spec.launch_tokens, estimate.share_pairs * estimate.lengths.mean
     _, recorded = _recorded(estimate, plan)
-    time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * once)
-    return (time + (1 - recorded) * _step_time(plan, estimate, once)) / max(tokens, once)
+    time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * launch_tokens)
+    return (time + (1 - recorded) * _step_time(plan, estimate, launch_tokens)) / max(tokens, launch_tokens)
 
 
-def _step_time(plan, estimate, once):
-    """Time of a step, in tokens computed meanwhile; `once` is that of a forward's and backward's launches.
+def _step_time(plan, estimate, launch_tokens):
+    """Time of a step, measured in the tokens that the GPU computes in it.
 
-    A forward lasts as long as its tokens or as its launches, whichever is longer.
+    `launch_tokens` is the time of launching a forward and backward. Each forward takes the longer of its computation
+    and its launches.
     """
     forwards = estimate.forwards(plan.micro_batch_tokens)
     tokens = estimate.share_pairs * estimate.lengths.mean / forwards
-    work, launches = tokens, once
+    compute, launches = tokens, launch_tokens
     if plan.gradient_checkpointing:
-        work, launches = CHECKPOINTING_WORK * work, CHECKPOINTING_LAUNCHES * launches
-    return forwards * (max(work, launches) + tokens / plan.chunk_tokens * CHUNK_LAUNCHES * once)
+        compute, launches = CHECKPOINTING_WORK * compute, CHECKPOINTING_LAUNCHES * launches
+    return forwards * (max(compute, launches) + tokens / plan.chunk_tokens * CHUNK_LAUNCHES * launch_tokens)
 
 
 def phase_problem(peaks, usable_bytes):
-    """Which phase of these peaks by phase does not fit and what to type, or nothing."""
+    """Message that names the largest phase and what to type if it does not fit, or an empty string."""
     name, needed = max(peaks.items(), key=lambda item: item[1])
     if usable_bytes is None or needed <= usable_bytes:
         return ""
     remedy = "lower --max_seq_len"
-    if name == "generation":  # of one answer at a time: the plan halves their number first
+    if name == "generation":  # with one answer at a time: the plan halves their number first
         remedy = "type --bleu_pairs=0, which generates no answers, or lower --max_seq_len or --max_new_tokens"
     return f"{name} needs {needed / 2**30:.2f} GiB and {usable_bytes / 2**30:.2f} GiB are there: {remedy}"
 
@@ -251,12 +251,12 @@ def _refusal(config, estimate, usable_bytes, usable_share):
     tokens = max(config.micro_batch_tokens, longest)
     needed = estimate.step_peak(tokens, CHUNKS[-1], checkpointing) / usable_share
     parts = ", ".join(f"{name} {count / 2**30:.2f}" for name, count in estimate.fixed.items())
-    room = "free the GPU"
+    remedy = "free the GPU"
     if limit := config.gpu_memory_limit_gb:
         enough = limit + (needed - usable_bytes) / 2**30 + 0.01
-        room = f"type --gpu_memory_limit_gb={enough:.2f} or more, if the GPU has it"
+        remedy = f"type --gpu_memory_limit_gb={enough:.2f} or more, if the GPU has it"
     return (
         f"a forward of {tokens} tokens (the longest example has {longest}) needs {needed / 2**30:.2f} GiB and "
         f"{max(usable_bytes, 0) / 2**30:.2f} GiB are there; held all the time, in GiB: {parts}. Lower --max_seq_len "
-        f"(now {config.max_seq_len}), type --optimizer=adafactor, choose a smaller --model, or {room}"
+        f"(now {config.max_seq_len}), type --optimizer=adafactor, choose a smaller --model, or {remedy}"
     )

@@ -1,7 +1,7 @@
-"""Everything that is a network: layers, kernels, weights. Knows no files of pairs, no optimizer, no ranks and no run.
+"""Neural networks: layers, kernels and weights. Knows nothing of data files, optimizers, ranks or runs.
 
-attention works on packed examples; loss is the linear layer with cross-entropy that never holds all logits.
-flat_params keeps weights, gradients and bf16 copies in three flat tensors; weights_io reads and writes them.
-kernels/ holds the Triton kernels, each beside a plain implementation that gives the same numbers.
-Each folder beside it is a family, a network architecture; t5/ is one.
+attention works on packed examples; loss is the output projection with cross-entropy and never holds all logits.
+flat_params keeps weights, gradients and bf16 copies in three flat tensors; weights_io reads and writes model files.
+kernels/ holds the Triton kernels; each has a PyTorch implementation that gives the same results to rounding.
+Every other folder holds one family, a network architecture; t5/ is one.
 """

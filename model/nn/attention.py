@@ -1,11 +1,11 @@
 """Attention over packed examples with T5's relative position bias.
 
-Packed: the tokens of all examples of a micro-batch stand one after the other, without padding, in one flat
-tensor. Examples never see each other. On GPUs the Triton kernels of model/nn/kernels/attention.py do the work; here is
-the plain twin, which defines the truth: examples of like lengths form dense blocks, so its cost is the sum of squared
-lengths, never the square of the sum.
+Packed: one flat tensor holds the tokens of all examples of a micro-batch one after the other, without padding. No
+example attends to another. On GPUs the Triton kernels of model/nn/kernels/attention.py compute it. This file holds the
+reference implementation in PyTorch: it batches examples of similar lengths into dense blocks, so its cost grows with
+the sum of the squared lengths, not with the square of their sum.
 
-Letters: N tokens, B examples of one block, H heads, K head width, T queries, S keys.
+Letters: N tokens, B examples per block, H heads, K head width, T queries, S keys.
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from model.nn.flat_params import columns, has_triton
+from model.nn.flat_params import has_triton, split_qkv
 
 
 @dataclass(frozen=True)
-class Side:
-    """Where packed tokens stand once each block is padded: a gather and its inverse."""
+class PadIndices:
+    """Row indices from packed to padded tokens (a gather) and back."""
 
-    padded_rows: torch.Tensor  # (padded tokens,) row of the packed tokens; padding repeats its example's first row
-    packed_rows: torch.Tensor  # (N,) row of the padded tokens
+    padded_rows: torch.Tensor  # (padded tokens,) a row of the packed tokens; padding repeats its example's first row
+    packed_rows: torch.Tensor  # (N,) a row of the padded tokens
 
     def to(self, device):
-        return Side(self.padded_rows.to(device), self.packed_rows.to(device))
+        return PadIndices(self.padded_rows.to(device), self.packed_rows.to(device))
 
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """Examples that are attended together, padded to T queries and S keys."""
+    """Examples computed together, padded to T queries and S keys each."""
 
     shape: tuple[int, int, int]  # B, T, S
     key_is_pad: torch.Tensor  # (B, 1, 1, S)
@@ -41,28 +41,30 @@ class DenseBlock:
 
 @dataclass(frozen=True)
 class Layout:
-    """How packed examples fall into blocks of like lengths."""
+    """How packed examples are grouped into blocks of similar lengths."""
 
     blocks: tuple[DenseBlock, ...]
-    queries: Side
-    keys: Side
+    queries: PadIndices
+    keys: PadIndices
 
     def to(self, device):
         return Layout(tuple(block.to(device) for block in self.blocks), self.queries.to(device), self.keys.to(device))
 
     @property
     def longest(self):
+        """The largest number of queries or keys of a block, in tokens."""
         return max(max(block.shape[1:]) for block in self.blocks)
 
 
-def has_kernels(device, dtype, shape):
-    """True where the kernels can stand in for the plain twin: bf16 on a GPU, and a T5ModelConfig of sizes they have."""
-    sizes_fit = shape.d_kv in (16, 32, 64, 128) and shape.relative_attention_num_buckets in (16, 32, 64, 128)
+def has_kernels(device, dtype, model_config):
+    """True if the Triton kernels support this: bf16 on a GPU, and head width and buckets of the T5ModelConfig."""
+    sizes = (model_config.d_kv, model_config.relative_attention_num_buckets)
+    sizes_fit = all(size in (16, 32, 64, 128) for size in sizes)
     return device.type == "cuda" and dtype == torch.bfloat16 and sizes_fit and has_triton()
 
 
 def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):
-    """Layout of packed examples, for the kernels or for the plain twin; lengths are in tokens, in the packed order."""
+    """Layout of packed examples, or PackedLayout if `kernels`. Lengths are in tokens, in the order of packing."""
     if kernels:
         from model.nn.kernels.attention import PackedLayout, packed_tiles  # a CPU build of torch comes without Triton
 
@@ -79,10 +81,10 @@ def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):
         blocks.append(
             DenseBlock((int(end - start), num_queries, num_keys), torch.from_numpy(key_is_pad[:, None, None]))
         )
-    return Layout(tuple(blocks), *(_side(lengths[i], padded[i], order) for i in (0, 1))).to(device)
+    return Layout(tuple(blocks), *(_pad_indices(lengths[i], padded[i], order) for i in (0, 1))).to(device)
 
 
-def _side(lengths, padded, order):
+def _pad_indices(lengths, padded, order):
     starts = (np.cumsum(lengths) - lengths)[order]
     ends = np.cumsum(padded[order])
     offsets = np.arange(ends[-1]) - np.repeat(ends - padded[order], padded[order])
@@ -90,17 +92,17 @@ def _side(lengths, padded, order):
     padded_rows = np.repeat(starts, padded[order]) + np.where(is_pad, 0, offsets)
     packed_rows = np.empty(lengths.sum(), np.int64)
     packed_rows[padded_rows[~is_pad]] = np.flatnonzero(~is_pad)
-    return Side(torch.from_numpy(padded_rows), torch.from_numpy(packed_rows))
+    return PadIndices(torch.from_numpy(padded_rows), torch.from_numpy(packed_rows))
 
 
 def round_up(lengths):
-    """Each length rounded up to 16, 24, 32, 48, 64, 96 …: few block shapes, at most half of one wasted."""
+    """Each length rounded up to 16, 24, 32, 48, 64, 96 …: few block shapes; above 16, padding adds at most half."""
     power = 2 ** np.ceil(np.log2(np.maximum(lengths, 16))).astype(np.int64)
     return np.where((lengths <= power * 3 // 4) & (power > 16), power * 3 // 4, power)
 
 
 class _Pad(torch.autograd.Function):
-    """Packed rows to padded rows. What padding receives in backward is not the example's, so it is dropped."""
+    """Packed rows to padded rows; backward drops the gradient of padding."""
 
     @staticmethod
     def forward(ctx, packed, side):
@@ -113,7 +115,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Padded rows to packed rows; in backward padding receives zero."""
+    """Padded rows to packed rows; backward gives padding a zero gradient."""
 
     @staticmethod
     def forward(ctx, padded, side):
@@ -128,27 +130,31 @@ class _Unpad(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ScoreBias:
-    """What is added to the scores, in the form that the layout's attention reads. T5's layers share one a stack."""
+    """The bias and mask of attention scores. All T5 layers of one stack share it.
+
+    With a Layout only `causal` and `blocks` are set; with a PackedLayout all but `blocks`, the last three if there is
+    a bias.
+    """
 
     causal: bool
-    blocks: tuple = ()  # plain twin: (B or 1, H or 1, T, S) for each block, -inf where a query must not look
-    weight: torch.Tensor | None = None  # kernels: T5's table (buckets, H)
-    buckets: torch.Tensor | None = None  # kernels: the bucket of each distance from -max_distance to max_distance
-    table: torch.Tensor | None = None  # kernels: the bias (H, distances), read from `weight`
+    blocks: tuple = ()  # Layout: (B or 1, H or 1, T, S) of each block, -inf where masked
+    weight: torch.Tensor | None = None  # PackedLayout: T5's learned table (buckets, H)
+    buckets: torch.Tensor | None = None  # PackedLayout: bucket of each distance, -max_distance to max_distance
+    table: torch.Tensor | None = None  # PackedLayout: bias (H, distances), gathered from `weight`
 
 
 def attend(qkv, layout, bias, num_heads):
-    """softmax(q k^T + bias) v for each example of `layout`, (N, H*K).
+    """softmax(q k^T + bias) v within each example of `layout`, (N, H*K).
 
-    `qkv`: the tensors whose columns, side by side, are those of q, k and v: one (N, 3*H*K), two (cross-attention) or
-    three. Scores are not scaled: T5 folds 1/sqrt(K) into the initial weights of q
+    `qkv` holds one to three tensors whose concatenated columns are q, k and v: one (N, 3*H*K) in self-attention, two in
+    cross-attention. Scores are not scaled: T5 folds 1/sqrt(K) into the initial weights of q
     (Raffel et al. 2020; mesh_tensorflow/transformer/attention.py).
     """
     if not isinstance(layout, Layout):
         from model.nn.kernels.attention import packed_attention  # a CPU build of torch comes without Triton
 
         return packed_attention(qkv, layout, bias.weight, bias.buckets, bias.table, bias.causal, num_heads)
-    q, k, v = columns(qkv)
+    q, k, v = split_qkv(qkv)
     q_blocks = _Pad.apply(q, layout.queries).split([b * t for b, t, _ in (block.shape for block in layout.blocks)])
     k_blocks, v_blocks = (
         _Pad.apply(x, layout.keys).split([b * s for b, _, s in (block.shape for block in layout.blocks)])

@@ -1,22 +1,22 @@
-"""Linear layer and cross-entropy that never hold all the logits.
+"""Output projection and cross-entropy, computed in chunks so that all logits never exist at once.
 
-Letters: N target tokens, C tokens of one chunk, D width, V vocabulary, W vocabulary with its padding.
+Letters: N target tokens, C tokens per chunk, D width, V vocabulary size, W vocabulary size with padding.
 """
 
 import torch
 
-from model.nn.flat_params import add_product, runs_kernels
+from model.nn.flat_params import add_matmul, runs_kernels
 
-ROWS_AT_ONCE = 64  # of the plain cross-entropy, whose temporaries then stay in the cache
+ROWS_AT_ONCE = 64  # in cross_entropy_: its temporaries then stay in the CPU's cache
 
 
 def linear_cross_entropy(hidden_ND, weight_VD, labels_N, chunk_tokens=2048, z_loss=0.0, copy_WD=None):
-    """(loss, its parts (2,)): sums over target tokens of -log softmax(hidden @ weight.T)[label] and z_loss * log(Z)^2.
+    """(loss, parts): parts (2,) are the cross-entropy and z_loss * log(Z)^2, each summed over target tokens.
 
-    In nats, float32. The loss is what to differentiate, the sum of both parts, which carry no gradient. Sums, not
-    means, so that micro-batches and ranks add up. Memory: one chunk of `chunk_tokens` * V logits at a time; the
-    gradients are computed in the forward pass, chunk by chunk. `copy_WD`: the weight in hidden's dtype, where it is at
-    hand, with as many rows of zeros behind as its owner likes.
+    In nats, float32. `loss` is the sum of the two parts and carries the gradient; `parts` carries none. They are sums,
+    not means, so that micro-batches and ranks add up. One chunk of `chunk_tokens` * V logits exists at a time; the
+    forward pass computes the gradients chunk by chunk. `copy_WD` is the weight in hidden's dtype, cast here if None;
+    it may end with padding rows of zeros.
     """
     return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, z_loss, copy_WD)
 
@@ -25,9 +25,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, z_loss, copy_WD):
         copy_WD = weight_VD.to(hidden_ND.dtype) if copy_WD is None else copy_WD
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
-        grad_weight = torch.zeros(copy_WD.shape, device=copy_WD.device) if wants_weight else None
+        needs_hidden_grad, needs_weight_grad = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden_grad else None
+        grad_weight = torch.zeros(copy_WD.shape, device=copy_WD.device) if needs_weight_grad else None
         cross_entropy_ = _cross_entropy_of(copy_WD)
         parts = []
         buffer_CW = hidden_ND.new_empty(min(chunk_tokens, len(labels_N)), len(copy_WD))
@@ -36,10 +36,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_CD, labels_C = hidden_ND[chunk], labels_N[chunk]
             logits_CW = torch.mm(hidden_CD, copy_WD.T, out=buffer_CW[: len(labels_C)])
             parts.append(cross_entropy_(logits_CW, labels_C, len(weight_VD), z_loss).sum(1))
-            if wants_hidden:
+            if needs_hidden_grad:
                 torch.mm(logits_CW, copy_WD, out=grad_hidden[chunk])
-            if wants_weight:
-                add_product(grad_weight, logits_CW.T, hidden_CD)
+            if needs_weight_grad:
+                add_matmul(grad_weight, logits_CW.T, hidden_CD)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.vocabulary = len(weight_VD)
         parts_2 = torch.stack(parts).sum(0)
@@ -61,15 +61,15 @@ def _cross_entropy_of(tensor):
 
 
 def cross_entropy_(logits_CW, labels_C, vocabulary, z_loss):
-    """Cross-entropy and z-loss (2, C) of each row of `logits_CW`, of which `vocabulary` columns count.
+    """(cross-entropy, z-loss) in nats, (2, C) float32, of each row of `logits_CW` over its first `vocabulary` columns.
 
-    Leaves the gradient of their sum in the logits' place.
+    Overwrites `logits_CW` with the gradient of their sum; it is zero in the other columns.
     """
     losses_2C = logits_CW.new_empty(2, len(labels_C), dtype=torch.float32)
     for start in range(0, len(labels_C), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         logits, labels = logits_CW[rows, :vocabulary], labels_C[rows, None]
-        grad = logits.float()  # of float32 logits no copy: what follows happens in their place
+        grad = logits.float()  # no copy if the logits are float32: then the gradient is computed in place
         log_z = grad.logsumexp(dim=1, keepdim=True)
         losses_2C[0, rows] = (log_z - grad.gather(1, labels))[:, 0]
         losses_2C[1, rows] = z_loss * log_z.square()[:, 0]

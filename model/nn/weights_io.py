@@ -1,4 +1,4 @@
-"""Weights in and out: Hugging Face directories, run directories and .bin files."""
+"""Reads weights from Hugging Face directories, run directories and .bin files; exports Hugging Face directories."""
 
 import math
 import pickletools
@@ -22,36 +22,36 @@ from model.nn.t5.huggingface import (
 )
 from model.runtime.atomic_io import whole_directory
 
-SAFE_LOAD = (2, 10)  # the first torch whose weights_only=True keeps its promise
+SAFE_LOAD = (2, 10)  # the first torch whose weights_only=True runs no code from a file
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# What pickle builds for a state dict of floats: anything else could take any memory before the tensors are looked at.
+# The only names in the pickle of a state dict of floats. Any other could allocate without limit inside torch.load.
 PICKLED = {
     "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter",
     "torch FloatStorage", "torch HalfStorage", "torch BFloat16Storage", "torch DoubleStorage",
 }  # fmt: skip
-ZIP_BEGINS, LEGACY_PICKLES = b"PK\x03\x04", 5  # torch before 1.6 wrote pickles one after the other, then bytes
+ZIP_BEGINS, LEGACY_PICKLES = b"PK\x03\x04", 5  # torch before 1.6 wrote five pickles, then the bytes of the tensors
 
 
 def export_model(model, tokenizer, directory):
-    """Write an ordinary Hugging Face directory, tokenizer included; `directory` is whole at every moment.
+    """Write a Hugging Face directory, tokenizer included, in place of `directory` atomically.
 
-    Raises OSError when the disk fails.
+    Raises OSError if it cannot be written.
     """
     with whole_directory(directory) as draft:
         try:
-            # on the host: transformers copies tensors that share their storage, for which a GPU may have no room
+            # on the CPU: transformers clones tensors that share storage, and the GPU may have no memory for the clones
             as_hugging_face(model, tokenizer, "cpu").save_pretrained(draft)
-        except SafetensorError as error:  # how this library says that the disk failed
+        except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         try:
             copy_tokenizer(tokenizer.directory, draft)
-        except ValueError as error:  # changed under the run: the weights can wait for the next export
+        except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
             raise OSError(str(error)) from None
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What a checkpoint holds: tensors by Hugging Face name, the shape and the tokenizer's place where it tells."""
+    """Tensors by Hugging Face name, with model configuration and tokenizer directory; a .bin file holds neither."""
 
     tensors: dict
     model_config: T5ModelConfig | None
@@ -59,10 +59,10 @@ class LoadedWeights:
 
 
 def load_weights(path):
-    """Weights of a Hugging Face directory, a run directory (its best/, else last/) or a .bin state dict.
+    """LoadedWeights of a Hugging Face directory, a run directory (its best/, else its last/) or a .bin state dict.
 
-    Raises ValueError when `path` is none of these or not a T5 v1.0. Never runs code from a file, and takes no more time
-    and memory than a file of its size is worth.
+    Raises ValueError if `path` is none of these or not a T5 v1.0. Runs no code from the file; time and memory are
+    bounded by the size of the file.
     """
     path = Path(path)
     if path.is_file():
@@ -71,19 +71,19 @@ def load_weights(path):
     directory = model_directory(path)
     if directory is None:
         raise ValueError(
-            f"finetune_from_ckp_file={path}: no model there; name a Hugging Face directory (config.json and "
+            f"finetune_from_ckp_file={path}: no model there; give a Hugging Face directory (config.json and "
             "model.safetensors), a run directory with best/, or a .bin file"
         )
     model_config, values = read_t5_config(directory / "config.json")
     check_family(values, directory / "config.json")
     tensors = canonical_tensors(read_tensors(directory / "model.safetensors"), directory)
-    if model_config.num_layers + model_config.num_decoder_layers > len(tensors):  # before a model so deep is built
+    if model_config.num_layers + model_config.num_decoder_layers > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
     return LoadedWeights(tensors, model_config, directory)
 
 
 def model_directory(path):
-    """The directory in which the weights of a Hugging Face or a run directory lie, or None."""
+    """The first of `path`, its best/ and its last/ that holds weights in Hugging Face form, or None."""
     for directory in (path, path / "best", path / "last"):
         if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
             return directory
@@ -91,21 +91,22 @@ def model_directory(path):
 
 
 def read_tensors(path):
-    """Tensors of finite floats by name, without wrappers' prefixes, in a .safetensors file or a pickled state dict.
+    """{name: tensor of finite floats} of a .safetensors file or a pickled state dict.
 
-    Raises ValueError for anything else, and for tensors that claim more bytes than the file has.
+    Strips the prefixes of wrappers (module., _orig_mod., model.) from names. Raises ValueError for any other file, and
+    if the tensors take more bytes than the file has.
     """
     try:
         tensors = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as weights: {error}") from None
-    except Exception as error:  # torch.load raises pickle's own error, which this project does not import
+    except Exception as error:  # pickle's error among others; this project does not import pickle
         raise ValueError(f"{path} is not a plain state dict and is refused: {type(error).__name__}") from None
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
     ):
         raise ValueError(
-            f"{path} is not a state dict of tensors: give the file that torch.save(model.state_dict()) wrote"
+            f"{path} is not a state dict of tensors: give a file written by torch.save(model.state_dict(), FILE)"
         )
     for prefix in ("module.", "_orig_mod.", "model."):
         tensors = {name.removeprefix(prefix): tensor.detach() for name, tensor in tensors.items()}
@@ -115,7 +116,7 @@ def read_tensors(path):
 
 def _unpickled(path):
     if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_LOAD:
-        raise ValueError("torch before 2.10 can be made to run code by such a file (CVE-2026-24747): upgrade it")
+        raise ValueError("such a file can run code in torch before 2.10 (CVE-2026-24747): upgrade torch")
     with open(path, "rb") as file:
         if file.read(len(ZIP_BEGINS)) == ZIP_BEGINS:
             _check_zip(file)
@@ -127,65 +128,68 @@ def _unpickled(path):
 
 
 def _check_zip(file):
-    """Raise ValueError for an archive that unpacks to more bytes than it has, or whose pickle is no state dict's."""
+    """Raise ValueError if the archive is compressed, holds more bytes than the file, or fails `_check_pickle`."""
     try:
         with zipfile.ZipFile(file) as archive:
             parts = archive.infolist()
             pickles = [part for part in parts if part.filename.endswith("/data.pkl")]
             num_bytes = sum(part.file_size for part in parts)
             if len(pickles) != 1 or num_bytes > file.seek(0, 2) or any(part.compress_type for part in parts):
-                raise ValueError(f"an archive of {num_bytes:,} bytes that torch.save did not write")
+                raise ValueError(f"an archive of {num_bytes:,} bytes that was not written by torch.save")
             with archive.open(pickles[0]) as inner:
                 _check_pickle(inner)
     except (zipfile.BadZipFile, NotImplementedError) as error:
-        raise ValueError(f"a damaged archive ({error})") from None
+        raise ValueError(f"the archive is damaged ({error})") from None
 
 
 def _check_pickle(file):
-    """Raise ValueError where the next pickle of `file` names what no state dict of floats holds."""
+    """Raise ValueError if the next pickle of `file` names anything outside PICKLED."""
     for opcode, name, _ in pickletools.genops(file):
         if "GLOBAL" in opcode.name and name not in PICKLED:
-            raise ValueError(f"it is not a plain state dict of floats, it holds {name!r:.80}")
+            raise ValueError(f"it is not a plain state dict of floats: it holds {name!r:.80}")
 
 
 def _check_plain(tensors, path):
-    """Raise ValueError unless all are dense floats, finite, and together no larger than the file at `path`."""
-    odd = [name for name, t in tensors.items() if t.dtype not in FLOATS or t.layout != torch.strided or t.is_meta]
-    if odd:
-        tensor = tensors[odd[0]]
+    """Raise ValueError unless all tensors are dense, finite floats and together no larger than the file at `path`."""
+    unsupported = [
+        name for name, t in tensors.items() if t.dtype not in FLOATS or t.layout != torch.strided or t.is_meta
+    ]
+    if unsupported:
+        tensor = tensors[unsupported[0]]
         raise ValueError(
-            f"{path}: {odd[0]:.200} is {tensor.dtype}, {tensor.layout} on {tensor.device}: weights must be dense "
-            "float32, float16 or bfloat16; save the model again in one of these"
+            f"{path}: {unsupported[0]:.200} is {tensor.dtype}, {tensor.layout} on {tensor.device}: weights must be "
+            "dense float32, float16 or bfloat16: save the model again in one of these"
         )
     if any(length < 0 for tensor in tensors.values() for length in tensor.shape):
-        raise ValueError(f"{path} holds a tensor of a negative length: save the model again")
-    sizes = {name: math.prod(tensor.shape) * tensor.itemsize for name, tensor in tensors.items()}  # nbytes can overflow
+        raise ValueError(f"{path} holds a tensor with a negative length: save the model again")
+    # math.prod, because tensor.nbytes can overflow
+    sizes = {name: math.prod(tensor.shape) * tensor.itemsize for name, tensor in tensors.items()}
     claimed = max([0, *sizes.values(), sum(size for name, size in sizes.items() if name not in ALIASES)])
     if claimed > path.stat().st_size:
         raise ValueError(
-            f"{path} has {path.stat().st_size:,} bytes and its tensors {claimed:,}: they are expanded or share memory; "
-            "save each one on its own, with tensor.contiguous().clone()"
+            f"{path} has {path.stat().st_size:,} bytes but its tensors need {claimed:,}, because they are "
+            "expanded or share memory: save tensor.contiguous().clone() of each"
         )
     for name, tensor in tensors.items():
         if not math.isfinite(tensor.sum(dtype=torch.float64)):
-            raise ValueError(f"{path}: {name:.200} holds NaN or infinity: take a checkpoint from before that")
+            raise ValueError(f"{path}: {name:.200} holds NaN or infinity: use an earlier checkpoint")
 
 
 def load_into(model, weights, source):
-    """Copy `weights.tensors` into `model`; raises ValueError naming what does not fit."""
+    """Copy `weights.tensors` into `model`. Raises ValueError as `check_fits` does; `source` is named in it."""
     check_fits(model, weights, source)
     model.load_state_dict(weights.tensors)
 
 
 def check_fits(model, weights, source):
-    """Raise ValueError, naming what does not fit, unless `weights.tensors` are those of `model` in name and shape."""
-    own = model.state_dict()
-    missing, extra = own.keys() - weights.tensors.keys(), weights.tensors.keys() - own.keys()
-    wrong = [n for n in own.keys() & weights.tensors.keys() if own[n].shape != weights.tensors[n].shape]
+    """Raise ValueError with the differences unless `weights.tensors` match `model` in names and shapes."""
+    expected = model.state_dict()
+    missing, extra = expected.keys() - weights.tensors.keys(), weights.tensors.keys() - expected.keys()
+    wrong = [n for n in expected.keys() & weights.tensors.keys() if expected[n].shape != weights.tensors[n].shape]
     if missing or extra or wrong:
-        shapes = [f"{n}: {tuple(weights.tensors[n].shape)} there, {tuple(own[n].shape)} here" for n in wrong[:3]]
+        shapes = [f"{n}: {tuple(weights.tensors[n].shape)} there, {tuple(expected[n].shape)} here" for n in wrong[:3]]
         raise ValueError(
             f"{source} does not fit this model: {len(missing)} tensors missing, {len(extra)} unknown, "
             f"{len(wrong)} of another shape; {'; '.join([*shapes, *sorted(missing)[:3], *sorted(extra)[:3]])}"
-            + ("; a .bin file does not tell its shape: name it in --model" if Path(source).is_file() else "")
+            + ("; a .bin file holds no model configuration: give it with --model" if Path(source).is_file() else "")
         )

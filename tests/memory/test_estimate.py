@@ -7,7 +7,7 @@ import torch
 from config import MODELS, T5ModelConfig, load_config
 from model.data.length_histogram import histogram
 from model.data.packing import cut
-from model.memory.estimate import Estimate, FilledForward, fixed_bytes, optimizer_bytes
+from model.memory.estimate import Estimate, ForwardCostBound, fixed_bytes, optimizer_bytes
 from model.nn.attention import make_layout, round_up
 from model.nn.t5.batch import MicroBatch
 from model.nn.t5.footprint import MemorySpec, count_parameters, step_moments
@@ -79,7 +79,7 @@ def test_no_micro_batch_of_a_run_costs_more_than_the_worst_forward():
     cost = 3.0 * lengths[:, 0] + 5.0 * lengths[:, 1] + 0.01 * lengths[:, 1] ** 2
     kinds = histogram(lengths)
     by_kind = 3.0 * kinds.tokens[:, 0] + 5.0 * kinds.tokens[:, 1] + 0.01 * kinds.tokens[:, 1] ** 2
-    worst, draw = FilledForward(by_kind, kinds, 64), np.random.default_rng(1)
+    worst, draw = ForwardCostBound(by_kind, kinds, 64), np.random.default_rng(1)
     highest = 0.0
     for limit in (600, 2000, 10_000):
         shares = [np.argsort(-cost)[:64], np.argsort(-lengths[:, 1])[:64]]

@@ -245,9 +245,9 @@ def test_the_functions_for_the_hand_work_without_a_gpu():
 
 def test_what_another_process_took_in_the_meantime_is_not_counted_as_ours(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
-    for free, outside in ((17.5, 0.5), (7, CONTEXT_BYTES / GIB), (19, 0)):
+    for free, non_torch in ((17.5, 0.5), (7, CONTEXT_BYTES / GIB), (19, 0)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (int(free * GIB), 21 * GIB))
-        assert non_torch_bytes(torch.device("cuda"), foreign=GIB) == outside * GIB
+        assert non_torch_bytes(torch.device("cuda"), other_process=GIB) == non_torch * GIB
 
 
 def test_too_little_free_memory_is_a_warning_with_the_plan_s_figure(caplog, monkeypatch):

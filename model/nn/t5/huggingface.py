@@ -1,4 +1,4 @@
-"""Weights in and out: ordinary Hugging Face T5 directories, run directories and old .bin files."""
+"""Parameter names and configuration to and from transformers' T5; refuses what this network does not compute."""
 
 from dataclasses import fields
 
@@ -8,7 +8,7 @@ from config import MAX_JSON_BYTES, T5ModelConfig
 from model.runtime.json_stream import read_object
 
 ALIASES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight
-# Fields of transformers' T5Config that change what is computed, beside the shape, with what is computed here.
+# Fields of transformers' T5Config, besides sizes, that change what is computed, with the values supported here.
 COMPUTED = dict(
     feed_forward_proj="relu", dense_act_fn="relu", is_gated_act=False, scale_decoder_outputs=True,
     tie_word_embeddings=True, tie_encoder_decoder=False, is_encoder_decoder=True,
@@ -19,8 +19,12 @@ OTHER_NAMES = dict(
 
 
 def as_hugging_face(model, tokenizer, device=None):
-    """transformers' T5ForConditionalGeneration to evaluate, on the tensors of `model`, or on copies on `device`."""
-    from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration  # seconds that no first step needs
+    """transformers' T5ForConditionalGeneration in evaluation mode, sharing the weights of `model`.
+
+    Holds copies instead if `device` is another one.
+    """
+    # imported here because it takes seconds, which the first step need not wait for
+    from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -30,19 +34,22 @@ def as_hugging_face(model, tokenizer, device=None):
         **model_config, **ids, dropout_rate=model.dropout, feed_forward_proj="relu", tie_word_embeddings=True
     )
     with torch.device("meta"):
-        stock = T5ForConditionalGeneration(config)
+        hf_model = T5ForConditionalGeneration(config)
     weights = {name: tensor.detach().to(device) for name, tensor in model.state_dict().items()}
     weights |= {alias: weights["shared.weight"] for alias in ALIASES}
-    stock.load_state_dict(weights, assign=True)
-    stock.generation_config = GenerationConfig(**ids)
-    return stock.eval()
+    hf_model.load_state_dict(weights, assign=True)
+    hf_model.generation_config = GenerationConfig(**ids)
+    return hf_model.eval()
 
 
 def canonical_tensors(tensors, path):
-    """`tensors` without the aliases of the shared embedding, float32."""
+    """`tensors` as float32, without the aliases of the shared embedding.
+
+    Raises ValueError unless they are those of a T5 v1.0 with tied embeddings; `path` is named in it.
+    """
     shared = tensors.get("shared.weight")
     if shared is None:
-        raise ValueError(f"{path} holds no shared.weight: it is not a T5")
+        raise ValueError(f"{path} has no shared.weight: it is not a T5")
     if any("wi_0" in name for name in tensors):
         raise ValueError(
             f"{path} is a gated T5 (v1.1 or flan): only T5 v1.0 with one ReLU feed-forward can be trained here"
@@ -51,43 +58,42 @@ def canonical_tensors(tensors, path):
         other = tensors.get(alias, shared)
         if other.shape != shared.shape or not torch.equal(other, shared):
             raise ValueError(
-                f"{path} has an input or output layer of its own, {alias}: only a T5 with tied embeddings can be "
-                "trained here"
+                f"{path} does not tie {alias} to shared.weight: only a T5 with tied embeddings can be trained here"
             )
     return {name: tensor.float() for name, tensor in tensors.items() if name not in ALIASES}
 
 
 def read_t5_config(path):
-    """(T5ModelConfig, all values) of a Hugging Face config.json.
+    """(T5ModelConfig, dict of all fields) of a Hugging Face config.json.
 
-    Raises ValueError for another kind of model, and for numbers and types that no T5 has.
+    Raises ValueError for another model type and for invalid values.
     """
     if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path} is larger than any model's configuration: at most {MAX_JSON_BYTES:,} bytes are read")
+        raise ValueError(f"{path} is too large for a model configuration: at most {MAX_JSON_BYTES:,} bytes are read")
     values = read_object(path)
     if values.get("model_type") != "t5":
-        raise ValueError(f"{path} says model_type={values.get('model_type')!r:.80}: only t5 is read here")
-    if values.get("num_decoder_layers") is None and "num_layers" in values:  # as transformers takes it
+        raise ValueError(f"{path} says model_type={values.get('model_type')!r:.80}: only t5 is supported")
+    if values.get("num_decoder_layers") is None and "num_layers" in values:  # transformers' default
         values["num_decoder_layers"] = values["num_layers"]
     for other, name in OTHER_NAMES.items():
         if other in values and values[other] != values.get(name):
             raise ValueError(
-                f"{path} says {other}={values[other]!r:.80} and {name}={values.get(name)!r:.80}, which are one number"
+                f"{path} says {other}={values[other]!r:.80} and {name}={values.get(name)!r:.80}: they must be equal"
             )
     for name, computed in COMPUTED.items():
         if not isinstance(values.get(name, computed), type(computed)):
-            raise ValueError(f"{path} says {name}={values[name]!r:.80}: it must be like {computed!r}")
+            raise ValueError(f"{path} says {name}={values[name]!r:.80}: it must be a {type(computed).__name__}")
     try:
         model_config = T5ModelConfig(**{f.name: values[f.name] for f in fields(T5ModelConfig) if f.name in values})
         if not model_config.vocab_size:
-            raise ValueError("it names no vocab_size")
+            raise ValueError("vocab_size is missing")
         return model_config, values
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a T5 configuration: {error!s:.500}") from None
 
 
 def check_family(values, path):
-    """Raise ValueError where the T5Config of these `values` computes what this network does not."""
+    """Raise ValueError if a T5Config with these `values` differs from what this network computes."""
     for name, computed in COMPUTED.items():
         if values.get(name, computed) != computed:
             raise ValueError(
@@ -105,7 +111,7 @@ def check_family(values, path):
 
 
 def check_family_beside(path):
-    """`check_family` of the config.json that a Hugging Face directory has beside its file of weights."""
-    beside = path.with_name("config.json")
-    if path.name in ("pytorch_model.bin", "model.safetensors") and beside.is_file():
-        check_family(read_t5_config(beside)[1], beside)
+    """`check_family` on the config.json beside a Hugging Face directory's file of weights, if there is one."""
+    config_path = path.with_name("config.json")
+    if path.name in ("pytorch_model.bin", "model.safetensors") and config_path.is_file():
+        check_family(read_t5_config(config_path)[1], config_path)

@@ -1,7 +1,7 @@
 """TextToTextModel: T5 (v1.0, tied and scaled) over packed examples, under Hugging Face parameter names.
 
-The forward pass is our own because transformers' T5 takes one mask for the encoder and for cross-attention, so it
-cannot run packed examples. Weights are float32; `compute_dtype` is what activations and products use.
+transformers' T5 cannot run packed examples, because it takes one mask for the encoder and for cross-attention. Weights
+are float32; activations and matmuls use `compute_dtype`.
 """
 
 import torch
@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from model.nn.attention import attend, has_kernels
-from model.nn.flat_params import FlatParams, embed, product, runs_kernels, with_padding
+from model.nn.flat_params import FlatParams, embed, linear, runs_kernels, with_padding
 from model.nn.loss import linear_cross_entropy
 from model.nn.t5.position_bias import score_bias
 
 
 class Linear(nn.Module):
-    """The weight of x @ weight.T, under its Hugging Face name; `product` computes it."""
+    """The weight of a linear layer under its Hugging Face name; flat_params.linear applies it."""
 
     def __init__(self, num_in, num_out, init_std):
         super().__init__()
@@ -24,13 +24,13 @@ class Linear(nn.Module):
         self.init_std = init_std
 
 
-def make_table(num_rows, width):
-    """An embedding whose weights are not drawn yet: a draw on the meta device loads 900 modules, in two seconds."""
+def make_embedding(num_rows, width):
+    """nn.Embedding without random weights, which on the meta device would import 900 modules in two seconds."""
     return nn.Embedding.from_pretrained(torch.empty(num_rows, width), freeze=False)
 
 
 class ResidualNorm(nn.Module):
-    """The residual stream with what the last layer adds to it, and T5's layer norm of it: no mean, no bias."""
+    """The residual sum and T5's layer norm of it, which subtracts no mean and has no bias."""
 
     def __init__(self, model_config):
         super().__init__()
@@ -38,7 +38,7 @@ class ResidualNorm(nn.Module):
         self.epsilon = model_config.layer_norm_epsilon
 
     def forward(self, x, added):
-        """(x + added, its norm), each (N, d_model); statistics in float32."""
+        """(x + added, norm of the sum), each (N, d_model); statistics in float32. An `added` of None adds nothing."""
         if runs_kernels(x):
             from model.nn.kernels.norm import add_norm  # a CPU build of torch comes without Triton
 
@@ -51,22 +51,22 @@ class Attention(nn.Module):
     def __init__(self, model_config, has_position_bias):
         super().__init__()
         inner = model_config.num_heads * model_config.d_kv
-        # transformers' T5PreTrainedModel._init_weights; q carries the 1/sqrt(d_kv) that T5's scores lack
+        # as T5PreTrainedModel._init_weights in transformers; q holds the 1/sqrt(d_kv) by which T5 does not scale scores
         self.q = Linear(model_config.d_model, inner, (model_config.d_model * model_config.d_kv) ** -0.5)
         self.k = Linear(model_config.d_model, inner, model_config.d_model**-0.5)
         self.v = Linear(model_config.d_model, inner, model_config.d_model**-0.5)
         self.o = Linear(inner, model_config.d_model, inner**-0.5)
         self.num_heads = model_config.num_heads
         if has_position_bias:
-            self.relative_attention_bias = make_table(
+            self.relative_attention_bias = make_embedding(
                 model_config.relative_attention_num_buckets, model_config.num_heads
             )
 
     def forward(self, x, memory, layout, bias):
-        """What attention adds to the stream; `memory` (M, d_model) is attended to, None for x itself."""
+        """Attention output (N, d_model); keys and values come from `memory` (M, d_model), or from x if it is None."""
         q, k, v = self.q.weight, self.k.weight, self.v.weight
-        qkv = (product(x, q, k, v),) if memory is None else (product(x, q), product(memory, k, v))
-        return product(attend(qkv, layout, bias, self.num_heads), self.o.weight)
+        qkv = (linear(x, q, k, v),) if memory is None else (linear(x, q), linear(memory, k, v))
+        return linear(attend(qkv, layout, bias, self.num_heads), self.o.weight)
 
 
 class SelfAttentionLayer(nn.Module):
@@ -98,7 +98,7 @@ class DenseReluDense(nn.Module):
         self.wo = Linear(model_config.d_ff, model_config.d_model, model_config.d_ff**-0.5)
 
     def forward(self, x, dropout):
-        return product(F.dropout(F.relu(product(x, self.wi.weight), inplace=True), dropout), self.wo.weight)
+        return linear(F.dropout(F.relu(linear(x, self.wi.weight), inplace=True), dropout), self.wo.weight)
 
 
 class FeedForwardLayer(nn.Module):
@@ -113,9 +113,10 @@ class FeedForwardLayer(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention in the decoder, feed-forward, on a residual stream (N, d_model).
+    """Self-attention, cross-attention (decoder only) and feed-forward on a residual stream (N, d_model).
 
-    Each layer takes the stream and what the layer before adds to it, so that sum and norm are one pass over memory.
+    Each layer takes the stream and the output of the layer before, and adds them in the same pass as its norm. Returns
+    (stream, output of the last layer), not yet added.
     """
 
     def __init__(self, model_config, is_decoder, has_position_bias):
@@ -133,14 +134,14 @@ class Block(nn.Module):
         return x, F.dropout(added, dropout)
 
 
-def _summed(block, x, *args):
-    """The stream behind `block` as one tensor: all that is kept of it where blocks are computed again."""
+def _block_output(block, x, *args):
+    """The residual stream after `block` as one tensor, the only one that gradient checkpointing keeps per block."""
     x, added = block(x, None, *args)
     return x + added
 
 
 class Stack(nn.Module):
-    """Encoder or decoder: blocks that share the first one's position bias, then a norm."""
+    """Encoder or decoder: blocks that share the position bias of the first one, then a norm."""
 
     def __init__(self, model_config, num_layers, is_decoder):
         super().__init__()
@@ -155,7 +156,7 @@ class Stack(nn.Module):
         for block in self.block:
             if checkpointing and torch.is_grad_enabled():
                 x = checkpoint(
-                    _summed, block, x, self_attention, cross_attention, dropout, use_reentrant=False,
+                    _block_output, block, x, self_attention, cross_attention, dropout, use_reentrant=False,
                     preserve_rng_state=bool(dropout),
                 )  # fmt: skip
             else:
@@ -169,17 +170,17 @@ class Stack(nn.Module):
 
 
 class TextToTextModel(nn.Module):
-    """T5 that returns the sum of the cross-entropy over the target tokens of packed examples.
+    """T5 that returns the cross-entropy of packed examples, summed over target tokens.
 
-    `shape` is a T5ModelConfig; `dropout` a probability, active in training mode only, of the residual stream and the
-    feed-forward. `flat` holds all weights and gradients as views of flat tensors.
+    `model_config` is a T5ModelConfig. `dropout` is the probability for the residual stream and the feed-forward layers,
+    active in training mode only. The parameters and gradients are views of the flat tensors in `flat`.
     """
 
     def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32, gradient_checkpointing=False):
         super().__init__()
         self.config, self.dropout, self.compute_dtype = model_config, dropout, compute_dtype
         self.gradient_checkpointing = gradient_checkpointing
-        self.shared = make_table(model_config.vocab_size, model_config.d_model)
+        self.shared = make_embedding(model_config.vocab_size, model_config.d_model)
         self.encoder = Stack(model_config, model_config.num_layers, is_decoder=False)
         self.decoder = Stack(model_config, model_config.num_decoder_layers, is_decoder=True)
         self._flatten()
@@ -191,33 +192,33 @@ class TextToTextModel(nn.Module):
         self.flat = FlatParams(others, matrices, self.shared.weight, self.compute_dtype)
 
     def _apply(self, *args, **kwargs):
-        """What Module.to does to each weight takes it out of the flat tensors: make them anew."""
+        """Rebuild the flat tensors, because Module.to replaces each weight by a tensor of its own."""
         super()._apply(*args, **kwargs)
         self._flatten()
         return self
 
     def zero_grad(self, set_to_none=False):
-        """Gradients and the loss's parts to zero, where they lie."""
+        """Zero the gradients and the loss parts in place."""
         self.flat.gradients_and_parts.zero_()
 
     @property
     def uses_kernels(self):
-        """True when layouts are to be made for the attention kernels."""
+        """True if attention runs in Triton kernels, which need micro-batches made for them."""
         return has_kernels(self.shared.weight.device, self.compute_dtype, self.config)
 
     def forward(self, micro_batch, chunk_tokens=2048):
-        """Sum over target tokens of the cross-entropy in nats; a float32 scalar."""
+        """Cross-entropy in nats, summed over target tokens; a float32 scalar."""
         return self.loss_and_parts(micro_batch, chunk_tokens)[0]
 
     def loss_and_parts(self, micro_batch, chunk_tokens=2048, z_loss=0.0):
-        """(loss to differentiate, the cross-entropy and z-loss that it is the sum of (2,)), over target tokens."""
+        """(loss, parts (2,)) as in linear_cross_entropy: cross-entropy and z-loss, summed over target tokens."""
         hidden, weight = self.decode(micro_batch), self.shared.weight
         return linear_cross_entropy(
             hidden, weight, micro_batch.labels, chunk_tokens, z_loss, with_padding(weight.copy)
         )  # fmt: skip
 
     def decode(self, micro_batch):
-        """Decoder output (N, d_model) scaled for the tied head: its logits are hidden @ shared.weight.T."""
+        """Decoder output (N, d_model), scaled for the tied embedding: the logits are output @ shared.weight.T."""
         self.flat.refresh()
         dropout = self.dropout if self.training else 0.0
         ids = (micro_batch.prompt_ids, micro_batch.decoder_ids)
@@ -231,7 +232,7 @@ class TextToTextModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed):
-        """Random weights as transformers initialises T5, the same on every rank for the same seed."""
+        """Draw random weights as transformers initialises T5; the same seed gives the same weights on every rank."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, Linear):
@@ -242,7 +243,7 @@ class TextToTextModel(nn.Module):
         return self
 
     def freeze_all_but_decoder(self):
-        """Leave only the decoder's own weights trainable: the encoder and the shared embedding (so the head) stay."""
+        """Freeze the encoder and the shared embedding, which is also the output projection."""
         self.shared.requires_grad_(False)
         self.encoder.requires_grad_(False)
         self._flatten()

@@ -1,4 +1,4 @@
-"""T5's relative position bias, in the form that attention reads."""
+"""T5's relative position bias and the attention masks, as a ScoreBias."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ from model.nn.attention import Layout, ScoreBias
 
 
 def score_bias(layout, weight=None, max_distance=128, causal=False, dtype=torch.float32):
-    """ScoreBias of one stack from T5's learned table `weight` (buckets, H); without one only masks."""
+    """ScoreBias of one stack from T5's learned table `weight` (buckets, H), or of the masks alone if it is None."""
     if not isinstance(layout, Layout):
         if weight is None:
             return ScoreBias(causal)
@@ -24,32 +24,32 @@ def score_bias(layout, weight=None, max_distance=128, causal=False, dtype=torch.
 
 @functools.cache
 def _distance_buckets(num_buckets, max_distance, bidirectional, device):
-    """Buckets of the distances from -max_distance to max_distance; all further ones share the outermost."""
+    """Buckets of the distances -max_distance to max_distance, int32; larger distances share the outermost bucket."""
     distances = torch.arange(-max_distance, max_distance + 1, device=device)
     return position_buckets(distances, num_buckets, max_distance, bidirectional).to(torch.int32)
 
 
 def _block_bias(block, position_bias, causal, dtype):
     _, num_queries, num_keys = block.shape
-    hidden = block.key_is_pad
+    is_masked = block.key_is_pad
     if causal:
-        hidden = hidden | torch.ones(num_queries, num_keys, dtype=torch.bool, device=hidden.device).triu(1)
+        is_masked = is_masked | torch.ones(num_queries, num_keys, dtype=torch.bool, device=is_masked.device).triu(1)
     if position_bias is None:
-        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
-    return torch.where(hidden, -math.inf, position_bias[:, :num_queries, :num_keys].to(dtype))
+        return torch.zeros_like(is_masked, dtype=dtype).masked_fill_(is_masked, -math.inf)
+    return torch.where(is_masked, -math.inf, position_bias[:, :num_queries, :num_keys].to(dtype))
 
 
 def relative_position_bias(weight, max_length, max_distance, bidirectional):
-    """Learned bias (H, L, L) for L = `max_length` from T5's bucket table `weight` (num_buckets, H)."""
+    """Bias (H, L, L) with L = `max_length`, gathered from T5's learned table `weight` (num_buckets, H)."""
     positions = torch.arange(max_length, device=weight.device)
     buckets = position_buckets(positions[None, :] - positions[:, None], weight.shape[0], max_distance, bidirectional)
     return F.embedding(buckets, weight).permute(2, 0, 1)
 
 
 def position_buckets(distance, num_buckets, max_distance, bidirectional):
-    """T5's bucket of each signed distance (key minus query): exact when near, logarithmic when far.
+    """T5's bucket of each signed distance (key minus query): exact for small distances, logarithmic for large ones.
 
-    The arithmetic of T5Attention._relative_position_bucket in transformers' modeling_t5.py.
+    Same arithmetic as T5Attention._relative_position_bucket in transformers' modeling_t5.py.
     """
     offset = torch.zeros_like(distance)
     if bidirectional:
