@@ -1,5 +1,7 @@
 """The plan that is chosen from predictions alone, without a device."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,12 +10,137 @@ from bench.caps import HeavyTail
 from config import MODELS, T5ModelConfig
 from model.data.buckets import buckets_for
 from model.data.length_histogram import Lengths, histogram
-from model.memory.plan import PROBED_USABLE, USABLE, choose_plan, recording_bytes
+from model.memory.estimate import Estimate
+from model.memory.plan import (
+    CHUNKS,
+    PROBED_USABLE,
+    USABLE,
+    NothingFits,
+    choose_plan,
+    fitting_plan,
+    recording_bytes,
+    time_factor,
+)
 from model.train.footprint import make_estimate
 from tests.parts import make_config
 
 GIB = 2**30
+
+
+SMALL = T5ModelConfig(**MODELS["small"], vocab_size=8192)
+
+
 CHATLM = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
+
+
+def heavy_tailed(longest=512, num_examples=2000):
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(draw.geometric(0.02, (num_examples, 2)) + 1, longest)
+    lengths[: num_examples // 20] = longest
+    return histogram(lengths)
+
+
+def estimate_of(shape=SMALL, lengths=None, share_pairs=64, dtype=torch.bfloat16, **options):
+    return make_estimate(make_config(**options), shape, dtype, lengths or heavy_tailed(), share_pairs)
+
+
+def choose(usable_gib, shape=SMALL, share_pairs=64, calibration=None, lengths=None, **options):
+    usable_bytes = None if usable_gib is None else int(usable_gib * GIB)
+    estimate = estimate_of(shape, lengths, share_pairs, **options)
+    return choose_plan(make_config(**options), estimate, usable_bytes, calibration=calibration)
+
+
+def test_with_plenty_of_memory_a_share_is_one_forward():
+    plan = choose(80)
+    assert (plan.micro_batch_tokens, plan.gradient_checkpointing) == (64 * 1024, False)
+    assert choose(80, share_pairs=1).micro_batch_tokens == 1024
+    assert choose(1000, share_pairs=10**6).micro_batch_tokens < 10**6
+
+
+@pytest.mark.parametrize("shape", (SMALL, CHATLM), ids=("small", "chatlm"))
+def test_a_plan_fits_the_memory_and_holds_its_predicted_peak(shape):
+    plans = [choose(gib, shape, share_pairs=512, optimizer="adafactor") for gib in (4, 8, 12, 20, 40)]
+    for gib, plan in zip((4, 8, 12, 20, 40), plans, strict=True):
+        estimate = estimate_of(shape, share_pairs=512, optimizer="adafactor")
+        assert plan.predicted_peak_bytes == estimate.step_peak(*plan.cutting) <= gib * GIB * USABLE * (1 + 1 / 64)
+    factors = [round(time_factor(plan, estimate), 6) for plan in plans]
+    assert factors == sorted(factors, reverse=True)
+
+
+def test_a_micro_batch_just_below_a_multiple_of_the_longest_example_is_raised_to_it():
+    estimate = estimate_of(CHATLM, heavy_tailed(), 16, optimizer="adafactor")
+    for tokens, taken in ((2048 - 40, 2048), (2048 + 300, None), (3 * 1024 - 6, 3 * 1024)):
+        plan = fitting_plan(estimate, 16 * 1024, estimate.step_peak(tokens, 512, False), 512, False)
+        assert plan.micro_batch_tokens == taken or (taken is None and plan.micro_batch_tokens <= tokens)
+
+
+def test_launch_time_decides_between_more_forwards_and_checkpointing():
+    estimate = estimate_of(CHATLM, heavy_tailed(), 160, optimizer="adafactor")
+    plans = {}
+    for launch_tokens in (2000, 40_000):  # a small card; one that computes as fast as it is launched
+        spec = replace(estimate.spec, launch_tokens=launch_tokens)
+        plans[launch_tokens] = choose_plan(make_config(), Estimate(spec, estimate.lengths, 160), 4 * GIB)
+    few, many = (estimate.forwards(plans[tokens].micro_batch_tokens) for tokens in (40_000, 2000))
+    assert (plans[2000].gradient_checkpointing, plans[40_000].gradient_checkpointing) == (False, True)
+    assert few < 1.5 < 3 < many
+
+
+def test_the_predicted_number_of_forwards_is_the_mean_over_random_shares():
+    draw, lengths, pairs = np.random.default_rng(0), heavy_tailed(), 32
+    drawn = draw.choice(np.repeat(lengths.tokens.sum(axis=1), lengths.counts), (20_000, pairs)).sum(axis=1)
+    estimate = estimate_of(lengths=lengths, share_pairs=pairs)
+    for tokens in (2000, 4000, 8000, 12_000):
+        assert estimate.forwards(tokens) == pytest.approx(np.ceil(drawn / tokens).mean(), rel=0.05)
+    alike = estimate_of(lengths=histogram(np.full((100, 2), 50)), share_pairs=10)
+    assert [alike.forwards(tokens) for tokens in (999, 1000, 500, 333)] == [2, 1, 2, 4]
+
+
+def test_a_probe_that_measures_more_than_predicted_makes_the_plan_smaller():
+    plain, calibrated = choose(4, share_pairs=512), choose(4, share_pairs=512, calibration=1.3)
+    assert calibrated.predicted_peak_bytes * 1.3 <= 4 * GIB * PROBED_USABLE
+    assert calibrated.predicted_peak_bytes < plain.predicted_peak_bytes
+
+
+def test_a_given_micro_batch_is_the_one_used():
+    for tokens in (1024, 5000, 30_000):
+        for gib in (None, 40, 80):
+            assert choose(gib, micro_batch_tokens=tokens).micro_batch_tokens == tokens
+
+
+@pytest.mark.parametrize("gib", [None, 80])
+def test_a_micro_batch_below_the_longest_example_is_refused(gib):
+    with pytest.raises(ValueError, match="micro_batch_tokens=511.*longest example has 1024 tokens"):
+        choose(gib, micro_batch_tokens=511)
+
+
+def test_checkpointing_is_chosen_only_if_nothing_fits_without_it():
+    assert not choose(80).gradient_checkpointing
+    assert choose(80, gradient_checkpointing="True").gradient_checkpointing
+    long = heavy_tailed(longest=20_000)
+    estimate = estimate_of(lengths=long)
+    plain, again = (
+        estimate.step_peak(40_000, CHUNKS[-1], checkpointing) / GIB / USABLE for checkpointing in (False, True)
+    )
+    between = (plain + again) / 2
+    assert choose(between, lengths=long).gradient_checkpointing
+    with pytest.raises(NothingFits):
+        choose(between, lengths=long, gradient_checkpointing="False")
+
+
+def test_a_model_that_cannot_fit_is_refused_with_numbers():
+    with pytest.raises(NothingFits) as refusal:
+        choose(2, CHATLM, optimizer="adamw_rms")
+    text = str(refusal.value)
+    assert "and 2.00 GiB are there" in text and "optimizer 1.4" in text
+    assert "--max_seq_len (now 256)" in text and "--optimizer=adafactor" in text
+
+
+def test_micro_batches_on_a_cpu_are_moderate():
+    plan = choose(None, share_pairs=10**4)
+    assert 1024 <= plan.micro_batch_tokens <= 16_384
+    assert not plan.gradient_checkpointing
+
+
 HEAVY_TAIL = HeavyTail(512).lengths.astype(np.int64)  # of 2,048 pairs, one in twenty of 512 tokens a side
 
 

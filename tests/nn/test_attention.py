@@ -5,10 +5,12 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from config import MODELS, T5ModelConfig
 from model.nn.attention import attend, has_kernels, make_layout
-from model.nn.t5.position_bias import position_buckets, score_bias
+from model.nn.t5.position_bias import score_bias
 
 HEADS, WIDTH = 2, 8
+
 LENGTHS = [(5, 5), (1, 1), (17, 17), (40, 40), (16, 16), (33, 33), (2, 2)]
+
 CROSS = [(5, 9), (1, 30), (17, 1), (40, 70), (16, 16), (3, 3), (25, 25)]
 
 
@@ -47,7 +49,7 @@ def separate(lengths, q, k, v, table, causal, is_cross):
     [(LENGTHS, False, False), (LENGTHS, True, False), (CROSS, False, True), ([(1, 1)], True, False)],
     ids=["encoder", "decoder", "cross", "one token"],
 )
-def test_packed_examples_give_what_each_gives_alone(lengths, causal, is_cross):
+def test_packed_examples_give_the_same_as_each_alone(lengths, causal, is_cross):
     results = []
     for function in (packed, separate):
         inputs = random_inputs(lengths)
@@ -82,7 +84,7 @@ def test_a_number_that_is_not_finite_stays_in_its_own_example(poisoned):
         assert all(part.isfinite().all() for i, part in enumerate(parts) if i != poisoned)
 
 
-def test_a_query_does_not_see_what_comes_after_it():
+def test_causal_attention_does_not_see_later_tokens():
     lengths = [(20, 20), (20, 20)]
     q, k, v, table = random_inputs(lengths)
     before = packed(lengths, q, k, v, table, True, False)
@@ -95,7 +97,7 @@ def test_a_query_does_not_see_what_comes_after_it():
 
 
 @pytest.mark.parametrize("num_examples", [1, 10, 400])
-def test_cost_is_the_sum_of_squares_and_never_the_square_of_the_sum(num_examples):
+def test_the_cost_is_the_sum_of_squares_and_not_the_square_of_the_sum(num_examples):
     lengths = np.random.default_rng(num_examples).integers(16, 257, size=(2, num_examples))
     layout = make_layout(*lengths)
     scores = sum(b * t * s for b, t, s in (block.shape for block in layout.blocks))
@@ -113,15 +115,7 @@ def test_blocks_have_few_shapes():
     assert len(make_layout(lengths, lengths).blocks) <= 12
 
 
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (16, 64), (64, 512)])
-def test_position_buckets_are_those_of_transformers(bidirectional, num_buckets, max_distance):
-    distance = torch.arange(-3000, 3001)
-    theirs = T5Attention._relative_position_bucket(distance, bidirectional, num_buckets, max_distance)
-    assert torch.equal(position_buckets(distance, num_buckets, max_distance, bidirectional), theirs)
-
-
-def test_the_kernels_stand_in_where_they_have_the_model_s_sizes_and_else_the_plain_twin_does():
+def test_the_kernels_are_used_only_for_the_sizes_that_they_support():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     for name in MODELS:
         shape = T5ModelConfig(**MODELS[name])

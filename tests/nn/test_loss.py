@@ -48,7 +48,7 @@ def plain_parts(hidden, weight, labels, z_loss):
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 36, 37, 64, 2048])
-def test_loss_and_gradients_are_those_of_torch_whatever_the_chunk(chunk_tokens, z_loss):
+def test_loss_and_gradients_are_those_of_pytorch_for_every_chunk_size(chunk_tokens, z_loss):
     ours, reference = random_inputs(), random_inputs()
     loss, parts = linear_cross_entropy(*ours, chunk_tokens, z_loss)
     expected = plain_loss(*reference, z_loss)
@@ -80,7 +80,7 @@ def test_large_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize("wants_hidden, wants_weight", [(True, False), (False, True), (False, False)])
-def test_only_the_gradients_that_are_wanted_are_computed(wants_hidden, wants_weight):
+def test_only_the_gradients_that_are_needed_are_computed(wants_hidden, wants_weight):
     hidden, weight, labels = random_inputs()
     hidden.requires_grad_(wants_hidden)
     weight.requires_grad_(wants_weight)
@@ -103,7 +103,7 @@ def train_line_of_a_step(store, tokenizer, folder, **options):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_journal_tells_the_cross_entropy_and_the_z_loss_apart(store, tokenizer, tmp_path, exact):
+def test_the_journal_has_cross_entropy_and_z_loss_separately(store, tokenizer, tmp_path, exact):
     plain, both = (train_line_of_a_step(store, tokenizer, tmp_path, exact=exact, z_loss=z) for z in (0.0, 0.01))
     assert both["loss"] == plain["loss"] and "z_loss" not in plain
     assert 0.1 < both["z_loss"] < 1, "0.01 times the square of log(400)"

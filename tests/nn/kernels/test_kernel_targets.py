@@ -13,7 +13,7 @@ from model.nn import flat_params, loss
 from model.nn.t5 import network
 from model.nn.t5.batch import pack
 from model.nn.t5.network import TextToTextModel
-from tests.nn.kernels import test_attention_kernels, test_fused
+from tests.nn.kernels import test_attention, test_fused
 
 SHARED_BYTES = 99 * 1024  # what a block may use on sm_86 and sm_89; sm_80 gives 163 KiB
 
@@ -57,13 +57,13 @@ def compiling_for(capability, patch):
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89])  # A100; RTX 30; RTX 40
-def test_every_kernel_fits_the_card(capability, monkeypatch):
+def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability, monkeypatch):
     with compiling_for(capability, monkeypatch) as kernels:
-        for lengths, causal, has_bias in test_attention_kernels.CASES.values():
-            test_attention_kernels.outcome(lengths, causal, has_bias, 8, 64, torch.bfloat16, "cpu", 0, kernels=True)
+        for lengths, causal, has_bias in test_attention.CASES.values():
+            test_attention.outcome(lengths, causal, has_bias, 8, 64, torch.bfloat16, "cpu", 0, kernels=True)
         for head_width in (16, 32, 128):
-            case = test_attention_kernels.CASES["decoder"]
-            test_attention_kernels.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
+            case = test_attention.CASES["decoder"]
+            test_attention.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
         for width in (512, 768):
             test_fused.norm_errors("cpu", torch.bfloat16, width=width)
         launch_cross_entropy()
@@ -81,7 +81,7 @@ def launch_cross_entropy():
     cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
 
 
-def test_what_a_first_micro_batch_has_compiled_serves_any_number_of_tokens(monkeypatch):
+def test_kernels_are_compiled_once_for_every_number_of_tokens(monkeypatch):
     for module in (flat_params, network, loss):
         monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
     sizes = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1, vocab_size=500)

@@ -14,7 +14,7 @@ def micro_batch(store, tokenizer):
     return collate(store, IDS, tokenizer.pad_id, "cpu")
 
 
-def stock_twin(model):
+def hf_twin(model):
     """transformers' own T5 with copies of the weights of `model`."""
     config = T5Config(
         **SHAPE, vocab_size=model.config.vocab_size, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0
@@ -37,13 +37,13 @@ def logits_of(model, micro_batch):
 
 def test_promise_1_logits_are_those_of_transformers(model, store, tokenizer, micro_batch):
     batch = padded(store, IDS, tokenizer.pad_id)
-    theirs = stock_twin(model)(**batch).logits[batch["labels"] != -100]
+    theirs = hf_twin(model)(**batch).logits[batch["labels"] != -100]
     assert theirs.std() > 0.05
     assert (logits_of(model, micro_batch) - theirs).abs().max() <= 1e-4
 
 
 def test_loss_and_every_gradient_are_those_of_transformers(model, store, tokenizer, micro_batch):
-    twin = stock_twin(model)
+    twin = hf_twin(model)
     loss = stock_loss(twin, padded(store, IDS, tokenizer.pad_id))
     loss.backward()
     ours = gradients_after(model, micro_batch)
@@ -109,7 +109,7 @@ def test_random_weights_depend_on_the_seed_alone(tokenizer):
     assert not any(torch.equal(one[name], other[name]) for name in one if "norm" not in name)
 
 
-def test_random_weights_have_the_spread_that_transformers_gives_them(model):
+def test_random_weights_have_the_standard_deviation_of_transformers(model):
     torch.manual_seed(0)
     stock = T5ForConditionalGeneration(T5Config(**SHAPE, vocab_size=model.config.vocab_size)).state_dict()
     for name, weight in model.state_dict().items():

@@ -34,7 +34,7 @@ def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernel
         rows = torch.ones(padding, heads * width, device=device, dtype=dtype)
         inputs = [torch.cat([x.detach(), rows]).requires_grad_() for x in inputs]
         grad = torch.cat([grad, rows])
-        layout = roomy_layout(lengths, padding, device)
+        layout = padded_layout(lengths, padding, device)
     out = attend(inputs, layout, score_bias(layout, weight, 128, causal), heads)
     out.backward(grad.to(out.dtype))
     if padding:
@@ -43,7 +43,7 @@ def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernel
     return real if weight is None else [*real, weight.grad]
 
 
-def roomy_layout(lengths, padding, device):
+def padded_layout(lengths, padding, device):
     from model.nn.kernels.attention import PackedLayout, packed_tiles
 
     queries, keys = np.array(lengths).T
@@ -58,9 +58,9 @@ def relative_errors(*case, padding=0):
 
 @pytest.mark.parametrize("dtype, most", [("float32", 1e-5), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize("name", CASES)
-def test_the_interpreted_kernels_give_the_plain_twin(name, dtype, most):
+def test_the_interpreted_kernels_give_the_same_as_pytorch(name, dtype, most):
     # A process of its own: Triton reads TRITON_INTERPRET when a kernel is defined.
-    imports = "import torch; from tests.nn.kernels.test_attention_kernels import *"
+    imports = "import torch; from tests.nn.kernels.test_attention import *"
     code = f"{imports}; print(*interpreted({name!r}, torch.{dtype}))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -109,7 +109,7 @@ def compute_bf16_as_a_gpu_does():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_in_bf16_are_within_a_hundredth_of_the_plain_twin(name):
+def test_the_kernels_in_bf16_are_within_one_percent_of_pytorch(name):
     lengths, causal, has_bias = CASES[name]
     rng = np.random.default_rng()
     many = [(int(n), int(n) if has_bias else int(m)) for n, m in rng.integers(1, 513, size=(200, 2))]
@@ -120,6 +120,6 @@ def test_the_kernels_in_bf16_are_within_a_hundredth_of_the_plain_twin(name):
 
 
 @pytest.mark.gpu
-def test_the_kernels_give_the_same_bits_at_every_run():
+def test_the_kernels_give_the_same_bits_in_every_run():
     runs = [outcome(*CASES["decoder"], 8, 64, torch.bfloat16, "cuda", 1, kernels=True) for _ in range(3)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))

@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+import torch
+
+from model.nn.attention import make_layout, round_up
+from model.nn.t5.batch import MicroBatch
+from model.nn.t5.footprint import MemorySpec, count_parameters, step_moments
+from tests.parts import make_model
+
+
+def test_the_parameter_count_is_that_of_the_model():
+    model = make_model(500)
+    assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
+    model.freeze_all_but_decoder()
+    assert count_parameters(model.config, decoder_only=True) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+
+
+@pytest.mark.parametrize("prompt, response", ((48, 48), (64, 128), (128, 24)))
+def test_the_predicted_activations_are_within_one_percent_of_what_autograd_saves(prompt, response):
+    """Against the tensors that autograd really saves on a CPU, where RMSNorm keeps two more than on a GPU."""
+    num_examples, model = 4, make_model(500)
+    shape = model.config
+    kept = saved_bytes(model, num_examples, prompt, response)
+    layers = 2 * shape.num_layers * prompt + 3 * shape.num_decoder_layers * response + prompt + response
+    kept -= 2 * num_examples * layers * 4 * shape.d_model
+    spec = MemorySpec(shape, 4, kernels=False)
+    moment = step_moments(spec, np.array([[prompt, response]]), checkpointing=False)["loss"][0]
+    # held without being saved for backward: the position bias, ids, what the loss reads and its gradient; and of the
+    # decoder's last norm the CPU keeps no output
+    moment -= 4 * shape.num_heads * (round_up(prompt) ** 2 + round_up(response) ** 2) + 24 * (prompt + response)
+    moment -= 3 * 4 * shape.d_model * response
+    assert num_examples * moment == pytest.approx(kept, rel=0.01)
+
+
+def saved_bytes(model, num_examples, prompt, response):
+    """Bytes of the distinct storages that autograd saves in one forward, weights and layouts left out."""
+    prompts, responses = np.full(num_examples, prompt), np.full(num_examples, response)
+    micro_batch = MicroBatch(
+        *(torch.zeros(num_examples * length, dtype=torch.long) for length in (prompt, response, response)),
+        make_layout(prompts, prompts),
+        make_layout(responses, responses),
+        make_layout(responses, prompts),
+    )
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.is_floating_point():
+            seen[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.decode(micro_batch)
+    return sum(count for count, _ in seen.values())
