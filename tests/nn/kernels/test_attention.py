@@ -1,4 +1,4 @@
-"""The Triton kernels against the plain twin: on CPU through Triton's interpreter, on a GPU as they are."""
+"""The attention kernels against PyTorch: on a CPU in Triton's interpreter, on a GPU as they are."""
 
 import os
 import subprocess
@@ -16,9 +16,9 @@ CASES = {"encoder": (SELF, False, True), "decoder": (SELF, True, True), "cross":
 
 
 def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernels, padding=0):
-    """Output and gradients of q, k, v and the bias table, by the kernels in `dtype` or by the twin in float32.
+    """Output and gradients of q, k, v and the bias table, by the kernels in `dtype` or by PyTorch in float32.
 
-    `padding`: so many rows of padding are behind the examples, and must give and receive zero.
+    Adds `padding` rows after the examples, whose output and gradients must be zero.
     """
     from model.nn.attention import attend, make_layout
     from model.nn.t5.position_bias import score_bias
@@ -47,19 +47,19 @@ def padded_layout(lengths, padding, device):
     from model.nn.kernels.attention import PackedLayout, packed_tiles
 
     queries, keys = np.array(lengths).T
-    room = (queries.sum() + padding, keys.sum() + padding, len(lengths))
-    return PackedLayout(*(torch.from_numpy(tiles).to(device) for tiles in packed_tiles(queries, keys, room)))
+    bucket = (queries.sum() + padding, keys.sum() + padding, len(lengths))
+    return PackedLayout(*(torch.from_numpy(tiles).to(device) for tiles in packed_tiles(queries, keys, bucket)))
 
 
 def relative_errors(*case, padding=0):
-    ours, twin = outcome(*case, kernels=True, padding=padding), outcome(*case, kernels=False)
-    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(ours, twin, strict=True)]
+    ours, reference = outcome(*case, kernels=True, padding=padding), outcome(*case, kernels=False)
+    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(ours, reference, strict=True)]
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 1e-5), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize("name", CASES)
 def test_the_interpreted_kernels_give_the_same_as_pytorch(name, dtype, most):
-    # A process of its own: Triton reads TRITON_INTERPRET when a kernel is defined.
+    # A child process, because Triton reads TRITON_INTERPRET when a kernel is defined.
     imports = "import torch; from tests.nn.kernels.test_attention import *"
     code = f"{imports}; print(*interpreted({name!r}, torch.{dtype}))"
     done = subprocess.run(
@@ -80,13 +80,13 @@ def interpreted(name, dtype):
     width = 16
     if dtype == torch.bfloat16:
         compute_bf16_as_a_gpu_does()
-        width, lengths = 64, [pair for pair in lengths if min(pair) > 4]  # of one key the true gradient of q is zero
+        width, lengths = 64, [pair for pair in lengths if min(pair) > 4]  # with one key the true gradient of q is zero
     case = (lengths, causal, has_bias, 2, width, dtype, "cpu", int.from_bytes(os.urandom(4), "little"))
     return relative_errors(*case) + relative_errors(*case, padding=77)
 
 
 def compute_bf16_as_a_gpu_does():
-    """Let the interpreter, which keeps bf16 as integers of 16 bits, multiply the numbers and round to the nearest."""
+    """Patch the interpreter, which keeps bf16 as 16-bit integers, to multiply the numbers and round to nearest."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

@@ -1,4 +1,4 @@
-"""Each kernel compiled for the cards of those who will use it, on a machine without one."""
+"""Every kernel compiles for A100, RTX 30 and RTX 40, checked on a machine without a GPU."""
 
 from contextlib import contextmanager
 
@@ -13,13 +13,13 @@ from model.nn import flat_params, loss
 from model.nn.t5 import network
 from model.nn.t5.batch import pack
 from model.nn.t5.network import TextToTextModel
-from tests.nn.kernels import test_attention, test_fused
+from tests.nn.kernels import test_adamw, test_attention, test_norm
 
-SHARED_BYTES = 99 * 1024  # what a block may use on sm_86 and sm_89; sm_80 gives 163 KiB
+SHARED_BYTES = 99 * 1024  # per block on sm_86 and sm_89; sm_80 has 163 KiB
 
 
 def kernel_names():
-    """What is launched: the functions that Triton compiles, less their helpers."""
+    """Names of the kernels that are launched: all Triton functions but their private helpers."""
     from model.nn.kernels import adamw, attention, cross_entropy, norm
 
     functions = {name: f for module in (adamw, attention, cross_entropy, norm) for name, f in vars(module).items()}
@@ -27,7 +27,7 @@ def kernel_names():
 
 
 class Card:
-    """What Triton asks a driver for when it compiles."""
+    """The driver that Triton asks for the target when it compiles."""
 
     def __init__(self, capability):
         self.capability = capability
@@ -44,7 +44,7 @@ class Card:
 
 @contextmanager
 def compiling_for(capability, patch):
-    """Launches within this block compile for the card and do not run; yields the kernels, by name."""
+    """Inside, launches compile for this compute capability and do not run; yields {name: compiled kernels}."""
     kernels, launch = {}, triton.JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
@@ -65,9 +65,9 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
             case = test_attention.CASES["decoder"]
             test_attention.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
         for width in (512, 768):
-            test_fused.norm_errors("cpu", torch.bfloat16, width=width)
+            test_norm.norm_errors("cpu", torch.bfloat16, width=width)
         launch_cross_entropy()
-        test_fused.update_errors("cpu")
+        test_adamw.update_errors("cpu")
     assert kernels.keys() == kernel_names()
     for name, compiled in kernels.items():
         for kernel in compiled:
@@ -96,7 +96,7 @@ def test_kernels_are_compiled_once_for_every_number_of_tokens(monkeypatch):
 
 
 def packed(num_pairs):
-    """MicroBatch of pairs with lengths of all kinds."""
+    """MicroBatch of pairs of random lengths."""
     lengths = np.random.default_rng(num_pairs).integers(2, 60, size=(2, num_pairs))
     prompts, labels = (np.ones(side.sum(), dtype=np.int64) for side in lengths)
     return pack(prompts, labels, labels, *lengths)

@@ -1,0 +1,30 @@
+"""The kernels in Triton's interpreter on the CPU, in one child process for the tests of all kernels but attention."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+CODE = """
+import json, os, torch
+from tests.nn.kernels import test_adamw, test_cross_entropy, test_norm
+torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+print(json.dumps({module.__name__: module.interpreted() for module in (test_norm, test_cross_entropy, test_adamw)}))
+"""
+
+
+def relative_error(ours, reference):
+    return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+@cache
+def interpreted_errors():
+    """{name of a test module: relative errors that its `interpreted` gives}."""
+    # A child process, because Triton reads TRITON_INTERPRET when a kernel is defined.
+    environ = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,37 @@
+"""The cross-entropy kernel against PyTorch in float64: on a CPU in Triton's interpreter, on a GPU as it is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.nn.kernels.interpreted import interpreted_errors, relative_error
+
+
+def cross_entropy_errors(device, dtype, rows=9, vocabulary=5003, padding=61, z_loss=1e-3):
+    """Relative errors of the loss's parts and of its gradient, against float64; the padding's must be zero."""
+    from model.nn.kernels.cross_entropy import cross_entropy_
+
+    logits = (3 * torch.randn(rows, vocabulary + padding, device=device)).to(dtype)
+    labels = torch.randint(vocabulary, (rows,), device=device)
+    exact = logits[:, :vocabulary].double().requires_grad_()
+    plain = torch.stack([F.cross_entropy(exact, labels, reduction="none"), z_loss * exact.logsumexp(1).square()])
+    plain.sum().backward()
+    losses = cross_entropy_(logits, labels, vocabulary, z_loss)
+    assert not logits[:, vocabulary:].any()
+    parts = [relative_error(*pair) for pair in zip(losses, plain.detach(), strict=True)]
+    return [*parts, relative_error(logits[:, :vocabulary], exact.grad)]
+
+
+def interpreted():
+    return cross_entropy_errors("cpu", torch.float32)
+
+
+def test_the_interpreted_cross_entropy_gives_the_same_as_pytorch():
+    errors = interpreted_errors()["tests.nn.kernels.test_cross_entropy"]
+    assert len(errors) == 3
+    assert max(errors) < 1e-5
+
+
+@pytest.mark.gpu
+def test_the_cross_entropy_in_bf16_is_within_one_percent_of_float64():
+    assert max(cross_entropy_errors("cuda", torch.bfloat16, rows=300, vocabulary=29_298, padding=14)) < 1e-2
