@@ -45,19 +45,19 @@ def test_after_an_out_of_memory_the_same_plan_is_tried_again_and_then_smaller_on
 
 def test_a_shrunk_plan_grows_back_one_step_at_a_time_and_each_shrinking_doubles_the_wait():
     full = MemoryPlan(4000, 512, False, 0, graphs=True)
-    plan, growth = full, PlanRecovery(full, wait_steps=2)
+    plan, recovery = full, PlanRecovery(full, wait_steps=2)
     for _ in range(6):
-        plan, growth = growth.after_step(shrink_plan(plan, 1000), shrunk=True)
-    assert plan == MemoryPlan(1000, 128, True, 0) and growth.wait_steps == 128
+        plan, recovery = recovery.after_step(shrink_plan(plan, 1000), shrunk=True)
+    assert plan == MemoryPlan(1000, 128, True, 0) and recovery.wait_steps == 128
     seen = []
     for _ in range(128 * 6 + 3):
-        plan, growth = growth.after_step(plan, shrunk=False)
+        plan, recovery = recovery.after_step(plan, shrunk=False)
         seen.append(plan)
     assert seen[126] == MemoryPlan(1000, 128, True, 0) and seen[127] == MemoryPlan(1000, 128, False, 0)
     assert len(set(seen)) == 7 and seen[128 * 6 - 2] == replace(full, graphs=False) and seen[-1] == full
 
 
 def test_plan_recovery_is_the_same_after_a_checkpoint():
-    growth = PlanRecovery(MemoryPlan(4000, 512, False, 0), 7, 400)
-    assert recovery_of(asdict(growth), MemoryPlan(1, 1, True, 0)) == growth
-    assert recovery_of(None, growth.full) == PlanRecovery(growth.full)
+    recovery = PlanRecovery(MemoryPlan(4000, 512, False, 0), 7, 400)
+    assert recovery_of(asdict(recovery), MemoryPlan(1, 1, True, 0)) == recovery
+    assert recovery_of(None, recovery.full) == PlanRecovery(recovery.full)

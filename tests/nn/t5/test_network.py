@@ -14,14 +14,14 @@ def micro_batch(store, tokenizer):
     return collate(store, IDS, tokenizer.pad_id, "cpu")
 
 
-def hf_twin(model):
+def make_hf_model(model):
     """transformers' own T5 with copies of the weights of `model`."""
     config = T5Config(
         **SHAPE, vocab_size=model.config.vocab_size, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0
     )
-    twin = T5ForConditionalGeneration(config)
-    assert not twin.load_state_dict(model.state_dict(), strict=False).unexpected_keys
-    return twin
+    reference = T5ForConditionalGeneration(config)
+    assert not reference.load_state_dict(model.state_dict(), strict=False).unexpected_keys
+    return reference
 
 
 def gradients_after(model, micro_batch, seed=0):
@@ -37,19 +37,19 @@ def logits_of(model, micro_batch):
 
 def test_promise_1_logits_are_those_of_transformers(model, store, tokenizer, micro_batch):
     batch = padded(store, IDS, tokenizer.pad_id)
-    theirs = hf_twin(model)(**batch).logits[batch["labels"] != -100]
+    theirs = make_hf_model(model)(**batch).logits[batch["labels"] != -100]
     assert theirs.std() > 0.05
     assert (logits_of(model, micro_batch) - theirs).abs().max() <= 1e-4
 
 
 def test_loss_and_every_gradient_are_those_of_transformers(model, store, tokenizer, micro_batch):
-    twin = hf_twin(model)
-    loss = stock_loss(twin, padded(store, IDS, tokenizer.pad_id))
+    reference = make_hf_model(model)
+    loss = stock_loss(reference, padded(store, IDS, tokenizer.pad_id))
     loss.backward()
     ours = gradients_after(model, micro_batch)
     torch.testing.assert_close(model(micro_batch), loss)
     assert ours.keys() == {name for name, _ in model.named_parameters()}
-    assert farthest(ours, gradients_of(twin)) < 1e-4
+    assert farthest(ours, gradients_of(reference)) < 1e-4
 
 
 @pytest.mark.parametrize("trainable", ["all", "decoder"])
