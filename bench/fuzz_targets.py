@@ -147,7 +147,13 @@ def check_parquet_bomb(draw, folder):
         turn = pa.StructArray.from_arrays([columns["response"], draw.choice((repeated, extra))], ["role", "content"])
         columns = dict(messages=pa.ListArray.from_arrays([0, count], turn))
     table = pa.table(columns)
-    pq.write_table(table, path, compression=draw.choice(("snappy", "zstd")), store_schema=draw.random() < 0.5)
+    pq.write_table(
+        table,
+        path,
+        compression=draw.choice(("snappy", "zstd")),
+        store_schema=draw.random() < 0.5,
+        write_batch_size=1 << 20,
+    )
     if draw.random() < 0.5:
         path.write_bytes(mutate(draw, path.read_bytes()))
     before = _peak_mib()
