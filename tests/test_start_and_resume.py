@@ -175,7 +175,7 @@ def test_a_run_stopped_at_its_last_step_is_evaluated_once_and_then_finished(home
 
 def test_a_typed_warm_up_that_is_not_shorter_than_the_run_is_refused_before_the_run(home):
     done = train(home, output_dir="all_warm_up", warmup_steps=11)
-    assert refused(done, "the warm-up of 11 steps is not shorter than the run, 11", "--warmup_steps=1")
+    assert refused(done, "the warm-up of 11 steps must be shorter than the run of 11", "--warmup_steps=1")
     assert not (home / "all_warm_up").exists()
 
 

@@ -235,7 +235,7 @@ def raised_in(monkeypatch):
     ("package", "command", "options", "part"),
     [
         ("runtime", "plan", dict(tokenizer_dir="broken"), "tokenizer.json is not JSON"),
-        ("data", "plan", dict(train_file="table.xls"), "cannot read a .xls file"),
+        ("data", "plan", dict(train_file="table.xls"), "unknown suffix '.xls'"),
         ("nn", "plan", dict(finetune_from_ckp_file="empty"), "no model there"),
         ("memory", "plan", dict(micro_batch_tokens=9), "micro_batch_tokens=9"),
         ("train", "plan", dict(warmup_steps=1000), "--warmup_steps="),

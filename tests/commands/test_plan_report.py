@@ -158,7 +158,7 @@ def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
     store = open_store("train.jsonl", tokenizer, 32, TOKENS_DIR)
     values = plan(vocab_size=0, **options)
     assert "28 of 64 pairs; warm-up 3" in table(plan(vocab_size=0, **options, epochs=40))
-    with pytest.raises(ValueError, match="warm-up of 28 steps is not shorter than the run, 28: .*--warmup_steps=2$"):
+    with pytest.raises(ValueError, match="warm-up of 28 steps must be shorter than the run of 28: .*--warmup_steps=2$"):
         plan(vocab_size=0, **options, epochs=40, warmup_steps=28)
     stored = load_config("pretrain", options | dict(warmup_steps=1000))
     assert "the warm-up of 1000 steps" in table(preview(stored, (), 1)), "of a resumed run"

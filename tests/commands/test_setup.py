@@ -76,7 +76,7 @@ def test_fine_tuning_with_another_model_than_the_weights_have_is_refused(home, d
 def test_a_bin_file_that_does_not_fit_the_model_is_refused_before_tokenising(home, done_run):
     torch.save(load_file(home / done_run / "last" / "model.safetensors"), home / "old.bin")
     options = dict(output_dir="wrong_size", finetune_from_ckp_file="old.bin", model="small", train_file="nothing.jsonl")
-    assert refused(train(home, **options), "old.bin does not fit this model", "name it in --model")
+    assert refused(train(home, **options), "old.bin does not fit this model", "give it with --model")
 
 
 def test_weights_that_would_execute_code_are_refused(home):
