@@ -178,7 +178,8 @@ def _sample(config, tokenizer):
 def _estimated_pairs(path, rows):
     """Number of pairs in a file that begins with `rows`: exact for parquet, else an estimate that errs high."""
     if path.suffix == ".parquet":
-        return pq.ParquetFile(path).metadata.num_rows
+        with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
+            return pq.ParquetFile(file).metadata.num_rows
     text_bytes = sum(len(text.encode()) for pair in rows for text in pair)
     return len(rows) * path.stat().st_size / max(text_bytes, 1)
 

@@ -68,6 +68,11 @@ def other_tokenizer(node):
     train_tokenizer([PROBE[:200] * 2], 400, node / "model_save" / "tokenizer")
 
 
+def other_pad(node):
+    path = node / "model_save" / "tokenizer" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(pad_token="[UNK]")))
+
+
 def other_epsilon(node):
     (node / "shape.json").write_text(json.dumps(SHAPE | dict(layer_norm_epsilon=1e-5)))
 
@@ -81,6 +86,7 @@ def other_order(node):
     "differ, what, values",
     [
         (other_tokenizer, "the tokenizer", ("fingerprint=", "fingerprint=")),
+        (other_pad, "the tokenizer", ("pad_id=0", "pad_id=6")),
         (other_epsilon, "the model's configuration", ("layer_norm_epsilon=1e-06", "layer_norm_epsilon=1e-05")),
         (other_order, "the pairs in train.jsonl", ("ids_sha256=", "ids_sha256=")),
     ],

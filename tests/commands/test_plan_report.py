@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import re
 
@@ -184,13 +185,14 @@ def test_pairs_with_an_empty_side_are_not_counted_as_steps(home):
         assert plan(vocab_size=0, train_file=name, **given)["steps"]["count"] == steps
 
 
-@pytest.mark.parametrize("name", ["many.jsonl", "many.parquet"])
+@pytest.mark.parametrize("name", ["many.jsonl", os.fsdecode(b"many\xff.parquet")], ids=["jsonl", "name not UTF-8"])
 def test_the_predicted_disk_space_includes_the_token_store(home, monkeypatch, name):
     monkeypatch.setattr(plan_report, "SAMPLED_ROWS", 500)
     draw = random.Random(0)
     pairs = [["".join(draw.choices(PROBE, k=30)) for _ in range(6000)] for _ in range(2)]
     write_pairs(home / "many.jsonl", [text for pair in zip(*pairs, strict=True) for text in pair])
-    pq.write_table(pa.table(dict(zip(("prompt", "response"), pairs, strict=True))), home / "many.parquet")
+    with open(home / os.fsdecode(b"many\xff.parquet"), "wb") as file:
+        pq.write_table(pa.table(dict(zip(("prompt", "response"), pairs, strict=True))), file)
     given = dict(model="shape.json", train_file=name, max_seq_len=64)
     before = plan(vocab_size=0, **given)["host"]["disk_bytes"]
     store = open_store(name, load_tokenizer(TOKENIZER_DIR), 64, TOKENS_DIR)
