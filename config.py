@@ -4,7 +4,6 @@ A preset holds only its differences from the defaults, and the command line only
 `load_config` uses every value as it was given, or raises ValueError.
 """
 
-import json
 import math
 from dataclasses import dataclass, fields, replace
 
@@ -50,6 +49,7 @@ class T5ModelConfig:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
+DEFAULT_FAMILY = "t5"
 MODELS = {
     "tiny": dict(d_model=128, d_ff=512, num_heads=2, d_kv=64, num_layers=2, num_decoder_layers=2),
     "small": dict(d_model=512, d_ff=2048, num_heads=8, d_kv=64, num_layers=6, num_decoder_layers=6),
@@ -69,6 +69,7 @@ class TrainConfig:
     response_column: str = ""  # empty: found by name
     tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer
     max_seq_len: int = 256  # most tokens of a prompt and of a response, EOS included
+    objective: str = "pairs"  # what a step is for: pairs (predict the response, given the prompt)
     # Model
     model: str = "small"  # tiny, small, chatlm or a JSON file with the fields of T5ModelConfig
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch
@@ -277,18 +278,3 @@ def global_batch(config, world_size, typed):
             f"gradient_accumulation_steps * processes = {product}: leave one of them out"
         )
     return config.global_batch_size
-
-
-def load_model_config(name):
-    """T5ModelConfig of a named size or a JSON file; raises ValueError if the file cannot be read as one."""
-    if name in MODELS:
-        return T5ModelConfig(**MODELS[name])
-    try:
-        with open(name, encoding="utf-8") as file:
-            text = file.read(MAX_JSON_BYTES + 1)
-        if len(text) > MAX_JSON_BYTES:
-            raise ValueError(f"it has more than {MAX_JSON_BYTES:,} characters")
-        return T5ModelConfig(**json.loads(text))
-    except (OSError, TypeError, ValueError, RecursionError) as error:
-        example = json.dumps(MODELS["small"])
-        raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {example}") from None

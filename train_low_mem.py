@@ -47,7 +47,7 @@ from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
 from model.runtime.terminal import printable_lines
 from model.train.evaluate import measure
 from model.train.spike_guard import TooManySkipped
-from model.train.step import TornUpdate, confirm, train_steps
+from model.train.step import Position, TornUpdate, confirm, train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
 LOGS_DIR = "logs"
@@ -84,7 +84,7 @@ def train(*stray, **options):
             if train_from(run, request, state, plan):
                 return
             run, start_step = None, state.step  # frees the memory for the next Run
-            release_memory(ranks.device)
+            release_memory()
             is_saved = from_main(ranks, lambda: bool(checkpoint_paths(config.output_dir)))
             run, state, plan = prepare_run(ranks, config, request.typed, is_saved)
             num_torn = num_torn + 1 if state.step == start_step else 1
@@ -125,10 +125,8 @@ def train_and_save(run, journal, samples, saver, state, plan):
     """Take the steps, with logs, evaluations and saves between them; returns the last state and why training ended."""
     config, schedule = run.config, run.schedule
     recent, note, saved_at, result, saves = [], "", None, None, False
-    steps = train_steps(
-        run.ranks, run.model, run.optimizer, run.train, plan, config, schedule, state.step, state.pairs_seen,
-        recovery_of(state.growth, plan), state.recent_norms,
-    )  # fmt: skip
+    recovery = recovery_of(state.growth, plan)
+    steps = train_steps(run.context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
     try:
         resumed, stop = state, False
         if evaluation_due(run, state):
@@ -189,7 +187,7 @@ def evaluation_due(run, state):
 def evaluate(run, journal, state, plan):
     """Evaluate, and export best/ if the validation loss is the lowest; returns the state and whether to stop."""
     ranks = run.ranks
-    scores = measure(run, plan, state.step, journal.write)
+    scores = measure(run.evaluation, plan, state.step, journal.write)
     if scores is None:
         return state, True
     journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores)
@@ -245,9 +243,9 @@ def test(*stray, **options):
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, request.config.output_dir)
     run, plan = prepare_test(ranks, request.config)
-    scores = measure(run, plan)
+    scores = measure(run.evaluation, plan)
     if scores:
-        say(ranks, f"test {describe_store(run.validation)}")
+        say(ranks, f"test {describe_store(run.evaluation.examples.store)}")
         say(ranks, f"test {run.dir / 'best'}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))
 
 

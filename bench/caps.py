@@ -27,16 +27,18 @@ import numpy as np
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as train_low_mem.py sets it
 import torch
 
+from bench.runs import context_of, evaluation_of, schedule_of
 from config import MODELS, T5ModelConfig, load_config
-from model.commands.setup import Run, check_memory_fits, compute_dtype
-from model.memory.plan import STEPS_THAT_REPAY_RECORDING, NothingFits
+from model.commands.network import compute_dtype
+from model.data.length_histogram import histogram
+from model.memory.plan import STEPS_THAT_REPAY_RECORDING, NothingFits, choose_plan
 from model.nn.t5.network import TextToTextModel
 from model.runtime.device_memory import limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update, plan_run
-from model.train.loader import Schedule
+from model.train.footprint import estimate_for, plan_options
 from model.train.optim import make_optimizer
-from model.train.step import TornUpdate, train_steps
+from model.train.step import Position, TornUpdate, train_steps
 
 VOCAB_SIZE, NUM_PAIRS = 40_960, 2048
 OPTIMIZERS = "muon", "adafactor", "adamw_rms"  # the default first
@@ -44,6 +46,15 @@ CAPS, BATCHES, LONGEST = (4, 8, 12, 20), (8, 16, 32, 64, 96), 512
 WARM_STEPS, RECORDING_STEPS, REPEATS = 3, 60, 3
 TRIED_STEPS, TRIED_PAIRS = 12, 384  # lower bounds: small steps are timed more often, to represent an epoch
 HOPELESS, ENOUGH = 0.8, 0.95
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    batch: int  # pairs per step
+    cap_gib: float
+    optimizer: str
+    longest: int = LONGEST  # tokens of a side
 
 
 @dataclass(frozen=True)
@@ -71,31 +82,32 @@ class HeavyTail:
         return tuple(draw.integers(3, VOCAB_SIZE, total) for total in totals)
 
 
-def make_run(model_name, batch, cap_gib, optimizer, device, other_bytes, longest=LONGEST):
-    """(Run, its plan) under this cap while other processes hold `other_bytes`. Raises NothingFits."""
+def make_run(case, device, other_bytes):
+    """(StepContext, its plan, memory) of a case while other processes hold `other_bytes`. Raises NothingFits."""
     config = load_config("pretrain", dict(
-        model=model_name, batch_size_per_gpu=batch, gradient_accumulation_steps=1, gpu_memory_limit_gb=cap_gib,
-        epochs=1, max_seq_len=longest, optimizer=optimizer, warmup_steps=10, bleu_pairs=0, learn_rate=1e-3,
+        model=case.model, batch_size_per_gpu=case.batch, gradient_accumulation_steps=1,
+        gpu_memory_limit_gb=case.cap_gib, epochs=1, max_seq_len=case.longest, optimizer=case.optimizer,
+        warmup_steps=10, bleu_pairs=0, learn_rate=1e-3,
     ))  # fmt: skip
-    limit_memory(device, cap_gib, non_torch_bytes(device, other_bytes))
-    model_config = T5ModelConfig(**MODELS[model_name], vocab_size=VOCAB_SIZE)
-    ranks, store = Ranks(0, 1, 0, device, "none", None), HeavyTail(longest)
+    usable = limit_memory(device, case.cap_gib, non_torch_bytes(device, other_bytes))
+    model_config = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
+    ranks, store = Ranks(0, 1, 0, device, "none", None), HeavyTail(case.longest)
     dtype = compute_dtype(config.mixed_precision, device)
-    check_memory_fits(ranks, config, model_config, dtype, store.lengths, batch, other_bytes)
+    estimate = estimate_for(ranks, config, model_config, dtype, histogram(store.lengths), case.batch)
+    choose_plan(plan_options(config), estimate, usable)
     with torch.device(device):
         model = TextToTextModel(model_config, compute_dtype=dtype)
     model.flat.masters.normal_(std=0.02)
     optimizer = make_optimizer(model, config)
     dry_run_update(ranks, model, optimizer)
-    run = Run(config, ranks, None, store, store, model, optimizer, Schedule(NUM_PAIRS, 0, batch, 0))
-    plan, memory = plan_run(run, None, other_bytes)
-    return replace(run, memory=memory), plan
+    context = context_of(ranks, model, optimizer, store, config, schedule_of(config, NUM_PAIRS, case.batch))
+    return context, *plan_run(context, evaluation_of(context), None, other_bytes)
 
 
 def train_epoch(run, plan):
     """(tokens/s, number of out-of-memory events, tokens of each step) of one epoch."""
     results = []
-    for result in train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, run.schedule):
+    for result in train_steps(run, Position(plan)):
         results.append(result)
         if len(results) == WARM_STEPS:
             started = clock(run)
@@ -149,9 +161,9 @@ def tried_ways(run, fastest, warm, plan):
     A way is (step, number of forwards, rest of the plan): all that decides a step's work. `fastest` keeps the least
     seconds of each.
     """
-    schedule = replace(run.schedule, total_pairs=8 * NUM_PAIRS)
+    schedule = replace(run.loader.schedule, total_pairs=8 * NUM_PAIRS)
     num_timed = max(TRIED_STEPS, TRIED_PAIRS // schedule.global_batch)
-    steps = train_steps(run.ranks, run.model, run.optimizer, run.train, plan, run.config, schedule)
+    steps = train_steps(replace(run, loader=replace(run.loader, schedule=schedule)), Position(plan))
     results = []
     try:
         for result in islice(steps, warm + num_timed):
@@ -166,11 +178,11 @@ def tried_ways(run, fastest, warm, plan):
     return ways, sum(result.tokens for result in results[warm:])
 
 
-def measure(model_name, batch, cap_gib, optimizer, device, other_bytes, longest=LONGEST, epoch_only=False):
+def measure(case, device, other_bytes, epoch_only=False):
     """The record of one case; with `epoch_only` it has no speeds of other plans."""
-    record = dict(model=model_name, batch=batch, cap_gib=cap_gib, optimizer=optimizer)
+    record = dict(model=case.model, batch=case.batch, cap_gib=case.cap_gib, optimizer=case.optimizer)
     try:
-        run, plan = make_run(model_name, batch, cap_gib, optimizer, device, other_bytes, longest)
+        run, plan, memory = make_run(case, device, other_bytes)
     except NothingFits as refusal:
         return record | dict(refused=str(refusal), held=True)
     on_gpu = device.type == "cuda"
@@ -180,7 +192,7 @@ def measure(model_name, batch, cap_gib, optimizer, device, other_bytes, longest=
     peak = torch.cuda.max_memory_reserved(device) if on_gpu else 0
     record |= dict(
         plan=plan.cutting, graphs=plan.graphs, predicted_bytes=plan.predicted_peak_bytes, peak_reserved_bytes=peak,
-        limits={name: run.memory[name] for name in ("non_torch_bytes", "allocator_limit_bytes")}, steps=len(tokens),
+        limits={name: memory[name] for name in ("non_torch_bytes", "allocator_limit_bytes")}, steps=len(tokens),
         out_of_memory_events=events, epoch_tokens_per_second=round(whole_epoch), held=not events,
     )  # fmt: skip
     if epoch_only:
@@ -201,10 +213,10 @@ def beside_the_best(plan, speeds, events):
 
 
 def cases():
-    """Yield every (model, batch, cap, optimizer); only chatlm with 4 GiB has all optimizers."""
+    """Yield every Case; only chatlm with 4 GiB has all optimizers."""
     for optimizer, (cap, model_name), batch in product(OPTIMIZERS, product(CAPS, ("small", "chatlm")), BATCHES):
         if optimizer == OPTIMIZERS[0] or (cap, model_name) == (4, "chatlm"):
-            yield model_name, batch, cap, optimizer
+            yield Case(model_name, batch, cap, optimizer)
 
 
 def main():
@@ -217,16 +229,16 @@ def main():
     given = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     shard, num_shards = map(int, given.shard.split("/"))
-    chosen = [("chatlm", 32, 19.58, "muon", 256)] if given.guide else list(cases())[shard::num_shards]
+    chosen = [Case("chatlm", 32, 19.58, "muon", 256)] if given.guide else list(cases())[shard::num_shards]
     if device.type == "cuda":  # as in training: else each recording has its own stream and cuBLAS workspace
         torch.cuda.set_stream(torch.cuda.Stream())
     other_bytes = other_process_bytes(device)  # once: later growth belongs to this process
     deadline, held = time.monotonic() + given.seconds, True
-    for model_name, batch, cap, optimizer, *longest in chosen:
+    for case in chosen:
         if time.monotonic() > deadline:
-            print(f"time is up before {model_name}, {batch}, {cap}", file=sys.stderr)
+            print(f"time is up before {case}", file=sys.stderr)
             break
-        record = measure(model_name, batch, cap, optimizer, device, other_bytes, *longest, epoch_only=given.epochs_only)
+        record = measure(case, device, other_bytes, epoch_only=given.epochs_only)
         held = held and record["held"]
         print(json.dumps(record), flush=True)
         if given.out:

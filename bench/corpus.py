@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from model.data.token_store import open_store
+from bench.runs import open_pairs
 from model.data.tokenizer import BYTE_TOKENS, PROBE, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 29_298  # ChatLM-mini-Chinese's
@@ -53,7 +53,7 @@ def open_corpus(folder):
     """Token store of `folder`'s train.parquet, built at the first call where a run in `folder` looks for it."""
     folder = Path(folder)
     tokenizer = load_tokenizer(folder / "tokenizer")
-    return open_store(folder / "train.parquet", tokenizer, MAX_SEQ_LEN, folder / "model_save" / "tokens")
+    return open_pairs(folder / "train.parquet", tokenizer, MAX_SEQ_LEN, folder / "model_save" / "tokens")
 
 
 def write_tokenizer(directory, vocab_size):

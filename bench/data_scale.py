@@ -18,11 +18,12 @@ import numpy as np
 import pyarrow as pa
 
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_ids, draw_lengths
+from bench.runs import kernel_batch
 from model.data.packing import cut
-from model.data.pair_hashes import write_hashes
+from model.data.row_hashes import write_hashes
 from model.data.sampler import share_of, step_at
-from model.data.token_store import COUNTS, PAIRS_PER_BATCH, read_store, store_schema
-from model.nn.t5.batch import collate
+from model.data.token_store import ROWS_PER_BATCH, read_store, store_schema
+from model.train.objectives.pairs import Pairs
 
 TOKEN_POOL = 20_000_000  # drawn once; each batch of pairs is a slice of it
 PAIRS_A_STEP = 256
@@ -50,11 +51,11 @@ def main():
 
 def build_store(directory, num_pairs, pool_tokens=TOKEN_POOL):
     """Write a store of `num_pairs` synthetic pairs in the project's format."""
-    rng, schema, lengths = np.random.default_rng(0), store_schema(VOCAB_SIZE), []
+    rng, schema, lengths = np.random.default_rng(0), store_schema(Pairs.sides, VOCAB_SIZE), []
     pool = draw_ids(pool_tokens, VOCAB_SIZE, rng).astype(np.uint16)
-    with pa.OSFile(str(directory / "pairs.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for start in range(0, num_pairs, PAIRS_PER_BATCH):
-            lengths.append(draw_lengths(min(PAIRS_PER_BATCH, num_pairs - start), rng))
+    with pa.OSFile(str(directory / "ids.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for start in range(0, num_pairs, ROWS_PER_BATCH):
+            lengths.append(draw_lengths(min(ROWS_PER_BATCH, num_pairs - start), rng))
             columns = []
             for side in (0, 1):
                 offsets = np.append(0, np.cumsum(lengths[-1][:, side])).astype(np.int32)
@@ -62,8 +63,8 @@ def build_store(directory, num_pairs, pool_tokens=TOKEN_POOL):
                 columns.append(pa.ListArray.from_arrays(offsets, pool[first : first + offsets[-1]]))
             writer.write_batch(pa.record_batch(columns, schema=schema))
     np.save(directory / "lengths.npy", np.concatenate(lengths))
-    whole = dict(sha256="", ids_sha256=write_hashes(directory, num_pairs), source=dict(max_seq_len=MAX_SEQ_LEN))
-    meta = dict.fromkeys(COUNTS, 0) | dict(pairs=num_pairs, ignored="") | whole
+    whole = dict(sha256="", ids_sha256=write_hashes(directory, num_pairs, {}), source=dict(max_seq_len=MAX_SEQ_LEN))
+    meta = dict(rows=num_pairs, empty=0, tokens=[0, 0], cut=[0, 0], ignored="") | whole
     (directory / "meta.json").write_text(json.dumps(meta))
 
 
@@ -96,7 +97,7 @@ def feed(store, position):
     examples = step_at(position, len(store), PAIRS_A_STEP, SEED)
     share = share_of(examples.ids, store.lengths[examples.ids].astype("int64"), 0, 1)
     for part in cut(share, store.lengths[share], MICRO_BATCH_TOKENS):
-        collate(store, part, 0, "cpu", kernels=True)
+        kernel_batch(store, part)
     return len(examples.ids)
 
 

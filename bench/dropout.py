@@ -17,11 +17,11 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from bench.loops import pad
-from config import load_config, load_model_config
+from bench.runs import open_pairs
 from model.data.sampler import step_at
-from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
-from model.train.lr_schedule import learn_rate_at
+from model.nn.registry import load_model_config
+from model.train.lr_schedule import LearnRate
 
 MAX_SEQ_LEN, WARMUP_STEPS = 256, 300
 
@@ -40,29 +40,25 @@ def main():
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(given.tokenizer_dir)
     train, valid = (
-        open_store(file, tokenizer, MAX_SEQ_LEN, "model_save/tokens")
+        open_pairs(file, tokenizer, MAX_SEQ_LEN, "model_save/tokens")
         for file in (given.train_file, given.validation_file)
     )
     for seed in map(int, given.seeds.split(",")):
         for on_probabilities in (True, False):
-            loss = train_once(given, train, valid, tokenizer, seed, on_probabilities, device)
+            model = make_t5(given, tokenizer, seed, on_probabilities).to(device)
+            loss = train_once(given, model, train, valid, seed)
             record = dict(bench="dropout", model=given.model, dropout=given.dropout, seed=seed, steps=given.steps)
             record |= dict(on_probabilities=on_probabilities, validation_loss=round(loss, 4))
             print(json.dumps(record), flush=True)
 
 
-def train_once(given, train, valid, tokenizer, seed, on_probabilities, device):
+def train_once(given, model, train, valid, seed):
     """Validation loss after one training."""
-    torch.manual_seed(seed)
-    model = make_t5(given, tokenizer).to(device)
-    for module in model.modules():
-        if isinstance(module, T5Attention) and not on_probabilities:
-            module.dropout = 0.0
-    optimizer = torch.optim.Adafactor(model.parameters(), given.rate)
-    total, config = given.steps * given.pairs, load_config("pretrain", dict(learn_rate=given.rate))
+    optimizer, device = torch.optim.Adafactor(model.parameters(), given.rate), model.device
+    rate = LearnRate(given.rate, "cosine", WARMUP_STEPS * given.pairs, given.steps * given.pairs)
     for step in range(given.steps):
         ids = step_at(step * given.pairs % len(train), len(train), given.pairs, seed).ids
-        optimizer.param_groups[0]["lr"] = learn_rate_at(step * given.pairs, config, WARMUP_STEPS * given.pairs, total)
+        optimizer.param_groups[0]["lr"] = rate.at(step * given.pairs)
         loss_of(model, train, ids, device).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -70,12 +66,18 @@ def train_once(given, train, valid, tokenizer, seed, on_probabilities, device):
     return evaluate(model.eval(), valid, device)
 
 
-def make_t5(given, tokenizer):
+def make_t5(given, tokenizer, seed, on_probabilities):
+    """transformers' T5, with dropout of attention probabilities too if `on_probabilities`."""
+    torch.manual_seed(seed)
     model_config = replace(load_model_config(given.model), vocab_size=tokenizer.vocab_size)
     ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id)
     kind = dict(feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False)
     config = T5Config(**asdict(model_config), **ids, **kind, dropout_rate=given.dropout)
-    return T5ForConditionalGeneration(config).train()
+    model = T5ForConditionalGeneration(config).train()
+    for module in model.modules():
+        if isinstance(module, T5Attention) and not on_probabilities:
+            module.dropout = 0.0
+    return model
 
 
 def loss_of(model, store, ids, device):

@@ -23,9 +23,9 @@ import torch
 
 from bench.children import ROOT, Job, gpu_slots, run_jobs
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, write_corpus
-from config import load_model_config
-from model.data.token_store import open_store
+from bench.runs import open_pairs
 from model.data.tokenizer import load_tokenizer
+from model.nn.registry import load_model_config
 from model.nn.t5.network import TextToTextModel
 from model.nn.weights_io import export_model
 from tests.tiny import journal
@@ -117,7 +117,7 @@ def train_trainer(cell, folder, epochs):
 
     own, tokenizer = folder / "runs" / cell["name"], load_tokenizer(folder / "start")
     train, valid = (
-        trainer_rows(open_store(folder / file, tokenizer, MAX_SEQ_LEN, own / "tokens"))
+        trainer_rows(open_pairs(folder / file, tokenizer, MAX_SEQ_LEN, own / "tokens"))
         for file in ("train.parquet", "valid.parquet")
     )
     args = trainer_arguments(

@@ -12,14 +12,13 @@ import json
 import tempfile
 from pathlib import Path
 
+from bench.runs import kernel_batch, open_pairs
 from model.data.buckets import buckets_for
 from model.data.packing import cut
 from model.data.readers import read_pairs
 from model.data.sampler import share_of, step_at
-from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer, train_tokenizer
 from model.memory.plan import LARGEST_MICRO_BATCH_TOKENS
-from model.nn.t5.batch import collate
 
 RANKS = (1, 2, 4)
 SEED = 23333
@@ -36,7 +35,7 @@ def main():
             directory = options.tokenizer_dir or Path(folder) / path.stem
             if not options.tokenizer_dir:
                 train_tokenizer((text for pair in read_pairs(path) for text in pair), 8000, directory)
-            store = open_store(path, load_tokenizer(directory), 256, Path(folder) / "tokens")
+            store = open_pairs(path, load_tokenizer(directory), 256, Path(folder) / "tokens")
             for pairs in map(int, options.pairs.split(",")):
                 print(json.dumps(dict(file=path.name, pairs_a_rank=pairs) | fills(store, pairs)), flush=True)
 
@@ -64,7 +63,7 @@ def epoch_fill(store, world_size, pairs_a_rank, buckets, micro_batch_tokens=LARG
             bucket = next((b for b in buckets if b.holds(store.lengths[share])), None) if len(parts) == 1 else None
             used.add(bucket)
             for part in parts:
-                micro_batch = collate(store, part, 0, "cpu", True, bucket)
+                micro_batch = kernel_batch(store, part, bucket)
                 computed += len(micro_batch.prompt_ids) + len(micro_batch.decoder_ids)
         real += int(lengths.sum())
         position += len(examples.ids)

@@ -12,18 +12,18 @@ from pathlib import Path
 import torch
 
 from bench.mutations import mutate, mutate_tree
+from bench.runs import context_of, open_pairs, schedule_of
 from config import T5ModelConfig, load_config
-from model.data.token_store import open_store
 from model.data.tokenizer import PROBE, load_tokenizer, train_tokenizer
 from model.memory.oom_policy import PlanRecovery, recovery_of
 from model.memory.plan import MemoryPlan
+from model.nn.registry import config_from, family_of
 from model.nn.t5.network import TextToTextModel
 from model.nn.weights_io import export_model, load_into
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
-from model.runtime.distributed import Ranks
-from model.train.loader import Schedule
+from model.runtime.distributed import ALONE
 from model.train.optim import make_optimizer
-from model.train.step import train_steps
+from model.train.step import Position, train_steps
 from tests.tiny import SHAPE
 
 WHOLE = MemoryPlan(10**4, 128, False, 0)
@@ -99,16 +99,15 @@ def check_changed_state(draw, path):
 def _step_after(found, plan, growth):
     """Loss of the next step after a checkpoint, in a run of two epochs of a few pairs; 0 if there is none."""
     store, state, config = _store(), found.state, load_config("pretrain", dict(spike_guard=3.0))
-    model = TextToTextModel(T5ModelConfig(**state.shape))
+    model_config = config_from(state.shape)
+    model = family_of(model_config).build(model_config)
     load_into(model, found, found.path)
     optimizer = make_optimizer(model, config)
     load_optimizer(optimizer, model, found.optimizer)
-    schedule = Schedule(2 * len(store), 100 * state.first_batch, 4, 0)
-    alone = Ranks(0, 1, 0, torch.device("cpu"), "none", None)
-    steps = train_steps(
-        alone, model, optimizer, store, plan, config, schedule, state.step, state.pairs_seen, recovery_of(growth, plan),
-        state.recent_norms,
-    )  # fmt: skip
+    schedule = schedule_of(config, 2 * len(store), 4, 100 * state.first_batch)
+    context = context_of(ALONE, model, optimizer, store, config, schedule)
+    position = Position(plan, state.step, state.pairs_seen, recovery_of(growth, plan), state.recent_norms)
+    steps = train_steps(context, position)
     result = next(steps, None)
     assert result is None or result.skipped or math.isfinite(result.loss)
     return float(result.loss) if result and not result.skipped else 0.0
@@ -118,4 +117,4 @@ def _step_after(found, plan, growth):
 def _store():
     folder, *_ = tiny_run()
     (folder / "pairs.jsonl").write_text("".join(json.dumps(dict(prompt=PROBE[i], response="b")) for i in range(12)))
-    return open_store(folder / "pairs.jsonl", load_tokenizer(folder / "tokenizer"), 32, folder / "tokens")
+    return open_pairs(folder / "pairs.jsonl", load_tokenizer(folder / "tokenizer"), 32, folder / "tokens")

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.clock import time_call
-from model.nn.attention import attend, make_layout
+from model.nn.attention import attend, make_layout, score_mask
 from model.nn.t5.position_bias import position_buckets, relative_position_bias, score_bias
 
 LAYERS = 6  # layers in a stack of T5-small
@@ -63,11 +63,18 @@ def parity(mask, heads, width, device):
         leaves = [x.to(number).detach().clone().requires_grad_() for x in qkv]
         leaves += [] if weight is None else [weight.clone().requires_grad_()]
         layout = make_layout(queries, keys, device, kernels)
-        bias = score_bias(layout, leaves[3] if has_bias else None, MAX_DISTANCE, causal, number)
+        bias = bias_of(layout, leaves[3] if has_bias else None, causal, number)
         out = attend(leaves[:3], layout, bias, heads)
         outcomes.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
     errors = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(*outcomes, strict=True)]
     return dict(seed=seed, **dict(zip(("out", "grad_q", "grad_k", "grad_v", "grad_bias"), errors, strict=False)))
+
+
+def bias_of(layout, table, causal, dtype):
+    """ScoreBias of T5's table, or of the mask alone if it is None."""
+    if table is None:
+        return score_mask(layout, causal, dtype)
+    return score_bias(layout, table, MAX_DISTANCE, causal, dtype)
 
 
 def dtype_on(device):
@@ -112,7 +119,7 @@ def ours(tokens, length, heads, causal, device):
     lengths = np.full(tokens // length, length)
     layout = make_layout(lengths, lengths, device, device.type == "cuda")
     return (
-        lambda table: score_bias(layout, table, MAX_DISTANCE, causal, dtype_on(device)),
+        lambda table: bias_of(layout, table, causal, dtype_on(device)),
         lambda q, k, v, bias: attend([q, k, v], layout, bias, heads),
     )
 

@@ -9,11 +9,12 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, TrainerCallback
 
 from bench.corpus import VOCAB_SIZE, open_corpus
-from config import load_config, load_model_config
+from config import load_config
 from model.commands.setup import prepare_run
+from model.nn.registry import load_model_config
 from model.runtime.device_memory import reset_peak
 from model.runtime.distributed import start_ranks
-from model.train.step import train_steps
+from model.train.step import Position, train_steps
 
 PAD_ID = 0
 SHAPES = ((32, 128), (32, 256), (128, 256), (256, 256))  # padded tokens of (prompt, response)
@@ -32,7 +33,7 @@ def train_ours(cell, corpus, clock):
     ranks = start_ranks(config.backend, config.ddp_timeout_s)
     run, state, plan = prepare_run(ranks, config, set(options), resumed=False)
     reset_peak(ranks.device)  # leaves out the peak of the memory probes
-    for result in train_steps(ranks, run.model, run.optimizer, run.train, plan, config, run.schedule):
+    for result in train_steps(run.context, Position(plan)):
         if clock.tick(len(result.ids), result.tokens):
             return dict(loss=float(result.loss), micro_batches=result.micro_batches, plan=asdict(result.plan))
     raise AssertionError("the corpus ended before the clock")

@@ -42,7 +42,7 @@ def compare(tokens, width, vocab):
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device=device).mul(width**-0.5).to(dtype).requires_grad_()
     weight = torch.nn.Parameter(torch.randn(vocab, width, device=device))
-    flat = FlatParams([weight], [], weight, dtype)  # like the model's: a copy in bf16 with padded rows
+    flat = FlatParams([weight], [], [weight], dtype)  # like the model's: a copy in bf16 with padded rows
     labels = torch.randint(vocab, (tokens,), device=device)
 
     def ours(hidden, weight, labels):

@@ -25,19 +25,19 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as tr
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
+from bench.runs import context_of, schedule_of
 from config import MODELS, T5ModelConfig, load_config
 from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
-from model.nn.attention import has_kernels
-from model.nn.t5.footprint import Constants, MemorySpec
+from model.nn.footprint import Constants, MemorySpec
+from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update
-from model.train.loader import Schedule
 from model.train.optim import make_optimizer
-from model.train.step import train_steps
+from model.train.step import Position, train_steps
 
 VOCAB_SIZE, CHUNK_TOKENS = 40_960, 2048
 SIZES = (
@@ -101,8 +101,8 @@ def predict(case, constants=CURRENT):
     """Predicted peak of the reserved bytes in the case's step."""
     dtype = getattr(torch, case.dtype)
     model_config = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
-    kernels = has_kernels(torch.device("cuda"), dtype, model_config)
-    spec = MemorySpec(model_config, dtype.itemsize, kernels, constants=constants)
+    kernels = T5.has_kernels(torch.device("cuda"), dtype, model_config)
+    spec = MemorySpec(T5, model_config, dtype.itemsize, kernels, constants=constants)
     lengths = Lengths(np.array([[case.tokens, case.tokens]]), np.array([case.pairs]))
     tokens = 2 * case.pairs * case.tokens
     return Estimate(spec, lengths, case.pairs).peaks(tokens, CHUNK_TOKENS, case.checkpointing)["step"]
@@ -117,11 +117,11 @@ def measure(case, device):
     config = load_config("pretrain", dict(warmup_steps=0, optimizer="adamw_rms"))
     plan = MemoryPlan(2 * case.pairs * case.tokens, CHUNK_TOKENS, case.checkpointing, 0)
     ranks, store = Ranks(0, 1, 0, device, "none", None), OneLength(case.pairs, case.tokens)
-    schedule, optimizer = Schedule(case.pairs, 0, case.pairs, 0), make_optimizer(model, config)
+    optimizer, schedule = make_optimizer(model, config), schedule_of(config, case.pairs, case.pairs)
     dry_run_update(ranks, model, optimizer)
-    release_memory(device)
+    release_memory()
     reset_peak(device)
-    result = next(train_steps(ranks, model, optimizer, store, plan, config, schedule))
+    result = next(train_steps(context_of(ranks, model, optimizer, store, config, schedule), Position(plan)))
     torch.cuda.synchronize(device)
     allocated, reserved, _ = peak_memory(device)
     return None if result.events or result.micro_batches != 1 else (reserved, allocated)

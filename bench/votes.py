@@ -19,7 +19,7 @@ from bench.corpus import write_corpus
 from config import load_config
 from model.commands.setup import prepare_run
 from model.runtime.distributed import from_main, start_ranks, stop_ranks
-from model.train.step import train_steps
+from model.train.step import Position, train_steps
 
 CORPUS_PAIRS, WARM_STEPS, STEPS = 51_200, 40, 60
 
@@ -61,7 +61,7 @@ def main():
 def step_milliseconds(run, plan, cpu_group, num_steps):
     """Median step time; ranks vote over `cpu_group`, or not at all if it is None."""
     ranks = replace(run.ranks, cpu_group=cpu_group)
-    steps = train_steps(ranks, run.model, run.optimizer, run.train, plan, run.config, run.schedule)
+    steps = train_steps(replace(run.context, ranks=ranks), Position(plan))
     results = islice(steps, WARM_STEPS, WARM_STEPS + num_steps)
     return 1000 * statistics.median(result.step_seconds for result in results)
 

@@ -26,8 +26,8 @@ from transformers.activations import ACT2FN  # noqa: E402
 
 from model.data.cleaning import clean_text  # noqa: E402
 from model.data.tokenizer import ChatTokenizer, load_tokenizer  # noqa: E402
-from model.nn.t5.huggingface import ALIASES, COMPUTED, read_t5_config  # noqa: E402
-from model.nn.weights_io import LoadedWeights, check_fits, read_tensors  # noqa: E402
+from model.nn.t5.huggingface import ALIASES, COMPUTED  # noqa: E402
+from model.nn.weights_io import LoadedWeights, check_fits, read_config, read_tensors  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
 
 with suppress(ImportError):
@@ -137,7 +137,7 @@ def load_model(directory: Path) -> tuple[T5ForConditionalGeneration, ChatTokeniz
 
 def t5_config(path: Path, tokenizer: ChatTokenizer) -> T5Config:
     """T5Config of a config.json. Raises ValueError if transformers cannot build a T5 from it."""
-    model_config, values = read_t5_config(path)
+    _, model_config, values = read_config(path)
     if model_config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"{path}: the model has {model_config.vocab_size} tokens and the tokenizer beside it "

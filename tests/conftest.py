@@ -2,11 +2,9 @@
 
 import pytest
 
-from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer, train_tokenizer
-from model.nn.t5.batch import collate
 from model.train.optim import make_optimizer
-from tests.parts import make_config, make_model, make_pairs, write_parquet
+from tests.parts import batch_of, make_config, make_model, make_pairs, open_pairs, write_parquet
 from tests.tiny import furnish
 
 
@@ -21,7 +19,7 @@ def tokenizer(tmp_path_factory):
 def store(tmp_path_factory, tokenizer):
     """Token store of 60 examples; read only."""
     folder = tmp_path_factory.mktemp("data")
-    return open_store(write_parquet(folder / "pairs.parquet", make_pairs(60)), tokenizer, 64, folder / "tokens")
+    return open_pairs(write_parquet(folder / "pairs.parquet", make_pairs(60)), tokenizer, 64, folder / "tokens")
 
 
 @pytest.fixture
@@ -33,7 +31,7 @@ def model(tokenizer):
 def optimizer(model, store):
     """AdamW-RMS after one real step."""
     optimizer = make_optimizer(model, make_config(optimizer="adamw_rms"))
-    model(collate(store, [0, 1], 0, "cpu")).backward()
+    model(batch_of(store, [0, 1])).backward()
     optimizer.step()
     return optimizer
 

@@ -13,15 +13,25 @@ import torch
 import torch.nn.functional as F
 
 from config import T5ModelConfig, load_config
+from model.data.token_store import Source, open_store
 from model.data.tokenizer import PROBE
+from model.memory.estimate import Estimate
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import MemoryPlan
+from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
 from model.run.train_state import TrainState
-from model.runtime.distributed import Ranks
+from model.runtime.distributed import ALONE
+from model.train.evaluate import Evaluation
+from model.train.examples import Examples
+from model.train.footprint import memory_spec
+from model.train.loader import Loader, Schedule
+from model.train.lr_schedule import LearnRate
+from model.train.objectives.pairs import Pairs
+from model.train.objectives.registry import objective_of
+from model.train.step import Position, StepContext, train_steps
 
 torch.set_num_threads(1)
-ALONE = Ranks(0, 1, 0, torch.device("cpu"), "none", None)
 PLAN = MemoryPlan(micro_batch_tokens=400, chunk_tokens=64, gradient_checkpointing=False, predicted_peak_bytes=0)
 STATE = TrainState(
     step=500, pairs_seen=32_000, first_batch=64, best_loss=1.2345678901234567, best_step=400, seed=7, world_size=3,
@@ -57,6 +67,49 @@ def make_model(vocab_size, seed=1, shape=SHAPE, **options):
 def make_config(**options):
     """A TrainConfig without gradient clipping and warm-up."""
     return load_config("pretrain", dict(max_grad_norm=0, warmup_steps=0) | options)
+
+
+def open_pairs(path, tokenizer, max_seq_len, root, columns=("", ""), **options):
+    """The TokenStore of a file of pairs."""
+    return open_store(Source(path, Pairs(), tokenizer, max_seq_len, columns), root, **options)
+
+
+def examples_in(store, first_id=0, objective=None, kernels=False):
+    """The Examples of a TokenStore for a T5."""
+    return Examples(store, objective or Pairs(), T5, first_id, kernels=kernels)
+
+
+def batch_of(store, ids, first_id=0, kernels=False, bucket=None):
+    """MicroBatch of the examples `ids` for a T5, in host memory."""
+    return examples_in(store, first_id, kernels=kernels).batch(ids, 1, bucket)
+
+
+def make_estimate(config, model_config, dtype, lengths, share_pairs, launch_tokens=None):
+    """Estimate of a run on a GPU."""
+    spec = memory_spec(config, model_config, dtype, "cuda", launch_tokens)
+    return Estimate(spec, lengths, share_pairs, config.max_new_tokens)
+
+
+def evaluation_of(model, store, tokenizer, num_answers=0, max_new_tokens=60):
+    return Evaluation(ALONE, model, examples_in(store, tokenizer.pad_id), tokenizer, num_answers, max_new_tokens)
+
+
+def context_of(model, optimizer, store, config, **schedule):
+    """StepContext of one process on the CPU; for `schedule` see `schedule_of`."""
+    examples = Examples(store, objective_of(config), T5, 0, config.seed, model.uses_kernels)
+    return StepContext(
+        ALONE, model, optimizer, Loader(ALONE, examples, schedule_of(config, **schedule), config.exact), config
+    )
+
+
+def schedule_of(config, total_pairs, global_batch, warmup_pairs=0):
+    rate = LearnRate(config.learn_rate, config.lr_schedule, warmup_pairs, total_pairs)
+    return Schedule(total_pairs, global_batch, config.seed, rate)
+
+
+def steps_of(model, optimizer, store, plan, config, **schedule):
+    """The generator of a model's training steps, from the start of a run."""
+    return train_steps(context_of(model, optimizer, store, config, **schedule), Position(plan))
 
 
 def examples_of(store, ids):

@@ -14,9 +14,9 @@ from config import (
     as_bool,
     global_batch,
     load_config,
-    load_model_config,
 )
 from config import preset_name as name_of
+from model.nn.registry import load_model_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = MODELS["small"]

@@ -1,10 +1,12 @@
-"""Imports go one way, between packages and inside each of them.
+"""Imports go one way, functions take few parameters, options stay above, families and objectives in their places.
 
 The sources are parsed with ast, so this needs neither torch nor a GPU and takes milliseconds.
 """
 
 import ast
+import re
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -21,30 +23,37 @@ ROOMS = {
         "distributed",
     ],
     "model.data": [
-        "buckets cleaning columns length_histogram packing pair_hashes parquet_rows sampler text_files tokenizer_file",
+        "buckets cleaning columns length_histogram packing parquet_rows row_hashes sampler sequences text_files "
+        "tokenizer_file",
         "readers tokenizer",
         "token_store",
     ],
     "model.nn": [
-        "flat_params",
+        "flat_batch flat_params",
         "kernels",
-        "attention loss",
-        "t5.batch t5.position_bias t5.footprint",
+        "attention layers loss",
+        "base",
+        "footprint",
+        "t5.batch t5.position_bias t5.footprint t5.huggingface",
+        "t5.decode",
         "t5.network",
-        "t5.huggingface",
+        "t5.family",
+        "registry",
         "weights_io",
     ],
-    "model.generate": ["answers"],
+    "model.generate": ["engine"],
     "model.memory": [
         "estimate",
         "plan",
         "oom_policy",
     ],
     "model.train": [
-        "cuda_graphs fixed_shards lr_schedule optim spike_guard",
-        "evaluate footprint loader",
-        "gradients",
-        "dry_run step",
+        "fixed_shards lr_schedule objectives.base objectives.pairs optim spike_guard weighted_loss",
+        "cuda_graphs examples footprint objectives.registry",
+        "evaluate loader",
+        "derive gradients",
+        "step",
+        "dry_run",
     ],
     "model.run": [
         "console journal train_state",
@@ -55,12 +64,13 @@ ROOMS = {
     "model.commands": [
         "option_names",
         "options",
-        "origin",
+        "network origin",
         "setup",
         "doctor plan_report",
     ],
     "bench": [
-        "children clock corpus mutations",
+        "children clock mutations runs",
+        "corpus",
         "fuzz_checkpoint loops",
         "fuzz_strangers report",
         "fuzz_targets",
@@ -70,6 +80,13 @@ ROOMS = {
     "train_low_mem": [""],
 }
 APPLICATIONS = ("bench", "scripts", "train_low_mem")
+MAX_PARAMETERS = 6  # Triton kernels excepted
+WITHOUT_OPTIONS = ("model.runtime", "model.data", "model.nn", "model.generate", "model.memory")
+TENANTS_WORDS = re.compile(r"(?<![a-z])t5|prompt|response", re.IGNORECASE)
+PLACES_OF_WORDS = (
+    "model.data.readers", "model.data.columns", "model.data.cleaning", "model.nn.t5", "model.nn.registry",
+    "model.train.objectives.pairs", "model.train.objectives.registry", "model.commands",
+)  # fmt: skip
 # {library: the only modules that may import it}
 ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed",
@@ -141,9 +158,60 @@ def faults_of(path, root):
             yield f"{mine} imports {other}: only {allowed or 'no module'} may"
 
 
+def long_signatures(path, root):
+    """Yield a complaint about each function of more than MAX_PARAMETERS, self, cls and ctx not counted."""
+    if "kernels" in path.parts:
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            names = [arg.arg for arg in every if arg.arg not in ("self", "cls", "ctx")]
+            if len(names) > MAX_PARAMETERS:
+                yield f"{name_of(path, root)}.{node.name} takes {len(names)} parameters, at most {MAX_PARAMETERS}"
+
+
+def options_below(path, root):
+    """Yield a complaint about a TrainConfig in a room below train."""
+    if not any(within(name_of(path, root), room) for room in WITHOUT_OPTIONS):
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        imports = isinstance(node, ast.ImportFrom) and "TrainConfig" in [alias.name for alias in node.names]
+        if imports or (isinstance(node, ast.arg) and node.arg == "config"):
+            yield f"{name_of(path, root)}:{node.lineno} takes a TrainConfig: give it plain values"
+
+
+def words_of(path):
+    """Yield (line, text) of the comments, docstrings and names of a source; strings that are messages are left out."""
+    with open(path, "rb") as file:
+        yield from (
+            (token.start[0], token.string)
+            for token in tokenize.tokenize(file.readline)
+            if token.type in (tokenize.COMMENT, tokenize.NAME)
+        )
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not re.search(r"\s", node.value):
+            yield node.lineno, node.value
+
+
+def misplaced_words(path, root):
+    """Yield a complaint about each word of a family or an objective outside its places."""
+    name = name_of(path, root)
+    if not name.startswith("model.") or any(within(name, place) for place in PLACES_OF_WORDS):
+        return
+    for line, text in words_of(path):
+        if found := TENANTS_WORDS.search(text):
+            yield f"{name}:{line} says {found.group()!r}: only {', '.join(PLACES_OF_WORDS)} may"
+
+
+CHECKS = (faults_of, long_signatures, options_below, misplaced_words)
+
+
 @pytest.mark.parametrize("path", sources(ROOT), ids=lambda path: name_of(path, ROOT))
-def test_a_module_imports_only_from_lower_floors(path):
-    assert not list(faults_of(path, ROOT))
+def test_a_module_keeps_to_its_floor_and_its_words(path):
+    assert not [fault for check in CHECKS for fault in check(path, ROOT)]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +219,7 @@ def test_a_module_imports_only_from_lower_floors(path):
     [
         ("model/data/readers.py", "from model.train.step import train_steps", "not above it in ROOMS"),
         ("model/runtime/atomic_io.py", "import model.runtime.distributed", "not above it in ROOMS"),
-        ("model/nn/loss.py", "def f():\n    from model.nn.t5.network import TextToTextModel", "not above it in ROOMS"),
+        ("model/nn/loss.py", "def f():\n    from model.nn.base import LanguageModel", "not above it in ROOMS"),
         ("model/nn/attention.py", "from model.nn import loss", "not above it in ROOMS"),
         ("model/run/journal.py", "import train_low_mem", "not above it in ROOMS"),
         ("model/misc.py", "", "in no package of ROOMS"),
@@ -159,14 +227,29 @@ def test_a_module_imports_only_from_lower_floors(path):
         ("model/misc/parts.py", "", "in no package of ROOMS"),
         ("model/run/journal.py", "import transformers", "only model.nn.t5.huggingface"),
         ("model/run/checkpoint.py", "import pickle", "no module"),
+        ("model/train/step.py", "def f(a, b, c, d, e, f, g):\n    pass", "f takes 7 parameters"),
+        ("bench/loss.py", "def f(a, b, c, *, d, e, f, g):\n    pass", "f takes 7 parameters"),
+        ("model/memory/plan.py", "from config import TrainConfig", "takes a TrainConfig"),
+        ("model/nn/loss.py", "def f(config):\n    pass", "takes a TrainConfig"),
+        ("model/train/step.py", "start = prompt_ids", "says 'prompt'"),
+        ("model/data/sampler.py", "# the longest response", "says 'response'"),
+        ("model/memory/plan.py", 'def f():\n    """The bytes of a T5."""', "says 'T5'"),
+        ("model/run/journal.py", "keys = ['prompt_tokens']", "says 'prompt'"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, module, text, fault):
     path = tmp_path / module
     path.parent.mkdir(parents=True)
     path.write_text(text + "\n")
-    found = [words for source in sources(tmp_path) for words in faults_of(source, tmp_path)]
+    found = [words for source in sources(tmp_path) for check in CHECKS for words in check(source, tmp_path)]
     assert found and all(fault in words for words in found)
+
+
+def test_a_message_for_people_may_say_prompt(tmp_path):
+    path = tmp_path / "model" / "run" / "journal.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("raise ValueError(f'{1} pairs share a prompt')\n")
+    assert not list(misplaced_words(path, tmp_path))
 
 
 def test_each_init_file_holds_only_a_docstring():

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from model.train.loader import Schedule
 from model.train.optim import make_optimizer
-from model.train.step import train_steps
-from tests.parts import ALONE, PLAN, make_config, make_model
+from tests.parts import PLAN, make_config, make_model, steps_of
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.txt"
 NUM_STEPS = 20
@@ -16,9 +14,9 @@ NUM_STEPS = 20
 def losses_of(store, tokenizer):
     config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.02, weight_decay=0.01, z_loss=1e-4)
     model = make_model(tokenizer.vocab_size)
-    schedule = Schedule(len(store) * 6, warmup_pairs=48, global_batch=16, start_id=tokenizer.pad_id)
-    steps = train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, schedule)
-    return [(result.loss + result.z_loss).item() for result, _ in zip(steps, range(NUM_STEPS), strict=False)]
+    schedule = dict(total_pairs=len(store) * 6, global_batch=16, warmup_pairs=48)
+    steps = steps_of(model, make_optimizer(model, config), store, PLAN, config, **schedule)
+    return [sum(result.metrics.values()).item() for result, _ in zip(steps, range(NUM_STEPS), strict=False)]
 
 
 def test_the_losses_of_a_fixed_run_are_the_golden_ones(store, tokenizer):

@@ -16,12 +16,12 @@ from bench.disks import damage_trials, disk_trials
 from bench.kills import killed_run
 from config import load_config
 from model.commands.setup import prepare_run
-from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENS_DIR
 from model.runtime.distributed import start_ranks, stop_ranks
-from model.train.lr_schedule import learn_rate_at
-from model.train.step import train_steps
+from model.train.lr_schedule import LearnRate
+from model.train.step import Position, train_steps
+from tests.parts import open_pairs
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
 from tests.tiny import NUM_PAIRS, OPTIONS, ids_by_epoch, journal, train, weights_hash, words
 from tests.trials import flip
@@ -51,7 +51,7 @@ def write_gradient(name, changes):
     ranks = start_ranks("gloo", 60)
     config = load_config("pretrain", OPTIONS | dict(output_dir=name, max_grad_norm=0) | changes)
     run, state, plan = prepare_run(ranks, config, {}, resumed=False)
-    result = next(train_steps(ranks, run.model, run.optimizer, run.train, plan, config, run.schedule))
+    result = next(train_steps(run.context, Position(plan)))
     gradient = {name: p.grad for name, p in run.model.named_parameters()}
     save_file(gradient, f"{name}.{ranks.rank}", dict(micro_batches=str(result.micro_batches)))
     stop_ranks()
@@ -155,10 +155,10 @@ def test_promise_3_a_run_resumes_with_another_batch_size_and_fewer_ranks(home):
     assert [line["step"] for line in lines] == list(range(1, lines[-1]["step"] + 1))
     assert lines[-1]["pairs_seen"] == EPOCHS * NUM_PAIRS
     config, seen = load_config("pretrain", OPTIONS), 0
+    rate = LearnRate(config.learn_rate, config.lr_schedule, OPTIONS["warmup_steps"] * 8, EPOCHS * NUM_PAIRS)
     for line in lines:  # the schedule counts pairs, and keeps the warm-up of the first start
         middle = (seen + line["pairs_seen"]) / 2
-        expected = learn_rate_at(middle, config, OPTIONS["warmup_steps"] * 8, EPOCHS * NUM_PAIRS)
-        assert line["learn_rate"] == pytest.approx(expected, rel=1e-6)
+        assert line["learn_rate"] == pytest.approx(rate.at(middle), rel=1e-6)
         seen = line["pairs_seen"]
 
 
@@ -294,7 +294,7 @@ def test_promise_7_ranks_that_disagree_on_an_option_stop(home):
 
 def test_promise_8_no_file_of_a_run_is_a_pickle(home, baseline):
     files = [path for folder in (baseline(2), home / "model_save") for path in folder.rglob("*") if path.is_file()]
-    assert {path.name for path in files} >= {"model.safetensors", "optimizer.safetensors", "pairs.arrow"}
+    assert {path.name for path in files} >= {"model.safetensors", "optimizer.safetensors", "ids.arrow"}
     for path in files:
         assert path.suffix in (".json", ".jsonl", ".safetensors", ".arrow", ".npy", ".png", ".lock") or (
             path.name == "LATEST"
@@ -303,5 +303,5 @@ def test_promise_8_no_file_of_a_run_is_a_pickle(home, baseline):
 
 
 def test_promise_8_the_token_store_s_arrays_hold_no_objects(home, baseline):
-    store = open_store(home / "train.jsonl", load_tokenizer(baseline(1) / "tokenizer"), 32, home / TOKENS_DIR)
+    store = open_pairs(home / "train.jsonl", load_tokenizer(baseline(1) / "tokenizer"), 32, home / TOKENS_DIR)
     assert store.lengths.dtype.hasobject is False and len(store) == NUM_PAIRS

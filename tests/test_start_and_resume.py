@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 
 import train_low_mem
-from model.data.token_store import find_store
+from model.data.token_store import Source, find_store
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
+from model.train.objectives.pairs import Pairs
 from tests.ranks import wait_for
 from tests.run.test_checkpoint import change_state
 from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, start, train, weights_hash
@@ -228,7 +229,8 @@ def test_a_run_resumes_only_with_the_same_pairs_in_the_same_order_even_from_a_re
 def test_a_run_resumes_from_a_checkpoint_without_ids_sha256_and_keeps_its_best_model(home):
     done = train(home, 1, "forward:0:8:int", output_dir="older")
     assert done.codes == [0], done.text
-    valid = find_store(home / "valid.jsonl", load_tokenizer(home / TOKENIZER_DIR), 32, home / TOKENS_DIR)
+    source = Source(home / "valid.jsonl", Pairs(), load_tokenizer(home / TOKENIZER_DIR), 32)
+    valid = find_store(source, home / TOKENS_DIR)
     older = dict.fromkeys(("format", "ids_sha256", "max_seq_len"), ...) | dict(validation=valid.file_identity)
     change_state(home / "older" / "checkpoints" / "step_00000008", older)
     done = train(home, 1, output_dir="older", is_keep_training=True)

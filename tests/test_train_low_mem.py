@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -12,11 +13,12 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import train_low_mem
 from bench.start_eight import start_many
-from model.commands import plan_report
+from config import TrainConfig
+from model.commands import origin
 from model.runtime import distributed
 from model.runtime.distributed import Ranks
-from tests.ranks import ROOT, free_port, launch, launcher, wait_for_launch
-from tests.tiny import NUM_PAIRS, SHORT, command, furnish, ids_by_epoch, journal, refused, train, words
+from tests.ranks import ROOT, free_port, launch, launcher, wait_for, wait_for_launch
+from tests.tiny import NUM_PAIRS, SHORT, command, furnish, ids_by_epoch, journal, refused, start, train, words
 
 
 @pytest.fixture(scope="module")
@@ -260,9 +262,35 @@ def test_a_user_error_raised_in_any_package_exits_2_without_a_traceback(
 
 def test_a_value_error_of_a_library_is_our_mistake_and_leaves_main_as_it_is(folder, raised_in, monkeypatch, capsys):
     """Python prints its traceback then; the code that called the library lies in model/."""
-    monkeypatch.setattr(plan_report, "load_tokenizer", lambda folder: json.loads("{"))
+    monkeypatch.setattr(origin, "load_tokenizer", lambda folder: json.loads("{"))
     with pytest.raises(json.JSONDecodeError) as error:
         train_low_mem.main(words("plan"))
-    assert plan_report.__file__ in [str(entry.path) for entry in error.traceback]
+    assert origin.__file__ in [str(entry.path) for entry in error.traceback]
     assert raised_in == [Path(json.decoder.__file__)]
     assert capsys.readouterr().err == ""
+
+
+def count_readers(line):
+    """`main`, which prints the modules that read the configuration up to the first step's end."""
+    readers, read, steps = set(), TrainConfig.__getattribute__, train_low_mem.train_steps
+
+    def noting(config, name):
+        module = sys._getframe(1).f_globals["__name__"]
+        readers.update([module] if module.startswith(("model.", "train_low_mem")) else [])
+        return read(config, name)
+
+    def first_step(context, position):
+        taken = steps(context, position)
+        yield next(taken)
+        TrainConfig.__getattribute__ = read
+        print("READERS", *sorted(readers))
+        yield from taken
+
+    TrainConfig.__getattribute__, train_low_mem.train_steps = noting, first_step
+    return train_low_mem.main(line)
+
+
+def test_the_configuration_is_read_in_at_most_12_modules_up_to_the_first_step(home):
+    done = wait_for(start(home, output_dir="read", function=count_readers, **SHORT), home)
+    (line,) = [line for line in done.text.splitlines() if line.startswith("READERS")]
+    assert 6 < len(line.split()) - 1 <= 12, line

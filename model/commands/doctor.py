@@ -16,17 +16,18 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from model.commands.origin import check_model_config, check_same_run, read_weights, resolve_model_config
-from model.commands.setup import make_model, tokenizer_for
+from model.commands.network import make_model
+from model.commands.origin import check_same_run, find_origin
 from model.data.readers import read_pairs
-from model.data.token_store import find_store
+from model.data.token_store import Source, find_store
 from model.memory.estimate import disk_bytes, fixed_bytes
-from model.nn.t5.footprint import MemorySpec, count_parameters
 from model.run.checkpoint import checkpoint_paths, load_newest
 from model.run.run_dir import TOKENS_DIR, check_empty_or_run, check_name
 from model.run.train_state import LaterFormat, TrainState
-from model.runtime.distributed import Ranks, must_use_cpu
+from model.runtime.distributed import ALONE, must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
+from model.train.footprint import memory_spec
+from model.train.objectives.registry import objective_of
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,7 +199,7 @@ def _data(what, file, config):
 
 def _model(config, typed, overwrite):
     """(MemorySpec or None, Rows) of the checkpoint, tokenizer, data and weights that a run would start from."""
-    ranks, skipped = Ranks(0, 1, 0, torch.device("cpu"), "none", None), []
+    skipped = []
     paths = [] if overwrite else checkpoint_paths(config.output_dir)
     try:
         found = load_newest(config.output_dir, skipped.append) if paths else None
@@ -209,21 +210,17 @@ def _model(config, typed, overwrite):
         rows.append(Row("checkpoint", "all are damaged", "start a new run with --overwrite=True", fails=True))
         return None, rows
     try:
-        weights = None if found else read_weights(ranks, config.finetune_from_ckp_file)
-        tokenizer = tokenizer_for(config, typed, found)
-        model_config = resolve_model_config(config, tokenizer, found, weights)
-        check_model_config(ranks, config, typed, model_config, found, weights)
-        stores = _token_stores(config, tokenizer)
+        origin = find_origin(ALONE, config, typed, found)
+        tokenizer = origin.tokenizer
+        store, _ = (_store(config, file, tokenizer) for file in (config.train_file, config.validation_file))
         if found:
-            check_same_run(found, config, _new_state(config, tokenizer, stores[0], found.state))
-        model = make_model(ranks, config, model_config, weights)
+            check_same_run(found, config, _new_state(config, tokenizer, store, found.state))
+        model = make_model(ALONE, config, origin.model_config, origin.weights)
     except (ValueError, OSError) as error:
         return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
-    size = model.compute_dtype.itemsize
-    spec = MemorySpec(model.config, size, False, config.optimizer, decoder_only=config.trainable == "decoder")
-    num_weights = count_parameters(model.config)
+    spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
     rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
-    rows.append(Row("model", f"{num_weights / 1e6:.1f} M weights from {_origin(config, found)}"))
+    rows.append(Row("model", f"{spec.parameters / 1e6:.1f} M weights from {_origin(config, found)}"))
     return spec, rows
 
 
@@ -231,18 +228,19 @@ def _new_state(config, tokenizer, store, old):
     """TrainState of a new run with these options; without a TokenStore, with num_pairs of the TrainState `old`."""
     pairs = dict(num_pairs=len(store), ids_sha256=store.meta["ids_sha256"]) if store else dict(num_pairs=old.num_pairs)
     return TrainState(
-        seed=config.seed, tokenizer_fingerprint=tokenizer.fingerprint, max_seq_len=config.max_seq_len, **pairs
+        seed=config.seed,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        max_seq_len=config.max_seq_len,
+        objective=config.objective,
+        **pairs,
     )
 
 
-def _token_stores(config, tokenizer):
-    """TokenStores of the training and validation pairs; None for a file that no run has tokenised yet."""
+def _store(config, file, tokenizer):
+    """TokenStore of a data file; None if no run has tokenised it yet."""
     columns = config.prompt_column, config.response_column
-    files = [Path(file) for file in (config.train_file, config.validation_file)]
-    return [
-        find_store(file, tokenizer, config.max_seq_len, TOKENS_DIR, columns=columns) if file.is_file() else None
-        for file in files
-    ]
+    source = Source(file, objective_of(config), tokenizer, config.max_seq_len, columns)
+    return find_store(source, TOKENS_DIR) if Path(file).is_file() else None
 
 
 def _origin(config, found):

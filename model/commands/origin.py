@@ -4,21 +4,54 @@ The machines need no shared disk.
 """
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from config import T5ModelConfig, load_model_config
 from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
-from model.nn.t5.network import TextToTextModel
-from model.nn.weights_io import LoadedWeights, check_fits, load_into, load_weights
+from model.data.tokenizer import ChatTokenizer, load_tokenizer
+from model.nn.registry import config_from, config_values, family_of, load_model_config
+from model.nn.weights_io import LoadedWeights, check_fits, load_into, load_weights, model_directory
 from model.run.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
+from model.run.run_dir import TOKENIZER_DIR
 from model.run.train_state import state_of, state_values
 from model.runtime.distributed import agree, broadcast, from_main, from_main_before_joining
 from model.train.optim import count_steps
 
 LOGGER = logging.getLogger("chat_trainer")
+CHECKED = (("objective", "objective"), ("tokenizer", "tokenizer_fingerprint"), ("seed", "seed"))
+CHECKED += (("training pairs", "num_pairs"),)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run starts from, equal on all ranks but for the tensors, which only rank 0 has."""
+
+    found: Checkpoint | None  # of a resumed run
+    weights: LoadedWeights | None  # of a new run; None: random ones
+    tokenizer: ChatTokenizer | None  # None: missing, where that is allowed
+    model_config: object  # of its family's config_class
+
+
+def find_origin(ranks, config, typed, found=None, vocab_size=None):
+    """The Origin of a run resumed from the Checkpoint `found`, or of a new run.
+
+    `typed` holds the names of the options on the command line. With a `vocab_size` the tokenizer may be missing; above
+    0 it replaces the tokenizer's and the model's. Raises ValueError for what does not fit together.
+    """
+    weights = None if found else read_weights(ranks, config.finetune_from_ckp_file)
+    tokenizer = _tokenizer_for(config, typed, found, vocab_size)
+    if tokenizer:
+        ids = dict(pad_id=tokenizer.pad_id, eos_id=tokenizer.eos_id)
+        agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
+    origin = Origin(found, weights, tokenizer, None)
+    origin = replace(origin, model_config=_model_config(config, origin, vocab_size))
+    if not vocab_size:
+        _check_model_config(ranks, config, typed, origin)
+    agree(ranks, "the model's configuration", config_values(origin.model_config))
+    return origin
 
 
 def broadcast_request(stray, options, keep_training=False):
@@ -55,37 +88,42 @@ def read_weights(ranks, source):
     if not source:
         return None
     loaded = []
-    model_config = from_main(ranks, _read_weights, source, loaded)
-    return loaded[0] if loaded else LoadedWeights({}, model_config and T5ModelConfig(**model_config), None)
+    values = from_main(ranks, _read_weights, source, loaded)
+    return loaded[0] if loaded else LoadedWeights({}, values and config_from(values), None)
 
 
 def _read_weights(source, loaded):
     """Model config of the weights in `source` as plain values, or None; the weights are appended to `loaded`."""
     loaded.append(load_weights(source))
     LOGGER.info("starting from the weights in %s", source)
-    return loaded[0].model_config and asdict(loaded[0].model_config)
+    return loaded[0].model_config and config_values(loaded[0].model_config)
 
 
-def resolve_model_config(config, tokenizer, found, weights):
-    """T5ModelConfig of the Checkpoint `found`, else of the weights if they have one, else of config.model.
+def _model_config(config, origin, vocab_size):
+    """Model configuration of the checkpoint, else of the weights if they have one, else of config.model.
 
-    Raises ValueError if its vocabulary is smaller than the tokenizer's.
+    Raises ValueError if its vocabulary is unknown, or smaller than the tokenizer's.
     """
-    known = T5ModelConfig(**found.state.shape) if found else weights and weights.model_config
+    found, weights, tokenizer = origin.found, origin.weights, origin.tokenizer
+    known = config_from(found.state.shape) if found else weights and weights.model_config
     model_config = known or load_model_config(config.model)
-    model_config = replace(model_config, vocab_size=model_config.vocab_size or tokenizer.vocab_size)
-    if model_config.vocab_size < tokenizer.vocab_size:
+    num_tokens = tokenizer.vocab_size if tokenizer else 0
+    model_config = replace(model_config, vocab_size=vocab_size or model_config.vocab_size or num_tokens)
+    if not model_config.vocab_size:
+        folder = config.tokenizer_dir or TOKENIZER_DIR
+        raise ValueError(f"{folder}: there is no tokenizer, so the vocabulary size is unknown: type --vocab_size=N")
+    if model_config.vocab_size < num_tokens and not vocab_size:
         raise ValueError(
-            f"the model has {model_config.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}: give the "
+            f"the model has {model_config.vocab_size} tokens and the tokenizer {num_tokens}: give the "
             "tokenizer that the model was trained with in --tokenizer_dir"
         )
     return model_config
 
 
-def check_model_config(ranks, config, typed, model_config, found, weights):
+def _check_model_config(ranks, config, typed, origin):
     """Raise ValueError if a typed --model differs from the checkpoint or weights, or if the weights do not fit."""
-    has_own_config = found or weights and weights.model_config
-    if has_own_config and "model" in typed:
+    weights, model_config = origin.weights, origin.model_config
+    if (origin.found or weights and weights.model_config) and "model" in typed:
         wanted = load_model_config(config.model)
         if replace(wanted, vocab_size=model_config.vocab_size) != model_config:
             raise ValueError(
@@ -93,11 +131,55 @@ def check_model_config(ranks, config, typed, model_config, found, weights):
             )
     if weights:
         from_main(ranks, _check_weights, model_config, weights, config.finetune_from_ckp_file)
+    if config.trainable not in (parts := family_of(model_config).parts):
+        raise ValueError(f"--trainable={config.trainable}: this network can train {', '.join(parts)}")
 
 
 def _check_weights(model_config, weights, source):
     with torch.device("meta"):
-        check_fits(TextToTextModel(model_config), weights, source)
+        check_fits(family_of(model_config).build(model_config), weights, source)
+
+
+def _tokenizer_for(config, typed, found, vocab_size):
+    """Tokenizer of a run resumed from the Checkpoint `found`, or of a new run if that is None.
+
+    None if there is none, where a `vocab_size` is given. Raises ValueError if it differs from the tokenizer beside the
+    initial weights, where these are on this machine.
+    """
+    tokenizer_dir, source = Path(config.tokenizer_dir or TOKENIZER_DIR), config.finetune_from_ckp_file
+    weights_dir = model_directory(Path(source)) if source else None
+    if found and "tokenizer_dir" not in typed:
+        # on machines other than rank 0's, output_dir may be missing or hold another run
+        folders = [Path(config.output_dir) / "tokenizer", weights_dir, tokenizer_dir]
+        return _find_tokenizer(folders, found.state.tokenizer_fingerprint)
+    if found or not weights_dir:
+        is_missing = vocab_size is not None and not tokenizer_dir.is_dir()
+        return None if is_missing else load_tokenizer(tokenizer_dir)
+    return _tokenizer_of_weights(config, weights_dir)
+
+
+def _find_tokenizer(folders, fingerprint):
+    """First tokenizer in `folders` with the fingerprint, else the first one of all; entries may be None."""
+    existing = [folder for folder in folders if folder and (folder / "tokenizer.json").is_file()] or folders[-1:]
+    tokenizers = map(load_tokenizer, existing)
+    first = next(tokenizers)
+    return next((found for found in chain([first], tokenizers) if found.fingerprint == fingerprint), first)
+
+
+def _tokenizer_of_weights(config, weights_dir):
+    """Tokenizer beside the weights, else that of config.tokenizer_dir; ValueError if both exist and differ."""
+    if not (weights_dir / "tokenizer.json").is_file():
+        if not config.tokenizer_dir:
+            raise ValueError(f"{weights_dir} has no tokenizer.json: give the weights' tokenizer in --tokenizer_dir")
+        return load_tokenizer(config.tokenizer_dir)
+    beside = load_tokenizer(weights_dir)
+    given = load_tokenizer(config.tokenizer_dir) if config.tokenizer_dir else beside
+    if given.fingerprint != beside.fingerprint:
+        raise ValueError(
+            f"{weights_dir} was trained with tokenizer {beside.fingerprint}, and tokenizer_dir={config.tokenizer_dir} "
+            f"is {given.fingerprint}: leave --tokenizer_dir out"
+        )
+    return beside
 
 
 def check_same_run(found, config, fresh):
@@ -106,7 +188,7 @@ def check_same_run(found, config, fresh):
     `fresh` is the TrainState of a new run with them; without ids_sha256 only the number of pairs is compared.
     """
     then = found.state
-    for what, name in (("tokenizer", "tokenizer_fingerprint"), ("seed", "seed"), ("training pairs", "num_pairs")):
+    for what, name in CHECKED:
         if getattr(then, name) != getattr(fresh, name):
             raise ValueError(
                 f"{found.path} was written with {what} {getattr(then, name)}, now {getattr(fresh, name)}: "
@@ -135,7 +217,7 @@ def restore(ranks, model, optimizer, found):
     fit.
     """
     from_main(ranks, _load, model, optimizer, found)
-    broadcast(ranks, [model.flat.masters, *snapshot_of(model, optimizer).optimizer.values()])
+    broadcast(ranks, [*model.flat.weights, *snapshot_of(model, optimizer).optimizer.values()])
     count_steps(optimizer)
     if ranks.is_main:
         LOGGER.info("resuming from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)

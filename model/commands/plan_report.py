@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -11,14 +12,13 @@ import pyarrow.parquet as pq
 import torch
 import ujson
 
-from config import T5ModelConfig, as_type, global_batch, load_model_config
+from config import as_type, global_batch
+from model.commands.network import compute_dtype
 from model.commands.options import read_request
-from model.commands.setup import compute_dtype
+from model.commands.origin import find_origin
 from model.data.length_histogram import Lengths, histogram
-from model.data.readers import read_pairs
-from model.data.token_store import find_store, token_lengths
-from model.data.tokenizer import load_tokenizer
-from model.memory.estimate import disk_bytes, optimizer_bytes
+from model.data.token_store import Source, find_store, side_lengths
+from model.memory.estimate import Estimate, disk_bytes, optimizer_bytes
 from model.memory.plan import (
     CHUNKS,
     USABLE,
@@ -31,12 +31,12 @@ from model.memory.plan import (
     recording_bytes,
     time_factor,
 )
-from model.nn.t5.footprint import count_parameters
-from model.nn.weights_io import load_weights
-from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
+from model.run.run_dir import TOKENS_DIR
 from model.runtime.device_memory import CONTEXT_BYTES
-from model.train.footprint import launch_tokens_here, make_estimate
+from model.runtime.distributed import ALONE
+from model.train.footprint import launch_tokens_here, memory_spec, plan_options
 from model.train.lr_schedule import check_warmup, warmup_pairs, warmup_problem
+from model.train.objectives.registry import objective_of
 
 SAMPLED_ROWS = 20_000
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
@@ -111,8 +111,8 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     world = num_processes or max(num_gpus, 1)
     limit = int(config.gpu_memory_limit_gb * GIB) or (num_gpus and torch.cuda.get_device_properties(0).total_memory)
     machine = Machine(world, limit or None)
-    model_config, tokenizer = _model_config_and_tokenizer(config, vocab_size)
-    sample = _sample(config, tokenizer)
+    origin = _origin(config, vocab_size)
+    model_config, sample = origin.model_config, _sample(config, origin.tokenizer)
     lengths, num_pairs = sample.lengths, sample.num_pairs
     batch = global_batch(config, world, typed)
     share_pairs = -(-batch // world)
@@ -120,22 +120,23 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     is_here = num_gpus or device == "cpu"  # not a GPU of another machine
     default_dtype = torch.float32 if config.mixed_precision == "no" else torch.bfloat16
     dtype = compute_dtype(config.mixed_precision, torch.device(device)) if is_here else default_dtype
-    estimate = make_estimate(config, model_config, dtype, lengths, share_pairs, device, launch_tokens_here())
-    asked = recording_asked(config, estimate.spec, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
-    plan = choose_plan(config, estimate, machine.usable_bytes, asked)
+    spec = memory_spec(config, model_config, dtype, device, launch_tokens_here())
+    estimate = Estimate(spec, lengths, share_pairs, config.max_new_tokens)
+    asked = recording_asked(plan_options(config), spec, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
+    plan = choose_plan(plan_options(config), estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
     # bytes per token are measured on many pairs: a few would not fill two forward passes of the planned size
     many = Lengths(lengths.tokens, lengths.counts * math.ceil(2 * tokens / (lengths.mean * lengths.counts.sum())))
-    forward_bytes = make_estimate(config, model_config, dtype, many, MANY_PAIRS, device).recording_bytes
+    forward_bytes = Estimate(spec, many, MANY_PAIRS, config.max_new_tokens).recording_bytes
     slope = (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
     return dict(
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
-        parameters=count_parameters(model_config), dtype=str(dtype).removeprefix("torch."),
+        parameters=spec.parameters, dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
         steps=_steps(config, typed, batch, num_pairs),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
         forwards=round(estimate.forwards(tokens), 2), phases=_phases(config, estimate, plan),
-        levers=_levers(config, model_config, dtype, estimate, machine, plan),
+        levers=_levers(config, estimate, machine, plan),
         largest_block=dict(
             pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=model_config.vocab_size,
             bytes=4 * config.batch_size_per_gpu * config.max_seq_len * model_config.vocab_size,
@@ -144,31 +145,26 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     )  # fmt: skip
 
 
-def _model_config_and_tokenizer(config, vocab_size):
-    """(T5ModelConfig, ChatTokenizer or None); `vocab_size` above 0 replaces that of the weights or the tokenizer."""
-    weights = None
-    if config.finetune_from_ckp_file and Path(config.finetune_from_ckp_file).exists():
-        weights = load_weights(config.finetune_from_ckp_file)
-    folder = Path(config.tokenizer_dir or (weights and weights.tokenizer_dir) or TOKENIZER_DIR)
-    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
-    model_config = weights.model_config if weights and weights.model_config else load_model_config(config.model)
-    size = vocab_size or model_config.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
-    if not size:
-        raise ValueError(f"{folder}: there is no tokenizer, so the vocabulary size is unknown: type --vocab_size=N")
-    return T5ModelConfig(**asdict(replace(model_config, vocab_size=size))), tokenizer
+def _origin(config, vocab_size):
+    """The Origin of a new run; weights that are not on this machine are ignored, and the tokenizer may be missing."""
+    has_weights = config.finetune_from_ckp_file and Path(config.finetune_from_ckp_file).exists()
+    known = config if has_weights else replace(config, finetune_from_ckp_file="")
+    return find_origin(ALONE, known, (), vocab_size=vocab_size)
 
 
 def _sample(config, tokenizer):
     """Sample of the training pairs: all if they are tokenised, else the first rows, else max_seq_len for every pair."""
     path, columns = Path(config.train_file), (config.prompt_column, config.response_column)
-    longest = np.full((1, 2), config.max_seq_len)
+    objective = objective_of(config)
+    longest = objective.length_bounds(np.full((1, len(objective.sides)), config.max_seq_len))
     if tokenizer is None or not path.is_file():
         return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len", None, 0)
-    store = find_store(path, tokenizer, config.max_seq_len, TOKENS_DIR, columns=columns)
+    store = find_store(Source(path, objective, tokenizer, config.max_seq_len, columns), TOKENS_DIR)
     if store:
-        return Sample(histogram(store.lengths), f"counted: {store.directory}", len(store), 0)
-    rows = list(islice(read_pairs(path, *columns), SAMPLED_ROWS))
-    lengths = token_lengths(rows, tokenizer, config.max_seq_len)
+        bounds = objective.length_bounds(store.lengths)
+        return Sample(histogram(bounds), f"counted: {store.directory}", len(store), 0)
+    rows = list(islice(objective.read(path, columns, Counter()), SAMPLED_ROWS))
+    lengths = objective.length_bounds(side_lengths(objective.encode(rows, tokenizer, config.max_seq_len)))
     source, is_all = f"sampled: {len(lengths):,} rows and a longest pair", len(rows) < SAMPLED_ROWS
     scale = 1 if is_all else _estimated_pairs(path, rows) / len(rows)
     store_bytes = int(lengths.sum() * TOKEN_BYTES * scale)
@@ -180,7 +176,7 @@ def _estimated_pairs(path, rows):
     if path.suffix == ".parquet":
         with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
             return pq.ParquetFile(file).metadata.num_rows
-    text_bytes = sum(len(text.encode()) for pair in rows for text in pair)
+    text_bytes = sum(len(str(value).encode()) for row in rows for value in row)
     return len(rows) * path.stat().st_size / max(text_bytes, 1)
 
 
@@ -203,21 +199,22 @@ def _phases(config, estimate, plan):
     return {name: peak for name, peak in peaks.items() if name != "generation" or config.bleu_pairs}
 
 
-def _levers(config, model_config, dtype, chosen, machine, plan):
+def _levers(config, chosen, machine, plan):
     """For each change of an option: peak bytes, largest micro-batch that fits, time relative to the chosen plan."""
     if machine.usable_bytes is None:
         return []
     tokens, chunk, checkpointing = plan.cutting
-    rows = [(f"chunk of {size} targets", config, (tokens, size, checkpointing)) for size in CHUNKS]
+    spec = chosen.spec
+    rows = [(f"chunk of {size} targets", spec, (tokens, size, checkpointing)) for size in CHUNKS]
     sizes = [size for size in (tokens // 2, 2 * tokens) if size >= chosen.lengths.longest]  # train refuses smaller ones
-    rows += [(f"micro-batch of {size}", config, (size, chunk, checkpointing)) for size in sizes]
-    rows += [(f"gradient checkpointing {on}", config, (tokens, chunk, on)) for on in (False, True)]
+    rows += [(f"micro-batch of {size}", spec, (size, chunk, checkpointing)) for size in sizes]
+    rows += [(f"gradient checkpointing {on}", spec, (tokens, chunk, on)) for on in (False, True)]
     for optimizer in ("muon", "adamw_rms", "adafactor"):
-        rows.append((f"optimizer {optimizer}", replace(config, optimizer=optimizer), plan.cutting))
+        rows.append((f"optimizer {optimizer}", replace(spec, optimizer=optimizer), plan.cutting))
     levers = []
-    lengths, launch_tokens = chosen.lengths, chosen.spec.launch_tokens
+    lengths = chosen.lengths
     for name, changed, cutting in rows:
-        estimate = make_estimate(changed, model_config, dtype, lengths, chosen.share_pairs, launch_tokens=launch_tokens)
+        estimate = Estimate(changed, lengths, chosen.share_pairs, config.max_new_tokens)
         graph_bytes = recording_bytes(chosen, plan.cut_as(cutting))  # the same for every optimizer
         peak, limit = estimate.step_peak(*cutting) + graph_bytes, machine.usable_bytes * USABLE
         largest = fitting_plan(estimate, chosen.share_pairs * lengths.longest, limit - graph_bytes, *cutting[1:])
@@ -234,7 +231,7 @@ def _levers(config, model_config, dtype, chosen, machine, plan):
 
 def _host(config, estimate, plan, device, world):
     """Bytes of host memory and /dev/shm that the run needs, and bytes free in /dev/shm."""
-    weights, optimizer_state = 4 * count_parameters(estimate.spec.model_config), optimizer_bytes(estimate.spec)[0]
+    weights, optimizer_state = 4 * estimate.spec.parameters, optimizer_bytes(estimate.spec)[0]
     compute = weights if device == "cuda" else max(predicted_peaks(estimate, plan).values())
     rank_bytes = HOST_BYTES[device] + compute
     return dict(

@@ -3,38 +3,42 @@
 import logging
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
 
 from config import TrainConfig, global_batch
+from model.commands.network import compute_dtype, load_weights, make_model
 from model.commands.origin import (
-    check_model_config,
     check_same_run,
+    find_origin,
     newest_checkpoint,
     read_weights,
-    resolve_model_config,
     restore,
     why_not_compared,
 )
-from model.data.pair_hashes import describe_shared
-from model.data.token_store import TokenStore, describe_store, open_store
-from model.data.tokenizer import ChatTokenizer, load_tokenizer
+from model.data.row_hashes import describe_shared
+from model.data.token_store import Source, describe_store, open_store
+from model.data.tokenizer import ChatTokenizer
 from model.memory.plan import MemoryPlan, choose_plan
-from model.nn.t5.network import TextToTextModel
-from model.nn.weights_io import load_into, model_directory
+from model.nn.registry import config_values, family_of
+from model.run.checkpointer import checksum
 from model.run.console import Progress
-from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR, has_best
+from model.run.run_dir import TOKENS_DIR, has_best
 from model.run.train_state import TrainState, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
-from model.runtime.distributed import Ranks, agree, broadcast, from_main, local_main_first
-from model.runtime.watchdog import stop_asked
+from model.runtime.distributed import agree, from_main, local_main_first
+from model.runtime.watchdog import stop_asked, untimed
+from model.train.derive import derive, is_derived, with_derived, with_zeros
 from model.train.dry_run import dry_run_update, plan_run
-from model.train.footprint import estimate_for
-from model.train.loader import Schedule
-from model.train.lr_schedule import check_warmup, warmup_pairs
+from model.train.evaluate import Evaluation
+from model.train.examples import Examples
+from model.train.footprint import estimate_for, plan_options
+from model.train.loader import Loader, Schedule
+from model.train.lr_schedule import LearnRate, check_warmup, warmup_pairs
+from model.train.objectives.registry import objective_of
 from model.train.optim import make_optimizer
+from model.train.step import StepContext
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -44,19 +48,36 @@ class Run:
     """The parts of a run that do not change between its steps."""
 
     config: TrainConfig
-    ranks: Ranks
     tokenizer: ChatTokenizer
-    train: TokenStore
-    validation: TokenStore
-    model: TextToTextModel
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
+    context: StepContext
+    evaluation: Evaluation
     memory: dict = field(default_factory=dict)  # predicted and measured bytes, as plan.json has them
     differs: tuple = ()  # what differs from the checkpoint, so that results may differ in their last bits
 
     @property
     def dir(self):
         return Path(self.config.output_dir)
+
+    @property
+    def ranks(self):
+        return self.context.ranks
+
+    @property
+    def model(self):
+        return self.context.model
+
+    @property
+    def optimizer(self):
+        return self.context.optimizer
+
+    @property
+    def schedule(self):
+        return self.context.loader.schedule
+
+    @property
+    def train(self):
+        """The Examples that are trained on."""
+        return self.context.loader.examples
 
     def total_steps(self, state):
         """Number of the run's last step, if every step after `state` has the current global batch."""
@@ -73,52 +94,59 @@ def prepare_run(ranks, config, typed, resumed):
     the data or the checkpoint.
     """
     set_numerics(config, ranks.device)
-    other_process = set_memory_limit(config, ranks.device)
+    other_process, usable = set_memory_limit(config, ranks.device)
     free = dict(start=free_bytes())
     batch = global_batch(config, ranks.world_size, typed)
     # errors in tokenizer, weights and model are found before tokenising, which may take hours
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
-    weights = None if found else read_weights(ranks, config.finetune_from_ckp_file)
-    tokenizer, model_config = _tokenizer_and_model_config(ranks, config, typed, found, weights)
-    train, validation = (
-        _open_data(ranks, config, file, tokenizer) for file in (config.train_file, config.validation_file)
-    )
-    total_pairs = len(train) * config.epochs
-    warmup = warmup_pairs(config, total_pairs, found.state.first_batch if found else batch)
-    check_warmup(config, typed, warmup / batch, total_pairs / batch)
-    schedule = Schedule(total_pairs, warmup, batch, tokenizer.pad_id)
-    if ranks.is_main and (shared := describe_shared(validation, train)):
+    origin = find_origin(ranks, config, typed, found)
+    files = (config.train_file, config.validation_file)
+    train, validation = (_open_examples(ranks, config, file, origin) for file in files)
+    schedule = _schedule(config, typed, len(train), batch, found)
+    if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
         LOGGER.warning(shared)
-    dtype = compute_dtype(config.mixed_precision, ranks.device)
-    agree(ranks, "the compute dtype (--mixed_precision=no works on every GPU)", str(dtype))
-    check_memory_fits(ranks, config, model_config, dtype, train.lengths, batch, other_process)
-    model = make_model(ranks, config, model_config, weights)
+    plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
+    model = make_model(ranks, config, origin.model_config, origin.weights)
+    reference, (train, validation) = _with_derived(model, ranks, config, found, (train, validation), plan)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config)
     free["optimizer"] = free_bytes()
     dry_run_update(ranks, model, optimizer)
-    run = Run(config, ranks, tokenizer, train, validation, model, optimizer, schedule)
-    state = _initial_state(run, found)
-    stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
-    plan, memory = plan_run(run, stored_plan, other_process)
+    context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule, config.exact), config)
+    run = Run(config, origin.tokenizer, context, _evaluation(context, validation, origin.tokenizer))
+    state = replace(_initial_state(run, found), reference=reference)
+    run, state, plan = _planned(run, state, found, other_process)
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
-    may_record = config.compile != "False" and model.uses_kernels and not config.dropout
+    agree(ranks, "the position of the run and its plan", state_values(state))
+    return run, state, plan
+
+
+def _schedule(config, typed, num_pairs, batch, found):
+    """The Schedule of a run; ValueError if a warm-up that was typed is as long as the run."""
+    total_pairs = num_pairs * config.epochs
+    warmup = warmup_pairs(config, total_pairs, found.state.first_batch if found else batch)
+    check_warmup(config, typed, warmup / batch, total_pairs / batch)
+    rate = LearnRate(config.learn_rate, config.lr_schedule, warmup, total_pairs)
+    return Schedule(total_pairs, batch, config.seed, rate)
+
+
+def _evaluation(context, validation, tokenizer):
+    """The Evaluation of a run."""
+    config = context.options
+    num_answers = config.bleu_pairs if validation.objective.has_answers else 0
+    return Evaluation(context.ranks, context.model, validation, tokenizer, num_answers, config.max_new_tokens)
+
+
+def _planned(run, state, found, other_process):
+    """(Run, TrainState, MemoryPlan) once the plan was tried on the device."""
+    config, ranks = run.config, run.ranks
+    stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
+    plan, memory = plan_run(run.context, run.evaluation, stored_plan, other_process)
+    may_record = config.compile != "False" and run.model.uses_kernels and not config.dropout
     recovery = kept_recovery(state, plan, may_record)
     differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
     state = replace(state, plan=asdict(plan), growth=recovery, device=ranks.device.type)
-    agree(ranks, "the position of the run and its plan", state_values(state))
     return replace(run, memory=memory, differs=differs), state, plan
-
-
-def _tokenizer_and_model_config(ranks, config, typed, found, weights):
-    """ChatTokenizer and T5ModelConfig of the Checkpoint `found`, of `weights` or of the options; equal on all ranks."""
-    tokenizer = tokenizer_for(config, typed, found)
-    ids = dict(pad_id=tokenizer.pad_id, eos_id=tokenizer.eos_id)
-    agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
-    model_config = resolve_model_config(config, tokenizer, found, weights)
-    check_model_config(ranks, config, typed, model_config, found, weights)
-    agree(ranks, "the model's configuration", asdict(model_config))
-    return tokenizer, model_config
 
 
 def _initial_state(run, found):
@@ -126,11 +154,12 @@ def _initial_state(run, found):
 
     Raises ValueError if the checkpoint belongs to another run.
     """
+    train, validation = run.train.store, run.evaluation.examples.store
     fresh = TrainState(
-        first_batch=run.schedule.global_batch, seed=run.config.seed, num_pairs=len(run.train),
-        ids_sha256=run.train.meta["ids_sha256"], max_seq_len=run.config.max_seq_len,
-        shape=asdict(run.model.config), tokenizer_fingerprint=run.tokenizer.fingerprint,
-        world_size=run.ranks.world_size, validation=run.validation.identity,
+        first_batch=run.schedule.global_batch, seed=run.config.seed, num_pairs=len(train),
+        ids_sha256=train.meta["ids_sha256"], max_seq_len=run.config.max_seq_len,
+        shape=config_values(run.model.config), tokenizer_fingerprint=run.tokenizer.fingerprint,
+        world_size=run.ranks.world_size, validation=validation.identity, objective=run.config.objective,
     )  # fmt: skip
     if not found:
         return fresh
@@ -138,8 +167,27 @@ def _initial_state(run, found):
     if run.ranks.is_main and (why := why_not_compared(found.state, fresh)):
         LOGGER.info("%s: of the training pairs only their number, %d, is compared", why, fresh.num_pairs)
     state = restore(run.ranks, run.model, run.optimizer, found)
-    state = _with_validation(run.validation, run.ranks, state)
-    return replace(state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len)
+    state = _with_validation(validation, run.ranks, state)
+    return replace(state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len, shape=fresh.shape)
+
+
+def _with_derived(model, ranks, config, found, parts, plan):
+    """(what identifies the weights that the derived columns are of, `parts` (Examples) with these columns).
+
+    `model` has the weights that the run starts from, if they are random; a resumed run reads others again where the
+    columns are lost.
+    """
+    if not parts[0].objective.derived:
+        return "", parts
+    reference = found.state.reference if found else str(checksum(model))
+    missing = [examples for examples in parts if not is_derived(ranks, examples, reference)]
+    if missing and found and config.finetune_from_ckp_file:
+        weights = read_weights(ranks, config.finetune_from_ckp_file)
+        load_weights(ranks, model, weights, config.finetune_from_ckp_file)
+    with untimed("computing what the objective needs of the weights at the start"):
+        for examples in missing:
+            derive(ranks, model, examples, plan, reference)
+    return reference, [with_derived(examples, reference) for examples in parts]
 
 
 def kept_recovery(state, plan, may_record):
@@ -168,87 +216,33 @@ def set_numerics(config, device):
 
 
 def set_memory_limit(config, device):
-    """Limit this process's memory on `device`; returns the bytes that other processes use there."""
+    """Limit this process's memory on `device`; returns (bytes that other processes use there, bytes usable here)."""
     other_process = other_process_bytes(device)
-    limit_memory(device, config.gpu_memory_limit_gb, non_torch_bytes(device, other_process))
-    return other_process
+    return other_process, limit_memory(device, config.gpu_memory_limit_gb, non_torch_bytes(device, other_process))
 
 
-def tokenizer_for(config, typed, found):
-    """Tokenizer of a run resumed from the Checkpoint `found`, or of a new run if that is None.
-
-    Raises ValueError if it differs from the tokenizer beside the initial weights, where these are on this machine.
-    """
-    tokenizer_dir, source = Path(config.tokenizer_dir or TOKENIZER_DIR), config.finetune_from_ckp_file
-    weights_dir = model_directory(Path(source)) if source else None
-    if found and "tokenizer_dir" not in typed:
-        # on machines other than rank 0's, output_dir may be missing or hold another run
-        folders = [Path(config.output_dir) / "tokenizer", weights_dir, tokenizer_dir]
-        return _find_tokenizer(folders, found.state.tokenizer_fingerprint)
-    return load_tokenizer(tokenizer_dir) if found or not weights_dir else _tokenizer_of_weights(config, weights_dir)
-
-
-def _find_tokenizer(folders, fingerprint):
-    """First tokenizer in `folders` with the fingerprint, else the first one of all; entries may be None."""
-    existing = [folder for folder in folders if folder and (folder / "tokenizer.json").is_file()] or folders[-1:]
-    tokenizers = map(load_tokenizer, existing)
-    first = next(tokenizers)
-    return next((found for found in chain([first], tokenizers) if found.fingerprint == fingerprint), first)
-
-
-def _tokenizer_of_weights(config, weights_dir):
-    """Tokenizer beside the weights, else that of config.tokenizer_dir; ValueError if both exist and differ."""
-    if not (weights_dir / "tokenizer.json").is_file():
-        if not config.tokenizer_dir:
-            raise ValueError(f"{weights_dir} has no tokenizer.json: give the weights' tokenizer in --tokenizer_dir")
-        return load_tokenizer(config.tokenizer_dir)
-    beside = load_tokenizer(weights_dir)
-    given = load_tokenizer(config.tokenizer_dir) if config.tokenizer_dir else beside
-    if given.fingerprint != beside.fingerprint:
-        raise ValueError(
-            f"{weights_dir} was trained with tokenizer {beside.fingerprint}, and tokenizer_dir={config.tokenizer_dir} "
-            f"is {given.fingerprint}: leave --tokenizer_dir out"
-        )
-    return beside
-
-
-def _open_data(ranks, config, file, tokenizer):
-    """TokenStore of `file`, tokenised first if needed; the same pairs on all ranks."""
+def _open_examples(ranks, config, file, origin):
+    """Examples of `file`, tokenised first if needed; the same rows on all ranks."""
+    objective, family = objective_of(config), family_of(origin.model_config)
+    columns = (config.prompt_column, config.response_column)
+    source = Source(file, objective, origin.tokenizer, config.max_seq_len, columns)
     with Progress(f"tokenising {file}", None, unit="rows", shown=ranks.is_main) as progress:
-        columns = (config.prompt_column, config.response_column)
-        options = dict(columns=columns, progress=progress.update, stop=stop_asked)
-        store = local_main_first(ranks, partial(open_store, file, tokenizer, config.max_seq_len, TOKENS_DIR, **options))
+        store = local_main_first(ranks, partial(open_store, source, TOKENS_DIR, progress.update, stop_asked))
     agree(ranks, f"the pairs in {file}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))
     if ranks.is_main:
         LOGGER.info(describe_store(store))
-    return store
+    dtype = compute_dtype(config.mixed_precision, ranks.device)
+    kernels = family.has_kernels(ranks.device, dtype, origin.model_config)
+    examples = Examples(store, objective, family, family.first_id(origin.tokenizer), config.seed, kernels)
+    return with_zeros(examples) if objective.derived else examples
 
 
-def check_memory_fits(ranks, config, model_config, dtype, lengths, batch, other_process):
-    """Raise NothingFits if not even one pair at a time fits the device; called before anything is allocated there."""
-    usable = limit_memory(ranks.device, config.gpu_memory_limit_gb, non_torch_bytes(ranks.device, other_process))
-    if usable is not None:
-        choose_plan(config, estimate_for(ranks, config, model_config, dtype, lengths, batch), usable)
-
-
-def make_model(ranks, config, model_config, weights=None):
-    """Model on this rank's device with `weights` or random ones; equal on all ranks."""
-    model = TextToTextModel(model_config, config.dropout, compute_dtype(config.mixed_precision, ranks.device))
-    if not weights:
-        model.initialise(config.seed)
-    elif ranks.is_main:  # only rank 0 has the tensors
-        load_into(model, weights, config.finetune_from_ckp_file)
-    if config.trainable == "decoder":
-        model.freeze_all_but_decoder()
-    model.to(ranks.device)
-    broadcast(ranks, [model.flat.masters])
-    return model
-
-
-def compute_dtype(mixed_precision, device):
-    """bfloat16 if `mixed_precision` is bf16, or if it is auto and the GPU supports it natively; else float32."""
-    is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and is_native) else torch.float32
+def first_plan(ranks, config, model_config, lengths, batch, usable):
+    """A plan by prediction alone, before anything is allocated; raises NothingFits if not one example fits."""
+    dtype = compute_dtype(config.mixed_precision, ranks.device)
+    agree(ranks, "the compute dtype (--mixed_precision=no works on every GPU)", str(dtype))
+    estimate = estimate_for(ranks, config, model_config, dtype, lengths, batch)
+    return choose_plan(plan_options(config), estimate, usable)
 
 
 def _with_validation(validation, ranks, state):
@@ -272,13 +266,15 @@ def prepare_test(ranks, config):
     # the training's options for memory and CUDA graphs do not apply to a test
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
     config = replace(config, finetune_from_ckp_file=str(best), **planned)
-    weights = read_weights(ranks, str(best))
-    tokenizer, model_config = _tokenizer_and_model_config(ranks, config, (), None, weights)
-    store = _open_data(ranks, config, config.test_file or config.validation_file, tokenizer)
-    model = make_model(ranks, config, model_config, weights)
-    schedule = Schedule(len(store), 0, config.batch_size_per_gpu * ranks.world_size, tokenizer.pad_id)
-    run = Run(config, ranks, tokenizer, store, store, model, None, schedule)
-    return run, plan_run(run, None, set_memory_limit(config, ranks.device))[0]
+    origin = find_origin(ranks, config, ())
+    examples = _open_examples(ranks, config, config.test_file or config.validation_file, origin)
+    other_process, _ = set_memory_limit(config, ranks.device)
+    model = make_model(ranks, config, origin.model_config, origin.weights)
+    batch = config.batch_size_per_gpu * ranks.world_size
+    schedule = _schedule(replace(config, epochs=1), (), len(examples), batch, None)
+    context = StepContext(ranks, model, None, Loader(ranks, examples, schedule), config)
+    run = Run(config, origin.tokenizer, context, _evaluation(context, examples, origin.tokenizer))
+    return run, plan_run(context, run.evaluation, None, other_process)[0]
 
 
 def _check_best(best):

@@ -1,6 +1,7 @@
 """A histogram of example lengths, which represents a corpus of any size in little memory."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -9,22 +10,22 @@ CHUNK_EXAMPLES = 2**20  # counted at a time
 
 @dataclass(frozen=True)
 class Lengths:
-    """Distinct (prompt, response) lengths in tokens, and the number of examples with each."""
+    """Distinct lengths of examples in tokens, one for each side, and the number of examples with each."""
 
-    tokens: np.ndarray  # (kinds, 2)
+    tokens: np.ndarray  # (kinds, sides)
     counts: np.ndarray  # (kinds,)
 
-    @property
+    @cached_property
     def longest(self):
-        """Tokens of the longest example, prompt and response together."""
+        """Tokens of the longest example, all sides together."""
         return int(self.tokens.sum(axis=1).max())
 
-    @property
+    @cached_property
     def mean(self):
-        """Mean tokens per example, prompt and response together."""
+        """Mean tokens per example, all sides together."""
         return float((self.tokens.sum(axis=1) * self.counts).sum() / self.counts.sum())
 
-    @property
+    @cached_property
     def deviation(self):
         """Standard deviation of the tokens per example."""
         squares = (self.tokens.sum(axis=1) - self.mean) ** 2 * self.counts
@@ -32,11 +33,16 @@ class Lengths:
 
 
 def histogram(lengths):
-    """The histogram of `lengths` (examples, 2), in tokens of prompt and response."""
-    parts = []
+    """The histogram of `lengths` (examples, sides) in tokens; at most 3 sides, each below 2^21 tokens."""
+    num_sides = lengths.shape[1]
+    bits, parts = min(63 // num_sides, 32), []
+    assert bits >= 21, f"{num_sides} sides do not fit one key"
     for first in range(0, len(lengths), CHUNK_EXAMPLES):  # never copies the lengths of the whole corpus
-        prompt, response = np.asarray(lengths[first : first + CHUNK_EXAMPLES], dtype=np.int64).T
-        parts.append(np.unique(prompt << 32 | response, return_counts=True))
+        keys = np.zeros(len(lengths[first : first + CHUNK_EXAMPLES]), np.int64)
+        for side in np.asarray(lengths[first : first + CHUNK_EXAMPLES], dtype=np.int64).T:
+            keys = keys << bits | side
+        parts.append(np.unique(keys, return_counts=True))
     keys, indices = np.unique(np.concatenate([part for part, _ in parts]), return_inverse=True)
     counts = np.bincount(indices, np.concatenate([count for _, count in parts])).astype(np.int64)
-    return Lengths(np.stack([keys >> 32, keys & 0xFFFFFFFF], axis=1), counts)
+    sides = [keys >> bits * place & (1 << bits) - 1 for place in reversed(range(num_sides))]
+    return Lengths(np.stack(sides, axis=1), counts)

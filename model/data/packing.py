@@ -8,12 +8,12 @@ MAX_FIRST_FIT_WORK = 2**20  # examples times micro-batches; up to this first fit
 
 
 def cut(ids, lengths, micro_batch_tokens):
-    """Cut `ids` into micro-batches of at most `micro_batch_tokens` tokens, prompts and responses together.
+    """Cut `ids` into micro-batches of at most `micro_batch_tokens` tokens, all sides together.
 
-    `lengths` (len(ids), 2) in tokens. Examples of similar lengths stay together, unless first fit needs fewer
+    `lengths` (len(ids), sides) in tokens. Examples of similar lengths stay together, unless first fit needs fewer
     micro-batches. An example longer than the limit is a micro-batch of its own: the plan has reserved memory for it.
     """
-    order = np.lexsort((ids, lengths[:, 0], lengths[:, 1]))
+    order = np.lexsort((ids, *lengths.T))
     tokens = lengths[order].sum(axis=1, dtype=np.int64)
     parts = _cut_in_order(tokens, micro_batch_tokens)
     if len(parts) > math.ceil(tokens.sum() / micro_batch_tokens) and len(parts) * len(tokens) <= MAX_FIRST_FIT_WORK:

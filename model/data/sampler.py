@@ -59,8 +59,8 @@ def _mix(values):
 def share_of(ids, lengths, rank, world_size):
     """The examples of `ids` for `rank`; the ranks get equal numbers of examples to within one, and similar lengths.
 
-    `lengths` (len(ids), 2) in tokens. The ranks take turns from the longest example to the shortest, in an order that
-    reverses every round: 0, 1, 2, 2, 1, 0, ...
+    `lengths` (len(ids), sides) in tokens. The ranks take turns from the longest example to the shortest, in an order
+    that reverses every round: 0, 1, 2, 2, 1, 0, ...
     """
     order = np.lexsort((ids, lengths.sum(axis=1, dtype=np.int64)))[::-1]
     turn = np.arange(len(ids)) % (2 * world_size)

@@ -1,7 +1,8 @@
-"""Tokenizes the pairs of a file once and keeps their ids on disk, memory-mapped.
+"""Tokenizes the rows of a file once and keeps their ids on disk, memory-mapped.
 
-A token store is a directory model_save/tokens/<key>/ with pairs.arrow (token ids, EOS included), lengths.npy,
-hashes.npy and meta.json. It is built once and atomically; every rank maps it without a copy in memory.
+A token store is a directory model_save/tokens/<key>/ with ids.arrow (token ids, EOS included), lengths.npy, hashes.npy,
+a <name>.npy for each column of plain values, and meta.json. The objective names the columns. The store is built once
+and atomically; every rank maps it without a copy in memory.
 """
 
 import fcntl
@@ -21,15 +22,51 @@ import pyarrow as pa
 import ujson
 from datasets import Dataset
 
-from model.data.pair_hashes import write_hashes
-from model.data.readers import describe_ignored, read_pairs
+from model.data.readers import describe_ignored
+from model.data.row_hashes import write_hashes
+from model.data.tokenizer import ChatTokenizer
 from model.runtime.atomic_io import open_own, whole_directory, write_file
 from model.runtime.json_stream import read_object
 
-FORMAT = 1  # a store of another format is built again
-PAIRS_PER_BATCH = 4096
-COUNTS = "pairs", "empty", "prompts_cut", "responses_cut", "prompt_tokens", "response_tokens"
+FORMAT = 2  # a store of another format is built again
+ROWS_PER_BATCH = 4096
+META = {"source", "sha256", "ids_sha256", "ignored", "rows", "empty", "tokens", "cut"}
 POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Source:
+    """Everything that determines the content of a token store.
+
+    `objective` is an Objective (model/train/objectives/base.py): it names the columns, reads rows and encodes them.
+    """
+
+    path: Path
+    objective: object
+    tokenizer: ChatTokenizer
+    max_seq_len: int  # most tokens of a side, EOS included
+    columns: tuple = ("", "")  # of the file, as the user named them; empty: found by name
+
+    def key(self):
+        """Plain values that differ for stores of different content; raises ValueError if the file is missing."""
+        path = Path(self.path)
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; name a parquet, json, jsonl, csv or tsv file")
+        stat = path.stat()
+        return dict(
+            format=FORMAT, path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns,
+            tokenizer=self.tokenizer.fingerprint, max_seq_len=self.max_seq_len, columns=list(self.columns),
+            objective=self.objective.name,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids and values of a batch of rows."""
+
+    sides: list  # for each side, the ids of each row: a list of lists
+    num_cut: list  # for each side, the number of rows that were truncated
+    values: dict  # {name of a column of plain values: a number for each row}
 
 
 @dataclass(frozen=True)
@@ -37,8 +74,9 @@ class TokenStore:
     """Tokenized examples on disk, addressed by row number."""
 
     rows: Dataset
-    lengths: np.ndarray  # (rows, 2): tokens of the prompt and of the response; memory-mapped
-    hashes: np.ndarray  # uint64 (rows, 2): hash of the prompt and of the pair; memory-mapped
+    lengths: np.ndarray  # (rows, sides) in tokens; memory-mapped
+    hashes: np.ndarray  # uint64 (rows, 2): hash of the first side and of the whole row; memory-mapped
+    values: dict  # {name: float32 (rows,)}; memory-mapped
     meta: dict
     directory: Path
 
@@ -47,7 +85,7 @@ class TokenStore:
 
     @property
     def identity(self):
-        """Equal for stores with the same pairs in the same order, truncated alike, whatever file they came from."""
+        """Equal for stores with the same rows in the same order, truncated alike, whatever file they came from."""
         return f"{self.meta['ids_sha256']} {self.meta['source']['max_seq_len']}"
 
     @property
@@ -57,7 +95,7 @@ class TokenStore:
         return f"{self.meta['sha256']} {source['max_seq_len']} {source['columns']}"
 
     def tokens(self, ids):
-        """(prompt ids, response ids) of the examples `ids`, in that order; int64 (tokens,) each, concatenated."""
+        """The ids of each side of the examples `ids`, in that order: a tuple of int64 (tokens,), concatenated."""
         firsts, token_ids, offsets, sides = self._on_disk
         batches = np.searchsorted(firsts, ids, side="right") - 1
         rows, flat = ids - firsts[batches], []
@@ -69,12 +107,12 @@ class TokenStore:
 
     @cached_property
     def _on_disk(self):
-        """What `tokens` needs to gather any pairs in one look-up, without slicing a table for each pair.
+        """What `tokens` needs to gather any rows in one look-up, without slicing a table for each row.
 
         (first row of each batch, the mapped file as token ids, the mapped file as int32 offsets, and for each side
         where its offsets and its ids begin in every batch).
         """
-        columns = [self.rows.data.column(name).chunks for name in ("prompt_ids", "response_ids")]
+        columns = [self.rows.data.column(name).chunks for name in self.rows.column_names]
         buffers = [[part.buffers() for part in column] for column in columns]  # validity, offsets, validity, ids
         first = min(part[1].address for column in buffers for part in column)
         end = max(part[3].address + part[3].size for column in buffers for part in column)
@@ -93,50 +131,48 @@ def _addresses(column, index, first):
     return np.array([part[index].address - first for part in column])
 
 
-def open_store(path, tokenizer, max_seq_len, root, *, columns=("", ""), progress=None, stop=lambda: False):
-    """The TokenStore of the pairs in `path`; one of the calling processes builds it if it does not exist.
+def open_store(source, root, progress=None, stop=lambda: False):
+    """The TokenStore of a Source; one of the calling processes builds it if it does not exist.
 
     Calls `progress(rows)` while it tokenizes. Raises KeyboardInterrupt when `stop()` returns true, and ValueError for a
-    file without usable pairs.
+    file without usable rows.
     """
-    source = _source(path, tokenizer, max_seq_len, columns)
-    directory = _directory(source, root)
+    key = source.key()
+    directory = _directory(key, root)
     if not _is_built(directory):
         with _lock(directory.with_suffix(".lock"), stop):
-            if not _is_built(directory) and not _adopt(source, directory):
-                _build(source, tokenizer, directory, progress, stop)
+            if not _is_built(directory) and not _adopt(key, directory):
+                _build(source, key, directory, progress, stop)
     return read_store(directory)
 
 
-def find_store(path, tokenizer, max_seq_len, root, *, columns=("", "")):
+def find_store(source, root):
     """The TokenStore that `open_store` would return, or None if it is not built yet."""
-    directory = _directory(_source(path, tokenizer, max_seq_len, columns), root)
+    directory = _directory(source.key(), root)
     return read_store(directory) if _is_built(directory) else None
 
 
-def token_lengths(pairs, tokenizer, max_seq_len):
-    """(pairs, 2): tokens of each prompt and response, EOS included, as in a store; skips pairs with a blank side."""
-    pairs = [pair for pair in pairs if all(side.strip() for side in pair)]
-    sides = [_encode(texts, tokenizer, max_seq_len)[0] for texts in zip(*pairs, strict=True)]
-    return np.array([[len(ids) for ids in side] for side in sides]).reshape(2, -1).T
+def side_lengths(encoded):
+    """(rows, sides): tokens of each side of the rows of an Encoded, as in a store."""
+    return np.array([[len(ids) for ids in side] for side in encoded.sides]).reshape(len(encoded.sides), -1).T
 
 
-def _directory(source, root):
-    return Path(root) / hashlib.sha256(ujson.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
+def _directory(key, root):
+    return Path(root) / hashlib.sha256(ujson.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_store(directory):
     """The TokenStore in `directory`; raises ValueError if it is damaged or may not be read."""
     try:
         meta = read_object(directory / "meta.json")
-        if missing := {"source", "sha256", "ids_sha256", "ignored", *COUNTS} - meta.keys():
+        if missing := META - meta.keys():
             raise ValueError(f"meta.json lacks {', '.join(sorted(missing))}")
-        rows = Dataset.from_file(str(directory / "pairs.arrow")).with_format("arrow")
-        lengths, hashes = (
-            np.lib.format.open_memmap(directory / name, mode="r") for name in ("lengths.npy", "hashes.npy")
-        )
-        return TokenStore(rows, lengths, hashes, meta, directory)
-    except (ValueError, FileNotFoundError, TokenError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        rows = Dataset.from_file(str(directory / "ids.arrow")).with_format("arrow")
+        names = [path.stem for path in sorted(directory.glob("*.npy"))]
+        arrays = {name: np.lib.format.open_memmap(directory / f"{name}.npy", mode="r") for name in names}
+        lengths, hashes = arrays.pop("lengths"), arrays.pop("hashes")
+        return TokenStore(rows, lengths, hashes, arrays, meta, directory)
+    except (ValueError, KeyError, FileNotFoundError, TokenError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise ValueError(f"the tokens in {directory} are damaged ({error}): delete that directory") from None
     except PermissionError as error:
         raise _unreadable(directory, error) from None
@@ -156,22 +192,10 @@ def _unreadable(directory, error):
     return ValueError(f"the tokens in {directory} cannot be read ({error}): allow it, or delete that directory")
 
 
-def store_schema(vocab_size):
-    """Arrow schema of pairs.arrow: lists of token ids for both sides, of two bytes each if vocab_size allows."""
+def store_schema(sides, vocab_size):
+    """Arrow schema of ids.arrow: a list of token ids for each side, of two bytes each if vocab_size allows."""
     kind = pa.uint16() if vocab_size <= 2**16 else pa.int32()
-    return pa.schema([(name, pa.list_(kind)) for name in ("prompt_ids", "response_ids")])
-
-
-def _source(path, tokenizer, max_seq_len, columns):
-    """Everything that determines the content of a store; raises ValueError if the file is missing."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; name a parquet, json, jsonl, csv or tsv file")
-    stat = path.stat()
-    return dict(
-        format=FORMAT, path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns,
-        tokenizer=tokenizer.fingerprint, max_seq_len=max_seq_len, columns=list(columns),
-    )  # fmt: skip
+    return pa.schema([(name, pa.list_(kind)) for name in sides])
 
 
 @contextmanager
@@ -193,7 +217,7 @@ def _lock(path, stop):
         yield
 
 
-def _adopt(source, directory):
+def _adopt(key, directory):
     """Rename the store of a file that differs only in mtime, with equal content; returns whether there was one."""
     content = None
     for meta_path in directory.parent.glob("[!.]*/meta.json"):
@@ -201,11 +225,11 @@ def _adopt(source, directory):
             meta = read_object(meta_path)
         except (OSError, ValueError):
             continue  # damaged; opening that store reports it
-        if {**meta.get("source", {}), "mtime_ns": 0} != {**source, "mtime_ns": 0}:
+        if {**meta.get("source", {}), "mtime_ns": 0} != {**key, "mtime_ns": 0}:
             continue
-        content = content or _sha256(source["path"])
+        content = content or _sha256(key["path"])
         if content == meta.get("sha256"):
-            write_file(meta_path, ujson.dumps({**meta, "source": source}).encode())
+            write_file(meta_path, ujson.dumps({**meta, "source": key}).encode())
             os.rename(meta_path.parent, directory)
             return True
     return False
@@ -216,48 +240,56 @@ def _sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _build(source, tokenizer, directory, progress, stop):
-    counts, ignored = dict.fromkeys(COUNTS, 0), Counter()
+def _build(source, key, directory, progress, stop):
+    counts, ignored = Counter(), Counter()
     with whole_directory(directory) as draft:
-        lengths = _write_pairs(source, tokenizer, draft / "pairs.arrow", counts, ignored, progress, stop)
-        if not counts["pairs"]:
-            raise ValueError(
-                f"{source['path']}: none of its {counts['empty']} pairs has text on both sides; name the columns with "
-                "--prompt_column and --response_column, or clean the file with scripts/prepare_data.py"
-            )
-        np.save(draft / "lengths.npy", np.concatenate(lengths))
-        ids_sha256 = write_hashes(draft, counts["pairs"])
-        meta = dict(source=source, sha256=_sha256(source["path"]), ids_sha256=ids_sha256, **counts)
-        meta["ignored"] = describe_ignored(ignored)
+        batches = _encoded_batches(source, counts, ignored, progress, stop)
+        lengths, values = _write_ids(source, draft / "ids.arrow", batches)
+        if not lengths:
+            raise ValueError(f"{key['path']}: none of its {counts['empty']} rows has {source.objective.needs}")
+        lengths = np.concatenate(lengths)
+        np.save(draft / "lengths.npy", lengths)
+        for name, parts in values.items():
+            np.save(draft / f"{name}.npy", np.concatenate(parts))
+        ids_sha256 = write_hashes(draft, len(lengths), values)
+        meta = dict(
+            source=key, sha256=_sha256(key["path"]), ids_sha256=ids_sha256, ignored=describe_ignored(ignored),
+            rows=len(lengths), empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
+            cut=[counts["cut", side] for side in range(lengths.shape[1])],
+        )  # fmt: skip
         (draft / "meta.json").write_text(ujson.dumps(meta))
 
 
-def _write_pairs(source, tokenizer, path, counts, ignored, progress, stop):
-    """Write the token ids of all pairs as an Arrow stream; returns their lengths, uint16 (pairs, 2) per batch."""
-    schema = store_schema(tokenizer.vocab_size)
-    pairs, lengths = read_pairs(source["path"], *source["columns"], ignored=ignored), []
+def _encoded_batches(source, counts, ignored, progress, stop):
+    """Yield an Encoded for each ROWS_PER_BATCH rows of the file; adds to `counts` and `ignored`."""
+    objective, num_read = source.objective, 0
+    rows = objective.read(source.path, source.columns, ignored)
+    while batch := list(islice(rows, ROWS_PER_BATCH)):
+        if stop():
+            raise KeyboardInterrupt
+        encoded = objective.encode(batch, source.tokenizer, source.max_seq_len)
+        num_kept, num_read = len(encoded.sides[0]), num_read + len(batch)
+        counts["empty"] += len(batch) - num_kept
+        counts.update({("cut", side): num_cut for side, num_cut in enumerate(encoded.num_cut)})
+        if num_kept:
+            yield encoded
+        if progress:
+            progress(num_read)
+
+
+def _write_ids(source, path, batches):
+    """Write the ids of all Encoded as an Arrow stream; returns lists of the batches' lengths, and of their values."""
+    objective = source.objective
+    schema = store_schema(objective.sides, source.tokenizer.vocab_size)
+    lengths, values = [], {name: [] for name in objective.values}
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        while batch := list(islice(pairs, PAIRS_PER_BATCH)):
-            if stop():
-                raise KeyboardInterrupt
-            kept = [(prompt, response) for prompt, response in batch if prompt.strip() and response.strip()]
-            counts["empty"] += len(batch) - len(kept)
-            sides = [_encode(texts, tokenizer, source["max_seq_len"]) for texts in zip(*kept, strict=True)]
-            if sides:
-                columns = [_list_array(side[0], kind) for side, kind in zip(sides, schema.types, strict=True)]
-                writer.write_batch(pa.record_batch(columns, schema=schema))
-                lengths.append(np.array([[len(ids) for ids in side[0]] for side in sides], np.uint16).T)
-                _count(counts, sides, lengths[-1])
-            if progress:
-                progress(counts["pairs"] + counts["empty"])
-    return lengths
-
-
-def _encode(texts, tokenizer, max_seq_len):
-    """(ids of each text, truncated and ended by one EOS, number of texts truncated)."""
-    encoded = tokenizer.encode_batch(list(texts))
-    num_cut = sum(len(ids) >= max_seq_len for ids in encoded)
-    return [[*ids[: max_seq_len - 1], tokenizer.eos_id] for ids in encoded], num_cut
+        for encoded in batches:
+            columns = [_list_array(side, kind) for side, kind in zip(encoded.sides, schema.types, strict=True)]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+            lengths.append(side_lengths(encoded).astype(np.uint16))
+            for name, parts in values.items():
+                parts.append(np.asarray(encoded.values[name], np.float32))
+    return lengths, values
 
 
 def _list_array(rows, list_type):
@@ -266,18 +298,13 @@ def _list_array(rows, list_type):
     return pa.ListArray.from_arrays(offsets, flat)
 
 
-def _count(counts, sides, lengths):
-    for (_, num_cut), name, tokens in zip(sides, ("prompt", "response"), lengths.sum(axis=0), strict=True):
-        counts[f"{name}s_cut"] += num_cut
-        counts[f"{name}_tokens"] += int(tokens)
-    counts["pairs"] += len(lengths)
-
-
 def describe_store(store):
-    """One line: number of pairs, their mean lengths, and the share that was truncated."""
-    meta, pairs = store.meta, store.meta["pairs"]
-    line = f"{meta['source']['path']}: {pairs:,} pairs, {meta['prompt_tokens'] / pairs:.1f} + "
-    line += f"{meta['response_tokens'] / pairs:.1f} tokens on average; cut to {meta['source']['max_seq_len']} tokens: "
-    line += f"{meta['prompts_cut'] / pairs:.2%} of prompts, {meta['responses_cut'] / pairs:.2%} of responses"
+    """One line: number of examples, their mean lengths, and the share that was truncated."""
+    meta, rows = store.meta, store.meta["rows"]
+    names = [name.removesuffix("_ids") for name in store.rows.column_names]
+    means = " + ".join(f"{tokens / rows:.1f}" for tokens in meta["tokens"])
+    cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, num_cut in zip(names, meta["cut"], strict=True))
+    line = f"{meta['source']['path']}: {rows:,} pairs, {means} tokens on average; "
+    line += f"cut to {meta['source']['max_seq_len']} tokens: {cut}"
     line += f"; {meta['empty']:,} pairs with an empty side left out" if meta["empty"] else ""
     return line + (f"; {meta['ignored']}" if meta["ignored"] else "")

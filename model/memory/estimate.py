@@ -1,8 +1,8 @@
 """Closed form of the device memory that each phase of a run needs, from the architecture and the examples' lengths.
 
-It counts the tensors that model/nn/t5/network.py, model/nn/attention.py, model/nn/loss.py and model/train/optim.py hold
-on a GPU. What counting does not give (workspaces of libraries, rounding of the allocator) are the Constants in
-model/nn/t5/footprint.py, which bench/memory_fit.py fits to 12 cases on an H200.
+It counts the tensors that a family's network, model/nn/loss.py and model/train/optim.py hold on a GPU. What counting
+does not give (workspaces of libraries, rounding of the allocator) are the Constants in model/nn/footprint.py, which
+bench/memory_fit.py fits to 12 cases on an H200.
 """
 
 import math
@@ -13,23 +13,15 @@ import numpy as np
 
 from model.data.length_histogram import Lengths
 from model.nn.flat_params import VOCABULARY_MULTIPLE
-from model.nn.t5.footprint import (
-    count_matrix_numbers,
-    count_parameters,
-    evaluation_moment,
-    generation_bytes,
-    step_moments,
-)
 
 BATCH_NUMBERS = 2**25  # matrix elements that Muon updates together; its temporaries take 8 bytes per element
 
-ANSWERS_A_BATCH = 32  # prompts per batch of generation
+ANSWERS_A_BATCH = 32  # generated together, at most
 
 
 def optimizer_bytes(spec):
     """(bytes of state, bytes of an update's temporaries) of the optimizer."""
-    trained = count_parameters(spec.model_config, spec.decoder_only)
-    matrices = count_matrix_numbers(spec.model_config, spec.decoder_only)
+    trained, matrices = spec.trained, spec.trained_matrix_numbers
     return dict(
         adamw_rms=(8 * trained, 0),
         adamw=(8 * trained, 0),
@@ -40,11 +32,11 @@ def optimizer_bytes(spec):
 
 def fixed_bytes(spec):
     """{part: bytes} held from the first step to the last."""
-    parameters, trained = count_parameters(spec.model_config), count_parameters(spec.model_config, spec.decoder_only)
+    frozen_bytes = (spec.parameters - spec.trained) * spec.number_bytes
     return dict(
-        weights=4 * parameters,
-        bf16_weights=2 * parameters if spec.number_bytes == 2 else 0,
-        gradients=4 * trained,
+        weights=4 * spec.trained + frozen_bytes,
+        bf16_weights=2 * spec.trained if spec.number_bytes == 2 else 0,
+        gradients=4 * spec.trained,
         optimizer=optimizer_bytes(spec)[0],
         workspaces=int(spec.constants.workspace_bytes),
     )
@@ -55,8 +47,8 @@ class ForwardCostBound:
     """Upper bound on the cost of one forward's examples as a function of its number of tokens.
 
     A fractional knapsack: it takes the examples with the highest cost per token first, and fractions of the last one,
-    so no set of at most `share_pairs` examples costs more. With `longest` it takes the longest responses first
-    instead, which bounds only sets of the longest responses.
+    so no set of at most `share_pairs` examples costs more. With `longest` it takes the longest targets first instead,
+    which bounds only sets of the longest targets.
     """
 
     cost: np.ndarray = field(repr=False)  # (kinds,) of one example of each kind
@@ -68,7 +60,7 @@ class ForwardCostBound:
         totals = self.lengths.tokens.sum(axis=1)
         counts = np.minimum(self.lengths.counts, self.share_pairs)
         dense, large = np.argsort(-self.cost / totals), np.argsort(-self.cost)
-        order = np.lexsort((-totals, -self.lengths.tokens[:, 1])) if self.longest else dense
+        order = np.lexsort((-totals, -self.lengths.tokens[:, -1])) if self.longest else dense
         tokens, costs = (np.cumsum((counts * x)[order]) for x in (totals, self.cost))
         most = np.interp(self.share_pairs, np.cumsum(counts[large]), np.cumsum((counts * self.cost)[large]))
         object.__setattr__(self, "_curve", (np.append(0, tokens), np.append(0.0, costs), float(most)))
@@ -81,7 +73,7 @@ class ForwardCostBound:
 class Estimate:
     """Predicts peak reserved bytes by phase for examples of these `lengths`, `share_pairs` pairs per rank and step.
 
-    It assumes the costliest forwards possible, or with `longest` those with the longest responses.
+    It assumes the costliest forwards possible, or with `longest` those with the longest targets.
     """
 
     def __init__(self, spec, lengths, share_pairs, max_new_tokens=128, longest=False):
@@ -90,18 +82,18 @@ class Estimate:
 
         self.spec, self.lengths, self.share_pairs = spec, lengths, share_pairs
         self.max_new_tokens = max_new_tokens
-        self.fixed = fixed_bytes(spec)
+        self.fixed, moments = fixed_bytes(spec), spec.family.step_moments
         self._step = {
-            checkpointing: {name: bound(c) for name, c in step_moments(spec, lengths.tokens, checkpointing).items()}
+            checkpointing: {name: bound(c) for name, c in moments(spec, lengths.tokens, checkpointing).items()}
             for checkpointing in (False, True)
         }
-        targets, all_pairs = lengths.tokens[:, 1].astype(np.float64), lengths.counts.sum()  # evaluation has no shares
+        targets, all_pairs = lengths.tokens[:, -1].astype(np.float64), lengths.counts.sum()  # evaluation has no shares
         self._targets, self._evaluation_targets = bound(targets), bound(targets, all_pairs)
-        self._evaluation = bound(evaluation_moment(spec, lengths.tokens), all_pairs)
+        self._evaluation = bound(spec.family.evaluation_moment(spec, lengths.tokens), all_pairs)
 
     @cached_property
-    def of_longest_responses(self):
-        """This Estimate for the forwards with the longest responses.
+    def of_longest_targets(self):
+        """This Estimate for the forwards with the longest targets.
 
         Without kernels it is `self`: attention scores grow with the square of a length, so the costliest ones count.
         """
@@ -116,7 +108,7 @@ class Estimate:
         moments = {name: forward(tokens) for name, forward in self._step[checkpointing].items()}
         vocabulary = VOCABULARY_MULTIPLE * -(-model_config.vocab_size // VOCABULARY_MULTIPLE)
         # the second gradient of the embedding, which is also the output projection
-        table = 0 if self.spec.decoder_only else 4 * vocabulary * model_config.d_model
+        table = 0 if self.spec.part != "all" else 4 * vocabulary * self.spec.family.width(model_config)
         moments["loss"] += self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
         moments["embedding"] += table
         moments["update"] = optimizer_bytes(self.spec)[1]
@@ -126,13 +118,13 @@ class Estimate:
         """{phase: peak reserved bytes on the device}."""
         tokens = max(micro_batch_tokens, self.lengths.longest)
         step = max(self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing).values())
-        prompt = int(self.lengths.tokens[:, 0].max())
+        inputs = int(self.lengths.tokens[:, 0].max())
         extra_bytes = dict(
             load=-self.fixed["gradients"] - self.fixed["optimizer"],
             first_step=step,
             step=step,
             evaluation=self._evaluation(tokens) + self._chunk_bytes(self._evaluation_targets(tokens), chunk_tokens),
-            generation=generation_bytes(self.spec, answers, prompt, self.max_new_tokens),
+            generation=self.spec.family.cache_bytes(self.spec, answers, inputs, self.max_new_tokens),
             save=0,
         )
         held, constants = sum(self.fixed.values()), self.spec.constants
@@ -163,5 +155,5 @@ class Estimate:
 
 def disk_bytes(spec, kept):
     """Bytes on disk of `kept` checkpoints plus one being written, and of best/ and last/ plus one being written."""
-    weights = 4 * count_parameters(spec.model_config)
+    weights = 4 * spec.parameters
     return (kept + 1) * (weights + optimizer_bytes(spec)[0]) + 3 * weights

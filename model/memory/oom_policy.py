@@ -63,13 +63,23 @@ def _larger_plan(plan, full):
     return replace(plan, graphs=full.graphs)
 
 
-def plan_after_out_of_memory(device, plan, failures, shrink):
-    """The plan to try next: `plan` itself after the first failure, since the cache is freed here, then `shrink(plan)`.
+def plans_to_try(plan, shrink):
+    """Yield `plan`; after each failure `plan` once more, since memory is freed between, then ever smaller ones.
 
-    Call it when no tensor of the failed attempt is held. Raises NothingFits if `shrink` returns None.
+    Ask for the next plan when no tensor of the failed attempt is held. `shrink(plan)` gives the next smaller plan, or
+    None after the smallest; then NothingFits is raised.
     """
-    release_memory(device)
-    smaller = plan if failures == 1 else shrink(plan)
+    yield plan
+    release_memory()
+    while True:
+        yield plan
+        plan = smaller_plan(plan, shrink)
+
+
+def smaller_plan(plan, shrink):
+    """`shrink(plan)`, after memory was freed; raises NothingFits if it is None."""
+    release_memory()
+    smaller = shrink(plan)
     if smaller is None:
         raise NothingFits(
             f"out of memory with the smallest plan ({plan}): lower --max_seq_len (for answers --max_new_tokens, or "

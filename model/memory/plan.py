@@ -28,12 +28,12 @@ MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of 
 class MemoryPlan:
     """How each step is cut. A plan changes neither the examples of a step nor, except for rounding, its gradient."""
 
-    micro_batch_tokens: int  # prompt and response tokens per forward
+    micro_batch_tokens: int  # tokens of all sides per forward
     chunk_tokens: int  # target tokens whose logits exist at the same time
     gradient_checkpointing: bool
     predicted_peak_bytes: int
     graphs: bool = False  # steps of one micro-batch are recorded as CUDA graphs and replayed
-    answers: int = ANSWERS_A_BATCH  # prompts per batch of generation
+    answers: int = ANSWERS_A_BATCH  # generated together
 
     @property
     def cutting(self):
@@ -45,6 +45,17 @@ class MemoryPlan:
         return replace(self, **dict(zip(names, cutting, strict=True)))
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the user asks of a plan; the fields are those of TrainConfig."""
+
+    micro_batch_tokens: int
+    gradient_checkpointing: str
+    compile: str
+    max_seq_len: int
+    gpu_memory_limit_gb: float
+
+
 class NothingFits(RuntimeError):
     """The smallest plan does not fit the memory. `plan` is the plan that ran out of memory, None if it never ran."""
 
@@ -53,92 +64,92 @@ class NothingFits(RuntimeError):
         self.plan = plan
 
 
-def recording_asked(config, spec, num_steps):
+def recording_asked(wanted, spec, num_steps):
     """Whether to record steps as CUDA graphs: True, False, or None to let choose_plan take the faster plan.
 
     Raises ValueError if compile=True is impossible.
     """
     possible = spec.kernels and not spec.dropout
-    if config.compile == "True" and not possible:
+    if wanted.compile == "True" and not possible:
         raise ValueError("compile=True records CUDA graphs, which need a GPU, bf16 and dropout=0: leave it out")
-    if config.compile == "True":
+    if wanted.compile == "True":
         return True
     repaid = possible and num_steps >= STEPS_THAT_REPAY_RECORDING
-    return None if repaid and config.compile == "auto" else False
+    return None if repaid and wanted.compile == "auto" else False
 
 
-def choose_plan(config, estimate, usable_bytes, asked=False, calibration=None):
-    """The MemoryPlan that `config` asks for, or the fastest that fits `usable_bytes` (None on a CPU).
+def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
+    """The MemoryPlan that `wanted` (PlanOptions) asks for, or the fastest that fits `usable_bytes` (None on a CPU).
 
     `asked` is the result of recording_asked; `calibration` is measured / predicted bytes of a probe. A plan with
     recordings also runs the steps that fit none of them, so it leaves memory for both.
 
-    Raises ValueError if the longest example, or a step to record, exceeds config.micro_batch_tokens, and NothingFits if
+    Raises ValueError if the longest example, or a step to record, exceeds wanted.micro_batch_tokens, and NothingFits if
     the longest example does not fit the memory.
     """
-    if 0 < config.micro_batch_tokens < estimate.lengths.longest:
+    if 0 < wanted.micro_batch_tokens < estimate.lengths.longest:
         raise ValueError(
-            f"micro_batch_tokens={config.micro_batch_tokens}: the longest example has {estimate.lengths.longest} "
+            f"micro_batch_tokens={wanted.micro_batch_tokens}: the longest example has {estimate.lengths.longest} "
             "tokens on both sides: type at least that, or lower --max_seq_len"
         )
     if usable_bytes is None:
-        tokens = _wanted_tokens(config, estimate, CPU_MICRO_BATCH_TOKENS)
-        return _plan(estimate, math.inf, tokens, 1024, CHECKPOINTING[config.gradient_checkpointing][0])
-    if config.compile == "True" and 0 < config.micro_batch_tokens < (size := _recorded_steps(estimate)[0][0]):
+        tokens = _wanted_tokens(wanted, estimate, CPU_MICRO_BATCH_TOKENS)
+        return _plan(estimate, math.inf, tokens, 1024, CHECKPOINTING[wanted.gradient_checkpointing][0])
+    if wanted.compile == "True" and 0 < wanted.micro_batch_tokens < (size := _recorded_steps(estimate)[0][0]):
         raise ValueError(
             f"--compile=True records a step as one forward of at least {size} tokens ({estimate.share_pairs} pairs), "
-            f"but --micro_batch_tokens={config.micro_batch_tokens} cuts it: leave one of the two out"
+            f"but --micro_batch_tokens={wanted.micro_batch_tokens} cuts it: leave one of the two out"
         )
     usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
     # The worst possible micro-batch is very rare, and the retry handles it. So after a probe, which tells how much
-    # memory is used, only the forwards with the longest responses must fit.
-    planned_for = estimate.of_longest_responses if calibration else estimate
-    plain = list(_fitting_plans(config, planned_for, usable_bytes, usable_share))
+    # memory is used, only the forwards with the longest targets must fit.
+    planned_for = estimate.of_longest_targets if calibration else estimate
+    plain = list(_fitting_plans(wanted, planned_for, usable_bytes, usable_share))
     if not plain:
-        raise NothingFits(_refusal(config, estimate, usable_bytes, usable_share))
+        raise NothingFits(_refusal(wanted, estimate, usable_bytes, usable_share))
     if asked is False:
         return _fastest(plain, estimate)
-    recorded = list(_recorded_plans(config, estimate, usable_bytes, usable_share))
+    recorded = list(_recorded_plans(wanted, estimate, usable_bytes, usable_share))
     if asked:
         return replace(_fastest(recorded or plain, estimate), graphs=True)
     return _fastest(recorded + plain, estimate)
 
 
-def _wanted_tokens(config, estimate, largest):
+def _wanted_tokens(wanted, estimate, largest):
     longest = estimate.lengths.longest
-    return config.micro_batch_tokens or max(min(estimate.share_pairs * longest, largest), longest)
+    return wanted.micro_batch_tokens or max(min(estimate.share_pairs * longest, largest), longest)
 
 
-def _variants(config, estimate):
-    """Variants of a plan, each (chunk_tokens, checkpointing), that `config` allows.
+def _variants(wanted, estimate):
+    """Variants of a plan, each (chunk_tokens, checkpointing), that `wanted` allows.
 
     Leaves out large chunks for steps of few tokens, whose logits would take more memory than the activations.
     """
     max_chunk = max(estimate.share_pairs * estimate.lengths.mean / MIN_CHUNKS_PER_STEP, 512)
-    return product([chunk for chunk in CHUNKS if chunk <= max_chunk], CHECKPOINTING[config.gradient_checkpointing])
+    return product([chunk for chunk in CHUNKS if chunk <= max_chunk], CHECKPOINTING[wanted.gradient_checkpointing])
 
 
-def _fitting_plans(config, estimate, usable_bytes, usable_share):
+def _fitting_plans(wanted, estimate, usable_bytes, usable_share):
     """The plan with the largest micro-batch that fits, for each variant for which one does."""
-    tokens = _wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS)
-    for variant in _variants(config, estimate):
+    tokens = _wanted_tokens(wanted, estimate, LARGEST_MICRO_BATCH_TOKENS)
+    for variant in _variants(wanted, estimate):
         plan = fitting_plan(estimate, tokens, usable_bytes * usable_share, *variant)
-        if plan and plan.micro_batch_tokens >= config.micro_batch_tokens:
+        if plan and plan.micro_batch_tokens >= wanted.micro_batch_tokens:
             yield plan
 
 
-def _recorded_plans(config, estimate, usable_bytes, usable_share):
+def _recorded_plans(wanted, estimate, usable_bytes, usable_share):
     """The largest plan with recordings that fits, for each variant and each largest size to record.
 
     A probe records no step, so `calibration` does not cover the memory of recordings. They leave little memory free,
     and the first forward that runs out of memory drops them all, so the costliest forward possible must fit too.
     """
     sizes = [size for size, _ in _recorded_steps(estimate)]
-    tokens = config.micro_batch_tokens or max(_wanted_tokens(config, estimate, LARGEST_MICRO_BATCH_TOKENS), sizes[-1])
-    for variant, (size, larger) in product(_variants(config, estimate), pairwise([*sizes, tokens + 1])):
+    tokens = wanted.micro_batch_tokens or max(_wanted_tokens(wanted, estimate, LARGEST_MICRO_BATCH_TOKENS), sizes[-1])
+    for variant, (size, larger) in product(_variants(wanted, estimate), pairwise([*sizes, tokens + 1])):
         recordings = estimate.recording_bytes(size, *variant) / USABLE
         plan = fitting_plan(estimate, min(tokens, larger - 1), (usable_bytes - recordings) * usable_share, *variant)
-        if plan and plan.micro_batch_tokens >= max(config.micro_batch_tokens, size, estimate.lengths.longest):
+        if plan and plan.micro_batch_tokens >= max(wanted.micro_batch_tokens, size, estimate.lengths.longest):
             yield replace(plan, graphs=True)
 
 
@@ -245,18 +256,18 @@ def phase_problem(peaks, usable_bytes):
     return f"{name} needs {needed / 2**30:.2f} GiB and {usable_bytes / 2**30:.2f} GiB are there: {remedy}"
 
 
-def _refusal(config, estimate, usable_bytes, usable_share):
+def _refusal(wanted, estimate, usable_bytes, usable_share):
     longest = estimate.lengths.longest
-    checkpointing = config.gradient_checkpointing != "False"
-    tokens = max(config.micro_batch_tokens, longest)
+    checkpointing = wanted.gradient_checkpointing != "False"
+    tokens = max(wanted.micro_batch_tokens, longest)
     needed = estimate.step_peak(tokens, CHUNKS[-1], checkpointing) / usable_share
     parts = ", ".join(f"{name} {count / 2**30:.2f}" for name, count in estimate.fixed.items())
     remedy = "free the GPU"
-    if limit := config.gpu_memory_limit_gb:
+    if limit := wanted.gpu_memory_limit_gb:
         enough = limit + (needed - usable_bytes) / 2**30 + 0.01
         remedy = f"type --gpu_memory_limit_gb={enough:.2f} or more, if the GPU has it"
     return (
         f"a forward of {tokens} tokens (the longest example has {longest}) needs {needed / 2**30:.2f} GiB and "
         f"{max(usable_bytes, 0) / 2**30:.2f} GiB are there; held all the time, in GiB: {parts}. Lower --max_seq_len "
-        f"(now {config.max_seq_len}), type --optimizer=adafactor, choose a smaller --model, or {remedy}"
+        f"(now {wanted.max_seq_len}), type --optimizer=adafactor, choose a smaller --model, or {remedy}"
     )

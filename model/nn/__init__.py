@@ -1,7 +1,9 @@
 """Neural networks: layers, kernels and weights. Knows nothing of data files, optimizers, ranks or runs.
 
-attention works on packed examples; loss is the output projection with cross-entropy and never holds all logits.
-flat_params keeps weights, gradients and bf16 copies in three flat tensors; weights_io reads and writes model files.
+base says what a network computes and what a family gives; registry names the families. Each family is a folder.
+layers holds what several families are built of; attention works on packed examples; loss is the output projection with
+cross-entropy or log-probabilities and never holds all logits. flat_params keeps weights, gradients and bf16 copies in
+flat tensors, flat_batch the arrays of a batch in one; footprint says what determines the bytes of a run.
+weights_io reads and writes model files.
 kernels/ holds the Triton kernels; each has a PyTorch implementation that gives the same results to rounding.
-Every other folder holds one family, a network architecture; t5/ is one.
 """

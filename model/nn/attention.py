@@ -1,4 +1,4 @@
-"""Attention over packed examples with T5's relative position bias.
+"""Attention over packed examples, with a bias for each distance if the network has one.
 
 Packed: one flat tensor holds the tokens of all examples of a micro-batch one after the other, without padding. No
 example attends to another. On GPUs the Triton kernels of model/nn/kernels/attention.py compute it. This file holds the
@@ -8,6 +8,7 @@ the sum of the squared lengths, not with the square of their sum.
 Letters: N tokens, B examples per block, H heads, K head width, T queries, S keys.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -56,9 +57,8 @@ class Layout:
         return max(max(block.shape[1:]) for block in self.blocks)
 
 
-def has_kernels(device, dtype, model_config):
-    """True if the Triton kernels support this: bf16 on a GPU, and head width and buckets of the T5ModelConfig."""
-    sizes = (model_config.d_kv, model_config.relative_attention_num_buckets)
+def has_kernels(device, dtype, *sizes):
+    """True if the Triton kernels support this: bf16 on a GPU, and `sizes`, the head width and the buckets of a bias."""
     sizes_fit = all(size in (16, 32, 64, 128) for size in sizes)
     return device.type == "cuda" and dtype == torch.bfloat16 and sizes_fit and has_triton()
 
@@ -130,7 +130,7 @@ class _Unpad(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ScoreBias:
-    """The bias and mask of attention scores. All T5 layers of one stack share it.
+    """The bias and mask of attention scores, which all layers of a stack share.
 
     With a Layout only `causal` and `blocks` are set; with a PackedLayout all but `blocks`, the last three if there is
     a bias.
@@ -138,18 +138,37 @@ class ScoreBias:
 
     causal: bool
     blocks: tuple = ()  # Layout: (B or 1, H or 1, T, S) of each block, -inf where masked
-    weight: torch.Tensor | None = None  # PackedLayout: T5's learned table (buckets, H)
+    weight: torch.Tensor | None = None  # PackedLayout: the learned table (buckets, H)
     buckets: torch.Tensor | None = None  # PackedLayout: bucket of each distance, -max_distance to max_distance
     table: torch.Tensor | None = None  # PackedLayout: bias (H, distances), gathered from `weight`
 
 
-def attend(qkv, layout, bias, num_heads):
+def score_mask(layout, causal=False, dtype=torch.float32):
+    """ScoreBias without a bias: padding is masked, and with `causal` every later key."""
+    if not isinstance(layout, Layout):
+        return ScoreBias(causal)
+    masked = (is_masked(block, causal) for block in layout.blocks)
+    return ScoreBias(causal, tuple(torch.zeros_like(m, dtype=dtype).masked_fill_(m, -math.inf) for m in masked))
+
+
+def is_masked(block, causal):
+    """bool (B, 1, 1 or T, S): the scores of a DenseBlock that attention leaves out."""
+    _, num_queries, num_keys = block.shape
+    if not causal:
+        return block.key_is_pad
+    later = torch.ones(num_queries, num_keys, dtype=torch.bool, device=block.key_is_pad.device).triu(1)
+    return block.key_is_pad | later
+
+
+def attend(qkv, layout, bias, num_heads, num_kv_heads=None):
     """softmax(q k^T + bias) v within each example of `layout`, (N, H*K).
 
     `qkv` holds one to three tensors whose concatenated columns are q, k and v: one (N, 3*H*K) in self-attention, two in
-    cross-attention. Scores are not scaled: T5 folds 1/sqrt(K) into the initial weights of q
-    (Raffel et al. 2020; mesh_tensorflow/transformer/attention.py).
+    cross-attention. With `num_kv_heads`, which divides H, it holds three: each head of k and v then serves
+    H / num_kv_heads heads of q in order (Ainslie et al. 2023, arXiv 2305.13245). Scores are not scaled here: scale q.
     """
+    if num_kv_heads not in (None, num_heads):
+        qkv = with_repeated_heads(qkv, num_heads, num_kv_heads)
     if not isinstance(layout, Layout):
         from model.nn.kernels.attention import packed_attention  # a CPU build of torch comes without Triton
 
@@ -168,3 +187,10 @@ def attend(qkv, layout, bias, num_heads):
         scores_BHTS = (q_BHTK @ k_BHSK.transpose(2, 3)).add_(block_bias)
         outputs.append((scores_BHTS.softmax(dim=-1) @ v_BHSK).transpose(1, 2).reshape(-1, q.shape[1]))
     return _Unpad.apply(torch.cat(outputs), layout.queries)
+
+
+def with_repeated_heads(qkv, num_heads, num_kv_heads):
+    """(q, k, v), (N, H*K) each, where each head of k and v is repeated for the heads of q that share it."""
+    q, k, v = qkv
+    k, v = (x.view(len(x), num_kv_heads, -1).repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
+    return q, k.flatten(1), v.flatten(1)

@@ -1,7 +1,8 @@
-"""A model's weights in three flat tensors: float32 masters, their gradients, and copies in the compute dtype.
+"""A model's weights in flat tensors: float32 masters, their gradients, and copies in the compute dtype.
 
 The cast, the all-reduce and the optimizer each work on one tensor. Adjacent weights (q, k and v) act as one matrix in
-a matmul. Backward adds gradients to the flat tensor in float32, so they accumulate over micro-batches.
+a matmul. Backward adds gradients to the flat tensor in float32, so they accumulate over micro-batches. A frozen weight
+has neither master nor gradient: it is held once.
 """
 
 import functools
@@ -10,42 +11,65 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
-NUM_LOSS_PARTS = 2  # cross-entropy and z-loss
-VOCABULARY_MULTIPLE = 64  # rows of the padded embedding: a GPU's matmul with an odd number is several times slower
+NUM_SUMS = 8  # metrics of an objective, at most
+VOCABULARY_MULTIPLE = 64  # rows of a padded table: a GPU's matmul with an odd number is several times slower
 
 
 class FlatParams:
-    """Makes a model's parameters views of one tensor and their gradients views of another.
+    """Makes a model's parameters views of a few tensors and their gradients views of another.
 
     Each parameter gets `.grad` (None if it is frozen) and `.copy`, its value in the compute dtype as of the last
-    `refresh`. The rows of `vocabulary`, the embedding, are padded with zeros. Masters and gradients share one order:
-    trained weights before frozen ones; within each, `others` before the layers' `matrices`, which are sorted by shape.
-    `loss_parts`, the sums that make up the loss, follow the gradients, so that one all-reduce covers both.
+    `refresh`. The rows of `tables`, which are among `others`, are padded with zeros. Masters and gradients share one
+    order: `others` before the layers' `matrices`, which are sorted by shape. Frozen tables and matrices are held in the
+    compute dtype, other frozen weights in float32. `sums`, an objective's metrics, follow the gradients, so that one
+    all-reduce covers both.
     """
 
-    def __init__(self, others, matrices, vocabulary, compute_dtype):
-        by_shape = sorted(matrices, key=lambda p: p.shape)
-        params = sorted([*others, *by_shape], key=lambda p: not p.requires_grad)
-        sizes = [_padded_rows(len(p)) * p.shape[1] if p is vocabulary else p.numel() for p in params]
+    def __init__(self, others, matrices, tables, compute_dtype):
+        tables = {id(p) for p in tables}
+        params = [*others, *sorted(matrices, key=lambda p: p.shape)]
         self.trained = [p for p in params if p.requires_grad]
-        self.trained_sizes = sizes[: len(self.trained)]
+        self.trained_sizes = [_padded_size(p, tables) for p in self.trained]
         self.num_others = sum(p.requires_grad for p in others)  # the first of `trained`
-        device = params[0].device
-        self.masters = torch.zeros(sum(sizes), device=device)
-        self.copies = self.masters
+        device, total = params[0].device, sum(self.trained_sizes)
+        self.masters = self.copies = torch.zeros(total, device=device)
         if compute_dtype != torch.float32:
-            self.copies = torch.zeros(sum(sizes), device=device, dtype=compute_dtype)
-        self.gradients_and_parts = torch.zeros(sum(self.trained_sizes) + NUM_LOSS_PARTS, device=device)
-        self.gradients, self.loss_parts = self.gradients_and_parts.split((sum(self.trained_sizes), NUM_LOSS_PARTS))
-        for p, master, copy in zip(params, self.masters.split(sizes), self.copies.split(sizes), strict=True):
-            p.data, p.copy, p.grad = _view_as(p, master).copy_(p.data), _view_as(p, copy), None
-        for p, gradient in zip(self.trained, self.gradients.split(self.trained_sizes), strict=True):
-            p.grad = _view_as(p, gradient)
+            self.copies = torch.zeros(total, device=device, dtype=compute_dtype)
+        self.gradients_and_sums = torch.zeros(total + NUM_SUMS, device=device)
+        self.gradients, self.sums = self.gradients_and_sums.split((total, NUM_SUMS))
+        flats = (x.split(self.trained_sizes) for x in (self.masters, self.copies, self.gradients))
+        for p, master, copy, gradient in zip(self.trained, *flats, strict=True):
+            p.data, p.copy, p.grad = _view_as(p, master).copy_(p.data), _view_as(p, copy), _view_as(p, gradient)
+        frozen = [p for p in params if not p.requires_grad]
+        in_compute_dtype = tables | {id(p) for p in matrices}
+        self.frozen = [
+            _hold([p for p in frozen if id(p) in in_compute_dtype], tables, compute_dtype, device),
+            _hold([p for p in frozen if id(p) not in in_compute_dtype], tables, torch.float32, device),
+        ]
+
+    @property
+    def weights(self):
+        """The flat tensors that hold the model's weights: the masters, and the frozen weights of each dtype."""
+        return [flat for flat in (self.masters, *self.frozen) if len(flat)]
 
     def refresh(self):
         """Copy the masters to the copies in the compute dtype."""
         if self.copies is not self.masters:
             self.copies.copy_(self.masters)
+
+
+def _hold(params, tables, dtype, device):
+    """Make frozen parameters views of one tensor of `dtype`, which is returned."""
+    sizes = [_padded_size(p, tables) for p in params]
+    flat = torch.zeros(sum(sizes), device=device, dtype=dtype)
+    for p, part in zip(params, flat.split(sizes), strict=True):
+        p.grad, p.data = None, _view_as(p, part).copy_(p.data)
+        p.copy = p.data
+    return flat
+
+
+def _padded_size(p, tables):
+    return _padded_rows(len(p)) * p.shape[1] if id(p) in tables else p.numel()
 
 
 def _padded_rows(rows):
@@ -57,36 +81,43 @@ def _view_as(p, flat):
 
 
 def with_padding(view):
-    """The embedding's `.copy` or `.grad`, (vocabulary, width), extended by its padding rows of zeros."""
+    """A table's `.copy` or `.grad`, (vocabulary, width), extended by its padding rows of zeros."""
     return view.as_strided((_padded_rows(len(view)), view.shape[1]), view.stride(), view.storage_offset())
 
 
 def merge_adjacent(views):
-    """View of adjacent matrices of the same width as one matrix (sum of their rows, width)."""
+    """View of adjacent matrices of the same width as one matrix (sum of their rows, width); or of adjacent vectors."""
     first, rows = views[0], sum(map(len, views))
-    assert views[-1].storage_offset() + views[-1].numel() == first.storage_offset() + rows * first.shape[1]
-    return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
+    assert views[-1].storage_offset() + views[-1].numel() == first.storage_offset() + rows * first.stride(0)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def linear(x, *weights):
-    """x @ torch.cat(weights).T, (N, width) to (N, sum of their rows); `weights` are adjacent in the flat tensor."""
-    return _Linear.apply(x, *weights)
+def linear(x, *weights, biases=()):
+    """x @ torch.cat(weights).T + torch.cat(biases), (N, width) to (N, sum of their rows).
+
+    `weights` are adjacent in the flat tensor, and so are `biases`, if there are any.
+    """
+    return _Linear.apply(x, len(weights), *weights, *biases)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, *weights):
+    def forward(ctx, x, num_weights, *weights_and_biases):
         ctx.save_for_backward(x)
-        ctx.weights = weights
-        return F.linear(x, merge_adjacent([w.copy for w in weights]))
+        ctx.weights, ctx.biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
+        bias = merge_adjacent([b.copy for b in ctx.biases]) if ctx.biases else None
+        return F.linear(x, merge_adjacent([w.copy for w in ctx.weights]), bias)
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         grad_x = grad @ merge_adjacent([w.copy for w in ctx.weights]) if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
             add_matmul(merge_adjacent([w.grad for w in ctx.weights]), grad.T, x)
-        return grad_x, *(None for _ in ctx.weights)  # backward has already added them to w.grad
+        if ctx.biases and ctx.needs_input_grad[-1]:
+            merge_adjacent([b.grad for b in ctx.biases]).add_(grad.sum(0, dtype=torch.float32))
+        # backward has already added the gradients to w.grad and b.grad
+        return grad_x, None, *(None for _ in ctx.weights + ctx.biases)
 
 
 def split_qkv(qkv):

@@ -13,10 +13,10 @@ ROWS_AT_ONCE = 64  # in cross_entropy_: its temporaries then stay in the CPU's c
 def linear_cross_entropy(hidden_ND, weight_VD, labels_N, chunk_tokens=2048, z_loss=0.0, copy_WD=None):
     """(loss, parts): parts (2,) are the cross-entropy and z_loss * log(Z)^2, each summed over target tokens.
 
-    In nats, float32. `loss` is the sum of the two parts and carries the gradient; `parts` carries none. They are sums,
-    not means, so that micro-batches and ranks add up. One chunk of `chunk_tokens` * V logits exists at a time; the
-    forward pass computes the gradients chunk by chunk. `copy_WD` is the weight in hidden's dtype, cast here if None;
-    it may end with padding rows of zeros.
+    In nats, float32; a label below 0 counts nothing. `loss` is the sum of the two parts and carries the gradient;
+    `parts` carries none. They are sums, not means, so that micro-batches and ranks add up. One chunk of `chunk_tokens`
+    * V logits exists at a time; the forward pass computes the gradients chunk by chunk. `copy_WD` is the weight in
+    hidden's dtype, cast here if None; it may end with padding rows of zeros.
     """
     return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, z_loss, copy_WD)
 
@@ -28,18 +28,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden_grad, needs_weight_grad = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden_grad else None
         grad_weight = torch.zeros(copy_WD.shape, device=copy_WD.device) if needs_weight_grad else None
-        cross_entropy_ = _cross_entropy_of(copy_WD)
         parts = []
-        buffer_CW = hidden_ND.new_empty(min(chunk_tokens, len(labels_N)), len(copy_WD))
-        for start in range(0, len(labels_N), chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            hidden_CD, labels_C = hidden_ND[chunk], labels_N[chunk]
-            logits_CW = torch.mm(hidden_CD, copy_WD.T, out=buffer_CW[: len(labels_C)])
-            parts.append(cross_entropy_(logits_CW, labels_C, len(weight_VD), z_loss).sum(1))
+        for chunk, grad_CW, losses_2C in _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, len(weight_VD), z_loss):
+            parts.append(losses_2C.sum(1))
             if needs_hidden_grad:
-                torch.mm(logits_CW, copy_WD, out=grad_hidden[chunk])
+                torch.mm(grad_CW, copy_WD, out=grad_hidden[chunk])
             if needs_weight_grad:
-                add_matmul(grad_weight, logits_CW.T, hidden_CD)
+                add_matmul(grad_weight, grad_CW.T, hidden_ND[chunk])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.vocabulary = len(weight_VD)
         parts_2 = torch.stack(parts).sum(0)
@@ -50,6 +45,53 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss, _):
         grad_hidden, grad_weight = (None if grad is None else grad.mul_(grad_loss) for grad in ctx.saved_tensors)
         return grad_hidden, None if grad_weight is None else grad_weight[: ctx.vocabulary], None, None, None, None
+
+
+def token_log_probs(hidden_ND, weight_VD, labels_N, chunk_tokens=2048, copy_WD=None):
+    """Log-probability of each label in nats, (N,) float32; 0 where the label is below 0.
+
+    Arguments are those of linear_cross_entropy. A loss may use the values before it knows the gradient: backward
+    computes each chunk's logits again, so no more than `chunk_tokens` * V of them exist at a time.
+    """
+    return _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD):
+        copy_WD = weight_VD.to(hidden_ND.dtype) if copy_WD is None else copy_WD
+        ctx.save_for_backward(hidden_ND, labels_N)
+        ctx.copy, ctx.chunk_tokens, ctx.vocabulary = copy_WD, chunk_tokens, len(weight_VD)
+        chunks = _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, ctx.vocabulary)
+        return torch.cat([-losses_2C[0] for _, _, losses_2C in chunks])
+
+    @staticmethod
+    def backward(ctx, grad_N):
+        hidden_ND, labels_N = ctx.saved_tensors
+        needs_hidden_grad, needs_weight_grad = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden_grad else None
+        grad_weight = torch.zeros(ctx.copy.shape, device=ctx.copy.device) if needs_weight_grad else None
+        for chunk, grad_CW, _ in _chunks_of(hidden_ND, labels_N, ctx.copy, ctx.chunk_tokens, ctx.vocabulary):
+            grad_CW.mul_(-grad_N[chunk, None])
+            if needs_hidden_grad:
+                torch.mm(grad_CW, ctx.copy, out=grad_hidden[chunk])
+            if needs_weight_grad:
+                add_matmul(grad_weight, grad_CW.T, hidden_ND[chunk])
+        return grad_hidden, None if grad_weight is None else grad_weight[: ctx.vocabulary], None, None, None
+
+
+def _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, vocabulary, z_loss=0.0):
+    """Yield (slice of the tokens, gradient of their cross-entropy by logits (C, W), cross_entropy_'s losses (2, C)).
+
+    The gradients of all chunks share one buffer.
+    """
+    cross_entropy_ = _cross_entropy_of(copy_WD)
+    buffer_CW = hidden_ND.new_empty(min(chunk_tokens, len(labels_N)), len(copy_WD))
+    for start in range(0, len(labels_N), chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        labels_C = labels_N[chunk]
+        logits_CW = torch.mm(hidden_ND[chunk], copy_WD.T, out=buffer_CW[: len(labels_C)])
+        yield chunk, logits_CW, cross_entropy_(logits_CW, labels_C, vocabulary, z_loss)
 
 
 def _cross_entropy_of(tensor):
@@ -63,12 +105,13 @@ def _cross_entropy_of(tensor):
 def cross_entropy_(logits_CW, labels_C, vocabulary, z_loss):
     """(cross-entropy, z-loss) in nats, (2, C) float32, of each row of `logits_CW` over its first `vocabulary` columns.
 
-    Overwrites `logits_CW` with the gradient of their sum; it is zero in the other columns.
+    Overwrites `logits_CW` with the gradient of their sum; it is zero in the other columns. Rows whose label is below 0
+    get zeros in both.
     """
     losses_2C = logits_CW.new_empty(2, len(labels_C), dtype=torch.float32)
     for start in range(0, len(labels_C), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
-        logits, labels = logits_CW[rows, :vocabulary], labels_C[rows, None]
+        logits, labels = logits_CW[rows, :vocabulary], labels_C[rows, None].clamp(min=0)
         grad = logits.float()  # no copy if the logits are float32: then the gradient is computed in place
         log_z = grad.logsumexp(dim=1, keepdim=True)
         losses_2C[0, rows] = (log_z - grad.gather(1, labels))[:, 0]
@@ -77,6 +120,8 @@ def cross_entropy_(logits_CW, labels_C, vocabulary, z_loss):
         if z_loss:
             grad *= 1 + 2 * z_loss * log_z
         grad.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=grad.dtype))
+        if len(without := (labels_C[rows] < 0).nonzero()):
+            losses_2C[:, start + without[:, 0]], grad[without[:, 0]] = 0, 0
         if grad.dtype != logits.dtype:
             logits.copy_(grad)
     logits_CW[:, vocabulary:] = 0

@@ -10,17 +10,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from config import T5ModelConfig
+from config import DEFAULT_FAMILY, MAX_JSON_BYTES
 from model.data.tokenizer import copy_tokenizer
-from model.nn.t5.huggingface import (
-    ALIASES,
-    as_hugging_face,
-    canonical_tensors,
-    check_family,
-    check_family_beside,
-    read_t5_config,
-)
+from model.nn.registry import FAMILIES, family_named, family_of
 from model.runtime.atomic_io import whole_directory
+from model.runtime.json_stream import read_object
 
 SAFE_LOAD = (2, 10)  # the first torch whose weights_only=True runs no code from a file
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -40,7 +34,7 @@ def export_model(model, tokenizer, directory):
     with whole_directory(directory) as draft:
         try:
             # on the CPU: transformers clones tensors that share storage, and the GPU may have no memory for the clones
-            as_hugging_face(model, tokenizer, "cpu").save_pretrained(draft)
+            family_of(model.config).to_hugging_face(model, tokenizer, "cpu").save_pretrained(draft)
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         try:
@@ -54,32 +48,57 @@ class LoadedWeights:
     """Tensors by Hugging Face name, with model configuration and tokenizer directory; a .bin file holds neither."""
 
     tensors: dict
-    model_config: T5ModelConfig | None
+    model_config: object  # of its family's config_class; None: unknown
     tokenizer_dir: Path | None
 
 
 def load_weights(path):
     """LoadedWeights of a Hugging Face directory, a run directory (its best/, else its last/) or a .bin state dict.
 
-    Raises ValueError if `path` is none of these or not a T5 v1.0. Runs no code from the file; time and memory are
-    bounded by the size of the file.
+    Raises ValueError if `path` is none of these or no network that a family computes. Runs no code from the file; time
+    and memory are bounded by the size of the file.
     """
     path = Path(path)
     if path.is_file():
-        check_family_beside(path)
-        return LoadedWeights(canonical_tensors(read_tensors(path), path), None, None)
+        family = _family_beside(path)
+        return LoadedWeights(family.own_tensors(read_tensors(path), path), None, None)
     directory = model_directory(path)
     if directory is None:
         raise ValueError(
             f"finetune_from_ckp_file={path}: no model there; give a Hugging Face directory (config.json and "
             "model.safetensors), a run directory with best/, or a .bin file"
         )
-    model_config, values = read_t5_config(directory / "config.json")
-    check_family(values, directory / "config.json")
-    tensors = canonical_tensors(read_tensors(directory / "model.safetensors"), directory)
-    if model_config.num_layers + model_config.num_decoder_layers > len(tensors):  # before so deep a model is built
+    family, model_config, values = read_config(directory / "config.json")
+    family.check_config(values, directory / "config.json")
+    tensors = family.own_tensors(read_tensors(directory / "model.safetensors"), directory)
+    if family.num_blocks(model_config) > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
     return LoadedWeights(tensors, model_config, directory)
+
+
+def read_config(path):
+    """(Family, model configuration, dict of all fields) of a Hugging Face config.json.
+
+    Raises ValueError for an unknown model type and invalid values.
+    """
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{path} is too large for a model configuration: at most {MAX_JSON_BYTES:,} bytes are read")
+    values = read_object(path)
+    family = FAMILIES.get(values.get("model_type")) if isinstance(values.get("model_type"), str) else None
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{path} says model_type={values.get('model_type')!r:.80}: only {known} is supported")
+    return family, family.config_of(values, path), values
+
+
+def _family_beside(path):
+    """Family of a file of weights: that of a config.json in the same Hugging Face directory, else DEFAULT_FAMILY."""
+    config_path = path.with_name("config.json")
+    if path.name in ("pytorch_model.bin", "model.safetensors") and config_path.is_file():
+        family, _, values = read_config(config_path)
+        family.check_config(values, config_path)
+        return family
+    return family_named(DEFAULT_FAMILY)
 
 
 def model_directory(path):
@@ -164,7 +183,8 @@ def _check_plain(tensors, path):
         raise ValueError(f"{path} holds a tensor with a negative length: save the model again")
     # math.prod, because tensor.nbytes can overflow
     sizes = {name: math.prod(tensor.shape) * tensor.itemsize for name, tensor in tensors.items()}
-    claimed = max([0, *sizes.values(), sum(size for name, size in sizes.items() if name not in ALIASES)])
+    aliases = {name for family in FAMILIES.values() for name in family.aliases}
+    claimed = max([0, *sizes.values(), sum(size for name, size in sizes.items() if name not in aliases)])
     if claimed > path.stat().st_size:
         raise ValueError(
             f"{path} has {path.stat().st_size:,} bytes but its tensors need {claimed:,}, because they are "

@@ -16,8 +16,7 @@ import ujson
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from config import T5ModelConfig
-from model.nn.t5.network import TextToTextModel
+from model.nn.registry import config_from, family_of
 from model.nn.weights_io import check_fits
 from model.run.train_state import LaterFormat, TrainState, state_of, state_values
 from model.runtime import fault_injection
@@ -156,8 +155,9 @@ def read_checkpoint(path):
         if path.name != f"step_{state.step:08d}":
             raise ValueError(f"state.json is of step {state.step}")
         checkpoint = Checkpoint(path, state, load_file(path / files[0]), load_file(path / files[1]))
+        model_config = config_from(state.shape)
         with torch.device("meta"):  # takes no memory, however large the shape in state.json is
-            check_fits(TextToTextModel(T5ModelConfig(**state.shape)), checkpoint, files[0])
+            check_fits(family_of(model_config).build(model_config), checkpoint, files[0])
         return checkpoint
     except LaterFormat as error:
         raise LaterFormat(f"checkpoint {path} {error}") from None

@@ -14,7 +14,7 @@ import torch
 
 from model.nn.weights_io import export_model
 from model.run.checkpoint import Snapshot, save_checkpoint, snapshot_of
-from model.runtime.device_memory import is_out_of_memory, release_memory
+from model.runtime.device_memory import release_memory, within_memory
 from model.runtime.distributed import gather_json, vote
 from model.runtime.watchdog import saving
 
@@ -127,21 +127,18 @@ class Saver:
 
 def retry_after_oom(attempt, free_memory):
     """The result of `attempt()`. If it runs out of memory, call `free_memory()` and then `attempt()` once more."""
-    try:
-        return attempt()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        LOGGER.warning("out of memory while saving (%s): trying once more", error)
-    free_memory()  # outside the except block, whose traceback keeps the tensors of the failed attempt alive
+    fits, value = within_memory(attempt)
+    if fits:
+        return value
+    LOGGER.warning("out of memory while saving: trying once more")
+    free_memory()
     return attempt()
 
 
 def try_export(model, tokenizer, directory):
     """Call `export_model`; returns the error message of a disk or memory error, "" on success."""
-    device = model.shared.weight.device
     try:
-        retry_after_oom(lambda: export_model(model, tokenizer, directory), lambda: release_memory(device))
+        retry_after_oom(lambda: export_model(model, tokenizer, directory), release_memory)
     except (OSError, RuntimeError, MemoryError) as error:
         LOGGER.error("%s was not exported: %s", directory, error)
         return str(error)
@@ -165,8 +162,13 @@ def check_equal_weights(ranks, model, step):
 def checksum(model):
     """A number below 2^61 that changes when any single bit of the weights changes."""
     with torch.no_grad():
-        words = model.flat.masters.view(torch.int32)
-        # Summed as int64: torch would copy a whole int32 tensor to int64 first. The last word is added by itself,
-        # because it has no pair if their number is odd.
-        total = words[: len(words) // 2 * 2].view(torch.int64).sum() + words[-1]
+        total = sum(_sum_of_bits(flat) for flat in model.flat.weights)
     return int(total) % (2**61 - 1)  # divides no power of two, so every flipped bit shows
+
+
+def _sum_of_bits(flat):
+    """The bytes of a flat tensor, eight at a time, summed as int64: smaller words would be copied to int64 first."""
+    data = flat.view(torch.uint8)
+    whole = len(data) // 8 * 8
+    rest = torch.cat([data[whole:], data.new_zeros(8)])[:8]
+    return int(data[:whole].view(torch.int64).sum()) + int(rest.view(torch.int64))

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import sys
 from dataclasses import asdict
 from importlib.metadata import version
@@ -20,7 +21,7 @@ LOGGER = logging.getLogger("chat_trainer")
 
 def begin(run, journal, request, state, plan):
     """Write config.json, plan.json and the start and resume lines, and remove what a resume at `state` does again."""
-    config, ranks = run.config, run.ranks
+    config, ranks, schedule = run.config, run.ranks, run.schedule
     config_values = asdict(config)
     if ranks.is_main:
         remove_drafts(run.dir, run.dir / "checkpoints")
@@ -33,9 +34,9 @@ def begin(run, journal, request, state, plan):
         world=ranks.world_size, backend=ranks.backend, device=device_name(ranks.device),
         dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
         tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
-        global_batch=run.schedule.global_batch, total_pairs=run.schedule.total_pairs, epochs=config.epochs,
+        global_batch=schedule.global_batch, total_pairs=schedule.total_pairs, epochs=config.epochs,
         total_steps=run.total_steps(state), optimizer=config.optimizer, learn_rate=config.learn_rate,
-        warmup_pairs=run.schedule.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
+        warmup_pairs=schedule.learn_rate.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
     )  # fmt: skip
     reset_peak(ranks.device)
     journal.write(
@@ -49,10 +50,10 @@ def begin(run, journal, request, state, plan):
         say(ranks, f"options changed since the previous start: {', '.join(request.changed)}")
     attention = "Triton kernels" if run.model.uses_kernels else "plain attention"
     where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
-    steps = f"{run.total_steps(state)} steps of {run.schedule.global_batch} pairs"
+    steps = f"{run.total_steps(state)} steps of {schedule.global_batch} pairs"
     say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
     warmup_steps, num_steps = (
-        pairs / run.schedule.global_batch for pairs in (run.schedule.warmup_pairs, run.schedule.total_pairs)
+        pairs / schedule.global_batch for pairs in (schedule.learn_rate.warmup_pairs, schedule.total_pairs)
     )
     rate = f"learning rate up to {config.learn_rate:g} over the first {warmup_steps:,.0f} steps"
     say(ranks, f"{config.optimizer}, {rate}")
@@ -72,27 +73,28 @@ def log_steps(run, journal, results):
     peak_bytes, reserved_bytes, host_rss_bytes = peak_memory(run.ranks.device)
     taken = [result for result in results if not result.skipped]
     seconds, tokens = sum(r.step_seconds for r in results), sum(r.tokens for r in results)
-    target_tokens = sum(r.target_tokens for r in taken)
-    loss, z_loss = (
-        sum(float(getattr(r, part)) * r.target_tokens for r in taken) / target_tokens if taken else float("nan")
-        for part in ("loss", "z_loss")
-    )
     last = results[-1]
+    metrics = {name: _mean(taken, place, name) for place, name in enumerate(last.metrics)}
     values = dict(
-        step=last.step, epoch=last.epoch, loss=loss, learn_rate=last.learn_rate, grad_norm=float(last.grad_norm),
-        pairs_seen=last.pairs_seen, target_tokens=target_tokens, tokens=tokens, tokens_per_second=tokens / seconds,
+        step=last.step, epoch=last.epoch, **metrics, learn_rate=last.learn_rate, grad_norm=float(last.grad_norm),
+        pairs_seen=last.pairs_seen, target_tokens=sum(r.weights[0] for r in taken), tokens=tokens,
+        tokens_per_second=tokens / seconds,
         step_seconds=seconds / len(results), micro_batches=sum(r.micro_batches for r in results) / len(results),
         peak_bytes=peak_bytes, reserved_bytes=reserved_bytes, host_rss_bytes=host_rss_bytes,
         data_wait_seconds=sum(r.data_wait_seconds for r in results) / len(results),
     )  # fmt: skip
-    if run.config.z_loss:
-        values["z_loss"] = z_loss
     journal.write("train", **values)
     on_gpu = run.ranks.device.type == "cuda"
     say(run.ranks, train_line({k: v for k, v in values.items() if on_gpu or k not in ("peak_bytes", "reserved_bytes")}))
-    return progress_note(
-        loss, tokens / seconds, reserved_bytes, memory_cap(run.ranks.device, run.config.gpu_memory_limit_gb)
-    )
+    cap_bytes = memory_cap(run.ranks.device, run.config.gpu_memory_limit_gb)
+    return progress_note(next(iter(metrics.values())), tokens / seconds, reserved_bytes, cap_bytes)
+
+
+def _mean(results, place, name):
+    """Mean of a metric over steps, NaN over none; `place` is its index among the objective's metrics."""
+    weights = [result.weights[place] for result in results]
+    total = sum(float(result.metrics[name]) * weight for result, weight in zip(results, weights, strict=True))
+    return total / sum(weights) if results else math.nan
 
 
 def say(ranks, text):

@@ -2,14 +2,15 @@
 
 from dataclasses import asdict, dataclass, fields, replace
 
-from config import MAX_INT, T5ModelConfig
+from config import DEFAULT_FAMILY, MAX_INT
 from model.memory.estimate import ANSWERS_A_BATCH
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import CHUNKS, MemoryPlan
+from model.nn.registry import family_named
 from model.train.spike_guard import WINDOW
 
 MAX_NUMBER = 2**63 - 1  # ranks vote on int64
-FORMAT = 1  # of state.json; format 0 has no `format` field. Fields that an older format lacks get TrainState's defaults
+FORMAT = 2  # of state.json; format 0 has no `format` field. Fields that an older format lacks get TrainState's defaults
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class TrainState:
     num_pairs: int = 0  # in the training file
     ids_sha256: str = ""  # hash of their token ids, in order; empty if unknown
     max_seq_len: int = 0  # at which they were truncated, in tokens
-    shape: dict | None = None  # fields of T5ModelConfig
+    shape: dict | None = None  # fields of the model configuration, and the name of its family
+    objective: str = "pairs"
+    reference: str = ""  # identifies the weights that the objective's derived columns were computed with; "": none
     plan: dict | None = None  # fields of MemoryPlan
     device: str = "cuda"  # type of device that the plan is for; a CPU makes its own plan if a checkpoint lacks this
     growth: dict | None = None  # fields of PlanRecovery: when a shrunk plan may grow again
@@ -39,7 +42,7 @@ class TrainState:
         """The TrainState after the step of this StepResult."""
         return replace(
             self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan),
-            growth=asdict(result.recovery), recent_norms=result.recent_norms,
+            growth=asdict(result.position.recovery), recent_norms=result.position.recent_norms,
         )  # fmt: skip
 
     def differs(self, plan, world_size, exact):
@@ -80,7 +83,7 @@ def state_of(values):
     state = _parse_fields(TrainState, values | dict(recent_norms=norms), "state.json")
     if len(norms) > WINDOW or not all(_has_type(norm, float) for norm in norms):
         raise ValueError(f"its recent_norms are {str(norms):.200}: they must be at most {WINDOW} gradient norms")
-    _parse_fields(T5ModelConfig, state.shape, "its shape")
+    _check_shape(state.shape)
     if state.plan is not None:
         _check_plan(state.plan, "its plan")
     if state.growth is not None:
@@ -89,6 +92,15 @@ def state_of(values):
         if not recovery.calm_steps < recovery.wait_steps:
             raise ValueError(f"its growth is {state.growth}: calm_steps must be below wait_steps")
     return state
+
+
+def _check_shape(values):
+    """Raise ValueError unless the JSON `values` are a model configuration of a known family."""
+    if not isinstance(values, dict):
+        raise ValueError(f"its shape is {values!r:.200}: it must be a model configuration")
+    name = values.get("family", DEFAULT_FAMILY)
+    family = family_named(name if isinstance(name, str) else repr(name))
+    _parse_fields(family.config_class, {key: values[key] for key in values if key != "family"}, "its shape")
 
 
 def _check_plan(values, what):

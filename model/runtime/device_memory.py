@@ -13,11 +13,21 @@ CONTEXT_BYTES = 600 * 2**20  # a CUDA context with torch's kernels; at start-up,
 MAX_NON_TORCH_BYTES = 3 * 2**30  # context, NCCL and CUDA graphs together; use beyond it is another process's
 
 
-def release_memory(device):
-    """Free the allocator's cache after an out of memory; call it when no tensor of the failed attempt is referenced."""
+def release_memory():
+    """Free this process's cached GPU memory; call it when no tensor of a failed attempt is referenced."""
     gc.collect()
-    if device.type == "cuda":
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def within_memory(work, *args):
+    """(True, `work(*args)`), or (False, None) if it ran out of memory; other errors are raised."""
+    try:
+        return True, work(*args)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return False, None  # here no exception is being handled, so no traceback keeps the failed attempt's tensors alive
 
 
 def other_process_bytes(device):
@@ -121,9 +131,7 @@ def free_bytes():
 def cleanup_gpu_memory():
     """Free this process's cached GPU memory; returns the number of bytes freed."""
     before = monitor_gpu_memory().get("reserved_bytes", 0)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_memory()
     return before - monitor_gpu_memory().get("reserved_bytes", 0)
 
 

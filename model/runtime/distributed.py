@@ -43,6 +43,9 @@ class Ranks:
         return self.local_rank == 0
 
 
+ALONE = Ranks(0, 1, 0, torch.device("cpu"), "none", None)  # one process that computes on the CPU
+
+
 def from_main_before_joining(timeout_s, function, *args):
     """`from_main` for use before start_ranks: runs `function(*args)` on rank 0, returns or raises the same everywhere.
 

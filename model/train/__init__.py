@@ -1,6 +1,8 @@
 """The training loop and evaluation. Knows nothing of run directories, the journal or the console.
 
-step is the loop: it yields a StepResult per step. gradients computes one rank's gradients, without collectives.
+step is the loop: it yields a StepResult per step. gradients computes one rank's gradients, without collectives;
+weighted_loss is the network and the objective on one micro-batch. objectives/ says what a step's loss is.
+examples are the rows of a token store as an objective presents them; derive computes their columns that need a model.
 loader packs the next step's micro-batches on the host; cuda_graphs records one step per bucket.
 optim holds the optimizers, lr_schedule the learning rate at any position; spike_guard decides which steps to skip.
 fixed_shards gives the same bits on any number of CPU processes (exact=True).

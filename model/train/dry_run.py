@@ -4,31 +4,30 @@ What could fail late in a run is done here once. Weights, optimizer state and ra
 """
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from model.data.length_histogram import histogram
-from model.generate.answers import answer, answering
 from model.memory.estimate import Estimate
-from model.memory.oom_policy import plan_after_out_of_memory, shrink_plan
+from model.memory.oom_policy import shrink_plan, smaller_plan
 from model.memory.plan import NothingFits, choose_plan, predicted_peaks, recording_asked
-from model.nn.t5.batch import collate
-from model.nn.t5.huggingface import as_hugging_face
-from model.runtime.device_memory import is_out_of_memory, limit_memory, memory_cap, non_torch_bytes, release_memory
+from model.runtime.device_memory import limit_memory, memory_cap, non_torch_bytes, release_memory, within_memory
 from model.runtime.distributed import sum_over_ranks, vote
 from model.runtime.watchdog import untimed
-from model.train.evaluate import evaluating
-from model.train.footprint import estimate_for
+from model.train.evaluate import Evaluation, evaluating, generate_answers, metric_sums
+from model.train.footprint import estimate_for, plan_options
 from model.train.gradients import Outcome, attempt_gradients
 from model.train.loader import Work
 from model.train.optim import reset_state, update
+from model.train.step import StepContext
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
-SAMPLED_EXAMPLES = 2**14  # at most, from which a forward is filled up beside its longest responses
+SAMPLED_EXAMPLES = 2**14  # at most, from which a forward is filled up beside its longest targets
+FIRST_EPOCH = 1  # whose lengths a probe has
 KEPT_USABLE = 1.1  # a resumed plan may be predicted 10 % over the limit: it was measured before, and is probed again
 
 
@@ -38,7 +37,7 @@ def dry_run_update(ranks, model, optimizer):
     This allocates the collective's buffers and the optimizer's state. `optimizer` must not have been used.
     """
     model.zero_grad()
-    sum_over_ranks(ranks, model.flat.gradients_and_parts)
+    sum_over_ranks(ranks, model.flat.gradients_and_sums)
     _without_time_limit(ranks, update, optimizer, model.flat.gradients, 0.0, torch.zeros((), device=ranks.device))
     reset_state(optimizer)
 
@@ -51,23 +50,42 @@ def _without_time_limit(ranks, work, *args):
     return value
 
 
-def plan_run(run, kept, other_process):
+@dataclass(frozen=True)
+class Trial:
+    """What the dry run of a plan needs."""
+
+    context: StepContext
+    evaluation: Evaluation
+    estimate: Estimate
+
+    @property
+    def ranks(self):
+        return self.context.ranks
+
+    @property
+    def examples(self):
+        return self.context.loader.examples
+
+
+def plan_run(context, evaluation, kept, other_process):
     """(MemoryPlan that fits on all ranks, dict of predicted and measured bytes by phase and of the device's limits).
 
-    `kept` is the checkpoint's plan, which is returned while it fits, or None; `other_process` is the number of bytes of
-    the device that other processes hold. Raises NothingFits, or ValueError for options that cannot be met.
+    Without an optimizer in the StepContext, nothing is measured. `kept` is the checkpoint's plan, which is returned
+    while it fits, or None; `other_process` is the number of bytes of the device that other processes hold. Raises
+    NothingFits, or ValueError for options that cannot be met.
     """
-    ranks, config, device = run.ranks, run.config, run.ranks.device
-    model_config, dtype = run.model.config, run.model.compute_dtype
-    estimate = estimate_for(ranks, config, model_config, dtype, run.train.lengths, run.schedule.global_batch)
+    ranks, config, model, loader = context.ranks, context.options, context.model, context.loader
+    lengths, batch, device = loader.examples.histogram, loader.schedule.global_batch, ranks.device
+    estimate = estimate_for(ranks, config, model.config, model.compute_dtype, lengths, batch)
+    trial = Trial(context, evaluation, estimate)
     non_torch = non_torch_bytes(device, other_process)
     usable = limit_memory(device, config.gpu_memory_limit_gb, non_torch)
     usable = None if usable is None else -vote(ranks, -usable)[0]  # the minimum over ranks
-    plan, choose = plan_before_probes(run, kept, estimate, usable)
+    plan, choose = plan_before_probes(trial, kept, usable)
     measured = {}
-    if usable is not None and run.optimizer is not None:
-        plan, measured["step"] = probe_plan(run, estimate, plan, choose)
-        measured |= probe_evaluation(run, plan)
+    if usable is not None and context.optimizer is not None:
+        plan, measured["step"] = probe_plan(trial, plan, choose)
+        measured |= probe_evaluation(evaluation, plan)
     if ranks.is_main:
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
     unrecorded = estimate.peaks(*plan.cutting, plan.answers)  # probes run without CUDA graphs
@@ -83,49 +101,48 @@ def _can_keep(kept, config, estimate, usable_bytes):
     """True if the checkpoint's plan is predicted to fit and agrees with the options."""
     if kept is None or config.micro_batch_tokens:
         return False
-    step_peak = estimate.of_longest_responses.step_peak
+    step_peak = estimate.of_longest_targets.step_peak
     fits = usable_bytes is None or step_peak(*kept.cutting) <= usable_bytes * KEPT_USABLE
     return fits and config.gradient_checkpointing in ("auto", str(kept.gradient_checkpointing))
 
 
-def plan_before_probes(run, kept, estimate, usable_bytes):
+def plan_before_probes(trial, kept, usable_bytes):
     """(MemoryPlan, function of a probe's calibration that chooses another; None if the plan is fixed).
 
     The plan is `kept` while it fits. With compile=auto, a resumed run records CUDA graphs only if it did before:
     padding changes the order of additions and with it the last bits.
     """
-    config = run.config
-    asked = recording_asked(config, estimate.spec, len(run.train) * config.epochs / run.schedule.global_batch)
+    config, estimate, schedule = trial.context.options, trial.estimate, trial.context.loader.schedule
+    wanted = plan_options(config)
+    asked = recording_asked(wanted, estimate.spec, schedule.total_pairs / schedule.global_batch)
     if kept and config.compile == "auto":
         asked = kept.graphs and estimate.spec.kernels and not estimate.spec.dropout
     if _can_keep(kept, config, estimate, usable_bytes):
         return replace(kept, graphs=bool(asked)), None
-    choose = partial(choose_plan, config, estimate, usable_bytes, asked)
+    choose = partial(choose_plan, wanted, estimate, usable_bytes, asked)
     return choose(), None if config.micro_batch_tokens else choose
 
 
-def probe_plan(run, estimate, plan, choose):
+def probe_plan(trial, plan, choose):
     """(plan, measured peak reserved bytes of a step over all ranks).
 
     The plan ran on the device, or needs less than one that did. A probe runs forward and backward of `worst_examples`;
     there are at most PROBES. If a probe takes more or less than predicted, `choose(measured / predicted)` gives the
     next plan; with choose=None the plan stays. Raises NothingFits if all probes run out of memory.
     """
-    fitted = None
+    fitted, estimate, examples = None, trial.estimate, trial.examples
     for number in range(PROBES):
-        ids = worst_examples(run.train.lengths, plan.micro_batch_tokens, estimate.share_pairs)
-        measured = _step_peak(run, plan, ids)
+        ids = worst_examples(examples.bounds, plan.micro_batch_tokens, estimate.share_pairs)
+        measured = _step_peak(trial.context, plan, ids)
         if measured is None and fitted:
             break
         if measured is None:
             shrink = partial(shrink_plan, longest_tokens=estimate.lengths.longest)
-            smaller = plan_after_out_of_memory(run.ranks.device, replace(plan, graphs=False), 2, shrink)
-            plan, choose = (
-                replace(smaller, graphs=plan.graphs),
-                None,
-            )  # the cutting shrinks; probes record nothing
+            smaller = smaller_plan(replace(plan, graphs=False), shrink)  # the cutting shrinks; probes record nothing
+            plan, choose = replace(smaller, graphs=plan.graphs), None
             continue
-        fitted, calibration = (plan, measured), measured / _predicted(estimate, run.train.lengths[ids], plan)
+        calibration = measured / _predicted(estimate, examples.lengths(ids, FIRST_EPOCH), plan)
+        fitted = plan, measured
         try:
             better = choose(calibration) if choose else plan
         except NothingFits:  # not with the margin, but this plan ran
@@ -137,7 +154,7 @@ def probe_plan(run, estimate, plan, choose):
             return better, measured
         if is_last:
             break
-        if run.ranks.is_main:
+        if trial.ranks.is_main:
             LOGGER.info("a probe took %.3f of its predicted peak: planning again", calibration)
         plan = better
     if fitted:
@@ -146,88 +163,77 @@ def probe_plan(run, estimate, plan, choose):
 
 
 def _predicted(estimate, lengths, plan):
-    """Predicted peak reserved bytes of forward and backward of examples of `lengths` (pairs, 2) in one micro-batch."""
+    """Predicted peak reserved bytes of forward and backward of examples of these lengths in one micro-batch."""
     own = Estimate(estimate.spec, histogram(lengths), len(lengths))
     return own.step_peak(int(lengths.sum(dtype=np.int64)), *plan.cutting[1:])
 
 
-def _step_peak(run, plan, ids):
+def _step_peak(context, plan, ids):
     """Measured peak reserved bytes of forward and backward of these examples, over all ranks; None if any ran out."""
-    ranks, model, store = run.ranks, run.model, run.train
-    targets, tokens = int(store.lengths[ids, 1].sum(dtype=np.int64)), int(store.lengths[ids].sum(dtype=np.int64))
-    work = Work(0, 1, ids, tokens, targets, 0.0, run.schedule.start_id, ((ranks.rank, ids),))
-    release_memory(ranks.device)  # what loading left in the cache
+    ranks, examples = context.ranks, context.loader.examples
+    tokens, weights = int(examples.lengths(ids, FIRST_EPOCH).sum()), examples.weights(ids, FIRST_EPOCH)
+    work = Work(0, FIRST_EPOCH, ids, tokens, *weights, 0.0, ((ranks.rank, ids),))
+    release_memory()  # what loading left in the cache
     torch.cuda.reset_peak_memory_stats(ranks.device)
-    attempt = _without_time_limit(ranks, attempt_gradients, ranks, model, store, plan, run.config, work)
+    attempt = _without_time_limit(ranks, attempt_gradients, context, replace(plan, graphs=False), work)
     peak = torch.cuda.max_memory_reserved(ranks.device)
-    release_memory(ranks.device)
+    release_memory()
     failed, highest = vote(ranks, attempt.outcome is Outcome.OUT_OF_MEMORY, peak)
     return None if failed else highest
 
 
 def worst_examples(lengths, micro_batch_tokens, share_pairs):
-    """Ids of the examples of the costliest forward: the longest responses, at least one, and others that fit beside.
+    """Ids of the examples of the costliest forward: the longest targets, at least one, and others that fit beside.
 
-    `lengths` is (pairs, 2); at most `share_pairs` examples and, beyond the first, `micro_batch_tokens` tokens.
+    `lengths` is (examples, sides); at most `share_pairs` examples and, beyond the first, `micro_batch_tokens` tokens.
     """
-    ids = _longest_responses(lengths, micro_batch_tokens, share_pairs)
+    ids = _longest_targets(lengths, micro_batch_tokens, share_pairs)
     tokens_left, pairs_left = micro_batch_tokens - int(lengths[ids].sum(dtype=np.int64)), share_pairs - len(ids)
     sample = np.setdiff1d(np.arange(0, len(lengths), len(lengths) // SAMPLED_EXAMPLES + 1), ids)
     totals, beside = lengths[sample].sum(axis=1, dtype=np.int64), []
-    for place in np.lexsort((-totals, -lengths[sample, 1].astype(np.int64))):
+    for place in np.lexsort((-totals, -lengths[sample, -1].astype(np.int64))):
         if totals[place] <= tokens_left and len(beside) < pairs_left:
             beside.append(sample[place])
             tokens_left -= totals[place]
     return np.append(ids, np.array(beside, ids.dtype))
 
 
-def _longest_responses(lengths, micro_batch_tokens, share_pairs):
-    """Ids of the longest responses, longest first, as many as fit in one forward, at least one."""
-    responses, first = lengths[:, 1], max(len(lengths) - share_pairs, 0)
-    long = np.flatnonzero(responses >= np.partition(responses, first)[first])  # sorts only these, few of millions
+def _longest_targets(lengths, micro_batch_tokens, share_pairs):
+    """Ids of the longest last sides, longest first, as many as fit in one forward, at least one."""
+    targets, first = lengths[:, -1], max(len(lengths) - share_pairs, 0)
+    long = np.flatnonzero(targets >= np.partition(targets, first)[first])  # sorts only these, few of millions
     totals = lengths[long].sum(axis=1, dtype=np.int64)
-    order = np.lexsort((-totals, -responses[long].astype(np.int64)))[:share_pairs]
+    order = np.lexsort((-totals, -targets[long].astype(np.int64)))[:share_pairs]
     fits = np.cumsum(totals[order]) <= micro_batch_tokens
     return long[order[: max(int(fits.sum()), 1)]]
 
 
-def probe_evaluation(run, plan):
+def probe_evaluation(evaluation, plan):
     """Dict of the peak reserved bytes, over all ranks, of the costliest forward of an evaluation and batch of answers.
 
     0 if a rank ran out of memory: a real evaluation then goes on in smaller parts.
     """
-    works = dict(evaluation=_worst_evaluation) | (dict(generation=_worst_generation) if run.config.bleu_pairs else {})
-    measured = {}
+    works, ranks, measured = dict(evaluation=_worst_evaluation), evaluation.ranks, {}
+    if evaluation.num_answers:
+        works["generation"] = _worst_generation
     for name, work in works.items():
-        torch.cuda.reset_peak_memory_stats(run.ranks.device)
-        failed = _without_time_limit(run.ranks, _runs_out, work, run, plan)
-        release_memory(run.ranks.device)
-        failed, peak = vote(run.ranks, failed, torch.cuda.max_memory_reserved(run.ranks.device))
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+        fits, _ = _without_time_limit(ranks, within_memory, work, evaluation, plan)
+        release_memory()
+        failed, peak = vote(ranks, not fits, torch.cuda.max_memory_reserved(ranks.device))
         measured[name] = 0 if failed else peak
     return measured
 
 
-def _runs_out(work, *args):
-    """True if `work(*args)` ran out of memory."""
-    try:
-        work(*args)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return True
-    return False
+def _worst_evaluation(evaluation, plan):
+    model, examples = evaluation.model, evaluation.examples
+    ids = worst_examples(examples.bounds, plan.micro_batch_tokens, len(examples))
+    with evaluating(model):
+        metric_sums(model, examples, ids, plan.chunk_tokens)
 
 
-def _worst_evaluation(run, plan):
-    store = run.validation
-    ids = worst_examples(store.lengths, plan.micro_batch_tokens, len(store))
-    with evaluating(run.model):
-        micro_batch = collate(store, ids, run.schedule.start_id, run.ranks.device, run.model.uses_kernels)
-        run.model(micro_batch, plan.chunk_tokens).item()
-
-
-def _worst_generation(run, plan):
-    store, dtype = run.validation, run.model.compute_dtype
-    ids = np.argsort(-store.lengths[:, 0].astype(np.int64), kind="stable")[: plan.answers]
-    with answering(run.ranks, dtype):
-        answer(as_hugging_face(run.model, run.tokenizer), store, run.tokenizer, ids, run.config.max_new_tokens)
+def _worst_generation(evaluation, plan):
+    examples = evaluation.examples
+    ids = np.argsort(-examples.bounds[:, 0].astype(np.int64), kind="stable")[: plan.answers]
+    inputs, _ = examples.objective.questions(examples.store, ids)
+    generate_answers(evaluation, inputs)

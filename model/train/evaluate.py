@@ -4,6 +4,7 @@ Each rank evaluates a share, and the results are reduced once, at the end. When 
 go on with the rest of their shares in smaller parts.
 """
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -12,24 +13,47 @@ import numpy as np
 import torch
 from sacrebleu.metrics import BLEU, CHRF
 
-from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.data.sampler import permute
-from model.generate.answers import answer, answering
-from model.memory.oom_policy import plan_after_out_of_memory, shrink_plan
-from model.nn.t5.batch import collate
-from model.nn.t5.huggingface import as_hugging_face
+from model.data.tokenizer import ChatTokenizer
+from model.generate.engine import generate
+from model.memory.oom_policy import plans_to_try, shrink_plan
+from model.nn.base import LanguageModel
 from model.runtime import fault_injection
-from model.runtime.device_memory import is_out_of_memory
-from model.runtime.distributed import gather_json, sum_over_ranks, vote
+from model.runtime.device_memory import within_memory
+from model.runtime.distributed import Ranks, gather_json, sum_over_ranks, vote
 from model.runtime.watchdog import stop_asked
+from model.train.examples import Examples
+
+EPOCH = 0  # of an evaluation: what an objective draws at random is the same each time
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated, and how."""
+
+    ranks: Ranks
+    model: LanguageModel
+    examples: Examples
+    tokenizer: ChatTokenizer
+    num_answers: int  # 0: none are generated
+    max_new_tokens: int  # of one answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    prompt: str
+    question: str
     answer: str
     reference: str
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a share of the examples is worked on in parts."""
+
+    cut: Callable  # (ids, plan) -> arrays of ids
+    value: Callable  # (array of ids, plan) -> the value of a part
+    shrink: Callable  # (plan) -> a smaller plan, or None
 
 
 @contextmanager
@@ -43,83 +67,95 @@ def evaluating(model):
         model.train()
 
 
-def evaluate_loss(ranks, model, store, plan, start_id, step=0, note=lambda kind, **values: None):
-    """Mean cross-entropy per target token of `store` in nats, each pair counted once; None if a stop was asked.
+def metric_sums(model, examples, ids, chunk_tokens):
+    """float64 (2, metrics): the metric sums of the rows `ids`, and what they are divided by."""
+    batch = examples.batch(ids, EPOCH).to(model.device)
+    _, sums = examples.objective.losses(model, batch, chunk_tokens)
+    _, weights = examples.weights(ids, EPOCH)
+    return torch.stack([sums.double().cpu(), torch.tensor(weights, dtype=torch.float64)])
+
+
+def evaluate_loss(evaluation, plan, step=0, note=lambda kind, **values: None):
+    """{metric: its mean over the examples, each counted once}; None if a stop was asked.
 
     `note(kind, **values)` is called for each out of memory. Raises NothingFits if the smallest plan does not fit.
     """
+    ranks, model, examples = evaluation.ranks, evaluation.model, evaluation.examples
 
-    def loss_of(part, plan):
+    def sums_of(ids, plan):
         fault_injection.fire("evaluate", step)
-        micro_batch = collate(store, part, start_id, ranks.device, model.uses_kernels)
-        return model(micro_batch, plan.chunk_tokens).item(), len(micro_batch.labels)
+        return metric_sums(model, examples, ids, plan.chunk_tokens)
 
     def cut_up(ids, plan):
-        return cut(ids, store.lengths[ids], plan.micro_batch_tokens)
+        return cut(ids, examples.lengths(ids, EPOCH), plan.micro_batch_tokens)
 
     def shrink(plan):
         plan = replace(plan, gradient_checkpointing=True, graphs=False)  # neither has an effect without a backward
-        return shrink_plan(plan, histogram(store.lengths).longest)
+        return shrink_plan(plan, examples.histogram.longest)
 
-    share_ids = np.arange(ranks.rank, len(store), ranks.world_size)
+    share_ids = np.arange(ranks.rank, len(examples), ranks.world_size)
     note = partial(note, step=step, where="evaluate")
     with evaluating(model):
-        losses = _whole_share(ranks, share_ids, plan, cut_up, loss_of, shrink, note)
-    if losses is None:
+        values = values_of_share(ranks, share_ids, plan, Parts(cut_up, sums_of, shrink), note)
+    if values is None:
         return None
-    total = torch.tensor(losses, dtype=torch.float64).reshape(-1, 2).sum(0)  # loss, target tokens
-    loss, target_tokens = sum_over_ranks(ranks, total.to(ranks.device)).tolist()
-    return loss / target_tokens
+    names = examples.objective.metrics
+    total = torch.stack([torch.zeros(2, len(names), dtype=torch.float64), *values]).sum(0)
+    sums, weights = sum_over_ranks(ranks, total.to(ranks.device)).cpu()
+    return dict(zip(names, (sums / weights).tolist(), strict=True))
 
 
-def _whole_share(ranks, ids, plan, cut_up, work, shrink, note):
-    """List of work(part, plan) over the parts of `cut_up(ids, plan)`; None if any rank was asked to stop.
+def values_of_share(ranks, ids, plan, parts, note=lambda kind, **values: None):
+    """List of the values of all parts of `ids`; None if any rank was asked to stop.
 
     After an out of memory on any rank, all ranks go on with the parts that are left: first with the same plan, then
-    with `shrink(plan)`. Raises NothingFits if the smallest plan does not fit.
+    with smaller ones. Raises NothingFits if the smallest plan does not fit.
     """
-    done, failures = [], 0
-    while True:
-        values, ids = _until_out_of_memory(ids, plan, cut_up, work)
+    done, failed, before = [], 0, plan
+    for tried in plans_to_try(plan, parts.shrink):
+        if failed:
+            note("oom", rank=failed - 1, before=asdict(before), after=asdict(tried))
+        values, ids = _until_out_of_memory(ids, tried, parts)
         done += values
         failed, stop = vote(ranks, (ranks.rank + 1) * bool(len(ids)), stop_asked())
         if stop:
             return None
         if not failed:
             return done
-        failures += 1
-        smaller = plan_after_out_of_memory(ranks.device, plan, failures, shrink)
-        note("oom", rank=failed - 1, before=asdict(plan), after=asdict(smaller))
-        plan = smaller
+        before = tried
 
 
-def _until_out_of_memory(ids, plan, cut_up, work):
+def _until_out_of_memory(ids, plan, parts):
     """(values of the finished parts, ids of the rest, left because memory ran out or a stop was asked)."""
-    values, parts = [], list(cut_up(ids, plan))
-    try:
-        while parts and not stop_asked():
-            values.append(work(parts[0], plan))
-            parts.pop(0)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    return values, np.concatenate(parts) if parts else ids[:0]
+    values, left = [], list(parts.cut(ids, plan))
+    while left and not stop_asked():
+        fits, value = within_memory(parts.value, left[0], plan)
+        if not fits:
+            break
+        values.append(value)
+        left.pop(0)
+    return values, np.concatenate(left) if left else ids[:0]
 
 
-def answer_pairs(
-    ranks, hf_model, store, tokenizer, plan, num_pairs, max_new_tokens, compute_dtype, step=0,
-    note=lambda kind, **values: None,
-):  # fmt: skip
-    """List of Answer to `num_pairs` prompts of `store`, decoded greedily; None if a stop was asked.
+def generate_answers(evaluation, inputs):
+    """The ids of the greedy answer to each of `inputs`, arrays of ids."""
+    model, tokenizer = evaluation.model, evaluation.tokenizer
+    return generate(model, inputs, evaluation.examples.first_id, tokenizer.eos_id, evaluation.max_new_tokens)
 
-    The prompts are the same at every call, and every rank gets all answers. `hf_model` is transformers' T5 on the
-    model's own tensors; generation ends at the tokenizer's EOS, in batches of `plan.answers`. `note` is called for each
-    out of memory. Raises NothingFits if an answer by itself does not fit.
+
+def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None):
+    """List of Answer to a fixed choice of questions, decoded greedily; None if a stop was asked.
+
+    The questions are the same at every call, and every rank gets all answers. Answers are generated in batches of
+    `plan.answers`. `note` is called for each out of memory. Raises NothingFits if an answer by itself does not fit.
     """
+    ranks, examples = evaluation.ranks, evaluation.examples
 
-    def answers_to(part, _):
+    def answers_of(part, _):
         fault_injection.fire("generate", step)
-        return answer(hf_model, store, tokenizer, part, max_new_tokens)
+        inputs, references = examples.objective.questions(examples.store, part)
+        sides = inputs, generate_answers(evaluation, inputs), references
+        return list(zip(*([evaluation.tokenizer.decode(list(ids)) for ids in side] for side in sides), strict=True))
 
     def cut_up(ids, plan):
         return [ids[start : start + plan.answers] for start in range(0, len(ids), plan.answers)]
@@ -127,12 +163,11 @@ def answer_pairs(
     def shrink(plan):
         return replace(plan, answers=plan.answers // 2) if plan.answers > 1 else None
 
-    chosen = permute(np.arange(min(num_pairs, len(store))), len(store), "answers")
+    chosen = permute(np.arange(min(evaluation.num_answers, len(examples))), len(examples), "answers")
     share_ids = chosen[ranks.rank :: ranks.world_size]
-    share_ids = share_ids[np.argsort(store.lengths[share_ids][:, 0], kind="stable")]
+    share_ids = share_ids[np.argsort(examples.lengths(share_ids, EPOCH)[:, 0], kind="stable")]
     note = partial(note, step=step, where="generate")
-    with answering(ranks, compute_dtype):
-        answers = _whole_share(ranks, share_ids, plan, cut_up, answers_to, shrink, note)
+    answers = values_of_share(ranks, share_ids, plan, Parts(cut_up, answers_of, shrink), note)
     if answers is None:
         return None
     return [Answer(*fields) for rank in gather_json(ranks, answers) for part in rank for fields in part]
@@ -147,17 +182,13 @@ def score(answers):
     )
 
 
-def measure(run, plan, step=0, note=lambda kind, **values: None):
-    """Dict of the validation loss, and of BLEU and chrF if config.bleu_pairs is not 0; None if a stop was asked.
+def measure(evaluation, plan, step=0, note=lambda kind, **values: None):
+    """Dict of the objective's metrics, and of BLEU and chrF if answers are generated; None if a stop was asked.
 
     `note(kind, **values)` is called for each out of memory. Raises NothingFits if the smallest plan does not fit.
     """
-    model, config = run.model, run.config
-    loss = evaluate_loss(run.ranks, model, run.validation, plan, run.tokenizer.pad_id, step, note)
-    if loss is None or not config.bleu_pairs:
-        return loss if loss is None else dict(loss=loss)
-    answers = answer_pairs(
-        run.ranks, as_hugging_face(model, run.tokenizer), run.validation, run.tokenizer, plan, config.bleu_pairs,
-        config.max_new_tokens, model.compute_dtype, step, note,
-    )  # fmt: skip
-    return None if answers is None else dict(loss=loss, **score(answers))
+    metrics = evaluate_loss(evaluation, plan, step, note)
+    if metrics is None or not evaluation.num_answers:
+        return metrics
+    answers = answer_questions(evaluation, plan, step, note)
+    return None if answers is None else metrics | score(answers)

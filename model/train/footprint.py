@@ -1,13 +1,11 @@
 """The memory estimate of a run, from its options, network and data."""
 
-from dataclasses import replace
-
 import torch
 
-from model.data.length_histogram import histogram
 from model.memory.estimate import Estimate
-from model.nn.attention import has_kernels
-from model.nn.t5.footprint import MemorySpec
+from model.memory.plan import PlanOptions
+from model.nn.footprint import MemorySpec
+from model.nn.registry import family_of
 from model.runtime.distributed import vote
 from model.train.fixed_shards import NUM_SHARDS
 
@@ -15,17 +13,25 @@ from model.train.fixed_shards import NUM_SHARDS
 LAUNCH_TOKENS_PER_SM, OLDER_LAUNCH_TOKENS_PER_SM = 250, 75
 
 
-def make_estimate(config, model_config, dtype, lengths, share_pairs, device="cuda", launch_tokens=None):
-    """Estimate of a run with `config` on `device`: examples of `lengths` (Lengths), `share_pairs` per rank and step.
+def memory_spec(config, model_config, dtype, device_type="cuda", launch_tokens=None):
+    """MemorySpec of a run with `config` on a device of this type.
 
     `launch_tokens`: the value of `launch_tokens_here`; None: MemorySpec's default, that of a small GPU.
     """
-    spec = MemorySpec(
-        model_config, dtype.itemsize, has_kernels(torch.device(device), dtype, model_config), config.optimizer,
-        config.dropout > 0, config.trainable == "decoder",
+    family = family_of(model_config)
+    kernels = family.has_kernels(torch.device(device_type), dtype, model_config)
+    launch = dict(launch_tokens=launch_tokens) if launch_tokens else {}
+    return MemorySpec(
+        family, model_config, dtype.itemsize, kernels, config.optimizer, config.dropout > 0, config.trainable, **launch
+    )
+
+
+def plan_options(config):
+    """The PlanOptions of a TrainConfig."""
+    return PlanOptions(
+        config.micro_batch_tokens, config.gradient_checkpointing, config.compile, config.max_seq_len,
+        config.gpu_memory_limit_gb,
     )  # fmt: skip
-    spec = replace(spec, launch_tokens=launch_tokens or spec.launch_tokens)
-    return Estimate(spec, lengths, share_pairs, config.max_new_tokens)
 
 
 def launch_tokens_here():
@@ -37,7 +43,8 @@ def launch_tokens_here():
 
 
 def estimate_for(ranks, config, model_config, dtype, lengths, global_batch):
-    """Estimate of a run on examples of `lengths` (pairs, 2), the same on all ranks."""
+    """Estimate of a run on examples of these Lengths, the same on all ranks."""
     share_pairs = -(-global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
     launch_tokens = -vote(ranks, -launch_tokens_here())[0]  # the minimum over ranks: all must choose the same plan
-    return make_estimate(config, model_config, dtype, histogram(lengths), share_pairs, ranks.device.type, launch_tokens)
+    spec = memory_spec(config, model_config, dtype, ranks.device.type, launch_tokens)
+    return Estimate(spec, lengths, share_pairs, config.max_new_tokens)

@@ -8,8 +8,8 @@ from enum import IntEnum
 import torch
 
 from model.runtime import fault_injection
-from model.runtime.device_memory import is_out_of_memory
-from model.train.loader import pack_work
+from model.runtime.device_memory import within_memory
+from model.train.weighted_loss import weighted_loss
 
 
 class Outcome(IntEnum):
@@ -29,54 +29,60 @@ class Attempt:
     norms: torch.Tensor | None = None  # of this rank's gradient or shards; before the vote: nothing may fail after it
 
 
-def attempt_gradients(ranks, model, store, plan, config, work, packed=None, graphs=None):
+def attempt_gradients(context, plan, work, packed=None):
     """Write this rank's gradients of the step to the model's flat gradients, without waiting for the device.
 
-    `packed`: this rank's micro-batches, packed ahead (packed again if for another plan); `graphs`: StepGraphs that
-    replay a micro-batch which fits one of their buckets.
+    `packed`: this rank's micro-batches, packed ahead (packed again if for another plan).
     """
-    try:
-        started = time.perf_counter()
-        if packed is None or packed.plan != plan:
-            packed = pack_work(model, store, plan, work, graphs)
-        waited = time.perf_counter() - started
-        model.gradient_checkpointing = plan.gradient_checkpointing
-        shards = tuple(
-            _share_gradients(ranks, model, plan, config, work, number, micro_batches, packed.bucket, graphs)
-            for number, micro_batches in packed.shares
-        )
-        norms = torch.stack([part.norm() for part in shards or (model.flat.gradients_and_parts,)])
-        fault_injection.fire("reduce", work.step)
-        return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards if config.exact else (), norms)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    return Attempt(Outcome.OUT_OF_MEMORY)
+    _, attempt = within_memory(_gradients, context, plan, work, packed)
+    return attempt or Attempt(Outcome.OUT_OF_MEMORY)
 
 
-def _share_gradients(ranks, model, plan, config, work, number, micro_batches, bucket, graphs):
-    """Gradients and loss parts of a share, in the model's flat tensor; with exact=True a copy of it."""
+def _gradients(context, plan, work, packed):
+    started, model = time.perf_counter(), context.model
+    if packed is None or packed.plan != plan:
+        packed = context.loader.pack(work, plan)
+    waited = time.perf_counter() - started
+    model.gradient_checkpointing = plan.gradient_checkpointing
+    shares = tuple(_share_gradients(context, plan, work, packed, place) for place in range(len(packed.shares)))
+    shards = shares if context.loader.exact else ()
+    norms = torch.stack([shard.norm() for shard in shards] or [model.flat.gradients_and_sums.norm()])
+    fault_injection.fire("reduce", work.step)
+    return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards, norms)
+
+
+def _share_gradients(context, plan, work, packed, place):
+    """Write the gradients and metrics of a share to the model's flat tensor; with exact=True, return a copy of it."""
+    model, loader, (number, micro_batches) = context.model, context.loader, packed.shares[place]
     model.zero_grad()
     for index, micro_batch in enumerate(micro_batches):
-        if config.dropout:
-            torch.manual_seed(_dropout_seed(config.seed, work.step, number, index))
+        if model.dropout:
+            torch.manual_seed(_dropout_seed(loader.schedule.seed, work.step, number, index))
         fault_injection.fire("forward", work.step)
-        if bucket:
-            scale = _loss_scale(work)
+        if packed.bucket and context.graphs:
+            scales = _scales(work)
             fault_injection.fire("backward_first", work.step)
-            graphs.gradients(micro_batch, bucket, plan.chunk_tokens, config.z_loss, scale)
+            context.graphs.gradients(micro_batch, packed.bucket, plan.chunk_tokens, scales)
             continue
-        loss, parts = model.loss_and_parts(micro_batch.to(ranks.device), plan.chunk_tokens, config.z_loss)
-        scale = _loss_scale(work)
+        scales = [_on_device(part, model.device) for part in _scales(work)]
+        loss = weighted_loss(model, context.objective, micro_batch.to(model.device), plan.chunk_tokens, scales)
         fault_injection.fire("backward_first" if index == 0 else "backward", work.step)
-        (loss * scale).backward()
-        model.flat.loss_parts.add_(parts * scale)
-    return model.flat.gradients_and_parts.clone() if config.exact else model.flat.gradients_and_parts
+        loss.backward()
+    return model.flat.gradients_and_sums.clone() if loader.exact else None
 
 
-def _loss_scale(work):
-    """Factor of a micro-batch's loss: turns sums into the mean over the step's target tokens."""
-    return float("nan") if fault_injection.fire("loss", work.step) else 1 / work.target_tokens
+def _scales(work):
+    """Factors of a micro-batch's loss sums and metric sums, which turn them into the step's means."""
+    fails = fault_injection.fire("loss", work.step)
+    return tuple(
+        tuple(float("nan") if fails else 1 / weight for weight in part)
+        for part in (work.loss_weights, work.metric_weights)
+    )
+
+
+def _on_device(numbers, device):
+    """A tensor of these numbers, made by kernels: copying it from the host would wait for the device."""
+    return torch.cat([torch.full((1,), number, device=device) for number in numbers])
 
 
 def _dropout_seed(*numbers):

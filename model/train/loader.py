@@ -1,27 +1,31 @@
-"""A rank's examples of each step, cut and packed in host memory while the previous step runs."""
+"""Loader: a rank's examples of each step, cut and packed in host memory while the previous step runs."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from model.data.buckets import Bucket
+from model.data.buckets import Bucket, buckets_for
 from model.data.packing import cut
 from model.data.sampler import share_of, step_at
 from model.memory.plan import MemoryPlan
-from model.nn.t5.batch import collate
-from model.runtime.device_memory import is_out_of_memory
+from model.runtime.device_memory import within_memory
+from model.runtime.distributed import Ranks
+from model.train.examples import Examples
 from model.train.fixed_shards import NUM_SHARDS, shards_of_rank
-from model.train.lr_schedule import learn_rate_at
+from model.train.lr_schedule import LearnRate
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The values that, with the configuration, determine every step of a run."""
+    """The values that determine every step of a run."""
 
     total_pairs: int  # over all epochs
-    warmup_pairs: int
     global_batch: int  # pairs per step
-    start_id: int  # first token of the decoder's input
+    seed: int
+    learn_rate: LearnRate
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,10 @@ class Work:
     step: int  # from 1, as in the journal
     epoch: int  # from 1
     all_ids: np.ndarray  # the step's examples, over all ranks
-    tokens: int  # of prompts and responses, over all ranks
-    target_tokens: int  # over all ranks; the step's loss is divided by it
+    tokens: int  # of all sides, over all ranks
+    loss_weights: tuple  # what the step's loss sums are divided by, over all ranks
+    metric_weights: tuple  # what its metric sums are divided by
     learn_rate: float
-    start_id: int
     shares: tuple  # (number, ids) of each of this rank's shares: one, or with exact=True its shards
 
     @property
@@ -56,38 +60,79 @@ class Packed:
         return sum(len(micro_batches) for _, micro_batches in self.shares)
 
 
-def prepared(ranks, model, store, config, schedule, graphs, plan, step, pairs_seen):
-    """(Work, Packed) of the step after `step` steps and `pairs_seen` pairs; None after the run's last step.
+@dataclass(frozen=True)
+class Loader:
+    """Makes the Work of each step, and its micro-batches on a thread, one step ahead."""
 
-    Packed is None if memory ran out while packing.
-    """
-    if pairs_seen >= schedule.total_pairs:
-        return None
-    work = work_at(ranks, store, config, schedule, step, pairs_seen)
-    try:
-        return work, pack_work(model, store, plan, work, graphs)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    return work, None  # attempt_gradients packs again, and reports the failure if it repeats
+    ranks: Ranks
+    examples: Examples
+    schedule: Schedule
+    exact: bool = False
+
+    @cached_property
+    def buckets(self):
+        """Buckets for the steps that are recorded."""
+        lengths, share_pairs = self.examples.histogram, -(-self.schedule.global_batch // self.ranks.world_size)
+        return buckets_for(lengths.tokens, share_pairs, lengths.counts)
+
+    def work_at(self, step, pairs_seen):
+        """The Work of the step after `step` steps and `pairs_seen` pairs."""
+        schedule, examples, ranks = self.schedule, self.examples, self.ranks
+        drawn = step_at(pairs_seen, len(examples), schedule.global_batch, schedule.seed)
+        lengths = examples.lengths(drawn.ids, drawn.epoch)
+        numbers, count = (shards_of_rank(ranks), NUM_SHARDS) if self.exact else ([ranks.rank], ranks.world_size)
+        shares = tuple((number, share_of(drawn.ids, lengths, number, count)) for number in numbers)
+        rate = schedule.learn_rate.at(pairs_seen + len(drawn.ids) / 2)
+        weights = examples.weights(drawn.ids, drawn.epoch)
+        return Work(step + 1, drawn.epoch, drawn.ids, int(lengths.sum()), *weights, rate, shares)
+
+    def pack(self, work, plan):
+        """`work` cut into the micro-batches of `plan`; a single micro-batch is padded to a bucket if it fits one."""
+        examples, epoch = self.examples, work.epoch
+        lengths = [examples.lengths(ids, epoch) for _, ids in work.shares]
+        parts = [
+            (number, cut(ids, own, plan.micro_batch_tokens))
+            for (number, ids), own in zip(work.shares, lengths, strict=True)
+        ]
+        is_single = plan.graphs and [len(share) for _, share in parts] == [1]
+        bucket = self._bucket_of(lengths[0], plan) if is_single else None
+        shares = ((number, [examples.batch(ids, epoch, bucket) for ids in share]) for number, share in parts)
+        return Packed(plan, bucket, tuple(shares))
+
+    def _bucket_of(self, lengths, plan):
+        """The smallest Bucket within the plan's micro-batch that holds examples of these lengths, or None."""
+        fitting = (bucket for bucket in self.buckets if bucket.tokens <= plan.micro_batch_tokens)
+        return next((bucket for bucket in fitting if bucket.holds(lengths)), None)
+
+    def ahead(self):
+        """A PackingThread for this loader."""
+        return PackingThread(self)
 
 
-def work_at(ranks, store, config, schedule, step, pairs_seen):
-    """The Work of the step after `step` steps and `pairs_seen` pairs."""
-    examples = step_at(pairs_seen, len(store), schedule.global_batch, config.seed)
-    lengths = store.lengths[examples.ids].astype(np.int64)
-    rate = learn_rate_at(pairs_seen + len(examples.ids) / 2, config, schedule.warmup_pairs, schedule.total_pairs)
-    numbers, count = (shards_of_rank(ranks), NUM_SHARDS) if config.exact else ([ranks.rank], ranks.world_size)
-    shares = tuple((number, share_of(examples.ids, lengths, number, count)) for number in numbers)
-    sizes = (int(lengths.sum()), int(lengths[:, 1].sum()))
-    return Work(step + 1, examples.epoch, examples.ids, *sizes, rate, schedule.start_id, shares)
+class PackingThread:
+    """Packs the next step's micro-batches on a thread, while the caller computes the current step."""
 
+    def __init__(self, loader):
+        self._loader, self._upcoming = loader, None
 
-def pack_work(model, store, plan, work, graphs=None):
-    """`work` cut into the micro-batches of `plan`; a single micro-batch is padded to a bucket if it fits one."""
-    parts = [(number, cut(ids, store.lengths[ids], plan.micro_batch_tokens)) for number, ids in work.shares]
-    can_record = graphs and plan.graphs and [len(p) for _, p in parts] == [1]
-    bucket = graphs.bucket_of(store.lengths[work.ids], plan.micro_batch_tokens) if can_record else None
-    options = (work.start_id, "cpu", model.uses_kernels, bucket)
-    shares = [(number, [collate(store, ids, *options) for ids in share]) for number, share in parts]
-    return Packed(plan, bucket, tuple(shares))
+    def __enter__(self):
+        self._thread = ThreadPoolExecutor(1).__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._thread.__exit__(*error)
+
+    def start(self, plan, step, pairs_seen):
+        """Begin to pack the step after `step` steps and `pairs_seen` pairs, unless the run ends there."""
+        if pairs_seen < self._loader.schedule.total_pairs:
+            self._upcoming = self._thread.submit(self._prepare, plan, step, pairs_seen)
+
+    def take(self):
+        """(Work, Packed or None if memory ran out, seconds waited) of the step that `start` began to pack."""
+        started = time.perf_counter()
+        return *self._upcoming.result(), time.perf_counter() - started
+
+    def _prepare(self, plan, step, pairs_seen):
+        work = self._loader.work_at(step, pairs_seen)
+        _, packed = within_memory(self._loader.pack, work, plan)  # attempt_gradients packs again if memory ran out
+        return work, packed

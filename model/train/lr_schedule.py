@@ -1,23 +1,33 @@
 """The learning rate, a pure function of the number of pairs seen."""
 
 import math
+from dataclasses import dataclass
 
 from config import MAX_DEFAULT_WARMUP_STEPS
 
 
-def learn_rate_at(pairs_seen, config, warmup_pairs, total_pairs):
-    """Learning rate after `pairs_seen` pairs: rises to the peak over `warmup_pairs`, falls to 0 at `total_pairs`.
+@dataclass(frozen=True)
+class LearnRate:
+    """The learning rate at every position: rises to the peak over the warm-up, falls to 0 at the run's end.
 
     cosine: half a cosine from the peak to 0. wsd (warm-up, stable, decay: MiniCPM, arXiv 2404.06395): stays at the
     peak, then falls linearly to 0 over the last fifth of the run.
     """
-    if pairs_seen < warmup_pairs:
-        return config.learn_rate * pairs_seen / warmup_pairs
-    if config.lr_schedule == "cosine":
-        progress = (pairs_seen - warmup_pairs) / max(total_pairs - warmup_pairs, 1)
-        return config.learn_rate * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-    left = max(total_pairs - pairs_seen, 0) / total_pairs
-    return config.learn_rate * min(left / 0.2, 1.0)
+
+    peak: float
+    lr_schedule: str  # cosine, wsd
+    warmup_pairs: int
+    total_pairs: int
+
+    def at(self, pairs_seen):
+        """Learning rate after `pairs_seen` pairs."""
+        if pairs_seen < self.warmup_pairs:
+            return self.peak * pairs_seen / self.warmup_pairs
+        if self.lr_schedule == "cosine":
+            progress = (pairs_seen - self.warmup_pairs) / max(self.total_pairs - self.warmup_pairs, 1)
+            return self.peak * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+        left = max(self.total_pairs - pairs_seen, 0) / self.total_pairs
+        return self.peak * min(left / 0.2, 1.0)
 
 
 def warmup_pairs(config, total_pairs, first_batch):

@@ -16,8 +16,8 @@ SQUARE_FLOOR = 1e-30  # Adafactor's eps1: avoids a division by zero in a row who
 class RMSScaledAdamW(torch.optim.Optimizer):
     """AdamW whose step for each tensor is multiplied by max(1e-3, RMS of the tensor).
 
-    With plain AdamW, T5 diverges at learning rates that work with Adafactor; scaling by RMS, as Adafactor does,
-    prevents it (AdamWScale of nanoT5, github.com/PiotrNawrot/nanoT5). The optimizer updates the trained weights of a
+    With plain AdamW, encoder-decoders diverge at learning rates that work with Adafactor; scaling by RMS, as Adafactor
+    does, prevents it (AdamWScale, Nawrot 2023, arXiv 2309.02373). The optimizer updates the trained weights of a
     FlatParams; its averages have the same flat layout, so that a GPU updates in one pass over memory. `lr` is a tensor
     on the weights' device, so that a step never waits for the host.
     """
@@ -41,26 +41,27 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
         group = self.param_groups[0]
         scale = torch.ones_like(group["lr"]) if scale is None else scale
-        betas, self.num_steps = group["betas"], self.num_steps + 1
+        self.num_steps += 1
         self.counts += 1
-        corrections = [1 - beta**self.num_steps for beta in betas]
+        corrections = [1 - beta**self.num_steps for beta in group["betas"]]  # of the averages' bias towards zero
         update = self.update_in_one_pass if runs_kernels(self.weights) else self.update_in_passes
-        update(group["lr"], scale, *betas, *corrections, group["eps"], group["weight_decay"])
+        update(group, scale, *corrections)
 
-    def update_in_passes(self, rate, scale, beta1, beta2, correction1, correction2, epsilon, weight_decay):
-        gradients = self.gradients.mul_(scale)
+    def update_in_passes(self, group, scale, correction1, correction2):
+        (beta1, beta2), rate, gradients = group["betas"], group["lr"], self.gradients.mul_(scale)
         self.averages.lerp_(gradients, 1 - beta1)
         self.squares.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-        updates = self.averages / (self.squares.sqrt().div_(math.sqrt(correction2)).add_(epsilon))
-        rms = torch.stack(torch._foreach_norm(self.param_groups[0]["params"])) / self.root_sizes
+        updates = self.averages / (self.squares.sqrt().div_(math.sqrt(correction2)).add_(group["eps"]))
+        rms = torch.stack(torch._foreach_norm(group["params"])) / self.root_sizes
         rates = rms.clamp(min=RMS_FLOOR) * (-rate / correction1)
         torch._foreach_mul_(updates.split(self.sizes), list(rates.unbind()))
-        self.weights.mul_(1 - rate * weight_decay).add_(updates)
+        self.weights.mul_(1 - rate * group["weight_decay"]).add_(updates)
 
-    def update_in_one_pass(self, *numbers):
+    def update_in_one_pass(self, group, scale, *corrections):
         from model.nn.kernels.adamw import update_adamw_rms  # imported late: CPU builds of torch have no Triton
 
         tensors = (self.weights, self.gradients, self.averages, self.squares)
+        numbers = (group["lr"], scale, *group["betas"], *corrections, group["eps"], group["weight_decay"])
         update_adamw_rms(*tensors, self.tiles, *numbers, RMS_FLOOR)
 
     @functools.cached_property

@@ -19,6 +19,7 @@ from model.data.buckets import buckets_for
 from model.data.token_store import read_store
 from model.memory.plan import MemoryPlan
 from model.runtime.distributed import Ranks
+from model.train.step import StepContext
 from tests.parts import examples_of
 
 
@@ -78,9 +79,9 @@ def test_the_clock_leaves_out_the_warm_up_and_assigns_steps_to_windows_in_turn()
 
 def test_the_vote_is_timed_over_the_given_group_and_left_out_without_one(monkeypatch):
     groups, steps = [], [SimpleNamespace(step_seconds=0.002)] * (votes.WARM_STEPS + 3)
-    monkeypatch.setattr(votes, "train_steps", lambda ranks, *_: groups.append(ranks.cpu_group) or iter(steps))
+    monkeypatch.setattr(votes, "train_steps", lambda context, _: groups.append(context.ranks.cpu_group) or iter(steps))
     ranks = Ranks(0, 2, 0, torch.device("cpu"), "gloo", "the run's group")
-    run = SimpleNamespace(ranks=ranks, model=None, optimizer=None, train=None, config=None, schedule=None)
+    run = SimpleNamespace(ranks=ranks, context=StepContext(ranks, None, None, None, None))
     assert [votes.step_milliseconds(run, None, group, 3) for group in ("a group", None)] == [2, 2]
     assert groups == ["a group", None]
 
@@ -158,6 +159,6 @@ def test_plans_that_cut_a_step_in_the_same_way_share_its_fastest_time(monkeypatc
 def test_a_case_of_a_small_gpu_is_measured(monkeypatch):
     for name, value in dict(VOCAB_SIZE=256, NUM_PAIRS=40, LONGEST=16, TRIED_STEPS=2, TRIED_PAIRS=2, REPEATS=1).items():
         monkeypatch.setattr(caps, name, value)
-    record = caps.measure("tiny", 8, 4, "adamw_rms", torch.device("cpu"), 0, 16)
+    record = caps.measure(caps.Case("tiny", 8, 4, "adamw_rms", 16), torch.device("cpu"), 0)
     assert record["out_of_memory_events"] == 0 and record["steps"] == 5
     assert 0 < record["tokens_per_second"] <= record["best_tokens_per_second"]  # the ratio is the machine's noise

@@ -9,12 +9,12 @@ import torch
 from config import load_config
 from model.commands import doctor
 from model.commands.doctor import FIRST_ROWS, as_text, examine
-from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.run.train_state import FORMAT
 from model.runtime.distributed import must_use_cpu
 from model.runtime.nccl_check import Verdict
+from tests.parts import open_pairs
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
 from tests.run.test_checkpoint import change_state
 from tests.tiny import OPTIONS, train, words
@@ -114,7 +114,7 @@ def test_empty_pairs_at_the_start_of_a_data_file_are_only_a_note(rows, home):
 def test_a_damaged_token_store_of_either_file_fails(rows, home):
     for name in ("train_file", "validation_file"):
         (home / "mine.jsonl").write_text((home / "train.jsonl").read_text())
-        store = open_store("mine.jsonl", load_tokenizer(TOKENIZER_DIR), OPTIONS["max_seq_len"], TOKENS_DIR)
+        store = open_pairs("mine.jsonl", load_tokenizer(TOKENIZER_DIR), OPTIONS["max_seq_len"], TOKENS_DIR)
         assert not rows(**{name: "mine.jsonl"})["model"].fails
         (store.directory / "lengths.npy").write_bytes(b"")
         row = rows(**{name: "mine.jsonl"})["tokenizer, model"]
@@ -156,7 +156,7 @@ def test_options_that_a_resumed_run_would_refuse_fail(rows, home, options, part)
         lines = (home / "train.jsonl").read_text().splitlines(True)
         for name, held in (("short.jsonl", lines[:20]), ("turned.jsonl", lines[::-1])):
             (home / name).write_text("".join(held))
-            open_store(name, load_tokenizer(TOKENIZER_DIR), OPTIONS["max_seq_len"], TOKENS_DIR)
+            open_pairs(name, load_tokenizer(TOKENIZER_DIR), OPTIONS["max_seq_len"], TOKENS_DIR)
     assert "step_00000006" in rows(output_dir="mine")["model"].found
     row = rows(output_dir="mine", **options)["tokenizer, model"]
     assert row.fails and part in row.remedy

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from config import MODELS, T5ModelConfig, load_config
-from model.commands import setup
-from model.commands.setup import check_memory_fits, kept_recovery
+from model.commands.setup import first_plan, kept_recovery
+from model.data.length_histogram import histogram
 from model.data.tokenizer import train_tokenizer
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import NothingFits
@@ -99,13 +99,10 @@ def test_a_plan_without_cuda_graphs_recovers_them_only_if_the_resumed_run_may_re
     assert kept_recovery(state, RECORDED, may_record=True) is None
 
 
-def test_a_model_that_cannot_fit_is_refused_with_its_bytes_before_anything_is_allocated(monkeypatch, store):
+def test_a_model_that_cannot_fit_is_refused_with_its_bytes_before_anything_is_allocated(store):
     shape = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
     config = load_config("pretrain", dict(optimizer="adamw_rms"))
-    for gib, fits in ((8, True), (3, False)):
-        monkeypatch.setattr(setup, "limit_memory", lambda *_, gib=gib: gib * 2**30)
-        if fits:
-            check_memory_fits(ALONE, config, shape, torch.float32, store.lengths, 16, 0)
-        else:
-            with pytest.raises(NothingFits, match="weights 0.73, bf16_weights 0.00, gradients 0.73, optimizer 1.47"):
-                check_memory_fits(ALONE, config, shape, torch.float32, store.lengths, 16, 0)
+    lengths = histogram(store.lengths)
+    assert first_plan(ALONE, config, shape, lengths, 16, 8 * 2**30)
+    with pytest.raises(NothingFits, match="weights 0.73, bf16_weights 0.00, gradients 0.73, optimizer 1.47"):
+        first_plan(ALONE, config, shape, lengths, 16, 3 * 2**30)

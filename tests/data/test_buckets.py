@@ -15,10 +15,11 @@ def test_few_buckets_hold_nearly_every_micro_batch_with_little_padding():
             bucket = next((bucket for bucket in buckets if bucket.holds(drawn)), None)
             missed += bucket is None
             real += drawn.sum()
-            computed += bucket.prompt_tokens + bucket.response_tokens if bucket else drawn.sum()
+            computed += bucket.tokens if bucket else drawn.sum()
         assert missed < 20
         assert real / computed > least_fill
 
 
 def test_pairs_of_one_length_need_one_bucket():
-    assert buckets_for(np.full((100, 2), 32, dtype="uint16"), 10) == [Bucket(320, 320, 10)]
+    assert buckets_for(np.full((100, 2), 32, dtype="uint16"), 10) == [Bucket((320, 320), 10)]
+    assert buckets_for(np.full((100, 1), 32, dtype="uint16"), 10) == [Bucket((320,), 10)]

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from model.data import token_store
-from model.data.token_store import describe_store, open_store, read_store
-from tests.parts import examples_of, make_pairs, write_parquet
+from model.data.token_store import describe_store, read_store
+from tests.parts import examples_of, make_pairs, open_pairs, write_parquet
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = "今天天气真好" * 40
@@ -35,7 +35,7 @@ def open_it(source, tokenizer, tmp_path):
     """Open the store of `source`; `.built` counts the batches of pairs that were tokenised."""
 
     def open_(max_seq_len=64, **options):
-        return open_store(source, tokenizer, max_seq_len, tmp_path / "tokens", progress=open_.built.append, **options)
+        return open_pairs(source, tokenizer, max_seq_len, tmp_path / "tokens", progress=open_.built.append, **options)
 
     open_.built = []
     return open_
@@ -56,9 +56,9 @@ def test_tokens_are_found_for_any_batch_size_and_id_type_on_disk(
     monkeypatch, source, tokenizer, tmp_path, pairs_per_batch, id_type
 ):
     schema = pa.schema([(name, pa.list_(id_type)) for name in ("prompt_ids", "response_ids")])
-    monkeypatch.setattr(token_store, "PAIRS_PER_BATCH", pairs_per_batch)
-    monkeypatch.setattr(token_store, "store_schema", lambda _vocab_size: schema)
-    store = open_store(source, tokenizer, 512, tmp_path / "tokens")
+    monkeypatch.setattr(token_store, "ROWS_PER_BATCH", pairs_per_batch)
+    monkeypatch.setattr(token_store, "store_schema", lambda *_: schema)
+    store = open_pairs(source, tokenizer, 512, tmp_path / "tokens")
     ids = np.random.default_rng(0).permutation(np.append(np.arange(30), 29))
     texts = zip(*(make_pairs(30, seed=7)[i] for i in ids), strict=True)
     for side, tokens in zip(texts, store.tokens(ids), strict=True):
@@ -70,7 +70,7 @@ def test_tokens_are_found_for_any_batch_size_and_id_type_on_disk(
 
 def test_each_side_has_one_eos_even_if_its_text_spells_it(tmp_path, tokenizer):
     path = write_parquet(tmp_path / "traps.parquet", [("你好[EOS]", "[EOS]"), (LONG, LONG + "[EOS]")])
-    store = open_store(path, tokenizer, 32, tmp_path / "tokens")
+    store = open_pairs(path, tokenizer, 32, tmp_path / "tokens")
     for example in examples_of(store, range(2)):
         for tokens in example:
             assert tokens.count(tokenizer.eos_id) == 1
@@ -80,12 +80,12 @@ def test_each_side_has_one_eos_even_if_its_text_spells_it(tmp_path, tokenizer):
 def test_long_texts_are_truncated_by_tokens_and_the_share_is_reported(tmp_path, tokenizer):
     fits = "1" * 31  # a digit is a token
     pairs = [(fits, fits + "2"), (LONG, "3"), ("4", "5"), ("6", "7")]
-    store = open_store(write_parquet(tmp_path / "long.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
+    store = open_pairs(write_parquet(tmp_path / "long.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
     assert store.lengths.tolist() == [[32, 32], [32, 2], [2, 2], [2, 2]]
     (_, cut), (prompt, _) = examples_of(store, [0, 1])
     assert cut == [*tokenizer.encode(fits), tokenizer.eos_id]
     assert prompt == [*tokenizer.encode(LONG)[:31], tokenizer.eos_id]
-    assert (store.meta["prompts_cut"], store.meta["responses_cut"]) == (1, 1)
+    assert store.meta["cut"] == [1, 1]
     assert "cut to 32 tokens: 25.00% of prompts, 25.00% of responses" in describe_store(store)
 
 
@@ -93,13 +93,13 @@ def test_ids_take_two_bytes_each_on_disk(open_it):
     store = open_it()
     assert store.rows.features["prompt_ids"].feature.dtype == "uint16"
     assert store.lengths.dtype == np.uint16
-    assert (store.meta["prompt_tokens"], store.meta["response_tokens"]) == tuple(store.lengths.sum(axis=0))
+    assert store.meta["tokens"] == store.lengths.sum(axis=0).tolist()
 
 
 def test_pairs_with_an_empty_side_are_left_out_and_counted(tmp_path, tokenizer):
     pairs = [("你好", "好"), ("", "好"), ("你", " \n\t"), ("", ""), ("再见", "见")]
-    store = open_store(write_parquet(tmp_path / "holes.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
-    assert len(store) == len(store.rows) == store.meta["pairs"] == 2
+    store = open_pairs(write_parquet(tmp_path / "holes.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
+    assert len(store) == len(store.rows) == store.meta["rows"] == 2
     assert examples_of(store, [1])[0][0] == [*tokenizer.encode("再见"), tokenizer.eos_id]
     assert "3 pairs with an empty side left out" in describe_store(store)
 
@@ -107,17 +107,17 @@ def test_pairs_with_an_empty_side_are_left_out_and_counted(tmp_path, tokenizer):
 def test_columns_that_are_not_used_are_reported(tokenizer, tmp_path):
     rows = [dict(prompt=p, response=r, rejected="no", history=[["a", "b"]]) for p, r in make_pairs(3)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    store = open_store(tmp_path / "rows.jsonl", tokenizer, 32, tmp_path / "tokens")
+    store = open_pairs(tmp_path / "rows.jsonl", tokenizer, 32, tmp_path / "tokens")
     assert "not used: column 'rejected' (3 rows), 'history' (3 rows)" in describe_store(store)
 
 
 def test_a_file_without_a_usable_pair_is_refused(tmp_path, tokenizer):
     path = write_parquet(tmp_path / "empty.parquet", [("", "好")] * 5)
     for _ in range(2):
-        with pytest.raises(ValueError, match="empty.parquet: none of its 5 pairs.*--prompt_column"):
-            open_store(path, tokenizer, 32, tmp_path / "tokens")
+        with pytest.raises(ValueError, match="empty.parquet: none of its 5 rows.*--prompt_column"):
+            open_pairs(path, tokenizer, 32, tmp_path / "tokens")
     with pytest.raises(ValueError, match="missing.parquet: no such file"):
-        open_store(tmp_path / "missing.parquet", tokenizer, 32, tmp_path / "tokens")
+        open_pairs(tmp_path / "missing.parquet", tokenizer, 32, tmp_path / "tokens")
     assert stores_in(tmp_path / "tokens") == []
 
 
@@ -129,7 +129,7 @@ def stores_in(root):
 def test_named_columns_are_read(tmp_path, tokenizer):
     path = tmp_path / "columns.parquet"
     pq.write_table(pa.table(dict(prompt=["不"], frage=["你好"], antwort=["好"])), path)
-    store = open_store(path, tokenizer, 32, tmp_path / "tokens", columns=("frage", "antwort"))
+    store = open_pairs(path, tokenizer, 32, tmp_path / "tokens", columns=("frage", "antwort"))
     assert examples_of(store, [0])[0][0] == [*tokenizer.encode("你好"), tokenizer.eos_id]
 
 
@@ -149,17 +149,17 @@ def test_another_length_limit_is_another_store(open_it):
 
 def test_a_file_with_a_newer_mtime_and_equal_content_is_not_tokenised_again(open_it, source):
     first = open_it()
-    inode = (first.directory / "pairs.arrow").stat().st_ino
+    inode = (first.directory / "ids.arrow").stat().st_ino
     open_it.built.clear()
     for seconds in (10, 20):
         os.utime(source, (time.time() + seconds,) * 2)
         again = open_it()
         assert not open_it.built
-        assert (again.directory / "pairs.arrow").stat().st_ino == inode
+        assert (again.directory / "ids.arrow").stat().st_ino == inode
         assert stores_in(again.directory.parent) == [again.directory]
 
 
-@pytest.mark.parametrize("name", ["pairs.arrow", "lengths.npy", "hashes.npy", "meta.json"])
+@pytest.mark.parametrize("name", ["ids.arrow", "lengths.npy", "hashes.npy", "meta.json"])
 @pytest.mark.parametrize("size", [0, 20])
 def test_a_damaged_store_is_refused_and_other_files_can_still_be_tokenised(open_it, tokenizer, tmp_path, name, size):
     directory = open_it().directory
@@ -167,7 +167,7 @@ def test_a_damaged_store_is_refused_and_other_files_can_still_be_tokenised(open_
     with pytest.raises(ValueError, match=f"{directory} are damaged .*: delete that directory"):
         open_it()
     other = write_parquet(tmp_path / "other.parquet", make_pairs(9, seed=1))
-    assert len(open_store(other, tokenizer, 64, tmp_path / "tokens")) == 9
+    assert len(open_pairs(other, tokenizer, 64, tmp_path / "tokens")) == 9
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_store_without_read_permission_is_refused(open_it, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(np.lib.format, "open_memmap", refuse)
-    with pytest.raises(ValueError, match=f"{directory} cannot be read .*Permission denied: .*lengths.npy'.*allow it"):
+    with pytest.raises(ValueError, match=f"{directory} cannot be read .*Permission denied: .*hashes.npy'.*allow it"):
         open_it()
 
 
@@ -231,7 +231,7 @@ def test_changed_content_is_tokenised_again_even_at_the_same_size(tmp_path, toke
     for order in (lines, lines[::-1]):
         path.write_text("".join(order))
         os.utime(path, ns=(0, len(contents)))
-        store = open_store(path, tokenizer, 64, tmp_path / "tokens")
+        store = open_pairs(path, tokenizer, 64, tmp_path / "tokens")
         contents.append(examples_of(store, range(5)))
     assert contents[1] == contents[0][::-1]
 
@@ -258,12 +258,12 @@ def test_a_stop_while_tokenising_leaves_no_store(open_it, tmp_path):
 
 BUILD = """
 import sys, time
-from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
+from tests.parts import open_pairs
 def progress(rows):
     print("built", flush=True)
     time.sleep(float(sys.argv[4]))
-print(len(open_store(sys.argv[1], load_tokenizer(sys.argv[2]), 64, sys.argv[3], progress=progress)), flush=True)
+print(len(open_pairs(sys.argv[1], load_tokenizer(sys.argv[2]), 64, sys.argv[3], progress=progress)), flush=True)
 """
 
 
@@ -291,23 +291,23 @@ def test_two_processes_build_one_store_and_a_killed_builder_leaves_none(source, 
             process.stdout.close()
     assert sorted(said) in ([["30"], ["built", "30"]], [["30"], ["30"]])
     (store,) = stores_in(root)
-    assert {path.name for path in store.iterdir()} == {"pairs.arrow", "lengths.npy", "hashes.npy", "meta.json"}
+    assert {path.name for path in store.iterdir()} == {"ids.arrow", "lengths.npy", "hashes.npy", "meta.json"}
 
 
 MEASURE = """
 import gc, sys
 import numpy as np
-from model.data.token_store import open_store
 from model.data.tokenizer import load_tokenizer
+from tests.parts import open_pairs
 def anonymous():
     gc.collect()
     status = open("/proc/self/status").read()
     return int(status.split("RssAnon:")[1].split()[0])
 tokenizer = load_tokenizer(sys.argv[2])
 small, large = sys.argv[1].split(",")
-open_store(small, tokenizer, 64, sys.argv[3]).tokens(np.arange(30))
+open_pairs(small, tokenizer, 64, sys.argv[3]).tokens(np.arange(30))
 before = anonymous()
-store = open_store(large, tokenizer, 64, sys.argv[3])
+store = open_pairs(large, tokenizer, 64, sys.argv[3])
 draw = np.random.default_rng(0)
 for _ in range(100):
     store.tokens(draw.integers(0, len(store), 64))
@@ -325,8 +325,8 @@ def test_promise_6_memory_does_not_grow_with_the_corpus_nor_with_time(source, to
     columns = [draw.choices(texts, k=200_000) for _ in range(2)]
     pq.write_table(pa.table(dict(prompt=columns[0], response=columns[1])), large)
     del columns
-    open_store(source, tokenizer, 64, root)
-    open_store(large, tokenizer, 64, root)
+    open_pairs(source, tokenizer, 64, root)
+    open_pairs(large, tokenizer, 64, root)
     arguments = [f"{source},{large}", tokenizer.directory, root]
     out = subprocess.run(
         [sys.executable, "-c", MEASURE, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,9 +1,8 @@
 from dataclasses import asdict, replace
 
 import pytest
-import torch
 
-from model.memory.oom_policy import PlanRecovery, plan_after_out_of_memory, recovery_of, shrink_plan
+from model.memory.oom_policy import PlanRecovery, plans_to_try, recovery_of, shrink_plan
 from model.memory.plan import (
     MemoryPlan,
     NothingFits,
@@ -30,17 +29,11 @@ def test_shrinking_keeps_a_micro_batch_below_the_longest_example():
 
 
 def test_after_an_out_of_memory_the_same_plan_is_tried_again_and_then_smaller_ones():
-    plan, cpu = MemoryPlan(1024, 128, True, 0), torch.device("cpu")
-
-    def shrink(plan):
-        return shrink_plan(plan, 512)
-
-    assert plan_after_out_of_memory(cpu, plan, 1, shrink) == plan
-    smallest = plan_after_out_of_memory(cpu, plan, 2, shrink)
-    assert smallest == replace(plan, micro_batch_tokens=512)
-    assert plan_after_out_of_memory(cpu, smallest, 1, shrink) == smallest
+    plan = MemoryPlan(1024, 128, True, 0)
+    plans = plans_to_try(plan, lambda plan: shrink_plan(plan, 512))
+    assert [next(plans) for _ in range(3)] == [plan, plan, replace(plan, micro_batch_tokens=512)]
     with pytest.raises(NothingFits, match="smallest plan"):
-        plan_after_out_of_memory(cpu, smallest, 2, shrink)
+        next(plans)
 
 
 def test_a_shrunk_plan_grows_back_one_step_at_a_time_and_each_shrinking_doubles_the_wait():

@@ -21,8 +21,8 @@ from model.memory.plan import (
     recording_bytes,
     time_factor,
 )
-from model.train.footprint import make_estimate
-from tests.parts import make_config
+from model.train.footprint import plan_options
+from tests.parts import make_config, make_estimate
 
 GIB = 2**30
 
@@ -47,7 +47,7 @@ def estimate_of(shape=SMALL, lengths=None, share_pairs=64, dtype=torch.bfloat16,
 def choose(usable_gib, shape=SMALL, share_pairs=64, calibration=None, lengths=None, **options):
     usable_bytes = None if usable_gib is None else int(usable_gib * GIB)
     estimate = estimate_of(shape, lengths, share_pairs, **options)
-    return choose_plan(make_config(**options), estimate, usable_bytes, calibration=calibration)
+    return choose_plan(plan_options(make_config(**options)), estimate, usable_bytes, calibration=calibration)
 
 
 def test_with_plenty_of_memory_a_share_is_one_forward():
@@ -79,7 +79,7 @@ def test_launch_time_decides_between_more_forwards_and_checkpointing():
     plans = {}
     for launch_tokens in (2000, 40_000):  # a small card; one that computes as fast as it is launched
         spec = replace(estimate.spec, launch_tokens=launch_tokens)
-        plans[launch_tokens] = choose_plan(make_config(), Estimate(spec, estimate.lengths, 160), 4 * GIB)
+        plans[launch_tokens] = choose_plan(plan_options(make_config()), Estimate(spec, estimate.lengths, 160), 4 * GIB)
     few, many = (estimate.forwards(plans[tokens].micro_batch_tokens) for tokens in (40_000, 2000))
     assert (plans[2000].gradient_checkpointing, plans[40_000].gradient_checkpointing) == (False, True)
     assert few < 1.5 < 3 < many
@@ -147,7 +147,7 @@ HEAVY_TAIL = HeavyTail(512).lengths.astype(np.int64)  # of 2,048 pairs, one in t
 def test_steps_of_pairs_of_one_length_are_recorded_although_they_are_padded():
     lengths = Lengths(np.array([[70, 80]]), np.array([1000]))
     estimate = make_estimate(make_config(), CHATLM, torch.bfloat16, lengths, 3)
-    plan = choose_plan(make_config(), estimate, 24 * GIB, asked=None)
+    plan = choose_plan(plan_options(make_config()), estimate, 24 * GIB, asked=None)
     (bucket,) = buckets_for(lengths.tokens, 3, lengths.counts)
     assert plan.graphs and plan.micro_batch_tokens == bucket.tokens > 3 * 150
 
@@ -161,7 +161,7 @@ def heavy_tail(pairs, lengths=HEAVY_TAIL):
 def test_checkpointing_is_not_used_for_cuda_graphs_that_replay_few_steps():
     """With 2 pairs per step, few steps fit a bucket, and all others would pay for the checkpointing."""
     for pairs, usable_gib, checkpointing in ((2, 2.8, False), (16, 3.4, True)):
-        plan = choose_plan(make_config(), heavy_tail(pairs), int(usable_gib * GIB), asked=None)
+        plan = choose_plan(plan_options(make_config()), heavy_tail(pairs), int(usable_gib * GIB), asked=None)
         assert plan.graphs and plan.gradient_checkpointing == checkpointing
 
 
@@ -169,7 +169,7 @@ def test_checkpointing_is_not_used_for_cuda_graphs_that_replay_few_steps():
 def test_only_small_steps_are_recorded_if_cuda_graphs_of_all_would_not_fit(calibration):
     estimate, graph_bytes = heavy_tail(8), []
     for usable_gib in (3.2, 3.4, 8.0):
-        plan = choose_plan(make_config(), estimate, int(usable_gib * GIB), None, calibration)
+        plan = choose_plan(plan_options(make_config()), estimate, int(usable_gib * GIB), None, calibration)
         graph_bytes.append(recording_bytes(estimate, plan))
         forward = estimate.step_peak(*plan.cutting) * (calibration or 1)
         assert forward / PROBED_USABLE + graph_bytes[-1] / USABLE <= usable_gib * GIB

@@ -4,7 +4,8 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from config import MODELS, T5ModelConfig
-from model.nn.attention import attend, has_kernels, make_layout
+from model.nn.attention import attend, make_layout, score_mask
+from model.nn.t5.network import runs_in_kernels
 from model.nn.t5.position_bias import score_bias
 
 HEADS, WIDTH = 2, 8
@@ -24,7 +25,8 @@ def random_inputs(lengths, seed=0):
 
 def packed(lengths, q, k, v, table, causal, is_cross):
     layout = make_layout(*np.array(lengths).T)
-    return attend((q, k, v), layout, score_bias(layout, None if is_cross else table, 128, causal), HEADS)
+    bias = score_mask(layout, causal) if is_cross else score_bias(layout, table, 128, causal)
+    return attend((q, k, v), layout, bias, HEADS)
 
 
 def separate(lengths, q, k, v, table, causal, is_cross):
@@ -105,7 +107,7 @@ def test_the_cost_is_the_sum_of_squares_and_not_the_square_of_the_sum(num_exampl
     q, k, v = (torch.zeros(n, HEADS * WIDTH) for n in (lengths[0].sum(), lengths[1].sum(), lengths[1].sum()))
     if num_examples == 10:
         with torch.profiler.profile(profile_memory=True) as profile:
-            attend((q, k, v), layout, score_bias(layout), HEADS)
+            attend((q, k, v), layout, score_mask(layout), HEADS)
         largest = max(event.self_cpu_memory_usage for event in profile.events())
         assert 0 < largest < 4 * HEADS * lengths[0].sum() * lengths[1].sum() / 2
 
@@ -119,7 +121,27 @@ def test_the_kernels_are_used_only_for_the_sizes_that_they_support():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     for name in MODELS:
         shape = T5ModelConfig(**MODELS[name])
-        assert has_kernels(gpu, torch.bfloat16, shape)
-        assert not has_kernels(cpu, torch.bfloat16, shape) and not has_kernels(gpu, torch.float32, shape)
+        assert runs_in_kernels(gpu, torch.bfloat16, shape)
+        assert not runs_in_kernels(cpu, torch.bfloat16, shape) and not runs_in_kernels(gpu, torch.float32, shape)
     for change in (dict(d_kv=48), dict(d_kv=256), dict(relative_attention_num_buckets=48)):
-        assert not has_kernels(gpu, torch.bfloat16, T5ModelConfig(**MODELS["tiny"] | change))
+        assert not runs_in_kernels(gpu, torch.bfloat16, T5ModelConfig(**MODELS["tiny"] | change))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_grouped_heads_are_those_of_repeated_keys_and_values(num_kv_heads):
+    lengths, heads, width = np.array([3, 9, 5]), 4, 8
+    draw = torch.Generator().manual_seed(0)
+    sizes = (heads * width, num_kv_heads * width, num_kv_heads * width)
+    q, k, v = (torch.randn(17, size, generator=draw, requires_grad=True) for size in sizes)
+    layout = make_layout(lengths, lengths)
+    grouped = attend((q, k, v), layout, score_mask(layout, causal=True), heads, num_kv_heads)
+    shared_by = [head * num_kv_heads // heads for head in range(heads)]
+    repeated = [torch.cat([x[:, h * width : (h + 1) * width] for h in shared_by], dim=1) for x in (k, v)]
+    expected = attend((q, *repeated), layout, score_mask(layout, causal=True), heads)
+    torch.testing.assert_close(grouped, expected)
+    for one, other in zip(
+        torch.autograd.grad(grouped.square().sum(), (q, k, v)),
+        torch.autograd.grad(expected.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)

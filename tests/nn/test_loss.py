@@ -6,14 +6,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model.nn.loss import linear_cross_entropy
-from model.nn.t5.batch import collate
+from model.nn.loss import linear_cross_entropy, token_log_probs
 from model.run.journal import Journal, read_journal
 from model.run.run_log import log_steps
-from model.train.loader import Schedule
 from model.train.optim import make_optimizer
-from model.train.step import train_steps
-from tests.parts import ALONE, PLAN, make_config, make_model
+from tests.parts import ALONE, PLAN, batch_of, make_config, make_model, steps_of
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
 
@@ -95,8 +92,8 @@ def test_only_the_gradients_that_are_needed_are_computed(wants_hidden, wants_wei
 
 def train_line_of_a_step(store, tokenizer, folder, **options):
     config, model = make_config(seed=3, logging_steps=1, **options), make_model(tokenizer.vocab_size)
-    schedule = Schedule(len(store), 0, 16, tokenizer.pad_id)
-    result = next(train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, schedule))
+    schedule = dict(total_pairs=len(store), global_batch=16)
+    result = next(steps_of(model, make_optimizer(model, config), store, PLAN, config, **schedule))
     with Journal(folder / "metrics.jsonl") as journal:
         log_steps(SimpleNamespace(config=config, ranks=ALONE), journal, [result])
     return read_journal(folder / "metrics.jsonl")[-1]
@@ -117,19 +114,58 @@ def test_promise_5_no_step_holds_an_fp32_tensor_of_batch_by_length_by_vocabulary
     model = make_model(tokenizer.vocab_size, compute_dtype=compute_dtype)
     config = make_config(global_batch_size=len(store), z_loss=1e-4)
     plan = dict(micro_batch_tokens=10**6, chunk_tokens=64, gradient_checkpointing=gradient_checkpointing)
-    steps = train_steps(
-        ALONE, model, make_optimizer(model, config), store, type(PLAN)(**plan, predicted_peak_bytes=0), config,
-        Schedule(len(store), 0, len(store), tokenizer.pad_id),
-    )  # fmt: skip
+    plan = type(PLAN)(**plan, predicted_peak_bytes=0)
+    schedule = dict(total_pairs=len(store), global_batch=len(store))
+    steps = steps_of(model, make_optimizer(model, config), store, plan, config, **schedule)
     with LargestFloat32() as largest:
         result = next(steps)
     assert result.micro_batches == 1
-    assert result.target_tokens > 10 * plan["chunk_tokens"]
-    assert 0 < largest.numel < result.target_tokens * tokenizer.vocab_size / 4
+    assert result.weights[0] > 10 * plan.chunk_tokens
+    assert 0 < largest.numel < result.weights[0] * tokenizer.vocab_size / 4
 
 
 def test_a_plain_cross_entropy_would_break_promise_5(store, tokenizer, model):
-    micro_batch = collate(store, range(len(store)), tokenizer.pad_id, "cpu")
+    micro_batch = batch_of(store, range(len(store)), tokenizer.pad_id)
     with LargestFloat32() as largest:
-        plain_loss(model.decode(micro_batch), model.shared.weight, micro_batch.labels).backward()
+        plain_loss(model.hidden(micro_batch)[0], model.shared.weight, micro_batch.labels).backward()
     assert largest.numel >= len(micro_batch.labels) * tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000])
+def test_token_log_probs_and_their_gradients_are_those_of_log_softmax(chunk_tokens):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (50, 30))
+    labels, factors = torch.randint(30, (50,), generator=generator), torch.randn(50, generator=generator)
+    labels[[3, 49]] = -1
+    ours = token_log_probs(hidden, weight, labels, chunk_tokens)
+    known = labels >= 0
+    theirs = (hidden @ weight.T).log_softmax(1).gather(1, labels.clamp(min=0)[:, None])[:, 0] * known
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for mine, expected in zip(
+        torch.autograd.grad((ours * factors).sum(), (hidden, weight)),
+        torch.autograd.grad((theirs * factors).sum(), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    assert not ours[~known].any()
+
+
+def test_token_log_probs_hold_the_logits_of_one_chunk_at_a_time():
+    hidden, weight = torch.randn(4096, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    with LargestFloat32() as largest:
+        token_log_probs(hidden, weight, torch.zeros(4096, dtype=torch.int64), 128).sum().backward()
+    assert 0 < largest.numel < 4096 * 300 / 4
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_labels_below_zero_count_nothing(z_loss):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (90, 30))
+    labels = torch.randint(30, (90,), generator=generator)
+    labels[::3] = -1
+    outcomes = []
+    for rows in (torch.arange(90), (labels >= 0).nonzero()[:, 0]):
+        loss, parts = linear_cross_entropy(hidden[rows], weight, labels[rows], 40, z_loss)
+        outcomes.append((loss.detach(), parts, *torch.autograd.grad(loss, (hidden, weight))))
+    for one, other in zip(*outcomes, strict=True):
+        torch.testing.assert_close(one, other)

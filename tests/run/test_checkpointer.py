@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import asdict, replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -187,15 +188,16 @@ def test_the_checksum_changes_with_one_bit_of_one_weight(model):
 
 @pytest.mark.parametrize("bit", range(0, 32, 5))
 def test_the_checksum_includes_the_last_weight_for_even_and_odd_counts(bit):
-    for count in (1, 2, 5, 6):
-        weights = SimpleNamespace(flat=SimpleNamespace(masters=torch.ones(count)))
+    for count, dtype in product((1, 2, 5, 6), (torch.float32, torch.bfloat16)):
+        held = torch.ones(count, dtype=dtype)
+        weights = SimpleNamespace(flat=SimpleNamespace(weights=[torch.ones(3), held]))
         before = checksum(weights)
-        weights.flat.masters.view(torch.int32)[-1] ^= 1 << bit
+        held.view(torch.uint8)[-1 - bit // 8 % dtype.itemsize] ^= 1 << bit % 8
         assert checksum(weights) != before
 
 
 def test_the_checksum_allocates_less_than_4096_bytes():
-    weights = SimpleNamespace(flat=SimpleNamespace(masters=torch.ones(2**20)))
+    weights = SimpleNamespace(flat=SimpleNamespace(weights=[torch.ones(2**20)]))
     with torch.profiler.profile(profile_memory=True) as profiler:
         checksum(weights)
     assert sum(max(event.self_cpu_memory_usage, 0) for event in profiler.events()) < 4096

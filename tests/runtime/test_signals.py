@@ -258,7 +258,7 @@ def test_a_signal_to_the_rank_that_tokenises_ends_the_ranks_that_wait_for_it(tmp
     (tmp_path / "long.jsonl").write_bytes(lines * 4000)
     processes = start(tmp_path, 2, output_dir="run", train_file="long.jsonl", max_seq_len=24)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("model_save/tokens/.*.tmp/pairs.arrow")):
+    while not list(tmp_path.glob("model_save/tokens/.*.tmp/ids.arrow")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     send(processes[:1], number)

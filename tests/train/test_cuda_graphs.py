@@ -1,6 +1,4 @@
-"""Steps recorded as CUDA graphs. All tests but that of bucket_of need a GPU."""
-
-from types import SimpleNamespace
+"""Steps recorded as CUDA graphs; they need a GPU."""
 
 import numpy as np
 import pytest
@@ -8,38 +6,42 @@ import torch
 
 from config import T5ModelConfig
 from model.data.buckets import Bucket
-from model.nn.t5.batch import pack
+from model.data.sequences import Sequences
+from model.nn.base import Packing
+from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
 from model.runtime.device_memory import release_memory
 from model.train.cuda_graphs import StepGraphs
+from model.train.objectives.pairs import Pairs
 from tests.parts import farthest, gradients_of
 
 SHAPE = T5ModelConfig(
     d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=2, num_decoder_layers=2, vocab_size=500
 )  # fmt: skip
-BUCKET = Bucket(1024, 1280, 32)
+BUCKET = Bucket((1024, 1280), 32)
 
 
 def random_micro_batch(num_pairs, bucket, seed):
     draw = np.random.default_rng(seed)
     lengths = draw.integers(2, 60, size=(2, num_pairs))
-    prompt_ids, labels = (draw.integers(1, 500, size=side.sum()) for side in lengths)
-    return pack(prompt_ids, np.roll(labels, 1), labels, *lengths, bucket)
+    sides = tuple(draw.integers(1, 500, size=side.sum()) for side in lengths)
+    return collate(Sequences(sides, lengths.T), Packing(0, True, bucket, bucket.examples if bucket else 0))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpointing):
-    model = TextToTextModel(SHAPE, 0.0, torch.bfloat16, gradient_checkpointing).initialise(0).to("cuda")
-    graphs = StepGraphs(model, [BUCKET])
+    model = TextToTextModel(SHAPE, 0.0, torch.bfloat16).initialise(0).to("cuda")
+    model.gradient_checkpointing = gradient_checkpointing
+    graphs = StepGraphs(model, Pairs(z_loss=1e-4))
     for seed in range(4):
         model.zero_grad()
-        graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, 1e-4, 0.25)
-        recorded, recorded_parts = gradients_of(model), model.flat.loss_parts.clone()
+        graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.25, 0.5)))
+        recorded, recorded_sums = gradients_of(model), model.flat.sums[:2].clone()
         model.zero_grad()
-        loss, parts = model.loss_and_parts(random_micro_batch(20 + seed, None, seed).to("cuda"), 512, 1e-4)
+        loss, parts = model.cross_entropy(random_micro_batch(20 + seed, None, seed).to("cuda"), 512, 1e-4)
         (loss * 0.25).backward()
-        torch.testing.assert_close(recorded_parts, parts * 0.25, rtol=1e-3, atol=0)
+        torch.testing.assert_close(recorded_sums, parts * torch.tensor([0.25, 0.5], device="cuda"), rtol=1e-3, atol=0)
         assert farthest(recorded, gradients_of(model)) < 1e-2
     assert len(graphs.recorded) == 1
 
@@ -67,31 +69,21 @@ def allocate_too_much(x, here):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_out_of_memory_while_a_step_is_recorded_is_raised_and_leaks_no_memory(where):
     model = TextToTextModel(SHAPE, 0.0, torch.bfloat16).initialise(0).to("cuda")
-    decode, graphs, micro_batch = model.decode, StepGraphs(model, [BUCKET]), random_micro_batch(20, BUCKET, 0)
-    model.decode = lambda *args: AllocateTooMuch.apply(decode(*args), where)
+    hidden, graphs, micro_batch = model.hidden, StepGraphs(model, Pairs()), random_micro_batch(20, BUCKET, 0)
+    model.hidden = lambda batch: (AllocateTooMuch.apply(hidden(batch)[0], where), batch.labels)
     allocated = []
     for _ in range(3):
         model.zero_grad()
         with pytest.raises(torch.OutOfMemoryError):
-            graphs.gradients(micro_batch, BUCKET, 512, 0.0, 1.0)
+            graphs.gradients(micro_batch, BUCKET, 512, ((1.0,), (1.0,)))
         graphs.clear()
-        release_memory(torch.device("cuda"))
+        release_memory()
         allocated.append(torch.cuda.memory_allocated())
     assert allocated[1] == allocated[2]
-    model.decode = decode
+    model.hidden = hidden
     model.zero_grad()
-    graphs.gradients(micro_batch, BUCKET, 512, 0.0, 1.0)
+    graphs.gradients(micro_batch, BUCKET, 512, ((1.0,), (1.0,)))
     recorded = gradients_of(model)
     model.zero_grad()
     model(random_micro_batch(20, None, 0).to("cuda"), 512).backward()
     assert farthest(recorded, gradients_of(model)) < 1e-2
-
-
-def test_a_step_is_recorded_only_up_to_the_tokens_of_the_plan():
-    graphs = SimpleNamespace(buckets=[Bucket(64, 128, 4), Bucket(128, 192, 4)])
-    small, large = np.full((4, 2), 16), np.full((4, 2), 32)
-    for lengths, most_tokens, bucket in ((small, 320, 0), (small, 192, 0), (small, 191, None), (large, 319, None)):
-        assert StepGraphs.bucket_of(graphs, lengths, most_tokens) == (
-            None if bucket is None else graphs.buckets[bucket]
-        )
-    assert StepGraphs.bucket_of(graphs, large, 320) == graphs.buckets[1]

@@ -14,11 +14,11 @@ from model.data.sampler import step_at
 from model.memory.plan import PROBED_USABLE, NothingFits, choose_plan, predicted_peaks, recording_bytes
 from model.runtime.distributed import start_ranks, stop_ranks, vote
 from model.train import dry_run
-from model.train.dry_run import dry_run_update, plan_before_probes, probe_plan, worst_examples
-from model.train.footprint import make_estimate
+from model.train.dry_run import Trial, dry_run_update, plan_before_probes, probe_plan, worst_examples
+from model.train.footprint import plan_options
 from model.train.optim import make_optimizer
 from tests.memory.test_plan import HEAVY_TAIL, heavy_tail
-from tests.parts import ALONE, PLAN, make_config, make_model
+from tests.parts import ALONE, PLAN, make_config, make_estimate, make_model
 from tests.ranks import run_ranks
 
 GIB = 2**30
@@ -32,8 +32,9 @@ def planned(usable_gib, kept=None, kernels=True, steps=100, launch_tokens=None, 
     config = make_config(epochs=1, **options)
     estimate = make_estimate(config, CHATLM, torch.bfloat16, histogram(LENGTHS), 64, launch_tokens=launch_tokens)
     estimate.spec = replace(estimate.spec, kernels=kernels)
-    run = SimpleNamespace(config=config, train=LENGTHS, schedule=SimpleNamespace(global_batch=len(LENGTHS) / steps))
-    return plan_before_probes(run, kept, estimate, int(usable_gib * GIB))
+    schedule = SimpleNamespace(total_pairs=len(LENGTHS), global_batch=len(LENGTHS) / steps)
+    context = SimpleNamespace(options=config, loader=SimpleNamespace(schedule=schedule))
+    return plan_before_probes(Trial(context, None, estimate), kept, int(usable_gib * GIB))
 
 
 def recorded_peak(plan):
@@ -83,9 +84,13 @@ def test_every_step_of_an_epoch_fits_on_a_small_gpu_beside_the_cuda_graphs(monke
 
 def probed_plan(estimate, lengths, usable_bytes, asked):
     """The plan for examples of `lengths` after its probes; the test replaces `_step_peak`, what a probe measures."""
-    run = SimpleNamespace(ranks=ALONE, train=SimpleNamespace(lengths=lengths))
-    choose = partial(choose_plan, make_config(), estimate, usable_bytes, asked)
-    return probe_plan(run, estimate, choose(), choose)[0]
+    choose = partial(choose_plan, plan_options(make_config()), estimate, usable_bytes, asked)
+    return probe_plan(trial_of(lengths, estimate), choose(), choose)[0]
+
+
+def trial_of(lengths, estimate):
+    examples = SimpleNamespace(bounds=lengths, lengths=lambda ids, epoch: lengths[ids])
+    return Trial(SimpleNamespace(ranks=ALONE, loader=SimpleNamespace(examples=examples)), None, estimate)
 
 
 def forwards_of(lengths, pairs, plan):
@@ -168,9 +173,8 @@ def run_probes(monkeypatch, *shares_of_prediction, usable_gib=4, asked=False):
     """
     shape = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
     lengths = np.random.default_rng(0).integers(20, 256, (1000, 2))
-    run = SimpleNamespace(config=make_config(), ranks=ALONE, train=SimpleNamespace(lengths=lengths))
-    estimate = make_estimate(run.config, shape, torch.bfloat16, histogram(lengths), 512)
-    choose = partial(choose_plan, run.config, estimate, usable_gib * GIB, asked)
+    estimate = make_estimate(make_config(), shape, torch.bfloat16, histogram(lengths), 512)
+    choose = partial(choose_plan, plan_options(make_config()), estimate, usable_gib * GIB, asked)
     first, probed, shares = choose(), [], iter(shares_of_prediction)
 
     def probe(_run, plan, _ids):
@@ -179,7 +183,7 @@ def run_probes(monkeypatch, *shares_of_prediction, usable_gib=4, asked=False):
         return share and int(share * estimate.peaks(*plan.cutting)["step"])
 
     monkeypatch.setattr(dry_run, "_step_peak", probe)
-    return first, probed, probe_plan(run, estimate, first, choose)
+    return first, probed, probe_plan(trial_of(lengths, estimate), first, choose)
 
 
 def test_probes_that_take_less_than_predicted_make_the_plan_larger_until_it_fills_the_memory(monkeypatch):

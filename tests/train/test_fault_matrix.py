@@ -130,7 +130,7 @@ def record_memory_after_each_step(words):
 
     def write_events_and_memory(run, journal, samples, result):
         write_events(run, journal, samples, result)
-        release_memory(run.ranks.device)
+        release_memory()
         ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/status") as status, open("memory.jsonl", "a") as out:
             host = next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))

@@ -2,6 +2,7 @@ import numpy as np
 import torch
 
 from config import MODELS, T5ModelConfig
+from model.data.length_histogram import histogram
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.train import footprint
 from model.train.footprint import estimate_for
@@ -16,7 +17,7 @@ def estimate_on_unlike_gpus():
     """Ranks with GPUs of different launch speeds; returns 0 if their estimates use the lowest, else 3."""
     ranks = start_ranks("gloo", 60)
     footprint.launch_tokens_here = lambda: 9000 - 1000 * ranks.rank
-    estimate = estimate_for(ranks, make_config(), CHATLM, torch.bfloat16, LENGTHS, 64)
+    estimate = estimate_for(ranks, make_config(), CHATLM, torch.bfloat16, histogram(LENGTHS), 64)
     stop_ranks()
     return 0 if estimate.spec.launch_tokens == 8000 else 3
 

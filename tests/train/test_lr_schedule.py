@@ -2,17 +2,13 @@ import math
 
 import pytest
 
-from model.train.lr_schedule import check_warmup, learn_rate_at, warmup_pairs
+from model.train.lr_schedule import LearnRate, check_warmup, warmup_pairs
 from tests.parts import make_config
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_the_rate_warms_up_to_the_peak_and_ends_at_zero(schedule):
-    config = make_config(lr_schedule=schedule, learn_rate=0.01)
-
-    def rate(pairs):
-        return learn_rate_at(pairs, config, 100, 1000)
-
+    rate = LearnRate(0.01, schedule, 100, 1000).at
     assert [rate(pairs) for pairs in (0, 25, 50, 100)] == pytest.approx([0, 0.0025, 0.005, 0.01])
     assert max(rate(pairs) for pairs in range(1001)) == pytest.approx(0.01)
     assert rate(1000) == pytest.approx(0, abs=1e-12)
@@ -23,13 +19,11 @@ def test_the_rate_warms_up_to_the_peak_and_ends_at_zero(schedule):
 
 
 def test_cosine_and_wsd_fall_as_their_formulas_say():
-    cosine, wsd = (make_config(lr_schedule=name, learn_rate=0.01) for name in ("cosine", "wsd"))
-    assert learn_rate_at(550, cosine, 100, 1000) == pytest.approx(0.005)
-    assert learn_rate_at(325, cosine, 100, 1000) == pytest.approx(0.01 * (1 + math.cos(math.pi / 4)) / 2)
-    assert [learn_rate_at(p, wsd, 100, 1000) for p in (500, 799, 900, 950)] == pytest.approx(
-        [0.01, 0.01, 0.005, 0.0025]
-    )
-    assert learn_rate_at(0, cosine, 0, 1000) == 0.01
+    cosine, wsd = (LearnRate(0.01, name, 100, 1000) for name in ("cosine", "wsd"))
+    assert cosine.at(550) == pytest.approx(0.005)
+    assert cosine.at(325) == pytest.approx(0.01 * (1 + math.cos(math.pi / 4)) / 2)
+    assert [wsd.at(pairs) for pairs in (500, 799, 900, 950)] == pytest.approx([0.01, 0.01, 0.005, 0.0025])
+    assert LearnRate(0.01, "cosine", 0, 1000).at(0) == 0.01
 
 
 def test_the_default_warm_up_is_a_tenth_of_the_run_and_at_most_1000_steps():

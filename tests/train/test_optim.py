@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from model.nn.flat_params import FlatParams
-from model.nn.t5.batch import collate
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.train import optim
 from model.train.dry_run import dry_run_update
 from model.train.optim import Adafactor, RMSScaledAdamW, make_optimizer, orthogonal, update
-from tests.parts import ALONE, make_config, make_model
+from tests.parts import ALONE, batch_of, make_config, make_model
 
 OPTIMIZERS = ["adamw_rms", "adamw", "adafactor", "muon"]
 
@@ -34,7 +33,7 @@ def test_twenty_steps_of_adamw_rms_are_those_of_the_formula(decay):
     grads = [[torch.randn(shape, generator=generator) for _ in range(20)] for shape in shapes]
     rates = [0.01 * (1 + step % 3) for step in range(20)]
     params = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = RMSScaledAdamW(FlatParams(params, [], None, torch.float32), torch.tensor(0.0), weight_decay=decay)
+    optimizer = RMSScaledAdamW(FlatParams(params, [], [], torch.float32), torch.tensor(0.0), weight_decay=decay)
     for step, rate in enumerate(rates):
         for p, history in zip(params, grads, strict=True):
             p.grad.copy_(history[step])
@@ -46,7 +45,7 @@ def test_twenty_steps_of_adamw_rms_are_those_of_the_formula(decay):
 
 def take_steps(model, optimizer, store, num_steps, rate=0.01):
     for step in range(num_steps):
-        micro_batch = collate(store, [step, step + 1], 0, "cpu")
+        micro_batch = batch_of(store, [step, step + 1], 0)
         model.zero_grad()
         (model(micro_batch) / len(micro_batch.labels)).backward()
         update(optimizer, model.flat.gradients, torch.tensor(rate), torch.tensor(1.0))
@@ -78,7 +77,7 @@ def test_a_loaded_optimizer_continues_bit_for_bit(tmp_path, store, tokenizer, na
     for _ in range(2):
         model = make_model(tokenizer.vocab_size)
         if trainable == "decoder":
-            model.freeze_all_but_decoder()
+            model.freeze_all_but("decoder")
         runs.append((model, make_allocated(model, optimizer=name, weight_decay=0.01)))
     (model, optimizer), (other, resumed) = runs
     take_steps(model, optimizer, store, 4)
@@ -116,7 +115,7 @@ def test_the_state_of_other_weights_is_refused(tmp_path, store, tokenizer, name)
     states = []
     for step, model in enumerate([make_model(tokenizer.vocab_size), make_model(tokenizer.vocab_size)]):
         if step:
-            model.freeze_all_but_decoder()
+            model.freeze_all_but("decoder")
         optimizer = make_optimizer(model, config)
         take_steps(model, optimizer, store, 1)
         states.append((model, saved(tmp_path / str(step), model, optimizer, step=1).optimizer))
@@ -140,14 +139,14 @@ def test_the_size_of_an_update_is_proportional_to_the_learning_rate(store, token
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_lowers_the_loss(store, tokenizer, name):
     model = make_model(tokenizer.vocab_size)
-    micro_batch = collate(store, [0, 1], 0, "cpu")
+    micro_batch = batch_of(store, [0, 1], 0)
     before = model(micro_batch).item()
     take_steps(model, make_optimizer(model, make_config(optimizer=name)), store, 1)
     assert model(micro_batch).item() < before
 
 
 def test_the_learning_rate_is_a_tensor_that_update_writes(model, store):
-    micro_batch = collate(store, [0, 1], 0, "cpu")
+    micro_batch = batch_of(store, [0, 1], 0)
     for name in OPTIMIZERS:
         optimizer = make_optimizer(model, make_config(optimizer=name))
         rate = optimizer.param_groups[0]["lr"]
@@ -246,7 +245,7 @@ def test_twenty_steps_of_adafactor_are_those_of_the_formula(decay):
     grads = [[torch.randn(shape, generator=generator) for _ in range(20)] for shape in shapes]
     rates = [0.01 * (1 + step % 3) for step in range(20)]
     params = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = Adafactor(FlatParams(params[:4], params[4:], params[0], torch.float32), torch.tensor(0.0), decay)
+    optimizer = Adafactor(FlatParams(params[:4], params[4:], [params[0]], torch.float32), torch.tensor(0.0), decay)
     assert len(optimizer.batches) == 5
     for step, rate in enumerate(rates):
         for p, history in zip(params, grads, strict=True):
@@ -260,7 +259,7 @@ def test_twenty_steps_of_adafactor_are_those_of_the_formula(decay):
 def test_adafactor_equals_torch_s_at_learning_rates_that_torch_does_not_lower():
     start, grads = torch.randn(12, 8), [torch.randn(12, 8) for _ in range(9)]
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    optimizer = Adafactor(FlatParams([], [ours], None, torch.float32), torch.tensor(0.0))
+    optimizer = Adafactor(FlatParams([], [ours], [], torch.float32), torch.tensor(0.0))
     reference = torch.optim.Adafactor([theirs], 0.1)
     for grad in grads:
         ours.grad.copy_(grad)
@@ -272,7 +271,7 @@ def test_adafactor_equals_torch_s_at_learning_rates_that_torch_does_not_lower():
 
 def test_adafactor_does_not_change_a_row_without_gradients():
     weight = torch.nn.Parameter(torch.ones(3, 2))
-    optimizer = Adafactor(FlatParams([], [weight], None, torch.float32), torch.tensor(0.0))
+    optimizer = Adafactor(FlatParams([], [weight], [], torch.float32), torch.tensor(0.0))
     for step in range(3):
         weight.grad.copy_(torch.tensor([[1.0, 2.0], [0.0, 0.0], [float(step), 0.0]]))
         update(optimizer, None, torch.tensor(0.1), torch.tensor(1.0))

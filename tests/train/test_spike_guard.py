@@ -4,22 +4,21 @@ from statistics import median
 import pytest
 
 from model.runtime import fault_injection
-from model.train.loader import Schedule
 from model.train.optim import make_optimizer
 from model.train.spike_guard import MAX_SKIPPED_STEPS, MIN_NORMS, WINDOW, spike_limit
-from model.train.step import train_steps
-from tests.parts import ALONE, PLAN, make_config, make_model
+from model.train.step import Position, train_steps
+from tests.parts import PLAN, context_of, make_config, make_model
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
 
 GUARD = 1.05  # close to the median, so that an ordinary run has spikes
 
 
-def steps_of(store, tokenizer, spike_guard=GUARD, recent_norms=(), epochs=7):
+def guarded_steps(store, tokenizer, spike_guard=GUARD, recent_norms=(), epochs=7):
     config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.01, spike_guard=spike_guard)
     model = make_model(tokenizer.vocab_size)
-    schedule = Schedule(len(store) * epochs, 0, 16, tokenizer.pad_id)
-    optimizer = make_optimizer(model, config)
-    return model, train_steps(ALONE, model, optimizer, store, PLAN, config, schedule, recent_norms=recent_norms)
+    schedule = dict(total_pairs=len(store) * epochs, global_batch=16)
+    context = context_of(model, make_optimizer(model, config), store, config, **schedule)
+    return model, train_steps(context, Position(PLAN, recent_norms=recent_norms))
 
 
 def test_the_limit_is_the_median_times_the_guard_once_enough_norms_are_known():
@@ -29,7 +28,7 @@ def test_the_limit_is_the_median_times_the_guard_once_enough_norms_are_known():
 
 
 def test_a_step_is_skipped_if_and_only_if_its_norm_exceeds_the_limit(store, tokenizer):
-    model, steps = steps_of(store, tokenizer)
+    model, steps = guarded_steps(store, tokenizer)
     accepted, skipped, before = [], 0, None
     for result in steps:
         weights = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -43,18 +42,18 @@ def test_a_step_is_skipped_if_and_only_if_its_norm_exceeds_the_limit(store, toke
         else:
             assert result.grad_norm <= limit
             accepted.append(float(result.grad_norm))
-        assert list(result.recent_norms) == accepted[-WINDOW:]
+        assert list(result.position.recent_norms) == accepted[-WINDOW:]
         before = weights
     assert skipped and len(accepted) > MIN_NORMS
 
 
 def test_without_the_guard_no_step_is_skipped_and_no_norm_is_kept(store, tokenizer):
-    results = list(steps_of(store, tokenizer, spike_guard=0)[1])
-    assert not any(result.skipped or result.recent_norms for result in results)
+    results = list(guarded_steps(store, tokenizer, spike_guard=0)[1])
+    assert not any(result.skipped or result.position.recent_norms for result in results)
 
 
 def test_too_many_spikes_in_a_row_end_the_run_with_their_ids_and_the_remedies(store, tokenizer):
-    _, steps = steps_of(store, tokenizer, recent_norms=(1e-9,) * MIN_NORMS)
+    _, steps = guarded_steps(store, tokenizer, recent_norms=(1e-9,) * MIN_NORMS)
     results = []
     with pytest.raises(RuntimeError, match=f"{MAX_SKIPPED_STEPS + 1} steps in a row.*examples.*raise --spike_guard"):
         for result in steps:
@@ -68,7 +67,7 @@ def test_a_last_step_that_is_not_finite_is_not_in_doubt_if_the_steps_before_it_w
     last = -(-len(store) // 16)
     assert last <= MAX_SKIPPED_STEPS
     monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults(f"loss:0:{last}:nan:99"))
-    _, steps = steps_of(store, tokenizer, recent_norms=(1e-9,) * MIN_NORMS, epochs=1)
+    _, steps = guarded_steps(store, tokenizer, recent_norms=(1e-9,) * MIN_NORMS, epochs=1)
     assert [(result.skipped, result.in_doubt) for result in steps] == [(True, False)] * last
 
 

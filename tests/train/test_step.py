@@ -8,16 +8,14 @@ import torch
 
 from model.data.sampler import step_at
 from model.memory.plan import MemoryPlan, NothingFits
-from model.nn.t5.batch import collate
 from model.runtime import fault_injection
 from model.runtime.distributed import start_ranks, stop_ranks
-from model.train import loader
 from model.train.gradients import Attempt, Outcome
-from model.train.loader import Schedule
+from model.train.loader import Loader
 from model.train.optim import make_optimizer
 from model.train.spike_guard import MAX_SKIPPED_STEPS
-from model.train.step import NOT_FINITE, _reduce_and_update, train_steps
-from tests.parts import ALONE, PLAN, SHAPE, farthest, gradients_of, make_config, make_model
+from model.train.step import NOT_FINITE, Position, _reduce_and_update, train_steps
+from tests.parts import PLAN, SHAPE, batch_of, context_of, farthest, gradients_of, make_config, make_model, steps_of
 from tests.ranks import run_ranks
 from tests.tiny import SHAPE as TINY
 
@@ -32,9 +30,9 @@ def start(store, tokenizer, plan=PLAN, fault="", monkeypatch=None, epochs=1, tra
     config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.01, **options)
     model = make_model(tokenizer.vocab_size, shape=shape, dropout=config.dropout)
     if trainable == "decoder":
-        model.freeze_all_but_decoder()
-    schedule = Schedule(len(store) * epochs, 0, BATCH, tokenizer.pad_id)
-    return model, train_steps(ALONE, model, make_optimizer(model, config), store, plan, config, schedule)
+        model.freeze_all_but("decoder")
+    schedule = dict(total_pairs=len(store) * epochs, global_batch=BATCH)
+    return model, steps_of(model, make_optimizer(model, config), store, plan, config, **schedule)
 
 
 def run(*args, num_steps=3, **options):
@@ -86,7 +84,7 @@ def test_the_gradient_is_that_of_the_mean_loss_per_target_token(store, tokenizer
 
 
 def loss_of(model, store, i, tokenizer):
-    return model(collate(store, [i], tokenizer.pad_id, "cpu"))
+    return model(batch_of(store, [i], tokenizer.pad_id))
 
 
 def norm_of(gradients):
@@ -103,7 +101,7 @@ def test_steps_cover_each_example_once_per_epoch_and_report_their_position(store
     assert [result.ends_epoch for result in results] == [False, False, False, True] * 2
     assert results[-1].pairs_seen == 2 * len(store)
     assert sum(result.tokens for result in results) == 2 * store.lengths.sum()
-    assert sum(result.target_tokens for result in results) == 2 * store.lengths[:, 1].sum()
+    assert sum(result.weights[0] for result in results) == 2 * store.lengths[:, 1].sum()
     assert results[-1].loss < results[0].loss
     assert not any(result.skipped or result.events or result.stop for result in results)
 
@@ -181,14 +179,14 @@ def test_out_of_memory_with_the_smallest_plan_raises_nothing_fits(store, tokeniz
 @pytest.mark.parametrize("message", ["CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory"])
 def test_out_of_memory_while_the_next_step_is_packed_is_retried_by_the_attempt(store, tokenizer, monkeypatch, message):
     expected, _ = run(store, tokenizer)
-    pack_work, failures = loader.pack_work, [RuntimeError(message)]
+    pack, failures = Loader.pack, [RuntimeError(message)]
 
-    def pack_or_fail(*args):
-        if failures and args[3].step == 2:
+    def pack_or_fail(self, work, plan):
+        if failures and work.step == 2:
             raise failures.pop()
-        return pack_work(*args)
+        return pack(self, work, plan)
 
-    monkeypatch.setattr(loader, "pack_work", pack_or_fail)
+    monkeypatch.setattr(Loader, "pack", pack_or_fail)
     weights, _ = run(store, tokenizer)
     assert not failures and same_bits(weights, expected)
 
@@ -211,9 +209,10 @@ def overflow_in_the_sum():
     ranks, model = start_ranks("gloo", 60), make_model(100)
     weights, work = model.flat.masters.clone(), SimpleNamespace(step=1, learn_rate=0.1)
     model.flat.gradients[0] = 1.5e19
-    attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_parts.norm()[None])
+    attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_sums.norm()[None])
     optimizer = make_optimizer(model, make_config())
-    updated = _reduce_and_update(ranks, optimizer, model.flat, attempt, work, make_config(), math.inf)
+    context = SimpleNamespace(ranks=ranks, model=model, optimizer=optimizer, options=make_config())
+    updated = _reduce_and_update(context, attempt, work, math.inf)
     stop_ranks()
     is_unchanged = torch.equal(weights, model.flat.masters)
     return 0 if (updated.skipped, updated.rank) == (NOT_FINITE, None) and is_unchanged else 3
@@ -265,7 +264,8 @@ def test_steps_resumed_at_any_position_equal_those_of_the_whole_run(store, token
     _, results = run(store, tokenizer, epochs=2, num_steps=100)
     config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.01)
     model = make_model(tokenizer.vocab_size)
-    schedule = Schedule(2 * len(store), 0, BATCH, tokenizer.pad_id)
-    steps = train_steps(ALONE, model, make_optimizer(model, config), store, PLAN, config, schedule, 5, 76)
+    schedule = dict(total_pairs=2 * len(store), global_batch=BATCH)
+    context = context_of(model, make_optimizer(model, config), store, config, **schedule)
+    steps = train_steps(context, Position(PLAN, step=5, pairs_seen=76))
     for resumed, whole in zip(steps, results[5:], strict=True):
         assert (resumed.step, resumed.ids, resumed.learn_rate) == (whole.step, whole.ids, whole.learn_rate)

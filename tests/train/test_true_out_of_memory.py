@@ -23,12 +23,12 @@ def train_with_little_memory(spare_mib, name):
     """A run that may allocate only `spare_mib` MiB more in its second step."""
     share_gradients = gradients._share_gradients
 
-    def with_little_memory(ranks, model, plan, config, work, *args):
+    def with_little_memory(context, plan, work, *args):
         if work.step == 2:
             limit = data_bytes() + spare_mib * MIB
             resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
         try:
-            return share_gradients(ranks, model, plan, config, work, *args)
+            return share_gradients(context, plan, work, *args)
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
@@ -74,7 +74,7 @@ def fill_the_gpu_in_step_2(name):
     """A run whose second step finds the GPU full before its first gradients."""
     share_gradients, ballast = gradients._share_gradients, []
 
-    def with_little_memory(ranks, model, plan, config, work, *args):
+    def with_little_memory(context, plan, work, *args):
         if work.step == 2 and not ballast:
             ballast.append(True)
             cap = int(4 * 2**30 / torch.cuda.get_device_properties(0).total_memory * 2**40) / 2**40
@@ -82,7 +82,7 @@ def fill_the_gpu_in_step_2(name):
             torch.cuda.set_per_process_memory_fraction(min(cap, 1.0))
             torch.empty(2 * 2**30, dtype=torch.uint8, device="cuda")  # over the cap: raises
             del held
-        return share_gradients(ranks, model, plan, config, work, *args)
+        return share_gradients(context, plan, work, *args)
 
     gradients._share_gradients = with_little_memory
     return main(words(output_dir=name, global_batch_size=44, warmup_steps=0, epochs=3, gpu_memory_limit_gb=4))

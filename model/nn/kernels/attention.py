@@ -1,10 +1,10 @@
-"""Triton kernels: attention over packed examples with T5's relative position bias, forward and backward.
+"""Triton kernels: attention over packed examples with a learned bias for each distance, forward and backward.
 
 The kernels need no padding and no mask or bias matrix: offsets locate the tokens of each example, and a table gives
 the bias of each distance. Each program sums the gradient of the bias by bucket inside its own tiles. No two programs
 write to the same address, so results are bit-identical in every run.
 
-Letters: M queries and N keys per tile, D head width. Scores are not scaled, because T5 does not scale them.
+Letters: M queries and N keys per tile, D head width. Scores are not scaled here: scale Q.
 """
 
 from dataclasses import dataclass
@@ -223,7 +223,8 @@ def _tiles(own, other, bucket_tokens, bucket_pairs):
     starts, other_starts = np.cumsum(own) - own, np.cumsum(other) - other
     columns = [starts, own, other_starts, other]
     if bucket_tokens:
-        padding = (sum(own), bucket_tokens - sum(own), 0, 0)
+        num_tokens = int(own.sum())
+        padding = (num_tokens, bucket_tokens - num_tokens, 0, 0)
         columns = [np.append(column, value) for column, value in zip(columns, padding, strict=True)]
     counts = -(-columns[1] // TILE)
     index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -235,7 +236,7 @@ def _tiles(own, other, bucket_tokens, bucket_pairs):
 def packed_attention(qkv, layout, bias_weight=None, buckets=None, table=None, causal=False, num_heads=1):
     """softmax(q k^T + bias) v within each example, (N, heads * D); D is a power of two, at least 16.
 
-    `qkv` holds one to three tensors whose concatenated columns are q, k and v. `bias_weight` (buckets, heads) is T5's
+    `qkv` holds one to three tensors whose concatenated columns are q, k and v. `bias_weight` (buckets, heads) is the
     learned table, `buckets` (2 * C + 1,) int32 the bucket of each distance (key minus query) from -C to C, and `table`
     (heads, 2 * C + 1) the bias of each distance.
     """

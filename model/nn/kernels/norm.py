@@ -1,4 +1,4 @@
-"""Triton kernels: the residual sum and T5's layer norm of it in one pass over memory, forward and backward.
+"""Triton kernels: the residual sum and the RMS norm of it in one pass over memory, forward and backward.
 
 No two programs write to the same address, so results are bit-identical in every run.
 """

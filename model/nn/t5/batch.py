@@ -1,14 +1,12 @@
 """Micro-batches for T5: packed examples as flat tensors without padding, with their attention layouts."""
 
-import math
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 from model.nn.attention import Layout, make_layout
-
-ALIGNED = 4  # int32 elements = 16 bytes: Triton recompiles a kernel for a tensor that is not aligned to them
+from model.nn.flat_batch import Flat, flatten, pad_to
 
 
 @dataclass(frozen=True)
@@ -21,68 +19,62 @@ class MicroBatch:
     encoder_layout: Layout
     decoder_layout: Layout
     cross_layout: Layout
-    flat: torch.Tensor | None = None  # for the kernels: the int32 tensor of which the fields above are views
-    sizes: tuple = ()  # numbers of elements of those views
+    values: dict  # {name: tensor} of the Sequences' token_values (target tokens,) and values (sequences,)
+    flat: Flat | None = None  # for the kernels: holds the tensors above
 
     def to(self, device):
         if self.flat is not None:
-            return unpack(self.flat.to(device, non_blocking=True), self.sizes)
-        return MicroBatch(*(getattr(self, field.name).to(device) for field in fields(self)[:6]))
+            return _of_flat(self.flat.to(device))
+        values = {name: value.to(device) for name, value in self.values.items()}
+        return MicroBatch(*(getattr(self, field.name).to(device) for field in fields(self)[:6]), values)
 
 
-def collate(store, ids, start_id, device="cpu", kernels=False, bucket=None):
-    """MicroBatch of the examples `ids` of a TokenStore, for the Triton kernels if `kernels`.
-
-    `start_id` is the first token of each decoder input. `bucket` is the padded size, with `kernels` only.
-    """
-    prompt_ids, labels = store.tokens(ids)
-    prompt_lengths, response_lengths = lengths = store.lengths[ids].astype(np.int64).T
+def collate(sequences, packing):
+    """MicroBatch of Sequences of two sides: the encoder reads the first, the decoder predicts the second."""
+    prompt_ids, labels = sequences.sides
+    prompt_lengths, response_lengths = sequences.lengths.T
     decoder_ids = np.roll(labels, 1)
-    decoder_ids[np.cumsum(response_lengths) - response_lengths] = start_id
-    if kernels:
-        return pack(prompt_ids, decoder_ids, labels, *lengths, bucket).to(device)
+    decoder_ids[np.cumsum(response_lengths) - response_lengths] = packing.first_id
+    if sequences.is_target is not None:
+        labels = np.where(sequences.is_target, labels, -1)
+    if packing.kernels:
+        return _for_kernels((prompt_ids, decoder_ids, labels), sequences, packing)
+    values = {name: torch.from_numpy(x) for name, x in (sequences.token_values | sequences.values).items()}
     return MicroBatch(
         *map(torch.from_numpy, (prompt_ids, decoder_ids, labels)),
         encoder_layout=make_layout(prompt_lengths, prompt_lengths),
         decoder_layout=make_layout(response_lengths, response_lengths),
         cross_layout=make_layout(response_lengths, prompt_lengths),
-    ).to(device)
+        values=values,
+    )
 
 
-def pack(prompt_ids, decoder_ids, labels, prompt_lengths, response_lengths, bucket=None):
-    """MicroBatch for the kernels in one int32 tensor in pinned memory, so that one copy brings it to the GPU.
-
-    Padded to the sizes of `bucket` if given.
-    """
+def _for_kernels(ids, sequences, packing):
+    """MicroBatch of (encoder ids, decoder ids, labels) in one flat tensor, padded to the bucket if there is one."""
     from model.nn.kernels.attention import packed_tiles  # a CPU build of torch comes without Triton
 
-    prompts, responses, pairs = astuple(bucket) if bucket else (len(prompt_ids), len(labels), 0)
-    sides = [(prompt_lengths, prompts), (response_lengths, responses)]
-    layouts = [(sides[0], sides[0]), (sides[1], sides[1]), (sides[1], sides[0])]
-    arrays = [_pad_to(prompt_ids, prompts, 0), _pad_to(decoder_ids, responses, 0), _pad_to(labels, responses, -1)]
-    for (queries, num_queries), (keys, num_keys) in layouts:
-        arrays += packed_tiles(queries, keys, bucket and (num_queries, num_keys, pairs))
-    sizes = tuple(array.size for array in arrays)
-    flat = torch.empty(sum(map(_aligned_size, sizes)), dtype=torch.int32, pin_memory=torch.cuda.is_available())
-    slots = [_pad_to(array.ravel(), _aligned_size(array.size), 0) for array in arrays]
-    np.concatenate(slots, out=flat.numpy(), casting="same_kind")
-    return unpack(flat, sizes)
+    bucket, num_sequences = packing.bucket, packing.num_sequences
+    prompts, responses = bucket.sides if bucket else (len(ids[0]), len(ids[1]))
+    sides = [(lengths, size) for lengths, size in zip(sequences.lengths.T, (prompts, responses), strict=True)]
+    arrays = dict(
+        prompt_ids=pad_to(ids[0], prompts), decoder_ids=pad_to(ids[1], responses), labels=pad_to(ids[2], responses, -1)
+    )
+    for name, queries, keys in (("encoder", 0, 0), ("decoder", 1, 1), ("cross", 1, 0)):
+        (query_lengths, num_queries), (key_lengths, num_keys) = sides[queries], sides[keys]
+        tiles = packed_tiles(query_lengths, key_lengths, bucket and (num_queries, num_keys, num_sequences))
+        arrays |= {f"{name}_queries": tiles[0], f"{name}_keys": tiles[1]}
+    arrays |= {name: pad_to(x, responses) for name, x in sequences.token_values.items()}
+    arrays |= {name: pad_to(x, num_sequences if bucket else len(x)) for name, x in sequences.values.items()}
+    return _of_flat(flatten(arrays))
 
 
-def _pad_to(array, size, value):
-    return np.concatenate([array, np.full(size - len(array), value, array.dtype)])
-
-
-def _aligned_size(size):
-    return math.ceil(size / ALIGNED) * ALIGNED
-
-
-def unpack(flat, sizes):
-    """MicroBatch of views of `flat`, which holds tensors of these `sizes` in order, each aligned to 16 bytes."""
+def _of_flat(flat):
     from model.nn.kernels.attention import PackedLayout  # a CPU build of torch comes without Triton
 
-    slots = flat.split([_aligned_size(size) for size in sizes])
-    parts = [slot[:size] for slot, size in zip(slots, sizes, strict=True)]
-    ids, tiles = parts[:3], [part.view(-1, 5) for part in parts[3:]]
-    layouts = [PackedLayout(*tiles[first : first + 2]) for first in (0, 2, 4)]
-    return MicroBatch(*ids, *layouts, flat, sizes)
+    parts = flat.tensors()
+    ids = [parts.pop(name) for name in ("prompt_ids", "decoder_ids", "labels")]
+    layouts = [
+        PackedLayout(parts.pop(f"{name}_queries"), parts.pop(f"{name}_keys"))
+        for name in ("encoder", "decoder", "cross")
+    ]
+    return MicroBatch(*ids, *layouts, parts, flat)

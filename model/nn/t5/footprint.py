@@ -1,41 +1,11 @@
 """Bytes that T5 needs at each moment of a training step, counted tensor by tensor."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from config import T5ModelConfig
 from model.nn.attention import round_up
 
 
-@dataclass(frozen=True)
-class Constants:
-    """Fitted constants: what counting tensors does not give."""
-
-    reserved: float = 1.02  # bytes that the allocator reserves / bytes requested
-    holes: float = 1.13  # more reserved bytes with checkpointing in plain PyTorch: its many sizes fragment memory
-    workspace_bytes: float = 96 * 2**20  # cuBLAS workspaces, layouts, rounding
-
-
-@dataclass(frozen=True)
-class MemorySpec:
-    """What determines the bytes of a run, besides the lengths of its examples and its plan."""
-
-    model_config: T5ModelConfig
-    number_bytes: int  # bytes per activation: 2 in bf16, 4 in float32
-    kernels: bool  # attention runs in Triton kernels, else in plain PyTorch
-    optimizer: str = "adamw_rms"
-    dropout: bool = False
-    decoder_only: bool = False  # only the decoder is trained
-    launch_tokens: int = 5000  # tokens that the GPU computes in the time that launching a forward and backward takes
-    constants: Constants = Constants()
-
-    @property
-    def inner(self):
-        return self.model_config.num_heads * self.model_config.d_kv
-
-
-def count_parameters(model_config, decoder_only=False):
+def count_parameters(model_config, part="all"):
     """Number of weights of a T5 of this configuration, or of its decoder alone."""
     attention = 4 * model_config.d_model * model_config.num_heads * model_config.d_kv
     feed_forward = 2 * model_config.d_model * model_config.d_ff
@@ -48,12 +18,13 @@ def count_parameters(model_config, decoder_only=False):
         + bias
         + model_config.d_model
     )
-    return decoder if decoder_only else encoder + decoder + model_config.vocab_size * model_config.d_model
+    return decoder if part == "decoder" else encoder + decoder + model_config.vocab_size * model_config.d_model
 
 
-def count_matrix_numbers(model_config, decoder_only=False):
+def count_matrix_numbers(model_config, part="all"):
     """Number of weights in the matrices of the layers, or of the decoder's layers alone."""
-    encoder_layers, decoder_layers = 0 if decoder_only else model_config.num_layers, model_config.num_decoder_layers
+    encoder_layers = 0 if part == "decoder" else model_config.num_layers
+    decoder_layers = model_config.num_decoder_layers
     attention = (
         4 * model_config.d_model * model_config.num_heads * model_config.d_kv * (encoder_layers + 2 * decoder_layers)
     )
@@ -62,7 +33,8 @@ def count_matrix_numbers(model_config, decoder_only=False):
 
 def _attention(spec, queries, keys):
     """(bytes kept for backward, bytes of backward's temporaries) of an attention layer, for these numbers of tokens."""
-    d, s, inner, heads = spec.model_config.d_model, spec.number_bytes, spec.inner, spec.model_config.num_heads
+    d, s, heads = spec.model_config.d_model, spec.number_bytes, spec.model_config.num_heads
+    inner = heads * spec.model_config.d_kv
     if spec.kernels:  # q, k, v; per query and head the log-sum-exp and, in backward, one float32 more
         kept, temporaries = inner * s * (queries + 2 * keys) + 4 * heads * queries, 4 * heads * queries
     else:  # q, k, v of padded blocks; the attention weights of each query and key
@@ -115,7 +87,7 @@ def step_moments(spec, tokens, checkpointing):
     ]
     encoder, encoder_backward = _stack(spec, encoder_layers, model_config.num_layers, prompt, checkpointing)
     decoder, decoder_backward = _stack(spec, decoder_layers, model_config.num_decoder_layers, response, checkpointing)
-    if spec.decoder_only:
+    if spec.part == "decoder":
         encoder, encoder_backward = 0, 0  # the frozen encoder keeps nothing for a backward
     ends = _outside_blocks(spec, prompt) + _outside_blocks(spec, response)
     stream = model_config.d_model * spec.number_bytes
@@ -139,15 +111,9 @@ def evaluation_moment(spec, tokens):
     return stream + hidden + np.max([kept for kept, _ in layers], axis=0)
 
 
-def generation_bytes(spec, answers, prompt_tokens, new_tokens):
-    """Bytes of transformers' greedy generation of `answers` answers together.
-
-    Counts the KV cache, which is copied to grow, the logits and the encoder's attention scores.
-    """
-    model_config, s = spec.model_config, spec.number_bytes
-    cache = 2 * model_config.num_decoder_layers * spec.inner * s * (prompt_tokens + 2 * new_tokens)
-    encoder = 3 * 4 * model_config.num_heads * prompt_tokens**2 + prompt_tokens * (
-        4 * 3 * model_config.d_model + s * model_config.d_ff * 2
-    )
-    weights = 2 * count_parameters(model_config) if s == 2 else 0  # autocast's bf16 copies
-    return weights + answers * (cache + encoder + 12 * model_config.vocab_size)
+def cache_bytes(spec, slots, prompt_tokens, new_tokens):
+    """Bytes of the generation of `slots` answers together: caches, the encoder's forward pass, logits."""
+    c, s = spec.model_config, spec.number_bytes
+    caches = 2 * c.num_decoder_layers * c.num_heads * c.d_kv * s * (prompt_tokens + new_tokens)
+    encoder = evaluation_moment(spec, np.array([[prompt_tokens, 1]]))[0]
+    return slots * (caches + encoder + 2 * c.vocab_size * s + c.num_heads * s * (prompt_tokens + 3 * new_tokens))

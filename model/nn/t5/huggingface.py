@@ -4,8 +4,7 @@ from dataclasses import fields
 
 import torch
 
-from config import MAX_JSON_BYTES, T5ModelConfig
-from model.runtime.json_stream import read_object
+from config import T5ModelConfig
 
 ALIASES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight
 # Fields of transformers' T5Config, besides sizes, that change what is computed, with the values supported here.
@@ -19,9 +18,9 @@ OTHER_NAMES = dict(
 
 
 def as_hugging_face(model, tokenizer, device=None):
-    """transformers' T5ForConditionalGeneration in evaluation mode, sharing the weights of `model`.
+    """transformers' T5ForConditionalGeneration in evaluation mode, sharing the float32 weights of `model`.
 
-    Holds copies instead if `device` is another one.
+    Holds copies instead of weights on another `device`, or of another dtype.
     """
     # imported here because it takes seconds, which the first step need not wait for
     from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
@@ -35,14 +34,14 @@ def as_hugging_face(model, tokenizer, device=None):
     )
     with torch.device("meta"):
         hf_model = T5ForConditionalGeneration(config)
-    weights = {name: tensor.detach().to(device) for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.detach().to(device).float() for name, tensor in model.state_dict().items()}
     weights |= {alias: weights["shared.weight"] for alias in ALIASES}
     hf_model.load_state_dict(weights, assign=True)
     hf_model.generation_config = GenerationConfig(**ids)
     return hf_model.eval()
 
 
-def canonical_tensors(tensors, path):
+def own_tensors(tensors, path):
     """`tensors` as float32, without the aliases of the shared embedding.
 
     Raises ValueError unless they are those of a T5 v1.0 with tied embeddings; `path` is named in it.
@@ -63,16 +62,8 @@ def canonical_tensors(tensors, path):
     return {name: tensor.float() for name, tensor in tensors.items() if name not in ALIASES}
 
 
-def read_t5_config(path):
-    """(T5ModelConfig, dict of all fields) of a Hugging Face config.json.
-
-    Raises ValueError for another model type and for invalid values.
-    """
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path} is too large for a model configuration: at most {MAX_JSON_BYTES:,} bytes are read")
-    values = read_object(path)
-    if values.get("model_type") != "t5":
-        raise ValueError(f"{path} says model_type={values.get('model_type')!r:.80}: only t5 is supported")
+def config_of(values, path):
+    """T5ModelConfig of the dict `values` of a Hugging Face config.json; raises ValueError for invalid values."""
     if values.get("num_decoder_layers") is None and "num_layers" in values:  # transformers' default
         values["num_decoder_layers"] = values["num_layers"]
     for other, name in OTHER_NAMES.items():
@@ -87,12 +78,12 @@ def read_t5_config(path):
         model_config = T5ModelConfig(**{f.name: values[f.name] for f in fields(T5ModelConfig) if f.name in values})
         if not model_config.vocab_size:
             raise ValueError("vocab_size is missing")
-        return model_config, values
+        return model_config
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a T5 configuration: {error!s:.500}") from None
 
 
-def check_family(values, path):
+def check_config(values, path):
     """Raise ValueError if a T5Config with these `values` differs from what this network computes."""
     for name, computed in COMPUTED.items():
         if values.get(name, computed) != computed:
@@ -108,10 +99,3 @@ def check_family(values, path):
             f"{path} says decoder_start_token_id={start!r:.80} and pad_token_id={pad!r:.80}: only a T5 whose answers "
             "begin with the pad token can be trained here"
         )
-
-
-def check_family_beside(path):
-    """`check_family` on the config.json beside a Hugging Face directory's file of weights, if there is one."""
-    config_path = path.with_name("config.json")
-    if path.name in ("pytorch_model.bin", "model.safetensors") and config_path.is_file():
-        check_family(read_t5_config(config_path)[1], config_path)

@@ -9,42 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model.nn.attention import attend, has_kernels
-from model.nn.flat_params import FlatParams, embed, linear, runs_kernels, with_padding
-from model.nn.loss import linear_cross_entropy
+from model.nn.attention import attend, has_kernels, score_mask
+from model.nn.base import LanguageModel
+from model.nn.flat_params import embed, linear
+from model.nn.layers import Linear, ResidualNorm, make_embedding
+from model.nn.t5 import decode
 from model.nn.t5.position_bias import score_bias
-
-
-class Linear(nn.Module):
-    """The weight of a linear layer under its Hugging Face name; flat_params.linear applies it."""
-
-    def __init__(self, num_in, num_out, init_std):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_out, num_in))
-        self.init_std = init_std
-
-
-def make_embedding(num_rows, width):
-    """nn.Embedding without random weights, which on the meta device would import 900 modules in two seconds."""
-    return nn.Embedding.from_pretrained(torch.empty(num_rows, width), freeze=False)
-
-
-class ResidualNorm(nn.Module):
-    """The residual sum and T5's layer norm of it, which subtracts no mean and has no bias."""
-
-    def __init__(self, model_config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(model_config.d_model))
-        self.epsilon = model_config.layer_norm_epsilon
-
-    def forward(self, x, added):
-        """(x + added, norm of the sum), each (N, d_model); statistics in float32. An `added` of None adds nothing."""
-        if runs_kernels(x):
-            from model.nn.kernels.norm import add_norm  # a CPU build of torch comes without Triton
-
-            return add_norm(x, added, self.weight, self.epsilon)
-        x = x if added is None else x + added
-        return x, F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -73,7 +43,7 @@ class SelfAttentionLayer(nn.Module):
     def __init__(self, model_config, has_position_bias):
         super().__init__()
         self.SelfAttention = Attention(model_config, has_position_bias)
-        self.layer_norm = ResidualNorm(model_config)
+        self.layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
 
     def forward(self, x, added, layout, bias):
         x, normed = self.layer_norm(x, added)
@@ -84,7 +54,7 @@ class CrossAttentionLayer(nn.Module):
     def __init__(self, model_config):
         super().__init__()
         self.EncDecAttention = Attention(model_config, has_position_bias=False)
-        self.layer_norm = ResidualNorm(model_config)
+        self.layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
 
     def forward(self, x, added, memory, layout, bias):
         x, normed = self.layer_norm(x, added)
@@ -105,7 +75,7 @@ class FeedForwardLayer(nn.Module):
     def __init__(self, model_config):
         super().__init__()
         self.DenseReluDense = DenseReluDense(model_config)
-        self.layer_norm = ResidualNorm(model_config)
+        self.layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
 
     def forward(self, x, added, dropout):
         x, normed = self.layer_norm(x, added)
@@ -146,7 +116,7 @@ class Stack(nn.Module):
     def __init__(self, model_config, num_layers, is_decoder):
         super().__init__()
         self.block = nn.ModuleList(Block(model_config, is_decoder, has_position_bias=i == 0) for i in range(num_layers))
-        self.final_layer_norm = ResidualNorm(model_config)
+        self.final_layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
         self.is_decoder = is_decoder
         self.max_distance = model_config.relative_attention_max_distance
 
@@ -169,70 +139,60 @@ class Stack(nn.Module):
         return score_bias(layout, weight, self.max_distance, self.is_decoder, dtype)
 
 
-class TextToTextModel(nn.Module):
-    """T5 that returns the cross-entropy of packed examples, summed over target tokens.
-
-    `model_config` is a T5ModelConfig. `dropout` is the probability for the residual stream and the feed-forward layers,
-    active in training mode only. The parameters and gradients are views of the flat tensors in `flat`.
+class TextToTextModel(LanguageModel):
+    """T5 over packed examples. `model_config` is a T5ModelConfig; dropout acts on the residual stream and inside the
+    feed-forward layers.
     """
 
-    def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32, gradient_checkpointing=False):
-        super().__init__()
-        self.config, self.dropout, self.compute_dtype = model_config, dropout, compute_dtype
-        self.gradient_checkpointing = gradient_checkpointing
+    def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32):
+        super().__init__(model_config, dropout, compute_dtype)
         self.shared = make_embedding(model_config.vocab_size, model_config.d_model)
         self.encoder = Stack(model_config, model_config.num_layers, is_decoder=False)
         self.decoder = Stack(model_config, model_config.num_decoder_layers, is_decoder=True)
-        self._flatten()
+        self.make_flat()
 
-    def _flatten(self):
-        matrices = [module.weight for module in self.modules() if isinstance(module, Linear)]
-        known = {id(p) for p in matrices}
-        others = [p for p in self.parameters() if id(p) not in known]
-        self.flat = FlatParams(others, matrices, self.shared.weight, self.compute_dtype)
+    @property
+    def tables(self):
+        return [self.shared.weight]
 
-    def _apply(self, *args, **kwargs):
-        """Rebuild the flat tensors, because Module.to replaces each weight by a tensor of its own."""
-        super()._apply(*args, **kwargs)
-        self._flatten()
-        return self
-
-    def zero_grad(self, set_to_none=False):
-        """Zero the gradients and the loss parts in place."""
-        self.flat.gradients_and_parts.zero_()
+    @property
+    def output_weight(self):
+        return self.shared.weight
 
     @property
     def uses_kernels(self):
-        """True if attention runs in Triton kernels, which need micro-batches made for them."""
-        return has_kernels(self.shared.weight.device, self.compute_dtype, self.config)
+        return runs_in_kernels(self.shared.weight.device, self.compute_dtype, self.config)
 
-    def forward(self, micro_batch, chunk_tokens=2048):
-        """Cross-entropy in nats, summed over target tokens; a float32 scalar."""
-        return self.loss_and_parts(micro_batch, chunk_tokens)[0]
-
-    def loss_and_parts(self, micro_batch, chunk_tokens=2048, z_loss=0.0):
-        """(loss, parts (2,)) as in linear_cross_entropy: cross-entropy and z-loss, summed over target tokens."""
-        hidden, weight = self.decode(micro_batch), self.shared.weight
-        return linear_cross_entropy(
-            hidden, weight, micro_batch.labels, chunk_tokens, z_loss, with_padding(weight.copy)
-        )  # fmt: skip
-
-    def decode(self, micro_batch):
-        """Decoder output (N, d_model), scaled for the tied embedding: the logits are output @ shared.weight.T."""
+    def hidden(self, batch):
+        """(Decoder output (N, d_model), scaled for the tied embedding, labels (N,)) of a MicroBatch."""
         self.flat.refresh()
         dropout = self.dropout if self.training else 0.0
-        ids = (micro_batch.prompt_ids, micro_batch.decoder_ids)
+        ids = (batch.prompt_ids, batch.decoder_ids)
         prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(side) for side in ids])
         options = (dropout, self.gradient_checkpointing)
-        encoded = self.encoder(prompts, micro_batch.encoder_layout, None, *options)
-        bias = score_bias(micro_batch.cross_layout, dtype=self.compute_dtype)
-        cross = (encoded, micro_batch.cross_layout, bias)
-        decoded = self.decoder(responses, micro_batch.decoder_layout, cross, *options)
-        return decoded * self.config.d_model**-0.5
+        encoded = self.encoder(prompts, batch.encoder_layout, None, *options)
+        cross = (encoded, batch.cross_layout, score_mask(batch.cross_layout, dtype=self.compute_dtype))
+        decoded = self.decoder(responses, batch.decoder_layout, cross, *options)
+        return decoded * self.config.d_model**-0.5, batch.labels
+
+    def encode(self, ids, layout):
+        """Encoder output (N, d_model) of packed ids, without dropout."""
+        self.flat.refresh()
+        return self.encoder(embed(ids, self.shared.weight), layout, None, 0.0, False)
+
+    def new_cache(self, slots, input_tokens, new_tokens):
+        return decode.new_cache(self, slots, input_tokens, new_tokens)
+
+    def prefill(self, inputs, cache, slots, first_id):
+        decode.prefill(self, inputs, cache, slots)
+        return [first_id] * len(slots)
+
+    def decode_one(self, ids, cache):
+        return decode.decode_one(self, ids, cache)
 
     @torch.no_grad()
     def initialise(self, seed):
-        """Draw random weights as transformers initialises T5; the same seed gives the same weights on every rank."""
+        """Draw random weights as transformers initialises T5."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, Linear):
@@ -242,9 +202,15 @@ class TextToTextModel(nn.Module):
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * std)
         return self
 
-    def freeze_all_but_decoder(self):
-        """Freeze the encoder and the shared embedding, which is also the output projection."""
-        self.shared.requires_grad_(False)
-        self.encoder.requires_grad_(False)
-        self._flatten()
+    def freeze_all_but(self, part):
+        """Freeze the encoder and the shared embedding, which is also the output projection, if `part` is decoder."""
+        if part == "decoder":
+            self.shared.requires_grad_(False)
+            self.encoder.requires_grad_(False)
+            self.make_flat()
         return self
+
+
+def runs_in_kernels(device, dtype, model_config):
+    """True if the attention of a T5 of this configuration runs in Triton kernels."""
+    return has_kernels(device, dtype, model_config.d_kv, model_config.relative_attention_num_buckets)

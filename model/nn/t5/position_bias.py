@@ -6,19 +6,15 @@ import math
 import torch
 import torch.nn.functional as F
 
-from model.nn.attention import Layout, ScoreBias
+from model.nn.attention import Layout, ScoreBias, is_masked
 
 
-def score_bias(layout, weight=None, max_distance=128, causal=False, dtype=torch.float32):
-    """ScoreBias of one stack from T5's learned table `weight` (buckets, H), or of the masks alone if it is None."""
+def score_bias(layout, weight, max_distance=128, causal=False, dtype=torch.float32):
+    """ScoreBias of one stack from T5's learned table `weight` (buckets, H)."""
     if not isinstance(layout, Layout):
-        if weight is None:
-            return ScoreBias(causal)
         buckets = _distance_buckets(len(weight), max_distance, not causal, weight.device)
         return ScoreBias(causal, (), weight, buckets, weight.detach().float()[buckets].T.contiguous())
-    bias = None
-    if weight is not None:
-        bias = relative_position_bias(weight, layout.longest, max_distance, bidirectional=not causal)
+    bias = relative_position_bias(weight, layout.longest, max_distance, bidirectional=not causal)
     return ScoreBias(causal, tuple(_block_bias(block, bias, causal, dtype) for block in layout.blocks))
 
 
@@ -31,12 +27,7 @@ def _distance_buckets(num_buckets, max_distance, bidirectional, device):
 
 def _block_bias(block, position_bias, causal, dtype):
     _, num_queries, num_keys = block.shape
-    is_masked = block.key_is_pad
-    if causal:
-        is_masked = is_masked | torch.ones(num_queries, num_keys, dtype=torch.bool, device=is_masked.device).triu(1)
-    if position_bias is None:
-        return torch.zeros_like(is_masked, dtype=dtype).masked_fill_(is_masked, -math.inf)
-    return torch.where(is_masked, -math.inf, position_bias[:, :num_queries, :num_keys].to(dtype))
+    return torch.where(is_masked(block, causal), -math.inf, position_bias[:, :num_queries, :num_keys].to(dtype))
 
 
 def relative_position_bias(weight, max_length, max_distance, bidirectional):

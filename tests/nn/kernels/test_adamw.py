@@ -17,7 +17,7 @@ def update_errors(device, sizes=(5000, 16, 4096)):
         where = device if kernel else "cpu"
         params = [torch.nn.Parameter(start.clone().to(where)) for start in starts]
         rate = torch.tensor(0.01, device=where)
-        optimizer = RMSScaledAdamW(FlatParams(params, [], None, torch.float32), rate, weight_decay=0.1)
+        optimizer = RMSScaledAdamW(FlatParams(params, [], [], torch.float32), rate, weight_decay=0.1)
         if kernel:
             optimizer.update_in_passes = optimizer.update_in_one_pass
         for step, gradients in enumerate(history):

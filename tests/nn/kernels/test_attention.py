@@ -20,7 +20,7 @@ def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernel
 
     Adds `padding` rows after the examples, whose output and gradients must be zero.
     """
-    from model.nn.attention import attend, make_layout
+    from model.nn.attention import attend, make_layout, score_mask
     from model.nn.t5.position_bias import score_bias
 
     generator = torch.Generator().manual_seed(seed)
@@ -35,7 +35,8 @@ def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernel
         inputs = [torch.cat([x.detach(), rows]).requires_grad_() for x in inputs]
         grad = torch.cat([grad, rows])
         layout = padded_layout(lengths, padding, device)
-    out = attend(inputs, layout, score_bias(layout, weight, 128, causal), heads)
+    bias = score_mask(layout, causal) if weight is None else score_bias(layout, weight, 128, causal)
+    out = attend(inputs, layout, bias, heads)
     out.backward(grad.to(out.dtype))
     if padding:
         assert not any(x[-padding:].any() for x in (out, *(x.grad for x in inputs)))

@@ -9,9 +9,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from config import T5ModelConfig
-from model.nn import flat_params, loss
-from model.nn.t5 import network
-from model.nn.t5.batch import pack
+from model.data.sequences import Sequences
+from model.nn import flat_params, layers, loss
+from model.nn.base import Packing
+from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
 from tests.nn.kernels import test_adamw, test_attention, test_norm
 
@@ -82,7 +83,7 @@ def launch_cross_entropy():
 
 
 def test_kernels_are_compiled_once_for_every_number_of_tokens(monkeypatch):
-    for module in (flat_params, network, loss):
+    for module in (flat_params, layers, loss):
         monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
     sizes = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1, vocab_size=500)
     small = TextToTextModel(T5ModelConfig(**sizes), compute_dtype=torch.bfloat16).initialise(0)
@@ -99,7 +100,7 @@ def packed(num_pairs):
     """MicroBatch of pairs of random lengths."""
     lengths = np.random.default_rng(num_pairs).integers(2, 60, size=(2, num_pairs))
     prompts, labels = (np.ones(side.sum(), dtype=np.int64) for side in lengths)
-    return pack(prompts, labels, labels, *lengths)
+    return collate(Sequences((prompts, labels), lengths.T), Packing(0, kernels=True))
 
 
 def variants(kernels):

@@ -3,18 +3,18 @@ import pytest
 import torch
 
 from model.nn.attention import make_layout, round_up
+from model.nn.footprint import MemorySpec
 from model.nn.t5.batch import MicroBatch
-from model.nn.t5.footprint import MemorySpec, count_parameters, step_moments
+from model.nn.t5.family import T5
+from model.nn.t5.footprint import count_parameters, step_moments
 from tests.parts import make_model
 
 
 def test_the_parameter_count_is_that_of_the_model():
     model = make_model(500)
     assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
-    model.freeze_all_but_decoder()
-    assert count_parameters(model.config, decoder_only=True) == sum(
-        p.numel() for p in model.parameters() if p.requires_grad
-    )
+    model.freeze_all_but("decoder")
+    assert count_parameters(model.config, "decoder") == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("prompt, response", ((48, 48), (64, 128), (128, 24)))
@@ -25,7 +25,7 @@ def test_the_predicted_activations_are_within_one_percent_of_what_autograd_saves
     kept = saved_bytes(model, num_examples, prompt, response)
     layers = 2 * shape.num_layers * prompt + 3 * shape.num_decoder_layers * response + prompt + response
     kept -= 2 * num_examples * layers * 4 * shape.d_model
-    spec = MemorySpec(shape, 4, kernels=False)
+    spec = MemorySpec(T5, shape, 4, kernels=False)
     moment = step_moments(spec, np.array([[prompt, response]]), checkpointing=False)["loss"][0]
     # held without being saved for backward: the position bias, ids, what the loss reads and its gradient; and of the
     # decoder's last norm the CPU keeps no output
@@ -42,6 +42,7 @@ def saved_bytes(model, num_examples, prompt, response):
         make_layout(prompts, prompts),
         make_layout(responses, responses),
         make_layout(responses, prompts),
+        values={},
     )
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen = {}
@@ -53,5 +54,5 @@ def saved_bytes(model, num_examples, prompt, response):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.decode(micro_batch)
+        model.hidden(micro_batch)
     return sum(count for count, _ in seen.values())

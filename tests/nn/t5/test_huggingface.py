@@ -4,11 +4,10 @@ import ujson
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from model.nn.t5.batch import collate
 from model.nn.t5.huggingface import as_hugging_face
 from model.nn.weights_io import load_weights
 from model.train.evaluate import evaluate_loss
-from tests.parts import ALONE, PLAN, make_model, padded, stock_loss
+from tests.parts import PLAN, batch_of, evaluation_of, make_model, padded, stock_loss
 
 
 def test_promise_1_the_exported_checkpoint_gives_the_logits_of_the_trainer(exported, model, store, tokenizer):
@@ -16,10 +15,10 @@ def test_promise_1_the_exported_checkpoint_gives_the_logits_of_the_trainer(expor
     assert stock.dtype == torch.float32
     ids = range(20)
     batch = padded(store, ids, tokenizer.pad_id)
-    micro_batch = collate(store, ids, tokenizer.pad_id, "cpu")
+    micro_batch = batch_of(store, ids, tokenizer.pad_id)
     with torch.no_grad():
         theirs = stock(**batch).logits[batch["labels"] != -100]
-        ours = model.decode(micro_batch) @ model.shared.weight.T
+        ours = model.hidden(micro_batch)[0] @ model.shared.weight.T
     assert (ours - theirs).abs().max() <= 1e-4
 
 
@@ -31,13 +30,17 @@ def test_promise_1_the_loss_of_stock_transformers_on_a_file_is_the_trainers(expo
             ids = range(start, min(start + 8, len(store)))
             total += stock_loss(stock, padded(store, ids, tokenizer.pad_id)).item()
     expected = total / store.lengths[:, 1].sum()
-    assert evaluate_loss(ALONE, model, store, PLAN, tokenizer.pad_id) == pytest.approx(expected, rel=1e-5)
+    assert loss_of(model, store, tokenizer) == pytest.approx(expected, rel=1e-5)
     half = make_model(tokenizer.vocab_size, compute_dtype=torch.bfloat16)
-    assert evaluate_loss(ALONE, half, store, PLAN, tokenizer.pad_id) == pytest.approx(expected, rel=5e-3)
+    assert loss_of(half, store, tokenizer) == pytest.approx(expected, rel=5e-3)
+
+
+def loss_of(model, store, tokenizer):
+    return evaluate_loss(evaluation_of(model, store, tokenizer), PLAN)["loss"]
 
 
 def test_evaluation_leaves_the_model_in_training_mode_and_without_gradients(model, store, tokenizer):
-    evaluate_loss(ALONE, model.train(), store, PLAN, tokenizer.pad_id)
+    loss_of(model.train(), store, tokenizer)
     assert model.training
     assert not any(p.grad.any() for p in model.parameters())
 

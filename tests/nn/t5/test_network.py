@@ -3,15 +3,14 @@ import torch
 import torch.nn.functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 
-from model.nn.t5.batch import collate
-from tests.parts import SHAPE, farthest, gradients_of, make_model, padded, stock_loss
+from tests.parts import SHAPE, batch_of, farthest, gradients_of, make_model, padded, stock_loss
 
 IDS = [3, 0, 41, 17, 8, 22, 59]
 
 
 @pytest.fixture
 def micro_batch(store, tokenizer):
-    return collate(store, IDS, tokenizer.pad_id, "cpu")
+    return batch_of(store, IDS, tokenizer.pad_id)
 
 
 def make_hf_model(model):
@@ -32,7 +31,7 @@ def gradients_after(model, micro_batch, seed=0):
 
 
 def logits_of(model, micro_batch):
-    return model.decode(micro_batch).float() @ model.shared.weight.T
+    return model.hidden(micro_batch)[0].float() @ model.shared.weight.T
 
 
 def test_promise_1_logits_are_those_of_transformers(model, store, tokenizer, micro_batch):
@@ -57,7 +56,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(model, store, tokeniz
 def test_gradient_checkpointing_leaves_gradients_as_they_are(tokenizer, micro_batch, trainable, dropout):
     model = make_model(tokenizer.vocab_size, dropout=dropout)
     if trainable == "decoder":
-        model.freeze_all_but_decoder()
+        model.freeze_all_but("decoder")
     plain = gradients_after(model, micro_batch)
     model.gradient_checkpointing = True
     again = gradients_after(model, micro_batch)
@@ -72,7 +71,7 @@ def test_exactly_the_trainable_weights_receive_a_gradient(model, micro_batch, gr
     assert everything.keys() == model.state_dict().keys()
     assert all(gradient.any() for gradient in everything.values())
     model.zero_grad()
-    decoder = gradients_after(model.freeze_all_but_decoder(), micro_batch)
+    decoder = gradients_after(model.freeze_all_but("decoder"), micro_batch)
     assert decoder.keys() == {name for name in everything if name.startswith("decoder.")}
     for name, gradient in decoder.items():
         torch.testing.assert_close(gradient, everything[name])
@@ -90,15 +89,15 @@ def test_gradient_checkpointing_keeps_fewer_activations(model, micro_batch):
 
 def test_dropout_is_active_in_training_only(tokenizer, micro_batch):
     model = make_model(tokenizer.vocab_size, dropout=0.3)
-    plain = make_model(tokenizer.vocab_size).decode(micro_batch)
+    plain = make_model(tokenizer.vocab_size).hidden(micro_batch)[0]
     torch.manual_seed(0)
-    one, other = model.decode(micro_batch), model.decode(micro_batch)
+    one, other = model.hidden(micro_batch)[0], model.hidden(micro_batch)[0]
     assert not torch.equal(one, other)
     torch.manual_seed(0)
-    assert torch.equal(model.decode(micro_batch), one)
+    assert torch.equal(model.hidden(micro_batch)[0], one)
     model.eval()
-    assert torch.equal(model.decode(micro_batch), plain)
-    assert torch.equal(make_model(tokenizer.vocab_size).train().decode(micro_batch), plain)
+    assert torch.equal(model.hidden(micro_batch)[0], plain)
+    assert torch.equal(make_model(tokenizer.vocab_size).train().hidden(micro_batch)[0], plain)
 
 
 def test_random_weights_depend_on_the_seed_alone(tokenizer):
@@ -129,7 +128,7 @@ def test_loss_of_random_weights_is_near_that_of_guessing(model, micro_batch):
 
 def test_bf16_stays_near_float32(tokenizer, model, micro_batch):
     half = make_model(tokenizer.vocab_size, compute_dtype=torch.bfloat16)
-    assert half.decode(micro_batch).dtype == torch.bfloat16
+    assert half.hidden(micro_batch)[0].dtype == torch.bfloat16
     torch.testing.assert_close(half(micro_batch), model(micro_batch), rtol=5e-3, atol=0)
     ours, exact = gradients_after(half, micro_batch), gradients_after(model, micro_batch)
     assert all(gradient.dtype == torch.float32 for gradient in ours.values())

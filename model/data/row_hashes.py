@@ -1,4 +1,4 @@
-"""Hashes of the pairs in a token store: one of all pairs in order, and one of each prompt and pair."""
+"""Hashes of the rows in a token store: one of all rows in order, and one of each first side and row."""
 
 import hashlib
 
@@ -11,20 +11,26 @@ TABLE_BITS = 22  # the low bits of a hash that index the table in _is_member
 MULTIPLIERS = np.random.default_rng(0).integers(2**64, size=2**16, dtype=np.uint64) | np.uint64(1)
 
 
-def write_hashes(directory, num_pairs):
-    """Write hashes.npy for the pairs in pairs.arrow: uint64 (pairs, 2), the hash of the prompt and of the whole pair.
+def write_hashes(directory, num_rows, values):
+    """Write hashes.npy for the rows in ids.arrow: uint64 (rows, 2), the hash of the first side and of the whole row.
 
-    Returns the sha256 of all ids and lengths in order, which does not depend on how the pairs were batched.
+    Returns the sha256 of all ids, lengths and `values` ({name: list of arrays}) in order, which does not depend on how
+    the rows were batched.
     """
-    whole = [hashlib.sha256() for _ in range(4)]  # lengths and ids of each side
-    with open(directory / "hashes.npy", "wb") as out, pa.memory_map(str(directory / "pairs.arrow")) as file:
-        np.lib.format.write_array_header_1_0(out, dict(descr="<u8", fortran_order=False, shape=(num_pairs, 2)))
-        for batch in pa.ipc.open_stream(file):
+    with open(directory / "hashes.npy", "wb") as out, pa.memory_map(str(directory / "ids.arrow")) as file:
+        np.lib.format.write_array_header_1_0(out, dict(descr="<u8", fortran_order=False, shape=(num_rows, 2)))
+        reader = pa.ipc.open_stream(file)
+        whole = [hashlib.sha256() for _ in range(2 * len(reader.schema))]  # lengths and ids of each side
+        for batch in reader:
             sides = [(np.asarray(side.offsets), np.asarray(side.values)) for side in batch.columns]
-            for part, values in zip(whole, (x for offsets, ids in sides for x in (np.diff(offsets), ids)), strict=True):
-                part.update(values)
-            prompts, responses = (_hash_rows(*side) for side in sides)
-            out.write(np.stack([prompts, prompts * MULTIPLIERS[0] + responses], axis=1))
+            for part, data in zip(whole, (x for offsets, ids in sides for x in (np.diff(offsets), ids)), strict=True):
+                part.update(data)
+            first, *rest = (_hash_rows(*side) for side in sides)
+            row = first
+            for side in rest:
+                row = row * MULTIPLIERS[0] + side
+            out.write(np.stack([first, row], axis=1))
+    whole += [hashlib.sha256(np.concatenate(parts)) for parts in values.values()]
     return hashlib.sha256(b"".join(part.digest() for part in whole)).hexdigest()
 
 
@@ -35,17 +41,17 @@ def _hash_rows(offsets, ids):
     return np.add.reduceat((ids.astype(np.uint64) + np.uint64(1)) * MULTIPLIERS[positions], starts)
 
 
-def shared_pairs(validation, train):
-    """(number of pairs in both TokenStores, number of other `validation` pairs whose prompt is in `train`)."""
-    pairs = prompts = 0
+def shared_rows(validation, train):
+    """(rows in both TokenStores, number of other `validation` rows whose first side is in `train`)."""
+    rows = firsts = 0
     for mine in _chunks(validation.hashes):
         is_shared = np.zeros(mine.shape, bool)
         for theirs in _chunks(train.hashes):
             for side in (0, 1):
                 is_shared[:, side] |= _is_member(mine[:, side], theirs[:, side])
-        pairs += int(is_shared[:, 1].sum())
-        prompts += int((is_shared[:, 0] & ~is_shared[:, 1]).sum())
-    return pairs, prompts
+        rows += int(is_shared[:, 1].sum())
+        firsts += int((is_shared[:, 0] & ~is_shared[:, 1]).sum())
+    return rows, firsts
 
 
 def _is_member(mine, theirs):
@@ -61,11 +67,11 @@ def _chunks(hashes):
 
 
 def describe_shared(validation, train):
-    """One line about the pairs and prompts that both TokenStores have; "" if there are none."""
-    pairs, prompts = shared_pairs(validation, train)
-    if not pairs and not prompts:
+    """One line about the rows that both TokenStores have; "" if there are none."""
+    pairs, firsts = shared_rows(validation, train)
+    if not pairs and not firsts:
         return ""
     return (
-        f"{pairs:,} of {len(validation):,} validation pairs are also in the training file, {prompts:,} more share a "
+        f"{pairs:,} of {len(validation):,} validation pairs are also in the training file, {firsts:,} more share a "
         "prompt with it: the validation loss is lower than on unseen pairs"
     )

@@ -1,0 +1,40 @@
+"""Parts of a run for measurements: stores of pairs, a step's context without data files, batches."""
+
+from model.data.token_store import Source, open_store
+from model.nn.base import Packing
+from model.nn.registry import family_of
+from model.nn.t5.batch import collate
+from model.nn.t5.family import T5
+from model.train.evaluate import Evaluation
+from model.train.examples import Examples
+from model.train.loader import Loader, Schedule
+from model.train.lr_schedule import LearnRate
+from model.train.objectives.pairs import Pairs
+from model.train.step import StepContext
+
+
+def open_pairs(path, tokenizer, max_seq_len, root):
+    """The TokenStore of a file of pairs."""
+    return open_store(Source(path, Pairs(), tokenizer, max_seq_len), root)
+
+
+def context_of(ranks, model, optimizer, store, config, schedule):
+    """StepContext of a run on `store`, anything with lengths and tokens like a TokenStore."""
+    examples = Examples(store, Pairs(config.z_loss), family_of(model.config), 0, config.seed, model.uses_kernels)
+    return StepContext(ranks, model, optimizer, Loader(ranks, examples, schedule), config)
+
+
+def schedule_of(config, total_pairs, global_batch, warmup_pairs=0):
+    rate = LearnRate(config.learn_rate, config.lr_schedule, warmup_pairs, total_pairs)
+    return Schedule(total_pairs, global_batch, config.seed, rate)
+
+
+def evaluation_of(context):
+    """Evaluation of the loss on a context's own examples."""
+    return Evaluation(context.ranks, context.model, context.loader.examples, None, 0, context.options.max_new_tokens)
+
+
+def kernel_batch(store, ids, bucket=None):
+    """T5's MicroBatch of the pairs `ids` for the Triton kernels."""
+    packing = Packing(0, True, bucket, bucket.examples if bucket else 0)
+    return collate(Examples(store, Pairs(), T5, 0).sequences(ids, 1), packing)

@@ -1,0 +1,34 @@
+"""Makes the network of a run on this rank's device."""
+
+import torch
+
+from model.nn.registry import family_of
+from model.nn.weights_io import load_into
+from model.runtime.distributed import broadcast
+
+
+def make_model(ranks, config, model_config, weights=None):
+    """Model on this rank's device with `weights` or random ones; equal on all ranks."""
+    build, dtype = family_of(model_config).build, compute_dtype(config.mixed_precision, ranks.device)
+    model = build(model_config, config.dropout, dtype)
+    if not weights:
+        model.initialise(config.seed)
+    elif ranks.is_main:  # only rank 0 has the tensors
+        load_into(model, weights, config.finetune_from_ckp_file)
+    model.freeze_all_but(config.trainable)
+    model.to(ranks.device)
+    broadcast(ranks, model.flat.weights)
+    return model
+
+
+def load_weights(ranks, model, weights, source):
+    """Copy `weights` into the model of every rank."""
+    if ranks.is_main:
+        load_into(model, weights, source)
+    broadcast(ranks, model.flat.weights)
+
+
+def compute_dtype(mixed_precision, device):
+    """bfloat16 if `mixed_precision` is bf16, or if it is auto and the GPU supports it natively; else float32."""
+    is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and is_native) else torch.float32

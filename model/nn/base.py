@@ -1,0 +1,139 @@
+"""The two sides of a network family: LanguageModel, what its network computes, and Family, what the other rooms need.
+
+A family's folder has a network (a LanguageModel), a batch (how it packs sequences), a footprint (how many bytes that
+takes), and its Hugging Face form; its Family record names them. No other room knows any of these.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from model.nn.flat_params import FlatParams, with_padding
+from model.nn.layers import Linear
+from model.nn.loss import linear_cross_entropy, token_log_probs
+
+
+class LanguageModel(nn.Module):
+    """A network over packed sequences, whose parameters and gradients are views of the flat tensors in `flat`.
+
+    A family's network makes its layers, then calls `make_flat`, and defines what raises NotImplementedError here.
+    `dropout` is a probability, active in training mode only.
+    """
+
+    def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32):
+        super().__init__()
+        self.config, self.dropout, self.compute_dtype = model_config, dropout, compute_dtype
+        self.gradient_checkpointing = False  # the plan decides, before each step
+
+    @property
+    def tables(self):
+        """The matrices with a row for each token: the embedding, and the output projection if it is another one."""
+        raise NotImplementedError
+
+    @property
+    def output_weight(self):
+        """The table that turns hidden states into logits: logits = hidden @ output_weight.T."""
+        raise NotImplementedError
+
+    @property
+    def uses_kernels(self):
+        """True if attention runs in Triton kernels, which need batches made for them."""
+        raise NotImplementedError
+
+    def hidden(self, batch):
+        """(hidden states (targets, width) in the compute dtype, labels (targets,)); a label below 0 is padding."""
+        raise NotImplementedError
+
+    def new_cache(self, slots, input_tokens, new_tokens):
+        """Static tensors for `slots` sequences of at most so many input and generated tokens."""
+        raise NotImplementedError
+
+    def prefill(self, inputs, cache, slots, first_id):
+        """Read `inputs` (arrays of ids) into these slots of the cache; returns the id that each is to decode first."""
+        raise NotImplementedError
+
+    def decode_one(self, ids, cache):
+        """Logits (slots, vocabulary) of the token after `ids` (slots,); fixed shapes, nothing read on the host."""
+        raise NotImplementedError
+
+    def initialise(self, seed):
+        """Draw random weights, the same on every rank for the same seed; returns the model."""
+        raise NotImplementedError
+
+    def freeze_all_but(self, part):
+        """Freeze all weights outside `part`, one of the family's `parts`; returns the model."""
+        raise NotImplementedError
+
+    def make_flat(self):
+        """Make the flat tensors, again whenever parameters were replaced, frozen or thawed."""
+        matrices = [module.weight for module in self.modules() if isinstance(module, Linear)]
+        known = {id(p) for p in matrices}
+        others = [p for p in self.parameters() if id(p) not in known]
+        self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype)
+
+    def _apply(self, *args, **kwargs):
+        """Rebuild the flat tensors, because Module.to replaces each weight by a tensor of its own."""
+        super()._apply(*args, **kwargs)
+        self.make_flat()
+        return self
+
+    def zero_grad(self, set_to_none=False):
+        """Zero the gradients and the metrics' sums in place."""
+        self.flat.gradients_and_sums.zero_()
+
+    @property
+    def device(self):
+        return self.flat.masters.device
+
+    def cross_entropy(self, batch, chunk_tokens=2048, z_loss=0.0):
+        """(loss, parts (2,)) as in linear_cross_entropy: cross-entropy and z-loss, summed over target tokens."""
+        hidden, labels = self.hidden(batch)
+        weight = self.output_weight
+        return linear_cross_entropy(hidden, weight, labels, chunk_tokens, z_loss, with_padding(weight.copy))
+
+    def token_log_probs(self, batch, chunk_tokens=2048):
+        """Log-probability of each target token in nats, (targets,) float32; 0 for padding."""
+        hidden, labels = self.hidden(batch)
+        weight = self.output_weight
+        return token_log_probs(hidden, weight, labels, chunk_tokens, with_padding(weight.copy))
+
+    def forward(self, batch, chunk_tokens=2048):
+        """Cross-entropy in nats, summed over target tokens; a float32 scalar."""
+        return self.cross_entropy(batch, chunk_tokens)[0]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A network architecture: functions, none of which knows runs, ranks or files of pairs."""
+
+    name: str
+    config_class: type  # a frozen record of sizes, vocab_size among them
+    parts: tuple[str, ...]  # what `--trainable` may name
+    build: Callable  # (model_config, dropout, compute_dtype) -> LanguageModel, whose weights are not drawn yet
+    collate: Callable  # (Sequences, Packing) -> the batch that the network takes; has `to(device)` and `values`
+    first_id: Callable  # (tokenizer) -> token id that a sequence of targets begins with
+    has_kernels: Callable  # (device, dtype, model_config) -> bool, as LanguageModel.uses_kernels
+    width: Callable  # (model_config) -> columns of the output table
+    count_parameters: Callable  # (model_config, part="all") -> number of weights
+    count_matrix_numbers: Callable  # (model_config, part="all") -> number of weights in the layers' matrices
+    step_moments: Callable  # (MemorySpec, tokens (kinds, sides), checkpointing) -> {moment: bytes (kinds,)}
+    evaluation_moment: Callable  # (MemorySpec, tokens (kinds, sides)) -> bytes (kinds,)
+    cache_bytes: Callable  # (MemorySpec, slots, input_tokens, new_tokens) -> bytes of generation
+    num_blocks: Callable  # (model_config) -> layers of the network; each holds at least one tensor
+    config_of: Callable  # (dict of a Hugging Face config.json, its path) -> config_class; ValueError for wrong values
+    check_config: Callable  # (that dict, path); raises ValueError for what the network does not compute
+    own_tensors: Callable  # ({name: tensor} of a Hugging Face file, path) -> those of the network, in float32
+    aliases: tuple[str, ...]  # names under which such a file may hold a tensor a second time
+    to_hugging_face: Callable  # (model, tokenizer, device=None) -> transformers' model with its weights
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a batch is made."""
+
+    first_id: int  # token id that a sequence of targets begins with
+    kernels: bool = False  # for the Triton kernels
+    bucket: object = None  # Bucket that the batch is padded to, with `kernels` only; None: no padding
+    num_sequences: int = 0  # most sequences in the bucket

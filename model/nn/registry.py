@@ -1,0 +1,53 @@
+"""The families by name. A family's name is the model_type of its Hugging Face configuration."""
+
+import json
+from dataclasses import asdict
+
+from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS
+from model.nn.t5.family import T5
+
+FAMILIES = {T5.name: T5}
+
+
+def family_named(name):
+    """The Family of this name; raises ValueError for an unknown one."""
+    if name not in FAMILIES:
+        raise ValueError(f"the family {name!r:.80} is not known: only {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def family_of(model_config):
+    """The Family of a model configuration."""
+    return next(family for family in FAMILIES.values() if isinstance(model_config, family.config_class))
+
+
+def config_values(model_config):
+    """Plain values of a model configuration, the family's name among them, for `config_from`."""
+    return dict(family=family_of(model_config).name) | asdict(model_config)
+
+
+def config_from(values):
+    """The model configuration with these plain values; without a family's name, of the family DEFAULT_FAMILY.
+
+    Raises ValueError or TypeError for values that it cannot have.
+    """
+    values = dict(values)
+    return family_named(values.pop("family", DEFAULT_FAMILY)).config_class(**values)
+
+
+def load_model_config(name):
+    """Model configuration of a named size or a JSON file; raises ValueError if the file cannot be read as one."""
+    if name in MODELS:
+        return config_from(MODELS[name])
+    try:
+        with open(name, encoding="utf-8") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES:,} characters")
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError("it holds no JSON object")
+        return config_from(values)
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        example = json.dumps(MODELS["small"])
+        raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {example}") from None

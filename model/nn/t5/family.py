@@ -1,0 +1,29 @@
+"""The family T5."""
+
+from config import T5ModelConfig
+from model.nn.base import Family
+from model.nn.t5 import footprint, huggingface
+from model.nn.t5.batch import collate
+from model.nn.t5.network import TextToTextModel, runs_in_kernels
+
+T5 = Family(
+    name="t5",
+    config_class=T5ModelConfig,
+    parts=("all", "decoder"),
+    build=TextToTextModel,
+    collate=collate,
+    first_id=lambda tokenizer: tokenizer.pad_id,
+    has_kernels=runs_in_kernels,
+    width=lambda model_config: model_config.d_model,
+    count_parameters=footprint.count_parameters,
+    count_matrix_numbers=footprint.count_matrix_numbers,
+    step_moments=footprint.step_moments,
+    evaluation_moment=footprint.evaluation_moment,
+    cache_bytes=footprint.cache_bytes,
+    num_blocks=lambda model_config: model_config.num_layers + model_config.num_decoder_layers,
+    config_of=huggingface.config_of,
+    check_config=huggingface.check_config,
+    own_tensors=huggingface.own_tensors,
+    aliases=huggingface.ALIASES,
+    to_hugging_face=huggingface.as_hugging_face,
+)

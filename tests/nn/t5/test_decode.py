@@ -1,0 +1,61 @@
+"""Generation one token at a time gives what transformers' generate and the packed network give."""
+
+import numpy as np
+import pytest
+import torch
+
+from model.generate.engine import generate
+from model.nn.t5.huggingface import as_hugging_face
+from tests.parts import batch_of, examples_of, make_model
+
+NEW = 24
+
+
+def hf_answers(hf_model, inputs, pad_id, eos_id):
+    ids = torch.full((len(inputs), max(map(len, inputs))), pad_id)
+    mask = torch.zeros_like(ids)
+    for row, own in enumerate(inputs):
+        ids[row, : len(own)], mask[row, : len(own)] = torch.as_tensor(own), 1
+    out = hf_model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, num_beams=1)[:, 1:].tolist()
+    return [row[: row.index(eos_id)] if eos_id in row else row for row in out]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_promise_1_greedy_answers_are_those_of_transformers(tokenizer, seed):
+    model, draw = make_model(tokenizer.vocab_size, seed), np.random.default_rng(seed)
+    with torch.no_grad():
+        for p in model.flat.trained[1:]:  # all but the tied embedding, which would answer every token with itself
+            p.mul_(4)
+    inputs = [draw.integers(7, tokenizer.vocab_size, draw.integers(1, 40)) for _ in range(300)]
+    ours = generate(model, inputs, tokenizer.pad_id, tokenizer.eos_id, NEW)
+    assert ours == hf_answers(as_hugging_face(model, tokenizer), inputs, tokenizer.pad_id, tokenizer.eos_id)
+    assert len(set(map(tuple, ours))) > 100, "answers that are all alike prove nothing"
+
+
+def test_the_logits_of_each_step_are_those_of_the_packed_network(model, store, tokenizer):
+    ids = [3, 0, 41, 17]
+    prompts, responses = zip(*examples_of(store, ids), strict=True)
+    hidden, _ = model.hidden(batch_of(store, ids, tokenizer.pad_id))
+    expected = (hidden @ model.shared.weight.T).split([len(side) for side in responses])
+    cache = model.new_cache(len(ids), max(map(len, prompts)), max(map(len, responses)))
+    last = torch.tensor(model.prefill(prompts, cache, range(len(ids)), tokenizer.pad_id))
+    for step in range(max(map(len, responses))):
+        logits = model.decode_one(last, cache)
+        for slot, own in enumerate(responses):
+            if step < len(own):
+                assert (logits[slot] - expected[slot][step]).abs().max() < 1e-4
+        last = torch.tensor([own[min(step, len(own) - 1)] for own in responses])
+
+
+def test_a_slot_that_is_filled_again_forgets_what_it_held(model, tokenizer):
+    inputs = [[30, 31, 32, 33], [40, 41]]
+    cache = model.new_cache(2, 4, 8)
+    model.prefill(inputs, cache, [0, 1], tokenizer.pad_id)
+    for token in (50, 51, 52):
+        model.decode_one(torch.tensor([token, token]), cache)
+    model.prefill([inputs[1]], cache, [0], tokenizer.pad_id)
+    alone = model.new_cache(1, 2, 8)
+    model.prefill([inputs[1]], alone, [0], tokenizer.pad_id)
+    for token in (tokenizer.pad_id, 50):
+        again = model.decode_one(torch.tensor([token, 60]), cache)[0]
+        assert torch.allclose(again, model.decode_one(torch.tensor([token]), alone)[0], atol=1e-5)

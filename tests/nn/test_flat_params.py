@@ -1,0 +1,62 @@
+"""Trained weights have masters, gradients and copies; frozen ones are held once; adjacent ones act as one matrix."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.nn.flat_params import FlatParams, linear
+from tests.parts import SHAPE, batch_of, make_model
+
+
+def make_layers(dtype=torch.float32, frozen=()):
+    """Two adjacent layers with biases, and their FlatParams; `frozen` holds indices of the four parameters."""
+    generator = torch.Generator().manual_seed(0)
+    weights, biases = (
+        [torch.nn.Parameter(torch.randn(size, generator=generator)) for _ in range(2)] for size in ((6, 5), (6,))
+    )
+    for index in frozen:
+        [*weights, *biases][index].requires_grad_(False)
+    return weights, biases, FlatParams(biases, weights, [], dtype)
+
+
+def test_adjacent_layers_with_biases_act_as_one_layer():
+    weights, biases, flat = make_layers()
+    flat.refresh()
+    x = torch.randn(7, 5, requires_grad=True)
+    out = linear(x, *weights, biases=tuple(biases))
+    expected = F.linear(x, torch.cat([w.detach() for w in weights]), torch.cat([b.detach() for b in biases]))
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn(7, 12)
+    out.backward(grad)
+    torch.testing.assert_close(torch.cat([w.grad for w in weights]), grad.T @ x.detach())
+    torch.testing.assert_close(torch.cat([b.grad for b in biases]), grad.sum(0))
+    torch.testing.assert_close(x.grad, grad @ torch.cat([w.detach() for w in weights]))
+
+
+def test_frozen_weights_get_no_gradient_and_pass_it_on():
+    weights, biases, _ = make_layers(frozen=(0, 1, 2, 3))
+    x = torch.randn(7, 5, requires_grad=True)
+    linear(x, *weights, biases=tuple(biases)).sum().backward()
+    assert all(p.grad is None for p in (*weights, *biases)) and x.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_matrix_is_held_once_in_the_compute_dtype_and_other_frozen_weights_in_float32(dtype):
+    weights, biases, flat = make_layers(dtype, frozen=(0, 1, 2))
+    assert [w.dtype for w in weights] == [dtype, dtype] and biases[0].dtype == torch.float32
+    assert len(flat.masters) == len(flat.gradients) == 6, "one bias is trained"
+    assert weights[0].copy.data_ptr() == weights[0].data_ptr()
+    assert sum(flat.nbytes for flat in flat.weights) == (60 * dtype.itemsize) + 12 * 4
+    assert linear(torch.randn(3, 5, dtype=dtype), *weights).shape == (3, 12), "they are still adjacent"
+
+
+def test_a_frozen_encoder_costs_no_master_and_no_gradient(store):
+    model = make_model(400, compute_dtype=torch.bfloat16).freeze_all_but("decoder")
+    whole = make_model(400, compute_dtype=torch.bfloat16)
+    held = sum(t.nbytes for t in (model.flat.masters, model.flat.copies, model.flat.gradients, *model.flat.frozen))
+    trained = sum(p.numel() for p in model.decoder.parameters())
+    frozen = sum(p.numel() for p in whole.parameters()) - trained
+    norms_and_bias = SHAPE["d_model"] * 5 + 32 * SHAPE["num_heads"]
+    assert held <= 10 * trained + 2 * (frozen + 64 * SHAPE["d_model"]) + 2 * norms_and_bias
+    model(batch_of(store, [0, 1])).backward()
+    assert model.flat.gradients.any() and model.shared.weight.grad is None

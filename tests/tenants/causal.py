@@ -1,0 +1,163 @@
+"""A family for tests: a decoder-only network in one stream, with grouped heads, biases and no position encoding."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from model.nn.attention import attend, make_layout, score_mask
+from model.nn.base import Family, LanguageModel
+from model.nn.flat_params import embed, linear
+from model.nn.layers import Linear, ResidualNorm, make_embedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalConfig:
+    width: int = 16
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    num_layers: int = 2
+    vocab_size: int = 0
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Sequences end to end; the state of row `rows[i]` predicts `labels[i]`."""
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+    labels: torch.Tensor
+    layout: object
+    values: dict
+
+    def to(self, device):
+        values = {name: value.to(device) for name, value in self.values.items()}
+        return Stream(*(getattr(self, f.name).to(device) for f in fields(self)[:4]), values)
+
+
+def collate(sequences, packing):
+    """The Stream of Sequences: each one's sides are joined, and the last side's tokens are its targets."""
+    totals = sequences.lengths.sum(axis=1)
+    last = sequences.lengths[:, -1]
+    place = np.concatenate([np.arange(total) for total in totals])
+    in_last = place >= np.repeat(totals - last, totals)
+    ids = np.empty(len(place), np.int64)
+    ids[in_last] = sequences.sides[-1]
+    if len(sequences.sides) == 2:
+        ids[~in_last] = sequences.sides[0]
+    wanted = np.ones(in_last.sum(), bool) if sequences.is_target is None else sequences.is_target
+    rows = np.flatnonzero(in_last)[wanted] - 1
+    values = {name: value[wanted] for name, value in sequences.token_values.items()} | sequences.values
+    tensors = (torch.from_numpy(x) for x in (ids, rows, ids[rows + 1]))
+    return Stream(*tensors, make_layout(totals, totals), {name: torch.from_numpy(x) for name, x in values.items()})
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.norms = nn.ModuleList([ResidualNorm(c.width, 1e-6), ResidualNorm(c.width, 1e-6)])
+        self.width, self.heads = c.width // c.num_heads, (c.num_heads, c.num_kv_heads)
+        self.q, self.o, self.up, self.down = (Linear(c.width, c.width, 0.1, has_bias=True) for _ in range(4))
+        self.k, self.v = (Linear(c.width, self.width * c.num_kv_heads, 0.1, has_bias=True) for _ in range(2))
+
+    def forward(self, x, attention):
+        normed = self.norms[0](x, None)[1]
+        k, v = linear(normed, self.k.weight, self.v.weight, biases=(self.k.bias, self.v.bias)).chunk(2, dim=1)
+        x = x + self.o(attention(self.q(normed) * self.width**-0.5, k, v))
+        return x + self.down(F.relu(self.up(self.norms[1](x, None)[1])))
+
+
+class CausalModel(LanguageModel):
+    uses_kernels = False
+
+    def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32):
+        super().__init__(model_config, dropout, compute_dtype)
+        self.embedding = make_embedding(model_config.vocab_size, model_config.width)
+        self.blocks = nn.ModuleList(Block(model_config) for _ in range(model_config.num_layers))
+        self.norm = ResidualNorm(model_config.width, 1e-6)
+        self.make_flat()
+
+    @property
+    def tables(self):
+        return [self.embedding.weight]
+
+    @property
+    def output_weight(self):
+        return self.embedding.weight
+
+    def hidden(self, batch):
+        self.flat.refresh()
+        heads, mask = self.blocks[0].heads, score_mask(batch.layout, causal=True, dtype=self.compute_dtype)
+        x = embed(batch.ids, self.embedding.weight)
+        for block in self.blocks:
+            args = (block, x, lambda *qkv: attend(qkv, batch.layout, mask, *heads))
+            again = self.gradient_checkpointing and torch.is_grad_enabled()
+            x = checkpoint(*args, use_reentrant=False) if again else args[0](*args[1:])
+        return self.norm(x, None)[1][batch.rows], batch.labels
+
+    @torch.no_grad()
+    def initialise(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for p in (p for p in self.parameters() if p.dim() == 2):
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+        return self
+
+    def freeze_all_but(self, part):
+        return self
+
+    def new_cache(self, slots, input_tokens, new_tokens):
+        return dict(ids=torch.zeros(slots, input_tokens + new_tokens, dtype=torch.int64), at=np.zeros(slots, int))
+
+    def prefill(self, inputs, cache, slots, first_id):
+        for slot, own in zip(slots, inputs, strict=True):
+            cache["ids"][slot, : len(own) - 1], cache["at"][slot] = torch.as_tensor(own)[:-1], len(own) - 1
+        return [int(own[-1]) for own in inputs]
+
+    def decode_one(self, ids, cache):
+        """Computes every slot from its first token on: slow, but the caller cannot tell."""
+        cache["ids"][range(len(ids)), cache["at"]] = ids.cpu()
+        cache["at"] += 1
+        stream = torch.cat([row[:length] for row, length in zip(cache["ids"], cache["at"], strict=True)])
+        rows = torch.from_numpy(np.cumsum(cache["at"]) - 1)
+        batch = Stream(stream, rows, rows, make_layout(cache["at"], cache["at"]), {}).to(self.device)
+        return F.linear(self.hidden(batch)[0], self.embedding.weight.copy)
+
+
+class Export:
+    """Stands for transformers' model: writes its files."""
+
+    def __init__(self, model, tokenizer, device=None):
+        self.model = model
+
+    def save_pretrained(self, directory):
+        save_file(self.model.state_dict(), directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(asdict(self.model.config) | dict(model_type="causal")))
+
+
+def count(model_config, part="all"):
+    return sum(p.numel() for p in CausalModel(model_config).parameters())
+
+
+def step_moments(spec, tokens, checkpointing):
+    """A generous count: every tensor of every layer, and the attention scores."""
+    c, total = spec.model_config, tokens.sum(axis=1).astype(np.float64)
+    kept = spec.number_bytes * c.num_layers * (16 * c.width * total + 3 * c.num_heads * total**2)
+    return dict(loss=kept, embedding=4 * c.width * total)
+
+
+CAUSAL = Family(
+    name="causal", config_class=CausalConfig, parts=("all",), build=CausalModel, collate=collate,
+    first_id=lambda tokenizer: tokenizer.pad_id, has_kernels=lambda *_: False,
+    width=lambda c: c.width,
+    count_parameters=count, count_matrix_numbers=count,
+    step_moments=step_moments, evaluation_moment=lambda spec, tokens: step_moments(spec, tokens, False)["loss"],
+    cache_bytes=lambda spec, slots, inputs, new: slots * (inputs + new) * 8 * spec.model_config.width,
+    num_blocks=lambda c: c.num_layers, aliases=(), to_hugging_face=Export, check_config=lambda values, path: None,
+    config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
+    own_tensors=lambda tensors, path: {name: tensor.float() for name, tensor in tensors.items()},
+)  # fmt: skip

@@ -1,0 +1,150 @@
+"""A second family and a second objective go through the same loop, with the same promises."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from model.data.sequences import Sequences
+from model.generate.engine import generate
+from model.nn.base import Packing
+from model.nn.registry import FAMILIES
+from model.train.objectives.registry import OBJECTIVES
+from tests.parts import gradients_of
+from tests.tenants.causal import CAUSAL, CausalConfig, CausalModel, collate
+from tests.tenants.preference import Preference
+from tests.tiny import journal, start, wait_for, weights_hash, words
+from train_low_mem import main
+
+CONFIG = CausalConfig(vocab_size=60)
+
+
+def main_with_tenants(line):
+    """`main`, in a process that knows the tenants."""
+    FAMILIES[CAUSAL.name] = CAUSAL
+    OBJECTIVES["preference"] = lambda config: Preference()
+    return main(line)
+
+
+@pytest.fixture(scope="module")
+def tenants_home(home):
+    (home / "causal.json").write_text(json.dumps(dict(family="causal")))
+    for name in ("train", "valid"):
+        rows = [json.loads(line) for line in (home / f"{name}.jsonl").read_text().splitlines()]
+        lines = [dict(prompt=row["prompt"], chosen="今天天气", rejected=row["response"]) for row in rows]
+        (home / f"{name}_preferences.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return home
+
+
+TENANTS = dict(
+    causal=dict(model="causal.json"),
+    preference=dict(
+        objective="preference", train_file="train_preferences.jsonl", validation_file="valid_preferences.jsonl"
+    ),
+    both=dict(
+        model="causal.json", objective="preference", train_file="train_preferences.jsonl",
+        validation_file="valid_preferences.jsonl",
+    ),
+)  # fmt: skip
+OPTIONS = dict(optimizer="adamw", learn_rate=5e-3, save_steps=3, bleu_pairs=4, max_new_tokens=8)
+
+
+def train(home, name, world, fault="", command="train", **changes):
+    options = OPTIONS | TENANTS[name.split("_")[0]] | dict(output_dir=name) | changes
+    return wait_for(start(home, world, fault, function=main_with_tenants, command=command, **options), home)
+
+
+@pytest.fixture(scope="module", params=TENANTS)
+def tenant(request, tenants_home):
+    """(home, name of a tenant whose run on one rank has finished)."""
+    done = train(tenants_home, request.param, 1)
+    assert done.codes == [0], done.text
+    return tenants_home, request.param
+
+
+def test_a_tenant_trains_is_evaluated_and_answers(tenant):
+    home, name = tenant
+    evals, lines = journal(home / name, "eval"), journal(home / name, "train")
+    assert len(evals) == 2 and {"loss", "bleu", "chrf"} <= evals[-1].keys()
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    if name != "causal":
+        assert lines[0]["loss"] == pytest.approx(np.log(2), abs=1e-4), "the policy starts as the reference"
+        assert evals[-1]["accuracy"] > 0.7
+    done = train(home, name, 1, command="test")
+    assert done.codes == [0] and "bleu" in done.text, done.text
+
+
+def test_a_tenant_has_the_same_losses_on_two_ranks(tenant):
+    home, name = tenant
+    done = train(home, f"{name}_two", 2)
+    assert done.codes == [0, 0], done.text
+    one, two = ([line["loss"] for line in journal(home / run, "train")] for run in (name, f"{name}_two"))
+    assert two == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.parametrize("fault", ["forward:0:5:int", "forward:0:5:kill", "backward_first:0:5:oom"])
+def test_a_tenant_s_weights_are_the_same_bits_after_a_stop_a_kill_and_an_out_of_memory(tenant, fault):
+    home, name = tenant
+    run = f"{name}_{fault.rpartition(':')[2]}"
+    done = train(home, run, 1, fault)
+    if "kill" in fault:  # the derived columns are computed again from the weights at the start
+        for folder in (home / "model_save" / "tokens").glob("*/derived_*"):
+            shutil.rmtree(folder)
+    if "oom" not in fault:
+        done = train(home, run, 1, is_keep_training="auto")
+    else:
+        assert [line["where"] for line in journal(home / run, "oom")] == ["step"]
+    assert done.codes == [0], done.text
+    assert weights_hash(home / run) == weights_hash(home / name)
+
+
+def test_a_tenant_is_planned(tenant, capsys, monkeypatch):
+    home, name = tenant
+    monkeypatch.chdir(home)
+    options = OPTIONS | TENANTS[name] | dict(gpu_memory_limit_gb=1, json=True)
+    for known, mine in ((FAMILIES, {"causal": CAUSAL}), (OBJECTIVES, {"preference": lambda config: Preference()})):
+        for key, value in mine.items():
+            monkeypatch.setitem(known, key, value)
+    assert main(words("plan", **options)) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["fits"] and values["lengths"]["source"].startswith("counted")
+
+
+def test_a_run_of_another_objective_is_refused(tenants_home):
+    train(tenants_home, "preference_first", 1, epochs=1)
+    done = train(tenants_home, "preference_first", 1, objective="pairs", is_keep_training=True,
+                 train_file="train.jsonl", validation_file="valid.jsonl")  # fmt: skip
+    assert done.codes == [2] and "was written with objective preference, now pairs" in done.text, done.text
+
+
+def batch(lengths, seed=0):
+    draw = np.random.default_rng(seed)
+    return Sequences(tuple(draw.integers(3, 60, sum(side)) for side in zip(*lengths, strict=True)), np.array(lengths))
+
+
+def test_packed_sequences_in_one_stream_have_the_gradient_of_each_alone():
+    model, lengths = CausalModel(CONFIG).initialise(0), [(3, 5), (7, 2), (1, 9)]
+    whole = batch(lengths)
+    model(collate(whole, Packing(0))).backward()
+    together = gradients_of(model)
+    model.zero_grad()
+    starts = np.cumsum([(0, 0), *lengths], axis=0)
+    for one, (first, last) in zip(lengths, zip(starts, starts[1:], strict=False), strict=True):
+        sides = tuple(side[a:b] for side, a, b in zip(whole.sides, first, last, strict=True))
+        model(collate(Sequences(sides, np.array([one])), Packing(0))).backward()
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, together[name], rtol=1e-4, atol=1e-6)
+
+
+def test_generation_in_one_stream_follows_the_packed_network():
+    model = CausalModel(CONFIG).initialise(0)
+    with torch.no_grad():
+        model.embedding.weight.mul_(8)
+    inputs = [[5, 6, 7, 8], [9], [11, 12]]
+    for own, answer in zip(inputs, generate(model, inputs, 0, -1, 6), strict=True):
+        sides = (np.array(own), np.array(answer))
+        stream = collate(Sequences(sides, np.array([[len(own), len(answer)]])), Packing(0))
+        hidden, labels = model.hidden(stream)
+        assert (hidden @ model.embedding.weight.T).argmax(1).tolist() == labels.tolist() == answer
