@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench.runs import open_pairs
-from model.data.tokenizer import BYTE_TOKENS, PROBE, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
+from model.data.tokenizer import BYTE_TOKENS, PROBE, SPECIAL_TOKENS, load_tokenizer
+from model.data.tokenizer_training import train_tokenizer
 
 VOCAB_SIZE = 29_298  # ChatLM-mini-Chinese's
 MAX_SEQ_LEN = 256  # tokens per side, EOS included
@@ -58,11 +59,12 @@ def open_corpus(folder):
 
 def write_tokenizer(directory, vocab_size):
     """Write a tokenizer of `vocab_size` tokens in which each character of the alphabet is one token."""
-    train_tokenizer([PROBE] * 4, 300, directory)
+    train_tokenizer([PROBE] * 4, 420, directory)
     path = Path(directory) / "tokenizer.json"
     state = json.loads(path.read_text(encoding="utf-8"))
     tokens = [*SPECIAL_TOKENS, *BYTE_TOKENS, *map(chr, ALPHABET)][:vocab_size]
     assert len(tokens) == vocab_size
+    state["added_tokens"] = state["added_tokens"][: len(SPECIAL_TOKENS)]
     state["model"] |= dict(vocab={token: i for i, token in enumerate(tokens)}, merges=[])
     path.write_text(json.dumps(state), encoding="utf-8")
 

@@ -17,7 +17,8 @@ from model.data.buckets import buckets_for
 from model.data.packing import cut
 from model.data.readers import read_pairs
 from model.data.sampler import share_of, step_at
-from model.data.tokenizer import load_tokenizer, train_tokenizer
+from model.data.tokenizer import load_tokenizer
+from model.data.tokenizer_training import train_tokenizer
 from model.memory.plan import LARGEST_MICRO_BATCH_TOKENS
 
 RANKS = (1, 2, 4)

@@ -14,7 +14,8 @@ import torch
 from bench.mutations import mutate, mutate_tree
 from bench.runs import context_of, open_pairs, schedule_of
 from config import T5ModelConfig, load_config
-from model.data.tokenizer import PROBE, load_tokenizer, train_tokenizer
+from model.data.tokenizer import PROBE, load_tokenizer
+from model.data.tokenizer_training import train_tokenizer
 from model.memory.oom_policy import PlanRecovery, recovery_of
 from model.memory.plan import MemoryPlan
 from model.nn.registry import config_from, family_of
@@ -33,7 +34,7 @@ WHOLE = MemoryPlan(10**4, 128, False, 0)
 def tiny_run():
     """(directory with a tiny run's checkpoint and exports, its model, its optimizer); made once per process."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz_parts_"))
-    train_tokenizer([PROBE], 400, folder / "tokenizer")
+    train_tokenizer([PROBE], 507, folder / "tokenizer")
     tokenizer = load_tokenizer(folder / "tokenizer")
     model = TextToTextModel(T5ModelConfig(**SHAPE, vocab_size=tokenizer.vocab_size)).initialise(0)
     optimizer = make_optimizer(model, load_config("pretrain", {}))

@@ -22,7 +22,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from model.data.tokenizer import train_tokenizer
+from model.data.tokenizer_training import train_tokenizer
 from tests.ranks import launch, launcher, wait_for_launch
 from tests.tiny import journal
 from tests.trials import hardware, tell

@@ -109,7 +109,7 @@ def trial(run, number, record, draw):
     ready = {
         "before the first step": lambda: len(list(run.home.glob("rank*.txt"))) == 2,
         COMPILING: lambda: len(list(kernels.glob("*"))) >= record["after_kernels"],
-        "tokenising": lambda: list(run.home.glob("model_save/tokens/.*.tmp/pairs.arrow")),
+        "tokenising": lambda: list(run.home.glob("model_save/tokens/.*.tmp/ids.arrow")),
         "training": lambda: run.lines() > lines + 1,
         "evaluation": lambda: last_step(run, "train") >= step,
         "generation": lambda: last_step(run, "train") >= step,

@@ -33,7 +33,7 @@ echo "demo: making about $pairs pairs"
 python scripts/demo_data.py --output_dir "$demo/data" --pairs "$pairs"
 
 echo "demo: training a tokenizer"
-python scripts/train_tokenizer.py "$demo/data/train.parquet" --output_dir "$demo/tokenizer" --vocab_size 1600 --overwrite
+python scripts/train_tokenizer.py "$demo/data/train.parquet" --output_dir "$demo/tokenizer" --vocab_size 1707 --overwrite
 
 echo "demo: training a model ($gpus GPUs found)"
 "${launch[@]}" train_low_mem.py train \

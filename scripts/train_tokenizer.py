@@ -15,7 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.data.readers import read_pairs
-from model.data.tokenizer import count_merged_tokens, load_tokenizer, train_tokenizer
+from model.data.tokenizer import count_merged_tokens, load_tokenizer
+from model.data.tokenizer_training import train_tokenizer
 from model.runtime.atomic_io import make_output_directory
 
 HELD_OUT_EVERY = 100  # rows

@@ -2,7 +2,8 @@
 
 import pytest
 
-from model.data.tokenizer import load_tokenizer, train_tokenizer
+from model.data.tokenizer import load_tokenizer
+from model.data.tokenizer_training import train_tokenizer
 from model.train.optim import make_optimizer
 from tests.parts import batch_of, make_config, make_model, make_pairs, open_pairs, write_parquet
 from tests.tiny import furnish
@@ -11,7 +12,7 @@ from tests.tiny import furnish
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer([text for pair in make_pairs(300) for text in pair], 400, directory)
+    train_tokenizer([text for pair in make_pairs(300) for text in pair], 507, directory)
     return load_tokenizer(directory)
 
 

@@ -26,7 +26,7 @@ ROOMS = {
         "buckets cleaning columns length_histogram packing parquet_rows row_hashes sampler sequences text_files "
         "tokenizer_file",
         "readers tokenizer",
-        "token_store",
+        "token_store tokenizer_training",
     ],
     "model.nn": [
         "flat_batch flat_params",
@@ -91,7 +91,7 @@ PLACES_OF_WORDS = (
 ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed",
     "transformers": "model.nn.t5.huggingface model.data.tokenizer scripts bench",
-    "tokenizers": "model.data.tokenizer model.data.tokenizer_file",
+    "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
     "datasets": "model.data.token_store",
     "fire": "train_low_mem scripts bench",
     "pickle": "",

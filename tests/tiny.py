@@ -5,7 +5,8 @@ import json
 import random
 from pathlib import Path
 
-from model.data.tokenizer import PROBE, train_tokenizer
+from model.data.tokenizer import PROBE
+from model.data.tokenizer_training import train_tokenizer
 from model.run.journal import read_journal
 from tests.ranks import fork_ranks, wait_for
 from train_low_mem import main
@@ -24,7 +25,7 @@ def furnish(folder):
     """Write a tokenizer, data and a model's configuration to `folder` and return it; runs there need an output_dir."""
     draw = random.Random(0)
     texts = ["".join(draw.choices(PROBE, k=draw.randint(4, 24))) for _ in range(2 * NUM_PAIRS + 20)]
-    train_tokenizer(texts, 400, folder / "model_save" / "tokenizer")
+    train_tokenizer(texts, 507, folder / "model_save" / "tokenizer")
     write_pairs(folder / "train.jsonl", texts[: 2 * NUM_PAIRS])
     write_pairs(folder / "valid.jsonl", texts[2 * NUM_PAIRS :])
     (folder / "shape.json").write_text(json.dumps(SHAPE))

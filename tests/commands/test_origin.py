@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from model.data.tokenizer import PROBE, train_tokenizer
+from model.data.tokenizer import PROBE
+from model.data.tokenizer_training import train_tokenizer
 from tests.ranks import wait_for
 from tests.tiny import (
     NUM_PAIRS,
@@ -40,7 +41,7 @@ def resume(nodes, name):
 def test_machines_without_a_shared_disk_start_stop_and_resume_like_ranks_of_one_machine(nodes):
     """Fine-tuning, a torn update and a stop; the second machine has another run's files in the same output_dir."""
     one, two = nodes
-    train_tokenizer([PROBE[:200] * 2], 400, two / "other_tokenizer")
+    train_tokenizer([PROBE[:200] * 2], 507, two / "other_tokenizer")
     for folder, options in (
         (one, dict(output_dir="source")),
         (two, dict(output_dir="run", tokenizer_dir="other_tokenizer")),
@@ -65,7 +66,7 @@ def test_machines_without_a_shared_disk_start_stop_and_resume_like_ranks_of_one_
 
 
 def other_tokenizer(node):
-    train_tokenizer([PROBE[:200] * 2], 400, node / "model_save" / "tokenizer")
+    train_tokenizer([PROBE[:200] * 2], 507, node / "model_save" / "tokenizer")
 
 
 def other_pad(node):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from config import MODELS, T5ModelConfig, load_config
 from model.commands.setup import first_plan, kept_recovery
 from model.data.length_histogram import histogram
-from model.data.tokenizer import train_tokenizer
+from model.data.tokenizer_training import train_tokenizer
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import NothingFits
 from model.run.checkpoint import TrainState
@@ -46,7 +46,7 @@ def test_fine_tuning_starts_from_the_given_weights(home, done_run, source):
 
 
 def test_fine_tuning_with_another_tokenizer_is_refused(home, done_run):
-    train_tokenizer(["这是另外一个词表" * 40, "完全不同的文字" * 40], 300, home / "other_tokenizer")
+    train_tokenizer(["这是另外一个词表" * 40, "完全不同的文字" * 40], 407, home / "other_tokenizer")
     done = train(home, output_dir="other", finetune_from_ckp_file=done_run, tokenizer_dir="other_tokenizer")
     assert refused(done, "leave --tokenizer_dir out")
 

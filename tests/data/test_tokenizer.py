@@ -10,18 +10,29 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, T5Config
 
-from model.data import tokenizer as tokenizer_module
-from model.data.tokenizer import (
-    BYTE_TOKENS,
-    PROBE,
-    SPECIAL_TOKENS,
-    copy_tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from model.data import tokenizer_training
+from model.data.tokenizer import BYTE_TOKENS, PROBE, RESERVED_TOKENS, SPECIAL_TOKENS, copy_tokenizer, load_tokenizer
+from model.data.tokenizer_training import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAPS = ["[EOS]", "[PAD]", "[UNK]", "<0x41>", "<0xE4><0xBD><0xA0>", "</s>", "<pad>", "[", "<0x", "▁", "Ġ"]
+TRAPS = [
+    "<extra_id_0>",
+    "<extra_id_42>",
+    "<|user|>",
+    "<|end|>",
+    "[S2S]",
+    "[EOS]",
+    "[PAD]",
+    "[UNK]",
+    "<0x41>",
+    "<0xE4><0xBD><0xA0>",
+    "</s>",
+    "<pad>",
+    "[",
+    "<0x",
+    "▁",
+    "Ġ",
+]
 BLANKS = ["", " ", "  ", "\n", "\r\n", "\t", "\u3000", "\u00a0", "\u200b", "\u2028", "\x85", "\x00", "\x1b", "\x7f"]
 SIGNS = ["👨‍👩‍👧", "1️⃣", "🇨🇳", "é", "e\u0301", "ﷺ", "𠀀", "\ue000", "\ufeff", "\ufffd", "\U0010ffff", "，", "……"]
 SCRIPTS = [(0x20, 0x7E), (0x4E00, 0x9FFF), (0x3040, 0x30FF), (0xAC00, 0xD7A3), (0x400, 0x4FF), (0x600, 0x6FF)]
@@ -57,7 +68,7 @@ def random_strings(num_strings, seed=0):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(texts_with_traps(), 1000, directory)
+    train_tokenizer(texts_with_traps(), 1107, directory)
     return directory
 
 
@@ -83,11 +94,11 @@ def save_other(directory, backend, **settings):
     return directory
 
 
-def test_special_tokens_then_byte_tokens_have_the_first_ids(tokenizer):
-    expected = {token: token_id for token_id, token in enumerate(SPECIAL_TOKENS + BYTE_TOKENS)}
+def test_special_then_byte_then_reserved_tokens_have_the_first_ids(tokenizer):
+    expected = {token: token_id for token_id, token in enumerate(SPECIAL_TOKENS + BYTE_TOKENS + RESERVED_TOKENS)}
     vocabulary = tokenizer.backend.get_vocab()
     assert {token: vocabulary[token] for token in expected} == expected
-    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 1000)
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 1107)
 
 
 def test_decoding_the_ids_of_any_unicode_text_gives_the_text(tokenizer):
@@ -95,6 +106,7 @@ def test_decoding_the_ids_of_any_unicode_text_gives_the_text(tokenizer):
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert tokenizer.decode(ids) == text
         assert min(ids, default=7) >= len(SPECIAL_TOKENS)
+        assert not any(263 <= token_id < 370 for token_id in ids), "no text reaches a reserved token"
 
 
 def test_decoding_the_ids_of_a_very_long_run_gives_the_run(tokenizer):
@@ -103,7 +115,7 @@ def test_decoding_the_ids_of_a_very_long_run_gives_the_run(tokenizer):
 
 
 def test_no_merge_joins_two_kinds_of_characters(tokenizer):
-    learnt = set(tokenizer.backend.get_vocab()) - {*SPECIAL_TOKENS, *BYTE_TOKENS}
+    learnt = set(tokenizer.backend.get_vocab()) - {*SPECIAL_TOKENS, *BYTE_TOKENS, *RESERVED_TOKENS}
     assert "hello" in learnt
     for token in learnt:
         kinds = {"word" if char.isascii() and char.isalpha() else "Han" if char.isalpha() else char for char in token}
@@ -123,45 +135,45 @@ def test_decode_leaves_special_tokens_out(tokenizer):
 def test_a_lone_surrogate_is_refused_in_encoding_and_ignored_in_training(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="surrogate"):
         tokenizer.encode("\ud83d")
-    train_tokenizer(["\ud83d" + text for text in synthetic_texts(500, num_characters=100)], 600, tmp_path)
+    train_tokenizer(["\ud83d" + text for text in synthetic_texts(500, num_characters=100)], 707, tmp_path)
     load_tokenizer(tmp_path)
 
 
 def test_at_least_half_of_the_learnt_tokens_are_merges_when_characters_abound(tmp_path):
-    train_tokenizer(synthetic_texts(6000, num_characters=2500), 1000, tmp_path)
+    train_tokenizer(synthetic_texts(6000, num_characters=2500), 1107, tmp_path)
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    learnt = set(backend.get_vocab()) - {*SPECIAL_TOKENS, *BYTE_TOKENS}
-    assert len(learnt) == 1000 - 263
+    learnt = set(backend.get_vocab()) - {*SPECIAL_TOKENS, *BYTE_TOKENS, *RESERVED_TOKENS}
+    assert len(learnt) == 1107 - 370
     assert sum(len(token) > 1 for token in learnt) >= len(learnt) / 2
 
 
 def test_at_least_half_of_8000_tokens_are_left_to_merges():
     text = "".join(chr(0x4E00 + n) for n in range(9000))
-    assert 8000 - 263 - len(tokenizer_module._alphabet([text], 8000)) >= 4000
+    assert 8000 - 370 - len(tokenizer_training._alphabet([text], 8000)) >= 4000
 
 
 def test_equal_texts_give_an_equal_tokenizer(directory, tmp_path):
-    train_tokenizer(texts_with_traps(), 1000, tmp_path)
+    train_tokenizer(texts_with_traps(), 1107, tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
 
 
 def test_equally_frequent_characters_enter_the_alphabet_in_a_fixed_order():
     text = "".join(chr(0x4E00 + n) for n in range(5000))
-    assert tokenizer_module._alphabet([text], 1000) == tokenizer_module._alphabet([text[::-1]], 1000)
+    assert tokenizer_training._alphabet([text], 1000) == tokenizer_training._alphabet([text[::-1]], 1000)
 
 
 def test_huge_input_is_sampled_uniformly_and_repeatably_with_a_warning(caplog):
     texts = [f"{n:08d}" for n in range(20_000)]
-    sample = tokenizer_module._sample_slices(iter(texts), max_chars=8_000)
+    sample = tokenizer_training._sample_slices(iter(texts), max_chars=8_000)
     assert 4_000 <= sum(map(len, sample)) <= 8_000
-    assert sample == tokenizer_module._sample_slices(iter(texts), max_chars=8_000)
+    assert sample == tokenizer_training._sample_slices(iter(texts), max_chars=8_000)
     assert 8_000 < sum(map(int, sample)) / len(sample) < 12_000
     assert "of 160,000 characters" in caplog.text
 
 
 def test_long_texts_are_sliced_without_losing_a_character():
     text = "".join(chr(0x4E00 + n) for n in range(5000))
-    sample = tokenizer_module._sample_slices([text])
+    sample = tokenizer_training._sample_slices([text])
     assert "".join(sample) == text
     assert max(map(len, sample)) <= 512
 
@@ -191,7 +203,7 @@ def test_the_fingerprint_stays_the_same_when_transformers_saves_again(directory,
 
 
 def test_the_fingerprint_differs_for_another_tokenizer_of_the_same_size(tokenizer, tmp_path):
-    train_tokenizer(synthetic_texts(4000, num_characters=100, seed=5), 1000, tmp_path)
+    train_tokenizer(synthetic_texts(4000, num_characters=100, seed=5), 1107, tmp_path)
     other = load_tokenizer(tmp_path)
     assert other.vocab_size == tokenizer.vocab_size
     assert other.fingerprint != tokenizer.fingerprint
@@ -293,8 +305,25 @@ def test_loading_imports_neither_transformers_nor_torch(directory):
     subprocess.run([sys.executable, "-c", code, directory], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize(("vocab_size", "num_texts"), [(299, 1000), (400, 0), (400, 1)])
+@pytest.mark.parametrize(("vocab_size", "num_texts"), [(399, 1000), (507, 0), (507, 1)])
 def test_training_refuses_too_few_tokens_or_texts(tmp_path, vocab_size, num_texts):
-    with pytest.raises(ValueError, match="300"):
+    with pytest.raises(ValueError, match="400"):
         train_tokenizer(["你好"] * num_texts, vocab_size, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_reserved_tokens_are_found_by_name_and_left_out_of_decoded_text(tokenizer, directory):
+    first, mark = tokenizer.reserved_id("<extra_id_0>"), tokenizer.reserved_id("<|assistant|>")
+    assert (first, mark) == (263, 365)
+    assert tokenizer.decode([first, *tokenizer.encode("你好"), mark]) == "你好"
+    stock = AutoTokenizer.from_pretrained(directory)
+    assert stock.convert_tokens_to_ids("<extra_id_99>") == tokenizer.reserved_id("<extra_id_99>") == 362
+    assert stock("<extra_id_0>[NLU]", add_special_tokens=False).input_ids == tokenizer.encode("<extra_id_0>[NLU]")
+    assert stock.decode([first, *tokenizer.encode("你好"), mark], skip_special_tokens=True) == "你好"
+
+
+def test_a_tokenizer_without_reserved_tokens_stays_valid_and_says_what_it_lacks():
+    older = load_tokenizer(ROOT / "tests" / "golden" / "tokenizer")
+    assert older.vocab_size == 400 and older.decode(older.encode("今天天气真好")) == "今天天气真好"
+    with pytest.raises(ValueError, match="golden/tokenizer has no token '<extra_id_0>'.*scripts/train_tokenizer.py"):
+        older.reserved_id("<extra_id_0>")

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5ForConditionalGeneration
 
-from model.data.tokenizer import PROBE, load_tokenizer, train_tokenizer
+from model.data.tokenizer import PROBE, load_tokenizer
+from model.data.tokenizer_training import train_tokenizer
 from scripts.chat import answer, find_model, generation_options, load_model, main, parse_arguments
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "chat.py"
@@ -50,7 +51,7 @@ def project(tmp_path_factory):
     """A directory with model_save/tiny/best, a model overfitted on PAIRS."""
     folder = tmp_path_factory.mktemp("project")
     best = folder / "model_save" / "tiny" / "best"
-    train_tokenizer([PROBE + "，。?how are you hello ok\n"] * 3, 400, best)
+    train_tokenizer([PROBE + "，。?how are you hello ok\n"] * 3, 507, best)
     tokenizer = load_tokenizer(best)
     torch.manual_seed(0)
     config = T5Config(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from model.data.tokenizer import PROBE, load_tokenizer, train_tokenizer
+from model.data.tokenizer import PROBE, load_tokenizer
+from model.data.tokenizer_training import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = "usage: train_sft_custom.sh [N=16]"
@@ -33,7 +34,7 @@ def copy(tmp_path):
 def elsewhere(tmp_path):
     """A directory outside the project with pairs.jsonl and start/, a tiny Hugging Face directory."""
     folder = tmp_path / "else where"
-    train_tokenizer([PROBE] * 3, 300, folder / "start")
+    train_tokenizer([PROBE] * 3, 407, folder / "start")
     tokenizer = load_tokenizer(folder / "start")
     shape = dict(d_model=32, d_ff=64, num_heads=2, d_kv=16, num_layers=1, num_decoder_layers=1)
     config = T5Config(

@@ -23,10 +23,10 @@ def test_the_script_trains_on_pairs_and_lines_and_prints_a_summary(tmp_path):
     pairs = zip(texts[400:800], texts[800:], strict=True)
     lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    done = run_script("lines.txt", "pairs.jsonl", "--output_dir", "out", "--vocab_size", 700, cwd=tmp_path)
+    done = run_script("lines.txt", "pairs.jsonl", "--output_dir", "out", "--vocab_size", 807, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in ("vocabulary", "700 tokens", "characters per token", "time"))
-    assert load_tokenizer(tmp_path / "out").vocab_size == 700
+    assert all(word in done.stdout for word in ("vocabulary", "807 tokens", "characters per token", "time"))
+    assert load_tokenizer(tmp_path / "out").vocab_size == 807
     merges = json.loads((tmp_path / "out" / "tokenizer.json").read_text(encoding="utf-8"))["model"]["merges"]
     assert f"multi-character       {len(merges)} tokens" in done.stdout
 
@@ -44,12 +44,12 @@ def test_an_existing_tokenizer_is_replaced_only_with_overwrite(tmp_path):
     (tmp_path / "out").mkdir()
     there = tmp_path / "out" / "tokenizer.json"
     there.write_text("old")
-    words = ["lines.txt", "--output_dir", "out", "--vocab_size", 350]
+    words = ["lines.txt", "--output_dir", "out", "--vocab_size", 457]
     done = run_script(*words, cwd=tmp_path)
     assert done.returncode == 2 and "--output_dir=out" in done.stderr and "--overwrite" in done.stderr
     assert there.read_text() == "old"
     assert run_script(*words, "--overwrite", cwd=tmp_path).returncode == 0
-    assert load_tokenizer(tmp_path / "out").vocab_size == 350
+    assert load_tokenizer(tmp_path / "out").vocab_size == 457
 
 
 def test_an_output_dir_that_cannot_be_made_is_refused_before_the_files_are_read(tmp_path):

@@ -1,0 +1,129 @@
+"""Trains a tokenizer: character-level BPE with byte fallback."""
+
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from model.data.tokenizer import BYTE_TOKENS, RESERVED_TOKENS, SPECIAL_TOKENS
+
+FIRST_TOKENS = (*SPECIAL_TOKENS, *BYTE_TOKENS, *RESERVED_TOKENS)  # have the first ids, in this order
+MIN_TRAINED_SIZE = 400  # tokens, the first ones included
+MAX_ALPHABET = 8_000
+# The merge table takes about 110 bytes of host memory per character of Chinese text.
+MAX_TRAINING_CHARS = 32_000_000
+# The trainer searches a whole run of letters again at every merge; slices bound its length.
+MAX_SLICE_CHARS = 512
+
+# Han characters, other letters, white space and other symbols never share a token. Each digit and each bracket is a
+# token of its own, so that no merge can spell a special token or a byte token. The possessive ++ keeps the memory for
+# long runs linear.
+SPLIT_PATTERN = r"[<>\[\]]|\p{N}|\p{Han}++|[\p{L}\p{M}&&[^\p{Han}]]++|\s++|[^\s\p{L}\p{M}\p{N}<>\[\]]++"
+
+logger = logging.getLogger(__name__)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, output_dir: str | Path) -> None:
+    """Train a character-level BPE tokenizer with byte fallback on the texts and write it to output_dir.
+
+    Reads the texts once, in at most about 4 GiB of memory: it trains on a uniform sample if there are more than
+    MAX_TRAINING_CHARS characters. Raises ValueError if vocab_size or the amount of text is too small.
+    """
+    if vocab_size < MIN_TRAINED_SIZE:
+        raise ValueError(f"vocab_size is {vocab_size}: it must be at least {MIN_TRAINED_SIZE}, for example 8000")
+    backend = _learn(_sample_slices(texts), vocab_size)
+    if backend.get_vocab_size() < MIN_TRAINED_SIZE:
+        raise ValueError(
+            f"the text is enough for only {backend.get_vocab_size()} tokens: at least {MIN_TRAINED_SIZE} are needed, "
+            "give more text"
+        )
+    _save(backend, Path(output_dir))
+
+
+def _slices(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        text = text.encode("utf-8", "ignore").decode("utf-8")  # drops lone surrogates, which have no bytes in UTF-8
+        for start in range(0, len(text), MAX_SLICE_CHARS):
+            yield text[start : start + MAX_SLICE_CHARS]
+
+
+def _sample_slices(texts: Iterable[str], max_chars: int = MAX_TRAINING_CHARS, seed: int = 0) -> list[str]:
+    """All slices of the texts, or a uniform sample of max_chars/2 to max_chars characters if there are more.
+
+    Each slice draws a random number in [0, 1) and stays in the sample while its number is below the sampling rate,
+    which halves whenever the sample exceeds max_chars.
+    """
+    draw = random.Random(seed).random
+    kept, kept_chars, seen_chars, rate = [], 0, 0, 1.0
+    for piece in _slices(texts):
+        seen_chars += len(piece)
+        if (number := draw()) < rate:
+            kept.append((number, piece))
+            kept_chars += len(piece)
+        while kept_chars > max_chars:
+            rate /= 2
+            kept = [entry for entry in kept if entry[0] < rate]
+            kept_chars = sum(len(piece) for _, piece in kept)
+    if rate < 1:
+        logger.warning(
+            "tokenizer learns from a sample of %s of %s characters (seed %d)",
+            f"{kept_chars:,}",
+            f"{seen_chars:,}",
+            seed,
+        )
+    return [piece for _, piece in kept]
+
+
+def _alphabet(slices: list[str], vocab_size: int) -> list[str]:
+    """The most frequent characters, most frequent first; at most 45 % of the learnt tokens, so that most are merges."""
+    size = (vocab_size - len(FIRST_TOKENS)) * 45 // 100
+    counts = Counter(chain.from_iterable(slices))
+    # The trainer's own limit breaks ties at random; sorting ties by character makes the result repeatable.
+    return sorted(counts, key=lambda character: (-counts[character], character))[: min(size, MAX_ALPHABET)]
+
+
+def _learn(slices: list[str], vocab_size: int) -> Tokenizer:
+    backend = Tokenizer(models.BPE(unk_token="[UNK]", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A [EOS]", pair="$A [EOS] $B [EOS]", special_tokens=[("[EOS]", SPECIAL_TOKENS.index("[EOS]"))]
+    )
+    alphabet = _alphabet(slices, vocab_size)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*FIRST_TOKENS],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    backend.train_from_iterator(slices, trainer)
+    return _without_special_bytes(backend)
+
+
+def _without_special_bytes(backend: Tokenizer) -> Tokenizer:
+    """The same tokenizer with byte tokens as ordinary tokens.
+
+    They are special tokens during training, because only those get ids 7 to 262; decoding would leave them out.
+    """
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in BYTE_TOKENS]
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def _save(backend: Tokenizer, output_dir: Path) -> None:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS},
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    output_dir.mkdir(parents=True, exist_ok=True)
+    backend.save(str(output_dir / "tokenizer.json"))
+    (output_dir / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
