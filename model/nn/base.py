@@ -29,8 +29,8 @@ class LanguageModel(nn.Module):
 
     @property
     def tables(self):
-        """The matrices with a row for each token: the embedding, and the output projection if it is another one."""
-        raise NotImplementedError
+        """The matrices with a row for each token: the output projection, and the embedding if it is another one."""
+        return [self.output_weight]
 
     @property
     def output_weight(self):
@@ -40,7 +40,7 @@ class LanguageModel(nn.Module):
     @property
     def uses_kernels(self):
         """True if attention runs in Triton kernels, which need batches made for them."""
-        raise NotImplementedError
+        return False
 
     def hidden(self, batch):
         """(hidden states (targets, width) in the compute dtype, labels (targets,)); a label below 0 is padding."""
@@ -64,7 +64,8 @@ class LanguageModel(nn.Module):
 
     def freeze_all_but(self, part):
         """Freeze all weights outside `part`, one of the family's `parts`; returns the model."""
-        raise NotImplementedError
+        assert part == "all", f"this network has no part {part!r}"
+        return self
 
     def make_flat(self):
         """Make the flat tensors, again whenever parameters were replaced, frozen or thawed."""

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -42,14 +43,12 @@ class Stream:
 
 def collate(sequences, packing):
     """The Stream of Sequences: each one's sides are joined, and the last side's tokens are its targets."""
-    totals = sequences.lengths.sum(axis=1)
-    last = sequences.lengths[:, -1]
+    totals, last = sequences.lengths.sum(axis=1), sequences.lengths[:, -1]
     place = np.concatenate([np.arange(total) for total in totals])
     in_last = place >= np.repeat(totals - last, totals)
     ids = np.empty(len(place), np.int64)
     ids[in_last] = sequences.sides[-1]
-    if len(sequences.sides) == 2:
-        ids[~in_last] = sequences.sides[0]
+    ids[~in_last] = np.concatenate(sequences.sides[:-1] or [ids[:0]])
     wanted = np.ones(in_last.sum(), bool) if sequences.is_target is None else sequences.is_target
     rows = np.flatnonzero(in_last)[wanted] - 1
     values = {name: value[wanted] for name, value in sequences.token_values.items()} | sequences.values
@@ -73,8 +72,6 @@ class Block(nn.Module):
 
 
 class CausalModel(LanguageModel):
-    uses_kernels = False
-
     def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32):
         super().__init__(model_config, dropout, compute_dtype)
         self.embedding = make_embedding(model_config.vocab_size, model_config.width)
@@ -82,13 +79,7 @@ class CausalModel(LanguageModel):
         self.norm = ResidualNorm(model_config.width, 1e-6)
         self.make_flat()
 
-    @property
-    def tables(self):
-        return [self.embedding.weight]
-
-    @property
-    def output_weight(self):
-        return self.embedding.weight
+    output_weight = property(lambda self: self.embedding.weight)
 
     def hidden(self, batch):
         self.flat.refresh()
@@ -105,9 +96,6 @@ class CausalModel(LanguageModel):
         generator = torch.Generator().manual_seed(seed)
         for p in (p for p in self.parameters() if p.dim() == 2):
             p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
-        return self
-
-    def freeze_all_but(self, part):
         return self
 
     def new_cache(self, slots, input_tokens, new_tokens):
@@ -128,15 +116,14 @@ class CausalModel(LanguageModel):
         return F.linear(self.hidden(batch)[0], self.embedding.weight.copy)
 
 
-class Export:
+def export(model, tokenizer, device=None):
     """Stands for transformers' model: writes its files."""
 
-    def __init__(self, model, tokenizer, device=None):
-        self.model = model
+    def save_pretrained(directory):
+        save_file(model.state_dict(), directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(asdict(model.config) | dict(model_type="causal")))
 
-    def save_pretrained(self, directory):
-        save_file(self.model.state_dict(), directory / "model.safetensors")
-        (directory / "config.json").write_text(json.dumps(asdict(self.model.config) | dict(model_type="causal")))
+    return SimpleNamespace(save_pretrained=save_pretrained)
 
 
 def count(model_config, part="all"):
@@ -153,11 +140,10 @@ def step_moments(spec, tokens, checkpointing):
 CAUSAL = Family(
     name="causal", config_class=CausalConfig, parts=("all",), build=CausalModel, collate=collate,
     first_id=lambda tokenizer: tokenizer.pad_id, has_kernels=lambda *_: False,
-    width=lambda c: c.width,
-    count_parameters=count, count_matrix_numbers=count,
+    width=lambda c: c.width, count_parameters=count, count_matrix_numbers=count,
     step_moments=step_moments, evaluation_moment=lambda spec, tokens: step_moments(spec, tokens, False)["loss"],
     cache_bytes=lambda spec, slots, inputs, new: slots * (inputs + new) * 8 * spec.model_config.width,
-    num_blocks=lambda c: c.num_layers, aliases=(), to_hugging_face=Export, check_config=lambda values, path: None,
+    num_blocks=lambda c: c.num_layers, aliases=(), to_hugging_face=export, check_config=lambda values, path: None,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
     own_tensors=lambda tensors, path: {name: tensor.float() for name, tensor in tensors.items()},
 )  # fmt: skip

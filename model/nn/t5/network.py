@@ -152,10 +152,6 @@ class TextToTextModel(LanguageModel):
         self.make_flat()
 
     @property
-    def tables(self):
-        return [self.shared.weight]
-
-    @property
     def output_weight(self):
         return self.shared.weight
 
