@@ -5,12 +5,9 @@ a <name>.npy for each column of plain values, and meta.json. The objective names
 and atomically; every rank maps it without a copy in memory.
 """
 
-import fcntl
 import hashlib
 import os
-import time
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -25,13 +22,12 @@ from datasets import Dataset
 from model.data.readers import describe_ignored
 from model.data.row_hashes import write_hashes
 from model.data.tokenizer import ChatTokenizer
-from model.runtime.atomic_io import open_own, whole_directory, write_file
+from model.runtime.atomic_io import held_lock, whole_directory, write_file
 from model.runtime.json_stream import read_object
 
 FORMAT = 2  # a store of another format is built again
 ROWS_PER_BATCH = 4096
 META = {"source", "sha256", "ids_sha256", "ignored", "rows", "empty", "tokens", "cut"}
-POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ def open_store(source, root, progress=None, stop=lambda: False):
     key = source.key()
     directory = _directory(key, root)
     if not _is_built(directory):
-        with _lock(directory.with_suffix(".lock"), stop):
+        with held_lock(directory.with_suffix(".lock"), stop):
             if not _is_built(directory) and not _adopt(key, directory):
                 _build(source, key, directory, progress, stop)
     return read_store(directory)
@@ -196,25 +192,6 @@ def store_schema(sides, vocab_size):
     """Arrow schema of ids.arrow: a list of token ids for each side, of two bytes each if vocab_size allows."""
     kind = pa.uint16() if vocab_size <= 2**16 else pa.int32()
     return pa.schema([(name, pa.list_(kind)) for name in sides])
-
-
-@contextmanager
-def _lock(path, stop):
-    """Hold a file lock, which the system releases if this process dies; waits for another process that holds it.
-
-    Raises KeyboardInterrupt when `stop()` returns true.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_own(path, "w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if stop():
-                    raise KeyboardInterrupt from None
-                time.sleep(POLL_SECONDS)
-        yield
 
 
 def _adopt(key, directory):

@@ -2,12 +2,14 @@
 
 import ctypes
 import errno
+import fcntl
 import functools
 import logging
 import os
 import shutil
 import stat
 import threading
+import time
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ import ujson
 
 LOGGER = logging.getLogger("chat_trainer")
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fs.h
+POLL_SECONDS = 0.2
 
 
 @contextmanager
@@ -220,3 +223,22 @@ def write_json(path, values):
     text = ujson.dumps(values, indent=1, ensure_ascii=False, escape_forward_slashes=False)
     # Python keeps an undecodable byte of a file name as a lone surrogate; as a backslash escape it is valid JSON.
     write_file(path, text.encode("utf-8", "backslashreplace"))
+
+
+@contextmanager
+def held_lock(path, stop):
+    """Hold a file lock, which the system releases if this process dies; waits for another process that holds it.
+
+    Raises KeyboardInterrupt when `stop()` returns true.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_own(path, "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if stop():
+                    raise KeyboardInterrupt from None
+                time.sleep(POLL_SECONDS)
+        yield
