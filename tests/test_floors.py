@@ -41,7 +41,8 @@ ROOMS = {
         "oom_policy",
     ],
     "model.train": [
-        "cuda_graphs fixed_shards lr_schedule optim spike_guard",
+        "cuda_graphs fixed_shards lr_schedule muon spike_guard",
+        "optim",
         "evaluate footprint loader",
         "gradients",
         "dry_run step",

@@ -20,9 +20,10 @@ SHARED_BYTES = 99 * 1024  # per block on sm_86 and sm_89; sm_80 has 163 KiB
 
 def kernel_names():
     """Names of the kernels that are launched: all Triton functions but their private helpers."""
-    from model.nn.kernels import adamw, attention, cross_entropy, norm
+    from model.nn.kernels import adamw, attention, cross_entropy, muon, norm
 
-    functions = {name: f for module in (adamw, attention, cross_entropy, norm) for name, f in vars(module).items()}
+    modules = adamw, attention, cross_entropy, muon, norm
+    functions = {name: f for module in modules for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
 
@@ -68,6 +69,7 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
             test_norm.norm_errors("cpu", torch.bfloat16, width=width)
         launch_cross_entropy()
         test_adamw.update_errors("cpu")
+        launch_muon()
     assert kernels.keys() == kernel_names()
     for name, compiled in kernels.items():
         for kernel in compiled:
@@ -79,6 +81,17 @@ def launch_cross_entropy():
     from model.nn.kernels.cross_entropy import cross_entropy_
 
     cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
+
+
+def launch_muon():
+    from model.nn.kernels.muon import nesterov_directions, subtract_directions_
+    from model.train.muon import orthogonalise_
+
+    one = torch.ones(())
+    for shape in ((2, 512, 512), (1, 2048, 512), (1, 512, 2048)):
+        weights, directions = torch.zeros(shape), torch.zeros(shape, dtype=torch.bfloat16)
+        _, norms, factors = nesterov_directions(weights, weights, weights, one, one, (0.95, 0.2, 1e-3))
+        subtract_directions_(weights, orthogonalise_(directions, norms), factors, one, 0.1)
 
 
 def test_kernels_are_compiled_once_for_every_number_of_tokens(monkeypatch):
