@@ -83,16 +83,16 @@ def _triangle_tile(tile):
     return row, tile - row * (row + 1) // 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["power"])
 def matrix_products(
     LEFT, RIGHT, ADDEND, OUT, SCALES, num_rows, num_columns, num_terms,
-    stride_left_row, stride_left_term, stride_right_column, stride_right_term, alpha, beta,
-    HAS_ADDEND: tl.constexpr, POWER: tl.constexpr, SYMMETRIC: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    stride_left_row, stride_left_term, stride_right_column, stride_right_term, alpha, beta, power,
+    SYMMETRIC: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of OUT = SCALES^POWER * (alpha * LEFT @ RIGHT + beta * ADDEND), each (B, ., .) without gaps.
+    """One tile of OUT = SCALES^power * (alpha * LEFT @ RIGHT + beta * ADDEND), each (B, ., .) without gaps.
 
-    SCALES (B,) is not read if POWER is 0. With SYMMETRIC a tile below the diagonal is also stored above it.
+    `power` is 0, 1 or 2; SCALES (B,) is not read if it is 0, nor ADDEND if `beta` is 0. With SYMMETRIC a tile below the
+    diagonal is also stored above it. The numbers are arguments at run time, so that four kernels serve all products.
     """
     matrix = tl.program_id(1)
     if SYMMETRIC:
@@ -112,10 +112,11 @@ def matrix_products(
     sums *= alpha
     places = matrix * num_rows * num_columns + rows[:, None] * num_columns + columns[None, :]
     is_real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    if HAS_ADDEND:
+    if beta != 0.0:
         sums += beta * tl.load(ADDEND + places, mask=is_real, other=0.0).to(tl.float32)
-    for _ in tl.static_range(POWER):
-        sums *= tl.load(SCALES + matrix)
+    if power > 0:
+        scale = tl.load(SCALES + matrix)
+        sums *= tl.where(power == 2, scale * scale, scale)
     out = sums.to(OUT.dtype.element_ty)
     tl.store(OUT + places, out, mask=is_real)
     if SYMMETRIC:
@@ -145,7 +146,7 @@ def nesterov_directions(weights_BMN, gradients_BMN, momenta_BMN, rate, scale, nu
 
 
 def subtract_directions_(weights_BMN, directions_BMN, factors, rate, weight_decay):
-    """Decay the weights by `rate` times `weight_decay` and subtract each matrix's factor times its direction, in place."""
+    """Decay the weights in place by `rate` times `weight_decay`; subtract each matrix's factor times its direction."""
     size = weights_BMN[0].numel()
     grid = (triton.cdiv(size, TILE), len(weights_BMN))
     subtract_directions[grid](weights_BMN, directions_BMN, factors, rate, size, weight_decay, TILE=TILE, num_warps=8)
@@ -154,27 +155,28 @@ def subtract_directions_(weights_BMN, directions_BMN, factors, rate, weight_deca
 def gram_(out, x_BMN, scales=None):
     """out (B, S, S) = the Gram matrices of x along its shorter side S, times the squares of `scales` (B,)."""
     x = x_BMN.mT if x_BMN.shape[1] > x_BMN.shape[2] else x_BMN
-    return _launch(out, x, x.mT, None, (1.0, 0.0), scales, power=2, symmetric=True)
+    return _launch(out, x, x.mT, None, 1.0, 0.0, scales, power=2, symmetric=True)
 
 
 def symmetric_product_(out, left, right, addend, alpha=1.0, beta=0.0):
     """out = alpha * left @ right + beta * addend, of symmetric matrices (B, S, S) whose product is symmetric."""
-    return _launch(out, left, right.mT, addend, (alpha, beta), None, power=0, symmetric=True)
+    return _launch(out, left, right.mT, addend, alpha, beta, None, power=0, symmetric=True)
 
 
 def product_(out, left, right, addend=None, beta=0.0, scales=None):
     """out = scales * (left @ right + beta * addend), in batches."""
-    return _launch(out, left, right, addend, (1.0, beta), scales, power=1, symmetric=False)
+    return _launch(out, left, right, addend, 1.0, beta, scales, power=1, symmetric=False)
 
 
-def _launch(out, left, right, addend, alpha_beta, scales, power, symmetric):
+def _launch(out, left, right, addend, alpha, beta, scales, power, symmetric):
     (num_matrices, num_rows, num_terms), num_columns = left.shape, right.shape[2]
     tiles = SYMMETRIC_TILES if symmetric else PRODUCT_TILES
     down, across = triton.cdiv(num_rows, tiles["M"]), triton.cdiv(num_columns, tiles["N"])
     grid = (down * (down + 1) // 2 if symmetric else down * across, num_matrices)
+    if scales is None:
+        scales, power = out.new_empty(1, dtype=torch.float32), 0
     matrix_products[grid](
-        left, right, out if addend is None else addend, out, out if scales is None else scales,
-        num_rows, num_columns, num_terms, *left.stride()[1:], right.stride(2), right.stride(1), *alpha_beta,
-        HAS_ADDEND=addend is not None, POWER=0 if scales is None else power, SYMMETRIC=symmetric, **tiles,
+        left, right, out if addend is None else addend, out, scales, num_rows, num_columns, num_terms,
+        *left.stride()[1:], right.stride(2), right.stride(1), alpha, beta, power, SYMMETRIC=symmetric, **tiles,
     )  # fmt: skip
     return out
