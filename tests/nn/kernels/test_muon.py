@@ -38,14 +38,22 @@ def zeros():
     return orthogonalise_(batch.clone(), 1 / (batch.norm(dim=(1, 2)) + 1e-12))[0].abs().max().item()
 
 
+def rank_one_value():
+    """The largest singular value that the kernels give a long matrix of rank 1 in bf16; exact arithmetic gives 0.696."""
+    x = torch.outer(torch.randn(64), torch.randn(160))
+    direction = orthogonalise_(x.bfloat16()[None], 1 / x.norm()[None])
+    return torch.linalg.matrix_norm(direction[0].float(), 2).item()
+
+
 def interpreted():
-    return [*update_errors("cpu"), zeros()]
+    return [*update_errors("cpu"), zeros(), rank_one_value()]
 
 
 def test_the_interpreted_muon_update_gives_the_same_as_pytorch():
-    weights, momenta, of_zeros = interpreted_errors()["tests.nn.kernels.test_muon"]
+    weights, momenta, of_zeros, of_rank_one = interpreted_errors()["tests.nn.kernels.test_muon"]
     assert weights < 1e-4 and momenta < 1e-6
     assert of_zeros == 0
+    assert 0.6 < of_rank_one < 0.8, "the iteration on a Gram matrix of rank 1 diverges"
 
 
 @pytest.mark.gpu
@@ -53,6 +61,19 @@ def test_the_muon_update_on_a_gpu_gives_the_same_as_pytorch():
     weights, momenta = update_errors("cuda", [*SHAPES, (512, 512), (768, 768), (2048, 512), (512, 2048)])
     assert weights < 0.05, "directions are in bf16"
     assert momenta < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(512, 512), (1024, 512), (512, 2048)])
+def test_the_temporaries_of_an_update_on_a_gpu_take_8_bytes_per_element_of_a_batch(shape):
+    batch = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for _ in range(8)]
+    optimizer = optim.Muon(FlatParams([], batch, None, torch.float32), torch.tensor(0.01, device="cuda"))
+    numbers = optimizer.param_groups[0]["lr"], torch.ones((), device="cuda"), 0.95, 0.0
+    optimizer.update_in_kernels(*numbers)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.update_in_kernels(*numbers)
+    assert torch.cuda.max_memory_allocated() - before <= 8.02 * optimizer.weights.numel(), "optimizer_bytes counts 8"
 
 
 def matrix_with(values, shape, generator):
