@@ -83,6 +83,14 @@ def launch_cross_entropy():
     cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
 
 
+def test_muons_products_compile_for_an_h100_so_that_two_programs_share_a_multiprocessor(monkeypatch):
+    with compiling_for(90, monkeypatch) as kernels:
+        launch_muon()
+    products = kernels["matrix_products"]
+    assert len({kernel.hash for kernel in products}) <= 4, "each takes a second to compile before the first update"
+    assert all("wgmma" in kernel.asm["ptx"] and kernel.metadata.shared <= 113 * 1024 for kernel in products)
+
+
 def launch_muon():
     from model.nn.kernels.muon import nesterov_directions, subtract_directions_
     from model.train.muon import orthogonalise_

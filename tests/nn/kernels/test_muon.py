@@ -38,22 +38,28 @@ def zeros():
     return orthogonalise_(batch.clone(), 1 / (batch.norm(dim=(1, 2)) + 1e-12))[0].abs().max().item()
 
 
-def rank_one_value():
-    """The largest singular value that the kernels give a long matrix of rank 1 in bf16; exact arithmetic gives 0.696."""
-    x = torch.outer(torch.randn(64), torch.randn(160))
-    direction = orthogonalise_(x.bfloat16()[None], 1 / x.norm()[None])
+def matrix_with(values, shape, generator):
+    """A matrix with these singular values and random singular vectors."""
+    left, _, right = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    return left * values @ right
+
+
+def largest_value():
+    """Of the direction of a long ill-conditioned matrix in float16, since the interpreter has no bf16 products."""
+    x = matrix_with(1 / torch.arange(1, 129), (128, 320), torch.Generator().manual_seed(0))
+    direction = orthogonalise_(x.half()[None], 1 / x.norm()[None])
     return torch.linalg.matrix_norm(direction[0].float(), 2).item()
 
 
 def interpreted():
-    return [*update_errors("cpu"), zeros(), rank_one_value()]
+    return [*update_errors("cpu"), zeros(), largest_value()]
 
 
 def test_the_interpreted_muon_update_gives_the_same_as_pytorch():
-    weights, momenta, of_zeros, of_rank_one = interpreted_errors()["tests.nn.kernels.test_muon"]
+    weights, momenta, of_zeros, largest = interpreted_errors()["tests.nn.kernels.test_muon"]
     assert weights < 1e-4 and momenta < 1e-6
     assert of_zeros == 0
-    assert 0.6 < of_rank_one < 0.8, "the iteration on a Gram matrix of rank 1 diverges"
+    assert largest < 1.25, "rounding makes the iteration on an ill-conditioned Gram matrix diverge"
 
 
 @pytest.mark.gpu
@@ -74,12 +80,6 @@ def test_the_temporaries_of_an_update_on_a_gpu_take_8_bytes_per_element_of_a_bat
     torch.cuda.reset_peak_memory_stats()
     optimizer.update_in_kernels(*numbers)
     assert torch.cuda.max_memory_allocated() - before <= 8.02 * optimizer.weights.numel(), "optimizer_bytes counts 8"
-
-
-def matrix_with(values, shape, generator):
-    """A matrix with these singular values and random singular vectors."""
-    left, _, right = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
-    return left * values @ right
 
 
 @pytest.mark.gpu
