@@ -26,9 +26,10 @@ ROOMS = {
         "token_store",
     ],
     "model.nn": [
-        "flat_params",
+        "flat_params philox",
+        "kernels.dropout",
         "kernels",
-        "attention loss",
+        "attention dropout loss",
         "t5.batch t5.position_bias t5.footprint",
         "t5.network",
         "t5.huggingface",

@@ -13,16 +13,17 @@ from model.nn import flat_params, loss
 from model.nn.t5 import network
 from model.nn.t5.batch import pack
 from model.nn.t5.network import TextToTextModel
-from tests.nn.kernels import test_adamw, test_attention, test_norm
+from tests.nn.kernels import test_adamw, test_attention, test_dropout, test_norm
 
 SHARED_BYTES = 99 * 1024  # per block on sm_86 and sm_89; sm_80 has 163 KiB
 
 
 def kernel_names():
     """Names of the kernels that are launched: all Triton functions but their private helpers."""
-    from model.nn.kernels import adamw, attention, cross_entropy, norm
+    from model.nn.kernels import adamw, attention, cross_entropy, dropout, norm
 
-    functions = {name: f for module in (adamw, attention, cross_entropy, norm) for name, f in vars(module).items()}
+    modules = (adamw, attention, cross_entropy, dropout, norm)
+    functions = {name: f for module in modules for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
 
@@ -66,6 +67,7 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
             test_attention.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
         for width in (512, 768):
             test_norm.norm_errors("cpu", torch.bfloat16, width=width)
+            test_dropout.outcomes("cpu", torch.bfloat16, [40, 23], width, kernels=True)
         launch_cross_entropy()
         test_adamw.update_errors("cpu")
     assert kernels.keys() == kernel_names()
