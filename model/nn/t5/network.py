@@ -10,9 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from model.nn.attention import attend, has_kernels
+from model.nn.dropout import Masks, add_dropout, dropout, relu_dropout, step_key
 from model.nn.flat_params import FlatParams, embed, linear, runs_kernels, with_padding
 from model.nn.loss import linear_cross_entropy
 from model.nn.t5.position_bias import score_bias
+
+BLOCK_SITES = 4  # places of dropout in a block, counted from its first: the inputs of its layers, and HIDDEN
+SECOND, LAST, HIDDEN = 1, 2, 3  # input of the second and of the last layer; hidden numbers of the feed-forward layer
+NORMED = 1  # counted from the end of the last block: output of the stack's last norm
 
 
 class Linear(nn.Module):
@@ -37,13 +42,16 @@ class ResidualNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(model_config.d_model))
         self.epsilon = model_config.layer_norm_epsilon
 
-    def forward(self, x, added):
-        """(x + added, norm of the sum), each (N, d_model); statistics in float32. An `added` of None adds nothing."""
+    def forward(self, x, added, masks):
+        """(x + dropout(added), norm of the sum), each (N, d_model); an `added` of None adds nothing.
+
+        Statistics are in float32.
+        """
         if runs_kernels(x):
             from model.nn.kernels.norm import add_norm  # a CPU build of torch comes without Triton
 
-            return add_norm(x, added, self.weight, self.epsilon)
-        x = x if added is None else x + added
+            return add_norm(x, added, self.weight, self.epsilon, masks)
+        x = x if added is None else add_dropout(x, added, masks)
         return x, F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
 
 
@@ -75,8 +83,8 @@ class SelfAttentionLayer(nn.Module):
         self.SelfAttention = Attention(model_config, has_position_bias)
         self.layer_norm = ResidualNorm(model_config)
 
-    def forward(self, x, added, layout, bias):
-        x, normed = self.layer_norm(x, added)
+    def forward(self, x, added, masks, layout, bias):
+        x, normed = self.layer_norm(x, added, masks)
         return x, self.SelfAttention(normed, None, layout, bias)
 
 
@@ -86,8 +94,8 @@ class CrossAttentionLayer(nn.Module):
         self.EncDecAttention = Attention(model_config, has_position_bias=False)
         self.layer_norm = ResidualNorm(model_config)
 
-    def forward(self, x, added, memory, layout, bias):
-        x, normed = self.layer_norm(x, added)
+    def forward(self, x, added, masks, memory, layout, bias):
+        x, normed = self.layer_norm(x, added, masks)
         return x, self.EncDecAttention(normed, memory, layout, bias)
 
 
@@ -97,8 +105,8 @@ class DenseReluDense(nn.Module):
         self.wi = Linear(model_config.d_model, model_config.d_ff, model_config.d_model**-0.5)
         self.wo = Linear(model_config.d_ff, model_config.d_model, model_config.d_ff**-0.5)
 
-    def forward(self, x, dropout):
-        return linear(F.dropout(F.relu(linear(x, self.wi.weight), inplace=True), dropout), self.wo.weight)
+    def forward(self, x, masks):
+        return linear(relu_dropout(linear(x, self.wi.weight), masks), self.wo.weight)
 
 
 class FeedForwardLayer(nn.Module):
@@ -107,16 +115,16 @@ class FeedForwardLayer(nn.Module):
         self.DenseReluDense = DenseReluDense(model_config)
         self.layer_norm = ResidualNorm(model_config)
 
-    def forward(self, x, added, dropout):
-        x, normed = self.layer_norm(x, added)
-        return x, self.DenseReluDense(normed, dropout)
+    def forward(self, x, added, masks, hidden_masks):
+        x, normed = self.layer_norm(x, added, masks)
+        return x, self.DenseReluDense(normed, hidden_masks)
 
 
 class Block(nn.Module):
     """Self-attention, cross-attention (decoder only) and feed-forward on a residual stream (N, d_model).
 
-    Each layer takes the stream and the output of the layer before, and adds them in the same pass as its norm. Returns
-    (stream, output of the last layer), not yet added.
+    Each layer takes the stream and the output of the layer before; its norm drops and adds that output in one pass.
+    Returns (stream, output of the last layer), not yet added. `masks` are those of the block's first site.
     """
 
     def __init__(self, model_config, is_decoder, has_position_bias):
@@ -126,18 +134,17 @@ class Block(nn.Module):
             [SelfAttentionLayer(model_config, has_position_bias), *cross, FeedForwardLayer(model_config)]
         )
 
-    def forward(self, x, added, self_attention, cross_attention, dropout):
-        x, added = self.layer[0](x, added, *self_attention)
+    def forward(self, x, added, masks, self_attention, cross_attention):
+        x, added = self.layer[0](x, added, masks, *self_attention)
         if cross_attention:
-            x, added = self.layer[1](x, F.dropout(added, dropout), *cross_attention)
-        x, added = self.layer[-1](x, F.dropout(added, dropout), dropout)
-        return x, F.dropout(added, dropout)
+            x, added = self.layer[1](x, added, masks.at(SECOND), *cross_attention)
+        return self.layer[-1](x, added, masks.at(LAST), masks.at(HIDDEN))
 
 
-def _block_output(block, x, *args):
+def _block_output(block, x, masks, *attention):
     """The residual stream after `block` as one tensor, the only one that gradient checkpointing keeps per block."""
-    x, added = block(x, None, *args)
-    return x + added
+    x, added = block(x, None, masks, *attention)
+    return add_dropout(x, added, masks.at(BLOCK_SITES))
 
 
 class Stack(nn.Module):
@@ -150,18 +157,18 @@ class Stack(nn.Module):
         self.is_decoder = is_decoder
         self.max_distance = model_config.relative_attention_max_distance
 
-    def forward(self, x, layout, cross_attention, dropout, checkpointing):
-        x, added = F.dropout(x, dropout), None
-        self_attention = (layout, self._bias(layout, x.dtype))
+    def forward(self, x, masks, layout, cross_attention, checkpointing):
+        x, added = dropout(x, masks), None
+        attention = (layout, self._bias(layout, x.dtype)), cross_attention
         for block in self.block:
             if checkpointing and torch.is_grad_enabled():
                 x = checkpoint(
-                    _block_output, block, x, self_attention, cross_attention, dropout, use_reentrant=False,
-                    preserve_rng_state=bool(dropout),
-                )  # fmt: skip
+                    _block_output, block, x, masks, *attention, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                x, added = block(x, added, self_attention, cross_attention, dropout)
-        return F.dropout(self.final_layer_norm(x, added)[1], dropout)
+                x, added = block(x, added, masks, *attention)
+            masks = masks.at(BLOCK_SITES)
+        return dropout(self.final_layer_norm(x, added, masks)[1], masks.at(NORMED))
 
     def _bias(self, layout, dtype):
         attention = self.block[0].layer[0].SelfAttention
@@ -173,7 +180,8 @@ class TextToTextModel(nn.Module):
     """T5 that returns the cross-entropy of packed examples, summed over target tokens.
 
     `model_config` is a T5ModelConfig. `dropout` is the probability for the residual stream and the feed-forward layers,
-    active in training mode only. The parameters and gradients are views of the flat tensors in `flat`.
+    active in training mode only; `key_dropout` chooses its masks. The parameters and gradients are views of the flat
+    tensors in `flat`.
     """
 
     def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32, gradient_checkpointing=False):
@@ -190,6 +198,7 @@ class TextToTextModel(nn.Module):
         known = {id(p) for p in matrices}
         others = [p for p in self.parameters() if id(p) not in known]
         self.flat = FlatParams(others, matrices, self.shared.weight, self.compute_dtype)
+        self.step_key = torch.zeros(2, dtype=torch.int32, device=self.flat.masters.device)
 
     def _apply(self, *args, **kwargs):
         """Rebuild the flat tensors, because Module.to replaces each weight by a tensor of its own."""
@@ -200,6 +209,11 @@ class TextToTextModel(nn.Module):
     def zero_grad(self, set_to_none=False):
         """Zero the gradients and the loss parts in place."""
         self.flat.gradients_and_parts.zero_()
+
+    def key_dropout(self, seed, step):
+        """Draw the masks of this step from now on; recorded steps read the key too."""
+        for word, value in zip(self.step_key.unbind(), step_key(seed, step), strict=True):
+            word.fill_(value)  # unlike a copy from the host, it does not wait for the device
 
     @property
     def uses_kernels(self):
@@ -220,15 +234,22 @@ class TextToTextModel(nn.Module):
     def decode(self, micro_batch):
         """Decoder output (N, d_model), scaled for the tied embedding: the logits are output @ shared.weight.T."""
         self.flat.refresh()
-        dropout = self.dropout if self.training else 0.0
         ids = (micro_batch.prompt_ids, micro_batch.decoder_ids)
         prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(side) for side in ids])
-        options = (dropout, self.gradient_checkpointing)
-        encoded = self.encoder(prompts, micro_batch.encoder_layout, None, *options)
+        prompt_masks, response_masks = map(self._masks, (micro_batch.prompt_keys, micro_batch.decoder_keys))
+        checkpointing = self.gradient_checkpointing
+        encoded = self.encoder(prompts, prompt_masks, micro_batch.encoder_layout, None, checkpointing)
         bias = score_bias(micro_batch.cross_layout, dtype=self.compute_dtype)
         cross = (encoded, micro_batch.cross_layout, bias)
-        decoded = self.decoder(responses, micro_batch.decoder_layout, cross, *options)
+        decoded = self.decoder(responses, response_masks, micro_batch.decoder_layout, cross, checkpointing)
         return decoded * self.config.d_model**-0.5
+
+    def _masks(self, token_keys):
+        """Masks of a stack's first site; in evaluation they drop nothing."""
+        if not (self.training and self.dropout):
+            return Masks(0.0)
+        assert token_keys is not None, "dropout needs a micro-batch made with dropout keys"
+        return Masks(self.dropout, self.step_key, token_keys)
 
     @torch.no_grad()
     def initialise(self, seed):

@@ -1,8 +1,10 @@
 """How the examples of a micro-batch are collated."""
 
 import numpy as np
+import pytest
 import torch
 
+from model.data.buckets import Bucket
 from model.data.packing import cut
 from model.nn.t5.batch import collate
 from tests.parts import examples_of
@@ -16,6 +18,33 @@ def test_collate_shifts_labels_right_within_each_example(store, tokenizer):
     assert micro_batch.labels.tolist() == [token for _, response in examples for token in response]
     shifted = [[tokenizer.pad_id, *response[:-1]] for _, response in examples]
     assert micro_batch.decoder_ids.tolist() == [token for response in shifted for token in response]
+
+
+def test_only_with_dropout_the_tokens_have_keys_and_they_tell_where_each_came_from(store, tokenizer):
+    ids = [9, 2, 33]
+    assert collate(store, ids, tokenizer.pad_id).prompt_keys is None
+    micro_batch = collate(store, ids, tokenizer.pad_id, dropout=True)
+    for side, keys in enumerate((micro_batch.prompt_keys, micro_batch.decoder_keys)):
+        expected = [[2 * place + side, i, 0] for i in ids for place in range(store.lengths[i, side])]
+        assert keys.dtype == torch.int32
+        assert keys.tolist() == expected
+
+
+@pytest.mark.parametrize("bucket", [None, Bucket(256, 320, 4)])
+def test_the_keys_lie_in_the_flat_tensor_of_the_kernels_and_padding_moves_none(store, tokenizer, bucket):
+    pytest.importorskip("triton")
+    ids = [9, 2, 33]
+    plain = collate(store, ids, tokenizer.pad_id, dropout=True)
+    packed = collate(store, ids, tokenizer.pad_id, "cpu", True, bucket, dropout=True)
+    without = collate(store, ids, tokenizer.pad_id, "cpu", True, bucket)
+    assert without.prompt_keys is None
+    assert torch.equal(packed.flat[: len(without.flat)], without.flat)
+    for name, tokens in (("prompt_keys", "prompt_ids"), ("decoder_keys", "decoder_ids")):
+        keys, expected = getattr(packed, name), getattr(plain, name)
+        assert torch.equal(keys[: len(expected)], expected)
+        assert len(keys) == len(getattr(packed, tokens))
+        assert keys.data_ptr() % 16 == packed.flat.data_ptr() % 16
+        assert keys.untyped_storage().data_ptr() == packed.flat.untyped_storage().data_ptr()
 
 
 def test_no_pad_token_is_computed(store, tokenizer):
