@@ -1,6 +1,5 @@
 """One rank's attempt at a step's gradients, without collectives: one rank can fail alone, and all ranks try again."""
 
-import hashlib
 import time
 from dataclasses import dataclass
 from enum import IntEnum
@@ -41,9 +40,11 @@ def attempt_gradients(ranks, model, store, plan, config, work, packed=None, grap
             packed = pack_work(model, store, plan, work, graphs)
         waited = time.perf_counter() - started
         model.gradient_checkpointing = plan.gradient_checkpointing
+        if config.dropout:
+            model.key_dropout(config.seed, work.step)
         shards = tuple(
-            _share_gradients(ranks, model, plan, config, work, number, micro_batches, packed.bucket, graphs)
-            for number, micro_batches in packed.shares
+            _share_gradients(ranks, model, plan, config, work, micro_batches, packed.bucket, graphs)
+            for _, micro_batches in packed.shares
         )
         norms = torch.stack([part.norm() for part in shards or (model.flat.gradients_and_parts,)])
         fault_injection.fire("reduce", work.step)
@@ -54,12 +55,10 @@ def attempt_gradients(ranks, model, store, plan, config, work, packed=None, grap
     return Attempt(Outcome.OUT_OF_MEMORY)
 
 
-def _share_gradients(ranks, model, plan, config, work, number, micro_batches, bucket, graphs):
+def _share_gradients(ranks, model, plan, config, work, micro_batches, bucket, graphs):
     """Gradients and loss parts of a share, in the model's flat tensor; with exact=True a copy of it."""
     model.zero_grad()
     for index, micro_batch in enumerate(micro_batches):
-        if config.dropout:
-            torch.manual_seed(_dropout_seed(config.seed, work.step, number, index))
         fault_injection.fire("forward", work.step)
         if bucket:
             scale = _loss_scale(work)
@@ -77,7 +76,3 @@ def _share_gradients(ranks, model, plan, config, work, number, micro_batches, bu
 def _loss_scale(work):
     """Factor of a micro-batch's loss: turns sums into the mean over the step's target tokens."""
     return float("nan") if fault_injection.fire("loss", work.step) else 1 / work.target_tokens
-
-
-def _dropout_seed(*numbers):
-    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1

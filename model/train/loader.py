@@ -88,6 +88,6 @@ def pack_work(model, store, plan, work, graphs=None):
     parts = [(number, cut(ids, store.lengths[ids], plan.micro_batch_tokens)) for number, ids in work.shares]
     can_record = graphs and plan.graphs and [len(p) for _, p in parts] == [1]
     bucket = graphs.bucket_of(store.lengths[work.ids], plan.micro_batch_tokens) if can_record else None
-    options = (work.start_id, "cpu", model.uses_kernels, bucket)
+    options = (work.start_id, "cpu", model.uses_kernels, bucket, model.dropout > 0)
     shares = [(number, [collate(store, ids, *options) for ids in share]) for number, share in parts]
     return Packed(plan, bucket, tuple(shares))
