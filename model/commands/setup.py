@@ -102,7 +102,7 @@ def prepare_run(ranks, config, typed, resumed):
     stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
     plan, memory = plan_run(run, stored_plan, other_process)
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
-    may_record = config.compile != "False" and model.uses_kernels and not config.dropout
+    may_record = config.compile != "False" and model.uses_kernels
     recovery = kept_recovery(state, plan, may_record)
     differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
     state = replace(state, plan=asdict(plan), growth=recovery, device=ranks.device.type)

@@ -58,12 +58,11 @@ def recording_asked(config, spec, num_steps):
 
     Raises ValueError if compile=True is impossible.
     """
-    possible = spec.kernels and not spec.dropout
-    if config.compile == "True" and not possible:
-        raise ValueError("compile=True records CUDA graphs, which need a GPU, bf16 and dropout=0: leave it out")
+    if config.compile == "True" and not spec.kernels:
+        raise ValueError("compile=True records CUDA graphs, which need a GPU and bf16: leave it out")
     if config.compile == "True":
         return True
-    repaid = possible and num_steps >= STEPS_THAT_REPAY_RECORDING
+    repaid = spec.kernels and num_steps >= STEPS_THAT_REPAY_RECORDING
     return None if repaid and config.compile == "auto" else False
 
 

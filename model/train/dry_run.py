@@ -97,7 +97,7 @@ def plan_before_probes(run, kept, estimate, usable_bytes):
     config = run.config
     asked = recording_asked(config, estimate.spec, len(run.train) * config.epochs / run.schedule.global_batch)
     if kept and config.compile == "auto":
-        asked = kept.graphs and estimate.spec.kernels and not estimate.spec.dropout
+        asked = kept.graphs and estimate.spec.kernels
     if _can_keep(kept, config, estimate, usable_bytes):
         return replace(kept, graphs=bool(asked)), None
     choose = partial(choose_plan, config, estimate, usable_bytes, asked)

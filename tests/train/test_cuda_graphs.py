@@ -8,6 +8,7 @@ import torch
 
 from config import T5ModelConfig
 from model.data.buckets import Bucket
+from model.nn.dropout import token_keys
 from model.nn.t5.batch import pack
 from model.nn.t5.network import TextToTextModel
 from model.runtime.device_memory import release_memory
@@ -24,15 +25,18 @@ def random_micro_batch(num_pairs, bucket, seed):
     draw = np.random.default_rng(seed)
     lengths = draw.integers(2, 60, size=(2, num_pairs))
     prompt_ids, labels = (draw.integers(1, 500, size=side.sum()) for side in lengths)
-    return pack(prompt_ids, np.roll(labels, 1), labels, *lengths, bucket)
+    keys = [token_keys(range(num_pairs), of_side, side) for side, of_side in enumerate(lengths)]
+    return pack(prompt_ids, np.roll(labels, 1), labels, *lengths, bucket, keys)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpointing):
-    model = TextToTextModel(SHAPE, 0.0, torch.bfloat16, gradient_checkpointing).initialise(0).to("cuda")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpointing, dropout):
+    model = TextToTextModel(SHAPE, dropout, torch.bfloat16, gradient_checkpointing).initialise(0).to("cuda")
     graphs = StepGraphs(model, [BUCKET])
     for seed in range(4):
+        model.key_dropout(0, seed)
         model.zero_grad()
         graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, 1e-4, 0.25)
         recorded, recorded_parts = gradients_of(model), model.flat.loss_parts.clone()
