@@ -14,7 +14,7 @@ KEY_STEP_0, KEY_STEP_1 = map(tl.constexpr, philox.KEY_STEPS)
 PHILOX_ROUNDS = tl.constexpr(philox.ROUNDS)
 LEAST_COLUMNS = 8  # columns that a draw serves
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 4, 512  # of a program
-NUMBERS_AT_ONCE = 4096  # of a program that draws nothing
+NUMBERS_AT_ONCE = 2048  # of a program that draws nothing
 
 
 @triton.jit
@@ -57,7 +57,10 @@ def dropout_forward(
     X, RESIDUAL, OUT, STEP_KEY, TOKEN_KEYS, num_rows, width, site, threshold, scale,
     HAS_RESIDUAL: tl.constexpr, HAS_RELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """OUT = dropout(X), or dropout(relu(X)); RESIDUAL is added last. For ROWS rows and COLUMNS columns."""
+    """OUT = dropout(X), or dropout(relu(X)); RESIDUAL is added last. For ROWS rows and COLUMNS columns.
+
+    `width` and the count below are specialised: loads take 16 bytes at once only where they are known multiples of 16.
+    """
     rows, first_column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS
     columns = first_column + tl.arange(0, COLUMNS)
     is_real = (rows < num_rows)[:, None] & (columns < width)[None, :]
@@ -72,7 +75,7 @@ def dropout_forward(
     tl.store(OUT + offsets, x.to(OUT.dtype.element_ty), mask=is_real)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def relu_dropout_backward(OUT, GRAD, GRAD_X, count, scale, NUMBERS: tl.constexpr):
     """GRAD_X = GRAD * scale where OUT, the output of dropout after ReLU, is above 0: what was dropped is 0 there."""
     offsets = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)

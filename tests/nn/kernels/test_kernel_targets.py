@@ -9,7 +9,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from config import T5ModelConfig
+from model.nn import dropout as dropout_module
 from model.nn import flat_params, loss
+from model.nn.dropout import token_keys
 from model.nn.t5 import network
 from model.nn.t5.batch import pack
 from model.nn.t5.network import TextToTextModel
@@ -83,11 +85,12 @@ def launch_cross_entropy():
     cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
 
 
-def test_kernels_are_compiled_once_for_every_number_of_tokens(monkeypatch):
-    for module in (flat_params, network, loss):
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_kernels_are_compiled_once_for_every_number_of_tokens(dropout, monkeypatch):
+    for module in (flat_params, network, loss, dropout_module):
         monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
     sizes = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1, vocab_size=500)
-    small = TextToTextModel(T5ModelConfig(**sizes), compute_dtype=torch.bfloat16).initialise(0)
+    small = TextToTextModel(T5ModelConfig(**sizes), dropout, torch.bfloat16).initialise(0)
     with compiling_for(86, monkeypatch) as kernels:
         small(packed(8)).backward()
         first = variants(kernels)
@@ -95,13 +98,17 @@ def test_kernels_are_compiled_once_for_every_number_of_tokens(monkeypatch):
             small(packed(num_pairs)).backward()
         assert variants(kernels) == first
     assert first.keys() >= {"attention_forward", "attention_backward_keys", "cross_entropy"}
+    assert ("dropout_forward" in first, "relu_dropout_backward" in first) == (dropout > 0, dropout > 0)
+    # with an added tensor and without; with dropout the backward of the two differs too
+    assert (len(first["norm_forward"]), len(first["norm_backward"])) == (2, 2 if dropout else 1)
 
 
 def packed(num_pairs):
     """MicroBatch of pairs of random lengths."""
     lengths = np.random.default_rng(num_pairs).integers(2, 60, size=(2, num_pairs))
     prompts, labels = (np.ones(side.sum(), dtype=np.int64) for side in lengths)
-    return pack(prompts, labels, labels, *lengths)
+    keys = [token_keys(range(num_pairs), of_side, side) for side, of_side in enumerate(lengths)]
+    return pack(prompts, labels, labels, *lengths, keys=keys)
 
 
 def variants(kernels):
