@@ -1,5 +1,6 @@
 """The kernels' dropout against PyTorch's: on a CPU in Triton's interpreter, on a GPU as it is."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,16 +50,43 @@ def differences(device, dtype, *case):
     return [dropped, max(relative_error(*pair) for pair in zip(ours, reference, strict=True))]
 
 
+def network_error(gradient_checkpointing):
+    """Largest relative distance of the gradients of a T5 whose norms and dropout run in the kernels from PyTorch's.
+
+    For a process of its own: it replaces functions.
+    """
+    from model.nn import dropout
+    from model.nn.attention import make_layout
+    from model.nn.t5 import network
+    from model.nn.t5.batch import MicroBatch
+    from tests.parts import farthest, gradients_of, make_model
+
+    lengths = [np.array([3, 9, 4]), np.array([5, 2, 11])]
+    ids = [torch.randint(500, (side.sum(),)) for side in (lengths[0], lengths[1], lengths[1])]
+    layouts = [make_layout(lengths[queries], lengths[keys]) for queries, keys in ((0, 0), (1, 1), (1, 0))]
+    keys = [torch.from_numpy(dropout.token_keys(IDS, of_side, side)) for side, of_side in enumerate(lengths)]
+    model, gradients = make_model(500, dropout=0.2, gradient_checkpointing=gradient_checkpointing), []
+    model.key_dropout(3, 2**40)
+    for kernels in (True, False):
+        network.runs_kernels = dropout.runs_kernels = lambda _, kernels=kernels: kernels
+        model.zero_grad()
+        model(MicroBatch(*ids, *layouts, *keys)).backward()
+        gradients.append(gradients_of(model))
+    return farthest(*gradients)
+
+
 def interpreted():
     cases = [([5, 3, 11], 24), ([1], 8), ([4, 17], 520), ([9], 20)]  # 520: two blocks of columns; 20: half a draw
-    return [number for case in cases for number in differences("cpu", torch.float32, *case)]
+    networks = [network_error(checkpointing) for checkpointing in (False, True)]
+    return [number for case in cases for number in differences("cpu", torch.float32, *case)] + networks
 
 
 def test_the_interpreted_kernels_drop_the_same_numbers_as_pytorch():
-    errors = interpreted_errors()["tests.nn.kernels.test_dropout"]
+    *errors, plain, checkpointed = interpreted_errors()["tests.nn.kernels.test_dropout"]
     assert len(errors) == 2 * 4
     assert not any(errors[::2])
     assert max(errors[1::2]) < 1e-5
+    assert max(plain, checkpointed) < 1e-5
 
 
 @pytest.mark.gpu
