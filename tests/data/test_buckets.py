@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from model.data.buckets import Bucket, buckets_for
 
@@ -23,3 +24,15 @@ def test_few_buckets_hold_nearly_every_micro_batch_with_little_padding():
 def test_pairs_of_one_length_need_one_bucket():
     assert buckets_for(np.full((100, 2), 32, dtype="uint16"), 10) == [Bucket((320, 320), 10)]
     assert buckets_for(np.full((100, 1), 32, dtype="uint16"), 10) == [Bucket((320,), 10)]
+
+
+@pytest.mark.parametrize("num_sides", [1, 2])
+def test_a_bucket_holds_what_fits_every_side_and_fills_two_thirds(num_sides):
+    bucket = Bucket((320,) * num_sides, 10)
+    assert bucket.tokens == 320 * num_sides
+    held = {n: bucket.holds(np.full((n, num_sides), 32, dtype="uint16")) for n in (6, 7, 10)}
+    assert held == {6: False, 7: True, 10: True}
+    assert not bucket.holds(np.full((11, num_sides), 29, dtype="uint16")), "more examples, within the tokens"
+    too_long = np.full((10, num_sides), 32, dtype="uint16")
+    too_long[0, -1] = 33
+    assert not bucket.holds(too_long)

@@ -8,16 +8,18 @@ from tests.nn.kernels.interpreted import interpreted_errors, relative_error
 
 
 def cross_entropy_errors(device, dtype, rows=9, vocabulary=5003, padding=61, z_loss=1e-3):
-    """Relative errors of the loss's parts and of its gradient, against float64; the padding's must be zero."""
+    """Relative errors of the loss's parts and of its gradient, against float64; those of padding must be zero."""
     from model.nn.kernels.cross_entropy import cross_entropy_
 
     logits = (3 * torch.randn(rows, vocabulary + padding, device=device)).to(dtype)
     labels = torch.randint(vocabulary, (rows,), device=device)
+    labels[[0, rows // 2]] = -1  # no target
     exact = logits[:, :vocabulary].double().requires_grad_()
-    plain = torch.stack([F.cross_entropy(exact, labels, reduction="none"), z_loss * exact.logsumexp(1).square()])
+    cross_entropy = F.cross_entropy(exact, labels, ignore_index=-1, reduction="none")
+    plain = torch.stack([cross_entropy, z_loss * exact.logsumexp(1).square() * (labels >= 0)])
     plain.sum().backward()
     losses = cross_entropy_(logits, labels, vocabulary, z_loss)
-    assert not logits[:, vocabulary:].any()
+    assert not logits[:, vocabulary:].any() and not logits[labels < 0].any() and not losses[:, labels < 0].any()
     parts = [relative_error(*pair) for pair in zip(losses, plain.detach(), strict=True)]
     return [*parts, relative_error(logits[:, :vocabulary], exact.grad)]
 
