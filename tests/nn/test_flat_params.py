@@ -50,9 +50,9 @@ def test_a_frozen_matrix_is_held_once_in_the_compute_dtype_and_other_frozen_weig
     assert linear(torch.randn(3, 5, dtype=dtype), *weights).shape == (3, 12), "they are still adjacent"
 
 
-def test_a_frozen_encoder_costs_no_master_and_no_gradient(store):
-    model = make_model(400, compute_dtype=torch.bfloat16).freeze_all_but("decoder")
-    whole = make_model(400, compute_dtype=torch.bfloat16)
+def test_a_frozen_encoder_costs_no_master_and_no_gradient(store, tokenizer):
+    model = make_model(tokenizer.vocab_size, compute_dtype=torch.bfloat16).freeze_all_but("decoder")
+    whole = make_model(tokenizer.vocab_size, compute_dtype=torch.bfloat16)
     held = sum(t.nbytes for t in (model.flat.masters, model.flat.copies, model.flat.gradients, *model.flat.frozen))
     trained = sum(p.numel() for p in model.decoder.parameters())
     frozen = sum(p.numel() for p in whole.parameters()) - trained

@@ -3,14 +3,28 @@ from statistics import median
 
 import pytest
 
+from model.data.tokenizer import load_tokenizer
 from model.runtime import fault_injection
 from model.train.optim import make_optimizer
 from model.train.spike_guard import MAX_SKIPPED_STEPS, MIN_NORMS, WINDOW, spike_limit
 from model.train.step import Position, train_steps
-from tests.parts import PLAN, context_of, make_config, make_model
+from tests.parts import PLAN, context_of, make_config, make_model, make_pairs, open_pairs, write_parquet
+from tests.ranks import ROOT
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
 
 GUARD = 1.05  # close to the median, so that an ordinary run has spikes
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The tokenizer of the golden losses: with it, norms of this short run exceed their median."""
+    return load_tokenizer(ROOT / "tests" / "golden" / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("spikes")
+    return open_pairs(write_parquet(folder / "pairs.parquet", make_pairs(60)), tokenizer, 64, folder / "tokens")
 
 
 def guarded_steps(store, tokenizer, spike_guard=GUARD, recent_norms=(), epochs=7):
