@@ -41,7 +41,7 @@ ROOMS = {
         "registry",
         "weights_io",
     ],
-    "model.generate": ["engine"],
+    "model.generate": ["sampling", "slots", "engine"],
     "model.memory": [
         "estimate",
         "plan",
