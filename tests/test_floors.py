@@ -56,7 +56,7 @@ ROOMS = {
         "dry_run",
     ],
     "model.run": [
-        "console journal train_state",
+        "console durations journal train_state",
         "checkpoint log plots",
         "checkpointer run_dir",
         "run_log",

@@ -4,12 +4,13 @@ Everything is a tensor operation of fixed shape, so that a step can be recorded 
 V vocabulary, W ids of a slot's history.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.nn.functional as F
 
 MAX_NGRAM = 16
+ONLY_DRAWN = ("temperature", "top_k", "top_p", "min_p")  # settings that greedy decoding has no use for
 GOLDEN_GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
@@ -47,6 +48,28 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+def generation_config(sampling, max_new_tokens):
+    """Values of a generation_config.json that stand for these settings."""
+    values = asdict(sampling) | dict(do_sample=bool(sampling.temperature), max_new_tokens=max_new_tokens)
+    del values["seed"]
+    return {name: value for name, value in values.items() if values["do_sample"] or name not in ONLY_DRAWN}
+
+
+def sampling_from(values):
+    """Sampling that the dict `values` of a generation_config.json asks for, with transformers' defaults.
+
+    Raises ValueError for values that it cannot have.
+    """
+    given = {f.name: values[f.name] for f in fields(Sampling) if values.get(f.name) is not None}
+    try:
+        numbers = {f.name: f.type(given[f.name]) for f in fields(Sampling) if f.name in given}
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"the settings {given!r:.200} must be numbers") from None
+    if values.get("do_sample"):
+        return Sampling(**dict(temperature=1.0, top_k=50) | numbers)
+    return Sampling(**{name: number for name, number in numbers.items() if name not in ONLY_DRAWN})
 
 
 @dataclass(frozen=True)
@@ -126,11 +149,13 @@ def repeated_ngrams(history, count, sizes, longest):
     """bool (S, W): columns whose token, if it came next, would repeat a run of `sizes` (S,) tokens."""
     columns = torch.arange(history.shape[1], device=history.device)
     repeats = (columns <= count[:, None]) & (sizes > 0)[:, None] & (columns >= sizes[:, None] - 1)
-    for back in range(longest - 1):  # the token `back` before the column, and `back` before the end
-        last = history.gather(1, (count[:, None] - back).clamp(min=0))
-        before = F.pad(history, (back + 1, 0))[:, : history.shape[1]]
-        repeats &= (before == last) | (back >= sizes - 1)[:, None]
-    return repeats
+    if longest == 1:
+        return repeats
+    back = torch.arange(longest - 1, 0, -1, device=history.device)  # a run's tokens, counted from the one to come
+    before = F.pad(history, (longest - 1, 0)).unfold(1, longest - 1, 1)[:, :-1]  # (S, W, longest - 1)
+    last = history.gather(1, (count[:, None] + 1 - back).clamp(min=0))
+    same = (before == last[:, None]) | (back >= sizes[:, None])[:, None]
+    return repeats & same.all(dim=2)
 
 
 def _mark(chosen, history, logits):

@@ -17,6 +17,7 @@ from model.data.packing import cut
 from model.data.sampler import permute
 from model.data.tokenizer import ChatTokenizer
 from model.generate.engine import Limits, generate
+from model.generate.sampling import GREEDY, Sampling
 from model.memory.oom_policy import plans_to_try, shrink_plan
 from model.nn.base import LanguageModel
 from model.runtime import fault_injection
@@ -39,6 +40,7 @@ class Evaluation:
     tokenizer: ChatTokenizer
     num_answers: int  # 0: none are generated
     max_new_tokens: int  # of one answer
+    sampling: Sampling = GREEDY
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,11 @@ def generate_answers(evaluation, inputs, slots):
     new_tokens, first_id = evaluation.max_new_tokens, evaluation.examples.first_id
     longest = max(map(len, inputs))
     limits = Limits(min(slots, len(inputs)), longest, new_tokens, first_id, evaluation.tokenizer.eos_id)
-    return generate(evaluation.model, inputs, limits, new_tokens)
+    return generate(evaluation.model, inputs, limits, new_tokens, evaluation.sampling)
 
 
 def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None):
-    """List of Answer to a fixed choice of questions, decoded greedily; None if a stop was asked.
+    """List of Answer to a fixed choice of questions; None if a stop was asked.
 
     The questions are the same at every call, and every rank gets all answers. `plan.answers` are generated together.
     `note` is called for each out of memory. Raises NothingFits if an answer by itself does not fit.
