@@ -116,17 +116,21 @@ class Engine:
 
     def _decode(self, steps):
         """Decode `steps` tokens in the smallest step that holds the running slots."""
-        tokens = _size(max(running.decoded for running in self.running.values()) + steps, MIN_TOKENS)
-        slots = min(_size(max(self.running) + 1, MIN_SLOTS), self.limits.slots)
-        mode = mode_of([running.request.sampling for running in self.running.values()], self.model.config.vocab_size)
-        view, cache = self.slots.first(slots), self.cache.first(slots, min(tokens, self.limits.new_tokens))
+        limits, running = self.limits, self.running.values()
+        size = (
+            _size(max(self.running) + 1, MIN_SLOTS, limits.slots),
+            _size(max(len(one.request.input_ids) for one in running), MIN_TOKENS, limits.input_tokens),
+            _size(max(one.decoded for one in running) + steps, MIN_TOKENS, limits.new_tokens),
+        )
+        mode = mode_of([one.request.sampling for one in running], self.model.config.vocab_size)
+        view, cache = self.slots.first(size[0]), self.cache.first(*size)
 
         def advance():
-            view.advance(self.model, cache, mode, self.limits.eos_id)
+            view.advance(self.model, cache, mode, limits.eos_id)
 
         for _ in range(steps):
             if self.recordings:
-                self.recordings.run((slots, tokens, mode), advance)
+                self.recordings.run((size, mode), advance)
             else:
                 advance()
 
@@ -149,9 +153,9 @@ class Engine:
         self.slots.is_done[slot] = True
 
 
-def _size(number, least):
-    """The power of two, `least` or above, that holds `number`: few sizes, so few recordings."""
-    return max(2 ** (number - 1).bit_length(), least)
+def _size(number, least, most):
+    """The power of two from `least` on that holds `number`, or `most`: few sizes, so few recordings."""
+    return min(max(2 ** (number - 1).bit_length(), least), most)
 
 
 class Recordings:

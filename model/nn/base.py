@@ -49,7 +49,8 @@ class LanguageModel(nn.Module):
     def new_cache(self, slots, input_tokens, new_tokens):
         """Static tensors for `slots` sequences of at most so many input and generated tokens.
 
-        Its method `first(slots, new_tokens)` gives a part of it for smaller sizes, which shares its memory.
+        Its method `first(slots, input_tokens, new_tokens)` gives a part of it for smaller sizes, which shares its
+        memory.
         """
         raise NotImplementedError
 

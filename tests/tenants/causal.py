@@ -100,7 +100,7 @@ class CausalModel(LanguageModel):
 
     def new_cache(self, slots, input_tokens, new_tokens):
         ids, at = torch.zeros(slots, input_tokens + new_tokens + 8, dtype=torch.int64), np.zeros(slots, int)
-        return SimpleNamespace(ids=ids, at=at, first=lambda n, new: SimpleNamespace(ids=ids[:n], at=at[:n]))
+        return SimpleNamespace(ids=ids, at=at, first=lambda n, *_: SimpleNamespace(ids=ids[:n], at=at[:n]))
 
     def prefill(self, inputs, cache, slots, first_id):
         for slot, own in zip(slots, inputs, strict=True):

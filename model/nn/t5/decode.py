@@ -3,7 +3,7 @@
 Letters: S slots, L decoder layers, H heads, K head width, T input tokens, N generated tokens, D width.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +25,12 @@ class Cache:
     positions: torch.Tensor  # int64 (S,): tokens decoded so far
     bias: torch.Tensor  # (H, N): position bias of each distance back
 
-    def first(self, slots, new_tokens):
-        """The cache of the first `slots` slots for so many generated tokens, sharing this one's memory."""
-        own = self.own[:, :, :slots, :, : _rounded(new_tokens)]
-        bias = self.bias[:, : own.shape[4]]
-        return replace(
-            self, own=own, cross=self.cross[:, :, :slots], is_input=self.is_input[:slots],
-            positions=self.positions[:slots], bias=bias,
+    def first(self, slots, input_tokens, new_tokens):
+        """The cache of the first `slots` slots for so many tokens, sharing this one's memory."""
+        inputs, new = _rounded(input_tokens), _rounded(new_tokens)
+        return Cache(
+            self.own[:, :, :slots, :, :new], self.cross[:, :, :slots, :, :inputs], self.is_input[:slots, :inputs],
+            self.positions[:slots], self.bias[:, :new],
         )  # fmt: skip
 
 
