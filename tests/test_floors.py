@@ -66,7 +66,7 @@ ROOMS = {
         "options",
         "network origin",
         "setup",
-        "doctor plan_report",
+        "doctor plan_report answering",
     ],
     "bench": [
         "children clock mutations runs",
@@ -92,7 +92,9 @@ ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed",
     "transformers": "model.nn.t5.huggingface model.data.tokenizer scripts bench",
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
-    "datasets": "model.data.token_store",
+    "datasets": "bench",
+    "starlette": "model.commands.server model.commands.http_limits",
+    "uvicorn": "scripts.serve",
     "fire": "train_low_mem scripts bench",
     "pickle": "",
 }
