@@ -34,7 +34,7 @@ ROOMS = {
         "attention layers loss",
         "base",
         "footprint",
-        "t5.batch t5.position_bias t5.footprint t5.huggingface",
+        "t5.activations t5.batch t5.position_bias t5.footprint t5.huggingface",
         "t5.decode",
         "t5.network",
         "t5.family",

@@ -32,7 +32,7 @@ class ChatModel:
 
     def limits(self, slots, input_tokens, new_tokens):
         """Limits of an Engine for this model."""
-        first_id = family_of(self.model.config).first_id(self.tokenizer)
+        first_id = family_of(self.model.config).first_id(self.model.config, self.tokenizer)
         return Limits(slots, input_tokens, new_tokens, first_id, self.tokenizer.eos_id)
 
 

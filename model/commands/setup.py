@@ -241,7 +241,8 @@ def _open_examples(ranks, config, file, origin):
         LOGGER.info(describe_store(store))
     dtype = compute_dtype(config.mixed_precision, ranks.device)
     kernels = family.has_kernels(ranks.device, dtype, origin.model_config)
-    examples = Examples(store, objective, family, family.first_id(origin.tokenizer), config.seed, kernels)
+    first_id = family.first_id(origin.model_config, origin.tokenizer)
+    examples = Examples(store, objective, family, first_id, config.seed, kernels)
     return with_zeros(examples) if objective.derived else examples
 
 

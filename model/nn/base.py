@@ -121,7 +121,7 @@ class Family:
     parts: tuple[str, ...]  # what `--trainable` may name
     build: Callable  # (model_config, dropout, compute_dtype) -> LanguageModel, whose weights are not drawn yet
     collate: Callable  # (Sequences, Packing) -> the batch that the network takes; has `to(device)` and `values`
-    first_id: Callable  # (tokenizer) -> token id that a sequence of targets begins with
+    first_id: Callable  # (model_config, tokenizer) -> token id that a sequence of targets begins with
     has_kernels: Callable  # (device, dtype, model_config) -> bool, as LanguageModel.uses_kernels
     width: Callable  # (model_config) -> columns of the output table
     count_parameters: Callable  # (model_config, part="all") -> number of weights
@@ -132,6 +132,7 @@ class Family:
     num_blocks: Callable  # (model_config) -> layers of the network; each holds at least one tensor
     config_of: Callable  # (dict of a Hugging Face config.json, its path) -> config_class; ValueError for wrong values
     check_config: Callable  # (that dict, path); raises ValueError for what the network does not compute
+    config_with: Callable  # (config_class, own tensors) -> config_class; what only the tensors tell
     own_tensors: Callable  # ({name: tensor} of a Hugging Face file, path) -> those of the network, in float32
     aliases: tuple[str, ...]  # names under which such a file may hold a tensor a second time
     to_hugging_face: Callable  # (model, tokenizer, device=None) -> transformers' model with its weights

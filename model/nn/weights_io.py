@@ -82,7 +82,7 @@ def load_weights(path):
     tensors = family.own_tensors(read_tensors(directory / "model.safetensors"), directory)
     if family.num_blocks(model_config) > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
-    return LoadedWeights(tensors, model_config, directory)
+    return LoadedWeights(tensors, family.config_with(model_config, tensors), directory)
 
 
 def read_config(path):

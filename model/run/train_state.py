@@ -1,6 +1,6 @@
 """The position of a run, and its form in state.json. Reading refuses values that no run writes."""
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 
 from config import DEFAULT_FAMILY, MAX_INT
 from model.memory.oom_policy import PlanRecovery
@@ -99,7 +99,11 @@ def _check_shape(values):
         raise ValueError(f"its shape is {values!r:.200}: it must be a model configuration")
     name = values.get("family", DEFAULT_FAMILY)
     family = family_named(name if isinstance(name, str) else repr(name))
-    _parse_fields(family.config_class, {key: values[key] for key in values if key != "family"}, "its shape")
+    known = {
+        f.name: f.default for f in fields(family.config_class) if f.default is not MISSING
+    }  # older files lack some
+    given = {key: values[key] for key in values if key != "family"}
+    _parse_fields(family.config_class, known | given, "its shape")
 
 
 def _check_plan(values, what):

@@ -137,11 +137,12 @@ def step_moments(spec, tokens, checkpointing):
 COUNT = lambda c, part="all": sum(p.numel() for p in CausalModel(c).parameters())  # noqa: E731
 CAUSAL = Family(
     name="causal", config_class=CausalConfig, parts=("all",), build=CausalModel, collate=collate,
-    first_id=lambda tokenizer: tokenizer.pad_id, has_kernels=lambda *_: False,
+    first_id=lambda _, tokenizer: tokenizer.pad_id, has_kernels=lambda *_: False,
     width=lambda c: c.width, count_parameters=COUNT, count_matrix_numbers=COUNT,
     step_moments=step_moments, evaluation_moment=lambda spec, tokens: step_moments(spec, tokens, False)["loss"],
     cache_bytes=lambda spec, slots, inputs, new: slots * (inputs + new) * 8 * spec.model_config.width,
     num_blocks=lambda c: c.num_layers, aliases=(), to_hugging_face=export, check_config=lambda values, path: None,
+    config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
     own_tensors=lambda tensors, path: {name: tensor.float() for name, tensor in tensors.items()},
 )  # fmt: skip

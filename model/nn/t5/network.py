@@ -1,4 +1,4 @@
-"""TextToTextModel: T5 (v1.0, tied and scaled) over packed examples, under Hugging Face parameter names.
+"""TextToTextModel: T5 in all its variants (v1.0, v1.1, mT5, UMT5) over packed examples, under Hugging Face names.
 
 transformers' T5 cannot run packed examples, because it takes one mask for the encoder and for cross-attention. Weights
 are float32; activations and matmuls use `compute_dtype`.
@@ -14,6 +14,7 @@ from model.nn.base import LanguageModel
 from model.nn.flat_params import embed, linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.t5 import decode
+from model.nn.t5.activations import activate, gate
 from model.nn.t5.position_bias import score_bias
 
 
@@ -26,7 +27,7 @@ class Attention(nn.Module):
         self.k = Linear(model_config.d_model, inner, model_config.d_model**-0.5)
         self.v = Linear(model_config.d_model, inner, model_config.d_model**-0.5)
         self.o = Linear(inner, model_config.d_model, inner**-0.5)
-        self.num_heads = model_config.num_heads
+        self.num_heads, self.has_position_bias = model_config.num_heads, has_position_bias
         if has_position_bias:
             self.relative_attention_bias = make_embedding(
                 model_config.relative_attention_num_buckets, model_config.num_heads
@@ -61,20 +62,31 @@ class CrossAttentionLayer(nn.Module):
         return x, self.EncDecAttention(normed, memory, layout, bias)
 
 
-class DenseReluDense(nn.Module):
+class Dense(nn.Module):
+    """The feed-forward of a layer; a gated one has two matrices, wi_0 and wi_1, in place of wi."""
+
     def __init__(self, model_config):
         super().__init__()
-        self.wi = Linear(model_config.d_model, model_config.d_ff, model_config.d_model**-0.5)
-        self.wo = Linear(model_config.d_ff, model_config.d_model, model_config.d_ff**-0.5)
+        c, self.is_gated = model_config, model_config.is_gated
+        self.activation = c.feed_forward_proj.removeprefix("gated-")
+        if self.is_gated:
+            self.wi_0, self.wi_1 = (Linear(c.d_model, c.d_ff, c.d_model**-0.5) for _ in range(2))
+        else:
+            self.wi = Linear(c.d_model, c.d_ff, c.d_model**-0.5)
+        self.wo = Linear(c.d_ff, c.d_model, c.d_ff**-0.5)
 
     def forward(self, x, dropout):
-        return linear(F.dropout(F.relu(linear(x, self.wi.weight), inplace=True), dropout), self.wo.weight)
+        if self.is_gated:
+            inner = gate(linear(x, self.wi_0.weight, self.wi_1.weight), self.activation)
+        else:
+            inner = activate(linear(x, self.wi.weight), self.activation)
+        return linear(F.dropout(inner, dropout), self.wo.weight)
 
 
 class FeedForwardLayer(nn.Module):
     def __init__(self, model_config):
         super().__init__()
-        self.DenseReluDense = DenseReluDense(model_config)
+        self.DenseReluDense = Dense(model_config)
         self.layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
 
     def forward(self, x, added, dropout):
@@ -111,19 +123,26 @@ def _block_output(block, x, *args):
 
 
 class Stack(nn.Module):
-    """Encoder or decoder: blocks that share the position bias of the first one, then a norm."""
+    """Encoder or decoder: blocks, which share the first one's position bias unless each has its own, then a norm."""
 
     def __init__(self, model_config, num_layers, is_decoder):
         super().__init__()
-        self.block = nn.ModuleList(Block(model_config, is_decoder, has_position_bias=i == 0) for i in range(num_layers))
+        has_own_bias = model_config.model_type == "umt5"
+        self.block = nn.ModuleList(
+            Block(model_config, is_decoder, has_position_bias=has_own_bias or i == 0) for i in range(num_layers)
+        )
         self.final_layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
         self.is_decoder = is_decoder
         self.max_distance = model_config.relative_attention_max_distance
 
     def forward(self, x, layout, cross_attention, dropout, checkpointing):
-        x, added = F.dropout(x, dropout), None
-        self_attention = (layout, self._bias(layout, x.dtype))
+        x, added, bias = F.dropout(x, dropout), None, None
         for block in self.block:
+            attention = block.layer[0].SelfAttention
+            if attention.has_position_bias:
+                weight = attention.relative_attention_bias.weight
+                bias = score_bias(layout, weight, self.max_distance, self.is_decoder, x.dtype)
+            self_attention = (layout, bias)
             if checkpointing and torch.is_grad_enabled():
                 x = checkpoint(
                     _block_output, block, x, self_attention, cross_attention, dropout, use_reentrant=False,
@@ -132,11 +151,6 @@ class Stack(nn.Module):
             else:
                 x, added = block(x, added, self_attention, cross_attention, dropout)
         return F.dropout(self.final_layer_norm(x, added)[1], dropout)
-
-    def _bias(self, layout, dtype):
-        attention = self.block[0].layer[0].SelfAttention
-        weight = attention.relative_attention_bias.weight
-        return score_bias(layout, weight, self.max_distance, self.is_decoder, dtype)
 
 
 class TextToTextModel(LanguageModel):
@@ -149,18 +163,25 @@ class TextToTextModel(LanguageModel):
         self.shared = make_embedding(model_config.vocab_size, model_config.d_model)
         self.encoder = Stack(model_config, model_config.num_layers, is_decoder=False)
         self.decoder = Stack(model_config, model_config.num_decoder_layers, is_decoder=True)
+        if not model_config.tie_word_embeddings:
+            self.lm_head = make_embedding(model_config.vocab_size, model_config.d_model)
+        self.output_scale = model_config.d_model**-0.5 if model_config.scale_decoder_outputs else 1.0
         self.make_flat()
 
     @property
+    def tables(self):
+        return [self.shared.weight] if self.config.tie_word_embeddings else [self.shared.weight, self.lm_head.weight]
+
+    @property
     def output_weight(self):
-        return self.shared.weight
+        return self.tables[-1]
 
     @property
     def uses_kernels(self):
         return runs_in_kernels(self.shared.weight.device, self.compute_dtype, self.config)
 
     def hidden(self, batch):
-        """(Decoder output (N, d_model), scaled for the tied embedding, labels (N,)) of a MicroBatch."""
+        """(Decoder output (N, d_model), scaled, labels (N,)) of a MicroBatch."""
         self.flat.refresh()
         dropout = self.dropout if self.training else 0.0
         ids = (batch.prompt_ids, batch.decoder_ids)
@@ -169,7 +190,7 @@ class TextToTextModel(LanguageModel):
         encoded = self.encoder(prompts, batch.encoder_layout, None, *options)
         cross = (encoded, batch.cross_layout, score_mask(batch.cross_layout, dtype=self.compute_dtype))
         decoded = self.decoder(responses, batch.decoder_layout, cross, *options)
-        return decoded * self.config.d_model**-0.5, batch.labels
+        return decoded * self.output_scale, batch.labels
 
     def encode(self, ids, layout):
         """Encoder output (N, d_model) of packed ids, without dropout."""
@@ -188,18 +209,18 @@ class TextToTextModel(LanguageModel):
 
     @torch.no_grad()
     def initialise(self, seed):
-        """Draw random weights as transformers initialises T5."""
+        """Draw random weights as transformers initialises T5; an output projection of its own starts small."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * module.init_std)
             elif isinstance(module, nn.Embedding):
-                std = 1.0 if module is self.shared else self.config.d_model**-0.5
+                std = 1.0 if module is self.shared else self.config.d_model**-0.5  # of biases, and of lm_head
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * std)
         return self
 
     def freeze_all_but(self, part):
-        """Freeze the encoder and the shared embedding, which is also the output projection, if `part` is decoder."""
+        """Freeze the encoder and the embedding, which may be the output projection too, if `part` is decoder."""
         if part == "decoder":
             self.shared.requires_grad_(False)
             self.encoder.requires_grad_(False)
