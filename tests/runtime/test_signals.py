@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from model.runtime import watchdog
-from tests.ranks import launch, launcher, send, wait_for, wait_for_launch
+from tests.ranks import launch, launcher, send, wait_for, wait_for_launch, wait_for_word
 from tests.tiny import furnish, ids_by_epoch, journal, start, train, weights_hash, words
 from train_low_mem import main
 
@@ -197,7 +197,8 @@ def test_repeated_signals_quit_a_save_that_hangs(home):
 def test_an_evaluation_before_a_kill_is_not_repeated(home):
     options = LONG | dict(eval_steps=4, save_steps=1000, epochs=1)
     processes = start(home, 1, "forward:0:6:hang", output_dir="once", **options)
-    wait_for_lines(home / "once", "save", 2)  # before the evaluation, and after it
+    state = home / "once" / "checkpoints" / "step_00000004" / "state.json"
+    wait_for_word('"evaluated_step": 4', state)
     send(processes, signal.SIGKILL)
     wait_for(processes, home)
     assert train(home, 1, output_dir="once", is_keep_training=True, **options).codes == [0]
