@@ -109,6 +109,7 @@ class TrainConfig:
     max_new_tokens: int = 128  # of one generated answer, at most
     log_sample_ids: bool = False  # write the example ids of each step to samples_rank<r>.jsonl
     backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
+    screen: str = "auto"  # a full screen while training: auto (on a terminal), on, off (plain lines)
     ddp_timeout_s: int = 600  # seconds that one rank may keep the others waiting before the run ends
 
     def __post_init__(self):
@@ -131,6 +132,7 @@ CHOICES = dict(
     compile=("auto", "True", "False"),
     trainable=("all", "decoder"),
     backend=("auto", "nccl", "gloo"),
+    screen=("auto", "on", "off"),
 )
 
 

@@ -38,6 +38,7 @@ from model.run.checkpoint import checkpoint_paths
 from model.run.checkpointer import Saver, try_export
 from model.run.console import Progress, epoch_line
 from model.run.journal import Journal
+from model.run.live import live
 from model.run.log import open_log
 from model.run.plots import try_plot
 from model.run.run_dir import admit, has_best, has_last, only_writer
@@ -115,7 +116,9 @@ def train_from(run, request, state, plan):
 def train_to_the_end(run, journal, state, plan):
     """Train, evaluate and save; returns the last state, "finished" or "asked", and why its checkpoint failed or ""."""
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if run.config.log_sample_ids else None
-    with Journal(samples) as samples, Saver(run.ranks, run.dir, run.config.keep_latest_n_ckp, journal) as saver:
+    screen = live(run.ranks, run.dir, run.config.screen, run.config.gpu_memory_limit_gb)
+    saver = Saver(run.ranks, run.dir, run.config.keep_latest_n_ckp, journal)
+    with screen, Journal(samples) as samples, saver:
         state, reason = train_and_save(run, journal, samples, saver, state, plan)
         saver.join()
     return state, reason, saver.failure

@@ -5,4 +5,8 @@ checkpoint saves it atomically with the weights and the optimizer state, and loa
 checkpointer saves from a snapshot in host memory while training goes on, and exports models.
 journal appends to metrics.jsonl and reads it; run_log chooses what is written about each step;
 console formats log lines and shows progress; log opens the log file; plots draws the curves.
+
+live shows the screen while a run trains: status is what each rank says of itself, terminal_log takes what is printed
+meanwhile, and watch is the screen's own process. It keeps figures from the journal and asks sensors of the driver; view
+says in messages' languages what screen draws.
 """
