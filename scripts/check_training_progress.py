@@ -38,15 +38,13 @@ def main() -> int:
 def report() -> int:
     parser = argparse.ArgumentParser(description="Show the progress of a run, from its journal.")
     parser.add_argument("run_dir", nargs="?", help="default: the run under model_save/ with the newest journal line")
-    parser.add_argument(
-        "--watch", nargs="?", const="", metavar="SECONDS", help="on a terminal, a screen until Ctrl+C; with SECONDS, or "
-        f"elsewhere, the report every SECONDS (default {WATCH_SECONDS})",
-    )  # fmt: skip
+    watching = f"a screen until Ctrl+C; with SECONDS, or without a terminal, reports (default: every {WATCH_SECONDS})"
+    parser.add_argument("--watch", nargs="?", const="", metavar="SECONDS", help=watching)
     options = parser.parse_args()
     try:
         run_dir, seconds = watched(options.run_dir, options.watch)
         if options.watch is not None and seconds is None and sys.stdout.isatty():
-            watch(find_journal(run_dir).parent, sys.stdout.fileno())
+            watch(run_dir if run_dir and Path(run_dir).is_dir() else find_journal(run_dir).parent, sys.stdout.fileno())
             options.watch = None
         show(run_dir)
         while options.watch is not None:

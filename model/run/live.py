@@ -20,7 +20,7 @@ from model.run.messages import Texts, language_of
 from model.run.status import Status, host_memory, write_status
 from model.run.terminal_log import NAME, TerminalLog, discard
 from model.run.watch import LEAVE
-from model.runtime.activity import current_activity
+from model.runtime.activity import current_activity, now_doing
 from model.runtime.device_memory import memory_cap, peak_memory
 from model.runtime.terminal import in_foreground
 from model.runtime.watchdog import standing
@@ -35,6 +35,7 @@ DUMB_TERMINALS = ("", "dumb", "unknown")
 @contextmanager
 def live(ranks, run_dir, option, limit_gb):
     """Inside the block this rank writes its status; rank 0 shows the screen if `option` (auto, on, off) asks for it."""
+    now_doing("starting")
     identity = identity_of(ranks, limit_gb)
     if ranks.is_main:
         discard(run_dir)
@@ -62,12 +63,16 @@ def identity_of(ranks, limit_gb):
     device, gpu = ranks.device, {}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        gpu = dict(device=properties.name, uuid=str(properties.uuid), limit_bytes=memory_cap(device, limit_gb))
+        gpu = dict(
+            device=properties.name,
+            uuid=str(properties.uuid).removeprefix("GPU-"),
+            limit_bytes=memory_cap(device, limit_gb),
+        )
     return dict(rank=ranks.rank, host=os.uname().nodename, pid=os.getpid()) | gpu
 
 
 def status_now(identity, device):
-    """The Status of this rank. PyTorch's allocator is asked, never the device: a CUDA graph may be recorded meanwhile."""
+    """The Status of this rank. It asks PyTorch's allocator, never the device, which may be recording a CUDA graph."""
     _, peak_bytes, rss_bytes = peak_memory(device)
     reserved_bytes = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     host_used, host_total = host_memory()
@@ -137,7 +142,7 @@ class OwnScreen:
 
     def _end(self, code=0):
         log, self._log = self._log, None
-        if code:
+        if code < 0:  # killed by a signal: it could not
             with suppress(OSError):
                 os.write(log.terminal, LEAVE)
         log.give_back(self._texts("earlier"))

@@ -36,14 +36,18 @@ class View:
     def status(self) -> Status | None:
         """Of rank 0, if its process is alive."""
         main = next((status for status in self.statuses if status.rank == 0), None)
-        is_alive = main and self.now - main.time <= ALIVE_SECONDS
-        return main if is_alive else None
+        return main if main and is_alive(main, self.now) else None
 
     @property
     def step(self) -> int:
         """Optimizer steps done; the status is ahead of the journal."""
         status = self.status
         return max(self.figures.step, status.done) if status and status.activity == "training" else self.figures.step
+
+
+def is_alive(status: Status, now: float) -> bool:
+    """Whether the process that wrote `status` still runs at Unix time `now`, if the clocks of the machines agree."""
+    return now - status.time <= ALIVE_SECONDS
 
 
 def state(view: View, text: Texts) -> Text:
@@ -140,7 +144,7 @@ def rows_of(view: View, text: Texts) -> dict[str, str]:
     if not figures.stop:
         rows |= time_left(view, text)
     rows["save"] = last_save(figures, view.now, text)
-    rows |= host_memory_row(view.statuses, text)
+    rows |= host_memory_row(view, text)
     rows["events"] = text("incidents", **{kind: figures.count(kind) for kind in ("oom", "skip", "resume")})
     return rows
 
@@ -199,13 +203,13 @@ def last_save(figures: Figures, now: float, text: Texts) -> str:
     return said
 
 
-def host_memory_row(statuses: list[Status], text: Texts) -> dict[str, str]:
-    """Memory of the first rank's machine, and what the run's processes there use."""
-    if not statuses:
+def host_memory_row(view: View, text: Texts) -> dict[str, str]:
+    """Memory of the first rank's machine while it runs, and what the run's processes there use."""
+    if not view.statuses:
         return {}
-    host = statuses[0]
-    run = f"{sum(status.rss_bytes for status in statuses if status.host == host.host) / GIB:.1f}"
-    if not host.host_total_bytes:
+    host = view.statuses[0]
+    run = f"{sum(status.rss_bytes for status in view.statuses if status.host == host.host) / GIB:.1f}"
+    if not host.host_total_bytes or not is_alive(host, view.now):
         return dict(memory=text("host_memory.run", run=run))
     used, total = host.host_used_bytes, host.host_total_bytes
     sizes = dict(used=f"{used / GIB:.1f}", total=f"{total / GIB:.1f}", percent=100 * used / total)

@@ -25,9 +25,9 @@ from model.run.screen import draw
 from model.run.sensors import Driver
 from model.run.status import read_statuses
 from model.run.terminal_log import NAME, end_of, last_lines
-from model.run.view import View
+from model.run.view import View, is_alive
 from model.runtime.atomic_io import open_own
-from model.runtime.terminal import in_foreground
+from model.runtime.terminal import in_foreground, printable
 
 DRAW_SECONDS = 1.0
 ENTER = b"\x1b[?1049h\x1b[?25l\x1b[2J"  # the alternate screen, without a cursor, empty
@@ -49,12 +49,10 @@ class Follower:
     def look(self) -> View:
         """The run as it is now. Raises ValueError for a journal that no run writes."""
         self._read_journal()
-        statuses = read_statuses(self._run_dir, self._figures.world_size)
-        uuids = [status.uuid for status in statuses if status.host == self._host]
+        now, statuses = time.time(), read_statuses(self._run_dir, self._figures.world_size)
+        uuids = [status.uuid for status in statuses if status.host == self._host and is_alive(status, now)]
         sensors = {uuid: found for uuid in uuids if (found := self._driver.read(uuid))}
-        return View(
-            str(self._run_dir), self._figures, time.time(), statuses, sensors, self._options, self._log(), self._hint
-        )
+        return View(str(self._run_dir), self._figures, now, statuses, sensors, self._options, self._log(), self._hint)
 
     def _read_journal(self):
         is_another, records = self._tail.read()
@@ -177,6 +175,9 @@ def main(run_dir: str) -> None:
     os.nice(10)
     try:
         watch(run_dir, sys.stdout.fileno(), owner=sys.stdin.fileno())
+    except ValueError as error:
+        print(printable(f"no screen: {error}"), file=sys.stderr, flush=True)
+        sys.exit(1)
     finally:
         end_of(run_dir, sys.stdout.fileno(), Texts(language_of(os.environ))("earlier"))
 
