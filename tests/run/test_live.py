@@ -26,7 +26,7 @@ import torch
 
 from model.runtime import fault_injection
 from model.runtime.watchdog import watch_signals
-from tests.ranks import ROOT, fork, launcher
+from tests.ranks import ROOT, fork, free_port
 from tests.tiny import words
 from train_low_mem import main
 
@@ -64,6 +64,19 @@ def train(line):
     torch.set_num_threads(1)
     watch_signals()
     return main(line)
+
+
+def train_on_two_ranks(line, port):
+    """As a launcher does: each rank in a session of its own, which has no terminal."""
+    pids = []
+    for rank in map(str, range(2)):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.setsid()
+            launched = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(launched)
+            os._exit(train(line))
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
 
 
 def run_command(*line):
@@ -171,9 +184,10 @@ def count_writes(path, seconds):
 
 
 ROWS = (
-    r"shown · .+ 1 x CPU .+ (training|evaluating)", r"step \d+/[\d,]+ ", r"\n 0 +CPU +0\.\d", "learning rate", "data wait",
-    r"\d tokens/s, [\d.]+ pairs/s", "time left +.+ of this epoch", "next evaluation +in", "last save +step",
-    r"host memory +[\d.]+/[\d.]+ GiB", "0 out of memory", "over-fit gap +[+-]", r"validation loss +[\d.]+, best",
+    r"shown · .+ 1 x CPU .+ (training|evaluating)", r"step \d+/[\d,]+ ", r"\n 0 +CPU +0\.\d", "learning rate",
+    "data wait", r"\d tokens/s, [\d.]+ pairs/s", "time left +.+ of this epoch", "next evaluation +in",
+    "last save +step", r"host memory +[\d.]+/[\d.]+ GiB", "0 out of memory", "over-fit gap +[+-]",
+    r"validation loss +[\d.]+, best",
     "training loss: epoch", "Ctrl.C stops the run",
 )  # fmt: skip
 
@@ -235,10 +249,8 @@ def test_if_the_run_is_killed_the_screen_restores_the_terminal_and_shows_the_las
 
 
 def test_ranks_of_a_launcher_share_the_screen_and_the_error_of_another_rank_is_seen(terminal):
-    line = [*launcher("torchrun"), *words(output_dir="two", **LONG)]
-    shell = terminal(
-        run_command, *line, env=dict(CHAT_FAULT="forward:1:60:slow,forward:1:60:eio"), columns=150, lines=70
-    )
+    line, fault = words(output_dir="two", **LONG), "forward:1:20:slow,forward:1:20:eio"
+    shell = terminal(train_on_two_ranks, line, free_port(), env=dict(CHAT_FAULT=fault))
     shell.wait_for(r"\n 0 +CPU +0\.\d+ *\n 1 +CPU +0\.\d")
     shell.wait_for(r"code=1\.")
     assert "rank 1: [Errno 5] Input/output error" in shell.text
