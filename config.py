@@ -107,6 +107,7 @@ class TrainConfig:
     keep_latest_n_ckp: int = 2  # number of checkpoints kept
     bleu_pairs: int = 100  # validation pairs that BLEU and chrF are computed on; 0: none
     max_new_tokens: int = 128  # of one generated answer, at most
+    no_repeat_ngram_size: int = 8  # answers repeat no run of so many tokens; 0: they may
     log_sample_ids: bool = False  # write the example ids of each step to samples_rank<r>.jsonl
     backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
     screen: str = "auto"  # a full screen while training: auto (on a terminal), on, off (plain lines)
@@ -122,7 +123,7 @@ MINIMUM = dict(
     epochs=1, batch_size_per_gpu=1, gradient_accumulation_steps=1, global_batch_size=0, max_seq_len=8, seed=0,
     warmup_steps=-1, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
-    ddp_timeout_s=30, spike_guard=0,
+    no_repeat_ngram_size=0, ddp_timeout_s=30, spike_guard=0,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("muon", "adamw_rms", "adamw", "adafactor"),
@@ -166,6 +167,8 @@ def _problems(config):
         yield f"dropout={config.dropout}: must be in [0, 1)"
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
+    if config.no_repeat_ngram_size > 16:
+        yield f"no_repeat_ngram_size={config.no_repeat_ngram_size}: must be at most 16"
     if config.max_seq_len > 65_535:
         yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
     if config.model not in MODELS and not config.model.endswith(".json"):

@@ -41,7 +41,7 @@ ROOMS = {
         "registry",
         "weights_io",
     ],
-    "model.generate": ["engine"],
+    "model.generate": ["sampling", "slots", "engine"],
     "model.memory": [
         "estimate",
         "plan",
@@ -56,7 +56,7 @@ ROOMS = {
         "dry_run",
     ],
     "model.run": [
-        "console journal messages sensors status terminal_log train_state",
+        "console durations journal messages sensors status terminal_log train_state",
         "checkpoint figures log plots",
         "checkpointer run_dir view",
         "run_log screen",
@@ -68,7 +68,7 @@ ROOMS = {
         "options",
         "network origin",
         "setup",
-        "doctor plan_report",
+        "doctor plan_report answering",
     ],
     "bench": [
         "children clock mutations runs",
@@ -94,7 +94,9 @@ ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed",
     "transformers": "model.nn.t5.huggingface model.data.tokenizer scripts bench",
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
-    "datasets": "model.data.token_store",
+    "datasets": "bench",
+    "starlette": "model.commands.server model.commands.http_limits",
+    "uvicorn": "scripts.serve",
     "fire": "train_low_mem scripts bench",
     "pickle": "",
 }

@@ -47,11 +47,18 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def new_cache(self, slots, input_tokens, new_tokens):
-        """Static tensors for `slots` sequences of at most so many input and generated tokens."""
+        """Static tensors for `slots` sequences of at most so many input and generated tokens.
+
+        Its method `first(slots, input_tokens, new_tokens)` gives a part of it for smaller sizes, which shares its
+        memory.
+        """
         raise NotImplementedError
 
     def prefill(self, inputs, cache, slots, first_id):
-        """Read `inputs` (arrays of ids) into these slots of the cache; returns the id that each is to decode first."""
+        """Read `inputs` (arrays of ids) into these slots of the cache; returns the ids that each decodes from.
+
+        `decode_one` gets the last of them first. They are what penalties against repetition look at.
+        """
         raise NotImplementedError
 
     def decode_one(self, ids, cache):

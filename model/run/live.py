@@ -33,13 +33,13 @@ DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 @contextmanager
-def live(ranks, run_dir, option, limit_gb):
-    """Inside the block this rank writes its status; rank 0 shows the screen if `option` (auto, on, off) asks for it."""
+def live(ranks, config):
+    """Inside the block this rank writes its status; rank 0 shows the screen if config.screen asks for it."""
     now_doing("starting")
-    identity = identity_of(ranks, limit_gb)
+    run_dir, identity = config.output_dir, identity_of(ranks, config.gpu_memory_limit_gb)
     if ranks.is_main:
         discard(run_dir)
-    screen = screen_of(ranks, run_dir, option)
+    screen = screen_of(ranks, run_dir, config.screen)
     ended = threading.Event()
 
     def keep_writing():
@@ -86,7 +86,7 @@ def status_now(identity, device):
 
 
 def screen_of(ranks, run_dir, option):
-    """The part that this rank has in the screen."""
+    """The part that this rank has in the screen that `option` (auto, on, off) asks for."""
     if option == "on" and ranks.is_main and not os.isatty(2):
         LOGGER.warning("--screen=on: stderr is no terminal, so there are plain lines only")
     shares_terminal = ranks.rank == ranks.local_rank  # with rank 0, whose machine it is on

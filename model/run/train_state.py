@@ -3,7 +3,6 @@
 from dataclasses import asdict, dataclass, fields, replace
 
 from config import DEFAULT_FAMILY, MAX_INT
-from model.memory.estimate import ANSWERS_A_BATCH
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import CHUNKS, MemoryPlan
 from model.nn.registry import family_named
@@ -106,7 +105,7 @@ def _check_shape(values):
 def _check_plan(values, what):
     """Raise ValueError unless the JSON `values` are a MemoryPlan with sizes that a plan can have."""
     _parse_fields(MemoryPlan, values, what)
-    limits = dict(micro_batch_tokens=MAX_INT, chunk_tokens=CHUNKS[0], answers=ANSWERS_A_BATCH)
+    limits = dict(micro_batch_tokens=MAX_INT, chunk_tokens=CHUNKS[0], answers=MAX_INT)
     for name, most in limits.items():
         if not 0 < values[name] <= most:
             raise ValueError(f"{what} says {name}={values[name]}: it must be from 1 to {most}")
