@@ -6,7 +6,17 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from model.run.messages import Texts
-from model.run.view import View, count_of, device_cells, event_lines, loss_curve, rows_of, state, status_of_journal
+from model.run.view import (
+    View,
+    count_of,
+    device_cells,
+    event_lines,
+    log_line,
+    loss_curve,
+    rows_of,
+    state,
+    status_of_journal,
+)
 from model.runtime.terminal import printable
 
 WIDE = 116  # columns from which the rows stand in two columns
@@ -36,7 +46,7 @@ def lines_of(view: View, text: Texts, console: Console) -> list[list[Segment]]:
     parts += [Text(" " + curve, style="cyan", no_wrap=True)] if curve else []
     lines = _lines(parts, console)
     events = event_lines(view, text)[-MAX_EVENT_LINES:]
-    for title, newest in (("events", events), ("log", view.log)):
+    for title, newest in (("events", events), ("log", [log_line(line) for line in view.log])):
         room = console.height - len(lines) - 2  # beside the title and the last line of the screen
         if newest and room > 0:
             lines += _lines([rule(text(title), console.width), *map(plain, newest[-room:])], console)
@@ -49,7 +59,7 @@ def _lines(parts, console):
 
 
 def plain(line: str) -> Text:
-    return Text(printable(line), no_wrap=True, overflow="ellipsis")
+    return Text(" " + printable(line), no_wrap=True, overflow="ellipsis")
 
 
 def rule(title: str, width: int) -> Text:

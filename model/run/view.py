@@ -1,5 +1,7 @@
 """What the screen says, as text: a view of a run and its rows. Pure: it reads no file and no clock."""
 
+import math
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -14,6 +16,8 @@ from model.runtime.terminal import printable
 
 GIB = 2**30
 BARS = "▁▂▃▄▅▆▇█"
+TINY_LOSS = 1e-6
+LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d)\.\d{3}\] \[(\w+)\]: ")  # how a line of the log begins
 ALIVE_SECONDS = 10  # a status is written twice a second; one that is older is of a process that is gone or stopped
 SILENT_SECONDS = 600  # for runs without a status
 LEVEL_STYLES = dict(safe="green", edge="yellow", dangerous="bold red")
@@ -230,14 +234,23 @@ def event_line(event: dict, text: Texts) -> str:
     return printable(f"{clock}  {text('row.step')} {event.get('step', 0):,}: {said}")
 
 
+def log_line(line: str) -> str:
+    """A line of the log with the time of day alone before it, and its level if that is not INFO."""
+    return LOG_LINE.sub(lambda begins: f"{begins[1]}  " + (f"{begins[2]}: " if begins[2] != "INFO" else ""), line, 1)
+
+
 def loss_curve(figures: Figures, width: int) -> str:
-    """The smoothed training loss as bars, `width` characters at most; empty for fewer than two points."""
+    """The smoothed training loss as bars on a logarithmic scale, `width` characters at most.
+
+    Empty for fewer than two points.
+    """
     values = figures.losses.values
     if len(values) < 2 or width < 2:
         return ""
     width = min(width, len(values))
     edges = [index * len(values) // width for index in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
-    low, high = min(means), max(means)
+    heights = [math.log(max(mean, TINY_LOSS)) for mean in means]
+    low, high = min(heights), max(heights)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0
-    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+    return "".join(BARS[round((height - low) * scale)] for height in heights)

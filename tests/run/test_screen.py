@@ -13,7 +13,7 @@ from model.run.messages import CATALOGUE, Texts
 from model.run.screen import draw
 from model.run.sensors import Driver, Sensors
 from model.run.status import Status
-from model.run.view import ALIVE_SECONDS, View, loss_curve, rows_of, state
+from model.run.view import ALIVE_SECONDS, View, log_line, loss_curve, rows_of, state
 
 NOW, GIB = 1_000_000.0, 2**30
 HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e\n"
@@ -94,6 +94,12 @@ def test_the_log_gives_way_to_the_figures_on_a_low_terminal():
     low, high = "\n".join(drawn(run_view(log=log), 80, 24)), "\n".join(drawn(run_view(log=log), 80, 40))
     assert "incidents" in low and "log line 30" not in low
     assert "log line 39" in high and "log line 20" not in high
+
+
+def test_a_line_of_the_log_keeps_its_time_and_a_level_that_matters():
+    assert log_line("[2026-01-02 03:04:05.678] [INFO]: training loss: epoch:1") == "03:04:05  training loss: epoch:1"
+    assert log_line("[2026-01-02 03:04:05.678] [ERROR]: no plots") == "03:04:05  ERROR: no plots"
+    assert log_line("SIGINT: stopping") == "SIGINT: stopping"
 
 
 def said(**changes):
