@@ -11,6 +11,7 @@ import ujson
 from model.runtime.atomic_io import AppendedFile, open_own
 
 LOGGER = logging.getLogger("chat_trainer")
+MAX_TAIL_BYTES = 1 << 22  # a line has at most a step's example ids
 
 # Kinds of line that a resume at an earlier step voids. Starts and resumes stay: they happened whatever was undone.
 VOIDED_KINDS = {"train", "eval", "save", "oom", "not_finite", "skip", "stop"}
@@ -82,9 +83,10 @@ class JournalTail:
         self._path, self._offset, self._number, self._inode = Path(path), 0, 0, None
 
     def read(self) -> tuple[bool, list[dict]]:
-        """(Whether the journal is another file than at the last call, its new lines); nothing while there is none.
+        """(Whether the journal is another file than at the last call, its next lines); none while there are no more.
 
-        The lines are as they stand: whoever folds them applies `is_undone`. Raises ValueError for a damaged line.
+        A call reads MAX_TAIL_BYTES at most. The lines are as they stand: whoever folds them applies `is_undone`.
+        Raises ValueError for a damaged line.
         """
         try:
             with open_own(self._path, "rb") as file:
@@ -93,7 +95,7 @@ class JournalTail:
                 if is_another:
                     self._offset, self._number, self._inode = 0, 0, status.st_ino
                 file.seek(self._offset)
-                data = file.read(status.st_size - self._offset)
+                data = file.read(min(status.st_size - self._offset, MAX_TAIL_BYTES))
         except FileNotFoundError:
             return False, []
         return is_another, self._records(data[: data.rfind(b"\n") + 1])

@@ -44,7 +44,8 @@ def live(ranks, config):
 
     def keep_writing():
         while not ended.is_set():
-            write_status(run_dir, status_now(identity, ranks.device))
+            with suppress(OSError):  # without a free descriptor, for example
+                write_status(run_dir, status_now(identity, ranks.device))
             screen.check()
             ended.wait(STATUS_SECONDS)
 

@@ -80,7 +80,7 @@ CATALOGUE = {
         "reason.asked": "stopped on request",
         "reason.failed": "failed",
         # around the screen
-        "quit": "Ctrl+C leaves this screen; the run goes on",
+        "quit": "Ctrl+C leaves this screen, not the run",
         "stop": "Ctrl+C stops the run with a checkpoint",
         "earlier": "(earlier lines are in the log file)",
     },
@@ -155,7 +155,7 @@ CATALOGUE = {
         "reason.finished": "已完成",
         "reason.asked": "按要求停止",
         "reason.failed": "失败",
-        "quit": "按 Ctrl+C 离开本屏幕，训练不受影响",
+        "quit": "按 Ctrl+C 离开本屏幕，不影响训练",
         "stop": "按 Ctrl+C 停止训练并保存检查点",
         "earlier": "（更早的行在日志文件里）",
     },

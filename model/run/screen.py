@@ -11,6 +11,7 @@ from model.run.view import (
     count_of,
     device_cells,
     event_lines,
+    is_alive,
     log_line,
     loss_curve,
     rows_of,
@@ -81,7 +82,7 @@ def head(view: View, text: Texts, width: int) -> Text:
 def bar(view: View, text: Texts, width: int) -> Text:
     """How far the run is: steps and epochs."""
     figures, total = view.figures, view.figures.start.get("total_steps")
-    count = f" {text('row.step')} {view.step:,}" + (f"/{total:,} {view.step / total:.1%} " if total else "")
+    count = f" {text('row.step')} {view.step:,}" + (f"/{total:,} {view.step / total:.1%} " if total else " ")
     epochs = figures.start.get("epochs")
     epoch = text("epoch", epoch=f"{figures.train['epoch']:g}", epochs=epochs) if figures.train and epochs else ""
     epoch = f" {printable(epoch)} "
@@ -99,10 +100,12 @@ def devices(view: View, text: Texts) -> list[Text]:
         max(map(cell_len, column)) if any(column[1:]) else 0  # a column that nothing is known of is left out
         for column in zip(titles, *([str(cell) for cell in row] for row in rows), strict=True)
     ]
-    return [_joined(titles, widths, "dim"), *(_joined(row, widths) for row in rows)]
+    styles = ["" if is_alive(status, view.now) else "dim" for status in statuses]
+    lines = zip([titles, *rows], ["dim", *styles], strict=True)
+    return [_joined(cells, widths, style) for cells, style in lines]
 
 
-def _joined(cells, widths, style=""):
+def _joined(cells, widths, style):
     line = Text(style=style, no_wrap=True, overflow="ellipsis")
     for cell, width in zip(cells, widths, strict=True):
         if width:

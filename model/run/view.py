@@ -18,7 +18,7 @@ GIB = 2**30
 BARS = "▁▂▃▄▅▆▇█"
 TINY_LOSS = 1e-6
 LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d)\.\d{3}\] \[(\w+)\]: ")  # how a line of the log begins
-ALIVE_SECONDS = 10  # a status is written twice a second; one that is older is of a process that is gone or stopped
+ALIVE_SECONDS = 30  # a status is written twice a second, but not while a library call keeps all threads waiting
 SILENT_SECONDS = 600  # for runs without a status
 LEVEL_STYLES = dict(safe="green", edge="yellow", dangerous="bold red")
 
@@ -98,7 +98,7 @@ def status_of_journal(figures: Figures) -> Status:
 def device_cells(status: Status, sensors: Sensors | None, text: Texts) -> list[str | Text]:
     """A rank's line: rank, memory of its limit, peak, whole card, utilisation, temperature, power, process."""
     sensors = sensors or Sensors()
-    used = Text(text("cpu")) if not status.peak_bytes else Text(gib(status.reserved_bytes))
+    used = Text(text("cpu") if status.pid and not status.peak_bytes else gib(status.reserved_bytes))
     if status.limit_bytes:
         sizes, _, percent, level = memory_text(status.reserved_bytes, status.limit_bytes).split(" ")
         used = Text(f"{sizes} {percent} {text(f'level.{level}')}", style=LEVEL_STYLES[level])

@@ -55,16 +55,21 @@ class Follower:
         return View(str(self._run_dir), self._figures, now, statuses, sensors, self._options, self._log(), self._hint)
 
     def _read_journal(self):
-        is_another, records = self._tail.read()
-        if is_another:
-            self._figures = Figures()
+        records = True
+        while records:
+            is_another, records = self._tail.read()
+            if is_another:
+                self._figures = Figures()
+            self._add(records)
+            if any(record["kind"] == "start" for record in records):
+                self._options = self._read_options()
+
+    def _add(self, records):
         try:
             for record in records:
                 self._figures.add(record)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ValueError(f"{self._path} has a line that no run writes ({error!r}): delete that line") from error
-        if any(record["kind"] == "start" for record in records):
-            self._options = self._read_options()
 
     def _read_options(self):
         with suppress(OSError, ValueError), open_own(self._run_dir / "config.json", "rb") as file:

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from model.run import journal as journal_module
 from model.run.figures import MAX_EVENTS, Figures, Series
 from model.run.journal import Journal, JournalTail, read_journal
 
@@ -100,6 +101,17 @@ def test_a_long_run_takes_bounded_memory_and_keeps_its_shape():
     for step in range(2 * MAX_EVENTS):
         figures.add(dict(kind="skip", time=step, step=step, why="", ids=[1] * 100))
     assert len(figures.events) == MAX_EVENTS and "ids" not in figures.events[0]
+
+
+def test_a_tail_reads_a_long_journal_in_parts(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(b'{"kind":"train","step":%d}\n' % step for step in range(100)))
+    monkeypatch.setattr(journal_module, "MAX_TAIL_BYTES", 64)
+    tail, steps, lengths = JournalTail(path), [], []
+    while records := tail.read()[1]:
+        steps += [record["step"] for record in records]
+        lengths.append(len(records))
+    assert steps == list(range(100)) and max(lengths) == 2
 
 
 def test_a_tail_reads_each_line_once_and_notices_another_file(tmp_path):
