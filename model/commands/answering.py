@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from model.commands.network import compute_dtype
+from model.data.cleaning import clean_text
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.generate.engine import Engine, Limits, Request
 from model.generate.sampling import Sampling, sampling_from
@@ -15,6 +16,7 @@ from model.nn.weights_io import check_fits, load_into, load_weights, model_direc
 from model.runtime.json_stream import read_object
 
 DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS = 256, 2**20
+MAX_TOKEN_CHARACTERS = 16  # a longer question than so many characters a token is refused unread
 MAX_CHARACTER_TOKENS = 4  # a character outside the alphabet is up to four byte tokens
 
 
@@ -69,6 +71,21 @@ def _frozen(weights, directory, device):
     model = family.build(weights.model_config, 0.0, compute_dtype("auto", device))
     load_into(model, weights, directory)
     return model.requires_grad_(False).to(device).eval()
+
+
+def prompt_ids(chat, turns, most_tokens):
+    """Ids of the prompt that these turns, each (role, text), make: at most `most_tokens`, EOS included.
+
+    Raises ValueError if the last turn is empty, or has more characters than any prompt of that size.
+    """
+    text = clean_text(turns[-1][1])
+    if not text:
+        raise ValueError("the question is empty: write some text")
+    if len(text) > MAX_TOKEN_CHARACTERS * most_tokens:
+        raise ValueError(
+            f"the question has {len(text):,} characters, and a prompt at most {most_tokens} tokens: shorten it"
+        )
+    return [*chat.tokenizer.encode(text)[: most_tokens - 1], chat.tokenizer.eos_id]
 
 
 def stream_answer(chat, input_ids, sampling, max_new_tokens):

@@ -110,10 +110,10 @@ class OwnScreen:
     """Rank 0's: it starts the screen's process and ends it."""
 
     def __init__(self, run_dir):
-        self._texts = Texts(language_of(os.environ))
-        self._log = TerminalLog(run_dir)
+        self._log, self._texts = None, Texts(language_of(os.environ))
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         try:
+            self._log = TerminalLog(run_dir)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "model.run.watch", str(run_dir)], stdin=subprocess.PIPE,
                 stdout=self._log.terminal, stderr=self._log.fileno(), env=os.environ | dict(PYTHONPATH=path),
@@ -143,10 +143,11 @@ class OwnScreen:
 
     def _end(self, code=0):
         log, self._log = self._log, None
-        if code < 0:  # killed by a signal: it could not
+        if log is not None and code < 0:  # killed by a signal: it could not restore the terminal itself
             with suppress(OSError):
                 os.write(log.terminal, LEAVE)
-        log.give_back(self._texts("earlier"))
+        if log is not None:
+            log.give_back(self._texts("earlier"))
 
 
 class OthersScreen:
