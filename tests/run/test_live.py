@@ -46,12 +46,14 @@ def lead(terminal, folder, env, function, args):
         os.dup2(descriptor, number)
     os.chdir(folder)
     os.environ.update(dict(TERM="xterm-256color", OMP_NUM_THREADS="1") | env)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    for number in (signal.SIGTTOU, signal.SIGHUP):  # the second: the leader outlives its terminal, to be found
+        signal.signal(number, signal.SIG_IGN)
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
         os.tcsetpgrp(0, os.getpgrp())
-        signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+        for number in (signal.SIGTTOU, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         os._exit(function(*args))
     _, status = os.waitpid(pid, 0)
     os.tcsetpgrp(0, os.getpgrp())
@@ -64,6 +66,11 @@ def train(line):
     torch.set_num_threads(1)
     watch_signals()
     return main(line)
+
+
+def train_through_hangup(line):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    return train(line)
 
 
 def train_on_two_ranks(line, port):
@@ -93,7 +100,7 @@ class Terminal:
         self.resize(columns, lines)
         self.shell = fork(lead, os.ttyname(far_side), folder, env or {}, function, args)
         threading.Thread(target=self._read, daemon=True).start()
-        self._far_side = far_side  # kept open: what the last process wrote would be lost
+        self._descriptors = (self._fd, far_side)  # the far side too: what the last process wrote would be lost
 
     def _read(self):
         with suppress(OSError):  # the shell has ended
@@ -150,8 +157,13 @@ class Terminal:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.shell.join()
-        os.close(self._far_side)
-        os.close(self._fd)
+        self.hang_up()
+
+    def hang_up(self):
+        """Close the terminal, as a lost connection does."""
+        descriptors, self._descriptors = self._descriptors, ()
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 @pytest.fixture
@@ -246,6 +258,20 @@ def test_if_the_run_is_killed_the_screen_restores_the_terminal_and_shows_the_las
     shell.wait_for(r"INFO\]: training loss: epoch", 5)
     screen.wait(5)
     assert not (home / "lost" / "terminal.log").exists()
+
+
+def test_a_run_goes_on_when_its_terminal_is_gone(home, terminal):
+    shell = terminal(train_through_hangup, words(output_dir="hung_up", **LONG))
+    shell.wait_for(r"training loss +\d")
+    run, screen = shell.processes()[0], shell.drawing()
+    shell.hang_up()
+    screen.wait(5)
+    journal = home / "hung_up" / "metrics.jsonl"
+    time.sleep(0.6)  # the run has noticed that
+    size_bytes, deadline = journal.stat().st_size, time.monotonic() + 10
+    while journal.stat().st_size == size_bytes:
+        assert run.is_running() and time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_ranks_of_a_launcher_share_the_screen_and_the_error_of_another_rank_is_seen(terminal):
