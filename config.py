@@ -134,6 +134,7 @@ class TrainConfig:
     no_repeat_ngram_size: int = 8  # answers repeat no run of so many tokens; 0: they may
     log_sample_ids: bool = False  # write the example ids of each step to samples_rank<r>.jsonl
     backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
+    screen: str = "auto"  # a full screen while training: auto (on a terminal), on, off (plain lines)
     ddp_timeout_s: int = 600  # seconds that one rank may keep the others waiting before the run ends
 
     def __post_init__(self):
@@ -156,6 +157,7 @@ CHOICES = dict(
     compile=("auto", "True", "False"),
     trainable=("all", "decoder"),
     backend=("auto", "nccl", "gloo"),
+    screen=("auto", "on", "off"),
 )
 
 

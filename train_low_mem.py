@@ -39,6 +39,7 @@ from model.run.checkpoint import checkpoint_paths
 from model.run.checkpointer import Saver, try_export
 from model.run.console import Progress, epoch_line
 from model.run.journal import Journal
+from model.run.live import live
 from model.run.log import open_log
 from model.run.plots import try_plot
 from model.run.run_dir import admit, has_best, has_last, only_writer
@@ -116,9 +117,9 @@ def train_from(run, request, state, plan):
 def train_to_the_end(run, journal, state, plan):
     """Train, evaluate and save; returns the last state, "finished" or "asked", and why its checkpoint failed or ""."""
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if run.config.log_sample_ids else None
-    with Journal(samples) as samples, Saver(run.ranks, run.dir, run.config.keep_latest_n_ckp, journal) as saver:
+    saver = Saver(run.ranks, run.dir, run.config.keep_latest_n_ckp, journal)  # waits for its last checkpoint
+    with live(run.ranks, run.config), Journal(samples) as samples, saver:
         state, reason = train_and_save(run, journal, samples, saver, state, plan)
-        saver.join()
     return state, reason, saver.failure
 
 
@@ -126,10 +127,9 @@ def train_and_save(run, journal, samples, saver, state, plan):
     """Take the steps, with logs, evaluations and saves between them; returns the last state and why training ended."""
     config, schedule = run.config, run.schedule
     recent, note, saved_at, result, saves = [], "", None, None, False
-    recovery = recovery_of(state.growth, plan)
+    resumed, stop, recovery = state, False, recovery_of(state.growth, plan)
     steps = train_steps(run.context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
     try:
-        resumed, stop = state, False
         if evaluation_due(run, state):
             state, stop = evaluate(run, journal, state, plan)
         if state != resumed:  # evaluated just now; the next start must not repeat it

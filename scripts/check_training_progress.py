@@ -1,11 +1,13 @@
-"""Show the progress of a run. Only reads the journal, so training is not disturbed.
+"""Show the progress of a run. Only reads what the run wrote, so training is not disturbed.
 
-    python scripts/check_training_progress.py [RUN_DIR] [--watch SECONDS]
+    python scripts/check_training_progress.py [RUN_DIR] [--watch [SECONDS]]
 
+On a terminal, --watch is the screen that the run itself shows; elsewhere, or with SECONDS, a report again and again.
 Exit code 2 if there is no readable journal.
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -16,10 +18,12 @@ sys.path.insert(0, str(ROOT))
 
 from model.run.console import human_bytes, human_seconds  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
+from model.run.watch import watch  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
 
 SILENT_SECONDS = 600
 RECENT_LINES = 20
+WATCH_SECONDS = 10
 STOP_REASONS = {"finished": "finished", "asked": "stopped on request", "failed": "failed"}
 
 
@@ -34,22 +38,38 @@ def main() -> int:
 def report() -> int:
     parser = argparse.ArgumentParser(description="Show the progress of a run, from its journal.")
     parser.add_argument("run_dir", nargs="?", help="default: the run under model_save/ with the newest journal line")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat every SECONDS until Ctrl+C")
+    watching = f"a screen until Ctrl+C; with SECONDS, or without a terminal, reports (default: every {WATCH_SECONDS})"
+    parser.add_argument("--watch", nargs="?", const="", metavar="SECONDS", help=watching)
     options = parser.parse_args()
     try:
-        if options.watch is not None and options.watch <= 0:
-            raise ValueError(f"--watch={options.watch:g}: seconds between two reports must be above 0, e.g. --watch 10")
-        show(options.run_dir)
-        while options.watch:
-            time.sleep(options.watch)
+        run_dir, seconds = watched(options.run_dir, options.watch)
+        if options.watch is not None and seconds is None and sys.stdout.isatty():
+            watch(run_dir if run_dir and Path(run_dir).is_dir() else find_journal(run_dir).parent, sys.stdout.fileno())
+            options.watch = None
+        show(run_dir)
+        while options.watch is not None:
+            time.sleep(seconds or WATCH_SECONDS)
             print(flush=True)
-            show(options.run_dir)
+            show(run_dir)
     except (ValueError, PermissionError) as error:
         print(printable(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(flush=True)
     return 0
+
+
+def watched(run_dir: str | None, watch: str | None) -> tuple[str | None, float | None]:
+    """(Run directory, seconds between two reports or None) of the command line; --watch may stand before RUN_DIR."""
+    try:
+        seconds = float(watch) if watch else None
+    except ValueError:
+        if run_dir is not None:
+            raise ValueError(f"--watch={watch}: this option takes a number of seconds, e.g. --watch 10") from None
+        return watch, None
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"--watch={watch}: seconds between two reports must be above 0, e.g. --watch 10")
+    return run_dir, seconds
 
 
 def show(run_dir: str | None) -> None:

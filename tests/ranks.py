@@ -136,6 +136,13 @@ def free_port():
             return port
 
 
+def fork(function, *args):
+    """Start `function(*args)` in a process that has imported torch, and return it."""
+    process = _context().Process(target=function, args=args)
+    process.start()
+    return process
+
+
 @functools.cache
 def _context():
     context = multiprocessing.get_context("forkserver")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
     "config": [""],
     "model.runtime": [
-        "atomic_io device_memory fault_injection json_stream peers terminal",
+        "activity atomic_io device_memory fault_injection json_stream peers terminal",
         "nccl_check watchdog",
         "distributed",
     ],
@@ -56,10 +56,12 @@ ROOMS = {
         "dry_run",
     ],
     "model.run": [
-        "console durations journal train_state",
-        "checkpoint curves log plots",
-        "checkpointer run_dir",
-        "run_log",
+        "console durations journal messages sensors status terminal_log train_state",
+        "checkpoint curves figures log plots",
+        "checkpointer run_dir view",
+        "run_log screen",
+        "watch",
+        "live",
     ],
     "model.commands": [
         "option_names",

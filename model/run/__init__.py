@@ -7,4 +7,8 @@ journal appends to metrics.jsonl and reads it; durations says from it where the 
 curves thins it to what can be drawn;
 run_log chooses what is written about each step;
 console formats log lines and shows progress; log opens the log file; plots draws the curves.
+
+live shows the screen while a run trains: status is what each rank says of itself, terminal_log takes what is printed
+meanwhile, and watch is the screen's own process. It keeps figures from the journal and asks sensors of the driver; view
+says in messages' languages what screen draws.
 """

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from model.runtime.activity import now_doing
+
 LOGGER = logging.getLogger("chat_trainer")
 CONSOLE = Console(stderr=True)
 SAFE_PERCENT, EDGE_PERCENT = 85, 90
@@ -96,7 +98,7 @@ def _fields(fields: dict, values: dict) -> str:
 
 
 class Progress:
-    """A progress bar: title, bar, count, time left at the recent speed, note.
+    """A progress bar: title, bar, count, time left at the recent speed, note. What it shows is this process's activity.
 
     If stderr is not a terminal, it logs one line per minute instead. If `shown` is false, it does nothing. It draws in
     `update`, without a thread, at most ten times per second. A `total` of None means unknown.
@@ -105,6 +107,7 @@ class Progress:
     def __init__(self, title: str, total: int | None, unit: str = "steps", done: int = 0, shown: bool = True):
         self._title, self._total, self._unit, self._drawn_at, self._bar = title, total, unit, 0.0, None
         self._logs, self._first_update, self._logged_at = shown and not sys.stderr.isatty(), None, time.monotonic()
+        now_doing(title, done, total)
         if not shown or self._logs:
             return
         self._bar = Bar(
@@ -123,6 +126,7 @@ class Progress:
 
     def update(self, done: int, note: str = "") -> None:
         """Show that `done` of the total are done, and `note` after it."""
+        now_doing(self._title, done, self._total)
         if self._logs:
             self._log(done)
         if self._bar is None:

@@ -2,14 +2,16 @@
 
 import logging
 import math
+import os
 import time
 from pathlib import Path
 
 import ujson
 
-from model.runtime.atomic_io import AppendedFile
+from model.runtime.atomic_io import AppendedFile, open_own
 
 LOGGER = logging.getLogger("chat_trainer")
+MAX_TAIL_BYTES = 1 << 22  # a line has at most a step's example ids
 
 # Kinds of line that a resume at an earlier step voids. Starts and resumes stay: they happened whatever was undone.
 VOIDED_KINDS = {"train", "eval", "save", "oom", "not_finite", "skip", "stop"}
@@ -67,14 +69,47 @@ def read_journal(path: str | Path) -> list[dict]:
     """
     records = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
-        record = _parse(line, number, path)
+        record = _parse_line(line, number, path)
         if record["kind"] == "resume":
-            records = [old for old in records if not _undone(old, record)]
+            records = [old for old in records if not is_undone(old, record)]
         records.append(record)
     return records
 
 
-def _parse(line: bytes, number: int, path: str | Path) -> dict:
+class JournalTail:
+    """Reads what was appended to a journal since the last call, so that following one costs only its new bytes."""
+
+    def __init__(self, path: str | Path):
+        self._path, self._offset, self._number, self._inode = Path(path), 0, 0, None
+
+    def read(self) -> tuple[bool, list[dict]]:
+        """(Whether the journal is another file than at the last call, its next lines); none while there are no more.
+
+        A call reads MAX_TAIL_BYTES at most. The lines are as they stand: whoever folds them applies `is_undone`.
+        Raises ValueError for a damaged line.
+        """
+        try:
+            with open_own(self._path, "rb") as file:
+                status = os.fstat(file.fileno())
+                is_another = status.st_ino != self._inode or status.st_size < self._offset
+                if is_another:
+                    self._offset, self._number, self._inode = 0, 0, status.st_ino
+                file.seek(self._offset)
+                data = file.read(min(status.st_size - self._offset, MAX_TAIL_BYTES))
+        except FileNotFoundError:
+            return False, []
+        return is_another, self._records(data[: data.rfind(b"\n") + 1])
+
+    def _records(self, data):
+        self._offset += len(data)
+        records = []
+        for line in data.split(b"\n")[:-1]:
+            self._number += 1
+            records.append(_parse_line(line, self._number, self._path))
+        return records
+
+
+def _parse_line(line: bytes, number: int, path: str | Path) -> dict:
     try:
         record = ujson.loads(line.decode())
     except ValueError as error:
@@ -85,8 +120,8 @@ def _parse(line: bytes, number: int, path: str | Path) -> dict:
     return record
 
 
-def _undone(record: dict, resume: dict) -> bool:
-    """Whether `resume` restarts before this line, or repeats its evaluation because the checkpoint lacks it."""
+def is_undone(record: dict, resume: dict) -> bool:
+    """Whether `resume` restarts before the line `record`, or repeats its evaluation, which the checkpoint lacks."""
     step, resumed_step = record.get("step") or 0, resume["step"]
     is_repeated = record["kind"] == "eval" and step == resumed_step != resume.get("evaluated_step", resumed_step)
     return record["kind"] in VOIDED_KINDS and (step > resumed_step or is_repeated)

@@ -94,6 +94,11 @@ def stop_asked():
     return _mine.stop
 
 
+def standing():
+    """(True once any rank was asked to stop, True while this process writes a checkpoint). Counts as no progress."""
+    return _mine.stop, bool(_saving)
+
+
 def training_begins():
     """Call when training starts: from then on a stop waits for the end of the step and for its checkpoint."""
     global _training

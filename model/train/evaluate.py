@@ -21,6 +21,7 @@ from model.generate.sampling import GREEDY, Sampling
 from model.memory.oom_policy import plans_to_try, shrink_plan
 from model.nn.base import LanguageModel
 from model.runtime import fault_injection
+from model.runtime.activity import advance, now_doing
 from model.runtime.device_memory import within_memory
 from model.runtime.distributed import Ranks, gather_json, sum_over_ranks, vote
 from model.runtime.watchdog import stop_asked
@@ -98,6 +99,7 @@ def evaluate_loss(evaluation, plan, step=0, note=lambda kind, **values: None):
 
     share_ids = np.arange(ranks.rank, len(examples), ranks.world_size)
     note = partial(note, step=step, where="evaluate")
+    now_doing("evaluating", total=len(share_ids))
     with evaluating(model):
         values = values_of_share(ranks, share_ids, plan, Parts(cut_up, sums_of, shrink), note)
     if values is None:
@@ -136,7 +138,7 @@ def _until_out_of_memory(ids, plan, parts):
         if not fits:
             break
         values.append(value)
-        left.pop(0)
+        advance(len(left.pop(0)))
     return values, np.concatenate(left) if left else ids[:0]
 
 
@@ -173,6 +175,7 @@ def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None)
     share_ids = chosen[ranks.rank :: ranks.world_size]
     share_ids = share_ids[np.argsort(examples.lengths(share_ids, EPOCH)[:, 0], kind="stable")]
     note = partial(note, step=step, where="generate")
+    now_doing("answering", total=len(share_ids))
     answers = values_of_share(ranks, share_ids, plan, Parts(cut_up, answers_of, shrink), note)
     if answers is None:
         return None

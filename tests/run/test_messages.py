@@ -1,0 +1,53 @@
+"""Each text exists in each language, takes the same values in all of them, and is used."""
+
+import re
+from pathlib import Path
+from string import Formatter
+
+import pytest
+
+from model.run.messages import CATALOGUE, Texts, language_of
+
+ROOM = Path(__file__).resolve().parents[2] / "model" / "run"
+
+
+def values_of(text):
+    return sorted(name for _, name, _, _ in Formatter().parse(text) if name)
+
+
+@pytest.mark.parametrize("language", CATALOGUE)
+def test_no_key_is_missing_in_a_language_and_each_text_takes_the_same_values(language):
+    assert CATALOGUE[language].keys() == CATALOGUE["en"].keys()
+    for key, text in CATALOGUE[language].items():
+        assert text.strip() and values_of(text) == values_of(CATALOGUE["en"][key]), key
+
+
+def test_chinese_is_not_english():
+    same = {key for key, text in CATALOGUE["zh"].items() if text == CATALOGUE["en"][key]}
+    assert same == {"cpu", "left.run"}
+
+
+def test_each_key_is_used():
+    code = "".join(path.read_text(encoding="utf-8") for path in ROOM.glob("*.py") if path.stem != "messages")
+    prefixes = {prefix for prefix in re.findall(r"""f["'](\w+)\.\{""", code)}
+    unused = [key for key in CATALOGUE["en"] if f'"{key}"' not in code and key.split(".")[0] not in prefixes]
+    assert not unused
+
+
+@pytest.mark.parametrize(
+    ("environment", "language"),
+    [
+        ({}, "en"),
+        ({"CHAT_LANG": "zh"}, "zh"),
+        ({"CHAT_LANG": "en", "LANG": "zh_CN.UTF-8"}, "en"),
+        ({"LANG": "zh_CN.UTF-8"}, "zh"),
+        ({"LC_ALL": "C", "LANG": "zh_CN.UTF-8"}, "en"),
+        ({"LANG": "de_DE.UTF-8"}, "en"),
+    ],
+)
+def test_chat_lang_or_else_the_locale_chooses_the_language(environment, language):
+    assert language_of(environment) == language
+
+
+def test_a_key_that_the_catalogue_lacks_has_a_default():
+    assert Texts("zh").get("state.tokenising a.jsonl", "tokenising a.jsonl") == "tokenising a.jsonl"
