@@ -123,7 +123,7 @@ def test_the_test_script_passes_its_arguments_to_pytest(copy):
     (copy / "scripts" / "setup_venv.sh").write_text('export PATH="$PWD/.venv/bin:$PATH"\n')
     done = launch(copy / "scripts" / "test.sh", "-k", "two words", "tests/nn", cwd=copy)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "-m|pytest|-n|2|--dist|loadfile|-k|two words|tests/nn|"
+    assert done.stdout == "-m|pytest|-n|3|--dist|worksteal|-k|two words|tests/nn|"
 
 
 @pytest.mark.parametrize("number", ("0", "-1", "two"))
