@@ -9,12 +9,16 @@ from dataclasses import dataclass, fields, replace
 
 MAX_WIDTH, MAX_LAYERS, MAX_VOCAB_SIZE = 65_536, 256, 1 << 20  # a file with more is taken for damaged
 MAX_JSON_BYTES = 1 << 20  # of a model's JSON file
+T5_TYPES = ("t5", "mt5", "umt5")
+T5_ACTIVATIONS = ("relu", "gelu", "silu", "gated-relu", "gated-gelu", "gated-silu")
 MAX_INT, MAX_SEED = 2**31 - 1, 2**63 - 1  # of the whole-number options
 
 
 @dataclass(frozen=True, kw_only=True)
 class T5ModelConfig:
-    """Sizes of a T5 (v1.0: ReLU, tied embeddings, scaled decoder output)."""
+    """Sizes and variant of a T5. The defaults are v1.0's; v1.1, Flan and mT5 have feed_forward_proj="gated-gelu",
+    tie_word_embeddings=False and scale_decoder_outputs=False.
+    """
 
     d_model: int  # width of the residual stream
     d_ff: int  # width inside the feed-forward
@@ -26,13 +30,24 @@ class T5ModelConfig:
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128  # tokens
     layer_norm_epsilon: float = 1e-6
+    model_type: str = "t5"  # t5, mt5 (never scales the decoder's output), umt5 (a position bias in every layer)
+    feed_forward_proj: str = "relu"  # relu, gelu or silu; gated-relu, gated-gelu, gated-silu
+    tie_word_embeddings: bool = True  # the embedding is the output projection too
+    scale_decoder_outputs: bool = True  # by d_model ** -0.5
+    decoder_start_token_id: int | None = None  # that a response begins with; None: the tokenizer's pad token
 
     def __post_init__(self):
-        bad = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not self._is_valid(f)]
+        bad = [f"{f.name}={getattr(self, f.name)!r:.80}" for f in fields(self) if not self._is_valid(f)]
         if bad:
             raise ValueError(
                 f"the model's values must be whole numbers (layer_norm_epsilon a fraction), above 0 and at most "
-                f"{MAX_WIDTH:,} (layers {MAX_LAYERS}, vocab_size {MAX_VOCAB_SIZE:,}), not {', '.join(bad)}"
+                f"{MAX_WIDTH:,} (layers {MAX_LAYERS}, vocab_size {MAX_VOCAB_SIZE:,}), model_type one of "
+                f"{', '.join(T5_TYPES)}, feed_forward_proj one of {', '.join(T5_ACTIVATIONS)}, not {', '.join(bad)}"
+            )
+        if (self.model_type, self.scale_decoder_outputs) in (("mt5", True), ("umt5", False)):
+            raise ValueError(
+                f"model_type={self.model_type} with scale_decoder_outputs={self.scale_decoder_outputs}: transformers "
+                "never scales mt5's outputs and always umt5's"
             )
         buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
         if buckets < 4 or buckets % 2 or distance <= buckets // 2:
@@ -41,11 +56,20 @@ class T5ModelConfig:
                 f"relative_attention_max_distance={distance} must be more than half of it"
             )
 
+    @property
+    def is_gated(self):
+        return self.feed_forward_proj.startswith("gated-")
+
     def _is_valid(self, field):
-        value, least = getattr(self, field.name), 0 if field.name == "vocab_size" else 1
-        if field.type is float:
-            return isinstance(value, float) and 0 < value < 1
-        most = MAX_LAYERS if "layers" in field.name else MAX_VOCAB_SIZE if field.name == "vocab_size" else MAX_WIDTH
+        value, least = getattr(self, field.name), dict(vocab_size=0, decoder_start_token_id=0).get(field.name, 1)
+        if value is None:
+            return field.default is None
+        if field.type in (float, bool):
+            return isinstance(value, field.type) and (field.type is bool or 0 < value < 1)
+        if field.type is str:
+            return value in dict(model_type=T5_TYPES, feed_forward_proj=T5_ACTIVATIONS)[field.name]
+        most = dict(vocab_size=MAX_VOCAB_SIZE, decoder_start_token_id=MAX_VOCAB_SIZE).get(field.name, MAX_WIDTH)
+        most = MAX_LAYERS if "layers" in field.name else most
         return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -107,6 +131,7 @@ class TrainConfig:
     keep_latest_n_ckp: int = 2  # number of checkpoints kept
     bleu_pairs: int = 100  # validation pairs that BLEU and chrF are computed on; 0: none
     max_new_tokens: int = 128  # of one generated answer, at most
+    no_repeat_ngram_size: int = 8  # answers repeat no run of so many tokens; 0: they may
     log_sample_ids: bool = False  # write the example ids of each step to samples_rank<r>.jsonl
     backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
     ddp_timeout_s: int = 600  # seconds that one rank may keep the others waiting before the run ends
@@ -121,7 +146,7 @@ MINIMUM = dict(
     epochs=1, batch_size_per_gpu=1, gradient_accumulation_steps=1, global_batch_size=0, max_seq_len=8, seed=0,
     warmup_steps=-1, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
-    ddp_timeout_s=30, spike_guard=0,
+    no_repeat_ngram_size=0, ddp_timeout_s=30, spike_guard=0,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("muon", "adamw_rms", "adamw", "adafactor"),
@@ -164,6 +189,8 @@ def _problems(config):
         yield f"dropout={config.dropout}: must be in [0, 1)"
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
+    if config.no_repeat_ngram_size > 16:
+        yield f"no_repeat_ngram_size={config.no_repeat_ngram_size}: must be at most 16"
     if config.max_seq_len > 65_535:
         yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
     if config.model not in MODELS and not config.model.endswith(".json"):

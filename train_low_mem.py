@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+import time
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from model.run.journal import Journal
 from model.run.log import open_log
 from model.run.plots import try_plot
 from model.run.run_dir import admit, has_best, has_last, only_writer
-from model.run.run_log import begin, log_steps, say, write_events
+from model.run.run_log import begin, log_steps, say, say_durations, write_events
 from model.runtime.device_memory import release_memory
 from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
 from model.runtime.terminal import printable_lines
@@ -187,12 +188,14 @@ def evaluation_due(run, state):
 def evaluate(run, journal, state, plan):
     """Evaluate, and export best/ if the validation loss is the lowest; returns the state and whether to stop."""
     ranks = run.ranks
+    started = time.monotonic()
     scores = measure(run.evaluation, plan, state.step, journal.write)
     if scores is None:
         return state, True
-    journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores)
+    seconds = time.monotonic() - started
+    journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores, seconds=seconds)
     is_best = ranks.is_main and scores["loss"] < loss_to_beat(run, state)
-    failure = try_export(run.model, run.tokenizer, run.dir / "best") if is_best else ""
+    failure = try_export(run.model, run.tokenizer, run.dir / "best", run.generation) if is_best else ""
     stop, is_best, failed = vote(ranks, stop_asked(), is_best, bool(failure))
     if not failed:  # else the next evaluation or the next start tries again
         state = replace(state, evaluated_step=state.step)
@@ -219,6 +222,7 @@ def finish(run, journal, state, reason, failure):
     export_last(run, failure)
     hint = "" if reason == "finished" else f"; resume with --output_dir={run.dir} --is_keep_training=True"
     say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{hint}")
+    say_durations(run)
     if run.ranks.is_main and reason == "finished":  # a stop should not wait for a plot
         try_plot(run.dir)
 
@@ -227,7 +231,7 @@ def export_last(run, failure=""):
     """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
     if run.ranks.is_main:
         with saving():
-            failure = failure or try_export(run.model, run.tokenizer, run.dir / "last")
+            failure = failure or try_export(run.model, run.tokenizer, run.dir / "last", run.generation)
     if failure:
         raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
 

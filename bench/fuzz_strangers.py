@@ -12,7 +12,6 @@ import resource
 import shutil
 import struct
 import zipfile
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from transformers import T5Config
 from bench.fuzz_checkpoint import tiny_run
 from bench.mutations import mutate_tree
 from model.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-from model.nn.t5.huggingface import COMPUTED, OTHER_NAMES
+from model.nn.t5.huggingface import OTHER_NAMES, SIZES
 from model.nn.weights_io import export_model, load_into, load_weights
 from model.run.journal import Journal, read_journal
 from model.run.run_dir import admit, claim, cut_sample_ids
@@ -162,10 +161,14 @@ def check_model_config(draw, folder):
         written = draw.choice(("[" * 10**5, '{"a":' * 10**5, '{"d_model": ' + "9" * 10**4 + "}", "[0," * 10**6, ""))
     path.write_text(written)
     found = load_weights(folder / "model").model_config
-    known = asdict(found).keys() | COMPUTED.keys() | OTHER_NAMES.keys()
+    flags = ("feed_forward_proj", "dense_act_fn", "is_gated_act", "tie_word_embeddings", "scale_decoder_outputs")
+    known = {*SIZES, *flags, "is_encoder_decoder", *OTHER_NAMES}
     expected = T5Config(**{name: value for name, value in values.items() if name in known})
-    assert all(getattr(expected, name) == value for name, value in asdict(found).items()), "another model"
-    assert (expected.dense_act_fn, expected.is_gated_act, expected.scale_decoder_outputs) == ("relu", False, True)
+    computed = (*SIZES, "feed_forward_proj", "scale_decoder_outputs")
+    assert all(getattr(expected, name) == getattr(found, name) for name in computed), "another model"
+    activation = found.feed_forward_proj.removeprefix("gated-")
+    activation = "gelu_new" if found.feed_forward_proj == "gated-gelu" else activation
+    assert (expected.dense_act_fn, expected.is_gated_act) == (activation, found.is_gated)
 
 
 def _change(draw, values):

@@ -6,6 +6,7 @@ from itertools import cycle
 
 import numpy as np
 import torch
+from datasets import Dataset
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, TrainerCallback
 
 from bench.corpus import VOCAB_SIZE, open_corpus
@@ -90,8 +91,14 @@ def trainer_rows(store):
     lengths = store.lengths.astype(np.int64)
     # Sorts by prompt class, then by response length: less padding than the longer side or the sum of both gives.
     groups = np.digitize(lengths[:, 0], PROMPT_CLASSES) * 1000 + lengths[:, 1]
-    rows = store.rows.rename_columns(dict(prompt_ids="input_ids", response_ids="labels"))
+    rows = dataset_of(store)
     return rows.add_column("length", groups.tolist()).with_format("numpy")
+
+
+def dataset_of(store):
+    """A token store as a Dataset under the names that transformers' models take."""
+    rows = Dataset.from_file(str(store.directory / "ids.arrow"))
+    return rows.rename_columns(dict(prompt_ids="input_ids", response_ids="labels"))
 
 
 def trainer_arguments(cell, output_dir, **more):
@@ -136,7 +143,7 @@ def train_by_hand(cell, corpus, clock):
     store = open_corpus(corpus)
     members = np.flatnonzero(smallest_shape(store.lengths) == SHAPES.index(shape))
     ids = np.resize(members, 8 * batch_size).reshape(8, batch_size)  # repeats pairs if there are too few
-    rows = store.rows.rename_columns(dict(prompt_ids="input_ids", response_ids="labels")).with_format("numpy")
+    rows = dataset_of(store).with_format("numpy")
     batches = [pad([rows[int(i)] for i in part], shape) for part in ids]
     batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
     counts = [int(store.lengths[part].sum(dtype=np.int64)) for part in ids]

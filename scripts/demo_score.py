@@ -5,13 +5,15 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-BATCH_PROMPTS = 64
-MAX_NEW_TOKENS = 32
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+from model.commands.answering import answer_all, load_chat_model, prompt_ids  # noqa: E402
+
+MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 512, 32
 NUM_SHOWN = 5
 
 
@@ -25,26 +27,11 @@ def read_questions(path: Path) -> list[dict[str, str]]:
         ) from error
 
 
-@torch.inference_mode()
-def answer(model_dir: Path, prompts: list[str]) -> list[str]:
-    """The model's greedy answers, in the order of the prompts. Raises ValueError if there is no config.json."""
-    if not (model_dir / "config.json").is_file():  # transformers would take the path for the name of a remote model
-        raise ValueError(f"{model_dir} has no config.json: name an exported model, for example .demo/run/best")
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForSeq2SeqLM.from_pretrained(model_dir).to(device).eval()
-    answers = []
-    for start in range(0, len(prompts), BATCH_PROMPTS):
-        batch = tokenizer(prompts[start : start + BATCH_PROMPTS], padding=True, return_tensors="pt").to(device)
-        ids = model.generate(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            max_new_tokens=MAX_NEW_TOKENS,
-            do_sample=False,
-            num_beams=1,
-        )
-        answers.extend(text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True))
-    return answers
+def answer(model_dir: Path, questions: list[str]) -> list[str]:
+    """The model's greedy answers, in the order of the questions. Raises ValueError if there is no model."""
+    chat = load_chat_model(model_dir)
+    inputs = [prompt_ids(chat, [("user", question)], MAX_PROMPT_TOKENS) for question in questions]
+    return [text.strip() for text in answer_all(chat, inputs, chat.sampling, MAX_NEW_TOKENS)]
 
 
 def exact_match_table(questions: list[dict[str, str]], answers: list[str]) -> tuple[float, str]:

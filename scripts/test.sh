@@ -13,4 +13,4 @@ END
 
 case ${1-} in -h | --help) usage ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
-python -m pytest -n 2 --dist loadfile "$@"  # most tests wait for processes of their own
+python -m pytest -n 3 --dist worksteal "$@"  # more than cores: many tests wait for processes of their own

@@ -24,7 +24,7 @@ from model.run.train_state import TrainState
 from model.runtime.distributed import ALONE
 from model.train.evaluate import Evaluation
 from model.train.examples import Examples
-from model.train.footprint import memory_spec
+from model.train.footprint import answers_wanted, memory_spec
 from model.train.loader import Loader, Schedule
 from model.train.lr_schedule import LearnRate
 from model.train.objectives.pairs import Pairs
@@ -87,7 +87,7 @@ def batch_of(store, ids, first_id=0, bucket=None, **options):
 def make_estimate(config, model_config, dtype, lengths, share_pairs, launch_tokens=None):
     """Estimate of a run on a GPU."""
     spec = memory_spec(config, model_config, dtype, "cuda", launch_tokens)
-    return Estimate(spec, lengths, share_pairs, config.max_new_tokens)
+    return Estimate(spec, lengths, share_pairs, answers_wanted(config, 1))
 
 
 def evaluation_of(model, store, tokenizer, num_answers=0, max_new_tokens=60):

@@ -34,7 +34,7 @@ from model.memory.plan import (
 from model.run.run_dir import TOKENS_DIR
 from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
-from model.train.footprint import launch_tokens_here, memory_spec, plan_options
+from model.train.footprint import answers_wanted, launch_tokens_here, memory_spec, plan_options
 from model.train.lr_schedule import check_warmup, warmup_pairs, warmup_problem
 from model.train.objectives.registry import objective_of
 
@@ -121,13 +121,13 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     default_dtype = torch.float32 if config.mixed_precision == "no" else torch.bfloat16
     dtype = compute_dtype(config.mixed_precision, torch.device(device)) if is_here else default_dtype
     spec = memory_spec(config, model_config, dtype, device, launch_tokens_here())
-    estimate = Estimate(spec, lengths, share_pairs, config.max_new_tokens)
+    estimate = Estimate(spec, lengths, share_pairs, answers_wanted(config, world))
     asked = recording_asked(plan_options(config), spec, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
     plan = choose_plan(plan_options(config), estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
     # bytes per token are measured on many pairs: a few would not fill two forward passes of the planned size
     many = Lengths(lengths.tokens, lengths.counts * math.ceil(2 * tokens / (lengths.mean * lengths.counts.sum())))
-    forward_bytes = Estimate(spec, many, MANY_PAIRS, config.max_new_tokens).recording_bytes
+    forward_bytes = Estimate(spec, many, MANY_PAIRS).recording_bytes
     slope = (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
     return dict(
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
@@ -214,7 +214,7 @@ def _levers(config, chosen, machine, plan):
     levers = []
     lengths = chosen.lengths
     for name, changed, cutting in rows:
-        estimate = Estimate(changed, lengths, chosen.share_pairs, config.max_new_tokens)
+        estimate = Estimate(changed, lengths, chosen.share_pairs, chosen.answers)
         graph_bytes = recording_bytes(chosen, plan.cut_as(cutting))  # the same for every optimizer
         peak, limit = estimate.step_peak(*cutting) + graph_bytes, machine.usable_bytes * USABLE
         largest = fitting_plan(estimate, chosen.share_pairs * lengths.longest, limit - graph_bytes, *cutting[1:])

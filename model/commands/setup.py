@@ -20,6 +20,7 @@ from model.commands.origin import (
 from model.data.row_hashes import describe_shared
 from model.data.token_store import Source, describe_store, open_store
 from model.data.tokenizer import ChatTokenizer
+from model.generate.sampling import Sampling, generation_config
 from model.memory.plan import MemoryPlan, choose_plan
 from model.nn.registry import config_values, family_of
 from model.run.checkpointer import checksum
@@ -69,6 +70,11 @@ class Run:
     @property
     def optimizer(self):
         return self.context.optimizer
+
+    @property
+    def generation(self):
+        """What the exported models' generation_config.json says."""
+        return generation_config(self.evaluation.sampling, self.evaluation.max_new_tokens)
 
     @property
     def schedule(self):
@@ -135,7 +141,9 @@ def _evaluation(context, validation, tokenizer):
     """The Evaluation of a run."""
     config = context.options
     num_answers = config.bleu_pairs if validation.objective.has_answers else 0
-    return Evaluation(context.ranks, context.model, validation, tokenizer, num_answers, config.max_new_tokens)
+    sampling = Sampling(no_repeat_ngram_size=config.no_repeat_ngram_size)
+    sides = context.ranks, context.model, validation, tokenizer
+    return Evaluation(*sides, num_answers, config.max_new_tokens, sampling)
 
 
 def _planned(run, state, found, other_process):
@@ -234,7 +242,8 @@ def _open_examples(ranks, config, file, origin):
         LOGGER.info(describe_store(store))
     dtype = compute_dtype(config.mixed_precision, ranks.device)
     kernels = family.has_kernels(ranks.device, dtype, origin.model_config)
-    examples = Examples(store, objective, family, family.first_id(origin.tokenizer), config.seed, kernels)
+    first_id = family.first_id(origin.model_config, origin.tokenizer)
+    examples = Examples(store, objective, family, first_id, config.seed, kernels)
     return with_zeros(examples) if objective.derived else examples
 
 

@@ -17,7 +17,6 @@ from tokenize import TokenError
 import numpy as np
 import pyarrow as pa
 import ujson
-from datasets import Dataset
 
 from model.data.readers import describe_ignored
 from model.data.row_hashes import write_hashes
@@ -69,7 +68,7 @@ class Encoded:
 class TokenStore:
     """Tokenized examples on disk, addressed by row number."""
 
-    rows: Dataset
+    rows: pa.Table  # memory-mapped; datasets.Dataset.from_file reads its file too
     lengths: np.ndarray  # (rows, sides) in tokens; memory-mapped
     hashes: np.ndarray  # uint64 (rows, 2): hash of the first side and of the whole row; memory-mapped
     values: dict  # {name: float32 (rows,)}; memory-mapped
@@ -108,7 +107,7 @@ class TokenStore:
         (first row of each batch, the mapped file as token ids, the mapped file as int32 offsets, and for each side
         where its offsets and its ids begin in every batch).
         """
-        columns = [self.rows.data.column(name).chunks for name in self.rows.column_names]
+        columns = [column.chunks for column in self.rows.columns]
         buffers = [[part.buffers() for part in column] for column in columns]  # validity, offsets, validity, ids
         first = min(part[1].address for column in buffers for part in column)
         end = max(part[3].address + part[3].size for column in buffers for part in column)
@@ -163,7 +162,7 @@ def read_store(directory):
         meta = read_object(directory / "meta.json")
         if missing := META - meta.keys():
             raise ValueError(f"meta.json lacks {', '.join(sorted(missing))}")
-        rows = Dataset.from_file(str(directory / "ids.arrow")).with_format("arrow")
+        rows = pa.ipc.open_stream(pa.memory_map(str(directory / "ids.arrow"))).read_all()
         names = [path.stem for path in sorted(directory.glob("*.npy"))]
         arrays = {name: np.lib.format.open_memmap(directory / f"{name}.npy", mode="r") for name in names}
         lengths, hashes = arrays.pop("lengths"), arrays.pop("hashes")

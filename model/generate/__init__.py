@@ -1,4 +1,5 @@
-"""Generates token ids from token ids. Knows the network and the tokenizer, but no run.
+"""Generates token ids from token ids. Knows the network, but no tokenizer and no run.
 
-engine generates what follows, greedily, with the network's own cache.
+sampling chooses a token from logits; slots holds the decoding state of the answers under way; engine fills the slots
+with requests, one after the other, and decodes them together.
 """

@@ -1,32 +1,207 @@
-"""Greedy generation: ids to the ids that follow them, all sequences together."""
+"""Generation with continuous batching: requests wait in a queue, and a slot that has finished takes the next one.
+
+All slots decode one token at a time, together. On a GPU that step is recorded as a CUDA graph, one for each size of
+the slots and answers in use, because launching its kernels would take several times longer than running them.
+"""
+
+from collections import deque
+from dataclasses import dataclass
 
 import torch
 
+from model.generate.sampling import GREEDY, Sampling, mode_of
+from model.generate.slots import Slots
 from model.runtime.watchdog import stop_asked
 
-STEPS_BETWEEN_CHECKS = 8  # reading on the host whether all are done waits for the device
+STEPS_BETWEEN_CHECKS = 8  # reading on the host which slots are done waits for the device
+MIN_SLOTS, MIN_TOKENS = 4, 32  # smallest sizes of a step
+REFILL_SHARE = 8  # while more requests wait than slots are free, slots / REFILL_SHARE are filled together
 
 
-@torch.inference_mode()
-def generate(model, inputs, first_id, eos_id, max_new_tokens):
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of an Engine, and the ids that begin and end an answer."""
+
+    slots: int  # answers generated together
+    input_tokens: int  # of a request, at most
+    new_tokens: int  # of an answer, at most
+    first_id: int  # that a sequence of targets begins with
+    eos_id: int
+
+
+@dataclass(frozen=True)
+class Request:
+    input_ids: object  # array or list of ids, at least one
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    streams: bool = False  # report tokens as they come, not only when all are there
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a request got since the last Progress; `ids` are without EOS."""
+
+    number: int
+    ids: list[int]
+    is_finished: bool
+
+
+@dataclass
+class Running:
+    """A request in a slot."""
+
+    number: int
+    request: Request
+    reported: int  # ids of the slot's history that the caller has, or gave
+    decoded: int = 0  # tokens, since the slot was filled
+
+    @property
+    def tokens_left(self):
+        return self.request.max_new_tokens - self.decoded
+
+
+class Engine:
+    """Decodes requests in slots that it refills: `add` them, then `step` until it is `idle`."""
+
+    def __init__(self, model, limits):
+        self.model, self.limits = model, limits
+        self.cache = model.new_cache(limits.slots, limits.input_tokens, limits.new_tokens)
+        self.slots = Slots(limits.slots, limits.input_tokens + limits.new_tokens + 1, model.device)
+        self.waiting = deque()  # (number, Request)
+        self.running = {}  # slot to Running
+        self.num_added = 0
+        self.recordings = Recordings() if model.device.type == "cuda" else None
+
+    @property
+    def idle(self):
+        return not (self.waiting or self.running)
+
+    def add(self, request):
+        """Queue a Request, which must be within the limits; returns its number."""
+        assert 0 < len(request.input_ids) <= self.limits.input_tokens
+        assert 0 < request.max_new_tokens <= self.limits.new_tokens
+        self.waiting.append((self.num_added, request))
+        self.num_added += 1
+        return self.num_added - 1
+
+    def cancel(self, number):
+        """Forget a request; its slot is free for another one."""
+        self.waiting = deque(pair for pair in self.waiting if pair[0] != number)
+        for slot in [slot for slot, running in self.running.items() if running.number == number]:
+            self._free(slot)
+
+    @torch.inference_mode()
+    def step(self):
+        """Fill free slots and decode a few tokens in each; returns a list of Progress."""
+        self._fill()
+        if not self.running:
+            return []
+        steps = min(STEPS_BETWEEN_CHECKS, max(running.tokens_left for running in self.running.values()))
+        self._decode(steps)
+        for running in self.running.values():
+            running.decoded += steps
+        return self._collect()
+
+    def _fill(self):
+        free = [slot for slot in range(self.limits.slots) if slot not in self.running]
+        is_full = len(self.waiting) > len(free) and len(free) * REFILL_SHARE < self.limits.slots
+        if not self.waiting or not free or is_full:
+            return
+        numbers, requests = zip(*(self.waiting.popleft() for _ in free[: len(self.waiting)]), strict=True)
+        slots = free[: len(requests)]
+        decoded = self.model.prefill([r.input_ids for r in requests], self.cache, slots, self.limits.first_id)
+        self.slots.put(slots, decoded, requests)
+        for slot, number, request, ids in zip(slots, numbers, requests, decoded, strict=True):
+            self.running[slot] = Running(number, request, len(ids))
+
+    def _decode(self, steps):
+        """Decode `steps` tokens in the smallest step that holds the running slots."""
+        limits, running = self.limits, self.running.values()
+        size = (
+            _size(max(self.running) + 1, MIN_SLOTS, limits.slots),
+            _size(max(len(one.request.input_ids) for one in running), MIN_TOKENS, limits.input_tokens),
+            _size(max(one.decoded for one in running) + steps, MIN_TOKENS, limits.new_tokens),
+        )
+        mode = mode_of([one.request.sampling for one in running], self.model.config.vocab_size)
+        view, cache = self.slots.first(size[0]), self.cache.first(*size)
+
+        def advance():
+            view.advance(self.model, cache, mode, limits.eos_id)
+
+        for _ in range(steps):
+            if self.recordings:
+                self.recordings.run((size, mode), advance)
+            else:
+                advance()
+
+    def _collect(self):
+        wanted = {slot for slot, running in self.running.items() if running.request.streams}
+        progress = []
+        for slot, (history, is_done) in self.slots.read(list(self.running), wanted).items():
+            running = self.running[slot]
+            ids = history[running.reported :]
+            running.reported = len(history)
+            if is_done:
+                self._free(slot)
+            if ids and ids[-1] == self.limits.eos_id:
+                ids.pop()
+            progress.append(Progress(running.number, ids, is_done))
+        return progress
+
+    def _free(self, slot):
+        del self.running[slot]
+        self.slots.is_done[slot] = True
+
+
+def _size(number, least, most):
+    """The power of two from `least` on that holds `number`, or `most`: few sizes, so few recordings."""
+    return min(max(2 ** (number - 1).bit_length(), least), most)
+
+
+class Recordings:
+    """CUDA graphs by key. They share one pool of memory, because they run one after the other."""
+
+    def __init__(self):
+        self.graphs, self.pool, self.stream = {}, None, torch.cuda.Stream()
+
+    def run(self, key, work):
+        """Do `work`: the first time by calling it, the second time by recording it, then by replaying the recording."""
+        if key not in self.graphs:
+            self.graphs[key] = None
+            work()  # compiles kernels and sets up libraries
+            return
+        if self.graphs[key] is None:
+            self.graphs[key] = self._record(work)
+        self.graphs[key].replay()
+
+    def _record(self, work):
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            # thread_local: other threads may use the device meanwhile
+            graph.capture_begin(*[self.pool] * (self.pool is not None), capture_error_mode="thread_local")
+            work()
+            graph.capture_end()
+        current.wait_stream(self.stream)
+        self.pool = graph.pool()
+        return graph
+
+
+def generate(model, inputs, limits, max_new_tokens, sampling=GREEDY):
     """For each of `inputs` (arrays of ids), a list of the ids that follow it, without the EOS that ends it.
 
-    Generates at most `max_new_tokens` tokens each, fewer once a stop is requested. `first_id` is the token that a
-    sequence of targets begins with.
+    Generates at most `max_new_tokens` tokens each. Once a stop is requested, unfinished answers are empty.
     """
     was_training = model.training
     model.eval()
+    answers = [[] for _ in inputs]
     try:
-        cache = model.new_cache(len(inputs), max(map(len, inputs)), max_new_tokens)
-        ids = torch.tensor(model.prefill(inputs, cache, list(range(len(inputs))), first_id), device=model.device)
-        done, steps = torch.zeros_like(ids, dtype=torch.bool), []
-        for step in range(max_new_tokens):
-            ids = model.decode_one(ids, cache).argmax(dim=1)
-            steps.append(ids)
-            done |= ids == eos_id
-            if step % STEPS_BETWEEN_CHECKS == STEPS_BETWEEN_CHECKS - 1 and (stop_asked() or done.all()):
-                break
+        engine = Engine(model, limits)
+        for ids in inputs:
+            engine.add(Request(ids, max_new_tokens, sampling))
+        while not engine.idle and not stop_asked():
+            for progress in engine.step():
+                answers[progress.number] = progress.ids
     finally:
         model.train(was_training)
-    rows = torch.stack(steps, dim=1).tolist() if steps else [[] for _ in inputs]
-    return [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
+    return answers

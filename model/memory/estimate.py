@@ -16,7 +16,13 @@ from model.nn.flat_params import VOCABULARY_MULTIPLE
 
 BATCH_NUMBERS = 2**25  # matrix elements that Muon updates together; its temporaries take 8 bytes per element
 
-ANSWERS_A_BATCH = 32  # generated together, at most
+
+@dataclass(frozen=True)
+class Answers:
+    """What an evaluation generates."""
+
+    count: int = 32  # answers wanted together
+    new_tokens: int = 128  # of one, at most
 
 
 def optimizer_bytes(spec):
@@ -76,12 +82,12 @@ class Estimate:
     It assumes the costliest forwards possible, or with `longest` those with the longest targets.
     """
 
-    def __init__(self, spec, lengths, share_pairs, max_new_tokens=128, longest=False):
+    def __init__(self, spec, lengths, share_pairs, answers=Answers(), longest=False):
         def bound(cost, pairs=share_pairs):
             return ForwardCostBound(cost, lengths, pairs, longest)
 
         self.spec, self.lengths, self.share_pairs = spec, lengths, share_pairs
-        self.max_new_tokens = max_new_tokens
+        self.answers = answers
         self.fixed, moments = fixed_bytes(spec), spec.family.step_moments
         self._step = {
             checkpointing: {name: bound(c) for name, c in moments(spec, lengths.tokens, checkpointing).items()}
@@ -99,7 +105,7 @@ class Estimate:
         """
         if not self.spec.kernels:
             return self
-        return Estimate(self.spec, self.lengths, self.share_pairs, self.max_new_tokens, longest=True)
+        return Estimate(self.spec, self.lengths, self.share_pairs, self.answers, longest=True)
 
     def step_parts(self, micro_batch_tokens, chunk_tokens, checkpointing):
         """{moment: bytes} of a training step, on top of the fixed bytes."""
@@ -114,8 +120,8 @@ class Estimate:
         moments["update"] = optimizer_bytes(self.spec)[1]
         return moments
 
-    def peaks(self, micro_batch_tokens, chunk_tokens, checkpointing, answers=ANSWERS_A_BATCH):
-        """{phase: peak reserved bytes on the device}."""
+    def peaks(self, micro_batch_tokens, chunk_tokens, checkpointing, answers=1):
+        """{phase: peak reserved bytes on the device}, with so many `answers` generated together."""
         tokens = max(micro_batch_tokens, self.lengths.longest)
         step = max(self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing).values())
         inputs = int(self.lengths.tokens[:, 0].max())
@@ -124,7 +130,7 @@ class Estimate:
             first_step=step,
             step=step,
             evaluation=self._evaluation(tokens) + self._chunk_bytes(self._evaluation_targets(tokens), chunk_tokens),
-            generation=self.spec.family.cache_bytes(self.spec, answers, inputs, self.max_new_tokens),
+            generation=self.spec.family.cache_bytes(self.spec, answers, inputs, self.answers.new_tokens),
             save=0,
         )
         held, constants = sum(self.fixed.values()), self.spec.constants

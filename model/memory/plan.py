@@ -8,7 +8,6 @@ from itertools import pairwise, product
 import numpy as np
 
 from model.data.buckets import buckets_for
-from model.memory.estimate import ANSWERS_A_BATCH
 
 USABLE = 0.95  # share of memory to plan for without a probe: predictions err by 2 %, varying sizes fragment memory
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
@@ -33,7 +32,7 @@ class MemoryPlan:
     gradient_checkpointing: bool
     predicted_peak_bytes: int
     graphs: bool = False  # steps of one micro-batch are recorded as CUDA graphs and replayed
-    answers: int = ANSWERS_A_BATCH  # generated together
+    answers: int = 1  # generated together
 
     @property
     def cutting(self):
@@ -192,7 +191,7 @@ def predicted_peaks(estimate, plan):
 
 
 def _plan(estimate, limit_bytes, *cutting):
-    answers = ANSWERS_A_BATCH
+    answers = estimate.answers.count
     while answers > 1 and estimate.peaks(*cutting, answers)["generation"] > limit_bytes:
         answers //= 2
     return MemoryPlan(*cutting, predicted_peak_bytes=estimate.step_peak(*cutting), answers=answers)

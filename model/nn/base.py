@@ -48,11 +48,18 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def new_cache(self, slots, input_tokens, new_tokens):
-        """Static tensors for `slots` sequences of at most so many input and generated tokens."""
+        """Static tensors for `slots` sequences of at most so many input and generated tokens.
+
+        Its method `first(slots, input_tokens, new_tokens)` gives a part of it for smaller sizes, which shares its
+        memory.
+        """
         raise NotImplementedError
 
     def prefill(self, inputs, cache, slots, first_id):
-        """Read `inputs` (arrays of ids) into these slots of the cache; returns the id that each is to decode first."""
+        """Read `inputs` (arrays of ids) into these slots of the cache; returns the ids that each decodes from.
+
+        `decode_one` gets the last of them first. They are what penalties against repetition look at.
+        """
         raise NotImplementedError
 
     def decode_one(self, ids, cache):
@@ -130,7 +137,7 @@ class Family:
     # above 0 if the network has none
     build: Callable
     collate: Callable  # (Sequences, Packing) -> the batch that the network takes; has `to(device)` and `values`
-    first_id: Callable  # (tokenizer) -> token id that a sequence of targets begins with
+    first_id: Callable  # (model_config, tokenizer) -> token id that a sequence of targets begins with
     has_kernels: Callable  # (device, dtype, model_config) -> bool, as LanguageModel.uses_kernels
     width: Callable  # (model_config) -> columns of the output table
     count_parameters: Callable  # (model_config, part="all") -> number of weights
@@ -141,6 +148,7 @@ class Family:
     num_blocks: Callable  # (model_config) -> layers of the network; each holds at least one tensor
     config_of: Callable  # (dict of a Hugging Face config.json, its path) -> config_class; ValueError for wrong values
     check_config: Callable  # (that dict, path); raises ValueError for what the network does not compute
+    config_with: Callable  # (config_class, own tensors) -> config_class; what only the tensors tell
     own_tensors: Callable  # ({name: tensor} of a Hugging Face file, path) -> those of the network, in float32
     aliases: tuple[str, ...]  # names under which such a file may hold a tensor a second time
     to_hugging_face: Callable  # (model, tokenizer, device=None) -> transformers' model with its weights

@@ -1,12 +1,12 @@
-"""The families by name. A family's name is the model_type of its Hugging Face configuration."""
+"""The families by name, which is the model_type of their Hugging Face configurations."""
 
 import json
 from dataclasses import asdict
 
-from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS
+from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS, T5_TYPES
 from model.nn.t5.family import T5
 
-FAMILIES = {T5.name: T5}
+FAMILIES = dict.fromkeys(T5_TYPES, T5)
 
 
 def family_named(name):

@@ -1,5 +1,6 @@
 """Reads weights from Hugging Face directories, run directories and .bin files; exports Hugging Face directories."""
 
+import json
 import math
 import pickletools
 import zipfile
@@ -26,21 +27,29 @@ PICKLED = {
 ZIP_BEGINS, LEGACY_PICKLES = b"PK\x03\x04", 5  # torch before 1.6 wrote five pickles, then the bytes of the tensors
 
 
-def export_model(model, tokenizer, directory):
+def export_model(model, tokenizer, directory, generation=None):
     """Write a Hugging Face directory, tokenizer included, in place of `directory` atomically.
 
+    `generation` is a dict of values for its generation_config.json, beside the ids that the family writes there.
     Raises OSError if it cannot be written.
     """
     with whole_directory(directory) as draft:
         try:
             # on the CPU: transformers clones tensors that share storage, and the GPU may have no memory for the clones
             family_of(model.config).to_hugging_face(model, tokenizer, "cpu").save_pretrained(draft)
+            _add_values(draft / "generation_config.json", generation or {})
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         try:
             copy_tokenizer(tokenizer.directory, draft)
         except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
             raise OSError(str(error)) from None
+
+
+def _add_values(path, values):
+    """Add `values` to the JSON object in a file, which is made if there is none."""
+    known = read_object(path) if path.is_file() else {}
+    path.write_text(json.dumps(known | values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def load_weights(path):
     tensors = family.own_tensors(read_tensors(directory / "model.safetensors"), directory)
     if family.num_blocks(model_config) > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
-    return LoadedWeights(tensors, model_config, directory)
+    return LoadedWeights(tensors, family.config_with(model_config, tensors), directory)
 
 
 def read_config(path):

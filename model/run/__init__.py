@@ -3,6 +3,8 @@
 run_dir decides whether a run may start in a directory. train_state holds the position of a run;
 checkpoint saves it atomically with the weights and the optimizer state, and loads them exactly;
 checkpointer saves from a snapshot in host memory while training goes on, and exports models.
-journal appends to metrics.jsonl and reads it; run_log chooses what is written about each step;
+journal appends to metrics.jsonl and reads it; durations says from it where the time went;
+curves thins it to what can be drawn;
+run_log chooses what is written about each step;
 console formats log lines and shows progress; log opens the log file; plots draws the curves.
 """

@@ -25,6 +25,7 @@ from model.runtime.json_stream import read_object
 from model.train.optim import STATE_FIELDS, count_steps
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
+TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 SPARE_BYTES = 2**20  # for the JSON files and the file headers
 
 
@@ -76,13 +77,37 @@ def save_checkpoint(run_dir, state, snapshot, keep):
         _write_tensors(snapshot.weights, draft / "model.safetensors")
         fault_injection.fire("save", state.step)
         _write_tensors(snapshot.optimizer, draft / "optimizer.safetensors")
-        (draft / "state.json").write_text(ujson.dumps(state_values(state), indent=1))
-        manifest = {file.name: dict(size=file.stat().st_size, sha256=_sha256(file)) for file in draft.iterdir()}
-        (draft / "manifest.json").write_text(ujson.dumps(manifest, indent=1))
+        _write_state(draft, state, {file.name: _identity(file) for file in draft.iterdir()})
     write_file(folder / "LATEST", path.name.encode())
     for old in checkpoint_paths(run_dir)[keep:]:
         try_delete(old)
     return path
+
+
+def save_state(run_dir, state):
+    """Replace the state in the checkpoint of `state.step`, whose tensors stay as they are; returns its path.
+
+    Raises OSError when the disk fails or has no hard links; the checkpoint then stays as it was.
+    """
+    path = Path(run_dir) / "checkpoints" / f"step_{state.step:08d}"
+    manifest = read_object(path / "manifest.json")
+    with whole_directory(path) as draft:
+        for name in TENSOR_FILES:
+            os.link(path / name, draft / name)
+        fault_injection.fire("save", state.step)
+        _write_state(draft, state, {name: manifest[name] for name in TENSOR_FILES})
+    return path
+
+
+def _write_state(draft, state, identities):
+    """Write state.json and the manifest of a checkpoint; `identities` are those of its tensor files."""
+    (draft / "state.json").write_text(ujson.dumps(state_values(state), indent=1))
+    manifest = identities | {"state.json": _identity(draft / "state.json")}
+    (draft / "manifest.json").write_text(ujson.dumps(manifest, indent=1))
+
+
+def _identity(file):
+    return dict(size=file.stat().st_size, sha256=_sha256(file))
 
 
 def discard_after(run_dir, step):
@@ -140,7 +165,7 @@ def read_checkpoint(path):
     Raises ValueError if a file is missing, changed, a link or not in the manifest, LaterFormat (a ValueError) if a
     later version of this project wrote the checkpoint.
     """
-    files = ("model.safetensors", "optimizer.safetensors", "state.json")
+    files = (*TENSOR_FILES, "state.json")
     try:
         paths = [path / name for name in (*files, "manifest.json")]
         if irregular := [file.name for file in paths if file.is_symlink() or (file.exists() and not file.is_file())]:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import torch
 
 from model.nn.weights_io import export_model
-from model.run.checkpoint import Snapshot, save_checkpoint, snapshot_of
+from model.run.checkpoint import Snapshot, save_checkpoint, save_state, snapshot_of
 from model.runtime.device_memory import release_memory, within_memory
 from model.runtime.distributed import gather_json, vote
 from model.runtime.watchdog import saving
@@ -33,6 +33,8 @@ class Saver:
     def save(self, state, model, optimizer):
         """Copy weights and optimizer state and start to write them, unless the checkpoint of `state` exists already.
 
+        After an evaluation, which changes only the state of a step that is saved, only the state is written.
+
         Waits for the previous save. Raises RuntimeError on all ranks if the weights differ between ranks.
         """
         check_equal_weights(self._ranks, model, state.step)  # its vote also waits until all ranks wrote their ids
@@ -40,11 +42,24 @@ class Saver:
             return
         with saving():
             self.join()
-        if state == self._saved_state:
+        if state == self._saved_state or self._rewrites_state(state):
             return
         with ExitStack() as saving_scope:
             saving_scope.enter_context(saving())
             self._start(state, model, optimizer, saving_scope)
+
+    def _rewrites_state(self, state):
+        """Write the state of a step whose tensors are saved already; False if they are not or the disk refuses it."""
+        if self._saved_state is None or self._saved_state.step != state.step:
+            return False
+        try:
+            with saving():
+                save_state(self._run_dir, state)
+        except (OSError, ValueError) as error:
+            LOGGER.debug("the state of step %d is written with its tensors: %s", state.step, error)
+            return False
+        self._saved_state = state
+        return True
 
     def _start(self, state, model, optimizer, saving_scope):
         """Take the snapshot and start the thread that writes it; that thread then closes `saving_scope`."""
@@ -135,10 +150,10 @@ def retry_after_oom(attempt, free_memory):
     return attempt()
 
 
-def try_export(model, tokenizer, directory):
+def try_export(model, tokenizer, directory, generation):
     """Call `export_model`; returns the error message of a disk or memory error, "" on success."""
     try:
-        retry_after_oom(lambda: export_model(model, tokenizer, directory), release_memory)
+        retry_after_oom(lambda: export_model(model, tokenizer, directory, generation), release_memory)
     except (OSError, RuntimeError, MemoryError) as error:
         LOGGER.error("%s was not exported: %s", directory, error)
         return str(error)

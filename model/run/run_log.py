@@ -4,13 +4,17 @@ import hashlib
 import logging
 import math
 import sys
+import time
 from dataclasses import asdict
 from importlib.metadata import version
 
+import psutil
 import torch
 
 from model.run.checkpoint import discard_after
-from model.run.console import progress_note, train_line
+from model.run.console import human_seconds, progress_note, train_line
+from model.run.durations import durations
+from model.run.journal import read_journal
 from model.run.run_dir import cut_sample_ids_everywhere
 from model.runtime.atomic_io import remove_drafts, write_json
 from model.runtime.device_memory import memory_cap, peak_memory, reset_peak
@@ -35,7 +39,8 @@ def begin(run, journal, request, state, plan):
         dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
         tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
         global_batch=schedule.global_batch, total_pairs=schedule.total_pairs, epochs=config.epochs,
-        total_steps=run.total_steps(state), optimizer=config.optimizer, learn_rate=config.learn_rate,
+        total_steps=run.total_steps(state), startup_seconds=startup_seconds(),
+        optimizer=config.optimizer, learn_rate=config.learn_rate,
         warmup_pairs=schedule.learn_rate.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
     )  # fmt: skip
     reset_peak(ranks.device)
@@ -101,6 +106,19 @@ def say(ranks, text):
     """Log `text` as one line on the main rank, unless it is empty."""
     if ranks.is_main and text:
         LOGGER.info(text)
+
+
+def say_durations(run):
+    """Say where the time since the process began went."""
+    if run.ranks.is_main:
+        spent = durations(read_journal(run.dir / "metrics.jsonl"), time.time())
+        parts = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in spent.items())
+        say(run.ranks, f"{human_seconds(sum(spent.values()))} in all: {parts}")
+
+
+def startup_seconds():
+    """Seconds since this process began, the imports included."""
+    return time.time() - psutil.Process().create_time()
 
 
 def device_name(device):

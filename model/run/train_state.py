@@ -1,9 +1,8 @@
 """The position of a run, and its form in state.json. Reading refuses values that no run writes."""
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 
 from config import DEFAULT_FAMILY, MAX_INT
-from model.memory.estimate import ANSWERS_A_BATCH
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import CHUNKS, MemoryPlan
 from model.nn.registry import family_named
@@ -100,13 +99,17 @@ def _check_shape(values):
         raise ValueError(f"its shape is {values!r:.200}: it must be a model configuration")
     name = values.get("family", DEFAULT_FAMILY)
     family = family_named(name if isinstance(name, str) else repr(name))
-    _parse_fields(family.config_class, {key: values[key] for key in values if key != "family"}, "its shape")
+    known = {
+        f.name: f.default for f in fields(family.config_class) if f.default is not MISSING
+    }  # older files lack some
+    given = {key: values[key] for key in values if key != "family"}
+    _parse_fields(family.config_class, known | given, "its shape")
 
 
 def _check_plan(values, what):
     """Raise ValueError unless the JSON `values` are a MemoryPlan with sizes that a plan can have."""
     _parse_fields(MemoryPlan, values, what)
-    limits = dict(micro_batch_tokens=MAX_INT, chunk_tokens=CHUNKS[0], answers=ANSWERS_A_BATCH)
+    limits = dict(micro_batch_tokens=MAX_INT, chunk_tokens=CHUNKS[0], answers=MAX_INT)
     for name, most in limits.items():
         if not 0 < values[name] <= most:
             raise ValueError(f"{what} says {name}={values[name]}: it must be from 1 to {most}")

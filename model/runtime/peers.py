@@ -61,7 +61,7 @@ class Peers:
     def __init__(self, store, rank, world_size, timeout_s, mine):
         self._store, self._rank, self._mine = store, rank, mine
         self._others = [str(r) for r in range(world_size) if r != rank]
-        self._silent_seconds = max(timeout_s - 2 * VERDICT_SECONDS, timeout_s / 2)  # so that all end within timeout_s
+        self._silent_seconds = max(timeout_s - 3 * VERDICT_SECONDS, 0.4 * timeout_s)  # so that all end within it
         self._timeout_s, self._store_lost, self._store_answered_at = timeout_s, False, awake_seconds()
         self.heartbeats, self._beat_at, self._progress_at = {}, {}, {}  # by rank, as text
         self._processes = {}  # rank to pidfd, for the ranks of this machine

@@ -236,4 +236,4 @@ def _worst_generation(evaluation, plan):
     examples = evaluation.examples
     ids = np.argsort(-examples.bounds[:, 0].astype(np.int64), kind="stable")[: plan.answers]
     inputs, _ = examples.objective.questions(examples.store, ids)
-    generate_answers(evaluation, inputs)
+    generate_answers(evaluation, inputs, plan.answers)

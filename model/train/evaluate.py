@@ -16,7 +16,8 @@ from sacrebleu.metrics import BLEU, CHRF
 from model.data.packing import cut
 from model.data.sampler import permute
 from model.data.tokenizer import ChatTokenizer
-from model.generate.engine import generate
+from model.generate.engine import Limits, generate
+from model.generate.sampling import GREEDY, Sampling
 from model.memory.oom_policy import plans_to_try, shrink_plan
 from model.nn.base import LanguageModel
 from model.runtime import fault_injection
@@ -25,6 +26,7 @@ from model.runtime.distributed import Ranks, gather_json, sum_over_ranks, vote
 from model.runtime.watchdog import stop_asked
 from model.train.examples import Examples
 
+ROUNDS_A_PART = 8  # answers in a slot, one after the other, that an out of memory can lose
 EPOCH = 0  # of an evaluation: what an objective draws at random is the same each time
 
 
@@ -38,6 +40,7 @@ class Evaluation:
     tokenizer: ChatTokenizer
     num_answers: int  # 0: none are generated
     max_new_tokens: int  # of one answer
+    sampling: Sampling = GREEDY
 
 
 @dataclass(frozen=True)
@@ -137,28 +140,31 @@ def _until_out_of_memory(ids, plan, parts):
     return values, np.concatenate(left) if left else ids[:0]
 
 
-def generate_answers(evaluation, inputs):
-    """The ids of the greedy answer to each of `inputs`, arrays of ids."""
-    model, tokenizer = evaluation.model, evaluation.tokenizer
-    return generate(model, inputs, evaluation.examples.first_id, tokenizer.eos_id, evaluation.max_new_tokens)
+def generate_answers(evaluation, inputs, slots):
+    """The ids of the greedy answer to each of `inputs`, arrays of ids; so many `slots` are generated together."""
+    new_tokens, first_id = evaluation.max_new_tokens, evaluation.examples.first_id
+    longest = max(map(len, inputs))
+    limits = Limits(min(slots, len(inputs)), longest, new_tokens, first_id, evaluation.tokenizer.eos_id)
+    return generate(evaluation.model, inputs, limits, new_tokens, evaluation.sampling)
 
 
 def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None):
-    """List of Answer to a fixed choice of questions, decoded greedily; None if a stop was asked.
+    """List of Answer to a fixed choice of questions; None if a stop was asked.
 
-    The questions are the same at every call, and every rank gets all answers. Answers are generated in batches of
-    `plan.answers`. `note` is called for each out of memory. Raises NothingFits if an answer by itself does not fit.
+    The questions are the same at every call, and every rank gets all answers. `plan.answers` are generated together.
+    `note` is called for each out of memory. Raises NothingFits if an answer by itself does not fit.
     """
     ranks, examples = evaluation.ranks, evaluation.examples
 
-    def answers_of(part, _):
+    def answers_of(part, plan):
         fault_injection.fire("generate", step)
         inputs, references = examples.objective.questions(examples.store, part)
-        sides = inputs, generate_answers(evaluation, inputs), references
+        sides = inputs, generate_answers(evaluation, inputs, plan.answers), references
         return list(zip(*([evaluation.tokenizer.decode(list(ids)) for ids in side] for side in sides), strict=True))
 
     def cut_up(ids, plan):
-        return [ids[start : start + plan.answers] for start in range(0, len(ids), plan.answers)]
+        size = ROUNDS_A_PART * plan.answers
+        return [ids[start : start + size] for start in range(0, len(ids), size)]
 
     def shrink(plan):
         return replace(plan, answers=plan.answers // 2) if plan.answers > 1 else None

@@ -2,7 +2,7 @@
 
 import torch
 
-from model.memory.estimate import Estimate
+from model.memory.estimate import Answers, Estimate
 from model.memory.plan import PlanOptions
 from model.nn.footprint import MemorySpec
 from model.nn.registry import family_of
@@ -11,6 +11,7 @@ from model.train.fixed_shards import NUM_SHARDS
 
 # MemorySpec.launch_tokens per streaming multiprocessor (SM): from compute capability 9.0 on, and before
 LAUNCH_TOKENS_PER_SM, OLDER_LAUNCH_TOKENS_PER_SM = 250, 75
+CPU_ANSWERS = 32  # more at a time are not faster on a CPU
 
 
 def memory_spec(config, model_config, dtype, device_type="cuda", launch_tokens=None):
@@ -47,4 +48,10 @@ def estimate_for(ranks, config, model_config, dtype, lengths, global_batch):
     share_pairs = -(-global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
     launch_tokens = -vote(ranks, -launch_tokens_here())[0]  # the minimum over ranks: all must choose the same plan
     spec = memory_spec(config, model_config, dtype, ranks.device.type, launch_tokens)
-    return Estimate(spec, lengths, share_pairs, config.max_new_tokens)
+    return Estimate(spec, lengths, share_pairs, answers_wanted(config, ranks.world_size, ranks.device.type))
+
+
+def answers_wanted(config, world_size, device_type="cuda"):
+    """The Answers of a rank: all of its share of the questions together, if the memory allows."""
+    share = max(-(-config.bleu_pairs // world_size), 1)
+    return Answers(share if device_type == "cuda" else min(share, CPU_ANSWERS), config.max_new_tokens)

@@ -1,10 +1,12 @@
 import json
 
 import pytest
+import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from model.data.tokenizer import copy_tokenizer, load_tokenizer
-from model.generate.engine import generate
+from model.generate.engine import Engine, Limits, Request, generate
+from model.generate.sampling import Sampling
 from model.nn.weights_io import export_model
 from model.train.evaluate import answer_questions
 from model.train.objectives.pairs import Pairs
@@ -39,20 +41,66 @@ def test_generation_of_an_over_fitted_pair_stops_at_eos(tmp_path, tokenizer, pad
     assert (answer.question, answer.answer, answer.reference) == (prompt, response, response)
 
 
-def test_questions_answered_together_are_answered_as_each_alone(model, store):
-    inputs, _ = Pairs().questions(store, list(range(8)))
-    together = generate(model, inputs, 1, 1, 8)
-    assert together == [generate(model, [own], 1, 1, 8)[0] for own in inputs]
+def limits(inputs, slots, new_tokens, eos_id=-1):
+    return Limits(slots, max(map(len, inputs)), new_tokens, 0, eos_id)
 
 
-def test_an_answer_ends_at_its_eos_or_at_the_most_tokens(model, store):
-    inputs, _ = Pairs().questions(store, list(range(8)))
-    whole = generate(model, inputs, 0, -1, 20)
+@pytest.fixture
+def inputs(store):
+    return Pairs().questions(store, list(range(8)))[0]
+
+
+@pytest.fixture
+def varied(model):
+    """`model`, whose answers differ: its tied embedding would answer every token with itself."""
+    with torch.no_grad():
+        for p in model.flat.trained[1:]:
+            p.mul_(4)
+    return model
+
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=5),
+    Sampling(repetition_penalty=1.3, no_repeat_ngram_size=3),
+    Sampling(temperature=1.2, seed=6, no_repeat_ngram_size=2),
+]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 20])
+def test_an_answer_does_not_depend_on_what_is_answered_beside_it_nor_on_its_slot(varied, inputs, slots):
+    engine = Engine(varied, limits(inputs, slots, 40))
+    requests = [Request(own, 40 - 4 * i, SAMPLINGS[i % 4], streams=i % 3 == 0) for i, own in enumerate(inputs)]
+    numbers, answers, pieces = [engine.add(request) for request in requests], {}, 0
+    while not engine.idle:
+        for progress in engine.step():
+            answers.setdefault(progress.number, []).extend(progress.ids)
+            pieces += not progress.is_finished
+    assert pieces > 5, "answers that stream come in pieces"
+    for number, request in zip(numbers, requests, strict=True):
+        alone = generate(varied, [request.input_ids], limits(inputs, 1, 40), request.max_new_tokens, request.sampling)
+        assert answers[number] == alone[0] and len(alone[0]) == request.max_new_tokens
+
+
+def test_a_cancelled_request_frees_its_slot_and_changes_no_other_answer(varied, inputs):
+    engine, kept = Engine(varied, limits(inputs, 2, 40)), {}
+    numbers = [engine.add(Request(own, 40)) for own in inputs]
+    engine.step()
+    for number in (numbers[0], numbers[5]):  # one that runs, one that waits
+        engine.cancel(number)
+    while not engine.idle:
+        kept |= {progress.number: progress.ids for progress in engine.step() if progress.is_finished}
+    whole = generate(varied, inputs, limits(inputs, 8, 40), 40)
+    assert kept == {number: whole[i] for i, number in enumerate(numbers) if i not in (0, 5)}
+
+
+def test_an_answer_ends_at_its_eos_or_at_the_most_tokens(varied, inputs):
+    whole = generate(varied, inputs, limits(inputs, 8, 20), 20)
     assert {len(answer) for answer in whole} == {20}
     eos_id = whole[3][5]
     expected = [answer[: answer.index(eos_id)] if eos_id in answer else answer for answer in whole]
-    assert generate(model, inputs, 0, eos_id, 20) == expected
-    assert generate(model, inputs[:2], 0, -1, 3) == [answer[:3] for answer in whole[:2]]
+    assert generate(varied, inputs, limits(inputs, 3, 20, eos_id), 20) == expected
+    assert generate(varied, inputs[:2], limits(inputs, 2, 20), 3) == [answer[:3] for answer in whole[:2]]
 
 
 def over_fit(model, store, tokenizer):

@@ -89,8 +89,32 @@ def test_each_save_defers_signals_from_its_own_start(saver, model, optimizer, mo
 def test_a_state_that_is_saved_already_is_not_written_again(tmp_path, saver, model, optimizer):
     for _ in range(2):
         saver.save(STATE, model, optimizer)
-    saver.save(replace(STATE, evaluated_step=5), model, optimizer)
     saver.join()
+    assert len(lines(tmp_path)) == 1
+
+
+def test_an_evaluation_s_result_is_written_beside_tensors_that_are_saved_already(tmp_path, saver, model, optimizer):
+    state = replace(STATE, shape=asdict(model.config))
+    path = tmp_path / "checkpoints" / "step_00000005"
+    saver.save(state, model, optimizer)
+    saver.join()
+    tensors = (path / "model.safetensors").stat().st_ino
+    saver.save(replace(state, evaluated_step=5, best_loss=1.5, best_step=5), model, optimizer)
+    saver.join()
+    read = read_checkpoint(path)
+    assert (read.state.evaluated_step, read.state.best_loss) == (5, 1.5)
+    assert (path / "model.safetensors").stat().st_ino == tensors and len(lines(tmp_path)) == 1
+
+
+def test_without_hard_links_an_evaluation_s_result_is_saved_with_its_tensors(
+    tmp_path, saver, model, optimizer, monkeypatch
+):
+    state = replace(STATE, shape=asdict(model.config))
+    saver.save(state, model, optimizer)
+    monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError("no hard links here")))
+    saver.save(replace(state, evaluated_step=5), model, optimizer)
+    saver.join()
+    assert read_checkpoint(tmp_path / "checkpoints" / "step_00000005").state.evaluated_step == 5
     assert len(lines(tmp_path)) == 2
 
 
@@ -140,7 +164,7 @@ def test_a_snapshot_that_runs_out_of_memory_once_is_retried(tmp_path, saver, mod
 
 def test_an_export_that_runs_out_of_memory_once_is_retried(tmp_path, model, tokenizer, monkeypatch):
     fail_once(monkeypatch, "export_model", torch.OutOfMemoryError("CUDA out of memory"))
-    assert try_export(model, tokenizer, tmp_path / "best") == ""
+    assert try_export(model, tokenizer, tmp_path / "best", {}) == ""
     assert (tmp_path / "best" / "model.safetensors").exists()
 
 
@@ -163,7 +187,7 @@ def test_a_failed_export_is_logged_and_does_not_end_the_run(tmp_path, model, tok
         raise error
 
     monkeypatch.setattr(checkpointer, "export_model", fail)
-    assert try_export(model, tokenizer, tmp_path / "best") == str(error)
+    assert try_export(model, tokenizer, tmp_path / "best", {}) == str(error)
     assert str(error) in caplog.text
 
 

@@ -28,7 +28,7 @@ from tests.run.test_checkpoint import change_state
         ("plan.micro_batch_tokens", 0, "must be from 1"), ("plan.micro_batch_tokens", 2**63 - 1, "must be from 1"),
         ("plan.micro_batch_tokens", 1e3, "micro_batch_tokens=1000.0"),
         ("plan.chunk_tokens", 2049, "chunk_tokens=2049: it must be from 1 to 2048"),
-        ("plan.answers", 33, "answers=33: it must be from 1 to 32"),
+        ("plan.answers", 0, "answers=0: it must be from 1"),
         ("plan.graphs", 1, "graphs=1"), ("plan.gradient_checkpointing", "no", "gradient_checkpointing='no'"),
         ("growth", {}, "its growth is {}"), ("growth.full", None, "full=None"),
         ("growth.full.chunk_tokens", 0, "the full plan of its growth"), ("growth.wait_steps", 0, "below wait_steps"),

@@ -10,60 +10,25 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration
 
-from model.data.tokenizer import PROBE, load_tokenizer
-from model.data.tokenizer_training import train_tokenizer
-from scripts.chat import answer, find_model, generation_options, load_model, main, parse_arguments
+from model.commands.answering import load_chat_model
+from model.generate.sampling import Sampling
+from model.nn.weights_io import model_directory
+from scripts.chat import Talk, greet, main, respond
+from tests.knowing import PAIRS, write_knowing_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "chat.py"
-# 🐱, 👍 and 龘 are not in the tokenizer's alphabet: each becomes several byte tokens.
-PAIRS = {"你好": "今天天气真好，谢谢你。", "请说一个字": "龘龘🐱👍", "hello": "how are you? 好 龘 ok\n你好"}
 ENVIRONMENT = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}  # more threads do not speed up a tiny model
-LONG_ANSWERS = ["--max_new_tokens", "100000", "--temperature", "1e9"]
+LONG_ANSWERS = ["--max_new_tokens", "100000", "--repetition_penalty", "0.01"]  # favours a token that was there
 SECONDS = 60
-
-
-def over_fit(model, tokenizer):
-    """Train on PAIRS until the loss is near zero."""
-    prompts, answers = (
-        [torch.tensor([*tokenizer.encode(text), tokenizer.eos_id]) for text in side]
-        for side in (PAIRS.keys(), PAIRS.values())
-    )
-    ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=tokenizer.pad_id)
-    labels = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=-100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(400):
-        loss = model(input_ids=ids, attention_mask=ids != tokenizer.pad_id, labels=labels).loss
-        if loss < 0.01:
-            return
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    raise AssertionError(f"the loss is still {loss:.3f}")
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A directory with model_save/tiny/best, a model overfitted on PAIRS."""
     folder = tmp_path_factory.mktemp("project")
-    best = folder / "model_save" / "tiny" / "best"
-    train_tokenizer([PROBE + "，。?how are you hello ok\n"] * 3, 507, best)
-    tokenizer = load_tokenizer(best)
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=tokenizer.vocab_size, d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=2, dropout_rate=0.0,
-        pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id,
-    )  # fmt: skip
-    model = T5ForConditionalGeneration(config)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    over_fit(model, tokenizer)
-    torch.set_num_threads(num_threads)
-    model.save_pretrained(best)
+    write_knowing_model(folder / "model_save" / "tiny" / "best")
     (folder / "model_save" / "tiny" / "config.json").write_text("{}")
     return folder
 
@@ -124,9 +89,8 @@ def test_questions_from_a_pipe_are_answered_one_after_the_other_and_nothing_else
 
 
 def test_an_answer_cut_in_the_middle_of_a_character_shows_none_of_it(project, capsys):
-    words = ["--temperature", "0.01", "--top_p", "0.5", "--max_new_tokens", "12"]
-    model, tokenizer = load_model(find_model(project / "model_save" / "tiny"))
-    answer(model, tokenizer, "请说一个字", generation_options(parse_arguments(words)))
+    chat = load_chat_model(project / "model_save" / "tiny")
+    Talk(chat, Sampling(temperature=0.01, top_p=0.5), 12).ask("请说一个字")
     assert capsys.readouterr().out == "龘龘🐱\n"  # 3, 3 and 4 of the 12 bytes; the other 2 begin a character
 
 
@@ -162,10 +126,10 @@ def test_an_incomplete_or_damaged_model_is_refused(project, tmp_path):
     weights = load_file(best / "model.safetensors")
     save_file({k: v for k, v in weights.items() if "wo" not in k}, best / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="does not fit this model: 4 tensors missing.*wo.weight"):
-        load_model(best)
+        load_chat_model(best)
     (best / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ValueError, match="cannot be read as weights"):
-        load_model(best)
+        load_chat_model(best)
 
 
 INVALID = (
@@ -189,27 +153,35 @@ def test_an_invalid_config_is_refused_with_a_reason_within_two_seconds_and_300_m
 
 
 @pytest.mark.parametrize(
-    "how",
-    [dict(feed_forward_proj="gelu"), dict(feed_forward_proj="gated-gelu"), dict(tie_word_embeddings=False)],
-    ids=str,
+    "words", (["--temperature", "-1"], ["--top_p", "1.5"], ["--max_new_tokens", "0"], ["--top_k", "x"])
 )
-def test_other_t5_variants_give_the_logits_of_transformers(project, tmp_path, how):
-    best = shutil.copytree(project / "model_save" / "tiny" / "best", tmp_path / "model")
-    config = T5Config(**T5Config.from_pretrained(best).to_diff_dict() | how)
-    T5ForConditionalGeneration(config).save_pretrained(best)
-    expected = T5ForConditionalGeneration.from_pretrained(best).eval()
-    ours, _ = load_model(best)
-    ids = torch.arange(5, 15)[None]
-    with torch.no_grad():
-        both = [model(input_ids=ids, decoder_input_ids=ids).logits for model in (ours, expected)]
-    assert torch.equal(*both)
-    assert ours.generation_config.decoder_start_token_id == expected.generation_config.decoder_start_token_id
+def test_numbers_out_of_range_are_refused(project, words, capsys):
+    assert main([str(project / "model_save" / "tiny"), *words]) == 2
+    assert f"{words[0]}={words[1]}: must be" in capsys.readouterr().err.replace(".0:", ":")
 
 
-@pytest.mark.parametrize("words", (["--temperature", "0"], ["--top_p", "1.5"], ["--max_new_tokens", "0"]))
-def test_numbers_out_of_range_are_refused(words):
-    with pytest.raises(ValueError, match=f"{words[0]}={words[1]}: must be"):
-        generation_options(parse_arguments(words))
+def test_the_conversation_can_be_undone_saved_and_begun_anew_and_settings_changed(project, tmp_path, capsys):
+    chat, file = load_chat_model(project / "model_save" / "tiny"), tmp_path / "talk.json"
+    talk = Talk(chat, chat.sampling, 64)
+    for line in ("你好", "hello", "/undo", f"/save {file}", "/settings temperature 0.5", "/settings x 1"):
+        respond(talk, line, interactive=True)
+    saved = json.loads(file.read_text())["messages"]
+    assert saved == [dict(role="user", content="你好"), dict(role="assistant", content=PAIRS["你好"])]
+    assert talk.sampling.temperature == 0.5
+    respond(talk, "/reset", interactive=True)
+    respond(talk, "/what", interactive=True)
+    out = capsys.readouterr().out
+    assert not talk.turns and "x is no setting: temperature" in out and "commands: /reset" in out
+
+
+def test_a_model_that_has_hardly_been_trained_is_named_so(project, capsys):
+    chat = load_chat_model(project / "model_save" / "tiny")
+    journal = project / "model_save" / "tiny" / "metrics.jsonl"
+    for loss, is_said in ((6.5, True), (2.5, False)):
+        journal.write_text(json.dumps(dict(kind="eval", step=1, loss=loss)) + "\n")
+        greet(chat)
+        assert ("hardly been trained" in capsys.readouterr().out) == is_said
+    journal.unlink()
 
 
 def test_a_run_directory_stands_for_its_best_model_else_its_last(tmp_path):
@@ -218,4 +190,4 @@ def test_a_run_directory_stands_for_its_best_model_else_its_last(tmp_path):
         (tmp_path / name).mkdir()
         for file in ("config.json", "model.safetensors"):
             (tmp_path / name / file).touch()
-        assert find_model(tmp_path) == tmp_path / name
+        assert model_directory(tmp_path) == tmp_path / name

@@ -106,20 +106,21 @@ class CausalModel(LanguageModel):
         return self
 
     def new_cache(self, slots, input_tokens, new_tokens):
-        return dict(ids=torch.zeros(slots, input_tokens + new_tokens, dtype=torch.int64), at=np.zeros(slots, int))
+        ids, at = torch.zeros(slots, input_tokens + new_tokens + 8, dtype=torch.int64), np.zeros(slots, int)
+        return SimpleNamespace(ids=ids, at=at, first=lambda n, *_: SimpleNamespace(ids=ids[:n], at=at[:n]))
 
     def prefill(self, inputs, cache, slots, first_id):
         for slot, own in zip(slots, inputs, strict=True):
-            cache["ids"][slot, : len(own) - 1], cache["at"][slot] = torch.as_tensor(own)[:-1], len(own) - 1
-        return [int(own[-1]) for own in inputs]
+            cache.ids[slot, : len(own) - 1], cache.at[slot] = torch.as_tensor(own)[:-1], len(own) - 1
+        return inputs
 
     def decode_one(self, ids, cache):
         """Computes every slot from its first token on: slow, but the caller cannot tell."""
-        cache["ids"][range(len(ids)), cache["at"]] = ids.cpu()
-        cache["at"] += 1
-        stream = torch.cat([row[:length] for row, length in zip(cache["ids"], cache["at"], strict=True)])
-        rows = torch.from_numpy(np.cumsum(cache["at"]) - 1)
-        batch = Stream(stream, rows, rows, make_layout(cache["at"], cache["at"]), {}).to(self.device)
+        cache.ids[range(len(ids)), cache.at] = ids.cpu()
+        cache.at += 1
+        stream = torch.cat([row[:length] for row, length in zip(cache.ids, cache.at, strict=True)])
+        rows = torch.from_numpy(np.cumsum(cache.at) - 1)
+        batch = Stream(stream, rows, rows, make_layout(cache.at, cache.at), {}).to(self.device)
         return F.linear(self.hidden(batch)[0], self.embedding.weight.copy)
 
 
@@ -133,10 +134,6 @@ def export(model, tokenizer, device=None):
     return SimpleNamespace(save_pretrained=save_pretrained)
 
 
-def count(model_config, part="all"):
-    return sum(p.numel() for p in CausalModel(model_config).parameters())
-
-
 def step_moments(spec, tokens, checkpointing):
     """A generous count: every tensor of every layer, and the attention scores."""
     c, total = spec.model_config, tokens.sum(axis=1).astype(np.float64)
@@ -144,13 +141,15 @@ def step_moments(spec, tokens, checkpointing):
     return dict(loss=kept, embedding=4 * c.width * total)
 
 
+COUNT = lambda c, part="all": sum(p.numel() for p in CausalModel(c).parameters())  # noqa: E731
 CAUSAL = Family(
     name="causal", config_class=CausalConfig, parts=("all",), build=CausalModel, collate=collate,
-    first_id=lambda tokenizer: tokenizer.pad_id, has_kernels=lambda *_: False,
-    width=lambda c: c.width, count_parameters=count, count_matrix_numbers=count,
+    first_id=lambda _, tokenizer: tokenizer.pad_id, has_kernels=lambda *_: False,
+    width=lambda c: c.width, count_parameters=COUNT, count_matrix_numbers=COUNT,
     step_moments=step_moments, evaluation_moment=lambda spec, tokens: step_moments(spec, tokens, False)["loss"],
     cache_bytes=lambda spec, slots, inputs, new: slots * (inputs + new) * 8 * spec.model_config.width,
     num_blocks=lambda c: c.num_layers, aliases=(), to_hugging_face=export, check_config=lambda values, path: None,
+    config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
     own_tensors=lambda tensors, path: {name: tensor.float() for name, tensor in tensors.items()},
 )  # fmt: skip

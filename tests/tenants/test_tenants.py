@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.data.sequences import Sequences
-from model.generate.engine import generate
+from model.generate.engine import Limits, generate
 from model.nn.base import Packing
 from model.nn.registry import FAMILIES
 from model.train.objectives.registry import OBJECTIVES
@@ -169,7 +169,7 @@ def test_generation_in_one_stream_follows_the_packed_network():
     with torch.no_grad():
         model.embedding.weight.mul_(8)
     inputs = [[5, 6, 7, 8], [9], [11, 12]]
-    for own, answer in zip(inputs, generate(model, inputs, 0, -1, 6), strict=True):
+    for own, answer in zip(inputs, generate(model, inputs, Limits(2, 4, 6, 0, -1), 6), strict=True):
         sides = (np.array(own), np.array(answer))
         stream = collate(Sequences(sides, np.array([[len(own), len(answer)]])), Packing(0))
         hidden, labels = model.hidden(stream)

@@ -8,17 +8,22 @@ from model.nn.attention import round_up
 def count_parameters(model_config, part="all"):
     """Number of weights of a T5 of this configuration, or of its decoder alone."""
     attention = 4 * model_config.d_model * model_config.num_heads * model_config.d_kv
-    feed_forward = 2 * model_config.d_model * model_config.d_ff
+    feed_forward = _inner_matrices(model_config) * model_config.d_model * model_config.d_ff
     bias = model_config.relative_attention_num_buckets * model_config.num_heads
-    encoder = (
-        model_config.num_layers * (attention + feed_forward + 2 * model_config.d_model) + bias + model_config.d_model
-    )
+    has_own_bias = model_config.model_type == "umt5"
+    encoder_layers, decoder_layers, d = model_config.num_layers, model_config.num_decoder_layers, model_config.d_model
+    encoder = encoder_layers * (attention + feed_forward + 2 * d) + bias * (encoder_layers if has_own_bias else 1) + d
     decoder = (
-        model_config.num_decoder_layers * (2 * attention + feed_forward + 3 * model_config.d_model)
-        + bias
-        + model_config.d_model
+        decoder_layers * (2 * attention + feed_forward + 3 * d) + bias * (decoder_layers if has_own_bias else 1) + d
     )
-    return decoder if part == "decoder" else encoder + decoder + model_config.vocab_size * model_config.d_model
+    table = model_config.vocab_size * d
+    decoder += 0 if model_config.tie_word_embeddings else table
+    return decoder if part == "decoder" else encoder + decoder + table
+
+
+def _inner_matrices(model_config):
+    """Matrices of a feed-forward layer."""
+    return 3 if model_config.is_gated else 2
 
 
 def count_matrix_numbers(model_config, part="all"):
@@ -28,7 +33,8 @@ def count_matrix_numbers(model_config, part="all"):
     attention = (
         4 * model_config.d_model * model_config.num_heads * model_config.d_kv * (encoder_layers + 2 * decoder_layers)
     )
-    return attention + 2 * model_config.d_model * model_config.d_ff * (encoder_layers + decoder_layers)
+    inner = _inner_matrices(model_config) * model_config.d_model * model_config.d_ff
+    return attention + inner * (encoder_layers + decoder_layers)
 
 
 def _attention(spec, queries, keys):
@@ -48,9 +54,13 @@ def _attention(spec, queries, keys):
 
 
 def _feed_forward(spec, queries):
-    """Same as `_attention` for one feed-forward layer, which keeps the outputs of its norm and its ReLU."""
+    """Same as `_attention` for one feed-forward layer, which keeps the outputs of its norm and its activation.
+
+    An activation other than ReLU keeps its input too, a gated one both its inputs.
+    """
     d, f, s = spec.model_config.d_model, spec.model_config.d_ff, spec.number_bytes
-    return ((d + f) * s + 4) * queries, (3 * d + 2 * f) * s * queries
+    inputs = dict(relu=0).get(spec.model_config.feed_forward_proj, 2 if spec.model_config.is_gated else 1)
+    return ((d + f + inputs * f) * s + 4) * queries, (3 * d + (2 + 2 * inputs) * f) * s * queries
 
 
 def _outside_blocks(spec, queries):

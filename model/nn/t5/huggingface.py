@@ -1,65 +1,78 @@
-"""Parameter names and configuration to and from transformers' T5; refuses what this network does not compute."""
+"""Parameter names and configuration to and from transformers' T5, mT5 and UMT5; refuses what is not computed here.
 
-from dataclasses import fields
+transformers 5 ties the output projection to the embedding unless a file holds different ones, whatever
+tie_word_embeddings says; that field says whether a T5 scales its decoder's output.
+"""
+
+from dataclasses import fields, replace
 
 import torch
 
 from config import T5ModelConfig
 
-ALIASES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight
-# Fields of transformers' T5Config, besides sizes, that change what is computed, with the values supported here.
-COMPUTED = dict(
-    feed_forward_proj="relu", dense_act_fn="relu", is_gated_act=False, scale_decoder_outputs=True,
-    tie_word_embeddings=True, tie_encoder_decoder=False, is_encoder_decoder=True,
-)  # fmt: skip
+HEAD = "lm_head.weight"
+ALIASES = (HEAD, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight
 OTHER_NAMES = dict(
     hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers", head_dim="d_kv"
 )
+SIZES = tuple(f.name for f in fields(T5ModelConfig) if f.type in (int, float))
+CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}  # how transformers' classes begin
 
 
 def as_hugging_face(model, tokenizer, device=None):
-    """transformers' T5ForConditionalGeneration in evaluation mode, sharing the float32 weights of `model`.
+    """transformers' model in evaluation mode, sharing the float32 weights of `model`.
 
     Holds copies instead of weights on another `device`, or of another dtype.
     """
     # imported here because it takes seconds, which the first step need not wait for
-    from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
+    import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id)
-    model_config = {f.name: getattr(model.config, f.name) for f in fields(T5ModelConfig)}
-    config = T5Config(
-        **model_config, **ids, dropout_rate=model.dropout, feed_forward_proj="relu", tie_word_embeddings=True
-    )
+    c = model.config
+    start = first_id(c, tokenizer)
+    ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=start)
+    config = getattr(transformers, f"{CLASSES[c.model_type]}Config")(
+        **{name: getattr(c, name) for name in SIZES}, **ids, dropout_rate=model.dropout,
+        feed_forward_proj=c.feed_forward_proj, tie_word_embeddings=c.scale_decoder_outputs,
+    )  # fmt: skip
     with torch.device("meta"):
-        hf_model = T5ForConditionalGeneration(config)
+        hf_model = getattr(transformers, f"{CLASSES[c.model_type]}ForConditionalGeneration")(config)
     weights = {name: tensor.detach().to(device).float() for name, tensor in model.state_dict().items()}
-    weights |= {alias: weights["shared.weight"] for alias in ALIASES}
-    hf_model.load_state_dict(weights, assign=True)
-    hf_model.generation_config = GenerationConfig(**ids)
+    hf_model.load_state_dict({alias: weights["shared.weight"] for alias in ALIASES} | weights, assign=True)
+    hf_model.config.tie_word_embeddings = c.tie_word_embeddings
+    hf_model.generation_config = transformers.GenerationConfig(**ids)
     return hf_model.eval()
 
 
-def own_tensors(tensors, path):
-    """`tensors` as float32, without the aliases of the shared embedding.
+def first_id(model_config, tokenizer):
+    """Id that a response begins with."""
+    start = model_config.decoder_start_token_id
+    return tokenizer.pad_id if start is None else start
 
-    Raises ValueError unless they are those of a T5 v1.0 with tied embeddings; `path` is named in it.
+
+def own_tensors(tensors, path):
+    """`tensors` as float32, without copies of the shared embedding.
+
+    Raises ValueError, which names `path`, unless they are those of a T5 whose encoder and decoder share the embedding.
     """
     shared = tensors.get("shared.weight")
     if shared is None:
         raise ValueError(f"{path} has no shared.weight: it is not a T5")
-    if any("wi_0" in name for name in tensors):
-        raise ValueError(
-            f"{path} is a gated T5 (v1.1 or flan): only T5 v1.0 with one ReLU feed-forward can be trained here"
-        )
-    for alias in ALIASES:
-        other = tensors.get(alias, shared)
-        if other.shape != shared.shape or not torch.equal(other, shared):
-            raise ValueError(
-                f"{path} does not tie {alias} to shared.weight: only a T5 with tied embeddings can be trained here"
-            )
-    return {name: tensor.float() for name, tensor in tensors.items() if name not in ALIASES}
+    copies = [alias for alias in ALIASES if alias in tensors and _are_equal(tensors[alias], shared)]
+    for alias in ALIASES[1:]:
+        if alias in tensors and alias not in copies:
+            raise ValueError(f"{path} does not tie {alias} to shared.weight: only a T5 with one embedding can be used")
+    return {name: tensor.float() for name, tensor in tensors.items() if name not in copies}
+
+
+def _are_equal(one, other):
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def config_with(model_config, tensors):
+    """`model_config` with an output projection of its own if `tensors`, those of `own_tensors`, hold one."""
+    return replace(model_config, tie_word_embeddings=HEAD not in tensors)
 
 
 def config_of(values, path):
@@ -71,31 +84,55 @@ def config_of(values, path):
             raise ValueError(
                 f"{path} says {other}={values[other]!r:.80} and {name}={values.get(name)!r:.80}: they must be equal"
             )
-    for name, computed in COMPUTED.items():
-        if not isinstance(values.get(name, computed), type(computed)):
-            raise ValueError(f"{path} says {name}={values[name]!r:.80}: it must be a {type(computed).__name__}")
     try:
-        model_config = T5ModelConfig(**{f.name: values[f.name] for f in fields(T5ModelConfig) if f.name in values})
+        model_config = T5ModelConfig(
+            **{name: values[name] for name in SIZES if name in values}, model_type=values["model_type"],
+            feed_forward_proj=_projection(values), scale_decoder_outputs=_scales(values),
+            decoder_start_token_id=_start(values),
+        )  # fmt: skip
         if not model_config.vocab_size:
             raise ValueError("vocab_size is missing")
+        if (model_config.decoder_start_token_id or 0) >= model_config.vocab_size:
+            raise ValueError(f"decoder_start_token_id must be below vocab_size={model_config.vocab_size}")
         return model_config
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a T5 configuration: {error!s:.500}") from None
 
 
+def _projection(values):
+    """feed_forward_proj of a configuration, or transformers' default."""
+    return values.get("feed_forward_proj", "relu" if values["model_type"] == "t5" else "gated-gelu")
+
+
+def _scales(values):
+    """Whether transformers scales the decoder's output: T5 as the configuration says, mT5 never, UMT5 always."""
+    if values["model_type"] != "t5":
+        return values["model_type"] == "umt5"
+    tied = values.get("tie_word_embeddings", True)
+    scales = values.get("scale_decoder_outputs", tied)
+    if not isinstance(tied, bool) or not isinstance(scales, bool):
+        said = f"tie_word_embeddings={tied!r:.80}, scale_decoder_outputs={scales!r:.80}"
+        raise ValueError(f"{said}: must be true or false")
+    return scales
+
+
+def _start(values):
+    """decoder_start_token_id of a configuration, None if it is the pad token."""
+    start = values.get("decoder_start_token_id")
+    return None if start == values.get("pad_token_id", 0) else start
+
+
 def check_config(values, path):
-    """Raise ValueError if a T5Config with these `values` differs from what this network computes."""
-    for name, computed in COMPUTED.items():
-        if values.get(name, computed) != computed:
-            raise ValueError(
-                f"{path} says {name}={values[name]!r:.80}: only a T5 v1.0 with {name}={computed!r} can be trained here"
-            )
+    """Raise ValueError if a configuration with these `values`, read by `config_of`, asks for what is not computed."""
+    projection = _projection(values)
+    activation = "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-")
+    computed = dict(
+        dense_act_fn=activation, is_gated_act=projection.startswith("gated-"), tie_encoder_decoder=False,
+        is_encoder_decoder=True,
+    )  # fmt: skip
+    for name, value in computed.items():
+        if values.get(name, value) != value:
+            raise ValueError(f"{path} says {name}={values[name]!r:.80}: only a T5 with {name}={value!r} can be used")
     for name in ("quantization_config", "pruned_heads"):
         if values.get(name):
-            raise ValueError(f"{path} says {name}={values[name]!r:.80}: only a T5 without it can be trained here")
-    start, pad = values.get("decoder_start_token_id"), values.get("pad_token_id", 0)
-    if start not in (None, pad):
-        raise ValueError(
-            f"{path} says decoder_start_token_id={start!r:.80} and pad_token_id={pad!r:.80}: only a T5 whose answers "
-            "begin with the pad token can be trained here"
-        )
+            raise ValueError(f"{path} says {name}={values[name]!r:.80}: only a T5 without it can be used")

@@ -1,4 +1,4 @@
-"""TextToTextModel: T5 (v1.0, tied and scaled) over packed examples, under Hugging Face parameter names.
+"""TextToTextModel: T5 in all its variants (v1.0, v1.1, mT5, UMT5) over packed examples, under Hugging Face names.
 
 transformers' T5 cannot run packed examples, because it takes one mask for the encoder and for cross-attention. Weights
 are float32; activations and matmuls use `compute_dtype`.
@@ -14,6 +14,7 @@ from model.nn.dropout import NO_DROPOUT, add_dropout, dropout, relu_dropout
 from model.nn.flat_params import embed, linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.t5 import decode
+from model.nn.t5.activations import activate, gate
 from model.nn.t5.position_bias import score_bias
 
 BLOCK_SITES = 4  # places of dropout in a block, counted from its first: the inputs of its layers, and HIDDEN
@@ -30,7 +31,7 @@ class Attention(nn.Module):
         self.k = Linear(model_config.d_model, inner, model_config.d_model**-0.5)
         self.v = Linear(model_config.d_model, inner, model_config.d_model**-0.5)
         self.o = Linear(inner, model_config.d_model, inner**-0.5)
-        self.num_heads = model_config.num_heads
+        self.num_heads, self.has_position_bias = model_config.num_heads, has_position_bias
         if has_position_bias:
             self.relative_attention_bias = make_embedding(
                 model_config.relative_attention_num_buckets, model_config.num_heads
@@ -65,20 +66,35 @@ class CrossAttentionLayer(nn.Module):
         return x, self.EncDecAttention(normed, memory, layout, bias)
 
 
-class DenseReluDense(nn.Module):
+class Dense(nn.Module):
+    """The feed-forward of a layer; a gated one has two matrices, wi_0 and wi_1, in place of wi."""
+
     def __init__(self, model_config):
         super().__init__()
-        self.wi = Linear(model_config.d_model, model_config.d_ff, model_config.d_model**-0.5)
-        self.wo = Linear(model_config.d_ff, model_config.d_model, model_config.d_ff**-0.5)
+        c, self.is_gated = model_config, model_config.is_gated
+        self.activation = c.feed_forward_proj.removeprefix("gated-")
+        if self.is_gated:
+            self.wi_0, self.wi_1 = (Linear(c.d_model, c.d_ff, c.d_model**-0.5) for _ in range(2))
+        else:
+            self.wi = Linear(c.d_model, c.d_ff, c.d_model**-0.5)
+        self.wo = Linear(c.d_ff, c.d_model, c.d_ff**-0.5)
 
     def forward(self, x, masks):
-        return linear(relu_dropout(linear(x, self.wi.weight), masks), self.wo.weight)
+        return linear(self._inner(x, masks), self.wo.weight)
+
+    def _inner(self, x, masks):
+        if self.is_gated:
+            return dropout(gate(linear(x, self.wi_0.weight, self.wi_1.weight), self.activation), masks)
+        inner = linear(x, self.wi.weight)
+        if self.activation == "relu":
+            return relu_dropout(inner, masks)
+        return dropout(activate(inner, self.activation), masks)
 
 
 class FeedForwardLayer(nn.Module):
     def __init__(self, model_config):
         super().__init__()
-        self.DenseReluDense = DenseReluDense(model_config)
+        self.DenseReluDense = Dense(model_config)
         self.layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
 
     def forward(self, x, added, masks=NO_DROPOUT, hidden_masks=NO_DROPOUT):
@@ -114,32 +130,32 @@ def _block_output(block, x, masks, *attention):
 
 
 class Stack(nn.Module):
-    """Encoder or decoder: blocks that share the position bias of the first one, then a norm."""
+    """Encoder or decoder: blocks, which share the first one's position bias unless each has its own, then a norm."""
 
     def __init__(self, model_config, num_layers, is_decoder):
         super().__init__()
-        self.block = nn.ModuleList(Block(model_config, is_decoder, has_position_bias=i == 0) for i in range(num_layers))
+        has_own_bias = model_config.model_type == "umt5"
+        self.block = nn.ModuleList(
+            Block(model_config, is_decoder, has_position_bias=has_own_bias or i == 0) for i in range(num_layers)
+        )
         self.final_layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
         self.is_decoder = is_decoder
         self.max_distance = model_config.relative_attention_max_distance
 
     def forward(self, x, masks, layout, cross_attention, checkpointing):
-        x, added = dropout(x, masks), None
-        attention = (layout, self._bias(layout, x.dtype)), cross_attention
+        x, added, bias = dropout(x, masks), None, None
         for block in self.block:
+            attention = block.layer[0].SelfAttention
+            if attention.has_position_bias:
+                weight = attention.relative_attention_bias.weight
+                bias = score_bias(layout, weight, self.max_distance, self.is_decoder, x.dtype)
+            both = (layout, bias), cross_attention
             if checkpointing and torch.is_grad_enabled():
-                x = checkpoint(
-                    _block_output, block, x, masks, *attention, use_reentrant=False, preserve_rng_state=False
-                )
+                x = checkpoint(_block_output, block, x, masks, *both, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, added = block(x, added, masks, *attention)
+                x, added = block(x, added, masks, *both)
             masks = masks.at(BLOCK_SITES)
         return dropout(self.final_layer_norm(x, added, masks)[1], masks.at(NORMED))
-
-    def _bias(self, layout, dtype):
-        attention = self.block[0].layer[0].SelfAttention
-        weight = attention.relative_attention_bias.weight
-        return score_bias(layout, weight, self.max_distance, self.is_decoder, dtype)
 
 
 class TextToTextModel(LanguageModel):
@@ -152,18 +168,25 @@ class TextToTextModel(LanguageModel):
         self.shared = make_embedding(model_config.vocab_size, model_config.d_model)
         self.encoder = Stack(model_config, model_config.num_layers, is_decoder=False)
         self.decoder = Stack(model_config, model_config.num_decoder_layers, is_decoder=True)
+        if not model_config.tie_word_embeddings:
+            self.lm_head = make_embedding(model_config.vocab_size, model_config.d_model)
+        self.output_scale = model_config.d_model**-0.5 if model_config.scale_decoder_outputs else 1.0
         self.make_flat()
 
     @property
+    def tables(self):
+        return [self.shared.weight] if self.config.tie_word_embeddings else [self.shared.weight, self.lm_head.weight]
+
+    @property
     def output_weight(self):
-        return self.shared.weight
+        return self.tables[-1]
 
     @property
     def uses_kernels(self):
         return runs_in_kernels(self.shared.weight.device, self.compute_dtype, self.config)
 
     def hidden(self, batch):
-        """(Decoder output (N, d_model), scaled for the tied embedding, labels (N,)) of a MicroBatch."""
+        """(Decoder output (N, d_model), scaled, labels (N,)) of a MicroBatch."""
         self.flat.refresh()
         ids = (batch.prompt_ids, batch.decoder_ids)
         prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(side) for side in ids])
@@ -172,7 +195,7 @@ class TextToTextModel(LanguageModel):
         encoded = self.encoder(prompts, prompt_masks, batch.encoder_layout, None, checkpointing)
         cross = (encoded, batch.cross_layout, score_mask(batch.cross_layout, dtype=self.compute_dtype))
         decoded = self.decoder(responses, response_masks, batch.decoder_layout, cross, checkpointing)
-        return decoded * self.config.d_model**-0.5, batch.labels
+        return decoded * self.output_scale, batch.labels
 
     def encode(self, ids, layout):
         """Encoder output (N, d_model) of packed ids, without dropout."""
@@ -184,25 +207,25 @@ class TextToTextModel(LanguageModel):
 
     def prefill(self, inputs, cache, slots, first_id):
         decode.prefill(self, inputs, cache, slots)
-        return [first_id] * len(slots)
+        return [[first_id]] * len(slots)
 
     def decode_one(self, ids, cache):
         return decode.decode_one(self, ids, cache)
 
     @torch.no_grad()
     def initialise(self, seed):
-        """Draw random weights as transformers initialises T5."""
+        """Draw random weights as transformers initialises T5; an output projection of its own starts small."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * module.init_std)
             elif isinstance(module, nn.Embedding):
-                std = 1.0 if module is self.shared else self.config.d_model**-0.5
+                std = 1.0 if module is self.shared else self.config.d_model**-0.5  # of biases, and of lm_head
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * std)
         return self
 
     def freeze_all_but(self, part):
-        """Freeze the encoder and the shared embedding, which is also the output projection, if `part` is decoder."""
+        """Freeze the encoder and the embedding, which may be the output projection too, if `part` is decoder."""
         if part == "decoder":
             self.shared.requires_grad_(False)
             self.encoder.requires_grad_(False)

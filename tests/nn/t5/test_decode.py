@@ -4,31 +4,39 @@ import numpy as np
 import pytest
 import torch
 
-from model.generate.engine import generate
+from model.generate.engine import Limits, generate
+from model.generate.sampling import GREEDY, Sampling
 from model.nn.t5.huggingface import as_hugging_face
 from tests.parts import batch_of, examples_of, make_model
 
 NEW = 24
 
 
-def hf_answers(hf_model, inputs, pad_id, eos_id):
+def hf_answers(hf_model, inputs, pad_id, eos_id, **penalties):
     ids = torch.full((len(inputs), max(map(len, inputs))), pad_id)
     mask = torch.zeros_like(ids)
     for row, own in enumerate(inputs):
         ids[row, : len(own)], mask[row, : len(own)] = torch.as_tensor(own), 1
-    out = hf_model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, num_beams=1)[:, 1:].tolist()
+    out = hf_model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **penalties)
+    out = out[:, 1:].tolist()
     return [row[: row.index(eos_id)] if eos_id in row else row for row in out]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_promise_1_greedy_answers_are_those_of_transformers(tokenizer, seed):
+@pytest.mark.parametrize(
+    "seed, penalties",
+    [(1, {}), (2, dict(repetition_penalty=1.3)), (3, dict(no_repeat_ngram_size=2)),
+     (4, dict(repetition_penalty=0.8, no_repeat_ngram_size=3)), (5, dict(no_repeat_ngram_size=1))],
+)  # fmt: skip
+def test_promise_1_greedy_answers_are_those_of_transformers(tokenizer, seed, penalties):
     model, draw = make_model(tokenizer.vocab_size, seed), np.random.default_rng(seed)
     with torch.no_grad():
         for p in model.flat.trained[1:]:  # all but the tied embedding, which would answer every token with itself
             p.mul_(4)
     inputs = [draw.integers(7, tokenizer.vocab_size, draw.integers(1, 40)) for _ in range(300)]
-    ours = generate(model, inputs, tokenizer.pad_id, tokenizer.eos_id, NEW)
-    assert ours == hf_answers(as_hugging_face(model, tokenizer), inputs, tokenizer.pad_id, tokenizer.eos_id)
+    limits = Limits(70, 40, NEW, tokenizer.pad_id, tokenizer.eos_id)
+    ours = generate(model, inputs, limits, NEW, Sampling(**penalties) if penalties else GREEDY)
+    hf_model = as_hugging_face(model, tokenizer)
+    assert ours == hf_answers(hf_model, inputs, tokenizer.pad_id, tokenizer.eos_id, **penalties)
     assert len(set(map(tuple, ours))) > 100, "answers that are all alike prove nothing"
 
 
@@ -38,7 +46,7 @@ def test_the_logits_of_each_step_are_those_of_the_packed_network(model, store, t
     hidden, _ = model.hidden(batch_of(store, ids, tokenizer.pad_id))
     expected = (hidden @ model.shared.weight.T).split([len(side) for side in responses])
     cache = model.new_cache(len(ids), max(map(len, prompts)), max(map(len, responses)))
-    last = torch.tensor(model.prefill(prompts, cache, range(len(ids)), tokenizer.pad_id))
+    last = torch.tensor(model.prefill(prompts, cache, range(len(ids)), tokenizer.pad_id))[:, 0]
     for step in range(max(map(len, responses))):
         logits = model.decode_one(last, cache)
         for slot, own in enumerate(responses):

@@ -7,21 +7,26 @@ from model.nn.footprint import MemorySpec
 from model.nn.t5.batch import MicroBatch
 from model.nn.t5.family import T5
 from model.nn.t5.footprint import count_parameters, step_moments
-from tests.parts import make_model
+from tests.parts import SHAPE, make_model
 
 
-def test_the_parameter_count_is_that_of_the_model():
-    model = make_model(500)
+@pytest.mark.parametrize(
+    "variant",
+    [{}, dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False), dict(model_type="umt5", num_layers=3)],
+)
+def test_the_parameter_count_is_that_of_the_model(variant):
+    model = make_model(500, shape=SHAPE | variant)
     assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
     model.freeze_all_but("decoder")
     assert count_parameters(model.config, "decoder") == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gated-gelu"])
 @pytest.mark.parametrize("prompt, response", ((48, 48), (64, 128), (128, 24)))
-def test_the_predicted_activations_are_within_one_percent_of_what_autograd_saves(prompt, response, dropout):
+def test_the_predicted_activations_are_within_one_percent_of_what_autograd_saves(prompt, response, activation, dropout):
     """Against the tensors that autograd really saves on a CPU, where RMSNorm keeps two more than on a GPU."""
-    num_examples, model = 4, make_model(500, dropout=dropout)
+    num_examples, model = 4, make_model(500, shape=SHAPE | dict(feed_forward_proj=activation), dropout=dropout)
     shape = model.config
     kept = saved_bytes(model, num_examples, prompt, response)
     layers = 2 * shape.num_layers * prompt + 3 * shape.num_decoder_layers * response + prompt + response

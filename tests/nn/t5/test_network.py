@@ -107,11 +107,13 @@ def test_the_seed_and_the_step_alone_choose_the_masks(tokenizer, micro_batch):
     assert not any(torch.equal(outputs[1, 1], outputs[other]) for other in ((1, 2), (2, 1)))
 
 
-def test_every_place_of_dropout_has_masks_of_its_own(tokenizer, micro_batch, monkeypatch):
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gated-silu"])
+def test_every_place_of_dropout_has_masks_of_its_own(tokenizer, micro_batch, activation, monkeypatch):
     """In transformers' order: embedding, after each sublayer, inside the feed-forward layer, after the last norm."""
     sites, inner = [], dropout.is_kept
     monkeypatch.setattr(dropout, "is_kept", lambda masks, width: sites.append((masks, width)) or inner(masks, width))
-    make_model(tokenizer.vocab_size, dropout=0.1).hidden(micro_batch)[0]
+    shape = SHAPE | dict(feed_forward_proj=activation)
+    make_model(tokenizer.vocab_size, shape=shape, dropout=0.1).hidden(micro_batch)
     stacks = [[masks.site for masks, _ in sites if masks.token_keys is keys]
               for keys in (micro_batch.prompt_token_keys, micro_batch.decoder_token_keys)]  # fmt: skip
     for places, layers in zip(stacks, (2, 3), strict=True):
@@ -122,10 +124,11 @@ def test_every_place_of_dropout_has_masks_of_its_own(tokenizer, micro_batch, mon
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "silu", "gated-gelu"])
 def test_promise_2_dropout_has_the_same_gradient_packed_and_one_by_one(
-    tokenizer, store, micro_batch, gradient_checkpointing
+    tokenizer, store, micro_batch, activation, gradient_checkpointing
 ):
-    model = make_model(tokenizer.vocab_size, dropout=0.2)
+    model = make_model(tokenizer.vocab_size, shape=SHAPE | dict(feed_forward_proj=activation), dropout=0.2)
     model.key_dropout(5, 6)
     packed = gradients_after(model, micro_batch)
     model.zero_grad()

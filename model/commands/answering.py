@@ -1,0 +1,127 @@
+"""A trained model as people talk to it: loaded from its directory, text in, text out, piece by piece."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from model.commands.network import compute_dtype
+from model.data.cleaning import clean_text
+from model.data.tokenizer import ChatTokenizer, load_tokenizer
+from model.generate.engine import Engine, Limits, Request
+from model.generate.sampling import Sampling, sampling_from
+from model.nn.base import LanguageModel
+from model.nn.registry import family_of
+from model.nn.weights_io import check_fits, load_into, load_weights, model_directory
+from model.runtime.json_stream import read_object
+
+DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS = 256, 2**20
+MAX_TOKEN_CHARACTERS = 16  # a longer question than so many characters a token is refused unread
+MAX_CHARACTER_TOKENS = 4  # a character outside the alphabet is up to four byte tokens
+
+
+@dataclass(frozen=True)
+class ChatModel:
+    """A model, its tokenizer, and how its generation_config.json says to answer."""
+
+    directory: Path
+    model: LanguageModel
+    tokenizer: ChatTokenizer
+    sampling: Sampling
+    max_new_tokens: int
+
+    def limits(self, slots, input_tokens, new_tokens):
+        """Limits of an Engine for this model."""
+        first_id = family_of(self.model.config).first_id(self.model.config, self.tokenizer)
+        return Limits(slots, input_tokens, new_tokens, first_id, self.tokenizer.eos_id)
+
+
+def load_chat_model(path, device=None):
+    """ChatModel of a Hugging Face directory or a run directory (its best/, else its last/), on the GPU if there is one.
+
+    Raises ValueError if there is none, and for damaged or misfit files. The weights are held once, in the dtype that
+    they are computed with.
+    """
+    directory = model_directory(Path(path))
+    if directory is None:
+        raise ValueError(
+            f"no model in {path}: name a Hugging Face directory (config.json and model.safetensors) or a run directory "
+            "with best/ or last/, for example model_save/sft_fast"
+        )
+    tokenizer, weights = load_tokenizer(directory), load_weights(directory)
+    if weights.model_config.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"{directory}: the model has {weights.model_config.vocab_size} tokens and the tokenizer beside it "
+            f"{tokenizer.vocab_size}: copy the tokenizer files that the model was trained with"
+        )
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    settings = directory / "generation_config.json"
+    values = read_object(settings) if settings.is_file() else {}
+    new_tokens = values.get("max_new_tokens") or DEFAULT_NEW_TOKENS
+    if type(new_tokens) is not int or not 0 < new_tokens <= MAX_NEW_TOKENS:
+        raise ValueError(f"{settings} says max_new_tokens={new_tokens!r:.80}: it must be from 1 to {MAX_NEW_TOKENS}")
+    return ChatModel(directory, _frozen(weights, directory, device), tokenizer, sampling_from(values), new_tokens)
+
+
+def _frozen(weights, directory, device):
+    """The model with these LoadedWeights, for generation alone."""
+    family = family_of(weights.model_config)
+    with torch.device("meta"):  # before memory is taken for a model that does not fit
+        check_fits(family.build(weights.model_config), weights, directory)
+    model = family.build(weights.model_config, 0.0, compute_dtype("auto", device))
+    load_into(model, weights, directory)
+    return model.requires_grad_(False).to(device).eval()
+
+
+def prompt_ids(chat, turns, most_tokens):
+    """Ids of the prompt that these turns, each (role, text), make: at most `most_tokens`, EOS included.
+
+    Raises ValueError if the last turn is empty, or has more characters than any prompt of that size.
+    """
+    text = clean_text(turns[-1][1])
+    if not text:
+        raise ValueError("the question is empty: write some text")
+    if len(text) > MAX_TOKEN_CHARACTERS * most_tokens:
+        raise ValueError(
+            f"the question has {len(text):,} characters, and a prompt at most {most_tokens} tokens: shorten it"
+        )
+    return [*chat.tokenizer.encode(text)[: most_tokens - 1], chat.tokenizer.eos_id]
+
+
+def stream_answer(chat, input_ids, sampling, max_new_tokens):
+    """Yield the pieces of one answer's text as they are generated."""
+    engine = Engine(chat.model, chat.limits(1, len(input_ids), max_new_tokens))
+    engine.add(Request(input_ids, max_new_tokens, sampling, streams=True))
+    text = TextStream(chat.tokenizer)
+    while not engine.idle:
+        for progress in engine.step():
+            yield text.add(progress.ids)
+
+
+def answer_all(chat, inputs, sampling, max_new_tokens, slots=64):
+    """The text of the answer to each of `inputs`, lists of ids."""
+    engine = Engine(chat.model, chat.limits(min(slots, len(inputs)), max(map(len, inputs)), max_new_tokens))
+    numbers = {engine.add(Request(ids, max_new_tokens, sampling)): place for place, ids in enumerate(inputs)}
+    texts = [""] * len(inputs)
+    while not engine.idle:
+        for progress in engine.step():
+            texts[numbers[progress.number]] = chat.tokenizer.decode(progress.ids)
+    return texts
+
+
+@dataclass
+class TextStream:
+    """Turns ids that come in pieces into text that comes in pieces, each of whole characters."""
+
+    tokenizer: ChatTokenizer
+    ids: list = field(default_factory=list)
+    given: int = 0  # characters
+
+    def add(self, ids):
+        """The text that can be shown after these ids, beyond what was given before."""
+        self.ids += ids
+        # an incomplete character makes the byte tokens before it undecodable, so ids are cut off, not text
+        texts = (self.tokenizer.decode(self.ids[: len(self.ids) - missing]) for missing in range(MAX_CHARACTER_TOKENS))
+        text = next((text for text in texts if not text.endswith("\ufffd")), "")
+        piece, self.given = text[self.given :], max(self.given, len(text))
+        return piece

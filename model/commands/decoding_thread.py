@@ -1,0 +1,140 @@
+"""An Engine on a thread of its own, which answers the requests of many connections together."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from model.generate.engine import Engine, Progress, Request
+from model.runtime.device_memory import release_memory, within_memory
+
+LOGGER = logging.getLogger("chat_trainer")
+
+
+class TooBusy(RuntimeError):
+    """Too many requests wait for a slot."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """The Progress of one request, as it comes; `queue` gets an exception if the request fails."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue = field(default_factory=asyncio.Queue)
+    num_ids: int = 0  # given to `queue`
+    to_skip: int = 0  # ids that a second attempt gives again
+
+    def put(self, item):
+        self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+    async def __aiter__(self):
+        while True:
+            item = await self.queue.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+            if item.is_finished:
+                return
+
+
+class DecodingThread(threading.Thread):
+    """Owns an Engine. `submit` and `cancel` may be called from any thread; the Progress goes to each Stream."""
+
+    def __init__(self, model, limits, max_waiting):
+        super().__init__(name="decoding", daemon=True)
+        self._model, self._limits, self._max_waiting = model, limits, max_waiting
+        self._wakes, self._inbox = threading.Condition(), deque()  # (Stream, whether it is cancelled)
+        self._streams = {}  # number in the engine to Stream; this thread's own
+        self.num_open = 0  # submitted and not finished
+        self._is_stopping = False
+
+    def submit(self, request):
+        """The Stream of a Request, to be read in the running event loop; raises TooBusy."""
+        with self._wakes:
+            if self.num_open >= self._limits.slots + self._max_waiting:
+                raise TooBusy(f"{self.num_open} requests are being answered or wait: try again later")
+            self.num_open += 1
+            stream = Stream(request, asyncio.get_running_loop())
+            self._inbox.append((stream, False))
+            self._wakes.notify()
+        return stream
+
+    def cancel(self, stream):
+        """Free the slot of a Stream that nobody reads any more; one that has ended may be cancelled too."""
+        with self._wakes:
+            self._inbox.append((stream, True))
+            self._wakes.notify()
+
+    def stop(self):
+        """End the thread after the step it is in."""
+        with self._wakes:
+            self._is_stopping = True
+            self._wakes.notify()
+
+    def run(self):
+        engine = Engine(self._model, self._limits)
+        while self._admit(engine):
+            try:
+                fits, progress = within_memory(engine.step)
+            except Exception as error:  # of a library: the requests under way fail, the server goes on
+                LOGGER.exception("the requests under way failed")
+                self._fail(error)
+                engine = Engine(self._model, self._limits)
+                continue
+            if fits:
+                self._deliver(progress)
+            else:
+                engine = self._smaller(engine)
+
+    def _admit(self, engine):
+        """Take what `submit` and `cancel` left, waiting while there is nothing to do; False if the thread is to end."""
+        with self._wakes:
+            while not (self._inbox or self._is_stopping or not engine.idle):
+                self._wakes.wait()
+            inbox, self._inbox = self._inbox, deque()
+        for stream, is_cancelled in inbox:
+            if not is_cancelled:
+                self._streams[engine.add(stream.request)] = stream
+            else:
+                for number in [number for number, other in self._streams.items() if other is stream]:
+                    engine.cancel(number)
+                    self._close(number)
+        return not self._is_stopping
+
+    def _deliver(self, progress):
+        for each in progress:
+            stream = self._streams[each.number]
+            ids = each.ids[stream.to_skip :]
+            stream.to_skip -= len(each.ids) - len(ids)
+            stream.num_ids += len(ids)
+            if each.is_finished:
+                self._close(each.number)
+            stream.put(Progress(each.number, ids, each.is_finished))
+
+    def _close(self, number):
+        del self._streams[number]
+        with self._wakes:
+            self.num_open -= 1
+
+    def _fail(self, error):
+        for number, stream in list(self._streams.items()):
+            self._close(number)
+            stream.put(error)
+
+    def _smaller(self, engine):
+        """An Engine with half the slots that begins the open requests again; their streams go on where they were."""
+        slots = engine.limits.slots // 2
+        if not slots:
+            self._fail(RuntimeError("out of memory for one answer: lower the most tokens of a prompt or an answer"))
+            slots = 1
+        LOGGER.warning("out of memory: %d answers at a time from now on", slots)
+        self._limits, streams = replace(self._limits, slots=slots), list(self._streams.values())
+        engine.cache = engine.slots = engine.recordings = None
+        release_memory()
+        engine, self._streams = Engine(self._model, self._limits), {}
+        for stream in streams:
+            stream.to_skip = stream.num_ids
+            self._streams[engine.add(stream.request)] = stream
+        return engine

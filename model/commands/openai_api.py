@@ -1,0 +1,155 @@
+"""The requests and answers of OpenAI's HTTP interface, as far as a small chat model can serve them."""
+
+import secrets
+import time
+from dataclasses import dataclass, fields, replace
+
+from model.generate.sampling import Sampling
+
+SAMPLING_FIELDS = {f.name: f.type for f in fields(Sampling)}
+MAX_MESSAGES, MAX_STOPS, MAX_STOP_CHARS = 10_000, 4, 200
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# Fields that would change the answer and are not supported: accepted only with these values.
+ONLY = dict(
+    n=1, best_of=1, echo=False, logprobs=(False, 0), top_logprobs=0, presence_penalty=0, frequency_penalty=0,
+    logit_bias={}, tools=[], functions=[], suffix="",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """What a client asks for."""
+
+    turns: tuple  # of (role, text)
+    sampling: Sampling
+    max_new_tokens: int
+    stops: tuple[str, ...]
+    streams: bool
+    wants_usage: bool  # at the end of a stream
+
+
+def parse_chat(body, chat, most_new_tokens):
+    """ApiRequest of the JSON body of /v1/chat/completions; ValueError with the reason if it cannot be served."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
+        raise ValueError(f"messages must be a list of 1 to {MAX_MESSAGES:,} objects with role and content")
+    turns = tuple(_turn(message, place) for place, message in enumerate(messages))
+    if turns[-1][0] != "user":
+        raise ValueError("the last message must have the role user")
+    return _request(turns, body, chat, most_new_tokens)
+
+
+def parse_completion(body, chat, most_new_tokens):
+    """ApiRequest of the JSON body of /v1/completions; ValueError with the reason if it cannot be served."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError("prompt must be a text that is not empty")
+    return _request((("user", prompt),), body, chat, most_new_tokens)
+
+
+def _turn(message, place):
+    role = message.get("role") if isinstance(message, dict) else None
+    role = ROLES.get(role) if isinstance(role, str) else None
+    if role is None:
+        raise ValueError(f"messages[{place}].role must be one of {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):  # parts, of which only text can be read
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        content = "".join(texts) if len(texts) == len(content) and all(isinstance(t, str) for t in texts) else None
+    if not isinstance(content, str):
+        raise ValueError(f"messages[{place}].content must be text")
+    return role, content
+
+
+def _request(turns, body, chat, most_new_tokens):
+    for name, allowed in ONLY.items():
+        allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+        if body.get(name) is not None and body[name] not in allowed:
+            raise ValueError(f"{name}={body[name]!r:.80} is not supported: leave it out")
+    asked = body.get("max_completion_tokens") or body.get("max_tokens") or min(chat.max_new_tokens, most_new_tokens)
+    if type(asked) is not int or not 0 < asked <= most_new_tokens:
+        raise ValueError(f"max_tokens={asked!r:.80}: must be a whole number from 1 to {most_new_tokens}")
+    stops = body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stops):
+        raise ValueError(f"stop must be a text or a list of texts of 1 to {MAX_STOP_CHARS} characters")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"stop has {len(stops)} texts: at most {MAX_STOPS}")
+    options = body.get("stream_options") or {}
+    wants_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+    return ApiRequest(turns, _sampling(body, chat.sampling), asked, tuple(stops), bool(body.get("stream")), wants_usage)
+
+
+def _sampling(body, default):
+    """The model's own settings, changed by the fields of the request; without a seed the draw is a new one."""
+    given = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or SAMPLING_FIELDS[name](value) != value:
+            raise ValueError(f"{name}={value!r:.80}: must be a number")
+    numbers = {name: SAMPLING_FIELDS[name](value) for name, value in given.items()}
+    if numbers.keys() & {"top_k", "top_p", "min_p"} and not (numbers.get("temperature", default.temperature)):
+        numbers.setdefault("temperature", 1.0)  # as OpenAI's default: filters have no meaning without a draw
+    return replace(default, **dict(seed=secrets.randbits(62)) | numbers)
+
+
+class StopFilter:
+    """Text up to the first of `stops`; the beginning of one is held back until it is clear that it is none."""
+
+    def __init__(self, stops):
+        self.stops, self.held, self.is_stopped = stops, "", False
+
+    def add(self, text, is_last=False):
+        """The text that can be shown after `text`."""
+        held = self.held + text
+        places = [place for stop in self.stops if (place := held.find(stop)) >= 0]
+        if places:
+            self.is_stopped, self.held = True, ""
+            return held[: min(places)]
+        keep = 0 if is_last else max((_overlap(held, stop) for stop in self.stops), default=0)
+        self.held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+
+def _overlap(text, stop):
+    """Length of the longest end of `text` with which `stop` begins."""
+    return next(size for size in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:size]))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Builds the objects that answer one request."""
+
+    model: str
+    is_chat: bool
+    id: str
+    created: int
+
+    @staticmethod
+    def to(model, is_chat):
+        return Reply(model, is_chat, ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12), int(time.time()))
+
+    def whole(self, text, reason, usage):
+        part = dict(message=dict(role="assistant", content=text)) if self.is_chat else dict(text=text)
+        return self._object("", [dict(index=0, **part, logprobs=None, finish_reason=reason)], usage=usage)
+
+    def piece(self, text, reason=None, is_first=False):
+        delta = (dict(role="assistant") if is_first else {}) | (dict(content=text) if text or is_first else {})
+        part = dict(delta=delta) if self.is_chat else dict(text=text)
+        return self._object(".chunk", [dict(index=0, **part, logprobs=None, finish_reason=reason)])
+
+    def usage(self, usage):
+        return self._object(".chunk", [], usage=usage)
+
+    def _object(self, suffix, choices, **more):
+        kind = f"chat.completion{suffix}" if self.is_chat else "text_completion"
+        return dict(id=self.id, object=kind, created=self.created, model=self.model, choices=choices) | more
+
+
+def usage_of(prompt_tokens, new_tokens):
+    return dict(prompt_tokens=prompt_tokens, completion_tokens=new_tokens, total_tokens=prompt_tokens + new_tokens)
+
+
+def error_body(message, kind="invalid_request_error"):
+    return dict(error=dict(message=message, type=kind, param=None, code=None))

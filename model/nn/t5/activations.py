@@ -1,0 +1,43 @@
+"""Activations of T5's feed-forward layers; the gated ones keep only their input for backward."""
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+
+
+def activate(x, name):
+    """gelu or silu of `x`; relu is model.nn.dropout's relu_dropout."""
+    return {"gelu": F.gelu, "silu": F.silu}[name](x)
+
+
+def gate(both, name):
+    """activation(first half of the columns) * second half, (N, 2 F) to (N, F) (Shazeer 2020, arXiv 2002.05202).
+
+    The gated gelu is the tanh approximation, as in transformers' T5.
+    """
+    return _Gate.apply(both, name)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, both, name):
+        ctx.save_for_backward(both)
+        ctx.name = name
+        first, second = both.chunk(2, dim=1)
+        return ACTIVATIONS[name](first) * second
+
+    @staticmethod
+    def backward(ctx, grad):
+        (both,) = ctx.saved_tensors
+        first, second = both.chunk(2, dim=1)
+        of_first = GRADIENTS[ctx.name](grad * second, first)
+        return torch.cat([of_first, grad * ACTIVATIONS[ctx.name](first)], dim=1), None
+
+
+ACTIVATIONS = dict(relu=F.relu, gelu=lambda x: F.gelu(x, approximate="tanh"), silu=F.silu)
+GRADIENTS = dict(
+    relu=lambda grad, x: aten.threshold_backward(grad, x, 0),
+    gelu=lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
+    silu=aten.silu_backward,
+)

@@ -1,0 +1,33 @@
+"""The curves of a run, from its journal, with few enough points to draw."""
+
+from model.run.journal import read_journal
+
+MAX_POINTS = 400
+TRAIN_FIELDS = ("step", "loss", "tokens_per_second", "learn_rate", "grad_norm", "reserved_bytes")
+
+
+def curves_of(journal, most=MAX_POINTS):
+    """Dict with `train` and `eval`, lists of points; `best`, the evaluation of lowest loss; steps done and in all."""
+    lines = read_journal(journal)
+    trained = [line for line in lines if line["kind"] == "train"]
+    evaluated = [_point(line, ("step", "loss", "bleu", "chrf")) for line in lines if line["kind"] == "eval"]
+    starts = [line for line in lines if line["kind"] == "start"]
+    return dict(
+        train=[_point(line, TRAIN_FIELDS) for line in thinned(trained, most)],
+        eval=thinned(evaluated, most),
+        best=min((point for point in evaluated if point["loss"] is not None), key=lambda p: p["loss"], default=None),
+        step=trained[-1]["step"] if trained else 0,
+        total_steps=starts[-1].get("total_steps") if starts else None,
+        is_finished=bool(lines) and lines[-1]["kind"] == "stop",
+    )
+
+
+def thinned(points, most):
+    """At most `most` of the points, evenly spaced, the first and the last among them."""
+    if len(points) <= most:
+        return points
+    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+
+
+def _point(line, names):
+    return {name: line.get(name) for name in names}

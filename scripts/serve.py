@@ -1,0 +1,102 @@
+"""Serve a trained model: OpenAI's HTTP interface, and a page to talk to it.
+
+    python scripts/serve.py MODEL_DIR [--run RUN_DIR] [--host 127.0.0.1] [--port 8000] [--api_key KEY]
+
+MODEL_DIR is a Hugging Face directory or a run directory. The page shows the curves of the run RUN_DIR, live while it
+trains. Needs the extra packages: pip install -e '.[serve]'
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MAX_CONNECTIONS = 512
+KEEP_ALIVE_SECONDS = 10
+
+
+def main(argv: list[str]) -> int:
+    options = parse_arguments(argv)
+    try:
+        check(options)
+        serve(options)
+    except ValueError as error:
+        from model.runtime.terminal import printable_lines
+
+        print(printable_lines(str(error)), file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"the package {error.name} is missing: type pip install -e '.[serve]'", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--run", type=Path, help="run directory whose curves the page shows")
+    parser.add_argument("--host", default="127.0.0.1", help="address; another than this machine's needs --api_key")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--api_key", default=os.environ.get("CHAT_API_KEY", ""), help="default: $CHAT_API_KEY")
+    parser.add_argument("--slots", type=int, default=0, help="answers at a time; 0: 64 on a GPU, 16 on a CPU")
+    parser.add_argument("--max_prompt_tokens", type=int, default=1024)
+    parser.add_argument("--max_new_tokens", type=int, default=1024, help="of an answer, at most")
+    parser.add_argument("--max_waiting", type=int, default=256, help="requests that may wait for a slot")
+    parser.add_argument("--request_seconds", type=float, default=300, help="time limit of an answer")
+    return parser.parse_args(argv)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that cannot be served."""
+    if options.host not in LOOPBACK and not options.api_key:
+        raise ValueError(f"--host={options.host}: others can reach this address, so give --api_key KEY too")
+    least = dict(port=0, slots=0, max_prompt_tokens=8, max_new_tokens=1, max_waiting=0, request_seconds=1)
+    for name, value in least.items():
+        if getattr(options, name) < value:
+            raise ValueError(f"--{name}={getattr(options, name)}: must be at least {value}")
+    if options.port > 65535:
+        raise ValueError(f"--port={options.port}: must be at most 65535")
+    if options.run and not options.run.is_dir():
+        raise ValueError(
+            f"--run={options.run}: no such directory; name a run directory, for example model_save/sft_fast"
+        )
+
+
+def serve(options: argparse.Namespace) -> None:
+    import uvicorn  # before the model is loaded, which takes seconds
+
+    from model.commands.answering import load_chat_model
+    from model.commands.server import make_app
+
+    chat = load_chat_model(options.model_dir)
+    print(f"{chat.directory} on {chat.model.device}: http://{options.host}:{options.port}", flush=True)
+    uvicorn.run(
+        make_app(service_of(chat, options)), host=options.host, port=options.port, log_level="warning",
+        limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=KEEP_ALIVE_SECONDS, access_log=False,
+        timeout_graceful_shutdown=5,
+    )  # fmt: skip
+
+
+def service_of(chat, options: argparse.Namespace):
+    from model.commands.decoding_thread import DecodingThread
+    from model.commands.server import Service
+
+    slots = options.slots or (64 if chat.model.device.type == "cuda" else 16)
+    limits = chat.limits(slots, options.max_prompt_tokens, options.max_new_tokens)
+    folder = chat.directory
+    hosts = ("*",) if options.host not in LOOPBACK else ("localhost", "127.0.0.1", "[::1]", "::1")
+    return Service(
+        chat, DecodingThread(chat.model, limits, options.max_waiting),
+        name=folder.parent.name if folder.name in ("best", "last") else folder.name,
+        input_tokens=options.max_prompt_tokens, new_tokens=options.max_new_tokens, api_key=options.api_key,
+        run_dir=options.run, hosts=hosts, request_seconds=options.request_seconds,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

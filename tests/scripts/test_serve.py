@@ -1,0 +1,273 @@
+"""The server as a real process, with OpenAI's client, hostile clients and a real browser."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from scripts.serve import check, main, parse_arguments
+from tests.knowing import PAIRS, write_knowing_model
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "serve.py"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+START_SECONDS = 120
+REPEATS = dict(repetition_penalty=0.01, no_repeat_ngram_size=0)  # favours a token that was there, so never EOS
+ENDLESS = dict(max_tokens=4000, extra_body=REPEATS)
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A run directory with a model that knows PAIRS and a journal of 60 train lines."""
+    folder = tmp_path_factory.mktemp("home") / "known"
+    write_knowing_model(folder / "best")
+    lines = [dict(kind="start", time=0.0, total_steps=100), dict(kind="resume", step=0, time=0.0)]
+    lines += [dict(kind="train", step=s, loss=9 - s / 10, tokens_per_second=1000.0) for s in range(1, 61)]
+    lines += [dict(kind="eval", step=60, loss=3.5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(home):
+    """(address, process) of a server with 16 slots."""
+    port = free_port()
+    words = [str(home), "--run", str(home), "--port", str(port), "--max_new_tokens", "4000", "--max_waiting", "40"]
+    process = subprocess.Popen([sys.executable, SCRIPT, *words], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    line = process.stdout.readline()
+    assert f"http://127.0.0.1:{port}" in line, line
+    wait_until(lambda: can_connect(port), START_SECONDS)
+    yield f"http://127.0.0.1:{port}", process
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) in (0, -signal.SIGTERM)
+
+
+def can_connect(port):
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def client_of(server, **options):
+    return openai.OpenAI(base_url=server[0] + "/v1", api_key="none", max_retries=0, **options)
+
+
+def messages(text):
+    return [dict(role="user", content=text)]
+
+
+def open_requests(server):
+    text = urllib.request.urlopen(server[0] + "/metrics").read().decode()
+    return float(text.split("\nchat_open_requests ")[1].split("\n")[0])
+
+
+def test_openai_s_client_gets_answers_whole_and_streamed(server):
+    client = client_of(server)
+    assert [model.id for model in client.models.list()] == ["known"]
+    for question, expected in PAIRS.items():
+        whole = client.chat.completions.create(model="known", messages=messages(question))
+        assert whole.choices[0].message.content == expected and whole.choices[0].finish_reason == "stop"
+        chunks = list(
+            client.chat.completions.create(
+                model="known", messages=messages(question), stream=True, stream_options=dict(include_usage=True)
+            )
+        )
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 0
+    completion = client.completions.create(model="known", prompt="hello", max_tokens=3, stop=["are"])
+    assert completion.choices[0].text == "how "
+
+
+def test_answers_are_cut_at_max_tokens_and_at_a_stop(server):
+    client = client_of(server)
+    cut = client.chat.completions.create(model="known", messages=messages("hello"), max_tokens=3).choices[0]
+    assert cut.finish_reason == "length" and PAIRS["hello"].startswith(cut.message.content)
+    stopped = client.chat.completions.create(model="known", messages=messages("hello"), stop="you").choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == ("how are ", "stop")
+
+
+def test_what_cannot_be_served_is_refused_as_openai_s_client_expects(server):
+    client = client_of(server)
+    with pytest.raises(openai.BadRequestError, match="temperature=-1"):
+        client.chat.completions.create(model="known", messages=messages("hello"), temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="1,000,000 characters"):
+        client.chat.completions.create(model="known", messages=messages("字" * 1_000_000))
+
+
+def test_sixteen_streams_at_once_are_answered_and_equal_seeds_give_equal_answers(server):
+    async def talk():
+        client = openai.AsyncOpenAI(base_url=server[0] + "/v1", api_key="none", max_retries=0)
+
+        async def one(number):
+            stream = await client.chat.completions.create(
+                model="known", messages=messages("hello"), stream=True, temperature=2, seed=number // 2, max_tokens=60
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        return await asyncio.gather(*(one(number) for number in range(16)))
+
+    texts = asyncio.run(talk())
+    assert texts[::2] == texts[1::2] and len(set(texts)) > 4
+
+
+def test_a_client_that_leaves_frees_its_slot(server):
+    asked = dict(model="known", messages=messages("hello")) | ENDLESS
+    stream = client_of(server).chat.completions.create(stream=True, **asked)
+    next(iter(stream))
+    assert open_requests(server) >= 1
+    stream.close()
+    wait_until(lambda: open_requests(server) == 0)
+    with pytest.raises(openai.APITimeoutError):
+        client_of(server, timeout=0.5).chat.completions.create(**asked)
+    assert open_requests(server) == 1
+    wait_until(lambda: open_requests(server) == 0)
+
+
+def post(server, body, **headers):
+    request = urllib.request.Request(
+        server[0] + "/v1/chat/completions", body, {"Content-Type": "application/json"} | headers
+    )
+    try:
+        return urllib.request.urlopen(request, timeout=60).status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (urllib.error.URLError, ConnectionError):  # refused before the body was read to its end
+        return None
+
+
+def test_hostile_clients_leave_the_server_alive_and_its_memory_flat(server):
+    process = psutil.Process(server[1].pid)
+    client_of(server).chat.completions.create(model="known", messages=messages("hello"))
+    before = process.memory_info().rss
+    assert post(server, b"x" * 100_000_000) in (413, None)
+    assert post(server, b"[" * 100_000) == post(server, b"\xff") == post(server, b"[]") == 400
+    assert post(server, b"{}", **{"Content-Type": "text/plain"}) == 415, "a form of another site could send it"
+    assert post(server, b"{}", Host="evil.example") == 400, "a name of another site could point here"
+    sockets = [socket.create_connection(server[0].removeprefix("http://").split(":")) for _ in range(1000)]
+    for sock in sockets[:500]:
+        sock.send(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 9\r\n")
+    for sock in sockets:
+        sock.close()
+    wait_until(lambda: post(server, json.dumps(dict(messages=messages("hello"))).encode()) == 200)
+    assert process.memory_info().rss - before < 80 * 2**20
+
+
+def test_more_requests_than_can_wait_are_told_to_come_again(server):
+    async def ask():
+        client = openai.AsyncOpenAI(base_url=server[0] + "/v1", api_key="none", max_retries=0)
+        streams = [
+            client.chat.completions.create(model="known", messages=messages("hello"), stream=True, **ENDLESS)
+            for _ in range(70)
+        ]
+        got = await asyncio.gather(*streams, return_exceptions=True)
+        refused = [one for one in got if isinstance(one, openai.RateLimitError)]
+        assert len(refused) == 70 - 16 - 40 and refused[0].response.headers["retry-after"] == "1"
+        for stream in got:
+            if not isinstance(stream, Exception):
+                await stream.close()
+
+    asyncio.run(ask())
+    wait_until(lambda: open_requests(server) == 0)
+
+
+def test_another_address_needs_a_key_and_the_key_is_asked_for(home, capsys):
+    assert main([str(home), "--host", "0.0.0.0"]) == 2
+    assert "--api_key KEY" in capsys.readouterr().err
+    for words in (["--port", "70000"], ["--slots", "-1"], ["--run", "nowhere"]):
+        with pytest.raises(ValueError, match=words[0]):
+            check(parse_arguments([str(home), *words]))
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, home, "--port", str(port)], env=ENVIRONMENT | {"CHAT_API_KEY": "k"}
+    )
+    try:
+        wait_until(lambda: can_connect(port), START_SECONDS)
+        address = f"http://127.0.0.1:{port}"
+        assert post((address,), b"{}") == post((address,), b"{}", Authorization="Bearer wrong") == 401
+        client = openai.OpenAI(base_url=address + "/v1", api_key="k")
+        assert client.models.list().data[0].id == "known"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(
+    shutil.which("chromium") is None and not os.environ.get("CI"), reason="no chromium: apt-get install chromium-driver"
+)
+def test_the_page_talks_streams_stops_and_draws_the_run_s_curves(server):
+    from selenium import webdriver
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for word in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1300,850",
+    ):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+
+    def turns():
+        return browser.execute_script("return [...document.querySelectorAll('.turn')].map(box => box.textContent)")
+
+    def ask(text):
+        browser.find_element(By.ID, "question").send_keys(text, Keys.ENTER)
+
+    try:
+        browser.get(server[0])
+        ask("hello")
+        wait_until(lambda: turns() == ["hello", PAIRS["hello"]])
+        wait_until(lambda: browser.find_element(By.TAG_NAME, "body").get_attribute("data-points") == "60")
+        assert "60 of 100" in browser.find_element(By.ID, "figures").text
+        drawn = (
+            "const c = document.getElementById('loss');"
+            "return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
+        )
+        assert browser.execute_script(drawn)
+        browser.find_element(By.ID, "settings").click()
+        for name, value in (REPEATS | dict(max_tokens=4000)).items():
+            browser.find_element(By.ID, f"option_{name}").send_keys(str(value))
+        browser.find_element(By.CSS_SELECTOR, "dialog button").click()
+        ask("你好")
+        seen = set()
+        wait_until(lambda: seen.add(len(turns()[-1])) or len(seen) > 3)  # the answer grows
+        browser.find_element(By.ID, "stop").click()
+        wait_until(lambda: open_requests(server) == 0)
+        browser.find_element(By.ID, "undo").click()
+        assert turns() == ["hello", PAIRS["hello"]]
+        assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+        hosts = {
+            json.loads(entry["message"])["message"]["params"].get("request", {}).get("url", server[0])
+            for entry in browser.get_log("performance")
+        }
+        assert all(url.startswith((server[0], "data:")) for url in hosts), "the page needs no other host"
+    finally:
+        browser.quit()
