@@ -4,7 +4,7 @@
 
 Each run is killed --kills times with SIGKILL: all its processes, or one, and then the others must end within a minute.
 Then it may finish. Exit code 1 if a run's weights differ, an example id came twice or never, or a half-written file is
-left. On GPUs use --deterministic --model tiny --dropout 0.
+left. On GPUs use --deterministic --model tiny.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main():
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--model", default="shape.json", help="a model of config.py; default: the smallest possible")
-    parser.add_argument("--dropout", type=float, default=0.1, help="use 0 on a GPU, so that the Triton kernels run")
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--out", help="file for the JSON lines")
     given = parser.parse_args()
     worlds = [int(world) for world in given.worlds.split(",")]

@@ -20,7 +20,8 @@ def open_pairs(path, tokenizer, max_seq_len, root):
 
 def context_of(ranks, model, optimizer, store, config, schedule):
     """StepContext of a run on `store`, anything with lengths and tokens like a TokenStore."""
-    examples = Examples(store, Pairs(config.z_loss), family_of(model.config), 0, config.seed, model.uses_kernels)
+    objective, family = Pairs(config.z_loss), family_of(model.config)
+    examples = Examples(store, objective, family, 0, config.seed, model.uses_kernels, model.dropout > 0)
     return StepContext(ranks, model, optimizer, Loader(ranks, examples, schedule), config)
 
 

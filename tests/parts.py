@@ -74,14 +74,14 @@ def open_pairs(path, tokenizer, max_seq_len, root, columns=("", ""), **options):
     return open_store(Source(path, Pairs(), tokenizer, max_seq_len, columns), root, **options)
 
 
-def examples_in(store, first_id=0, objective=None, kernels=False):
+def examples_in(store, first_id=0, objective=None, **options):
     """The Examples of a TokenStore for a T5."""
-    return Examples(store, objective or Pairs(), T5, first_id, kernels=kernels)
+    return Examples(store, objective or Pairs(), T5, first_id, **options)
 
 
-def batch_of(store, ids, first_id=0, kernels=False, bucket=None):
+def batch_of(store, ids, first_id=0, bucket=None, **options):
     """MicroBatch of the examples `ids` for a T5, in host memory."""
-    return examples_in(store, first_id, kernels=kernels).batch(ids, 1, bucket)
+    return examples_in(store, first_id, **options).batch(ids, 1, bucket)
 
 
 def make_estimate(config, model_config, dtype, lengths, share_pairs, launch_tokens=None):
@@ -96,7 +96,7 @@ def evaluation_of(model, store, tokenizer, num_answers=0, max_new_tokens=60):
 
 def context_of(model, optimizer, store, config, **schedule):
     """StepContext of one process on the CPU; for `schedule` see `schedule_of`."""
-    examples = Examples(store, objective_of(config), T5, 0, config.seed, model.uses_kernels)
+    examples = Examples(store, objective_of(config), T5, 0, config.seed, model.uses_kernels, model.dropout > 0)
     return StepContext(
         ALONE, model, optimizer, Loader(ALONE, examples, schedule_of(config, **schedule), config.exact), config
     )

@@ -29,9 +29,11 @@ ROOMS = {
         "token_store tokenizer_training",
     ],
     "model.nn": [
-        "flat_batch flat_params",
+        "flat_batch flat_params philox",
+        "kernels.dropout",
         "kernels",
-        "attention layers loss",
+        "attention dropout loss",
+        "layers",
         "base",
         "footprint",
         "t5.activations t5.batch t5.position_bias t5.footprint t5.huggingface",

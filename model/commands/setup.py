@@ -108,6 +108,7 @@ def prepare_run(ranks, config, typed, resumed):
     origin = find_origin(ranks, config, typed, found)
     files = (config.train_file, config.validation_file)
     train, validation = (_open_examples(ranks, config, file, origin) for file in files)
+    train = replace(train, dropout=config.dropout > 0)
     schedule = _schedule(config, typed, len(train), batch, found)
     if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
         LOGGER.warning(shared)
@@ -150,7 +151,7 @@ def _planned(run, state, found, other_process):
     config, ranks = run.config, run.ranks
     stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
     plan, memory = plan_run(run.context, run.evaluation, stored_plan, other_process)
-    may_record = config.compile != "False" and run.model.uses_kernels and not config.dropout
+    may_record = config.compile != "False" and run.model.uses_kernels
     recovery = kept_recovery(state, plan, may_record)
     differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
     state = replace(state, plan=asdict(plan), growth=recovery, device=ranks.device.type)

@@ -18,3 +18,4 @@ class Sequences:
     is_target: np.ndarray | None = None  # bool (tokens of the last side,); None: all of them are targets
     token_values: dict = field(default_factory=dict)  # {name: float32 or int32 (tokens of the last side,)}
     values: dict = field(default_factory=dict)  # {name: float32 or int32 (sequences,)}
+    ids: np.ndarray | None = None  # int64 (sequences,): a number for each, by which dropout draws its masks

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from model.nn.dropout import NO_DROPOUT, Masks, step_key
 from model.nn.flat_params import FlatParams, with_padding
 from model.nn.layers import Linear
 from model.nn.loss import linear_cross_entropy, token_log_probs
@@ -19,7 +20,7 @@ class LanguageModel(nn.Module):
     """A network over packed sequences, whose parameters and gradients are views of the flat tensors in `flat`.
 
     A family's network makes its layers, then calls `make_flat`, and defines what raises NotImplementedError here.
-    `dropout` is a probability, active in training mode only.
+    `dropout` is a probability, active in training mode only; `key_dropout` chooses the masks of a step.
     """
 
     def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32):
@@ -80,6 +81,7 @@ class LanguageModel(nn.Module):
         known = {id(p) for p in matrices}
         others = [p for p in self.parameters() if id(p) not in known]
         self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype)
+        self.step_key = torch.zeros(2, dtype=torch.int32, device=self.device)
 
     def _apply(self, *args, **kwargs):
         """Rebuild the flat tensors, because Module.to replaces each weight by a tensor of its own."""
@@ -94,6 +96,18 @@ class LanguageModel(nn.Module):
     @property
     def device(self):
         return self.flat.masters.device
+
+    def key_dropout(self, seed, step):
+        """Draw the masks of this step from now on; recorded steps read the key too."""
+        for word, value in zip(self.step_key.unbind(), step_key(seed, step), strict=True):
+            word.fill_(value)  # unlike a copy from the host, it does not wait for the device
+
+    def masks(self, token_keys):
+        """Masks of the first site of tokens with these keys; in evaluation they drop nothing."""
+        if not (self.training and self.dropout):
+            return NO_DROPOUT
+        assert token_keys is not None, "dropout needs a batch whose tokens have keys: Packing.dropout"
+        return Masks(self.dropout, self.step_key, token_keys)
 
     def cross_entropy(self, batch, chunk_tokens=2048, z_loss=0.0):
         """(loss, parts (2,)) as in linear_cross_entropy: cross-entropy and z-loss, summed over target tokens."""
@@ -119,7 +133,9 @@ class Family:
     name: str
     config_class: type  # a frozen record of sizes, vocab_size among them
     parts: tuple[str, ...]  # what `--trainable` may name
-    build: Callable  # (model_config, dropout, compute_dtype) -> LanguageModel, whose weights are not drawn yet
+    # (model_config, dropout, compute_dtype) -> LanguageModel, whose weights are not drawn yet; ValueError for a dropout
+    # above 0 if the network has none
+    build: Callable
     collate: Callable  # (Sequences, Packing) -> the batch that the network takes; has `to(device)` and `values`
     first_id: Callable  # (model_config, tokenizer) -> token id that a sequence of targets begins with
     has_kernels: Callable  # (device, dtype, model_config) -> bool, as LanguageModel.uses_kernels
@@ -146,3 +162,4 @@ class Packing:
     kernels: bool = False  # for the Triton kernels
     bucket: object = None  # Bucket that the batch is padded to, with `kernels` only; None: no padding
     num_sequences: int = 0  # most sequences in the bucket
+    dropout: bool = False  # the tokens get the keys of their masks

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from model.nn.dropout import NO_DROPOUT, add_dropout
 from model.nn.flat_params import linear, runs_kernels
 
 
@@ -33,11 +34,14 @@ class ResidualNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.epsilon = epsilon
 
-    def forward(self, x, added):
-        """(x + added, norm of the sum), each (N, width); statistics in float32. An `added` of None adds nothing."""
+    def forward(self, x, added, masks=NO_DROPOUT):
+        """(x + dropout(added), norm of the sum), each (N, width); an `added` of None adds nothing.
+
+        `masks` are model.nn.dropout's; the norm's statistics are in float32.
+        """
         if runs_kernels(x):
             from model.nn.kernels.norm import add_norm  # a CPU build of torch comes without Triton
 
-            return add_norm(x, added, self.weight, self.epsilon)
-        x = x if added is None else x + added
+            return add_norm(x, added, self.weight, self.epsilon, masks)
+        x = x if added is None else add_dropout(x, added, masks)
         return x, F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)

@@ -116,7 +116,7 @@ def plan_before_probes(trial, kept, usable_bytes):
     wanted = plan_options(config)
     asked = recording_asked(wanted, estimate.spec, schedule.total_pairs / schedule.global_batch)
     if kept and config.compile == "auto":
-        asked = kept.graphs and estimate.spec.kernels and not estimate.spec.dropout
+        asked = kept.graphs and estimate.spec.kernels
     if _can_keep(kept, config, estimate, usable_bytes):
         return replace(kept, graphs=bool(asked)), None
     choose = partial(choose_plan, wanted, estimate, usable_bytes, asked)

@@ -19,6 +19,7 @@ class Examples:
     first_id: int  # token id that a sequence of targets begins with
     seed: int = 0
     kernels: bool = False  # batches are for the Triton kernels
+    dropout: bool = False  # batches are for training with dropout
 
     def __len__(self):
         return len(self.store)
@@ -49,4 +50,5 @@ class Examples:
         """The network's batch of the rows `ids`, in host memory; padded to `bucket`, if one is given."""
         sequences = self.sequences(ids, epoch)
         num_sequences = bucket.examples * self.objective.sequences_per_row if bucket else 0
-        return self.family.collate(sequences, Packing(self.first_id, self.kernels, bucket, num_sequences))
+        packing = Packing(self.first_id, self.kernels, bucket, num_sequences, self.dropout)
+        return self.family.collate(sequences, packing)

@@ -1,6 +1,5 @@
 """One rank's attempt at a step's gradients, without collectives: one rank can fail alone, and all ranks try again."""
 
-import hashlib
 import time
 from dataclasses import dataclass
 from enum import IntEnum
@@ -44,6 +43,8 @@ def _gradients(context, plan, work, packed):
         packed = context.loader.pack(work, plan)
     waited = time.perf_counter() - started
     model.gradient_checkpointing = plan.gradient_checkpointing
+    if model.dropout:
+        model.key_dropout(context.loader.schedule.seed, work.step)
     shares = tuple(_share_gradients(context, plan, work, packed, place) for place in range(len(packed.shares)))
     shards = shares if context.loader.exact else ()
     norms = torch.stack([shard.norm() for shard in shards] or [model.flat.gradients_and_sums.norm()])
@@ -53,11 +54,9 @@ def _gradients(context, plan, work, packed):
 
 def _share_gradients(context, plan, work, packed, place):
     """Write the gradients and metrics of a share to the model's flat tensor; with exact=True, return a copy of it."""
-    model, loader, (number, micro_batches) = context.model, context.loader, packed.shares[place]
+    model, loader, (_, micro_batches) = context.model, context.loader, packed.shares[place]
     model.zero_grad()
     for index, micro_batch in enumerate(micro_batches):
-        if model.dropout:
-            torch.manual_seed(_dropout_seed(loader.schedule.seed, work.step, number, index))
         fault_injection.fire("forward", work.step)
         if packed.bucket and context.graphs:
             scales = _scales(work)
@@ -83,7 +82,3 @@ def _scales(work):
 def _on_device(numbers, device):
     """A tensor of these numbers, made by kernels: copying it from the host would wait for the device."""
     return torch.cat([torch.full((1,), number, device=device) for number in numbers])
-
-
-def _dropout_seed(*numbers):
-    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.nn.attention import attend, make_layout, score_mask
 from model.nn.base import Family, LanguageModel
+from model.nn.dropout import add_dropout, dropout, token_keys
 from model.nn.flat_params import embed, linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 
@@ -35,10 +36,12 @@ class Stream:
     labels: torch.Tensor
     layout: object
     values: dict
+    token_keys: torch.Tensor | None = None
 
     def to(self, device):
         values = {name: value.to(device) for name, value in self.values.items()}
-        return Stream(*(getattr(self, f.name).to(device) for f in fields(self)[:4]), values)
+        keys = None if self.token_keys is None else self.token_keys.to(device)
+        return Stream(*(getattr(self, f.name).to(device) for f in fields(self)[:4]), values, keys)
 
 
 def collate(sequences, packing):
@@ -53,7 +56,9 @@ def collate(sequences, packing):
     rows = np.flatnonzero(in_last)[wanted] - 1
     values = {name: value[wanted] for name, value in sequences.token_values.items()} | sequences.values
     tensors = (torch.from_numpy(x) for x in (ids, rows, ids[rows + 1]))
-    return Stream(*tensors, make_layout(totals, totals), {name: torch.from_numpy(x) for name, x in values.items()})
+    values = {name: torch.from_numpy(x) for name, x in values.items()}
+    keys = torch.from_numpy(token_keys(sequences.ids, totals, 0)) if packing.dropout else None
+    return Stream(*tensors, make_layout(totals, totals), values, keys)
 
 
 class Block(nn.Module):
@@ -64,11 +69,12 @@ class Block(nn.Module):
         self.q, self.o, self.up, self.down = (Linear(c.width, c.width, 0.1, has_bias=True) for _ in range(4))
         self.k, self.v = (Linear(c.width, self.width * c.num_kv_heads, 0.1, has_bias=True) for _ in range(2))
 
-    def forward(self, x, attention):
+    def forward(self, x, masks, attention):
         normed = self.norms[0](x, None)[1]
         k, v = linear(normed, self.k.weight, self.v.weight, biases=(self.k.bias, self.v.bias)).chunk(2, dim=1)
-        x = x + self.o(attention(self.q(normed) * self.width**-0.5, k, v))
-        return x + self.down(F.relu(self.up(self.norms[1](x, None)[1])))
+        added = self.o(attention(self.q(normed) * self.width**-0.5, k, v))
+        x, normed = self.norms[1](x, added, masks)
+        return add_dropout(x, self.down(F.relu(self.up(normed))), masks.at(1))
 
 
 class CausalModel(LanguageModel):
@@ -84,9 +90,10 @@ class CausalModel(LanguageModel):
     def hidden(self, batch):
         self.flat.refresh()
         heads, mask = self.blocks[0].heads, score_mask(batch.layout, causal=True, dtype=self.compute_dtype)
-        x = embed(batch.ids, self.embedding.weight)
-        for block in self.blocks:
-            args = (block, x, lambda *qkv: attend(qkv, batch.layout, mask, *heads))
+        masks = self.masks(batch.token_keys)
+        x = dropout(embed(batch.ids, self.embedding.weight), masks)
+        for number, block in enumerate(self.blocks):
+            args = (block, x, masks.at(1 + 2 * number), lambda *qkv: attend(qkv, batch.layout, mask, *heads))
             again = self.gradient_checkpointing and torch.is_grad_enabled()
             x = checkpoint(*args, use_reentrant=False) if again else args[0](*args[1:])
         return self.norm(x, None)[1][batch.rows], batch.labels

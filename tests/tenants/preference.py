@@ -45,6 +45,7 @@ class Preference:
             np.split(flat, np.cumsum(lengths)[:-1])
             for flat, lengths in zip(store.tokens(ids), store.lengths[ids].astype(np.int64).T, strict=True)
         ]
+        each = np.repeat(np.asarray(ids, np.int64), 2)
         prompts = [prompt for prompt in parts[0] for _ in range(2)]
         answers = [answer for both in zip(parts[1], parts[2], strict=True) for answer in both]
         lengths = np.array([[len(x) for x in side] for side in (prompts, answers)]).T
@@ -53,6 +54,7 @@ class Preference:
             (np.concatenate(prompts), np.concatenate(answers)), lengths,
             token_values=dict(sequence=np.repeat(np.arange(len(answers), dtype=np.int32), lengths[:, 1])),
             values=dict(margin=np.repeat(margins, 2), is_real=np.ones(len(answers), np.float32)),
+            ids=2 * each + np.arange(len(each)) % 2,
         )  # fmt: skip
 
     def weights(self, store, ids, seed, epoch):

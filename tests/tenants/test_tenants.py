@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -121,21 +122,46 @@ def test_a_run_of_another_objective_is_refused(tenants_home):
 
 def batch(lengths, seed=0):
     draw = np.random.default_rng(seed)
-    return Sequences(tuple(draw.integers(3, 60, sum(side)) for side in zip(*lengths, strict=True)), np.array(lengths))
+    sides = tuple(draw.integers(3, 60, sum(side)) for side in zip(*lengths, strict=True))
+    return Sequences(sides, np.array(lengths), ids=np.arange(len(lengths)))
 
 
-def test_packed_sequences_in_one_stream_have_the_gradient_of_each_alone():
-    model, lengths = CausalModel(CONFIG).initialise(0), [(3, 5), (7, 2), (1, 9)]
-    whole = batch(lengths)
-    model(collate(whole, Packing(0))).backward()
+@pytest.mark.parametrize("dropout, checkpointing", [(0.0, False), (0.3, False), (0.3, True)])
+def test_packed_sequences_in_one_stream_have_the_gradient_of_each_alone(dropout, checkpointing):
+    model, lengths = CausalModel(CONFIG, dropout).initialise(0), [(3, 5), (7, 2), (1, 9)]
+    packing, whole = Packing(0, dropout=dropout > 0), batch(lengths)
+    model.key_dropout(1, 2)
+    model(collate(whole, packing)).backward()
     together = gradients_of(model)
     model.zero_grad()
+    model.gradient_checkpointing = checkpointing
     starts = np.cumsum([(0, 0), *lengths], axis=0)
-    for one, (first, last) in zip(lengths, zip(starts, starts[1:], strict=False), strict=True):
+    for number, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
         sides = tuple(side[a:b] for side, a, b in zip(whole.sides, first, last, strict=True))
-        model(collate(Sequences(sides, np.array([one])), Packing(0))).backward()
+        alone = Sequences(sides, np.array([lengths[number]]), ids=np.array([number]))
+        model(collate(alone, packing)).backward()
     for name, gradient in gradients_of(model).items():
         torch.testing.assert_close(gradient, together[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_tenant_with_dropout_trains_with_it_and_has_the_same_losses_on_two_ranks(tenants_home):
+    first_losses = []
+    for dropout, world in ((0, 1), (0.3, 1), (0.3, 2)):
+        run = f"both_{dropout}_{world}"
+        done = train(tenants_home, run, world, dropout=dropout, epochs=1, bleu_pairs=0)
+        assert done.codes == [0] * world, done.text
+        first_losses.append([line["loss"] for line in journal(tenants_home / run, "train")])
+    without, one, two = first_losses
+    assert two == pytest.approx(one, rel=1e-3)
+    assert abs(one[0] - without[0]) > 1e-3
+
+
+def test_the_sequences_of_a_row_have_masks_of_their_own():
+    rows = SimpleNamespace(
+        lengths=np.ones((9, 3), np.int64), values=dict(reference_margin=np.zeros(9)),
+        tokens=lambda ids: [np.ones(len(ids), np.int64)] * 3,
+    )  # fmt: skip
+    assert Preference().sequences(rows, [4, 0, 7], 0, 1).ids.tolist() == [8, 9, 0, 1, 14, 15]
 
 
 def test_generation_in_one_stream_follows_the_packed_network():

@@ -25,16 +25,19 @@ def random_micro_batch(num_pairs, bucket, seed):
     draw = np.random.default_rng(seed)
     lengths = draw.integers(2, 60, size=(2, num_pairs))
     sides = tuple(draw.integers(1, 500, size=side.sum()) for side in lengths)
-    return collate(Sequences(sides, lengths.T), Packing(0, True, bucket, bucket.examples if bucket else 0))
+    packing = Packing(0, True, bucket, bucket.examples if bucket else 0, dropout=True)
+    return collate(Sequences(sides, lengths.T, ids=np.arange(num_pairs)), packing)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpointing):
-    model = TextToTextModel(SHAPE, 0.0, torch.bfloat16).initialise(0).to("cuda")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpointing, dropout):
+    model = TextToTextModel(SHAPE, dropout, torch.bfloat16).initialise(0).to("cuda")
     model.gradient_checkpointing = gradient_checkpointing
     graphs = StepGraphs(model, Pairs(z_loss=1e-4))
     for seed in range(4):
+        model.key_dropout(0, seed)
         model.zero_grad()
         graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.25, 0.5)))
         recorded, recorded_sums = gradients_of(model), model.flat.sums[:2].clone()

@@ -56,12 +56,12 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("trainable", ["all", "decoder"])
+@pytest.mark.parametrize("trainable, dropout", [("all", 0.0), ("decoder", 0.0), ("all", 0.2)])
 @pytest.mark.parametrize("name", PLANS)
-def test_promise_2_any_plan_gives_the_same_gradient(store, tokenizer, name, trainable):
+def test_promise_2_any_plan_gives_the_same_gradient(store, tokenizer, name, trainable, dropout):
     gradients = []
     for plan in (WHOLE, PLANS[name]):
-        model, steps = start(store, tokenizer, plan, trainable=trainable)
+        model, steps = start(store, tokenizer, plan, trainable=trainable, dropout=dropout)
         result = next(steps)
         gradients.append(gradients_of(model))
         assert result.loss.item() == pytest.approx(np.log(tokenizer.vocab_size), abs=1)
@@ -113,6 +113,12 @@ def test_the_same_run_gives_the_same_bits(store, tokenizer):
     assert not same_bits(dropped[0], run(store, tokenizer)[0])
 
 
+def test_each_step_has_masks_of_its_own(store, tokenizer):
+    model, steps = start(store, tokenizer, dropout=0.1, epochs=2)
+    keys = [(next(steps), model.step_key.tolist())[1] for _ in range(8)]
+    assert len(set(map(tuple, keys))) == 8
+
+
 def test_clipping_bounds_the_gradient_and_reports_the_norm_before_it(store, tokenizer):
     free, clipped = (start(store, tokenizer, max_grad_norm=norm) for norm in (0, 0.01))
     results = [next(steps) for _, steps in (free, clipped)]
@@ -127,8 +133,8 @@ def test_clipping_bounds_the_gradient_and_reports_the_norm_before_it(store, toke
     + [(site, "oom") for site in ("backward_first", "backward", "reduce")],
 )
 def test_a_step_that_runs_out_of_memory_once_is_repeated_bit_for_bit(store, tokenizer, monkeypatch, site, kind):
-    expected, _ = run(store, tokenizer)
-    weights, results = run(store, tokenizer, fault=f"{site}:0:2:{kind}", monkeypatch=monkeypatch)
+    expected, _ = run(store, tokenizer, dropout=0.1)
+    weights, results = run(store, tokenizer, fault=f"{site}:0:2:{kind}", monkeypatch=monkeypatch, dropout=0.1)
     assert same_bits(weights, expected)
     assert [len(result.events) for result in results] == [0, 1, 0]
     ((name, values),) = results[1].events

@@ -1,4 +1,4 @@
-"""Triton kernels: the residual sum and the RMS norm of it in one pass over memory, forward and backward.
+"""Triton kernels: the residual sum, with dropout, and the RMS norm of it in one pass over memory.
 
 No two programs write to the same address, so results are bit-identical in every run.
 """
@@ -6,6 +6,8 @@ No two programs write to the same address, so results are bit-identical in every
 import torch
 import triton
 import triton.language as tl
+
+from model.nn.kernels.dropout import _is_kept, padded_width
 
 NORM_PROGRAMS = 264  # at most, in backward; each sums the weight's gradient over its share of the rows
 ROWS_AT_ONCE = 4  # rows that a program loads together
@@ -18,18 +20,22 @@ def _norm_weight(WEIGHT, columns, width):
     return tl.where(tl.abs(weight) < LEAST_WEIGHT, LEAST_WEIGHT, weight)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "site", "threshold"])
 def norm_forward(
-    X, ADDED, WEIGHT, SUM, NORMED, RSTD, num_rows, width, epsilon,
-    HAS_ADDED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    X, ADDED, WEIGHT, SUM, NORMED, RSTD, STEP_KEY, TOKEN_KEYS, num_rows, width, epsilon, site, threshold, scale,
+    HAS_ADDED: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """SUM = X + ADDED, NORMED = SUM / rms(SUM) * WEIGHT and RSTD = 1 / rms(SUM), for ROWS rows."""
+    """SUM = X + dropout(ADDED), NORMED = SUM / rms(SUM) * WEIGHT and RSTD = 1 / rms(SUM), for ROWS rows."""
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     is_real = (rows < num_rows)[:, None] & (columns < width)[None, :]
     offsets = rows[:, None].to(tl.int64) * width + columns[None, :]
     x = tl.load(X + offsets, mask=is_real, other=0.0)
     if HAS_ADDED:
-        x = (x.to(tl.float32) + tl.load(ADDED + offsets, mask=is_real, other=0.0).to(tl.float32)).to(x.dtype)
+        added = tl.load(ADDED + offsets, mask=is_real, other=0.0).to(tl.float32)
+        if HAS_DROPOUT:
+            is_kept = _is_kept(STEP_KEY, TOKEN_KEYS, rows, num_rows, 0, site, threshold, ROWS, WIDTH)
+            added = tl.where(is_kept, added * scale, 0.0)
+        x = (x.to(tl.float32) + added).to(x.dtype)
         tl.store(SUM + offsets, x, mask=is_real)
     x = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / width + epsilon)
@@ -38,12 +44,15 @@ def norm_forward(
     tl.store(RSTD + rows, rstd, mask=rows < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "site", "threshold"])
 def norm_backward(
-    NORMED, WEIGHT, RSTD, GRAD_SUM, GRAD_NORMED, GRAD_X, GRAD_WEIGHT, num_rows, width,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    NORMED, WEIGHT, RSTD, GRAD_SUM, GRAD_NORMED, GRAD_X, GRAD_ADDED, GRAD_WEIGHT, STEP_KEY, TOKEN_KEYS,
+    num_rows, width, site, threshold, scale,
+    HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """GRAD_X = GRAD_SUM + the gradient through the norm; GRAD_WEIGHT (programs, width) = each program's partial sum.
+
+    GRAD_ADDED, written with dropout only, is GRAD_X through the mask; without, the two gradients are equal.
 
     Recomputes the normalised input from the norm's output, which the next linear layer keeps for its own backward
     anyway, so the residual stream need not be kept.
@@ -64,23 +73,33 @@ def norm_backward(
         grad = rstd * (grad_unit - unit * (tl.sum(grad_unit * unit, 1) / width)[:, None])
         grad += tl.load(GRAD_SUM + offsets, mask=is_real, other=0.0).to(tl.float32)
         tl.store(GRAD_X + offsets, grad.to(GRAD_X.dtype.element_ty), mask=is_real)
+        if HAS_DROPOUT:
+            is_kept = _is_kept(STEP_KEY, TOKEN_KEYS, rows, num_rows, 0, site, threshold, ROWS, WIDTH)
+            grad = tl.where(is_kept, grad * scale, 0.0)
+            tl.store(GRAD_ADDED + offsets, grad.to(GRAD_X.dtype.element_ty), mask=is_real)
     tl.store(GRAD_WEIGHT + tl.program_id(0) * width + columns, grad_weight, mask=columns < width)
 
 
-def add_norm(x, added, weight, epsilon):
-    """(x + added, RMS norm of the sum times `weight`), each (N, width); an `added` of None adds nothing."""
-    return _AddNorm.apply(x, added, weight, epsilon)
+def add_norm(x, added, weight, epsilon, masks=None):
+    """(x + dropout(added), RMS norm of the sum times `weight`), each (N, width); an `added` of None adds nothing.
+
+    `masks` are model.nn.dropout's; None or a probability of 0 drops nothing.
+    """
+    return _AddNorm.apply(x, added, weight, epsilon, masks)
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, added, weight, epsilon):
+    def forward(ctx, x, added, weight, epsilon, masks):
         has_added = added is not None
+        has_dropout = has_added and masks is not None and masks.probability > 0
         total = torch.empty_like(x) if has_added else x
         normed, rstd = torch.empty_like(x), torch.empty(len(x), device=x.device)
+        ctx.drawn, ctx.keys = _arguments(masks if has_dropout else None)
+        ctx.tile = dict(HAS_DROPOUT=has_dropout, ROWS=ROWS_AT_ONCE, WIDTH=padded_width(x.shape[1]))
         norm_forward[(triton.cdiv(len(x), ROWS_AT_ONCE),)](
-            x, added, weight, total, normed, rstd, *x.shape, epsilon,
-            HAS_ADDED=has_added, ROWS=ROWS_AT_ONCE, WIDTH=triton.next_power_of_2(x.shape[1]),
+            x, added, weight, total, normed, rstd, *ctx.keys, *x.shape, epsilon, *ctx.drawn, HAS_ADDED=has_added,
+            **ctx.tile,
         )  # fmt: skip
         ctx.save_for_backward(normed, weight, rstd)
         ctx.has_added = has_added
@@ -90,10 +109,18 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx, grad_total, grad_normed):
         normed, weight, rstd = ctx.saved_tensors
         grad_x = torch.empty_like(normed)
+        grad_added = torch.empty_like(normed) if ctx.tile["HAS_DROPOUT"] else grad_x
         num_programs = min(NORM_PROGRAMS, triton.cdiv(len(normed), ROWS_AT_ONCE))
         grad_weight = torch.empty(num_programs, len(weight), device=normed.device)
         norm_backward[(num_programs,)](
-            normed, weight, rstd, grad_total.contiguous(), grad_normed.contiguous(), grad_x, grad_weight, *normed.shape,
-            ROWS=ROWS_AT_ONCE, WIDTH=triton.next_power_of_2(normed.shape[1]),
+            normed, weight, rstd, grad_total.contiguous(), grad_normed.contiguous(), grad_x, grad_added, grad_weight,
+            *ctx.keys, *normed.shape, *ctx.drawn, **ctx.tile,
         )  # fmt: skip
-        return grad_x, grad_x if ctx.has_added else None, grad_weight.sum(0), None
+        return grad_x, grad_added if ctx.has_added else None, grad_weight.sum(0), None, None
+
+
+def _arguments(masks):
+    """((site, threshold, scale), (step key, token keys)) of the masks, as the kernels take them; None draws nothing."""
+    if masks is None:
+        return (0, 0, 1.0), (None, None)
+    return (masks.site, masks.threshold, masks.scale), (masks.step_key, masks.token_keys)

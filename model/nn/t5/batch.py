@@ -6,7 +6,10 @@ import numpy as np
 import torch
 
 from model.nn.attention import Layout, make_layout
+from model.nn.dropout import token_keys
 from model.nn.flat_batch import Flat, flatten, pad_to
+
+TOKEN_KEYS = "prompt_token_keys", "decoder_token_keys"
 
 
 @dataclass(frozen=True)
@@ -20,13 +23,16 @@ class MicroBatch:
     decoder_layout: Layout
     cross_layout: Layout
     values: dict  # {name: tensor} of the Sequences' token_values (target tokens,) and values (sequences,)
+    prompt_token_keys: torch.Tensor | None = None  # (encoder tokens, 3) int32 of model/nn/dropout.py; with dropout only
+    decoder_token_keys: torch.Tensor | None = None  # (target tokens, 3)
     flat: Flat | None = None  # for the kernels: holds the tensors above
 
     def to(self, device):
         if self.flat is not None:
             return _of_flat(self.flat.to(device))
         values = {name: value.to(device) for name, value in self.values.items()}
-        return MicroBatch(*(getattr(self, field.name).to(device) for field in fields(self)[:6]), values)
+        keys = {name: x.to(device) for name in TOKEN_KEYS if (x := getattr(self, name)) is not None}
+        return MicroBatch(*(getattr(self, field.name).to(device) for field in fields(self)[:6]), values, **keys)
 
 
 def collate(sequences, packing):
@@ -37,8 +43,9 @@ def collate(sequences, packing):
     decoder_ids[np.cumsum(response_lengths) - response_lengths] = packing.first_id
     if sequences.is_target is not None:
         labels = np.where(sequences.is_target, labels, -1)
+    keys = _token_keys(sequences) if packing.dropout else {}
     if packing.kernels:
-        return _for_kernels((prompt_ids, decoder_ids, labels), sequences, packing)
+        return _for_kernels((prompt_ids, decoder_ids, labels), sequences, keys, packing)
     values = {name: torch.from_numpy(x) for name, x in (sequences.token_values | sequences.values).items()}
     return MicroBatch(
         *map(torch.from_numpy, (prompt_ids, decoder_ids, labels)),
@@ -46,10 +53,16 @@ def collate(sequences, packing):
         decoder_layout=make_layout(response_lengths, response_lengths),
         cross_layout=make_layout(response_lengths, prompt_lengths),
         values=values,
+        **{name: torch.from_numpy(x) for name, x in keys.items()},
     )
 
 
-def _for_kernels(ids, sequences, packing):
+def _token_keys(sequences):
+    """{field of MicroBatch: keys of the tokens of that side} for dropout."""
+    return {name: token_keys(sequences.ids, sequences.lengths[:, side], side) for side, name in enumerate(TOKEN_KEYS)}
+
+
+def _for_kernels(ids, sequences, dropout_keys, packing):
     """MicroBatch of (encoder ids, decoder ids, labels) in one flat tensor, padded to the bucket if there is one."""
     from model.nn.kernels.attention import packed_tiles  # a CPU build of torch comes without Triton
 
@@ -65,6 +78,8 @@ def _for_kernels(ids, sequences, packing):
         arrays |= {f"{name}_queries": tiles[0], f"{name}_keys": tiles[1]}
     arrays |= {name: pad_to(x, responses) for name, x in sequences.token_values.items()}
     arrays |= {name: pad_to(x, num_sequences if bucket else len(x)) for name, x in sequences.values.items()}
+    for (name, x), tokens in zip(dropout_keys.items(), (prompts, responses), strict=False):
+        arrays[name] = pad_to(x.ravel(), 3 * tokens).reshape(-1, 3)
     return _of_flat(flatten(arrays))
 
 
@@ -77,4 +92,5 @@ def _of_flat(flat):
         PackedLayout(parts.pop(f"{name}_queries"), parts.pop(f"{name}_keys"))
         for name in ("encoder", "decoder", "cross")
     ]
-    return MicroBatch(*ids, *layouts, parts, flat)
+    keys = [parts.pop(name, None) for name in TOKEN_KEYS]
+    return MicroBatch(*ids, *layouts, parts, *keys, flat)

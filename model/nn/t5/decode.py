@@ -97,7 +97,7 @@ def decode_one(model, ids, cache):
         cross = block.layer[1].EncDecAttention
         q = linear(normed, cross.q.weight).view(-1, c.num_heads, c.d_kv)
         added = _attend(cross, q, cache.cross[layer], cross_bias[:, None, None])
-        x, added = block.layer[2](x, added, 0.0)
+        x, added = block.layer[2](x, added)
     hidden = model.decoder.final_layer_norm(x, added)[1] * model.output_scale
     cache.positions.copy_((positions + 1).clamp_(max=last))
     return F.linear(hidden, model.output_weight.copy)

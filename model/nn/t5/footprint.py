@@ -49,7 +49,7 @@ def _attention(spec, queries, keys):
         kept = inner * s * (queries_padded + 2 * keys_padded) + scores * s
         temporaries = inner * s * (queries_padded + 2 * keys_padded) + 3 * scores * s
     # kept: outputs of norm and attention, a float32 of the norm; temporaries: their gradients
-    kept = kept + (d * s + inner * s + spec.dropout * d + 4) * queries
+    kept = kept + (d * s + inner * s + 4) * queries
     return kept, temporaries + (4 * d + inner) * s * queries + inner * s * (queries + 2 * keys)
 
 
@@ -59,15 +59,17 @@ def _feed_forward(spec, queries):
     An activation other than ReLU keeps its input too, a gated one both its inputs.
     """
     d, f, s = spec.model_config.d_model, spec.model_config.d_ff, spec.number_bytes
-    dropped = (d + f + f * s) * spec.dropout  # two dropout masks and the ReLU's output after dropout
     inputs = dict(relu=0).get(spec.model_config.feed_forward_proj, 2 if spec.model_config.is_gated else 1)
-    return ((d + f + inputs * f) * s + dropped + 4) * queries, (3 * d + (2 + 2 * inputs) * f) * s * queries
+    return ((d + f + inputs * f) * s + 4) * queries, (3 * d + (2 + 2 * inputs) * f) * s * queries
 
 
 def _outside_blocks(spec, queries):
-    """Bytes kept outside a stack's blocks: token ids, output of the last norm, position bias in plain PyTorch."""
+    """Bytes kept outside a stack's blocks: token ids, output of the last norm, position bias in plain PyTorch.
+
+    Dropout keeps no masks; it needs three int32 of keys for each token.
+    """
     bias = 0 if spec.kernels else spec.model_config.num_heads * spec.number_bytes * round_up(queries) ** 2
-    return (spec.model_config.d_model * spec.number_bytes + 24) * queries + bias
+    return (spec.model_config.d_model * spec.number_bytes + 24 + 12 * spec.dropout) * queries + bias
 
 
 def _stack(spec, layers, num_blocks, queries, checkpointing):
@@ -99,8 +101,9 @@ def step_moments(spec, tokens, checkpointing):
     decoder, decoder_backward = _stack(spec, decoder_layers, model_config.num_decoder_layers, response, checkpointing)
     if spec.part == "decoder":
         encoder, encoder_backward = 0, 0  # the frozen encoder keeps nothing for a backward
-    ends = _outside_blocks(spec, prompt) + _outside_blocks(spec, response)
     stream = model_config.d_model * spec.number_bytes
+    ends = _outside_blocks(spec, prompt) + _outside_blocks(spec, response)
+    ends = ends + stream * prompt * (spec.dropout and spec.part != "decoder")  # the encoder's output before dropout
     return dict(
         loss=encoder + decoder + ends + 2 * stream * response,  # the loss's input and its gradient
         decoder=encoder + decoder_backward + ends + 2 * stream * prompt,  # gradient of cross-attention's input

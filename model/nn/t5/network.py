@@ -5,17 +5,21 @@ are float32; activations and matmuls use `compute_dtype`.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from model.nn.attention import attend, has_kernels, score_mask
 from model.nn.base import LanguageModel
+from model.nn.dropout import NO_DROPOUT, add_dropout, dropout, relu_dropout
 from model.nn.flat_params import embed, linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.t5 import decode
 from model.nn.t5.activations import activate, gate
 from model.nn.t5.position_bias import score_bias
+
+BLOCK_SITES = 4  # places of dropout in a block, counted from its first: the inputs of its layers, and HIDDEN
+SECOND, LAST, HIDDEN = 1, 2, 3  # input of the second and of the last layer; hidden numbers of the feed-forward layer
+NORMED = 1  # counted from the end of the last block: output of the stack's last norm
 
 
 class Attention(nn.Module):
@@ -46,8 +50,8 @@ class SelfAttentionLayer(nn.Module):
         self.SelfAttention = Attention(model_config, has_position_bias)
         self.layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
 
-    def forward(self, x, added, layout, bias):
-        x, normed = self.layer_norm(x, added)
+    def forward(self, x, added, masks, layout, bias):
+        x, normed = self.layer_norm(x, added, masks)
         return x, self.SelfAttention(normed, None, layout, bias)
 
 
@@ -57,8 +61,8 @@ class CrossAttentionLayer(nn.Module):
         self.EncDecAttention = Attention(model_config, has_position_bias=False)
         self.layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
 
-    def forward(self, x, added, memory, layout, bias):
-        x, normed = self.layer_norm(x, added)
+    def forward(self, x, added, masks, memory, layout, bias):
+        x, normed = self.layer_norm(x, added, masks)
         return x, self.EncDecAttention(normed, memory, layout, bias)
 
 
@@ -75,12 +79,16 @@ class Dense(nn.Module):
             self.wi = Linear(c.d_model, c.d_ff, c.d_model**-0.5)
         self.wo = Linear(c.d_ff, c.d_model, c.d_ff**-0.5)
 
-    def forward(self, x, dropout):
+    def forward(self, x, masks):
+        return linear(self._inner(x, masks), self.wo.weight)
+
+    def _inner(self, x, masks):
         if self.is_gated:
-            inner = gate(linear(x, self.wi_0.weight, self.wi_1.weight), self.activation)
-        else:
-            inner = activate(linear(x, self.wi.weight), self.activation)
-        return linear(F.dropout(inner, dropout), self.wo.weight)
+            return dropout(gate(linear(x, self.wi_0.weight, self.wi_1.weight), self.activation), masks)
+        inner = linear(x, self.wi.weight)
+        if self.activation == "relu":
+            return relu_dropout(inner, masks)
+        return dropout(activate(inner, self.activation), masks)
 
 
 class FeedForwardLayer(nn.Module):
@@ -89,16 +97,16 @@ class FeedForwardLayer(nn.Module):
         self.DenseReluDense = Dense(model_config)
         self.layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
 
-    def forward(self, x, added, dropout):
-        x, normed = self.layer_norm(x, added)
-        return x, self.DenseReluDense(normed, dropout)
+    def forward(self, x, added, masks=NO_DROPOUT, hidden_masks=NO_DROPOUT):
+        x, normed = self.layer_norm(x, added, masks)
+        return x, self.DenseReluDense(normed, hidden_masks)
 
 
 class Block(nn.Module):
     """Self-attention, cross-attention (decoder only) and feed-forward on a residual stream (N, d_model).
 
-    Each layer takes the stream and the output of the layer before, and adds them in the same pass as its norm. Returns
-    (stream, output of the last layer), not yet added.
+    Each layer takes the stream and the output of the layer before; its norm drops and adds that output in one pass.
+    Returns (stream, output of the last layer), not yet added. `masks` are those of the block's first site.
     """
 
     def __init__(self, model_config, is_decoder, has_position_bias):
@@ -108,18 +116,17 @@ class Block(nn.Module):
             [SelfAttentionLayer(model_config, has_position_bias), *cross, FeedForwardLayer(model_config)]
         )
 
-    def forward(self, x, added, self_attention, cross_attention, dropout):
-        x, added = self.layer[0](x, added, *self_attention)
+    def forward(self, x, added, masks, self_attention, cross_attention):
+        x, added = self.layer[0](x, added, masks, *self_attention)
         if cross_attention:
-            x, added = self.layer[1](x, F.dropout(added, dropout), *cross_attention)
-        x, added = self.layer[-1](x, F.dropout(added, dropout), dropout)
-        return x, F.dropout(added, dropout)
+            x, added = self.layer[1](x, added, masks.at(SECOND), *cross_attention)
+        return self.layer[-1](x, added, masks.at(LAST), masks.at(HIDDEN))
 
 
-def _block_output(block, x, *args):
+def _block_output(block, x, masks, *attention):
     """The residual stream after `block` as one tensor, the only one that gradient checkpointing keeps per block."""
-    x, added = block(x, None, *args)
-    return x + added
+    x, added = block(x, None, masks, *attention)
+    return add_dropout(x, added, masks.at(BLOCK_SITES))
 
 
 class Stack(nn.Module):
@@ -135,22 +142,20 @@ class Stack(nn.Module):
         self.is_decoder = is_decoder
         self.max_distance = model_config.relative_attention_max_distance
 
-    def forward(self, x, layout, cross_attention, dropout, checkpointing):
-        x, added, bias = F.dropout(x, dropout), None, None
+    def forward(self, x, masks, layout, cross_attention, checkpointing):
+        x, added, bias = dropout(x, masks), None, None
         for block in self.block:
             attention = block.layer[0].SelfAttention
             if attention.has_position_bias:
                 weight = attention.relative_attention_bias.weight
                 bias = score_bias(layout, weight, self.max_distance, self.is_decoder, x.dtype)
-            self_attention = (layout, bias)
+            both = (layout, bias), cross_attention
             if checkpointing and torch.is_grad_enabled():
-                x = checkpoint(
-                    _block_output, block, x, self_attention, cross_attention, dropout, use_reentrant=False,
-                    preserve_rng_state=bool(dropout),
-                )  # fmt: skip
+                x = checkpoint(_block_output, block, x, masks, *both, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, added = block(x, added, self_attention, cross_attention, dropout)
-        return F.dropout(self.final_layer_norm(x, added)[1], dropout)
+                x, added = block(x, added, masks, *both)
+            masks = masks.at(BLOCK_SITES)
+        return dropout(self.final_layer_norm(x, added, masks)[1], masks.at(NORMED))
 
 
 class TextToTextModel(LanguageModel):
@@ -183,19 +188,19 @@ class TextToTextModel(LanguageModel):
     def hidden(self, batch):
         """(Decoder output (N, d_model), scaled, labels (N,)) of a MicroBatch."""
         self.flat.refresh()
-        dropout = self.dropout if self.training else 0.0
         ids = (batch.prompt_ids, batch.decoder_ids)
         prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(side) for side in ids])
-        options = (dropout, self.gradient_checkpointing)
-        encoded = self.encoder(prompts, batch.encoder_layout, None, *options)
+        prompt_masks, response_masks = map(self.masks, (batch.prompt_token_keys, batch.decoder_token_keys))
+        checkpointing = self.gradient_checkpointing
+        encoded = self.encoder(prompts, prompt_masks, batch.encoder_layout, None, checkpointing)
         cross = (encoded, batch.cross_layout, score_mask(batch.cross_layout, dtype=self.compute_dtype))
-        decoded = self.decoder(responses, batch.decoder_layout, cross, *options)
+        decoded = self.decoder(responses, response_masks, batch.decoder_layout, cross, checkpointing)
         return decoded * self.output_scale, batch.labels
 
     def encode(self, ids, layout):
         """Encoder output (N, d_model) of packed ids, without dropout."""
         self.flat.refresh()
-        return self.encoder(embed(ids, self.shared.weight), layout, None, 0.0, False)
+        return self.encoder(embed(ids, self.shared.weight), NO_DROPOUT, layout, None, False)
 
     def new_cache(self, slots, input_tokens, new_tokens):
         return decode.new_cache(self, slots, input_tokens, new_tokens)

@@ -39,7 +39,10 @@ class Objective(Protocol):
         """Tokens of each side of the rows `ids` in this epoch, all sequences of a row together; int64 (rows, sides)."""
 
     def sequences(self, store, ids, seed, epoch):
-        """Sequences of the rows `ids` in this epoch. What is drawn at random depends on (seed, epoch, id) alone."""
+        """Sequences of the rows `ids` in this epoch. What is drawn at random depends on (seed, epoch, id) alone.
+
+        `Sequences.ids`, by which dropout draws its masks, is a number of its own for each sequence of each row.
+        """
 
     def weights(self, store, ids, seed, epoch):
         """(numbers that the loss sums are divided by, numbers that the metric sums are divided by) for these rows."""

@@ -47,7 +47,7 @@ class Pairs:
         return store.lengths[ids].astype(np.int64)
 
     def sequences(self, store, ids, seed, epoch):
-        return Sequences(store.tokens(ids), store.lengths[ids].astype(np.int64))
+        return Sequences(store.tokens(ids), store.lengths[ids].astype(np.int64), ids=np.asarray(ids, np.int64))
 
     def weights(self, store, ids, seed, epoch):
         target_tokens = int(store.lengths[ids, 1].sum(dtype=np.int64))

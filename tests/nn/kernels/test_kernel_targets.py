@@ -10,20 +10,22 @@ from triton.backends.compiler import GPUTarget
 
 from config import T5ModelConfig
 from model.data.sequences import Sequences
+from model.nn import dropout as dropout_module
 from model.nn import flat_params, layers, loss
 from model.nn.base import Packing
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
-from tests.nn.kernels import test_adamw, test_attention, test_norm
+from tests.nn.kernels import test_adamw, test_attention, test_dropout, test_norm
 
 SHARED_BYTES = 99 * 1024  # per block on sm_86 and sm_89; sm_80 has 163 KiB
 
 
 def kernel_names():
     """Names of the kernels that are launched: all Triton functions but their private helpers."""
-    from model.nn.kernels import adamw, attention, cross_entropy, norm
+    from model.nn.kernels import adamw, attention, cross_entropy, dropout, norm
 
-    functions = {name: f for module in (adamw, attention, cross_entropy, norm) for name, f in vars(module).items()}
+    modules = (adamw, attention, cross_entropy, dropout, norm)
+    functions = {name: f for module in modules for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
 
@@ -67,6 +69,7 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
             test_attention.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
         for width in (512, 768):
             test_norm.norm_errors("cpu", torch.bfloat16, width=width)
+            test_dropout.outcomes("cpu", torch.bfloat16, [40, 23], width, kernels=True)
         launch_cross_entropy()
         test_adamw.update_errors("cpu")
     assert kernels.keys() == kernel_names()
@@ -82,11 +85,12 @@ def launch_cross_entropy():
     cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
 
 
-def test_kernels_are_compiled_once_for_every_number_of_tokens(monkeypatch):
-    for module in (flat_params, layers, loss):
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_kernels_are_compiled_once_for_every_number_of_tokens(dropout, monkeypatch):
+    for module in (flat_params, layers, loss, dropout_module):
         monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
     sizes = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1, vocab_size=500)
-    small = TextToTextModel(T5ModelConfig(**sizes), compute_dtype=torch.bfloat16).initialise(0)
+    small = TextToTextModel(T5ModelConfig(**sizes), dropout, torch.bfloat16).initialise(0)
     with compiling_for(86, monkeypatch) as kernels:
         small(packed(8)).backward()
         first = variants(kernels)
@@ -94,13 +98,17 @@ def test_kernels_are_compiled_once_for_every_number_of_tokens(monkeypatch):
             small(packed(num_pairs)).backward()
         assert variants(kernels) == first
     assert first.keys() >= {"attention_forward", "attention_backward_keys", "cross_entropy"}
+    assert ("dropout_forward" in first, "relu_dropout_backward" in first) == (dropout > 0, dropout > 0)
+    # with an added tensor and without; with dropout the backward of the two differs too
+    assert (len(first["norm_forward"]), len(first["norm_backward"])) == (2, 2 if dropout else 1)
 
 
 def packed(num_pairs):
     """MicroBatch of pairs of random lengths."""
     lengths = np.random.default_rng(num_pairs).integers(2, 60, size=(2, num_pairs))
     prompts, labels = (np.ones(side.sum(), dtype=np.int64) for side in lengths)
-    return collate(Sequences((prompts, labels), lengths.T), Packing(0, kernels=True))
+    sequences = Sequences((prompts, labels), lengths.T, ids=np.arange(num_pairs))
+    return collate(sequences, Packing(0, kernels=True, dropout=True))
 
 
 def variants(kernels):

@@ -21,20 +21,22 @@ def test_the_parameter_count_is_that_of_the_model(variant):
     assert count_parameters(model.config, "decoder") == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gated-gelu"])
 @pytest.mark.parametrize("prompt, response", ((48, 48), (64, 128), (128, 24)))
-def test_the_predicted_activations_are_within_one_percent_of_what_autograd_saves(prompt, response, activation):
+def test_the_predicted_activations_are_within_one_percent_of_what_autograd_saves(prompt, response, activation, dropout):
     """Against the tensors that autograd really saves on a CPU, where RMSNorm keeps two more than on a GPU."""
-    num_examples, model = 4, make_model(500, shape=SHAPE | dict(feed_forward_proj=activation))
+    num_examples, model = 4, make_model(500, shape=SHAPE | dict(feed_forward_proj=activation), dropout=dropout)
     shape = model.config
     kept = saved_bytes(model, num_examples, prompt, response)
     layers = 2 * shape.num_layers * prompt + 3 * shape.num_decoder_layers * response + prompt + response
     kept -= 2 * num_examples * layers * 4 * shape.d_model
-    spec = MemorySpec(T5, shape, 4, kernels=False)
+    spec = MemorySpec(T5, shape, 4, kernels=False, dropout=dropout > 0)
     moment = step_moments(spec, np.array([[prompt, response]]), checkpointing=False)["loss"][0]
-    # held without being saved for backward: the position bias, ids, what the loss reads and its gradient; and of the
-    # decoder's last norm the CPU keeps no output
-    moment -= 4 * shape.num_heads * (round_up(prompt) ** 2 + round_up(response) ** 2) + 24 * (prompt + response)
+    # held without being saved for backward: the position bias, ids and keys, what the loss reads and its gradient; and
+    # of the decoder's last norm, and of the encoder's with dropout, the CPU keeps no output
+    moment -= 4 * shape.num_heads * (round_up(prompt) ** 2 + round_up(response) ** 2)
+    moment -= (24 + 12 * spec.dropout) * (prompt + response) + 4 * shape.d_model * prompt * spec.dropout
     moment -= 3 * 4 * shape.d_model * response
     assert num_examples * moment == pytest.approx(kept, rel=0.01)
 
@@ -47,7 +49,8 @@ def saved_bytes(model, num_examples, prompt, response):
         make_layout(prompts, prompts),
         make_layout(responses, responses),
         make_layout(responses, prompts),
-        values={},
+        {},
+        *(torch.zeros(num_examples * length, 3, dtype=torch.int32) for length in (prompt, response)),
     )
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen = {}

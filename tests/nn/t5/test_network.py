@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 
+from model.nn import dropout
 from tests.parts import SHAPE, batch_of, farthest, gradients_of, make_model, padded, stock_loss
 
 IDS = [3, 0, 41, 17, 8, 22, 59]
@@ -10,7 +11,7 @@ IDS = [3, 0, 41, 17, 8, 22, 59]
 
 @pytest.fixture
 def micro_batch(store, tokenizer):
-    return batch_of(store, IDS, tokenizer.pad_id)
+    return batch_of(store, IDS, tokenizer.pad_id, dropout=True)
 
 
 def make_hf_model(model):
@@ -23,8 +24,7 @@ def make_hf_model(model):
     return reference
 
 
-def gradients_after(model, micro_batch, seed=0):
-    torch.manual_seed(seed)
+def gradients_after(model, micro_batch):
     model.zero_grad()
     model(micro_batch, chunk_tokens=16).backward()
     return gradients_of(model)
@@ -90,14 +90,57 @@ def test_gradient_checkpointing_keeps_fewer_activations(model, micro_batch):
 def test_dropout_is_active_in_training_only(tokenizer, micro_batch):
     model = make_model(tokenizer.vocab_size, dropout=0.3)
     plain = make_model(tokenizer.vocab_size).hidden(micro_batch)[0]
-    torch.manual_seed(0)
-    one, other = model.hidden(micro_batch)[0], model.hidden(micro_batch)[0]
-    assert not torch.equal(one, other)
-    torch.manual_seed(0)
-    assert torch.equal(model.hidden(micro_batch)[0], one)
+    dropped = model.hidden(micro_batch)[0]
+    assert not torch.equal(dropped, plain)
     model.eval()
     assert torch.equal(model.hidden(micro_batch)[0], plain)
     assert torch.equal(make_model(tokenizer.vocab_size).train().hidden(micro_batch)[0], plain)
+
+
+def test_the_seed_and_the_step_alone_choose_the_masks(tokenizer, micro_batch):
+    model, outputs = make_model(tokenizer.vocab_size, dropout=0.3), {}
+    for key in ((1, 1), (1, 2), (2, 1)):
+        model.key_dropout(*key)
+        outputs[key] = model.hidden(micro_batch)[0]
+        torch.manual_seed(sum(key))
+        assert torch.equal(model.hidden(micro_batch)[0], outputs[key])
+    assert not any(torch.equal(outputs[1, 1], outputs[other]) for other in ((1, 2), (2, 1)))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gated-silu"])
+def test_every_place_of_dropout_has_masks_of_its_own(tokenizer, micro_batch, activation, monkeypatch):
+    """In transformers' order: embedding, after each sublayer, inside the feed-forward layer, after the last norm."""
+    sites, inner = [], dropout.is_kept
+    monkeypatch.setattr(dropout, "is_kept", lambda masks, width: sites.append((masks, width)) or inner(masks, width))
+    shape = SHAPE | dict(feed_forward_proj=activation)
+    make_model(tokenizer.vocab_size, shape=shape, dropout=0.1).hidden(micro_batch)
+    stacks = [[masks.site for masks, _ in sites if masks.token_keys is keys]
+              for keys in (micro_batch.prompt_token_keys, micro_batch.decoder_token_keys)]  # fmt: skip
+    for places, layers in zip(stacks, (2, 3), strict=True):
+        assert len(places) == 1 + SHAPE["num_layers"] * (layers + 1) + 1
+        assert sorted(places) == sorted(set(places))
+    assert len(sites) == sum(map(len, stacks))
+    assert sum(width == SHAPE["d_ff"] for _, width in sites) == 2 * SHAPE["num_layers"]
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "silu", "gated-gelu"])
+def test_promise_2_dropout_has_the_same_gradient_packed_and_one_by_one(
+    tokenizer, store, micro_batch, activation, gradient_checkpointing
+):
+    model = make_model(tokenizer.vocab_size, shape=SHAPE | dict(feed_forward_proj=activation), dropout=0.2)
+    model.key_dropout(5, 6)
+    packed = gradients_after(model, micro_batch)
+    model.zero_grad()
+    model.gradient_checkpointing = gradient_checkpointing
+    for i in reversed(IDS):
+        model(batch_of(store, [i], tokenizer.pad_id, dropout=True)).backward()
+    assert farthest(gradients_of(model), packed) <= 1e-5
+
+
+def test_dropout_refuses_a_micro_batch_without_keys(tokenizer, store):
+    with pytest.raises(AssertionError, match="keys"):
+        make_model(tokenizer.vocab_size, dropout=0.1)(batch_of(store, IDS, tokenizer.pad_id))
 
 
 def test_random_weights_depend_on_the_seed_alone(tokenizer):
