@@ -25,8 +25,11 @@ ROOMS = {
     "model.data": [
         "buckets cleaning columns length_histogram packing parquet_rows row_hashes sampler sequences text_files "
         "tokenizer_file",
-        "readers tokenizer",
-        "token_store tokenizer_training",
+        "tokenizer",
+        "conversation tokenizer_training",
+        "dialogue",
+        "readers",
+        "token_store",
     ],
     "model.nn": [
         "flat_batch flat_params",
@@ -84,8 +87,8 @@ MAX_PARAMETERS = 6  # Triton kernels excepted
 WITHOUT_OPTIONS = ("model.runtime", "model.data", "model.nn", "model.generate", "model.memory")
 TENANTS_WORDS = re.compile(r"(?<![a-z])t5|prompt|response", re.IGNORECASE)
 PLACES_OF_WORDS = (
-    "model.data.readers", "model.data.columns", "model.data.cleaning", "model.nn.t5", "model.nn.registry",
-    "model.train.objectives.pairs", "model.train.objectives.registry", "model.commands",
+    "model.data.readers", "model.data.dialogue", "model.data.columns", "model.data.cleaning", "model.nn.t5",
+    "model.nn.registry", "model.train.objectives.pairs", "model.train.objectives.registry", "model.commands",
 )  # fmt: skip
 # {library: the only modules that may import it}
 ALLOWED_IMPORTERS = {
