@@ -27,7 +27,7 @@ ROOMS = {
         "tokenizer_file",
         "tokenizer",
         "conversation tokenizer_training",
-        "dialogue",
+        "chat_template dialogue",
         "readers",
         "token_store",
     ],

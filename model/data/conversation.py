@@ -4,21 +4,15 @@ docs/conversations.md describes it. Training, `test`, chat, server and the chat_
 this module, so it knows neither torch nor the options of a run.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-
-from tokenizers import Tokenizer
 
 from model.data.tokenizer import ROLE_MARKS, ChatTokenizer
-from model.runtime.json_stream import read_object
 
 FORMAT = "marks 1"  # part of a token store's key: another format needs another name
 ROLES = ("system", "user", "assistant")
 MARKS = dict(zip(ROLES, ROLE_MARKS, strict=False))  # the fourth, <|end|>, is not needed: the next mark ends a turn
-TEMPLATE_FILE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,7 @@ def encode_questions(
         encoded = tokenizer.encode_batch(list(questions))
         num_cut = sum(len(ids) >= max_tokens for ids in encoded)
         return EncodedQuestions([[*ids[: max_tokens - 1], tokenizer.eos_id] for ids in encoded], num_cut, 0)
-    marks, rows = _marks_of(tokenizer), list(zip(questions, contexts, strict=True))
+    marks, rows = marks_of(tokenizer), list(zip(questions, contexts, strict=True))
     pieces = _encode_pieces(_keys(rows, max_tokens), marks, tokenizer)
     fitted = [_fit(question, context, pieces, marks.closer, max_tokens - 1) for question, context in rows]
     ids, is_cut, left_out = zip(*fitted, strict=True)
@@ -98,7 +92,7 @@ def encode_questions(
 
 
 @dataclass(frozen=True)
-class _Marks:
+class Marks:
     """How a tokenizer shows whose turn it is: a turn is opener, ids of prefix and text, closer.
 
     The last turn of a conversation has EOS in place of the closer.
@@ -109,7 +103,7 @@ class _Marks:
     closer: list[int]
 
 
-def _marks_of(tokenizer: ChatTokenizer) -> _Marks:
+def marks_of(tokenizer: ChatTokenizer) -> Marks:
     """The tokenizer's role marks or, where it lacks them, "user: " and the like, with EOS between the turns.
 
     Raises ValueError for a tokenizer that encodes the names of the roles alike.
@@ -117,14 +111,14 @@ def _marks_of(tokenizer: ChatTokenizer) -> _Marks:
     added = tokenizer.backend.get_added_tokens_decoder().items()
     ids = {token.content: token_id for token_id, token in added if token.special}
     if ids.keys() >= set(MARKS.values()):
-        return _Marks({role: [ids[mark]] for role, mark in MARKS.items()}, dict.fromkeys(ROLES, ""), [])
+        return Marks({role: [ids[mark]] for role, mark in MARKS.items()}, dict.fromkeys(ROLES, ""), [])
     prefixes = {role: f"{role}: " for role in ROLES}
     if len(set(map(tuple, tokenizer.encode_batch(list(prefixes.values()))))) < len(ROLES):
         raise ValueError(
             f"the tokenizer in {tokenizer.directory} has no role marks and encodes {', '.join(ROLES)} alike: train one "
             "with scripts/train_tokenizer.py, or type --single_turn=True"
         )
-    return _Marks(dict.fromkeys(ROLES, []), prefixes, [tokenizer.eos_id])
+    return Marks(dict.fromkeys(ROLES, []), prefixes, [tokenizer.eos_id])
 
 
 def _keys(rows, max_tokens):
@@ -180,87 +174,3 @@ def _newest(context, pieces, room):
             break
         kept.append(pieces[turn.role, turn.text])
     return kept
-
-
-def write_chat_template(tokenizer: ChatTokenizer, directory: str | Path) -> None:
-    """Write the chat_template of a tokenizer to the directory that holds a copy of its files.
-
-    transformers then parses special tokens in a text, which the template needs; see docs/conversations.md. A tokenizer
-    that encodes the names of the roles alike gets no template.
-    """
-    try:
-        template = chat_template(tokenizer)
-    except ValueError:
-        return
-    settings_path = Path(directory, "tokenizer_config.json")
-    settings = read_object(settings_path) | {"split_special_tokens": False}
-    settings.pop("chat_template", None)
-    settings_path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    Path(directory, TEMPLATE_FILE).write_text(template, encoding="utf-8")
-
-
-def chat_template(tokenizer: ChatTokenizer) -> str:
-    """The Jinja template with which transformers' apply_chat_template gives the ids of `encode_conversation`, uncut.
-
-    A special token that a message spells gets a space behind its first character, so that it stays text; messages of
-    other roles are left out. Raises ValueError like `encode_conversation`.
-    """
-    marks = _marks_of(tokenizer)
-    openers = marks.prefixes if marks.closer else MARKS
-    special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
-    values = dict(
-        SPECIAL=[[token, f"{token[0]} {token[1:]}"] for token in special if len(token) > 1],
-        OPENERS=openers,
-        CLOSER=_spelled_closer(tokenizer, openers["user"]) if marks.closer else "",
-        EOS=tokenizer.backend.id_to_token(tokenizer.eos_id),
-    )
-    head = "".join(
-        f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}\n" for name, value in values.items()
-    )
-    return head + _TEMPLATE
-
-
-def _spelled_closer(tokenizer, opener):
-    """EOS as text, with a space behind it if the ids of the next turn need one."""
-    eos = tokenizer.backend.id_to_token(tokenizer.eos_id)
-    parsing = Tokenizer.from_str(tokenizer.backend.to_str())  # parses special tokens, as transformers does
-    wanted = [tokenizer.eos_id, *tokenizer.encode(opener)]
-    spelled = (eos, eos + " ")
-    return next(
-        (text for text in spelled if parsing.encode(text + opener, add_special_tokens=False).ids == wanted), eos
-    )
-
-
-_TEMPLATE = """\
-{%- set talk = namespace(system="", before="", text="", text_of=none) -%}
-{%- for message in messages -%}
-  {%- set part = namespace(text="") -%}
-  {%- if message.content is string -%}
-    {%- set part.text = message.content -%}
-  {%- elif message.content is iterable -%}
-    {%- set part.text = message.content | selectattr("text", "defined") | map(attribute="text") | join("\\n") -%}
-  {%- endif -%}
-  {%- for token, harmless in SPECIAL -%}
-    {%- set part.text = part.text | replace(token, harmless) -%}
-  {%- endfor -%}
-  {%- if not part.text.strip() -%}
-  {%- elif message.role in ("system", "developer") -%}
-    {%- set talk.system = talk.system + ("\\n" if talk.system else "") + part.text -%}
-  {%- elif message.role == talk.text_of -%}
-    {%- set talk.text = talk.text + "\\n" + part.text -%}
-  {%- elif message.role in ("user", "assistant") -%}
-    {%- if talk.text_of -%}
-      {%- set talk.before = talk.before + OPENERS[talk.text_of] + talk.text + CLOSER -%}
-    {%- endif -%}
-    {%- set talk.text = part.text -%}
-    {%- set talk.text_of = message.role -%}
-  {%- endif -%}
-{%- endfor -%}
-{%- if talk.text_of != "user" -%}
-  {{- raise_exception("the last message must be the user's, with text in it: it is what is answered") -}}
-{%- endif -%}
-{%- if talk.system -%}
-  {%- set talk.before = OPENERS["system"] + talk.system + CLOSER + talk.before -%}
-{%- endif -%}
-{{- (talk.before + OPENERS["user"] if talk.before else "") + talk.text + EOS -}}
-"""
