@@ -1,4 +1,4 @@
-"""The format of a conversation as the Jinja template of an exported tokenizer, for transformers' apply_chat_template."""
+"""The format of a conversation as a Jinja template, which transformers applies with an exported tokenizer."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,8 @@ def write_chat_template(tokenizer: ChatTokenizer, directory: str | Path) -> None
     except ValueError:
         return
     settings_path = Path(directory, "tokenizer_config.json")
-    settings = read_object(settings_path) | {"split_special_tokens": False}
+    settings = read_object(settings_path) if settings_path.exists() else {}
+    settings["split_special_tokens"] = False
     settings.pop("chat_template", None)
     settings_path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     Path(directory, TEMPLATE_FILE).write_text(template, encoding="utf-8")
