@@ -5,9 +5,9 @@ python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output V
     [--strict] [--overwrite]
 
 Reads .json, .jsonl, .csv, .tsv and .parquet. Outputs are written atomically. A pair of a dialogue keeps its system text
-and the turns before it in the columns `system` and `history`. A hash of a pair, of a dialogue's first two where it has
-more, decides if it goes to VALID.parquet, so it stays there when more data is added. Host memory: about 120 bytes per pair kept, to find
-duplicates, and one row group. An input that cannot be read to its end is left out as a whole, and named; with --strict
+and the turns before it in the columns `system` and `history`. A hash of the pair, or of a
+dialogue's first two, decides if it goes to VALID.parquet, so a pair stays there when more data is added. Host memory:
+about 120 bytes per pair kept, to find duplicates, and one row group. An input that cannot be read to its end is left out as a whole, and named; with --strict
 nothing is written then. Exit codes: 0 written, 2 input or options refused or nothing kept, 1 disk or permission.
 A row that cannot be read is malformed: a broken line, a null, more cells than columns. Damaged text contains U+FFFD;
 private use means characters without a standard meaning.
@@ -26,15 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from model.data.cleaning import REASONS, clean_context, clean_pair, first_texts
+from model.data.cleaning import REASONS, clean_pair
 from model.data.columns import find_columns, list_names
 from model.data.conversation import Context
-from model.data.prepared_pairs import HasContext, PreparedPair, write_parquet
+from model.data.prepared_pairs import HasContext, PreparedPair, in_context, write_parquet
 from model.data.readers import NoRows, describe_ignored, read_pairs, read_pairs_in_context, read_rows
 from model.runtime.atomic_io import make_output_directory
 
 COLUMNS = ("read", "kept", "malformed", *REASONS, "duplicate")
-UNUSABLE = "texts of contexts left out"
+SHORTENED = "context shortened"
 VALIDATION_SHARE = 0.01
 MAX_PROBLEMS = 3  # malformed rows that are reported per file
 
@@ -218,7 +218,8 @@ def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> 
         has_prompt = has_prompt or cleaned != "empty prompt"
         has_response = has_response or bool(response.strip())
         if not isinstance(cleaned, str):
-            pair = in_context(cleaned, context, options, source.counts)
+            pair, is_shortened = in_context(cleaned, context, options.max_chars, options.max_context_chars)
+            source.counts[SHORTENED] += is_shortened
             cleaned = "duplicate" if (key := pair.key()) in seen else "kept"
         source.counts["read"] += 1
         source.counts[cleaned] += 1
@@ -227,17 +228,6 @@ def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> 
             yield pair
     if not (has_prompt and has_response):
         raise ValueError(describe_empty_side(source, has_prompt, options))
-
-
-def in_context(
-    pair: tuple[str, str], context: Context | None, options: argparse.Namespace, counts: Counter
-) -> PreparedPair:
-    """The cleaned pair with its context, cleaned; adds to `counts` the texts of contexts that cannot be used."""
-    if context is None:
-        return PreparedPair(*pair, None, pair)
-    kept, num_unusable = clean_context(context, options.max_chars, options.max_context_chars)
-    counts[UNUSABLE] += num_unusable
-    return PreparedPair(*pair, kept, first_texts(context, *pair, options.max_chars))
 
 
 def pairs_of(source: Input, options: argparse.Namespace) -> Iterator[tuple[str, str, Context | None]]:
@@ -288,9 +278,9 @@ def print_problems(inputs: list[Input]) -> None:
             print(f"prepare_data: left out: {problem}", file=sys.stderr)
         if (others := source.counts["malformed"] - len(source.problems)) > 0:
             print(f"prepare_data: left out: {others:,} more rows of {source.path}", file=sys.stderr)
-        if count := source.counts[UNUSABLE]:
-            print(f"prepare_data: {source.path}: {count:,} earlier turns or system texts cannot be used (damaged text, "
-                  "private use, too long); a context begins behind such a turn", file=sys.stderr)  # fmt: skip
+        if count := source.counts[SHORTENED]:
+            print(f"prepare_data: {source.path}: {count:,} pairs lost earlier turns or a system text, which hold damaged "
+                  "text or private use, or are too long", file=sys.stderr)  # fmt: skip
         if source.failure:
             print(f"prepare_data: left out: the whole file: {source.failure}", file=sys.stderr)
 

@@ -27,22 +27,22 @@ def clean_pair(prompt: str, response: str, max_chars: int) -> tuple[str, str] | 
     return next((reason for reason, found in zip(REASONS, has_problem, strict=True) if found), (prompt, response))
 
 
-def clean_context(context: Context, max_chars: int, max_context_chars: int) -> tuple[Context | None, int]:
-    """(the context with every text cleaned, number of texts left out because of what they hold).
+def clean_context(context: Context, max_chars: int, max_context_chars: int) -> tuple[Context | None, bool]:
+    """(the context with every text cleaned, whether texts were left out because of what they hold).
 
     It begins behind the newest turn for which a pair would be dropped, and has at most `max_context_chars` characters
     beside the system text. None if nothing is left.
     """
     system = _clean_turn(context.system, max_chars)
-    turns, num_unusable = [], int(system is None)
+    turns, is_shortened = [], system is None
     for turn in reversed(context.turns[max(0, context.end - max_context_chars) : context.end]):
         text = _clean_turn(turn.text, max_chars)
-        num_unusable += text is None
+        is_shortened = is_shortened or text is None
         if text is None or (max_context_chars := max_context_chars - len(text)) < 0:
             break
         if text:
             turns.append(Turn(turn.role, text))
-    return (Context(turns[::-1], len(turns), system or "") if turns or system else None), num_unusable
+    return (Context(turns[::-1], len(turns), system or "") if turns or system else None), is_shortened
 
 
 def first_texts(context: Context, prompt: str, response: str, max_chars: int) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from model.data.cleaning import clean_context, first_texts
 from model.data.conversation import Context
 
 ROW_GROUP_PAIRS, ROW_GROUP_CHARS = 20_000, 16_000_000
@@ -43,6 +44,16 @@ class PreparedPair:
         return self.prompt, self.response, self.context.system or None, _history(self.context.turns) or None
 
 
+def in_context(
+    pair: tuple[str, str], context: Context | None, max_chars: int, max_context_chars: int
+) -> tuple[PreparedPair, bool]:
+    """(the cleaned pair with its context, cleaned; whether texts of the context cannot be used)."""
+    if context is None:
+        return PreparedPair(*pair, None, pair), False
+    kept, is_shortened = clean_context(context, max_chars, max_context_chars)
+    return PreparedPair(*pair, kept, first_texts(context, *pair, max_chars)), is_shortened
+
+
 class HasContext(Exception):
     """A pair has a context, and the file was begun without columns for it."""
 
@@ -52,7 +63,8 @@ def write_parquet(
 ) -> list[array]:
     """Write the pairs, `validation_share` of them to the second path, if any; returns a hash of each prompt by file.
 
-    The pairs of a dialogue from its second on go to one file: `first_texts` decides. Raises HasContext at the first pair with a context unless `with_context`.
+    The pairs of a dialogue from its second on go to one file: `first_texts` decides. Raises HasContext at the first
+    pair with a context unless `with_context`.
     """
     prompts, groups = [array("Q") for _ in paths], [_Group() for _ in paths]
     limit = int(validation_share * 2**64) if len(paths) > 1 else 0
