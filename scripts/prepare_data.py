@@ -7,8 +7,9 @@ python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output V
 Reads .json, .jsonl, .csv, .tsv and .parquet. Outputs are written atomically. A pair of a dialogue keeps its system text
 and the turns before it in the columns `system` and `history`. A hash of the pair, or of a
 dialogue's first two, decides if it goes to VALID.parquet, so a pair stays there when more data is added. Host memory:
-about 120 bytes per pair kept, to find duplicates, and one row group. An input that cannot be read to its end is left out as a whole, and named; with --strict
-nothing is written then. Exit codes: 0 written, 2 input or options refused or nothing kept, 1 disk or permission.
+about 120 bytes per pair kept, to find duplicates, and one row group. An input that cannot be read to its end is left
+out as a whole, and named; with --strict nothing is written then. Exit codes: 0 written, 2 input or options refused or
+nothing kept, 1 disk or permission.
 A row that cannot be read is malformed: a broken line, a null, more cells than columns. Damaged text contains U+FFFD;
 private use means characters without a standard meaning.
 """
@@ -279,7 +280,7 @@ def print_problems(inputs: list[Input]) -> None:
         if (others := source.counts["malformed"] - len(source.problems)) > 0:
             print(f"prepare_data: left out: {others:,} more rows of {source.path}", file=sys.stderr)
         if count := source.counts[SHORTENED]:
-            print(f"prepare_data: {source.path}: {count:,} pairs lost earlier turns or a system text, which hold damaged "
+            print(f"prepare_data: {source.path}: {count:,} pairs lost earlier turns or a system text that hold damaged "
                   "text or private use, or are too long", file=sys.stderr)  # fmt: skip
         if source.failure:
             print(f"prepare_data: left out: the whole file: {source.failure}", file=sys.stderr)
