@@ -70,25 +70,27 @@ def test_turns_of_one_side_in_a_row_are_one_turn_and_blank_ones_are_none(any_tok
 def test_the_oldest_turns_go_first_and_as_a_whole(tokenizer):
     turns = talk("天" * 5, "地" * 6, "人" * 7, "你" * 8, "我" * 3, system="医生")
     system, *said = turns
-    whole = len(marked(tokenizer, *turns))
-    for max_tokens in range(whole, 7, -1):
+    shorter = [marked(tokenizer, system, *said[first:]) for first in range(5)]
+    for max_tokens in range(len(shorter[0]), len(shorter[-1]) - 1, -1):
         ids = encode_conversation(turns, tokenizer, max_tokens)
-        fitting = [marked(tokenizer, system, *said[first:]) for first in range(5)]
-        assert ids == next((kept for kept in fitting if len(kept) <= max_tokens), fitting[-1])
+        assert ids == next(kept for kept in shorter if len(kept) <= max_tokens)
 
 
-def test_system_text_and_question_are_cut_last_and_at_their_ends(any_tokenizer):
+def test_the_system_text_is_cut_before_the_question_and_both_at_their_ends(tokenizer):
     turns = talk("天天", "地地", "我" * 9, system="医" * 9)
-    whole = encode_conversation(turns, any_tokenizer, 999)
-    alone = encode_conversation([Turn("system", "医" * 9), turns[-1]], any_tokenizer, 999)
-    question = alone[len(alone) - len(encode_conversation([turns[-1]], any_tokenizer, 999)) :]
-    for max_tokens in range(2, len(whole) + 2):
+    system, question = (marked(tokenizer, turn)[:-1] for turn in (turns[0], turns[-1]))
+    for max_tokens in range(2, len(system) + len(question) + 2):
+        room = max_tokens - 1 - len(question)
+        head = system[:room] if room > 1 else []
+        ids = encode_conversation(turns, tokenizer, max_tokens)
+        assert ids == [*head, *question[: max_tokens - 1], tokenizer.eos_id]
+
+
+def test_no_conversation_is_longer_than_it_may_be(any_tokenizer):
+    turns = talk("天天", "地地", "我" * 9, system="医" * 9)
+    for max_tokens in range(2, len(encode_conversation(turns, any_tokenizer, 999)) + 1):
         ids = encode_conversation(turns, any_tokenizer, max_tokens)
         assert len(ids) <= max_tokens and ids[-1] == any_tokenizer.eos_id
-        if len(question) + 4 < max_tokens:
-            assert ids[-len(question) :] == question
-        if max_tokens < len(alone):
-            assert encode_conversation([turns[0], turns[-1]], any_tokenizer, max_tokens) == ids
 
 
 TRAPS = [
