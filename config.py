@@ -91,6 +91,7 @@ class TrainConfig:
     test_file: str = ""  # for the command test; empty: validation_file
     prompt_column: str = ""  # empty: found by name
     response_column: str = ""  # empty: found by name
+    single_turn: bool = False  # ask each question of a conversation by itself, without system text and earlier turns
     tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer
     max_seq_len: int = 256  # most tokens of a prompt and of a response, EOS included
     objective: str = "pairs"  # what a step is for: pairs (predict the response, given the prompt)

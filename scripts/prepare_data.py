@@ -1,12 +1,15 @@
 """Cleans data files and writes their pairs as one parquet file, with a count of what was dropped and why.
 
 python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output VALID.parquet] [--validation_share 0.01]
-    [--prompt_column NAME] [--response_column NAME] [--max_chars 2048] [--strict] [--overwrite]
+    [--prompt_column NAME] [--response_column NAME] [--max_chars 2048] [--max_context_chars 8192] [--single_turn]
+    [--strict] [--overwrite]
 
-Reads .json, .jsonl, .csv, .tsv and .parquet. Outputs are written atomically. A hash of the pair decides if it goes to
-VALID.parquet, so a pair stays there when more data is added. Host memory: about 120 bytes per pair kept, to find
-duplicates, and one row group. An input that cannot be read to its end is left out as a whole, and named; with --strict
-nothing is written then. Exit codes: 0 written, 2 input or options refused or nothing kept, 1 disk or permission.
+Reads .json, .jsonl, .csv, .tsv and .parquet. Outputs are written atomically. A pair of a dialogue keeps its system text
+and the turns before it in the columns `system` and `history`. A hash of the pair, or of a
+dialogue's first two, decides if it goes to VALID.parquet, so a pair stays there when more data is added. Host memory:
+about 120 bytes per pair kept, to find duplicates, and one row group. An input that cannot be read to its end is left
+out as a whole, and named; with --strict nothing is written then. Exit codes: 0 written, 2 input or options refused or
+nothing kept, 1 disk or permission.
 A row that cannot be read is malformed: a broken line, a null, more cells than columns. Damaged text contains U+FFFD;
 private use means characters without a standard meaning.
 """
@@ -17,25 +20,22 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from model.data.cleaning import REASONS, clean_pair
 from model.data.columns import find_columns, list_names
-from model.data.readers import NoRows, describe_ignored, read_pairs, read_rows
+from model.data.conversation import Context
+from model.data.prepared_pairs import HasContext, PreparedPair, in_context, write_parquet
+from model.data.readers import NoRows, describe_ignored, read_pairs, read_pairs_in_context, read_rows
 from model.runtime.atomic_io import make_output_directory
 
-ROW_GROUP_PAIRS = 20_000
-SCHEMA = pa.schema({"prompt": pa.string(), "response": pa.string()})
 COLUMNS = ("read", "kept", "malformed", *REASONS, "duplicate")
+SHORTENED = "context shortened"
 VALIDATION_SHARE = 0.01
 MAX_PROBLEMS = 3  # malformed rows that are reported per file
 
@@ -81,6 +81,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompt_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--response_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
+    parser.add_argument("--max_context_chars", default=8192, type=int, help="of the turns before a pair (%(default)s)")
+    parser.add_argument("--single_turn", action="store_true", help="leave out system texts and the turns before a pair")
     parser.add_argument("--strict", action="store_true", help="write nothing if an input cannot be read to its end")
     parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     return parser.parse_args()
@@ -91,6 +93,8 @@ def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, array]
     outputs = check_outputs(options)
     if options.max_chars < 1:
         raise ValueError(f"--max_chars={options.max_chars}: a side needs at least 1 character")
+    if options.max_context_chars < 1:
+        raise ValueError(f"--max_context_chars={options.max_context_chars}: give at least 1, or --single_turn")
     share = check_share(options)
     inputs = list(map(Input, check_inputs(options.inputs, outputs)))
     for output in outputs:
@@ -107,21 +111,33 @@ def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, array]
     return inputs, dict(zip(outputs, prompts, strict=True))
 
 
-def write_readable(inputs: list[Input], options: argparse.Namespace, paths: list[Path], share: float) -> list[array]:
+def write_readable(
+    inputs: list[Input], options: argparse.Namespace, paths: list[Path], share: float, with_context: bool = False
+) -> list[array]:
     """Write the pairs of all inputs that can be read to their end; returns a hash of each prompt by file.
 
-    If an input fails after some of its pairs were written, everything is written again without that input.
+    If an input fails after some of its pairs were written, everything is written again without that input; at the first
+    pair with a context, again with columns for it, so that files of plain pairs have none.
     """
-    prompts = write_parquet(clean_files(inputs, options), paths, share)
+    try:
+        prompts = write_parquet(clean_files(inputs, options), paths, share, with_context)
+    except HasContext:
+        forget(inputs)
+        return write_readable(inputs, options, paths, share, with_context=True)
     failed = [source for source in inputs if source.failure]
     if failed and options.strict:
         raise ValueError("\n".join([*(source.failure for source in failed), "nothing was written (--strict)"]))
     if not any(source.counts["kept"] for source in failed):
         return prompts
+    forget(inputs)
+    return write_readable(inputs, options, paths, share, with_context)
+
+
+def forget(inputs: list[Input]) -> None:
+    """Set back what was counted for the inputs that are read again."""
     for source in inputs:
         if source.counts["kept"] or not source.failure:
             source.counts, source.problems, source.ignored = Counter(), [], Counter()
-    return write_readable(inputs, options, paths, share)
 
 
 def refuse_result(inputs: list[Input], counts: list[int], share: float) -> None:
@@ -185,7 +201,7 @@ def check_share(options: argparse.Namespace) -> float:
     return share
 
 
-def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[PreparedPair]:
     """Yield the cleaned pairs without duplicates over all files; sets the inputs' counts and failures."""
     seen = set()
     for source in (source for source in inputs if not source.failure):
@@ -195,38 +211,39 @@ def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[tu
             source.failure = str(error)
 
 
-def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> Iterator[tuple[str, str]]:
+def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> Iterator[PreparedPair]:
     """Yield the cleaned pairs not in `seen` and add them to it. Raises ValueError if one side is always empty."""
     has_prompt = has_response = False
-    for pair in pairs_of(source, options):
-        cleaned = clean_pair(*pair, options.max_chars)
+    for prompt, response, context in pairs_of(source, options):
+        cleaned = clean_pair(prompt, response, options.max_chars)
         has_prompt = has_prompt or cleaned != "empty prompt"
-        has_response = has_response or bool(pair[1].strip())
-        if not isinstance(cleaned, str) and (key := fingerprint(*cleaned)) in seen:
-            cleaned = "duplicate"
-        source.counts["read"] += 1
-        source.counts[cleaned if isinstance(cleaned, str) else "kept"] += 1
+        has_response = has_response or bool(response.strip())
         if not isinstance(cleaned, str):
+            pair, is_shortened = in_context(cleaned, context, options.max_chars, options.max_context_chars)
+            source.counts[SHORTENED] += is_shortened
+            cleaned = "duplicate" if (key := pair.key()) in seen else "kept"
+        source.counts["read"] += 1
+        source.counts[cleaned] += 1
+        if cleaned == "kept":
             seen.add(key)
-            yield cleaned
+            yield pair
     if not (has_prompt and has_response):
         raise ValueError(describe_empty_side(source, has_prompt, options))
 
 
-def pairs_of(source: Input, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def pairs_of(source: Input, options: argparse.Namespace) -> Iterator[tuple[str, str, Context | None]]:
     """Yield the pairs of readable rows and count malformed ones. Raises ValueError if no row is readable."""
     try:
         columns = options.prompt_column, options.response_column
-        yield from read_pairs(source.path, *columns, source.drop_malformed, source.ignored)
+        if options.single_turn:
+            pairs = read_pairs(source.path, *columns, source.drop_malformed, source.ignored)
+            yield from ((prompt, response, None) for prompt, response in pairs)
+        else:
+            yield from read_pairs_in_context(source.path, *columns, source.drop_malformed, source.ignored)
     except NoRows:
         if not source.problems:
             raise
         raise ValueError(f"none of {source.counts['malformed']:,} rows can be read: {source.problems[0]}") from None
-
-
-def fingerprint(*texts: str) -> bytes:
-    """16-byte hash of the texts; clean text has no NUL, so NUL can separate the sides."""
-    return blake2b("\0".join(texts).encode(), digest_size=16).digest()
 
 
 def describe_empty_side(source: Input, has_prompt: bool, options: argparse.Namespace) -> str:
@@ -241,26 +258,6 @@ def describe_empty_side(source: Input, has_prompt: bool, options: argparse.Names
         f"{source.path}: the {side} is empty in all {num_rows:,} rows (read from {', '.join(map(repr, used))}; columns "
         f"found: {list_names(names)}); name the right one with --{side}_column=NAME, or leave the file out"
     )
-
-
-def write_parquet(pairs: Iterator[tuple[str, str]], paths: list[Path], validation_share: float) -> list[array]:
-    """Write the pairs, `validation_share` of them to the second path, if any; returns a hash of each prompt by file."""
-    prompts, groups = [array("Q") for _ in paths], [[] for _ in paths]
-    limit = int(validation_share * 2**64) if len(paths) > 1 else 0
-    with ExitStack() as stack:
-        files = [stack.enter_context(open(path, "wb")) for path in paths]  # pyarrow itself opens only names in UTF-8
-        writers = [stack.enter_context(pq.ParquetWriter(file, SCHEMA, compression="zstd")) for file in files]
-        for pair in pairs:
-            place = int(int.from_bytes(fingerprint(*pair)[:8]) < limit)
-            prompts[place].append(int.from_bytes(fingerprint(pair[0])[:8]))
-            groups[place].append(pair)
-            if len(groups[place]) == ROW_GROUP_PAIRS:
-                writers[place].write_table(pa.table(list(zip(*groups[place], strict=True)), schema=SCHEMA))
-                groups[place].clear()
-        for writer, group in zip(writers, groups, strict=True):
-            if group:
-                writer.write_table(pa.table(list(zip(*group, strict=True)), schema=SCHEMA))
-    return prompts
 
 
 def format_counts(inputs: list[Input]) -> str:
@@ -282,6 +279,9 @@ def print_problems(inputs: list[Input]) -> None:
             print(f"prepare_data: left out: {problem}", file=sys.stderr)
         if (others := source.counts["malformed"] - len(source.problems)) > 0:
             print(f"prepare_data: left out: {others:,} more rows of {source.path}", file=sys.stderr)
+        if count := source.counts[SHORTENED]:
+            print(f"prepare_data: {source.path}: {count:,} pairs lost earlier turns or a system text that hold damaged "
+                  "text or private use, or are too long", file=sys.stderr)  # fmt: skip
         if source.failure:
             print(f"prepare_data: left out: the whole file: {source.failure}", file=sys.stderr)
 

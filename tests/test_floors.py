@@ -23,10 +23,13 @@ ROOMS = {
         "distributed",
     ],
     "model.data": [
-        "buckets cleaning columns length_histogram packing parquet_rows row_hashes sampler sequences text_files "
-        "tokenizer_file",
-        "readers tokenizer",
-        "token_store tokenizer_training",
+        "buckets columns length_histogram packing parquet_rows row_hashes sampler sequences text_files tokenizer_file",
+        "tokenizer",
+        "conversation tokenizer_training",
+        "chat_template cleaning dialogue",
+        "prepared_pairs",
+        "readers",
+        "token_store",
     ],
     "model.nn": [
         "flat_batch flat_params philox",
@@ -90,7 +93,8 @@ MAX_PARAMETERS = 6  # Triton kernels excepted
 WITHOUT_OPTIONS = ("model.runtime", "model.data", "model.nn", "model.generate", "model.memory")
 TENANTS_WORDS = re.compile(r"(?<![a-z])t5|prompt|response", re.IGNORECASE)
 PLACES_OF_WORDS = (
-    "model.data.readers", "model.data.columns", "model.data.cleaning", "model.nn.t5", "model.nn.registry",
+    "model.data.readers", "model.data.dialogue", "model.data.columns", "model.data.cleaning",
+    "model.data.prepared_pairs", "model.nn.t5", "model.nn.registry",
     "model.train.objectives.pairs", "model.train.objectives.registry", "model.commands",
 )  # fmt: skip
 # {library: the only modules that may import it}

@@ -172,6 +172,8 @@ def _read_stored(run_dir):
         stored = read_object(path)
         # the values that the run used, even if they were defaults: defaults may differ between versions
         kept = {name: stored["config"][name] for name in KEPT_VALUES if name in stored.get("config", {})}
+        if "single_turn" not in stored.get("config", {}):  # a run from before conversations had contexts
+            kept["single_turn"] = True
         preset, given = stored["preset"], stored["given"] | kept
         if preset not in PRESETS or not all(isinstance(value, str | int | float) for value in given.values()):
             raise ValueError(f"preset {preset!r} with {given!r}")

@@ -176,7 +176,7 @@ def _estimated_pairs(path, rows):
     if path.suffix == ".parquet":
         with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
             return pq.ParquetFile(file).metadata.num_rows
-    text_bytes = sum(len(str(value).encode()) for row in rows for value in row)
+    text_bytes = sum(len(value.encode()) for row in rows for value in row if isinstance(value, str))
     return len(rows) * path.stat().st_size / max(text_bytes, 1)
 
 

@@ -1,6 +1,8 @@
 """From data files to packed lists of token ids. Uses numbers and text only: no tensors, no model and no run.
 
 readers turns json, jsonl, csv, tsv and parquet into pairs (add a new file format there); cleaning cleans their text.
+dialogue gathers what was said before a question; conversation is the format of a question with its context, as ids;
+chat_template is that format for transformers; prepared_pairs writes cleaned pairs to parquet.
 columns finds the columns of a pair; text_files and parquet_rows read the rows of csv, tsv and parquet files.
 tokenizer_training trains a tokenizer, tokenizer and tokenizer_file load and identify one;
 token_store keeps the ids on disk, memory-mapped;

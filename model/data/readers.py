@@ -1,4 +1,4 @@
-"""Reads users' data files into (prompt, response) pairs of text, row by row; no other module reads them.
+"""Reads users' data files into pairs of text, with or without what was said before; no other module reads them.
 
 Formats: .json, .jsonl, .csv, .tsv and .parquet, with text in UTF-8 or GB18030. Memory is bounded by one buffer, one
 item of MAX_ITEM_CHARS and one parquet batch, whatever the size of the file. Every problem with a file is a ValueError
@@ -13,14 +13,23 @@ from itertools import chain
 from pathlib import Path
 
 from model.data.columns import as_text, describe_missing, find_columns, join_columns
+from model.data.conversation import Context
+from model.data.dialogue import (
+    ASSISTANT_ROLES,
+    CONTEXT_COLUMNS,
+    DIALOGUE_COLUMNS,
+    SYSTEM_COLUMN,
+    SYSTEM_ROLES,
+    TALK_COLUMNS,
+    USER_ROLES,
+    Dialogue,
+    context_beside,
+    find_turns,
+    read_turn,
+)
 from model.data.parquet_rows import parquet_rows
 from model.data.text_files import open_text, table_rows
 from model.runtime.json_stream import MAX_ITEM_CHARS, JsonText, OnMalformed, refuse
-
-DIALOGUE_COLUMNS = frozenset({"conversation", "conversations", "messages", "dialogue", "dialog", "turns", "data"})
-TALK_COLUMNS = DIALOGUE_COLUMNS - {"data"}  # their rows follow from one another
-USER_ROLES = frozenset({"user", "human", "prompter", "用户"})
-ASSISTANT_ROLES = frozenset({"assistant", "gpt", "chatgpt", "bot", "model", "助手"})
 
 MAX_NESTING = 8
 TURNS, COLUMN, CONTEXT = "turns", "column", "context"  # kinds of content that are read but not used
@@ -39,12 +48,18 @@ class _Request:
     response_column: str
     on_malformed: OnMalformed
     ignored: Counter
+    with_context: bool = False  # whether earlier turns and system texts are used
 
     def ignore(self, kind: str, name: str, count: int = 1) -> None:
         """Add to the count of (kind, name), or of (kind, "") when MAX_NAMED names are counted already."""
         key = kind, name[:MAX_NAME_CHARS]
         if count > 0:
             self.ignored[key if key in self.ignored or len(self.ignored) < MAX_NAMED else (kind, "")] += count
+
+    def ignore_context(self, count: int) -> None:
+        """Count the pairs of longer dialogues, unless they keep what was said before."""
+        if not self.with_context:
+            self.ignore(CONTEXT, "", count)
 
     def ignore_columns(self, row: dict, used: tuple[str, ...]) -> None:
         """Count the columns of the row that have a value and are not in `used`."""
@@ -70,6 +85,27 @@ def read_pairs(
     columns.
     """
     request = _Request(prompt_column, response_column, on_malformed, Counter() if ignored is None else ignored)
+    return ((prompt, response) for prompt, response, _ in _pairs(path, request))
+
+
+def read_pairs_in_context(
+    path: str | Path,
+    prompt_column: str = "",
+    response_column: str = "",
+    on_malformed: OnMalformed = refuse,
+    ignored: Counter | None = None,
+) -> Iterator[tuple[str, str, Context | None]]:
+    """Yield the pairs of `read_pairs`, each with the Context that was said before it, or None.
+
+    A dialogue's context is its system text and its earlier turns; that of a row with a pair is in its columns `system`
+    (a text) and `history` ([[question, answer], …]). A list of turns as a whole file is one dialogue.
+    """
+    request = _Request(prompt_column, response_column, on_malformed, Counter() if ignored is None else ignored, True)
+    return _pairs(path, request)
+
+
+def _pairs(path: str | Path, request: _Request) -> Iterator[tuple[str, str, Context | None]]:
+    prompt_column, response_column = request.prompt_column, request.response_column
     rows = _rows(Path(path), request)
     first = next(rows, None)
     if first is None:
@@ -78,16 +114,25 @@ def read_pairs(
             f"{path}: no rows found{not_used and f' ({not_used})'}; write one prompt and one response per row (a turn "
             f"of a dialogue counts if its role is one of {', '.join(sorted(USER_ROLES | ASSISTANT_ROLES))})"
         )
-    sides = find_columns(tuple(first), prompt_column, response_column)
+    sides = find_columns(tuple(first[0]), prompt_column, response_column)
     given = dict(prompt=prompt_column, response=response_column)
     missing = {side: name for (side, name), columns in zip(given.items(), sides, strict=True) if not columns}
     if missing:
-        raise ValueError(f"{path}: {describe_missing(missing, first)}")
-    for row in chain([first], rows):
-        prompts, response = find_columns(tuple(row), prompt_column, response_column)
-        prompt, used = next(((text, pick) for pick in prompts if (text := join_columns(row, pick))), ("", ()))
-        request.ignore_columns(row, (*used, *response))
-        yield prompt, join_columns(row, response)
+        raise ValueError(f"{path}: {describe_missing(missing, first[0])}")
+    for row, context in chain([first], rows):
+        prompt, response, used = _sides(row, request)
+        if request.with_context and not CONTEXT_COLUMNS.isdisjoint(row):
+            beside, more = context_beside(row)
+            context, used = context or beside, used + more
+        request.ignore_columns(row, used)
+        yield prompt, response, context
+
+
+def _sides(row: dict, request: _Request) -> tuple[str, str, tuple[str, ...]]:
+    """(prompt, response, the columns that they were read from) of a row."""
+    prompts, response = find_columns(tuple(row), request.prompt_column, request.response_column)
+    prompt, used = next(((text, pick) for pick in prompts if (text := join_columns(row, pick))), ("", ()))
+    return prompt, join_columns(row, response), (*used, *response)
 
 
 def describe_ignored(ignored: Counter) -> str:
@@ -116,10 +161,11 @@ def read_rows(
     Raises ValueError at the first unreadable row. A malformed row (a broken JSON line, a null, a csv row with too many
     cells, a dialogue with a malformed turn) is passed to `on_malformed` and left out if that returns.
     """
-    return _rows(Path(path), _Request(prompt_column, response_column, on_malformed, Counter()))
+    request = _Request(prompt_column, response_column, on_malformed, Counter())
+    return (row for row, _ in _rows(Path(path), request))
 
 
-def _rows(path: Path, request: _Request) -> Iterator[dict]:
+def _rows(path: Path, request: _Request) -> Iterator[tuple[dict, Context | None]]:
     if not path.is_file():
         folder = f"it is a folder; name a file in it (prepare_data takes several: {path}/*.json)"
         raise ValueError(f"{path}: {folder if path.is_dir() else 'no such file; check the name'}")
@@ -131,7 +177,7 @@ def _rows(path: Path, request: _Request) -> Iterator[dict]:
     yield from reader(path, request)
 
 
-def _parquet_rows(path: Path, request: _Request) -> Iterator[dict]:
+def _parquet_rows(path: Path, request: _Request) -> Iterator[tuple[dict, Context | None]]:
     index = 0
 
     def rows() -> Iterator[dict]:
@@ -142,29 +188,36 @@ def _parquet_rows(path: Path, request: _Request) -> Iterator[dict]:
     yield from _flatten(rows(), lambda: f"{path} row {index + 1:,}", request)
 
 
-def _json_rows(path: Path, request: _Request) -> Iterator[dict]:
+def _json_rows(path: Path, request: _Request) -> Iterator[tuple[dict, Context | None]]:
     with open_text(path) as file:
         text = JsonText(file)
         for items in text.values(request.on_malformed):
             yield from _flatten(items, lambda: f"{path} line {text.line():,}", request)
 
 
-def _table_rows(path: Path, request: _Request) -> Iterator[dict]:
-    return table_rows(path, request.on_malformed)
+def _table_rows(path: Path, request: _Request) -> Iterator[tuple[dict, Context | None]]:
+    return ((row, None) for row in table_rows(path, request.on_malformed))
 
 
-def _flatten(items: Iterable, place: Callable[[], str], request: _Request, depth: int = 0) -> Iterator[dict]:
-    """Yield the rows of `items`: pairs, questions with their answers, and rows of nested lists."""
-    question, num_answers = None, 0
+def _flatten(
+    items: Iterable, place: Callable[[], str], request: _Request, depth: int = 0, said: Dialogue | None = None
+) -> Iterator[tuple[dict, Context | None]]:
+    """Yield the rows of `items`, each with its context: pairs, questions with their answers, rows of nested lists.
+
+    `said` is given if rows follow from one another, as turns always do.
+    """
+    rows_follow, question, num_answers = said is not None and request.with_context, None, 0
     for item in items:
         is_pair = isinstance(item, dict) and _is_pair(item, request)
-        name, nested = ("", None) if is_pair else _dialogue(item)
+        name, nested = ("", None) if is_pair else find_turns(item)
         if nested is not None:
             yield from _nested(item, name, place, request, depth + 1)
             continue
         if isinstance(item, str):  # texts alternate: if one is left out, the later ones change sides
             request = replace(request, on_malformed=refuse)
-        role, text = ("", "") if is_pair else _turn(item, request, is_answer=question is not None)
+        role, text, columns = ("", "", ()) if is_pair else read_turn(item, is_answer=question is not None)
+        if role and columns:
+            request.ignore_columns(item, columns)
         if role in USER_ROLES:
             question = text if question is None else question + "\n" + text
             if len(question) > MAX_ITEM_CHARS:
@@ -172,36 +225,51 @@ def _flatten(items: Iterable, place: Callable[[], str], request: _Request, depth
                     f"{place()}: a user's turns of more than {MAX_ITEM_CHARS:,} characters without an answer between"
                 )
         elif role in ASSISTANT_ROLES:
-            yield {"prompt": question or "", "response": text}
-            question, num_answers = None, num_answers + 1
-            request.ignore(CONTEXT, "", num_answers > 1)
+            row, num_answers = {"prompt": question or "", "response": text}, num_answers + 1
+            said = said or Dialogue()
+            yield row, said.next_context(row["prompt"], text) if request.with_context else None
+            question = None
+            request.ignore_context(num_answers > 1)
         elif not isinstance(item, dict):
             request.on_malformed(
                 f"{place()}: a row is {str(item)[:40]}; it must be an object with a prompt and a response"
             )
+        elif role in SYSTEM_ROLES and request.with_context:
+            said = said or Dialogue()
+            said.add_system(text)
         elif role:
             request.ignore(TURNS, role)
         else:
-            yield item
+            yield item, _row_context(said, item, request) if rows_follow else None
     if question is not None:
-        request.ignore(CONTEXT, "", num_answers > 0)
-        yield {"prompt": question, "response": ""}
+        request.ignore_context(num_answers > 0)
+        yield {"prompt": question, "response": ""}, None
 
 
-def _nested(item: object, name: str, place: Callable[[], str], request: _Request, depth: int) -> Iterable[dict]:
+def _row_context(said: Dialogue, row: dict, request: _Request) -> Context | None:
+    """The context of a pair that is a row of a dialogue; its system text holds for the rows behind it too."""
+    said.add_system(as_text(row.get(SYSTEM_COLUMN)))
+    return said.next_context(*_sides(row, request)[:2])
+
+
+def _nested(
+    item: object, name: str, place: Callable[[], str], request: _Request, depth: int
+) -> Iterable[tuple[dict, Context | None]]:
     """The rows of a nested list, or of the list in column `name` of a row; none if any of them is malformed."""
     items, nested = (item[name] if name else item), replace(request, on_malformed=refuse, ignored=Counter())
     try:
         if depth > MAX_NESTING:
             raise ValueError(f"{place()}: lists nested more than {MAX_NESTING} deep; give a list of rows or dialogues")
-        rows = list(_flatten(items, place, nested, depth))
+        system = as_text(item.get(SYSTEM_COLUMN)) if name in TALK_COLUMNS and request.with_context else ""
+        said = Dialogue(system) if name in TALK_COLUMNS else None
+        rows = list(_flatten(items, place, nested, depth, said))
     except ValueError as error:
         request.on_malformed(str(error))
         return ()
     if name:
-        nested.ignore_columns(item, (name,))
+        nested.ignore_columns(item, (name, SYSTEM_COLUMN) if system else (name,))
     if name in TALK_COLUMNS and (CONTEXT, "") not in nested.ignored:
-        nested.ignore(CONTEXT, "", len(rows) - 1)
+        nested.ignore_context(len(rows) - 1)
     for (kind, label), count in nested.ignored.items():
         request.ignore(kind, label, count)
     return rows
@@ -212,33 +280,9 @@ def _is_pair(row: dict, request: _Request) -> bool:
     prompts, response = find_columns(tuple(row), request.prompt_column, request.response_column)
     if not (prompts and response):
         return False
-    if DIALOGUE_COLUMNS.isdisjoint(row) or _dialogue(row)[1] is None:
+    if DIALOGUE_COLUMNS.isdisjoint(row) or find_turns(row)[1] is None:
         return True
     return bool(any(join_columns(row, pick) for pick in prompts) and join_columns(row, response))
-
-
-def _dialogue(item: object) -> tuple[str, list | None]:
-    """(column, its list of turns or rows) of a row; ("", item) if the item itself is a list, else ("", None)."""
-    if isinstance(item, list):
-        return "", item
-    for name, value in item.items() if isinstance(item, dict) else ():
-        if isinstance(value, list) and name in DIALOGUE_COLUMNS and isinstance((value or [0])[0], dict | list | str):
-            return name, value
-    return "", None
-
-
-def _turn(item: object, request: _Request, is_answer: bool) -> tuple[str, str]:
-    """(role in lower case, text) of a turn, ("", "") if the item is no turn; `is_answer` gives the role of a text."""
-    if isinstance(item, str):
-        return ("assistant" if is_answer else "user"), as_text(item)
-    if isinstance(item, dict):
-        for role, text in (("role", "content"), ("from", "value")):
-            if isinstance(item.get(role), str) and text in item:
-                name = item[role].strip().lower()
-                if name:
-                    request.ignore_columns(item, (role, text))
-                return name, as_text(item[text])
-    return "", ""
 
 
 _READERS = {

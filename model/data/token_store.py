@@ -24,9 +24,9 @@ from model.data.tokenizer import ChatTokenizer
 from model.runtime.atomic_io import held_lock, whole_directory, write_file
 from model.runtime.json_stream import read_object
 
-FORMAT = 2  # a store of another format is built again
+FORMAT = 3  # a store of another format is built again
 ROWS_PER_BATCH = 4096
-META = {"source", "sha256", "ids_sha256", "ignored", "rows", "empty", "tokens", "cut"}
+META = {"source", "sha256", "ids_sha256", "ignored", "rows", "empty", "tokens", "cut", "turns_left_out"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Source:
         return dict(
             format=FORMAT, path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns,
             tokenizer=self.tokenizer.fingerprint, max_seq_len=self.max_seq_len, columns=list(self.columns),
-            objective=self.objective.name,
+            objective=self.objective.name, encoding=self.objective.encoding,
         )  # fmt: skip
 
 
@@ -62,6 +62,7 @@ class Encoded:
     sides: list  # for each side, the ids of each row: a list of lists
     num_cut: list  # for each side, the number of rows that were truncated
     values: dict  # {name of a column of plain values: a number for each row}
+    turns_left_out: int = 0  # earlier turns that did not fit, counted for each row
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def _build(source, key, directory, progress, stop):
         meta = dict(
             source=key, sha256=_sha256(key["path"]), ids_sha256=ids_sha256, ignored=describe_ignored(ignored),
             rows=len(lengths), empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
-            cut=[counts["cut", side] for side in range(lengths.shape[1])],
+            cut=[counts["cut", side] for side in range(lengths.shape[1])], turns_left_out=counts["turns"],
         )  # fmt: skip
         (draft / "meta.json").write_text(ujson.dumps(meta))
 
@@ -245,7 +246,7 @@ def _encoded_batches(source, counts, ignored, progress, stop):
             raise KeyboardInterrupt
         encoded = objective.encode(batch, source.tokenizer, source.max_seq_len)
         num_kept, num_read = len(encoded.sides[0]), num_read + len(batch)
-        counts["empty"] += len(batch) - num_kept
+        counts.update(empty=len(batch) - num_kept, turns=encoded.turns_left_out)
         counts.update({("cut", side): num_cut for side, num_cut in enumerate(encoded.num_cut)})
         if num_kept:
             yield encoded
@@ -282,5 +283,6 @@ def describe_store(store):
     cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, num_cut in zip(names, meta["cut"], strict=True))
     line = f"{meta['source']['path']}: {rows:,} pairs, {means} tokens on average; "
     line += f"cut to {meta['source']['max_seq_len']} tokens: {cut}"
+    line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""
     line += f"; {meta['empty']:,} pairs with an empty side left out" if meta["empty"] else ""
     return line + (f"; {meta['ignored']}" if meta["ignored"] else "")

@@ -79,6 +79,10 @@ class ChatTokenizer:
             ) from error
         return [encoding.ids for encoding in encodings]
 
+    def parse(self, text: str) -> list[int]:
+        """Ids of the text as transformers gives them: special tokens in it are parsed. Slow: it copies the backend."""
+        return Tokenizer.from_str(self.backend.to_str()).encode(text, add_special_tokens=False).ids
+
     def reserved_id(self, token: str) -> int:
         """Id of a special token such as <extra_id_0>; raises ValueError if this tokenizer lacks it."""
         token_id = self.backend.token_to_id(token)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES
+from model.data.chat_template import write_chat_template
 from model.data.tokenizer import copy_tokenizer
 from model.nn.registry import FAMILIES, family_named, family_of
 from model.runtime.atomic_io import whole_directory
@@ -42,6 +43,7 @@ def export_model(model, tokenizer, directory, generation=None):
             raise OSError(f"{directory} cannot be written: {error}") from None
         try:
             copy_tokenizer(tokenizer.directory, draft)
+            write_chat_template(tokenizer, draft)
         except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
             raise OSError(str(error)) from None
 

@@ -1,10 +1,13 @@
 """Writes small data files and reads them, for the tests of this folder."""
 
 import json
+import string
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from model.data.readers import read_pairs
+from model.data.tokenizer import PROBE, load_tokenizer
 
 
 def write(path, data):
@@ -31,3 +34,20 @@ def refusal(path, **columns):
         pairs_of(path, **columns)
     assert str(path) in str(caught.value)
     return str(caught.value)
+
+
+def save_unigram(folder, letters=string.ascii_letters + string.punctuation, prepend_scheme="always"):
+    """A tokenizer as T5 has it, written to `folder` and loaded: Unigram, spaces as ▁, <pad>, </s> and sentinels."""
+    names = ("<pad>", "</s>", "<unk>")
+    others = [f"filler{number}" for number in range(300)]
+    texts = [*names, "▁", *dict.fromkeys(PROBE + letters), *others]
+    backend = Tokenizer(models.Unigram([(text, -float(place)) for place, text in enumerate(texts)], unk_id=2))
+    backend.normalizer = normalizers.Replace("\n", " ")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
+    backend.add_special_tokens([*names, *(f"<extra_id_{number}>" for number in range(3))])
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = dict(tokenizer_class="PreTrainedTokenizerFast", pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    write_json(folder / "tokenizer_config.json", settings)
+    return load_tokenizer(folder)

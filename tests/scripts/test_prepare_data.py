@@ -244,7 +244,7 @@ def test_a_file_given_under_several_names_is_read_once_and_an_input_is_never_ove
 
 
 def test_unused_columns_and_prompts_in_both_outputs_are_reported(tmp_path, prepare):
-    rows = [dict(prompt=f"问{i % 10}", response=f"答{i}", rejected="x", history=[["q", "a"]]) for i in range(200)]
+    rows = [dict(prompt=f"问{i % 10}", response=f"答{i}", rejected="x", history="q a") for i in range(200)]
     write_rows(tmp_path / "a.jsonl", rows)
     code, out, _ = prepare("a.jsonl", "--output=t.parquet", "--validation_output=v.parquet", "--validation_share=0.2")
     assert code == 0 and "a.jsonl: not used: column 'rejected' (200 rows), 'history' (200 rows)" in out

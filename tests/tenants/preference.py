@@ -17,7 +17,7 @@ class Preference:
 
     beta: float = 0.5
 
-    name = "preference"
+    name, encoding = "preference", ""
     sides, values, derived = ("prompt_ids", "chosen_ids", "rejected_ids"), (), ("reference_margin",)
     metrics, sequences_per_row, has_answers = ("loss", "accuracy"), 2, True
     needs = "a prompt, a chosen and a rejected response"

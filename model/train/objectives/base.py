@@ -12,6 +12,7 @@ class Objective(Protocol):
     """
 
     name: str
+    encoding: str  # names the form of the stored ids; part of a token store's key
     sides: tuple[str, ...]  # columns of token ids in the token store, at least one token in each row
     values: tuple[str, ...]  # columns of a float32 for each row; `encode` gives them
     derived: tuple[str, ...]  # columns of a float32 for each row; `derive` gives them, from the weights at the start

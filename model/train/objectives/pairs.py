@@ -1,19 +1,25 @@
-"""The objective `pairs`: predict each token of the response, given the prompt."""
+"""The objective `pairs`: predict each token of the response, given the prompt and what was said before it."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from model.data.readers import read_pairs
+from model.data.conversation import FORMAT, encode_questions
+from model.data.readers import read_pairs, read_pairs_in_context
 from model.data.sequences import Sequences
 from model.data.token_store import Encoded
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Cross-entropy of the responses, plus `z_loss` times the squared log-normaliser (arXiv 2204.02311)."""
+    """Cross-entropy of the responses, plus `z_loss` times the squared log-normaliser (arXiv 2204.02311).
+
+    With `single_turn` each question of a conversation is a prompt by itself; otherwise its context is in the prompt,
+    in the format of model/data/conversation.py.
+    """
 
     z_loss: float = 0.0
+    single_turn: bool = False
 
     name = "pairs"
     sides = ("prompt_ids", "response_ids")
@@ -25,17 +31,25 @@ class Pairs:
     )
 
     @property
+    def encoding(self):
+        return "" if self.single_turn else FORMAT
+
+    @property
     def metrics(self):
         return ("loss", "z_loss") if self.z_loss else ("loss",)
 
     def read(self, path, columns, ignored):
-        return read_pairs(path, *columns, ignored=ignored)
+        return (read_pairs if self.single_turn else read_pairs_in_context)(path, *columns, ignored=ignored)
 
     def encode(self, rows, tokenizer, max_seq_len):
-        kept = [row for row in rows if all(side.strip() for side in row)]
-        texts = zip(*kept, strict=True) if kept else ([], [])
-        sides, num_cut = zip(*(_with_eos(side, tokenizer, max_seq_len) for side in texts), strict=True)
-        return Encoded(list(sides), list(num_cut), {})
+        """`rows` are (prompt, response) or (prompt, response, Context or None)."""
+        kept = [row for row in rows if row[0].strip() and row[1].strip()]
+        prompts, responses, *contexts = zip(*kept, strict=True) if kept else ([], [])
+        contexts = contexts[0] if contexts else [None] * len(prompts)
+        asked = encode_questions(prompts, contexts, tokenizer, max_seq_len)
+        answered = encode_questions(responses, [None] * len(responses), tokenizer, max_seq_len)
+        num_cut = [asked.num_cut, answered.num_cut]
+        return Encoded([asked.ids, answered.ids], num_cut, {}, asked.turns_left_out)
 
     def derive(self, model, batch, chunk_tokens):
         return {}
@@ -59,13 +73,6 @@ class Pairs:
 
     def questions(self, store, ids):
         return tuple(np.split(flat, ends) for flat, ends in zip(store.tokens(ids), _ends(store, ids), strict=True))
-
-
-def _with_eos(texts, tokenizer, max_seq_len):
-    """(ids of each text, truncated and ended by one EOS, number of texts truncated)."""
-    encoded = tokenizer.encode_batch(list(texts))
-    num_cut = sum(len(ids) >= max_seq_len for ids in encoded)
-    return [[*ids[: max_seq_len - 1], tokenizer.eos_id] for ids in encoded], num_cut
 
 
 def _ends(store, ids):

@@ -2,7 +2,7 @@
 
 from model.train.objectives.pairs import Pairs
 
-OBJECTIVES = {"pairs": lambda config: Pairs(config.z_loss)}
+OBJECTIVES = {"pairs": lambda config: Pairs(config.z_loss, config.single_turn)}
 
 
 def objective_of(config):

@@ -1,0 +1,89 @@
+"""The format of a conversation as a Jinja template, which transformers applies with an exported tokenizer."""
+
+import json
+from pathlib import Path
+
+from model.data.conversation import MARKS, marks_of
+from model.data.tokenizer import ChatTokenizer
+from model.runtime.json_stream import read_object
+
+TEMPLATE_FILE = "chat_template.jinja"
+_TEMPLATE = """\
+{%- set talk = namespace(system="", before="", text="", text_of=none) -%}
+{%- for message in messages -%}
+  {%- set part = namespace(text="") -%}
+  {%- if message.content is string -%}
+    {%- set part.text = message.content -%}
+  {%- elif message.content is iterable -%}
+    {%- set part.text = message.content | selectattr("text", "defined") | map(attribute="text") | join("\\n") -%}
+  {%- endif -%}
+  {%- for token, harmless in SPECIAL -%}
+    {%- set part.text = part.text | replace(token, harmless) -%}
+  {%- endfor -%}
+  {%- if not part.text.strip() -%}
+  {%- elif message.role in ("system", "developer") -%}
+    {%- set talk.system = talk.system + ("\\n" if talk.system else "") + part.text -%}
+  {%- elif message.role == talk.text_of -%}
+    {%- set talk.text = talk.text + "\\n" + part.text -%}
+  {%- elif message.role in ("user", "assistant") -%}
+    {%- if talk.text_of -%}
+      {%- set talk.before = talk.before + OPENERS[talk.text_of] + talk.text + CLOSER -%}
+    {%- endif -%}
+    {%- set talk.text = part.text -%}
+    {%- set talk.text_of = message.role -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- if talk.text_of != "user" -%}
+  {{- raise_exception("the last message must be the user's, with text in it: it is what is answered") -}}
+{%- endif -%}
+{%- if talk.system -%}
+  {%- set talk.before = OPENERS["system"] + talk.system + CLOSER + talk.before -%}
+{%- endif -%}
+{{- (talk.before + OPENERS["user"] if talk.before else "") + talk.text + EOS -}}
+"""
+
+
+def write_chat_template(tokenizer: ChatTokenizer, directory: str | Path) -> None:
+    """Write the chat_template of a tokenizer to the directory that holds a copy of its files.
+
+    transformers then parses special tokens in a text, which the template needs; see docs/conversations.md. A tokenizer
+    that encodes the names of the roles alike gets no template.
+    """
+    try:
+        template = chat_template(tokenizer)
+    except ValueError:
+        return
+    settings_path = Path(directory, "tokenizer_config.json")
+    settings = read_object(settings_path) if settings_path.exists() else {}
+    settings["split_special_tokens"] = False
+    settings.pop("chat_template", None)
+    settings_path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    Path(directory, TEMPLATE_FILE).write_text(template, encoding="utf-8")
+
+
+def chat_template(tokenizer: ChatTokenizer) -> str:
+    """The Jinja template with which transformers' apply_chat_template gives the ids of `encode_conversation`, uncut.
+
+    A special token that a message spells gets a space behind its first character, so that it stays text; messages of
+    other roles are left out. Raises ValueError like `encode_conversation`.
+    """
+    marks = marks_of(tokenizer)
+    openers = marks.prefixes if marks.closer else MARKS
+    special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
+    values = dict(
+        SPECIAL=[[token, f"{token[0]} {token[1:]}"] for token in special if len(token) > 1],
+        OPENERS=openers,
+        CLOSER=_spelled_closer(tokenizer, openers["user"]) if marks.closer else "",
+        EOS=tokenizer.backend.id_to_token(tokenizer.eos_id),
+    )
+    head = "".join(
+        f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}\n" for name, value in values.items()
+    )
+    return head + _TEMPLATE
+
+
+def _spelled_closer(tokenizer, opener):
+    """EOS as text, with a space behind it if the ids of the next turn need one."""
+    eos = tokenizer.backend.id_to_token(tokenizer.eos_id)
+    wanted = [tokenizer.eos_id, *tokenizer.encode(opener)]
+    return next((text for text in (eos, eos + " ") if tokenizer.parse(text + opener) == wanted), eos)
