@@ -90,6 +90,8 @@ def main(argv: list[str]) -> int:
         if interactive:
             greet(chat)
         for line in read_lines(interactive):
+            if options.single_turn or not interactive:
+                talk.turns.clear()
             respond(talk, line, interactive)
     except ValueError as error:
         print(printable(str(error)), file=sys.stderr)
@@ -103,6 +105,7 @@ def main(argv: list[str]) -> int:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", nargs="?", type=Path)
+    parser.add_argument("--single_turn", action="store_true", help="answer each question by itself")
     parser.add_argument("--temperature", help="0: always the likeliest token; above: tokens are drawn")
     parser.add_argument("--top_k", help="draw from so many of the likeliest tokens; 0: from all")
     parser.add_argument("--top_p", help="draw from the likeliest tokens that have this probability together")
@@ -170,9 +173,7 @@ def read_lines(interactive: bool) -> Iterator[str]:
 
 def respond(talk: Talk, line: str, interactive: bool) -> None:
     """Obey a command or answer a question. In the terminal a mistake is told and the conversation goes on."""
-    if not interactive:
-        talk.turns.clear()
-    elif line.startswith("/"):
+    if interactive and line.startswith("/"):
         return obey(talk, *line[1:].split())
     try:
         if question := clean_text(line):

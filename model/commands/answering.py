@@ -7,6 +7,7 @@ import torch
 
 from model.commands.network import compute_dtype
 from model.data.cleaning import clean_text
+from model.data.conversation import Turn, encode_conversation
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.generate.engine import Engine, Limits, Request
 from model.generate.sampling import Sampling, sampling_from
@@ -76,16 +77,19 @@ def _frozen(weights, directory, device):
 def prompt_ids(chat, turns, most_tokens):
     """Ids of the prompt that these turns, each (role, text), make: at most `most_tokens`, EOS included.
 
-    Raises ValueError if the last turn is empty, or has more characters than any prompt of that size.
+    The oldest turns go where there is no room for all (model/data/conversation.py). Raises ValueError if the last turn
+    is not the user's, is empty, or does not fit.
     """
-    text = clean_text(turns[-1][1])
-    if not text:
+    said = [Turn(role, clean_text(text[-MAX_TOKEN_CHARACTERS * most_tokens :])) for role, text in turns]
+    if not said[-1].text:
         raise ValueError("the question is empty: write some text")
-    if len(text) > MAX_TOKEN_CHARACTERS * most_tokens:
+    if len(turns[-1][1]) > MAX_TOKEN_CHARACTERS * most_tokens:
         raise ValueError(
-            f"the question has {len(text):,} characters, and a prompt at most {most_tokens} tokens: shorten it"
+            f"the question has {len(turns[-1][1]):,} characters, and a prompt at most {most_tokens} tokens: shorten it"
         )
-    return [*chat.tokenizer.encode(text)[: most_tokens - 1], chat.tokenizer.eos_id]
+    if len(encode_conversation(said[-1:], chat.tokenizer, most_tokens + 1)) > most_tokens:
+        raise ValueError(f"the question has more than {most_tokens - 1} tokens: shorten it")
+    return encode_conversation(said, chat.tokenizer, most_tokens)
 
 
 def stream_answer(chat, input_ids, sampling, max_new_tokens):

@@ -1,0 +1,56 @@
+"""A model is loaded to answer with its own settings; a prompt holds what was said before, or is refused."""
+
+import json
+
+import pytest
+
+from model.commands.answering import TextStream, answer_all, load_chat_model, prompt_ids
+from model.data.conversation import Turn, encode_conversation
+from model.generate.sampling import Sampling
+from tests.knowing import PAIRS, write_knowing_model
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "best"
+    write_knowing_model(folder)
+    values = dict(do_sample=True, temperature=0.5, top_p=0.9, no_repeat_ngram_size=4, max_new_tokens=99)
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return load_chat_model(folder.parent)
+
+
+def test_the_settings_are_those_of_the_generation_config(chat):
+    assert chat.sampling == Sampling(temperature=0.5, top_k=50, top_p=0.9, no_repeat_ngram_size=4)
+    assert chat.max_new_tokens == 99
+
+
+def test_weights_are_held_once_for_answering(chat):
+    assert not len(chat.model.flat.masters) and not any(p.requires_grad for p in chat.model.parameters())
+
+
+def test_questions_are_answered_together(chat):
+    inputs = [prompt_ids(chat, [("user", question)], 64) for question in PAIRS]
+    assert answer_all(chat, inputs, Sampling(), 64, slots=2) == list(PAIRS.values())
+
+
+def test_a_prompt_holds_what_was_said_before_and_loses_its_oldest_turns(chat):
+    said = [("system", "好"), ("user", "你好"), ("assistant", "好 " * 30), ("user", "hello")]
+    turns = [Turn(role, text.strip()) for role, text in said]
+    assert prompt_ids(chat, said, 500) == encode_conversation(turns, chat.tokenizer, 500)
+    short = prompt_ids(chat, said, 20)
+    assert len(short) <= 20 and short == encode_conversation([turns[0], turns[-1]], chat.tokenizer, 20)
+
+
+@pytest.mark.parametrize(
+    "text, words", [(" \n", "is empty"), ("字" * 2000, "2,000 characters"), ("字天" * 12, "more than 15 tokens")]
+)
+def test_a_question_that_cannot_be_read_is_refused_with_the_reason(chat, text, words):
+    with pytest.raises(ValueError, match=words):
+        prompt_ids(chat, [("user", text)], 16)
+
+
+def test_text_comes_in_whole_characters(chat):
+    ids = chat.tokenizer.encode("龘龘🐱👍好")
+    stream = TextStream(chat.tokenizer)
+    pieces = [stream.add([one]) for one in ids]
+    assert "".join(pieces) == "龘龘🐱👍好" and not any("\ufffd" in piece for piece in pieces)
