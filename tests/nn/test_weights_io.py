@@ -137,7 +137,8 @@ def test_a_failed_export_leaves_the_previous_one(exported, tokenizer, model):
 def test_the_exported_directory_holds_no_code_and_says_what_it_is(exported, tokenizer):
     names = {path.name for path in exported.iterdir()}
     assert names == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja",
     }  # fmt: skip
     config = ujson.loads((exported / "config.json").read_text())
     assert config["model_type"] == "t5"

@@ -95,7 +95,9 @@ def test_an_answer_cut_in_the_middle_of_a_character_shows_none_of_it(project, ca
 
 
 def test_a_terminal_shows_prompts_and_answers_and_ctrl_d_and_ctrl_c_exit_with_0(project):
-    first, second, third = [Terminal(project, *words) for words in (["--single_turn"], ["model_save/tiny"], LONG_ANSWERS)]
+    first, second, third = [
+        Terminal(project, *words) for words in (["--single_turn"], ["model_save/tiny"], LONG_ANSWERS)
+    ]
     assert "model_save/tiny/best on c" in first.wait_for("> ")
     for question, expected in PAIRS.items():
         first.type(question + "\n")
