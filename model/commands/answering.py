@@ -18,7 +18,6 @@ from model.runtime.json_stream import read_object
 
 DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS = 256, 2**20
 MAX_TOKEN_CHARACTERS = 16  # a longer question than so many characters a token is refused unread
-MAX_CHARACTER_TOKENS = 4  # a character outside the alphabet is up to four byte tokens
 
 
 @dataclass(frozen=True)
@@ -115,17 +114,26 @@ def answer_all(chat, inputs, sampling, max_new_tokens, slots=64):
 
 @dataclass
 class TextStream:
-    """Turns ids that come in pieces into text that comes in pieces, each of whole characters."""
+    """Turns ids that come in pieces into text that comes in pieces, each of whole characters.
+
+    The text does not depend on how the ids are divided. As in Hugging Face's text-generation-inference
+    (`decode_token`), a token is decoded beside the one before it, because decoders treat the first token apart.
+    """
 
     tokenizer: ChatTokenizer
     ids: list = field(default_factory=list)
-    given: int = 0  # characters
+    shown: int = 0  # ids whose text was given
+    before: int = 0  # the id from which on they are decoded with the next ones
 
     def add(self, ids):
         """The text that can be shown after these ids, beyond what was given before."""
-        self.ids += ids
-        # an incomplete character makes the byte tokens before it undecodable, so ids are cut off, not text
-        texts = (self.tokenizer.decode(self.ids[: len(self.ids) - missing]) for missing in range(MAX_CHARACTER_TOKENS))
-        text = next((text for text in texts if not text.endswith("\ufffd")), "")
-        piece, self.given = text[self.given :], max(self.given, len(text))
-        return piece
+        return "".join(map(self._add_one, ids))
+
+    def _add_one(self, token_id):
+        self.ids.append(token_id)
+        given = self.tokenizer.decode(self.ids[self.before : self.shown])
+        text = self.tokenizer.decode(self.ids[self.before :])
+        if len(text) <= len(given) or text.endswith("\ufffd"):  # a special token, or a part of a character
+            return ""
+        self.before, self.shown = self.shown, len(self.ids)
+        return text[len(given) :]

@@ -18,7 +18,8 @@ GOLDEN_GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2*
 class Sampling:
     """How tokens are chosen, in the words of transformers' GenerationConfig. Greedy if `temperature` is 0.
 
-    The same request with the same seed gets the same answer, whatever is answered beside it.
+    The same request with the same seed gets the same answer, whatever is answered beside it, but for rounding: another
+    number of slots changes the last bits of logits, which can decide a draw that is nearly a tie.
     Raises ValueError for a number out of its range.
     """
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from model.commands.answering import TextStream, answer_all, load_chat_model, prompt_ids
@@ -49,8 +50,15 @@ def test_a_question_that_cannot_be_read_is_refused_with_the_reason(chat, text, w
         prompt_ids(chat, [("user", text)], 16)
 
 
-def test_text_comes_in_whole_characters(chat):
-    ids = chat.tokenizer.encode("龘龘🐱👍好")
+def test_text_comes_in_whole_characters_however_the_ids_are_divided(chat):
+    valid = chat.tokenizer.encode("龘龘🐱👍好 how")
     stream = TextStream(chat.tokenizer)
-    pieces = [stream.add([one]) for one in ids]
-    assert "".join(pieces) == "龘龘🐱👍好" and not any("\ufffd" in piece for piece in pieces)
+    pieces = [stream.add([one]) for one in valid]
+    assert "".join(pieces) == "龘龘🐱👍好 how" and not any("\ufffd" in piece for piece in pieces)
+    draw = np.random.default_rng(0)
+    for _ in range(50):  # mostly bytes that are no characters
+        ids = draw.integers(7, 300, 40).tolist()
+        cuts = sorted(draw.integers(0, 40, 5))
+        whole, divided = TextStream(chat.tokenizer), TextStream(chat.tokenizer)
+        parts = [ids[start:end] for start, end in zip([0, *cuts], [*cuts, 40], strict=True)]
+        assert whole.add(ids) == "".join(map(divided.add, parts))
