@@ -55,7 +55,10 @@ class DecodingThread(threading.Thread):
         self._is_stopping = self._has_failed = False
 
     def submit(self, request):
-        """The Stream of a Request, to be read in the running event loop; raises TooBusy, RuntimeError if it has ended."""
+        """The Stream of a Request, to be read in the running event loop.
+
+        Raises TooBusy, and RuntimeError if the thread has ended.
+        """
         with self._wakes:
             if self._has_failed:
                 raise RuntimeError(ENDED)
