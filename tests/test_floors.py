@@ -82,7 +82,7 @@ ROOMS = {
         "children clock mutations runs",
         "corpus",
         "fuzz_checkpoint loops",
-        "fuzz_strangers report",
+        "fuzz_strangers report several_machines",
         "fuzz_targets",
         "",
     ],
