@@ -103,6 +103,7 @@ def verdict(record):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--worlds", default="2" if torch.cuda.device_count() else "2,4")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="names of the error")
     parser.add_argument("--out", help="file for the JSON lines")
     given = parser.parse_args()
     records = []
@@ -111,7 +112,7 @@ def main():
         for world in map(int, given.worlds.split(",")):
             calm = calm_run(home, world)
             for rank in RANKS:
-                for kind in KINDS:
+                for kind in given.kinds.split(","):
                     records.append(faulty_run(home, world, rank, kind, *calm))
                     tell(given.out, harness="faults", **records[-1])
     rows = [

@@ -1,7 +1,7 @@
 """The families by name, which is the model_type of their Hugging Face configurations."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS, T5_TYPES
 from model.nn.t5.family import T5
@@ -32,7 +32,11 @@ def config_from(values):
     Raises ValueError or TypeError for values that it cannot have.
     """
     values = dict(values)
-    return family_named(values.pop("family", DEFAULT_FAMILY)).config_class(**values)
+    config_class = family_named(values.pop("family", DEFAULT_FAMILY)).config_class
+    known = [field.name for field in fields(config_class)]
+    if unknown := values.keys() - known:
+        raise ValueError(f"{', '.join(map('{!r:.80}'.format, sorted(unknown)))}: known are {', '.join(known)}")
+    return config_class(**values)
 
 
 def load_model_config(name):
@@ -50,4 +54,7 @@ def load_model_config(name):
         return config_from(values)
     except (OSError, TypeError, ValueError, RecursionError) as error:
         example = json.dumps(MODELS["small"])
-        raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {example}") from None
+        raise ValueError(
+            f"model={name!r} cannot be read ({error}): write a JSON object like {example}, or for another family its "
+            'sizes and "family": "NAME"'
+        ) from None
