@@ -37,6 +37,7 @@ ROOMS = {
         "kernels",
         "attention dropout loss",
         "layers",
+        "lora",
         "base",
         "footprint",
         "t5.activations t5.batch t5.position_bias t5.footprint t5.huggingface",
@@ -45,6 +46,7 @@ ROOMS = {
         "t5.family",
         "registry",
         "weights_io",
+        "adapter_io",
     ],
     "model.generate": ["sampling", "slots", "engine"],
     "model.memory": [
@@ -71,7 +73,8 @@ ROOMS = {
     "model.commands": [
         "option_names",
         "options",
-        "network origin",
+        "adapter network",
+        "origin",
         "setup",
         "doctor plan_report answering decoding_thread server_metrics",
         "openai_api",

@@ -4,19 +4,19 @@ Hu et al. 2021 (arXiv 2106.09685): s = alpha / rank. rsLoRA (Kalajdzievski 2023,
 sqrt(rank). A layer's factors are its submodules `lora_A` and `lora_B`, as in PEFT.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
+from config import MAX_LORA_RANK
 from model.nn.dropout import MAX_SITES, NO_DROPOUT, dropout
 from model.nn.flat_params import add_matmul, matrix_of, merge_adjacent
 from model.nn.layers import Linear
 
 FACTORS = ("lora_A", "lora_B")
 FIRST_SITE = MAX_SITES // 2  # of dropout in adapters; a network's own sites are below
-MAX_RANK = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,12 @@ class LoraConfig:
     def __post_init__(self):
         kinds = dict(rank=int, alpha=(int, float), targets=tuple, dropout=(int, float), use_rslora=bool)
         wrong = [name for name, kind in (kinds | dict(base=str, base_sha256=str)).items() if not self._is(name, kind)]
-        right = not wrong and 0 < self.rank <= MAX_RANK and 0 <= self.alpha < 1e6 and 0 <= self.dropout < 1
+        right = not wrong and 0 < self.rank <= MAX_LORA_RANK and 0 <= self.alpha < 1e6 and 0 <= self.dropout < 1
         if not right or not self.targets or not all(isinstance(name, str) for name in self.targets):
             values = ", ".join(f"{f.name}={getattr(self, f.name)!r:.80}" for f in fields(self))
             raise ValueError(
-                f"an adapter's rank must be from 1 to {MAX_RANK}, its alpha a number of at least 0, its targets names, "
-                f"its dropout in [0, 1), not {values}"
+                f"an adapter's rank must be from 1 to {MAX_LORA_RANK}, its alpha a number of at least 0, its targets "
+                f"names, its dropout in [0, 1), not {values}"
             )
 
     def _is(self, name, kind):
@@ -56,9 +56,14 @@ class LoraConfig:
 
 
 def lora_from(values):
-    """The LoraConfig with these plain values, as from `asdict`; ValueError or TypeError for values it cannot have."""
+    """The LoraConfig with these plain values, as from `lora_values`; ValueError or TypeError for wrong ones."""
     targets = values.get("targets")
     return LoraConfig(**values | dict(targets=tuple(targets) if isinstance(targets, list) else targets))
+
+
+def lora_values(lora):
+    """Plain values of a LoraConfig, for `lora_from`."""
+    return asdict(lora) | dict(targets=list(lora.targets))
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def _by_weight(x, weights, places):
-    """View (G, N, O) of the columns in x (N, weights * O) that the weights at `places` gave; these are evenly spaced."""
+    """View (G, N, O) of the columns in x (N, weights * O) that the weights at evenly spaced `places` gave."""
     step = places[1] - places[0] if len(places) > 1 else 1
     assert places == list(range(places[0], places[-1] + 1, step))
     return x.view(len(x), len(weights), -1).transpose(0, 1)[places[0] :: step][: len(places)]

@@ -38,17 +38,22 @@ def export_model(model, tokenizer, directory, generation=None):
         try:
             # on the CPU: transformers clones tensors that share storage, and the GPU may have no memory for the clones
             family_of(model.config).to_hugging_face(model, tokenizer, "cpu").save_pretrained(draft)
-            _add_values(draft / "generation_config.json", generation or {})
+            add_values(draft / "generation_config.json", generation or {})
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        try:
-            copy_tokenizer(tokenizer.directory, draft)
-            write_chat_template(tokenizer, draft)
-        except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
-            raise OSError(str(error)) from None
+        add_tokenizer(tokenizer, draft)
 
 
-def _add_values(path, values):
+def add_tokenizer(tokenizer, directory):
+    """Copy a tokenizer's files and its chat template to `directory`; raises OSError if that fails."""
+    try:
+        copy_tokenizer(tokenizer.directory, directory)
+        write_chat_template(tokenizer, directory)
+    except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
+        raise OSError(str(error)) from None
+
+
+def add_values(path, values):
     """Add `values` to the JSON object in a file, which is made if there is none."""
     known = read_object(path) if path.is_file() else {}
     path.write_text(json.dumps(known | values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -114,6 +119,7 @@ def _family_beside(path):
 
 def model_directory(path):
     """The first of `path`, its best/ and its last/ that holds weights in Hugging Face form, or None."""
+    path = Path(path)
     for directory in (path, path / "best", path / "last"):
         if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
             return directory

@@ -1,4 +1,4 @@
-"""Adapters against PEFT: the same gradients, the same logits, merged and not; and what they share with other weights."""
+"""Adapters against PEFT: the same gradients, the same logits, merged and not."""
 
 import peft
 import pytest
