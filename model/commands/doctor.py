@@ -223,8 +223,7 @@ def _model(config, typed, overwrite):
     spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
     rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
     rows.append(Row("model", f"{spec.parameters / 1e6:.1f} M weights from {_origin(config, found)}"))
-    if spec.lora:
-        rows.append(Row("adapter", f"rank {spec.lora.rank}, {spec.trained / 1e6:.2f} M weights, which are trained"))
+    rows += [Row("adapter", f"rank {spec.lora.rank}, {spec.trained / 1e6:.2f} M weights")] if spec.lora else []
     return spec, rows
 
 
