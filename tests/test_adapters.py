@@ -59,7 +59,13 @@ def test_promise_5_out_of_memory_leaves_no_trace_in_an_adapter(home):
 
 def test_two_exact_ranks_train_the_adapter_of_one(home):
     for world in (1, 2):
-        done = train(home, world, output_dir=f"exact{world}", exact=True, **LORA | SHORT | dict(global_batch_size=22, warmup_steps=0))
+        done = train(
+            home,
+            world,
+            output_dir=f"exact{world}",
+            exact=True,
+            **LORA | SHORT | dict(global_batch_size=22, warmup_steps=0),
+        )
         assert done.codes == [0] * world, done.text
     assert weights_hash(home / "exact1") == weights_hash(home / "exact2")
 
