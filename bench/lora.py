@@ -1,4 +1,4 @@
-"""Measure T5's variants and adapters: speed, share of small's FLOP/s, peak memory, and the memory that the plan predicts.
+"""Measure T5's variants and adapters: speed, share of small's FLOP/s, peak memory, and the error of the plan.
 
     python -m bench.lora --output_dir DIR                 on one GPU, about 9 minutes
     python -m bench.lora --output_dir DIR --part speed    or memory: one of the two parts

@@ -1,4 +1,4 @@
-"""Runs that train an adapter, through the real loop: saved, resumed, moved, retried, loaded by PEFT, and made by PEFT."""
+"""Runs that train an adapter, through the real loop: resumed, moved, retried, loaded by PEFT, made by PEFT."""
 
 import json
 import shutil

@@ -82,7 +82,7 @@ ROOMS = {
     ],
     "bench": [
         "children clock mutations runs",
-        "corpus",
+        "corpus memory_fit",
         "fuzz_checkpoint loops",
         "fuzz_strangers report",
         "fuzz_targets",

@@ -187,7 +187,11 @@ def _tokenizer_of_weights(config, weights_dir):
     """Tokenizer beside the weights, else that of config.tokenizer_dir; ValueError if both exist and differ."""
     if not (weights_dir / "tokenizer.json").is_file():
         if not config.tokenizer_dir:
-            raise ValueError(f"{weights_dir} has no tokenizer.json: give the weights' tokenizer in --tokenizer_dir")
+            sentencepiece = f", or convert its own: python scripts/convert_tokenizer.py {weights_dir}"
+            also = sentencepiece if any(weights_dir.glob("*.model")) else ""
+            raise ValueError(
+                f"{weights_dir} has no tokenizer.json: give the weights' tokenizer in --tokenizer_dir{also}"
+            )
         return load_tokenizer(config.tokenizer_dir)
     beside = load_tokenizer(weights_dir)
     given = load_tokenizer(config.tokenizer_dir) if config.tokenizer_dir else beside

@@ -24,6 +24,7 @@ from model.nn.weights_io import (
     model_directory,
     read_config,
     read_tensors,
+    weights_file,
 )
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
@@ -178,7 +179,7 @@ def check_base(lora, what):
 def identity_of(directory):
     """sha256 of the weights in a Hugging Face directory; of several files, that of their sha256s in order of names."""
     digests = []
-    for path in sorted(Path(directory).glob("model*.safetensors")):
+    for path in sorted(Path(directory).glob("model*.safetensors")) or [weights_file(directory)]:
         with open(path, "rb") as file:
             digests.append(hashlib.file_digest(file, "sha256").hexdigest())
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -86,7 +86,7 @@ def load_weights(path):
         )
     family, model_config, values = read_config(directory / "config.json")
     family.check_config(values, directory / "config.json")
-    tensors = family.own_tensors(read_tensors(directory / "model.safetensors"), directory)
+    tensors = family.own_tensors(read_tensors(weights_file(directory)), directory)
     if family.num_blocks(model_config) > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
     return LoadedWeights(tensors, family.config_with(model_config, tensors), directory)
@@ -121,9 +121,15 @@ def model_directory(path):
     """The first of `path`, its best/ and its last/ that holds weights in Hugging Face form, or None."""
     path = Path(path)
     for directory in (path, path / "best", path / "last"):
-        if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
+        if (directory / "config.json").is_file() and weights_file(directory):
             return directory
     return None
+
+
+def weights_file(directory):
+    """The file of weights in a Hugging Face directory, or None; older models come as a pickled state dict."""
+    paths = (Path(directory, name) for name in ("model.safetensors", "pytorch_model.bin"))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def read_tensors(path):
