@@ -1,12 +1,19 @@
 """Adapters against PEFT: the same gradients, the same logits, merged and not."""
 
+import numpy as np
 import peft
 import pytest
 import torch
 
+from model.data.sequences import Sequences
+from model.nn.base import Packing
 from model.nn.lora import LoraConfig, attach, draw, is_factor, merge
+from model.nn.t5.family import T5
 from model.nn.t5.huggingface import as_hugging_face
+from model.train.examples import Examples
+from model.train.objectives.pairs import Pairs
 from tests.parts import SHAPE, batch_of, farthest, gradients_of, make_model, padded, stock_loss
+from tests.tenants.causal import CAUSAL, CausalConfig, CausalModel, collate
 
 IDS = [3, 0, 41, 17, 8, 22, 59]
 GATED = dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False, scale_decoder_outputs=False)
@@ -107,6 +114,37 @@ def test_only_factors_have_gradients_and_the_base_is_held_once_in_the_compute_dt
     assert model.shared.weight.dtype == model.encoder.block[0].layer[0].SelfAttention.q.weight.dtype == torch.bfloat16
     matrices = sum(p.numel() for p in model.parameters() if p.dtype == torch.bfloat16)
     assert len(flat.frozen[0]) - matrices <= 64 * SHAPE["d_model"], "beside the padding of the table, nothing is twice"
+
+
+def test_layers_with_biases_and_without_kernels_have_adapters_too():
+    config = CausalConfig(vocab_size=60)
+    model = adapted(CausalModel(config).initialise(1), CAUSAL.adapter_targets(config))
+    plain = CausalModel(config).initialise(1)
+    with torch.no_grad():
+        for one in (model, plain):
+            one.blocks[0].q.bias.fill_(0.5)
+            one.blocks[1].v.bias.fill_(-0.5)
+    tensors = plain.state_dict()
+    merge(tensors, model.saved_tensors(), model.lora)
+    lengths = np.array([[3, 5], [9, 2]])
+    sequences = Sequences(tuple(np.arange(side.sum()) for side in lengths.T), lengths)
+    batch = collate(sequences, Packing(0))
+    before = plain.hidden(batch)[0].detach().clone()
+    plain.load_state_dict(tensors)
+    assert (model.hidden(batch)[0] - plain.hidden(batch)[0]).abs().max() <= 1e-5
+    assert (before - plain.hidden(batch)[0]).abs().max() > 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_gradients_in_the_kernels_on_a_gpu_are_near_those_in_float32(dropout, store, tokenizer):
+    shape, gradients = SHAPE | dict(num_heads=1, d_kv=64), []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        model = adapted(make_model(tokenizer.vocab_size, shape=shape, compute_dtype=dtype), dropout=dropout).to(device)
+        model.key_dropout(3, 4)
+        batch = Examples(store, Pairs(), T5, 0, 1, model.uses_kernels, dropout > 0).batch(range(40), 1).to(device)
+        gradients.append({name: g.cpu() for name, g in gradients_after(model, batch).items()})
+    assert farthest(*gradients) < 0.1
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
