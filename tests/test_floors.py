@@ -38,6 +38,7 @@ ROOMS = {
         "kernels",
         "attention dropout loss",
         "layers",
+        "lora",
         "base",
         "footprint",
         "t5.activations t5.batch t5.position_bias t5.footprint t5.huggingface",
@@ -46,6 +47,7 @@ ROOMS = {
         "t5.family",
         "registry",
         "weights_io",
+        "adapter_io",
     ],
     "model.generate": ["sampling", "slots", "engine"],
     "model.memory": [
@@ -72,7 +74,8 @@ ROOMS = {
     "model.commands": [
         "option_names",
         "options",
-        "network origin",
+        "adapter network",
+        "origin",
         "setup",
         "doctor plan_report answering decoding_thread server_metrics",
         "openai_api",
@@ -80,7 +83,7 @@ ROOMS = {
     ],
     "bench": [
         "children clock mutations runs",
-        "corpus",
+        "corpus memory_fit",
         "fuzz_checkpoint loops",
         "fuzz_strangers report several_machines",
         "fuzz_targets",

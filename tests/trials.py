@@ -74,6 +74,15 @@ class Disturbed:
         return f"{', '.join(wrong)}\n{done.text[-2000:]}" if wrong else ""
 
 
+def adapter_options(home, lora_rank, model="shape.json"):
+    """Options of a run that trains an adapter, on a base that is trained here first; none for a rank of 0."""
+    if not lora_rank:
+        return {}
+    done = train(home, output_dir="base", model=model, epochs=1, seconds=600)
+    assert done.codes == [0], done.text
+    return dict(finetune_from_ckp_file="base", lora_rank=lora_rank, lora_dropout=0.1, learn_rate=5e-3)
+
+
 def sleepy_main(words):
     """`main` with a sleep of SLEEP_SECONDS in each step."""
     fire = fault_injection.fire

@@ -2,13 +2,17 @@
 
 import torch
 
+from model.nn.lora import attach, draw
 from model.nn.registry import family_of
 from model.nn.weights_io import load_into
 from model.runtime.distributed import broadcast
 
 
-def make_model(ranks, config, model_config, weights=None):
-    """Model on this rank's device with `weights` or random ones; equal on all ranks."""
+def make_model(ranks, config, model_config, weights=None, adapter=None):
+    """Model on this rank's device with `weights` or random ones; equal on all ranks.
+
+    With an AdapterStart these are frozen, and the adapter is trained.
+    """
     build, dtype = family_of(model_config).build, compute_dtype(config.mixed_precision, ranks.device)
     model = build(model_config, config.dropout, dtype)
     if not weights:
@@ -16,6 +20,10 @@ def make_model(ranks, config, model_config, weights=None):
     elif ranks.is_main:  # only rank 0 has the tensors
         load_into(model, weights, config.finetune_from_ckp_file)
     model.freeze_all_but(config.trainable)
+    if adapter:
+        draw(attach(model, adapter.lora), config.seed)
+        if adapter.tensors:  # rank 0 alone has them
+            load_into(model, adapter, config.finetune_from_ckp_file)
     model.to(ranks.device)
     broadcast(ranks, model.flat.weights)
     return model

@@ -38,17 +38,22 @@ def export_model(model, tokenizer, directory, generation=None):
         try:
             # on the CPU: transformers clones tensors that share storage, and the GPU may have no memory for the clones
             family_of(model.config).to_hugging_face(model, tokenizer, "cpu").save_pretrained(draft)
-            _add_values(draft / "generation_config.json", generation or {})
+            add_values(draft / "generation_config.json", generation or {})
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        try:
-            copy_tokenizer(tokenizer.directory, draft)
-            write_chat_template(tokenizer, draft)
-        except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
-            raise OSError(str(error)) from None
+        add_tokenizer(tokenizer, draft)
 
 
-def _add_values(path, values):
+def add_tokenizer(tokenizer, directory):
+    """Copy a tokenizer's files and its chat template to `directory`; raises OSError if that fails."""
+    try:
+        copy_tokenizer(tokenizer.directory, directory)
+        write_chat_template(tokenizer, directory)
+    except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
+        raise OSError(str(error)) from None
+
+
+def add_values(path, values):
     """Add `values` to the JSON object in a file, which is made if there is none."""
     known = read_object(path) if path.is_file() else {}
     path.write_text(json.dumps(known | values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -81,7 +86,7 @@ def load_weights(path):
         )
     family, model_config, values = read_config(directory / "config.json")
     family.check_config(values, directory / "config.json")
-    tensors = family.own_tensors(read_tensors(directory / "model.safetensors"), directory)
+    tensors = family.own_tensors(read_tensors(weights_file(directory)), directory)
     if family.num_blocks(model_config) > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
     return LoadedWeights(tensors, family.config_with(model_config, tensors), directory)
@@ -114,10 +119,17 @@ def _family_beside(path):
 
 def model_directory(path):
     """The first of `path`, its best/ and its last/ that holds weights in Hugging Face form, or None."""
+    path = Path(path)
     for directory in (path, path / "best", path / "last"):
-        if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
+        if (directory / "config.json").is_file() and weights_file(directory):
             return directory
     return None
+
+
+def weights_file(directory):
+    """The file of weights in a Hugging Face directory, or None; older models come as a pickled state dict."""
+    paths = (Path(directory, name) for name in ("model.safetensors", "pytorch_model.bin"))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def read_tensors(path):
@@ -209,12 +221,12 @@ def _check_plain(tensors, path):
 def load_into(model, weights, source):
     """Copy `weights.tensors` into `model`. Raises ValueError as `check_fits` does; `source` is named in it."""
     check_fits(model, weights, source)
-    model.load_state_dict(weights.tensors)
+    model.load_state_dict(weights.tensors, strict=False)  # a model with adapters takes those alone
 
 
 def check_fits(model, weights, source):
     """Raise ValueError with the differences unless `weights.tensors` match `model` in names and shapes."""
-    expected = model.state_dict()
+    expected = model.saved_tensors()
     missing, extra = expected.keys() - weights.tensors.keys(), weights.tensors.keys() - expected.keys()
     wrong = [n for n in expected.keys() & weights.tensors.keys() if expected[n].shape != weights.tensors[n].shape]
     if missing or extra or wrong:

@@ -153,4 +153,5 @@ CAUSAL = Family(
     config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
     own_tensors=lambda tensors, path: {name: tensor.float() for name, tensor in tensors.items()},
+    adapter_targets=lambda c: ("q", "k", "v", "o", "up", "down"),
 )  # fmt: skip
