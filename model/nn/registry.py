@@ -4,9 +4,11 @@ import json
 from dataclasses import asdict
 
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS, T5_TYPES
+from model.nn.qwen.family import QWEN
+from model.nn.qwen.sizes import QWEN_TYPES
 from model.nn.t5.family import T5
 
-FAMILIES = dict.fromkeys(T5_TYPES, T5)
+FAMILIES = dict.fromkeys(T5_TYPES, T5) | dict.fromkeys(QWEN_TYPES, QWEN)
 
 
 def family_named(name):
@@ -32,7 +34,10 @@ def config_from(values):
     Raises ValueError or TypeError for values that it cannot have.
     """
     values = dict(values)
-    return family_named(values.pop("family", DEFAULT_FAMILY)).config_class(**values)
+    name = values.pop("family", DEFAULT_FAMILY)
+    config_class = family_named(name).config_class
+    variant = {"model_type": name} if "model_type" in config_class.__dataclass_fields__ else {}
+    return config_class(**variant | values)
 
 
 def load_model_config(name):

@@ -1,4 +1,4 @@
-"""Activations of T5's feed-forward layers; the gated ones keep only their input for backward."""
+"""Activations of feed-forward layers; the gated ones keep only their input for backward."""
 
 import torch
 import torch.nn.functional as F
