@@ -117,7 +117,7 @@ class TrainConfig:
     seed: int = 23333  # of the initial weights, the order of pairs and dropout
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
-    gradient_checkpointing: str = "auto"  # auto (where the plan needs it), True, False
+    gradient_checkpointing: str = "auto"  # auto (as many blocks as memory needs), True (all), False
     compile: str = "auto"  # replay steps as CUDA graphs: auto (on GPUs, in runs long enough to gain), True, False
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free

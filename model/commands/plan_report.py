@@ -208,7 +208,8 @@ def _levers(config, chosen, machine, plan):
     rows = [(f"chunk of {size} targets", spec, (tokens, size, checkpointing)) for size in CHUNKS]
     sizes = [size for size in (tokens // 2, 2 * tokens) if size >= chosen.lengths.longest]  # train refuses smaller ones
     rows += [(f"micro-batch of {size}", spec, (size, chunk, checkpointing)) for size in sizes]
-    rows += [(f"gradient checkpointing {on}", spec, (tokens, chunk, on)) for on in (False, True)]
+    blocks = {False: 0, True: chosen.num_blocks}
+    rows += [(f"gradient checkpointing {on}", spec, (tokens, chunk, number)) for on, number in blocks.items()]
     for optimizer in ("muon", "adamw_rms", "adafactor"):
         rows.append((f"optimizer {optimizer}", replace(spec, optimizer=optimizer), plan.cutting))
     levers = []
@@ -263,7 +264,7 @@ def table(values):
         ("per packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
         ("GPU memory", "no GPU" if limit is None else f"{gib(limit)} for the allocator; the plan uses {USABLE:.0%}"),
         ("plan", "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, gradient checkpointing "
-         "{gradient_checkpointing}, {answers} answers at a time".format(**plan)),
+         "of {gradient_checkpointing} blocks, {answers} answers at a time".format(**plan)),
         ("recorded steps", "yes: replayed as CUDA graphs" if plan["graphs"] else "no"),
         ("forwards per step", f"{values['forwards']} on average, for {values['share_pairs']} pairs per GPU"),
         *((f"peak: {name}", gib(count) + ", does not fit" * (count > (limit or math.inf)))

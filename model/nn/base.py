@@ -26,7 +26,9 @@ class LanguageModel(nn.Module):
     def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32):
         super().__init__()
         self.config, self.dropout, self.compute_dtype = model_config, dropout, compute_dtype
-        self.gradient_checkpointing = 0  # blocks that backward computes again; the plan decides, before each step
+        # The plan decides, before each step, how many blocks backward computes again: the first ones of the forward
+        # pass, because backward begins at the last ones. So at most one of them is held beside all that is kept.
+        self.gradient_checkpointing = 0
 
     @property
     def tables(self):
@@ -42,14 +44,6 @@ class LanguageModel(nn.Module):
     def uses_kernels(self):
         """True if attention runs in Triton kernels, which need batches made for them."""
         return False
-
-    def recomputes(self, number):
-        """Whether backward computes this block again, in place of keeping its activations.
-
-        Blocks are numbered in the order of the forward pass. Backward begins at the last ones, so it is the first ones
-        that are computed again: then no more than one of them is held beside all that is kept.
-        """
-        return torch.is_grad_enabled() and number < self.gradient_checkpointing
 
     def hidden(self, batch):
         """(hidden states (targets, width) in the compute dtype, labels (targets,)); a label below 0 is padding."""

@@ -94,7 +94,7 @@ class CausalModel(LanguageModel):
         x = dropout(embed(batch.ids, self.embedding.weight), masks)
         for number, block in enumerate(self.blocks):
             args = (block, x, masks.at(1 + 2 * number), lambda *qkv: attend(qkv, batch.layout, mask, *heads))
-            again = self.gradient_checkpointing and torch.is_grad_enabled()
+            again = number < self.gradient_checkpointing and torch.is_grad_enabled()
             x = checkpoint(*args, use_reentrant=False) if again else args[0](*args[1:])
         return self.norm(x, None)[1][batch.rows], batch.labels
 

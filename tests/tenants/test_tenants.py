@@ -126,7 +126,7 @@ def batch(lengths, seed=0):
     return Sequences(sides, np.array(lengths), ids=np.arange(len(lengths)))
 
 
-@pytest.mark.parametrize("dropout, checkpointing", [(0.0, False), (0.3, False), (0.3, True)])
+@pytest.mark.parametrize("dropout, checkpointing", [(0.0, 0), (0.3, 0), (0.3, 2)])
 def test_packed_sequences_in_one_stream_have_the_gradient_of_each_alone(dropout, checkpointing):
     model, lengths = CausalModel(CONFIG, dropout).initialise(0), [(3, 5), (7, 2), (1, 9)]
     packing, whole = Packing(0, dropout=dropout > 0), batch(lengths)

@@ -45,29 +45,30 @@ def _feed_forward(spec, tokens):
     return ((d + 3 * f) * s + 4) * tokens, (3 * d + 6 * f) * s * tokens
 
 
-def _backward_peak(layers, num_recomputed, num_blocks, stream):
+def _blocks(spec, layers, stream, num_recomputed):
     """(bytes kept by the blocks, peak bytes during the backward of the last block).
 
     `layers` holds (kept, temporaries) of each layer of a block; of the first `num_recomputed` blocks only the input
     (`stream` bytes) is kept, and their backward computes the rest again.
     """
-    kept_by_layer = [kept for kept, _ in layers]
-    kept = num_recomputed * stream + (num_blocks - num_recomputed) * sum(kept_by_layer)
-    moments = []
+    num_blocks, kept_by_layer = spec.model_config.num_hidden_layers, [kept for kept, _ in layers]
+    kept, moments = num_recomputed * stream + (num_blocks - num_recomputed) * sum(kept_by_layer), []
     for i, (_, temporaries) in enumerate(layers):
-        is_all = num_recomputed == num_blocks
-        rest = sum(kept_by_layer[: i + 1]) if is_all else -sum(kept_by_layer[i + 1 :])
-        moments.append(kept + rest + temporaries)
+        recomputed = sum(kept_by_layer) if num_recomputed == num_blocks else 0
+        moments.append(kept + recomputed - sum(kept_by_layer[i + 1 :]) + temporaries)
     return kept, np.max(moments, axis=0)
 
 
 def step_moments(spec, tokens, checkpointing):
-    """{moment: bytes per example (kinds,)} for each moment that may be the peak of a step."""
+    """{moment: bytes per example (kinds,)} for each moment that may be the peak of a step.
+
+    `checkpointing` is the number of blocks that backward computes again.
+    """
     c, s = spec.model_config, spec.number_bytes
     stream_tokens, targets = tokens.sum(axis=1).astype(np.float64), tokens[:, -1].astype(np.float64)
     stream = c.hidden_size * s * stream_tokens
     layers = [_attention(spec, stream_tokens), _feed_forward(spec, stream_tokens)]
-    kept, backward = _backward_peak(layers, checkpointing, c.num_hidden_layers, stream)
+    kept, backward = _blocks(spec, layers, stream, checkpointing)
     # the last norm's output; ids, positions, rows and labels; cosines and sines; keys of dropout's masks
     ends = stream + (24 + 4 * c.head_dim + 12 * spec.dropout) * stream_tokens
     mask = 0 if spec.kernels else s * round_up(stream_tokens) ** 2

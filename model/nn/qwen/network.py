@@ -136,7 +136,7 @@ class QwenModel(LanguageModel):
         attention = self.turns(batch.positions), batch.layout, score_mask(batch.layout, True, self.compute_dtype)
         x, added = embed(batch.ids, self.model.embed_tokens.weight), None
         for number, block in enumerate(self.model.layers):
-            if self.recomputes(number):
+            if number < self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(_block_output, block, x, *attention, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, added = block(x, added, *attention)

@@ -142,15 +142,16 @@ class Stack(nn.Module):
         self.is_decoder = is_decoder
         self.max_distance = model_config.relative_attention_max_distance
 
-    def forward(self, x, masks, layout, cross_attention, checkpointing):
+    def forward(self, x, masks, layout, cross_attention, num_recomputed):
+        """Output of the last norm; backward computes the first `num_recomputed` blocks again."""
         x, added, bias = dropout(x, masks), None, None
-        for block in self.block:
+        for number, block in enumerate(self.block):
             attention = block.layer[0].SelfAttention
             if attention.has_position_bias:
                 weight = attention.relative_attention_bias.weight
                 bias = score_bias(layout, weight, self.max_distance, self.is_decoder, x.dtype)
             both = (layout, bias), cross_attention
-            if checkpointing and torch.is_grad_enabled():
+            if number < num_recomputed and torch.is_grad_enabled():
                 x = checkpoint(_block_output, block, x, masks, *both, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, added = block(x, added, masks, *both)
@@ -191,16 +192,17 @@ class TextToTextModel(LanguageModel):
         ids = (batch.prompt_ids, batch.decoder_ids)
         prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(side) for side in ids])
         prompt_masks, response_masks = map(self.masks, (batch.prompt_token_keys, batch.decoder_token_keys))
-        checkpointing = self.gradient_checkpointing
-        encoded = self.encoder(prompts, prompt_masks, batch.encoder_layout, None, checkpointing)
+        again = self.gradient_checkpointing
+        encoded = self.encoder(prompts, prompt_masks, batch.encoder_layout, None, again)
         cross = (encoded, batch.cross_layout, score_mask(batch.cross_layout, dtype=self.compute_dtype))
-        decoded = self.decoder(responses, response_masks, batch.decoder_layout, cross, checkpointing)
+        again -= len(self.encoder.block)
+        decoded = self.decoder(responses, response_masks, batch.decoder_layout, cross, again)
         return decoded * self.output_scale, batch.labels
 
     def encode(self, ids, layout):
         """Encoder output (N, d_model) of packed ids, without dropout."""
         self.flat.refresh()
-        return self.encoder(embed(ids, self.shared.weight), NO_DROPOUT, layout, None, False)
+        return self.encoder(embed(ids, self.shared.weight), NO_DROPOUT, layout, None, 0)
 
     def new_cache(self, slots, input_tokens, new_tokens):
         return decode.new_cache(self, slots, input_tokens, new_tokens)
