@@ -66,11 +66,11 @@ def load_chat_model(path, device=None):
 def _frozen(weights, directory, device):
     """The model with these LoadedWeights, for generation alone."""
     family = family_of(weights.model_config)
-    with torch.device("meta"):  # before memory is taken for a model that does not fit
-        check_fits(family.build(weights.model_config), weights, directory)
-    model = family.build(weights.model_config, 0.0, compute_dtype("auto", device))
-    load_into(model, weights, directory)
-    return model.requires_grad_(False).to(device).eval()
+    with torch.device("meta"):
+        model = family.build(weights.model_config, 0.0, compute_dtype("auto", device)).requires_grad_(False)
+    check_fits(model, weights, directory)  # before memory is taken for a model that does not fit
+    load_into(model.place(device), weights, directory)
+    return model.eval()
 
 
 def prompt_ids(chat, turns, most_tokens):

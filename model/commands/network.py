@@ -10,13 +10,13 @@ from model.runtime.distributed import broadcast
 def make_model(ranks, config, model_config, weights=None):
     """Model on this rank's device with `weights` or random ones; equal on all ranks."""
     build, dtype = family_of(model_config).build, compute_dtype(config.mixed_precision, ranks.device)
-    model = build(model_config, config.dropout, dtype)
+    with torch.device("meta"):
+        model = build(model_config, config.dropout, dtype).freeze_all_but(config.trainable)
+    model.place(ranks.device)
     if not weights:
         model.initialise(config.seed)
     elif ranks.is_main:  # only rank 0 has the tensors
         load_into(model, weights, config.finetune_from_ckp_file)
-    model.freeze_all_but(config.trainable)
-    model.to(ranks.device)
     broadcast(ranks, model.flat.weights)
     return model
 

@@ -93,7 +93,9 @@ def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
         )
     if usable_bytes is None:
         tokens = _wanted_tokens(wanted, estimate, CPU_MICRO_BATCH_TOKENS)
-        return _plan(estimate, math.inf, tokens, 1024, allowed_checkpointing(wanted.gradient_checkpointing, estimate)[0])
+        return _plan(
+            estimate, math.inf, tokens, 1024, allowed_checkpointing(wanted.gradient_checkpointing, estimate)[0]
+        )
     if wanted.compile == "True" and 0 < wanted.micro_batch_tokens < (size := _recorded_steps(estimate)[0][0]):
         raise ValueError(
             f"--compile=True records a step as one forward of at least {size} tokens ({estimate.share_pairs} pairs), "

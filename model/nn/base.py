@@ -12,7 +12,7 @@ from torch import nn
 
 from model.nn.dropout import NO_DROPOUT, Masks, step_key
 from model.nn.flat_params import FlatParams, with_padding
-from model.nn.layers import Linear
+from model.nn.layers import Linear, ResidualNorm
 from model.nn.loss import linear_cross_entropy, token_log_probs
 
 
@@ -85,6 +85,22 @@ class LanguageModel(nn.Module):
         self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype)
         self.step_key = torch.zeros(2, dtype=torch.int32, device=self.device)
 
+    @torch.no_grad()
+    def place(self, device):
+        """Give a network built on the meta device memory on `device`, once: trained weights as masters, others as held.
+
+        Norms get ones, all other weights zeros; returns the model.
+        """
+        for p in self.parameters():
+            placed = nn.Parameter(torch.zeros(1, device=device).expand(p.shape), p.requires_grad)  # takes no memory
+            placed.__dict__.update(p.__dict__)
+            torch.utils.swap_tensors(p, placed)  # so that what refers to the parameter still does
+        self.make_flat()
+        for module in self.modules():
+            if isinstance(module, ResidualNorm):
+                module.weight.fill_(1)
+        return self
+
     def _apply(self, *args, **kwargs):
         """Rebuild the flat tensors, because Module.to replaces each weight by a tensor of its own."""
         super()._apply(*args, **kwargs)
@@ -151,7 +167,7 @@ class Family:
     config_of: Callable  # (dict of a Hugging Face config.json, its path) -> config_class; ValueError for wrong values
     check_config: Callable  # (that dict, path); raises ValueError for what the network does not compute
     config_with: Callable  # (config_class, own tensors) -> config_class; what only the tensors tell
-    own_tensors: Callable  # ({name: tensor} of a Hugging Face file, path) -> those of the network, in float32
+    own_tensors: Callable  # ({name: tensor} of Hugging Face files, path) -> those of the network
     aliases: tuple[str, ...]  # names under which such a file may hold a tensor a second time
     to_hugging_face: Callable  # (model, tokenizer, device=None) -> transformers' model with its weights
 

@@ -3,6 +3,7 @@
 import json
 import math
 import pickletools
+import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from model.nn.registry import FAMILIES, family_named, family_of
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.safetensors")  # in INDEX: no folder, and nothing hidden
 SAFE_LOAD = (2, 10)  # the first torch whose weights_only=True runs no code from a file
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # The only names in the pickle of a state dict of floats. Any other could allocate without limit inside torch.load.
@@ -81,10 +84,30 @@ def load_weights(path):
         )
     family, model_config, values = read_config(directory / "config.json")
     family.check_config(values, directory / "config.json")
-    tensors = family.own_tensors(read_tensors(directory / "model.safetensors"), directory)
+    tensors = family.own_tensors(_read_files(directory), directory)
     if family.num_blocks(model_config) > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
     return LoadedWeights(tensors, family.config_with(model_config, tensors), directory)
+
+
+def _read_files(directory):
+    """{name: tensor} of a directory's model.safetensors, or of the files that its INDEX names.
+
+    They are mapped from the files: a tensor takes memory once it is read, which the system takes back. Raises ValueError
+    as `read_tensors` does, and if the index does not fit the files.
+    """
+    if (directory / WEIGHTS).is_file():
+        return read_tensors(directory / WEIGHTS)
+    named, tensors = read_object(directory / INDEX).get("weight_map"), {}
+    if not isinstance(named, dict) or not all(isinstance(x, str) and FILE_NAME.fullmatch(x) for x in named.values()):
+        raise ValueError(f"{directory / INDEX}: its weight_map must name files beside it, NAME.safetensors")
+    for name in sorted(set(named.values())):
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory / INDEX} names {name}, and it is not there: download it too")
+        tensors |= read_tensors(directory / name)
+    if len(tensors) != len(named):
+        raise ValueError(f"{directory / INDEX} names {len(named)} tensors and its files hold {len(tensors)}")
+    return tensors
 
 
 def read_config(path):
@@ -115,7 +138,8 @@ def _family_beside(path):
 def model_directory(path):
     """The first of `path`, its best/ and its last/ that holds weights in Hugging Face form, or None."""
     for directory in (path, path / "best", path / "last"):
-        if (directory / "config.json").is_file() and (directory / "model.safetensors").is_file():
+        has_weights = any((directory / name).is_file() for name in (WEIGHTS, INDEX))
+        if has_weights and (directory / "config.json").is_file():
             return directory
     return None
 

@@ -131,9 +131,7 @@ def test_checkpointing_is_chosen_only_if_nothing_fits_without_it():
     assert choose(80, gradient_checkpointing="True").gradient_checkpointing == 12
     long = heavy_tailed(longest=20_000)
     estimate = estimate_of(lengths=long)
-    plain, again = (
-        estimate.step_peak(40_000, CHUNKS[-1], checkpointing) / GIB / USABLE for checkpointing in (0, 12)
-    )
+    plain, again = (estimate.step_peak(40_000, CHUNKS[-1], checkpointing) / GIB / USABLE for checkpointing in (0, 12))
     between = (plain + again) / 2
     assert choose(between, lengths=long).gradient_checkpointing
     with pytest.raises(NothingFits):

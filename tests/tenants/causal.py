@@ -151,5 +151,5 @@ CAUSAL = Family(
     num_blocks=lambda c: c.num_layers, aliases=(), to_hugging_face=export, check_config=lambda values, path: None,
     config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
-    own_tensors=lambda tensors, path: {name: tensor.float() for name, tensor in tensors.items()},
+    own_tensors=lambda tensors, path: tensors,
 )  # fmt: skip

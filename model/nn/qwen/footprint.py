@@ -36,7 +36,10 @@ def _attention(spec, tokens):
     if spec.kernels:  # the log-sum-exp of each query and head; in backward one float32 more
         return kept + 4 * heads * tokens, temporaries + 4 * heads * tokens
     padded = round_up(tokens)  # q, k and v again, padded and with repeated heads; attention weights and their gradients
-    return kept + 3 * q * s * padded + heads * s * padded**2, temporaries + 3 * q * s * padded + 3 * heads * s * padded**2
+    return (
+        kept + 3 * q * s * padded + heads * s * padded** 2,
+        temporaries + 3 * q * s * padded + 3 * heads * s * padded** 2,
+    )
 
 
 def _feed_forward(spec, tokens):

@@ -73,7 +73,10 @@ def check_config(values, path):
     layers = values.get("layer_types") or []
     other = [kind for kind in layers if kind != "full_attention"] if isinstance(layers, list) else [layers]
     computed["layer_types"] = (other or ["full_attention"])[0], "full_attention"
-    computed["use_sliding_window"] = bool(values.get("use_sliding_window")) and bool(values.get("sliding_window")), False
+    computed["use_sliding_window"] = (
+        bool(values.get("use_sliding_window")) and bool(values.get("sliding_window")),
+        False,
+    )
     for name, (said, value) in computed.items():
         if said != value:
             raise ValueError(f"{path} says {name}={said!r:.80}: only a Qwen with {name}={value!r} can be used")
@@ -90,7 +93,7 @@ def config_with(model_config, tensors):
 
 
 def own_tensors(tensors, path):
-    """`tensors` as float32, without a copy of the embedding.
+    """`tensors` under the network's names, without a copy of the embedding.
 
     Raises ValueError, which names `path`, unless they are those of a Qwen.
     """
@@ -100,4 +103,4 @@ def own_tensors(tensors, path):
         raise ValueError(f"{path} has no {EMBEDDING}: it is not a Qwen")
     if head is not None and head.shape == embedding.shape and torch.equal(head, embedding):
         del named[HEAD]
-    return {name: x.float() for name, x in named.items()}
+    return named

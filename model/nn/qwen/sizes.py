@@ -39,7 +39,9 @@ class QwenModelConfig:
         if heads % self.num_key_value_heads:
             raise ValueError(f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={heads}")
         if not self.head_dim and self.hidden_size % heads:
-            raise ValueError(f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}, or give head_dim")
+            raise ValueError(
+                f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}, or give head_dim"
+            )
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // heads)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of numbers")

@@ -33,7 +33,7 @@ def model(request):
     torch.manual_seed(0)
     model = QwenModel(QwenModelConfig(**SIZES | VARIANTS[request.param])).initialise(1)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.dim() == 1:  # biases and norms, which begin as zeros and ones
                 p.add_(torch.randn(p.shape) * 0.2)
     return model
