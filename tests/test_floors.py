@@ -26,7 +26,7 @@ ROOMS = {
         "buckets columns length_histogram packing parquet_rows row_hashes sampler sequences text_files tokenizer_file",
         "tokenizer",
         "conversation tokenizer_training",
-        "chat_template cleaning dialogue",
+        "chat_template cleaning dialogue turn_template",
         "prepared_pairs",
         "readers",
         "token_store",
@@ -53,7 +53,8 @@ ROOMS = {
         "oom_policy",
     ],
     "model.train": [
-        "fixed_shards lr_schedule objectives.base objectives.pairs optim spike_guard weighted_loss",
+        "fixed_shards lr_schedule optim spike_guard weighted_loss",
+        "objectives.base objectives.dialogues objectives.pairs",
         "cuda_graphs examples footprint objectives.registry",
         "evaluate loader",
         "derive gradients",
@@ -100,7 +101,7 @@ PLACES_OF_WORDS = (
 # {library: the only modules that may import it}
 ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed",
-    "transformers": "model.nn.t5.huggingface model.nn.qwen.huggingface model.data.tokenizer scripts bench",
+    "transformers": "model.nn.t5.huggingface model.nn.qwen.huggingface model.data.turn_template scripts bench",
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
     "datasets": "bench",
     "starlette": "model.commands.server",

@@ -12,6 +12,7 @@ import torch
 
 from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
+from model.data.turn_template import with_turn_end
 from model.nn.registry import config_from, config_values, family_of, load_model_config
 from model.nn.weights_io import LoadedWeights, check_fits, load_into, load_weights, model_directory
 from model.run.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
@@ -48,6 +49,8 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
         agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
     origin = Origin(found, weights, tokenizer, None)
     origin = replace(origin, model_config=_model_config(config, origin, vocab_size))
+    if tokenizer and family_of(origin.model_config).reads_dialogues:
+        origin = replace(origin, tokenizer=with_turn_end(tokenizer))
     if not vocab_size:
         _check_model_config(ranks, config, typed, origin)
     agree(ranks, "the model's configuration", config_values(origin.model_config))

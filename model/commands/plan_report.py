@@ -36,7 +36,7 @@ from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
 from model.train.footprint import answers_wanted, launch_tokens_here, memory_spec, plan_options
 from model.train.lr_schedule import check_warmup, warmup_pairs, warmup_problem
-from model.train.objectives.registry import objective_of
+from model.train.objectives.registry import objective_for
 
 SAMPLED_ROWS = 20_000
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
@@ -112,7 +112,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     limit = int(config.gpu_memory_limit_gb * GIB) or (num_gpus and torch.cuda.get_device_properties(0).total_memory)
     machine = Machine(world, limit or None)
     origin = _origin(config, vocab_size)
-    model_config, sample = origin.model_config, _sample(config, origin.tokenizer)
+    model_config, sample = origin.model_config, _sample(config, origin)
     lengths, num_pairs = sample.lengths, sample.num_pairs
     batch = global_batch(config, world, typed)
     share_pairs = -(-batch // world)
@@ -152,10 +152,11 @@ def _origin(config, vocab_size):
     return find_origin(ALONE, known, (), vocab_size=vocab_size)
 
 
-def _sample(config, tokenizer):
+def _sample(config, origin):
     """Sample of the training pairs: all if they are tokenised, else the first rows, else max_seq_len for every pair."""
     path, columns = Path(config.train_file), (config.prompt_column, config.response_column)
-    objective = objective_of(config)
+    tokenizer = origin.tokenizer
+    objective = objective_for(config, origin.model_config, tokenizer)
     longest = objective.length_bounds(np.full((1, len(objective.sides)), config.max_seq_len))
     if tokenizer is None or not path.is_file():
         return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len", None, 0)

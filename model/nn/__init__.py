@@ -2,8 +2,8 @@
 
 base says what a network computes and what a family gives; registry names the families. Each family is a folder.
 layers and activations hold what several families are built of; attention works on packed examples; loss is the output
-projection with cross-entropy or log-probabilities and never holds all logits. flat_params keeps weights, gradients and bf16 copies in
-flat tensors, flat_batch the arrays of a batch in one; footprint says what determines the bytes of a run.
+projection with cross-entropy or log-probabilities and never holds all logits. flat_params keeps weights, gradients and
+bf16 copies in flat tensors, flat_batch the arrays of a batch in one; footprint says what determines the bytes of a run.
 dropout draws its masks with philox, from what a token is and not from where it lies.
 weights_io reads and writes model files.
 kernels/ holds the Triton kernels; each has a PyTorch implementation that gives the same results to rounding.

@@ -170,6 +170,8 @@ class Family:
     own_tensors: Callable  # ({name: tensor} of Hugging Face files, path) -> those of the network
     aliases: tuple[str, ...]  # names under which such a file may hold a tensor a second time
     to_hugging_face: Callable  # (model, tokenizer, device=None) -> transformers' model with its weights
+    # whether it reads dialogues in the tokenizer's chat template (model/data/turn_template.py)
+    reads_dialogues: bool = False
 
 
 @dataclass(frozen=True)

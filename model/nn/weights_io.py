@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES
 from model.data.chat_template import write_chat_template
 from model.data.tokenizer import copy_tokenizer
+from model.data.turn_template import write_turn_template
 from model.nn.registry import FAMILIES, family_named, family_of
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
@@ -46,7 +47,8 @@ def export_model(model, tokenizer, directory, generation=None):
             raise OSError(f"{directory} cannot be written: {error}") from None
         try:
             copy_tokenizer(tokenizer.directory, draft)
-            write_chat_template(tokenizer, draft)
+            write = write_turn_template if family_of(model.config).reads_dialogues else write_chat_template
+            write(tokenizer, draft)
         except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
             raise OSError(str(error)) from None
 
@@ -93,8 +95,8 @@ def load_weights(path):
 def _read_files(directory):
     """{name: tensor} of a directory's model.safetensors, or of the files that its INDEX names.
 
-    They are mapped from the files: a tensor takes memory once it is read, which the system takes back. Raises ValueError
-    as `read_tensors` does, and if the index does not fit the files.
+    They are mapped from the files: a tensor takes memory once it is read, which the system takes back. Raises
+    ValueError as `read_tensors` does, and if the index does not fit the files.
     """
     if (directory / WEIGHTS).is_file():
         return read_tensors(directory / WEIGHTS)

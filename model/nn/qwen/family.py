@@ -27,4 +27,5 @@ QWEN = Family(
     own_tensors=huggingface.own_tensors,
     aliases=(huggingface.HEAD,),
     to_hugging_face=huggingface.as_hugging_face,
+    reads_dialogues=True,
 )

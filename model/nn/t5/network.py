@@ -15,7 +15,6 @@ from model.nn.dropout import NO_DROPOUT, add_dropout, dropout, relu_dropout
 from model.nn.flat_params import embed, linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.t5 import decode
-
 from model.nn.t5.position_bias import score_bias
 
 BLOCK_SITES = 4  # places of dropout in a block, counted from its first: the inputs of its layers, and HIDDEN

@@ -1,4 +1,4 @@
-"""Qwen directories of Hugging Face: read, in one file or several, written, and refused by the field that is not computed."""
+"""Qwen directories of Hugging Face: read, in one file or several, and refused by the field that is not computed."""
 
 import json
 
