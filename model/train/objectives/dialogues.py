@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -109,11 +109,9 @@ def _turns(question, answer, context):
 
 def _whole(rows):
     """Yield (turns,) of each dialogue, from the rows of its questions, of which each has what was said before it."""
-    last = None
-    for question, answer, context in chain(rows, [("", "", None)]):
-        if last and not _goes_on(last, context):
+    for last, following in pairwise(chain(rows, [None])):
+        if following is None or not _goes_on(last, following[2]):
             yield (_turns(*last),)
-        last = (question, answer, context) if question.strip() and answer.strip() else None
 
 
 def _goes_on(last, context):
