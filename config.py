@@ -100,12 +100,18 @@ class TrainConfig:
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch
     trainable: str = "all"  # weights that are trained: all, decoder
     dropout: float = 0.0  # probability
+    # Adapters
+    lora_rank: int = 0  # train a LoRA adapter of this rank and freeze all other weights; 0: train the weights
+    lora_alpha: float = 0.0  # what the adapter gives is scaled by alpha / rank; 0: twice the rank
+    lora_targets: str = ""  # linear layers that get an adapter, for example q,v; empty: all
+    lora_dropout: float = 0.0  # probability, of an adapter's input
+    use_rslora: bool = False  # scale by alpha / sqrt(rank)
     # Optimization
     epochs: int = 6  # passes over train_file
     batch_size_per_gpu: int = 32  # pairs
     gradient_accumulation_steps: int = 2  # multiplies the pairs of a step
     global_batch_size: int = 0  # pairs of a step over all ranks; 0: batch x ranks x accumulation
-    optimizer: str = "muon"  # muon, adamw_rms, adamw, adafactor
+    optimizer: str = "muon"  # muon (for adapters adamw), adamw_rms, adamw, adafactor
     learn_rate: float = 0.0  # peak; 0: the optimizer's default
     any_learn_rate: bool = False  # accept a learn_rate outside the optimizer's range
     warmup_steps: int = -1  # steps; -1: a tenth of the run, at most 1000
@@ -148,7 +154,7 @@ MINIMUM = dict(
     epochs=1, batch_size_per_gpu=1, gradient_accumulation_steps=1, global_batch_size=0, max_seq_len=8, seed=0,
     warmup_steps=-1, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
-    no_repeat_ngram_size=0, ddp_timeout_s=30, spike_guard=0,
+    no_repeat_ngram_size=0, ddp_timeout_s=30, spike_guard=0, lora_rank=0, lora_alpha=0,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("muon", "adamw_rms", "adamw", "adafactor"),
@@ -170,6 +176,11 @@ LEARN_RATES = dict(
     adafactor=(2e-2, 5e-3, 1e-3, 1e-1),  # 1e-2 to 4e-2 tried; T5 used 1e-2, fine-tuning 1e-3 (arXiv 1910.10683)
     adamw=(3e-4, 1e-4, 1e-6, 5e-3),  # 1e-3 is far worse; fine-tuning not measured, commonly 1e-4 to 1e-3 for T5
 )
+# The same for adapters, whose B starts at zero, so that a rate relative to it would leave it there: torch's AdamW takes
+# its rate as it is. Ten times that of all weights (Schulman et al. 2025, LoRA Without Regret), whatever the rank.
+LORA_OPTIMIZER, LORA_LEARN_RATES = "adamw", (1e-3, 1e-3, 1e-5, 5e-2)
+LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_dropout", "use_rslora")
+MAX_LORA_RANK = 4096
 MAX_DEFAULT_WARMUP_STEPS = 1000
 
 
@@ -188,8 +199,16 @@ def _problems(config):
             yield f"{name}={getattr(config, name)!r}: choose one of {', '.join(choices)}{why}"
     if not 0 <= config.learn_rate <= 1:
         yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1, or 0 for the optimizer's default"
-    if not 0 <= config.dropout < 1:
-        yield f"dropout={config.dropout}: must be in [0, 1)"
+    for name in ("dropout", "lora_dropout"):
+        if not 0 <= getattr(config, name) < 1:
+            yield f"{name}={getattr(config, name)}: must be in [0, 1)"
+    if config.lora_rank > MAX_LORA_RANK:
+        yield f"lora_rank={config.lora_rank}: must be at most {MAX_LORA_RANK}"
+    for name in LORA_OPTIONS:
+        if getattr(config, name) and not config.lora_rank:
+            yield f"{name}={getattr(config, name)}: belongs to an adapter, so type its rank too, --lora_rank=16"
+    if config.lora_rank and config.trainable != "all":
+        yield f"trainable={config.trainable}: with --lora_rank only the adapter is trained: leave --trainable out"
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
     if config.no_repeat_ngram_size > 16:
@@ -242,6 +261,8 @@ def load_config(preset, overrides):
             values[name] = as_type(name, value, kinds)
         except ValueError as error:
             problems.append(str(error))
+    if values.get("lora_rank"):
+        values.setdefault("optimizer", LORA_OPTIMIZER)
     try:
         config = TrainConfig(**{name: value for name, value in values.items() if name in kinds})
     except ValueError as error:
@@ -253,8 +274,14 @@ def load_config(preset, overrides):
 
 def default_learn_rate(config):
     """Peak learning rate that config's optimizer uses if none is given."""
-    scratch, finetuning, *_ = LEARN_RATES[config.optimizer]
+    scratch, finetuning, *_ = rates_of(config)
     return finetuning if config.finetune_from_ckp_file else scratch
+
+
+def rates_of(config):
+    """Default peak from scratch and for fine-tuning, lowest and highest learning rate of config's optimizer."""
+    is_adapter = config.lora_rank and config.optimizer == LORA_OPTIMIZER
+    return LORA_LEARN_RATES if is_adapter else LEARN_RATES[config.optimizer]
 
 
 FLAGS = ("is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite")

@@ -116,9 +116,11 @@ def train_from(run, request, state, plan):
 
 def train_to_the_end(run, journal, state, plan):
     """Train, evaluate and save; returns the last state, "finished" or "asked", and why its checkpoint failed or ""."""
-    samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if run.config.log_sample_ids else None
-    saver = Saver(run.ranks, run.dir, run.config.keep_latest_n_ckp, journal)  # waits for its last checkpoint
-    with live(run.ranks, run.config), Journal(samples) as samples, saver:
+    config = run.config
+    samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if config.log_sample_ids else None
+    saver = Saver(run.ranks, run.dir, config.keep_latest_n_ckp, journal)  # waits for its last checkpoint
+    screen = live(run.ranks, run.dir, config.screen, config.gpu_memory_limit_gb)
+    with screen, Journal(samples) as samples, saver:
         state, reason = train_and_save(run, journal, samples, saver, state, plan)
     return state, reason, saver.failure
 

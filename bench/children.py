@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -79,6 +81,9 @@ def run_job(job, log, slot):
         problem = "" if code == 0 else f"exit code {code}"
     except subprocess.TimeoutExpired:
         problem = f"not done after {job.limit_seconds:.0f} s"
+        for child in psutil.Process(process.pid).children(recursive=True):  # some lead a process group of their own
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
     with suppress(ProcessLookupError):  # kills what is still running, for example compile workers
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -65,9 +65,9 @@ def gpu_cells(model):
     """Yield the cells of `model` on a GPU, in the order in which they start."""
     large = 1024 if model == "small" else 512
     for name, pairs, rounds in (("32x2", 32, 2), ("256", 256, 1), (f"{large}", large, 1)):
-        yield make_cell(model, "ours", name, pairs, rounds, short=pairs <= 256, warm_steps=12, warm_seconds=4)
+        yield make_cell(f"{model}/ours/{name}", pairs, rounds, short=pairs <= 256, warm_steps=12, warm_seconds=4)
     adamw = dict(options=dict(optimizer="adamw_rms"), warm_steps=12, warm_seconds=4)  # A and B use AdamW too
-    yield make_cell(model, "ours", "256-adamw_rms", 256, 1, short=True, **adamw)
+    yield make_cell(f"{model}/ours/256-adamw_rms", 256, 1, short=True, **adamw)
     half = 256 if model == "small" else 128
     for name, pairs, attention, compiled, static in (
         ("eager-32", 32, "eager", False, False),
@@ -77,38 +77,41 @@ def gpu_cells(model):
     ):
         flags = dict(attention=attention, compile=compiled, static=static)
         short = name == f"eager-{half}"
-        yield make_cell(model, "a", name, pairs, 1, short=short, **flags)
+        yield make_cell(f"{model}/a/{name}", pairs, 1, short=short, **flags)
     for shape, pairs in zip(((32, 128), (32, 256), (128, 256), (256, 256)), B_PAIRS[model], strict=True):
         name = f"{shape[0]}-{shape[1]}"
-        yield make_cell(model, "b", name, pairs, 1, shape=shape, compile=True, timed_seconds=4, short=model == "small")
+        yield make_cell(
+            f"{model}/b/{name}", pairs, 1, shape=shape, compile=True, timed_seconds=4, short=model == "small"
+        )
     # Compiling for changing shapes may not finish: this cell has a set-up limit of its own.
     flags = dict(attention="sdpa", compile=True, static=False, set_up_seconds=SET_UP_SECONDS[model] * 2 // 3)
-    yield make_cell(model, "a", f"sdpa-compiled-grouped-{half}", half, 1, **flags)
-    yield make_cell(model, "ours", "32x2-warm", 32, 2, warm_steps=12, warm_seconds=4, caches_of=f"{model}/ours/32x2")
+    yield make_cell(f"{model}/a/sdpa-compiled-grouped-{half}", half, 1, **flags)
+    yield make_cell(f"{model}/ours/32x2-warm", 32, 2, warm_steps=12, warm_seconds=4, caches_of=f"{model}/ours/32x2")
 
 
 def cpu_cells(model):
     """Yield the cells of `model` on a CPU."""
     for optimizer, more in (("", {}), ("-adamw_rms", dict(options=dict(optimizer="adamw_rms")))):
         how = more | dict(timed_seconds=30, warm_steps=1)
-        yield make_cell(model, "ours", f"32x2{optimizer}", 32, 2, CPU_PAIRS, short=model == "tiny", **how)
-        yield make_cell(model, "ours", f"16{optimizer}", 16, 1, CPU_PAIRS, **how)
+        yield make_cell(f"{model}/ours/32x2{optimizer}", 32, 2, CPU_PAIRS, short=model == "tiny", **how)
+        yield make_cell(f"{model}/ours/16{optimizer}", 16, 1, CPU_PAIRS, **how)
     for attention, pairs in (("eager", 16), ("sdpa", 16), ("sdpa", 32)):
         flags = dict(attention=attention, compile=False, static=False, timed_seconds=30, warm_steps=1)
         name, short = f"{attention}-{pairs}", model == "tiny" and (attention, pairs) == ("sdpa", 16)
-        yield make_cell(model, "a", name, pairs, 1, CPU_PAIRS, short=short, **flags)
+        yield make_cell(f"{model}/a/{name}", pairs, 1, CPU_PAIRS, short=short, **flags)
     if model == "tiny":
         for shape, pairs in zip(((32, 128), (32, 256), (128, 256), (256, 256)), (32, 16, 16, 8), strict=True):
             name = f"{shape[0]}-{shape[1]}"
-            yield make_cell(model, "b", name, pairs, 1, shape=shape, compile=True, timed_seconds=15, warm_steps=2)
+            yield make_cell(f"{model}/b/{name}", pairs, 1, shape=shape, compile=True, timed_seconds=15, warm_steps=2)
 
 
-def make_cell(model, loop, name, pairs, rounds, corpus_pairs=GPU_PAIRS, **more):
-    """One loop with one setting; a step is `rounds` micro-batches of `pairs` pairs."""
+def make_cell(name, pairs, rounds, corpus_pairs=GPU_PAIRS, **more):
+    """The cell `name`, MODEL/LOOP/SETTING; a step is `rounds` micro-batches of `pairs` pairs."""
+    model, loop, _ = name.split("/")
     grouped = loop == "a" and not more["static"]
     cycle = max(min(corpus_pairs // (pairs * rounds * 4), MEGA_BATCH), WINDOWS) if grouped else WINDOWS
     cell = dict(
-        model=model, loop=loop, name=f"{model}/{loop}/{name}", pairs=pairs, rounds=rounds, cycle=cycle,
+        model=model, loop=loop, name=name, pairs=pairs, rounds=rounds, cycle=cycle,
         warm_steps=5, warm_seconds=2, timed_seconds=TIMED_SECONDS, short=False, caches_of="", options={},
         set_up_seconds=SET_UP_SECONDS[model],
     )  # fmt: skip

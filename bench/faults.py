@@ -21,7 +21,7 @@ import torch
 
 from model.run.checkpoint import checkpoint_paths
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
-from tests.trials import WITH_KERNELS, tell, write_section
+from tests.trials import WITH_KERNELS, adapter_options, tell, write_section
 
 STEPS = 12
 SITES = dict(
@@ -31,7 +31,7 @@ RANKS, KINDS = ("0", "last", "all"), ("real", "oom", "cublas", "cudnn", "nccl", 
 HANG_SECONDS = 60
 
 
-def options(world):
+def options(world, adapter):
     """Options of a run of STEPS steps in which every rank has several micro-batches per step."""
     batch = 4 * world
     steps_per_epoch = -(-NUM_PAIRS // batch)
@@ -39,24 +39,30 @@ def options(world):
     return kernels | dict(
         global_batch_size=batch, epochs=STEPS // steps_per_epoch, micro_batch_tokens=64, save_steps=1,
         bleu_pairs=2 * world, max_new_tokens=4,
-    )  # fmt: skip
+    ) | adapter  # fmt: skip
 
 
-def calm_run(home, world):
+def calm_run(home, world, adapter):
     """(run directory, seconds) of the undisturbed run."""
     started = time.monotonic()
-    done = train(home, world, output_dir=f"calm{world}", seconds=600, **options(world))
+    done = train(home, world, output_dir=f"calm{world}", seconds=600, **options(world, adapter))
     assert done.codes == [0] * world, done.text
     return home / f"calm{world}", time.monotonic() - started
 
 
-def faulty_run(home, world, rank, kind, calm, calm_seconds):
-    """Record of the run in which `kind` is raised on `rank` at every site; `wrong` lists the checks that failed."""
+def faulty_run(home, failing, calm, calm_seconds, adapter):
+    """Record of the run in which an error is raised on a rank at every site; `wrong` lists the checks that failed.
+
+    `failing` is (number of processes, rank, kind of error).
+    """
+    world, rank, kind = failing
     name, started = f"faulty{world}_{rank}_{kind}", time.monotonic()
     faults = ",".join(f"{site}:{rank}:{step}:{kind}" for site, step in SITES.items())
     record = dict(world=world, rank=rank, kind=kind)
     try:
-        done = train(home, world, faults, output_dir=name, seconds=calm_seconds + HANG_SECONDS, **options(world))
+        done = train(
+            home, world, faults, output_dir=name, seconds=calm_seconds + HANG_SECONDS, **options(world, adapter)
+        )
     except AssertionError as error:
         return record | dict(sites=[], wrong=f"hung: {error}"[:2000])
     seconds = round(time.monotonic() - started - calm_seconds, 1)
@@ -104,24 +110,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--worlds", default="2" if torch.cuda.device_count() else "2,4")
     parser.add_argument("--out", help="file for the JSON lines")
+    parser.add_argument("--ranks", default=",".join(RANKS), help="that fail")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of errors")
+    parser.add_argument("--lora_rank", type=int, default=0, help="above 0: the runs train an adapter")
     given = parser.parse_args()
     records = []
     with tempfile.TemporaryDirectory() as folder:
         home = furnish(Path(folder))
+        model = WITH_KERNELS["model"] if torch.cuda.device_count() else "shape.json"
+        adapter = adapter_options(home, given.lora_rank, model)
         for world in map(int, given.worlds.split(",")):
-            calm = calm_run(home, world)
-            for rank in RANKS:
-                for kind in KINDS:
-                    records.append(faulty_run(home, world, rank, kind, *calm))
+            calm = calm_run(home, world, adapter)
+            for rank in given.ranks.split(","):
+                for kind in given.kinds.split(","):
+                    records.append(faulty_run(home, (world, rank, kind), *calm, adapter))
                     tell(given.out, harness="faults", **records[-1])
     rows = [
         [*(r[name] for name in ("world", "rank", "kind")), len(r["sites"]), r.get("seconds", "–"), verdict(r)]
         for r in records
     ]
-    where = "NCCL" if torch.cuda.device_count() else "Gloo"
+    where = ("NCCL" if torch.cuda.device_count() else "Gloo") + ", an adapter" * bool(given.lora_rank)
     note = f"`python -m bench.faults --worlds {given.worlds}`: each run fails once at each of {', '.join(SITES)}."
+    section = "matrix_" + where.lower().replace(", an ", "_")
     header = ["processes", "on rank", "error", "times", "seconds over the undisturbed run", "passed"]
-    write_section(f"matrix_{where.lower()}", f"Out of memory at every site ({where})", header, rows, note)
+    write_section(section, f"Out of memory at every site ({where})", header, rows, note)
     return 1 if any(record["wrong"] for record in records) else 0
 
 

@@ -4,7 +4,7 @@
 
 Each run is killed --kills times with SIGKILL: all its processes, or one, and then the others must end within a minute.
 Then it may finish. Exit code 1 if a run's weights differ, an example id came twice or never, or a half-written file is
-left. On GPUs use --deterministic --model tiny.
+left. On GPUs use --deterministic --model tiny. --lora_rank 4 kills runs that train an adapter.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch
 
 from tests.ranks import kill_all
 from tests.tiny import furnish
-from tests.trials import Disturbed, calm_hash, tell, typed, write_section
+from tests.trials import Disturbed, adapter_options, calm_hash, tell, typed, write_section
 
 OPTIONS = dict(epochs=20, save_steps=1, ddp_timeout_s=45)
 ENDED_SECONDS = 60  # longer than ddp_timeout_s: that long a rank waits for the others to start
@@ -35,6 +35,7 @@ def main():
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--model", default="shape.json", help="a model of config.py; default: the smallest possible")
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--lora_rank", type=int, default=0, help="above 0: the runs train an adapter")
     parser.add_argument("--out", help="file for the JSON lines")
     given = parser.parse_args()
     worlds = [int(world) for world in given.worlds.split(",")]
@@ -42,6 +43,7 @@ def main():
     records = []
     with tempfile.TemporaryDirectory() as folder:
         home = furnish(Path(folder))
+        options |= adapter_options(home, given.lora_rank, given.model)
         for number in range(given.runs):
             world, draw = worlds[number % len(worlds)], random.Random(given.seed + number)
             record = killed_run(home, f"run{number}", world, draw, given.kills, **options)
@@ -50,7 +52,8 @@ def main():
     device = "gpu" if torch.cuda.is_available() else "cpu"
     mode = "deterministic" if given.deterministic else "default"
     write_section(
-        f"kills_{device}_{mode}", f"SIGKILL at random moments ({device.upper()}, {mode} mode)",
+        f"kills_{device}_{mode}" + "_lora" * bool(given.lora_rank),
+        f"SIGKILL at random moments ({device.upper()}, {mode} mode{', an adapter' * bool(given.lora_rank)})",
         ["processes", "runs", "kills", "during a save", "before the first step", "survivor ended after, s (worst)",
          "runs with the undisturbed run's sha256", "runs with each id once"],
         [row(world, [r for r in records if r["world"] == world]) for world in worlds],

@@ -86,6 +86,7 @@ class OneLength:
 
     pairs: int
     token_count: int
+    vocab_size: int = VOCAB_SIZE
 
     @property
     def lengths(self):
@@ -100,7 +101,7 @@ class OneLength:
 
     def tokens(self, ids):
         draw = np.random.default_rng(0)
-        return tuple(draw.integers(3, VOCAB_SIZE, len(ids) * self.token_count) for _ in range(2))
+        return tuple(draw.integers(3, self.vocab_size, len(ids) * self.token_count) for _ in range(2))
 
 
 def predict(case, constants=CURRENT):

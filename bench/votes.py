@@ -3,14 +3,15 @@
     torchrun --nproc_per_node 2 -m bench.votes --corpus DIR [--model small] [--pairs 256] [--any_field=value]
 
 Without the vote each rank acts on its own result; gradients are summed over ranks in both cases. DIR is created if it
-does not exist. Rank 0 prints one JSON line: the median step time of both, and the median over the rounds of the
-difference.
+does not exist. Rank 0 prints one JSON line: the median step time of both, the median over the rounds of the difference,
+and the time of the gradients' sum over ranks alone.
 """
 
 import argparse
 import json
 import os
 import statistics
+import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,10 +19,11 @@ from pathlib import Path
 from bench.corpus import write_corpus
 from config import load_config
 from model.commands.setup import prepare_run
-from model.runtime.distributed import from_main, start_ranks, stop_ranks
+from model.runtime.distributed import from_main, start_ranks, stop_ranks, sum_over_ranks, vote
 from model.train.step import Position, train_steps
 
 CORPUS_PAIRS, WARM_STEPS, STEPS = 51_200, 40, 60
+EXCHANGES = 20  # timed sums over ranks
 
 
 def main():
@@ -31,6 +33,7 @@ def main():
     parser.add_argument("--pairs", type=int, default=256, help="per rank and step")
     parser.add_argument("--corpus_pairs", type=int, default=CORPUS_PAIRS)
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps per round, with and without the vote")
+    parser.add_argument("--warm_steps", type=int, default=WARM_STEPS, help="untimed steps before them")
     parser.add_argument("--rounds", type=int, default=6)
     given, words = parser.parse_known_args()
     ranks = start_ranks()
@@ -38,32 +41,50 @@ def main():
     os.chdir(given.corpus)
     options = dict(word.lstrip("-").split("=", 1) for word in words) | dict(
         model=given.model, batch_size_per_gpu=given.pairs, gradient_accumulation_steps=1, tokenizer_dir="tokenizer",
-        train_file="train.parquet", validation_file="valid.parquet", output_dir="runs/votes", epochs=1000,
+        train_file="train.parquet", validation_file="valid.parquet", epochs=1000,
+        output_dir=f"runs/votes_{given.model}_{given.pairs}_{ranks.world_size}",
     )  # fmt: skip
     config = load_config("pretrain", options)
     run, _, plan = prepare_run(ranks, config, set(options), resumed=False)
     rounds = [
-        [step_milliseconds(run, plan, group, given.steps) for group in (ranks.cpu_group, None)]
+        [step_milliseconds(run, plan, group, (given.warm_steps, given.steps)) for group in (ranks.cpu_group, None)]
         for _ in range(given.rounds)
     ]
+    exchange = exchange_milliseconds(run)
     if ranks.is_main:
         with_vote, without = (statistics.median(times) for times in zip(*rounds, strict=True))
         cost = statistics.median(a - b for a, b in rounds)
         print(json.dumps(dict(
             harness="votes", world=ranks.world_size, backend=ranks.backend, model=given.model, pairs=given.pairs,
             step_ms=round(with_vote, 3), without_vote_ms=round(without, 3), vote_ms=round(cost, 3),
-            percent_of_the_step=round(100 * cost / without, 2), load=round(os.getloadavg()[0], 1),
+            percent_of_the_step=round(100 * cost / without, 2), exchange_ms=round(exchange, 3),
+            load=round(os.getloadavg()[0], 1),
             rounds=[[round(a, 3), round(b, 3)] for a, b in rounds],
         )))  # fmt: skip
     stop_ranks()
 
 
 def step_milliseconds(run, plan, cpu_group, num_steps):
-    """Median step time; ranks vote over `cpu_group`, or not at all if it is None."""
+    """Median step time after untimed steps, `num_steps` = (untimed, timed).
+
+    Ranks vote over `cpu_group`, or not at all if it is None.
+    """
     ranks = replace(run.ranks, cpu_group=cpu_group)
     steps = train_steps(replace(run.context, ranks=ranks), Position(plan))
-    results = islice(steps, WARM_STEPS, WARM_STEPS + num_steps)
+    results = islice(steps, num_steps[0], sum(num_steps))
     return 1000 * statistics.median(result.step_seconds for result in results)
+
+
+def exchange_milliseconds(run):
+    """Median time of one sum of the gradients over ranks with nothing beside it."""
+    ranks, times = run.ranks, []
+    for _ in range(EXCHANGES):
+        vote(ranks, 0)  # all ranks begin together
+        started = time.perf_counter()
+        sum_over_ranks(ranks, run.model.flat.gradients_and_sums)
+        float(run.model.flat.sums[0])  # waits for the device
+        times.append(time.perf_counter() - started)
+    return 1000 * statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python scripts/chat.py [MODEL_DIR] [--temperature 0.7] [--top_p 0.9] [--max_new_tokens 256]
     python scripts/chat.py model_save/sft_fast < questions.txt > answers.txt
 
-MODEL_DIR is a Hugging Face directory or a run directory; default: the newest model_save/*/best. What is not given is
-what the model's generation_config.json says. In the terminal the model is shown the conversation so far; questions from
-a pipe are answered each by itself.
+MODEL_DIR is a Hugging Face directory, an adapter's or a run's; default: the newest model_save/*/best. What is not given
+is what the model's generation_config.json says. In the terminal the model is shown the conversation so far; questions
+from a pipe are answered each by itself.
 In the terminal: /reset begins anew, /undo takes the last question back, /save FILE writes the conversation, /settings
 shows how answers are chosen, /settings temperature 0.7 changes it; cls clears the screen; exit, quit, Ctrl+D and Ctrl+C
 end the program.
@@ -131,7 +131,8 @@ def apply(options: argparse.Namespace, talk: Talk) -> None:
 
 def newest_model() -> Path:
     """The newest model_save/*/best in the current directory or the project. Raises ValueError if there is none."""
-    found = {path for folder in (Path.cwd(), ROOT) for path in folder.glob("model_save/*/best/model.safetensors")}
+    files = "model_save/*/best/*model.safetensors"  # adapter_model.safetensors too
+    found = {path for folder in (Path.cwd(), ROOT) for path in folder.glob(files)}
     if not found:
         raise ValueError("no model_save/*/best here: name the model's directory, or train a model first")
     return max(found, key=lambda path: path.stat().st_mtime).parent

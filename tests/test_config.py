@@ -72,6 +72,12 @@ def test_a_file_that_holds_no_json_object_is_refused_as_a_model(tmp_path, text):
         load_model_config(str(tmp_path / "model.json"))
 
 
+def test_an_unknown_size_of_a_model_is_refused_with_the_names_that_its_family_knows(tmp_path):
+    (tmp_path / "model.json").write_text('{"d_modle": 8}')
+    with pytest.raises(ValueError, match='\'d_modle\': known are d_model, d_ff, .*"family": "NAME"'):
+        load_model_config(str(tmp_path / "model.json"))
+
+
 @pytest.mark.parametrize("text", ["", "2", "maybe", "None", "tru"])
 def test_text_other_than_true_or_false_is_refused_for_a_boolean(text):
     with pytest.raises(ValueError, match="takes True or False"):

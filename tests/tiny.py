@@ -69,8 +69,9 @@ def start(home, world=1, fault="", env=None, command="train", function=main, **c
 
 
 def weights_hash(run_dir):
-    """sha256 of the weights in the run's last/."""
-    return hashlib.sha256(Path(run_dir, "last", "model.safetensors").read_bytes()).hexdigest()
+    """sha256 of the weights, or of the adapter, in the run's last/."""
+    (path,) = Path(run_dir, "last").glob("*model.safetensors")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def journal(run_dir, kind):

@@ -19,7 +19,7 @@ from tests.ranks import ROOT
 from tests.tiny import NUM_PAIRS, ids_by_epoch, start, train, wait_for, weights_hash
 from train_low_mem import main
 
-FAULTS_PAGE = ROOT / "docs" / "faults.md"
+FAULTS_PAGE = Path(os.environ.get("FAULTS_PAGE", ROOT / "docs" / "faults.md"))
 TRAIN_LINE = b'"kind":"train"'
 SLEEP_SECONDS = 0.2
 WITH_KERNELS = dict(model="tiny", dropout=0, deterministic=True)  # options of a run on GPUs
@@ -72,6 +72,15 @@ class Disturbed:
         checks["no_drafts"] = not list(self.dir.rglob("*.tmp"))
         wrong = [name for name, right in checks.items() if not right]
         return f"{', '.join(wrong)}\n{done.text[-2000:]}" if wrong else ""
+
+
+def adapter_options(home, lora_rank, model="shape.json"):
+    """Options of a run that trains an adapter, on a base that is trained here first; none for a rank of 0."""
+    if not lora_rank:
+        return {}
+    done = train(home, output_dir="base", model=model, epochs=1, seconds=600)
+    assert done.codes == [0], done.text
+    return dict(finetune_from_ckp_file="base", lora_rank=lora_rank, lora_dropout=0.1, learn_rate=5e-3)
 
 
 def sleepy_main(words):

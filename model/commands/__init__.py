@@ -2,7 +2,7 @@
 
 options parses the command line and reports all its problems at once, without importing torch.
 option_names maps the option names of other trainers to those here.
-origin reads the options, checkpoint or weights that a run starts from; network makes its network.
+origin reads the options, checkpoint or weights that a run starts from, adapter its adapter; network makes its network.
 setup makes all that a run needs before its first step: data, tokenizer, model, optimizer, state and plan.
 plan_report is the command plan: what a run would take. doctor is the command doctor: what would make it fail.
 answering loads a trained model to answer questions in text. server answers them over HTTP: openai_api reads the

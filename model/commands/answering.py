@@ -12,9 +12,10 @@ from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import turn_template, with_turn_end
 from model.generate.engine import Engine, Limits, Request
 from model.generate.sampling import Sampling, sampling_from
+from model.nn.adapter_io import load_merged, weights_directory
 from model.nn.base import LanguageModel
 from model.nn.registry import family_of
-from model.nn.weights_io import check_fits, load_into, load_weights, model_directory
+from model.nn.weights_io import check_fits, load_into
 from model.runtime.json_stream import read_object
 
 DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS = 256, 2**20
@@ -44,18 +45,21 @@ class ChatModel:
 
 
 def load_chat_model(path, device=None):
-    """ChatModel of a Hugging Face directory or a run directory (its best/, else its last/), on the GPU if there is one.
+    """ChatModel of a Hugging Face directory, of an adapter's, or of a run directory (its best/, else its last/).
+
+    It is on the GPU if there is one. An adapter is merged into its base.
 
     Raises ValueError if there is none, and for damaged or misfit files. The weights are held once, in the dtype that
     they are computed with.
     """
-    directory = model_directory(Path(path))
+    directory = weights_directory(path)
     if directory is None:
         raise ValueError(
-            f"no model in {path}: name a Hugging Face directory (config.json and model.safetensors) or a run directory "
-            "with best/ or last/, for example model_save/sft_fast"
+            f"no model in {path}: name a Hugging Face directory (config.json and model.safetensors), an adapter's "
+            "directory, or a run directory with best/ or last/, for example model_save/sft_fast"
         )
-    tokenizer, weights = load_tokenizer(directory), load_weights(directory)
+    weights = load_merged(directory)
+    tokenizer = load_tokenizer(weights.tokenizer_dir)
     if weights.model_config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"{directory}: the model has {weights.model_config.vocab_size} tokens and the tokenizer beside it "

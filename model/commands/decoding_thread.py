@@ -12,6 +12,10 @@ from model.runtime.device_memory import release_memory, within_memory
 LOGGER = logging.getLogger("chat_trainer")
 
 
+FAILED = "the answer could not be generated; the server's log says why"
+ENDED = "the decoder has ended; the server's log says why: start the server again"
+
+
 class TooBusy(RuntimeError):
     """Too many requests wait for a slot."""
 
@@ -48,11 +52,16 @@ class DecodingThread(threading.Thread):
         self._wakes, self._inbox = threading.Condition(), deque()  # (Stream, whether it is cancelled)
         self._streams = {}  # number in the engine to Stream; this thread's own
         self.num_open = 0  # submitted and not finished
-        self._is_stopping = False
+        self._is_stopping = self._has_failed = False
 
     def submit(self, request):
-        """The Stream of a Request, to be read in the running event loop; raises TooBusy."""
+        """The Stream of a Request, to be read in the running event loop.
+
+        Raises TooBusy, and RuntimeError if the thread has ended.
+        """
         with self._wakes:
+            if self._has_failed:
+                raise RuntimeError(ENDED)
             if self.num_open >= self._limits.slots + self._max_waiting:
                 raise TooBusy(f"{self.num_open} requests are being answered or wait: try again later")
             self.num_open += 1
@@ -74,19 +83,46 @@ class DecodingThread(threading.Thread):
             self._wakes.notify()
 
     def run(self):
-        engine = Engine(self._model, self._limits)
+        try:
+            self._decode()
+        except Exception:  # no client may wait for an answer that nobody makes
+            LOGGER.exception("the decoder has ended")
+            with self._wakes:
+                self._has_failed = True
+                left = [stream for stream, is_cancelled in self._inbox if not is_cancelled]
+            for stream in (*self._streams.values(), *left):
+                stream.put(RuntimeError(ENDED))
+
+    def _decode(self):
+        engine = self._new_engine()
         while self._admit(engine):
             try:
                 fits, progress = within_memory(engine.step)
-            except Exception as error:  # of a library: the requests under way fail, the server goes on
+            except Exception:  # of a library: the requests under way fail, the server goes on
                 LOGGER.exception("the requests under way failed")
-                self._fail(error)
-                engine = Engine(self._model, self._limits)
-                continue
-            if fits:
+                self._fail(FAILED)
+                engine = None
+            if engine is None:  # here no traceback keeps the failed step's tensors alive
+                engine = self._new_engine()
+            elif fits:
                 self._deliver(progress)
             else:
                 engine = self._smaller(engine)
+
+    def _new_engine(self):
+        """An Engine with as many slots as memory allows; raises RuntimeError if it does not allow one."""
+        while True:
+            release_memory()
+            fits, engine = within_memory(Engine, self._model, self._limits)
+            if fits:
+                return engine
+            if self._limits.slots == 1:
+                raise RuntimeError("out of memory for one answer: lower the most tokens of a prompt or an answer")
+            self._halve()
+
+    def _halve(self):
+        self._limits = replace(self._limits, slots=max(self._limits.slots // 2, 1))
+        LOGGER.warning("out of memory: %d answers at a time from now on", self._limits.slots)
 
     def _admit(self, engine):
         """Take what `submit` and `cancel` left, waiting while there is nothing to do; False if the thread is to end."""
@@ -118,22 +154,20 @@ class DecodingThread(threading.Thread):
         with self._wakes:
             self.num_open -= 1
 
-    def _fail(self, error):
+    def _fail(self, message):
         for number, stream in list(self._streams.items()):
             self._close(number)
-            stream.put(error)
+            stream.put(RuntimeError(message))
 
     def _smaller(self, engine):
         """An Engine with half the slots that begins the open requests again; their streams go on where they were."""
-        slots = engine.limits.slots // 2
-        if not slots:
-            self._fail(RuntimeError("out of memory for one answer: lower the most tokens of a prompt or an answer"))
-            slots = 1
-        LOGGER.warning("out of memory: %d answers at a time from now on", slots)
-        self._limits, streams = replace(self._limits, slots=slots), list(self._streams.values())
+        if engine.limits.slots == 1:
+            self._fail("out of memory for one answer: lower the most tokens of a prompt or an answer")
+        self._halve()
+        streams = list(self._streams.values())
         engine.cache = engine.slots = engine.recordings = None
-        release_memory()
-        engine, self._streams = Engine(self._model, self._limits), {}
+        engine = self._new_engine()
+        self._streams = {}
         for stream in streams:
             stream.to_skip = stream.num_ids
             self._streams[engine.add(stream.request)] = stream

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
+from model.commands.adapter import with_adapter
 from model.commands.network import make_model
 from model.commands.origin import check_same_run, find_origin
 from model.data.readers import read_pairs
@@ -215,12 +216,14 @@ def _model(config, typed, overwrite):
         store, _ = (_store(config, file, origin) for file in (config.train_file, config.validation_file))
         if found:
             check_same_run(found, config, _new_state(config, tokenizer, store, found.state))
-        model = make_model(ALONE, config, origin.model_config, origin.weights)
+        config = with_adapter(config, origin.adapter)
+        model = make_model(ALONE, config, origin.model_config, origin.weights, origin.adapter)
     except (ValueError, OSError) as error:
         return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
     spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
     rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
     rows.append(Row("model", f"{spec.parameters / 1e6:.1f} M weights from {_origin(config, found)}"))
+    rows += [Row("adapter", f"rank {spec.lora.rank}, {spec.trained / 1e6:.2f} M weights")] if spec.lora else []
     return spec, rows
 
 

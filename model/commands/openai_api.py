@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
 from model.generate.sampling import Sampling
@@ -68,7 +69,8 @@ def _request(turns, body, chat, most_new_tokens):
         allowed = allowed if isinstance(allowed, tuple) else (allowed,)
         if body.get(name) is not None and body[name] not in allowed:
             raise ValueError(f"{name}={body[name]!r:.80} is not supported: leave it out")
-    asked = body.get("max_completion_tokens") or body.get("max_tokens") or min(chat.max_new_tokens, most_new_tokens)
+    given = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    asked = given[0] if given else min(chat.max_new_tokens, most_new_tokens)
     if type(asked) is not int or not 0 < asked <= most_new_tokens:
         raise ValueError(f"max_tokens={asked!r:.80}: must be a whole number from 1 to {most_new_tokens}")
     stops = body.get("stop") or []
@@ -77,21 +79,30 @@ def _request(turns, body, chat, most_new_tokens):
         raise ValueError(f"stop must be a text or a list of texts of 1 to {MAX_STOP_CHARS} characters")
     if len(stops) > MAX_STOPS:
         raise ValueError(f"stop has {len(stops)} texts: at most {MAX_STOPS}")
+    if not isinstance(streams := body.get("stream") or False, bool):
+        raise ValueError(f"stream={streams!r:.80}: must be true or false")
     options = body.get("stream_options") or {}
     wants_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    return ApiRequest(turns, _sampling(body, chat.sampling), asked, tuple(stops), bool(body.get("stream")), wants_usage)
+    return ApiRequest(turns, _sampling(body, chat.sampling), asked, tuple(stops), streams, wants_usage)
 
 
 def _sampling(body, default):
     """The model's own settings, changed by the fields of the request; without a seed the draw is a new one."""
     given = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or SAMPLING_FIELDS[name](value) != value:
-            raise ValueError(f"{name}={value!r:.80}: must be a number")
-    numbers = {name: SAMPLING_FIELDS[name](value) for name, value in given.items()}
+    numbers = {name: _number(name, value) for name, value in given.items()}
     if numbers.keys() & {"top_k", "top_p", "min_p"} and not (numbers.get("temperature", default.temperature)):
         numbers.setdefault("temperature", 1.0)  # as OpenAI's default: filters have no meaning without a draw
     return replace(default, **dict(seed=secrets.randbits(62)) | numbers)
+
+
+def _number(name, value):
+    """`value` in the type of a field of Sampling; ValueError if it is not such a number."""
+    with suppress(ValueError, OverflowError):  # of a number that is not finite, or larger than any float
+        number = SAMPLING_FIELDS[name](value) if isinstance(value, int | float) else None
+        if number == value and not isinstance(value, bool):
+            return number
+    kind = "whole number" if SAMPLING_FIELDS[name] is int else "number"
+    raise ValueError(f"{name}={value!r:.80}: must be a {kind}")
 
 
 class StopFilter:

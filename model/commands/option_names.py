@@ -17,6 +17,8 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "optimizer": "optim optimizer_type optimizer_name",
     "max_grad_norm": "clip_grad clip_grad_norm grad_clip gradient_clipping gradient_clip_val",
     "weight_decay": "wd",
+    "lora_rank": "lora_r lora_dim lora",
+    "lora_targets": "lora_target lora_target_modules target_modules",
     "epochs": "num_train_epochs num_epochs max_epochs n_epochs train_epochs",
     "seed": "random_seed data_seed",
     "mixed_precision": "fp16 precision dtype torch_dtype amp",
@@ -57,8 +59,8 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     "--gpu_memory_limit_gb=G, --optimizer=adafactor or --gradient_checkpointing=True; `plan` shows what each saves",
     r"(max|num|total|num_train|max_train)_(steps|iters|iterations|updates)|train_steps|train_iters": "the length of a "
     "run is set in passes over train_file: type --epochs=N; `plan` shows the number of steps",
-    r"(use_)?(lora|qlora|peft|adapter)(_\w+)?|finetuning_type|quantization_bit|load_in_[48]bit|use_rslora": "there "
-    "are no adapters: all weights are trained, or only the decoder's with --trainable=decoder",
+    r"use_(lora|peft)|(use_)?(qlora|peft|adapter)(_\w+)?|finetuning_type|quantization_bit|load_in_[48]bit": "an "
+    "adapter is trained with --lora_rank=16, on a base that is held once in bf16",
     r"warmup_ratio|warmup_fraction": "the warm-up is a tenth of the run; to change it, type --warmup_steps=N",
     r"(eval|evaluation)_strategy": "type --eval_steps=N, or 0 for once per epoch",
     r"save_strategy": "type --save_steps=N and --save_seconds=N",

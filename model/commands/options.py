@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from inspect import getsource
 from pathlib import Path
 
-from config import FLAGS, LEARN_RATES, PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, preset_name
+from config import FLAGS, PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, preset_name, rates_of
 from model.commands.option_names import unknown_option
 from model.runtime.json_stream import read_object
 
@@ -18,6 +18,7 @@ ANOTHER_RUN = (
     "or start another run, without --is_keep_training=True: --output_dir=DIR keeps both, --overwrite=True moves this "
     "one aside"
 )
+ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora")
 KEPT_VALUES = ("learn_rate", "warmup_steps")  # a resumed run takes them from config.json, even if they were defaults
 
 
@@ -105,8 +106,10 @@ def _merge_options(preset, stored, typed):
 
     Raises ValueError if they need other initial weights or another optimizer state than the run has.
     """
-    source, typed_source = load_config(preset, stored).finetune_from_ckp_file, typed.get("finetune_from_ckp_file")
-    if typed_source is not None and Path(typed_source).resolve() != Path(source).resolve():
+    config, typed_source = load_config(preset, stored), typed.get("finetune_from_ckp_file")
+    source = config.finetune_from_ckp_file
+    # an adapter's base may have been moved: its files are compared later
+    if typed_source is not None and not config.lora_rank and Path(typed_source).resolve() != Path(source).resolve():
         raise ValueError(
             f"--finetune_from_ckp_file={typed_source}: this run was started from {source or 'random weights'!r}: "
             f"leave it out, {ANOTHER_RUN}"
@@ -118,6 +121,11 @@ def _merge_options(preset, stored, typed):
                 f"--{name}={now[name]}: this run has the optimizer state of {name}={before[name]}: "
                 f"leave it out, {ANOTHER_RUN}"
             )
+    for name in ADAPTER_SHAPE:
+        if before[name] != now[name]:
+            raise ValueError(
+                f"--{name}={now[name]}: this run was started with {name}={before[name]}: leave it out, {ANOTHER_RUN}"
+            )
     if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
         # the product replaces the stored global batch
         stored = {name: value for name, value in stored.items() if name != "global_batch_size"}
@@ -127,7 +135,7 @@ def _merge_options(preset, stored, typed):
 def _check_learn_rate(config):
     """Raise ValueError if the learning rate is outside the optimizer's range; the message says what to type instead."""
     rate, name = config.learn_rate, config.optimizer
-    *_, lowest, highest = LEARN_RATES[name]
+    *_, lowest, highest = rates_of(config)
     if config.any_learn_rate or lowest <= rate <= highest:
         return
     reason, other, equivalent = "", "muon and adamw_rms", rate / RMS_FACTOR

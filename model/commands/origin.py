@@ -10,11 +10,14 @@ from pathlib import Path
 
 import torch
 
+from model.commands.adapter import AdapterStart, check_adapter_of, find_base, start_of
 from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import with_turn_end
+from model.nn.adapter_io import adapter_directory, load_merged, tokenizer_directory
+from model.nn.lora import attach
 from model.nn.registry import config_from, config_values, family_of, load_model_config
-from model.nn.weights_io import LoadedWeights, check_fits, load_into, load_weights, model_directory
+from model.nn.weights_io import LoadedWeights, check_fits, load_into
 from model.run.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
 from model.run.run_dir import TOKENIZER_DIR
 from model.run.train_state import state_of, state_values
@@ -31,9 +34,10 @@ class Origin:
     """What a run starts from, equal on all ranks but for the tensors, which only rank 0 has."""
 
     found: Checkpoint | None  # of a resumed run
-    weights: LoadedWeights | None  # of a new run; None: random ones
+    weights: LoadedWeights | None  # of a new run, or those that an adapter is trained on; None: random ones
     tokenizer: ChatTokenizer | None  # None: missing, where that is allowed
     model_config: object  # of its family's config_class
+    adapter: AdapterStart | None = None  # None: the run trains the weights themselves
 
 
 def find_origin(ranks, config, typed, found=None, vocab_size=None):
@@ -42,7 +46,12 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
     `typed` holds the names of the options on the command line. With a `vocab_size` the tokenizer may be missing; above
     0 it replaces the tokenizer's and the model's. Raises ValueError for what does not fit together.
     """
-    weights = None if found else read_weights(ranks, config.finetune_from_ckp_file)
+    check_adapter_of(found, config)
+    base = None
+    if config.lora_rank and (config.finetune_from_ckp_file or vocab_size is None):
+        base = find_base(ranks, config, typed, found)
+    source = base.directory if base else config.finetune_from_ckp_file
+    weights = read_weights(ranks, source) if base or not found else None
     tokenizer = _tokenizer_for(config, typed, found, vocab_size)
     if tokenizer:
         ids = dict(pad_id=tokenizer.pad_id, eos_id=tokenizer.eos_id)
@@ -51,6 +60,7 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
     origin = replace(origin, model_config=_model_config(config, origin, vocab_size))
     if tokenizer and family_of(origin.model_config).reads_dialogues:
         origin = replace(origin, tokenizer=with_turn_end(tokenizer))
+    origin = replace(origin, adapter=start_of(config, origin.model_config, base))
     if not vocab_size:
         _check_model_config(ranks, config, typed, origin)
     agree(ranks, "the model's configuration", config_values(origin.model_config))
@@ -97,8 +107,9 @@ def read_weights(ranks, source):
 
 def _read_weights(source, loaded):
     """Model config of the weights in `source` as plain values, or None; the weights are appended to `loaded`."""
-    loaded.append(load_weights(source))
-    LOGGER.info("starting from the weights in %s", source)
+    loaded.append(load_merged(source))
+    merged = ", an adapter merged into its base (to train it further, type its --lora_rank)"
+    LOGGER.info("starting from the weights in %s%s", source, merged if adapter_directory(source) else "")
     return loaded[0].model_config and config_values(loaded[0].model_config)
 
 
@@ -133,14 +144,20 @@ def _check_model_config(ranks, config, typed, origin):
                 f"--model={config.model} is {wanted}, and the weights are {model_config}: leave --model out"
             )
     if weights:
-        from_main(ranks, _check_weights, model_config, weights, config.finetune_from_ckp_file)
+        from_main(ranks, _check_weights, origin, config.finetune_from_ckp_file)
     if config.trainable not in (parts := family_of(model_config).parts):
         raise ValueError(f"--trainable={config.trainable}: this network can train {', '.join(parts)}")
 
 
-def _check_weights(model_config, weights, source):
+def _check_weights(origin, source):
+    adapter = origin.adapter
     with torch.device("meta"):
-        check_fits(family_of(model_config).build(model_config), weights, source)
+        model = family_of(origin.model_config).build(origin.model_config)
+        check_fits(model, origin.weights, source)
+        if adapter:
+            attach(model, adapter.lora)
+    if adapter and adapter.tensors:
+        check_fits(model, adapter, source)
 
 
 def _tokenizer_for(config, typed, found, vocab_size):
@@ -150,7 +167,7 @@ def _tokenizer_for(config, typed, found, vocab_size):
     initial weights, where these are on this machine.
     """
     tokenizer_dir, source = Path(config.tokenizer_dir or TOKENIZER_DIR), config.finetune_from_ckp_file
-    weights_dir = model_directory(Path(source)) if source else None
+    weights_dir = tokenizer_directory(source) if source else None
     if found and "tokenizer_dir" not in typed:
         # on machines other than rank 0's, output_dir may be missing or hold another run
         folders = [Path(config.output_dir) / "tokenizer", weights_dir, tokenizer_dir]
@@ -173,7 +190,11 @@ def _tokenizer_of_weights(config, weights_dir):
     """Tokenizer beside the weights, else that of config.tokenizer_dir; ValueError if both exist and differ."""
     if not (weights_dir / "tokenizer.json").is_file():
         if not config.tokenizer_dir:
-            raise ValueError(f"{weights_dir} has no tokenizer.json: give the weights' tokenizer in --tokenizer_dir")
+            sentencepiece = f", or convert its own: python scripts/convert_tokenizer.py {weights_dir}"
+            also = sentencepiece if any(weights_dir.glob("*.model")) else ""
+            raise ValueError(
+                f"{weights_dir} has no tokenizer.json: give the weights' tokenizer in --tokenizer_dir{also}"
+            )
         return load_tokenizer(config.tokenizer_dir)
     beside = load_tokenizer(weights_dir)
     given = load_tokenizer(config.tokenizer_dir) if config.tokenizer_dir else beside

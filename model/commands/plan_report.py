@@ -13,6 +13,7 @@ import torch
 import ujson
 
 from config import as_type, global_batch
+from model.commands.adapter import with_adapter
 from model.commands.network import compute_dtype
 from model.commands.options import read_request
 from model.commands.origin import find_origin
@@ -112,6 +113,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     limit = int(config.gpu_memory_limit_gb * GIB) or (num_gpus and torch.cuda.get_device_properties(0).total_memory)
     machine = Machine(world, limit or None)
     origin = _origin(config, vocab_size)
+    config = with_adapter(config, origin.adapter)
     model_config, sample = origin.model_config, _sample(config, origin)
     lengths, num_pairs = sample.lengths, sample.num_pairs
     batch = global_batch(config, world, typed)
@@ -131,7 +133,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     slope = (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
     return dict(
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
-        parameters=spec.parameters, dtype=str(dtype).removeprefix("torch."),
+        parameters=spec.parameters, trained=spec.trained, dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
         steps=_steps(config, typed, batch, num_pairs),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
@@ -211,7 +213,7 @@ def _levers(config, chosen, machine, plan):
     rows += [(f"micro-batch of {size}", spec, (size, chunk, checkpointing)) for size in sizes]
     blocks = {False: 0, True: chosen.num_blocks}
     rows += [(f"gradient checkpointing {on}", spec, (tokens, chunk, number)) for on, number in blocks.items()]
-    for optimizer in ("muon", "adamw_rms", "adafactor"):
+    for optimizer in () if spec.lora else ("muon", "adamw_rms", "adafactor"):
         rows.append((f"optimizer {optimizer}", replace(spec, optimizer=optimizer), plan.cutting))
     levers = []
     lengths = chosen.lengths
@@ -233,11 +235,12 @@ def _levers(config, chosen, machine, plan):
 
 def _host(config, estimate, plan, device, world):
     """Bytes of host memory and /dev/shm that the run needs, and bytes free in /dev/shm."""
-    weights, optimizer_state = 4 * estimate.spec.parameters, optimizer_bytes(estimate.spec)[0]
+    weights, saved = 4 * estimate.spec.parameters, 4 * estimate.spec.saved
+    optimizer_state = optimizer_bytes(estimate.spec)[0]
     compute = weights if device == "cuda" else max(predicted_peaks(estimate, plan).values())
     rank_bytes = HOST_BYTES[device] + compute
     return dict(
-        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + weights + optimizer_state,
+        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + saved + optimizer_state,
         shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
     )  # fmt: skip
@@ -258,7 +261,7 @@ def table(values):
     plan, block, host = values["plan"], values["largest_block"], values["host"]
     limit = values["machine"]["usable_bytes"]
     lines = [
-        ("parameters", f"{values['parameters']:,}, computing in {values['dtype']}"),
+        ("parameters", f"{values['parameters']:,}, {values['trained']:,} trained, computing in {values['dtype']}"),
         ("pairs", "{source}; {pairs:,}, {mean:.1f} tokens on average, at most {longest}".format(**values["lengths"])),
         ("steps", _steps_text(**values["steps"])),
         ("always in memory", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),

@@ -163,6 +163,8 @@ async def complete(parse, service, request):
         stream = service.decoder.submit(Request(ids, asked.max_new_tokens, asked.sampling, streams=True))
     except TooBusy as error:
         raise Refused(429, str(error), "rate_limit_error", {"retry-after": "1"}) from None
+    except RuntimeError as error:
+        raise Refused(503, str(error), "server_error") from None
     service.metrics.prompt_tokens.inc(len(ids))
     reply, answer = Reply.to(service.name, parse is parse_chat), Answer(service, stream, asked.stops, len(ids))
     if asked.streams:
@@ -239,10 +241,14 @@ async def collect(answer):
 async def until_disconnected(request, work):
     """The result of the coroutine `work`, which is cancelled when the client leaves."""
     task = asyncio.ensure_future(work)
-    while not task.done():
-        await asyncio.wait([task], timeout=DISCONNECT_SECONDS)
-        if not task.done() and await request.is_disconnected():
-            task.cancel()
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=DISCONNECT_SECONDS)
+            if not task.done() and await request.is_disconnected():
+                task.cancel()
+    except asyncio.CancelledError:  # the server ends, and this request with it
+        task.cancel()
+        raise
     try:
         return await task
     except asyncio.CancelledError:

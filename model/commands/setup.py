@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from config import TrainConfig, global_batch
+from model.commands.adapter import with_adapter, without_adapter
 from model.commands.network import compute_dtype, load_weights, make_model
 from model.commands.origin import (
     check_same_run,
@@ -22,6 +23,7 @@ from model.data.token_store import Source, describe_store, open_store
 from model.data.tokenizer import ChatTokenizer
 from model.generate.sampling import Sampling, generation_config
 from model.memory.plan import MemoryPlan, choose_plan
+from model.nn.lora import lora_values
 from model.nn.registry import config_values, family_of
 from model.run.checkpointer import checksum
 from model.run.console import Progress
@@ -34,7 +36,7 @@ from model.train.derive import derive, is_derived, with_derived, with_zeros
 from model.train.dry_run import dry_run_update, plan_run
 from model.train.evaluate import Evaluation
 from model.train.examples import Examples
-from model.train.footprint import estimate_for, plan_options
+from model.train.footprint import estimate_for, has_dropout, plan_options
 from model.train.loader import Loader, Schedule
 from model.train.lr_schedule import LearnRate, check_warmup, warmup_pairs
 from model.train.objectives.registry import objective_for
@@ -106,14 +108,15 @@ def prepare_run(ranks, config, typed, resumed):
     # errors in tokenizer, weights and model are found before tokenising, which may take hours
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
     origin = find_origin(ranks, config, typed, found)
+    config = with_adapter(config, origin.adapter)
     files = (config.train_file, config.validation_file)
     train, validation = (_open_examples(ranks, config, file, origin) for file in files)
-    train = replace(train, dropout=config.dropout > 0)
+    train = replace(train, dropout=has_dropout(config))
     schedule = _schedule(config, typed, len(train), batch, found)
     if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
         LOGGER.warning(shared)
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
-    model = make_model(ranks, config, origin.model_config, origin.weights)
+    model = make_model(ranks, config, origin.model_config, origin.weights, origin.adapter)
     reference, (train, validation) = _with_derived(model, ranks, config, found, (train, validation), plan)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config)
@@ -167,8 +170,9 @@ def _initial_state(run, found):
     fresh = TrainState(
         first_batch=run.schedule.global_batch, seed=run.config.seed, num_pairs=len(train),
         ids_sha256=train.meta["ids_sha256"], max_seq_len=run.config.max_seq_len,
-        shape=config_values(run.model.config), tokenizer_fingerprint=run.tokenizer.fingerprint,
-        world_size=run.ranks.world_size, validation=validation.identity, objective=run.config.objective,
+        shape=config_values(run.model.config), lora=run.model.lora and lora_values(run.model.lora),
+        tokenizer_fingerprint=run.tokenizer.fingerprint, world_size=run.ranks.world_size,
+        validation=validation.identity, objective=run.config.objective,
     )  # fmt: skip
     if not found:
         return fresh
@@ -177,7 +181,9 @@ def _initial_state(run, found):
         LOGGER.info("%s: of the training pairs only their number, %d, is compared", why, fresh.num_pairs)
     state = restore(run.ranks, run.model, run.optimizer, found)
     state = _with_validation(validation, run.ranks, state)
-    return replace(state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len, shape=fresh.shape)
+    return replace(
+        state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len, shape=fresh.shape, lora=fresh.lora
+    )
 
 
 def _with_derived(model, ranks, config, found, parts, plan):
@@ -190,7 +196,7 @@ def _with_derived(model, ranks, config, found, parts, plan):
         return "", parts
     reference = found.state.reference if found else str(checksum(model))
     missing = [examples for examples in parts if not is_derived(ranks, examples, reference)]
-    if missing and found and config.finetune_from_ckp_file:
+    if missing and found and config.finetune_from_ckp_file and not model.lora:
         weights = read_weights(ranks, config.finetune_from_ckp_file)
         load_weights(ranks, model, weights, config.finetune_from_ckp_file)
     with untimed("computing what the objective needs of the weights at the start"):
@@ -259,8 +265,7 @@ def first_plan(ranks, config, model_config, lengths, batch, usable):
 def _with_validation(validation, ranks, state):
     """`state` with the identity of the TokenStore `validation`; without best_loss if the pairs have changed."""
     # rank 0 decides: file_identity may differ between machines
-    is_same = from_main(ranks, lambda: state.validation in (validation.identity, validation.file_identity))
-    if is_same:
+    if from_main(ranks, lambda: state.validation in (validation.identity, validation.file_identity)):
         return replace(state, validation=validation.identity)
     if ranks.is_main:
         LOGGER.info("the validation pairs or max_seq_len have changed: best/ is chosen anew")
@@ -276,7 +281,7 @@ def prepare_test(ranks, config):
     from_main(ranks, _check_best, best)
     # the training's options for memory and CUDA graphs do not apply to a test
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
-    config = replace(config, finetune_from_ckp_file=str(best), **planned)
+    config = replace(without_adapter(config), finetune_from_ckp_file=str(best), **planned)  # best/ is merged
     origin = find_origin(ranks, config, ())
     examples = _open_examples(ranks, config, config.test_file or config.validation_file, origin)
     other_process, _ = set_memory_limit(config, ranks.device)

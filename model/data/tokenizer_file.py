@@ -23,14 +23,14 @@ def load_backend(path: Path) -> Tokenizer:
     truncates nor pads. Raises ValueError for a file that is missing, too large, damaged or outside the limits.
     """
     if not path.is_file():
-        model_name = next((other.name for other in path.parent.glob("*.model")), "")
+        has_sentencepiece = any(path.parent.glob("*.model"))
         raise ValueError(
-            f"no tokenizer at {path}: make one with "
-            f"python scripts/train_tokenizer.py FILES --output_dir {path.parent} --vocab_size 8000"
+            f"no tokenizer at {path}: "
             + (
-                f"; for existing weights convert their {model_name} (SentencePiece) to tokenizer.json"
-                if model_name
-                else ""
+                f"convert the SentencePiece model there: python scripts/convert_tokenizer.py {path.parent}"
+                if has_sentencepiece
+                else "make one with python scripts/train_tokenizer.py FILES --output_dir "
+                f"{path.parent} --vocab_size 8000"
             )
         )
     content = read_object(path)

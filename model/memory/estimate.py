@@ -115,7 +115,7 @@ class Estimate:
         moments = {name: forward(tokens) for name, forward in self._bounds(checkpointing).items()}
         vocabulary = VOCABULARY_MULTIPLE * -(-model_config.vocab_size // VOCABULARY_MULTIPLE)
         # the second gradient of the embedding, which is also the output projection
-        table = 0 if self.spec.part != "all" else 4 * vocabulary * self.spec.family.width(model_config)
+        table = 0 if not self.spec.trains_table else 4 * vocabulary * self.spec.family.width(model_config)
         moments["loss"] += self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
         moments["embedding"] += table
         moments["update"] = optimizer_bytes(self.spec)[1]
@@ -169,5 +169,5 @@ class Estimate:
 
 def disk_bytes(spec, kept):
     """Bytes on disk of `kept` checkpoints plus one being written, and of best/ and last/ plus one being written."""
-    weights = 4 * spec.parameters
+    weights = 4 * spec.saved
     return (kept + 1) * (weights + optimizer_bytes(spec)[0]) + 3 * weights

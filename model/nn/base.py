@@ -13,6 +13,7 @@ from torch import nn
 from model.nn.dropout import NO_DROPOUT, Masks, step_key
 from model.nn.flat_params import FlatParams, with_padding
 from model.nn.layers import Linear, ResidualNorm
+from model.nn.lora import FACTORS, factor_kind, is_factor
 from model.nn.loss import linear_cross_entropy, token_log_probs
 
 
@@ -29,6 +30,7 @@ class LanguageModel(nn.Module):
         # The plan decides, before each step, how many blocks backward computes again: the first ones of the forward
         # pass, because backward begins at the last ones. So at most one of them is held beside all that is kept.
         self.gradient_checkpointing = 0
+        self.lora = None  # LoraConfig of its adapters, which model.nn.lora.attach adds
 
     @property
     def tables(self):
@@ -79,7 +81,9 @@ class LanguageModel(nn.Module):
 
     def make_flat(self):
         """Make the flat tensors, again whenever parameters were replaced, frozen or thawed."""
-        matrices = [module.weight for module in self.modules() if isinstance(module, Linear)]
+        layers = [(factor_kind(name), layer) for name, layer in self.named_modules() if isinstance(layer, Linear)]
+        # the factors of one kind side by side, whatever their shapes
+        matrices = [layer.weight for wanted in ("", *FACTORS) for kind, layer in layers if kind == wanted]
         known = {id(p) for p in matrices}
         others = [p for p in self.parameters() if id(p) not in known]
         self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype)
@@ -115,6 +119,19 @@ class LanguageModel(nn.Module):
     def device(self):
         return self.flat.masters.device
 
+    @property
+    def has_dropout(self):
+        """True if training draws masks, so that batches need keys of their tokens."""
+        return self.dropout > 0 or self.lora is not None and self.lora.dropout > 0
+
+    def own_modules(self):
+        """The modules of the network itself, without adapters' factors."""
+        return [module for name, module in self.named_modules() if not factor_kind(name)]
+
+    def saved_tensors(self):
+        """{name: tensor} of what a checkpoint holds: all weights, or the adapters alone if there are any."""
+        return {name: t for name, t in self.state_dict().items() if self.lora is None or is_factor(name)}
+
     def key_dropout(self, seed, step):
         """Draw the masks of this step from now on; recorded steps read the key too."""
         for word, value in zip(self.step_key.unbind(), step_key(seed, step), strict=True):
@@ -122,7 +139,7 @@ class LanguageModel(nn.Module):
 
     def masks(self, token_keys):
         """Masks of the first site of tokens with these keys; in evaluation they drop nothing."""
-        if not (self.training and self.dropout):
+        if not (self.training and self.has_dropout):
             return NO_DROPOUT
         assert token_keys is not None, "dropout needs a batch whose tokens have keys: Packing.dropout"
         return Masks(self.dropout, self.step_key, token_keys)
@@ -170,6 +187,9 @@ class Family:
     own_tensors: Callable  # ({name: tensor} of Hugging Face files, path) -> those of the network
     aliases: tuple[str, ...]  # names under which such a file may hold a tensor a second time
     to_hugging_face: Callable  # (model, tokenizer, device=None) -> transformers' model with its weights
+    adapter_targets: Callable  # (model_config) -> names of the linear layers that `--lora_targets` may name
+    adapter_prefix: str = "base_model.model."  # of the network's names in PEFT's files
+    task_type: str = "CAUSAL_LM"  # PEFT's name of what such a network does
     # whether it reads dialogues in the tokenizer's chat template (model/data/turn_template.py)
     reads_dialogues: bool = False
 

@@ -92,26 +92,35 @@ def merge_adjacent(views):
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def linear(x, *weights, biases=()):
+def linear(x, *weights, biases=(), masks=None):
     """x @ torch.cat(weights).T + torch.cat(biases), (N, width) to (N, sum of their rows).
 
-    `weights` are adjacent in the flat tensor, and so are `biases`, if there are any.
+    `weights` are adjacent in the flat tensor, and so are `biases`, if there are any. A weight may have an adapter
+    (model/nn/lora.py) as an attribute; its dropout needs the `masks` of x's tokens.
     """
+    for weight in weights:
+        if hasattr(weight, "adapter"):
+            return weight.adapter.linear(x, weights, biases, masks)
     return _Linear.apply(x, len(weights), *weights, *biases)
+
+
+def matrix_of(weights):
+    """Adjacent weights in the compute dtype, as one matrix (sum of their rows, width)."""
+    return merge_adjacent([weight.copy for weight in weights])
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, num_weights, *weights_and_biases):
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None)  # a frozen weight needs no x
         ctx.weights, ctx.biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
         bias = merge_adjacent([b.copy for b in ctx.biases]) if ctx.biases else None
-        return F.linear(x, merge_adjacent([w.copy for w in ctx.weights]), bias)
+        return F.linear(x, matrix_of(ctx.weights), bias)
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        grad_x = grad @ merge_adjacent([w.copy for w in ctx.weights]) if ctx.needs_input_grad[0] else None
+        grad_x = grad @ matrix_of(ctx.weights) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[2]:
             add_matmul(merge_adjacent([w.grad for w in ctx.weights]), grad.T, x)
         if ctx.biases and ctx.needs_input_grad[-1]:
@@ -153,11 +162,15 @@ class _Embed(torch.autograd.Function):
 
 
 def add_matmul(total, a, b):
-    """total += a @ b, accumulated in the dtype of `total` (float32), whatever the dtype of a and b."""
+    """total += a @ b, accumulated in the dtype of `total` (float32), whatever the dtype of a and b.
+
+    All are matrices, or all are batches of matrices.
+    """
+    add = torch.addmm if total.dim() == 2 else torch.baddbmm
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        add(total, a, b, out=total)
     elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        add(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
 

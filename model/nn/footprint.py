@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from model.nn.base import Family
+from model.nn.lora import LoraConfig, count_adapter_numbers
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,39 @@ class MemorySpec:
     optimizer: str = "adamw_rms"
     dropout: bool = False
     part: str = "all"  # the part of the network that is trained, one of the family's parts
+    lora: LoraConfig | None = None  # an adapter that is trained instead
     launch_tokens: int = 5000  # tokens that the GPU computes in the time that launching a forward and backward takes
     constants: Constants = Constants()
 
     @cached_property
     def parameters(self):
-        """Number of weights of the whole network."""
-        return self.family.count_parameters(self.model_config)
+        """Number of weights of the whole network, adapters included."""
+        adapter = self.trained if self.lora else 0
+        return self.family.count_parameters(self.model_config) + adapter
 
     @cached_property
     def trained(self):
         """Number of weights that are trained."""
+        if self.lora:
+            return count_adapter_numbers(self.family, self.model_config, self.lora)
         return self.family.count_parameters(self.model_config, self.part)
 
     @cached_property
     def trained_matrix_numbers(self):
         """Number of weights that are trained in the layers' matrices."""
-        return self.family.count_matrix_numbers(self.model_config, self.part)
+        return self.trained if self.lora else self.family.count_matrix_numbers(self.model_config, self.part)
+
+    @property
+    def trains_table(self):
+        """Whether the table that is the embedding, or the output projection, or both, is trained in part or whole."""
+        return self.part == "all" and self.lora is None
+
+    @property
+    def saved(self):
+        """Number of weights that a checkpoint and an export hold."""
+        return self.trained if self.lora else self.parameters
+
+    def rank_of(self, *names):
+        """Sum of the ranks of adapters on layers whose names end so; 0 without adapters."""
+        targets = {target.rpartition(".")[2] for target in self.lora.targets} if self.lora else ()
+        return sum(self.lora.rank for name in names if name in targets)

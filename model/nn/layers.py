@@ -17,8 +17,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_out)) if has_bias else None
         self.init_std = init_std
 
-    def forward(self, x):
-        return linear(x, self.weight, biases=() if self.bias is None else (self.bias,))
+    def forward(self, x, masks=None):
+        return linear(x, self.weight, biases=() if self.bias is None else (self.bias,), masks=masks)
 
 
 def make_embedding(num_rows, width):

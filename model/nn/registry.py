@@ -1,7 +1,7 @@
 """The families by name, which is the model_type of their Hugging Face configurations."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS, T5_TYPES
 from model.nn.qwen.family import QWEN
@@ -36,7 +36,10 @@ def config_from(values):
     values = dict(values)
     name = values.pop("family", DEFAULT_FAMILY)
     config_class = family_named(name).config_class
-    variant = {"model_type": name} if "model_type" in config_class.__dataclass_fields__ else {}
+    known = [field.name for field in fields(config_class)]
+    if unknown := values.keys() - known:
+        raise ValueError(f"{', '.join(map('{!r:.80}'.format, sorted(unknown)))}: known are {', '.join(known)}")
+    variant = dict(model_type=name) if "model_type" in known else {}
     return config_class(**variant | values)
 
 
@@ -55,4 +58,7 @@ def load_model_config(name):
         return config_from(values)
     except (OSError, TypeError, ValueError, RecursionError) as error:
         example = json.dumps(MODELS["small"])
-        raise ValueError(f"model={name!r} cannot be read ({error}): write a JSON object like {example}") from None
+        raise ValueError(
+            f"model={name!r} cannot be read ({error}): write a JSON object like {example}, or for another family its "
+            'sizes and "family": "NAME"'
+        ) from None

@@ -16,6 +16,7 @@ from config import DEFAULT_FAMILY, MAX_JSON_BYTES
 from model.data.chat_template import write_chat_template
 from model.data.tokenizer import copy_tokenizer
 from model.data.turn_template import write_turn_template
+from model.nn.lora import is_factor
 from model.nn.registry import FAMILIES, family_named, family_of
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
@@ -42,18 +43,22 @@ def export_model(model, tokenizer, directory, generation=None):
         try:
             # on the CPU: transformers clones tensors that share storage, and the GPU may have no memory for the clones
             family_of(model.config).to_hugging_face(model, tokenizer, "cpu").save_pretrained(draft)
-            _add_values(draft / "generation_config.json", generation or {})
+            add_values(draft / "generation_config.json", generation or {})
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        try:
-            copy_tokenizer(tokenizer.directory, draft)
-            write = write_turn_template if family_of(model.config).reads_dialogues else write_chat_template
-            write(tokenizer, draft)
-        except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
-            raise OSError(str(error)) from None
+        add_tokenizer(family_of(model.config), tokenizer, draft)
 
 
-def _add_values(path, values):
+def add_tokenizer(family, tokenizer, directory):
+    """Copy a tokenizer's files and its chat template to `directory`; raises OSError if that fails."""
+    try:
+        copy_tokenizer(tokenizer.directory, directory)
+        (write_turn_template if family.reads_dialogues else write_chat_template)(tokenizer, directory)
+    except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
+        raise OSError(str(error)) from None
+
+
+def add_values(path, values):
     """Add `values` to the JSON object in a file, which is made if there is none."""
     known = read_object(path) if path.is_file() else {}
     path.write_text(json.dumps(known | values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -93,13 +98,13 @@ def load_weights(path):
 
 
 def _read_files(directory):
-    """{name: tensor} of a directory's model.safetensors, or of the files that its INDEX names.
+    """{name: tensor} of a directory's one file of weights, or of the files that its INDEX names.
 
     They are mapped from the files: a tensor takes memory once it is read, which the system takes back. Raises
     ValueError as `read_tensors` does, and if the index does not fit the files.
     """
-    if (directory / WEIGHTS).is_file():
-        return read_tensors(directory / WEIGHTS)
+    if single := weights_file(directory):
+        return read_tensors(single)
     named, tensors = read_object(directory / INDEX).get("weight_map"), {}
     if not isinstance(named, dict) or not all(isinstance(x, str) and FILE_NAME.fullmatch(x) for x in named.values()):
         raise ValueError(f"{directory / INDEX}: its weight_map must name files beside it, NAME.safetensors")
@@ -139,11 +144,17 @@ def _family_beside(path):
 
 def model_directory(path):
     """The first of `path`, its best/ and its last/ that holds weights in Hugging Face form, or None."""
+    path = Path(path)
     for directory in (path, path / "best", path / "last"):
-        has_weights = any((directory / name).is_file() for name in (WEIGHTS, INDEX))
-        if has_weights and (directory / "config.json").is_file():
+        if (directory / "config.json").is_file() and (weights_file(directory) or (directory / INDEX).is_file()):
             return directory
     return None
+
+
+def weights_file(directory):
+    """The file of weights in a Hugging Face directory, or None; older models come as a pickled state dict."""
+    paths = (Path(directory, name) for name in (WEIGHTS, "pytorch_model.bin"))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def read_tensors(path):
@@ -235,12 +246,13 @@ def _check_plain(tensors, path):
 def load_into(model, weights, source):
     """Copy `weights.tensors` into `model`. Raises ValueError as `check_fits` does; `source` is named in it."""
     check_fits(model, weights, source)
-    model.load_state_dict(weights.tensors)
+    model.load_state_dict(weights.tensors, strict=False)  # either the adapters or all but them
 
 
 def check_fits(model, weights, source):
     """Raise ValueError with the differences unless `weights.tensors` match `model` in names and shapes."""
-    expected = model.state_dict()
+    of_adapter = any(map(is_factor, weights.tensors))
+    expected = {name: tensor for name, tensor in model.state_dict().items() if is_factor(name) == of_adapter}
     missing, extra = expected.keys() - weights.tensors.keys(), weights.tensors.keys() - expected.keys()
     wrong = [n for n in expected.keys() & weights.tensors.keys() if expected[n].shape != weights.tensors[n].shape]
     if missing or extra or wrong:

@@ -16,6 +16,7 @@ import ujson
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from model.nn.lora import attach, lora_from
 from model.nn.registry import config_from, family_of
 from model.nn.weights_io import check_fits
 from model.run.train_state import LaterFormat, TrainState, state_of, state_values
@@ -31,7 +32,9 @@ SPARE_BYTES = 2**20  # for the JSON files and the file headers
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The tensors of a checkpoint: weights by parameter name, optimizer state by <parameter name>/<field>."""
+    """The tensors of a checkpoint: weights by parameter name (an adapter's alone, if there is one), optimizer state by
+    <parameter name>/<field>.
+    """
 
     weights: dict
     optimizer: dict
@@ -60,7 +63,7 @@ def snapshot_of(model, optimizer):
         for field, value in fields.items()
         if value is not None
     }
-    return Snapshot(model.state_dict(), moments)
+    return Snapshot(model.saved_tensors(), moments)
 
 
 def save_checkpoint(run_dir, state, snapshot, keep):
@@ -182,7 +185,8 @@ def read_checkpoint(path):
         checkpoint = Checkpoint(path, state, load_file(path / files[0]), load_file(path / files[1]))
         model_config = config_from(state.shape)
         with torch.device("meta"):  # takes no memory, however large the shape in state.json is
-            check_fits(family_of(model_config).build(model_config), checkpoint, files[0])
+            model = family_of(model_config).build(model_config)
+            check_fits(attach(model, lora_from(state.lora)) if state.lora else model, checkpoint, files[0])
         return checkpoint
     except LaterFormat as error:
         raise LaterFormat(f"checkpoint {path} {error}") from None

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 import torch
 
+from model.nn.adapter_io import export_adapter
 from model.nn.weights_io import export_model
 from model.run.checkpoint import Snapshot, save_checkpoint, save_state, snapshot_of
 from model.runtime.device_memory import release_memory, within_memory
@@ -151,9 +152,10 @@ def retry_after_oom(attempt, free_memory):
 
 
 def try_export(model, tokenizer, directory, generation):
-    """Call `export_model`; returns the error message of a disk or memory error, "" on success."""
+    """Export a model, or its adapter; returns the error message of a disk or memory error, "" on success."""
+    export = export_adapter if model.lora else export_model
     try:
-        retry_after_oom(lambda: export_model(model, tokenizer, directory, generation), release_memory)
+        retry_after_oom(lambda: export(model, tokenizer, directory, generation), release_memory)
     except (OSError, RuntimeError, MemoryError) as error:
         LOGGER.error("%s was not exported: %s", directory, error)
         return str(error)

@@ -33,13 +33,16 @@ DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 @contextmanager
-def live(ranks, config):
-    """Inside the block this rank writes its status; rank 0 shows the screen if config.screen asks for it."""
+def live(ranks, run_dir, screen, limit_gb):
+    """Inside the block this rank writes its status; rank 0 shows the screen if `screen` (auto, on, off) asks for it.
+
+    `limit_gb` is the GPU memory that the run may use, in GiB; 0: all.
+    """
     now_doing("starting")
-    run_dir, identity = config.output_dir, identity_of(ranks, config.gpu_memory_limit_gb)
+    identity = identity_of(ranks, limit_gb)
     if ranks.is_main:
         discard(run_dir)
-    screen = screen_of(ranks, run_dir, config.screen)
+    screen = screen_of(ranks, run_dir, screen)
     ended = threading.Event()
 
     def keep_writing():

@@ -169,13 +169,21 @@ def _lock(run_dir):
 
 def has_best(run_dir):
     """Whether best/ has every file that loading it needs."""
-    return all(Path(run_dir, "best", name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
+    return bool(_exported(Path(run_dir, "best")))
 
 
 def has_last(run_dir):
     """Whether last/ was exported after the newest checkpoint was written."""
-    weights, checkpoints = Path(run_dir, "last", "model.safetensors"), checkpoint_paths(run_dir)
-    return weights.exists() and all(weights.stat().st_mtime >= path.stat().st_mtime for path in checkpoints[:1])
+    weights, checkpoints = _exported(Path(run_dir, "last")), checkpoint_paths(run_dir)
+    return bool(weights) and all(weights.stat().st_mtime >= path.stat().st_mtime for path in checkpoints[:1])
+
+
+def _exported(directory):
+    """The file of weights in a directory that holds a whole model or adapter with its tokenizer, else None."""
+    for config, weights in (("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.safetensors")):
+        if all((directory / name).is_file() for name in (config, weights, "tokenizer.json")):
+            return directory / weights
+    return None
 
 
 def cut_sample_ids_everywhere(ranks, run_dir, step):

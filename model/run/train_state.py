@@ -5,6 +5,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from config import DEFAULT_FAMILY, MAX_INT
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import CHUNKS, MemoryPlan
+from model.nn.lora import lora_from
 from model.nn.registry import config_from, family_named, family_of
 from model.train.spike_guard import WINDOW
 
@@ -29,6 +30,7 @@ class TrainState:
     ids_sha256: str = ""  # hash of their token ids, in order; empty if unknown
     max_seq_len: int = 0  # at which they were truncated, in tokens
     shape: dict | None = None  # fields of the model configuration, and the name of its family
+    lora: dict | None = None  # fields of the LoraConfig if the checkpoint is an adapter's
     objective: str = "pairs"
     reference: str = ""  # identifies the weights that the objective's derived columns were computed with; "": none
     plan: dict | None = None  # fields of MemoryPlan
@@ -83,6 +85,8 @@ def state_of(values):
     if len(norms) > WINDOW or not all(_has_type(norm, float) for norm in norms):
         raise ValueError(f"its recent_norms are {str(norms):.200}: they must be at most {WINDOW} gradient norms")
     _check_shape(state.shape)
+    if state.lora is not None:
+        _check_lora(state.lora)
     if state.plan is not None:
         _check_plan(state.plan, state.shape, "its plan")
     if state.growth is not None:
@@ -104,6 +108,14 @@ def _check_shape(values):
     }  # older files lack some
     given = {key: values[key] for key in values if key != "family"}
     _parse_fields(family.config_class, known | given, "its shape")
+
+
+def _check_lora(values):
+    """Raise ValueError unless the JSON `values` are a LoraConfig."""
+    try:
+        lora_from(values)
+    except TypeError as error:
+        raise ValueError(f"its lora is {values!r:.200}: {error}") from None
 
 
 def _check_plan(values, shape, what):

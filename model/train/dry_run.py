@@ -86,6 +86,8 @@ def plan_run(context, evaluation, kept, other_process):
     if usable is not None and context.optimizer is not None:
         plan, measured["step"] = probe_plan(trial, plan, choose)
         measured |= probe_evaluation(evaluation, plan)
+    else:  # nothing is measured; a batch that the network refuses is found here, not in the middle of an epoch
+        loader.examples.batch(worst_examples(loader.examples.bounds, 1, 1), FIRST_EPOCH)
     if ranks.is_main:
         LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
     unrecorded = estimate.peaks(*plan.cutting, plan.answers)  # probes run without CUDA graphs

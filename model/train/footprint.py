@@ -5,6 +5,7 @@ import torch
 from model.memory.estimate import Answers, Estimate
 from model.memory.plan import PlanOptions
 from model.nn.footprint import MemorySpec
+from model.nn.lora import LoraConfig
 from model.nn.registry import family_of
 from model.runtime.distributed import vote
 from model.train.fixed_shards import NUM_SHARDS
@@ -23,8 +24,26 @@ def memory_spec(config, model_config, dtype, device_type="cuda", launch_tokens=N
     kernels = family.has_kernels(torch.device(device_type), dtype, model_config)
     launch = dict(launch_tokens=launch_tokens) if launch_tokens else {}
     return MemorySpec(
-        family, model_config, dtype.itemsize, kernels, config.optimizer, config.dropout > 0, config.trainable, **launch
-    )
+        family, model_config, dtype.itemsize, kernels, config.optimizer, has_dropout(config), config.trainable,
+        lora_of(config, model_config), **launch,
+    )  # fmt: skip
+
+
+def has_dropout(config):
+    """Whether a run draws masks."""
+    return config.dropout > 0 or config.lora_dropout > 0
+
+
+def lora_of(config, model_config, base="", base_sha256=""):
+    """LoraConfig of a run whose weights are in the directory `base`; None if it trains no adapter."""
+    if not config.lora_rank:
+        return None
+    known = family_of(model_config).adapter_targets(model_config)
+    targets = [name.strip() for name in config.lora_targets.split(",") if name.strip()]
+    return LoraConfig(
+        rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank, targets=tuple(targets or known),
+        dropout=config.lora_dropout, use_rslora=config.use_rslora, base=base, base_sha256=base_sha256,
+    )  # fmt: skip
 
 
 def plan_options(config):

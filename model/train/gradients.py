@@ -43,7 +43,7 @@ def _gradients(context, plan, work, packed):
         packed = context.loader.pack(work, plan)
     waited = time.perf_counter() - started
     model.gradient_checkpointing = plan.gradient_checkpointing
-    if model.dropout:
+    if model.has_dropout:
         model.key_dropout(context.loader.schedule.seed, work.step)
     shares = tuple(_share_gradients(context, plan, work, packed, place) for place in range(len(packed.shares)))
     shards = shares if context.loader.exact else ()

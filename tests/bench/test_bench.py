@@ -82,7 +82,7 @@ def test_the_vote_is_timed_over_the_given_group_and_left_out_without_one(monkeyp
     monkeypatch.setattr(votes, "train_steps", lambda context, _: groups.append(context.ranks.cpu_group) or iter(steps))
     ranks = Ranks(0, 2, 0, torch.device("cpu"), "gloo", "the run's group")
     run = SimpleNamespace(ranks=ranks, context=StepContext(ranks, None, None, None, None))
-    assert [votes.step_milliseconds(run, None, group, 3) for group in ("a group", None)] == [2, 2]
+    assert [votes.step_milliseconds(run, None, group, (40, 3)) for group in ("a group", None)] == [2, 2]
     assert groups == ["a group", None]
 
 

@@ -49,7 +49,9 @@ def test_turns_are_read_in_all_their_forms():
         (dict(max_completion_tokens=True), "max_tokens=True"), (dict(temperature="hot"), "temperature='hot'"),
         (dict(temperature=-1), "temperature=-1"), (dict(top_k=0.5), "top_k=0.5"), (dict(seed=2**70), "seed="),
         (dict(stop=[1]), "stop must be"), (dict(stop=["a"] * 5), "at most 4"), (dict(stop=[""]), "stop must be"),
-        (dict(presence_penalty=0.5), "presence_penalty=0.5"),
+        (dict(presence_penalty=0.5), "presence_penalty=0.5"), (dict(max_tokens=0), "max_tokens=0"),
+        (dict(top_k=float("inf")), "top_k=inf"), (dict(seed=float("nan")), "seed=nan"),
+        (dict(temperature=10**400), "temperature=1000"), (dict(stream="false"), "stream='false'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_reason(fields, reason):

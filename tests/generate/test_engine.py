@@ -1,12 +1,16 @@
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from model.data.sequences import Sequences
 from model.data.tokenizer import copy_tokenizer, load_tokenizer
 from model.generate.engine import Engine, Limits, Request, generate
 from model.generate.sampling import Sampling
+from model.nn.base import Packing
+from model.nn.t5.batch import collate
 from model.nn.weights_io import export_model
 from model.train.evaluate import answer_questions
 from model.train.objectives.pairs import Pairs
@@ -80,6 +84,18 @@ def test_an_answer_does_not_depend_on_what_is_answered_beside_it_nor_on_its_slot
     for number, request in zip(numbers, requests, strict=True):
         alone = generate(varied, [request.input_ids], limits(inputs, 1, 40), request.max_new_tokens, request.sampling)
         assert answers[number] == alone[0] and len(alone[0]) == request.max_new_tokens
+
+
+def test_each_token_of_a_long_answer_has_the_logits_of_the_packed_network(model, inputs, monkeypatch):
+    """The answer outgrows the parts of the cache that its first tokens use."""
+    decode_one, decoded = model.decode_one, []
+    monkeypatch.setattr(model, "decode_one", lambda *args: decoded.append(decode_one(*args)) or decoded[-1])
+    (answer,) = generate(model, inputs[:1], limits(inputs, 1, 150), 150, Sampling(temperature=2, seed=1))
+    sides = np.array(inputs[0], np.int64), np.array(answer)
+    with torch.inference_mode():
+        batch = collate(Sequences(sides, np.array([[len(side) for side in sides]])), Packing(0))
+        packed = model.eval().hidden(batch)[0] @ model.output_weight.T
+    torch.testing.assert_close(torch.cat(decoded), packed, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cancelled_request_frees_its_slot_and_changes_no_other_answer(varied, inputs):

@@ -116,6 +116,7 @@ class CausalModel(LanguageModel):
 
     def decode_one(self, ids, cache):
         """Computes every slot from its first token on: slow, but the caller cannot tell."""
+        cache.at[:] = np.minimum(cache.at, cache.ids.shape[1] - 1)  # a slot that nobody uses may have gone on further
         cache.ids[range(len(ids)), cache.at] = ids.cpu()
         cache.at += 1
         stream = torch.cat([row[:length] for row, length in zip(cache.ids, cache.at, strict=True)])
@@ -152,4 +153,5 @@ CAUSAL = Family(
     config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
     own_tensors=lambda tensors, path: tensors,
+    adapter_targets=lambda c: ("q", "k", "v", "o", "up", "down"),
 )  # fmt: skip

@@ -18,13 +18,13 @@ from tests.tiny import journal, start, train, wait_for
 
 @pytest.fixture(scope="module")
 def baseline(home):
-    return functools.cache(functools.partial(calm_run, home))
+    return functools.cache(functools.partial(calm_run, home, adapter={}))
 
 
 @pytest.mark.parametrize("world, kinds", ((2, ("real", "cublas", "oom")), (4, ("nccl", "cudnn", "cpu"))))
 def test_promise_4_out_of_memory_at_every_site_on_any_rank_changes_no_bit(home, baseline, world, kinds):
     for rank, kind in zip(RANKS, kinds, strict=True):
-        record = faulty_run(home, world, rank, kind, *baseline(world))
+        record = faulty_run(home, (world, rank, kind), *baseline(world), {})
         assert not record["wrong"], record
         assert len(record["sites"]) == len(SITES) - (rank == "last"), record
 
@@ -50,7 +50,7 @@ def tear_the_fifth_update(words):
 
 def test_promise_4_all_ranks_go_back_to_the_checkpoint_after_an_update_that_one_rank_left_half_done(home, baseline):
     baseline_dir, _ = baseline(2)
-    given = options(2) | dict(output_dir="torn", save_steps=3)
+    given = options(2, {}) | dict(output_dir="torn", save_steps=3)
     done = wait_for(start(home, 2, function=tear_the_fifth_update, **given), home)
     assert done.codes == [0, 0], done.text
     assert "rank 1 ran out of memory in the update of step 5: going back to the checkpoint" in done.text

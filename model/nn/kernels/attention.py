@@ -289,5 +289,5 @@ class _PackedAttention(torch.autograd.Function):
             q, k, v, grad_out, lse, delta, table, buckets, grad_k, grad_v, grad_bias, layout.key_tiles, *strides,
             grad_k.stride(0), grad_v.stride(0), len(q), centre, NUM_BUCKETS=ctx.num_buckets, **options,
         )  # fmt: skip
-        grad_weight = None if table is None else grad_bias.sum(0).T
+        grad_weight = grad_bias.sum(0).T if ctx.needs_input_grad[1] else None
         return None, grad_weight, None, None, None, *grads

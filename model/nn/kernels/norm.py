@@ -116,7 +116,8 @@ class _AddNorm(torch.autograd.Function):
             normed, weight, rstd, grad_total.contiguous(), grad_normed.contiguous(), grad_x, grad_added, grad_weight,
             *ctx.keys, *normed.shape, *ctx.drawn, **ctx.tile,
         )  # fmt: skip
-        return grad_x, grad_added if ctx.has_added else None, grad_weight.sum(0), None, None
+        grad_weight = grad_weight.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_added if ctx.has_added else None, grad_weight, None, None
 
 
 def _arguments(masks):

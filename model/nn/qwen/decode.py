@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from model.nn.attention import attend, make_layout, score_mask
-from model.nn.flat_params import embed, linear, split_qkv
+from model.nn.flat_params import embed, split_qkv
 from model.nn.qwen.batch import positions_of
 
 TOKENS_MULTIPLE = 8  # fast attention on GPUs reads its mask in rows of a multiple of 8 numbers
@@ -63,11 +63,11 @@ def _read(model, ids, positions, layout, keep):
     x, added = embed(ids, model.model.embed_tokens.weight), None
     for layer, block in enumerate(model.model.layers):
         x, normed = block.input_layernorm(x, added)
-        qkv = block.self_attn.qkv(normed, turns)
+        qkv = block.self_attn.qkv(normed, None, turns)
         keep(layer, split_qkv(qkv, *heads)[1:])
         if layer + 1 == len(model.model.layers):
             return
-        added = linear(attend(qkv, layout, mask, *heads), block.self_attn.o_proj.weight)
+        added = block.self_attn.o_proj(attend(qkv, layout, mask, *heads))
         x, normed = block.post_attention_layernorm(x, added)
         added = block.mlp(normed)
 
@@ -91,10 +91,10 @@ def decode_one(model, ids, cache):
     x, added = F.embedding(ids, model.model.embed_tokens.weight.copy), None
     for layer, block in enumerate(model.model.layers):
         x, normed = block.input_layernorm(x, added)
-        q, *both = split_qkv(block.self_attn.qkv(normed, turns), *block.self_attn.heads)
+        q, *both = split_qkv(block.self_attn.qkv(normed, None, turns), *block.self_attn.heads)
         for kept_SGTK, new in zip(cache.kept[layer], both, strict=True):
             kept_SGTK.scatter_(2, column, new.reshape(len(new), -1, 1, c.head_dim))
-        added = linear(_attend(q, cache.kept[layer], mask), block.self_attn.o_proj.weight)
+        added = block.self_attn.o_proj(_attend(q, cache.kept[layer], mask))
         x, normed = block.post_attention_layernorm(x, added)
         added = block.mlp(normed)
     cache.positions.copy_((positions + 1).clamp_(max=last))

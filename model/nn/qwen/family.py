@@ -6,6 +6,7 @@ from model.nn.qwen.batch import collate
 from model.nn.qwen.network import QwenModel, runs_in_kernels
 from model.nn.qwen.sizes import QwenModelConfig
 
+LAYERS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 QWEN = Family(
     name="qwen2",
     config_class=QwenModelConfig,
@@ -27,5 +28,6 @@ QWEN = Family(
     own_tensors=huggingface.own_tensors,
     aliases=(huggingface.HEAD,),
     to_hugging_face=huggingface.as_hugging_face,
+    adapter_targets=lambda model_config: LAYERS,
     reads_dialogues=True,
 )

@@ -29,28 +29,28 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (ResidualNorm(c.head_dim, c.rms_norm_eps) for _ in range(2))
         self.heads, self.has_head_norms = (c.num_attention_heads, c.num_key_value_heads), c.has_head_norms
 
-    def forward(self, x, turns, layout, mask):
+    def forward(self, x, masks, turns, layout, mask):
         """Attention output (N, hidden_size)."""
-        return linear(attend(self.qkv(x, turns), layout, mask, *self.heads), self.o_proj.weight)
+        return self.o_proj(attend(self.qkv(x, masks, turns), layout, mask, *self.heads), masks)
 
-    def qkv(self, x, turns):
-        """Tensors whose concatenated columns are q, scaled and turned, k, turned, and v."""
+    def qkv(self, x, masks, turns):
+        """Tensors whose concatenated columns are q, scaled and turned, k, turned, and v; `masks` are for adapters."""
         num_heads, num_kv_heads = self.heads
         if self.has_head_norms:
-            q, (k, v) = _apply(x, self.q_proj), _apply(x, self.k_proj, self.v_proj).chunk(2, dim=1)
+            q, (k, v) = self.q_proj(x, masks), _apply(x, masks, self.k_proj, self.v_proj).chunk(2, dim=1)
             q, k = _normed(q, self.q_norm), _normed(k, self.k_norm)
             return turn_heads(q, turns, num_heads, num_heads), turn_heads(k, turns, num_kv_heads), v
         if num_heads == num_kv_heads:  # of one shape, so the three weights are adjacent
-            qkv = _apply(x, self.q_proj, self.k_proj, self.v_proj)
+            qkv = _apply(x, masks, self.q_proj, self.k_proj, self.v_proj)
             return (turn_heads(qkv, turns, 2 * num_heads, num_heads),)
-        q, kv = _apply(x, self.q_proj), _apply(x, self.k_proj, self.v_proj)
+        q, kv = self.q_proj(x, masks), _apply(x, masks, self.k_proj, self.v_proj)
         return turn_heads(q, turns, num_heads, num_heads), turn_heads(kv, turns, num_kv_heads)
 
 
-def _apply(x, *layers):
+def _apply(x, masks, *layers):
     """The outputs of adjacent linear layers of one shape, beside each other, in one product."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    return linear(x, *(layer.weight for layer in layers), biases=biases)
+    return linear(x, *(layer.weight for layer in layers), biases=biases, masks=masks)
 
 
 def _normed(x, norm):
@@ -67,8 +67,8 @@ class FeedForward(nn.Module):
         self.gate_proj, self.up_proj = (Linear(c.hidden_size, c.intermediate_size, std) for _ in range(2))
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, std)
 
-    def forward(self, x):
-        return linear(gate(linear(x, self.gate_proj.weight, self.up_proj.weight), "silu"), self.down_proj.weight)
+    def forward(self, x, masks=None):
+        return self.down_proj(gate(_apply(x, masks, self.gate_proj, self.up_proj), "silu"), masks)
 
 
 class Block(nn.Module):
@@ -83,15 +83,15 @@ class Block(nn.Module):
         width, epsilon = model_config.hidden_size, model_config.rms_norm_eps
         self.input_layernorm, self.post_attention_layernorm = (ResidualNorm(width, epsilon) for _ in range(2))
 
-    def forward(self, x, added, *attention):
+    def forward(self, x, added, masks, *attention):
         x, normed = self.input_layernorm(x, added)
-        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, *attention))
-        return x, self.mlp(normed)
+        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, masks, *attention))
+        return x, self.mlp(normed, masks)
 
 
-def _block_output(block, x, *attention):
+def _block_output(block, x, *masks_and_attention):
     """The residual stream after `block` as one tensor, the only one that gradient checkpointing keeps per block."""
-    x, added = block(x, None, *attention)
+    x, added = block(x, None, *masks_and_attention)
     return x + added
 
 
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
 
 
 class QwenModel(LanguageModel):
-    """Qwen2 or Qwen3 over packed sequences. `model_config` is a QwenModelConfig; there is no dropout."""
+    """Qwen2 or Qwen3 over packed sequences. `model_config` is a QwenModelConfig; only adapters may have dropout."""
 
     def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32):
         super().__init__(model_config, dropout, compute_dtype)
@@ -133,7 +133,8 @@ class QwenModel(LanguageModel):
     def hidden(self, batch):
         """(hidden states (targets, hidden_size), labels (targets,)) of a Stream."""
         self.flat.refresh()
-        attention = self.turns(batch.positions), batch.layout, score_mask(batch.layout, True, self.compute_dtype)
+        mask = score_mask(batch.layout, True, self.compute_dtype)
+        attention = self.masks(batch.token_keys), self.turns(batch.positions), batch.layout, mask
         x, added = embed(batch.ids, self.model.embed_tokens.weight), None
         for number, block in enumerate(self.model.layers):
             if number < self.gradient_checkpointing and torch.is_grad_enabled():
@@ -160,7 +161,7 @@ class QwenModel(LanguageModel):
     def initialise(self, seed):
         """Draw random weights as transformers initialises Qwen, weight by weight on the CPU."""
         generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
+        for module in self.own_modules():
             if isinstance(module, Linear | nn.Embedding):
                 std = self.config.initializer_range
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * std)

@@ -99,7 +99,7 @@ def decode_one(model, ids, cache):
         added = _attend(cross, q, cache.cross[layer], cross_bias[:, None, None])
         x, added = block.layer[2](x, added)
     hidden = model.decoder.final_layer_norm(x, added)[1] * model.output_scale
-    cache.positions.copy_((positions + 1).clamp_(max=last))
+    cache.positions.copy_(positions + 1)  # beyond `last` too: the next step may have a larger part of the cache
     return F.linear(hidden, model.output_weight.copy)
 
 

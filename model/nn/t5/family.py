@@ -4,7 +4,7 @@ from config import T5ModelConfig
 from model.nn.base import Family
 from model.nn.t5 import footprint, huggingface
 from model.nn.t5.batch import collate
-from model.nn.t5.network import TextToTextModel, runs_in_kernels
+from model.nn.t5.network import TextToTextModel, inner_names, runs_in_kernels
 
 T5 = Family(
     name="t5",
@@ -27,4 +27,6 @@ T5 = Family(
     own_tensors=huggingface.own_tensors,
     aliases=huggingface.ALIASES,
     to_hugging_face=huggingface.as_hugging_face,
+    adapter_targets=lambda model_config: ("q", "k", "v", "o", *inner_names(model_config), "wo"),
+    task_type="SEQ_2_SEQ_LM",
 )

@@ -12,6 +12,7 @@ from config import T5ModelConfig
 
 HEAD = "lm_head.weight"
 ALIASES = (HEAD, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight
+UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # in older files; nothing reads it
 OTHER_NAMES = dict(
     hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers", head_dim="d_kv"
 )
@@ -63,7 +64,7 @@ def own_tensors(tensors, path):
     for alias in ALIASES[1:]:
         if alias in tensors and alias not in copies:
             raise ValueError(f"{path} does not tie {alias} to shared.weight: only a T5 with one embedding can be used")
-    return {name: tensor for name, tensor in tensors.items() if name not in copies}
+    return {name: tensor for name, tensor in tensors.items() if name not in (*copies, UNREAD)}
 
 
 def _are_equal(one, other):

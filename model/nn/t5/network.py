@@ -37,11 +37,17 @@ class Attention(nn.Module):
                 model_config.relative_attention_num_buckets, model_config.num_heads
             )
 
-    def forward(self, x, memory, layout, bias):
-        """Attention output (N, d_model); keys and values come from `memory` (M, d_model), or from x if it is None."""
+    def forward(self, x, masks, memory, layout, bias):
+        """Attention output (N, d_model); keys and values come from `memory`, or from x if it is None.
+
+        `memory` is (the encoder's output (M, d_model), the masks of its tokens).
+        """
         q, k, v = self.q.weight, self.k.weight, self.v.weight
-        qkv = (linear(x, q, k, v),) if memory is None else (linear(x, q), linear(memory, k, v))
-        return linear(attend(qkv, layout, bias, self.num_heads), self.o.weight)
+        if memory is None:
+            qkv = (linear(x, q, k, v, masks=masks),)
+        else:
+            qkv = (linear(x, q, masks=masks), linear(memory[0], k, v, masks=memory[1]))
+        return self.o(attend(qkv, layout, bias, self.num_heads), masks)
 
 
 class SelfAttentionLayer(nn.Module):
@@ -52,7 +58,7 @@ class SelfAttentionLayer(nn.Module):
 
     def forward(self, x, added, masks, layout, bias):
         x, normed = self.layer_norm(x, added, masks)
-        return x, self.SelfAttention(normed, None, layout, bias)
+        return x, self.SelfAttention(normed, masks, None, layout, bias)
 
 
 class CrossAttentionLayer(nn.Module):
@@ -63,7 +69,7 @@ class CrossAttentionLayer(nn.Module):
 
     def forward(self, x, added, masks, memory, layout, bias):
         x, normed = self.layer_norm(x, added, masks)
-        return x, self.EncDecAttention(normed, memory, layout, bias)
+        return x, self.EncDecAttention(normed, masks, memory, layout, bias)
 
 
 class Dense(nn.Module):
@@ -80,12 +86,13 @@ class Dense(nn.Module):
         self.wo = Linear(c.d_ff, c.d_model, c.d_ff**-0.5)
 
     def forward(self, x, masks):
-        return linear(self._inner(x, masks), self.wo.weight)
+        return self.wo(self._inner(x, masks), masks)
 
     def _inner(self, x, masks):
         if self.is_gated:
-            return dropout(gate(linear(x, self.wi_0.weight, self.wi_1.weight), self.activation), masks)
-        inner = linear(x, self.wi.weight)
+            both = linear(x, self.wi_0.weight, self.wi_1.weight, masks=masks)
+            return dropout(gate(both, self.activation), masks)
+        inner = self.wi(x, masks)
         if self.activation == "relu":
             return relu_dropout(inner, masks)
         return dropout(activate(inner, self.activation), masks)
@@ -194,7 +201,8 @@ class TextToTextModel(LanguageModel):
         prompt_masks, response_masks = map(self.masks, (batch.prompt_token_keys, batch.decoder_token_keys))
         again = self.gradient_checkpointing
         encoded = self.encoder(prompts, prompt_masks, batch.encoder_layout, None, again)
-        cross = (encoded, batch.cross_layout, score_mask(batch.cross_layout, dtype=self.compute_dtype))
+        memory = encoded, prompt_masks
+        cross = (memory, batch.cross_layout, score_mask(batch.cross_layout, dtype=self.compute_dtype))
         again -= len(self.encoder.block)
         decoded = self.decoder(responses, response_masks, batch.decoder_layout, cross, again)
         return decoded * self.output_scale, batch.labels
@@ -218,7 +226,7 @@ class TextToTextModel(LanguageModel):
     def initialise(self, seed):
         """Draw random weights as transformers initialises T5; an output projection of its own starts small."""
         generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
+        for module in self.own_modules():
             if isinstance(module, Linear):
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * module.init_std)
             elif isinstance(module, nn.Embedding):
@@ -233,6 +241,11 @@ class TextToTextModel(LanguageModel):
             self.encoder.requires_grad_(False)
             self.make_flat()
         return self
+
+
+def inner_names(model_config):
+    """Names of the matrices that enter a feed-forward layer."""
+    return ("wi_0", "wi_1") if model_config.is_gated else ("wi",)
 
 
 def runs_in_kernels(device, dtype, model_config):

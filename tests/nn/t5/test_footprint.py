@@ -4,6 +4,7 @@ import torch
 
 from model.nn.attention import make_layout, round_up
 from model.nn.footprint import MemorySpec
+from model.nn.lora import LoraConfig, attach, draw
 from model.nn.t5.batch import MicroBatch
 from model.nn.t5.family import T5
 from model.nn.t5.footprint import count_parameters, step_moments
@@ -39,6 +40,26 @@ def test_the_predicted_activations_are_within_one_percent_of_what_autograd_saves
     moment -= (24 + 12 * spec.dropout) * (prompt + response) + 4 * shape.d_model * prompt * spec.dropout
     moment -= 3 * 4 * shape.d_model * response
     assert num_examples * moment == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gated-gelu"])
+def test_the_predicted_activations_of_an_adapter_are_within_one_percent_of_what_autograd_saves(activation):
+    shape, (prompt, response) = SHAPE | dict(feed_forward_proj=activation), (64, 128)
+    targets = T5.adapter_targets(make_model(500, shape=shape).config)
+    lora, kept, predicted = LoraConfig(rank=8, alpha=8, targets=targets), [], []
+    for adapter in (None, lora):
+        model = make_model(500, shape=shape)
+        if adapter:
+            draw(attach(model, lora), 0)
+            for p in model.parameters():  # else the norms keep less on a CPU
+                p.requires_grad_(not hasattr(p, "adapter"))
+            model.make_flat()
+        kept.append(saved_bytes(model, 4, prompt, response))
+        spec = MemorySpec(T5, model.config, 4, kernels=False, lora=adapter)
+        predicted.append(4 * step_moments(spec, np.array([[prompt, response]]), checkpointing=False)["loss"][0])
+    assert predicted[1] - predicted[0] == pytest.approx(kept[1] - kept[0], rel=0.01)
+    assert spec.trained == sum(t.numel() for t in model.saved_tensors().values())
+    assert spec.parameters == sum(p.numel() for p in model.parameters())
 
 
 def saved_bytes(model, num_examples, prompt, response):

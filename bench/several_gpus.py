@@ -1,0 +1,178 @@
+"""Several GPUs: how speed grows with them, and whether runs on them keep their promises; on CPUs a rehearsal.
+
+    python -m bench.several_gpus [--parts scaling,backends,machines,equal,faults,kills,signals] [--minutes 9]
+        [--models small,chatlm] [--optimizers muon,adamw_rms] [--pairs 64,256] [--worlds 1,2,4] [--folder DIR]
+
+Parts: `scaling` times a step (bench.votes) with so many pairs on each GPU; `backends` runs accelerate's launcher with
+NCCL, with Gloo (ACCELERATE_USE_GLOO=1) and with three processes; `machines` trains under two launchers with a folder
+each, kills one and resumes; `equal` trains with one global batch on each number of GPUs; `faults`, `kills` and
+`signals` are those benchmarks. Each job is a process with its own group and time limit. Its results are printed when it
+ends. The folder, $OUT if that is set, gets results.jsonl, table.md, faults.md and a log of each job, which is written
+while it runs. Cells of fewer processes than GPUs are timed beside each other, on GPUs of their own, without --alone.
+Exit code 1 if a job failed or a result is wrong; a scaling below its bar is told, and is no failure.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from bench.children import Job, run_jobs
+from bench.corpus import write_corpus
+from bench.several_machines import CHILDREN
+from tests.trials import hardware
+
+PARTS = ("scaling", "backends", "machines", "equal", "faults", "kills", "signals")
+BARS = {(256, 2): 1.93, (256, 4): 3.8, (256, 8): 7.5, (64, 2): 1.8, (64, 4): 3.5, (64, 8): 6.8}  # times one GPU
+LIMIT_SECONDS = dict(scaling=120, backends=150, machines=200, equal=240, faults=300, kills=300, signals=300)
+REHEARSAL_SECONDS = 600  # of a job; processes share few cores
+# Arguments of the benchmarks that are parts; GPUs compute equal bits only with --deterministic and without dropout.
+ON_GPUS = dict(
+    faults=[], kills=["--runs", 4, "--kills", 2, "--deterministic", "--model", "tiny", "--dropout", 0],
+    signals=["--trials", 12, "--launcher", 3],
+)  # fmt: skip
+REHEARSED = dict(
+    faults=["--kinds", "oom"], kills=["--runs", 1, "--kills", 1], signals=["--trials", 4, "--launcher", 1],
+)  # fmt: skip
+STEPS = ["--warm_steps", 30, "--steps", 40, "--rounds", 1]
+REHEARSED_STEPS = ["--warm_steps", 2, "--steps", 4, "--rounds", 1]
+
+
+def main():
+    given, options = arguments()
+    if given.child:
+        return CHILDREN[given.child](Path(given.folder), given.num_gpus)
+    folder = Path(given.folder or os.environ.get("OUT") or tempfile.mkdtemp()).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"{hardware()}: {'' if given.num_gpus else 'a rehearsal on CPU processes, '}results in {folder}", flush=True)
+    deadline, results, problems = time.time() + 60 * given.minutes, [], 0
+    for part in given.parts.split(","):
+        for jobs, slots in scaling(given, options, folder) if part == "scaling" else [other(part, given, folder)]:
+            for done in run_jobs(jobs, folder / "logs", slots, deadline - time.time()):
+                found = results_of(part, done)
+                problems += any(result["wrong"] for result in found)
+                results += found
+                tell(folder, found, results)
+    print((folder / "table.md").read_text())
+    return 1 if problems else 0
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--minutes", type=float, default=9, help="jobs that are unfinished by then are stopped")
+    parser.add_argument("--models", default="")
+    parser.add_argument("--optimizers", default="muon,adamw_rms")
+    parser.add_argument("--pairs", default="", help="on each GPU")
+    parser.add_argument("--worlds", default="", help="numbers of processes for scaling and kills")
+    parser.add_argument("--alone", action="store_true", help="time one cell after the other")
+    parser.add_argument("--folder", default="")
+    parser.add_argument("--child", default="", choices=["", *CHILDREN], help=argparse.SUPPRESS)
+    given, options = parser.parse_known_args()
+    if unknown := set(given.parts.split(",")) - set(PARTS):
+        parser.error(f"--parts={given.parts}: {', '.join(sorted(unknown))} is unknown; choose from {', '.join(PARTS)}")
+    given.num_gpus = torch.cuda.device_count()
+    given.models = given.models or ("small,chatlm" if given.num_gpus else "tiny")
+    given.pairs = given.pairs or ("64,256" if given.num_gpus else "4")
+    sizes = [world for world in (1, 2, 4, 8) if world <= (given.num_gpus or 2)]
+    given.worlds = [int(world) for world in given.worlds.split(",") if world] or sizes
+    return given, options
+
+
+def scaling(given, options, folder):
+    """Yield (jobs of one number of processes, the GPUs that they may use at a time)."""
+    write_corpus(folder / "corpus", 51_200 if given.num_gpus else 600)
+    for world in given.worlds:
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world]
+        words += ["-m", "bench.votes", "--corpus", folder / "corpus", *(STEPS if given.num_gpus else REHEARSED_STEPS)]
+        cells = [
+            (model, optimizer, pairs)
+            for model in given.models.split(",") for pairs in given.pairs.split(",")
+            for optimizer in given.optimizers.split(",")
+        ]  # fmt: skip
+        jobs = [
+            Job(
+                f"{model}/{optimizer}/{pairs}/{world}",
+                [*words, "--model", model, "--pairs", pairs, f"--optimizer={optimizer}", *options],
+                limit_of("scaling", given),
+            )
+            for model, optimizer, pairs in cells
+        ]
+        yield jobs, gpus_of(world, given)
+
+
+def gpus_of(world, given):
+    """An environment for each group of `world` GPUs that may be used at a time."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(given.num_gpus)))
+    gpus = [gpu for gpu in visible.split(",") if gpu]
+    groups = [gpus[start : start + world] for start in range(0, len(gpus) - world + 1, world)]
+    return [dict(CUDA_VISIBLE_DEVICES=",".join(group)) for group in groups[: 1 if given.alone else None]] or [{}]
+
+
+def other(part, given, folder):
+    """([Job of a part that is one process], [the environment of all GPUs])."""
+    if part in CHILDREN:
+        words = ["-m", "bench.several_gpus", "--child", part, "--folder", folder / part]
+    else:
+        words = ["-m", f"bench.{part}", *(ON_GPUS if given.num_gpus else REHEARSED)[part]]
+        words += ["--worlds", ",".join(map(str, given.worlds[1:])) or "2"] if part == "kills" else []
+        words += ["--worlds", 2] if part == "faults" else []
+    env = dict(FAULTS_PAGE=str(folder / "faults.md"))
+    return [Job(part, [sys.executable, *words], limit_of(part, given), env)], [{}]
+
+
+def limit_of(part, given):
+    """Seconds that one job of a part may take."""
+    return LIMIT_SECONDS[part] if given.num_gpus else REHEARSAL_SECONDS
+
+
+def results_of(part, done):
+    """The JSON lines that a job printed, and one for the job; each has `part`, `job` and `wrong`, "" if it is right."""
+    lines = [json.loads(line) for line in done.text.splitlines() if line.startswith('{"')]
+    results = [dict(part=part, job=done.job.name, **line) | dict(wrong=line.get("wrong") or "") for line in lines]
+    problem = done.problem and f"{done.problem}: {done.text[-300:]}"
+    return [*results, dict(part=part, job=done.job.name, seconds=round(done.seconds, 1), wrong=problem, is_end=True)]
+
+
+def tell(folder, found, results):
+    """Print the new results, append them to results.jsonl, and write the table of all."""
+    with open(folder / "results.jsonl", "a") as file:
+        for result in found:
+            print(json.dumps(result), flush=True)
+            print(json.dumps(result), file=file)
+    (folder / "table.md").write_text("\n".join([*scaling_table(results), "", *parts_table(results)]) + "\n")
+
+
+def scaling_table(results):
+    """Markdown lines: each timed cell beside the same on one GPU."""
+    timed = {r["job"]: r for r in results if r["part"] == "scaling" and "step_ms" in r}
+    yield "| model | optimizer | pairs each | processes | step, ms | pairs/s | times one | bar | sum, ms | vote, ms |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for job, r in timed.items():
+        model, optimizer, pairs, world = job.split("/")
+        one = timed.get(f"{model}/{optimizer}/{pairs}/1")
+        times = f"{int(world) * one['step_ms'] / r['step_ms']:.2f}" if one else "–"
+        speed = int(pairs) * int(world) / r["step_ms"] * 1000
+        cells = (model, optimizer, pairs, world, f"{r['step_ms']:.2f}", f"{speed:,.0f}", times)
+        cells += (BARS.get((int(pairs), int(world)), "–"), f"{r['exchange_ms']:.2f}", f"{r['vote_ms']:.2f}")
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def parts_table(results):
+    """Markdown lines: what each job but a timed one found."""
+    yield "| part | job | results | wrong | seconds |"
+    yield "| --- | --- | --- | --- | --- |"
+    for end in (r for r in results if r.get("is_end")):
+        own = [r for r in results if r["part"] == end["part"] and r["job"] == end["job"] and r is not end]
+        wrong = "; ".join(r["wrong"].replace("\n", " ")[:160] for r in (*own, end) if r["wrong"])
+        if end["part"] != "scaling" or wrong:
+            yield f"| {end['part']} | {end['job']} | {len(own)} | {wrong or 'none'} | {end['seconds']} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

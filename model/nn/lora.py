@@ -1,0 +1,219 @@
+"""LoRA: a frozen matrix W acts as W + s B A, with trained factors A (rank, inputs) and B (outputs, rank).
+
+Hu et al. 2021 (arXiv 2106.09685): s = alpha / rank. rsLoRA (Kalajdzievski 2023, arXiv 2312.03732): s = alpha /
+sqrt(rank). A layer's factors are its submodules `lora_A` and `lora_B`, as in PEFT.
+"""
+
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from config import MAX_LORA_RANK
+from model.nn.dropout import MAX_SITES, NO_DROPOUT, dropout
+from model.nn.flat_params import add_matmul, matrix_of, merge_adjacent
+from model.nn.layers import Linear
+
+FACTORS = ("lora_A", "lora_B")
+FIRST_SITE = MAX_SITES // 2  # of dropout in adapters; a network's own sites are below
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """An adapter, and the frozen weights that it needs. ValueError for values that no adapter has."""
+
+    rank: int
+    alpha: float
+    targets: tuple  # linear layers: the last part of their names, or more of its end, as PEFT's target_modules
+    dropout: float = 0.0  # probability, of the input of A
+    use_rslora: bool = False
+    base: str = ""  # directory of the frozen weights
+    base_sha256: str = ""  # of their files; empty: unknown
+
+    def __post_init__(self):
+        kinds = dict(rank=int, alpha=(int, float), targets=tuple, dropout=(int, float), use_rslora=bool)
+        wrong = [name for name, kind in (kinds | dict(base=str, base_sha256=str)).items() if not self._is(name, kind)]
+        right = not wrong and 0 < self.rank <= MAX_LORA_RANK and 0 <= self.alpha < 1e6 and 0 <= self.dropout < 1
+        if not right or not self.targets or not all(isinstance(name, str) for name in self.targets):
+            values = ", ".join(f"{f.name}={getattr(self, f.name)!r:.80}" for f in fields(self))
+            raise ValueError(
+                f"an adapter's rank must be from 1 to {MAX_LORA_RANK}, its alpha a number of at least 0, its targets "
+                f"names, its dropout in [0, 1), not {values}"
+            )
+
+    def _is(self, name, kind):
+        value = getattr(self, name)
+        return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+    @property
+    def scale(self):
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    def adapts(self, name):
+        """Whether the linear layer of this name has an adapter."""
+        return any(name == target or name.endswith("." + target) for target in self.targets)
+
+
+def lora_from(values):
+    """The LoraConfig with these plain values, as from `lora_values`; ValueError or TypeError for wrong ones."""
+    targets = values.get("targets")
+    return LoraConfig(**values | dict(targets=tuple(targets) if isinstance(targets, list) else targets))
+
+
+def lora_values(lora):
+    """Plain values of a LoraConfig, for `lora_from`."""
+    return asdict(lora) | dict(targets=list(lora.targets))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The factors of one matrix, on which it is an attribute: flat_params.linear then computes the product with it."""
+
+    A: torch.nn.Parameter
+    B: torch.nn.Parameter
+    scale: float
+    dropout: float
+    site: int
+
+    def linear(self, x, weights, biases, masks):
+        """x @ W.T + biases for adjacent frozen weights, of which this is the first adapter."""
+        masks = self._masks(masks)
+        adapters = [weight.adapter for weight in weights if hasattr(weight, "adapter")]
+        places = [place for place, weight in enumerate(weights) if hasattr(weight, "adapter")]
+        factors = [adapter.A for adapter in adapters] + [adapter.B for adapter in adapters]
+        return _AdaptedLinear.apply(x, weights, biases, (places, self.scale), masks, *factors)
+
+    def _masks(self, masks):
+        if not self.dropout or (masks is None and not torch.is_grad_enabled()):
+            return NO_DROPOUT
+        assert masks is not None, "a product with adapters needs the masks of its input: linear(…, masks=…)"
+        drops = masks.token_keys is not None
+        return replace(masks, probability=self.dropout, site=self.site) if drops else NO_DROPOUT
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """Letters: N tokens, G adapters, R rank, O outputs of one weight.
+
+    Five launches in all, three in forward for any number of adapters, because recorded steps of few tokens are bound by
+    launches: all A are one matrix, all B one batch.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weights, biases, place, masks, *factors):
+        ctx.weights, (ctx.places, ctx.scale), ctx.masks = weights, place, masks
+        ctx.A, ctx.B = factors[: len(factors) // 2], factors[len(factors) // 2 :]
+        bias = merge_adjacent([b.copy for b in biases]) if biases else None
+        out = F.linear(x, matrix_of(weights), bias)
+        A = merge_adjacent([a.copy for a in ctx.A])
+        scaled = torch.addmm(x.new_empty(()), dropout(x, masks), A.T, beta=0, alpha=ctx.scale)  # s x A^T, (N, G R)
+        _by_weight(out, weights, ctx.places).baddbmm_(_by_adapter(scaled, ctx.A), _batch([b.copy for b in ctx.B]).mT)
+        ctx.save_for_backward(x, scaled)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scaled = ctx.saved_tensors
+        grad_GNO = _by_weight(grad.contiguous(), ctx.weights, ctx.places)
+        grad_scaled = torch.empty_like(scaled)
+        torch.baddbmm(
+            x.new_empty((1, 1, 1)), grad_GNO, _batch([b.copy for b in ctx.B]), beta=0, alpha=ctx.scale,
+            out=_by_adapter(grad_scaled, ctx.A),
+        )  # fmt: skip
+        add_matmul(_batch([b.grad for b in ctx.B]), grad_GNO.mT, _by_adapter(scaled, ctx.A))
+        add_matmul(merge_adjacent([a.grad for a in ctx.A]), grad_scaled.T, dropout(x, ctx.masks))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            A, grad_x = merge_adjacent([a.copy for a in ctx.A]), grad @ matrix_of(ctx.weights)
+            if ctx.masks.probability:
+                grad_x += dropout(grad_scaled @ A, ctx.masks)
+            else:
+                grad_x.addmm_(grad_scaled, A)
+        # backward has already added the gradients to A.grad and B.grad
+        return grad_x, None, None, None, None, *(None for _ in ctx.A + ctx.B)
+
+
+def _by_weight(x, weights, places):
+    """View (G, N, O) of the columns in x (N, weights * O) that the weights at evenly spaced `places` gave."""
+    step = places[1] - places[0] if len(places) > 1 else 1
+    assert places == list(range(places[0], places[-1] + 1, step))
+    return x.view(len(x), len(weights), -1).transpose(0, 1)[places[0] :: step][: len(places)]
+
+
+def _by_adapter(x, factors):
+    """View (G, N, R) of x (N, G R)."""
+    return x.view(len(x), len(factors), -1).transpose(0, 1)
+
+
+def _batch(views):
+    """View (G, O, R) of adjacent matrices of one shape."""
+    return merge_adjacent(views).view(len(views), *views[0].shape)
+
+
+def attach(model, lora):
+    """Freeze the model's weights and give it adapters, whose weights are not drawn yet; returns the model.
+
+    Raises ValueError if a target names no linear layer.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    for target in lora.targets:
+        if not any(replace(lora, targets=(target,)).adapts(name) for name in layers):
+            names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise ValueError(f"--lora_targets={target}: this network has no such linear layer: name some of {names}")
+    model.requires_grad_(False)
+    for number, layer in enumerate(layer for name, layer in layers.items() if lora.adapts(name)):
+        num_out, num_in = layer.weight.shape
+        with layer.weight.device:
+            layer.lora_A, layer.lora_B = Linear(num_in, lora.rank, num_in**-0.5), Linear(lora.rank, num_out, 0.0)
+        factors = layer.lora_A.weight, layer.lora_B.weight
+        layer.weight.adapter = Adapter(*factors, lora.scale, lora.dropout, FIRST_SITE + number)
+        assert FIRST_SITE + number < MAX_SITES
+    model.lora = lora
+    model.make_flat()
+    return model
+
+
+@torch.no_grad()
+def draw(model, seed):
+    """Draw the adapters' weights as PEFT does: A uniform in ±1 / sqrt(inputs), B zero; returns the model."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if is_factor(name, "lora_A"):
+            p.copy_((torch.rand(p.shape, generator=generator) * 2 - 1) * p.shape[1] ** -0.5)
+        elif is_factor(name, "lora_B"):
+            p.zero_()
+    return model
+
+
+def factor_kind(module_name):
+    """lora_A or lora_B if a module of this name is such a factor, else ""."""
+    last = module_name.rpartition(".")[2]
+    return last if last in FACTORS else ""
+
+
+def is_factor(name, *kinds):
+    """Whether a tensor of this name is one of an adapter's factors, of these `kinds` (none: of any)."""
+    return name.endswith(tuple(f".{kind}.weight" for kind in kinds or FACTORS))
+
+
+@lru_cache(maxsize=64)
+def count_adapter_numbers(family, model_config, lora):
+    """Number of weights of an adapter."""
+    with torch.device("meta"):  # takes no memory
+        model = attach(family.build(model_config), lora)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@torch.no_grad()
+def merge(tensors, factors, lora):
+    """Add s B A to each matrix in `tensors` that has `factors`, in float32 and in place of its entry.
+
+    Both are {name: tensor}. Raises ValueError if a matrix is missing or has another shape.
+    """
+    for name in (name for name in factors if is_factor(name, "lora_A")):
+        stem = name.removesuffix("lora_A.weight")
+        A, B, weight = factors[name], factors[stem + "lora_B.weight"], tensors.get(stem + "weight")
+        if weight is None or weight.shape != (len(B), A.shape[1]):
+            found = "no" if weight is None else f"a {tuple(weight.shape)}"
+            raise ValueError(f"the base has {found} {stem}weight, and the adapter needs {(len(B), A.shape[1])}")
+        tensors[stem + "weight"] = torch.addmm(weight.float(), B.float(), A.float(), alpha=lora.scale)

@@ -1,0 +1,58 @@
+"""Write an ordinary model directory: an adapter's base with the adapter added to it, in float32.
+
+    python scripts/merge_lora.py ADAPTER_DIR OUTPUT_DIR
+
+ADAPTER_DIR is an adapter's directory or the run directory of one (its best/, else its last/). The base is where the
+adapter says; the tokenizer is the adapter's, else the base's.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
+
+from model.data.tokenizer import load_tokenizer  # noqa: E402
+from model.nn.adapter_io import adapter_directory, load_merged  # noqa: E402
+from model.nn.registry import family_of  # noqa: E402
+from model.nn.weights_io import export_model, load_into  # noqa: E402
+from model.runtime.json_stream import read_object  # noqa: E402
+from model.runtime.terminal import printable_lines  # noqa: E402
+
+
+def merge(path: str, output: str) -> str:
+    """Write the merged model; returns what was done. Raises ValueError if there is no adapter or OUTPUT_DIR exists."""
+    directory = adapter_directory(path)
+    if directory is None:
+        raise ValueError(
+            f"no adapter in {path}: name a directory with adapter_config.json, or a run directory with one"
+        )
+    if Path(output).exists():
+        raise ValueError(f"{output} exists already: name another directory")
+    weights = load_merged(directory)
+    model = family_of(weights.model_config).build(weights.model_config)
+    load_into(model, weights, directory)
+    settings = directory / "generation_config.json"
+    generation = read_object(settings) if settings.is_file() else {}
+    export_model(model, load_tokenizer(weights.tokenizer_dir), output, generation)
+    return f"{output}: {directory}, merged; {sum(p.numel() for p in model.parameters()):,} weights"
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("adapter")
+    parser.add_argument("output")
+    options = parser.parse_args(words)
+    try:
+        print(merge(options.adapter, options.output))
+    except (ValueError, OSError) as error:
+        print(printable_lines(str(error)), file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

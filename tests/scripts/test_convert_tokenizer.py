@@ -1,0 +1,67 @@
+"""A SentencePiece tokenizer as T5s ship it: converted once, and then trained on with an embedding larger than it."""
+
+import json
+import random
+
+import pytest
+import sentencepiece
+import torch
+
+from model.data.tokenizer import PROBE, load_tokenizer
+from model.nn.weights_io import load_weights
+from scripts.convert_tokenizer import main as convert
+from tests.parts import SHAPE, make_model
+from tests.tiny import SHORT, refused, train
+
+OWN_MODEL = SHORT | dict(model=None)
+
+
+@pytest.fixture(scope="module")
+def downloaded(home):
+    """A directory as Mengzi-T5's: config.json, pytorch_model.bin with the names of older files, and spiece.model."""
+    folder, draw = home / "downloaded", random.Random(0)
+    folder.mkdir()
+    texts = ["".join(draw.choices(PROBE, k=20)) for _ in range(2000)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(folder / "spiece"), vocab_size=300, character_coverage=1.0,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+    )  # fmt: skip
+    (folder / "spiece.vocab").unlink()
+    shape = SHAPE | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False, scale_decoder_outputs=False)
+    model = make_model(512, shape=shape)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors |= {f"{side}.embed_tokens.weight": tensors["shared.weight"] for side in ("encoder", "decoder")}
+    # older versions of transformers wrote a bias that nothing reads
+    tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.zeros(32, 2)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    config = dict(model_type="t5", vocab_size=512, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1,
+                  decoder_start_token_id=0, layer_norm_epsilon=1e-6, relative_attention_num_buckets=32)  # fmt: skip
+    sizes = {name: SHAPE[name] for name in SHAPE}
+    (folder / "config.json").write_text(json.dumps(config | sizes | dict(feed_forward_proj="gated-gelu")))
+    return folder
+
+
+def test_a_sentencepiece_tokenizer_is_asked_to_be_converted_and_then_gives_its_own_ids(downloaded, home, capsys):
+    done = train(home, output_dir="sp", finetune_from_ckp_file="downloaded", **OWN_MODEL)
+    assert refused(done, "python scripts/convert_tokenizer.py downloaded")
+    assert convert([str(downloaded)]) == 0 and "400 tokens" in capsys.readouterr().out
+    assert convert([str(downloaded)]) == 2
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(downloaded / "spiece.model"))
+    ours = load_tokenizer(downloaded)
+    assert (ours.pad_id, ours.eos_id) == (0, 1)
+    for text in ("今天天气真好", "请问 这个问题"):
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def test_a_model_whose_embedding_is_larger_than_its_tokenizer_is_trained_and_keeps_it(downloaded, home):
+    if not (downloaded / "tokenizer.json").exists():
+        assert convert([str(downloaded)]) == 0
+    done = train(home, output_dir="larger", finetune_from_ckp_file="downloaded", **OWN_MODEL)
+    assert done.codes == [0], done.text
+    assert load_weights(home / "larger" / "best").model_config.vocab_size == 512
+    adapter = dict(finetune_from_ckp_file="downloaded", lora_rank=2)
+    assert train(home, output_dir="larger_lora", **adapter, **OWN_MODEL).codes == [0]
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path, capsys):
+    assert convert([str(tmp_path)]) == 2 and "no SentencePiece model" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""What the project's Python files say, read with ast and tokenize: their names, imports, words."""
+
+import ast
+import os
+import re
+import tokenize
+from pathlib import Path
+
+
+def within(module, name):
+    return module == name or module.startswith(name + ".")
+
+
+def name_of(path, root):
+    return ".".join(path.relative_to(root).with_suffix("").parts)
+
+
+def sources(root):
+    """Every Python file under `root` but tests, __init__.py, and those in hidden folders and virtual environments."""
+    found = []
+    for folder, inside, files in os.walk(root):
+        is_top = Path(folder) == root
+        inside[:] = sorted(
+            name for name in inside
+            if name[0] != "." and not (is_top and name == "tests") and not Path(folder, name, "pyvenv.cfg").exists()
+        )  # fmt: skip
+        found += [Path(folder, name) for name in sorted(files) if name.endswith(".py") and name != "__init__.py"]
+    return found
+
+
+def imports_of(path):
+    """Yield the names that `path` imports, at the top or inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}:{node.lineno}: write the import in full, not relative"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def names_of(path):
+    """Yield the names that `path` uses, and its strings, which may be annotations or names of attributes."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for field in ("id", "attr", "name", "value"):
+            if isinstance(text := getattr(node, field, None), str):
+                yield text
+
+
+def words_of(path):
+    """Yield (line, text) of the comments, docstrings and names of a source; strings that are messages are left out."""
+    with open(path, "rb") as file:
+        yield from (
+            (token.start[0], token.string)
+            for token in tokenize.tokenize(file.readline)
+            if token.type in (tokenize.COMMENT, tokenize.NAME)
+        )
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_docstring and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not re.search(r"\s", node.value):
+            yield node.lineno, node.value
