@@ -93,10 +93,10 @@ class TrainConfig:
     response_column: str = ""  # empty: found by name
     single_turn: bool = False  # ask each question of a conversation by itself, without system text and earlier turns
     tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer
-    max_seq_len: int = 256  # most tokens of a prompt and of a response, EOS included
+    max_seq_len: int = 256  # most tokens of a prompt and of a response, or of a whole dialogue for a Qwen, EOS included
     objective: str = "pairs"  # what a step is for: pairs (predict the response, given the prompt)
     # Model
-    model: str = "small"  # tiny, small, chatlm or a JSON file with the fields of T5ModelConfig
+    model: str = "small"  # tiny, small, chatlm or a JSON file of sizes; {"family": "qwen3", …}: another family
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch
     trainable: str = "all"  # weights that are trained: all, decoder
     dropout: float = 0.0  # probability
@@ -123,7 +123,7 @@ class TrainConfig:
     seed: int = 23333  # of the initial weights, the order of pairs and dropout
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
-    gradient_checkpointing: str = "auto"  # auto (where the plan needs it), True, False
+    gradient_checkpointing: str = "auto"  # auto (as many blocks as memory needs), True (all), False
     compile: str = "auto"  # replay steps as CUDA graphs: auto (on GPUs, in runs long enough to gain), True, False
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free

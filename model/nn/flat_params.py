@@ -129,10 +129,17 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, *(None for _ in ctx.weights + ctx.biases)
 
 
-def split_qkv(qkv):
+def split_qkv(qkv, num_heads=1, num_kv_heads=1):
     """[q, k, v] as views of the one to three tensors whose concatenated columns they are."""
-    width = sum(x.shape[1] for x in qkv) // 3
-    return [part for x in qkv for part in x.split(width, dim=1)]
+    head_width = sum(x.shape[1] for x in qkv) // (num_heads + 2 * num_kv_heads)
+    widths = [num_heads * head_width, num_kv_heads * head_width, num_kv_heads * head_width]
+    parts = []
+    for x in qkv:
+        own = []
+        while sum(own) < x.shape[1]:
+            own.append(widths[len(parts) + len(own)])
+        parts += x.split(own, dim=1)
+    return parts
 
 
 def embed(ids, weight):

@@ -133,7 +133,7 @@ def test_plans_that_cut_a_step_in_the_same_way_share_its_fastest_time(monkeypatc
     """Four steps of 1,000 tokens: one forward each with 2048 tokens or more, two with 1024. Checkpointing takes twice
     the time, recording a third of it.
     """
-    plan, draw, epochs = MemoryPlan(3000, 512, False, 0), np.random.default_rng(0), []
+    plan, draw, epochs = MemoryPlan(3000, 512, 0, 0), np.random.default_rng(0), []
 
     def tried_ways(_run, fastest, _warm, plan):
         size, chunk, again = plan.cutting
@@ -153,7 +153,7 @@ def test_plans_that_cut_a_step_in_the_same_way_share_its_fastest_time(monkeypatc
     assert speeds[8192, 512, False] == 0 and speeds[1024, 512, False] < 600 and speeds[8192, 512, True] < 600
     assert not epochs, "only a plan that is faster than the given one must train an epoch"
     speeds = caps.speeds_by_trying(None, plan, 5000, may_record=True)
-    assert max(speeds, key=speeds.get) == MemoryPlan(4096, 512, False, 0, graphs=True) == epochs[0]
+    assert max(speeds, key=speeds.get) == MemoryPlan(4096, 512, 0, 0, graphs=True) == epochs[0]
 
 
 def test_a_case_of_a_small_gpu_is_measured(monkeypatch):
