@@ -132,9 +132,20 @@ class Figures:
 
     @property
     def overfit_gap(self) -> float | None:
-        """Validation loss of the last evaluation less the smoothed training loss at its step."""
-        training = self.losses.at(self.evals[-1]["step"]) if self.evals else None
-        return None if training is None else self.evals[-1]["loss"] - training
+        """That of the last evaluation, None before the first one or the first train line."""
+        return self.gap_of(self.evals[-1]) if self.evals else None
+
+    @property
+    def gaps(self) -> list[tuple[int, float]]:
+        """(Step, over-fit gap) of each evaluation that has one."""
+        found = [(record["step"], self.gap_of(record)) for record in self.evals]
+        return [(step, gap) for step, gap in found if gap is not None]
+
+    def gap_of(self, record: dict) -> float | None:
+        """Validation loss of an eval line less training loss: its own field, else the smoothed loss at its step."""
+        training = self.losses.at(record["step"])
+        derived = None if training is None else record["loss"] - training
+        return derived if record.get("overfit_gap") is None else record["overfit_gap"]
 
     @property
     def num_above_best(self) -> int:
