@@ -12,11 +12,13 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import psutil
 import pytest
 
+from bench.serve_load import measure
 from scripts.serve import check, main, parse_arguments
 from tests.knowing import PAIRS, write_knowing_model
 
@@ -131,6 +133,13 @@ def test_sixteen_streams_at_once_are_answered_and_equal_seeds_give_equal_answers
 
     texts = asyncio.run(talk())
     assert texts[::2] == texts[1::2] and len(set(texts)) > 4
+
+
+def test_sixteen_clients_that_ask_again_and_again_see_no_error(server):
+    options = SimpleNamespace(streams=16, seconds=1, warm_seconds=0.5, new_tokens=16)
+    found = asyncio.run(measure(server[0].rsplit(":", 1)[1], psutil.Process(server[1].pid), options))
+    assert found["errors"] == 0 and found["answers"] > 0 and found["tokens_per_second"] > 0, found
+    assert found["first_token_p50_ms"] <= found["first_token_p95_ms"] <= found["first_token_most_ms"]
 
 
 def test_a_client_that_leaves_frees_its_slot(server):
