@@ -38,10 +38,10 @@ from model.memory.plan import NothingFits
 from model.run.checkpoint import checkpoint_paths
 from model.run.checkpointer import Saver, try_export
 from model.run.console import Progress, epoch_line
+from model.run.drawing import draw_last, draw_soon
 from model.run.journal import Journal
 from model.run.live import live
 from model.run.log import open_log
-from model.run.plots import draw_last, draw_soon
 from model.run.run_dir import admit, has_best, has_last, only_writer
 from model.run.run_log import begin, log_steps, say, say_durations, write_events
 from model.run.trackers import check_installed

@@ -68,7 +68,7 @@ ROOMS = {
         "console durations journal messages sensors status terminal_log train_state",
         "checkpoint curves figures log",
         "checkpointer plots run_dir trackers view",
-        "run_log screen",
+        "drawing run_log screen",
         "watch",
         "live",
     ],

@@ -1,33 +1,21 @@
-"""Plots of runs, drawn from their journals and plan.json.
+"""Plots of runs, drawn from their journals and plan.json."""
 
-python -m model.run.plots RUN_DIR        draws RUN_DIR/plots/*.png; a run starts it after its evaluations
-
-A process of its own draws, so that a run neither waits for a plot nor holds matplotlib in its memory.
-"""
-
-import fcntl
 import io
 import logging
 import os
-import subprocess
-import sys
-import time
-from contextlib import suppress
+from bisect import bisect_left
+from itertools import accumulate
 from pathlib import Path
 
 import ujson
 
 from model.run.figures import Figures
 from model.run.journal import read_journal
-from model.runtime.atomic_io import open_own, write_file
-from model.runtime.terminal import printable
+from model.runtime.atomic_io import write_file
 
-LOGGER = logging.getLogger("chat_trainer")
 GIB = 2**30
-ROOT = Path(__file__).resolve().parents[2]
-REST_SECONDS = 60  # between two drawings of a run that is not at its end
-END_SECONDS = 60  # that a run waits for its last plots
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei", "SimHei")
+SMOOTHED_PARTS = 40
 RAW = dict(linewidth=0.8, alpha=0.35)
 LEGEND = dict(loc="outside upper center", frameon=False)
 BEST = dict(marker="*", markersize=11, linestyle="", color="tab:red")
@@ -70,56 +58,30 @@ def plot_runs(run_dirs: list[Path], out: Path) -> None:
     _save(figure, out)
 
 
-def draw_soon(run_dir: Path) -> None:
-    """Let another process draw the plots of `run_dir`, unless this was asked for in the last REST_SECONDS."""
-    with suppress(OSError), _open_lock(run_dir) as lock:  # after an OSError the next evaluation tries again
-        if os.fstat(lock.fileno()).st_size and time.time() - os.fstat(lock.fileno()).st_mtime < REST_SECONDS:
-            return
-        lock.truncate(0)
-        lock.write(b"asked")
-        _start(run_dir)  # subprocess reaps it when it starts the next one
-
-
-def draw_last(run_dir: Path) -> None:
-    """Draw the plots of a run that has ended; logs why there are none instead of raising it."""
-    try:
-        process = _start(run_dir, stderr=subprocess.PIPE)
-        try:
-            _, said = process.communicate(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            said = f"they are still being drawn after {END_SECONDS} s".encode()
-        if process.returncode != 0:
-            LOGGER.error("no plots: %s", printable(said.decode(errors="replace").strip()[-500:]))
-    except OSError as error:
-        LOGGER.error("no plots: %s", error)
-
-
 def draw_losses(axes, records: list[dict]) -> None:
     """Draw training loss, each line's and smoothed, and validation loss by step on matplotlib `axes`."""
-    figures = _figures_of(records)
-    _curve(axes, records, "train", "loss", color="tab:blue", **RAW)
-    axes.plot(figures.losses.steps, figures.losses.values, color="tab:blue", label="training loss, smoothed")
+    steps, losses = _points(records, "train", "loss")
+    axes.plot(steps, losses, color="tab:blue", **RAW)
+    axes.plot(steps, _smoothed(losses), color="tab:blue", label="training loss, smoothed")
     _curve(axes, records, "eval", "loss", color="tab:orange", label="validation loss", marker="o", markersize=4)
-    if best := figures.best:
+    if best := _figures_of(records).best:
         axes.plot(best["step"], best["loss"], label=f"best {best['loss']:.4f} at step {best['step']:,}", **BEST)
     axes.set(xlabel="optimizer step", ylabel="loss [nats per target token]")
 
 
 def draw_gap(axes, records: list[dict]) -> None:
-    """Draw the over-fit gap at each evaluation."""
-    points = _figures_of(records).gaps
+    """Draw the over-fit gap: validation loss less mean training loss since the evaluation before."""
+    points = _gaps(records)
     axes.axhline(0, color="tab:gray", linewidth=0.8)
     axes.plot([step for step, _ in points], [gap for _, gap in points], color="tab:red", marker="o", markersize=3)
-    axes.set(xlabel="optimizer step", ylabel="over-fit gap\n[nats]")
+    axes.set(xlabel="optimizer step", ylabel="over-fit gap\n[nats per token]")
 
 
 def draw_speed(axes, records: list[dict]) -> None:
-    """Draw real tokens a second of all ranks by step, of each line and the mean over a fortieth of them."""
+    """Draw real tokens a second of all ranks by step, each line's and smoothed."""
     steps, speeds = _points(records, "train", "tokens_per_second")
-    window = max(1, len(steps) // 40)
-    means = [sum(speeds[end - window : end]) / window for end in range(window, len(steps) + 1)]
     axes.plot(steps, speeds, color="tab:green", **RAW)
-    axes.plot(steps[window - 1 :], means, color="tab:green", label="real tokens a second, all ranks")
+    axes.plot(steps, _smoothed(speeds), color="tab:green", label="real tokens a second, all ranks")
     axes.set(xlabel="optimizer step", ylabel="tokens per second", ylim=(0, None))
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
@@ -153,18 +115,33 @@ def draw_lengths(axes, lengths: dict) -> None:
 
 def _draw_run(axes, records, name):
     """One run in the four panels of `plot_runs`."""
-    figures, trained = _figures_of(records), [record for record in records if record["kind"] == "train"]
-    hours = _hours(records)
-    places = {record["step"]: (record["pairs_seen"], hours[id(record)]) for record in trained}
-    smooth = [(places[step], loss) for step, loss in zip(figures.losses.steps, figures.losses.values, strict=True)]
-    tested = [((places[record["step"]][0], hours[id(record)]), record["loss"])
-              for record in figures.evals if record["step"] in places]  # fmt: skip
-    for row, points, style in ((0, smooth, {}), (1, tested, dict(marker="o", markersize=4))):
-        colour = None
-        for column in (0, 1):
-            xs, ys = [place[column] for place, _ in points], [loss for _, loss in points]
-            (line,) = axes[row][column].plot(xs, ys, label=name, color=colour, **style)
-            colour = line.get_color()
+    hours, pairs = _hours(records), _points(records, "train", "pairs_seen")
+    for row, kind, style in ((0, "train", {}), (1, "eval", dict(marker="o", markersize=4))):
+        lines = [record for record in records if record["kind"] == kind and record.get("loss") is not None]
+        losses = [record["loss"] for record in lines]
+        losses = losses if row else _smoothed(losses)
+        by_pairs = [_between(*pairs, record["step"]) for record in lines]
+        (drawn,) = axes[row][0].plot(by_pairs, losses, label=name, **style)
+        axes[row][1].plot([hours[id(record)] for record in lines], losses, color=drawn.get_color(), **style)
+
+
+def _between(steps, values, step):
+    """The value at `step`, on a straight line between those of the steps around it."""
+    place = min(bisect_left(steps, step), len(steps) - 1)
+    if place <= 0 or steps[place] <= step:
+        return values[place] if steps else 0
+    low, high = steps[place - 1], steps[place]
+    return values[place - 1] + (values[place] - values[place - 1]) * (step - low) / (high - low)
+
+
+def _smoothed(values):
+    """The mean of each value and its neighbours, a fortieth of all, as many before it as behind it."""
+    sums, reach = [0.0, *accumulate(values)], len(values) // 2 // SMOOTHED_PARTS
+    last, means = len(values) - 1, []
+    for place in range(len(values)):
+        side = min(reach, place, last - place)
+        means.append((sums[place + side + 1] - sums[place - side]) / (2 * side + 1))
+    return means
 
 
 def _hours(records):
@@ -194,8 +171,13 @@ def _figures_of(records):
     return figures
 
 
+def _gaps(records):
+    evals = _figures_of(records).evals
+    return [(record["step"], record["overfit_gap"]) for record in evals if record["overfit_gap"] is not None]
+
+
 def _loss_figure(records):
-    figure, has_gap = _new_figure(9, 5.5), bool(_figures_of(records).gaps)
+    figure, has_gap = _new_figure(9, 5.5), bool(_gaps(records))
     upper, *lower = figure.subplots(1 + has_gap, 1, sharex=True, squeeze=False, height_ratios=[3, 1][: 1 + has_gap])[
         :, 0
     ]
@@ -260,36 +242,3 @@ def _read_plan(path):
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): the next start writes it") from None
     return plan if isinstance(plan, dict) else {}
-
-
-def _start(run_dir, stderr=subprocess.DEVNULL):
-    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
-    return subprocess.Popen(
-        [sys.executable, "-m", "model.run.plots", str(run_dir)], env=environment | dict(OMP_NUM_THREADS="1"),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
-    )  # fmt: skip
-
-
-def _open_lock(run_dir):
-    Path(run_dir, "plots").mkdir(exist_ok=True)
-    return open_own(Path(run_dir, "plots", ".lock"), "ab", buffering=0)
-
-
-def main(run_dir: str) -> int:
-    """Draw once the drawing under way, if there is one, is done."""
-    os.nice(19)
-    try:
-        with _open_lock(run_dir) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            plot_run(run_dir)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except (KeyError, TypeError, ArithmeticError) as error:
-        print(f"the journal or plan.json has a value that no run writes: {error!r}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from model.run.drawing import draw_last, draw_soon
 from model.run.journal import Journal, read_journal
-from model.run.plots import _draw_run, draw_last, draw_lengths, draw_losses, draw_soon, plot_run
+from model.run.plots import _between, _draw_run, _smoothed, draw_lengths, draw_losses, plot_run
 from tests.tiny import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ def test_losses_are_drawn_by_step_with_the_best_evaluation_and_without_steps_tha
     axes = Figure().subplots()
     draw_losses(axes, records)
     raw, smoothed, validation, best = map(points, axes.lines)
-    assert raw == [(1, 3.0), (3, 1.0)] and smoothed == [(1, 3.0), (3, 2.0)]
+    assert raw == smoothed == [(1, 3.0), (3, 1.0)]
     assert validation == [(1, 2.5), (3, 2.0)] and best == [(3, 2.0)]
 
 
@@ -48,8 +49,16 @@ def test_runs_are_compared_by_pairs_and_by_hours_without_the_pauses(records):
     axes = Figure().subplots(2, 2)
     _draw_run(axes, records, "a run")
     by_pairs, by_hours, tested_by_pairs, tested_by_hours = (points(one.lines[0]) for one in axes.flat)
-    assert by_pairs == [(8, 3.0), (24, 2.0)] and by_hours == [(1, 3.0), (3, 2.0)]
+    assert by_pairs == [(8, 3.0), (24, 1.0)] and by_hours == [(1, 3.0), (3, 1.0)]
     assert tested_by_pairs == [(8, 2.5), (24, 2.0)] and tested_by_hours == [(1, 2.5), (3, 2.0)]
+
+
+def test_smoothing_takes_as_many_values_before_as_behind_and_an_evaluation_lies_between_its_lines():
+    assert _smoothed(list(range(400))) == list(range(400)), "no lag"
+    assert _smoothed([0.0] * 200 + [1.0] * 200)[195:206] == pytest.approx(
+        [k / 11 for k in range(1, 6)] + [k / 11 for k in range(6, 12)]
+    )
+    assert [_between([10, 20], [100, 300], step) for step in (5, 10, 15, 20, 25)] == [100, 100, 200, 300, 300]
 
 
 def test_lengths_are_drawn_for_each_side():
@@ -89,7 +98,7 @@ def test_a_plot_that_fails_is_logged_and_does_not_end_the_run(tmp_path, caplog):
 
 
 def test_matplotlib_is_imported_only_when_a_plot_is_drawn():
-    code = "import sys, model.run.plots\nassert not {'matplotlib', 'torch'} & sys.modules.keys()"
+    code = "import sys, model.run.drawing\nassert not {'matplotlib', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
 
 
