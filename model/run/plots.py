@@ -52,6 +52,7 @@ def plot_runs(run_dirs: list[Path], out: Path) -> None:
     axes[0][0].set_ylabel("training loss, smoothed\n[nats per target token]")
     axes[1][0].set_ylabel("validation loss\n[nats per target token]")
     axes[1][0].set_xlabel("pairs seen")
+    axes[1][0].xaxis.set_major_formatter("{x:,.0f}")
     axes[1][1].set_xlabel("hours of the run, pauses between starts left out")
     _finish(axes.flat)
     figure.legend(*axes[0][0].get_legend_handles_labels(), ncols=min(len(names), 4), **LEGEND)

@@ -250,6 +250,12 @@ def test_the_page_talks_streams_stops_and_draws_the_run_s_curves(server):
     def ask(text):
         browser.find_element(By.ID, "question").send_keys(text, Keys.ENTER)
 
+    def change_settings(**values):
+        browser.find_element(By.ID, "settings").click()
+        for name, value in values.items():
+            browser.find_element(By.ID, f"option_{name}").send_keys(str(value))
+        browser.find_element(By.CSS_SELECTOR, "dialog button").click()
+
     try:
         browser.get(server[0])
         ask("hello")
@@ -261,11 +267,13 @@ def test_the_page_talks_streams_stops_and_draws_the_run_s_curves(server):
             "return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
         )
         assert browser.execute_script(drawn)
-        browser.find_element(By.ID, "settings").click()
-        for name, value in (REPEATS | dict(max_tokens=4000)).items():
-            browser.find_element(By.ID, f"option_{name}").send_keys(str(value))
-        browser.find_element(By.CSS_SELECTOR, "dialog button").click()
-        ask("你好")
+        change_settings(earlier=0)
+        ask("请说一个字")  # the model knows the answer only without a context
+        wait_until(lambda: turns()[2:] == ["请说一个字", PAIRS["请说一个字"]])
+        browser.find_element(By.ID, "undo").click()  # it puts the question back
+        browser.find_element(By.ID, "question").clear()
+        change_settings(max_tokens=4000, **REPEATS)
+        ask("hello")
         seen = set()
         wait_until(lambda: seen.add(len(turns()[-1])) or len(seen) > 3)  # the answer grows
         browser.find_element(By.ID, "stop").click()
