@@ -121,7 +121,7 @@ def train_to_the_end(run, journal, state, plan):
     config = run.config
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if config.log_sample_ids else None
     saver = Saver(run.ranks, run.dir, config.keep_latest_n_ckp, journal)  # waits for its last checkpoint
-    screen = live(run.ranks, run.dir, config.screen, config.gpu_memory_limit_gb)
+    screen = live(run.ranks, run.dir, config.screen, config.gpu_memory_limit_gb, config.tracker)
     with screen, Journal(samples) as samples, saver:
         state, reason = train_and_save(run, journal, samples, saver, state, plan)
     return state, reason, saver.failure
