@@ -36,9 +36,10 @@ from model.data.token_store import describe_store
 from model.memory.oom_policy import recovery_of
 from model.memory.plan import NothingFits
 from model.run.checkpoint import checkpoint_paths
-from model.run.checkpointer import Saver, try_export
+from model.run.checkpointer import Saver
 from model.run.console import Progress, epoch_line
 from model.run.drawing import draw_last, draw_soon
+from model.run.export import export
 from model.run.journal import Journal
 from model.run.live import live
 from model.run.log import open_log
@@ -76,7 +77,7 @@ def train(*stray, **options):
         state = without_lost_best(run, state)
         if state.pairs_seen >= run.schedule.total_pairs and state.evaluated_step == state.step:
             if not has_last(run.dir):  # its export may have failed
-                export_last(run)
+                export_last(run, state)
             done = f"{state.pairs_seen / len(run.train):g} epochs done, {config.epochs} asked for"
             say(ranks, f"{run.dir} is finished: {done}; raise --epochs to train longer, {ANOTHER_RUN}")
             return
@@ -201,16 +202,15 @@ def evaluate(run, journal, state, plan):
     if ranks.is_main and run.config.plots:
         draw_soon(run.dir)
     is_best = ranks.is_main and scores["loss"] < loss_to_beat(run, state)
-    failure = try_export(run.model, run.tokenizer, run.dir / "best", run.generation) if is_best else ""
+    failure = export(run, state, "best", scores) if is_best else ""
     stop, is_best, failed = vote(ranks, stop_asked(), is_best, bool(failure))
     if not failed:  # else the next evaluation or the next start tries again
         state = replace(state, evaluated_step=state.step)
     if is_best and not failed:
         state = replace(state, best_loss=scores["loss"], best_step=state.step)
     say(ranks, epoch_line(dict(
-        epoch=state.pairs_seen / len(run.train), step=state.step, val_loss=scores["loss"],
-        cur_bleu4=scores.get("bleu"), cur_chrf=scores.get("chrf"),
-        best_val_loss=state.best_loss, best_step=state.best_step,
+        epoch=state.pairs_seen / len(run.train), step=state.step, val_loss=scores["loss"], cur_bleu4=scores.get("bleu"),
+        cur_chrf=scores.get("chrf"), best_val_loss=state.best_loss, best_step=state.best_step,
     )))  # fmt: skip
     return state, bool(stop)
 
@@ -225,7 +225,7 @@ def finish(run, journal, state, reason, failure):
     journal.write("stop", step=state.step, reason=reason)
     if reason == "finished" and state.evaluated_step != state.step:
         failure = failure or f"{run.dir / 'best'} could not be written"
-    export_last(run, failure)
+    export_last(run, state, failure)
     hint = "" if reason == "finished" else f"; resume with --output_dir={run.dir} --is_keep_training=True"
     say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{hint}")
     say_durations(run)
@@ -233,11 +233,11 @@ def finish(run, journal, state, reason, failure):
         draw_last(run.dir)
 
 
-def export_last(run, failure=""):
+def export_last(run, state, failure=""):
     """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
     if run.ranks.is_main:
         with saving():
-            failure = failure or try_export(run.model, run.tokenizer, run.dir / "last", run.generation)
+            failure = failure or export(run, state, "last")
     if failure:
         raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
 

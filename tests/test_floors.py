@@ -45,9 +45,9 @@ ROOMS = {
         "t5.decode qwen.decode qwen.huggingface",
         "t5.network qwen.network",
         "t5.family qwen.family",
-        "registry",
+        "model_card registry",
         "weights_io",
-        "adapter_io",
+        "adapter_io other_formats",
     ],
     "model.generate": ["sampling", "slots", "engine"],
     "model.memory": [
@@ -69,7 +69,7 @@ ROOMS = {
         "checkpoint curves figures log",
         "checkpointer plots run_dir trackers view",
         "drawing run_log screen",
-        "watch",
+        "export watch",
         "live",
     ],
     "model.commands": [
@@ -111,6 +111,7 @@ ALLOWED_IMPORTERS = {
     "matplotlib": "model.run.plots bench",
     "transformers": "model.nn.t5.huggingface model.nn.qwen.huggingface model.data.turn_template scripts bench",
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
+    "ctranslate2": "model.nn.other_formats bench",
     "datasets": "bench",
     "starlette": "model.commands.server",
     "prometheus_client": "model.commands.server_metrics",
