@@ -7,4 +7,5 @@ setup makes all that a run needs before its first step: data, tokenizer, model, 
 plan_report is the command plan: what a run would take. doctor is the command doctor: what would make it fail.
 answering loads a trained model to answer questions in text. server answers them over HTTP: openai_api reads the
 requests, decoding_thread decodes them together, server_metrics counts.
+data_report says what prepared files hold.
 """
