@@ -24,8 +24,8 @@ ROOMS = {
         "distributed",
     ],
     "model.data": [
-        "buckets columns file_list length_histogram packing parquet_rows row_hashes sampler sequences text_files "
-        "tokenizer_file",
+        "buckets columns file_list length_histogram near_duplicates packing parquet_rows row_hashes sampler sequences "
+        "text_files tokenizer_file",
         "tokenizer",
         "conversation tokenizer_training",
         "chat_template cleaning dialogue turn_template",
@@ -47,9 +47,9 @@ ROOMS = {
         "t5.decode qwen.decode qwen.huggingface",
         "t5.network qwen.network",
         "t5.family qwen.family",
-        "registry",
+        "model_card registry",
         "weights_io",
-        "adapter_io",
+        "adapter_io other_formats",
     ],
     "model.generate": ["sampling", "slots", "engine"],
     "model.memory": [
@@ -72,7 +72,8 @@ ROOMS = {
         "checkpointer plots run_dir trackers view",
         "drawing screen summary",
         "run_log",
-        "best_model watch",
+        "export watch",
+        "best_model",
         "live",
     ],
     "model.commands": [
@@ -82,7 +83,7 @@ ROOMS = {
         "origin",
         "length_sample space",
         "setup",
-        "doctor plan_report answering decoding_thread server_metrics",
+        "answering data_report decoding_thread doctor plan_report server_metrics",
         "openai_api",
         "server",
     ],
@@ -112,10 +113,12 @@ PLACES_OF_WORDS = (
 # {library: the only modules that may import it}
 ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed model.run.trackers",
-    "matplotlib": "model.run.plots bench",
+    "matplotlib": "model.run.plots model.commands.data_report bench",
     "transformers": "model.nn.t5.huggingface model.nn.qwen.huggingface model.data.turn_template scripts bench",
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
+    "ctranslate2": "model.nn.other_formats bench",
     "datasets": "bench",
+    "rensa": "model.data.near_duplicates",
     "starlette": "model.commands.server",
     "prometheus_client": "model.commands.server_metrics",
     "uvicorn": "scripts.serve",
