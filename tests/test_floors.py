@@ -24,12 +24,14 @@ ROOMS = {
         "distributed",
     ],
     "model.data": [
-        "buckets columns length_histogram packing parquet_rows row_hashes sampler sequences text_files tokenizer_file",
+        "buckets columns file_list length_histogram packing parquet_rows row_hashes sampler sequences text_files "
+        "tokenizer_file",
         "tokenizer",
         "conversation tokenizer_training",
         "chat_template cleaning dialogue turn_template",
         "prepared_pairs",
         "readers",
+        "store_writer",
         "token_store",
     ],
     "model.nn": [
@@ -56,7 +58,7 @@ ROOMS = {
         "oom_policy",
     ],
     "model.train": [
-        "fixed_shards lr_schedule optim spike_guard weighted_loss",
+        "fixed_shards lr_schedule optim run_length spike_guard weighted_loss",
         "objectives.base objectives.dialogues objectives.pairs",
         "cuda_graphs examples footprint objectives.registry",
         "evaluate loader",
@@ -65,18 +67,20 @@ ROOMS = {
         "dry_run",
     ],
     "model.run": [
-        "console durations journal messages sensors status terminal_log train_state",
-        "checkpoint curves figures log",
+        "console durations journal sensors status terminal_log train_state words",
+        "checkpoint curves figures log messages",
         "checkpointer plots run_dir trackers view",
-        "drawing run_log screen",
-        "watch",
+        "drawing screen summary",
+        "run_log",
+        "best_model watch",
         "live",
     ],
     "model.commands": [
-        "option_names",
+        "help_zh option_names",
         "options",
         "adapter network",
         "origin",
+        "length_sample space",
         "setup",
         "doctor plan_report answering decoding_thread server_metrics",
         "openai_api",
@@ -103,7 +107,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 PLACES_OF_WORDS = (
     "model.data.readers", "model.data.dialogue", "model.data.columns", "model.data.cleaning",
     "model.data.prepared_pairs", "model.nn.t5", "model.nn.registry",
-    "model.train.objectives.pairs", "model.train.objectives.registry", "model.commands",
+    "model.train.objectives.pairs", "model.train.objectives.registry", "model.run.words", "model.commands",
 )  # fmt: skip
 # {library: the only modules that may import it}
 ALLOWED_IMPORTERS = {

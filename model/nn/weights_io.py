@@ -36,7 +36,8 @@ ZIP_BEGINS, LEGACY_PICKLES = b"PK\x03\x04", 5  # torch before 1.6 wrote five pic
 def export_model(model, tokenizer, directory, generation=None):
     """Write a Hugging Face directory, tokenizer included, in place of `directory` atomically.
 
-    `generation` is a dict of values for its generation_config.json, beside the ids that the family writes there.
+    `generation` is a dict of values for its generation_config.json, beside the ids that the family writes there; its
+    `prefix` stands before each question.
     Raises OSError if it cannot be written.
     """
     with whole_directory(directory) as draft:
@@ -46,14 +47,17 @@ def export_model(model, tokenizer, directory, generation=None):
             add_values(draft / "generation_config.json", generation or {})
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        add_tokenizer(family_of(model.config), tokenizer, draft)
+        add_tokenizer(family_of(model.config), tokenizer, draft, (generation or {}).get("prefix", ""))
 
 
-def add_tokenizer(family, tokenizer, directory):
+def add_tokenizer(family, tokenizer, directory, prefix=""):
     """Copy a tokenizer's files and its chat template to `directory`; raises OSError if that fails."""
     try:
         copy_tokenizer(tokenizer.directory, directory)
-        (write_turn_template if family.reads_dialogues else write_chat_template)(tokenizer, directory)
+        if family.reads_dialogues:
+            write_turn_template(tokenizer, directory)
+        else:
+            write_chat_template(tokenizer, directory, prefix)
     except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
         raise OSError(str(error)) from None
 
