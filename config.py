@@ -143,6 +143,8 @@ class TrainConfig:
     log_sample_ids: bool = False  # write the example ids of each step to samples_rank<r>.jsonl
     backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
     screen: str = "auto"  # a full screen while training: auto (on a terminal), on, off (plain lines)
+    plots: bool = True  # draw loss, speed, memory, lengths and learning rate after evaluations and at the end
+    tracker: str = ""  # who else gets the journal's numbers: tensorboard, wandb, or both as tensorboard,wandb
     ddp_timeout_s: int = 600  # seconds that one rank may keep the others waiting before the run ends
 
     def __post_init__(self):
@@ -184,6 +186,7 @@ LORA_OPTIMIZER, LORA_LEARN_RATES = "adamw", (1e-3, 1e-3, 1e-5, 5e-2)
 LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_dropout", "use_rslora")
 MAX_LORA_RANK = 4096
 MAX_DEFAULT_WARMUP_STEPS = 1000
+TRACKERS = ("tensorboard", "wandb")
 
 
 def _problems(config):
@@ -221,6 +224,8 @@ def _problems(config):
         yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
     if config.model not in MODELS and not config.model.endswith(".json"):
         yield f"model={config.model!r}: choose one of {', '.join(MODELS)}, or give a .json file"
+    if bad := [name for name in config.tracker.split(",") if config.tracker and name not in TRACKERS]:
+        yield f"tracker={config.tracker!r}: {bad[0]!r} is none of {', '.join(TRACKERS)}; both are tensorboard,wandb"
     if not config.output_dir:
         yield "output_dir is empty: give a directory"
 

@@ -66,9 +66,9 @@ ROOMS = {
     ],
     "model.run": [
         "console durations journal messages sensors status terminal_log train_state",
-        "checkpoint curves figures log plots",
-        "checkpointer run_dir view",
-        "run_log screen",
+        "checkpoint curves figures log",
+        "checkpointer plots run_dir trackers view",
+        "drawing run_log screen",
         "watch",
         "live",
     ],
@@ -107,7 +107,8 @@ PLACES_OF_WORDS = (
 )  # fmt: skip
 # {library: the only modules that may import it}
 ALLOWED_IMPORTERS = {
-    "accelerate": "model.runtime.distributed",
+    "accelerate": "model.runtime.distributed model.run.trackers",
+    "matplotlib": "model.run.plots bench",
     "transformers": "model.nn.t5.huggingface model.nn.qwen.huggingface model.data.turn_template scripts bench",
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
     "datasets": "bench",

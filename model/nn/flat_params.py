@@ -188,11 +188,10 @@ def add_matmul(total, a, b):
 
     All are matrices, or all are batches of matrices.
     """
-    add = torch.addmm if total.dim() == 2 else torch.baddbmm
     if a.dtype == total.dtype:
-        add(total, a, b, out=total)
+        (total.addmm_ if total.dim() == 2 else total.baddbmm_)(a, b)
     elif total.is_cuda:
-        add(total, a, b, out_dtype=total.dtype, out=total)
+        (torch.addmm if total.dim() == 2 else torch.baddbmm)(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
 
