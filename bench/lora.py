@@ -1,13 +1,12 @@
 """Measure T5's variants and adapters: speed, share of small's FLOP/s, peak memory, and the error of the plan.
 
     python -m bench.lora --output_dir DIR                 on one GPU, about 9 minutes
-    python -m bench.lora --output_dir DIR --part speed    or memory, or nf4: one of the parts
+    python -m bench.lora --output_dir DIR --part speed    or memory: one of the two parts
     python -m bench.lora --output_dir DIR --rehearse      on the CPU, with tiny models
 
 speed: each cell is `train_steps` as train_low_mem.py runs it, in a process of its own, on pairs with ChatLM's lengths.
 memory: one step of each of 24 cases in one forward; the error is that of the prediction, made as the plan makes it.
-nf4: 100 steps of 2 x 2,048 tokens in one forward with Qwens of 7 B to 1.8 B random weights in four bits, under 16 GiB.
-All print one JSON line a result and append it to DIR/results.jsonl; the last line holds the ratios and errors.
+Both print one JSON line a result and append it to DIR/results.jsonl; the last line holds the ratios and errors.
 """
 
 import argparse
@@ -31,13 +30,12 @@ from bench.corpus import draw_lengths, write_corpus
 from bench.memory_fit import CHUNK_TOKENS, OneLength
 from bench.runs import context_of, schedule_of
 from config import MODELS, T5ModelConfig, TrainConfig, load_config
-from model.commands.setup import prepare_run, set_memory_limit
+from model.commands.setup import prepare_run
 from model.data.length_histogram import Lengths
 from model.data.tokenizer import load_tokenizer
 from model.memory.estimate import Estimate
-from model.memory.plan import MemoryPlan, choose_plan
+from model.memory.plan import MemoryPlan
 from model.nn.lora import attach
-from model.nn.qwen.sizes import QwenModelConfig
 from model.nn.registry import family_of
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
@@ -45,7 +43,7 @@ from model.nn.weights_io import export_model
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks, start_ranks
 from model.train.dry_run import dry_run_update
-from model.train.footprint import lora_of, memory_spec, plan_options
+from model.train.footprint import lora_of, memory_spec
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 
@@ -72,22 +70,13 @@ CASES = [
     for checkpointing in (False, True)
     for pairs, tokens in ((32, 128), (128, 64), (128, 192), (256, 192))
 ]
-QWENS = {  # the published sizes of Qwen1.5-7B, Qwen3-4B and Qwen1.5-1.8B
-    "qwen1.5-7b": dict(hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32),
-    "qwen3-4b": dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
-                     num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, model_type="qwen3"),
-    "qwen1.5-1.8b": dict(hidden_size=2048, intermediate_size=5504, num_hidden_layers=24, num_attention_heads=16),
-}  # fmt: skip
-TINY_QWEN = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=32,
-                 num_key_value_heads=2)  # fmt: skip
-QWEN_VOCAB_SIZE, QWEN_RANK, QWEN_STEPS, QWEN_GIB = 151_936, 32, 100, 16
 CORPUS_PAIRS, CELL_SECONDS = 51_200, 200
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--part", default="speed,memory,nf4")
+    parser.add_argument("--part", default="speed,memory")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--cell", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -98,8 +87,6 @@ def main():
     results = measure_speed(folder, options.rehearse) if "speed" in options.part else []
     if "memory" in options.part:
         results += [tell(folder, measure_case(case, options.rehearse)) for case in CASES]
-    if "nf4" in options.part:
-        results += [tell(folder, measure_packed(name, options.rehearse)) for name in QWENS]
     tell(folder, summary(results))
 
 
@@ -194,24 +181,6 @@ def measure_case(case, rehearse):
     return dict(part="memory", **values) | errors(predicted, setting.run(plan)[0])
 
 
-def measure_packed(name, rehearse):
-    """The same for a Qwen in four bits, cut as the plan cuts it."""
-    sizes, tokens = (TINY_QWEN, 16) if rehearse else (QWENS[name], 1024)
-    vocab_size = 1000 if rehearse else QWEN_VOCAB_SIZE
-    options = dict(
-        lora_rank=QWEN_RANK, base_precision="nf4", micro_batch_tokens=4 * tokens, compile="False", bleu_pairs=0,
-        warmup_steps=0, gpu_memory_limit_gb=QWEN_GIB,
-    )  # fmt: skip
-    config = load_config("pretrain", options)
-    setting = Setting(config, QwenModelConfig(**sizes, vocab_size=vocab_size), rehearse, 2, tokens)
-    _, usable = set_memory_limit(config, setting.device)
-    plan = choose_plan(plan_options(config), setting.estimate, usable)
-    measured, seconds = setting.run(plan, 2 if rehearse else QWEN_STEPS)
-    values = dict(shape=name, rank=QWEN_RANK, recomputed_blocks=int(plan.gradient_checkpointing))
-    values |= dict(chunk_tokens=plan.chunk_tokens, tokens_per_second=round(4 * tokens / seconds))
-    return dict(part="nf4", **values) | errors(setting.estimate.peaks(*plan.cutting)["step"], measured)
-
-
 def errors(predicted, measured):
     error = round(predicted / measured - 1, 4) if measured else None
     gib = round(measured / 2**30, 2) if measured else None
@@ -264,7 +233,11 @@ class Setting:
         reset_peak(self.device)
         context, fits, started = context_of(ranks, model, optimizer, store, self.config, schedule), True, time.time()
         for result in train_steps(context, Position(plan)):
-            fits = fits and not result.events and result.micro_batches == 1
+            fits = (
+                fits
+                and not result.events
+                and result.micro_batches == -(-2 * pairs * self.tokens // plan.micro_batch_tokens)
+            )
         if not self.rehearse:
             torch.cuda.synchronize(self.device)
         return peak_memory(self.device)[1] if fits else None, (time.time() - started) / steps

@@ -60,7 +60,7 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     r"(max|num|total|num_train|max_train)_(steps|iters|iterations|updates)|train_steps|train_iters": "the length of a "
     "run is set in passes over train_file: type --epochs=N; `plan` shows the number of steps",
     r"use_(lora|peft)|(use_)?(qlora|peft|adapter)(_\w+)?|finetuning_type|quantization_bit|load_in_[48]bit": "an "
-    "adapter is trained with --lora_rank=16, on a base that is held once in bf16",
+    "adapter is trained with --lora_rank=16, on a base that is held in four bits with --base_precision=nf4",
     r"warmup_ratio|warmup_fraction": "the warm-up is a tenth of the run; to change it, type --warmup_steps=N",
     r"(eval|evaluation)_strategy": "type --eval_steps=N, or 0 for once per epoch",
     r"save_strategy": "type --save_steps=N and --save_seconds=N",
