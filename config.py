@@ -107,6 +107,7 @@ class TrainConfig:
     lora_targets: str = ""  # linear layers that get an adapter, for example q,v; empty: all
     lora_dropout: float = 0.0  # probability, of an adapter's input
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
+    base_precision: str = "auto"  # matrices of the frozen weights: auto (in the compute dtype), nf4 (4 bits a number)
     # Optimization
     epochs: int = 6  # passes over train_file
     max_steps: int = 0  # steps of the run, in place of epochs; 0: by epochs
@@ -172,6 +173,7 @@ CHOICES = dict(
     gradient_checkpointing=("auto", "True", "False"),
     compile=("auto", "True", "False"),
     trainable=("all", "decoder"),
+    base_precision=("auto", "nf4"),
     backend=("auto", "nccl", "gloo"),
     screen=("auto", "on", "off"),
     best_metric=("loss", "bleu", "chrf"),
@@ -218,6 +220,8 @@ def _problems(config):
     for name in LORA_OPTIONS:
         if getattr(config, name) and not config.lora_rank:
             yield f"{name}={getattr(config, name)}: belongs to an adapter, so type its rank too, --lora_rank=16"
+    if config.base_precision != "auto" and not config.lora_rank:
+        yield f"base_precision={config.base_precision}: only frozen weights can be held so: type --lora_rank=16 too"
     if config.lora_rank and config.trainable != "all":
         yield f"trainable={config.trainable}: with --lora_rank only the adapter is trained: leave --trainable out"
     if 0 < config.spike_guard <= 1:

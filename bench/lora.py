@@ -14,6 +14,8 @@ import gc
 import json
 import os
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as train_low_mem.py sets them
@@ -27,13 +29,15 @@ from bench.clock import Pace, StepClock
 from bench.corpus import draw_lengths, write_corpus
 from bench.memory_fit import CHUNK_TOKENS, OneLength
 from bench.runs import context_of, schedule_of
-from config import MODELS, T5ModelConfig, load_config
+from config import MODELS, T5ModelConfig, TrainConfig, load_config
 from model.commands.setup import prepare_run
 from model.data.length_histogram import Lengths
 from model.data.tokenizer import load_tokenizer
 from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
-from model.nn.lora import attach, draw
+from model.nn.lora import attach
+from model.nn.registry import family_of
+from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
 from model.nn.weights_io import export_model
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
@@ -168,47 +172,75 @@ def measure_case(case, rehearse):
     """Predicted and measured peak of the reserved bytes in one step of a case."""
     shape, rank, checkpointing, pairs, tokens = case
     pairs, tokens = (2, 16) if rehearse else (pairs, tokens)
-    device = torch.device("cpu" if rehearse else "cuda:0")
     model_config = T5ModelConfig(**shape_of(shape, rehearse))
-    dtype = torch.float32 if rehearse else torch.bfloat16
-    options = dict(warmup_steps=0, bleu_pairs=0) | (dict(lora_rank=rank) if rank else {})
-    config = load_config("pretrain", options)
-    predicted = predict(config, model_config, dtype, (checkpointing, pairs, tokens), device.type)
-    measured = run_step(config, model_config, dtype, (checkpointing, pairs, tokens), device)
-    gc.collect()
-    error = round(predicted / measured - 1, 4) if measured else None
+    config = load_config("pretrain", dict(warmup_steps=0, bleu_pairs=0) | (dict(lora_rank=rank) if rank else {}))
+    setting = Setting(config, model_config, rehearse, pairs, tokens)
+    plan = MemoryPlan(2 * pairs * tokens, CHUNK_TOKENS, checkpointing * T5.num_blocks(model_config), 0)
+    predicted = setting.estimate.peaks(*plan.cutting)["step"]
     values = dict(shape=shape, rank=rank, checkpointing=checkpointing, pairs=pairs, tokens=tokens)
-    return dict(part="memory", **values, predicted_bytes=predicted, measured_bytes=measured, error=error)
+    return dict(part="memory", **values) | errors(predicted, setting.run(plan)[0])
 
 
-def predict(config, model_config, dtype, cut, device_type):
-    checkpointing, pairs, tokens = cut
-    spec = memory_spec(config, model_config, dtype, device_type)
-    lengths = Lengths(np.array([[tokens, tokens]]), np.array([pairs]))
-    return Estimate(spec, lengths, pairs).peaks(2 * pairs * tokens, CHUNK_TOKENS, checkpointing)["step"]
+def errors(predicted, measured):
+    error = round(predicted / measured - 1, 4) if measured else None
+    gib = round(measured / 2**30, 2) if measured else None
+    return dict(predicted_bytes=predicted, measured_bytes=measured, measured_gib=gib, error=error)
 
 
-def run_step(config, model_config, dtype, cut, device):
-    """Peak reserved bytes of one step; 0 on a CPU, None if it does not fit."""
-    checkpointing, pairs, tokens = cut
-    with torch.device(device):
-        model = TextToTextModel(model_config, compute_dtype=dtype)
-    if lora := lora_of(config, model_config):
-        model = draw(attach(model, lora), 0)
-    for flat in model.flat.weights:
-        flat.normal_(std=0.02)
-    release_memory()
-    plan = MemoryPlan(2 * pairs * tokens, CHUNK_TOKENS, checkpointing, 0)
-    ranks, store = Ranks(0, 1, 0, device, "none", None), OneLength(pairs, tokens, model_config.vocab_size)
-    optimizer, schedule = make_optimizer(model, config), schedule_of(config, pairs, pairs)
-    dry_run_update(ranks, model, optimizer)
-    release_memory()
-    reset_peak(device)
-    result = next(train_steps(context_of(ranks, model, optimizer, store, config, schedule), Position(plan)))
-    if device.type == "cpu":
-        return 0
-    torch.cuda.synchronize(device)
-    return None if result.events or result.micro_batches != 1 else peak_memory(device)[1]
+@dataclass(frozen=True)
+class Setting:
+    """A network with random weights, and pairs of one length that it is trained on."""
+
+    config: TrainConfig
+    model_config: object
+    rehearse: bool
+    pairs: int
+    tokens: int  # of each side
+
+    @property
+    def device(self):
+        return torch.device("cpu" if self.rehearse else "cuda:0")
+
+    @property
+    def dtype(self):
+        return torch.float32 if self.rehearse else torch.bfloat16
+
+    @property
+    def estimate(self):
+        spec = memory_spec(self.config, self.model_config, self.dtype, self.device.type)
+        lengths = Lengths(np.array([[self.tokens, self.tokens]]), np.array([self.pairs]))
+        return Estimate(spec, lengths, self.pairs)
+
+    def model(self):
+        with torch.device("meta"):
+            model = family_of(self.model_config).build(self.model_config, 0.0, self.dtype)
+            if lora := lora_of(self.config, self.model_config):
+                attach(model, lora)
+        model.place(self.device)
+        for flat in model.flat.weights:
+            flat.normal_(std=0.02) if flat.is_floating_point() else flat.random_(0, 256)
+        return model
+
+    def run(self, plan, steps=1):
+        """(peak reserved bytes, seconds of a step); the bytes are 0 on a CPU, None if a step did not fit."""
+        release_memory()
+        gc.collect()
+        model, pairs = self.model(), self.pairs
+        ranks, store = Ranks(0, 1, 0, self.device, "none", None), OneLength(pairs, self.tokens, model.config.vocab_size)
+        optimizer, schedule = make_optimizer(model, self.config), schedule_of(self.config, steps * pairs, pairs)
+        dry_run_update(ranks, model, optimizer)
+        release_memory()
+        reset_peak(self.device)
+        context, fits, started = context_of(ranks, model, optimizer, store, self.config, schedule), True, time.time()
+        for result in train_steps(context, Position(plan)):
+            fits = (
+                fits
+                and not result.events
+                and result.micro_batches == -(-2 * pairs * self.tokens // plan.micro_batch_tokens)
+            )
+        if not self.rehearse:
+            torch.cuda.synchronize(self.device)
+        return peak_memory(self.device)[1] if fits else None, (time.time() - started) / steps
 
 
 def summary(results):
@@ -225,10 +257,12 @@ def summary(results):
         found["LoRA's speed over Muon's"] = round(adapter["tokens_per_second"] / full["tokens_per_second"], 3)
         for name in ("peak_gib", "reserved_gib"):
             found[f"LoRA's {name} over Muon's"] = round(adapter[name] / max(full[name], 1e-9), 3)
-    errors = np.abs([result["error"] for result in results if result.get("error") is not None])
-    if len(errors):
-        found |= dict(cases=len(errors), median=round(float(np.median(errors)), 4))
-        found["percentile_95"] = round(float(np.percentile(errors, 95)), 4)
+    sizes = np.abs(
+        [result["error"] for result in results if result["part"] == "memory" and result["error"] is not None]
+    )
+    if len(sizes):
+        found |= dict(cases=len(sizes), median=round(float(np.median(sizes)), 4))
+        found["percentile_95"] = round(float(np.percentile(sizes, 95)), 4)
     return found
 
 

@@ -59,6 +59,24 @@ def test_promise_5_out_of_memory_leaves_no_trace_in_an_adapter(home):
         assert weights_hash(home / name) == weights_hash(home / "calm")
 
 
+def test_an_adapter_on_matrices_in_four_bits_killed_and_resumed_is_the_same_on_any_number_of_ranks(home):
+    packed = LORA | SHORT | dict(base_precision="nf4")
+    losses = []
+    for world, name in ((1, "packed1"), (2, "packed2")):
+        done = train(home, world, output_dir=name, **packed)
+        assert done.codes == [0] * world, done.text
+        losses.append([line["loss"] for line in journal(home / name, "train")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    plain = [line["loss"] for line in journal(home / "calm", "train")][: len(losses[0])]
+    assert losses[0] != plain and losses[0] == pytest.approx(plain, rel=0.02)
+    train(home, 1, "update:0:4:kill", output_dir="packed_killed", **packed | dict(save_steps=1))
+    done = command(home, "train", "--output_dir=packed_killed", "--is_keep_training=True")
+    assert done.codes == [0], done.text
+    assert weights_hash(home / "packed_killed") == weights_hash(home / "packed1")
+    done = command(home, "train", "--output_dir=packed_killed", "--is_keep_training=True", "--base_precision=auto")
+    assert refused(done, "was started with base_precision=nf4")
+
+
 def test_two_exact_ranks_train_the_adapter_of_one(home):
     for world in (1, 2):
         done = train(

@@ -35,6 +35,8 @@ ROOMS = {
         "token_store",
     ],
     "model.nn": [
+        "kernels.nf4",
+        "quantized",
         "activations flat_batch flat_params philox",
         "kernels.dropout",
         "kernels",
@@ -90,7 +92,7 @@ ROOMS = {
     "bench": [
         "children clock mutations runs",
         "corpus memory_fit",
-        "fuzz_checkpoint loops",
+        "fuzz_checkpoint loops lora",
         "fuzz_strangers report several_machines",
         "fuzz_targets",
         "",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from model.commands.options import ADAPTER_SHAPE, ANOTHER_RUN
+from model.commands.options import ANOTHER_RUN
 from model.nn.adapter_io import adapter_directory, check_base, identity_of, read_adapter
 from model.nn.lora import LoraConfig, lora_from, lora_values
 from model.nn.weights_io import model_directory
@@ -91,9 +91,9 @@ def _base_of_source(config, typed):
 def _check_typed(config, typed, lora, directory):
     """Raise ValueError if an option that was typed, or the rank, is not the adapter's."""
     there = dict(lora_rank=lora.rank, lora_alpha=lora.alpha, lora_targets=set(lora.targets), use_rslora=lora.use_rslora)
-    here = {name: getattr(config, name) for name in ADAPTER_SHAPE}
+    here = {name: getattr(config, name) for name in there}
     here["lora_targets"] = {name.strip() for name in config.lora_targets.split(",")}
-    for name in ADAPTER_SHAPE:
+    for name in there:
         if (name in typed or name == "lora_rank") and here[name] != there[name]:
             value = ",".join(lora.targets) if name == "lora_targets" else there[name]
             raise ValueError(
@@ -105,7 +105,7 @@ def _check_typed(config, typed, lora, directory):
 def start_of(config, model_config, base):
     """The AdapterStart on a Base (None: no weights are there, so only their sizes count); None without an adapter."""
     if base and base.lora:
-        return AdapterStart(base.lora, base.tensors)
+        return AdapterStart(replace(base.lora, base_precision=config.base_precision), base.tensors)
     lora = lora_of(config, model_config, *([base.directory, base.sha256] if base else []))
     return lora and AdapterStart(lora)
 
@@ -124,6 +124,7 @@ def with_adapter(config, start):
 def without_adapter(config):
     """`config` of a run that trains no adapter."""
     nothing = dict(lora_rank=0, lora_alpha=0.0, lora_targets="", lora_dropout=0.0, use_rslora=False)
+    nothing |= dict(base_precision="auto")
     return replace(config, **nothing)
 
 

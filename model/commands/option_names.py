@@ -64,7 +64,7 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     r"(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "each GPU holds the whole model: for less memory type "
     "--gpu_memory_limit_gb=G, --optimizer=adafactor or --gradient_checkpointing=True; `plan` shows what each saves",
     r"use_(lora|peft)|(use_)?(qlora|peft|adapter)(_\w+)?|finetuning_type|quantization_bit|load_in_[48]bit": "an "
-    "adapter is trained with --lora_rank=16, on a base that is held once in bf16",
+    "adapter is trained with --lora_rank=16, on a base that is held in four bits with --base_precision=nf4",
     r"(eval|evaluation)_strategy|do_eval|evaluate": "type --eval_steps=N, 0 for once per epoch, or --validation_file= "
     "for no evaluation",
     r"save_strategy": "type --save_steps=N and --save_seconds=N",

@@ -22,7 +22,7 @@ ANOTHER_RUN = (
     "or start another run, without --is_keep_training=True: --output_dir=DIR keeps both, --overwrite=True moves this "
     "one aside"
 )
-ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora")
+ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "base_precision")
 FILE_OPTIONS = dict(train_file=data_files, validation_file=unweighted_files, test_file=unweighted_files)
 KEPT_VALUES = ("learn_rate", "warmup_steps")  # a resumed run takes them from config.json, even if they were defaults
 

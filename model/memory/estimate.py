@@ -38,13 +38,12 @@ def optimizer_bytes(spec):
 
 def fixed_bytes(spec):
     """{part: bytes} held from the first step to the last."""
-    frozen_bytes = (spec.parameters - spec.trained) * spec.number_bytes
     return dict(
-        weights=4 * spec.trained + frozen_bytes,
+        weights=4 * spec.trained + spec.frozen_bytes,
         bf16_weights=2 * spec.trained if spec.number_bytes == 2 else 0,
         gradients=4 * spec.trained,
         optimizer=optimizer_bytes(spec)[0],
-        workspaces=int(spec.constants.workspace_bytes),
+        workspaces=int(spec.constants.workspace_bytes) + spec.unpacked_bytes,
     )
 
 

@@ -86,7 +86,8 @@ class LanguageModel(nn.Module):
         matrices = [layer.weight for wanted in ("", *FACTORS) for kind, layer in layers if kind == wanted]
         known = {id(p) for p in matrices}
         others = [p for p in self.parameters() if id(p) not in known]
-        self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype)
+        packs = self.lora is not None and self.lora.base_precision == "nf4"
+        self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype, packs)
         self.step_key = torch.zeros(2, dtype=torch.int32, device=self.device)
 
     @torch.no_grad()

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
+from model.nn.quantized import make_packed, merge_packed
+
 NUM_SUMS = 8  # metrics of an objective, at most
 VOCABULARY_MULTIPLE = 64  # rows of a padded table: a GPU's matmul with an odd number is several times slower
 
@@ -21,11 +23,12 @@ class FlatParams:
     Each parameter gets `.grad` (None if it is frozen) and `.copy`, its value in the compute dtype as of the last
     `refresh`. The rows of `tables`, which are among `others`, are padded with zeros. Masters and gradients share one
     order: `others` before the layers' `matrices`, which are sorted by shape. Frozen tables and matrices are held in the
-    compute dtype, other frozen weights in float32. `sums`, an objective's metrics, follow the gradients, so that one
+    compute dtype, other frozen weights in float32. With `packs` a frozen matrix is a shape without memory, and has
+    NF4's codes in `.packed` instead of a `.copy`. `sums`, an objective's metrics, follow the gradients, so that one
     all-reduce covers both.
     """
 
-    def __init__(self, others, matrices, tables, compute_dtype):
+    def __init__(self, others, matrices, tables, compute_dtype, packs=False):
         tables = {id(p) for p in tables}
         params = [*others, *sorted(matrices, key=lambda p: p.shape)]
         self.trained = [p for p in params if p.requires_grad]
@@ -41,10 +44,12 @@ class FlatParams:
         for p, master, copy, gradient in zip(self.trained, *flats, strict=True):
             p.data, p.copy, p.grad = _view_as(p, master).copy_(p.data), _view_as(p, copy), _view_as(p, gradient)
         frozen = [p for p in params if not p.requires_grad]
+        packed = {id(p) for p in frozen if packs} & {id(p) for p in matrices}
         in_compute_dtype = tables | {id(p) for p in matrices}
         self.frozen = [
-            _hold([p for p in frozen if id(p) in in_compute_dtype], tables, compute_dtype, device),
+            _hold([p for p in frozen if id(p) in in_compute_dtype - packed], tables, compute_dtype, device),
             _hold([p for p in frozen if id(p) not in in_compute_dtype], tables, torch.float32, device),
+            *_pack([p for p in frozen if id(p) in packed], compute_dtype, device),
         ]
 
     @property
@@ -66,6 +71,20 @@ def _hold(params, tables, dtype, device):
         p.grad, p.data = None, _view_as(p, part).copy_(p.data)
         p.copy = p.data
     return flat
+
+
+def _pack(params, dtype, device):
+    """Give frozen matrices a place in flat tensors of NF4's codes, which are returned.
+
+    A matrix without memory of its own, a view of one number, is written later.
+    """
+    flats, places = make_packed([p.shape for p in params], device)
+    for p, place in zip(params, places, strict=True):
+        assert not hasattr(p, "packed") or p.packed.codes.is_meta, "a network with packed matrices stays where it is"
+        if not p.is_meta and p.stride() != (0, 0):
+            place.write(p.data)
+        p.grad, p.data, p.packed = None, torch.zeros(1, dtype=dtype, device=device).expand(p.shape), place
+    return flats
 
 
 def _padded_size(p, tables):
@@ -105,7 +124,10 @@ def linear(x, *weights, biases=(), masks=None):
 
 
 def matrix_of(weights):
-    """Adjacent weights in the compute dtype, as one matrix (sum of their rows, width)."""
+    """Adjacent weights in the compute dtype, as one matrix (sum of their rows, width); from NF4 it is a temporary."""
+    if hasattr(weights[0], "packed"):
+        dtype = weights[0].dtype
+        return merge_packed([weight.packed for weight in weights]).read(dtype, runs_kernels(weights[0].packed.codes))
     return merge_adjacent([weight.copy for weight in weights])
 
 

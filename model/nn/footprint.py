@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from model.nn.base import Family
-from model.nn.lora import LoraConfig, count_adapter_numbers
+from model.nn.lora import LoraConfig, count_adapter_numbers, largest_product
+from model.nn.quantized import NUMBER_BYTES
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,24 @@ class MemorySpec:
     def trained_matrix_numbers(self):
         """Number of weights that are trained in the layers' matrices."""
         return self.trained if self.lora else self.family.count_matrix_numbers(self.model_config, self.part)
+
+    @cached_property
+    def frozen_bytes(self):
+        """Bytes of the weights that are not trained."""
+        frozen = self.parameters - self.trained
+        if not self.is_packed:
+            return frozen * self.number_bytes
+        matrices = self.family.count_matrix_numbers(self.model_config)
+        return int(matrices * NUMBER_BYTES + (frozen - matrices) * self.number_bytes)
+
+    @cached_property
+    def unpacked_bytes(self):
+        """Bytes of the largest matrix that a product takes out of NF4."""
+        return largest_product(self.family, self.model_config) * self.number_bytes if self.is_packed else 0
+
+    @property
+    def is_packed(self):
+        return self.lora is not None and self.lora.base_precision == "nf4"
 
     @property
     def trains_table(self):

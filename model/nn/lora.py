@@ -4,6 +4,7 @@ Hu et al. 2021 (arXiv 2106.09685): s = alpha / rank. rsLoRA (Kalajdzievski 2023,
 sqrt(rank). A layer's factors are its submodules `lora_A` and `lora_B`, as in PEFT.
 """
 
+from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
@@ -30,16 +31,22 @@ class LoraConfig:
     use_rslora: bool = False
     base: str = ""  # directory of the frozen weights
     base_sha256: str = ""  # of their files; empty: unknown
+    base_precision: str = "auto"  # how their matrices are held: auto (in the compute dtype), nf4
 
     def __post_init__(self):
         kinds = dict(rank=int, alpha=(int, float), targets=tuple, dropout=(int, float), use_rslora=bool)
-        wrong = [name for name, kind in (kinds | dict(base=str, base_sha256=str)).items() if not self._is(name, kind)]
+        wrong = [
+            name
+            for name, kind in (kinds | dict(base=str, base_sha256=str, base_precision=str)).items()
+            if not self._is(name, kind)
+        ]
         right = not wrong and 0 < self.rank <= MAX_LORA_RANK and 0 <= self.alpha < 1e6 and 0 <= self.dropout < 1
+        right = right and self.base_precision in ("auto", "nf4")
         if not right or not self.targets or not all(isinstance(name, str) for name in self.targets):
             values = ", ".join(f"{f.name}={getattr(self, f.name)!r:.80}" for f in fields(self))
             raise ValueError(
                 f"an adapter's rank must be from 1 to {MAX_LORA_RANK}, its alpha a number of at least 0, its targets "
-                f"names, its dropout in [0, 1), not {values}"
+                f"names, its dropout in [0, 1), its base auto or nf4, not {values}"
             )
 
     def _is(self, name, kind):
@@ -202,6 +209,17 @@ def count_adapter_numbers(family, model_config, lora):
     with torch.device("meta"):  # takes no memory
         model = attach(family.build(model_config), lora)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@lru_cache(maxsize=64)
+def largest_product(family, model_config):
+    """The most numbers that matrices of one shape in one layer have together: they may be one matrix in a product."""
+    together = Counter()
+    with torch.device("meta"):  # takes no memory
+        for name, module in family.build(model_config).named_modules():
+            if isinstance(module, Linear):
+                together[name.rpartition(".")[0], module.weight.shape] += module.weight.numel()
+    return max(together.values())
 
 
 @torch.no_grad()

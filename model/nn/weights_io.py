@@ -254,7 +254,11 @@ def _check_plain(tensors, path):
 def load_into(model, weights, source):
     """Copy `weights.tensors` into `model`. Raises ValueError as `check_fits` does; `source` is named in it."""
     check_fits(model, weights, source)
-    model.load_state_dict(weights.tensors, strict=False)  # either the adapters or all but them
+    packed = {name: p.packed for name, p in model.named_parameters() if hasattr(p, "packed")}
+    for name in packed.keys() & weights.tensors.keys():
+        packed[name].write(weights.tensors[name])
+    others = {name: tensor for name, tensor in weights.tensors.items() if name not in packed}
+    model.load_state_dict(others, strict=False)  # either the adapters or all but them
 
 
 def check_fits(model, weights, source):

@@ -43,6 +43,7 @@ def lora_of(config, model_config, base="", base_sha256=""):
     return LoraConfig(
         rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank, targets=tuple(targets or known),
         dropout=config.lora_dropout, use_rslora=config.use_rslora, base=base, base_sha256=base_sha256,
+        base_precision=config.base_precision,
     )  # fmt: skip
 
 

@@ -15,16 +15,16 @@ from model.nn import flat_params, layers, loss
 from model.nn.base import Packing
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
-from tests.nn.kernels import test_adamw, test_attention, test_dropout, test_norm, test_rotary
+from tests.nn.kernels import test_adamw, test_attention, test_dropout, test_nf4, test_norm, test_rotary
 
 SHARED_BYTES = 99 * 1024  # per block on sm_86 and sm_89; sm_80 has 163 KiB
 
 
 def kernel_names():
     """Names of the kernels that are launched: all Triton functions but their private helpers."""
-    from model.nn.kernels import adamw, attention, cross_entropy, dropout, norm, rotary
+    from model.nn.kernels import adamw, attention, cross_entropy, dropout, nf4, norm, rotary
 
-    modules = (adamw, attention, cross_entropy, dropout, norm, rotary)
+    modules = (adamw, attention, cross_entropy, dropout, nf4, norm, rotary)
     functions = {name: f for module in modules for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
@@ -73,6 +73,7 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
             test_dropout.outcomes("cpu", torch.bfloat16, [40, 23], width, kernels=True)
         test_rotary.turn_errors("cpu", torch.bfloat16, 128)
         launch_cross_entropy()
+        test_nf4.interpreted()
         test_adamw.update_errors("cpu")
     assert kernels.keys() == kernel_names()
     for name, compiled in kernels.items():
