@@ -8,6 +8,7 @@ import torch
 
 from model.memory.estimate import BATCH_NUMBERS
 from model.nn.flat_params import runs_kernels
+from model.train.muon import orthogonalise_
 
 RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): lets a tensor near zero still change
 SQUARE_FLOOR = 1e-30  # Adafactor's eps1: avoids a division by zero in a row whose gradients are all zero
@@ -99,15 +100,23 @@ class Muon(torch.optim.Optimizer):
     def step(self, scale=None):
         """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
         group = self.param_groups[0]
-        rate, momentum = group["lr"], group["momentum"]
         self.rest.step(scale)
-        gradients = self.gradients if scale is None else self.gradients.mul_(scale)
+        scale = torch.ones_like(group["lr"]) if scale is None else scale
+        update = self.update_in_kernels if runs_kernels(self.weights) else self.update_in_passes
+        update(group["lr"], scale, group["momentum"], group["weight_decay"])
+
+    def in_batches(self, *flat):
+        """Tuples of views (B, M, N) of the flat tensors, one tuple for each batch."""
+        sizes = [math.prod(batch) for batch in self.batches]
+        for batch, *parts in zip(self.batches, *(x.split(sizes) for x in flat), strict=True):
+            yield tuple(part.view(batch) for part in parts)
+
+    def update_in_passes(self, rate, scale, momentum, weight_decay):
+        gradients = self.gradients.mul_(scale)
         self.momenta.mul_(momentum).add_(gradients)
         nesterov = gradients.add_(self.momenta, alpha=momentum)
-        sizes = [math.prod(batch) for batch in self.batches]
-        parts = zip(self.batches, self.weights.split(sizes), nesterov.split(sizes), strict=True)
-        for batch, weights, momenta in parts:
-            self.update_matrices(weights.view(batch), momenta.view(batch), rate, group["weight_decay"])
+        for weights, momenta in self.in_batches(self.weights, nesterov):
+            self.update_matrices(weights, momenta, rate, weight_decay)
 
     def update_matrices(self, weights_BMN, momenta_BMN, rate, weight_decay):
         """Update B matrices of shape (M, N) along their orthogonalised momenta."""
@@ -117,6 +126,14 @@ class Muon(torch.optim.Optimizer):
         if weight_decay:
             weights_BMN.mul_(1 - rate * weight_decay)
         weights_BMN.add_(orthogonal(momenta_BMN) * factors[:, None, None])
+
+    def update_in_kernels(self, rate, scale, momentum, weight_decay):
+        from model.nn.kernels.muon import nesterov_directions, subtract_directions_
+
+        for weights, gradients, momenta in self.in_batches(self.weights, self.gradients, self.momenta):
+            numbers = (momentum, 0.2 * max(weights.shape[1:]) ** 0.5, RMS_FLOOR)
+            directions, inverse_norms, factors = nesterov_directions(weights, gradients, momenta, rate, scale, numbers)
+            subtract_directions_(weights, orthogonalise_(directions, inverse_norms), factors, rate, weight_decay)
 
 
 def _batches(num_matrices, m, n):

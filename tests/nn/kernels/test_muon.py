@@ -1,0 +1,99 @@
+"""Muon's kernels against the plain update: on a CPU in Triton's interpreter, on a GPU as they are."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from model.nn.flat_params import FlatParams
+from model.train import optim
+from model.train.muon import orthogonalise_
+from tests.nn.kernels.interpreted import interpreted_errors, relative_error
+
+SHAPES = [(200, 200), (200, 200), (24, 40), (400, 150), (150, 400), (150, 400)]  # square, wide, long; one tile and more
+
+
+def update_errors(device, shapes=SHAPES, num_steps=3):
+    """Relative errors of the change of the weights and of the momenta after some updates, against the plain path."""
+    starts = [10.0 ** -(i % 4) * torch.randn(shape) for i, shape in enumerate(shapes)]
+    history, outcomes = [[torch.randn(shape) for shape in shapes] for _ in range(num_steps)], []
+    for kernels in (True, False):
+        where = device if kernels else "cpu"
+        params = [torch.nn.Parameter(start.clone().to(where)) for start in starts]
+        flat = FlatParams([torch.nn.Parameter(torch.ones(5, device=where))], params, None, torch.float32)
+        before, optimizer = flat.masters.clone(), optim.Muon(flat, torch.tensor(0.01, device=where), weight_decay=0.1)
+        with mock.patch.object(optim, "runs_kernels", lambda _, kernels=kernels: kernels):
+            for gradients in history:
+                for p, gradient in zip(params, gradients, strict=True):
+                    p.grad.copy_(gradient)
+                optimizer.step(torch.tensor(0.5, device=where))
+        outcomes.append([x.cpu() for x in (flat.masters - before, optimizer.momenta)])
+    return [relative_error(*pair) for pair in zip(*outcomes, strict=True)]
+
+
+def zeros():
+    """What the kernels make of a matrix of zeros: its largest number."""
+    batch = torch.randn(2, 20, 70)
+    batch[0] = 0
+    return orthogonalise_(batch.clone(), 1 / (batch.norm(dim=(1, 2)) + 1e-12))[0].abs().max().item()
+
+
+def matrix_with(values, shape, generator):
+    """A matrix with these singular values and random singular vectors."""
+    left, _, right = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    return left * values @ right
+
+
+def largest_value():
+    """Of the direction of a long ill-conditioned matrix in float16, since the interpreter has no bf16 products."""
+    x = matrix_with(1 / torch.arange(1, 129), (128, 320), torch.Generator().manual_seed(0))
+    direction = orthogonalise_(x.half()[None], 1 / x.norm()[None])
+    return torch.linalg.matrix_norm(direction[0].float(), 2).item()
+
+
+def interpreted():
+    return [*update_errors("cpu"), zeros(), largest_value()]
+
+
+def test_the_interpreted_muon_update_gives_the_same_as_pytorch():
+    weights, momenta, of_zeros, largest = interpreted_errors()["tests.nn.kernels.test_muon"]
+    assert weights < 1e-4 and momenta < 1e-6
+    assert of_zeros == 0
+    assert largest < 1.25, "rounding makes the iteration on an ill-conditioned Gram matrix diverge"
+
+
+@pytest.mark.gpu
+def test_the_muon_update_on_a_gpu_gives_the_same_as_pytorch():
+    weights, momenta = update_errors("cuda", [*SHAPES, (512, 512), (768, 768), (2048, 512), (512, 2048)])
+    assert weights < 0.05, "directions are in bf16"
+    assert momenta < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(512, 512), (1024, 512), (512, 2048)])
+def test_the_temporaries_of_an_update_on_a_gpu_take_8_bytes_per_element_of_a_batch(shape):
+    batch = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for _ in range(8)]
+    optimizer = optim.Muon(FlatParams([], batch, None, torch.float32), torch.tensor(0.01, device="cuda"))
+    numbers = optimizer.param_groups[0]["lr"], torch.ones((), device="cuda"), 0.95, 0.0
+    optimizer.update_in_kernels(*numbers)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.update_in_kernels(*numbers)
+    assert torch.cuda.max_memory_allocated() - before <= 8.02 * optimizer.weights.numel(), "optimizer_bytes counts 8"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(512, 512), (2048, 512), (512, 2048)])
+def test_on_a_gpu_the_singular_values_of_an_ill_conditioned_matrix_are_those_of_the_plain_path(shape):
+    generator, rank = torch.Generator().manual_seed(0), min(shape)
+    spectra = (
+        torch.ones(rank),
+        torch.logspace(0, -4, rank),
+        1.0 * (torch.arange(rank) < 16),
+        1 / torch.arange(1, rank + 1),
+    )
+    batch = torch.stack([matrix_with(values, shape, generator) for values in spectra]).cuda()
+    ours = orthogonalise_(batch.bfloat16(), 1 / batch.norm(dim=(1, 2)))
+    ours, plain = (torch.linalg.svdvals(x.float()) for x in (ours, optim.orthogonal(batch)))
+    assert (ours - plain).abs().max() < 0.1
+    assert (ours - plain).abs().mean() < 0.03
