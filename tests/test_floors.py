@@ -56,7 +56,8 @@ ROOMS = {
         "oom_policy",
     ],
     "model.train": [
-        "fixed_shards lr_schedule objectives.base objectives.pairs optim spike_guard weighted_loss",
+        "fixed_shards lr_schedule muon objectives.base objectives.pairs spike_guard weighted_loss",
+        "optim",
         "cuda_graphs examples footprint objectives.registry",
         "evaluate loader",
         "derive gradients",

@@ -20,7 +20,7 @@ def update_errors(device, shapes=SHAPES, num_steps=3):
     for kernels in (True, False):
         where = device if kernels else "cpu"
         params = [torch.nn.Parameter(start.clone().to(where)) for start in starts]
-        flat = FlatParams([torch.nn.Parameter(torch.ones(5, device=where))], params, None, torch.float32)
+        flat = FlatParams([torch.nn.Parameter(torch.ones(5, device=where))], params, [], torch.float32)
         before, optimizer = flat.masters.clone(), optim.Muon(flat, torch.tensor(0.01, device=where), weight_decay=0.1)
         with mock.patch.object(optim, "runs_kernels", lambda _, kernels=kernels: kernels):
             for gradients in history:
@@ -73,7 +73,7 @@ def test_the_muon_update_on_a_gpu_gives_the_same_as_pytorch():
 @pytest.mark.parametrize("shape", [(512, 512), (1024, 512), (512, 2048)])
 def test_the_temporaries_of_an_update_on_a_gpu_take_8_bytes_per_element_of_a_batch(shape):
     batch = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for _ in range(8)]
-    optimizer = optim.Muon(FlatParams([], batch, None, torch.float32), torch.tensor(0.01, device="cuda"))
+    optimizer = optim.Muon(FlatParams([], batch, [], torch.float32), torch.tensor(0.01, device="cuda"))
     numbers = optimizer.param_groups[0]["lr"], torch.ones((), device="cuda"), 0.95, 0.0
     optimizer.update_in_kernels(*numbers)
     before = torch.cuda.memory_allocated()
