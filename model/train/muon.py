@@ -14,36 +14,39 @@ LEAST_RATIO = 2  # of the sides of a long matrix; below it, iterating on the Gra
 LONG_PARTS = COEFFICIENTS[:3], COEFFICIENTS[3:]
 
 
-def orthogonalise_(x_BMN, inverse_norms):
+def orthogonalise_(x_BMN, inverse_norms, target=None):
     """x (B, M, N) times `inverse_norms` (B,), with all singular values moved near 1; `x` is overwritten.
 
-    Besides `x` it holds at most three tensors of the size of x.
+    With a `target`, a Subtraction, the last product goes there, and what it makes of the weights is returned. Besides
+    `x` at most three tensors of the size of x are held.
     """
     short, long = sorted(x_BMN.shape[1:])
     iterate = _iterate_on_gram if long >= LEAST_RATIO * short else _iterate
-    return iterate(x_BMN, inverse_norms)
+    return iterate(x_BMN, inverse_norms, target)
 
 
-def _iterate(x, inverse_norms):
+def _iterate(x, inverse_norms, target):
     from model.nn.kernels.muon import gram_, symmetric_product_
 
     out, (gram, polynomial) = torch.empty_like(x), _new_grams(x, 2)
-    for step, (a, b, c) in enumerate(COEFFICIENTS):
-        scales = None if step else inverse_norms
+    for step, (a, b, c) in enumerate(COEFFICIENTS, start=1):
+        scales = inverse_norms if step == 1 else None
         gram_(gram, x, scales)
         symmetric_product_(polynomial, gram, gram, gram, alpha=c, beta=b)
-        x, out = _multiply_(out, polynomial, x, a, scales), x
+        is_last = step == len(COEFFICIENTS)
+        x, out = _multiply_(target if target and is_last else out, polynomial, x, a, scales), x
     return x
 
 
-def _iterate_on_gram(x, inverse_norms):
+def _iterate_on_gram(x, inverse_norms, target):
     from model.nn.kernels.muon import gram_
 
     out, grams = torch.empty_like(x), _new_grams(x, 4)
-    for part, coefficients in enumerate(LONG_PARTS):
-        scales = None if part else inverse_norms
+    for part, coefficients in enumerate(LONG_PARTS, start=1):
+        scales = inverse_norms if part == 1 else None
         gram_(grams[0], x, scales)
-        x, out = _multiply_(out, _product_of_steps(grams, coefficients), x, 0.0, scales), x
+        product, is_last = _product_of_steps(grams, coefficients), part == len(LONG_PARTS)
+        x, out = _multiply_(target if target and is_last else out, product, x, 0.0, scales), x
     return x
 
 
@@ -73,7 +76,7 @@ def _new_grams(x, number):
 
 
 def _multiply_(out, matrices, x, beta, scales):
-    """out = scales * (matrices + beta) x, from the right if x is tall."""
+    """out = scales * (matrices + beta) x, from the right if x is tall; `out` may be a Subtraction."""
     from model.nn.kernels.muon import product_
 
     left, right = (x, matrices) if x.shape[1] > x.shape[2] else (matrices, x)

@@ -43,7 +43,7 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         group = self.param_groups[0]
         scale = torch.ones_like(group["lr"]) if scale is None else scale
         self.num_steps += 1
-        self.counts += 1
+        self.counts += scale > 0
         corrections = [1 - beta**self.num_steps for beta in group["betas"]]  # of the averages' bias towards zero
         update = self.update_in_one_pass if runs_kernels(self.weights) else self.update_in_passes
         update(group, scale, *corrections)
@@ -128,18 +128,18 @@ class Muon(torch.optim.Optimizer):
         weights_BMN.add_(orthogonal(momenta_BMN) * factors[:, None, None])
 
     def update_in_kernels(self, rate, scale, momentum, weight_decay):
-        from model.nn.kernels.muon import nesterov_directions, subtract_directions_
+        from model.nn.kernels.muon import Subtraction, nesterov_directions
 
         for weights, gradients, momenta in self.in_batches(self.weights, self.gradients, self.momenta):
             numbers = (momentum, 0.2 * max(weights.shape[1:]) ** 0.5, RMS_FLOOR)
             directions, inverse_norms, factors = nesterov_directions(weights, gradients, momenta, rate, scale, numbers)
-            subtract_directions_(weights, orthogonalise_(directions, inverse_norms), factors, rate, weight_decay)
+            orthogonalise_(directions, inverse_norms, Subtraction(weights, factors, rate, scale, weight_decay))
 
 
 def _batches(num_matrices, m, n):
-    """Shapes (B, m, n) of the batches that `num_matrices` matrices are split into, of at most BATCH_NUMBERS numbers."""
-    largest = max(BATCH_NUMBERS // (m * n), 1)
-    return [(min(largest, num_matrices - first), m, n) for first in range(0, num_matrices, largest)]
+    """Shapes (B, m, n) of the batches, almost equal, of at most BATCH_NUMBERS numbers (one matrix may exceed them)."""
+    num_batches = -(-num_matrices // max(BATCH_NUMBERS // (m * n), 1))
+    return [((num_matrices + place) // num_batches, m, n) for place in range(num_batches)]
 
 
 def orthogonal(matrices_BMN):

@@ -24,7 +24,10 @@ def adamw_rms(
     beta1, beta2, correction1, root_correction2, epsilon, weight_decay, rms_floor,
     TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """RMSScaledAdamW's update of one tile. SUMS (tiles,) holds the sum of squares of each tile of WEIGHTS."""
+    """RMSScaledAdamW's update of one tile. SUMS (tiles,) holds the sum of squares of each tile of WEIGHTS.
+
+    Nothing is written unless SCALE is above 0.
+    """
     tensor = tl.load(TILES + 3 * tl.program_id(0))
     total, last_tile = 0.0, tl.load(TENSORS + tensor + 1)
     for first_tile in range(tl.load(TENSORS + tensor), last_tile, 1024):
@@ -33,17 +36,18 @@ def adamw_rms(
     rate = tl.load(RATE)
     step = rate * tl.maximum(tl.sqrt(total / tl.load(SIZES + tensor)), rms_floor) / correction1
     offsets = tl.multiple_of(tl.load(TILES + 3 * tl.program_id(0) + 1), ALIGNMENT) + tl.arange(0, TILE)
-    is_real = offsets < tl.load(TILES + 3 * tl.program_id(0) + 2)
-    scale = tl.load(SCALE)
+    end, scale = tl.load(TILES + 3 * tl.program_id(0) + 2), tl.load(SCALE)
+    is_real = offsets < end
     gradient = tl.load(GRADIENTS + offsets, mask=is_real, other=0.0) * scale
     average = tl.load(AVERAGES + offsets, mask=is_real, other=0.0)
     average += (gradient - average) * (1 - beta1)
     square = tl.load(SQUARES + offsets, mask=is_real, other=0.0) * beta2 + gradient * gradient * (1 - beta2)
     update = average / (tl.sqrt(square) / root_correction2 + epsilon)
     weight = tl.load(WEIGHTS + offsets, mask=is_real, other=0.0)
-    tl.store(WEIGHTS + offsets, weight * (1 - rate * weight_decay) - step * update, mask=is_real)
-    tl.store(AVERAGES + offsets, average, mask=is_real)
-    tl.store(SQUARES + offsets, square, mask=is_real)
+    is_written = offsets < tl.where(scale > 0, end, 0)
+    tl.store(WEIGHTS + offsets, weight * (1 - rate * weight_decay) - step * update, mask=is_written)
+    tl.store(AVERAGES + offsets, average, mask=is_written)
+    tl.store(SQUARES + offsets, square, mask=is_written)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ def update_adamw_rms(
 ):  # fmt: skip
     """Update flat tensors in place as RMSScaledAdamW does.
 
-    `rate` and `scale`, a factor of the gradients, are tensors on the device: no value is read on the host.
+    `rate` and `scale`, a factor of the gradients, are tensors on the device: no value is read on the host. A `scale`
+    that is not above 0 changes nothing.
     """
     grid, options = (len(tiles.tiles),), dict(TILE=TILE, ALIGNMENT=tiles.alignment, num_warps=8)
     sums = torch.empty(len(tiles.tiles), device=weights.device)

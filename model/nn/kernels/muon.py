@@ -7,6 +7,8 @@ bit-identical in every run.
 Letters: B matrices; M rows and N columns of a product per tile, K terms of its sums at a time.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -22,18 +24,19 @@ PRODUCT_TILES = dict(M=128, N=128, K=64, num_warps=8, num_stages=3)
 def momentum_and_squares(
     WEIGHTS, GRADIENTS, MOMENTA, DIRECTIONS, SUMS, SCALE, size, momentum, TILE: tl.constexpr
 ):  # fmt: skip
-    """One tile of MOMENTA, updated, and of DIRECTIONS, the momentum that Nesterov's step sees.
+    """One tile of MOMENTA, updated if SCALE is above 0, and of DIRECTIONS, the momentum that Nesterov's step sees.
 
     SUMS (2, B, tiles) = the tile's sums of the squares of DIRECTIONS and of WEIGHTS. A matrix has `size` numbers.
     """
     matrix, num_programs = tl.program_id(1), tl.num_programs(0) * tl.num_programs(1)
     inside = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_real, offsets = inside < size, matrix * size + inside
-    gradient = tl.load(GRADIENTS + offsets, mask=is_real, other=0.0) * tl.load(SCALE)
+    scale = tl.load(SCALE)
+    gradient = tl.load(GRADIENTS + offsets, mask=is_real, other=0.0) * scale
     total = tl.load(MOMENTA + offsets, mask=is_real, other=0.0) * momentum + gradient
     direction = gradient + momentum * total
     weight = tl.load(WEIGHTS + offsets, mask=is_real, other=0.0)
-    tl.store(MOMENTA + offsets, total, mask=is_real)
+    tl.store(MOMENTA + offsets, total, mask=inside < tl.where(scale > 0, size, 0))
     tl.store(DIRECTIONS + offsets, direction.to(DIRECTIONS.dtype.element_ty), mask=is_real)
     SUMS += matrix * tl.num_programs(0) + tl.program_id(0)
     tl.store(SUMS, tl.sum(direction * direction))
@@ -57,17 +60,6 @@ def norms_and_factors(
 
 
 @triton.jit
-def subtract_directions(WEIGHTS, DIRECTIONS, FACTORS, RATE, size, weight_decay, TILE: tl.constexpr):
-    """WEIGHTS = (1 - rate * weight_decay) * WEIGHTS - factor * DIRECTIONS, for one tile of one matrix."""
-    matrix = tl.program_id(1)
-    inside = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    is_real, offsets = inside < size, matrix * size + inside
-    weight = tl.load(WEIGHTS + offsets, mask=is_real, other=0.0) * (1 - tl.load(RATE) * weight_decay)
-    direction = tl.load(DIRECTIONS + offsets, mask=is_real, other=0.0).to(tl.float32)
-    tl.store(WEIGHTS + offsets, weight - tl.load(FACTORS + matrix) * direction, mask=is_real)
-
-
-@triton.jit
 def _load_operand(X, rows, num_rows, stride_row, terms, num_terms, stride_term):
     """A tile (rows, terms) of a matrix; zeros outside it."""
     is_real = (rows < num_rows)[:, None] & (terms < num_terms)[None, :]
@@ -81,6 +73,34 @@ def _triangle_tile(tile):
     row = tl.where(row * (row + 1) // 2 > tile, row - 1, row)  # where the square root is rounded up
     row = tl.where((row + 1) * (row + 2) // 2 <= tile, row + 1, row)
     return row, tile - row * (row + 1) // 2
+
+
+@triton.jit
+def _sums_of_tile(
+    LEFT, RIGHT, rows, columns, num_rows, num_columns, num_terms,
+    stride_left_row, stride_left_term, stride_right_column, stride_right_term,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A tile (rows, columns) of LEFT @ RIGHT in float32."""
+    terms, sums = tl.arange(0, K), tl.zeros([M, N], tl.float32)
+    for first in range(0, num_terms, K):
+        left = _load_operand(LEFT, rows, num_rows, stride_left_row, first + terms, num_terms, stride_left_term)
+        right = _load_operand(
+            RIGHT, columns, num_columns, stride_right_column, first + terms, num_terms, stride_right_term
+        )
+        sums = tl.dot(left, tl.trans(right), sums)
+    return sums
+
+
+@triton.jit
+def _add_and_scale(sums, ADDEND, places, is_real, beta, SCALES, matrix, power):
+    """scale^power * (sums + beta * ADDEND); what a factor of 0 multiplies is not read."""
+    if beta != 0.0:
+        sums += beta * tl.load(ADDEND + places, mask=is_real, other=0.0).to(tl.float32)
+    if power > 0:
+        scale = tl.load(SCALES + matrix)
+        sums *= tl.where(power == 2, scale * scale, scale)
+    return sums
 
 
 @triton.jit(do_not_specialize=["power"])
@@ -99,24 +119,15 @@ def matrix_products(
         row, column = _triangle_tile(tl.program_id(0))
     else:
         row, column = tl.program_id(0) // tl.cdiv(num_columns, N), tl.program_id(0) % tl.cdiv(num_columns, N)
-    rows, columns, terms = row * M + tl.arange(0, M), column * N + tl.arange(0, N), tl.arange(0, K)
-    LEFT += matrix * num_rows * num_terms
-    RIGHT += matrix * num_columns * num_terms
-    sums = tl.zeros([M, N], tl.float32)
-    for first in range(0, num_terms, K):
-        left = _load_operand(LEFT, rows, num_rows, stride_left_row, first + terms, num_terms, stride_left_term)
-        right = _load_operand(
-            RIGHT, columns, num_columns, stride_right_column, first + terms, num_terms, stride_right_term
-        )
-        sums = tl.dot(left, tl.trans(right), sums)
-    sums *= alpha
+    rows, columns = row * M + tl.arange(0, M), column * N + tl.arange(0, N)
+    sums = _sums_of_tile(
+        LEFT + matrix * num_rows * num_terms, RIGHT + matrix * num_columns * num_terms, rows, columns,
+        num_rows, num_columns, num_terms, stride_left_row, stride_left_term, stride_right_column, stride_right_term,
+        M, N, K,
+    )  # fmt: skip
     places = matrix * num_rows * num_columns + rows[:, None] * num_columns + columns[None, :]
     is_real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    if beta != 0.0:
-        sums += beta * tl.load(ADDEND + places, mask=is_real, other=0.0).to(tl.float32)
-    if power > 0:
-        scale = tl.load(SCALES + matrix)
-        sums *= tl.where(power == 2, scale * scale, scale)
+    sums = _add_and_scale(sums * alpha, ADDEND, places, is_real, beta, SCALES, matrix, power)
     out = sums.to(OUT.dtype.element_ty)
     tl.store(OUT + places, out, mask=is_real)
     if SYMMETRIC:
@@ -125,31 +136,64 @@ def matrix_products(
             tl.store(OUT + mirrored, tl.trans(out), mask=tl.trans(is_real))
 
 
+@triton.jit(do_not_specialize=["power"])
+def subtract_products(
+    LEFT, RIGHT, ADDEND, WEIGHTS, SCALES, FACTORS, RATE, SCALE, num_rows, num_columns, num_terms,
+    stride_left_row, stride_left_term, stride_right_column, stride_right_term, beta, power, weight_decay,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One tile of WEIGHTS = (1 - rate * weight_decay) * WEIGHTS - FACTORS * (a product as in matrix_products).
+
+    Nothing is written unless SCALE is above 0.
+    """
+    matrix = tl.program_id(1)
+    row, column = tl.program_id(0) // tl.cdiv(num_columns, N), tl.program_id(0) % tl.cdiv(num_columns, N)
+    rows, columns = row * M + tl.arange(0, M), column * N + tl.arange(0, N)
+    sums = _sums_of_tile(
+        LEFT + matrix * num_rows * num_terms, RIGHT + matrix * num_columns * num_terms, rows, columns,
+        num_rows, num_columns, num_terms, stride_left_row, stride_left_term, stride_right_column, stride_right_term,
+        M, N, K,
+    )  # fmt: skip
+    places = matrix * num_rows * num_columns + rows[:, None] * num_columns + columns[None, :]
+    is_real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    sums = _add_and_scale(sums, ADDEND, places, is_real, beta, SCALES, matrix, power)
+    weights = tl.load(WEIGHTS + places, mask=is_real, other=0.0) * (1 - tl.load(RATE) * weight_decay)
+    is_written = is_real & (rows < tl.where(tl.load(SCALE) > 0, num_rows, 0))[:, None]
+    tl.store(WEIGHTS + places, weights - tl.load(FACTORS + matrix) * sums, mask=is_written)
+
+
+@dataclass(frozen=True)
+class Subtraction:
+    """What is subtracted from weights (B, M, N): their matrix's factor times a product, after decay.
+
+    `factors` (B,), `rate` and `scale` are on the device; a `scale` that is not above 0 leaves the weights unchanged.
+    """
+
+    weights: torch.Tensor
+    factors: torch.Tensor
+    rate: torch.Tensor
+    scale: torch.Tensor
+    weight_decay: float
+
+
 def nesterov_directions(weights_BMN, gradients_BMN, momenta_BMN, rate, scale, numbers):
-    """(directions (B, M, N), inverse norms (B,), factors (B,)); the momenta are updated in place.
+    """(directions (B, M, N), inverse norms (B,), factors (B,)); the momenta (B, M, N) are updated in place.
 
     Directions are in bf16 on a GPU and not yet divided by their norms. `numbers`: the momentum, the RMS of a step at
     rate 1, and the least RMS of a matrix that a step is proportional to. `rate` and `scale`, a factor of the gradients,
-    are tensors on the device: no value is read on the host.
+    are tensors on the device: no value is read on the host. A `scale` that is not above 0 leaves the momenta unchanged.
     """
     momentum, step_rms, rms_floor = numbers
     num_matrices, size = len(weights_BMN), weights_BMN[0].numel()
     grid = (triton.cdiv(size, TILE), num_matrices)
     directions = torch.empty_like(weights_BMN, dtype=torch.bfloat16 if weights_BMN.is_cuda else None)
-    sums, results = weights_BMN.new_empty(2, grid[1], grid[0]), weights_BMN.new_empty(2, num_matrices)
+    sums, *results = (weights_BMN.new_empty(sizes) for sizes in ((2, *grid[::-1]), num_matrices, num_matrices))
     momentum_and_squares[grid](
         weights_BMN, gradients_BMN, momenta_BMN, directions, sums, scale, size, momentum, TILE=TILE, num_warps=8
     )
     numbers = (size, grid[0], sums[0].numel(), step_rms, rms_floor, NORM_FLOOR)
     norms_and_factors[(num_matrices,)](sums, *results, rate, *numbers, TILE=1024)
     return directions, *results
-
-
-def subtract_directions_(weights_BMN, directions_BMN, factors, rate, weight_decay):
-    """Decay the weights in place by `rate` times `weight_decay`; subtract each matrix's factor times its direction."""
-    size = weights_BMN[0].numel()
-    grid = (triton.cdiv(size, TILE), len(weights_BMN))
-    subtract_directions[grid](weights_BMN, directions_BMN, factors, rate, size, weight_decay, TILE=TILE, num_warps=8)
 
 
 def gram_(out, x_BMN, scales=None):
@@ -164,19 +208,41 @@ def symmetric_product_(out, left, right, addend, alpha=1.0, beta=0.0):
 
 
 def product_(out, left, right, addend=None, beta=0.0, scales=None):
-    """out = scales * (left @ right + beta * addend), in batches."""
+    """out = scales * (left @ right + beta * addend), in batches; an `out` that is a Subtraction changes its weights."""
+    if isinstance(out, Subtraction):
+        return _subtract(out, left, right, addend, beta, scales)
     return _launch(out, left, right, addend, 1.0, beta, scales, power=1, symmetric=False)
 
 
 def _launch(out, left, right, addend, alpha, beta, scales, power, symmetric):
-    (num_matrices, num_rows, num_terms), num_columns = left.shape, right.shape[2]
     tiles = SYMMETRIC_TILES if symmetric else PRODUCT_TILES
-    down, across = triton.cdiv(num_rows, tiles["M"]), triton.cdiv(num_columns, tiles["N"])
-    grid = (down * (down + 1) // 2 if symmetric else down * across, num_matrices)
-    if scales is None:
-        scales, power = out.new_empty(1, dtype=torch.float32), 0
-    matrix_products[grid](
-        left, right, out if addend is None else addend, out, scales, num_rows, num_columns, num_terms,
-        *left.stride()[1:], right.stride(2), right.stride(1), alpha, beta, power, SYMMETRIC=symmetric, **tiles,
+    addend, scales, power = out if addend is None else addend, *_scales_or_none(scales, power, out)
+    matrix_products[_grid(left, right, tiles, symmetric)](
+        left, right, addend, out, scales, *_sizes_and_strides(left, right), alpha, beta, power, SYMMETRIC=symmetric,
+        **tiles,
     )  # fmt: skip
     return out
+
+
+def _subtract(target, left, right, addend, beta, scales):
+    addend, scales, power = left if addend is None else addend, *_scales_or_none(scales, 1, target.factors)
+    subtract_products[_grid(left, right, PRODUCT_TILES, symmetric=False)](
+        left, right, addend, target.weights, scales, target.factors, target.rate, target.scale,
+        *_sizes_and_strides(left, right), beta, power, target.weight_decay, **PRODUCT_TILES,
+    )  # fmt: skip
+    return target.weights
+
+
+def _scales_or_none(scales, power, like):
+    """(SCALES, power) as the kernels take them: without `scales` a stand-in of their dtype, which is not read."""
+    return (like.new_empty(1, dtype=torch.float32), 0) if scales is None else (scales, power)
+
+
+def _grid(left, right, tiles, symmetric):
+    down, across = triton.cdiv(left.shape[1], tiles["M"]), triton.cdiv(right.shape[2], tiles["N"])
+    return down * (down + 1) // 2 if symmetric else down * across, len(left)
+
+
+def _sizes_and_strides(left, right):
+    sizes = left.shape[1], right.shape[2], left.shape[2]
+    return *sizes, *left.stride()[1:], right.stride(2), right.stride(1)

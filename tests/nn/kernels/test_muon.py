@@ -10,25 +10,40 @@ from model.train import optim
 from model.train.muon import orthogonalise_
 from tests.nn.kernels.interpreted import interpreted_errors, relative_error
 
-SHAPES = [(200, 200), (200, 200), (24, 40), (400, 150), (150, 400), (150, 400)]  # square, wide, long; one tile and more
+SHAPES = [(140, 140), (270, 130), (130, 270)]  # square, tall, wide; all of more than one tile
 
 
-def update_errors(device, shapes=SHAPES, num_steps=3):
-    """Relative errors of the change of the weights and of the momenta after some updates, against the plain path."""
-    starts = [10.0 ** -(i % 4) * torch.randn(shape) for i, shape in enumerate(shapes)]
-    history, outcomes = [[torch.randn(shape) for shape in shapes] for _ in range(num_steps)], []
-    for kernels in (True, False):
-        where = device if kernels else "cpu"
-        params = [torch.nn.Parameter(start.clone().to(where)) for start in starts]
-        flat = FlatParams([torch.nn.Parameter(torch.ones(5, device=where))], params, [], torch.float32)
-        before, optimizer = flat.masters.clone(), optim.Muon(flat, torch.tensor(0.01, device=where), weight_decay=0.1)
-        with mock.patch.object(optim, "runs_kernels", lambda _, kernels=kernels: kernels):
-            for gradients in history:
-                for p, gradient in zip(params, gradients, strict=True):
-                    p.grad.copy_(gradient)
-                optimizer.step(torch.tensor(0.5, device=where))
-        outcomes.append([x.cpu() for x in (flat.masters - before, optimizer.momenta)])
+def make_muon(shapes, device, generator):
+    """Muon over random matrices of these shapes and sizes of numbers, with random gradients and momenta."""
+    starts = [10.0 ** -(i % 4) * torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)]
+    params = [torch.nn.Parameter(start.to(device)) for start in starts]
+    flat = FlatParams([torch.nn.Parameter(torch.ones(5, device=device))], params, [], torch.float32)
+    optimizer = optim.Muon(flat, torch.tensor(0.01, device=device), weight_decay=0.1)
+    for x in (flat.gradients, optimizer.momenta):
+        x.copy_(torch.randn(x.shape, generator=generator))
+    return flat, optimizer
+
+
+def outcome(shapes, device, kernels, scale=0.5):
+    """(change of the weights, momenta) of an update in kernels or in passes."""
+    flat, optimizer = make_muon(shapes, device, torch.Generator().manual_seed(0))
+    before, momenta = flat.masters.clone(), optimizer.momenta
+    with mock.patch.object(optim, "runs_kernels", lambda _: kernels):
+        optimizer.step(torch.tensor(scale, device=device))
+    return [x.cpu() for x in (flat.masters - before, momenta)]
+
+
+def update_errors(device, shapes=SHAPES):
+    """Relative errors of the change of the weights and of the momenta of an update, against the plain path."""
+    outcomes = outcome(shapes, device, True), outcome(shapes, "cpu", False)
     return [relative_error(*pair) for pair in zip(*outcomes, strict=True)]
+
+
+def is_unchanged(device):
+    """True if an update whose scale is not a number leaves weights and momenta as they were."""
+    _, fresh = make_muon([(24, 40)], device, torch.Generator().manual_seed(0))
+    change, momenta = outcome([(24, 40)], device, True, scale=float("nan"))
+    return bool((change == 0).all() and (momenta == fresh.momenta.cpu()).all())
 
 
 def zeros():
@@ -52,12 +67,13 @@ def largest_value():
 
 
 def interpreted():
-    return [*update_errors("cpu"), zeros(), largest_value()]
+    return [*update_errors("cpu"), is_unchanged("cpu"), zeros(), largest_value()]
 
 
 def test_the_interpreted_muon_update_gives_the_same_as_pytorch():
-    weights, momenta, of_zeros, largest = interpreted_errors()["tests.nn.kernels.test_muon"]
+    weights, momenta, unchanged, of_zeros, largest = interpreted_errors()["tests.nn.kernels.test_muon"]
     assert weights < 1e-4 and momenta < 1e-6
+    assert unchanged
     assert of_zeros == 0
     assert largest < 1.25, "rounding makes the iteration on an ill-conditioned Gram matrix diverge"
 
@@ -67,6 +83,7 @@ def test_the_muon_update_on_a_gpu_gives_the_same_as_pytorch():
     weights, momenta = update_errors("cuda", [*SHAPES, (512, 512), (768, 768), (2048, 512), (512, 2048)])
     assert weights < 0.05, "directions are in bf16"
     assert momenta < 1e-5
+    assert is_unchanged("cuda")
 
 
 @pytest.mark.gpu
