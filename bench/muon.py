@@ -26,21 +26,18 @@ from model.train.optim import make_optimizer, orthogonal
 VOCAB_SIZE = {"cuda": 29_298, "cpu": 500}
 WARM_UPDATES = 10
 SQUARE = dict(M=128, N=128, K=64, num_warps=8)
-WIDE = SQUARE | dict(N=256)
 SYMMETRIC_TILES = [
     SQUARE | dict(num_warps=4, num_stages=3),
     SQUARE | dict(num_stages=4),
-    SQUARE | dict(K=32, num_stages=4),
-    SQUARE | dict(K=128, num_stages=2),
     dict(M=64, N=64, K=64, num_warps=4, num_stages=4),
-    dict(M=64, N=64, K=128, num_warps=4, num_stages=3),
 ]
 PRODUCT_TILES = [
-    *SYMMETRIC_TILES,
-    WIDE | dict(num_stages=3),
-    WIDE | dict(num_stages=4),
-    WIDE | dict(K=32, num_stages=4),
+    *SYMMETRIC_TILES[:2],
+    SQUARE | dict(N=256, num_stages=3),
+    SQUARE | dict(M=256, num_stages=3),
+    dict(M=64, N=256, K=64, num_warps=4, num_stages=3),
 ]
+BATCH_NUMBERS = 2**23, 2**24, 2**26
 # Minimax on 0.003 <= singular value <= 1 (Amsel et al. 2025, arXiv 2505.16932): four steps reach 0.80 to 1.20 there.
 FOUR_STEPS = (
     (8.3837, -24.7659, 18.3571),
@@ -82,7 +79,7 @@ def timings(shape, repeats, device):
     measure = partial(measured, gradients=model.flat.gradients, repeats=repeats)
     for name, way in ways.items():
         yield dict(way=name) | measure(way)
-    for name, patches in (VARIANTS | tile_variants()).items():
+    for name, patches in (VARIANTS | tile_variants() | batch_variants(model, optimizer)).items():
         yield dict(way="kernels", variant=name) | measure(partial(run_patched, patches, ways["kernels"]))
     for name in ("passes", "kernels"):
         yield dict(way=name, again=True) | measure(ways[name])
@@ -153,6 +150,10 @@ def cublas_symmetric_product_(out, left, right, addend, alpha=1.0, beta=0.0):
 
 
 def cublas_product_(out, left, right, addend=None, beta=0.0, scales=None):
+    if isinstance(out, kernels.Subtraction):
+        product = left.new_empty(len(left), left.shape[1], right.shape[2])
+        cublas_product_(product, left, right, addend, beta, scales)
+        return out.weights.addcmul_(product, out.factors[:, None, None], value=-1)
     if addend is None:
         torch.bmm(left, right, out=out)
     else:
@@ -164,7 +165,7 @@ CUBLAS_PRODUCTS = [(kernels, "product_", cublas_product_)]
 CUBLAS_GRAMS = [(kernels, "gram_", cublas_gram_), (kernels, "symmetric_product_", cublas_symmetric_product_)]
 VARIANTS = (
     {  # {name: (module, name of a choice, its value)}
-        "no products": [(optim, "orthogonalise_", lambda x, _: x)],
+        "no products": [(optim, "orthogonalise_", lambda *_: None)],
         "long matrices as square ones": [(muon, "LEAST_RATIO", float("inf"))],
         "square matrices as long ones": [(muon, "LEAST_RATIO", 1)],
         "whole symmetric products": [
@@ -178,7 +179,7 @@ VARIANTS = (
     }
     | {
         f"parts of {sizes} steps": [(muon, "LONG_PARTS", [muon.COEFFICIENTS[:size] for size in sizes])]
-        for sizes in ((5,), (2, 3), (2, 2, 1))  # all steps have the same coefficients
+        for sizes in ((5,), (2, 3))  # all steps have the same coefficients
     }
 )
 
@@ -187,6 +188,16 @@ def tile_variants():
     """{name: patches} of other tile sizes than the kernels' own."""
     choices = dict(SYMMETRIC_TILES=SYMMETRIC_TILES, PRODUCT_TILES=PRODUCT_TILES)
     return {f"{key} {tiles}": [(kernels, key, tiles)] for key, sizes in choices.items() for tiles in sizes}
+
+
+def batch_variants(model, optimizer):
+    """{name: patches} of other numbers of matrix elements that are updated together."""
+    variants = {}
+    for numbers in BATCH_NUMBERS:
+        with mock.patch.object(optim, "BATCH_NUMBERS", numbers):
+            batches = optim.Muon(model.flat, optimizer.param_groups[0]["lr"]).batches
+        variants[f"batches of {numbers >> 20} M numbers: {batches}"] = [(optimizer, "batches", batches)]
+    return variants
 
 
 def all_values(shape, device):
