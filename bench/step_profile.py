@@ -82,7 +82,7 @@ def profile_training(ranks, given, options):
     kernels, busy_ms = profile_steps(steps, ranks.device, given.profiled_steps)
     steps.close()
     rate = run.optimizer.param_groups[0]["lr"]
-    run.optimizer.step = lambda *_: rate.add_(0.0)  # not nothing: a recording must not be empty
+    run.optimizer.step = run.optimizer.apply = lambda *_: rate.add_(0.0)  # not nothing: a recording must not be empty
     steps = train_steps(run.context, Position(plan))
     without = time_steps(steps, ranks.device, given)
     steps.close()

@@ -60,7 +60,7 @@ ROOMS = {
         "optim",
         "cuda_graphs examples footprint objectives.registry",
         "evaluate loader",
-        "derive gradients",
+        "commit derive gradients",
         "step",
         "dry_run",
     ],

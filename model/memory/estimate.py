@@ -151,7 +151,7 @@ class Estimate:
 
     def recording_bytes(self, micro_batch_tokens, chunk_tokens, checkpointing):
         """Bytes that the CUDA graphs of steps of at most `micro_batch_tokens` tokens hold."""
-        moments = self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing) | dict(update=0)
+        moments = self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing)
         return int(max(moments.values()) * self.spec.constants.reserved)
 
     def step_peak(self, *cutting):

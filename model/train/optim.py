@@ -36,20 +36,35 @@ class RMSScaledAdamW(torch.optim.Optimizer):
             average, square = (x[: p.numel()].view(p.shape) for x in (average, square))
             self.state[p] = dict(count=count, exp_avg=average, exp_avg_sq=square)
         self.num_steps = 0  # host copy of `counts`, which checkpoints hold
+        self.corrections = torch.ones(2, device=lr.device)  # copy for the kernels of what `next_step` returns
 
-    @torch.no_grad()
     def step(self, scale=None):
         """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
-        group = self.param_groups[0]
-        scale = torch.ones_like(group["lr"]) if scale is None else scale
-        self.num_steps += 1
-        self.counts += scale > 0
-        corrections = [1 - beta**self.num_steps for beta in group["betas"]]  # of the averages' bias towards zero
-        update = self.update_in_one_pass if runs_kernels(self.weights) else self.update_in_passes
-        update(group, scale, *corrections)
+        self.next_step()
+        self.apply(torch.ones_like(self.param_groups[0]["lr"]) if scale is None else scale)
 
-    def update_in_passes(self, group, scale, correction1, correction2):
+    @torch.no_grad()
+    def next_step(self):
+        """Count a step on the host, and write to the device what `apply` reads of it."""
+        self.num_steps += 1
+        correction1, correction2 = self.host_corrections()
+        for element, number in zip(self.corrections.unbind(), (correction1, math.sqrt(correction2)), strict=True):
+            element.fill_(number)  # unlike a copy from the host, it does not wait for the device
+
+    def host_corrections(self):
+        """What the averages of gradients and of squares are divided by, because they started at zero."""
+        return [1 - beta**self.num_steps for beta in self.param_groups[0]["betas"]]
+
+    @torch.no_grad()
+    def apply(self, scale):
+        """The update, after `next_step`; in kernels it reads nothing of the host, so that it can be recorded."""
+        self.counts += scale > 0
+        update = self.update_in_one_pass if runs_kernels(self.weights) else self.update_in_passes
+        update(self.param_groups[0], scale)
+
+    def update_in_passes(self, group, scale):
         (beta1, beta2), rate, gradients = group["betas"], group["lr"], self.gradients.mul_(scale)
+        correction1, correction2 = self.host_corrections()
         self.averages.lerp_(gradients, 1 - beta1)
         self.squares.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
         updates = self.averages / (self.squares.sqrt().div_(math.sqrt(correction2)).add_(group["eps"]))
@@ -58,12 +73,14 @@ class RMSScaledAdamW(torch.optim.Optimizer):
         torch._foreach_mul_(updates.split(self.sizes), list(rates.unbind()))
         self.weights.mul_(1 - rate * group["weight_decay"]).add_(updates)
 
-    def update_in_one_pass(self, group, scale, *corrections):
+    def update_in_one_pass(self, group, scale):
         from model.nn.kernels.adamw import update_adamw_rms  # imported late: CPU builds of torch have no Triton
 
         tensors = (self.weights, self.gradients, self.averages, self.squares)
-        numbers = (group["lr"], scale, *group["betas"], *corrections, group["eps"], group["weight_decay"])
-        update_adamw_rms(*tensors, self.tiles, *numbers, RMS_FLOOR)
+        on_device = (group["lr"], scale, self.corrections)
+        update_adamw_rms(
+            *tensors, self.tiles, on_device, (*group["betas"], group["eps"], group["weight_decay"], RMS_FLOOR)
+        )
 
     @functools.cached_property
     def tiles(self):
@@ -96,12 +113,20 @@ class Muon(torch.optim.Optimizer):
             batch for shape, same in groupby(p.shape for p in matrices) for batch in _batches(len(list(same)), *shape)
         ]
 
-    @torch.no_grad()
     def step(self, scale=None):
         """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
+        self.next_step()
+        self.apply(torch.ones_like(self.param_groups[0]["lr"]) if scale is None else scale)
+
+    def next_step(self):
+        """As RMSScaledAdamW.next_step."""
+        self.rest.next_step()
+
+    @torch.no_grad()
+    def apply(self, scale):
+        """As RMSScaledAdamW.apply."""
         group = self.param_groups[0]
-        self.rest.step(scale)
-        scale = torch.ones_like(group["lr"]) if scale is None else scale
+        self.rest.apply(scale)
         update = self.update_in_kernels if runs_kernels(self.weights) else self.update_in_passes
         update(group["lr"], scale, group["momentum"], group["weight_decay"])
 
@@ -252,15 +277,24 @@ def count_steps(optimizer):
         counter.num_steps = int(counter.counts[0])
 
 
-def update(optimizer, gradients, rate, scale):
+def obeys_scale(optimizer):
+    """True if the update runs in kernels that change nothing unless their scale is above 0, and can be recorded."""
+    return isinstance(optimizer, (RMSScaledAdamW, Muon)) and runs_kernels(optimizer.weights)
+
+
+def update(optimizer, gradients, rate, scale, apply=None):
     """Update the weights at learning rate `rate` with `scale` times the flat `gradients`, which may change.
 
-    `scale` is a 0-dim tensor on the device, so the host does not wait for it.
+    `scale` is a 0-dim tensor on the device, so the host does not wait for it. `apply` replaces the optimizer's own, as
+    a recording of it does.
     """
     for group in optimizer.param_groups:
         group["lr"].fill_(rate)
     if isinstance(optimizer, torch.optim.AdamW):
         gradients.mul_(scale)
         optimizer.step()
+    elif apply:
+        optimizer.next_step()
+        apply(scale)
     else:
         optimizer.step(scale)

@@ -10,11 +10,12 @@ from model.data.sampler import step_at
 from model.memory.plan import MemoryPlan, NothingFits
 from model.runtime import fault_injection
 from model.runtime.distributed import start_ranks, stop_ranks
+from model.train.commit import NOT_FINITE, reduce_and_update
 from model.train.gradients import Attempt, Outcome
 from model.train.loader import Loader
 from model.train.optim import make_optimizer
 from model.train.spike_guard import MAX_SKIPPED_STEPS
-from model.train.step import NOT_FINITE, Position, _reduce_and_update, train_steps
+from model.train.step import Position, train_steps
 from tests.parts import PLAN, SHAPE, batch_of, context_of, farthest, gradients_of, make_config, make_model, steps_of
 from tests.ranks import run_ranks
 from tests.tiny import SHAPE as TINY
@@ -218,7 +219,7 @@ def overflow_in_the_sum():
     attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_sums.norm()[None])
     optimizer = make_optimizer(model, make_config())
     context = SimpleNamespace(ranks=ranks, model=model, optimizer=optimizer, options=make_config())
-    updated = _reduce_and_update(context, attempt, work, math.inf)
+    updated = reduce_and_update(context, attempt, work, math.inf)
     stop_ranks()
     is_unchanged = torch.equal(weights, model.flat.masters)
     return 0 if (updated.skipped, updated.rank) == (NOT_FINITE, None) and is_unchanged else 3
