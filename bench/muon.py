@@ -37,7 +37,7 @@ PRODUCT_TILES = [
     SQUARE | dict(M=256, num_stages=3),
     dict(M=64, N=256, K=64, num_warps=4, num_stages=3),
 ]
-BATCH_NUMBERS = 2**23, 2**24, 2**26
+BATCH_NUMBERS = 2**25, 2**26
 # Minimax on 0.003 <= singular value <= 1 (Amsel et al. 2025, arXiv 2505.16932): four steps reach 0.80 to 1.20 there.
 FOUR_STEPS = (
     (8.3837, -24.7659, 18.3571),
@@ -165,7 +165,7 @@ CUBLAS_PRODUCTS = [(kernels, "product_", cublas_product_)]
 CUBLAS_GRAMS = [(kernels, "gram_", cublas_gram_), (kernels, "symmetric_product_", cublas_symmetric_product_)]
 VARIANTS = (
     {  # {name: (module, name of a choice, its value)}
-        "no products": [(optim, "orthogonalise_", lambda *_: None)],
+        "no products": [(optim, "orthogonalise_", lambda _: None)],
         "long matrices as square ones": [(muon, "LEAST_RATIO", float("inf"))],
         "square matrices as long ones": [(muon, "LEAST_RATIO", 1)],
         "whole symmetric products": [
@@ -195,8 +195,10 @@ def batch_variants(model, optimizer):
     variants = {}
     for numbers in BATCH_NUMBERS:
         with mock.patch.object(optim, "BATCH_NUMBERS", numbers):
-            batches = optim.Muon(model.flat, optimizer.param_groups[0]["lr"]).batches
-        variants[f"batches of {numbers >> 20} M numbers: {batches}"] = [(optimizer, "batches", batches)]
+            other = optim.Muon(model.flat, optimizer.param_groups[0]["lr"])
+        patches = [(optimizer, "batches", other.batches), (optimizer, "groups", other.groups)]
+        variants[f"batches of {numbers >> 20} M numbers: {other.batches}, {other.groups} together"] = patches
+    variants["long batches one by one"] = [(optimizer, "groups", [1] * len(optimizer.batches))]
     return variants
 
 
@@ -216,7 +218,7 @@ def values_by_way(batch):
     compute = torch.bfloat16 if batch.is_cuda else batch.dtype
 
     def in_kernels():
-        return muon.orthogonalise_(batch.to(compute, copy=True), norms)
+        return muon.orthogonalise_([(batch.to(compute, copy=True), norms, None)])[0]
 
     ways = dict(passes=partial(orthogonal, batch), kernels=in_kernels)
     for variant in ("parts of (5,) steps", "parts of (2, 3) steps", "four steps"):

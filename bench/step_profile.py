@@ -3,14 +3,15 @@
     python -m bench.step_profile --corpus DIR [--models small,chatlm] [--pairs 64,256] [--any_field=value]
 
 DIR is created if it does not exist. Prints one JSON line per model and number of pairs, then its table. Steps are timed
-without the profiler; the busy time is the union of the kernels' intervals under it, and the gaps are the difference. On
-a CPU the groups are those of PyTorch's operators.
+without the profiler; the busy time is the union of the kernels' intervals under it, and the gaps are the difference to
+the median step, which leaves out the steps that are recorded. On a CPU the groups are those of PyTorch's operators.
 """
 
 import argparse
 import json
 import os
 import re
+import statistics
 from collections import defaultdict
 from pathlib import Path
 
@@ -90,10 +91,12 @@ def profile_training(ranks, given, options):
         bench="step_profile", model=options["model"], pairs=int(options["batch_size_per_gpu"]),
         optimizer=config.optimizer, recorded=plan.graphs, device=device_name(ranks.device),
         tokens_per_second=round(timed["tokens_per_second"]), spread=round(timed["spread"], 3),
-        step_ms=round(timed["step_ms"], 3), busy_ms=round(busy_ms, 3), gaps_ms=round(timed["step_ms"] - busy_ms, 3),
+        step_ms=round(timed["step_ms"], 3), median_ms=round(timed["median_ms"], 3),
+        data_wait_ms=round(timed["data_wait_ms"], 3), busy_ms=round(busy_ms, 3),
+        gaps_ms=round(timed["median_ms"] - busy_ms, 3),
         launches=round(sum(count for _, count in kernels.values()), 1), peak_gib=round(timed["peak_gib"], 3),
-        step_without_update_ms=round(without["step_ms"], 3),
-        update_ms=round(timed["step_ms"] - without["step_ms"], 3),
+        without_update_ms=round(without["median_ms"], 3),
+        update_ms=round(timed["median_ms"] - without["median_ms"], 3),
     ), kernels  # fmt: skip
 
 
@@ -103,10 +106,11 @@ def device_name(device):
 
 def time_steps(steps, device, given):
     """Figures of `steps` as StepClock gives them."""
-    clock = StepClock(device, Pace(given.warm_steps, 0.5, given.seconds))
+    clock, waits = StepClock(device, Pace(given.warm_steps, 0.5, given.seconds)), []
     for result in steps:
+        waits.append(1e3 * result.data_wait_seconds)
         if clock.tick(len(result.ids), result.tokens):
-            return clock.result()
+            return clock.result() | dict(data_wait_ms=statistics.median(waits), median_ms=clock.median_ms())
     raise AssertionError("the corpus ended before the clock")
 
 
@@ -140,8 +144,8 @@ def covered(intervals):
 def table(line, kernels, largest):
     """Lines of markdown: milliseconds and launches of a step by group, then the largest kernels."""
     yield (
-        f"\n{line['model']}, {line['pairs']} pairs, {line['optimizer']}: {line['step_ms']} ms a step, "
-        f"{line['busy_ms']} busy, {line['gaps_ms']} of gaps; {line['step_without_update_ms']} without update\n"
+        f"\n{line['model']}, {line['pairs']} pairs, {line['optimizer']}: {line['median_ms']} ms a step, "
+        f"{line['busy_ms']} busy, {line['gaps_ms']} of gaps; {line['without_update_ms']} without update\n"
     )
     groups = defaultdict(lambda: [0.0, 0.0])
     for name, (ms, count) in kernels.items():

@@ -34,7 +34,7 @@ ROOMS = {
     ],
     "model.nn": [
         "flat_batch flat_params philox",
-        "kernels.dropout",
+        "kernels.dropout kernels.sums",
         "kernels",
         "attention dropout loss",
         "layers",

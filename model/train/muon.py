@@ -14,21 +14,27 @@ LEAST_RATIO = 2  # of the sides of a long matrix; below it, iterating on the Gra
 LONG_PARTS = COEFFICIENTS[:3], COEFFICIENTS[3:]
 
 
-def orthogonalise_(x_BMN, inverse_norms, target=None):
-    """x (B, M, N) times `inverse_norms` (B,), with all singular values moved near 1; `x` is overwritten.
+def orthogonalise_(parts):
+    """List of each part's x times its inverse norms, with all singular values moved near 1.
 
-    With a `target`, a Subtraction, the last product goes there, and what it makes of the weights is returned. Besides
-    `x` at most three tensors of the size of x are held.
+    `parts` are (x (B, M, N), inverse norms (B,), target): one, or several that are long and have one shorter side. x is
+    overwritten. A target that is a Subtraction takes the last product, and its weights are returned; else it is None.
+    Besides each x at most three tensors of its size are held.
     """
-    short, long = sorted(x_BMN.shape[1:])
-    iterate = _iterate_on_gram if long >= LEAST_RATIO * short else _iterate
-    return iterate(x_BMN, inverse_norms, target)
+    if is_long(*parts[0][0].shape[1:]):
+        return _iterate_on_gram(parts)
+    return [_iterate(*part) for part in parts]
+
+
+def is_long(rows, columns):
+    """True if iterating on the Gram matrix takes fewer operations than on the matrix."""
+    return max(rows, columns) >= LEAST_RATIO * min(rows, columns)
 
 
 def _iterate(x, inverse_norms, target):
     from model.nn.kernels.muon import gram_, symmetric_product_
 
-    out, (gram, polynomial) = torch.empty_like(x), _new_grams(x, 2)
+    out, (gram, polynomial) = torch.empty_like(x), _new_grams([x], 2)
     for step, (a, b, c) in enumerate(COEFFICIENTS, start=1):
         scales = inverse_norms if step == 1 else None
         gram_(gram, x, scales)
@@ -38,16 +44,22 @@ def _iterate(x, inverse_norms, target):
     return x
 
 
-def _iterate_on_gram(x, inverse_norms, target):
+def _iterate_on_gram(parts):
     from model.nn.kernels.muon import gram_
 
-    out, grams = torch.empty_like(x), _new_grams(x, 4)
-    for part, coefficients in enumerate(LONG_PARTS, start=1):
-        scales = inverse_norms if part == 1 else None
-        gram_(grams[0], x, scales)
-        product, is_last = _product_of_steps(grams, coefficients), part == len(LONG_PARTS)
-        x, out = _multiply_(target if target and is_last else out, product, x, 0.0, scales), x
-    return x
+    (xs, norms, targets), outs = zip(*parts, strict=True), [torch.empty_like(x) for x, *_ in parts]
+    grams, sizes = _new_grams(xs, 4), [len(x) for x in xs]
+    for number, coefficients in enumerate(LONG_PARTS, start=1):
+        scales = norms if number == 1 else [None] * len(xs)
+        for gram, x, scale in zip(grams[0].split(sizes), xs, scales, strict=True):
+            gram_(gram, x, scale)
+        products = _product_of_steps(grams, coefficients).split(sizes)
+        goals = (
+            [target or out for target, out in zip(targets, outs, strict=True)] if number == len(LONG_PARTS) else outs
+        )
+        pairs = zip(goals, products, xs, scales, strict=True)
+        xs, outs = [_multiply_(goal, product, x, 0.0, scale) for goal, product, x, scale in pairs], xs
+    return xs
 
 
 def _product_of_steps(grams, coefficients):
@@ -70,9 +82,9 @@ def _product_of_steps(grams, coefficients):
     return product
 
 
-def _new_grams(x, number):
-    short = min(x.shape[1:])
-    return [x.new_empty(len(x), short, short) for _ in range(number)]
+def _new_grams(xs, number):
+    short = min(xs[0].shape[1:])
+    return [xs[0].new_empty(sum(map(len, xs)), short, short) for _ in range(number)]
 
 
 def _multiply_(out, matrices, x, beta, scales):

@@ -2,13 +2,13 @@
 
 import functools
 import math
-from itertools import groupby
+from itertools import groupby, islice
 
 import torch
 
 from model.memory.estimate import BATCH_NUMBERS
 from model.nn.flat_params import runs_kernels
-from model.train.muon import orthogonalise_
+from model.train.muon import is_long, orthogonalise_
 
 RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): lets a tensor near zero still change
 SQUARE_FLOOR = 1e-30  # Adafactor's eps1: avoids a division by zero in a row whose gradients are all zero
@@ -112,6 +112,7 @@ class Muon(torch.optim.Optimizer):
         self.batches = [
             batch for shape, same in groupby(p.shape for p in matrices) for batch in _batches(len(list(same)), *shape)
         ]
+        self.groups = _groups(self.batches)
 
     def step(self, scale=None):
         """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
@@ -155,16 +156,32 @@ class Muon(torch.optim.Optimizer):
     def update_in_kernels(self, rate, scale, momentum, weight_decay):
         from model.nn.kernels.muon import Subtraction, nesterov_directions
 
-        for weights, gradients, momenta in self.in_batches(self.weights, self.gradients, self.momenta):
-            numbers = (momentum, 0.2 * max(weights.shape[1:]) ** 0.5, RMS_FLOOR)
-            directions, inverse_norms, factors = nesterov_directions(weights, gradients, momenta, rate, scale, numbers)
-            orthogonalise_(directions, inverse_norms, Subtraction(weights, factors, rate, scale, weight_decay))
+        views = self.in_batches(self.weights, self.gradients, self.momenta)
+        for num_batches in self.groups:
+            parts = []
+            for weights, *gradients_and_momenta in islice(views, num_batches):
+                numbers = (momentum, 0.2 * max(weights.shape[1:]) ** 0.5, RMS_FLOOR)
+                *directions, factors = nesterov_directions(weights, *gradients_and_momenta, rate, scale, numbers)
+                parts.append((*directions, Subtraction(weights, factors, rate, scale, weight_decay)))
+            orthogonalise_(parts)
 
 
 def _batches(num_matrices, m, n):
     """Shapes (B, m, n) of the batches, almost equal, of at most BATCH_NUMBERS numbers (one matrix may exceed them)."""
     num_batches = -(-num_matrices // max(BATCH_NUMBERS // (m * n), 1))
     return [((num_matrices + place) // num_batches, m, n) for place in range(num_batches)]
+
+
+def _groups(batches):
+    """How many batches, one after the other, the kernels iterate on together: long ones of one shorter side."""
+    groups, last = [], None
+    for batch in batches:
+        numbers, side = math.prod(batch), min(batch[1:]) if is_long(*batch[1:]) else None
+        if side and last and last[0] == side and last[1] + numbers <= BATCH_NUMBERS:
+            groups[-1], last = groups[-1] + 1, (side, last[1] + numbers)
+        else:
+            groups, last = [*groups, 1], (side, numbers)
+    return groups
 
 
 def orthogonal(matrices_BMN):

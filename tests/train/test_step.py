@@ -10,6 +10,7 @@ from model.data.sampler import step_at
 from model.memory.plan import MemoryPlan, NothingFits
 from model.runtime import fault_injection
 from model.runtime.distributed import start_ranks, stop_ranks
+from model.train import commit, optim
 from model.train.commit import NOT_FINITE, reduce_and_update
 from model.train.gradients import Attempt, Outcome
 from model.train.loader import Loader
@@ -208,6 +209,23 @@ def test_a_step_whose_loss_is_not_finite_once_is_repeated(store, tokenizer, monk
     weights, results = run(store, tokenizer, fault="loss:0:2:nan", monkeypatch=monkeypatch)
     assert same_bits(weights, expected)
     assert [result.skipped for result in results] == [False] * 3
+    assert results[1].events == (("not_finite", dict(step=2, rank=0)),)
+
+
+def test_an_update_that_is_queued_before_its_check_is_read_changes_nothing_if_the_check_fails(
+    store, tokenizer, monkeypatch
+):
+    def update_obeying_scale(optimizer, gradients, rate, scale, apply):
+        if scale > 0:
+            optim.update(optimizer, gradients, rate, scale, apply)
+        else:
+            optimizer.next_step()  # the host counts before it knows
+
+    expected, _ = run(store, tokenizer)
+    monkeypatch.setattr(commit, "obeys_scale", lambda _: True)
+    monkeypatch.setattr(commit, "update", update_obeying_scale)
+    weights, results = run(store, tokenizer, fault="loss:0:2:nan", monkeypatch=monkeypatch)
+    assert same_bits(weights, expected)
     assert results[1].events == (("not_finite", dict(step=2, rank=0)),)
 
 

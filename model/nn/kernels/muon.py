@@ -60,13 +60,6 @@ def norms_and_factors(
 
 
 @triton.jit
-def _load_operand(X, rows, num_rows, stride_row, terms, num_terms, stride_term):
-    """A tile (rows, terms) of a matrix; zeros outside it."""
-    is_real = (rows < num_rows)[:, None] & (terms < num_terms)[None, :]
-    return tl.load(X + rows[:, None] * stride_row + terms[None, :] * stride_term, mask=is_real, other=0.0)
-
-
-@triton.jit
 def _triangle_tile(tile):
     """(row, column) of a tile, counted row by row on and below the diagonal."""
     row = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) * 0.5).to(tl.int32)
@@ -76,19 +69,29 @@ def _triangle_tile(tile):
 
 
 @triton.jit
+def _load_tile(POINTERS, row_is_real, term_is_real, IS_EVEN: tl.constexpr):
+    """A tile (rows, terms) of a matrix; zeros outside it."""
+    if IS_EVEN:
+        return tl.load(POINTERS)
+    return tl.load(POINTERS, mask=row_is_real[:, None] & term_is_real[None, :], other=0.0)
+
+
+@triton.jit
 def _sums_of_tile(
     LEFT, RIGHT, rows, columns, num_rows, num_columns, num_terms,
     stride_left_row, stride_left_term, stride_right_column, stride_right_term,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    IS_EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """A tile (rows, columns) of LEFT @ RIGHT in float32."""
     terms, sums = tl.arange(0, K), tl.zeros([M, N], tl.float32)
+    LEFT += rows[:, None] * stride_left_row + terms[None, :] * stride_left_term
+    RIGHT += columns[:, None] * stride_right_column + terms[None, :] * stride_right_term
     for first in range(0, num_terms, K):
-        left = _load_operand(LEFT, rows, num_rows, stride_left_row, first + terms, num_terms, stride_left_term)
-        right = _load_operand(
-            RIGHT, columns, num_columns, stride_right_column, first + terms, num_terms, stride_right_term
-        )
+        left = _load_tile(LEFT, rows < num_rows, first + terms < num_terms, IS_EVEN)
+        right = _load_tile(RIGHT, columns < num_columns, first + terms < num_terms, IS_EVEN)
         sums = tl.dot(left, tl.trans(right), sums)
+        LEFT += K * stride_left_term
+        RIGHT += K * stride_right_term
     return sums
 
 
@@ -107,12 +110,13 @@ def _add_and_scale(sums, ADDEND, places, is_real, beta, SCALES, matrix, power):
 def matrix_products(
     LEFT, RIGHT, ADDEND, OUT, SCALES, num_rows, num_columns, num_terms,
     stride_left_row, stride_left_term, stride_right_column, stride_right_term, alpha, beta, power,
-    SYMMETRIC: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    SYMMETRIC: tl.constexpr, IS_EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """One tile of OUT = SCALES^power * (alpha * LEFT @ RIGHT + beta * ADDEND), each (B, ., .) without gaps.
 
     `power` is 0, 1 or 2; SCALES (B,) is not read if it is 0, nor ADDEND if `beta` is 0. With SYMMETRIC a tile below the
-    diagonal is also stored above it. The numbers are arguments at run time, so that four kernels serve all products.
+    diagonal is also stored above it. With IS_EVEN the tiles divide all sizes. The numbers are arguments at run time, so
+    that four kernels serve all products.
     """
     matrix = tl.program_id(1)
     if SYMMETRIC:
@@ -123,7 +127,7 @@ def matrix_products(
     sums = _sums_of_tile(
         LEFT + matrix * num_rows * num_terms, RIGHT + matrix * num_columns * num_terms, rows, columns,
         num_rows, num_columns, num_terms, stride_left_row, stride_left_term, stride_right_column, stride_right_term,
-        M, N, K,
+        IS_EVEN, M, N, K,
     )  # fmt: skip
     places = matrix * num_rows * num_columns + rows[:, None] * num_columns + columns[None, :]
     is_real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -140,7 +144,7 @@ def matrix_products(
 def subtract_products(
     LEFT, RIGHT, ADDEND, WEIGHTS, SCALES, FACTORS, RATE, SCALE, num_rows, num_columns, num_terms,
     stride_left_row, stride_left_term, stride_right_column, stride_right_term, beta, power, weight_decay,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    IS_EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """One tile of WEIGHTS = (1 - rate * weight_decay) * WEIGHTS - FACTORS * (a product as in matrix_products).
 
@@ -152,7 +156,7 @@ def subtract_products(
     sums = _sums_of_tile(
         LEFT + matrix * num_rows * num_terms, RIGHT + matrix * num_columns * num_terms, rows, columns,
         num_rows, num_columns, num_terms, stride_left_row, stride_left_term, stride_right_column, stride_right_term,
-        M, N, K,
+        IS_EVEN, M, N, K,
     )  # fmt: skip
     places = matrix * num_rows * num_columns + rows[:, None] * num_columns + columns[None, :]
     is_real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -219,7 +223,7 @@ def _launch(out, left, right, addend, alpha, beta, scales, power, symmetric):
     addend, scales, power = out if addend is None else addend, *_scales_or_none(scales, power, out)
     matrix_products[_grid(left, right, tiles, symmetric)](
         left, right, addend, out, scales, *_sizes_and_strides(left, right), alpha, beta, power, SYMMETRIC=symmetric,
-        **tiles,
+        IS_EVEN=_is_even(left, right, tiles), **tiles,
     )  # fmt: skip
     return out
 
@@ -228,7 +232,8 @@ def _subtract(target, left, right, addend, beta, scales):
     addend, scales, power = left if addend is None else addend, *_scales_or_none(scales, 1, target.factors)
     subtract_products[_grid(left, right, PRODUCT_TILES, symmetric=False)](
         left, right, addend, target.weights, scales, target.factors, target.rate, target.scale,
-        *_sizes_and_strides(left, right), beta, power, target.weight_decay, **PRODUCT_TILES,
+        *_sizes_and_strides(left, right), beta, power, target.weight_decay,
+        IS_EVEN=_is_even(left, right, PRODUCT_TILES), **PRODUCT_TILES,
     )  # fmt: skip
     return target.weights
 
@@ -241,6 +246,11 @@ def _scales_or_none(scales, power, like):
 def _grid(left, right, tiles, symmetric):
     down, across = triton.cdiv(left.shape[1], tiles["M"]), triton.cdiv(right.shape[2], tiles["N"])
     return down * (down + 1) // 2 if symmetric else down * across, len(left)
+
+
+def _is_even(left, right, tiles):
+    """True if the tiles divide all sizes of the product: then nothing needs a mask."""
+    return all(n % tiles[x] == 0 for n, x in ((left.shape[1], "M"), (right.shape[2], "N"), (left.shape[2], "K")))
 
 
 def _sizes_and_strides(left, right):

@@ -22,9 +22,9 @@ SHARED_BYTES = 99 * 1024  # per block on sm_86 and sm_89; sm_80 has 163 KiB
 
 def kernel_names():
     """Names of the kernels that are launched: all Triton functions but their private helpers."""
-    from model.nn.kernels import adamw, attention, cross_entropy, dropout, muon, norm
+    from model.nn.kernels import adamw, attention, cross_entropy, dropout, muon, norm, sums
 
-    modules = (adamw, attention, cross_entropy, dropout, muon, norm)
+    modules = (adamw, attention, cross_entropy, dropout, muon, norm, sums)
     functions = {name: f for module in modules for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
@@ -102,7 +102,7 @@ def launch_muon():
     for shape in ((2, 512, 512), (1, 2048, 512), (1, 512, 2048)):
         weights, directions = torch.zeros(shape), torch.zeros(shape, dtype=torch.bfloat16)
         _, norms, factors = nesterov_directions(weights, weights, weights, one, one, (0.95, 0.2, 1e-3))
-        orthogonalise_(directions, norms, Subtraction(weights, factors, one, one, 0.1))
+        orthogonalise_([(directions, norms, Subtraction(weights, factors, one, one, 0.1))])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

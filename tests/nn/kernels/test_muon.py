@@ -50,7 +50,8 @@ def zeros():
     """What the kernels make of a matrix of zeros: its largest number."""
     batch = torch.randn(2, 20, 70)
     batch[0] = 0
-    return orthogonalise_(batch.clone(), 1 / (batch.norm(dim=(1, 2)) + 1e-12))[0].abs().max().item()
+    (direction,) = orthogonalise_([(batch.clone(), 1 / (batch.norm(dim=(1, 2)) + 1e-12), None)])
+    return direction[0].abs().max().item()
 
 
 def matrix_with(values, shape, generator):
@@ -62,7 +63,7 @@ def matrix_with(values, shape, generator):
 def largest_value():
     """Of the direction of a long ill-conditioned matrix in float16, since the interpreter has no bf16 products."""
     x = matrix_with(1 / torch.arange(1, 129), (128, 320), torch.Generator().manual_seed(0))
-    direction = orthogonalise_(x.half()[None], 1 / x.norm()[None])
+    (direction,) = orthogonalise_([(x.half()[None], 1 / x.norm()[None], None)])
     return torch.linalg.matrix_norm(direction[0].float(), 2).item()
 
 
@@ -90,7 +91,8 @@ def test_the_muon_update_on_a_gpu_gives_the_same_as_pytorch():
 @pytest.mark.parametrize("shape", [(512, 512), (1024, 512), (512, 2048)])
 def test_the_temporaries_of_an_update_on_a_gpu_take_8_bytes_per_element_of_a_batch(shape):
     batch = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for _ in range(8)]
-    optimizer = optim.Muon(FlatParams([], batch, [], torch.float32), torch.tensor(0.01, device="cuda"))
+    other = torch.nn.Parameter(torch.ones(5, device="cuda"))
+    optimizer = optim.Muon(FlatParams([other], batch, [], torch.float32), torch.tensor(0.01, device="cuda"))
     numbers = optimizer.param_groups[0]["lr"], torch.ones((), device="cuda"), 0.95, 0.0
     optimizer.update_in_kernels(*numbers)
     before = torch.cuda.memory_allocated()
@@ -110,7 +112,7 @@ def test_on_a_gpu_the_singular_values_of_an_ill_conditioned_matrix_are_those_of_
         1 / torch.arange(1, rank + 1),
     )
     batch = torch.stack([matrix_with(values, shape, generator) for values in spectra]).cuda()
-    ours = orthogonalise_(batch.bfloat16(), 1 / batch.norm(dim=(1, 2)))
+    (ours,) = orthogonalise_([(batch.bfloat16(), 1 / batch.norm(dim=(1, 2)), None)])
     ours, plain = (torch.linalg.svdvals(x.float()) for x in (ours, optim.orthogonal(batch)))
     assert (ours - plain).abs().max() < 0.1
     assert (ours - plain).abs().mean() < 0.03
