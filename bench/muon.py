@@ -1,6 +1,6 @@
 """Muon's update alone: its milliseconds in passes and in kernels, and the singular values of both ways' directions.
 
-    python -m bench.muon [--models small,chatlm] [--repeats 50] [--part values,timing]
+    python -m bench.muon [--models small,chatlm] [--repeats 50] [--part values,timing] [--variants PATTERN]
 
 Prints one JSON line per case. A time is the median of warm updates of the layers' matrices; the way `rest` is
 RMSScaledAdamW's update of the other weights. A variant changes one choice of the kernels' way. On a CPU the kernels
@@ -9,6 +9,7 @@ need TRITON_INTERPRET=1 and the model tiny.
 
 import argparse
 import json
+import re
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -52,6 +53,7 @@ def main():
     parser.add_argument("--models", default="small,chatlm")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--part", default="values,timing")
+    parser.add_argument("--variants", default="", help="pattern of the variants that are timed")
     options = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     for name in options.models.split(","):
@@ -60,11 +62,11 @@ def main():
             for line in all_values(shape, device):
                 print(json.dumps(dict(part="values", model=name) | line), flush=True)
         if "timing" in options.part:
-            for line in timings(shape, options.repeats, device):
+            for line in timings(shape, options, device):
                 print(json.dumps(dict(part="timing", model=name) | line), flush=True)
 
 
-def timings(shape, repeats, device):
+def timings(shape, options, device):
     """One line per way and variant; passes and kernels are repeated at the end, which shows the drift."""
     model = TextToTextModel(shape).initialise(0).to(device)
     optimizer = make_optimizer(model, load_config("pretrain", dict(optimizer="muon")))
@@ -76,10 +78,13 @@ def timings(shape, repeats, device):
         rest=partial(optimizer.rest.step, scale),
     )
     optimizer.param_groups[0]["lr"].copy_(rate)
-    measure = partial(measured, gradients=model.flat.gradients, repeats=repeats)
+    measure = partial(measured, gradients=model.flat.gradients, repeats=options.repeats)
     for name, way in ways.items():
         yield dict(way=name) | measure(way)
-    for name, patches in (VARIANTS | tile_variants() | batch_variants(model, optimizer)).items():
+    variants = VARIANTS | tile_variants() | batch_variants(model, optimizer)
+    for name, patches in variants.items():
+        if not re.search(options.variants, name):
+            continue
         yield dict(way="kernels", variant=name) | measure(partial(run_patched, patches, ways["kernels"]))
     for name in ("passes", "kernels"):
         yield dict(way=name, again=True) | measure(ways[name])
