@@ -140,7 +140,7 @@ class _ReluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         out = torch._addmm_activation(_no_bias(len(weight), x.dtype, x.device), x, weight.copy.T)
-        ctx.save_for_backward(x, out)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, out)
         ctx.weight = weight
         return out
 
