@@ -21,8 +21,8 @@ import torch
 from config import MODELS, T5ModelConfig, load_config
 from model.nn.kernels import muon as kernels
 from model.nn.t5.network import TextToTextModel
-from model.train import muon, optim
-from model.train.optim import make_optimizer, orthogonal
+from model.train import muon, orthogonal
+from model.train.optim import make_optimizer
 
 VOCAB_SIZE = {"cuda": 29_298, "cpu": 500}
 WARM_UPDATES = 10
@@ -170,9 +170,9 @@ CUBLAS_PRODUCTS = [(kernels, "product_", cublas_product_)]
 CUBLAS_GRAMS = [(kernels, "gram_", cublas_gram_), (kernels, "symmetric_product_", cublas_symmetric_product_)]
 VARIANTS = (
     {  # {name: (module, name of a choice, its value)}
-        "no products": [(optim, "orthogonalise_", lambda _: None)],
-        "long matrices as square ones": [(muon, "LEAST_RATIO", float("inf"))],
-        "square matrices as long ones": [(muon, "LEAST_RATIO", 1)],
+        "no products": [(muon, "orthogonalise_", lambda _: None)],
+        "long matrices as square ones": [(orthogonal, "LEAST_RATIO", float("inf"))],
+        "square matrices as long ones": [(orthogonal, "LEAST_RATIO", 1)],
         "whole symmetric products": [
             (kernels, "gram_", whole_gram_),
             (kernels, "symmetric_product_", whole_symmetric_product_),
@@ -180,10 +180,13 @@ VARIANTS = (
         "cuBLAS for general products": CUBLAS_PRODUCTS,
         "cuBLAS for symmetric products": CUBLAS_GRAMS,
         "cuBLAS for all products": CUBLAS_PRODUCTS + CUBLAS_GRAMS,
-        "four steps": [(muon, "COEFFICIENTS", FOUR_STEPS), (muon, "LONG_PARTS", (FOUR_STEPS[:2], FOUR_STEPS[2:]))],
+        "four steps": [
+            (orthogonal, "COEFFICIENTS", FOUR_STEPS),
+            (orthogonal, "LONG_PARTS", (FOUR_STEPS[:2], FOUR_STEPS[2:])),
+        ],
     }
     | {
-        f"parts of {sizes} steps": [(muon, "LONG_PARTS", [muon.COEFFICIENTS[:size] for size in sizes])]
+        f"parts of {sizes} steps": [(orthogonal, "LONG_PARTS", [orthogonal.COEFFICIENTS[:size] for size in sizes])]
         for sizes in ((5,), (2, 3))  # all steps have the same coefficients
     }
 )
@@ -199,8 +202,8 @@ def batch_variants(model, optimizer):
     """{name: patches} of other numbers of matrix elements that are updated together."""
     variants = {}
     for numbers in BATCH_NUMBERS:
-        with mock.patch.object(optim, "BATCH_NUMBERS", numbers):
-            other = optim.Muon(model.flat, optimizer.param_groups[0]["lr"])
+        with mock.patch.object(muon, "BATCH_NUMBERS", numbers):
+            other = muon.Muon(model.flat, optimizer.param_groups[0]["lr"])
         patches = [(optimizer, "batches", other.batches), (optimizer, "groups", other.groups)]
         variants[f"batches of {numbers >> 20} M numbers: {other.batches}, {other.groups} together"] = patches
     variants["long batches one by one"] = [(optimizer, "groups", [1] * len(optimizer.batches))]
@@ -219,13 +222,13 @@ def all_values(shape, device):
 
 def values_by_way(batch):
     """(way, statistics) of the direction that each way gives a batch of one matrix."""
-    exact, norms = orthogonal(batch.cpu().double())[0], 1 / batch.norm(dim=(1, 2))
+    exact, norms = orthogonal.orthogonal(batch.cpu().double())[0], 1 / batch.norm(dim=(1, 2))
     compute = torch.bfloat16 if batch.is_cuda else batch.dtype
 
     def in_kernels():
-        return muon.orthogonalise_([(batch.to(compute, copy=True), norms, None)])[0]
+        return orthogonal.orthogonalise_([(batch.to(compute, copy=True), norms, None)])[0]
 
-    ways = dict(passes=partial(orthogonal, batch), kernels=in_kernels)
+    ways = dict(passes=partial(orthogonal.orthogonal, batch), kernels=in_kernels)
     for variant in ("parts of (5,) steps", "parts of (2, 3) steps", "four steps"):
         ways[variant] = partial(run_patched, VARIANTS[variant], in_kernels)
     return [(way, statistics_of(direction()[0], exact)) for way, direction in ways.items()]

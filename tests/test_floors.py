@@ -56,7 +56,8 @@ ROOMS = {
         "oom_policy",
     ],
     "model.train": [
-        "fixed_shards lr_schedule muon objectives.base objectives.pairs spike_guard weighted_loss",
+        "adamw_rms fixed_shards lr_schedule objectives.base objectives.pairs orthogonal spike_guard weighted_loss",
+        "muon",
         "optim",
         "cuda_graphs examples footprint objectives.registry",
         "evaluate loader",

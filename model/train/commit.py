@@ -11,9 +11,9 @@ import torch
 
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
-from model.runtime.distributed import sum_over_ranks, vote
+from model.runtime.distributed import broadcast, sum_over_ranks, vote
 from model.train.fixed_shards import add_in_order
-from model.train.optim import count_steps, obeys_scale, update
+from model.train.optim import count_steps, is_shared, obeys_scale, update
 
 FINITE_TRIES = 2  # attempts at a step whose numbers are not finite, before it is skipped
 NOT_FINITE = f"numbers that were not finite {FINITE_TRIES} times"
@@ -70,14 +70,23 @@ def reduce_and_update(context, attempt, work, norm_limit):
     if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
         return UpdateResult(norm, f"a gradient norm above {norm_limit:.3g}, {options.spike_guard} times the median")
     scale = (options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if options.max_grad_norm else torch.ones_like(norm)
-    fault_injection.fire("optimizer", work.step)
     scale, apply = (scale * is_finite, context.graphs and context.graphs.update) if reads_later else (scale, None)
-    update(context.optimizer, flat.gradients, work.learn_rate, scale, apply)
-    fault_injection.fire("update", work.step)
+    done, _ = within_memory(_update, context, work, scale, apply)
+    if is_shared(context.optimizer):  # all ranks, whatever became of their own parts: none waits for another
+        for rank, part in enumerate(context.optimizer.parts):
+            broadcast(ranks, [part], rank)
+    if not done:
+        return UpdateResult(norm, torn=True)
     if reads_later and not finite.read():  # the step's only wait for the device
         count_steps(context.optimizer)
         return _not_finite(ranks, attempt, norm)
     return UpdateResult(norm)
+
+
+def _update(context, work, scale, apply):
+    fault_injection.fire("optimizer", work.step)
+    update(context.optimizer, context.model.flat.gradients, work.learn_rate, scale, apply)
+    fault_injection.fire("update", work.step)
 
 
 def _not_finite(ranks, attempt, norm):

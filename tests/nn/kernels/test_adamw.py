@@ -9,7 +9,7 @@ from tests.nn.kernels.interpreted import interpreted_errors, relative_error
 def update_errors(device, sizes=(5000, 16, 4096)):
     """Relative errors of ten updates of the weights and of both averages, against the optimizer's plain path."""
     from model.nn.flat_params import FlatParams
-    from model.train.optim import RMSScaledAdamW
+    from model.train.adamw_rms import RMSScaledAdamW
 
     starts, outcomes = [torch.randn(size) for size in sizes], []
     history = [torch.randn(sum(sizes)) for _ in range(10)]

@@ -96,7 +96,7 @@ def test_muons_products_compile_for_an_h100_so_that_two_programs_share_a_multipr
 
 def launch_muon():
     from model.nn.kernels.muon import Subtraction, nesterov_directions
-    from model.train.muon import orthogonalise_
+    from model.train.orthogonal import orthogonalise_
 
     one = torch.ones(())
     for shape in ((2, 512, 512), (1, 2048, 512), (1, 512, 2048)):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from model.nn.flat_params import FlatParams
-from model.train import optim
-from model.train.muon import orthogonalise_
+from model.train import muon
+from model.train.orthogonal import orthogonal, orthogonalise_
 from tests.nn.kernels.interpreted import interpreted_errors, relative_error
 
 SHAPES = [(140, 140), (270, 130), (130, 270)]  # square, tall, wide; all of more than one tile
@@ -18,7 +18,7 @@ def make_muon(shapes, device, generator):
     starts = [10.0 ** -(i % 4) * torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)]
     params = [torch.nn.Parameter(start.to(device)) for start in starts]
     flat = FlatParams([torch.nn.Parameter(torch.ones(5, device=device))], params, [], torch.float32)
-    optimizer = optim.Muon(flat, torch.tensor(0.01, device=device), weight_decay=0.1)
+    optimizer = muon.Muon(flat, torch.tensor(0.01, device=device), weight_decay=0.1)
     for x in (flat.gradients, optimizer.momenta):
         x.copy_(torch.randn(x.shape, generator=generator))
     return flat, optimizer
@@ -28,7 +28,7 @@ def outcome(shapes, device, kernels, scale=0.5):
     """(change of the weights, momenta) of an update in kernels or in passes."""
     flat, optimizer = make_muon(shapes, device, torch.Generator().manual_seed(0))
     before, momenta = flat.masters.clone(), optimizer.momenta
-    with mock.patch.object(optim, "runs_kernels", lambda _: kernels):
+    with mock.patch.object(muon, "runs_kernels", lambda _: kernels):
         optimizer.step(torch.tensor(scale, device=device))
     return [x.cpu() for x in (flat.masters - before, momenta)]
 
@@ -92,7 +92,7 @@ def test_the_muon_update_on_a_gpu_gives_the_same_as_pytorch():
 def test_the_temporaries_of_an_update_on_a_gpu_take_8_bytes_per_element_of_a_batch(shape):
     batch = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for _ in range(8)]
     other = torch.nn.Parameter(torch.ones(5, device="cuda"))
-    optimizer = optim.Muon(FlatParams([other], batch, [], torch.float32), torch.tensor(0.01, device="cuda"))
+    optimizer = muon.Muon(FlatParams([other], batch, [], torch.float32), torch.tensor(0.01, device="cuda"))
     numbers = optimizer.param_groups[0]["lr"], torch.ones((), device="cuda"), 0.95, 0.0
     optimizer.update_in_kernels(*numbers)
     before = torch.cuda.memory_allocated()
@@ -113,6 +113,6 @@ def test_on_a_gpu_the_singular_values_of_an_ill_conditioned_matrix_are_those_of_
     )
     batch = torch.stack([matrix_with(values, shape, generator) for values in spectra]).cuda()
     (ours,) = orthogonalise_([(batch.bfloat16(), 1 / batch.norm(dim=(1, 2)), None)])
-    ours, plain = (torch.linalg.svdvals(x.float()) for x in (ours, optim.orthogonal(batch)))
+    ours, plain = (torch.linalg.svdvals(x.float()) for x in (ours, orthogonal(batch)))
     assert (ours - plain).abs().max() < 0.1
     assert (ours - plain).abs().mean() < 0.03
