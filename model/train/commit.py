@@ -5,7 +5,7 @@ while the device updates, and the device never waits for the host.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,23 +64,22 @@ def reduce_and_update(context, attempt, work, norm_limit):
     norm, metrics = flat.gradients.norm(), flat.sums.sum()
     is_finite = (norm + metrics).isfinite()
     finite = OnHost(is_finite)  # the same on all ranks, as the sums are
-    reads_later = norm_limit == math.inf and obeys_scale(context.optimizer)
+    obeys = obeys_scale(context.optimizer)
+    reads_later = obeys and norm_limit == math.inf
     if not reads_later and not finite.read():
         return _not_finite(ranks, attempt, norm)
     if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
         return UpdateResult(norm, f"a gradient norm above {norm_limit:.3g}, {options.spike_guard} times the median")
     scale = (options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if options.max_grad_norm else torch.ones_like(norm)
-    scale, apply = (scale * is_finite, context.graphs and context.graphs.update) if reads_later else (scale, None)
+    scale, apply = (scale * is_finite, context.graphs and context.graphs.update) if obeys else (scale, None)
     done, _ = within_memory(_update, context, work, scale, apply)
     if is_shared(context.optimizer):  # all ranks, whatever became of their own parts: none waits for another
         for rank, part in enumerate(context.optimizer.parts):
             broadcast(ranks, [part], rank)
-    if not done:
-        return UpdateResult(norm, torn=True)
-    if reads_later and not finite.read():  # the step's only wait for the device
+    if reads_later and not finite.read():  # the step's only wait for the device; a rank whose update failed votes too
         count_steps(context.optimizer)
-        return _not_finite(ranks, attempt, norm)
-    return UpdateResult(norm)
+        return replace(_not_finite(ranks, attempt, norm), torn=not done)
+    return UpdateResult(norm, torn=not done)
 
 
 def _update(context, work, scale, apply):
