@@ -93,10 +93,10 @@ class TrainConfig:
     response_column: str = ""  # empty: found by name
     single_turn: bool = False  # ask each question of a conversation by itself, without system text and earlier turns
     tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer
-    max_seq_len: int = 256  # most tokens of a prompt and of a response, EOS included
+    max_seq_len: int = 256  # most tokens of a prompt and of a response, or of a whole dialogue for a Qwen, EOS included
     objective: str = "pairs"  # what a step is for: pairs (predict the response, given the prompt)
     # Model
-    model: str = "small"  # tiny, small, chatlm or a JSON file with the fields of T5ModelConfig
+    model: str = "small"  # tiny, small, chatlm or a JSON file of sizes; {"family": "qwen3", …}: another family
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch
     trainable: str = "all"  # weights that are trained: all, decoder
     dropout: float = 0.0  # probability
@@ -123,7 +123,7 @@ class TrainConfig:
     seed: int = 23333  # of the initial weights, the order of pairs and dropout
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
-    gradient_checkpointing: str = "auto"  # auto (where the plan needs it), True, False
+    gradient_checkpointing: str = "auto"  # auto (as many blocks as memory needs), True (all), False
     compile: str = "auto"  # replay steps as CUDA graphs: auto (on GPUs, in runs long enough to gain), True, False
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
@@ -143,6 +143,8 @@ class TrainConfig:
     log_sample_ids: bool = False  # write the example ids of each step to samples_rank<r>.jsonl
     backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
     screen: str = "auto"  # a full screen while training: auto (on a terminal), on, off (plain lines)
+    plots: bool = True  # draw loss, speed, memory, lengths and learning rate after evaluations and at the end
+    tracker: str = ""  # who else gets the journal's numbers: tensorboard, wandb, or both as tensorboard,wandb
     ddp_timeout_s: int = 600  # seconds that one rank may keep the others waiting before the run ends
 
     def __post_init__(self):
@@ -183,6 +185,7 @@ LORA_OPTIMIZER, LORA_LEARN_RATES = "adamw", (1e-3, 1e-3, 1e-5, 5e-2)
 LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_dropout", "use_rslora")
 MAX_LORA_RANK = 4096
 MAX_DEFAULT_WARMUP_STEPS = 1000
+TRACKERS = ("tensorboard", "wandb")
 
 
 def _problems(config):
@@ -222,6 +225,8 @@ def _problems(config):
         yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
     if config.model not in MODELS and not config.model.endswith(".json"):
         yield f"model={config.model!r}: choose one of {', '.join(MODELS)}, or give a .json file"
+    if bad := [name for name in config.tracker.split(",") if config.tracker and name not in TRACKERS]:
+        yield f"tracker={config.tracker!r}: {bad[0]!r} is none of {', '.join(TRACKERS)}; both are tensorboard,wandb"
     if not config.output_dir:
         yield "output_dir is empty: give a directory"
 

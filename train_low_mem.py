@@ -38,12 +38,13 @@ from model.memory.plan import NothingFits
 from model.run.checkpoint import checkpoint_paths
 from model.run.checkpointer import Saver, try_export
 from model.run.console import Progress, epoch_line
+from model.run.drawing import draw_last, draw_soon
 from model.run.journal import Journal
 from model.run.live import live
 from model.run.log import open_log
-from model.run.plots import try_plot
 from model.run.run_dir import admit, has_best, has_last, only_writer
 from model.run.run_log import begin, log_steps, say, say_durations, write_events
+from model.run.trackers import check_installed
 from model.runtime.device_memory import release_memory
 from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
 from model.runtime.terminal import printable_lines
@@ -67,6 +68,7 @@ def train(*stray, **options):
     agree_on(ranks, request)
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, config.output_dir)
+    from_main(ranks, check_installed, config.tracker)
     admitted = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
     say(ranks, f"{config.output_dir}: " + (f"resuming, the newest checkpoint is {admitted}" if admitted else "new run"))
     run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
@@ -119,7 +121,7 @@ def train_to_the_end(run, journal, state, plan):
     config = run.config
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if config.log_sample_ids else None
     saver = Saver(run.ranks, run.dir, config.keep_latest_n_ckp, journal)  # waits for its last checkpoint
-    screen = live(run.ranks, run.dir, config.screen, config.gpu_memory_limit_gb)
+    screen = live(run.ranks, run.dir, config.screen, config.gpu_memory_limit_gb, config.tracker)
     with screen, Journal(samples) as samples, saver:
         state, reason = train_and_save(run, journal, samples, saver, state, plan)
     return state, reason, saver.failure
@@ -196,6 +198,8 @@ def evaluate(run, journal, state, plan):
         return state, True
     seconds = time.monotonic() - started
     journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores, seconds=seconds)
+    if ranks.is_main and run.config.plots:
+        draw_soon(run.dir)
     is_best = ranks.is_main and scores["loss"] < loss_to_beat(run, state)
     failure = try_export(run.model, run.tokenizer, run.dir / "best", run.generation) if is_best else ""
     stop, is_best, failed = vote(ranks, stop_asked(), is_best, bool(failure))
@@ -225,8 +229,8 @@ def finish(run, journal, state, reason, failure):
     hint = "" if reason == "finished" else f"; resume with --output_dir={run.dir} --is_keep_training=True"
     say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{hint}")
     say_durations(run)
-    if run.ranks.is_main and reason == "finished":  # a stop should not wait for a plot
-        try_plot(run.dir)
+    if run.ranks.is_main and run.config.plots and reason == "finished":  # a stop should not wait for a plot
+        draw_last(run.dir)
 
 
 def export_last(run, failure=""):

@@ -4,7 +4,7 @@
 
 ours: train_steps as train_low_mem.py runs it. A: transformers' Seq2SeqTrainer. B: a hand-tuned loop around HF T5, one
 process for each padded shape. Each cell (one loop with one setting) is timed in its own process and adds a line to
-DIR/results.jsonl. At the end DIR/table.md and, with matplotlib, DIR/compare.png are written from all lines in it, also
+DIR/results.jsonl. At the end DIR/table.md and DIR/compare.png are written from all lines in it, also
 those of earlier runs; --part none only writes these two.
 """
 

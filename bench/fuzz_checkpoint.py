@@ -27,7 +27,7 @@ from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 from tests.tiny import SHAPE
 
-WHOLE = MemoryPlan(10**4, 128, False, 0)
+WHOLE = MemoryPlan(10**4, 128, 0, 0)
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def tiny_run():
     tokenizer = load_tokenizer(folder / "tokenizer")
     model = TextToTextModel(T5ModelConfig(**SHAPE, vocab_size=tokenizer.vocab_size)).initialise(0)
     optimizer = make_optimizer(model, load_config("pretrain", {}))
-    plan = MemoryPlan(200, 64, False, 10**6)
+    plan = MemoryPlan(200, 64, 0, 10**6)
     state = TrainState(
         step=3, pairs_seen=9, shape=asdict(model.config), best_loss=1.5, plan=asdict(plan),
         growth=asdict(PlanRecovery(replace(plan, chunk_tokens=128), 7, 200)), recent_norms=(1.0, 0.5, 2.0) * 6,

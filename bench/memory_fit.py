@@ -61,6 +61,12 @@ class Case:
     tokens: int  # per side
 
     @property
+    def blocks(self):
+        """Checkpointed blocks."""
+        sizes = MODELS[self.model]
+        return self.checkpointing * (sizes["num_layers"] + sizes["num_decoder_layers"])
+
+    @property
     def group(self):
         return self.model, self.dtype, self.checkpointing
 
@@ -106,7 +112,7 @@ def predict(case, constants=CURRENT):
     spec = MemorySpec(T5, model_config, dtype.itemsize, kernels, constants=constants)
     lengths = Lengths(np.array([[case.tokens, case.tokens]]), np.array([case.pairs]))
     tokens = 2 * case.pairs * case.tokens
-    return Estimate(spec, lengths, case.pairs).peaks(tokens, CHUNK_TOKENS, case.checkpointing)["step"]
+    return Estimate(spec, lengths, case.pairs).peaks(tokens, CHUNK_TOKENS, case.blocks)["step"]
 
 
 def measure(case, device):
@@ -116,7 +122,7 @@ def measure(case, device):
         model = TextToTextModel(model_config, compute_dtype=getattr(torch, case.dtype))
     model.flat.masters.normal_(std=0.02)
     config = load_config("pretrain", dict(warmup_steps=0, optimizer="adamw_rms"))
-    plan = MemoryPlan(2 * case.pairs * case.tokens, CHUNK_TOKENS, case.checkpointing, 0)
+    plan = MemoryPlan(2 * case.pairs * case.tokens, CHUNK_TOKENS, case.blocks, 0)
     ranks, store = Ranks(0, 1, 0, device, "none", None), OneLength(case.pairs, case.tokens)
     optimizer, schedule = make_optimizer(model, config), schedule_of(config, case.pairs, case.pairs)
     dry_run_update(ranks, model, optimizer)

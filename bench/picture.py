@@ -1,8 +1,6 @@
 """Draw the picture of README.md: the losses of a run, from its journal, and the speed table of docs/benchmarks.md.
 
-    python -m bench.picture RUN_DIR [--output docs/images/overview.png]
-
-Needs matplotlib: pip install -e '.[plots]'.
+python -m bench.picture RUN_DIR [--output docs/images/overview.png]
 """
 
 import argparse

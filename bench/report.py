@@ -1,7 +1,6 @@
 """Write the results of bench.compare as a markdown table and a figure."""
 
 import platform
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -15,14 +14,13 @@ HEAD = ("model", "loop", "pairs per step", "real tokens/s", "spread", "ms per st
 
 
 def report(folder, results):
-    """Write table.md and, where matplotlib is installed, compare.png into `folder`; print the table."""
+    """Write table.md and compare.png into `folder`; print the table."""
     results = [*results, *mixtures(results)]
     lines = [machine_line(), "", *table(results), "", *ratio_lines(results)]
     text = "\n".join(lines) + "\n"
     (folder / "table.md").write_text(text, encoding="utf-8")
     print(text)
-    if find_spec("matplotlib"):
-        draw(folder / "compare.png", results)
+    draw(folder / "compare.png", results)
 
 
 def machine_line():

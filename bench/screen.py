@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import fire
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -25,9 +26,14 @@ def picture(run_dir: str, out: str, columns: int = 120, lines: int = 30) -> None
         Console(file=io.StringIO(), force_terminal=True, width=columns, height=lines),
     )
     console = Console(file=io.StringIO(), record=True, width=columns)
-    console.print(Text.from_ansi(drawn.replace("\r\n", "\n")), no_wrap=True, crop=False)
+    console.print(Text.from_ansi(stretched(drawn.replace("\r\n", "\n"))), no_wrap=True, crop=False)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     Path(out).write_text(console.export_svg(title=str(run_dir)), encoding="utf-8")
+
+
+def stretched(text: str) -> str:
+    """`text` with a space of no width behind each wide character: rich's svg gives each character one column."""
+    return "".join(character + "\u200b" * (cell_len(character) - 1) for character in text)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.corpus import VOCAB_SIZE, draw_lengths
-from model.nn.attention import make_layout
+from model.nn.attention import make_layout, score_mask
 from model.nn.kernels import attention, cross_entropy, norm
 from model.nn.t5.position_bias import score_bias
 
@@ -65,13 +65,12 @@ def attention_choices(lengths):
     own, other, width = lengths[:, 1], lengths[:, 0], HEADS * HEAD_WIDTH
     weight = torch.randn(32, HEADS, device=DEVICE, requires_grad=True)
     layouts = [make_layout(own, keys, DEVICE, kernels=True) for keys in (own, other)]
-    bias = score_bias(layouts[0], weight, causal=True)
-    biases = [(bias.weight, bias.buckets, bias.table, bias.causal), (None, None, None, False)]
+    biases = [score_bias(layouts[0], weight, causal=True), score_mask(layouts[1])]
     qkvs = [random_rows((own.sum(), 3 * width)), random_rows((own.sum(), width), (other.sum(), 2 * width))]
 
     def call():
         for qkv, layout, bias in zip(qkvs, layouts, biases, strict=True):
-            out = attention.packed_attention(qkv, layout, *bias, num_heads=HEADS)
+            out = attention.packed_attention(qkv, layout, bias, HEADS)
             out.backward(out.detach())
 
     for warps, stages in ((4, 3), (4, 2), (4, 4), (8, 3), (8, 2)):

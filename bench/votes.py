@@ -39,10 +39,12 @@ def main():
     ranks = start_ranks()
     from_main(ranks, lambda: given.corpus.exists() or bool(write_corpus(given.corpus, given.corpus_pairs)))
     os.chdir(given.corpus)
-    options = dict(word.lstrip("-").split("=", 1) for word in words) | dict(
+    typed = dict(word.lstrip("-").split("=", 1) for word in words)
+    name = f"votes_{given.model}_{typed.get('optimizer', '')}_{given.pairs}_{ranks.world_size}"  # others may run beside
+    options = typed | dict(
         model=given.model, batch_size_per_gpu=given.pairs, gradient_accumulation_steps=1, tokenizer_dir="tokenizer",
         train_file="train.parquet", validation_file="valid.parquet", epochs=1000,
-        output_dir=f"runs/votes_{given.model}_{given.pairs}_{ranks.world_size}",
+        output_dir=f"runs/{name}",
     )  # fmt: skip
     config = load_config("pretrain", options)
     run, _, plan = prepare_run(ranks, config, set(options), resumed=False)

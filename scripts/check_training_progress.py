@@ -1,9 +1,10 @@
-"""Show the progress of a run. Only reads what the run wrote, so training is not disturbed.
+"""Show the progress of runs. Only reads what they wrote, so training is not disturbed.
 
-    python scripts/check_training_progress.py [RUN_DIR] [--watch [SECONDS]]
+    python scripts/check_training_progress.py [RUN_DIR…] [--watch [SECONDS]] [--plot FILE.png]
 
-On a terminal, --watch is the screen that the run itself shows; elsewhere, or with SECONDS, a report again and again.
-Exit code 2 if there is no readable journal.
+One run gives a report, several a table. On a terminal, --watch of one run is the screen that the run itself shows;
+elsewhere, or with SECONDS, it is the report again and again. --plot draws the losses of the runs into one picture, by
+pairs and by hours. Exit code 2 if there is no such run or its journal is damaged.
 """
 
 import argparse
@@ -18,12 +19,14 @@ sys.path.insert(0, str(ROOT))
 
 from model.run.console import human_bytes, human_seconds  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
+from model.run.plots import plot_runs  # noqa: E402
 from model.run.watch import watch  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
 
 SILENT_SECONDS = 600
 RECENT_LINES = 20
 WATCH_SECONDS = 10
+COLUMNS = ["run", "state", "step", "training loss", "validation loss", "speed", "time left"]
 STOP_REASONS = {"finished": "finished", "asked": "stopped on request", "failed": "failed"}
 
 
@@ -36,22 +39,28 @@ def main() -> int:
 
 
 def report() -> int:
-    parser = argparse.ArgumentParser(description="Show the progress of a run, from its journal.")
-    parser.add_argument("run_dir", nargs="?", help="default: the run under model_save/ with the newest journal line")
+    parser = argparse.ArgumentParser(description="Show the progress of runs, from their journals.")
+    parser.add_argument("run_dirs", nargs="*", help="default: the run under model_save/ with the newest journal line")
     watching = f"a screen until Ctrl+C; with SECONDS, or without a terminal, reports (default: every {WATCH_SECONDS})"
     parser.add_argument("--watch", nargs="?", const="", metavar="SECONDS", help=watching)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the losses by pairs and by hours")
     options = parser.parse_args()
     try:
-        run_dir, seconds = watched(options.run_dir, options.watch)
-        if options.watch is not None and seconds is None and sys.stdout.isatty():
-            watch(run_dir if run_dir and Path(run_dir).is_dir() else find_journal(run_dir).parent, sys.stdout.fileno())
+        names, seconds = watched(options.run_dirs, options.watch)
+        run_dirs = [checked(name) for name in names] or [newest_run()]
+        if options.plot:
+            plot(run_dirs, options.plot)
+        if options.watch is not None and seconds is None and sys.stdout.isatty() and len(run_dirs) == 1:
+            watch(run_dirs[0], sys.stdout.fileno())
             options.watch = None
-        show(run_dir)
+        show(run_dirs)
         while options.watch is not None:
             time.sleep(seconds or WATCH_SECONDS)
             print(flush=True)
-            show(run_dir)
-    except (ValueError, PermissionError) as error:
+            show(run_dirs)
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
         print(printable(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -59,43 +68,81 @@ def report() -> int:
     return 0
 
 
-def watched(run_dir: str | None, watch: str | None) -> tuple[str | None, float | None]:
-    """(Run directory, seconds between two reports or None) of the command line; --watch may stand before RUN_DIR."""
+def watched(names: list[str], watch: str | None) -> tuple[list[str], float | None]:
+    """(Run directories, seconds between two reports or None) of the command line; --watch may stand before RUN_DIR."""
     try:
         seconds = float(watch) if watch else None
     except ValueError:
-        if run_dir is not None:
+        if names:
             raise ValueError(f"--watch={watch}: this option takes a number of seconds, e.g. --watch 10") from None
-        return watch, None
+        return [watch], None
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"--watch={watch}: seconds between two reports must be above 0, e.g. --watch 10")
-    return run_dir, seconds
+    return names, seconds
 
 
-def show(run_dir: str | None) -> None:
-    path = find_journal(run_dir)
-    records = read_journal(path)
-    if not records:
-        raise ValueError("the journal is still empty: the run has not started its first step, try again in a minute")
+def plot(run_dirs: list[Path], out: Path) -> None:
     try:
-        rows = {"run": str(path.parent)} | describe(records, time.time())
+        plot_runs(run_dirs, out)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a journal has a line that no run writes ({error!r}): delete that line") from error
+    print(out, flush=True)
+
+
+def show(run_dirs: list[Path]) -> None:
+    """Print a report of one run, or a line for each of several."""
+    if len(run_dirs) == 1:
+        rows = {"run": str(run_dirs[0])} | rows_of(run_dirs[0])
+        width = max(map(len, rows))
+        lines = [f"{name:{width}}  {printable(text)}" for name, text in rows.items()]
+    else:
+        found = [{"run": str(run_dir)} | rows_of(run_dir) for run_dir in run_dirs]
+        cells = [COLUMNS, *([printable(rows.get(name, "")) for name in COLUMNS] for rows in found)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    print("\n".join(lines), flush=True)
+
+
+def rows_of(run_dir: Path) -> dict[str, str]:
+    """The rows of a run's report, text by name."""
+    path = run_dir / "metrics.jsonl"
+    records = read_journal(path) if path.exists() else []
+    if not records:
+        return {"state": before_the_journal(run_dir)}
+    try:
+        return describe(records, time.time())
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{path} has a line that no run writes ({error!r}): delete that line") from error
-    width = max(map(len, rows))
-    print("\n".join(f"{name:{width}}  {printable(text)}" for name, text in rows.items()), flush=True)
 
 
-def find_journal(run_dir: str | None) -> Path:
-    """Path of the journal in `run_dir`, or of the newest one under model_save/. Raises ValueError if there is none."""
-    if run_dir is not None:
-        path = Path(run_dir) / "metrics.jsonl"
-        if not path.is_file():
-            raise ValueError(f"no journal at {path}: name a run directory, for example model_save/pretrain")
-        return path
-    found = {path for folder in (Path.cwd(), ROOT) for path in folder.glob("model_save/*/metrics.jsonl")}
+def before_the_journal(run_dir: Path) -> str:
+    """What is known of a run that has not written its first line."""
+    try:
+        since = human_seconds(max(0, time.time() - (run_dir / "run.lock").stat().st_mtime))
+    except FileNotFoundError:
+        return "no run has started here yet"
+    return f"no line in the journal yet; started {since} ago, it reads its data or plans its memory: see logs/"
+
+
+def checked(name: str) -> Path:
+    """The run directory `name`. Raises ValueError if there is none."""
+    path = Path(name)
+    if not ((path / "metrics.jsonl").exists() or (path / "run.lock").exists()):
+        raise ValueError(f"no run in {name}: name a run directory, for example model_save/pretrain")
+    return path
+
+
+def newest_run() -> Path:
+    """The run under model_save/ whose journal, or lock before there is one, is the newest. ValueError without any."""
+    found = {
+        path
+        for folder in (Path.cwd(), ROOT)
+        for name in ("metrics.jsonl", "run.lock")
+        for path in folder.glob(f"model_save/*/{name}")
+    }
     if not found:
         raise ValueError("no model_save/*/metrics.jsonl here: name the run directory (its output_dir)")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
 def describe(records: list[dict], now: float) -> dict[str, str]:

@@ -85,6 +85,7 @@ def serve(options: argparse.Namespace) -> None:
 def service_of(chat, options: argparse.Namespace):
     from model.commands.decoding_thread import DecodingThread
     from model.commands.server import Service
+    from model.run.messages import language_of
 
     slots = options.slots or (64 if chat.model.device.type == "cuda" else 16)
     limits = chat.limits(slots, options.max_prompt_tokens, options.max_new_tokens)
@@ -94,7 +95,7 @@ def service_of(chat, options: argparse.Namespace):
         chat, DecodingThread(chat.model, limits, options.max_waiting),
         name=folder.parent.name if folder.name in ("best", "last") else folder.name,
         input_tokens=options.max_prompt_tokens, new_tokens=options.max_new_tokens, api_key=options.api_key,
-        run_dir=options.run, hosts=hosts, request_seconds=options.request_seconds,
+        run_dir=options.run, language=language_of(os.environ), hosts=hosts, request_seconds=options.request_seconds,
     )  # fmt: skip
 
 

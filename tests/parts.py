@@ -32,7 +32,7 @@ from model.train.objectives.registry import objective_of
 from model.train.step import Position, StepContext, train_steps
 
 torch.set_num_threads(1)
-PLAN = MemoryPlan(micro_batch_tokens=400, chunk_tokens=64, gradient_checkpointing=False, predicted_peak_bytes=0)
+PLAN = MemoryPlan(micro_batch_tokens=400, chunk_tokens=64, gradient_checkpointing=0, predicted_peak_bytes=0)
 STATE = TrainState(
     step=500, pairs_seen=32_000, first_batch=64, best_loss=1.2345678901234567, best_step=400, seed=7, world_size=3,
     tokenizer_fingerprint="abc", num_pairs=1000, plan=asdict(PLAN), growth=asdict(PlanRecovery(PLAN, 7)),

@@ -9,6 +9,7 @@ from model.commands.network import compute_dtype
 from model.data.cleaning import clean_text
 from model.data.conversation import Turn, encode_conversation
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
+from model.data.turn_template import turn_template, with_turn_end
 from model.generate.engine import Engine, Limits, Request
 from model.generate.sampling import Sampling, sampling_from
 from model.nn.adapter_io import load_merged, weights_directory
@@ -30,6 +31,12 @@ class ChatModel:
     tokenizer: ChatTokenizer
     sampling: Sampling
     max_new_tokens: int
+
+    def encode(self, turns, max_tokens):
+        """Ids that the network reads to answer the last of `turns`, at most `max_tokens`."""
+        if family_of(self.model.config).reads_dialogues:
+            return turn_template(self.tokenizer).encode_question(turns, max_tokens)
+        return encode_conversation(turns, self.tokenizer, max_tokens)
 
     def limits(self, slots, input_tokens, new_tokens):
         """Limits of an Engine for this model."""
@@ -58,6 +65,8 @@ def load_chat_model(path, device=None):
             f"{directory}: the model has {weights.model_config.vocab_size} tokens and the tokenizer beside it "
             f"{tokenizer.vocab_size}: copy the tokenizer files that the model was trained with"
         )
+    if family_of(weights.model_config).reads_dialogues:
+        tokenizer = with_turn_end(tokenizer)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     settings = directory / "generation_config.json"
     values = read_object(settings) if settings.is_file() else {}
@@ -70,11 +79,11 @@ def load_chat_model(path, device=None):
 def _frozen(weights, directory, device):
     """The model with these LoadedWeights, for generation alone."""
     family = family_of(weights.model_config)
-    with torch.device("meta"):  # before memory is taken for a model that does not fit
-        check_fits(family.build(weights.model_config), weights, directory)
-    model = family.build(weights.model_config, 0.0, compute_dtype("auto", device))
-    load_into(model, weights, directory)
-    return model.requires_grad_(False).to(device).eval()
+    with torch.device("meta"):
+        model = family.build(weights.model_config, 0.0, compute_dtype("auto", device)).requires_grad_(False)
+    check_fits(model, weights, directory)  # before memory is taken for a model that does not fit
+    load_into(model.place(device), weights, directory)
+    return model.eval()
 
 
 def prompt_ids(chat, turns, most_tokens):
@@ -90,9 +99,9 @@ def prompt_ids(chat, turns, most_tokens):
         raise ValueError(
             f"the question has {len(turns[-1][1]):,} characters, and a prompt at most {most_tokens} tokens: shorten it"
         )
-    if len(encode_conversation(said[-1:], chat.tokenizer, most_tokens + 1)) > most_tokens:
+    if len(chat.encode(said[-1:], most_tokens + 1)) > most_tokens:
         raise ValueError(f"the question has more than {most_tokens - 1} tokens: shorten it")
-    return encode_conversation(said, chat.tokenizer, most_tokens)
+    return chat.encode(said, most_tokens)
 
 
 def stream_answer(chat, input_ids, sampling, max_new_tokens):

@@ -28,7 +28,7 @@ from model.run.train_state import LaterFormat, TrainState
 from model.runtime.distributed import ALONE, must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
 from model.train.footprint import memory_spec
-from model.train.objectives.registry import objective_of
+from model.train.objectives.registry import objective_for
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,7 +213,7 @@ def _model(config, typed, overwrite):
     try:
         origin = find_origin(ALONE, config, typed, found)
         tokenizer = origin.tokenizer
-        store, _ = (_store(config, file, tokenizer) for file in (config.train_file, config.validation_file))
+        store, _ = (_store(config, file, origin) for file in (config.train_file, config.validation_file))
         if found:
             check_same_run(found, config, _new_state(config, tokenizer, store, found.state))
         config = with_adapter(config, origin.adapter)
@@ -239,10 +239,11 @@ def _new_state(config, tokenizer, store, old):
     )
 
 
-def _store(config, file, tokenizer):
+def _store(config, file, origin):
     """TokenStore of a data file; None if no run has tokenised it yet."""
     columns = config.prompt_column, config.response_column
-    source = Source(file, objective_of(config), tokenizer, config.max_seq_len, columns)
+    objective = objective_for(config, origin.model_config, origin.tokenizer)
+    source = Source(file, objective, origin.tokenizer, config.max_seq_len, columns)
     return find_store(source, TOKENS_DIR) if Path(file).is_file() else None
 
 

@@ -14,17 +14,19 @@ def make_model(ranks, config, model_config, weights=None, adapter=None):
     With an AdapterStart these are frozen, and the adapter is trained.
     """
     build, dtype = family_of(model_config).build, compute_dtype(config.mixed_precision, ranks.device)
-    model = build(model_config, config.dropout, dtype)
+    with torch.device("meta"):
+        model = build(model_config, config.dropout, dtype).freeze_all_but(config.trainable)
+        if adapter:
+            attach(model, adapter.lora)
+    model.place(ranks.device)
     if not weights:
         model.initialise(config.seed)
     elif ranks.is_main:  # only rank 0 has the tensors
         load_into(model, weights, config.finetune_from_ckp_file)
-    model.freeze_all_but(config.trainable)
     if adapter:
-        draw(attach(model, adapter.lora), config.seed)
+        draw(model, config.seed)
         if adapter.tensors:  # rank 0 alone has them
             load_into(model, adapter, config.finetune_from_ckp_file)
-    model.to(ranks.device)
     broadcast(ranks, model.flat.weights)
     return model
 

@@ -13,6 +13,7 @@ import torch
 from model.commands.adapter import AdapterStart, check_adapter_of, find_base, start_of
 from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
+from model.data.turn_template import with_turn_end
 from model.nn.adapter_io import adapter_directory, load_merged, tokenizer_directory
 from model.nn.lora import attach
 from model.nn.registry import config_from, config_values, family_of, load_model_config
@@ -57,6 +58,8 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
         agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
     origin = Origin(found, weights, tokenizer, None)
     origin = replace(origin, model_config=_model_config(config, origin, vocab_size))
+    if tokenizer and family_of(origin.model_config).reads_dialogues:
+        origin = replace(origin, tokenizer=with_turn_end(tokenizer))
     origin = replace(origin, adapter=start_of(config, origin.model_config, base))
     if not vocab_size:
         _check_model_config(ranks, config, typed, origin)

@@ -37,7 +37,7 @@ from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
 from model.train.footprint import answers_wanted, launch_tokens_here, memory_spec, plan_options
 from model.train.lr_schedule import check_warmup, warmup_pairs, warmup_problem
-from model.train.objectives.registry import objective_of
+from model.train.objectives.registry import objective_for
 
 SAMPLED_ROWS = 20_000
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
@@ -114,7 +114,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     machine = Machine(world, limit or None)
     origin = _origin(config, vocab_size)
     config = with_adapter(config, origin.adapter)
-    model_config, sample = origin.model_config, _sample(config, origin.tokenizer)
+    model_config, sample = origin.model_config, _sample(config, origin)
     lengths, num_pairs = sample.lengths, sample.num_pairs
     batch = global_batch(config, world, typed)
     share_pairs = -(-batch // world)
@@ -154,10 +154,11 @@ def _origin(config, vocab_size):
     return find_origin(ALONE, known, (), vocab_size=vocab_size)
 
 
-def _sample(config, tokenizer):
+def _sample(config, origin):
     """Sample of the training pairs: all if they are tokenised, else the first rows, else max_seq_len for every pair."""
     path, columns = Path(config.train_file), (config.prompt_column, config.response_column)
-    objective = objective_of(config)
+    tokenizer = origin.tokenizer
+    objective = objective_for(config, origin.model_config, tokenizer)
     longest = objective.length_bounds(np.full((1, len(objective.sides)), config.max_seq_len))
     if tokenizer is None or not path.is_file():
         return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len", None, 0)
@@ -210,7 +211,8 @@ def _levers(config, chosen, machine, plan):
     rows = [(f"chunk of {size} targets", spec, (tokens, size, checkpointing)) for size in CHUNKS]
     sizes = [size for size in (tokens // 2, 2 * tokens) if size >= chosen.lengths.longest]  # train refuses smaller ones
     rows += [(f"micro-batch of {size}", spec, (size, chunk, checkpointing)) for size in sizes]
-    rows += [(f"gradient checkpointing {on}", spec, (tokens, chunk, on)) for on in (False, True)]
+    blocks = {False: 0, True: chosen.num_blocks}
+    rows += [(f"gradient checkpointing {on}", spec, (tokens, chunk, number)) for on, number in blocks.items()]
     for optimizer in () if spec.lora else ("muon", "adamw_rms", "adafactor"):
         rows.append((f"optimizer {optimizer}", replace(spec, optimizer=optimizer), plan.cutting))
     levers = []
@@ -266,7 +268,7 @@ def table(values):
         ("per packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
         ("GPU memory", "no GPU" if limit is None else f"{gib(limit)} for the allocator; the plan uses {USABLE:.0%}"),
         ("plan", "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, gradient checkpointing "
-         "{gradient_checkpointing}, {answers} answers at a time".format(**plan)),
+         "of {gradient_checkpointing} blocks, {answers} answers at a time".format(**plan)),
         ("recorded steps", "yes: replayed as CUDA graphs" if plan["graphs"] else "no"),
         ("forwards per step", f"{values['forwards']} on average, for {values['share_pairs']} pairs per GPU"),
         *((f"peak: {name}", gib(count) + ", does not fit" * (count > (limit or math.inf)))

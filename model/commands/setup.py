@@ -39,7 +39,7 @@ from model.train.examples import Examples
 from model.train.footprint import estimate_for, has_dropout, plan_options
 from model.train.loader import Loader, Schedule
 from model.train.lr_schedule import LearnRate, check_warmup, warmup_pairs
-from model.train.objectives.registry import objective_of
+from model.train.objectives.registry import objective_for
 from model.train.optim import make_optimizer
 from model.train.step import StepContext
 
@@ -238,7 +238,8 @@ def set_memory_limit(config, device):
 
 def _open_examples(ranks, config, file, origin):
     """Examples of `file`, tokenised first if needed; the same rows on all ranks."""
-    objective, family = objective_of(config), family_of(origin.model_config)
+    family = family_of(origin.model_config)
+    objective = objective_for(config, origin.model_config, origin.tokenizer)
     columns = (config.prompt_column, config.response_column)
     source = Source(file, objective, origin.tokenizer, config.max_seq_len, columns)
     with Progress(f"tokenising {file}", None, unit="rows", shown=ranks.is_main) as progress:

@@ -6,6 +6,7 @@ from functools import cached_property
 import numpy as np
 
 CHUNK_EXAMPLES = 2**20  # counted at a time
+MAX_BINS = 64
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class Lengths:
         """Standard deviation of the tokens per example."""
         squares = (self.tokens.sum(axis=1) - self.mean) ** 2 * self.counts
         return float(np.sqrt(squares.sum() / self.counts.sum()))
+
+    def binned(self, side, most=MAX_BINS):
+        """Examples by the tokens of their side: {"width": tokens, "counts": [...]}, at most `most` bins from 0 on."""
+        tokens = self.tokens[:, side]
+        width = max(1, -(-int(tokens.max() + 1) // most))
+        counts = np.bincount(tokens // width, self.counts)
+        return dict(width=width, counts=counts.astype(np.int64).tolist())
 
 
 def histogram(lengths):

@@ -278,9 +278,10 @@ def _list_array(rows, list_type):
 def describe_store(store):
     """One line: number of examples, their mean lengths, and the share that was truncated."""
     meta, rows = store.meta, store.meta["rows"]
-    names = [name.removesuffix("_ids") for name in store.rows.column_names]
-    means = " + ".join(f"{tokens / rows:.1f}" for tokens in meta["tokens"])
-    cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, num_cut in zip(names, meta["cut"], strict=True))
+    columns = zip(store.rows.column_names, meta["tokens"], meta["cut"], strict=True)
+    sides = [(name.removesuffix("_ids"), tokens, num) for name, tokens, num in columns if name.endswith("_ids")]
+    means = " + ".join(f"{tokens / rows:.1f}" for _, tokens, _ in sides)
+    cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, _, num_cut in sides)
     line = f"{meta['source']['path']}: {rows:,} pairs, {means} tokens on average; "
     line += f"cut to {meta['source']['max_seq_len']} tokens: {cut}"
     line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""

@@ -15,6 +15,7 @@ import json
 import logging
 import shutil
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -80,8 +81,12 @@ class ChatTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def parse(self, text: str) -> list[int]:
-        """Ids of the text as transformers gives them: special tokens in it are parsed. Slow: it copies the backend."""
-        return Tokenizer.from_str(self.backend.to_str()).encode(text, add_special_tokens=False).ids
+        """Ids of the text as transformers gives them: special tokens in it are parsed."""
+        return self._parser.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _parser(self) -> Tokenizer:
+        return Tokenizer.from_str(self.backend.to_str())  # a copy, which parses special tokens
 
     def reserved_id(self, token: str) -> int:
         """Id of a special token such as <extra_id_0>; raises ValueError if this tokenizer lacks it."""

@@ -90,14 +90,15 @@ class Estimate:
 
         self.spec, self.lengths, self.share_pairs = spec, lengths, share_pairs
         self.answers = answers
-        self.fixed, moments = fixed_bytes(spec), spec.family.step_moments
-        self._step = {
-            checkpointing: {name: bound(c) for name, c in moments(spec, lengths.tokens, checkpointing).items()}
-            for checkpointing in (False, True)
-        }
+        self.fixed, self._bound, self._step = fixed_bytes(spec), bound, {}
         targets, all_pairs = lengths.tokens[:, -1].astype(np.float64), lengths.counts.sum()  # evaluation has no shares
         self._targets, self._evaluation_targets = bound(targets), bound(targets, all_pairs)
         self._evaluation = bound(spec.family.evaluation_moment(spec, lengths.tokens), all_pairs)
+
+    @property
+    def num_blocks(self):
+        """Blocks of the network, each of which backward may compute again."""
+        return self.spec.family.num_blocks(self.spec.model_config)
 
     @cached_property
     def of_longest_targets(self):
@@ -110,10 +111,10 @@ class Estimate:
         return Estimate(self.spec, self.lengths, self.share_pairs, self.answers, longest=True)
 
     def step_parts(self, micro_batch_tokens, chunk_tokens, checkpointing):
-        """{moment: bytes} of a training step, on top of the fixed bytes."""
+        """{moment: bytes} of a training step, on top of the fixed bytes; `checkpointing` counts blocks."""
         model_config = self.spec.model_config
         tokens = max(micro_batch_tokens, self.lengths.longest)
-        moments = {name: forward(tokens) for name, forward in self._step[checkpointing].items()}
+        moments = {name: forward(tokens) for name, forward in self._bounds(checkpointing).items()}
         vocabulary = VOCABULARY_MULTIPLE * -(-model_config.vocab_size // VOCABULARY_MULTIPLE)
         # the second gradient of the embedding, which is also the output projection
         table = 0 if not self.spec.trains_table else 4 * vocabulary * self.spec.family.width(model_config)
@@ -121,6 +122,13 @@ class Estimate:
         moments["embedding"] += table
         moments["update"] = optimizer_bytes(self.spec)[1]
         return moments
+
+    def _bounds(self, checkpointing):
+        """{moment: ForwardCostBound} of a step in which backward computes so many blocks again."""
+        if checkpointing not in self._step:
+            costs = self.spec.family.step_moments(self.spec, self.lengths.tokens, checkpointing)
+            self._step[checkpointing] = {name: self._bound(cost) for name, cost in costs.items()}
+        return self._step[checkpointing]
 
     def peaks(self, micro_batch_tokens, chunk_tokens, checkpointing, answers=1):
         """{phase: peak reserved bytes on the device}, with so many `answers` generated together."""

@@ -10,11 +10,11 @@ LOGGER = logging.getLogger("chat_trainer")
 GROW_AFTER_STEPS = 100  # without an out of memory; doubles each time the plan shrinks
 
 
-def shrink_plan(plan, longest_tokens):
+def shrink_plan(plan, longest_tokens, num_blocks=0):
     """The next smaller plan, or None if `plan` is the smallest.
 
     In this order: drop the recordings, halve the micro-batch (not below `longest_tokens`, the tokens of the longest
-    example), halve the loss's chunk, turn on gradient checkpointing.
+    example), halve the loss's chunk, checkpoint all of the network's `num_blocks`; 0 stands for work without backward.
     """
     if plan.graphs:
         return replace(plan, graphs=False)
@@ -22,7 +22,8 @@ def shrink_plan(plan, longest_tokens):
         return replace(plan, micro_batch_tokens=max(plan.micro_batch_tokens // 2, longest_tokens))
     if plan.chunk_tokens > CHUNKS[-1]:
         return replace(plan, chunk_tokens=plan.chunk_tokens // 2)
-    return None if plan.gradient_checkpointing else replace(plan, gradient_checkpointing=True)
+    is_smallest = plan.gradient_checkpointing >= num_blocks
+    return None if is_smallest else replace(plan, gradient_checkpointing=num_blocks)
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def recovery_of(values, plan):
 
 def _larger_plan(plan, full):
     """The next larger plan: undoes the last step of `shrink_plan` on the way down from `full`."""
-    if plan.gradient_checkpointing and not full.gradient_checkpointing:
-        return replace(plan, gradient_checkpointing=False)
+    if plan.gradient_checkpointing > full.gradient_checkpointing:
+        return replace(plan, gradient_checkpointing=full.gradient_checkpointing)
     if plan.chunk_tokens < full.chunk_tokens:
         return replace(plan, chunk_tokens=min(2 * plan.chunk_tokens, full.chunk_tokens))
     if plan.micro_batch_tokens < full.micro_batch_tokens:

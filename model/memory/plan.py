@@ -8,6 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from model.data.buckets import buckets_for
+from model.memory.estimate import Estimate
 
 USABLE = 0.95  # share of memory to plan for without a probe: predictions err by 2 %, varying sizes fragment memory
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
@@ -17,8 +18,8 @@ CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU
 STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about 1 s and save up to 10 ms per step
 CHUNK_LAUNCHES = 0.006  # launch time of a chunk / launch time of a forward and backward
-CHECKPOINTING = {"auto": (False, True), "True": (True,), "False": (False,)}  # values the plan may take, by option
-CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 1.3, 2.2  # compute and launch time / those without checkpointing
+CHECKPOINTED_SHARES = (0, 0.25, 0.5, 0.75, 1)  # of the blocks, from which the fastest plan is chosen first
+CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 0.3, 1.2  # of all blocks: more compute and launch time / those without
 RECORDED_LAUNCHES = 0.1  # time of replaying a graph of few tokens / time of launching it
 MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of recorded steps is estimated
 
@@ -29,7 +30,7 @@ class MemoryPlan:
 
     micro_batch_tokens: int  # tokens of all sides per forward
     chunk_tokens: int  # target tokens whose logits exist at the same time
-    gradient_checkpointing: bool
+    gradient_checkpointing: int  # blocks, the first of the network, whose activations backward computes again
     predicted_peak_bytes: int
     graphs: bool = False  # steps of one micro-batch are recorded as CUDA graphs and replayed
     answers: int = 1  # generated together
@@ -92,7 +93,9 @@ def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
         )
     if usable_bytes is None:
         tokens = _wanted_tokens(wanted, estimate, CPU_MICRO_BATCH_TOKENS)
-        return _plan(estimate, math.inf, tokens, 1024, CHECKPOINTING[wanted.gradient_checkpointing][0])
+        return _plan(
+            estimate, math.inf, tokens, 1024, allowed_checkpointing(wanted.gradient_checkpointing, estimate)[0]
+        )
     if wanted.compile == "True" and 0 < wanted.micro_batch_tokens < (size := _recorded_steps(estimate)[0][0]):
         raise ValueError(
             f"--compile=True records a step as one forward of at least {size} tokens ({estimate.share_pairs} pairs), "
@@ -105,12 +108,45 @@ def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
     plain = list(_fitting_plans(wanted, planned_for, usable_bytes, usable_share))
     if not plain:
         raise NothingFits(_refusal(wanted, estimate, usable_bytes, usable_share))
-    if asked is False:
-        return _fastest(plain, estimate)
-    recorded = list(_recorded_plans(wanted, estimate, usable_bytes, usable_share))
-    if asked:
-        return replace(_fastest(recorded or plain, estimate), graphs=True)
-    return _fastest(recorded + plain, estimate)
+    recorded = [] if asked is False else list(_recorded_plans(wanted, estimate, usable_bytes, usable_share))
+    plan = _fastest(recorded if recorded and asked else recorded + plain, estimate)
+    if wanted.gradient_checkpointing == "auto":
+        room = Room(estimate if plan.graphs else planned_for, usable_bytes, usable_share)
+        plan = _checkpointing_least(plan, room)
+    return replace(plan, graphs=True) if asked else plan
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that a plan must fit."""
+
+    estimate: Estimate
+    usable_bytes: int
+    usable_share: float  # of predicted bytes
+
+    def holds(self, plan):
+        """Whether a step of `plan` fits beside its recordings."""
+        free = self.usable_bytes - recording_bytes(self.estimate, plan) / USABLE
+        return self.estimate.step_peak(*plan.cutting) <= free * self.usable_share
+
+
+def _checkpointing_least(plan, room):
+    """`plan` with the fewest checkpointed blocks that fit; the others then need not be computed again."""
+    least, most = 0, plan.gradient_checkpointing
+    while least < most:
+        middle = (least + most) // 2
+        if room.holds(replace(plan, gradient_checkpointing=middle)):
+            most = middle
+        else:
+            least = middle + 1
+    return replace(plan, gradient_checkpointing=most, predicted_peak_bytes=room.estimate.step_peak(
+        plan.micro_batch_tokens, plan.chunk_tokens, most))  # fmt: skip
+
+
+def allowed_checkpointing(option, estimate):
+    """The numbers of checkpointed blocks, ascending, that a plan may have by the value of the option."""
+    numbers = dict(auto=range(estimate.num_blocks + 1), True_=[estimate.num_blocks], False_=[0])
+    return numbers["auto" if option == "auto" else f"{option}_"]
 
 
 def _wanted_tokens(wanted, estimate, largest):
@@ -119,12 +155,14 @@ def _wanted_tokens(wanted, estimate, largest):
 
 
 def _variants(wanted, estimate):
-    """Variants of a plan, each (chunk_tokens, checkpointing), that `wanted` allows.
+    """Variants of a plan, each (chunk_tokens, checkpointing), that `wanted` allows; some of the numbers of blocks.
 
     Leaves out large chunks for steps of few tokens, whose logits would take more memory than the activations.
     """
     max_chunk = max(estimate.share_pairs * estimate.lengths.mean / MIN_CHUNKS_PER_STEP, 512)
-    return product([chunk for chunk in CHUNKS if chunk <= max_chunk], CHECKPOINTING[wanted.gradient_checkpointing])
+    allowed, blocks = allowed_checkpointing(wanted.gradient_checkpointing, estimate), estimate.num_blocks
+    numbers = sorted({number for share in CHECKPOINTED_SHARES if (number := round(share * blocks)) in allowed})
+    return product([chunk for chunk in CHUNKS if chunk <= max_chunk], numbers)
 
 
 def _fitting_plans(wanted, estimate, usable_bytes, usable_share):
@@ -237,9 +275,8 @@ def _step_time(plan, estimate, launch_tokens):
     """
     forwards = estimate.forwards(plan.micro_batch_tokens)
     tokens = estimate.share_pairs * estimate.lengths.mean / forwards
-    compute, launches = tokens, launch_tokens
-    if plan.gradient_checkpointing:
-        compute, launches = CHECKPOINTING_WORK * compute, CHECKPOINTING_LAUNCHES * launches
+    again = plan.gradient_checkpointing / estimate.num_blocks
+    compute, launches = (1 + CHECKPOINTING_WORK * again) * tokens, (1 + CHECKPOINTING_LAUNCHES * again) * launch_tokens
     return forwards * (max(compute, launches) + tokens / plan.chunk_tokens * CHUNK_LAUNCHES * launch_tokens)
 
 
@@ -256,7 +293,7 @@ def phase_problem(peaks, usable_bytes):
 
 def _refusal(wanted, estimate, usable_bytes, usable_share):
     longest = estimate.lengths.longest
-    checkpointing = wanted.gradient_checkpointing != "False"
+    checkpointing = allowed_checkpointing(wanted.gradient_checkpointing, estimate)[-1]
     tokens = max(wanted.micro_batch_tokens, longest)
     needed = estimate.step_peak(tokens, CHUNKS[-1], checkpointing) / usable_share
     parts = ", ".join(f"{name} {count / 2**30:.2f}" for name, count in estimate.fixed.items())

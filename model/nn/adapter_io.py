@@ -205,7 +205,7 @@ def export_adapter(model, tokenizer, directory, generation=None):
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         add_values(draft / "generation_config.json", _special_ids(family, model.config, tokenizer) | (generation or {}))
-        add_tokenizer(tokenizer, draft)
+        add_tokenizer(family, tokenizer, draft)
 
 
 def _special_ids(family, model_config, tokenizer):

@@ -164,16 +164,15 @@ def attend(qkv, layout, bias, num_heads, num_kv_heads=None):
     """softmax(q k^T + bias) v within each example of `layout`, (N, H*K).
 
     `qkv` holds one to three tensors whose concatenated columns are q, k and v: one (N, 3*H*K) in self-attention, two in
-    cross-attention. With `num_kv_heads`, which divides H, it holds three: each head of k and v then serves
-    H / num_kv_heads heads of q in order (Ainslie et al. 2023, arXiv 2305.13245). Scores are not scaled here: scale q.
+    cross-attention. With `num_kv_heads`, which divides H, each head of k and v serves H / num_kv_heads heads of q in
+    order (Ainslie et al. 2023, arXiv 2305.13245); there must then be no bias. Scores are not scaled here: scale q.
     """
-    if num_kv_heads not in (None, num_heads):
-        qkv = with_repeated_heads(qkv, num_heads, num_kv_heads)
+    num_kv_heads = num_kv_heads or num_heads
     if not isinstance(layout, Layout):
         from model.nn.kernels.attention import packed_attention  # a CPU build of torch comes without Triton
 
-        return packed_attention(qkv, layout, bias.weight, bias.buckets, bias.table, bias.causal, num_heads)
-    q, k, v = split_qkv(qkv)
+        return packed_attention(qkv, layout, bias, num_heads, num_kv_heads)
+    q, k, v = with_repeated_heads(split_qkv(qkv, num_heads, num_kv_heads), num_heads, num_kv_heads)
     q_blocks = _Pad.apply(q, layout.queries).split([b * t for b, t, _ in (block.shape for block in layout.blocks)])
     k_blocks, v_blocks = (
         _Pad.apply(x, layout.keys).split([b * s for b, _, s in (block.shape for block in layout.blocks)])
@@ -192,5 +191,7 @@ def attend(qkv, layout, bias, num_heads, num_kv_heads=None):
 def with_repeated_heads(qkv, num_heads, num_kv_heads):
     """(q, k, v), (N, H*K) each, where each head of k and v is repeated for the heads of q that share it."""
     q, k, v = qkv
+    if num_heads == num_kv_heads:
+        return qkv
     k, v = (x.view(len(x), num_kv_heads, -1).repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
     return q, k.flatten(1), v.flatten(1)

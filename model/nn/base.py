@@ -12,7 +12,7 @@ from torch import nn
 
 from model.nn.dropout import NO_DROPOUT, Masks, step_key
 from model.nn.flat_params import FlatParams, with_padding
-from model.nn.layers import Linear
+from model.nn.layers import Linear, ResidualNorm
 from model.nn.lora import FACTORS, factor_kind, is_factor
 from model.nn.loss import linear_cross_entropy, token_log_probs
 
@@ -27,7 +27,9 @@ class LanguageModel(nn.Module):
     def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32):
         super().__init__()
         self.config, self.dropout, self.compute_dtype = model_config, dropout, compute_dtype
-        self.gradient_checkpointing = False  # the plan decides, before each step
+        # The plan decides, before each step, how many blocks backward computes again: the first ones of the forward
+        # pass, because backward begins at the last ones. So at most one of them is held beside all that is kept.
+        self.gradient_checkpointing = 0
         self.lora = None  # LoraConfig of its adapters, which model.nn.lora.attach adds
 
     @property
@@ -87,6 +89,22 @@ class LanguageModel(nn.Module):
         self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype)
         self.step_key = torch.zeros(2, dtype=torch.int32, device=self.device)
 
+    @torch.no_grad()
+    def place(self, device):
+        """Give a network built on the meta device memory on `device`, once: trained weights as masters, others as held.
+
+        Norms get ones, all other weights zeros; returns the model.
+        """
+        for p in self.parameters():
+            placed = nn.Parameter(torch.zeros(1, device=device).expand(p.shape), p.requires_grad)  # takes no memory
+            placed.__dict__.update(p.__dict__)
+            torch.utils.swap_tensors(p, placed)  # so that what refers to the parameter still does
+        self.make_flat()
+        for module in self.modules():
+            if isinstance(module, ResidualNorm):
+                module.weight.fill_(1)
+        return self
+
     def _apply(self, *args, **kwargs):
         """Rebuild the flat tensors, because Module.to replaces each weight by a tensor of its own."""
         super()._apply(*args, **kwargs)
@@ -105,6 +123,10 @@ class LanguageModel(nn.Module):
     def has_dropout(self):
         """True if training draws masks, so that batches need keys of their tokens."""
         return self.dropout > 0 or self.lora is not None and self.lora.dropout > 0
+
+    def own_modules(self):
+        """The modules of the network itself, without adapters' factors."""
+        return [module for name, module in self.named_modules() if not factor_kind(name)]
 
     def saved_tensors(self):
         """{name: tensor} of what a checkpoint holds: all weights, or the adapters alone if there are any."""
@@ -162,12 +184,14 @@ class Family:
     config_of: Callable  # (dict of a Hugging Face config.json, its path) -> config_class; ValueError for wrong values
     check_config: Callable  # (that dict, path); raises ValueError for what the network does not compute
     config_with: Callable  # (config_class, own tensors) -> config_class; what only the tensors tell
-    own_tensors: Callable  # ({name: tensor} of a Hugging Face file, path) -> those of the network, in float32
+    own_tensors: Callable  # ({name: tensor} of Hugging Face files, path) -> those of the network
     aliases: tuple[str, ...]  # names under which such a file may hold a tensor a second time
     to_hugging_face: Callable  # (model, tokenizer, device=None) -> transformers' model with its weights
     adapter_targets: Callable  # (model_config) -> names of the linear layers that `--lora_targets` may name
     adapter_prefix: str = "base_model.model."  # of the network's names in PEFT's files
     task_type: str = "CAUSAL_LM"  # PEFT's name of what such a network does
+    # whether it reads dialogues in the tokenizer's chat template (model/data/turn_template.py)
+    reads_dialogues: bool = False
 
 
 @dataclass(frozen=True)

@@ -158,10 +158,17 @@ def _no_bias(width, dtype, device):
     return torch.zeros(width, dtype=dtype, device=device)
 
 
-def split_qkv(qkv):
+def split_qkv(qkv, num_heads=1, num_kv_heads=1):
     """[q, k, v] as views of the one to three tensors whose concatenated columns they are."""
-    width = sum(x.shape[1] for x in qkv) // 3
-    return [part for x in qkv for part in x.split(width, dim=1)]
+    head_width = sum(x.shape[1] for x in qkv) // (num_heads + 2 * num_kv_heads)
+    widths = [num_heads * head_width, num_kv_heads * head_width, num_kv_heads * head_width]
+    parts = []
+    for x in qkv:
+        own = []
+        while sum(own) < x.shape[1]:
+            own.append(widths[len(parts) + len(own)])
+        parts += x.split(own, dim=1)
+    return parts
 
 
 def embed(ids, weight):
@@ -188,11 +195,10 @@ def add_matmul(total, a, b):
 
     All are matrices, or all are batches of matrices.
     """
-    add = torch.addmm if total.dim() == 2 else torch.baddbmm
     if a.dtype == total.dtype:
-        add(total, a, b, out=total)
+        (total.addmm_ if total.dim() == 2 else total.baddbmm_)(a, b)
     elif total.is_cuda:
-        add(total, a, b, out_dtype=total.dtype, out=total)
+        (torch.addmm if total.dim() == 2 else torch.baddbmm)(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
 

@@ -4,9 +4,11 @@ import json
 from dataclasses import asdict, fields
 
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS, T5_TYPES
+from model.nn.qwen.family import QWEN
+from model.nn.qwen.sizes import QWEN_TYPES
 from model.nn.t5.family import T5
 
-FAMILIES = dict.fromkeys(T5_TYPES, T5)
+FAMILIES = dict.fromkeys(T5_TYPES, T5) | dict.fromkeys(QWEN_TYPES, QWEN)
 
 
 def family_named(name):
@@ -32,11 +34,13 @@ def config_from(values):
     Raises ValueError or TypeError for values that it cannot have.
     """
     values = dict(values)
-    config_class = family_named(values.pop("family", DEFAULT_FAMILY)).config_class
+    name = values.pop("family", DEFAULT_FAMILY)
+    config_class = family_named(name).config_class
     known = [field.name for field in fields(config_class)]
     if unknown := values.keys() - known:
         raise ValueError(f"{', '.join(map('{!r:.80}'.format, sorted(unknown)))}: known are {', '.join(known)}")
-    return config_class(**values)
+    variant = dict(model_type=name) if "model_type" in known else {}
+    return config_class(**variant | values)
 
 
 def load_model_config(name):

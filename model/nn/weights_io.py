@@ -3,6 +3,7 @@
 import json
 import math
 import pickletools
+import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,14 @@ from safetensors.torch import load_file
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES
 from model.data.chat_template import write_chat_template
 from model.data.tokenizer import copy_tokenizer
+from model.data.turn_template import write_turn_template
+from model.nn.lora import is_factor
 from model.nn.registry import FAMILIES, family_named, family_of
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.safetensors")  # in INDEX: no folder, and nothing hidden
 SAFE_LOAD = (2, 10)  # the first torch whose weights_only=True runs no code from a file
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # The only names in the pickle of a state dict of floats. Any other could allocate without limit inside torch.load.
@@ -41,14 +46,14 @@ def export_model(model, tokenizer, directory, generation=None):
             add_values(draft / "generation_config.json", generation or {})
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        add_tokenizer(tokenizer, draft)
+        add_tokenizer(family_of(model.config), tokenizer, draft)
 
 
-def add_tokenizer(tokenizer, directory):
+def add_tokenizer(family, tokenizer, directory):
     """Copy a tokenizer's files and its chat template to `directory`; raises OSError if that fails."""
     try:
         copy_tokenizer(tokenizer.directory, directory)
-        write_chat_template(tokenizer, directory)
+        (write_turn_template if family.reads_dialogues else write_chat_template)(tokenizer, directory)
     except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
         raise OSError(str(error)) from None
 
@@ -86,10 +91,30 @@ def load_weights(path):
         )
     family, model_config, values = read_config(directory / "config.json")
     family.check_config(values, directory / "config.json")
-    tensors = family.own_tensors(read_tensors(weights_file(directory)), directory)
+    tensors = family.own_tensors(_read_files(directory), directory)
     if family.num_blocks(model_config) > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
     return LoadedWeights(tensors, family.config_with(model_config, tensors), directory)
+
+
+def _read_files(directory):
+    """{name: tensor} of a directory's one file of weights, or of the files that its INDEX names.
+
+    They are mapped from the files: a tensor takes memory once it is read, which the system takes back. Raises
+    ValueError as `read_tensors` does, and if the index does not fit the files.
+    """
+    if single := weights_file(directory):
+        return read_tensors(single)
+    named, tensors = read_object(directory / INDEX).get("weight_map"), {}
+    if not isinstance(named, dict) or not all(isinstance(x, str) and FILE_NAME.fullmatch(x) for x in named.values()):
+        raise ValueError(f"{directory / INDEX}: its weight_map must name files beside it, NAME.safetensors")
+    for name in sorted(set(named.values())):
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory / INDEX} names {name}, and it is not there: download it too")
+        tensors |= read_tensors(directory / name)
+    if len(tensors) != len(named):
+        raise ValueError(f"{directory / INDEX} names {len(named)} tensors and its files hold {len(tensors)}")
+    return tensors
 
 
 def read_config(path):
@@ -121,14 +146,14 @@ def model_directory(path):
     """The first of `path`, its best/ and its last/ that holds weights in Hugging Face form, or None."""
     path = Path(path)
     for directory in (path, path / "best", path / "last"):
-        if (directory / "config.json").is_file() and weights_file(directory):
+        if (directory / "config.json").is_file() and (weights_file(directory) or (directory / INDEX).is_file()):
             return directory
     return None
 
 
 def weights_file(directory):
     """The file of weights in a Hugging Face directory, or None; older models come as a pickled state dict."""
-    paths = (Path(directory, name) for name in ("model.safetensors", "pytorch_model.bin"))
+    paths = (Path(directory, name) for name in (WEIGHTS, "pytorch_model.bin"))
     return next((path for path in paths if path.is_file()), None)
 
 
@@ -221,12 +246,13 @@ def _check_plain(tensors, path):
 def load_into(model, weights, source):
     """Copy `weights.tensors` into `model`. Raises ValueError as `check_fits` does; `source` is named in it."""
     check_fits(model, weights, source)
-    model.load_state_dict(weights.tensors, strict=False)  # a model with adapters takes those alone
+    model.load_state_dict(weights.tensors, strict=False)  # either the adapters or all but them
 
 
 def check_fits(model, weights, source):
     """Raise ValueError with the differences unless `weights.tensors` match `model` in names and shapes."""
-    expected = model.saved_tensors()
+    of_adapter = any(map(is_factor, weights.tensors))
+    expected = {name: tensor for name, tensor in model.state_dict().items() if is_factor(name) == of_adapter}
     missing, extra = expected.keys() - weights.tensors.keys(), weights.tensors.keys() - expected.keys()
     wrong = [n for n in expected.keys() & weights.tensors.keys() if expected[n].shape != weights.tensors[n].shape]
     if missing or extra or wrong:

@@ -6,7 +6,8 @@ checkpointer saves from a snapshot in host memory while training goes on, and ex
 journal appends to metrics.jsonl and reads it; durations says from it where the time went;
 curves thins it to what can be drawn;
 run_log chooses what is written about each step;
-console formats log lines and shows progress; log opens the log file; plots draws the curves.
+console formats log lines and shows progress; log opens the log file;
+plots draws the curves of runs; drawing does so, and trackers sends the journal's numbers elsewhere, in own processes.
 
 live shows the screen while a run trains: status is what each rank says of itself, terminal_log takes what is printed
 meanwhile, and watch is the screen's own process. It keeps figures from the journal and asks sensors of the driver; view

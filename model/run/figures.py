@@ -50,6 +50,7 @@ class Figures:
         self.step, self.pairs_seen = 0, 0  # pairs_seen is None where the journal does not tell
         self.losses = Series()  # smoothed
         self.smoothed, self._num_losses = None, 0
+        self._since_eval = 0.0, 0  # training loss times target tokens, target tokens, since the last evaluation
         self.evals, self.saves = [], []  # valid lines; of the saves the newest good one and the failed ones after it
         self.events = deque(maxlen=MAX_EVENTS)  # valid lines, cut to EVENT_FIELDS
         self.stop, self.last_time, self.longest_pause, self.peak_bytes = None, None, 0.0, 0
@@ -86,6 +87,7 @@ class Figures:
         self.losses.drop_after(step)
         self.smoothed = self.losses.values[-1] if self.losses.values else None
         self._num_losses = min(self._num_losses, len(self.losses.values))
+        self._since_eval = 0.0, 0
         if self.step > step:
             self.train = None
         self.step, self.pairs_seen = step, record.get("pairs_seen") if step else 0
@@ -99,6 +101,8 @@ class Figures:
         self.peak_bytes = max(self.peak_bytes, record.get("reserved_bytes") or record.get("peak_bytes") or 0)
         if record["loss"] is not None:
             self._smooth(record["step"], float(record["loss"]))
+            (total, weight), tokens = self._since_eval, record.get("target_tokens", 1)
+            self._since_eval = total + record["loss"] * tokens, weight + tokens
 
     def _smooth(self, step, loss):
         """Mean of the first lines, then an exponential moving average."""
@@ -108,8 +112,12 @@ class Figures:
         self.losses.add(step, self.smoothed)
 
     def _add_eval(self, record):
-        if record.get("loss") is not None:
-            self.evals.append(record)
+        if record.get("loss") is None:
+            return
+        total, weight = self._since_eval
+        derived = record["loss"] - total / weight if weight else None  # as runs write it
+        self.evals.append({"overfit_gap": derived} | record)
+        self._since_eval = 0.0, 0
 
     def _add_save(self, record):
         self.saves = [*self.saves, record][-MAX_EVENTS:] if "error" in record else [record]
@@ -132,9 +140,8 @@ class Figures:
 
     @property
     def overfit_gap(self) -> float | None:
-        """Validation loss of the last evaluation less the smoothed training loss at its step."""
-        training = self.losses.at(self.evals[-1]["step"]) if self.evals else None
-        return None if training is None else self.evals[-1]["loss"] - training
+        """That of the last evaluation; None where the journal does not tell."""
+        return self.evals[-1]["overfit_gap"] if self.evals else None
 
     @property
     def num_above_best(self) -> int:

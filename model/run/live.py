@@ -19,6 +19,7 @@ import torch
 from model.run.messages import Texts, language_of
 from model.run.status import Status, host_memory, write_status
 from model.run.terminal_log import NAME, TerminalLog, discard
+from model.run.trackers import Trackers
 from model.run.watch import LEAVE
 from model.runtime.activity import current_activity, now_doing
 from model.runtime.device_memory import memory_cap, peak_memory
@@ -33,16 +34,18 @@ DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 @contextmanager
-def live(ranks, run_dir, screen, limit_gb):
-    """Inside the block this rank writes its status; rank 0 shows the screen if `screen` (auto, on, off) asks for it.
+def live(ranks, run_dir, screen, limit_gb, tracker):
+    """Inside the block this rank writes its status; rank 0 has the screen and the trackers that are asked for.
 
-    `limit_gb` is the GPU memory that the run may use, in GiB; 0: all.
+    `screen` is auto, on or off, `tracker` as check_installed has it. `limit_gb` is the GPU memory that the run may use,
+    in GiB; 0: all.
     """
     now_doing("starting")
     identity = identity_of(ranks, limit_gb)
     if ranks.is_main:
         discard(run_dir)
     screen = screen_of(ranks, run_dir, screen)
+    trackers = Trackers(run_dir, tracker if ranks.is_main else "")
     ended = threading.Event()
 
     def keep_writing():
@@ -50,6 +53,7 @@ def live(ranks, run_dir, screen, limit_gb):
             with suppress(OSError):  # without a free descriptor, for example
                 write_status(run_dir, status_now(identity, ranks.device))
             screen.check()
+            trackers.check()
             ended.wait(STATUS_SECONDS)
 
     thread = threading.Thread(target=keep_writing, name="status", daemon=True)
@@ -59,6 +63,7 @@ def live(ranks, run_dir, screen, limit_gb):
     finally:
         ended.set()
         thread.join()
+        trackers.close()
         screen.close()
 
 

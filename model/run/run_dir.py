@@ -28,8 +28,8 @@ TOKENIZER_DIR, TOKENS_DIR = "model_save/tokenizer", "model_save/tokens"
 LOGGER = logging.getLogger("chat_trainer")
 RUN_MARKERS = {"run.lock", "metrics.jsonl", "checkpoints"}  # each shows that a run worked here; models have config.json
 RUN_OUTPUTS = re.compile(
-    r"run\.lock|(config|plan|status_rank\w*)\.json|(metrics|samples_rank\w*)\.jsonl|terminal\.log|checkpoints|best|last|"
-    r"tokenizer|plots"
+    r"run\.lock|(config|plan|trackers|status_rank\w*)\.json|(metrics|samples_rank\w*)\.jsonl|terminal\.log|checkpoints|"
+    r"best|last|tokenizer|plots|tensorboard|wandb"
 )
 IGNORED_NAMES = re.compile(r"\..*|lost\+found|tokenizer|.*\.(log|out|err|txt)")  # allowed before the first start
 

@@ -31,7 +31,7 @@ def begin(run, journal, request, state, plan):
         remove_drafts(run.dir, run.dir / "checkpoints")
         discard_after(run.dir, state.step)
         write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=config_values))
-        write_json(run.dir / "plan.json", asdict(plan) | run.memory)
+        write_json(run.dir / "plan.json", asdict(plan) | run.memory | dict(lengths=binned_lengths(run.train)))
     cut_sample_ids_everywhere(ranks, run.dir, state.step)
     journal.write(
         "start", preset=request.preset, config_hash=hashlib.sha256(repr(config_values).encode()).hexdigest()[:16],
@@ -63,6 +63,14 @@ def begin(run, journal, request, state, plan):
     rate = f"learning rate up to {config.learn_rate:g} over the first {warmup_steps:,.0f} steps"
     say(ranks, f"{config.optimizer}, {rate}")
     say(ranks, warmup_problem(config, warmup_steps, num_steps))
+
+
+def binned_lengths(examples):
+    """{side: Lengths.binned of it}, for plots."""
+    names, num_sides = examples.objective.sides, examples.histogram.tokens.shape[1]
+    if len(names) != num_sides:  # a network may take several columns as one side
+        names = [f"side {place}" for place in range(num_sides)]
+    return {name.removesuffix("_ids"): examples.histogram.binned(place) for place, name in enumerate(names)}
 
 
 def write_events(run, journal, samples, result):

@@ -6,7 +6,7 @@ from config import DEFAULT_FAMILY, MAX_INT
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import CHUNKS, MemoryPlan
 from model.nn.lora import lora_from
-from model.nn.registry import family_named
+from model.nn.registry import config_from, family_named, family_of
 from model.train.spike_guard import WINDOW
 
 MAX_NUMBER = 2**63 - 1  # ranks vote on int64
@@ -88,10 +88,10 @@ def state_of(values):
     if state.lora is not None:
         _check_lora(state.lora)
     if state.plan is not None:
-        _check_plan(state.plan, "its plan")
+        _check_plan(state.plan, state.shape, "its plan")
     if state.growth is not None:
         recovery = _parse_fields(PlanRecovery, state.growth, "its growth")
-        _check_plan(recovery.full, "the full plan of its growth")
+        _check_plan(recovery.full, state.shape, "the full plan of its growth")
         if not recovery.calm_steps < recovery.wait_steps:
             raise ValueError(f"its growth is {state.growth}: calm_steps must be below wait_steps")
     return state
@@ -118,13 +118,25 @@ def _check_lora(values):
         raise ValueError(f"its lora is {values!r:.200}: {error}") from None
 
 
-def _check_plan(values, what):
-    """Raise ValueError unless the JSON `values` are a MemoryPlan with sizes that a plan can have."""
+def _check_plan(values, shape, what):
+    """Raise ValueError unless the JSON `values` are a MemoryPlan with sizes that a plan can have.
+
+    In older files gradient checkpointing is true, of all blocks, or false: it becomes their number.
+    """
+    if isinstance(values, dict) and isinstance(values.get("gradient_checkpointing"), bool):
+        values["gradient_checkpointing"] *= _num_blocks(shape)
     _parse_fields(MemoryPlan, values, what)
-    limits = dict(micro_batch_tokens=MAX_INT, chunk_tokens=CHUNKS[0], answers=MAX_INT)
-    for name, most in limits.items():
-        if not 0 < values[name] <= most:
-            raise ValueError(f"{what} says {name}={values[name]}: it must be from 1 to {most}")
+    limits = dict(micro_batch_tokens=(1, MAX_INT), chunk_tokens=(1, CHUNKS[0]), answers=(1, MAX_INT))
+    limits["gradient_checkpointing"] = 0, _num_blocks(shape)
+    for name, (least, most) in limits.items():
+        if not least <= values[name] <= most:
+            raise ValueError(f"{what} says {name}={values[name]}: it must be from {least} to {most}")
+
+
+def _num_blocks(shape):
+    """Blocks of the network whose configuration has these values."""
+    model_config = config_from(shape)
+    return family_of(model_config).num_blocks(model_config)
 
 
 def _parse_fields(cls, values, what):

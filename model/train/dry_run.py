@@ -13,7 +13,7 @@ import torch
 from model.data.length_histogram import histogram
 from model.memory.estimate import Estimate
 from model.memory.oom_policy import shrink_plan, smaller_plan
-from model.memory.plan import NothingFits, choose_plan, predicted_peaks, recording_asked
+from model.memory.plan import NothingFits, allowed_checkpointing, choose_plan, predicted_peaks, recording_asked
 from model.runtime.device_memory import limit_memory, memory_cap, non_torch_bytes, release_memory, within_memory
 from model.runtime.distributed import sum_over_ranks, vote
 from model.runtime.watchdog import untimed
@@ -105,7 +105,7 @@ def _can_keep(kept, config, estimate, usable_bytes):
         return False
     step_peak = estimate.of_longest_targets.step_peak
     fits = usable_bytes is None or step_peak(*kept.cutting) <= usable_bytes * KEPT_USABLE
-    return fits and config.gradient_checkpointing in ("auto", str(kept.gradient_checkpointing))
+    return fits and kept.gradient_checkpointing in allowed_checkpointing(config.gradient_checkpointing, estimate)
 
 
 def plan_before_probes(trial, kept, usable_bytes):
@@ -139,7 +139,7 @@ def probe_plan(trial, plan, choose):
         if measured is None and fitted:
             break
         if measured is None:
-            shrink = partial(shrink_plan, longest_tokens=estimate.lengths.longest)
+            shrink = partial(shrink_plan, longest_tokens=estimate.lengths.longest, num_blocks=estimate.num_blocks)
             smaller = smaller_plan(replace(plan, graphs=False), shrink)  # the cutting shrinks; probes record nothing
             plan, choose = replace(smaller, graphs=plan.graphs), None
             continue

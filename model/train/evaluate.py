@@ -94,8 +94,7 @@ def evaluate_loss(evaluation, plan, step=0, note=lambda kind, **values: None):
         return cut(ids, examples.lengths(ids, EPOCH), plan.micro_batch_tokens)
 
     def shrink(plan):
-        plan = replace(plan, gradient_checkpointing=True, graphs=False)  # neither has an effect without a backward
-        return shrink_plan(plan, examples.histogram.longest)
+        return shrink_plan(replace(plan, graphs=False), examples.histogram.longest)  # without backward none is recorded
 
     share_ids = np.arange(ranks.rank, len(examples), ranks.world_size)
     note = partial(note, step=step, where="evaluate")

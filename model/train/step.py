@@ -183,8 +183,9 @@ def _until_agreed(context, plan, work, packed, torn):
     `torn`: this rank's last update was; all ranks then raise TornUpdate. Raises NothingFits if the smallest plan fails.
     """
     events, failed = [], None
-    longest_tokens = context.loader.examples.histogram.longest
-    for tried in plans_to_try(plan, partial(shrink_plan, longest_tokens=longest_tokens)):
+    examples = context.loader.examples
+    sizes = dict(longest_tokens=examples.histogram.longest, num_blocks=examples.family.num_blocks(context.model.config))
+    for tried in plans_to_try(plan, partial(shrink_plan, **sizes)):
         if failed is not None:
             values = dict(step=work.step, where="step", rank=failed, before=vars(plan), after=vars(tried))
             events.append(("oom", values))

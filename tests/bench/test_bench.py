@@ -1,14 +1,16 @@
 """The parts of the benchmarks, at sizes that take a second."""
 
+import json
 import sys
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from bench import caps, kernels, votes
-from bench.children import Job, run_jobs
+from bench import caps, kernels, several_gpus, votes
+from bench.children import Done, Job, run_jobs
 from bench.clock import Pace, StepClock
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_lengths, write_corpus
 from bench.data_scale import build_store
@@ -60,11 +62,16 @@ def test_fill_is_one_without_recording_and_high_with_it(store, world_size):
 
 
 def test_a_child_over_its_time_limit_is_killed_and_the_others_go_on(tmp_path):
-    slow = Job("slow", [sys.executable, "-c", "print('began', flush=True); import time; time.sleep(60)"], 2)
+    apart = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(61)'], start_new_session=True)"
+    code = f"import subprocess, sys, time; {apart}; print('began', flush=True); time.sleep(60)"
+    slow = Job("slow", [sys.executable, "-c", code], 2)
     wrong = Job("wrong", [sys.executable, "-c", "raise SystemExit(3)"], 30)
     done = {d.job.name: d for d in run_jobs([slow, wrong], tmp_path, [dict(SLOT="a")])}
     assert (done["slow"].problem, done["slow"].text) == ("not done after 2 s", "began\n")
     assert done["wrong"].problem == "exit code 3"
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if "import time; time.sleep(61)" in (p.info["cmdline"] or [])
+    ]
     assert next(run_jobs([wrong], tmp_path, [{}], total_seconds=0)).problem == "not started: no time left"
 
 
@@ -84,6 +91,19 @@ def test_the_vote_is_timed_over_the_given_group_and_left_out_without_one(monkeyp
     run = SimpleNamespace(ranks=ranks, context=StepContext(ranks, None, None, None, None))
     assert [votes.step_milliseconds(run, None, group, (40, 3)) for group in ("a group", None)] == [2, 2]
     assert groups == ["a group", None]
+
+
+def test_the_table_of_several_gpus_sets_each_cell_beside_one_gpu_and_names_what_went_wrong():
+    timed = json.dumps(dict(harness="votes", step_ms=50.0, exchange_ms=4.0, vote_ms=0.1))
+    one = several_gpus.results_of("scaling", Done(Job("small/muon/256/1", [], 9), "", 1.0, timed.replace("50", "48")))
+    two = several_gpus.results_of("scaling", Done(Job("small/muon/256/2", [], 9), "", 1.0, f"said\n{timed}\n"))
+    hung = several_gpus.results_of("machines", Done(Job("machines", [], 9), "not done after 9 s", 9.0, "waiting"))
+    assert [result["wrong"] for result in (*one, *two, *hung)] == ["", "", "", "", "not done after 9 s: waiting"]
+    table = list(several_gpus.scaling_table([*one, *two]))
+    assert table[-1] == "| small | muon | 256 | 2 | 50.00 | 10,240 | 1.92 | 1.93 | 4.00 | 0.10 |"
+    assert list(several_gpus.parts_table([*two, *hung]))[2:] == [
+        "| machines | machines | 0 | not done after 9 s: waiting | 9.0 |"
+    ]
 
 
 def test_padding_keeps_every_token_and_masks_the_rest():
@@ -133,7 +153,7 @@ def test_plans_that_cut_a_step_in_the_same_way_share_its_fastest_time(monkeypatc
     """Four steps of 1,000 tokens: one forward each with 2048 tokens or more, two with 1024. Checkpointing takes twice
     the time, recording a third of it.
     """
-    plan, draw, epochs = MemoryPlan(3000, 512, False, 0), np.random.default_rng(0), []
+    plan, draw, epochs = MemoryPlan(3000, 512, 0, 0), np.random.default_rng(0), []
 
     def tried_ways(_run, fastest, _warm, plan):
         size, chunk, again = plan.cutting
@@ -153,7 +173,7 @@ def test_plans_that_cut_a_step_in_the_same_way_share_its_fastest_time(monkeypatc
     assert speeds[8192, 512, False] == 0 and speeds[1024, 512, False] < 600 and speeds[8192, 512, True] < 600
     assert not epochs, "only a plan that is faster than the given one must train an epoch"
     speeds = caps.speeds_by_trying(None, plan, 5000, may_record=True)
-    assert max(speeds, key=speeds.get) == MemoryPlan(4096, 512, False, 0, graphs=True) == epochs[0]
+    assert max(speeds, key=speeds.get) == MemoryPlan(4096, 512, 0, 0, graphs=True) == epochs[0]
 
 
 def test_a_case_of_a_small_gpu_is_measured(monkeypatch):

@@ -67,14 +67,17 @@ def test_the_speed_the_time_left_and_the_next_evaluation(journal, path):
     assert figures.step_seconds < 1, "wall clock between the lines, not step_seconds"
 
 
-def test_the_overfit_gap_is_to_the_smoothed_training_loss_of_that_step(journal, path):
+def test_the_overfit_gap_is_to_the_mean_training_loss_since_the_evaluation_before(journal, path):
     for step in (1, 2, 3, 4):
-        journal.write("train", **train(step, loss=3.0))
+        journal.write("train", **train(step, loss=3.0 if step < 4 else 2.0))
+        journal.write("train", **train(step, loss=3.0 if step < 4 else 4.0))
         journal.write("eval", step=step, loss=3.0 + step / 10)
     journal.write("train", **train(5, loss=1.0))
     figures = figures_of(path)
     assert figures.overfit_gap == pytest.approx(0.4) and figures.num_above_best == 3
     assert 1 < figures.smoothed < 3
+    journal.write("eval", step=5, loss=2.0, overfit_gap=0.25)
+    assert figures_of(path).overfit_gap == 0.25, "the run's own figure"
 
 
 def test_a_loss_that_is_not_finite_does_not_enter_the_smoothed_one(journal, path):

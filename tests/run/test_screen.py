@@ -61,7 +61,7 @@ def test_the_rows_of_a_running_run():
         "speed": "45,120 tokens/s, 40 pairs/s",
         "wait": "2.0 ms a step (0.1%)",
         "validation": "4.6000, best 4.2000 (step 200)",
-        "gap": "+0.0309, best 2 evaluations ago",
+        "gap": "+0.1100, best 2 evaluations ago",
         "left": "9m 50s, of this epoch 9m 50s",
         "next": "in 95 steps, 3m 10s",
         "save": "step 700, 30s ago",

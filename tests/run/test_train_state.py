@@ -30,6 +30,7 @@ from tests.run.test_checkpoint import change_state
         ("plan.chunk_tokens", 2049, "chunk_tokens=2049: it must be from 1 to 2048"),
         ("plan.answers", 0, "answers=0: it must be from 1"),
         ("plan.graphs", 1, "graphs=1"), ("plan.gradient_checkpointing", "no", "gradient_checkpointing='no'"),
+        ("plan.gradient_checkpointing", 5, "gradient_checkpointing=5: it must be from 0 to 4"),
         ("growth", {}, "its growth is {}"), ("growth.full", None, "full=None"),
         ("growth.full.chunk_tokens", 0, "the full plan of its growth"), ("growth.wait_steps", 0, "below wait_steps"),
     ],
@@ -63,6 +64,11 @@ def test_a_state_of_format_0_is_read_with_defaults_for_the_fields_that_it_lacks(
     assert {name: value for name, value in state_values(state).items() if name in written} == written | dict(
         recent_norms=()
     )
+    for path_to, was, blocks in (("plan", True, 4), ("plan", False, 0), ("growth.full", True, 4)):
+        change_state(path, {f"{path_to}.gradient_checkpointing": was})
+        state = read_checkpoint(path).state
+        plan = state.plan if path_to == "plan" else state.growth["full"]
+        assert plan["gradient_checkpointing"] == blocks and type(plan["gradient_checkpointing"]) is int
 
 
 def test_a_checkpoint_of_a_later_format_is_refused_and_not_replaced_by_an_older_one(save, tmp_path):

@@ -164,9 +164,26 @@ def test_a_missing_journal_is_exit_2_and_the_message_says_what_to_type(tmp_path)
     assert "name a run directory" in refused(check(tmp_path / "nowhere", folder=tmp_path))
 
 
-def test_an_empty_journal_is_exit_2(run_dir, tmp_path):
+def test_a_run_that_has_not_written_its_first_line_is_starting(run_dir, tmp_path):
+    run_dir.mkdir(parents=True)
+    assert "name a run directory" in refused(check(run_dir, folder=tmp_path))
+    (run_dir / "run.lock").touch()
+    assert rows_of(check(folder=tmp_path))["state"].startswith("no line in the journal yet; started ")
     write(run_dir, [])
-    assert "still empty" in refused(check(run_dir, folder=tmp_path))
+    assert rows_of(check(run_dir, folder=tmp_path))["state"].startswith("no line in the journal yet; started ")
+
+
+def test_several_runs_are_a_table_and_one_picture(run_dir, tmp_path):
+    other, out = run_dir.parent / "sft", tmp_path / "both.png"
+    write(run_dir, run_lines(time.time()))
+    write(other, [{"kind": "start", "time": time.time(), "total_steps": 40}, train(20, time.time())])
+    done = check(run_dir, other, "--plot", out, folder=tmp_path)
+    said, titles, *lines = done.stdout.splitlines()
+    assert done.returncode == 0 and said == str(out) and titles.split()[:3] == ["run", "state", "step"]
+    assert [line.split()[0] for line in lines] == [str(run_dir), str(other)]
+    assert "500 of 1,000 (50.0%)" in lines[0] and "20 of 40 (50.0%)" in lines[1]
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert "no run in" in refused(check(run_dir, tmp_path, "--plot", out, folder=tmp_path))
 
 
 def test_a_damaged_journal_is_exit_2_and_the_message_names_the_line(run_dir, tmp_path):

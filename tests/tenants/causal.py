@@ -94,7 +94,7 @@ class CausalModel(LanguageModel):
         x = dropout(embed(batch.ids, self.embedding.weight), masks)
         for number, block in enumerate(self.blocks):
             args = (block, x, masks.at(1 + 2 * number), lambda *qkv: attend(qkv, batch.layout, mask, *heads))
-            again = self.gradient_checkpointing and torch.is_grad_enabled()
+            again = number < self.gradient_checkpointing and torch.is_grad_enabled()
             x = checkpoint(*args, use_reentrant=False) if again else args[0](*args[1:])
         return self.norm(x, None)[1][batch.rows], batch.labels
 
@@ -152,6 +152,6 @@ CAUSAL = Family(
     num_blocks=lambda c: c.num_layers, aliases=(), to_hugging_face=export, check_config=lambda values, path: None,
     config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
-    own_tensors=lambda tensors, path: {name: tensor.float() for name, tensor in tensors.items()},
+    own_tensors=lambda tensors, path: tensors,
     adapter_targets=lambda c: ("q", "k", "v", "o", "up", "down"),
 )  # fmt: skip

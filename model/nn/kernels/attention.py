@@ -52,7 +52,8 @@ def _scores(q, k, queries, keys, num_keys, BIAS, head, centre, CAUSAL: tl.conste
 def attention_forward(
     Q, K, V, OUT, LSE, BIAS, TILES,
     stride_q, stride_k, stride_v, stride_out, num_queries_total, centre,
-    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """OUT = softmax(Q K^T + bias) V and LSE (heads, N) = log2 of the softmax's denominator, for one tile of queries."""
     head = tl.program_id(1)
@@ -66,8 +67,8 @@ def attention_forward(
     last = tl.minimum(num_keys, first + M) if CAUSAL else num_keys
     for first_key in range(0, last, N):
         keys = first_key + tl.arange(0, N)
-        k = _load_rows(K, start_k + keys, keys < num_keys, stride_k, head, D)
-        v = _load_rows(V, start_k + keys, keys < num_keys, stride_v, head, D)
+        k = _load_rows(K, start_k + keys, keys < num_keys, stride_k, head // GROUP, D)
+        v = _load_rows(V, start_k + keys, keys < num_keys, stride_v, head // GROUP, D)
         scores = _scores(q, k, queries, keys, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS)
         new_row_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_row_max[:, None])
@@ -96,7 +97,8 @@ def _weights_and_score_grads(
 def attention_backward_queries(
     Q, K, V, OUT, GRAD_OUT, LSE, DELTA, BIAS, GRAD_Q, TILES,
     stride_q, stride_k, stride_v, stride_grad, stride_out, stride_grad_q, num_queries_total, centre,
-    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """GRAD_Q of one tile of queries, and DELTA (heads, queries) = sum of OUT * GRAD_OUT per head for the keys' pass."""
     head = tl.program_id(1)
@@ -113,8 +115,8 @@ def attention_backward_queries(
     last = tl.minimum(num_keys, first + M) if CAUSAL else num_keys
     for first_key in range(0, last, N):
         keys = first_key + tl.arange(0, N)
-        k = _load_rows(K, start_k + keys, keys < num_keys, stride_k, head, D)
-        v = _load_rows(V, start_k + keys, keys < num_keys, stride_v, head, D)
+        k = _load_rows(K, start_k + keys, keys < num_keys, stride_k, head // GROUP, D)
+        v = _load_rows(V, start_k + keys, keys < num_keys, stride_v, head // GROUP, D)
         _, grad_scores = _weights_and_score_grads(
             q, k, v, grad_out, lse, delta, queries, keys, num_queries, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS
         )
@@ -151,41 +153,46 @@ def _to_buckets(sums, distance, BUCKETS, centre, NUM_BUCKETS: tl.constexpr):
 def attention_backward_keys(
     Q, K, V, GRAD_OUT, LSE, DELTA, BIAS, BUCKETS, GRAD_K, GRAD_V, GRAD_BIAS, TILES,
     stride_q, stride_k, stride_v, stride_grad, stride_grad_k, stride_grad_v, num_queries_total, centre,
-    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_BUCKETS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_BUCKETS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """GRAD_K and GRAD_V of one tile of keys; GRAD_BIAS (tiles, buckets, heads), its part of the bias gradient."""
-    head = tl.program_id(1)
+    """GRAD_K and GRAD_V of one tile of keys, summed over the GROUP heads of Q that share them.
+
+    GRAD_BIAS (tiles, buckets, heads) is the tile's part of the bias gradient; with a bias GROUP is 1.
+    """
+    kv_head = tl.program_id(1)
     first, start_q, num_queries, start_k, num_keys = _load_tile(TILES, tl.program_id(0))
     keys = first + tl.arange(0, N)
     is_real = keys < num_keys
-    k = _load_rows(K, start_k + keys, is_real, stride_k, head, D)
-    v = _load_rows(V, start_k + keys, is_real, stride_v, head, D)
+    k = _load_rows(K, start_k + keys, is_real, stride_k, kv_head, D)
+    v = _load_rows(V, start_k + keys, is_real, stride_v, kv_head, D)
     grad_k, grad_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
     bucket_ids = tl.arange(0, NUM_BUCKETS)
     grad_bias = tl.zeros([NUM_BUCKETS], tl.float32)
     first_query = first // M * M if CAUSAL else 0
-    for start in range(first_query, num_queries, M):
-        queries = start + tl.arange(0, M)
-        query_is_real = queries < num_queries
-        q = _load_rows(Q, start_q + queries, query_is_real, stride_q, head, D)
-        grad_out = _load_rows(GRAD_OUT, start_q + queries, query_is_real, stride_grad, head, D)
-        lse = tl.load(LSE + head * num_queries_total + start_q + queries, mask=query_is_real, other=0.0)
-        delta = tl.load(DELTA + head * num_queries_total + start_q + queries, mask=query_is_real, other=0.0)
-        weights, grad_scores = _weights_and_score_grads(
-            q, k, v, grad_out, lse, delta, queries, keys, num_queries, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS
-        )
-        grad_v = tl.dot(tl.trans(weights).to(v.dtype), grad_out, grad_v)
-        grad_k = tl.dot(tl.trans(grad_scores).to(q.dtype), q, grad_k)
-        if HAS_BIAS:
-            grad_bias += _sums_by_bucket(grad_scores, first - start, BUCKETS, centre, NUM_BUCKETS, N)
-    columns = head * D + tl.arange(0, D)[None, :]
+    for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
+        for start in range(first_query, num_queries, M):
+            queries = start + tl.arange(0, M)
+            query_is_real = queries < num_queries
+            q = _load_rows(Q, start_q + queries, query_is_real, stride_q, head, D)
+            grad_out = _load_rows(GRAD_OUT, start_q + queries, query_is_real, stride_grad, head, D)
+            lse = tl.load(LSE + head * num_queries_total + start_q + queries, mask=query_is_real, other=0.0)
+            delta = tl.load(DELTA + head * num_queries_total + start_q + queries, mask=query_is_real, other=0.0)
+            weights, grad_scores = _weights_and_score_grads(
+                q, k, v, grad_out, lse, delta, queries, keys, num_queries, num_keys, BIAS, head, centre,
+                CAUSAL, HAS_BIAS,
+            )  # fmt: skip
+            grad_v = tl.dot(tl.trans(weights).to(v.dtype), grad_out, grad_v)
+            grad_k = tl.dot(tl.trans(grad_scores).to(q.dtype), q, grad_k)
+            if HAS_BIAS:
+                grad_bias += _sums_by_bucket(grad_scores, first - start, BUCKETS, centre, NUM_BUCKETS, N)
+    columns = kv_head * D + tl.arange(0, D)[None, :]
     rows = (start_k + keys)[:, None].to(tl.int64)
     tl.store(GRAD_K + rows * stride_grad_k + columns, grad_k.to(GRAD_K.dtype.element_ty), mask=is_real[:, None])
     tl.store(GRAD_V + rows * stride_grad_v + columns, grad_v.to(GRAD_V.dtype.element_ty), mask=is_real[:, None])
     if HAS_BIAS:
         rows = tl.program_id(0) * NUM_BUCKETS + bucket_ids
-        tl.store(GRAD_BIAS + rows * tl.num_programs(1) + head, grad_bias)
+        tl.store(GRAD_BIAS + rows * tl.num_programs(1) + kv_head, grad_bias)
 
 
 TILE = 64  # queries or keys per tile
@@ -234,39 +241,43 @@ def _tiles(own, other, bucket_tokens, bucket_pairs):
     return np.concatenate([tiles, np.zeros((num_tiles - len(tiles), 5), np.int32)])
 
 
-def packed_attention(qkv, layout, bias_weight=None, buckets=None, table=None, causal=False, num_heads=1):
+def packed_attention(qkv, layout, bias, num_heads, num_kv_heads):
     """softmax(q k^T + bias) v within each example, (N, heads * D); D is a power of two, at least 16.
 
-    `qkv` holds one to three tensors whose concatenated columns are q, k and v. `bias_weight` (buckets, heads) is the
-    learned table, `buckets` (2 * C + 1,) int32 the bucket of each distance (key minus query) from -C to C, and `table`
-    (heads, 2 * C + 1) the bias of each distance.
+    `qkv` holds one to three tensors whose concatenated columns are q, k and v; each head of k and v serves
+    num_heads / num_kv_heads heads of q. `bias` is a ScoreBias of model/nn/attention.py: its `weight` (buckets, heads)
+    is the learned table, `buckets` (2 * C + 1,) int32 the bucket of each distance (key minus query) from -C to C, and
+    `table` (heads, 2 * C + 1) the bias of each distance.
     """
-    return _PackedAttention.apply(layout, bias_weight, buckets, table, causal, num_heads, *qkv)
+    return _PackedAttention.apply(layout, bias.weight, bias, num_heads, num_kv_heads, *qkv)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layout, bias_weight, buckets, table, causal, num_heads, *qkv):
-        q, k, v = split_qkv(qkv)
+    def forward(ctx, layout, bias_weight, bias, num_heads, num_kv_heads, *qkv):
+        q, k, v = split_qkv(qkv, num_heads, num_kv_heads)
         out, lse = q.new_empty(q.shape), torch.empty(num_heads, len(q), device=q.device)
-        ctx.centre = 0 if buckets is None else len(buckets) // 2
-        ctx.options = dict(CAUSAL=causal, HAS_BIAS=table is not None, D=q.shape[1] // num_heads, M=TILE, N=TILE)
+        ctx.centre = 0 if bias.buckets is None else len(bias.buckets) // 2
+        ctx.options = dict(
+            CAUSAL=bias.causal, HAS_BIAS=bias.table is not None, GROUP=num_heads // num_kv_heads,
+            D=q.shape[1] // num_heads, M=TILE, N=TILE,
+        )  # fmt: skip
         ctx.options |= STAGES.get(ctx.options["D"], {})
         attention_forward[len(layout.query_tiles), num_heads](
-            q, k, v, out, lse, table, layout.query_tiles,
+            q, k, v, out, lse, bias.table, layout.query_tiles,
             q.stride(0), k.stride(0), v.stride(0), out.stride(0), len(q), ctx.centre, **ctx.options,
         )  # fmt: skip
-        ctx.save_for_backward(out, lse, table, buckets, *qkv)
-        ctx.layout, ctx.num_heads, ctx.bias_weight = layout, num_heads, bias_weight
+        ctx.save_for_backward(out, lse, bias.table, bias.buckets, *qkv)
+        ctx.layout, ctx.heads, ctx.bias_weight = layout, (num_heads, num_kv_heads), bias_weight
         ctx.num_buckets = 16 if bias_weight is None else len(bias_weight)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         out, lse, table, buckets, *qkv = ctx.saved_tensors
-        layout, centre, heads, options = ctx.layout, ctx.centre, ctx.num_heads, ctx.options
+        layout, centre, (heads, kv_heads), options = ctx.layout, ctx.centre, ctx.heads, ctx.options
         grads = [torch.empty_like(x) for x in qkv]
-        (q, k, v), (grad_q, grad_k, grad_v) = split_qkv(qkv), split_qkv(grads)
+        (q, k, v), (grad_q, grad_k, grad_v) = (split_qkv(x, heads, kv_heads) for x in (qkv, grads))
         grad_out, delta = grad_out.contiguous(), torch.empty_like(lse)
         strides = (q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0))
         attention_backward_queries[len(layout.query_tiles), heads](
@@ -275,9 +286,9 @@ class _PackedAttention(torch.autograd.Function):
         )  # fmt: skip
         num_tiles = len(layout.key_tiles)
         grad_bias = None if table is None else torch.empty(num_tiles, ctx.num_buckets, heads, device=q.device)
-        attention_backward_keys[num_tiles, heads](
+        attention_backward_keys[num_tiles, kv_heads](
             q, k, v, grad_out, lse, delta, table, buckets, grad_k, grad_v, grad_bias, layout.key_tiles, *strides,
             grad_k.stride(0), grad_v.stride(0), len(q), centre, NUM_BUCKETS=ctx.num_buckets, **options,
         )  # fmt: skip
         grad_weight = add_to_gradient(ctx.bias_weight, grad_bias) if ctx.needs_input_grad[1] else None
-        return None, grad_weight, None, None, None, None, *grads
+        return None, grad_weight, None, None, None, *grads

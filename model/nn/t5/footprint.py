@@ -75,23 +75,28 @@ def _outside_blocks(spec, queries):
     return (spec.model_config.d_model * spec.number_bytes + 24 + 12 * spec.dropout) * queries + bias
 
 
-def _stack(spec, layers, num_blocks, queries, checkpointing):
+def _stack(spec, layers, num_blocks, queries, num_recomputed):
     """(bytes kept by the blocks of a stack, peak bytes during the backward of its last block).
 
-    `layers` holds (kept, temporaries) of each layer of one block. With checkpointing a block keeps only its input, and
-    its backward recomputes the rest.
+    `layers` holds (kept, temporaries) of each layer of one block. The first `num_recomputed` blocks keep only their
+    input; their backward recomputes the rest. The last block is the peak unless it is one of them: then it is held
+    beside all inputs, and else beside what other blocks keep too.
     """
     kept_by_layer = [kept for kept, _ in layers]
-    block = spec.model_config.d_model * spec.number_bytes * queries if checkpointing else sum(kept_by_layer)
-    kept, moments = num_blocks * block, []
+    num_recomputed = min(max(num_recomputed, 0), num_blocks)
+    stream = spec.model_config.d_model * spec.number_bytes * queries
+    kept, moments = num_recomputed * stream + (num_blocks - num_recomputed) * sum(kept_by_layer), []
     for i, (_, temporaries) in enumerate(layers):
-        rest = sum(kept_by_layer[: i + 1]) if checkpointing else -sum(kept_by_layer[i + 1 :])
-        moments.append(kept + rest + temporaries)
+        recomputed = sum(kept_by_layer) if num_recomputed == num_blocks else 0
+        moments.append(kept + recomputed - sum(kept_by_layer[i + 1 :]) + temporaries)
     return kept, np.max(moments, axis=0)
 
 
 def step_moments(spec, tokens, checkpointing):
-    """{moment: bytes per example (kinds,)} for each moment that may be the peak of a step; `tokens` (kinds, 2)."""
+    """{moment: bytes per example (kinds,)} for each moment that may be the peak of a step; `tokens` (kinds, 2).
+
+    `checkpointing` is the number of blocks, the encoder's first, that backward computes again.
+    """
     model_config = spec.model_config
     prompt, response = tokens.T.astype(np.float64)
     encoder_layers = [_attention(spec, prompt, prompt), _feed_forward(spec, prompt)]
@@ -101,7 +106,8 @@ def step_moments(spec, tokens, checkpointing):
         _feed_forward(spec, response),
     ]
     encoder, encoder_backward = _stack(spec, encoder_layers, model_config.num_layers, prompt, checkpointing)
-    decoder, decoder_backward = _stack(spec, decoder_layers, model_config.num_decoder_layers, response, checkpointing)
+    in_decoder = checkpointing - model_config.num_layers
+    decoder, decoder_backward = _stack(spec, decoder_layers, model_config.num_decoder_layers, response, in_decoder)
     if spec.part == "decoder":
         encoder, encoder_backward = 0, 0  # the frozen encoder keeps nothing for a backward
     stream = model_config.d_model * spec.number_bytes

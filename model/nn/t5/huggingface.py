@@ -53,7 +53,7 @@ def first_id(model_config, tokenizer):
 
 
 def own_tensors(tensors, path):
-    """`tensors` as float32, without copies of the shared embedding.
+    """`tensors` without copies of the shared embedding.
 
     Raises ValueError, which names `path`, unless they are those of a T5 whose encoder and decoder share the embedding.
     """
@@ -64,7 +64,7 @@ def own_tensors(tensors, path):
     for alias in ALIASES[1:]:
         if alias in tensors and alias not in copies:
             raise ValueError(f"{path} does not tie {alias} to shared.weight: only a T5 with one embedding can be used")
-    return {name: tensor.float() for name, tensor in tensors.items() if name not in (*copies, UNREAD)}
+    return {name: tensor for name, tensor in tensors.items() if name not in (*copies, UNREAD)}
 
 
 def _are_equal(one, other):

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from model.nn.activations import activate, gate
 from model.nn.attention import attend, has_kernels, score_mask
 from model.nn.base import LanguageModel
 from model.nn.dropout import NO_DROPOUT, add_dropout, dropout, relu_dropout
 from model.nn.flat_params import embed, linear, relu_linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.t5 import decode
-from model.nn.t5.activations import activate, gate
 from model.nn.t5.position_bias import score_bias
 
 BLOCK_SITES = 4  # places of dropout in a block, counted from its first: the inputs of its layers, and HIDDEN
@@ -151,15 +151,16 @@ class Stack(nn.Module):
         self.is_decoder = is_decoder
         self.max_distance = model_config.relative_attention_max_distance
 
-    def forward(self, x, masks, layout, cross_attention, checkpointing):
+    def forward(self, x, masks, layout, cross_attention, num_recomputed):
+        """Output of the last norm; backward computes the first `num_recomputed` blocks again."""
         x, added, bias = dropout(x, masks), None, None
-        for block in self.block:
+        for number, block in enumerate(self.block):
             attention = block.layer[0].SelfAttention
             if attention.has_position_bias:
                 weight = attention.relative_attention_bias.weight
                 bias = score_bias(layout, weight, self.max_distance, self.is_decoder, x.dtype)
             both = (layout, bias), cross_attention
-            if checkpointing and torch.is_grad_enabled():
+            if number < num_recomputed and torch.is_grad_enabled():
                 x = checkpoint(_block_output, block, x, masks, *both, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, added = block(x, added, masks, *both)
@@ -200,17 +201,18 @@ class TextToTextModel(LanguageModel):
         ids = (batch.prompt_ids, batch.decoder_ids)
         prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(side) for side in ids])
         prompt_masks, response_masks = map(self.masks, (batch.prompt_token_keys, batch.decoder_token_keys))
-        checkpointing = self.gradient_checkpointing
-        encoded = self.encoder(prompts, prompt_masks, batch.encoder_layout, None, checkpointing)
+        again = self.gradient_checkpointing
+        encoded = self.encoder(prompts, prompt_masks, batch.encoder_layout, None, again)
         memory = encoded, prompt_masks
         cross = (memory, batch.cross_layout, score_mask(batch.cross_layout, dtype=self.compute_dtype))
-        decoded = self.decoder(responses, response_masks, batch.decoder_layout, cross, checkpointing)
+        again -= len(self.encoder.block)
+        decoded = self.decoder(responses, response_masks, batch.decoder_layout, cross, again)
         return decoded * self.output_scale, batch.labels
 
     def encode(self, ids, layout):
         """Encoder output (N, d_model) of packed ids, without dropout."""
         self.flat.refresh()
-        return self.encoder(embed(ids, self.shared.weight), NO_DROPOUT, layout, None, False)
+        return self.encoder(embed(ids, self.shared.weight), NO_DROPOUT, layout, None, 0)
 
     def new_cache(self, slots, input_tokens, new_tokens):
         return decode.new_cache(self, slots, input_tokens, new_tokens)
@@ -226,7 +228,7 @@ class TextToTextModel(LanguageModel):
     def initialise(self, seed):
         """Draw random weights as transformers initialises T5; an output projection of its own starts small."""
         generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
+        for module in self.own_modules():
             if isinstance(module, Linear):
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * module.init_std)
             elif isinstance(module, nn.Embedding):

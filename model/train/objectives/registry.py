@@ -1,8 +1,22 @@
 """The objectives by name."""
 
+from model.data.turn_template import turn_template
+from model.nn.registry import family_of
+from model.train.objectives.dialogues import Dialogues
 from model.train.objectives.pairs import Pairs
 
 OBJECTIVES = {"pairs": lambda config: Pairs(config.z_loss, config.single_turn)}
+
+
+def objective_for(config, model_config, tokenizer):
+    """The Objective for a network of this configuration; where its family reads dialogues, `pairs` is Dialogues.
+
+    The tokenizer may be None: then nothing can be encoded.
+    """
+    if not family_of(model_config).reads_dialogues or config.objective != "pairs":
+        return objective_of(config)
+    template = turn_template(tokenizer).text if tokenizer else ""
+    return Dialogues(template, config.max_seq_len, config.z_loss, config.single_turn)
 
 
 def objective_of(config):

@@ -70,7 +70,7 @@ def network_errors():
     sequences, model = Sequences(sides, lengths, ids=np.array(IDS)), make_model(500, shape=SHAPE, dropout=0.2)
     model.key_dropout(3, 2**40)
 
-    def gradients(kernels, bucket=None, checkpointing=False):
+    def gradients(kernels, bucket=None, checkpointing=0):
         layers.runs_kernels = dropout.runs_kernels = lambda _: kernels
         model.gradient_checkpointing = checkpointing
         model.zero_grad()

@@ -15,16 +15,16 @@ from model.nn import flat_params, layers, loss
 from model.nn.base import Packing
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
-from tests.nn.kernels import test_adamw, test_attention, test_dropout, test_norm
+from tests.nn.kernels import test_adamw, test_attention, test_dropout, test_norm, test_rotary
 
 SHARED_BYTES = 99 * 1024  # per block on sm_86 and sm_89; sm_80 has 163 KiB
 
 
 def kernel_names():
     """Names of the kernels that are launched: all Triton functions but their private helpers."""
-    from model.nn.kernels import adamw, attention, cross_entropy, dropout, muon, norm, sums
+    from model.nn.kernels import adamw, attention, cross_entropy, dropout, muon, norm, rotary, sums
 
-    modules = (adamw, attention, cross_entropy, dropout, muon, norm, sums)
+    modules = (adamw, attention, cross_entropy, dropout, muon, norm, rotary, sums)
     functions = {name: f for module in modules for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
@@ -62,14 +62,16 @@ def compiling_for(capability, patch):
 @pytest.mark.parametrize("capability", [80, 86, 89])  # A100; RTX 30; RTX 40
 def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability, monkeypatch):
     with compiling_for(capability, monkeypatch) as kernels:
-        for lengths, causal, has_bias in test_attention.CASES.values():
-            test_attention.outcome(lengths, causal, has_bias, 8, 64, torch.bfloat16, "cpu", 0, kernels=True)
+        for name, case in test_attention.CASES.items():
+            head_width = 128 if name == "grouped" else 64
+            test_attention.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
         for head_width in (16, 32, 128):
             case = test_attention.CASES["decoder"]
             test_attention.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
         for width in (512, 768):
             test_norm.norm_errors("cpu", torch.bfloat16, width=width)
             test_dropout.outcomes("cpu", torch.bfloat16, [40, 23], width, kernels=True)
+        test_rotary.turn_errors("cpu", torch.bfloat16, 128)
         launch_cross_entropy()
         test_adamw.update_errors("cpu")
         launch_muon()

@@ -33,7 +33,7 @@ def test_the_predicted_activations_are_within_one_percent_of_what_autograd_saves
     layers = 2 * shape.num_layers * prompt + 3 * shape.num_decoder_layers * response + prompt + response
     kept -= 2 * num_examples * layers * 4 * shape.d_model
     spec = MemorySpec(T5, shape, 4, kernels=False, dropout=dropout > 0)
-    moment = step_moments(spec, np.array([[prompt, response]]), checkpointing=False)["loss"][0]
+    moment = step_moments(spec, np.array([[prompt, response]]), checkpointing=0)["loss"][0]
     # held without being saved for backward: the position bias, ids and keys, what the loss reads and its gradient; and
     # of the decoder's last norm, and of the encoder's with dropout, the CPU keeps no output
     moment -= 4 * shape.num_heads * (round_up(prompt) ** 2 + round_up(response) ** 2)

@@ -1,4 +1,4 @@
-"""Activations of T5's feed-forward layers; the gated ones keep only their input for backward."""
+"""Activations of feed-forward layers; the gated ones keep only their input for backward."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ def activate(x, name):
 def gate(both, name):
     """activation(first half of the columns) * second half, (N, 2 F) to (N, F) (Shazeer 2020, arXiv 2002.05202).
 
-    The gated gelu is the tanh approximation, as in transformers' T5.
+    The gated gelu is the tanh approximation, as in transformers.
     """
     return _Gate.apply(both, name)
 

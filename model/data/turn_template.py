@@ -1,0 +1,209 @@
+"""How a decoder-only network reads a dialogue: the chat template of its tokenizer, around the ids of each turn's text.
+
+The template (Jinja, rendered in transformers' sandbox) never sees a text: it is rendered with a placeholder for each
+turn, once for each order of roles. So no text is parsed as a special token, and where each answer begins and ends is
+known. A tokenizer without a template has ChatML's, with its own role marks if it lacks ChatML's tokens.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain, pairwise
+from pathlib import Path
+
+from model.data.conversation import Turn, add_turn, marks_of
+from model.data.tokenizer import ChatTokenizer
+from model.data.tokenizer_file import load_settings
+
+TEMPLATE_FILE, MAX_TEMPLATE_CHARS, MAX_RENDERED_CHARS = "chat_template.jinja", 1 << 16, 1 << 20
+CHATML = "<|im_start|>", "<|im_end|>"
+MAX_TURNS, MAX_KEPT_TURNS = 4096, 128  # of a dialogue, the oldest beyond are left out; of a frame that is kept
+_DEFAULT = """\
+{%- for message in messages -%}{{- OPENERS[message.role] + message.content + CLOSER -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- OPENERS["assistant"] -}}{%- endif -%}
+"""
+
+
+@dataclass(frozen=True)
+class EncodedDialogue:
+    """A dialogue up to its first answer, and from there on to the end of its last one."""
+
+    question: list[int]
+    rest: list[int]
+    turn_lengths: list[int]  # of `rest` in turn: an answer with the token that ends it, what is not learnt, an answer …
+
+    def cut(self, max_tokens: int) -> "EncodedDialogue":
+        """Its first `max_tokens` tokens, without what follows the last answer; `rest` is empty if no answer fits."""
+        room, lengths = max(max_tokens - len(self.question), 0), []
+        for length in self.turn_lengths:
+            lengths.append(min(length, room - sum(lengths)))
+        lengths = [length for length in lengths if length]
+        lengths = lengths if len(lengths) % 2 else lengths[:-1]
+        return EncodedDialogue(self.question, self.rest[: sum(lengths)], lengths)
+
+
+@dataclass(frozen=True)
+class TurnTemplate:
+    """A tokenizer's chat template; `end_id` is the token that ends an answer."""
+
+    tokenizer: ChatTokenizer
+    text: str
+    frames: dict = field(default_factory=dict, compare=False)  # {roles: ids before, between and behind the turns}
+
+    @property
+    def end_id(self) -> int:
+        """The special token that the template puts behind an answer, or the tokenizer's EOS if it puts none."""
+        behind = self.frame(("user", "assistant"))[-1]
+        return behind[0] if behind and behind[0] in self._special_ids() else self.tokenizer.eos_id
+
+    def frame(self, roles: tuple[str, ...]) -> list[list[int]]:
+        """Ids that the template puts before, between and behind turns of these roles, one list more than roles.
+
+        Raises ValueError if the template does not show each turn once, in their order.
+        """
+        if roles not in self.frames:
+            places = [f"\ue000{number}\ue001" for number in range(len(roles))]
+            shown, pieces = _render(self, roles, places), []
+            for place in places:
+                before, found, shown = shown.partition(place)
+                if not found or place in shown:
+                    raise ValueError(f"{self._name()} does not show each of {', '.join(roles)} once, in this order")
+                pieces.append(before)
+            frame = [self.tokenizer.parse(piece) if piece else [] for piece in [*pieces, shown]]
+            if len(roles) > MAX_KEPT_TURNS:
+                return frame
+            self.frames[roles] = frame
+        return self.frames[roles]
+
+    def encode_dialogues(self, dialogues: list[list[Turn]]) -> list[EncodedDialogue | None]:
+        """Each dialogue, the texts of all of them encoded together; None for one without an answer."""
+        dialogues = [_tidy(turns) for turns in dialogues]
+        texts = iter(self.tokenizer.encode_batch([turn.text for turns in dialogues for turn in turns]))
+        return [self._joined([turn.role for turn in turns], [next(texts) for _ in turns]) for turns in dialogues]
+
+    def _joined(self, roles, ids):
+        answers = [place for place, role in enumerate(roles) if role == "assistant"]
+        if not answers:
+            return None
+        first, last = answers[0], answers[-1]
+        frame, end = self.frame(tuple(roles[: last + 1])), self.end_id
+        rest, lengths = [], []
+        for place, following in pairwise(answers):
+            behind = _woven(frame[place + 1 : following + 1], ids[place + 1 : following])
+            has_end = behind[:1] == [end]
+            parts = [*ids[place], *behind[:has_end]], behind[has_end:]
+            rest += chain(*parts)
+            lengths += map(len, parts)
+        return EncodedDialogue(
+            _woven(frame[: first + 1], ids[:first]), [*rest, *ids[last], end], [*lengths, len(ids[last]) + 1]
+        )
+
+    def encode_question(self, turns: list[Turn], max_tokens: int) -> list[int]:
+        """Ids that a network reads to answer the last of `turns`, at most `max_tokens`.
+
+        When there are more, the oldest turns but the system's go first, then the question loses its end. Raises
+        ValueError if the last turn is not the user's.
+        """
+        turns = _tidy(turns)
+        if not turns or turns[-1].role != "user":
+            raise ValueError(
+                "the last turn of a conversation must be the user's, with text in it: it is what is answered"
+            )
+        system = [turn for turn in turns[:1] if turn.role == "system"]
+        said = turns[len(system) :]
+        ids = {
+            turn: text for turn, text in zip(turns, self.tokenizer.encode_batch([t.text for t in turns]), strict=True)
+        }
+        while len(read := self._asked([*system, *said], ids)) > max_tokens and len(said) > 1:
+            said = said[2 if said[1].role == "assistant" and len(said) > 2 else 1 :]
+        if (excess := len(read) - max_tokens) > 0:
+            ids[said[-1]] = ids[said[-1]][: max(len(ids[said[-1]]) - excess, 1)]
+            read = self._asked([*system, *said], ids)
+        return read
+
+    def _asked(self, turns, ids):
+        frame = self.frame((*(turn.role for turn in turns), "assistant"))
+        return _woven(frame[:-1], [ids[turn] for turn in turns])
+
+    def _special_ids(self):
+        added = self.tokenizer.backend.get_added_tokens_decoder().items()
+        return {number for number, token in added if token.special}
+
+    def _name(self):
+        return f"the chat template of the tokenizer in {self.tokenizer.directory}"
+
+
+def _woven(frame, ids):
+    """The first list of `frame`, the first of `ids`, the second of `frame` …; `frame` has one more."""
+    return [*chain.from_iterable(chain(*zip(frame, ids, strict=False))), *frame[-1]]
+
+
+def _tidy(turns):
+    """The turns with text, stripped; those of one side in a row are joined, and all system texts come first."""
+    system, said = [], []
+    for turn in turns:
+        add_turn(system if turn.role == "system" else said, turn.role, turn.text.strip())
+    return [*system, *said[-MAX_TURNS:]]
+
+
+@cache
+def _renderer():
+    from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds to import
+
+    return render_jinja_template
+
+
+def _render(template, roles, contents):
+    """The text of these messages; raises ValueError for whatever the template raises."""
+    messages = [dict(role=role, content=content) for role, content in zip(roles, contents, strict=True)]
+    tokenizer = template.tokenizer
+    names = dict(eos_token=tokenizer.eos_id, pad_token=tokenizer.pad_id)
+    tokens = {name: tokenizer.backend.id_to_token(number) for name, number in names.items()} | dict(bos_token="")
+    try:
+        shown, _ = _renderer()([messages], chat_template=template.text, **tokens)
+    except Exception as error:  # a template may raise whatever it likes
+        raise ValueError(f"{template._name()} cannot show {', '.join(roles[:4])}: {error!s:.200}") from None
+    if len(shown[0]) > MAX_RENDERED_CHARS:
+        raise ValueError(f"{template._name()} gives {len(shown[0]):,} characters for {len(roles)} empty turns")
+    return shown[0]
+
+
+@cache
+def turn_template(tokenizer: ChatTokenizer) -> TurnTemplate:
+    """The TurnTemplate of a tokenizer: of its chat_template.jinja, its tokenizer_config.json, or the default.
+
+    Raises ValueError for one that is damaged or too large.
+    """
+    path = Path(tokenizer.directory, TEMPLATE_FILE)
+    text = path.read_text(encoding="utf-8") if path.is_file() else load_settings(path.parent).get("chat_template")
+    if isinstance(text, list):  # several, each with a name
+        text = next(
+            (one.get("template") for one in text if isinstance(one, dict) and one.get("name") == "default"), None
+        )
+    text = default_template(tokenizer) if text is None else text
+    if not isinstance(text, str) or len(text) > MAX_TEMPLATE_CHARS:
+        raise ValueError(f"{path}: a chat template must be a text of at most {MAX_TEMPLATE_CHARS:,} characters")
+    return TurnTemplate(tokenizer, text)
+
+
+def default_template(tokenizer: ChatTokenizer) -> str:
+    """ChatML's template, or one of the tokenizer's role marks and EOS if it lacks ChatML's tokens."""
+    if all(tokenizer.backend.token_to_id(token) is not None for token in CHATML):
+        openers = {role: f"{CHATML[0]}{role}\n" for role in ("system", "user", "assistant")}
+        closer = CHATML[1] + "\n"
+    else:
+        marks, closer = marks_of(tokenizer), tokenizer.backend.id_to_token(tokenizer.eos_id)
+        shown = {role: "".join(map(tokenizer.backend.id_to_token, ids)) for role, ids in marks.openers.items()}
+        openers = {role: shown[role] + marks.prefixes[role] for role in shown}
+    values = dict(OPENERS=openers, CLOSER=closer)
+    return "".join(f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in values.items()) + _DEFAULT
+
+
+def with_turn_end(tokenizer: ChatTokenizer) -> ChatTokenizer:
+    """`tokenizer`, for which an answer ends where its template ends it."""
+    return replace(tokenizer, eos_id=turn_template(tokenizer).end_id)
+
+
+def write_turn_template(tokenizer: ChatTokenizer, directory: str | Path) -> None:
+    """Write the template to a directory that holds a copy of the tokenizer's files."""
+    Path(directory, TEMPLATE_FILE).write_text(turn_template(tokenizer).text, encoding="utf-8")

@@ -1,0 +1,100 @@
+"""Bytes of a Qwen, counted tensor by tensor; model/memory/estimate adds them up by phase.
+
+`tokens` (kinds, sides) are the lengths of the sides of each kind of example, which lie in one stream.
+"""
+
+import numpy as np
+
+from model.nn.attention import round_up
+
+
+def count_parameters(model_config, part="all"):
+    """Number of weights of a Qwen with this configuration."""
+    c = model_config
+    biases = (c.query_width + 2 * c.key_width) * c.has_biases + 2 * c.head_dim * c.has_head_norms
+    tables = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+    others = c.num_hidden_layers * (biases + 2 * c.hidden_size) + c.hidden_size
+    return tables + others + count_matrix_numbers(c)
+
+
+def count_matrix_numbers(model_config, part="all"):
+    """Number of weights in the matrices of the layers."""
+    c = model_config
+    attention = 2 * c.hidden_size * (c.query_width + c.key_width)
+    return c.num_hidden_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+
+
+def _attention(spec, tokens):
+    """(bytes kept for backward, bytes of backward's temporaries) of a self-attention layer over these tokens."""
+    c, s = spec.model_config, spec.number_bytes
+    d, q, k = c.hidden_size, c.query_width, c.key_width
+    # outputs of the norm and of attention; q, k and v, of which the normed q and k and v's unsplit product stay too
+    kept = (d + 2 * q + 2 * k + (q + 2 * k) * c.has_head_norms) * s * tokens + 4 * tokens
+    # gradients of the stream twice, of attention's output, of q, k and v before and after their turns
+    temporaries = (2 * d + q + 2 * (q + 2 * k)) * s * tokens
+    kept = kept + spec.rank_of("q_proj", "k_proj", "v_proj", "o_proj") * s * tokens  # x A^T of each adapter
+    heads = c.num_attention_heads
+    if spec.kernels:  # the log-sum-exp of each query and head; in backward one float32 more
+        return kept + 4 * heads * tokens, temporaries + 4 * heads * tokens
+    padded = round_up(tokens)  # q, k and v again, padded and with repeated heads; attention weights and their gradients
+    return (
+        kept + 3 * q * s * padded + heads * s * padded**2,
+        temporaries + 3 * q * s * padded + 3 * heads * s * padded**2,
+    )
+
+
+def _feed_forward(spec, tokens):
+    """Same as `_attention` for a feed-forward layer: its norm's output, the gate's inputs and its output are kept."""
+    d, f, s = spec.model_config.hidden_size, spec.model_config.intermediate_size, spec.number_bytes
+    ranks = spec.rank_of("gate_proj", "up_proj", "down_proj")
+    return ((d + 3 * f + ranks) * s + 4) * tokens, (3 * d + 6 * f) * s * tokens
+
+
+def _blocks(spec, layers, stream, num_recomputed):
+    """(bytes kept by the blocks, peak bytes during the backward of the last block).
+
+    `layers` holds (kept, temporaries) of each layer of a block; of the first `num_recomputed` blocks only the input
+    (`stream` bytes) is kept, and their backward computes the rest again.
+    """
+    num_blocks, kept_by_layer = spec.model_config.num_hidden_layers, [kept for kept, _ in layers]
+    kept, moments = num_recomputed * stream + (num_blocks - num_recomputed) * sum(kept_by_layer), []
+    for i, (_, temporaries) in enumerate(layers):
+        recomputed = sum(kept_by_layer) if num_recomputed == num_blocks else 0
+        moments.append(kept + recomputed - sum(kept_by_layer[i + 1 :]) + temporaries)
+    return kept, np.max(moments, axis=0)
+
+
+def step_moments(spec, tokens, checkpointing):
+    """{moment: bytes per example (kinds,)} for each moment that may be the peak of a step.
+
+    `checkpointing` is the number of blocks that backward computes again.
+    """
+    c, s = spec.model_config, spec.number_bytes
+    stream_tokens, targets = tokens.sum(axis=1).astype(np.float64), tokens[:, -1].astype(np.float64)
+    stream = c.hidden_size * s * stream_tokens
+    layers = [_attention(spec, stream_tokens), _feed_forward(spec, stream_tokens)]
+    kept, backward = _blocks(spec, layers, stream, checkpointing)
+    # the last norm's output; ids, positions, rows and labels; cosines and sines; keys of dropout's masks
+    ends = stream + (24 + 4 * c.head_dim + 12 * spec.dropout) * stream_tokens
+    mask = 0 if spec.kernels else s * round_up(stream_tokens) ** 2
+    return dict(
+        loss=kept + ends + mask + stream + 2 * c.hidden_size * s * targets,  # the loss's input and its gradient
+        backward=backward + ends + mask + stream,
+        embedding=stream + 4 * c.hidden_size * stream_tokens,
+    )
+
+
+def evaluation_moment(spec, tokens):
+    """Bytes per example (kinds,) of a forward pass without backward."""
+    c, s = spec.model_config, spec.number_bytes
+    stream_tokens = tokens.sum(axis=1).astype(np.float64)
+    layers = np.max([_attention(spec, stream_tokens)[0], _feed_forward(spec, stream_tokens)[0]], axis=0)
+    return layers + (3 * c.hidden_size * s + 24 + 4 * c.head_dim) * stream_tokens
+
+
+def cache_bytes(spec, slots, input_tokens, new_tokens):
+    """Bytes of the generation of `slots` answers together: the cache, the forward pass over the inputs, logits."""
+    c, s = spec.model_config, spec.number_bytes
+    cache = 2 * c.num_hidden_layers * c.key_width * s * (input_tokens + new_tokens)
+    reading = evaluation_moment(spec, np.array([[input_tokens]]))[0]
+    return slots * (cache + reading + 2 * c.vocab_size * s + 3 * s * (input_tokens + new_tokens))

@@ -1,0 +1,106 @@
+"""Parameter names and configuration to and from transformers' Qwen2 and Qwen3; refuses what is not computed here."""
+
+from dataclasses import fields, replace
+
+import torch
+
+from model.nn.qwen.sizes import QwenModelConfig
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3"}  # how transformers' classes begin
+SIZES = tuple(f.name for f in fields(QwenModelConfig) if f.name not in ("model_type", "rope_theta"))
+# transformers' defaults, where they differ from ours
+DEFAULTS = dict(qwen2=dict(num_key_value_heads=32), qwen3=dict(num_key_value_heads=32, head_dim=128))
+DEFAULT_THETA = 10_000.0
+ONLY = dict(hidden_act="silu", attention_bias=False, attention_dropout=0, partial_rotary_factor=1)
+
+
+def as_hugging_face(model, tokenizer, device=None):
+    """transformers' model in evaluation mode, sharing the float32 weights of `model`.
+
+    Holds copies instead of weights on another `device`, or of another dtype.
+    """
+    # imported here because it takes seconds, which the first step need not wait for
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    c, ids = model.config, dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id)
+    config = getattr(transformers, f"{CLASSES[c.model_type]}Config")(
+        **{name: getattr(c, name) for name in SIZES}, **ids,
+        rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta),
+    )  # fmt: skip
+    with torch.device("meta"):
+        hf_model = getattr(transformers, f"{CLASSES[c.model_type]}ForCausalLM")(config)
+    weights = {name: tensor.detach().to(device).float() for name, tensor in model.state_dict().items()}
+    hf_model.load_state_dict({HEAD: weights[EMBEDDING]} | weights, assign=True)
+    hf_model.model.rotary_emb = type(hf_model.model.rotary_emb)(config)  # its frequencies are no weights
+    hf_model.tie_weights()
+    hf_model.generation_config = transformers.GenerationConfig(**ids)
+    return hf_model.eval()
+
+
+def config_of(values, path):
+    """QwenModelConfig of the dict `values` of a Hugging Face config.json; raises ValueError for invalid values."""
+    known = DEFAULTS[values["model_type"]] | {name: x for name in SIZES if (x := values.get(name)) is not None}
+    if values.get("num_key_value_heads", 0) is None:
+        del known["num_key_value_heads"]
+    try:
+        theta = _rotary(values).get("rope_theta", values.get("rope_theta", DEFAULT_THETA))
+        theta = float(theta) if isinstance(theta, int) else theta
+        model_config = QwenModelConfig(**known, rope_theta=theta, model_type=values["model_type"])
+        if not model_config.vocab_size:
+            raise ValueError("vocab_size is missing")
+        return model_config
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path} is not a Qwen configuration: {error!s:.500}") from None
+
+
+def _rotary(values):
+    """The settings of the rotary positions, {} if there are none."""
+    settings = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"rope_parameters={settings!r:.80} must be an object")
+    return settings
+
+
+def check_config(values, path):
+    """Raise ValueError if a configuration with these `values`, read by `config_of`, asks for what is not computed."""
+    rotary = _rotary(values)
+    computed = {name: (values.get(name, value), value) for name, value in ONLY.items()}
+    computed["rope_type"] = rotary.get("rope_type", rotary.get("type", "default")), "default"
+    computed["rope_parameters' partial_rotary_factor"] = rotary.get("partial_rotary_factor", 1), 1
+    layers = values.get("layer_types") or []
+    other = [kind for kind in layers if kind != "full_attention"] if isinstance(layers, list) else [layers]
+    computed["layer_types"] = (other or ["full_attention"])[0], "full_attention"
+    computed["use_sliding_window"] = (
+        bool(values.get("use_sliding_window")) and bool(values.get("sliding_window")),
+        False,
+    )
+    for name, (said, value) in computed.items():
+        if said != value:
+            raise ValueError(f"{path} says {name}={said!r:.80}: only a Qwen with {name}={value!r} can be used")
+    if values.get("quantization_config"):
+        raise ValueError(
+            f"{path} says quantization_config={values['quantization_config']!r:.80}: only weights that are not "
+            "quantized can be read; take the model's ordinary weights"
+        )
+
+
+def config_with(model_config, tensors):
+    """`model_config` with an output projection of its own if `tensors`, those of `own_tensors`, hold one."""
+    return replace(model_config, tie_word_embeddings=HEAD not in tensors)
+
+
+def own_tensors(tensors, path):
+    """`tensors` under the network's names, without a copy of the embedding.
+
+    Raises ValueError, which names `path`, unless they are those of a Qwen.
+    """
+    named = {name if name == HEAD else f"model.{name.removeprefix('model.')}": x for name, x in tensors.items()}
+    embedding, head = named.get(EMBEDDING), named.get(HEAD)
+    if embedding is None:
+        raise ValueError(f"{path} has no {EMBEDDING}: it is not a Qwen")
+    if head is not None and head.shape == embedding.shape and torch.equal(head, embedding):
+        del named[HEAD]
+    return named

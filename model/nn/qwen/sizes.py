@@ -1,0 +1,81 @@
+"""QwenModelConfig: sizes and variant of a Qwen, under the names of transformers' configurations."""
+
+from dataclasses import dataclass, fields
+
+from config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
+
+QWEN_TYPES = ("qwen2", "qwen3")
+MOST = dict(vocab_size=MAX_VOCAB_SIZE, num_hidden_layers=MAX_LAYERS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenModelConfig:
+    """The defaults are those of the published models, not those of transformers' configurations."""
+
+    hidden_size: int  # width of the residual stream
+    intermediate_size: int  # width inside the feed-forward
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = 0  # heads of keys and values; 0: num_attention_heads
+    head_dim: int = 0  # width of one head; 0: hidden_size / num_attention_heads
+    vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6  # base of the rotary positions' wavelengths
+    initializer_range: float = 0.02  # standard deviation of random weights
+    max_position_embeddings: int = 32_768  # tokens; only exported, because rotary positions have no table
+    tie_word_embeddings: bool = False  # the embedding is the output projection too
+    model_type: str = "qwen2"  # qwen2 (biases on q, k and v; Qwen1.5 too), qwen3 (a norm on each head of q and k)
+
+    def __post_init__(self):
+        bad = [f"{f.name}={getattr(self, f.name)!r:.80}" for f in fields(self) if not self._is_valid(f)]
+        if bad:
+            raise ValueError(
+                f"the model's values must be whole numbers (rms_norm_eps and initializer_range fractions, rope_theta a "
+                f"number), above 0 and at most {MAX_WIDTH:,} (layers {MAX_LAYERS}), model_type one of "
+                f"{', '.join(QWEN_TYPES)}, not {', '.join(bad)}"
+            )
+        heads = self.num_attention_heads
+        object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
+        if heads % self.num_key_value_heads:
+            raise ValueError(f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={heads}")
+        if not self.head_dim and self.hidden_size % heads:
+            raise ValueError(
+                f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}, or give head_dim"
+            )
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // heads)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of numbers")
+
+    @property
+    def has_biases(self):
+        """Whether q, k and v have biases."""
+        return self.model_type == "qwen2"
+
+    @property
+    def has_head_norms(self):
+        """Whether each head of q and k is normed."""
+        return self.model_type == "qwen3"
+
+    @property
+    def query_width(self):
+        """Columns of q."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_width(self):
+        """Columns of k, and of v."""
+        return self.num_key_value_heads * self.head_dim
+
+    def _is_valid(self, field):
+        value = getattr(self, field.name)
+        if field.type is bool:
+            return isinstance(value, bool)
+        if field.type is str:
+            return value in QWEN_TYPES
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if field.type is float:
+            return 0 < value < (1e12 if field.name == "rope_theta" else 1)
+        least = 0 if field.default == 0 else 1
+        most = MOST.get(field.name, 2**31 if field.name == "max_position_embeddings" else MAX_WIDTH)
+        return isinstance(value, int) and least <= value <= most

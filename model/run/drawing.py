@@ -1,0 +1,79 @@
+"""Draws the plots of a run in a process of its own: training neither waits for one nor holds matplotlib in memory.
+
+python -m model.run.drawing RUN_DIR        draws RUN_DIR/plots/*.png; a run starts it after its evaluations
+"""
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from model.run.plots import plot_run
+from model.runtime.atomic_io import open_own
+from model.runtime.terminal import printable
+
+LOGGER = logging.getLogger("chat_trainer")
+ROOT = Path(__file__).resolve().parents[2]
+REST_SECONDS = 60  # between two drawings of a run that is not at its end
+END_SECONDS = 60  # that a run waits for its last plots
+
+
+def draw_soon(run_dir: Path) -> None:
+    """Let another process draw the plots of `run_dir`, unless this was asked for in the last REST_SECONDS."""
+    with suppress(OSError), _open_lock(run_dir) as lock:  # after an OSError the next evaluation tries again
+        if os.fstat(lock.fileno()).st_size and time.time() - os.fstat(lock.fileno()).st_mtime < REST_SECONDS:
+            return
+        lock.truncate(0)
+        lock.write(b"asked")
+        _start(run_dir)  # subprocess reaps it when it starts the next one
+
+
+def draw_last(run_dir: Path) -> None:
+    """Draw the plots of a run that has ended; logs why there are none instead of raising it."""
+    try:
+        process = _start(run_dir, stderr=subprocess.PIPE)
+        try:
+            _, said = process.communicate(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            said = f"they are still being drawn after {END_SECONDS} s".encode()
+        if process.returncode != 0:
+            LOGGER.error("no plots: %s", printable(said.decode(errors="replace").strip()[-500:]))
+    except OSError as error:
+        LOGGER.error("no plots: %s", error)
+
+
+def _start(run_dir, stderr=subprocess.DEVNULL):
+    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "model.run.drawing", str(run_dir)], env=environment | dict(OMP_NUM_THREADS="1"),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
+    )  # fmt: skip
+
+
+def _open_lock(run_dir):
+    Path(run_dir, "plots").mkdir(exist_ok=True)
+    return open_own(Path(run_dir, "plots", ".lock"), "ab", buffering=0)
+
+
+def main(run_dir: str) -> int:
+    """Draw once the drawing under way, if there is one, is done."""
+    os.nice(19)
+    try:
+        with _open_lock(run_dir) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            plot_run(run_dir)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (KeyError, TypeError, ArithmeticError) as error:
+        print(f"the journal or plan.json has a value that no run writes: {error!r}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,122 @@
+"""The objective `pairs` for networks that read whole dialogues: predict every answer, given all that is before it."""
+
+import hashlib
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+
+from model.data.conversation import Turn
+from model.data.readers import read_pairs, read_pairs_in_context
+from model.data.sequences import Sequences
+from model.data.token_store import Encoded
+from model.data.turn_template import turn_template
+
+
+@dataclass(frozen=True)
+class Dialogues:
+    """Cross-entropy of the assistant's turns, plus `z_loss` times the squared log-normaliser (arXiv 2204.02311).
+
+    An example is a dialogue in the chat template of the tokenizer, whose text is `template`; it has at most
+    `max_tokens`. With `single_turn` each question is a dialogue by itself.
+    """
+
+    template: str
+    max_tokens: int
+    z_loss: float = 0.0
+    single_turn: bool = False
+
+    name = "dialogues"
+    sides = ("question_ids", "dialogue_ids", "turn_lengths")  # the third says which parts of the second are learnt
+    values = ("target_tokens",)
+    derived = ()
+    sequences_per_row, has_answers = 1, True
+    needs = "an answer that begins within --max_seq_len tokens; name the columns, or clean the file"
+
+    @property
+    def encoding(self):
+        template = hashlib.sha256(self.template.encode()).hexdigest()
+        return f"{'single turns' if self.single_turn else 'dialogues'} {template}"
+
+    @property
+    def metrics(self):
+        return ("loss", "z_loss") if self.z_loss else ("loss",)
+
+    def read(self, path, columns, ignored):
+        """Yield (turns,) of each dialogue."""
+        if self.single_turn:
+            return ((_turns(*row, None),) for row in read_pairs(path, *columns, ignored=ignored))
+        return _whole(read_pairs_in_context(path, *columns, ignored=ignored))
+
+    def encode(self, rows, tokenizer, max_seq_len):
+        """`rows` are (turns,)."""
+        encoded = [one for one in turn_template(tokenizer).encode_dialogues([turns for (turns,) in rows]) if one]
+        kept = [(one.cut(max_seq_len), one) for one in encoded]
+        kept = [(cut, one) for cut, one in kept if cut.rest]
+        num_cut = [0, sum(len(cut.rest) < len(one.rest) for cut, one in kept), 0]
+        left_out = sum(len(one.turn_lengths[::2]) - len(cut.turn_lengths[::2]) for cut, one in kept)
+        cuts = [cut for cut, _ in kept]
+        columns = [[cut.question for cut in cuts], [cut.rest for cut in cuts], [cut.turn_lengths for cut in cuts]]
+        values = dict(target_tokens=[sum(cut.turn_lengths[::2]) for cut in cuts])
+        return Encoded(columns, num_cut, values, left_out)
+
+    def derive(self, model, batch, chunk_tokens):
+        return {}
+
+    def length_bounds(self, lengths):
+        bounds = np.array(lengths[:, :2])
+        excess = bounds.sum(axis=1, dtype=np.int64) - self.max_tokens
+        bounds[:, 0] = np.maximum(bounds[:, 0] - np.maximum(excess, 0), 1)
+        return bounds
+
+    def lengths(self, store, ids, seed, epoch):
+        return store.lengths[ids, :2].astype(np.int64)
+
+    def sequences(self, store, ids, seed, epoch):
+        *sides, turn_lengths = store.tokens(ids)
+        counts = store.lengths[ids, 2].astype(np.int64)
+        place = np.arange(len(turn_lengths)) - np.repeat(np.cumsum(counts) - counts, counts)
+        is_target = np.repeat(place % 2 == 0, turn_lengths)
+        return Sequences(tuple(sides), self.lengths(store, ids, seed, epoch), is_target, ids=np.asarray(ids, np.int64))
+
+    def weights(self, store, ids, seed, epoch):
+        target_tokens = int(np.asarray(store.values["target_tokens"][ids], np.int64).sum())
+        return (target_tokens,), (target_tokens,) * len(self.metrics)
+
+    def losses(self, model, batch, chunk_tokens):
+        loss, parts = model.cross_entropy(batch, chunk_tokens, self.z_loss)
+        return loss[None], parts[: len(self.metrics)]
+
+    def questions(self, store, ids):
+        """The dialogues up to their first answers, and these."""
+        questions, rests, turn_lengths = (
+            np.split(flat, ends) for flat, ends in zip(store.tokens(ids), _ends(store, ids), strict=True)
+        )
+        return questions, [rest[: lengths[0]] for rest, lengths in zip(rests, turn_lengths, strict=True)]
+
+
+def _ends(store, ids):
+    """Where each row but the last ends in the concatenated ids, for each column."""
+    return np.cumsum(store.lengths[ids].astype(np.int64), axis=0)[:-1].T
+
+
+def _turns(question, answer, context):
+    """The turns of a question with its answer, after its Context."""
+    system = [Turn("system", context.system)] if context and context.system else []
+    said = context.turns[: context.end] if context else []
+    return [*system, *said, Turn("user", question), Turn("assistant", answer)]
+
+
+def _whole(rows):
+    """Yield (turns,) of each dialogue, from the rows of its questions, of which each has what was said before it."""
+    for last, following in pairwise(chain(rows, [None])):
+        if following is None or not _goes_on(last, following[2]):
+            yield (_turns(*last),)
+
+
+def _goes_on(last, context):
+    """Whether a Context ends with this (question, answer, Context)."""
+    if context is None or context.end < 2:
+        return False
+    before = context.turns[context.end - 2 : context.end]
+    return [turn.text for turn in before] == [last[0], last[1]]

@@ -1,0 +1,119 @@
+"""The objective for networks that read whole dialogues: rows to examples, and which tokens are learnt."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from model.commands.answering import answer_all, load_chat_model, prompt_ids
+from model.data.conversation import Turn
+from model.data.token_store import Source, describe_store, open_store
+from model.data.turn_template import turn_template
+from model.generate.sampling import GREEDY
+from model.nn.qwen.family import QWEN
+from model.nn.qwen.network import QwenModel
+from model.nn.qwen.sizes import QwenModelConfig
+from model.nn.weights_io import export_model
+from model.train.examples import Examples
+from model.train.objectives.dialogues import Dialogues
+from tests.data.qwen_tokenizer import make_qwen_tokenizer
+from tests.parts import gradients_of
+
+SAID = [("天气好吗", "很好"), ("明天呢", "下雨"), ("怎么办", "在家看书")]
+ROWS = [
+    dict(messages=[dict(role="system", content="你是医生")] + [
+        dict(role=role, content=text) for pair in SAID for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]),
+    dict(prompt="你好", response="你好！"),
+    dict(prompt="还有呢", response="没有", history=[["你好", "你好！"]]),
+    dict(prompt="问题", response=""),
+    dict(prompt="太长" * 60, response="是"),
+    dict(prompt="请问", response="读书听音乐" * 30),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_qwen_tokenizer(tmp_path_factory.mktemp("qwen"))
+
+
+def examples_of(tokenizer, folder, max_tokens=100, **options):
+    objective = Dialogues(turn_template(tokenizer).text, max_tokens, **options)
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    store = open_store(Source(path, objective, tokenizer, max_tokens), folder / "tokens")
+    return Examples(store, objective, QWEN, tokenizer.pad_id)
+
+
+def learnt_texts(examples, tokenizer, row):
+    sequences = examples.sequences([row], 1)
+    ids, is_target = sequences.sides[1], sequences.is_target
+    edges = np.flatnonzero(np.diff(is_target.astype(int))) + 1
+    parts = zip(np.split(ids, edges), np.split(is_target, edges), strict=True)
+    return [
+        tokenizer.backend.decode(part.tolist(), skip_special_tokens=False) for part, is_learnt in parts if is_learnt[0]
+    ]
+
+
+def test_a_dialogue_is_one_example_whose_answers_are_learnt(tokenizer, tmp_path):
+    examples = examples_of(tokenizer, tmp_path)
+    learnt = [learnt_texts(examples, tokenizer, row) for row in range(len(examples))]
+    assert learnt[0] == [answer + "<|im_end|>" for _, answer in SAID]
+    assert learnt[1] == ["你好！<|im_end|>", "没有<|im_end|>"], "rows that follow from one another are one dialogue"
+    assert len(learnt) == 3 and "读书听音乐".startswith(learnt[2][0][:3]), "the last one is cut"
+    lengths = examples.lengths(np.arange(3), 1)
+    assert lengths[2].sum() == 100 and (lengths.sum(axis=1) <= 100).all()
+    assert "2 pairs with an empty side left out" in describe_store(examples.store)
+    weights = examples.weights(np.arange(3), 1)[0][0]
+    assert weights == sum(examples.sequences([row], 1).is_target.sum() for row in range(3))
+
+
+def test_with_single_turn_each_question_is_a_dialogue(tokenizer, tmp_path):
+    examples = examples_of(tokenizer, tmp_path, single_turn=True)
+    assert [learnt_texts(examples, tokenizer, row) for row in range(5)] == [
+        [text + "<|im_end|>"] for text in ("很好", "下雨", "在家看书", "你好！", "没有")
+    ]
+
+
+def test_the_gradient_is_the_same_packed_and_one_by_one(tokenizer, tmp_path):
+    examples = examples_of(tokenizer, tmp_path)
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    model = QwenModel(QwenModelConfig(**sizes, vocab_size=tokenizer.vocab_size)).initialise(0)
+    for ids in ([0, 1, 2], [0], [1], [2]):
+        examples.objective.losses(model, examples.batch(np.array(ids), 1), 16)[0].backward()
+        if len(ids) == 3:
+            together = gradients_of(model)
+            model.zero_grad()
+    for name, gradient in gradients_of(model).items():
+        assert (gradient - together[name]).norm() <= 1e-5 * together[name].norm(), name
+
+
+def test_the_bounds_of_lengths_hold_and_respect_the_most_tokens(tokenizer, tmp_path):
+    examples = examples_of(tokenizer, tmp_path)
+    assert (examples.bounds == examples.lengths(np.arange(3), 1)).all()
+    assert examples.objective.length_bounds(np.full((1, 3), 100)).sum() == 101
+
+
+def test_an_exported_model_talks_in_its_template_in_chat_and_in_transformers(tokenizer, tmp_path):
+    import transformers
+
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    config = QwenModelConfig(**sizes, vocab_size=tokenizer.vocab_size, initializer_range=0.3)
+    export_model(QwenModel(config).initialise(0), tokenizer, tmp_path / "best", dict(max_new_tokens=8))
+    chat = load_chat_model(tmp_path / "best")
+    turns = [("system", "你是医生"), ("user", SAID[0][0]), ("assistant", SAID[0][1]), ("user", SAID[1][0])]
+    ids = prompt_ids(chat, turns, 500)
+    stock = transformers.AutoTokenizer.from_pretrained(tmp_path / "best")
+    messages = [dict(role=role, content=text) for role, text in turns]
+    asked = stock.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert asked.input_ids[0].tolist() == ids
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    out = theirs.generate(**asked, do_sample=False, max_new_tokens=8)[0, len(ids) :]
+    assert answer_all(chat, [ids], GREEDY, 8) == [stock.decode(out, skip_special_tokens=True)]
+    assert theirs.generation_config.eos_token_id == chat.tokenizer.eos_id == tokenizer.backend.token_to_id("<|im_end|>")
+    short = prompt_ids(chat, turns, len(ids) - 1)
+    assert short == turn_template(chat.tokenizer).encode_question([Turn(*turns[0]), Turn(*turns[-1])], 999)
+    with pytest.raises(ValueError, match="the question has more than"):
+        prompt_ids(chat, [("user", "长" * 300)], 100)
+    assert torch.isfinite(theirs(**asked).logits).all()
