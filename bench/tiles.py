@@ -70,7 +70,7 @@ def attention_choices(lengths):
 
     def call():
         for qkv, layout, bias in zip(qkvs, layouts, biases, strict=True):
-            out = attention.packed_attention(qkv, layout, bias, HEADS)
+            out = attention.packed_attention(qkv, layout, bias, HEADS, HEADS)
             out.backward(out.detach())
 
     for warps, stages in ((4, 3), (4, 2), (4, 4), (8, 3), (8, 2)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model.nn.flat_params import FlatParams
-from model.train import muon
+from model.train import adamw_rms, muon
 from model.train.orthogonal import orthogonal, orthogonalise_
 from tests.nn.kernels.interpreted import interpreted_errors, relative_error
 
@@ -28,7 +28,8 @@ def outcome(shapes, device, kernels, scale=0.5):
     """(change of the weights, momenta) of an update in kernels or in passes."""
     flat, optimizer = make_muon(shapes, device, torch.Generator().manual_seed(0))
     before, momenta = flat.masters.clone(), optimizer.momenta
-    with mock.patch.object(muon, "runs_kernels", lambda _: kernels):
+    is_run = dict(runs_kernels=lambda _: kernels)
+    with mock.patch.multiple(muon, **is_run), mock.patch.multiple(adamw_rms, **is_run):
         optimizer.step(torch.tensor(scale, device=device))
     return [x.cpu() for x in (flat.masters - before, momenta)]
 
