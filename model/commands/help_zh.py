@@ -43,6 +43,7 @@ HELP_ZH = dict(
     micro_batch_tokens="一次前向的词元数；0：由方案决定",
     gpu_memory_limit_gb="显存上限，GiB；0：全部空闲显存",
     deterministic="同样的硬件和进程数得到逐位相同的结果",
+    share_update="Muon 的更新由各进程分担，各算一部分矩阵后交换权重",
     exact="任意个 CPU 进程（每个一线程）得到逐位相同的结果",
     output_dir="训练目录",
     logging_steps="两行日志之间的步数",
