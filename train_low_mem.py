@@ -35,9 +35,10 @@ from model.memory.oom_policy import recovery_of
 from model.memory.plan import NothingFits
 from model.run.best_model import TrainingLoss, ends_early, evaluate, evaluation_due, lacks_evaluation, without_lost_best
 from model.run.checkpoint import checkpoint_paths
-from model.run.checkpointer import Saver, try_export
+from model.run.checkpointer import Saver
 from model.run.console import Progress
 from model.run.drawing import draw_last
+from model.run.export import export
 from model.run.journal import Journal
 from model.run.live import live
 from model.run.log import open_log
@@ -78,7 +79,7 @@ def train(*stray, **options):
         state = without_lost_best(run, state)
         if (done := why_finished(run, state)) and not lacks_evaluation(run, state):
             if not has_last(run.dir):  # its export may have failed
-                export_last(run)
+                export_last(run, state)
             say(ranks, f"{run.dir} is finished: {done} to train longer, {ANOTHER_RUN}")
             return
         if vote(ranks, stop_asked())[0]:
@@ -195,7 +196,7 @@ def finish(run, journal, state, reason, failure):
     journal.write("stop", step=state.step, reason=reason, early=is_early)
     if reason == "finished" and lacks_evaluation(run, state):
         failure = failure or f"{run.dir / 'best'} could not be written"
-    export_last(run, failure)
+    export_last(run, state, failure)
     if run.ranks.is_main and run.rules.draws_plots and reason == "finished":  # a stop should not wait for a plot
         draw_last(run.dir)
     if run.ranks.is_main:
@@ -203,11 +204,11 @@ def finish(run, journal, state, reason, failure):
             say(run.ranks, line)
 
 
-def export_last(run, failure=""):
+def export_last(run, state, failure=""):
     """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
     if run.ranks.is_main:
         with saving():
-            failure = failure or try_export(run.model, run.tokenizer, run.dir / "last", run.generation)
+            failure = failure or export(run, state, "last")
     if failure:
         raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
 

@@ -5,9 +5,9 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-from model.run.checkpointer import try_export
 from model.run.console import epoch_line
 from model.run.drawing import draw_soon
+from model.run.export import export
 from model.run.messages import texts_here
 from model.run.run_dir import is_exported
 from model.run.run_log import say
@@ -91,7 +91,7 @@ def evaluate(run, journal, state, plan, training_loss):
     journal.write("eval", step=state.step, epoch=epoch, **scores, **values)
     if ranks.is_main and run.rules.draws_plots:
         draw_soon(run.dir)
-    failure = try_export(run.model, run.tokenizer, run.dir / "best", run.generation) if is_best else ""
+    failure = export(run, state, "best", scores) if is_best else ""
     stop, is_best, failed = vote(ranks, stop_asked(), is_best, bool(failure))
     if not failed:  # else the next evaluation or the next start tries again
         since_best = 0 if is_best else state.evaluations_since_best + 1
