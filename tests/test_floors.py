@@ -24,8 +24,8 @@ ROOMS = {
         "distributed",
     ],
     "model.data": [
-        "buckets columns file_list length_histogram packing parquet_rows row_hashes sampler sequences text_files "
-        "tokenizer_file",
+        "buckets columns file_list length_histogram near_duplicates packing parquet_rows row_hashes sampler sequences "
+        "text_files tokenizer_file",
         "tokenizer",
         "conversation tokenizer_training",
         "chat_template cleaning dialogue turn_template",
@@ -83,7 +83,7 @@ ROOMS = {
         "origin",
         "length_sample space",
         "setup",
-        "doctor plan_report answering decoding_thread server_metrics",
+        "answering data_report decoding_thread doctor plan_report server_metrics",
         "openai_api",
         "server",
     ],
@@ -118,6 +118,7 @@ ALLOWED_IMPORTERS = {
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
     "ctranslate2": "model.nn.other_formats bench",
     "datasets": "bench",
+    "rensa": "model.data.near_duplicates",
     "starlette": "model.commands.server",
     "prometheus_client": "model.commands.server_metrics",
     "uvicorn": "scripts.serve",
