@@ -25,6 +25,7 @@ BATCH_ROWS, NO_LIMIT = 2_000, 1 << 40
 PERCENTILES = (50, 90, 95, 99, 100)
 SIDES = ("prompt", "response")
 NUM_SHOWN = 10  # characters, and near duplicates
+NUM_BARS = 60
 
 
 @dataclass
@@ -136,9 +137,11 @@ def draw_lengths(contents: list[Contents], max_seq_len: int, path: Path) -> None
     unit = "tokens" if contents[0].tokens[0] else "characters"
     figure = Figure(figsize=(10, 4), layout="constrained")
     for place, (side, axes) in enumerate(zip(SIDES, figure.subplots(1, 2), strict=True)):
-        for one in contents:
-            lengths, rows = map(np.array, zip(*sorted(getattr(one, _FIELDS[unit])[place].items()), strict=True))
-            axes.hist(lengths, bins=min(60, lengths.max()), weights=rows / rows.sum(), alpha=0.6, label=one.path.name)
+        counters = [getattr(one, _FIELDS[unit])[place] for one in contents]
+        edges = np.linspace(0, max(map(max, counters)) + 1, NUM_BARS + 1)  # equal ones for all files
+        for one, counter in zip(contents, counters, strict=True):
+            shares = np.array(list(counter.values())) / one.rows
+            axes.hist(list(counter), bins=edges, weights=shares, alpha=0.6, label=one.path.name)
         if unit == "tokens":
             axes.axvline(max_seq_len, color="tab:red", linestyle=":", label=f"max_seq_len={max_seq_len}")
         axes.set(xlabel=f"{side} [{unit}]", ylabel="share of pairs", yscale="log")
