@@ -40,6 +40,9 @@ def export(options: argparse.Namespace) -> Path:
     if options.to == "bf16":
         to_bf16(source, target)
     else:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
         to_ctranslate2(source, target, options.quantization)
     return target
 

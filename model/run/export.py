@@ -64,6 +64,7 @@ def _training(run, state):
     seen = f"{state.pairs_seen:,} pairs, {state.pairs_seen / len(run.train):.4g} of {config.epochs} epochs"
     return {
         "started from": "/".join(Path(start).parts[-2:]) if start else "random weights",
+        "trained": f"LoRA of rank {config.lora_rank} on {Path(start).name}" if config.lora_rank else config.trainable,
         "objective": config.objective,
         "seen": f"{seen}, {run.schedule.global_batch} a step",
         "optimizer": f"{config.optimizer}, peak learning rate {config.learn_rate:g}, {config.lr_schedule} schedule",
