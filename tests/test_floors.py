@@ -113,7 +113,7 @@ PLACES_OF_WORDS = (
 # {library: the only modules that may import it}
 ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed model.run.trackers",
-    "matplotlib": "model.run.plots bench",
+    "matplotlib": "model.run.plots model.commands.data_report bench",
     "transformers": "model.nn.t5.huggingface model.nn.qwen.huggingface model.data.turn_template scripts bench",
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
     "ctranslate2": "model.nn.other_formats bench",

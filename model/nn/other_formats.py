@@ -7,11 +7,11 @@ from safetensors.torch import load_file, save_file
 
 from model.data.tokenizer import copy_tokenizer
 from model.nn.model_card import CARD_FILE, ctranslate2_card
-from model.nn.weights_io import model_directory, read_config, read_tensors, weights_file
+from model.nn.weights_io import INDEX, WEIGHTS, model_directory, read_config, read_tensors, weights_file
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
 
-WEIGHTS_FILE, GENERATION_FILE = "model.safetensors", "generation_config.json"
+GENERATION_FILE = "generation_config.json"
 
 
 def to_bf16(source: str | Path, target: str | Path) -> None:
@@ -22,10 +22,7 @@ def to_bf16(source: str | Path, target: str | Path) -> None:
     source, _, values = _model_in(source)
     with whole_directory(target) as draft:
         copy_tokenizer(source, draft)
-        file = weights_file(source)
-        tensors = load_file(file) if file.suffix == ".safetensors" else read_tensors(file)
-        halved = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-        save_file(halved, draft / WEIGHTS_FILE, metadata={"format": "pt"})
+        _halve_weights(source, draft)
         values.pop("torch_dtype", None)  # an older name of the same field
         _write_json(draft / "config.json", values | dict(dtype="bfloat16"))
         if (source / GENERATION_FILE).is_file():
@@ -54,12 +51,24 @@ def to_ctranslate2(source: str | Path, target: str | Path, quantization: str = "
         (draft / CARD_FILE).write_text(card, encoding="utf-8")
 
 
+def _halve_weights(source, target):
+    """Write the weights in `source` to `target` in bf16, one file at a time."""
+    files = sorted(source.glob("model*.safetensors"))
+    for file in files or [weights_file(source)]:
+        tensors = load_file(file) if files else read_tensors(file)
+        halved = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        save_file(halved, target / (file.name if files else WEIGHTS), metadata={"format": "pt"})
+    if (source / INDEX).is_file():
+        total = sum((target / file.name).stat().st_size for file in files)
+        _write_json(target / INDEX, read_object(source / INDEX) | dict(metadata=dict(total_size=total)))
+
+
 def _model_in(path):
     """(its directory, model configuration, all fields of its config.json) of the model in `path`."""
     directory = model_directory(Path(path))
     if directory is None:
         raise ValueError(
-            f"no model in {path}: name a Hugging Face directory (config.json and {WEIGHTS_FILE}) or a run directory "
+            f"no model in {path}: name a Hugging Face directory (config.json and {WEIGHTS}) or a run directory "
             "with best/ or last/, for example model_save/sft_fast; an adapter is merged first: scripts/merge_lora.py"
         )
     family, model_config, values = read_config(directory / "config.json")

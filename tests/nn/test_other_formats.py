@@ -5,14 +5,20 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from model.commands.answering import answer_all, load_chat_model, prompt_ids
 from model.data.chat_template import write_chat_template
 from model.data.tokenizer import load_tokenizer
 from model.nn.other_formats import to_bf16, to_ctranslate2
-from model.nn.weights_io import export_model
+from model.nn.qwen.huggingface import as_hugging_face as as_decoder
+from model.nn.qwen.network import QwenModel
+from model.nn.qwen.sizes import QwenModelConfig
+from model.nn.registry import family_of
+from model.nn.weights_io import add_tokenizer, export_model
 from tests.knowing import PAIRS, write_knowing_model
+from tests.nn.qwen.test_network import SIZES
+from tests.nn.qwen.test_network import VARIANTS as VARIANTS_OF_QWEN
 from tests.nn.t5.test_huggingface import VARIANTS
 from tests.parts import SHAPE, make_model
 
@@ -70,6 +76,27 @@ def test_ctranslate2_computes_the_variants_as_transformers_does(tmp_path, tokeni
     to_ctranslate2(tmp_path / "best", tmp_path / "fast", "float32")
     texts = ["你好", "天气", "how"]
     assert ctranslate2_ids(tmp_path / "fast", texts) == greedy_ids(tmp_path / "best", texts)
+
+
+@pytest.mark.parametrize("variant", ["qwen2 tied, grouped", "qwen3"])
+def test_a_decoder_in_several_files_is_written_in_both_forms(tmp_path, tokenizer, variant):
+    config = QwenModelConfig(**SIZES | VARIANTS_OF_QWEN[variant] | dict(vocab_size=tokenizer.vocab_size))
+    as_decoder(QwenModel(config).initialise(1), tokenizer).save_pretrained(tmp_path / "best", max_shard_size="40KB")
+    add_tokenizer(family_of(config), tokenizer, tmp_path / "best")
+    assert len(list((tmp_path / "best").glob("model-*.safetensors"))) > 1
+    to_bf16(tmp_path / "best", tmp_path / "half")
+    whole, half = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("best", "half"))
+    assert half.dtype == torch.bfloat16
+    halved = half.state_dict()
+    assert all(torch.equal(tensor.bfloat16(), halved[name]) for name, tensor in whole.state_dict().items())
+    to_ctranslate2(tmp_path / "best", tmp_path / "fast", "float32")
+    ids = tokenizer.encode("你好 how")
+    theirs = whole.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=12, pad_token_id=tokenizer.pad_id)
+    model = ctranslate2.Generator(str(tmp_path / "fast"), device="cpu", intra_threads=1)
+    tokens = [tokenizer.backend.id_to_token(token) for token in ids]
+    (result,) = model.generate_batch([tokens], max_length=12, sampling_topk=1, include_prompt_in_result=False)
+    answer = [token for token in theirs[0, len(ids) :].tolist() if token != tokenizer.eos_id]
+    assert result.sequences_ids[0][: len(answer)] == answer
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
