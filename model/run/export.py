@@ -30,7 +30,7 @@ def facts_of(run, state, scores):
         title=name,
         summary=f"A chat model ({family}, {num_parameters:,} parameters), {steps} of the run {name}.",
         tables={"Data": _data(run), "Training": _training(run, state)},
-        file=Path(run.config.validation_file).name,
+        file=_names(run.config.validation_file),
         scores={name: value for name, value in scores.items() if math.isfinite(value)},
     )
 
@@ -41,27 +41,35 @@ def last_scores(run, state):
         records = read_journal(run.dir / "metrics.jsonl")
     except (OSError, ValueError):  # the model matters more than its card
         return {}
-    names = (*run.evaluation.examples.objective.metrics, *SCORES)
+    names = (*run.train.objective.metrics, *SCORES)
     found = [record for record in records if record["kind"] == "eval" and record["step"] == state.step]
     return {name: found[-1][name] for name in names if isinstance(found[-1].get(name), float)} if found else {}
 
 
 def _data(run):
-    config, train, validation = run.config, run.train, run.evaluation.examples
+    config, train = run.config, run.train
     length = f"{config.max_seq_len} tokens a side"
+    validated = (
+        f"{_names(config.validation_file)}, {len(run.evaluation.examples):,} pairs" if run.evaluation else "nothing"
+    )
     return {
-        "trained on": f"{Path(config.train_file).name}, {len(train):,} pairs",
-        "validated on": f"{Path(config.validation_file).name}, {len(validation):,} pairs",
+        "trained on": f"{_names(config.train_file)}, {len(train):,} pairs",
+        "validated on": validated,
         "tokens of a pair": f"{train.histogram.mean:.0f} on average, cut to {length}",
         "tokenizer": f"{run.tokenizer.vocab_size:,} tokens, fingerprint {run.tokenizer.fingerprint}",
     }
+
+
+def _names(files):
+    """The names of files of an option, without their folders: those may say more than is to be published."""
+    return ", ".join(Path(file).name for file in files.split(","))
 
 
 def _training(run, state):
     config, ranks = run.config, run.ranks
     start = config.finetune_from_ckp_file
     dtype = str(run.model.compute_dtype).removeprefix("torch.")
-    seen = f"{state.pairs_seen:,} pairs, {state.pairs_seen / len(run.train):.4g} of {config.epochs} epochs"
+    seen = f"{state.pairs_seen:,} pairs, {state.pairs_seen / run.train.epoch_pairs:.4g} epochs"
     return {
         "started from": "/".join(Path(start).parts[-2:]) if start else "random weights",
         "trained": f"LoRA of rank {config.lora_rank} on {Path(start).name}" if config.lora_rank else config.trainable,
