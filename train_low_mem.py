@@ -14,11 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, exit_early, read_request
+from model.runtime.cuda_start import start_cuda
 from model.runtime.watchdog import saving, stop_asked, training_begins, watch_signals
 
 if __name__ == "__main__":  # before torch, which takes seconds to import
     watch_signals()
     exit_early(sys.argv[1:])
+    start_cuda()
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: less fragmentation
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: --deterministic needs it
 if os.getloadavg()[0] > os.cpu_count():  # busy machine: threads that spin while waiting slow the others
@@ -28,15 +30,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 import fire
 from fire.decorators import SetParseFn
 
-from model.commands.doctor import print_table
 from model.commands.origin import agree_on, broadcast_request
-from model.commands.plan_report import plan_text
 from model.commands.setup import prepare_run, prepare_test
 from model.data.token_store import describe_store
 from model.memory.oom_policy import recovery_of
 from model.memory.plan import NothingFits
 from model.run.checkpoint import checkpoint_paths
-from model.run.checkpointer import Saver, try_export
+from model.run.checkpointer import Saver
 from model.run.console import Progress, epoch_line
 from model.run.drawing import draw_last, draw_soon
 from model.run.journal import Journal
@@ -47,6 +47,7 @@ from model.run.run_log import begin, log_steps, say, say_durations, write_events
 from model.run.trackers import check_installed
 from model.runtime.device_memory import release_memory
 from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
+from model.runtime.laps import laps
 from model.runtime.terminal import printable_lines
 from model.train.evaluate import measure
 from model.train.spike_guard import TooManySkipped
@@ -78,8 +79,7 @@ def train(*stray, **options):
             if not has_last(run.dir):  # its export may have failed
                 export_last(run)
             done = f"{state.pairs_seen / len(run.train):g} epochs done, {config.epochs} asked for"
-            say(ranks, f"{run.dir} is finished: {done}; raise --epochs to train longer, {ANOTHER_RUN}")
-            return
+            return say(ranks, f"{run.dir} is finished: {done}; raise --epochs to train longer, {ANOTHER_RUN}")
         if vote(ranks, stop_asked())[0]:
             raise KeyboardInterrupt
         training_begins()
@@ -117,14 +117,14 @@ def train_from(run, request, state, plan):
 
 
 def train_to_the_end(run, journal, state, plan):
-    """Train, evaluate and save; returns the last state, "finished" or "asked", and why its checkpoint failed or ""."""
+    """Train, evaluate and save; returns the last state, "finished" or "asked", and the Saver of its checkpoint."""
     config = run.config
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if config.log_sample_ids else None
     saver = Saver(run.ranks, run.dir, config.keep_latest_n_ckp, journal)  # waits for its last checkpoint
     screen = live(run.ranks, run.dir, config.screen, config.gpu_memory_limit_gb, config.tracker)
     with screen, Journal(samples) as samples, saver:
         state, reason = train_and_save(run, journal, samples, saver, state, plan)
-    return state, reason, saver.failure
+    return state, reason, saver
 
 
 def train_and_save(run, journal, samples, saver, state, plan):
@@ -135,7 +135,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
     steps = train_steps(run.context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
     try:
         if evaluation_due(run, state):
-            state, stop = evaluate(run, journal, state, plan)
+            state, stop = evaluate(run, journal, saver, state, plan)
         if state != resumed:  # evaluated just now; the next start must not repeat it
             saver.save(state, run.model, run.optimizer)
         with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
@@ -157,7 +157,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if evaluates:
                     if not result.in_doubt:
                         saver.save(state, run.model, run.optimizer)  # the evaluation may take longer than save_seconds
-                    state, stop = evaluate(run, journal, state, result.plan)
+                    state, stop = evaluate(run, journal, saver, state, result.plan)
                     saves = True
                 if result.in_doubt:  # saving and stopping wait for a step with finite numbers
                     stop = False
@@ -189,43 +189,39 @@ def evaluation_due(run, state):
     return is_due and state.step != state.evaluated_step
 
 
-def evaluate(run, journal, state, plan):
+def evaluate(run, journal, saver, state, plan):
     """Evaluate, and export best/ if the validation loss is the lowest; returns the state and whether to stop."""
     ranks = run.ranks
     started = time.monotonic()
     scores = measure(run.evaluation, plan, state.step, journal.write)
     if scores is None:
         return state, True
-    seconds = time.monotonic() - started
-    journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores, seconds=seconds)
+    epoch, seconds = state.pairs_seen / len(run.train), time.monotonic() - started
+    journal.write("eval", step=state.step, epoch=epoch, **scores, seconds=seconds)
     if ranks.is_main and run.config.plots:
         draw_soon(run.dir)
-    is_best = ranks.is_main and scores["loss"] < loss_to_beat(run, state)
-    failure = try_export(run.model, run.tokenizer, run.dir / "best", run.generation) if is_best else ""
+    loss_to_beat = state.best_loss if state.best_loss is not None and has_best(run.dir) else math.inf
+    is_best = ranks.is_main and scores["loss"] < loss_to_beat
+    failure = run.export("best", saver.weights_file(state)) if is_best else ""
     stop, is_best, failed = vote(ranks, stop_asked(), is_best, bool(failure))
     if not failed:  # else the next evaluation or the next start tries again
         state = replace(state, evaluated_step=state.step)
     if is_best and not failed:
         state = replace(state, best_loss=scores["loss"], best_step=state.step)
     say(ranks, epoch_line(dict(
-        epoch=state.pairs_seen / len(run.train), step=state.step, val_loss=scores["loss"],
-        cur_bleu4=scores.get("bleu"), cur_chrf=scores.get("chrf"),
-        best_val_loss=state.best_loss, best_step=state.best_step,
+        epoch=epoch, step=state.step, val_loss=scores["loss"], cur_bleu4=scores.get("bleu"),
+        cur_chrf=scores.get("chrf"), best_val_loss=state.best_loss, best_step=state.best_step,
     )))  # fmt: skip
     return state, bool(stop)
 
 
-def loss_to_beat(run, state):
-    """Validation loss below which a model becomes best/; infinity if there is no best/."""
-    return state.best_loss if state.best_loss is not None and has_best(run.dir) else math.inf
-
-
-def finish(run, journal, state, reason, failure):
+def finish(run, journal, state, reason, saver):
     """Journal the end, export last/ and draw the curves; raises RuntimeError if the end is not on the disk."""
-    journal.write("stop", step=state.step, reason=reason)
+    journal.write("stop", step=state.step, reason=reason, startup=laps())
+    failure = saver.failure
     if reason == "finished" and state.evaluated_step != state.step:
         failure = failure or f"{run.dir / 'best'} could not be written"
-    export_last(run, failure)
+    export_last(run, failure, saver.weights_file(state))
     hint = "" if reason == "finished" else f"; resume with --output_dir={run.dir} --is_keep_training=True"
     say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{hint}")
     say_durations(run)
@@ -233,11 +229,11 @@ def finish(run, journal, state, reason, failure):
         draw_last(run.dir)
 
 
-def export_last(run, failure=""):
+def export_last(run, failure="", weights_file=None):
     """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
     if run.ranks.is_main:
         with saving():
-            failure = failure or try_export(run.model, run.tokenizer, run.dir / "last", run.generation)
+            failure = failure or run.export("last", weights_file)
     if failure:
         raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
 
@@ -262,6 +258,8 @@ def test(*stray, **options):
 @SetParseFn(str)
 def doctor(*stray, **options):
     """Check all that a run with these options depends on; prints a table with a remedy for each problem."""
+    from model.commands.doctor import print_table  # imported here: a training needs no part of it
+
     request = read_request(stray, options, KEEP_TRAINING["doctor"])
     print_table(request.config, request.typed, request.overwrite)
 
@@ -269,6 +267,8 @@ def doctor(*stray, **options):
 @SetParseFn(str)
 def plan(*stray, **options):
     """Print what a run would take, here or on another machine; also takes --num_processes, --vocab_size, --json."""
+    from model.commands.plan_report import plan_text  # imported here: a training needs no part of it
+
     print(plan_text(stray, options))
 
 

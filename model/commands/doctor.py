@@ -25,7 +25,8 @@ from model.memory.estimate import disk_bytes, fixed_bytes
 from model.run.checkpoint import checkpoint_paths, load_newest
 from model.run.run_dir import TOKENS_DIR, check_empty_or_run, check_name
 from model.run.train_state import LaterFormat, TrainState
-from model.runtime.distributed import ALONE, must_use_cpu
+from model.runtime.distributed import ALONE
+from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
 from model.train.footprint import memory_spec
 from model.train.objectives.registry import objective_for

@@ -5,11 +5,16 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from config import TrainConfig, global_batch
 from model.commands.adapter import with_adapter, without_adapter
-from model.commands.network import compute_dtype, load_weights, make_model
+from model.commands.network import (
+    compute_dtype,
+    load_weights,
+    make_model,
+    set_numerics,
+    start_kernels,
+    wait_for_kernels,
+)
 from model.commands.origin import (
     check_same_run,
     find_origin,
@@ -25,12 +30,13 @@ from model.generate.sampling import Sampling, generation_config
 from model.memory.plan import MemoryPlan, choose_plan
 from model.nn.lora import lora_values
 from model.nn.registry import config_values, family_of
-from model.run.checkpointer import checksum
+from model.run.checkpointer import checksum, try_export
 from model.run.console import Progress
 from model.run.run_dir import TOKENS_DIR, has_best
 from model.run.train_state import TrainState, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import agree, from_main, local_main_first
+from model.runtime.laps import lap
 from model.runtime.watchdog import stop_asked, untimed
 from model.train.derive import derive, is_derived, with_derived, with_zeros
 from model.train.dry_run import dry_run_update, plan_run
@@ -87,6 +93,10 @@ class Run:
         """The Examples that are trained on."""
         return self.context.loader.examples
 
+    def export(self, name, weights_file=None):
+        """Export the model to the directory `name` of the run; returns why that failed, or ""."""
+        return try_export(self.model, self.tokenizer, self.dir / name, self.generation, weights_file)
+
     def total_steps(self, state):
         """Number of the run's last step, if every step after `state` has the current global batch."""
         num_pairs, batch = len(self.train), self.schedule.global_batch
@@ -109,23 +119,31 @@ def prepare_run(ranks, config, typed, resumed):
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
     origin = find_origin(ranks, config, typed, found)
     config = with_adapter(config, origin.adapter)
+    lap("weights")
+    kernels = start_kernels(ranks, config, origin.model_config)
     files = (config.train_file, config.validation_file)
     train, validation = (_open_examples(ranks, config, file, origin) for file in files)
     train = replace(train, dropout=has_dropout(config))
     schedule = _schedule(config, typed, len(train), batch, found)
     if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
         LOGGER.warning(shared)
+    lap("data")
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
     model = make_model(ranks, config, origin.model_config, origin.weights, origin.adapter)
     reference, (train, validation) = _with_derived(model, ranks, config, found, (train, validation), plan)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config)
     free["optimizer"] = free_bytes()
+    lap("model")
     dry_run_update(ranks, model, optimizer)
+    lap("update")
+    wait_for_kernels(kernels)
+    lap("kernels")
     context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule, config.exact), config)
     run = Run(config, origin.tokenizer, context, _evaluation(context, validation, origin.tokenizer))
     state = replace(_initial_state(run, found), reference=reference)
     run, state, plan = _planned(run, state, found, other_process)
+    lap("dry run")
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
     agree(ranks, "the position of the run and its plan", state_values(state))
     return run, state, plan
@@ -214,20 +232,6 @@ def kept_recovery(state, plan, may_record):
         return None
     full = state.growth["full"]
     return state.growth | dict(full=full | dict(graphs=full["graphs"] and may_record))
-
-
-def set_numerics(config, device):
-    """Set the process's threads and algorithms for `exact` and `deterministic`; ValueError if `exact` is on a GPU."""
-    if config.exact:
-        if device.type != "cpu":
-            raise ValueError(
-                "--exact=True works only on the CPU: the libraries of a GPU choose the order of their sums; set "
-                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead: bit-equal "
-                "results on the same number of equal GPUs"
-            )
-        torch.set_num_threads(1)
-    if config.deterministic or config.exact:
-        torch.use_deterministic_algorithms(True)
 
 
 def set_memory_limit(config, device):

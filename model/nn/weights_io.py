@@ -2,15 +2,17 @@
 
 import json
 import math
+import os
 import pickletools
 import re
 import zipfile
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES
 from model.data.chat_template import write_chat_template
@@ -33,17 +35,16 @@ PICKLED = {
 ZIP_BEGINS, LEGACY_PICKLES = b"PK\x03\x04", 5  # torch before 1.6 wrote five pickles, then the bytes of the tensors
 
 
-def export_model(model, tokenizer, directory, generation=None):
+def export_model(model, tokenizer, directory, generation=None, weights_file=None):
     """Write a Hugging Face directory, tokenizer included, in place of `directory` atomically.
 
     `generation` is a dict of values for its generation_config.json, beside the ids that the family writes there.
-    Raises OSError if it cannot be written.
+    `weights_file`, if given, is a file with these weights, which is linked to and not written again. Raises OSError if
+    it cannot be written.
     """
     with whole_directory(directory) as draft:
         try:
-            # on the CPU: transformers clones tensors that share storage, and the GPU may have no memory for the clones
-            family_of(model.config).to_hugging_face(model, tokenizer, "cpu").save_pretrained(draft)
-            add_values(draft / "generation_config.json", generation or {})
+            write_model(model, tokenizer, draft, generation, weights_file)
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         add_tokenizer(family_of(model.config), tokenizer, draft)
@@ -62,6 +63,36 @@ def add_values(path, values):
     """Add `values` to the JSON object in a file, which is made if there is none."""
     known = read_object(path) if path.is_file() else {}
     path.write_text(json.dumps(known | values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_model(model, tokenizer, directory, generation=None, weights_file=None):
+    """Write a model's configuration, its float32 weights and its generation_config.json into `directory`.
+
+    Arguments are those of export_model. Needs no transformers, whose import takes seconds.
+    """
+    values, ids = family_of(model.config).file_values(model, tokenizer)
+    for name, content in (("config.json", values), ("generation_config.json", ids | (generation or {}))):
+        content = content | dict(transformers_version=version("transformers"))
+        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+        (directory / name).write_text(text + "\n", encoding="utf-8")
+    file = directory / "model.safetensors"
+    if not (weights_file and _link(weights_file, file)):
+        tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in model.state_dict().items()}
+        write_tensors(tensors, file)
+
+
+def write_tensors(tensors, path):
+    """Write a safetensors file that transformers reads too."""
+    save_file(tensors, path, dict(format="pt"))
+
+
+def _link(existing, path):
+    """Whether `path` could be made another name of the file `existing`; not every file system has hard links."""
+    try:
+        os.link(existing, path)
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

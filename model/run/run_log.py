@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict
 from importlib.metadata import version
 
-import psutil
 import torch
 
 from model.run.checkpoint import discard_after
@@ -18,6 +17,7 @@ from model.run.journal import read_journal
 from model.run.run_dir import cut_sample_ids_everywhere
 from model.runtime.atomic_io import remove_drafts, write_json
 from model.runtime.device_memory import memory_cap, peak_memory, reset_peak
+from model.runtime.laps import lap, laps, seconds_since_start
 from model.train.lr_schedule import warmup_problem
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -39,7 +39,7 @@ def begin(run, journal, request, state, plan):
         dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
         tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
         global_batch=schedule.global_batch, total_pairs=schedule.total_pairs, epochs=config.epochs,
-        total_steps=run.total_steps(state), startup_seconds=startup_seconds(),
+        total_steps=run.total_steps(state), startup_seconds=seconds_since_start(), startup=laps(),
         optimizer=config.optimizer, learn_rate=config.learn_rate,
         warmup_pairs=schedule.learn_rate.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
     )  # fmt: skip
@@ -75,6 +75,8 @@ def binned_lengths(examples):
 
 def write_events(run, journal, samples, result):
     """Journal what went wrong during a step. Write the ids of its examples to `samples`."""
+    if "first step" not in laps():
+        lap("first step")
     for kind, values in result.events:
         journal.write(kind, **values)
         say(run.ranks, f"{kind}: {values}")
@@ -120,13 +122,9 @@ def say_durations(run):
     """Say where the time since the process began went."""
     if run.ranks.is_main:
         spent = durations(read_journal(run.dir / "metrics.jsonl"), time.time())
-        parts = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in spent.items())
-        say(run.ranks, f"{human_seconds(sum(spent.values()))} in all: {parts}")
-
-
-def startup_seconds():
-    """Seconds since this process began, the imports included."""
-    return time.time() - psutil.Process().create_time()
+        total = sum(spent.values())
+        parts = ", ".join(f"{kind} {human_seconds(part)} ({part / total:.0%})" for kind, part in spent.items())
+        say(run.ranks, f"{human_seconds(total)} in all: {parts}")
 
 
 def device_name(device):
