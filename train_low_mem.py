@@ -12,11 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, exit_early, read_request
+from model.runtime.cuda_start import start_cuda
 from model.runtime.watchdog import saving, stop_asked, training_begins, watch_signals
 
 if __name__ == "__main__":  # before torch, which takes seconds to import
     watch_signals()
     exit_early(sys.argv[1:])
+    start_cuda()
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: less fragmentation
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: --deterministic needs it
 if os.getloadavg()[0] > os.cpu_count():  # busy machine: threads that spin while waiting slow the others
@@ -26,9 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 import fire
 from fire.decorators import SetParseFn
 
-from model.commands.doctor import print_table
 from model.commands.origin import agree_on, broadcast_request
-from model.commands.plan_report import plan_text
 from model.commands.setup import prepare_run, prepare_test
 from model.data.token_store import describe_store
 from model.memory.oom_policy import recovery_of
@@ -49,6 +49,7 @@ from model.run.summary import last_words
 from model.run.trackers import check_installed
 from model.runtime.device_memory import release_memory
 from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
+from model.runtime.laps import laps
 from model.runtime.terminal import printable_lines
 from model.train.evaluate import measure
 from model.train.spike_guard import TooManySkipped
@@ -122,14 +123,14 @@ def train_from(run, request, state, plan):
 
 
 def train_to_the_end(run, journal, state, plan):
-    """Train, evaluate and save; returns the last state, "finished" or "asked", and why its checkpoint failed or ""."""
+    """Train, evaluate and save; returns the last state, "finished" or "asked", and the Saver of its checkpoint."""
     config = run.config
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if config.log_sample_ids else None
     saver = Saver(run.ranks, run.dir, config.keep_latest_n_ckp, journal)  # waits for its last checkpoint
     screen = live(run.ranks, run.dir, config.screen, config.gpu_memory_limit_gb, config.tracker)
     with screen, Journal(samples) as samples, saver:
         state, reason = train_and_save(run, journal, samples, saver, state, plan)
-    return state, reason, saver.failure
+    return state, reason, saver
 
 
 def train_and_save(run, journal, samples, saver, state, plan):
@@ -140,7 +141,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
     steps = train_steps(run.context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
     try:
         if evaluation_due(run, state):
-            state, stop = evaluate(run, journal, state, plan, None)
+            state, stop = evaluate(run, journal, saver, state, plan, None)
         if state != resumed:  # evaluated just now; the next start must not repeat it
             saver.save(state, run.model, run.optimizer)
         with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
@@ -164,7 +165,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if evaluates:
                     if not result.in_doubt:
                         saver.save(state, run.model, run.optimizer)  # the evaluation may take longer than save_seconds
-                    state, stop = evaluate(run, journal, state, result.plan, training_loss.take())
+                    state, stop = evaluate(run, journal, saver, state, result.plan, training_loss.take())
                     is_over = ends_early(run, state) and not result.in_doubt
                     saves = True
                 if result.in_doubt:  # saving and stopping wait for a step with finite numbers
@@ -190,13 +191,14 @@ def give_up(run, journal, saver, state, error, last):
     journal.write("stop", step=state.step, reason="failed")
 
 
-def finish(run, journal, state, reason, failure):
+def finish(run, journal, state, reason, saver):
     """Journal the end, export last/ and draw the curves; raises RuntimeError if the end is not on the disk."""
     is_early = reason == "finished" and state.pairs_seen < run.schedule.total_pairs
-    journal.write("stop", step=state.step, reason=reason, early=is_early)
+    journal.write("stop", step=state.step, reason=reason, early=is_early, startup=laps())
+    failure = saver.failure
     if reason == "finished" and lacks_evaluation(run, state):
         failure = failure or f"{run.dir / 'best'} could not be written"
-    export_last(run, state, failure)
+    export_last(run, state, failure, saver.weights_file(state))
     if run.ranks.is_main and run.rules.draws_plots and reason == "finished":  # a stop should not wait for a plot
         draw_last(run.dir)
     if run.ranks.is_main:
@@ -204,11 +206,11 @@ def finish(run, journal, state, reason, failure):
             say(run.ranks, line)
 
 
-def export_last(run, state, failure=""):
+def export_last(run, state, failure="", weights_file=None):
     """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
     if run.ranks.is_main:
         with saving():
-            failure = failure or export(run, state, "last")
+            failure = failure or export(run, state, "last", weights_file=weights_file)
     if failure:
         raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
 
@@ -237,6 +239,8 @@ def test(*stray, **options):
 @SetParseFn(str)
 def doctor(*stray, **options):
     """Check all that a run with these options depends on; prints a table with a remedy for each problem."""
+    from model.commands.doctor import print_table  # imported here: a training needs no part of it
+
     request = read_request(stray, options, KEEP_TRAINING["doctor"])
     print_table(request.config, request.typed, request.overwrite)
 
@@ -244,6 +248,8 @@ def doctor(*stray, **options):
 @SetParseFn(str)
 def plan(*stray, **options):
     """Print what a run would take, here or on another machine; also takes --num_processes, --vocab_size, --json."""
+    from model.commands.plan_report import plan_text  # imported here: a training needs no part of it
+
     print(plan_text(stray, options))
 
 

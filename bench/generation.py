@@ -1,6 +1,6 @@
 """Seconds to generate answers: the project's decoder, and transformers' generate on the same weights.
 
-    python -m bench.generation [--models small,chatlm] [--counts 1,32,100] [--tokens 128] [--stock 100] [--slots 512]
+    python -m bench.generation [--models small,chatlm] [--counts 1,32,100] [--tokens 128] [--stock 100] [--profile]
 
 Random weights, prompts of 8 to 64 random tokens, every answer forced to `--tokens` tokens, greedy. `cold` is the first
 call, recording included, `warm` the best of three more. A JSON line for each case.
@@ -19,8 +19,8 @@ from bench.corpus import VOCAB_SIZE
 from config import MODELS, T5ModelConfig
 from model.generate.engine import Limits, generate
 from model.generate.sampling import GREEDY, Sampling
-from model.nn.t5.huggingface import as_hugging_face
 from model.nn.t5.network import TextToTextModel
+from tests.stock import as_hugging_face
 
 SAMPLED = Sampling(temperature=0.7, top_k=50, top_p=0.9, repetition_penalty=1.1, seed=1)
 
@@ -31,6 +31,7 @@ def main():
     parser.add_argument("--counts", default="1,32,100")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--slots", type=int, default=2048, help="answers generated together, at most")
+    parser.add_argument("--profile", action="store_true", help="tell the kernels of a warm call too")
     parser.add_argument("--stock", default="", help="counts for which transformers' generate is timed too")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,6 +51,20 @@ def report(model_name, count, options, model):
     for kind, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
         times = seconds_of(lambda s=sampling: generate(model, inputs, limits, options.tokens, s))
         print(json.dumps(dict(model=model_name, kind=kind, count=count) | times), flush=True)
+        if options.profile:
+            report_profile(lambda s=sampling: generate(model, inputs, limits, options.tokens, s))
+
+
+def report_profile(work, rows=28):
+    """Print the kernels of `work()` that take longest: microseconds in all, number of calls, name."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities[-1 if torch.cuda.is_available() else 0 :]) as profile:
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)[:rows]
+    for event in events:
+        print(f"{event.self_device_time_total:10.0f} us {event.count:7d} {event.key[:110]}", flush=True)
 
 
 def make_model(name, device):
@@ -65,7 +80,7 @@ def prompts(count):
 
 def report_stock(model_name, options, model):
     special = SimpleNamespace(pad_id=0, eos_id=1)
-    stock = as_hugging_face(model, special).to(model.compute_dtype)
+    stock = as_hugging_face(model, special).to(model.device, model.compute_dtype)
     for count in map(int, options.stock.split(",")):
         times = seconds_of(lambda n=count: stock_generate(stock, prompts(n), options.tokens))
         print(json.dumps(dict(model=model_name, kind="transformers", count=count) | times), flush=True)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
     "config": [""],
     "model.runtime": [
-        "activity atomic_io device_memory fault_injection json_stream peers terminal",
+        "activity atomic_io cuda_start device_memory fault_injection json_stream laps launch peers terminal",
         "nccl_check watchdog",
         "distributed",
     ],
@@ -46,7 +46,7 @@ ROOMS = {
         "base",
         "footprint",
         "t5.batch t5.position_bias t5.footprint t5.huggingface qwen.sizes qwen.batch qwen.rotary qwen.footprint",
-        "t5.decode qwen.decode qwen.huggingface",
+        "t5.decode t5.warm_up qwen.decode qwen.huggingface",
         "t5.network qwen.network",
         "t5.family qwen.family",
         "model_card registry",
@@ -60,7 +60,8 @@ ROOMS = {
         "oom_policy",
     ],
     "model.train": [
-        "adamw_rms fixed_shards lr_schedule orthogonal run_length spike_guard weighted_loss",
+        "flat_optimizer fixed_shards lr_schedule orthogonal run_length spike_guard weighted_loss",
+        "adamw_rms",
         "muon objectives.base objectives.dialogues objectives.pairs",
         "optim",
         "cuda_graphs examples footprint objectives.registry",

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 import train_low_mem
+from model.commands import setup
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
@@ -130,8 +131,8 @@ def test_a_plan_for_a_gpu_is_replaced_on_a_cpu(home):
 
 def main_on_full_disk(directory, words):
     """`main` on a disk that is full for exports named `directory`."""
-    export = train_low_mem.try_export
-    train_low_mem.try_export = lambda *args: "no room" if args[2].name == directory else export(*args)
+    export = setup.try_export
+    setup.try_export = lambda *args: "no room" if args[2].name == directory else export(*args)
     return train_low_mem.main(words)
 
 

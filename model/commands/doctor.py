@@ -27,7 +27,8 @@ from model.data.token_store import Source, find_store
 from model.run.checkpoint import checkpoint_paths, load_newest
 from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import LaterFormat, TrainState
-from model.runtime.distributed import ALONE, must_use_cpu
+from model.runtime.distributed import ALONE
+from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
 from model.train.footprint import memory_spec
 from model.train.objectives.registry import objective_for

@@ -1,4 +1,7 @@
-"""Makes the network of a run on this rank's device."""
+"""Makes the network of a run on this rank's device, in the way that the options ask for its numbers."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
@@ -6,6 +9,7 @@ from model.nn.lora import attach, draw
 from model.nn.registry import family_of
 from model.nn.weights_io import load_into
 from model.runtime.distributed import broadcast
+from model.runtime.watchdog import untimed
 
 
 def make_model(ranks, config, model_config, weights=None, adapter=None):
@@ -31,7 +35,54 @@ def make_model(ranks, config, model_config, weights=None, adapter=None):
     return model
 
 
+def start_kernels(ranks, config, model_config):
+    """Futures of threads that compile the network's kernels, or load them where they were compiled before.
+
+    What fails there fails again, with its message, where the network runs.
+    """
+    family, dtype = family_of(model_config), compute_dtype(config.mixed_precision, ranks.device)
+    if not family.has_kernels(ranks.device, dtype, model_config):
+        return []
+    works = family.kernel_works(model_config, ranks.device, config.dropout)
+    pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // ranks.world_size, 1))
+    ready = pool.submit(_start_triton, ranks.device)
+    return [pool.submit(_launch, work, ranks.device, ready) for work in works]
+
+
+def _start_triton(device):
+    from triton.runtime import driver  # a CPU build of torch comes without Triton
+
+    with torch.cuda.device(device):
+        driver.active.get_current_target()  # builds its driver once, which threads should not do at the same time
+
+
+def _launch(work, device, ready):
+    ready.result()
+    with torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):  # backward on this thread too
+        work()
+
+
+def wait_for_kernels(kernels):
+    """Wait for the futures of start_kernels, without a time limit."""
+    with untimed("compiling the network's kernels"):
+        wait(kernels)
+
+
 def compute_dtype(mixed_precision, device):
     """bfloat16 if `mixed_precision` is bf16, or if it is auto and the GPU supports it natively; else float32."""
     is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and is_native) else torch.float32
+
+
+def set_numerics(config, device):
+    """Set the process's threads and algorithms for `exact` and `deterministic`; ValueError if `exact` is on a GPU."""
+    if config.exact:
+        if device.type != "cpu":
+            raise ValueError(
+                "--exact=True works only on the CPU: the libraries of a GPU choose the order of their sums; set "
+                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead: bit-equal "
+                "results on the same number of equal GPUs"
+            )
+        torch.set_num_threads(1)
+    if config.deterministic or config.exact:
+        torch.use_deterministic_algorithms(True)

@@ -5,11 +5,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from config import TrainConfig
 from model.commands.adapter import with_adapter, without_adapter
-from model.commands.network import compute_dtype, make_model
+from model.commands.network import compute_dtype, make_model, set_numerics, start_kernels, wait_for_kernels
 from model.commands.origin import (
     check_same_run,
     find_origin,
@@ -34,6 +32,7 @@ from model.run.run_dir import TOKENS_DIR, check_exported
 from model.run.train_state import TrainState, kept_recovery, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import agree, from_main, local_main_first
+from model.runtime.laps import lap
 from model.runtime.watchdog import stop_asked
 from model.train.derive import with_zeros
 from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
@@ -114,23 +113,31 @@ def prepare_run(ranks, config, typed, resumed):
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
     origin = find_origin(ranks, config, typed, found)
     config = with_adapter(config, origin.adapter)
+    lap("weights")
+    kernels = start_kernels(ranks, config, origin.model_config)
     train, *validation = _open_data(ranks, config, origin)
     schedule = _schedule(config, typed, train.epoch_pairs, batch, found)
     if ranks.is_main and validation and (shared := describe_shared(validation[0].store, train.store)):
         LOGGER.warning(shared)
+    lap("data")
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
     model = make_model(ranks, config, origin.model_config, origin.weights, origin.adapter)
     reference, (train, *validation) = read_derived(model, ranks, config, found, (train, *validation), plan)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config, (ranks.rank, ranks.world_size))
     free["optimizer"] = free_bytes()
+    lap("model")
     update_seconds = dry_run_update(ranks, model, optimizer)
+    lap("update")
+    wait_for_kernels(kernels)
+    lap("kernels")
     context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule, config.exact), config)
     evaluation = _evaluation(context, validation[0], origin.tokenizer) if validation else None
     run = Run(config, origin.tokenizer, context, evaluation, _rules(config))
     state = replace(_initial_state(run, found), reference=reference)
     run, state, plan = _planned(run, state, found, other_process)
     run.memory["step_seconds"] = update_seconds + gradient_seconds(context, plan)
+    lap("dry run")
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
     agree(ranks, "the position of the run and its plan", state_values(state))
     return run, state, plan
@@ -203,20 +210,6 @@ def _initial_state(run, found):
     return replace(
         state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len, shape=fresh.shape, lora=fresh.lora
     )
-
-
-def set_numerics(config, device):
-    """Set the process's threads and algorithms for `exact` and `deterministic`; ValueError if `exact` is on a GPU."""
-    if config.exact:
-        if device.type != "cpu":
-            raise ValueError(
-                "--exact=True works only on the CPU: the libraries of a GPU choose the order of their sums; set "
-                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead: bit-equal "
-                "results on the same number of equal GPUs"
-            )
-        torch.set_num_threads(1)
-    if config.deterministic or config.exact:
-        torch.use_deterministic_algorithms(True)
 
 
 def set_memory_limit(config, device):

@@ -14,7 +14,7 @@ from model.generate.slots import Slots
 from model.runtime.watchdog import stop_asked
 
 STEPS_BETWEEN_CHECKS = 8  # reading on the host which slots are done waits for the device
-MIN_SLOTS, MIN_TOKENS = 4, 32  # smallest sizes of a step
+MIN_SLOTS, MIN_TOKENS, GROWTH = 32, 32, 4  # smallest sizes of a recorded step, and how they grow
 REFILL_SHARE = 8  # while more requests wait than slots are free, slots / REFILL_SHARE are filled together
 
 
@@ -116,12 +116,7 @@ class Engine:
 
     def _decode(self, steps):
         """Decode `steps` tokens in the smallest step that holds the running slots."""
-        limits, running = self.limits, self.running.values()
-        size = (
-            _size(max(self.running) + 1, MIN_SLOTS, limits.slots),
-            _size(max(len(one.request.input_ids) for one in running), MIN_TOKENS, limits.input_tokens),
-            _size(max(one.decoded for one in running) + steps, MIN_TOKENS, limits.new_tokens),
-        )
+        limits, running, size = self.limits, self.running.values(), self._size(steps)
         mode = mode_of([one.request.sampling for one in running], self.model.config.vocab_size)
         view, cache = self.slots.first(size[0]), self.cache.first(*size)
 
@@ -133,6 +128,22 @@ class Engine:
                 self.recordings.run((size, mode), advance)
             else:
                 advance()
+
+    def _size(self, steps):
+        """(slots, input tokens, new tokens) of the smallest step that holds the running slots for `steps` tokens.
+
+        Recordings have few sizes; of a cache that is read only where it is used, they need the slots alone.
+        """
+        limits, running = self.limits, self.running.values()
+        slots = max(self.running) + 1
+        inputs = max(len(one.request.input_ids) for one in running)
+        new = max(one.decoded for one in running) + steps
+        if not self.recordings:
+            return slots, inputs, new
+        slots = _rounded(slots, MIN_SLOTS, limits.slots)
+        if not self.cache.reads_all:
+            return slots, limits.input_tokens, limits.new_tokens
+        return slots, _rounded(inputs, MIN_TOKENS, limits.input_tokens), _rounded(new, MIN_TOKENS, limits.new_tokens)
 
     def _collect(self):
         wanted = {slot for slot, running in self.running.items() if running.request.streams}
@@ -153,9 +164,11 @@ class Engine:
         self.slots.is_done[slot] = True
 
 
-def _size(number, least, most):
-    """The power of two from `least` on that holds `number`, or `most`: few sizes, so few recordings."""
-    return min(max(2 ** (number - 1).bit_length(), least), most)
+def _rounded(number, least, most):
+    """The first of `least`, GROWTH times as much and so on that holds `number`, or `most`."""
+    while least < number:
+        least *= GROWTH
+    return min(least, most)
 
 
 class Recordings:

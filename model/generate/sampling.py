@@ -125,7 +125,8 @@ def choose(logits, history, count, settings, mode):
     """
     if mode == Mode():
         return logits.argmax(dim=1)
-    logits = logits.float()
+    if mode.is_penalised or mode.is_drawn:
+        logits = logits.float()
     if mode.is_penalised:
         logits = penalise(logits, history, count, settings.repetition_penalty)
     if mode.longest_ngram:

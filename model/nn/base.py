@@ -55,7 +55,7 @@ class LanguageModel(nn.Module):
         """Static tensors for `slots` sequences of at most so many input and generated tokens.
 
         Its method `first(slots, input_tokens, new_tokens)` gives a part of it for smaller sizes, which shares its
-        memory.
+        memory. `reads_all` says whether a step reads all of such a part, or only the tokens that are there.
         """
         raise NotImplementedError
 
@@ -187,12 +187,15 @@ class Family:
     config_with: Callable  # (config_class, own tensors) -> config_class; what only the tensors tell
     own_tensors: Callable  # ({name: tensor} of Hugging Face files, path) -> those of the network
     aliases: tuple[str, ...]  # names under which such a file may hold a tensor a second time
-    to_hugging_face: Callable  # (model, tokenizer, device=None) -> transformers' model with its weights
+    file_values: Callable  # (model, tokenizer) -> (dict of its config.json, dict of its generation_config.json)
     adapter_targets: Callable  # (model_config) -> names of the linear layers that `--lora_targets` may name
     adapter_prefix: str = "base_model.model."  # of the network's names in PEFT's files
     task_type: str = "CAUSAL_LM"  # PEFT's name of what such a network does
     # whether it reads dialogues in the tokenizer's chat template (model/data/turn_template.py)
     reads_dialogues: bool = False
+    # (model_config, device, dropout) -> functions that launch a part of the network's Triton kernels each, on small
+    # tensors, so that they are compiled at the same time
+    kernel_works: Callable = lambda *_: ()
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,10 @@ def _pack(params, dtype, device):
 
 
 def _padded_size(p, tables):
-    return _padded_rows(len(p)) * p.shape[1] if id(p) in tables else p.numel()
+    return padded_rows(len(p)) * p.shape[1] if id(p) in tables else p.numel()
 
 
-def _padded_rows(rows):
+def padded_rows(rows):
     return -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
@@ -101,7 +101,7 @@ def _view_as(p, flat):
 
 def with_padding(view):
     """A table's `.copy` or `.grad`, (vocabulary, width), extended by its padding rows of zeros."""
-    return view.as_strided((_padded_rows(len(view)), view.shape[1]), view.stride(), view.storage_offset())
+    return view.as_strided((padded_rows(len(view)), view.shape[1]), view.stride(), view.storage_offset())
 
 
 def merge_adjacent(views):

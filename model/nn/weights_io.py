@@ -2,15 +2,17 @@
 
 import json
 import math
+import os
 import pickletools
 import re
 import zipfile
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES
 from model.data.chat_template import write_chat_template
@@ -34,20 +36,17 @@ PICKLED = {
 ZIP_BEGINS, LEGACY_PICKLES = b"PK\x03\x04", 5  # torch before 1.6 wrote five pickles, then the bytes of the tensors
 
 
-def export_model(model, tokenizer, directory, generation=None, facts=None):
+def export_model(model, tokenizer, directory, generation=None, facts=None, weights_file=None):
     """Write a Hugging Face directory, tokenizer and model card included, in place of `directory` atomically.
 
     `generation` is a dict of values for its generation_config.json, beside the ids that the family writes there; its
-    `prefix` stands before each question. `facts` are the CardFacts of its README.md. Raises OSError if it cannot be
-    written.
+    `prefix` stands before each question. `facts` are the CardFacts of its README.md. `weights_file`, if given, is a
+    file with these weights, which is linked to and not written again. Raises OSError if it cannot be written.
     """
     with whole_directory(directory) as draft:
         try:
-            # on the CPU: transformers clones tensors that share storage, and the GPU may have no memory for the clones
-            hf_model = family_of(model.config).to_hugging_face(model, tokenizer, "cpu")
-            hf_model.save_pretrained(draft)
-            add_values(draft / "generation_config.json", generation or {})
-            card = model_card(facts or CardFacts(), hf_model.config.model_type, hf_model.config.is_encoder_decoder)
+            values = write_model(model, tokenizer, draft, generation, weights_file)
+            card = model_card(facts or CardFacts(), values["model_type"], values.get("is_encoder_decoder", False))
             (draft / CARD_FILE).write_text(card, encoding="utf-8")
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
@@ -70,6 +69,38 @@ def add_values(path, values):
     """Add `values` to the JSON object in a file, which is made if there is none."""
     known = read_object(path) if path.is_file() else {}
     path.write_text(json.dumps(known | values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_model(model, tokenizer, directory, generation=None, weights_file=None):
+    """Write a model's configuration, its float32 weights and its generation_config.json into `directory`.
+
+    Returns the configuration's values. Arguments are those of export_model. Needs no transformers, whose import takes
+    seconds.
+    """
+    values, ids = family_of(model.config).file_values(model, tokenizer)
+    for name, content in (("config.json", values), ("generation_config.json", ids | (generation or {}))):
+        content = content | dict(transformers_version=version("transformers"))
+        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+        (directory / name).write_text(text + "\n", encoding="utf-8")
+    file = directory / "model.safetensors"
+    if not (weights_file and _link(weights_file, file)):
+        tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in model.state_dict().items()}
+        write_tensors(tensors, file)
+    return values
+
+
+def write_tensors(tensors, path):
+    """Write a safetensors file that transformers reads too."""
+    save_file(tensors, path, dict(format="pt"))
+
+
+def _link(existing, path):
+    """Whether `path` could be made another name of the file `existing`; not every file system has hard links."""
+    try:
+        os.link(existing, path)
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,18 @@ import errno
 import hashlib
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import ujson
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from model.nn.lora import attach, lora_from
 from model.nn.registry import config_from, family_of
-from model.nn.weights_io import check_fits
+from model.nn.weights_io import check_fits, write_tensors
 from model.run.train_state import LaterFormat, TrainState, state_of, state_values
 from model.runtime import fault_injection
 from model.runtime.atomic_io import make_directory, remove_drafts, try_delete, whole_directory, write_file
@@ -71,8 +72,8 @@ def save_checkpoint(run_dir, state, snapshot, keep):
 
     Returns its path. Raises OSError when the disk fails or is full; earlier checkpoints then stay as they were.
     """
-    folder = Path(run_dir) / "checkpoints"
-    path = folder / f"step_{state.step:08d}"
+    path = checkpoint_path(run_dir, state.step)
+    folder = path.parent
     make_directory(folder)
     remove_drafts(folder)  # left by killed processes
     _check_space(folder, snapshot.bytes + SPARE_BYTES)
@@ -80,7 +81,9 @@ def save_checkpoint(run_dir, state, snapshot, keep):
         _write_tensors(snapshot.weights, draft / "model.safetensors")
         fault_injection.fire("save", state.step)
         _write_tensors(snapshot.optimizer, draft / "optimizer.safetensors")
-        _write_state(draft, state, {file.name: _identity(file) for file in draft.iterdir()})
+        with ThreadPoolExecutor(len(TENSOR_FILES)) as threads:
+            identities = threads.map(_identity, [draft / name for name in TENSOR_FILES])
+            _write_state(draft, state, dict(zip(TENSOR_FILES, identities, strict=True)))
     write_file(folder / "LATEST", path.name.encode())
     for old in checkpoint_paths(run_dir)[keep:]:
         try_delete(old)
@@ -92,7 +95,7 @@ def save_state(run_dir, state):
 
     Raises OSError when the disk fails or has no hard links; the checkpoint then stays as it was.
     """
-    path = Path(run_dir) / "checkpoints" / f"step_{state.step:08d}"
+    path = checkpoint_path(run_dir, state.step)
     manifest = read_object(path / "manifest.json")
     with whole_directory(path) as draft:
         for name in TENSOR_FILES:
@@ -136,9 +139,14 @@ def _check_space(folder, needed_bytes):
 
 def _write_tensors(tensors, path):
     try:
-        save_file(tensors, path)
+        write_tensors(tensors, path)
     except SafetensorError as error:  # safetensors raises it for a failed disk too
         raise OSError(f"{path} cannot be written: {error}") from None
+
+
+def checkpoint_path(run_dir, step):
+    """Directory of the checkpoint of a step."""
+    return Path(run_dir) / "checkpoints" / f"step_{step:08d}"
 
 
 def checkpoint_paths(run_dir):

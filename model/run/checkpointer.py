@@ -9,12 +9,13 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
 from model.nn.adapter_io import export_adapter
 from model.nn.weights_io import export_model
-from model.run.checkpoint import Snapshot, save_checkpoint, save_state, snapshot_of
+from model.run.checkpoint import Snapshot, checkpoint_path, save_checkpoint, save_state, snapshot_of
 from model.runtime.device_memory import release_memory, within_memory
 from model.runtime.distributed import gather_json, vote
 from model.runtime.watchdog import saving
@@ -77,6 +78,18 @@ class Saver:
         args = (state, snapshot, copied, snapshot_seconds, saving_scope.pop_all())
         self._thread = threading.Thread(target=self._write, args=args)  # not a daemon: exit waits for the checkpoint
         self._thread.start()
+
+    def weights_file(self, state):
+        """File with the float32 weights at `state`, once the checkpoint of its step is on the disk; None without one.
+
+        Exports link to it: the same bytes need not be written twice.
+        """
+        self.join()
+        is_saved = self._saved_state is not None and self._saved_state.step == state.step
+        weights = [tensor for (part, _), tensor in self._host_tensors.items() if part == "weights"]
+        if not is_saved or any(tensor.dtype != torch.float32 for tensor in weights):
+            return None
+        return checkpoint_path(self._run_dir, state.step) / "model.safetensors"
 
     def join(self):
         """Wait until the last checkpoint is on the disk or has failed."""
@@ -151,11 +164,15 @@ def retry_after_oom(attempt, free_memory):
     return attempt()
 
 
-def try_export(model, tokenizer, directory, generation, facts):
-    """Export a model, or its adapter; returns the error message of a disk or memory error, "" on success."""
-    export = export_adapter if model.lora else export_model
+def try_export(model, tokenizer, directory, generation, facts, weights_file=None):
+    """Export a model, or its adapter; returns the error message of a disk or memory error, "" on success.
+
+    `weights_file` is export_model's; an adapter does not use it.
+    """
+    args = model, tokenizer, directory, generation, facts
+    export = partial(export_adapter, *args) if model.lora else partial(export_model, *args, weights_file)
     try:
-        retry_after_oom(lambda: export(model, tokenizer, directory, generation, facts), release_memory)
+        retry_after_oom(export, release_memory)
     except (OSError, RuntimeError, MemoryError) as error:
         LOGGER.error("%s was not exported: %s", directory, error)
         return str(error)

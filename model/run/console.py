@@ -127,26 +127,36 @@ class Progress:
     def update(self, done: int, note: str = "") -> None:
         """Show that `done` of the total are done, and `note` after it."""
         now_doing(self._title, done, self._total)
-        if self._logs:
-            self._log(done)
-        if self._bar is None:
+        if self._bar is None and not self._logs:
             return
-        self._bar.update(self._task, completed=done, count=self._count(done), note=note)
-        if time.monotonic() - self._drawn_at >= DRAW_SECONDS:
-            self._drawn_at = time.monotonic()
-            self._draw(self._bar.refresh)
-
-    def _log(self, done: int) -> None:
         now = time.monotonic()
         # The first update is the reference for the speed: the steps before it may have compiled kernels.
-        first_at, first_done = self._first_update = self._first_update or (now, done)
+        self._first_update = self._first_update or (now, done)
+        if self._logs:
+            self._log(done, now)
+            return
+        note = note or self._speed(done, now)
+        self._bar.update(self._task, completed=done, count=self._count(done), note=note)
+        if now - self._drawn_at >= DRAW_SECONDS:
+            self._drawn_at = now
+            self._draw(self._bar.refresh)
+
+    def _log(self, done: int, now: float) -> None:
+        first_at, first_done = self._first_update
         if now - self._logged_at < LOG_SECONDS:
             return
         self._logged_at = now
-        time_left = ""
+        time_left = f", {speed}" if (speed := self._speed(done, now)) else ""
         if self._total is not None and done > first_done:
             time_left = f", {human_seconds((self._total - done) * (now - first_at) / (done - first_done))} left"
         LOGGER.info("%s: %s%s", self._title, self._count(done), time_left)
+
+    def _speed(self, done: int, now: float) -> str:
+        """The speed so far of work whose end is unknown; "" for other work, and before the second update."""
+        first_at, first_done = self._first_update
+        if self._total is not None or done == first_done:
+            return ""
+        return f"{(done - first_done) / max(now - first_at, 1e-3):,.0f} {self._unit}/s"
 
     def close(self) -> None:
         """Stop drawing. The last state stays on the screen and the cursor is shown again."""

@@ -184,7 +184,10 @@ def check_exported(folder):
 def has_last(run_dir):
     """Whether last/ was exported after the newest checkpoint was written."""
     weights, checkpoints = _exported(Path(run_dir, "last")), checkpoint_paths(run_dir)
-    return bool(weights) and all(weights.stat().st_mtime >= path.stat().st_mtime for path in checkpoints[:1])
+    if not weights:
+        return False
+    exported = weights.with_name("tokenizer.json").stat().st_mtime  # the weights may be a link to a checkpoint's file
+    return all(exported >= path.stat().st_mtime for path in checkpoints[:1])
 
 
 def _exported(directory):

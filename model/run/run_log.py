@@ -4,11 +4,9 @@ import hashlib
 import logging
 import math
 import sys
-import time
 from dataclasses import asdict
 from importlib.metadata import version
 
-import psutil
 import torch
 
 from model.run.checkpoint import discard_after
@@ -18,6 +16,7 @@ from model.run.run_dir import cut_sample_ids_everywhere
 from model.run.summary import device_name, first_words
 from model.runtime.atomic_io import remove_drafts, write_json
 from model.runtime.device_memory import memory_cap, peak_memory, reset_peak
+from model.runtime.laps import lap, laps, seconds_since_start
 from model.train.run_length import warmup_problem
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -41,7 +40,7 @@ def begin(run, journal, request, state, plan):
         global_batch=schedule.global_batch, total_pairs=schedule.total_pairs, epoch_pairs=run.train.epoch_pairs,
         epochs=schedule.total_pairs / run.train.epoch_pairs if config.max_steps else config.epochs,
         best_metric=config.best_metric,
-        total_steps=run.total_steps(state), startup_seconds=startup_seconds(),
+        total_steps=run.total_steps(state), startup_seconds=seconds_since_start(), startup=laps(),
         optimizer=config.optimizer, learn_rate=config.learn_rate,
         warmup_pairs=schedule.learn_rate.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
     )  # fmt: skip
@@ -74,6 +73,8 @@ def binned_lengths(examples):
 
 def write_events(run, journal, samples, result):
     """Journal what went wrong during a step. Write the ids of its examples to `samples`."""
+    if "first step" not in laps():
+        lap("first step")
     for kind, values in result.events:
         journal.write(kind, **values)
         say(run.ranks, f"{kind}: {event_text(kind, values)}")
@@ -131,11 +132,6 @@ def say(ranks, text):
     """Log `text` as one line on the main rank, unless it is empty."""
     if ranks.is_main and text:
         LOGGER.info(text)
-
-
-def startup_seconds():
-    """Seconds since this process began, the imports included."""
-    return time.time() - psutil.Process().create_time()
 
 
 def versions():

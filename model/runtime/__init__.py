@@ -1,9 +1,10 @@
 """What every process needs: files, signals, ranks, devices. Independent of configuration, data, model and run.
 
 atomic_io writes files and directories that are whole or absent; json_stream reads JSON of any size.
+launch refuses launches that cannot work, cuda_start starts CUDA beside the import of torch.
 distributed is the only user of torch.distributed: start, agree, vote, sum. nccl_check tries NCCL before a run uses it.
 watchdog handles the signals that ask for a stop and ends every rank when one dies or hangs; peers detects which.
 device_memory measures and limits the memory of a device; fault_injection makes a named site fail, for tests.
 terminal makes untrusted text safe to print, and tells whether this program has the terminal; activity is what a
-process does now.
+process does now; laps are the parts of its start and their seconds.
 """

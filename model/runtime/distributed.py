@@ -9,13 +9,13 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from glob import glob
 
 import torch
 import torch.distributed as dist
 import ujson
-from accelerate import Accelerator, InitProcessGroupKwargs
 
+from model.runtime.laps import lap
+from model.runtime.launch import check_launch, must_use_cpu
 from model.runtime.nccl_check import in_words, preflight
 from model.runtime.peers import DEAD_SECONDS
 from model.runtime.watchdog import collective, leave_ranks, stop_asked, time_limit, untimed, watch_ranks
@@ -52,7 +52,7 @@ def from_main_before_joining(timeout_s, function, *args):
     Needs no process group: the ranks use the store at MASTER_ADDR:MASTER_PORT, through which they join later. The
     process ends if not all ranks connect within `timeout_s` seconds.
     """
-    _check_launch()
+    check_launch()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return function(*args)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -79,7 +79,8 @@ def start_ranks(backend="auto", timeout_s=600):
 
     Raises ValueError for a launch that cannot work, RuntimeError if the group differs from what the launcher announced.
     """
-    _check_launch()
+    lap("imports")
+    check_launch()
     on_cpu = must_use_cpu()
     if on_cpu and backend == "nccl":
         raise ValueError("--backend=nccl needs GPUs and there are none here: leave it out")
@@ -95,27 +96,37 @@ def start_ranks(backend="auto", timeout_s=600):
         store = _store_on_main(ranks) if ranks.cpu_group is not None else None
     if store is not None:
         watch_ranks(store, ranks.rank, ranks.world_size, timeout_s)
+    lap("device")
     return ranks
 
 
 def _join(backend, on_cpu):
     """Ranks of the group that the launcher set up; a single rank if `backend` is None."""
-    handlers = [InitProcessGroupKwargs(backend=backend, timeout=NO_TIME_OUT)] if backend else []
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=handlers)
-    announced, num_processes = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
+    place = _place_in_group(backend, on_cpu) if backend else (0, 1, 0, torch.device("cpu" if on_cpu else "cuda:0"))
+    _, num_processes, _, device = place
+    announced = int(os.environ.get("WORLD_SIZE", "1"))
     if announced != num_processes:
         raise RuntimeError(
             f"the launcher announced {announced} processes and this group has {num_processes}: start them again"
         )
-    device = accelerator.device
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)  # without a launcher, accelerate omits the index
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())  # CUDA graphs cannot be captured on the default stream
-    place = accelerator.process_index, num_processes, accelerator.local_process_index, device
     if num_processes == 1:
         return Ranks(*place, "none", cpu_group=None)
     return Ranks(*place, dist.get_backend(), dist.new_group(backend="gloo", timeout=NO_TIME_OUT))
+
+
+def _place_in_group(backend, on_cpu):
+    """(rank, world size, local rank, device) of this process in the group that accelerate joins."""
+    from accelerate import Accelerator, InitProcessGroupKwargs  # imported here: a process by itself does not need it
+
+    handlers = [InitProcessGroupKwargs(backend=backend, timeout=NO_TIME_OUT)]
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=handlers)
+    device = accelerator.device
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)  # a group of one has no index
+    return accelerator.process_index, accelerator.num_processes, accelerator.local_process_index, device
 
 
 def _store_on_main(ranks):
@@ -128,44 +139,6 @@ def _store_on_main(ranks):
             store.set(str(rank), "{}")
     port = gather_json(ranks, store.port if store else 0)[0]
     return store or dist.TCPStore(host, port, is_master=False, timeout=time_out)
-
-
-def _check_launch():
-    """Raise ValueError, naming the command that works, for a launch that cannot work."""
-    # `accelerate launch --cpu --num_processes N` starts one process and leaves only these traces of N
-    asked_for_many = "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
-    if asked_for_many and "WORLD_SIZE" not in os.environ:
-        raise ValueError(
-            "accelerate launch --cpu starts one process and ignores --num_processes: "
-            "type accelerate launch --multi_gpu --num_processes N ./train_low_mem.py …, which works without GPUs too"
-        )
-    # `torchrun --master_port 0` passes on the 0, and each process then waits at another port
-    if os.environ.get("MASTER_PORT") == "0":
-        raise ValueError("MASTER_PORT=0: the processes have no common port: type torchrun --standalone")
-    # these would shard the weights, and then a step could not be retried
-    for name in ("DEEPSPEED", "FSDP"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
-            raise ValueError(
-                f"ACCELERATE_USE_{name} is set, in accelerate's configuration file or the environment: this trainer "
-                "keeps whole weights on each GPU, since models of this size fit; launch with --multi_gpu"
-            )
-
-
-def must_use_cpu(devices="/dev/nvidia[0-9]*", driver="/proc/driver/nvidia/version"):
-    """True if there is no GPU or the CPU was asked for.
-
-    Raises RuntimeError if torch cannot see a GPU or driver that the machine has and the CPU was not asked for.
-    `devices` (a glob pattern) and `driver` are the files by which the kernel shows them.
-    """
-    if torch.cuda.is_available():
-        return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or "ACCELERATE_USE_CPU" in os.environ
-    if (glob(devices) or os.path.exists(driver)) and not asked:
-        raise RuntimeError(
-            f"this machine has an NVIDIA GPU or driver but torch {torch.__version__} sees none: install a CUDA build "
-            "of torch that the driver supports (nvidia-smi shows its version), or set CUDA_VISIBLE_DEVICES= for the CPU"
-        )
-    return True
 
 
 def _nccl_fails(backend):

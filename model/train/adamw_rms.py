@@ -6,11 +6,12 @@ import math
 import torch
 
 from model.nn.flat_params import runs_kernels
+from model.train.flat_optimizer import FlatOptimizer
 
 RMS_FLOOR = 1e-3  # Adafactor's eps2 (Shazeer and Stern 2018): lets a tensor near zero still change
 
 
-class RMSScaledAdamW(torch.optim.Optimizer):
+class RMSScaledAdamW(FlatOptimizer):
     """AdamW whose step for each tensor is multiplied by max(1e-3, RMS of the tensor).
 
     With plain AdamW, encoder-decoders diverge at learning rates that work with Adafactor; scaling by RMS, as Adafactor

@@ -30,6 +30,7 @@ LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
 TIMED_TOKENS = 512  # at most, of the forward and backward that a CPU times
 SAMPLED_EXAMPLES = 2**14  # at most, from which a forward is filled up beside its longest targets
+TRIED_TOKENS = 4  # of an answer: the first compiles, the second is recorded, the third replayed
 FIRST_EPOCH = 1  # whose lengths a probe has
 KEPT_USABLE = 1.1  # a resumed plan may be predicted 10 % over the limit: it was measured before, and is probed again
 
@@ -281,4 +282,4 @@ def _worst_generation(evaluation, plan):
     examples = evaluation.examples
     ids = np.argsort(-examples.bounds[:, 0].astype(np.int64), kind="stable")[: plan.answers]
     inputs, _ = examples.objective.questions(examples.store, ids)
-    generate_answers(evaluation, inputs, plan.answers)
+    generate_answers(evaluation, inputs, plan.answers, TRIED_TOKENS)

@@ -4,6 +4,7 @@ Each rank evaluates a share, and the results are reduced once, at the end. When 
 go on with the rest of their shares in smaller parts.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +12,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from sacrebleu.metrics import BLEU, CHRF
 
 from model.data.packing import cut
 from model.data.sampler import permute
@@ -141,12 +141,15 @@ def _until_out_of_memory(ids, plan, parts):
     return values, np.concatenate(left) if left else ids[:0]
 
 
-def generate_answers(evaluation, inputs, slots):
-    """The ids of the greedy answer to each of `inputs`, arrays of ids; so many `slots` are generated together."""
+def generate_answers(evaluation, inputs, slots, most=None):
+    """The ids of the answer to each of `inputs`, arrays of ids; so many `slots` are generated together.
+
+    `most` tokens each, if given, but with the memory of whole answers.
+    """
     new_tokens, first_id = evaluation.max_new_tokens, evaluation.examples.first_id
     longest = max(map(len, inputs))
     limits = Limits(min(slots, len(inputs)), longest, new_tokens, first_id, evaluation.tokenizer.eos_id)
-    return generate(evaluation.model, inputs, limits, new_tokens, evaluation.sampling)
+    return generate(evaluation.model, inputs, limits, min(most or new_tokens, new_tokens), evaluation.sampling)
 
 
 def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None):
@@ -183,6 +186,8 @@ def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None)
 
 def score(answers):
     """Dict of BLEU-4 on characters and chrF of `answers`, both 0 to 100 (sacrebleu)."""
+    from sacrebleu.metrics import BLEU, CHRF  # imported here: the first step need not wait for it
+
     hypotheses, references = [a.answer for a in answers], [[a.reference for a in answers]]
     return dict(
         bleu=BLEU(tokenize="char").corpus_score(hypotheses, references).score,
@@ -191,12 +196,16 @@ def score(answers):
 
 
 def measure(evaluation, plan, step=0, note=lambda kind, **values: None):
-    """Dict of the objective's metrics, and of BLEU and chrF if answers are generated; None if a stop was asked.
+    """Dict of the objective's metrics, and of BLEU, chrF and answer_seconds if answers are generated.
 
-    `note(kind, **values)` is called for each out of memory. Raises NothingFits if the smallest plan does not fit.
+    None if a stop was asked. `note(kind, **values)` is called for each out of memory. Raises NothingFits if the
+    smallest plan does not fit.
     """
     metrics = evaluate_loss(evaluation, plan, step, note)
     if metrics is None or not evaluation.num_answers:
         return metrics
+    started = time.monotonic()
     answers = answer_questions(evaluation, plan, step, note)
-    return None if answers is None else metrics | score(answers)
+    if answers is None:
+        return None
+    return metrics | score(answers) | dict(answer_seconds=time.monotonic() - started)

@@ -8,10 +8,11 @@ import torch
 from model.memory.estimate import BATCH_NUMBERS
 from model.nn.flat_params import runs_kernels
 from model.train.adamw_rms import RMS_FLOOR, RMSScaledAdamW
+from model.train.flat_optimizer import FlatOptimizer
 from model.train.orthogonal import is_long, orthogonal, orthogonalise_
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(FlatOptimizer):
     """Muon for the layers' matrices, RMSScaledAdamW for the other weights.
 
     The update of a matrix is its orthogonalised momentum, with all singular values near 1 (Jordan et al. 2024,

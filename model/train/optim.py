@@ -7,12 +7,13 @@ import torch
 
 from model.nn.flat_params import runs_kernels
 from model.train.adamw_rms import RMS_FLOOR, RMSScaledAdamW
+from model.train.flat_optimizer import FlatOptimizer
 from model.train.muon import Muon
 
 SQUARE_FLOOR = 1e-30  # Adafactor's eps1: avoids a division by zero in a row whose gradients are all zero
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(FlatOptimizer):
     """Adafactor without momentum: a tensor's update has RMS at most 1, times max(1e-3, RMS of the tensor).
 
     The state of a matrix is the row and column means of its squared gradients, averaged over steps with decay

@@ -9,10 +9,10 @@ from model.data.sequences import Sequences
 from model.nn.base import Packing
 from model.nn.lora import LoraConfig, attach, draw, is_factor, merge
 from model.nn.t5.family import T5
-from model.nn.t5.huggingface import as_hugging_face
 from model.train.examples import Examples
 from model.train.objectives.pairs import Pairs
 from tests.parts import SHAPE, batch_of, farthest, gradients_of, make_model, padded, stock_loss
+from tests.stock import as_hugging_face
 from tests.tenants.causal import CAUSAL, CausalConfig, CausalModel, collate
 
 IDS = [3, 0, 41, 17, 8, 22, 59]

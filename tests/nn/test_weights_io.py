@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from bench.fuzz_strangers import pickled_bytes, pickled_tensor, write_archive
 from config import T5ModelConfig
 from model.data.tokenizer import copy_tokenizer, load_tokenizer
-from model.nn.t5.huggingface import as_hugging_face
 from model.nn.t5.network import TextToTextModel
 from model.nn.weights_io import export_model, load_into, load_weights
 from tests.nn.t5.test_huggingface import configured, without_embedding
 from tests.parts import SHAPE, make_model
+from tests.stock import as_hugging_face
 
 
 def assert_holds(weights, model):
@@ -128,7 +128,7 @@ def test_an_export_takes_no_memory_of_the_gpu(tmp_path, model, tokenizer):
 
 def test_a_failed_export_leaves_the_previous_one(exported, tokenizer, model):
     other = make_model(tokenizer.vocab_size, seed=2)
-    other.register_buffer("stray", torch.zeros(1))
+    other.register_buffer("stray", torch.zeros(1, device="meta"))
     with pytest.raises(RuntimeError):
         export_model(other, tokenizer, exported)
     assert_holds(load_weights(exported), model)

@@ -117,6 +117,8 @@ def test_a_hidden_progress_bar_draws_nothing_on_a_terminal():
 def test_a_progress_bar_of_unknown_total_shows_the_count():
     code = "from model.run.console import Progress\nwith Progress('tokenising', None, 'rows') as p: p.update(12345)"
     assert "12,345 rows" in run_under_terminal(code)
+    twice = "import time\nwith Progress('tokenising', None, 'rows') as p: p.update(5); time.sleep(0.2); p.update(1005)"
+    assert re.search(r"1,005 rows.* [\d,]+ rows/s", run_under_terminal(code.splitlines()[0] + "\n" + twice))
 
 
 @pytest.mark.parametrize("forced", [{}, {"FORCE_COLOR": "1"}])

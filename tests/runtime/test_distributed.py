@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from model.runtime import distributed
-from model.runtime.distributed import must_use_cpu, start_ranks
+from model.runtime.distributed import start_ranks
+from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import Verdict, in_words
 from tests.ranks import run_ranks
 

@@ -1,13 +1,11 @@
 """A family for tests: a decoder-only network in one stream, with grouped heads, biases and no position encoding."""
 
-import json
 from dataclasses import asdict, dataclass, fields
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,7 +105,9 @@ class CausalModel(LanguageModel):
 
     def new_cache(self, slots, input_tokens, new_tokens):
         ids, at = torch.zeros(slots, input_tokens + new_tokens + 8, dtype=torch.int64), np.zeros(slots, int)
-        return SimpleNamespace(ids=ids, at=at, first=lambda n, *_: SimpleNamespace(ids=ids[:n], at=at[:n]))
+        return SimpleNamespace(
+            ids=ids, at=at, reads_all=True, first=lambda n, *_: SimpleNamespace(ids=ids[:n], at=at[:n])
+        )
 
     def prefill(self, inputs, cache, slots, first_id):
         for slot, own in zip(slots, inputs, strict=True):
@@ -125,14 +125,8 @@ class CausalModel(LanguageModel):
         return F.linear(self.hidden(batch)[0], self.embedding.weight.copy)
 
 
-def export(model, tokenizer, device=None):
-    """Stands for transformers' model: writes its files."""
-
-    def save_pretrained(directory):
-        save_file(model.state_dict(), directory / "model.safetensors")
-        (directory / "config.json").write_text(json.dumps(asdict(model.config) | dict(model_type="causal")))
-
-    return SimpleNamespace(save_pretrained=save_pretrained)
+def file_values(model, tokenizer):
+    return asdict(model.config) | dict(model_type="causal"), {}
 
 
 def step_moments(spec, tokens, checkpointing):
@@ -149,7 +143,7 @@ CAUSAL = Family(
     width=lambda c: c.width, count_parameters=COUNT, count_matrix_numbers=COUNT,
     step_moments=step_moments, evaluation_moment=lambda spec, tokens: step_moments(spec, tokens, False)["loss"],
     cache_bytes=lambda spec, slots, inputs, new: slots * (inputs + new) * 8 * spec.model_config.width,
-    num_blocks=lambda c: c.num_layers, aliases=(), to_hugging_face=export, check_config=lambda values, path: None,
+    num_blocks=lambda c: c.num_layers, aliases=(), file_values=file_values, check_config=lambda values, path: None,
     config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
     own_tensors=lambda tensors, path: tensors,

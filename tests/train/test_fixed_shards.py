@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from config import load_config
-from model.commands.setup import set_numerics
+from model.commands.network import set_numerics
 from model.runtime.distributed import Ranks
 from model.train.fixed_shards import NUM_SHARDS, shards_of_rank
 from tests.tiny import NUM_PAIRS, OPTIONS, ids_by_epoch, journal, train, weights_hash

@@ -22,6 +22,7 @@ class Cache:
 
     kept: torch.Tensor  # (L, 2, S, G, T, K) of the tokens read and decoded so far
     positions: torch.Tensor  # int64 (S,): their number
+    reads_all: bool = True  # a step reads the whole of the cache that it gets
 
     def first(self, slots, input_tokens, new_tokens):
         """The cache of the first `slots` slots for so many tokens, sharing this one's memory."""

@@ -27,7 +27,7 @@ QWEN = Family(
     config_with=huggingface.config_with,
     own_tensors=huggingface.own_tensors,
     aliases=(huggingface.HEAD,),
-    to_hugging_face=huggingface.as_hugging_face,
+    file_values=huggingface.file_values,
     adapter_targets=lambda model_config: LAYERS,
     reads_dialogues=True,
 )

@@ -15,29 +15,15 @@ DEFAULT_THETA = 10_000.0
 ONLY = dict(hidden_act="silu", attention_bias=False, attention_dropout=0, partial_rotary_factor=1)
 
 
-def as_hugging_face(model, tokenizer, device=None):
-    """transformers' model in evaluation mode, sharing the float32 weights of `model`.
-
-    Holds copies instead of weights on another `device`, or of another dtype.
-    """
-    # imported here because it takes seconds, which the first step need not wait for
-    import transformers
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
+def file_values(model, tokenizer):
+    """What config.json and generation_config.json of an exported model say, as two dicts."""
     c, ids = model.config, dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id)
-    config = getattr(transformers, f"{CLASSES[c.model_type]}Config")(
-        **{name: getattr(c, name) for name in SIZES}, **ids,
-        rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta),
+    config = {name: getattr(c, name) for name in SIZES} | ids
+    config |= dict(
+        model_type=c.model_type, architectures=[f"{CLASSES[c.model_type]}ForCausalLM"], dtype="float32",
+        hidden_act="silu", rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta),
     )  # fmt: skip
-    with torch.device("meta"):
-        hf_model = getattr(transformers, f"{CLASSES[c.model_type]}ForCausalLM")(config)
-    weights = {name: tensor.detach().to(device).float() for name, tensor in model.state_dict().items()}
-    hf_model.load_state_dict({HEAD: weights[EMBEDDING]} | weights, assign=True)
-    hf_model.model.rotary_emb = type(hf_model.model.rotary_emb)(config)  # its frequencies are no weights
-    hf_model.tie_weights()
-    hf_model.generation_config = transformers.GenerationConfig(**ids)
-    return hf_model.eval()
+    return config, ids
 
 
 def config_of(values, path):

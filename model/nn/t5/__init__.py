@@ -2,6 +2,6 @@
 
 family is its Family record; network is the model over packed examples; batch packs the examples of a micro-batch end to
 end, or pads them to a bucket for a CUDA graph; decode generates. position_bias is T5's relative position bias;
-footprint counts the bytes that each phase of a run needs. huggingface converts parameter names and configuration to
-and from transformers' T5.
+footprint counts the bytes that each phase of a run needs; warm_up launches each kernel ahead. huggingface converts
+parameter names and configuration to and from transformers' T5.
 """

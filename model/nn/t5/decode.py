@@ -1,5 +1,6 @@
 """Generation with T5: the decoder's keys and values in static tensors, one token for each slot at a time.
 
+On a GPU the Triton kernel of model/nn/kernels/decode_attention.py attends; the plain path beside it is its reference.
 Letters: S slots, L decoder layers, H heads, K head width, T input tokens, N generated tokens, D width.
 """
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from model.nn.attention import make_layout
-from model.nn.flat_params import linear
+from model.nn.flat_params import linear, with_padding
 from model.nn.t5.position_bias import position_buckets
 
 TOKENS_MULTIPLE = 8  # fast attention on GPUs reads its bias in rows of a multiple of 8 numbers
@@ -21,16 +22,17 @@ class Cache:
 
     own: torch.Tensor  # (L, 2, S, H, N, K) of the tokens decoded so far
     cross: torch.Tensor  # (L, 2, S, H, T, K) of the encoder's output
-    is_input: torch.Tensor  # bool (S, T): positions of the encoder that a slot has
-    positions: torch.Tensor  # int64 (S,): tokens decoded so far
+    lengths: torch.Tensor  # int64 (S,): tokens of a slot's input
+    positions: torch.Tensor  # int64 (S,): tokens decoded so far; beyond the cache in slots that nobody uses
     bias: torch.Tensor  # (1 or L, H, N): position bias of each distance back
+    reads_all: bool  # a step reads the whole of the cache that it gets, not only the tokens there
 
     def first(self, slots, input_tokens, new_tokens):
         """The cache of the first `slots` slots for so many tokens, sharing this one's memory."""
         inputs, new = _rounded(input_tokens), _rounded(new_tokens)
         return Cache(
-            self.own[:, :, :slots, :, :new], self.cross[:, :, :slots, :, :inputs], self.is_input[:slots, :inputs],
-            self.positions[:slots], self.bias[:, :, :new],
+            self.own[:, :, :slots, :, :new], self.cross[:, :, :slots, :, :inputs], self.lengths[:slots],
+            self.positions[:slots], self.bias[:, :, :new], self.reads_all,
         )  # fmt: skip
 
 
@@ -49,9 +51,9 @@ def new_cache(model, slots, input_tokens, new_tokens):
     buckets = position_buckets(distances, len(tables[0]), c.relative_attention_max_distance, bidirectional=False)
     return Cache(
         *(torch.zeros(size, **options) for size in sizes),
-        torch.zeros(slots, input_tokens, dtype=torch.bool, device=model.device),
-        torch.zeros(slots, dtype=torch.int64, device=model.device),
+        *(torch.zeros(slots, dtype=torch.int64, device=model.device) for _ in range(2)),
         torch.stack([table[buckets].T.to(model.compute_dtype) for table in tables]),
+        reads_all=not model.uses_kernels,
     )
 
 
@@ -62,9 +64,8 @@ def prefill(model, inputs, cache, slots):
     ids = torch.cat([torch.as_tensor(ids) for ids in inputs]).to(model.device)
     encoded = model.encode(ids, layout)
     slots = torch.tensor(slots, device=model.device)
-    is_input = torch.arange(cache.is_input.shape[1]) < lengths[:, None]
-    cache.is_input[slots] = is_input.to(model.device)
-    cache.positions[slots] = 0
+    is_input = torch.arange(int(lengths.max())) < lengths[:, None]
+    cache.lengths[slots], cache.positions[slots] = lengths.to(model.device), 0
     rows = slots.repeat_interleave(lengths.to(model.device))
     columns = is_input.nonzero()[:, 1].to(model.device)
     for layer, block in enumerate(model.decoder.block):
@@ -79,31 +80,50 @@ def decode_one(model, ids, cache):
 
     Shapes are fixed and nothing is read on the host, so that it can be recorded as a CUDA graph.
     """
-    c = model.config
-    last = cache.bias.shape[2] - 1
-    positions = cache.positions.clamp(max=last)  # a slot that nobody uses may have gone on further
-    column = positions.view(1, -1, 1, 1, 1).expand(2, -1, c.num_heads, 1, c.d_kv)
-    back = positions[:, None] - torch.arange(last + 1, device=ids.device)  # (S, N)
-    own_bias = cache.bias[:, :, back.clamp(min=0)].transpose(1, 2).masked_fill(back[:, None] < 0, -torch.inf)
-    cross_bias = torch.zeros_like(cache.is_input, dtype=own_bias.dtype).masked_fill(~cache.is_input, -torch.inf)
+    c, attend = model.config, _plain_attention(cache, model.config) if cache.reads_all else _kernel_attention(cache)
     x, added = F.embedding(ids, model.shared.weight.copy), None
     for layer, block in enumerate(model.decoder.block):
         x, normed = block.layer[0].layer_norm(x, added)
         own = block.layer[0].SelfAttention
-        qkv = linear(normed, own.q.weight, own.k.weight, own.v.weight).view(-1, 3, c.num_heads, c.d_kv)
-        cache.own[layer].scatter_(3, column, qkv[:, 1:].transpose(0, 1).unsqueeze(3))
-        added = _attend(own, qkv[:, 0], cache.own[layer], own_bias[min(layer, len(own_bias) - 1), :, :, None])
+        qkv = linear(normed, own.q.weight, own.k.weight, own.v.weight)
+        added = linear(attend(qkv, layer, is_own=True), own.o.weight)
         x, normed = block.layer[1].layer_norm(x, added)
         cross = block.layer[1].EncDecAttention
-        q = linear(normed, cross.q.weight).view(-1, c.num_heads, c.d_kv)
-        added = _attend(cross, q, cache.cross[layer], cross_bias[:, None, None])
+        added = linear(attend(linear(normed, cross.q.weight), layer, is_own=False), cross.o.weight)
         x, added = block.layer[2](x, added)
     hidden = model.decoder.final_layer_norm(x, added)[1] * model.output_scale
-    cache.positions.copy_(positions + 1)  # beyond `last` too: the next step may have a larger part of the cache
-    return F.linear(hidden, model.output_weight.copy)
+    cache.positions.add_(1)  # also of slots that nobody uses: attention clamps them to the cache
+    return F.linear(hidden, with_padding(model.output_weight.copy))[:, : c.vocab_size]
 
 
-def _attend(attention, q_SHK, cached, bias):
-    """Attention of one query per slot over cached (2, S, H, tokens, K) keys and values, projected to (S, D)."""
-    out = F.scaled_dot_product_attention(q_SHK[:, :, None], cached[0], cached[1], bias, scale=1.0)
-    return linear(out.flatten(1), attention.o.weight)
+def _kernel_attention(cache):
+    """(qkv, layer, is_own) -> attention of each slot's new token to its own tokens or its input, (S, H * K)."""
+    from model.nn.kernels.decode_attention import attend_one  # a CPU build of torch comes without Triton
+
+    def attend(qkv, layer, is_own):
+        if is_own:
+            return attend_one(qkv, cache.own[layer], cache.positions, cache.bias[min(layer, len(cache.bias) - 1)])
+        return attend_one(qkv, cache.cross[layer], cache.lengths)
+
+    return attend
+
+
+def _plain_attention(cache, c):
+    """The same as _kernel_attention, from the operations of PyTorch."""
+    last = cache.bias.shape[2] - 1
+    positions = cache.positions.clamp(max=last)
+    column = positions.view(1, -1, 1, 1, 1).expand(2, -1, c.num_heads, 1, c.d_kv)
+    back = positions[:, None] - torch.arange(last + 1, device=positions.device)  # (S, N)
+    own_bias = cache.bias[:, :, back.clamp(min=0)].transpose(1, 2).masked_fill(back[:, None] < 0, -torch.inf)
+    is_pad = torch.arange(cache.cross.shape[4], device=positions.device) >= cache.lengths[:, None]
+    cross_bias = torch.zeros_like(is_pad, dtype=own_bias.dtype).masked_fill_(is_pad, -torch.inf)[:, None, None]
+
+    def attend(qkv, layer, is_own):
+        q, *kv = qkv.view(len(qkv), -1, c.num_heads, c.d_kv).unbind(1)
+        if is_own:
+            cache.own[layer].scatter_(3, column, torch.stack(kv).unsqueeze(3))
+        cached = (cache.own if is_own else cache.cross)[layer]
+        bias = own_bias[min(layer, len(own_bias) - 1), :, :, None] if is_own else cross_bias
+        return F.scaled_dot_product_attention(q[:, :, None], *cached, bias, scale=1.0).flatten(1)
+
+    return attend

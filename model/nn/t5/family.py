@@ -5,6 +5,7 @@ from model.nn.base import Family
 from model.nn.t5 import footprint, huggingface
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel, inner_names, runs_in_kernels
+from model.nn.t5.warm_up import kernel_works
 
 T5 = Family(
     name="t5",
@@ -26,7 +27,8 @@ T5 = Family(
     config_with=huggingface.config_with,
     own_tensors=huggingface.own_tensors,
     aliases=huggingface.ALIASES,
-    to_hugging_face=huggingface.as_hugging_face,
+    file_values=huggingface.file_values,
     adapter_targets=lambda model_config: ("q", "k", "v", "o", *inner_names(model_config), "wo"),
     task_type="SEQ_2_SEQ_LM",
+    kernel_works=kernel_works,
 )

@@ -138,4 +138,5 @@ def cache_bytes(spec, slots, prompt_tokens, new_tokens):
     c, s = spec.model_config, spec.number_bytes
     caches = 2 * c.num_decoder_layers * c.num_heads * c.d_kv * s * (prompt_tokens + new_tokens)
     encoder = evaluation_moment(spec, np.array([[prompt_tokens, 1]]))[0]
-    return slots * (caches + encoder + 2 * c.vocab_size * s + c.num_heads * s * (prompt_tokens + 3 * new_tokens))
+    choice = c.vocab_size * (2 * s + 1)  # logits, those without repeats, and which tokens would repeat
+    return slots * (caches + encoder + choice + c.num_heads * s * (prompt_tokens + 3 * new_tokens))

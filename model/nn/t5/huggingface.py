@@ -20,30 +20,19 @@ SIZES = tuple(f.name for f in fields(T5ModelConfig) if f.type in (int, float))
 CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}  # how transformers' classes begin
 
 
-def as_hugging_face(model, tokenizer, device=None):
-    """transformers' model in evaluation mode, sharing the float32 weights of `model`.
-
-    Holds copies instead of weights on another `device`, or of another dtype.
-    """
-    # imported here because it takes seconds, which the first step need not wait for
-    import transformers
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
+def file_values(model, tokenizer):
+    """What config.json and generation_config.json of an exported model say, as two dicts."""
     c = model.config
-    start = first_id(c, tokenizer)
-    ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=start)
-    config = getattr(transformers, f"{CLASSES[c.model_type]}Config")(
-        **{name: getattr(c, name) for name in SIZES}, **ids, dropout_rate=model.dropout,
-        feed_forward_proj=c.feed_forward_proj, tie_word_embeddings=c.scale_decoder_outputs,
+    ids = dict(
+        pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=first_id(c, tokenizer)
+    )
+    scales = dict(scale_decoder_outputs=c.scale_decoder_outputs) if c.model_type == "t5" else {}
+    config = {name: getattr(c, name) for name in SIZES} | ids | _feed_forward(c.feed_forward_proj) | scales
+    config |= dict(
+        model_type=c.model_type, architectures=[f"{CLASSES[c.model_type]}ForConditionalGeneration"], dtype="float32",
+        is_encoder_decoder=True, tie_word_embeddings=c.tie_word_embeddings, dropout_rate=model.dropout,
     )  # fmt: skip
-    with torch.device("meta"):
-        hf_model = getattr(transformers, f"{CLASSES[c.model_type]}ForConditionalGeneration")(config)
-    weights = {name: tensor.detach().to(device).float() for name, tensor in model.state_dict().items()}
-    hf_model.load_state_dict({alias: weights["shared.weight"] for alias in ALIASES} | weights, assign=True)
-    hf_model.config.tie_word_embeddings = c.tie_word_embeddings
-    hf_model.generation_config = transformers.GenerationConfig(**ids)
-    return hf_model.eval()
+    return config, ids
 
 
 def first_id(model_config, tokenizer):
@@ -105,6 +94,13 @@ def _projection(values):
     return values.get("feed_forward_proj", "relu" if values["model_type"] == "t5" else "gated-gelu")
 
 
+def _feed_forward(projection):
+    """The fields of a configuration that say how a feed-forward works."""
+    activation = "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-")
+    is_gated = projection.startswith("gated-")
+    return dict(feed_forward_proj=projection, dense_act_fn=activation, is_gated_act=is_gated)
+
+
 def _scales(values):
     """Whether transformers scales the decoder's output: T5 as the configuration says, mT5 never, UMT5 always."""
     if values["model_type"] != "t5":
@@ -125,12 +121,7 @@ def _start(values):
 
 def check_config(values, path):
     """Raise ValueError if a configuration with these `values`, read by `config_of`, asks for what is not computed."""
-    projection = _projection(values)
-    activation = "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-")
-    computed = dict(
-        dense_act_fn=activation, is_gated_act=projection.startswith("gated-"), tie_encoder_decoder=False,
-        is_encoder_decoder=True,
-    )  # fmt: skip
+    computed = _feed_forward(_projection(values)) | dict(tie_encoder_decoder=False, is_encoder_decoder=True)
     for name, value in computed.items():
         if values.get(name, value) != value:
             raise ValueError(f"{path} says {name}={values[name]!r:.80}: only a T5 with {name}={value!r} can be used")

@@ -15,16 +15,36 @@ from model.nn import flat_params, layers, loss
 from model.nn.base import Packing
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
-from tests.nn.kernels import test_adamw, test_attention, test_dropout, test_nf4, test_norm, test_rotary
+from model.nn.t5.warm_up import kernel_works
+from tests.nn.kernels import (
+    test_adamw,
+    test_attention,
+    test_decode_attention,
+    test_dropout,
+    test_nf4,
+    test_norm,
+    test_rotary,
+)
 
 SHARED_BYTES = 99 * 1024  # per block on sm_86 and sm_89; sm_80 has 163 KiB
 
 
 def kernel_names():
     """Names of the kernels that are launched: all Triton functions but their private helpers."""
-    from model.nn.kernels import adamw, attention, cross_entropy, dropout, muon, nf4, norm, rotary, sums
+    from model.nn.kernels import (
+        adamw,
+        attention,
+        cross_entropy,
+        decode_attention,
+        dropout,
+        muon,
+        nf4,
+        norm,
+        rotary,
+        sums,
+    )
 
-    modules = (adamw, attention, cross_entropy, dropout, muon, nf4, norm, rotary, sums)
+    modules = (adamw, attention, cross_entropy, decode_attention, dropout, muon, nf4, norm, rotary, sums)
     functions = {name: f for module in modules for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
@@ -76,6 +96,8 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
         test_nf4.interpreted()
         test_adamw.update_errors("cpu")
         launch_muon()
+        for head_width in (16, 32, 64, 128):
+            test_decode_attention.errors("cpu", torch.bfloat16, head_width)
     assert kernels.keys() == kernel_names()
     for name, compiled in kernels.items():
         for kernel in compiled:
@@ -124,6 +146,27 @@ def test_kernels_are_compiled_once_for_every_number_of_tokens(dropout, monkeypat
     assert ("dropout_forward" in first, "relu_dropout_backward" in first) == (dropout > 0, dropout > 0)
     # with an added tensor and without; with dropout the backward of the two differs too
     assert (len(first["norm_forward"]), len(first["norm_backward"])) == (2, 2 if dropout else 1)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_is_launched_ahead_are_the_kernels_of_a_step_and_of_a_decoded_token(dropout, monkeypatch):
+    for module in (flat_params, layers, loss, dropout_module):
+        monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
+    sizes = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1, vocab_size=500)
+    model = TextToTextModel(T5ModelConfig(**sizes), dropout, torch.bfloat16).initialise(0)
+    with compiling_for(86, monkeypatch) as kernels, monkeypatch.context() as patch:
+        model(packed(8)).backward()
+        patch.setattr(TextToTextModel, "uses_kernels", True)
+        cache = model.new_cache(3, 16, 16)
+        model.decode_one(torch.zeros(3, dtype=torch.int64), cache)
+        needed = {name: set(hashes) for name, hashes in variants(kernels).items()}
+        kernels.clear()
+        for work in kernel_works(model.config, "cpu", dropout):
+            work()
+        ahead = variants(kernels)
+    missing = {name: hashes - ahead.get(name, set()) for name, hashes in needed.items()}
+    assert not any(missing.values()), missing
+    assert needed.keys() >= {"attention_backward_keys", "decode_attention", "norm_forward", "cross_entropy"}
 
 
 def packed(num_pairs):

@@ -7,12 +7,13 @@ import torch
 import transformers
 
 from model.commands.answering import _frozen
-from model.nn.qwen.huggingface import as_hugging_face, check_config, config_of
+from model.nn.qwen.huggingface import check_config, config_of
 from model.nn.qwen.network import QwenModel
 from model.nn.qwen.sizes import QwenModelConfig
 from model.nn.registry import config_from, config_values
 from model.nn.weights_io import load_weights
 from tests.nn.qwen.test_network import IDS, SIZES, VARIANTS
+from tests.stock import as_hugging_face
 
 
 def saved(folder, variant, **options):

@@ -9,10 +9,10 @@ from model.data.sequences import Sequences
 from model.generate.engine import Limits, generate
 from model.nn.base import Packing
 from model.nn.qwen.batch import collate
-from model.nn.qwen.huggingface import as_hugging_face
 from model.nn.qwen.network import QwenModel
 from model.nn.qwen.sizes import QwenModelConfig
 from tests.parts import farthest, gradients_of
+from tests.stock import as_hugging_face
 
 SIZES = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=90,

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from transformers.generation import logits_process
 
 from model.generate.engine import Limits, generate
 from model.generate.sampling import GREEDY, Sampling
-from model.nn.t5.huggingface import as_hugging_face
 from tests.parts import batch_of, examples_of, make_model
+from tests.stock import as_hugging_face
 
-NEW = 24
+NEW = 40  # more than the smallest sizes of a recorded step
 
 
 def hf_answers(hf_model, inputs, pad_id, eos_id, **penalties):
@@ -22,22 +23,48 @@ def hf_answers(hf_model, inputs, pad_id, eos_id, **penalties):
     return [row[: row.index(eos_id)] if eos_id in row else row for row in out]
 
 
+def two_best(hf_model, input_ids, decoded, penalties):
+    """The two best logits, after the penalties, of transformers' next token after the ids `decoded`."""
+    ids = torch.tensor([decoded])
+    scores = hf_model(torch.as_tensor(input_ids)[None], decoder_input_ids=ids).logits[:, -1]
+    if penalty := penalties.get("repetition_penalty"):
+        scores = logits_process.RepetitionPenaltyLogitsProcessor(penalty)(ids, scores)
+    if size := penalties.get("no_repeat_ngram_size"):
+        scores = logits_process.NoRepeatNGramLogitsProcessor(size)(ids, scores)
+    return scores[0].topk(2)
+
+
+@torch.no_grad()
+def check_answers(hf_model, tokenizer, inputs, ours, penalties):
+    """How many answers leave transformers', which they may where its two best logits are within 1e-4; others fail."""
+    theirs, ties = hf_answers(hf_model, inputs, tokenizer.pad_id, tokenizer.eos_id, **penalties), 0
+    for own, *both in zip(inputs, ours, theirs, strict=True):
+        own_ids, their_ids = ([*answer, tokenizer.eos_id] for answer in both)
+        if own_ids == their_ids:
+            continue
+        place = next(i for i, pair in enumerate(zip(own_ids, their_ids, strict=False)) if pair[0] != pair[1])
+        best = two_best(hf_model, own, [tokenizer.pad_id, *their_ids[:place]], penalties)
+        assert {own_ids[place], their_ids[place]} == set(best.indices.tolist()), (own, both)
+        assert best.values[0] - best.values[1] <= 1e-4, (own, both)
+        ties += 1
+    return ties
+
+
 @pytest.mark.parametrize(
-    "seed, penalties",
-    [(1, {}), (2, dict(repetition_penalty=1.3)), (3, dict(no_repeat_ngram_size=2)),
-     (4, dict(repetition_penalty=0.8, no_repeat_ngram_size=3)), (5, dict(no_repeat_ngram_size=1))],
+    "seed, count, penalties",
+    [(1, 1000, {}), (2, 200, dict(repetition_penalty=1.3)), (3, 200, dict(no_repeat_ngram_size=2)),
+     (4, 200, dict(repetition_penalty=0.8, no_repeat_ngram_size=3)), (5, 200, dict(no_repeat_ngram_size=1))],
 )  # fmt: skip
-def test_promise_1_greedy_answers_are_those_of_transformers(tokenizer, seed, penalties):
+def test_promise_1_greedy_answers_are_those_of_transformers(tokenizer, seed, count, penalties):
     model, draw = make_model(tokenizer.vocab_size, seed), np.random.default_rng(seed)
     with torch.no_grad():
         for p in model.flat.trained[1:]:  # all but the tied embedding, which would answer every token with itself
             p.mul_(4)
-    inputs = [draw.integers(7, tokenizer.vocab_size, draw.integers(1, 40)) for _ in range(300)]
+    inputs = [draw.integers(7, tokenizer.vocab_size, draw.integers(1, 40)) for _ in range(count)]
     limits = Limits(70, 40, NEW, tokenizer.pad_id, tokenizer.eos_id)
     ours = generate(model, inputs, limits, NEW, Sampling(**penalties) if penalties else GREEDY)
-    hf_model = as_hugging_face(model, tokenizer)
-    assert ours == hf_answers(hf_model, inputs, tokenizer.pad_id, tokenizer.eos_id, **penalties)
-    assert len(set(map(tuple, ours))) > 100, "answers that are all alike prove nothing"
+    assert check_answers(as_hugging_face(model, tokenizer), tokenizer, inputs, ours, penalties) <= count / 50
+    assert len(set(map(tuple, ours))) > count / 3, "answers that are all alike prove nothing"
 
 
 def test_the_logits_of_each_step_are_those_of_the_packed_network(model, store, tokenizer):

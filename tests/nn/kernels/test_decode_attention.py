@@ -1,0 +1,47 @@
+"""The kernel of decoding against the plain path in float64: on a CPU in Triton's interpreter, on a GPU as it is."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model.nn.t5.decode import Cache, _plain_attention
+from tests.nn.kernels.interpreted import interpreted_errors, relative_error
+
+HEADS, LAYERS, TOKENS = 2, 1, 136
+USED = (0, 1, 64, 150)  # tokens of the slots: none, as many as a load takes, more than there is room for
+
+
+def errors(device, dtype, width):
+    """Relative errors of the outputs to own and to input tokens of each layer, and of the cache afterwards."""
+    from model.nn.kernels.decode_attention import attend_one
+
+    used = torch.tensor(USED, device=device)
+    sizes = (LAYERS, 2, len(USED), HEADS, TOKENS, width)
+    own, cross = (torch.randn(sizes, device=device).to(dtype) for _ in range(2))
+    bias = torch.randn(LAYERS, HEADS, TOKENS, device=device).to(dtype)
+    qkv = torch.randn(len(USED), 3 * HEADS * width, device=device).to(dtype) / width**0.25
+    inputs = used.clamp(1, TOKENS)
+    exact = Cache(own.double(), cross.double(), inputs, used.clone(), bias.double(), reads_all=True)
+    attend = _plain_attention(exact, SimpleNamespace(num_heads=HEADS, d_kv=width))
+    q, found = qkv[:, : HEADS * width], []
+    for layer in range(LAYERS):
+        ours = attend_one(qkv, own[layer], used, bias[layer]), attend_one(q, cross[layer], inputs)
+        theirs = attend(qkv.double(), layer, is_own=True), attend(q.double(), layer, is_own=False)
+        found += map(relative_error, ours, theirs)
+    return [*found, relative_error(own, exact.own)]
+
+
+def interpreted():
+    return errors("cpu", torch.float32, 16)
+
+
+def test_the_interpreted_kernel_attends_as_the_plain_path_and_adds_the_token_to_the_cache():
+    found = interpreted_errors()["tests.nn.kernels.test_decode_attention"]
+    assert len(found) == 3 and max(found) < 1e-5
+
+
+@pytest.mark.gpu
+def test_the_kernel_in_bf16_is_within_one_percent_of_float64():
+    for width in (16, 32, 64, 128):
+        assert max(errors("cuda", torch.bfloat16, width)) < 1e-2
