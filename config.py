@@ -86,12 +86,13 @@ class TrainConfig:
     """Options of one training run. Each field is a command-line option, --name=value; a step is an optimizer step."""
 
     # Data
-    train_file: str = "data/pretrain_train.parquet"  # parquet, json, jsonl, csv or tsv
-    validation_file: str = "data/pretrain_valid.parquet"  # best/ is the model with the lowest loss on it
+    train_file: str = "data/pretrain_train.parquet"  # parquet, json, jsonl, csv, tsv; FILE,FOLDER,FILE:0.5,FILE*2
+    validation_file: str = "data/pretrain_valid.parquet"  # best/ is the best model on it; empty: no evaluation
     test_file: str = ""  # for the command test; empty: validation_file
     prompt_column: str = ""  # empty: found by name
     response_column: str = ""  # empty: found by name
     single_turn: bool = False  # ask each question of a conversation by itself, without system text and earlier turns
+    prompt_prefix: str = ""  # a task's words before each question, also in chat and server
     tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer
     max_seq_len: int = 256  # most tokens of a prompt and of a response, or of a whole dialogue for a Qwen, EOS included
     objective: str = "pairs"  # what a step is for: pairs (predict the response, given the prompt)
@@ -109,6 +110,7 @@ class TrainConfig:
     base_precision: str = "auto"  # matrices of the frozen weights: auto (in the compute dtype), nf4 (4 bits a number)
     # Optimization
     epochs: int = 6  # passes over train_file
+    max_steps: int = 0  # steps of the run, in place of epochs; 0: by epochs
     batch_size_per_gpu: int = 32  # pairs
     gradient_accumulation_steps: int = 2  # multiplies the pairs of a step
     global_batch_size: int = 0  # pairs of a step over all ranks; 0: batch x ranks x accumulation
@@ -116,6 +118,7 @@ class TrainConfig:
     learn_rate: float = 0.0  # peak; 0: the optimizer's default
     any_learn_rate: bool = False  # accept a learn_rate outside the optimizer's range
     warmup_steps: int = -1  # steps; -1: a tenth of the run, at most 1000
+    warmup_ratio: float = -1.0  # the warm-up's share of the run, in place of warmup_steps; -1: by warmup_steps
     lr_schedule: str = "cosine"  # cosine, wsd (constant, then down to zero over the last fifth)
     weight_decay: float = 0.0  # each step shrinks the weights by learning rate times this
     max_grad_norm: float = 1.0  # 0: no clipping
@@ -134,6 +137,9 @@ class TrainConfig:
     output_dir: str = "model_save/pretrain"  # the run directory
     logging_steps: int = 20  # steps between two log lines
     eval_steps: int = 0  # steps between evaluations beside those at the end of each epoch; 0: only those
+    best_metric: str = "loss"  # what best/ is best in: loss, bleu, chrf
+    patience: int = 3  # evaluations without a better one until a warning says so; 0: no warning
+    early_stop: int = 0  # evaluations without a better one until the run ends, finished; 0: never
     save_steps: int = 500  # steps between two checkpoints
     save_seconds: int = 600  # a checkpoint is written at least this often
     keep_latest_n_ckp: int = 2  # number of checkpoints kept
@@ -157,7 +163,8 @@ MINIMUM = dict(
     epochs=1, batch_size_per_gpu=1, gradient_accumulation_steps=1, global_batch_size=0, max_seq_len=8, seed=0,
     warmup_steps=-1, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
-    no_repeat_ngram_size=0, ddp_timeout_s=30, spike_guard=0, lora_rank=0, lora_alpha=0,
+    no_repeat_ngram_size=0, ddp_timeout_s=30, spike_guard=0, lora_rank=0, lora_alpha=0, max_steps=0, patience=0,
+    early_stop=0,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("muon", "adamw_rms", "adamw", "adafactor"),
@@ -169,6 +176,7 @@ CHOICES = dict(
     base_precision=("auto", "nf4"),
     backend=("auto", "nccl", "gloo"),
     screen=("auto", "on", "off"),
+    best_metric=("loss", "bleu", "chrf"),
 )
 
 
@@ -228,6 +236,21 @@ def _problems(config):
         yield f"tracker={config.tracker!r}: {bad[0]!r} is none of {', '.join(TRACKERS)}; both are tensorboard,wandb"
     if not config.output_dir:
         yield "output_dir is empty: give a directory"
+    yield from _contradictions(config)
+
+
+def _contradictions(config):
+    """Yield a message for each pair of values that cannot both hold."""
+    if config.warmup_ratio != -1 and not 0 <= config.warmup_ratio < 1:
+        yield f"warmup_ratio={config.warmup_ratio}: must be in [0, 1), or -1 for warmup_steps"
+    elif config.warmup_ratio >= 0 and config.warmup_steps >= 0:
+        yield f"warmup_ratio={config.warmup_ratio} contradicts warmup_steps={config.warmup_steps}: -1 turns one off"
+    if config.best_metric in ("bleu", "chrf") and not config.bleu_pairs:
+        yield f"best_metric={config.best_metric} needs generated answers, and bleu_pairs=0: give bleu_pairs=100"
+    if not config.validation_file:
+        for name in ("eval_steps", "early_stop"):
+            if getattr(config, name):
+                yield f"{name}={getattr(config, name)}: validation_file is empty, so nothing is evaluated: give a file"
 
 
 SFT = dict(
@@ -241,21 +264,6 @@ PRESETS = {
     "sft_small": SFT | dict(output_dir="model_save/sft_small", batch_size_per_gpu=1, gradient_accumulation_steps=8),
     "sft_fast": SFT | dict(output_dir="model_save/sft_fast", batch_size_per_gpu=16, save_steps=156),
 }
-
-
-def preset_name(is_finetune=False, use_small_config=False, use_fast_config=False, use_large_config=False):
-    """Name of the preset that these flags choose; use_small_config and use_fast_config imply is_finetune.
-
-    Raises ValueError if the flags contradict each other.
-    """
-    flags = dict(sft_small=use_small_config, sft_fast=use_fast_config, pretrain_large=use_large_config)
-    chosen = [name for name, value in flags.items() if value]
-    if len(chosen) > 1 or (use_large_config and is_finetune):
-        raise ValueError(
-            "use_small_config, use_fast_config (both fine-tuning) and use_large_config (pre-training) contradict "
-            "each other: give only one of them"
-        )
-    return chosen[0] if chosen else "sft" if is_finetune else "pretrain"
 
 
 def load_config(preset, overrides):
@@ -293,7 +301,6 @@ def rates_of(config):
     return LORA_LEARN_RATES if is_adapter else LEARN_RATES[config.optimizer]
 
 
-FLAGS = ("is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite")
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -327,20 +334,3 @@ def as_type(name, value, kinds):
     except (ValueError, OverflowError):
         pass
     raise ValueError(f"--{name}={text}: this option takes a {'whole ' if kind is int else ''}number")
-
-
-def global_batch(config, world_size, typed):
-    """Pairs in one optimizer step over all ranks.
-
-    `typed` holds the names of the options on the command line. Raises ValueError if they contradict each other.
-    """
-    product = config.batch_size_per_gpu * config.gradient_accumulation_steps * world_size
-    if not config.global_batch_size:
-        return product
-    explicit = {"global_batch_size", "batch_size_per_gpu", "gradient_accumulation_steps"} <= set(typed)
-    if explicit and product != config.global_batch_size:
-        raise ValueError(
-            f"--global_batch_size={config.global_batch_size} contradicts batch_size_per_gpu * "
-            f"gradient_accumulation_steps * processes = {product}: leave one of them out"
-        )
-    return config.global_batch_size

@@ -5,12 +5,10 @@ python train_low_mem.py train|plan|test|doctor [--any_field=value …]
 """
 
 import logging
-import math
 import os
 import sys
-import time
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, exit_early, read_request
@@ -35,15 +33,19 @@ from model.commands.setup import prepare_run, prepare_test
 from model.data.token_store import describe_store
 from model.memory.oom_policy import recovery_of
 from model.memory.plan import NothingFits
+from model.run.best_model import TrainingLoss, ends_early, evaluate, evaluation_due, lacks_evaluation, without_lost_best
 from model.run.checkpoint import checkpoint_paths
-from model.run.checkpointer import Saver, try_export
-from model.run.console import Progress, epoch_line
-from model.run.drawing import draw_last, draw_soon
+from model.run.checkpointer import Saver
+from model.run.console import Progress
+from model.run.drawing import draw_last
+from model.run.export import export
 from model.run.journal import Journal
 from model.run.live import live
 from model.run.log import open_log
-from model.run.run_dir import admit, has_best, has_last, only_writer
-from model.run.run_log import begin, log_steps, say, say_durations, write_events
+from model.run.messages import texts_here
+from model.run.run_dir import admit, has_last, only_writer
+from model.run.run_log import begin, log_steps, note_of, say, write_events
+from model.run.summary import last_words
 from model.run.trackers import check_installed
 from model.runtime.device_memory import release_memory
 from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
@@ -70,15 +72,15 @@ def train(*stray, **options):
         open_log(LOGS_DIR, request.preset, config.output_dir)
     from_main(ranks, check_installed, config.tracker)
     admitted = from_main(ranks, admit, config.output_dir, request.keep_training, request.overwrite)
-    say(ranks, f"{config.output_dir}: " + (f"resuming, the newest checkpoint is {admitted}" if admitted else "new run"))
+    begins = texts_here()("first.resumed", checkpoint=admitted) if admitted else texts_here()("first.new")
+    say(ranks, f"{config.output_dir}: {begins}")
     run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
     with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer.directory):
         state = without_lost_best(run, state)
-        if state.pairs_seen >= run.schedule.total_pairs and state.evaluated_step == state.step:
+        if (done := why_finished(run, state)) and not lacks_evaluation(run, state):
             if not has_last(run.dir):  # its export may have failed
-                export_last(run)
-            done = f"{state.pairs_seen / len(run.train):g} epochs done, {config.epochs} asked for"
-            say(ranks, f"{run.dir} is finished: {done}; raise --epochs to train longer, {ANOTHER_RUN}")
+                export_last(run, state)
+            say(ranks, f"{run.dir} is finished: {done} to train longer, {ANOTHER_RUN}")
             return
         if vote(ranks, stop_asked())[0]:
             raise KeyboardInterrupt
@@ -95,12 +97,15 @@ def train(*stray, **options):
     raise RuntimeError(f"memory ran out in {MAX_TORN_UPDATES} updates, each time after a return to the checkpoint")
 
 
-def without_lost_best(run, state):
-    """`state`; if best/ is missing, without its evaluation and best loss, so that the next evaluation writes best/."""
-    if not state.evaluated_step or from_main(run.ranks, has_best, run.dir):
-        return state
-    say(run.ranks, f"{run.dir / 'best'} is missing: the next evaluation writes it, whatever its loss")
-    return replace(state, best_loss=None, best_step=0, evaluated_step=0)
+def why_finished(run, state):
+    """Why there are no more steps after `state`, and what to change for more; "" if there are."""
+    if ends_early(run, state):
+        return f"{state.evaluations_since_best} evaluations brought no better model; raise --early_stop, or type 0,"
+    if state.pairs_seen < run.schedule.total_pairs:
+        return ""
+    if run.config.max_steps:
+        return f"{state.step} steps done, {run.config.max_steps} asked for; raise --max_steps"
+    return f"{state.pairs_seen / run.train.epoch_pairs:g} epochs done, {run.config.epochs} asked for; raise --epochs"
 
 
 def train_from(run, request, state, plan):
@@ -130,24 +135,26 @@ def train_to_the_end(run, journal, state, plan):
 def train_and_save(run, journal, samples, saver, state, plan):
     """Take the steps, with logs, evaluations and saves between them; returns the last state and why training ended."""
     config, schedule = run.config, run.schedule
-    recent, note, saved_at, result, saves = [], "", None, None, False
+    recent, line, saved_at, result, saves, training_loss = [], None, None, None, False, TrainingLoss()
     resumed, stop, recovery = state, False, recovery_of(state.growth, plan)
     steps = train_steps(run.context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
     try:
         if evaluation_due(run, state):
-            state, stop = evaluate(run, journal, state, plan)
+            state, stop = evaluate(run, journal, state, plan, None)
         if state != resumed:  # evaluated just now; the next start must not repeat it
             saver.save(state, run.model, run.optimizer)
         with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
-            while not stop and (result := next(steps, None)):
+            is_over = ends_early(run, state)
+            while not stop and not is_over and (result := next(steps, None)):
                 state = state.after(result)
                 recent.append(result)
                 write_events(run, journal, samples, result)
                 is_last = result.ends_epoch or result.stop or result.pairs_seen == schedule.total_pairs
                 if is_last or result.step % config.logging_steps == 0:
-                    note = log_steps(run, journal, recent)
+                    line = log_steps(run, journal, recent)
+                    training_loss.add(line)
                     recent.clear()
-                progress.update(result.step, note)
+                progress.update(result.step, note_of(run, line) if line else "")
                 saved_at = result.clock_seconds if saved_at is None else saved_at
                 is_late = result.clock_seconds - saved_at >= config.save_seconds
                 saves = saves or is_last or is_late or result.step % config.save_steps == 0
@@ -157,7 +164,8 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if evaluates:
                     if not result.in_doubt:
                         saver.save(state, run.model, run.optimizer)  # the evaluation may take longer than save_seconds
-                    state, stop = evaluate(run, journal, state, result.plan)
+                    state, stop = evaluate(run, journal, state, result.plan, training_loss.take())
+                    is_over = ends_early(run, state) and not result.in_doubt
                     saves = True
                 if result.in_doubt:  # saving and stopping wait for a step with finite numbers
                     stop = False
@@ -182,62 +190,25 @@ def give_up(run, journal, saver, state, error, last):
     journal.write("stop", step=state.step, reason="failed")
 
 
-def evaluation_due(run, state):
-    """True if the weights of `state` need an evaluation: at the end of each epoch and every eval_steps, once."""
-    is_epoch_end = state.pairs_seen % len(run.train) == 0 or state.pairs_seen >= run.schedule.total_pairs
-    is_due = is_epoch_end or (run.config.eval_steps and state.step % run.config.eval_steps == 0)
-    return is_due and state.step != state.evaluated_step
-
-
-def evaluate(run, journal, state, plan):
-    """Evaluate, and export best/ if the validation loss is the lowest; returns the state and whether to stop."""
-    ranks = run.ranks
-    started = time.monotonic()
-    scores = measure(run.evaluation, plan, state.step, journal.write)
-    if scores is None:
-        return state, True
-    seconds = time.monotonic() - started
-    journal.write("eval", step=state.step, epoch=state.pairs_seen / len(run.train), **scores, seconds=seconds)
-    if ranks.is_main and run.config.plots:
-        draw_soon(run.dir)
-    is_best = ranks.is_main and scores["loss"] < loss_to_beat(run, state)
-    failure = try_export(run.model, run.tokenizer, run.dir / "best", run.generation) if is_best else ""
-    stop, is_best, failed = vote(ranks, stop_asked(), is_best, bool(failure))
-    if not failed:  # else the next evaluation or the next start tries again
-        state = replace(state, evaluated_step=state.step)
-    if is_best and not failed:
-        state = replace(state, best_loss=scores["loss"], best_step=state.step)
-    say(ranks, epoch_line(dict(
-        epoch=state.pairs_seen / len(run.train), step=state.step, val_loss=scores["loss"],
-        cur_bleu4=scores.get("bleu"), cur_chrf=scores.get("chrf"),
-        best_val_loss=state.best_loss, best_step=state.best_step,
-    )))  # fmt: skip
-    return state, bool(stop)
-
-
-def loss_to_beat(run, state):
-    """Validation loss below which a model becomes best/; infinity if there is no best/."""
-    return state.best_loss if state.best_loss is not None and has_best(run.dir) else math.inf
-
-
 def finish(run, journal, state, reason, failure):
     """Journal the end, export last/ and draw the curves; raises RuntimeError if the end is not on the disk."""
-    journal.write("stop", step=state.step, reason=reason)
-    if reason == "finished" and state.evaluated_step != state.step:
+    is_early = reason == "finished" and state.pairs_seen < run.schedule.total_pairs
+    journal.write("stop", step=state.step, reason=reason, early=is_early)
+    if reason == "finished" and lacks_evaluation(run, state):
         failure = failure or f"{run.dir / 'best'} could not be written"
-    export_last(run, failure)
-    hint = "" if reason == "finished" else f"; resume with --output_dir={run.dir} --is_keep_training=True"
-    say(run.ranks, f"{run.dir}: {reason} at step {state.step}, {state.pairs_seen} pairs seen{hint}")
-    say_durations(run)
-    if run.ranks.is_main and run.config.plots and reason == "finished":  # a stop should not wait for a plot
+    export_last(run, state, failure)
+    if run.ranks.is_main and run.rules.draws_plots and reason == "finished":  # a stop should not wait for a plot
         draw_last(run.dir)
+    if run.ranks.is_main:
+        for line in last_words(run, state, "early" if is_early else reason):
+            say(run.ranks, line)
 
 
-def export_last(run, failure=""):
+def export_last(run, state, failure=""):
     """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
     if run.ranks.is_main:
         with saving():
-            failure = failure or try_export(run.model, run.tokenizer, run.dir / "last", run.generation)
+            failure = failure or export(run, state, "last")
     if failure:
         raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
 
@@ -256,7 +227,11 @@ def test(*stray, **options):
     scores = measure(run.evaluation, plan)
     if scores:
         say(ranks, f"test {describe_store(run.evaluation.examples.store)}")
-        say(ranks, f"test {run.dir / 'best'}: " + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+        say(
+            ranks,
+            f"test {run.config.finetune_from_ckp_file}: "
+            + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()),
+        )
 
 
 @SetParseFn(str)

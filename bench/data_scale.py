@@ -22,7 +22,8 @@ from bench.runs import kernel_batch
 from model.data.packing import cut
 from model.data.row_hashes import write_hashes
 from model.data.sampler import share_of, step_at
-from model.data.token_store import ROWS_PER_BATCH, read_store, store_schema
+from model.data.store_writer import ROWS_PER_BATCH, store_schema
+from model.data.token_store import read_store
 from model.train.objectives.pairs import Pairs
 
 TOKEN_POOL = 20_000_000  # drawn once; each batch of pairs is a slice of it

@@ -27,8 +27,8 @@ from fire.decorators import SetParseFn
 from bench.fuzz_checkpoint import check_checkpoint, tiny_run
 from bench.fuzz_strangers import STRANGERS
 from bench.mutations import mutate, mutate_tree
-from config import FLAGS, TrainConfig
-from model.commands.options import read_request
+from config import TrainConfig
+from model.commands.options import FLAGS, read_request
 from model.data.columns import PROMPT_COLUMNS, RESPONSE_COLUMNS
 from model.data.readers import read_pairs
 from model.data.tokenizer import PROBE, load_tokenizer

@@ -15,7 +15,7 @@ from model.train.step import StepContext
 
 def open_pairs(path, tokenizer, max_seq_len, root):
     """The TokenStore of a file of pairs."""
-    return open_store(Source(path, Pairs(), tokenizer, max_seq_len), root)
+    return open_store(Source((path,), Pairs(), tokenizer, max_seq_len), root)
 
 
 def context_of(ranks, model, optimizer, store, config, schedule):

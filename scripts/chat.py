@@ -37,6 +37,7 @@ with suppress(ImportError):
 MAX_PROMPT_TOKENS = 2048  # the encoder's memory grows with the square of the length
 HARDLY_TRAINED_LOSS = 4.0  # nats per token: answers are hardly better than frequent words
 CLEAR_SCREEN = "\033[2J\033[3J\033[H"
+FILTERS = {"top_k", "top_p", "min_p"}  # of the tokens to draw from: they need a temperature
 SETTINGS = {f.name: f.type for f in fields(Sampling)} | dict(max_new_tokens=int)
 
 
@@ -120,7 +121,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def apply(options: argparse.Namespace, talk: Talk) -> None:
     """Set what was typed; raises ValueError for numbers out of range. A filter without a temperature draws at 1."""
     typed = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
-    if typed.keys() & {"top_k", "top_p", "min_p"} and not talk.sampling.temperature:
+    if typed.keys() & FILTERS and not talk.sampling.temperature:
         typed.setdefault("temperature", "1")
     for name, text in typed.items():
         try:
@@ -193,17 +194,30 @@ def obey(talk: Talk, command: str = "", *words: str) -> None:
             del talk.turns[-2:]
             print(f"{len(talk.turns) // 2} questions are left")
         elif command == "save" and len(words) == 1:
-            messages = [dict(role=role, content=text) for role, text in talk.turns]
-            Path(words[0]).write_text(json.dumps(dict(messages=messages), ensure_ascii=False) + "\n", encoding="utf-8")
-            print(f"{len(messages) // 2} questions with their answers are in {words[0]}")
+            save(talk, words[0])
         elif command == "settings" and len(words) in (0, 2):
             if words:
                 talk.set(*words)
+            if words and words[0] in FILTERS and not talk.sampling.temperature:
+                talk.set("temperature", "1")
             print(talk.settings())
         else:
             print("commands: /reset, /undo, /save FILE, /settings, /settings NAME NUMBER")
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(printable(str(error)))
+
+
+def save(talk: Talk, name: str) -> None:
+    """Write the conversation as a line of training data. Raises ValueError if the file is there or cannot be made."""
+    messages = [dict(role=role, content=text) for role, text in talk.turns]
+    try:
+        with open(name, "x", encoding="utf-8") as file:
+            file.write(json.dumps(dict(messages=messages), ensure_ascii=False) + "\n")
+    except FileExistsError:
+        raise ValueError(f"{name} is there already: name another file") from None
+    except OSError as error:
+        raise ValueError(f"{name} cannot be written: {error.strerror}") from None
+    print(f"{len(messages) // 2} questions with their answers are in {name}")
 
 
 if __name__ == "__main__":

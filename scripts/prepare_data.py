@@ -2,14 +2,13 @@
 
 python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output VALID.parquet] [--validation_share 0.01]
     [--prompt_column NAME] [--response_column NAME] [--max_chars 2048] [--max_context_chars 8192] [--single_turn]
-    [--strict] [--overwrite]
+    [--report [--tokenizer_dir DIR] [--max_seq_len 256]] [--strict] [--overwrite]
 
-Reads .json, .jsonl, .csv, .tsv and .parquet. Outputs are written atomically. A pair of a dialogue keeps its system text
-and the turns before it in the columns `system` and `history`. A hash of the pair, or of a
-dialogue's first two, decides if it goes to VALID.parquet, so a pair stays there when more data is added. Host memory:
-about 120 bytes per pair kept, to find duplicates, and one row group. An input that cannot be read to its end is left
-out as a whole, and named; with --strict nothing is written then. Exit codes: 0 written, 2 input or options refused or
-nothing kept, 1 disk or permission.
+Outputs are written atomically. A pair of a dialogue keeps its system text and the turns before it in the columns
+`system` and `history`. A hash of the pair, or of a dialogue's first two, decides if it goes to VALID.parquet, so a pair
+stays there when more data is added. Host memory: about 120 bytes per pair kept, to find duplicates, and one row group.
+An input that cannot be read to its end is left out as a whole, and named; with --strict nothing is written then.
+Exit codes: 0 written, 2 input or options refused or nothing kept, 1 disk or permission.
 A row that cannot be read is malformed: a broken line, a null, more cells than columns. Damaged text contains U+FFFD;
 private use means characters without a standard meaning.
 """
@@ -25,8 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
-
+from model.commands.data_report import print_report, print_written
 from model.data.cleaning import REASONS, clean_pair
 from model.data.columns import find_columns, list_names
 from model.data.conversation import Context
@@ -70,6 +68,8 @@ def main() -> None:
     for source in filter(lambda source: source.ignored, inputs):
         print(f"{source.path}: {describe_ignored(source.ignored)}")
     print_written(written)
+    if options.report:
+        print_report(list(written), options.tokenizer_dir, options.max_seq_len)
 
 
 def parse_options() -> argparse.Namespace:
@@ -83,6 +83,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
     parser.add_argument("--max_context_chars", default=8192, type=int, help="of the turns before a pair (%(default)s)")
     parser.add_argument("--single_turn", action="store_true", help="leave out system texts and the turns before a pair")
+    parser.add_argument("--report", action="store_true", help="say what the outputs hold, and draw their lengths")
+    parser.add_argument("--tokenizer_dir", default=Path("model_save/tokenizer"), type=Path, help="for --report")
+    parser.add_argument("--max_seq_len", default=256, type=int, help="for --report: where training cuts (%(default)s)")
     parser.add_argument("--strict", action="store_true", help="write nothing if an input cannot be read to its end")
     parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     return parser.parse_args()
@@ -91,10 +94,9 @@ def parse_options() -> argparse.Namespace:
 def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, array]]:
     """Write the outputs, or nothing if it raises ValueError; returns the inputs and a hash of each prompt by output."""
     outputs = check_outputs(options)
-    if options.max_chars < 1:
-        raise ValueError(f"--max_chars={options.max_chars}: a side needs at least 1 character")
-    if options.max_context_chars < 1:
-        raise ValueError(f"--max_context_chars={options.max_context_chars}: give at least 1, or --single_turn")
+    for name in ("max_chars", "max_context_chars", "max_seq_len"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name}={getattr(options, name)}: give at least 1")
     share = check_share(options)
     inputs = list(map(Input, check_inputs(options.inputs, outputs)))
     for output in outputs:
@@ -284,16 +286,6 @@ def print_problems(inputs: list[Input]) -> None:
                   "text or private use, or are too long", file=sys.stderr)  # fmt: skip
         if source.failure:
             print(f"prepare_data: left out: the whole file: {source.failure}", file=sys.stderr)
-
-
-def print_written(written: dict[Path, array]) -> None:
-    """Print the number of pairs in each output, and how many prompts are distinct or also in the first output."""
-    (output, prompts), *others = ((path, np.frombuffer(hashes, np.uint64)) for path, hashes in written.items())
-    distinct = np.unique(prompts)
-    print(f"{output}: {len(prompts):,} pairs written, {len(distinct):,} different prompts")
-    for path, hashes in others:
-        shared = int(np.isin(hashes, distinct).sum())
-        print(f"{path}: {len(hashes):,} pairs written, {shared:,} with a prompt that is also in {output}")
 
 
 if __name__ == "__main__":

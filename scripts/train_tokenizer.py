@@ -3,7 +3,7 @@
     python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
         [--prompt_column NAME] [--response_column NAME] [--overwrite]
 
-One row in a hundred is held_out out to measure characters per token.
+One row in a hundred is held out to measure characters per token.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.data.readers import read_pairs
+from model.data.text_files import open_text
 from model.data.tokenizer import count_merged_tokens, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
 from model.runtime.atomic_io import make_output_directory
@@ -25,14 +26,11 @@ MAX_LINE_CHARS = 65_536
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 text file, long ones in parts. Raises ValueError if it is missing or not UTF-8."""
+    """Yield the lines of a text file in UTF-8 or GB18030, long ones in parts. Raises ValueError if it is neither."""
     if not path.is_file():
         raise ValueError(f"no file at {path}: give paths of parquet, json, jsonl, csv, tsv or txt files")
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            yield from iter(lambda: file.readline(MAX_LINE_CHARS), "")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}): convert it, or give the data as parquet") from error
+    with open_text(path) as file:
+        yield from iter(lambda: file.readline(MAX_LINE_CHARS), "")
 
 
 def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:

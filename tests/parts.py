@@ -71,7 +71,7 @@ def make_config(**options):
 
 def open_pairs(path, tokenizer, max_seq_len, root, columns=("", ""), **options):
     """The TokenStore of a file of pairs."""
-    return open_store(Source(path, Pairs(), tokenizer, max_seq_len, columns), root, **options)
+    return open_store(Source((path,), Pairs(), tokenizer, max_seq_len, columns), root, **options)
 
 
 def examples_in(store, first_id=0, objective=None, **options):

@@ -1,11 +1,13 @@
 """Runs that train an adapter, through the real loop: resumed, moved, retried, loaded by PEFT, made by PEFT."""
 
 import json
+import re
 import shutil
 
 import peft
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM
 
@@ -86,6 +88,14 @@ def test_two_exact_ranks_train_the_adapter_of_one(home):
         )
         assert done.codes == [0] * world, done.text
     assert weights_hash(home / "exact1") == weights_hash(home / "exact2")
+
+
+def test_the_snippet_of_an_adapter_s_card_answers(home, monkeypatch, capsys):
+    card = ModelCard.load(home / "calm" / "best" / "README.md")
+    assert card.data.library_name == "peft" and "LoRA of rank 4 on base" in card.text
+    monkeypatch.chdir(home / "calm" / "best")
+    exec(re.search(r"```python\n(.*?)```", card.text, re.DOTALL).group(1), {})
+    assert capsys.readouterr().out.endswith("\n")
 
 
 def test_the_exports_load_in_peft_and_merge_into_an_ordinary_directory(home, capsys):

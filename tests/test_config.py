@@ -12,11 +12,11 @@ from config import (
     T5ModelConfig,
     TrainConfig,
     as_bool,
-    global_batch,
     load_config,
 )
-from config import preset_name as name_of
+from model.commands.options import preset_name as name_of
 from model.nn.registry import load_model_config
+from model.train.run_length import global_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = MODELS["small"]

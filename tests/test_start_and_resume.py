@@ -229,7 +229,7 @@ def test_a_run_resumes_only_with_the_same_pairs_in_the_same_order_even_from_a_re
 def test_a_run_resumes_from_a_checkpoint_without_ids_sha256_and_keeps_its_best_model(home):
     done = train(home, 1, "forward:0:8:int", output_dir="older")
     assert done.codes == [0], done.text
-    source = Source(home / "valid.jsonl", Pairs(), load_tokenizer(home / TOKENIZER_DIR), 32)
+    source = Source((home / "valid.jsonl",), Pairs(), load_tokenizer(home / TOKENIZER_DIR), 32)
     valid = find_store(source, home / TOKENS_DIR)
     older = dict.fromkeys(("format", "ids_sha256", "max_seq_len"), ...) | dict(validation=valid.file_identity)
     change_state(home / "older" / "checkpoints" / "step_00000008", older)

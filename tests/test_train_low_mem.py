@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import train_low_mem
@@ -169,6 +170,17 @@ def test_a_missing_file_or_column_is_named(home, options, parts):
 
 
 # The command test
+
+
+@pytest.mark.parametrize("kind", ["best", "last"])
+def test_the_card_of_an_export_says_what_it_is_of(home, done_run, kind):
+    card = ModelCard.load(home / done_run / kind / "README.md")
+    (scored,) = journal(home / done_run, "eval")
+    (result,) = card.data.eval_results
+    assert (card.data.model_name, result.dataset_name) == ("done", "valid.jsonl")
+    assert (result.metric_type, result.metric_value) == ("loss", pytest.approx(scored["loss"], rel=1e-5))
+    assert f"train.jsonl, {NUM_PAIRS} pairs" in card.text and f"after {scored['step']} of" in card.text
+    assert str(home) not in card.text
 
 
 def test_the_test_command_measures_the_best_model(home, done_run):

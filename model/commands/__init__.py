@@ -1,10 +1,12 @@
 """The commands of train_low_mem.py up to the training loop.
 
 options parses the command line and reports all its problems at once, without importing torch.
-option_names maps the option names of other trainers to those here.
+option_names maps the option names of other trainers to those here; help_zh is the Chinese help.
 origin reads the options, checkpoint or weights that a run starts from, adapter its adapter; network makes its network.
-setup makes all that a run needs before its first step: data, tokenizer, model, optimizer, state and plan.
-plan_report is the command plan: what a run would take. doctor is the command doctor: what would make it fail.
+setup makes all that a run needs before its first step: data, tokenizer, model, optimizer, state, plan.
+plan_report is the command plan: what a run would take; length_sample is what it knows of data not yet tokenised.
+doctor is the command doctor: what would make a run fail; space is its part about memory and disk.
 answering loads a trained model to answer questions in text. server answers them over HTTP: openai_api reads the
 requests, decoding_thread decodes them together, server_metrics counts.
+data_report says what prepared files hold.
 """

@@ -19,6 +19,7 @@ from model.nn.weights_io import check_fits, load_into
 from model.runtime.json_stream import read_object
 
 DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS = 256, 2**20
+MAX_PREFIX_CHARACTERS = 2**14
 MAX_TOKEN_CHARACTERS = 16  # a longer question than so many characters a token is refused unread
 
 
@@ -31,12 +32,13 @@ class ChatModel:
     tokenizer: ChatTokenizer
     sampling: Sampling
     max_new_tokens: int
+    prefix: str = ""  # before each question, as in training
 
     def encode(self, turns, max_tokens):
         """Ids that the network reads to answer the last of `turns`, at most `max_tokens`."""
         if family_of(self.model.config).reads_dialogues:
             return turn_template(self.tokenizer).encode_question(turns, max_tokens)
-        return encode_conversation(turns, self.tokenizer, max_tokens)
+        return encode_conversation(turns, self.tokenizer, max_tokens, self.prefix)
 
     def limits(self, slots, input_tokens, new_tokens):
         """Limits of an Engine for this model."""
@@ -73,7 +75,11 @@ def load_chat_model(path, device=None):
     new_tokens = values.get("max_new_tokens") or DEFAULT_NEW_TOKENS
     if type(new_tokens) is not int or not 0 < new_tokens <= MAX_NEW_TOKENS:
         raise ValueError(f"{settings} says max_new_tokens={new_tokens!r:.80}: it must be from 1 to {MAX_NEW_TOKENS}")
-    return ChatModel(directory, _frozen(weights, directory, device), tokenizer, sampling_from(values), new_tokens)
+    prefix = values.get("prefix") or ""
+    if not isinstance(prefix, str) or len(prefix) > MAX_PREFIX_CHARACTERS:
+        raise ValueError(f"{settings} says prefix={prefix!r:.80}: it must be a text of {MAX_PREFIX_CHARACTERS} at most")
+    model = _frozen(weights, directory, device)
+    return ChatModel(directory, model, tokenizer, sampling_from(values), new_tokens, prefix)
 
 
 def _frozen(weights, directory, device):

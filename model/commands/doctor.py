@@ -6,9 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -18,12 +17,15 @@ from packaging.requirements import Requirement
 
 from model.commands.adapter import with_adapter
 from model.commands.network import make_model
+from model.commands.options import FILE_OPTIONS
 from model.commands.origin import check_same_run, find_origin
+from model.commands.space import Row, disk_row, memory_rows, output_dir_row
+from model.data.file_list import data_files
 from model.data.readers import read_pairs
+from model.data.sampler import mixture_of
 from model.data.token_store import Source, find_store
-from model.memory.estimate import disk_bytes, fixed_bytes
 from model.run.checkpoint import checkpoint_paths, load_newest
-from model.run.run_dir import TOKENS_DIR, check_empty_or_run, check_name
+from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import LaterFormat, TrainState
 from model.runtime.distributed import ALONE, must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
@@ -34,16 +36,6 @@ GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_ROWS = 2000  # of each data file are read
 MIN_SHM_BYTES = GIB  # NCCL takes some MiB per pair of GPUs; Docker gives 64 MiB in total by default
-
-
-@dataclass(frozen=True)
-class Row:
-    """Result of one check."""
-
-    what: str
-    found: str
-    remedy: str = ""  # empty: nothing to do
-    fails: bool = False  # True: a run would fail
 
 
 def examine(config, typed=(), overwrite=False):
@@ -58,15 +50,12 @@ def examine(config, typed=(), overwrite=False):
     yield _shared_memory()
     yield _locale()
     yield from _round_trips()
-    for what, file in (("train_file", config.train_file), ("validation_file", config.validation_file)):
-        yield _data(what, file, config)
-    if config.test_file:
-        yield _data("test_file", config.test_file, config)
+    yield from _data(config)
     spec, rows = _model(config, typed, overwrite)
     yield from rows
-    yield from _memory(config, spec)
-    yield _output_dir(config)
-    yield _disk(config, spec)
+    yield from memory_rows(config, spec)
+    yield output_dir_row(config)
+    yield disk_row(config, spec)
 
 
 def print_table(config, typed, overwrite):
@@ -185,7 +174,23 @@ def _round_trips():
         yield Row("NCCL", found, remedy)
 
 
-def _data(what, file, config):
+def _data(config):
+    """Rows of the data files that the options name."""
+    for what, parse in FILE_OPTIONS.items():
+        names = getattr(config, what)
+        if not names:
+            continue
+        try:
+            files = parse(names)
+        except ValueError as error:
+            yield Row(what, names, str(error), fails=True)
+            continue
+        for file in files:
+            row = _first_rows(what, file.path, config)
+            yield row if file.weight == 1 else replace(row, found=f"{row.found}; {file.weight:g} times an epoch")
+
+
+def _first_rows(what, file, config):
     try:
         pairs = list(islice(read_pairs(file, config.prompt_column, config.response_column), FIRST_ROWS))
     except ValueError as error:
@@ -213,7 +218,7 @@ def _model(config, typed, overwrite):
     try:
         origin = find_origin(ALONE, config, typed, found)
         tokenizer = origin.tokenizer
-        store, _ = (_store(config, file, origin) for file in (config.train_file, config.validation_file))
+        store, *_ = [_store(config, parse(names), origin) for names, parse in _data_options(config)]
         if found:
             check_same_run(found, config, _new_state(config, tokenizer, store, found.state))
         config = with_adapter(config, origin.adapter)
@@ -227,9 +232,19 @@ def _model(config, typed, overwrite):
     return spec, rows
 
 
+def _data_options(config):
+    """(names, parser) of the files that a run reads: those to train on, and those to evaluate on if there are any."""
+    options = ((getattr(config, name), FILE_OPTIONS[name]) for name in ("train_file", "validation_file"))
+    return [(names, parse) for names, parse in options if names]
+
+
 def _new_state(config, tokenizer, store, old):
-    """TrainState of a new run with these options; without a TokenStore, with num_pairs of the TrainState `old`."""
-    pairs = dict(num_pairs=len(store), ids_sha256=store.meta["ids_sha256"]) if store else dict(num_pairs=old.num_pairs)
+    """TrainState of a new run with these options; without a TokenStore, with the pairs of the TrainState `old`."""
+    pairs = dict(num_pairs=old.num_pairs, mixture=old.mixture)
+    if store:
+        mixture = mixture_of(store.rows_of_files, [file.weight for file in data_files(config.train_file)])
+        pairs = dict(num_pairs=len(store), ids_sha256=store.meta["ids_sha256"])
+        pairs["mixture"] = mixture.identity if mixture else ""
     return TrainState(
         seed=config.seed,
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -239,63 +254,15 @@ def _new_state(config, tokenizer, store, old):
     )
 
 
-def _store(config, file, origin):
-    """TokenStore of a data file; None if no run has tokenised it yet."""
-    columns = config.prompt_column, config.response_column
+def _store(config, files, origin):
+    """TokenStore of these DataFiles; None if no run has tokenised them yet."""
+    paths, columns = tuple(file.path for file in files), (config.prompt_column, config.response_column)
     objective = objective_for(config, origin.model_config, origin.tokenizer)
-    source = Source(file, objective, origin.tokenizer, config.max_seq_len, columns)
-    return find_store(source, TOKENS_DIR) if Path(file).is_file() else None
+    source = Source(paths, objective, origin.tokenizer, config.max_seq_len, columns)
+    return find_store(source, TOKENS_DIR) if all(Path(path).is_file() for path in paths) else None
 
 
 def _origin(config, found):
     if found:
         return f"{found.path}: resume with --is_keep_training=True"
     return config.finetune_from_ckp_file or "random initialisation"
-
-
-def _memory(config, spec):
-    """Rows of free memory against what every plan needs: weights, gradients and optimizer state."""
-    needed = sum(fixed_bytes(spec).values()) if spec else 0
-    text = Path("/proc/meminfo").read_text()
-    host_bytes = int(re.search(r"MemAvailable:\s+(\d+)", text).group(1)) * 1024
-    places = [("host memory", host_bytes)]
-    if torch.cuda.is_available():
-        limit = config.gpu_memory_limit_gb * GIB
-        frees = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
-        places = [(f"GPU {i} memory", min(free, limit) if limit else free) for i, free in enumerate(frees)] + places
-    for what, free in places:
-        found = f"{free / GIB:.1f} GiB free, {needed / GIB:.2f} GiB for weights, gradients, optimizer (plan: the rest)"
-        is_used = what != "host memory" or len(places) == 1
-        fails = free < needed and is_used
-        yield Row(what, found, "choose a smaller --model, or stop other programs" if fails else "", fails)
-
-
-def _output_dir(config):
-    """Row that says whether output_dir is, or can become, a run's directory."""
-    folder = Path(config.output_dir).resolve()
-    if blocking := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
-        return Row("output_dir", f"{blocking[0]} is a file", "choose another --output_dir", fails=True)
-    try:
-        check_name(config.output_dir)
-        if folder.exists():
-            check_empty_or_run(folder)
-    except ValueError as error:
-        return Row("output_dir", str(folder), str(error), fails=True)
-    return Row("output_dir", f"{folder}, {'exists' if folder.exists() else 'will be created'}")
-
-
-def _disk(config, spec):
-    """Row of the free disk space against the checkpoints kept, one being written, best/ and last/."""
-    folder = Path(config.output_dir).resolve()
-    while not folder.is_dir():
-        folder = folder.parent
-    needed, free = disk_bytes(spec, config.keep_latest_n_ckp) if spec else 0, shutil.disk_usage(folder).free
-    found = f"{free / GIB:.1f} GiB free in {folder}, {needed / GIB:.2f} GiB for checkpoints and exports"
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        remedy = "choose another --output_dir, or allow writing there"
-        return Row("disk", f"{folder}: {error.strerror}", remedy, fails=True)
-    remedy = "free some, lower --keep_latest_n_ckp, or choose another --output_dir" if free < needed else ""
-    return Row("disk", found, remedy, fails=free < needed)

@@ -31,13 +31,6 @@ def make_model(ranks, config, model_config, weights=None, adapter=None):
     return model
 
 
-def load_weights(ranks, model, weights, source):
-    """Copy `weights` into the model of every rank."""
-    if ranks.is_main:
-        load_into(model, weights, source)
-    broadcast(ranks, model.flat.weights)
-
-
 def compute_dtype(mixed_precision, device):
     """bfloat16 if `mixed_precision` is bf16, or if it is auto and the GPU supports it natively; else float32."""
     is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

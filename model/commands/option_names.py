@@ -13,6 +13,7 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "accumulation_steps accumulate_grad_batches",
     "learn_rate": "lr learning_rate base_lr peak_lr max_lr",
     "warmup_steps": "warmup num_warmup_steps warmup_iters",
+    "warmup_ratio": "warmup_fraction warmup_proportion",
     "lr_schedule": "lr_scheduler lr_scheduler_type scheduler lr_decay_style",
     "optimizer": "optim optimizer_type optimizer_name",
     "max_grad_norm": "clip_grad clip_grad_norm grad_clip gradient_clipping gradient_clip_val",
@@ -20,6 +21,8 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "lora_rank": "lora_r lora_dim lora",
     "lora_targets": "lora_target lora_target_modules target_modules",
     "epochs": "num_train_epochs num_epochs max_epochs n_epochs train_epochs",
+    "max_steps": "num_steps total_steps num_train_steps max_train_steps train_steps max_iters num_iters total_iters "
+    "train_iters num_iterations max_updates total_updates num_updates",
     "seed": "random_seed data_seed",
     "mixed_precision": "fp16 precision dtype torch_dtype amp",
     "mixed_precision=bf16": "bf16 pure_bf16 use_bf16",
@@ -45,6 +48,9 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "output_dir": "out_dir output output_path save_dir save_path checkpoint_dir ckpt_dir",
     "logging_steps": "log_interval log_every log_steps logging_interval",
     "eval_steps": "eval_interval eval_every",
+    "best_metric": "metric_for_best_model",
+    "early_stop": "early_stopping early_stopping_patience",
+    "prompt_prefix": "source_prefix prefix",
     "save_steps": "save_interval save_every checkpoint_interval",
     "keep_latest_n_ckp": "save_total_limit",
     "backend": "ddp_backend dist_backend",
@@ -57,22 +63,20 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     "shows: torchrun or accelerate",
     r"(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "each GPU holds the whole model: for less memory type "
     "--gpu_memory_limit_gb=G, --optimizer=adafactor or --gradient_checkpointing=True; `plan` shows what each saves",
-    r"(max|num|total|num_train|max_train)_(steps|iters|iterations|updates)|train_steps|train_iters": "the length of a "
-    "run is set in passes over train_file: type --epochs=N; `plan` shows the number of steps",
     r"use_(lora|peft)|(use_)?(qlora|peft|adapter)(_\w+)?|finetuning_type|quantization_bit|load_in_[48]bit": "an "
     "adapter is trained with --lora_rank=16, on a base that is held in four bits with --base_precision=nf4",
-    r"warmup_ratio|warmup_fraction": "the warm-up is a tenth of the run; to change it, type --warmup_steps=N",
-    r"(eval|evaluation)_strategy": "type --eval_steps=N, or 0 for once per epoch",
+    r"(eval|evaluation)_strategy|do_eval|evaluate": "type --eval_steps=N, 0 for once per epoch, or --validation_file= "
+    "for no evaluation",
     r"save_strategy": "type --save_steps=N and --save_seconds=N",
     r"(per_device_|per_gpu_)?(eval|test|valid)_batch_size": "it is chosen to fit the memory: leave it out",
     r"auto_(find_)?batch(_size)?": "every step is split to fit the memory: leave it out",
     r"(dataloader|preprocessing)_\w+|num_workers|pin_memory": "a thread always prepares the next step: leave it out",
     r"(neat_)?packing|group_by_length|pad_to_max_length": "examples are always packed, without padding: leave it out",
     r"attn_implementation|(use_)?flash_attn(ention)?|tf32": "the fastest kernels of the device are used: leave it out",
-    r"load_best_model_at_end|metric_for_best_model": "best/ always has the lowest validation loss: leave it out",
+    r"load_best_model_at_end": "best/ always has the best model of the run: leave it out",
     r"report_to|run_name|logging_dir|log_dir|wandb(_\w+)?|use_wandb|tensorboard\w*": "all metrics are in "
     "metrics.jsonl in --output_dir",
-    r"do_(train|eval|predict|test)|stage|task|mode": "type a command instead: train, plan, test or doctor",
+    r"do_(train|predict|test)|stage|task|mode": "type a command instead: train, plan, test or doctor",
     r"(valid|val|validation|eval|test)_(ratio|split|size|share)": "scripts/prepare_data.py splits the data: give it "
     "--validation_share",
     r"max(_train|_eval)?_samples|num_samples|max_examples": "all pairs of the file are used: give a shorter file",

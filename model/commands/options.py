@@ -7,10 +7,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from inspect import getsource
 from pathlib import Path
 
-from config import FLAGS, PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, preset_name, rates_of
+from config import PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, rates_of
+from model.commands.help_zh import HELP_ZH
 from model.commands.option_names import unknown_option
+from model.data.file_list import data_files, unweighted_files
+from model.run.messages import language_of, texts_here
 from model.runtime.json_stream import read_object
 
+FLAGS = ("is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite")
 COMMANDS = ("train", "plan", "test", "doctor")
 RMS_FACTOR = 100  # learning rate of optimizers that scale updates by a tensor's RMS, over AdamW's, about
 KEEP_TRAINING = dict(test=True, doctor="auto")  # test reads the run's options; doctor reads those that train would
@@ -19,6 +23,7 @@ ANOTHER_RUN = (
     "one aside"
 )
 ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "base_precision")
+FILE_OPTIONS = dict(train_file=data_files, validation_file=unweighted_files, test_file=unweighted_files)
 KEPT_VALUES = ("learn_rate", "warmup_steps")  # a resumed run takes them from config.json, even if they were defaults
 
 
@@ -54,12 +59,27 @@ def parse_options(stray, options, keep_training=False):
         config = load_config(preset, {name: value for name, value in given.items() if name in names})
     except ValueError as error:
         problems += str(error).splitlines()[1:]
+    problems += _file_problems({name: given[name] for name in FILE_OPTIONS if name in given})
+    if "max_steps" in given and "epochs" in given:
+        problems.append(f"--max_steps={given['max_steps']} and --epochs={given['epochs']}: give only one of them")
     if problems:
         raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
     keep, overwrite = flags.pop("is_keep_training", keep_training), flags.pop("overwrite", False)
     if overwrite and keep is True:
         raise ValueError("--is_keep_training=True resumes a run, --overwrite=True starts a new one: give only one")
     return Request(preset, config, given, frozenset(given), False if overwrite else keep, overwrite)
+
+
+def _file_problems(given):
+    """Messages about the names in the `given` options of FILE_OPTIONS; whether the files exist is not asked."""
+    problems = []
+    for name, text in given.items():
+        try:
+            if text:
+                FILE_OPTIONS[name](str(text))
+        except ValueError as error:
+            problems += [f"--{name}: {line.strip()}" for line in str(error).splitlines()]
+    return problems
 
 
 def stored_options(run_dir, keep, keep_training=False):
@@ -115,17 +135,20 @@ def _merge_options(preset, stored, typed):
             f"leave it out, {ANOTHER_RUN}"
         )
     before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
-    for name in ("optimizer", "trainable"):
+    kept = dict.fromkeys(("optimizer", "trainable"), "the optimizer state of ") | dict(prompt_prefix="trained with ")
+    for name, what in kept.items():
         if before[name] != now[name]:
             raise ValueError(
-                f"--{name}={now[name]}: this run has the optimizer state of {name}={before[name]}: "
-                f"leave it out, {ANOTHER_RUN}"
+                f"--{name}={now[name]}: this run has {what}{name}={before[name]}: leave it out, {ANOTHER_RUN}"
             )
     for name in ADAPTER_SHAPE:
         if before[name] != now[name]:
             raise ValueError(
                 f"--{name}={now[name]}: this run was started with {name}={before[name]}: leave it out, {ANOTHER_RUN}"
             )
+    for name, other in (("max_steps", "epochs"), ("epochs", "max_steps")):  # the one typed last sets the length
+        if name in typed:
+            stored = {key: value for key, value in stored.items() if key != other}
     if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
         # the product replaces the stored global batch
         stored = {name: value for name, value in stored.items() if name != "global_batch_size"}
@@ -149,6 +172,21 @@ def _check_learn_rate(config):
         f"--learn_rate={rate:g}: {name} takes {lowest:g} to {highest:g}{reason}{hint}; leave it out for "
         f"{name}'s default {default_learn_rate(config):g}, or keep it with --any_learn_rate=True"
     )
+
+
+def preset_name(is_finetune=False, use_small_config=False, use_fast_config=False, use_large_config=False):
+    """Name of the preset that these flags choose; use_small_config and use_fast_config imply is_finetune.
+
+    Raises ValueError if the flags contradict each other.
+    """
+    flags = dict(sft_small=use_small_config, sft_fast=use_fast_config, pretrain_large=use_large_config)
+    chosen = [name for name, value in flags.items() if value]
+    if len(chosen) > 1 or (use_large_config and is_finetune):
+        raise ValueError(
+            "use_small_config, use_fast_config (both fine-tuning) and use_large_config (pre-training) contradict "
+            "each other: give only one of them"
+        )
+    return chosen[0] if chosen else "sft" if is_finetune else "pretrain"
 
 
 def _read_flags(stray, texts):
@@ -224,12 +262,11 @@ def exit_early(words):
 
 
 def usage(command):
-    """Help text of `command`: each option with its default and its comment in config.py."""
+    """Help text of `command`: each option with its default and its comment in config.py, or that in Chinese."""
+    language, text = language_of(os.environ), texts_here()
     comments = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", getsource(TrainConfig), re.MULTILINE))
+    comments = HELP_ZH if language == "zh" else comments
     options = (f"  --{f.name}={f.default}".ljust(48) + comments[f.name] for f in fields(TrainConfig))
     flags = " ".join(f"--{name}=True" for name in FLAGS)
-    plan_options = "\n  --num_processes=N --vocab_size=N: for a machine or tokenizer not here; --json=True: prints JSON"
-    return "\n".join([
-        f"usage: python train_low_mem.py {command} [--name=value ...]", *options,
-        f"  {flags}: docs/options.md" + (plan_options if command == "plan" else ""),
-    ])  # fmt: skip
+    plan_options = [text("usage.plan")] if command == "plan" else []
+    return "\n".join([text("usage", command=command), *options, text("usage.flags", flags=flags), *plan_options])

@@ -19,14 +19,17 @@ from model.nn.lora import attach
 from model.nn.registry import config_from, config_values, family_of, load_model_config
 from model.nn.weights_io import LoadedWeights, check_fits, load_into
 from model.run.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
+from model.run.checkpointer import checksum
 from model.run.run_dir import TOKENIZER_DIR
 from model.run.train_state import state_of, state_values
 from model.runtime.distributed import agree, broadcast, from_main, from_main_before_joining
+from model.runtime.watchdog import untimed
+from model.train.derive import derive, is_derived, with_derived
 from model.train.optim import count_steps
 
 LOGGER = logging.getLogger("chat_trainer")
 CHECKED = (("objective", "objective"), ("tokenizer", "tokenizer_fingerprint"), ("seed", "seed"))
-CHECKED += (("training pairs", "num_pairs"),)
+CHECKED += (("training pairs", "num_pairs"), ("weights of the training files (pairs an epoch/pairs)", "mixture"))
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
     if tokenizer:
         ids = dict(pad_id=tokenizer.pad_id, eos_id=tokenizer.eos_id)
         agree(ranks, "the tokenizer", dict(fingerprint=tokenizer.fingerprint) | ids)
+        _check_prefix(config, tokenizer)
     origin = Origin(found, weights, tokenizer, None)
     origin = replace(origin, model_config=_model_config(config, origin, vocab_size))
     if tokenizer and family_of(origin.model_config).reads_dialogues:
@@ -251,3 +255,45 @@ def restore(ranks, model, optimizer, found):
 def _load(model, optimizer, found):
     load_into(model, found, found.path)
     load_optimizer(optimizer, model, found.optimizer)
+
+
+def with_validation(validation, ranks, state):
+    """`state` with the identity of the TokenStore `validation`; without best_loss if the pairs have changed."""
+    # rank 0 decides: file_identity may differ between machines
+    is_same = from_main(ranks, lambda: state.validation in (validation.identity, validation.file_identity))
+    if is_same:
+        return replace(state, validation=validation.identity)
+    if ranks.is_main:
+        LOGGER.info("the validation pairs or max_seq_len have changed: best/ is chosen anew")
+    kept = dict(validation=validation.identity, evaluated_step=state.evaluated_step)
+    return replace(state.without_best(), **kept)
+
+
+def _check_prefix(config, tokenizer):
+    """Raise ValueError if prompt_prefix leaves too little of a prompt for the question."""
+    if (count := len(tokenizer.encode(config.prompt_prefix))) > config.max_seq_len // 2:
+        raise ValueError(
+            f"--prompt_prefix has {count} tokens, more than half of max_seq_len={config.max_seq_len}: shorten it, or "
+            "raise --max_seq_len"
+        )
+
+
+def read_derived(model, ranks, config, found, parts, plan):
+    """(what identifies the weights that the derived columns are of, `parts` (Examples) with these columns).
+
+    `model` has the weights that the run starts from, if they are random; a resumed run reads others again where the
+    columns are lost.
+    """
+    if not parts[0].objective.derived:
+        return "", parts
+    reference = found.state.reference if found else str(checksum(model))
+    missing = [examples for examples in parts if not is_derived(ranks, examples, reference)]
+    if missing and found and config.finetune_from_ckp_file and not model.lora:
+        weights = read_weights(ranks, config.finetune_from_ckp_file)
+        if ranks.is_main:
+            load_into(model, weights, config.finetune_from_ckp_file)
+        broadcast(ranks, model.flat.weights)
+    with untimed("computing what the objective needs of the weights at the start"):
+        for examples in missing:
+            derive(ranks, model, examples, plan, reference)
+    return reference, [with_derived(examples, reference) for examples in parts]

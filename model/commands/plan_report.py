@@ -2,23 +2,19 @@
 
 import math
 import shutil
-from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
-import pyarrow.parquet as pq
 import torch
 import ujson
 
-from config import as_type, global_batch
+from config import as_type
 from model.commands.adapter import with_adapter
+from model.commands.length_sample import sample_of
 from model.commands.network import compute_dtype
 from model.commands.options import read_request
 from model.commands.origin import find_origin
-from model.data.length_histogram import Lengths, histogram
-from model.data.token_store import Source, find_store, side_lengths
+from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate, disk_bytes, optimizer_bytes
 from model.memory.plan import (
     CHUNKS,
@@ -32,20 +28,16 @@ from model.memory.plan import (
     recording_bytes,
     time_factor,
 )
-from model.run.run_dir import TOKENS_DIR
 from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
 from model.train.footprint import answers_wanted, launch_tokens_here, memory_spec, plan_options
-from model.train.lr_schedule import check_warmup, warmup_pairs, warmup_problem
-from model.train.objectives.registry import objective_for
+from model.train.run_length import check_warmup, global_batch, run_pairs, warmup_pairs, warmup_problem
 
-SAMPLED_ROWS = 20_000
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
 GIB = 2**30
 COLLECTIVE_BYTES = 400 * 2**20  # NCCL's buffers on each GPU, if there are several
 HOST_BYTES = dict(cuda=int(2.2 * GIB), cpu=int(0.6 * GIB))  # per process: Python, torch, the GPU's libraries
 MANY_PAIRS = 10**6
-TOKEN_BYTES = 2.4  # per token in a token store, with its share of lengths and offsets
 SHM_BYTES = 64 * 2**20  # per rank, for NCCL channels in /dev/shm
 
 
@@ -62,16 +54,6 @@ class Machine:
         if self.memory_bytes is None:
             return None
         return self.memory_bytes - CONTEXT_BYTES - (COLLECTIVE_BYTES if self.num_processes > 1 else 0)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What is known about the training pairs."""
-
-    lengths: Lengths
-    source: str  # where the lengths come from, for people
-    num_pairs: int | None  # None: unknown
-    store_bytes: int  # of the token store that the run will write
 
 
 def plan_text(stray, options):
@@ -114,7 +96,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     machine = Machine(world, limit or None)
     origin = _origin(config, vocab_size)
     config = with_adapter(config, origin.adapter)
-    model_config, sample = origin.model_config, _sample(config, origin)
+    model_config, sample = origin.model_config, sample_of(config, origin)
     lengths, num_pairs = sample.lengths, sample.num_pairs
     batch = global_batch(config, world, typed)
     share_pairs = -(-batch // world)
@@ -124,7 +106,8 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     dtype = compute_dtype(config.mixed_precision, torch.device(device)) if is_here else default_dtype
     spec = memory_spec(config, model_config, dtype, device, launch_tokens_here())
     estimate = Estimate(spec, lengths, share_pairs, answers_wanted(config, world))
-    asked = recording_asked(plan_options(config), spec, (num_pairs or lengths.counts.sum()) * config.epochs / batch)
+    num_steps = run_pairs(config, num_pairs or int(lengths.counts.sum()), batch) / batch
+    asked = recording_asked(plan_options(config), spec, num_steps)
     plan = choose_plan(plan_options(config), estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
     # bytes per token are measured on many pairs: a few would not fill two forward passes of the planned size
@@ -154,52 +137,24 @@ def _origin(config, vocab_size):
     return find_origin(ALONE, known, (), vocab_size=vocab_size)
 
 
-def _sample(config, origin):
-    """Sample of the training pairs: all if they are tokenised, else the first rows, else max_seq_len for every pair."""
-    path, columns = Path(config.train_file), (config.prompt_column, config.response_column)
-    tokenizer = origin.tokenizer
-    objective = objective_for(config, origin.model_config, tokenizer)
-    longest = objective.length_bounds(np.full((1, len(objective.sides)), config.max_seq_len))
-    if tokenizer is None or not path.is_file():
-        return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len", None, 0)
-    store = find_store(Source(path, objective, tokenizer, config.max_seq_len, columns), TOKENS_DIR)
-    if store:
-        bounds = objective.length_bounds(store.lengths)
-        return Sample(histogram(bounds), f"counted: {store.directory}", len(store), 0)
-    rows = list(islice(objective.read(path, columns, Counter()), SAMPLED_ROWS))
-    lengths = objective.length_bounds(side_lengths(objective.encode(rows, tokenizer, config.max_seq_len)))
-    source, is_all = f"sampled: {len(lengths):,} rows and a longest pair", len(rows) < SAMPLED_ROWS
-    scale = 1 if is_all else _estimated_pairs(path, rows) / len(rows)
-    store_bytes = int(lengths.sum() * TOKEN_BYTES * scale)
-    return Sample(histogram(np.concatenate([lengths, longest])), source, len(lengths) if is_all else None, store_bytes)
-
-
-def _estimated_pairs(path, rows):
-    """Number of pairs in a file that begins with `rows`: exact for parquet, else an estimate that errs high."""
-    if path.suffix == ".parquet":
-        with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
-            return pq.ParquetFile(file).metadata.num_rows
-    text_bytes = sum(len(value.encode()) for row in rows for value in row if isinstance(value, str))
-    return len(rows) * path.stat().st_size / max(text_bytes, 1)
-
-
 def _steps(config, typed, batch, num_pairs):
     """Dict of pairs per step, number of steps, warm-up steps and the warm-up's problem; None if `num_pairs` is unknown.
 
     Raises ValueError if --warmup_steps was `typed` and is not shorter than the run.
     """
     if not num_pairs:
-        return dict(pairs=batch, count=num_pairs, warmup=None, problem="")
-    count = num_pairs * config.epochs / batch
-    warmup = warmup_pairs(config, num_pairs * config.epochs, batch) / batch
+        return dict(pairs=batch, count=config.max_steps or num_pairs, warmup=None, problem="")
+    total_pairs = run_pairs(config, num_pairs, batch)
+    count = total_pairs / batch
+    warmup = warmup_pairs(config, total_pairs, batch) / batch
     check_warmup(config, typed, warmup, count)
     return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config, warmup, count))
 
 
 def _phases(config, estimate, plan):
-    """Peak bytes by phase; generation only if the run generates answers."""
-    peaks = predicted_peaks(estimate, plan)
-    return {name: peak for name, peak in peaks.items() if name != "generation" or config.bleu_pairs}
+    """Peak bytes by phase, without those that the run has not."""
+    has = dict(evaluation=bool(config.validation_file), generation=bool(config.validation_file and config.bleu_pairs))
+    return {name: peak for name, peak in predicted_peaks(estimate, plan).items() if has.get(name, True)}
 
 
 def _levers(config, chosen, machine, plan):
@@ -287,7 +242,9 @@ def table(values):
 def _steps_text(pairs, count, warmup, problem):
     if not count:
         return f"of {pairs} pairs; the number of steps is known once the data is tokenised"
-    return f"{count:,.0f} of {pairs} pairs; " + (problem or f"warm-up {warmup:,.0f}")
+    return f"{count:,.0f} of {pairs} pairs; " + (
+        problem or "warm-up " + ("unknown" if warmup is None else f"{warmup:,.0f}")
+    )
 
 
 def _lever_text(lever):

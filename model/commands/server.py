@@ -25,6 +25,7 @@ from model.commands.openai_api import Reply, StopFilter, error_body, parse_chat,
 from model.commands.server_metrics import ServerMetrics
 from model.generate.engine import Request
 from model.run.curves import curves_of
+from model.run.messages import CATALOGUE
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_HEADERS = {
@@ -115,8 +116,10 @@ async def page(service, request):
 
 
 def page_text(service):
+    texts = CATALOGUE[service.language].items()
+    words = {key.removeprefix("page."): text for key, text in texts if key.startswith("page.")}
     values = dict(
-        model=service.name, language=service.language, hasRun=service.run_dir is not None,
+        words=words, model=service.name, language=service.language, hasRun=service.run_dir is not None,
         needsKey=bool(service.api_key), maxNewTokens=service.new_tokens,
     )  # fmt: skip
     return PAGE.read_text(encoding="utf-8").replace("{{SETTINGS}}", json.dumps(values).replace("<", "\\u003c"))

@@ -7,40 +7,44 @@ from pathlib import Path
 
 import torch
 
-from config import TrainConfig, global_batch
+from config import TrainConfig
 from model.commands.adapter import with_adapter, without_adapter
-from model.commands.network import compute_dtype, load_weights, make_model
+from model.commands.network import compute_dtype, make_model
 from model.commands.origin import (
     check_same_run,
     find_origin,
     newest_checkpoint,
-    read_weights,
+    read_derived,
     restore,
     why_not_compared,
+    with_validation,
 )
+from model.data.file_list import data_files, unweighted_files
 from model.data.row_hashes import describe_shared
-from model.data.token_store import Source, describe_store, open_store
+from model.data.sampler import mixture_of
+from model.data.token_store import Source, open_store
 from model.data.tokenizer import ChatTokenizer
 from model.generate.sampling import Sampling, generation_config
 from model.memory.plan import MemoryPlan, choose_plan
 from model.nn.lora import lora_values
 from model.nn.registry import config_values, family_of
-from model.run.checkpointer import checksum
+from model.run.best_model import Rules
 from model.run.console import Progress
-from model.run.run_dir import TOKENS_DIR, has_best
-from model.run.train_state import TrainState, state_values
+from model.run.run_dir import TOKENS_DIR, check_exported
+from model.run.train_state import TrainState, kept_recovery, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import agree, from_main, local_main_first
-from model.runtime.watchdog import stop_asked, untimed
-from model.train.derive import derive, is_derived, with_derived, with_zeros
-from model.train.dry_run import dry_run_update, plan_run
+from model.runtime.watchdog import stop_asked
+from model.train.derive import with_zeros
+from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
 from model.train.evaluate import Evaluation
 from model.train.examples import Examples
 from model.train.footprint import estimate_for, has_dropout, plan_options
 from model.train.loader import Loader, Schedule
-from model.train.lr_schedule import LearnRate, check_warmup, warmup_pairs
+from model.train.lr_schedule import LearnRate
 from model.train.objectives.registry import objective_for
 from model.train.optim import make_optimizer
+from model.train.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
 from model.train.step import StepContext
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -53,7 +57,8 @@ class Run:
     config: TrainConfig
     tokenizer: ChatTokenizer
     context: StepContext
-    evaluation: Evaluation
+    evaluation: Evaluation | None  # None: nothing is evaluated
+    rules: Rules
     memory: dict = field(default_factory=dict)  # predicted and measured bytes, as plan.json has them
     differs: tuple = ()  # what differs from the checkpoint, so that results may differ in their last bits
 
@@ -76,7 +81,8 @@ class Run:
     @property
     def generation(self):
         """What the exported models' generation_config.json says."""
-        return generation_config(self.evaluation.sampling, self.evaluation.max_new_tokens)
+        values = generation_config(_sampling(self.config), self.config.max_new_tokens)
+        return values | (dict(prefix=self.config.prompt_prefix) if self.config.prompt_prefix else {})
 
     @property
     def schedule(self):
@@ -89,10 +95,9 @@ class Run:
 
     def total_steps(self, state):
         """Number of the run's last step, if every step after `state` has the current global batch."""
-        num_pairs, batch = len(self.train), self.schedule.global_batch
-        num_left = self.schedule.total_pairs - state.pairs_seen
-        num_in_epoch = num_left % num_pairs
-        return state.step + -(-num_in_epoch // batch) + (num_left // num_pairs) * -(-num_pairs // batch)
+        schedule = self.schedule
+        pairs = schedule.total_pairs, self.train.epoch_pairs
+        return state.step + steps_between(state.pairs_seen, *pairs, schedule.global_batch)
 
 
 def prepare_run(ranks, config, typed, resumed):
@@ -109,32 +114,33 @@ def prepare_run(ranks, config, typed, resumed):
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
     origin = find_origin(ranks, config, typed, found)
     config = with_adapter(config, origin.adapter)
-    files = (config.train_file, config.validation_file)
-    train, validation = (_open_examples(ranks, config, file, origin) for file in files)
-    train = replace(train, dropout=has_dropout(config))
-    schedule = _schedule(config, typed, len(train), batch, found)
-    if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
+    train, *validation = _open_data(ranks, config, origin)
+    schedule = _schedule(config, typed, train.epoch_pairs, batch, found)
+    if ranks.is_main and validation and (shared := describe_shared(validation[0].store, train.store)):
         LOGGER.warning(shared)
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
     model = make_model(ranks, config, origin.model_config, origin.weights, origin.adapter)
-    reference, (train, validation) = _with_derived(model, ranks, config, found, (train, validation), plan)
+    reference, (train, *validation) = read_derived(model, ranks, config, found, (train, *validation), plan)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config)
     free["optimizer"] = free_bytes()
-    dry_run_update(ranks, model, optimizer)
+    update_seconds = dry_run_update(ranks, model, optimizer)
     context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule, config.exact), config)
-    run = Run(config, origin.tokenizer, context, _evaluation(context, validation, origin.tokenizer))
+    evaluation = _evaluation(context, validation[0], origin.tokenizer) if validation else None
+    run = Run(config, origin.tokenizer, context, evaluation, _rules(config))
     state = replace(_initial_state(run, found), reference=reference)
     run, state, plan = _planned(run, state, found, other_process)
+    run.memory["step_seconds"] = update_seconds + gradient_seconds(context, plan)
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
     agree(ranks, "the position of the run and its plan", state_values(state))
     return run, state, plan
 
 
-def _schedule(config, typed, num_pairs, batch, found):
+def _schedule(config, typed, epoch_pairs, batch, found):
     """The Schedule of a run; ValueError if a warm-up that was typed is as long as the run."""
-    total_pairs = num_pairs * config.epochs
-    warmup = warmup_pairs(config, total_pairs, found.state.first_batch if found else batch)
+    first_batch = found.state.first_batch if found else batch
+    total_pairs = run_pairs(config, epoch_pairs, first_batch)
+    warmup = warmup_pairs(config, total_pairs, first_batch)
     check_warmup(config, typed, warmup / batch, total_pairs / batch)
     rate = LearnRate(config.learn_rate, config.lr_schedule, warmup, total_pairs)
     return Schedule(total_pairs, batch, config.seed, rate)
@@ -144,9 +150,17 @@ def _evaluation(context, validation, tokenizer):
     """The Evaluation of a run."""
     config = context.options
     num_answers = config.bleu_pairs if validation.objective.has_answers else 0
-    sampling = Sampling(no_repeat_ngram_size=config.no_repeat_ngram_size)
     sides = context.ranks, context.model, validation, tokenizer
-    return Evaluation(*sides, num_answers, config.max_new_tokens, sampling)
+    return Evaluation(*sides, num_answers, config.max_new_tokens, _sampling(config))
+
+
+def _rules(config):
+    return Rules(config.eval_steps, config.best_metric, config.patience, config.early_stop, config.plots)
+
+
+def _sampling(config):
+    """How answers are chosen, in evaluations and by whoever loads an exported model."""
+    return Sampling(no_repeat_ngram_size=config.no_repeat_ngram_size)
 
 
 def _planned(run, state, found, other_process):
@@ -166,13 +180,14 @@ def _initial_state(run, found):
 
     Raises ValueError if the checkpoint belongs to another run.
     """
-    train, validation = run.train.store, run.evaluation.examples.store
+    train, validation = run.train.store, run.evaluation and run.evaluation.examples.store
     fresh = TrainState(
         first_batch=run.schedule.global_batch, seed=run.config.seed, num_pairs=len(train),
         ids_sha256=train.meta["ids_sha256"], max_seq_len=run.config.max_seq_len,
         shape=config_values(run.model.config), lora=run.model.lora and lora_values(run.model.lora),
         tokenizer_fingerprint=run.tokenizer.fingerprint, world_size=run.ranks.world_size,
-        validation=validation.identity, objective=run.config.objective,
+        validation=validation.identity if validation else "", objective=run.config.objective,
+        best_metric=run.config.best_metric, mixture=run.train.mixture.identity if run.train.mixture else "",
     )  # fmt: skip
     if not found:
         return fresh
@@ -180,40 +195,14 @@ def _initial_state(run, found):
     if run.ranks.is_main and (why := why_not_compared(found.state, fresh)):
         LOGGER.info("%s: of the training pairs only their number, %d, is compared", why, fresh.num_pairs)
     state = restore(run.ranks, run.model, run.optimizer, found)
-    state = _with_validation(validation, run.ranks, state)
+    state = with_validation(validation, run.ranks, state) if validation else state
+    if state.best_metric != run.config.best_metric:
+        if run.ranks.is_main:
+            LOGGER.info("best_metric was %s and is %s: best/ is chosen anew", state.best_metric, run.config.best_metric)
+        state = replace(state.without_best(), best_metric=run.config.best_metric)
     return replace(
         state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len, shape=fresh.shape, lora=fresh.lora
     )
-
-
-def _with_derived(model, ranks, config, found, parts, plan):
-    """(what identifies the weights that the derived columns are of, `parts` (Examples) with these columns).
-
-    `model` has the weights that the run starts from, if they are random; a resumed run reads others again where the
-    columns are lost.
-    """
-    if not parts[0].objective.derived:
-        return "", parts
-    reference = found.state.reference if found else str(checksum(model))
-    missing = [examples for examples in parts if not is_derived(ranks, examples, reference)]
-    if missing and found and config.finetune_from_ckp_file and not model.lora:
-        weights = read_weights(ranks, config.finetune_from_ckp_file)
-        load_weights(ranks, model, weights, config.finetune_from_ckp_file)
-    with untimed("computing what the objective needs of the weights at the start"):
-        for examples in missing:
-            derive(ranks, model, examples, plan, reference)
-    return reference, [with_derived(examples, reference) for examples in parts]
-
-
-def kept_recovery(state, plan, may_record):
-    """Plan recovery of a TrainState as plain values, or None if it has none or `plan` is not its plan.
-
-    It leads back to CUDA graphs only if `may_record`.
-    """
-    if not state.growth or state.plan != asdict(plan):
-        return None
-    full = state.growth["full"]
-    return state.growth | dict(full=full | dict(graphs=full["graphs"] and may_record))
 
 
 def set_numerics(config, device):
@@ -236,17 +225,31 @@ def set_memory_limit(config, device):
     return other_process, limit_memory(device, config.gpu_memory_limit_gb, non_torch_bytes(device, other_process))
 
 
-def _open_examples(ranks, config, file, origin):
-    """Examples of `file`, tokenised first if needed; the same rows on all ranks."""
+def _open_data(ranks, config, origin):
+    """[Examples to train on, Examples to evaluate on]; the second is missing where nothing is evaluated.
+
+    Raises ValueError for files that cannot be read.
+    """
+    files = data_files(config.train_file)
+    train = _open_examples(ranks, config, files, origin)
+    mixture = mixture_of(train.store.rows_of_files, [file.weight for file in files])
+    train = replace(train, dropout=has_dropout(config), mixture=mixture)
+    if not config.validation_file:
+        return [train]
+    return [train, _open_examples(ranks, config, unweighted_files(config.validation_file), origin)]
+
+
+def _open_examples(ranks, config, files, origin):
+    """Examples of these DataFiles, tokenised first if needed; the same rows on all ranks."""
     family = family_of(origin.model_config)
     objective = objective_for(config, origin.model_config, origin.tokenizer)
     columns = (config.prompt_column, config.response_column)
-    source = Source(file, objective, origin.tokenizer, config.max_seq_len, columns)
-    with Progress(f"tokenising {file}", None, unit="rows", shown=ranks.is_main) as progress:
+    paths = tuple(file.path for file in files)
+    source = Source(paths, objective, origin.tokenizer, config.max_seq_len, columns)
+    names = ", ".join(paths)
+    with Progress(f"tokenising {names}", None, unit="rows", shown=ranks.is_main) as progress:
         store = local_main_first(ranks, partial(open_store, source, TOKENS_DIR, progress.update, stop_asked))
-    agree(ranks, f"the pairs in {file}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))
-    if ranks.is_main:
-        LOGGER.info(describe_store(store))
+    agree(ranks, f"the pairs in {names}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))
     dtype = compute_dtype(config.mixed_precision, ranks.device)
     kernels = family.has_kernels(ranks.device, dtype, origin.model_config)
     first_id = family.first_id(origin.model_config, origin.tokenizer)
@@ -262,40 +265,26 @@ def first_plan(ranks, config, model_config, lengths, batch, usable):
     return choose_plan(plan_options(config), estimate, usable)
 
 
-def _with_validation(validation, ranks, state):
-    """`state` with the identity of the TokenStore `validation`; without best_loss if the pairs have changed."""
-    # rank 0 decides: file_identity may differ between machines
-    if from_main(ranks, lambda: state.validation in (validation.identity, validation.file_identity)):
-        return replace(state, validation=validation.identity)
-    if ranks.is_main:
-        LOGGER.info("the validation pairs or max_seq_len have changed: best/ is chosen anew")
-    return replace(state, validation=validation.identity, best_loss=None, best_step=0)
-
-
 def prepare_test(ranks, config):
-    """(Run, MemoryPlan) to evaluate a run's best/ model on test_file, which is used for both data files.
+    """(Run, MemoryPlan) to evaluate a run's model on test_file, which is used for both data files.
 
-    Raises ValueError if there is no best/.
+    The model is best/, and last/ of a run without evaluations. Raises ValueError if there is none.
     """
-    best = Path(config.output_dir) / "best"
-    from_main(ranks, _check_best, best)
+    tested = Path(config.output_dir) / ("best" if config.validation_file else "last")
+    from_main(ranks, check_exported, tested)
+    file = config.test_file or config.validation_file
+    if not file:
+        raise ValueError("test_file and validation_file are empty: type --test_file=FILE")
     # the training's options for memory and CUDA graphs do not apply to a test
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
-    config = replace(without_adapter(config), finetune_from_ckp_file=str(best), **planned)  # best/ is merged
+    options = without_adapter(config)  # an exported model is merged
+    config = replace(options, finetune_from_ckp_file=str(tested), validation_file=file, **planned)
     origin = find_origin(ranks, config, ())
-    examples = _open_examples(ranks, config, config.test_file or config.validation_file, origin)
+    examples = _open_examples(ranks, config, unweighted_files(file), origin)
     other_process, _ = set_memory_limit(config, ranks.device)
     model = make_model(ranks, config, origin.model_config, origin.weights)
     batch = config.batch_size_per_gpu * ranks.world_size
-    schedule = _schedule(replace(config, epochs=1), (), len(examples), batch, None)
+    schedule = _schedule(replace(config, epochs=1, max_steps=0), (), len(examples), batch, None)
     context = StepContext(ranks, model, None, Loader(ranks, examples, schedule), config)
-    run = Run(config, origin.tokenizer, context, _evaluation(context, examples, origin.tokenizer))
+    run = Run(config, origin.tokenizer, context, _evaluation(context, examples, origin.tokenizer), _rules(config))
     return run, plan_run(context, run.evaluation, None, other_process)[0]
-
-
-def _check_best(best):
-    if not has_best(best.parent):
-        raise ValueError(
-            f"--output_dir={best.parent}: there is no {best} to test: train first; if the run exists, resume it "
-            "with --is_keep_training=True: the next evaluation writes best/"
-        )

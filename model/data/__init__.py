@@ -6,7 +6,8 @@ chat_template is that format for transformers; turn_template is a decoder-only n
 template; prepared_pairs writes cleaned pairs to parquet.
 columns finds the columns of a pair; text_files and parquet_rows read the rows of csv, tsv and parquet files.
 tokenizer_training trains a tokenizer, tokenizer and tokenizer_file load and identify one;
-token_store keeps the ids on disk, memory-mapped;
+near_duplicates finds texts that are nearly equal; file_list says which files an option names; store_writer tokenizes
+them, token_store keeps the ids on disk, memory-mapped;
 row_hashes identifies the rows in it; sequences is what an objective hands to a network.
 length_histogram counts the lengths of examples; sampler chooses the examples of a step and divides them among ranks.
 packing cuts a rank's examples into micro-batches; buckets are the padded sizes for which a step can be recorded.

@@ -29,7 +29,7 @@ _TEMPLATE = """\
     {%- if talk.text_of -%}
       {%- set talk.before = talk.before + OPENERS[talk.text_of] + talk.text + CLOSER -%}
     {%- endif -%}
-    {%- set talk.text = part.text -%}
+    {%- set talk.text = (PREFIX if message.role == "user" else "") + part.text -%}
     {%- set talk.text_of = message.role -%}
   {%- endif -%}
 {%- endfor -%}
@@ -43,14 +43,14 @@ _TEMPLATE = """\
 """
 
 
-def write_chat_template(tokenizer: ChatTokenizer, directory: str | Path) -> None:
+def write_chat_template(tokenizer: ChatTokenizer, directory: str | Path, prefix: str = "") -> None:
     """Write the chat_template of a tokenizer to the directory that holds a copy of its files.
 
     transformers then parses special tokens in a text, which the template needs; see docs/conversations.md. A tokenizer
     that encodes the names of the roles alike gets no template.
     """
     try:
-        template = chat_template(tokenizer)
+        template = chat_template(tokenizer, prefix)
     except ValueError:
         return
     settings_path = Path(directory, "tokenizer_config.json")
@@ -61,8 +61,10 @@ def write_chat_template(tokenizer: ChatTokenizer, directory: str | Path) -> None
     Path(directory, TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
 
-def chat_template(tokenizer: ChatTokenizer) -> str:
+def chat_template(tokenizer: ChatTokenizer, prefix: str = "") -> str:
     """The Jinja template with which transformers' apply_chat_template gives the ids of `encode_conversation`, uncut.
+
+    `prefix` stands before each of the user's turns.
 
     A special token that a message spells gets a space behind its first character, so that it stays text; messages of
     other roles are left out. Raises ValueError like `encode_conversation`.
@@ -70,8 +72,12 @@ def chat_template(tokenizer: ChatTokenizer) -> str:
     marks = marks_of(tokenizer)
     openers = marks.prefixes if marks.closer else MARKS
     special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
+    harmless = [[token, f"{token[0]} {token[1:]}"] for token in special if len(token) > 1]
+    for token, text in harmless:
+        prefix = prefix.replace(token, text)
     values = dict(
-        SPECIAL=[[token, f"{token[0]} {token[1:]}"] for token in special if len(token) > 1],
+        SPECIAL=harmless,
+        PREFIX=prefix,
         OPENERS=openers,
         CLOSER=_spelled_closer(tokenizer, openers["user"]) if marks.closer else "",
         EOS=tokenizer.backend.id_to_token(tokenizer.eos_id),

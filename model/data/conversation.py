@@ -57,8 +57,12 @@ def add_turn(turns: list[Turn], role: str, text: str) -> None:
         turns.append(Turn(role, text))
 
 
-def encode_conversation(turns: Iterable[Turn], tokenizer: ChatTokenizer, max_tokens: int) -> list[int]:
+def encode_conversation(
+    turns: Iterable[Turn], tokenizer: ChatTokenizer, max_tokens: int, prefix: str = ""
+) -> list[int]:
     """Ids that a network reads to answer the last of `turns`, at most `max_tokens`, EOS included.
+
+    `prefix` stands before each of the user's turns, as its text does.
 
     When there are more, the oldest turns go first, each as a whole; then the system text loses its end, then the
     question. System turns count as one text wherever they stand. Raises ValueError if the last turn is not the user's.
@@ -70,22 +74,26 @@ def encode_conversation(turns: Iterable[Turn], tokenizer: ChatTokenizer, max_tok
         raise ValueError("the last turn of a conversation must be the user's, with text in it: it is what is answered")
     before = Context(said, len(said) - 1, system[0].text if system else "")
     has_context = before.end or before.system
-    return encode_questions([said[-1].text], [before if has_context else None], tokenizer, max_tokens).ids[0]
+    return encode_questions([said[-1].text], [before if has_context else None], tokenizer, max_tokens, prefix).ids[0]
 
 
 def encode_questions(
-    questions: Sequence[str], contexts: Sequence[Context | None], tokenizer: ChatTokenizer, max_tokens: int
+    questions: Sequence[str],
+    contexts: Sequence[Context | None],
+    tokenizer: ChatTokenizer,
+    max_tokens: int,
+    prefix: str = "",
 ) -> EncodedQuestions:
     """EncodedQuestions of many questions, each with its Context, or None: then its ids are those of its text and EOS.
 
-    Every text is encoded once, however many contexts it is part of.
+    Every text is encoded once, however many contexts it is part of. `prefix` stands before each of the user's turns.
     """
     if not any(contexts):
-        encoded = tokenizer.encode_batch(list(questions))
+        encoded = tokenizer.encode_batch([prefix + question for question in questions])
         num_cut = sum(len(ids) >= max_tokens for ids in encoded)
         return EncodedQuestions([[*ids[: max_tokens - 1], tokenizer.eos_id] for ids in encoded], num_cut, 0)
     marks, rows = marks_of(tokenizer), list(zip(questions, contexts, strict=True))
-    pieces = _encode_pieces(_keys(rows, max_tokens), marks, tokenizer)
+    pieces = _encode_pieces(_keys(rows, max_tokens), marks, tokenizer, prefix)
     fitted = [_fit(question, context, pieces, marks.closer, max_tokens - 1) for question, context in rows]
     ids, is_cut, left_out = zip(*fitted, strict=True)
     return EncodedQuestions([[*row, tokenizer.eos_id] for row in ids], sum(is_cut), sum(left_out))
@@ -137,9 +145,10 @@ def _keys(rows, max_tokens):
     return list(keys)
 
 
-def _encode_pieces(keys, marks, tokenizer):
-    """{(role, text): ids of the turn}; those of role "" are of the text alone."""
-    encoded = tokenizer.encode_batch([marks.prefixes[role] + text if role else text for role, text in keys])
+def _encode_pieces(keys, marks, tokenizer, prefix):
+    """{(role, text): ids of the turn}; those of role "" are of prefix and text alone."""
+    begins = {"": prefix} | marks.prefixes | {"user": marks.prefixes["user"] + prefix}
+    encoded = tokenizer.encode_batch([begins[role] + text for role, text in keys])
     turns = zip(keys, encoded, strict=True)
     return {key: [*marks.openers[key[0]], *ids, *marks.closer] if key[0] else ids for key, ids in turns}
 

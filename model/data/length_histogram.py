@@ -54,3 +54,15 @@ def histogram(lengths):
     counts = np.bincount(indices, np.concatenate([count for _, count in parts])).astype(np.int64)
     sides = [keys >> bits * place & (1 << bits) - 1 for place in reversed(range(num_sides))]
     return Lengths(np.stack(sides, axis=1), counts)
+
+
+def mixed(lengths, mixture):
+    """The histogram of an epoch of a Mixture of files, whose rows have these `lengths`; counts are rounded up."""
+    parts, first = [], 0
+    for rows, taken in zip(mixture.rows, mixture.taken, strict=True):
+        if rows:
+            part = histogram(lengths[first : first + rows])
+            parts.append((part.tokens, np.ceil(part.counts * (taken / rows)).astype(np.int64)))
+        first += rows
+    tokens, indices = np.unique(np.concatenate([tokens for tokens, _ in parts]), axis=0, return_inverse=True)
+    return Lengths(tokens, np.bincount(indices, np.concatenate([count for _, count in parts])).astype(np.int64))

@@ -1,11 +1,13 @@
 """Chooses the examples of a step and divides them among the ranks.
 
 The examples of a step are a pure function of (seed, pairs seen, global batch). They do not depend on the number of
-ranks, the micro-batch or the memory.
+ranks, the micro-batch or the memory. With a Mixture an epoch takes each file by its weight: a file of weight 2 comes
+twice, of one of weight 0.5 the half that the epoch before left out.
 """
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -20,11 +22,66 @@ class Step:
     epoch: int  # from 1
 
 
-def step_at(pairs_seen, num_pairs, global_batch, seed):
-    """The Step after `pairs_seen` pairs. Each epoch is a permutation of all pairs; its last step may be smaller."""
+@dataclass(frozen=True)
+class Mixture:
+    """Which rows an epoch takes: `taken[i]` of the `rows[i]` rows of file i."""
+
+    rows: tuple[int, ...]
+    taken: tuple[int, ...]
+
+    @cached_property
+    def epoch_pairs(self):
+        """Pairs of an epoch."""
+        return sum(self.taken)
+
+    @property
+    def identity(self):
+        """Equal for mixtures that take the same rows."""
+        return " ".join(f"{taken}/{rows}" for rows, taken in zip(self.rows, self.taken, strict=True))
+
+    def rows_at(self, places, epoch, seed):
+        """int64: rows of the token store at these places, each below `epoch_pairs`, of an epoch, from 0.
+
+        The rows of a file that is not taken once come in passes over it, each a permutation that goes on where the
+        epoch before ended.
+        """
+        found, first_place, first_row = places.copy(), 0, 0
+        for file, (rows, taken) in enumerate(zip(self.rows, self.taken, strict=True)):
+            inside = (places >= first_place) & (places < first_place + taken)
+            within = places[inside] - first_place
+            if rows != taken:
+                within = _in_passes(epoch * taken + within, rows, f"{seed}/file {file}")
+            found[inside] = first_row + within
+            first_place, first_row = first_place + taken, first_row + rows
+        return found
+
+
+def mixture_of(rows_of_files, weights):
+    """The Mixture in which an epoch takes each file's rows as often as its weight says, one row at least.
+
+    None where it takes each row once.
+    """
+    taken = [max(1, round(rows * weight)) if rows else 0 for rows, weight in zip(rows_of_files, weights, strict=True)]
+    return Mixture(tuple(rows_of_files), tuple(taken)) if taken != list(rows_of_files) else None
+
+
+def _in_passes(numbers, rows, key):
+    """The rows that these takings of a file give: taking t is in pass t // rows."""
+    passes, found = numbers // rows, np.empty_like(numbers)
+    for one in np.unique(passes):
+        found[passes == one] = permute(numbers[passes == one] % rows, rows, f"{key}/{one}")
+    return found
+
+
+def step_at(pairs_seen, num_pairs, global_batch, seed, mixture=None):
+    """The Step after `pairs_seen` pairs. Each epoch is a permutation of its pairs; its last step may be smaller.
+
+    The `num_pairs` of an epoch are the rows of a store, or what the Mixture takes of them.
+    """
     epoch, offset = divmod(pairs_seen, num_pairs)
     positions = np.arange(offset, min(offset + global_batch, num_pairs))
-    return Step(permute(positions, num_pairs, f"{seed}/{epoch}"), epoch + 1)
+    ids = permute(positions, num_pairs, f"{seed}/{epoch}")
+    return Step(mixture.rows_at(ids, epoch, seed) if mixture else ids, epoch + 1)
 
 
 def permute(positions, num_items, key):

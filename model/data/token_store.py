@@ -1,4 +1,4 @@
-"""Tokenizes the rows of a file once and keeps their ids on disk, memory-mapped.
+"""Tokenizes the rows of one or more files once and keeps their ids on disk, memory-mapped.
 
 A token store is a directory model_save/tokens/<key>/ with ids.arrow (token ids, EOS included), lengths.npy, hashes.npy,
 a <name>.npy for each column of plain values, and meta.json. The objective names the columns. The store is built once
@@ -7,10 +7,8 @@ and atomically; every rank maps it without a copy in memory.
 
 import hashlib
 import os
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
 from pathlib import Path
 from tokenize import TokenError
 
@@ -18,15 +16,14 @@ import numpy as np
 import pyarrow as pa
 import ujson
 
-from model.data.readers import describe_ignored
-from model.data.row_hashes import write_hashes
+from model.data.store_writer import sha256_of, write_store
 from model.data.tokenizer import ChatTokenizer
-from model.runtime.atomic_io import held_lock, whole_directory, write_file
+from model.runtime.atomic_io import held_lock, write_file
 from model.runtime.json_stream import read_object
 
-FORMAT = 3  # a store of another format is built again
-ROWS_PER_BATCH = 4096
-META = {"source", "sha256", "ids_sha256", "ignored", "rows", "empty", "tokens", "cut", "turns_left_out"}
+FORMAT = 4  # a store of another format is built again
+META = {"source", "sha256", "ids_sha256", "ignored", "rows", "rows_of_files", "empty", "tokens", "cut"}
+META |= {"turns_left_out"}
 
 
 @dataclass(frozen=True)
@@ -36,23 +33,26 @@ class Source:
     `objective` is an Objective (model/train/objectives/base.py): it names the columns, reads rows and encodes them.
     """
 
-    path: Path
+    paths: tuple  # of the files, whose rows follow one another
     objective: object
     tokenizer: ChatTokenizer
     max_seq_len: int  # most tokens of a side, EOS included
     columns: tuple = ("", "")  # of the file, as the user named them; empty: found by name
 
     def key(self):
-        """Plain values that differ for stores of different content; raises ValueError if the file is missing."""
-        path = Path(self.path)
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file; name a parquet, json, jsonl, csv or tsv file")
-        stat = path.stat()
+        """Plain values that differ for stores of different content; raises ValueError if a file is missing."""
         return dict(
-            format=FORMAT, path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns,
+            format=FORMAT, files=[_file_key(Path(path)) for path in self.paths],
             tokenizer=self.tokenizer.fingerprint, max_seq_len=self.max_seq_len, columns=list(self.columns),
             objective=self.objective.name, encoding=self.objective.encoding,
         )  # fmt: skip
+
+
+def _file_key(path):
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; name a parquet, json, jsonl, csv or tsv file")
+    stat = path.stat()
+    return dict(path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,18 @@ class TokenStore:
         return len(self.lengths)
 
     @property
+    def rows_of_files(self):
+        """Number of rows of each file, in order."""
+        return self.meta["rows_of_files"]
+
+    @property
     def identity(self):
         """Equal for stores with the same rows in the same order, truncated alike, whatever file they came from."""
         return f"{self.meta['ids_sha256']} {self.meta['source']['max_seq_len']}"
 
     @property
     def file_identity(self):
-        """The `identity` in checkpoints of format 0, computed from the bytes of the file."""
+        """The `identity` in checkpoints of format 0, computed from the bytes of its only file."""
         source = self.meta["source"]
         return f"{self.meta['sha256']} {source['max_seq_len']} {source['columns']}"
 
@@ -138,7 +143,7 @@ def open_store(source, root, progress=None, stop=lambda: False):
     if not _is_built(directory):
         with held_lock(directory.with_suffix(".lock"), stop):
             if not _is_built(directory) and not _adopt(key, directory):
-                _build(source, key, directory, progress, stop)
+                write_store(source, key, directory, progress, stop)
     return read_store(directory)
 
 
@@ -146,11 +151,6 @@ def find_store(source, root):
     """The TokenStore that `open_store` would return, or None if it is not built yet."""
     directory = _directory(source.key(), root)
     return read_store(directory) if _is_built(directory) else None
-
-
-def side_lengths(encoded):
-    """(rows, sides): tokens of each side of the rows of an Encoded, as in a store."""
-    return np.array([[len(ids) for ids in side] for side in encoded.sides]).reshape(len(encoded.sides), -1).T
 
 
 def _directory(key, root):
@@ -188,23 +188,17 @@ def _unreadable(directory, error):
     return ValueError(f"the tokens in {directory} cannot be read ({error}): allow it, or delete that directory")
 
 
-def store_schema(sides, vocab_size):
-    """Arrow schema of ids.arrow: a list of token ids for each side, of two bytes each if vocab_size allows."""
-    kind = pa.uint16() if vocab_size <= 2**16 else pa.int32()
-    return pa.schema([(name, pa.list_(kind)) for name in sides])
-
-
 def _adopt(key, directory):
-    """Rename the store of a file that differs only in mtime, with equal content; returns whether there was one."""
+    """Rename the store of files that differ only in mtime, with equal content; returns whether there was one."""
     content = None
     for meta_path in directory.parent.glob("[!.]*/meta.json"):
         try:
             meta = read_object(meta_path)
         except (OSError, ValueError):
             continue  # damaged; opening that store reports it
-        if {**meta.get("source", {}), "mtime_ns": 0} != {**key, "mtime_ns": 0}:
+        if _without_times(meta.get("source", {})) != _without_times(key):
             continue
-        content = content or _sha256(key["path"])
+        content = content or sha256_of(key["files"])
         if content == meta.get("sha256"):
             write_file(meta_path, ujson.dumps({**meta, "source": key}).encode())
             os.rename(meta_path.parent, directory)
@@ -212,67 +206,10 @@ def _adopt(key, directory):
     return False
 
 
-def _sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _build(source, key, directory, progress, stop):
-    counts, ignored = Counter(), Counter()
-    with whole_directory(directory) as draft:
-        batches = _encoded_batches(source, counts, ignored, progress, stop)
-        lengths, values = _write_ids(source, draft / "ids.arrow", batches)
-        if not lengths:
-            raise ValueError(f"{key['path']}: none of its {counts['empty']} rows has {source.objective.needs}")
-        lengths = np.concatenate(lengths)
-        np.save(draft / "lengths.npy", lengths)
-        for name, parts in values.items():
-            np.save(draft / f"{name}.npy", np.concatenate(parts))
-        ids_sha256 = write_hashes(draft, len(lengths), values)
-        meta = dict(
-            source=key, sha256=_sha256(key["path"]), ids_sha256=ids_sha256, ignored=describe_ignored(ignored),
-            rows=len(lengths), empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
-            cut=[counts["cut", side] for side in range(lengths.shape[1])], turns_left_out=counts["turns"],
-        )  # fmt: skip
-        (draft / "meta.json").write_text(ujson.dumps(meta))
-
-
-def _encoded_batches(source, counts, ignored, progress, stop):
-    """Yield an Encoded for each ROWS_PER_BATCH rows of the file; adds to `counts` and `ignored`."""
-    objective, num_read = source.objective, 0
-    rows = objective.read(source.path, source.columns, ignored)
-    while batch := list(islice(rows, ROWS_PER_BATCH)):
-        if stop():
-            raise KeyboardInterrupt
-        encoded = objective.encode(batch, source.tokenizer, source.max_seq_len)
-        num_kept, num_read = len(encoded.sides[0]), num_read + len(batch)
-        counts.update(empty=len(batch) - num_kept, turns=encoded.turns_left_out)
-        counts.update({("cut", side): num_cut for side, num_cut in enumerate(encoded.num_cut)})
-        if num_kept:
-            yield encoded
-        if progress:
-            progress(num_read)
-
-
-def _write_ids(source, path, batches):
-    """Write the ids of all Encoded as an Arrow stream; returns lists of the batches' lengths, and of their values."""
-    objective = source.objective
-    schema = store_schema(objective.sides, source.tokenizer.vocab_size)
-    lengths, values = [], {name: [] for name in objective.values}
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for encoded in batches:
-            columns = [_list_array(side, kind) for side, kind in zip(encoded.sides, schema.types, strict=True)]
-            writer.write_batch(pa.record_batch(columns, schema=schema))
-            lengths.append(side_lengths(encoded).astype(np.uint16))
-            for name, parts in values.items():
-                parts.append(np.asarray(encoded.values[name], np.float32))
-    return lengths, values
-
-
-def _list_array(rows, list_type):
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    flat = np.fromiter(chain.from_iterable(rows), list_type.value_type.to_pandas_dtype(), count=offsets[-1])
-    return pa.ListArray.from_arrays(offsets, flat)
+def _without_times(key):
+    """The key of a store without the times at which its files were changed; None for one of another format."""
+    files = key.get("files", ()) if key.get("format") == FORMAT else ()
+    return {**key, "files": [{**file, "mtime_ns": 0} for file in files]} if files else None
 
 
 def describe_store(store):
@@ -282,7 +219,8 @@ def describe_store(store):
     sides = [(name.removesuffix("_ids"), tokens, num) for name, tokens, num in columns if name.endswith("_ids")]
     means = " + ".join(f"{tokens / rows:.1f}" for _, tokens, _ in sides)
     cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, _, num_cut in sides)
-    line = f"{meta['source']['path']}: {rows:,} pairs, {means} tokens on average; "
+    names = ", ".join(file["path"] for file in meta["source"]["files"])
+    line = f"{names}: {rows:,} pairs, {means} tokens on average; "
     line += f"cut to {meta['source']['max_seq_len']} tokens: {cut}"
     line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""
     line += f"; {meta['empty']:,} pairs with an empty side left out" if meta["empty"] else ""

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from model.nn.layers import Linear
 from model.nn.lora import LoraConfig, is_factor, merge
+from model.nn.model_card import CARD_FILE, CardFacts, adapter_card
 from model.nn.registry import family_of
 from model.nn.weights_io import (
     add_tokenizer,
@@ -185,10 +186,11 @@ def identity_of(directory):
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def export_adapter(model, tokenizer, directory, generation=None):
-    """Write an adapter directory, tokenizer included, in place of `directory` atomically.
+def export_adapter(model, tokenizer, directory, generation=None, facts=None):
+    """Write an adapter directory, tokenizer and model card included, in place of `directory` atomically.
 
-    `generation` is a dict of values for its generation_config.json. Raises OSError if it cannot be written.
+    `generation` is a dict of values for its generation_config.json, `facts` are the CardFacts of its README.md. Raises
+    OSError if it cannot be written.
     """
     family, lora, directory = family_of(model.config), model.lora, Path(directory)
     values = PLAIN | dict(
@@ -204,8 +206,10 @@ def export_adapter(model, tokenizer, directory, generation=None):
             save_file(tensors, draft / TENSORS[0], {BASE: json.dumps(base)})  # one key: several have no order
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
+        card = adapter_card(facts or CardFacts(), family.name, family.task_type == "SEQ_2_SEQ_LM", lora.base)
+        (draft / CARD_FILE).write_text(card, encoding="utf-8")
         add_values(draft / "generation_config.json", _special_ids(family, model.config, tokenizer) | (generation or {}))
-        add_tokenizer(family, tokenizer, draft)
+        add_tokenizer(family, tokenizer, draft, (generation or {}).get("prefix", ""))
 
 
 def _special_ids(family, model_config, tokenizer):

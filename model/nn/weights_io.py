@@ -17,6 +17,7 @@ from model.data.chat_template import write_chat_template
 from model.data.tokenizer import copy_tokenizer
 from model.data.turn_template import write_turn_template
 from model.nn.lora import is_factor
+from model.nn.model_card import CARD_FILE, CardFacts, model_card
 from model.nn.registry import FAMILIES, family_named, family_of
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
@@ -33,27 +34,34 @@ PICKLED = {
 ZIP_BEGINS, LEGACY_PICKLES = b"PK\x03\x04", 5  # torch before 1.6 wrote five pickles, then the bytes of the tensors
 
 
-def export_model(model, tokenizer, directory, generation=None):
-    """Write a Hugging Face directory, tokenizer included, in place of `directory` atomically.
+def export_model(model, tokenizer, directory, generation=None, facts=None):
+    """Write a Hugging Face directory, tokenizer and model card included, in place of `directory` atomically.
 
-    `generation` is a dict of values for its generation_config.json, beside the ids that the family writes there.
-    Raises OSError if it cannot be written.
+    `generation` is a dict of values for its generation_config.json, beside the ids that the family writes there; its
+    `prefix` stands before each question. `facts` are the CardFacts of its README.md. Raises OSError if it cannot be
+    written.
     """
     with whole_directory(directory) as draft:
         try:
             # on the CPU: transformers clones tensors that share storage, and the GPU may have no memory for the clones
-            family_of(model.config).to_hugging_face(model, tokenizer, "cpu").save_pretrained(draft)
+            hf_model = family_of(model.config).to_hugging_face(model, tokenizer, "cpu")
+            hf_model.save_pretrained(draft)
             add_values(draft / "generation_config.json", generation or {})
+            card = model_card(facts or CardFacts(), hf_model.config.model_type, hf_model.config.is_encoder_decoder)
+            (draft / CARD_FILE).write_text(card, encoding="utf-8")
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        add_tokenizer(family_of(model.config), tokenizer, draft)
+        add_tokenizer(family_of(model.config), tokenizer, draft, (generation or {}).get("prefix", ""))
 
 
-def add_tokenizer(family, tokenizer, directory):
+def add_tokenizer(family, tokenizer, directory, prefix=""):
     """Copy a tokenizer's files and its chat template to `directory`; raises OSError if that fails."""
     try:
         copy_tokenizer(tokenizer.directory, directory)
-        (write_turn_template if family.reads_dialogues else write_chat_template)(tokenizer, directory)
+        if family.reads_dialogues:
+            write_turn_template(tokenizer, directory)
+        else:
+            write_chat_template(tokenizer, directory, prefix)
     except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
         raise OSError(str(error)) from None
 

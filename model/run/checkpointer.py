@@ -151,11 +151,11 @@ def retry_after_oom(attempt, free_memory):
     return attempt()
 
 
-def try_export(model, tokenizer, directory, generation):
+def try_export(model, tokenizer, directory, generation, facts):
     """Export a model, or its adapter; returns the error message of a disk or memory error, "" on success."""
     export = export_adapter if model.lora else export_model
     try:
-        retry_after_oom(lambda: export(model, tokenizer, directory, generation), release_memory)
+        retry_after_oom(lambda: export(model, tokenizer, directory, generation, facts), release_memory)
     except (OSError, RuntimeError, MemoryError) as error:
         LOGGER.error("%s was not exported: %s", directory, error)
         return str(error)

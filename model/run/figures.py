@@ -161,7 +161,7 @@ class Figures:
         pairs, epochs, batch = (self.start.get(name) for name in ("total_pairs", "epochs", "global_batch"))
         if not (pairs and epochs and batch) or self.pairs_seen is None:
             return None
-        num_pairs = pairs // epochs
+        num_pairs = self.start.get("epoch_pairs") or pairs // epochs
         seen = self.pairs_seen + (step - self.step) * batch
         left = num_pairs - seen % num_pairs
         return -(-left // batch)

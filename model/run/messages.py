@@ -1,8 +1,14 @@
-"""What the screen says, in each language: one catalogue, chosen by CHAT_LANG or the locale."""
+"""What people read, in each language: one catalogue, chosen by CHAT_LANG or the locale.
 
+The screen's texts stand here, the others in words.py.
+"""
+
+import os
 from collections.abc import Mapping
 
-CATALOGUE = {
+from model.run.words import WORDS
+
+SCREEN = {
     "en": {
         # what a run is doing
         "state.starting": "starting",
@@ -160,6 +166,7 @@ CATALOGUE = {
         "earlier": "（更早的行在日志文件里）",
     },
 }
+CATALOGUE = {language: SCREEN[language] | WORDS[language] for language in SCREEN}
 
 
 class Texts:
@@ -182,3 +189,8 @@ def language_of(environment: Mapping[str, str]) -> str:
     names = ("CHAT_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
     chosen = next((environment[name] for name in names if environment.get(name)), "")
     return next((language for language in CATALOGUE if chosen.lower().startswith(language)), "en")
+
+
+def texts_here() -> Texts:
+    """The texts of this process's language."""
+    return Texts(language_of(os.environ))

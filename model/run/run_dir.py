@@ -167,9 +167,18 @@ def _lock(run_dir):
     return file
 
 
-def has_best(run_dir):
-    """Whether best/ has every file that loading it needs."""
-    return bool(_exported(Path(run_dir, "best")))
+def is_exported(folder):
+    """Whether best/ or last/ of a run has every file that loading it needs."""
+    return bool(_exported(Path(folder)))
+
+
+def check_exported(folder):
+    """Raise ValueError if `folder`, best/ or last/ of a run, does not hold a model."""
+    if not is_exported(folder):
+        raise ValueError(
+            f"--output_dir={folder.parent}: there is no {folder} to test: train first; if the run exists, resume it "
+            "with --is_keep_training=True: the next evaluation writes best/, the end last/"
+        )
 
 
 def has_last(run_dir):

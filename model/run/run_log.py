@@ -12,13 +12,13 @@ import psutil
 import torch
 
 from model.run.checkpoint import discard_after
-from model.run.console import human_seconds, progress_note, train_line
-from model.run.durations import durations
-from model.run.journal import read_journal
+from model.run.console import progress_note, train_line
+from model.run.messages import texts_here
 from model.run.run_dir import cut_sample_ids_everywhere
+from model.run.summary import device_name, first_words
 from model.runtime.atomic_io import remove_drafts, write_json
 from model.runtime.device_memory import memory_cap, peak_memory, reset_peak
-from model.train.lr_schedule import warmup_problem
+from model.train.run_length import warmup_problem
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -38,7 +38,9 @@ def begin(run, journal, request, state, plan):
         world=ranks.world_size, backend=ranks.backend, device=device_name(ranks.device),
         dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
         tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
-        global_batch=schedule.global_batch, total_pairs=schedule.total_pairs, epochs=config.epochs,
+        global_batch=schedule.global_batch, total_pairs=schedule.total_pairs, epoch_pairs=run.train.epoch_pairs,
+        epochs=schedule.total_pairs / run.train.epoch_pairs if config.max_steps else config.epochs,
+        best_metric=config.best_metric,
         total_steps=run.total_steps(state), startup_seconds=startup_seconds(),
         optimizer=config.optimizer, learn_rate=config.learn_rate,
         warmup_pairs=schedule.learn_rate.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
@@ -53,15 +55,12 @@ def begin(run, journal, request, state, plan):
         say(ranks, f"changed since the checkpoint: {differs}; bits may differ from step {state.step} on")
     if request.changed:
         say(ranks, f"options changed since the previous start: {', '.join(request.changed)}")
-    attention = "Triton kernels" if run.model.uses_kernels else "plain attention"
-    where = f"{ranks.world_size} x {device_name(ranks.device)}, backend {ranks.backend}"
-    steps = f"{run.total_steps(state)} steps of {schedule.global_batch} pairs"
-    say(ranks, f"{steps} on {where}, {run.model.compute_dtype}, {attention}")
+    if ranks.is_main:
+        for line in first_words(run, state, plan, config_values):
+            say(ranks, line)
     warmup_steps, num_steps = (
         pairs / schedule.global_batch for pairs in (schedule.learn_rate.warmup_pairs, schedule.total_pairs)
     )
-    rate = f"learning rate up to {config.learn_rate:g} over the first {warmup_steps:,.0f} steps"
-    say(ranks, f"{config.optimizer}, {rate}")
     say(ranks, warmup_problem(config, warmup_steps, num_steps))
 
 
@@ -77,12 +76,24 @@ def write_events(run, journal, samples, result):
     """Journal what went wrong during a step. Write the ids of its examples to `samples`."""
     for kind, values in result.events:
         journal.write(kind, **values)
-        say(run.ranks, f"{kind}: {values}")
+        say(run.ranks, f"{kind}: {event_text(kind, values)}")
     samples.write("sample", step=result.step, epoch=result.epoch, ids=result.ids)
 
 
+def event_text(kind, values):
+    """What went wrong in a step, in words; the journal has the numbers."""
+    text = texts_here()
+    known = {name: values[name] for name in ("where", "rank", "why") if name in values}
+    if kind == "oom" and values["before"] and values["after"]:
+        before, now = (values[name]["micro_batch_tokens"] for name in ("before", "after"))
+        said = text("smaller", now=now, before=before, **known) if now < before else text("event.oom", **known)
+    else:
+        said = text(f"event.{kind}", **known)
+    return f"{text('row.step')} {values['step']:,}: {said}"
+
+
 def log_steps(run, journal, results):
-    """Write one train line for `results`, the steps since the previous one; returns the note for the progress line."""
+    """Write one train line for `results`, the steps since the previous one; returns its values."""
     peak_bytes, reserved_bytes, host_rss_bytes = peak_memory(run.ranks.device)
     taken = [result for result in results if not result.skipped]
     seconds, tokens = sum(r.step_seconds for r in results), sum(r.tokens for r in results)
@@ -99,8 +110,14 @@ def log_steps(run, journal, results):
     journal.write("train", **values)
     on_gpu = run.ranks.device.type == "cuda"
     say(run.ranks, train_line({k: v for k, v in values.items() if on_gpu or k not in ("peak_bytes", "reserved_bytes")}))
+    return values
+
+
+def note_of(run, line):
+    """The note of the progress line for the values of a train line."""
     cap_bytes = memory_cap(run.ranks.device, run.config.gpu_memory_limit_gb)
-    return progress_note(next(iter(metrics.values())), tokens / seconds, reserved_bytes, cap_bytes)
+    loss = line[run.context.objective.metrics[0]]
+    return progress_note(loss, line["tokens_per_second"], line["reserved_bytes"], cap_bytes)
 
 
 def _mean(results, place, name):
@@ -116,21 +133,9 @@ def say(ranks, text):
         LOGGER.info(text)
 
 
-def say_durations(run):
-    """Say where the time since the process began went."""
-    if run.ranks.is_main:
-        spent = durations(read_journal(run.dir / "metrics.jsonl"), time.time())
-        parts = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in spent.items())
-        say(run.ranks, f"{human_seconds(sum(spent.values()))} in all: {parts}")
-
-
 def startup_seconds():
     """Seconds since this process began, the imports included."""
     return time.time() - psutil.Process().create_time()
-
-
-def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
 
 
 def versions():

@@ -10,7 +10,7 @@ from model.nn.registry import config_from, family_named, family_of
 from model.train.spike_guard import WINDOW
 
 MAX_NUMBER = 2**63 - 1  # ranks vote on int64
-FORMAT = 3  # of state.json; format 0 has no `format` field. Fields that an older format lacks get TrainState's defaults
+FORMAT = 4  # of state.json; format 0 has no `format` field. Fields that an older format lacks get TrainState's defaults
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,15 @@ class TrainState:
     first_batch: int = 1  # pairs per step at the run's first start; a warm-up step has this many pairs
     best_loss: float | None = None  # validation loss of best/
     best_step: int = 0
+    best_metric: str = "loss"  # what best/ is best in
+    best_score: float | None = None  # of best/ in best_metric, if that is not the loss
+    evaluations_since_best: int = 0
     validation: str = ""  # identifies the pairs that best_loss was measured on, and how they were truncated
     seed: int = 0
     world_size: int = 1
     tokenizer_fingerprint: str = ""
-    num_pairs: int = 0  # in the training file
+    num_pairs: int = 0  # in the training files
+    mixture: str = ""  # identifies how often an epoch takes each file; "": each row once
     ids_sha256: str = ""  # hash of their token ids, in order; empty if unknown
     max_seq_len: int = 0  # at which they were truncated, in tokens
     shape: dict | None = None  # fields of the model configuration, and the name of its family
@@ -38,6 +42,10 @@ class TrainState:
     growth: dict | None = None  # fields of PlanRecovery: when a shrunk plan may grow again
     evaluated_step: int = 0  # the last step that was evaluated
     recent_norms: tuple = ()  # of gradients, for the spike guard to compare with
+
+    def without_best(self):
+        """This state before its first evaluation: the next one writes best/, whatever its scores."""
+        return replace(self, best_loss=None, best_step=0, best_score=None, evaluations_since_best=0, evaluated_step=0)
 
     def after(self, result):
         """The TrainState after the step of this StepResult."""
@@ -54,6 +62,17 @@ class TrainState:
             processes=world_size != self.world_size and not exact,
         )
         return tuple(name for name, has_changed in changed.items() if has_changed)
+
+
+def kept_recovery(state, plan, may_record):
+    """Plan recovery of a TrainState as plain values, or None if it has none or `plan` is not its plan.
+
+    It leads back to CUDA graphs only if `may_record`.
+    """
+    if not state.growth or state.plan != asdict(plan):
+        return None
+    full = state.growth["full"]
+    return state.growth | dict(full=full | dict(graphs=full["graphs"] and may_record))
 
 
 class LaterFormat(ValueError):

@@ -4,13 +4,15 @@ What could fail late in a run is done here once. Weights, optimizer state and ra
 """
 
 import logging
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from model.data.length_histogram import histogram
+from model.data.packing import cut
 from model.memory.estimate import Estimate
 from model.memory.oom_policy import shrink_plan, smaller_plan
 from model.memory.plan import NothingFits, allowed_checkpointing, choose_plan, predicted_peaks, recording_asked
@@ -26,6 +28,7 @@ from model.train.step import StepContext
 
 LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
+TIMED_TOKENS = 512  # at most, of the forward and backward that a CPU times
 SAMPLED_EXAMPLES = 2**14  # at most, from which a forward is filled up beside its longest targets
 FIRST_EPOCH = 1  # whose lengths a probe has
 KEPT_USABLE = 1.1  # a resumed plan may be predicted 10 % over the limit: it was measured before, and is probed again
@@ -34,12 +37,54 @@ KEPT_USABLE = 1.1  # a resumed plan may be predicted 10 % over the limit: it was
 def dry_run_update(ranks, model, optimizer):
     """Do one full-size reduction and one update, with zero gradients and a learning rate of zero.
 
-    This allocates the collective's buffers and the optimizer's state. `optimizer` must not have been used.
+    This allocates the collective's buffers and the optimizer's state. `optimizer` must not have been used. Returns the
+    seconds that it takes, without those in which a GPU compiles.
     """
     model.zero_grad()
-    sum_over_ranks(ranks, model.flat.gradients_and_sums)
-    _without_time_limit(ranks, update, optimizer, model.flat.gradients, 0.0, torch.zeros((), device=ranks.device))
+
+    def reduce_and_update():
+        sum_over_ranks(ranks, model.flat.gradients_and_sums)
+        update(optimizer, model.flat.gradients, 0.0, torch.zeros((), device=ranks.device))
+
+    seconds = _without_time_limit(ranks, timed, ranks.device, reduce_and_update)
     reset_state(optimizer)
+    return seconds
+
+
+def timed(device, work):
+    """Seconds that `work()` takes; on a GPU of its second call, since the first one compiles."""
+    if device.type == "cuda":
+        work()
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def gradient_seconds(context, plan):
+    """Seconds for the gradients of a step of mean length on the slowest rank: those of a part of the first, scaled."""
+    loader, ranks = context.loader, context.ranks
+    work = loader.work_at(0, 0)
+    number, ids = work.shares[0]
+    lengths = loader.examples.lengths(ids, FIRST_EPOCH)
+    most = plan.micro_batch_tokens if ranks.device.type == "cuda" else min(plan.micro_batch_tokens, TIMED_TOKENS)
+    ids = next(iter(cut(ids, lengths, most)), ids)
+    tokens = int(loader.examples.lengths(ids, FIRST_EPOCH).sum())
+    part = replace(work, step=0, all_ids=ids, shares=((number, ids),))
+    plan = replace(plan, graphs=False)
+
+    def compute():
+        if len(ids):  # a rank may have no example in a small step
+            attempt_gradients(context, plan, part)
+
+    seconds = _without_time_limit(ranks, timed, ranks.device, compute)
+    release_memory()
+    share_pairs = -(-loader.schedule.global_batch // ranks.world_size)
+    share_seconds = seconds * loader.examples.histogram.mean * share_pairs / max(tokens, 1)
+    context.model.zero_grad()
+    return vote(ranks, int(1e6 * share_seconds))[0] / 1e6
 
 
 def _without_time_limit(ranks, work, *args):
@@ -55,7 +100,7 @@ class Trial:
     """What the dry run of a plan needs."""
 
     context: StepContext
-    evaluation: Evaluation
+    evaluation: Evaluation | None
     estimate: Estimate
 
     @property
@@ -70,9 +115,9 @@ class Trial:
 def plan_run(context, evaluation, kept, other_process):
     """(MemoryPlan that fits on all ranks, dict of predicted and measured bytes by phase and of the device's limits).
 
-    Without an optimizer in the StepContext, nothing is measured. `kept` is the checkpoint's plan, which is returned
-    while it fits, or None; `other_process` is the number of bytes of the device that other processes hold. Raises
-    NothingFits, or ValueError for options that cannot be met.
+    Without an optimizer in the StepContext, nothing is measured. `evaluation` is None where nothing is evaluated.
+    `kept` is the checkpoint's plan, which is returned while it fits, or None; `other_process` is the number of bytes of
+    the device that other processes hold. Raises NothingFits, or ValueError for options that cannot be met.
     """
     ranks, config, model, loader = context.ranks, context.options, context.model, context.loader
     lengths, batch, device = loader.examples.histogram, loader.schedule.global_batch, ranks.device
@@ -85,11 +130,9 @@ def plan_run(context, evaluation, kept, other_process):
     measured = {}
     if usable is not None and context.optimizer is not None:
         plan, measured["step"] = probe_plan(trial, plan, choose)
-        measured |= probe_evaluation(evaluation, plan)
+        measured |= probe_evaluation(evaluation, plan) if evaluation else {}
     else:  # nothing is measured; a batch that the network refuses is found here, not in the middle of an epoch
         loader.examples.batch(worst_examples(loader.examples.bounds, 1, 1), FIRST_EPOCH)
-    if ranks.is_main:
-        LOGGER.info("plan: %s", ", ".join(f"{name}={value}" for name, value in asdict(plan).items()))
     unrecorded = estimate.peaks(*plan.cutting, plan.answers)  # probes run without CUDA graphs
     predicted = predicted_peaks(estimate, plan) | {name: unrecorded[name] for name in measured}
     phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from model.data.length_histogram import histogram
+from model.data.length_histogram import histogram, mixed
+from model.data.sampler import Mixture
 from model.data.token_store import TokenStore
 from model.nn.base import Family, Packing
 from model.train.objectives.base import Objective
@@ -20,9 +21,15 @@ class Examples:
     seed: int = 0
     kernels: bool = False  # batches are for the Triton kernels
     dropout: bool = False  # batches are for training with dropout
+    mixture: Mixture | None = None  # what an epoch takes of the files; None: each row once
 
     def __len__(self):
         return len(self.store)
+
+    @property
+    def epoch_pairs(self):
+        """Rows of an epoch."""
+        return self.mixture.epoch_pairs if self.mixture else len(self)
 
     @cached_property
     def bounds(self):
@@ -31,8 +38,8 @@ class Examples:
 
     @cached_property
     def histogram(self):
-        """Lengths of `bounds`."""
-        return histogram(self.bounds)
+        """Lengths of `bounds`, each as often as an epoch takes it."""
+        return mixed(self.bounds, self.mixture) if self.mixture else histogram(self.bounds)
 
     def lengths(self, ids, epoch):
         """Tokens of each side of the rows `ids` in this epoch, int64 (rows, sides)."""

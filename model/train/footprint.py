@@ -73,5 +73,6 @@ def estimate_for(ranks, config, model_config, dtype, lengths, global_batch):
 
 def answers_wanted(config, world_size, device_type="cuda"):
     """The Answers of a rank: all of its share of the questions together, if the memory allows."""
-    share = max(-(-config.bleu_pairs // world_size), 1)
+    questions = config.bleu_pairs if config.validation_file else 0
+    share = max(-(-questions // world_size), 1)
     return Answers(share if device_type == "cuda" else min(share, CPU_ANSWERS), config.max_new_tokens)

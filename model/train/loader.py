@@ -78,7 +78,8 @@ class Loader:
     def work_at(self, step, pairs_seen):
         """The Work of the step after `step` steps and `pairs_seen` pairs."""
         schedule, examples, ranks = self.schedule, self.examples, self.ranks
-        drawn = step_at(pairs_seen, len(examples), schedule.global_batch, schedule.seed)
+        most = min(schedule.global_batch, schedule.total_pairs - pairs_seen)
+        drawn = step_at(pairs_seen, examples.epoch_pairs, most, schedule.seed, examples.mixture)
         lengths = examples.lengths(drawn.ids, drawn.epoch)
         numbers, count = (shards_of_rank(ranks), NUM_SHARDS) if self.exact else ([ranks.rank], ranks.world_size)
         shares = tuple((number, share_of(drawn.ids, lengths, number, count)) for number in numbers)

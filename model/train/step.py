@@ -156,8 +156,9 @@ def train_steps(context, position):
             # if only the run's last step fails, its examples are blamed: no later step can test the weights
             in_doubt = updated.skipped == NOT_FINITE and (in_doubt or not ended)
             yield StepResult(
-                **_step_values(context, work, agreed, updated), ends_epoch=pairs_seen % len(loader.examples) == 0,
-                in_doubt=in_doubt, position=Position(plan, work.step, pairs_seen, recovery, tuple(norms)),
+                **_step_values(context, work, agreed, updated), in_doubt=in_doubt,
+                ends_epoch=pairs_seen % loader.examples.epoch_pairs == 0,
+                position=Position(plan, work.step, pairs_seen, recovery, tuple(norms)),
                 step_seconds=time.perf_counter() - started, data_wait_seconds=waited,
             )  # fmt: skip
             if skipped_in_a_row > MAX_SKIPPED_STEPS or (ended and in_doubt):  # after the caller has journaled the step

@@ -5,9 +5,9 @@ from dataclasses import fields
 
 import pytest
 
-from config import FLAGS, TrainConfig
+from config import TrainConfig
 from model.commands.option_names import MISSING_OPTIONS, OTHER_NAMES, OWN_NAMES
-from model.commands.options import parse_options
+from model.commands.options import FLAGS, parse_options
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_the_message_for_a_name_of_another_trainer_gives_the_name_here(typed, su
 @pytest.mark.parametrize(
     "typed, instead",
     [("deepspeed", "--gpu_memory_limit_gb=G"), ("fsdp_config", "--optimizer=adafactor"), ("zero_stage", "`plan`")]
-    + [("max_steps", "--epochs=N"), ("load_in_4bit", "--lora_rank=16"), ("warmup_ratio", "--warmup_steps=N")]
+    + [("load_in_4bit", "--lora_rank=16"), ("eval_strategy", "--validation_file= for no evaluation")]
     + [("per_device_eval_batch_size", "leave it out"), ("report_to", "metrics.jsonl"), ("num_gpus", "launcher")],
 )
 def test_the_message_for_a_missing_feature_says_what_to_do_instead(typed, instead):

@@ -6,8 +6,9 @@ from dataclasses import fields
 
 import pytest
 
-from config import TrainConfig, global_batch, load_config
+from config import TrainConfig, load_config
 from model.commands.options import KEEP_TRAINING, exit_early, read_request
+from model.train.run_length import global_batch
 from tests.ranks import ROOT
 
 

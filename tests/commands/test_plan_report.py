@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from config import MODELS, T5ModelConfig, load_config
-from model.commands import plan_report
+from model.commands import length_sample
 from model.commands.plan_report import plan_text, preview, table
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.data.readers import read_pairs
-from model.data.token_store import Source, find_store, side_lengths
+from model.data.store_writer import side_lengths
+from model.data.token_store import Source, find_store
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.memory.plan import NothingFits, choose_plan, predicted_peaks
 from model.nn.t5.footprint import count_parameters
@@ -157,7 +158,7 @@ def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
     sampled = plan(vocab_size=0, **options)["lengths"]
     assert sampled["source"].startswith("sampled: 44 rows") and sampled["longest"] == 64
     tokenizer = load_tokenizer(TOKENIZER_DIR)
-    assert find_store(Source("train.jsonl", Pairs(), tokenizer, 32), TOKENS_DIR) is None
+    assert find_store(Source(("train.jsonl",), Pairs(), tokenizer, 32), TOKENS_DIR) is None
     store = open_pairs("train.jsonl", tokenizer, 32, TOKENS_DIR)
     values = plan(vocab_size=0, **options)
     assert "28 of 64 pairs; warm-up 3" in table(plan(vocab_size=0, **options, epochs=40))
@@ -173,7 +174,7 @@ def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
 
 
 def test_the_number_of_steps_is_not_shown_if_the_pairs_are_not_counted(home, monkeypatch):
-    monkeypatch.setattr(plan_report, "SAMPLED_ROWS", 40)
+    monkeypatch.setattr(length_sample, "SAMPLED_ROWS", 40)
     for options in (dict(train_file="train.jsonl"), dict(train_file="nowhere.jsonl")):
         values = plan(model="shape.json", max_seq_len=32, gpu_memory_limit_gb=1, **options)
         assert values["steps"] == dict(pairs=64, count=None, warmup=None, problem="")
@@ -190,7 +191,7 @@ def test_pairs_with_an_empty_side_are_not_counted_as_steps(home):
 
 @pytest.mark.parametrize("name", ["many.jsonl", os.fsdecode(b"many\xff.parquet")], ids=["jsonl", "name not UTF-8"])
 def test_the_predicted_disk_space_includes_the_token_store(home, monkeypatch, name):
-    monkeypatch.setattr(plan_report, "SAMPLED_ROWS", 500)
+    monkeypatch.setattr(length_sample, "SAMPLED_ROWS", 500)
     draw = random.Random(0)
     pairs = [["".join(draw.choices(PROBE, k=30)) for _ in range(6000)] for _ in range(2)]
     write_pairs(home / "many.jsonl", [text for pair in zip(*pairs, strict=True) for text in pair])

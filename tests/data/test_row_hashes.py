@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.data import row_hashes, token_store
+from model.data import row_hashes, store_writer
 from model.data.row_hashes import describe_shared, shared_rows
 from tests.parts import make_pairs, open_pairs, write_parquet
 
@@ -12,7 +12,7 @@ def test_the_hash_of_all_ids_depends_on_the_pairs_and_their_order_only(tmp_path,
     (one, other), other_split = pairs[0], ("1", "23")  # the same ids, divided differently
     orders = (pairs, pairs, pairs[::-1], [(other, one), *pairs[1:]], [other_split], [("12", "3")])
     for number, rows in enumerate(orders):
-        monkeypatch.setattr(token_store, "ROWS_PER_BATCH", 4096 if number == 0 else 7)
+        monkeypatch.setattr(store_writer, "ROWS_PER_BATCH", 4096 if number == 0 else 7)
         path = write_parquet(tmp_path / f"{number}.parquet", rows)
         hashes.append(open_pairs(path, tokenizer, 64, tmp_path / "tokens").meta["ids_sha256"])
     assert hashes[0] == hashes[1]

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from model.data.sampler import permute, share_of, step_at
+from model.data.sampler import mixture_of, permute, share_of, step_at
 from tests.parts import random_lengths
 
 
@@ -100,3 +100,29 @@ def test_shares_do_not_depend_on_the_order_of_the_ids():
     lengths, ids = random_lengths(50), np.arange(50)
     reversed_share = share_of(ids[::-1], lengths[::-1], 1, 3)
     assert np.array_equal(np.sort(reversed_share), np.sort(share_of(ids, lengths, 1, 3)))
+
+
+def test_an_epoch_takes_each_file_by_its_weight_and_no_row_twice_before_all_once():
+    """Weights 1, 2 and 0.5: two epochs take each row twice, four times and once."""
+    rows, mixture = (10, 7, 6), mixture_of([10, 7, 6], [1, 2, 0.5])
+    assert (mixture.taken, mixture.epoch_pairs) == ((10, 14, 3), 27)
+    epochs = []
+    for epoch in range(2):
+        steps = [step_at(27 * epoch + seen, 27, 4, 5, mixture) for seen in range(0, 27, 4)]
+        assert {step.epoch for step in steps} == {epoch + 1}
+        epochs.append(np.bincount(np.concatenate([step.ids for step in steps]), minlength=sum(rows)))
+    assert epochs[0][:17].tolist() == epochs[1][:17].tolist() == [1] * 10 + [2] * 7
+    assert (epochs[0][17:] + epochs[1][17:]).tolist() == [1] * 6 and epochs[0][17:].sum() == 3
+
+
+def test_a_step_of_a_mixture_depends_on_seed_and_position_alone():
+    mixture = mixture_of([100, 30], [1.5, 0.1])
+    whole = step_at(0, mixture.epoch_pairs, mixture.epoch_pairs, 3, mixture).ids
+    parts = [step_at(seen, mixture.epoch_pairs, 9, 3, mixture).ids for seen in range(0, mixture.epoch_pairs, 9)]
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert not np.array_equal(step_at(0, mixture.epoch_pairs, mixture.epoch_pairs, 4, mixture).ids, whole)
+
+
+def test_without_weights_an_epoch_of_several_files_is_one_permutation_of_all_rows():
+    assert mixture_of([10, 7], [1, 1]) is None
+    assert mixture_of([10, 7], [1, 2]).identity != mixture_of([7, 10], [2, 1]).identity

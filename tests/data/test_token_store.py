@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from model.data import token_store
+from model.data import store_writer
 from model.data.token_store import describe_store, read_store
 from tests.parts import examples_of, make_pairs, open_pairs, write_parquet
 
@@ -57,8 +57,8 @@ def test_tokens_are_found_for_any_batch_size_and_id_type_on_disk(
     monkeypatch, source, tokenizer, tmp_path, pairs_per_batch, id_type
 ):
     schema = pa.schema([(name, pa.list_(id_type)) for name in ("prompt_ids", "response_ids")])
-    monkeypatch.setattr(token_store, "ROWS_PER_BATCH", pairs_per_batch)
-    monkeypatch.setattr(token_store, "store_schema", lambda *_: schema)
+    monkeypatch.setattr(store_writer, "ROWS_PER_BATCH", pairs_per_batch)
+    monkeypatch.setattr(store_writer, "store_schema", lambda *_: schema)
     store = open_pairs(source, tokenizer, 512, tmp_path / "tokens")
     ids = np.random.default_rng(0).permutation(np.append(np.arange(30), 29))
     texts = zip(*(make_pairs(30, seed=7)[i] for i in ids), strict=True)

@@ -139,7 +139,7 @@ def test_the_exported_directory_holds_no_code_and_says_what_it_is(exported, toke
     names = {path.name for path in exported.iterdir()}
     assert names == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-        "chat_template.jinja",
+        "chat_template.jinja", "README.md",
     }  # fmt: skip
     config = ujson.loads((exported / "config.json").read_text())
     assert config["model_type"] == "t5"

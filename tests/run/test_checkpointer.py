@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from model.nn.model_card import CardFacts
 from model.run import checkpoint, checkpointer
 from model.run.checkpoint import TrainState, checkpoint_paths, read_checkpoint
 from model.run.checkpointer import Saver, check_equal_weights, checksum, try_export
@@ -164,7 +165,7 @@ def test_a_snapshot_that_runs_out_of_memory_once_is_retried(tmp_path, saver, mod
 
 def test_an_export_that_runs_out_of_memory_once_is_retried(tmp_path, model, tokenizer, monkeypatch):
     fail_once(monkeypatch, "export_model", torch.OutOfMemoryError("CUDA out of memory"))
-    assert try_export(model, tokenizer, tmp_path / "best", {}) == ""
+    assert try_export(model, tokenizer, tmp_path / "best", {}, CardFacts()) == ""
     assert (tmp_path / "best" / "model.safetensors").exists()
 
 
@@ -187,7 +188,7 @@ def test_a_failed_export_is_logged_and_does_not_end_the_run(tmp_path, model, tok
         raise error
 
     monkeypatch.setattr(checkpointer, "export_model", fail)
-    assert try_export(model, tokenizer, tmp_path / "best", {}) == str(error)
+    assert try_export(model, tokenizer, tmp_path / "best", {}, CardFacts()) == str(error)
     assert str(error) in caplog.text
 
 

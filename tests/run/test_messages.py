@@ -1,14 +1,19 @@
 """Each text exists in each language, takes the same values in all of them, and is used."""
 
+import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from string import Formatter
 
 import pytest
 
+from config import TrainConfig
+from model.commands.help_zh import HELP_ZH
 from model.run.messages import CATALOGUE, Texts, language_of
 
-ROOM = Path(__file__).resolve().parents[2] / "model" / "run"
+ROOT = Path(__file__).resolve().parents[2]
+ROOM, COMMANDS = ROOT / "model" / "run", ROOT / "model" / "commands"
 
 
 def values_of(text):
@@ -24,11 +29,25 @@ def test_no_key_is_missing_in_a_language_and_each_text_takes_the_same_values(lan
 
 def test_chinese_is_not_english():
     same = {key for key, text in CATALOGUE["zh"].items() if text == CATALOGUE["en"][key]}
-    assert same == {"cpu", "left.run"}
+    assert same == {"cpu", "left.run", "page.top_p", "page.top_k", "page.min_p"}
+
+
+def test_each_option_has_a_chinese_help():
+    assert HELP_ZH.keys() == {field.name for field in fields(TrainConfig)}
+    assert all(re.search("[\u4e00-\u9fff]", text) or text == "tiny" for text in HELP_ZH.values())
+
+
+def test_the_page_asks_for_no_text_that_the_catalogue_lacks():
+    page = (COMMANDS / "page.html").read_text(encoding="utf-8")
+    numbers = re.search(r"const numbers = (\[.*?\]);", page).group(1)
+    buttons = re.search(r"for \(const id of (\[.*?\])\)", page).group(1)
+    asked = {*re.findall(r"words\.(\w+)", page), *json.loads(numbers), *json.loads(buttons), "key", "system", "earlier"}
+    assert {f"page.{name}" for name in asked} == {key for key in CATALOGUE["en"] if key.startswith("page.")}
 
 
 def test_each_key_is_used():
-    code = "".join(path.read_text(encoding="utf-8") for path in ROOM.glob("*.py") if path.stem != "messages")
+    paths = [path for path in [*ROOM.glob("*.py"), *COMMANDS.glob("*.py")] if path.stem not in ("messages", "words")]
+    code = "".join(path.read_text(encoding="utf-8") for path in [*paths, ROOT / "train_low_mem.py"]) + 'f"page.{"'
     prefixes = {prefix for prefix in re.findall(r"""f["'](\w+)\.\{""", code)}
     unused = [key for key in CATALOGUE["en"] if f'"{key}"' not in code and key.split(".")[0] not in prefixes]
     assert not unused

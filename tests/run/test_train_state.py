@@ -81,6 +81,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_not_replaced_by_an_older_
 def test_the_fields_of_a_state_are_those_of_its_format():
     """To add a field, give it a default, raise FORMAT and list it here: checkpoints without it stay readable."""
     added = {1: {"ids_sha256", "max_seq_len", "device"}, 2: {"objective", "reference"}, 3: {"lora"}}
+    added[4] = {"best_metric", "best_score", "evaluations_since_best", "mixture"}
     format_0 = json.loads(STATE_OF_FORMAT_0 % "{}").keys()
     assert {f.name for f in fields(TrainState)} == format_0 | set().union(*added.values())
     assert max(added) == FORMAT

@@ -90,7 +90,7 @@ def test_after_ctrl_z_and_fg_twice_ctrl_c_stops_with_a_checkpoint(home, shell):
         wait_for_steps(home / "foreground", 3)
     shell.type("\x03")
     shell.wait_for("SIGINT: stopping after this step")
-    shell.wait_for("asked at step", STOP_SECONDS)
+    shell.wait_for("stopped on request at step", STOP_SECONDS)
     shell.type("echo code=$?.\n")
     assert shell.wait_for(r"code=(\d+)\.")[1] == "0"
     stop = journal(home / "foreground", "stop")[-1]

@@ -165,7 +165,10 @@ def test_numbers_out_of_range_are_refused(project, words, capsys):
 def test_the_conversation_can_be_undone_saved_and_begun_anew_and_settings_changed(project, tmp_path, capsys):
     chat, file = load_chat_model(project / "model_save" / "tiny"), tmp_path / "talk.json"
     talk = Talk(chat, chat.sampling, 64)
-    for line in ("你好", "hello", "/undo", f"/save {file}", "/settings temperature 0.5", "/settings x 1"):
+    for line in ("你好", "hello", "/undo", f"/save {file}", f"/save {file}", f"/save {file}/x", "/settings top_p 0.9"):
+        respond(talk, line, interactive=True)
+    assert (talk.sampling.temperature, talk.sampling.top_p) == (1, 0.9)  # top_p has no effect without a temperature
+    for line in ("/settings temperature 0.5", "/settings x 1"):
         respond(talk, line, interactive=True)
     saved = json.loads(file.read_text())["messages"]
     assert saved == [dict(role="user", content="你好"), dict(role="assistant", content=PAIRS["你好"])]
@@ -173,6 +176,7 @@ def test_the_conversation_can_be_undone_saved_and_begun_anew_and_settings_change
     respond(talk, "/reset", interactive=True)
     respond(talk, "/what", interactive=True)
     out = capsys.readouterr().out
+    assert "talk.json is there already: name another file" in out and "cannot be written: Not a directory" in out
     assert not talk.turns and "x is no setting: temperature" in out and "commands: /reset" in out
 
 

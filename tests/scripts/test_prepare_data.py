@@ -180,6 +180,15 @@ def test_named_columns_are_used_and_wrong_options_are_refused(tmp_path, prepare)
         assert code == 2 and words[-1].partition("=")[0] in errors and "Traceback" not in errors
 
 
+def test_the_report_says_what_was_written_and_plain_text_is_refused_with_what_to_do(tmp_path, prepare):
+    write_rows(tmp_path / "x.jsonl", ROWS)
+    (tmp_path / "book.txt").write_text("一行文字\n")
+    code, out, errors = prepare("x.jsonl", "book.txt", "--output", "o.parquet", "--report")
+    assert code == 0 and "o.parquet: 3 pairs, 0 with earlier turns" in out and "exact duplicates: 0 of 3" in out
+    assert (tmp_path / "o_lengths.png").is_file()
+    assert "book.txt: unknown suffix '.txt'" in errors and "write them as columns of a .tsv" in errors
+
+
 def test_a_share_without_a_file_for_it_is_refused(tmp_path, prepare):
     write_rows(tmp_path / "x.jsonl", ROWS)
     code, _, errors = prepare("x.jsonl", "--output=p.parquet", "--validation_share=0.05")

@@ -19,7 +19,7 @@ def run_script(*arguments, cwd):
 def test_the_script_trains_on_pairs_and_lines_and_prints_a_summary(tmp_path):
     draw = random.Random(0)
     texts = ["".join(draw.choices(PROBE, k=20)) for _ in range(1200)]
-    (tmp_path / "lines.txt").write_text("\n".join(texts[:400]), encoding="utf-8")
+    (tmp_path / "lines.txt").write_text("\n".join(texts[:400]), encoding="gb18030")
     pairs = zip(texts[400:800], texts[800:], strict=True)
     lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -32,7 +32,7 @@ def test_the_script_trains_on_pairs_and_lines_and_prints_a_summary(tmp_path):
 
 
 def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("你好".encode("gb18030"))
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 \xff".encode("latin-1"))
     for arguments in (["missing.txt"], ["latin.txt"], ["missing.jsonl"]):
         done = run_script(*arguments, "--output_dir", "out", cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

@@ -42,7 +42,7 @@ def examples_of(tokenizer, folder, max_tokens=100, **options):
     objective = Dialogues(turn_template(tokenizer).text, max_tokens, **options)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    store = open_store(Source(path, objective, tokenizer, max_tokens), folder / "tokens")
+    store = open_store(Source((path,), objective, tokenizer, max_tokens), folder / "tokens")
     return Examples(store, objective, QWEN, tokenizer.pad_id)
 
 

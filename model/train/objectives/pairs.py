@@ -15,11 +15,12 @@ class Pairs:
     """Cross-entropy of the responses, plus `z_loss` times the squared log-normaliser (arXiv 2204.02311).
 
     With `single_turn` each question of a conversation is a prompt by itself; otherwise its context is in the prompt,
-    in the format of model/data/conversation.py.
+    in the format of model/data/conversation.py. `prefix` stands before each question.
     """
 
     z_loss: float = 0.0
     single_turn: bool = False
+    prefix: str = ""
 
     name = "pairs"
     sides = ("prompt_ids", "response_ids")
@@ -32,7 +33,8 @@ class Pairs:
 
     @property
     def encoding(self):
-        return "" if self.single_turn else FORMAT
+        encoding = "" if self.single_turn else FORMAT
+        return f"{encoding} prefix {self.prefix!r}" if self.prefix else encoding
 
     @property
     def metrics(self):
@@ -46,7 +48,7 @@ class Pairs:
         kept = [row for row in rows if row[0].strip() and row[1].strip()]
         prompts, responses, *contexts = zip(*kept, strict=True) if kept else ([], [])
         contexts = contexts[0] if contexts else [None] * len(prompts)
-        asked = encode_questions(prompts, contexts, tokenizer, max_seq_len)
+        asked = encode_questions(prompts, contexts, tokenizer, max_seq_len, self.prefix)
         answered = encode_questions(responses, [None] * len(responses), tokenizer, max_seq_len)
         num_cut = [asked.num_cut, answered.num_cut]
         return Encoded([asked.ids, answered.ids], num_cut, {}, asked.turns_left_out)

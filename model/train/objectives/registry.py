@@ -5,7 +5,7 @@ from model.nn.registry import family_of
 from model.train.objectives.dialogues import Dialogues
 from model.train.objectives.pairs import Pairs
 
-OBJECTIVES = {"pairs": lambda config: Pairs(config.z_loss, config.single_turn)}
+OBJECTIVES = {"pairs": lambda config: Pairs(config.z_loss, config.single_turn, config.prompt_prefix)}
 
 
 def objective_for(config, model_config, tokenizer):
@@ -15,6 +15,11 @@ def objective_for(config, model_config, tokenizer):
     """
     if not family_of(model_config).reads_dialogues or config.objective != "pairs":
         return objective_of(config)
+    if config.prompt_prefix:
+        raise ValueError(
+            f"--prompt_prefix={config.prompt_prefix}: this network reads dialogues in its tokenizer's chat template: "
+            "leave it out, and give the task as the system text of each dialogue"
+        )
     template = turn_template(tokenizer).text if tokenizer else ""
     return Dialogues(template, config.max_seq_len, config.z_loss, config.single_turn)
 

@@ -1,0 +1,194 @@
+"""What prepared files hold: lengths, what is cut, duplicates, what a tokenizer splits to bytes; a picture of lengths.
+
+One pass over each file. Host memory: about 550 bytes a pair with near duplicates (1,000,000 pairs: 0.7 GiB with all
+else), 16 without.
+"""
+
+import io
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from model.data.conversation import encode_questions
+from model.data.near_duplicates import SIMILARITY, Signatures
+from model.data.prepared_pairs import PreparedPair
+from model.data.readers import read_pairs_in_context
+from model.data.tokenizer import BYTE_TOKENS, ChatTokenizer, load_tokenizer
+from model.runtime.atomic_io import write_file
+
+BATCH_ROWS, NO_LIMIT = 2_000, 1 << 40
+PERCENTILES = (50, 90, 95, 99, 100)
+SIDES = ("prompt", "response")
+NUM_SHOWN = 10  # characters, and near duplicates
+NUM_BARS = 60
+
+
+@dataclass
+class Contents:
+    """What was found in one file. Lengths are {length: rows} for each side."""
+
+    path: Path
+    chars: list = field(default_factory=lambda: [Counter(), Counter()])
+    tokens: list = field(default_factory=lambda: [Counter(), Counter()])
+    with_context: int = 0
+    characters: Counter = field(default_factory=Counter)
+    pairs: array = field(default_factory=lambda: array("Q"))  # a hash of each
+    prompts: array = field(default_factory=lambda: array("Q"))
+    signatures: Signatures | None = None
+
+    @property
+    def rows(self):
+        return len(self.pairs)
+
+    def add(self, pairs, tokenizer):
+        """Count a batch of (prompt, response, Context or None)."""
+        prompts, responses, contexts = zip(*pairs, strict=True)
+        for prompt, response, context in pairs:
+            self.pairs.append(_number(PreparedPair(prompt, response, context, ()).key()))
+            self.prompts.append(_number(PreparedPair(prompt, "", None, ()).key()))
+            self.characters.update(prompt)
+            self.characters.update(response)
+        self.with_context += sum(context is not None for context in contexts)
+        for counter, texts in zip(self.chars, (prompts, responses), strict=True):
+            counter.update(map(len, texts))
+        if tokenizer:
+            sides = (prompts, contexts), (responses, [None] * len(responses))
+            for counter, side in zip(self.tokens, sides, strict=True):
+                counter.update(map(len, encode_questions(*side, tokenizer, NO_LIMIT).ids))
+        if self.signatures:
+            self.signatures.add(f"{prompt}\n{response}" for prompt, response in zip(prompts, responses, strict=True))
+
+
+def print_written(written: dict[Path, array]) -> None:
+    """Print the number of pairs in each output, and how many prompts are distinct or also in the first output."""
+    (output, prompts), *others = ((path, np.frombuffer(hashes, np.uint64)) for path, hashes in written.items())
+    distinct = np.unique(prompts)
+    print(f"{output}: {len(prompts):,} pairs written, {len(distinct):,} different prompts")
+    for path, hashes in others:
+        shared = int(np.isin(hashes, distinct).sum())
+        print(f"{path}: {len(hashes):,} pairs written, {shared:,} with a prompt that is also in {output}")
+
+
+def print_report(paths: list[Path], tokenizer_dir: Path, max_seq_len: int) -> None:
+    """Print what is worth knowing of files of pairs, the training file first; draw their lengths beside it.
+
+    Tokens are counted if there is a tokenizer, near duplicates if rensa is installed. Raises ValueError for a tokenizer
+    or a file that cannot be read.
+    """
+    tokenizer = load_tokenizer(tokenizer_dir) if (tokenizer_dir / "tokenizer.json").exists() else None
+    can_compare = find_spec("rensa") is not None
+    contents = [read_contents(path, tokenizer, can_compare) for path in paths]
+    for one in contents:
+        print("\n".join(report_lines(one, tokenizer, max_seq_len)))
+    for other in contents[1:]:
+        print(shared_line(other, contents[0]))
+    if not tokenizer:
+        print(f"tokens: not counted, there is no tokenizer in {tokenizer_dir} (--tokenizer_dir names another)")
+    if not can_compare:
+        print("near duplicates: not counted, rensa is not installed: pip install -e '.[dedup]'")
+    picture = paths[0].with_name(f"{paths[0].stem}_lengths.png")
+    draw_lengths(contents, max_seq_len, picture)
+    print(f"{picture}: lengths drawn")
+
+
+def read_contents(path: Path, tokenizer: ChatTokenizer | None, near: bool) -> Contents:
+    """Contents of a file, with signatures if `near`. Raises ValueError for an unreadable file."""
+    contents = Contents(path, signatures=Signatures() if near else None)
+    pairs = read_pairs_in_context(path)
+    while batch := list(islice(pairs, BATCH_ROWS)):
+        contents.add(batch, tokenizer)
+    return contents
+
+
+def report_lines(contents: Contents, tokenizer: ChatTokenizer | None, max_seq_len: int) -> list[str]:
+    """What is worth knowing of one file, a line for each fact."""
+    lines = [f"{contents.path}: {contents.rows:,} pairs, {contents.with_context:,} with earlier turns or a system text"]
+    for unit, counters in (("characters", contents.chars), ("tokens", contents.tokens)):
+        for side, counter in zip(SIDES, counters, strict=True):
+            if counter:
+                lines.append(f"  {side} {unit}: {_percentiles(counter)}")
+    if tokenizer:
+        shares = [
+            f"{_above(counter, max_seq_len) / contents.rows:.2%} of {side}s"
+            for side, counter in zip(SIDES, contents.tokens, strict=True)
+        ]
+        lines.append(f"  cut at max_seq_len={max_seq_len}: {', '.join(shares)}")
+        lines.append(f"  {_bytes_line(contents.characters, tokenizer)}")
+    num_exact = contents.rows - len(np.unique(np.frombuffer(contents.pairs, np.uint64)))
+    lines.append(f"  exact duplicates: {_share(num_exact, contents.rows)}")
+    return lines + (_near_lines(contents) if contents.signatures else [])
+
+
+def shared_line(contents: Contents, other: Contents) -> str:
+    """How many pairs of one file have a prompt that the other file has too."""
+    shared = np.isin(*(np.frombuffer(one.prompts, np.uint64) for one in (contents, other)))
+    return f"{contents.path}: {_share(int(shared.sum()), contents.rows)} have a prompt that is also in {other.path}"
+
+
+def draw_lengths(contents: list[Contents], max_seq_len: int, path: Path) -> None:
+    """Write a PNG of the lengths of both sides: of tokens if they were counted, else of characters."""
+    from matplotlib.figure import Figure  # takes a second
+
+    unit = "tokens" if contents[0].tokens[0] else "characters"
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for place, (side, axes) in enumerate(zip(SIDES, figure.subplots(1, 2), strict=True)):
+        counters = [getattr(one, _FIELDS[unit])[place] for one in contents]
+        edges = np.linspace(0, max(map(max, counters)) + 1, NUM_BARS + 1)  # equal ones for all files
+        for one, counter in zip(contents, counters, strict=True):
+            shares = np.array(list(counter.values())) / one.rows
+            axes.hist(list(counter), bins=edges, weights=shares, alpha=0.6, label=one.path.name)
+        if unit == "tokens":
+            axes.axvline(max_seq_len, color="tab:red", linestyle=":", label=f"max_seq_len={max_seq_len}")
+        axes.set(xlabel=f"{side} [{unit}]", ylabel="share of pairs", yscale="log")
+        axes.legend()
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    write_file(path, drawn.getvalue())
+
+
+_FIELDS = dict(tokens="tokens", characters="chars")
+
+
+def _number(key):
+    return int.from_bytes(key[:8])
+
+
+def _share(part, whole):
+    return f"{part:,} of {whole:,} ({part / whole:.2%})"
+
+
+def _above(counter, limit):
+    return sum(rows for length, rows in counter.items() if length > limit)
+
+
+def _percentiles(counter):
+    """The lengths that so many percent of the rows do not exceed."""
+    lengths = np.array(sorted(counter))
+    ranks = np.cumsum([counter[length] for length in lengths])
+    found = [lengths[np.searchsorted(ranks, np.ceil(percent / 100 * ranks[-1]))] for percent in PERCENTILES]
+    return ", ".join(f"p{percent} {length:,}" for percent, length in zip(PERCENTILES, found, strict=True))
+
+
+def _bytes_line(characters, tokenizer):
+    """How many characters the tokenizer splits to bytes, as it has no token for them, and which are the commonest."""
+    vocabulary = tokenizer.backend.get_vocab()
+    if BYTE_TOKENS[0] not in vocabulary:
+        return "characters split to bytes: not counted, this tokenizer works on bytes"
+    split = Counter({c: count for c, count in characters.items() if c not in vocabulary})
+    share = _share(split.total(), characters.total())
+    shown = " ".join(f"{c}×{count:,}" for c, count in split.most_common(NUM_SHOWN))
+    return f"characters split to bytes: {share}, {len(split):,} different ones{split and f'; most often {shown}' or ''}"
+
+
+def _near_lines(contents):
+    found, partner = contents.signatures.near_duplicates()
+    places = np.flatnonzero(found)
+    shown = ", ".join(f"{partner[place] + 1:,} and {place + 1:,}" for place in places[:NUM_SHOWN])
+    like = f"at least {SIMILARITY:.0%} of their pieces of 5 characters like an earlier pair's"
+    lines = [f"  near duplicates: {_share(len(places), contents.rows)}, {like}"]
+    return lines + ([f"    rows {shown}{', …' if len(places) > NUM_SHOWN else ''}"] if len(places) else [])

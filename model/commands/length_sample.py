@@ -1,0 +1,68 @@
+"""What is known about the training pairs before they are tokenised: lengths and numbers, from a sample."""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from model.data.file_list import data_files
+from model.data.length_histogram import Lengths, histogram
+from model.data.sampler import Mixture, mixture_of
+from model.data.store_writer import side_lengths
+from model.data.token_store import Source, find_store
+from model.run.run_dir import TOKENS_DIR
+from model.train.examples import Examples
+from model.train.objectives.registry import objective_for
+
+SAMPLED_ROWS = 20_000
+TOKEN_BYTES = 2.4  # per token in a token store, with its share of lengths and offsets
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is known about the training pairs."""
+
+    lengths: Lengths
+    source: str  # where the lengths come from, for people
+    num_pairs: int | None  # of an epoch; None: unknown
+    store_bytes: int  # of the token store that the run will write
+
+
+def sample_of(config, origin):
+    """Sample of the training pairs: all if they are tokenised, else the first rows, else max_seq_len for every pair."""
+    files, columns = data_files(config.train_file), (config.prompt_column, config.response_column)
+    paths, weights = tuple(file.path for file in files), [file.weight for file in files]
+    tokenizer = origin.tokenizer
+    objective = objective_for(config, origin.model_config, tokenizer)
+    longest = objective.length_bounds(np.full((1, len(objective.sides)), config.max_seq_len))
+    if tokenizer is None or not all(Path(path).is_file() for path in paths):
+        return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), "assumed: every pair as long as max_seq_len", None, 0)
+    store = find_store(Source(paths, objective, tokenizer, config.max_seq_len, columns), TOKENS_DIR)
+    if store:
+        mixture = mixture_of(store.rows_of_files, weights)
+        examples = Examples(store, objective, None, 0, mixture=mixture)
+        return Sample(examples.histogram, f"counted: {store.directory}", examples.epoch_pairs, 0)
+    rows = [list(islice(objective.read(path, columns, Counter()), SAMPLED_ROWS)) for path in paths]
+    encoded = (objective.encode(some, tokenizer, config.max_seq_len) for some in rows)
+    lengths = [objective.length_bounds(side_lengths(part)) for part in encoded]
+    num_sampled, is_all = sum(map(len, lengths)), all(len(some) < SAMPLED_ROWS for some in rows)
+    scales = [_estimated_pairs(Path(path), some) / len(some) for path, some in zip(paths, rows, strict=True)]
+    store_bytes = sum(int(part.sum() * TOKEN_BYTES * scale) for part, scale in zip(lengths, scales, strict=True))
+    counts = [len(part) for part in lengths]
+    pairs = sum((mixture_of(counts, weights) or Mixture((), tuple(counts))).taken) if is_all else None
+    source = f"sampled: {num_sampled:,} rows and a longest pair"
+    return Sample(histogram(np.concatenate([*lengths, longest])), source, pairs, store_bytes)
+
+
+def _estimated_pairs(path, rows):
+    """Number of pairs in a file that begins with `rows`: exact for parquet, else an estimate that errs high."""
+    if len(rows) < SAMPLED_ROWS:
+        return len(rows)
+    if path.suffix == ".parquet":
+        with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
+            return pq.ParquetFile(file).metadata.num_rows
+    text_bytes = sum(len(value.encode()) for row in rows for value in row if isinstance(value, str))
+    return len(rows) * path.stat().st_size / max(text_bytes, 1)

@@ -1,0 +1,75 @@
+"""Which files an option such as --train_file names, and how often their pairs come in an epoch."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
+WEIGHT = re.compile(r"(?P<name>.+)(?P<sign>[:*])(?P<weight>[^:*/]+)")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file, and its weight: how often each of its rows comes in an epoch, on average."""
+
+    path: str
+    weight: float = 1.0
+
+
+def data_files(text):
+    """The DataFile of each name in `text`, which are separated by commas; a folder stands for the files in it, by name.
+
+    A name that ends in :NUMBER or *NUMBER has that weight. A name that exists as it is written is taken as it is.
+    Raises one ValueError that lists every problem; a file that does not exist is not one.
+    """
+    names = [text] if Path(text).exists() else [name.strip() for name in text.split(",")]
+    found, problems = [], []
+    for name in names:
+        try:
+            path, weight = _parse(name)
+            found += [DataFile(each, weight) for each in _files_in(path)]
+        except ValueError as error:
+            problems.append(str(error))
+    paths = [file.path for file in found]
+    problems += [f"{path} is named twice: write {path}*2" for path in sorted({p for p in paths if paths.count(p) > 1})]
+    if problems:
+        raise ValueError("\n  ".join(problems))
+    return tuple(found)
+
+
+def _parse(name):
+    """(path, weight) of one name."""
+    if not name:
+        raise ValueError("a name between two commas is empty: write FILE,FILE")
+    match = WEIGHT.fullmatch(name)
+    if match is None or Path(name).exists():
+        return name, 1.0
+    try:
+        weight = float(match["weight"])
+    except ValueError:
+        if match["sign"] == ":":
+            return name, 1.0  # a part of the name
+        weight = math.nan
+    if not 0.001 <= weight <= 1000:
+        raise ValueError(f"{name}: a weight must be a number from 0.001 to 1000, as in {match['name']}*2")
+    return match["name"], weight
+
+
+def _files_in(path):
+    """The path of a file, or those of the files in a folder."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return [path]
+    found = [str(each) for each in sorted(folder.iterdir()) if each.suffix.lower() in SUFFIXES and each.is_file()]
+    if not found:
+        raise ValueError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file")
+    return found
+
+
+def unweighted_files(text):
+    """The DataFiles of `data_files`; raises ValueError also for a weight."""
+    files = data_files(text)
+    if weighted := [file for file in files if file.weight != 1]:
+        raise ValueError(f"{weighted[0].path}: only training files have a weight, and it is {weighted[0].weight:g}")
+    return files

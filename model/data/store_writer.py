@@ -1,0 +1,107 @@
+"""Writes a token store: reads the files, encodes their rows, and puts the ids on the disk."""
+
+import hashlib
+from collections import Counter
+from itertools import chain, islice
+
+import numpy as np
+import pyarrow as pa
+import ujson
+
+from model.data.readers import describe_ignored
+from model.data.row_hashes import write_hashes
+from model.runtime.atomic_io import whole_directory
+
+ROWS_PER_BATCH = 4096
+
+
+def write_store(source, key, directory, progress, stop):
+    """Write the token store of a Source, whose `key` it is, to `directory`, whole or not at all.
+
+    Raises as `open_store`.
+    """
+    counts, ignored = Counter(), Counter()
+    with whole_directory(directory) as draft:
+        batches = _encoded_batches(source, counts, ignored, progress, stop)
+        lengths, values = _write_ids(source, draft / "ids.arrow", batches)
+        if not lengths:
+            names = ", ".join(map(str, source.paths))
+            raise ValueError(f"{names}: none of its {counts['empty']} rows has {source.objective.needs}")
+        lengths = np.concatenate(lengths)
+        np.save(draft / "lengths.npy", lengths)
+        for name, parts in values.items():
+            np.save(draft / f"{name}.npy", np.concatenate(parts))
+        ids_sha256 = write_hashes(draft, len(lengths), values)
+        meta = dict(
+            source=key, sha256=sha256_of(key["files"]), ids_sha256=ids_sha256, ignored=describe_ignored(ignored),
+            rows=len(lengths), rows_of_files=[counts["file", place] for place in range(len(source.paths))],
+            empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
+            cut=[counts["cut", side] for side in range(lengths.shape[1])], turns_left_out=counts["turns"],
+        )  # fmt: skip
+        (draft / "meta.json").write_text(ujson.dumps(meta))
+
+
+def sha256_of(files):
+    """Hashes of the bytes of each file."""
+    digests = []
+    for each in files:
+        with open(each["path"], "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return " ".join(digests)
+
+
+def _encoded_batches(source, counts, ignored, progress, stop):
+    """Yield an Encoded for each ROWS_PER_BATCH rows of a file; adds to `counts` and `ignored`."""
+    objective = source.objective
+    for place, batch in _row_batches(source, ignored):
+        if stop():
+            raise KeyboardInterrupt
+        encoded = objective.encode(batch, source.tokenizer, source.max_seq_len)
+        num_kept = len(encoded.sides[0])
+        counts.update(read=len(batch), empty=len(batch) - num_kept, turns=encoded.turns_left_out)
+        counts.update({("cut", side): num_cut for side, num_cut in enumerate(encoded.num_cut)})
+        counts.update({("file", place): num_kept})
+        if num_kept:
+            yield encoded
+        if progress:
+            progress(counts["read"])
+
+
+def _row_batches(source, ignored):
+    """Yield (place of the file, list of ROWS_PER_BATCH rows at most) of all files in their order."""
+    for place, path in enumerate(source.paths):
+        rows = source.objective.read(path, source.columns, ignored)
+        while batch := list(islice(rows, ROWS_PER_BATCH)):
+            yield place, batch
+
+
+def store_schema(sides, vocab_size):
+    """Arrow schema of ids.arrow: a list of token ids for each side, of two bytes each if vocab_size allows."""
+    kind = pa.uint16() if vocab_size <= 2**16 else pa.int32()
+    return pa.schema([(name, pa.list_(kind)) for name in sides])
+
+
+def side_lengths(encoded):
+    """(rows, sides): tokens of each side of the rows of an Encoded, as in a store."""
+    return np.array([[len(ids) for ids in side] for side in encoded.sides]).reshape(len(encoded.sides), -1).T
+
+
+def _write_ids(source, path, batches):
+    """Write the ids of all Encoded as an Arrow stream; returns lists of the batches' lengths, and of their values."""
+    objective = source.objective
+    schema = store_schema(objective.sides, source.tokenizer.vocab_size)
+    lengths, values = [], {name: [] for name in objective.values}
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for encoded in batches:
+            columns = [_list_array(side, kind) for side, kind in zip(encoded.sides, schema.types, strict=True)]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+            lengths.append(side_lengths(encoded).astype(np.uint16))
+            for name, parts in values.items():
+                parts.append(np.asarray(encoded.values[name], np.float32))
+    return lengths, values
+
+
+def _list_array(rows, list_type):
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    flat = np.fromiter(chain.from_iterable(rows), list_type.value_type.to_pandas_dtype(), count=offsets[-1])
+    return pa.ListArray.from_arrays(offsets, flat)

@@ -1,0 +1,161 @@
+"""The README.md of an exported model: what it is, data, steps, scores, how to use it."""
+
+import json
+import re
+from dataclasses import dataclass, field
+
+CARD_FILE = "README.md"
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Plain values that a run knows of its exported model."""
+
+    title: str = "Chat model"
+    summary: str = ""  # a sentence
+    tables: dict = field(default_factory=dict)  # {heading: {name of a row: value}}
+    file: str = ""  # that the scores were measured on
+    scores: dict = field(default_factory=dict)  # {metric: number}
+
+
+def model_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool) -> str:
+    """Text of a model card with Hugging Face's metadata in its head."""
+    auto_class, answer = _READ[is_encoder_decoder]
+    return _card(facts, model_type, "transformers", _USE.format(auto_class=auto_class, answer=answer))
+
+
+def adapter_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool, base: str) -> str:
+    """Text of the card of an adapter in PEFT's format; `base` is the directory of the model that it was trained on."""
+    auto_class, answer = _READ[is_encoder_decoder]
+    use = _USE_ADAPTER.format(auto_class=auto_class, answer=answer, base=_quoted(base))
+    return _card(facts, model_type, "peft", use)
+
+
+def _card(facts, model_type, library, use):
+    parts = [_metadata(facts, model_type, library), f"# {facts.title}", facts.summary or "Trained with Chat trainer."]
+    for heading, rows in (facts.tables | {"Scores": _score_rows(facts)}).items():
+        if rows:
+            parts.append(f"## {heading}\n\n{_table(rows)}")
+    return "\n\n".join([*parts, use, _LIMITS]) + "\n"
+
+
+def ctranslate2_card(card: str, quantization: str, is_encoder_decoder: bool) -> str:
+    """The text of a model card with the use of the model's form for CTranslate2 in place of that with transformers."""
+    use = (_USE_TRANSLATOR if is_encoder_decoder else _USE_GENERATOR).format(quantization=quantization)
+    others = re.sub(r"^## Use\n.*?(?=^## |\Z)", "", card, flags=re.DOTALL | re.MULTILINE)
+    others = others.replace("library_name: transformers", "library_name: ctranslate2", 1)
+    return f"{others.rstrip()}\n\n{use}\n"
+
+
+def _metadata(facts, model_type, library):
+    """YAML between lines of dashes. Strings are written as JSON, which is YAML too."""
+    lines = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", f"- {_quoted(model_type)}"]
+    if facts.scores:
+        lines += [
+            "model-index:", f"- name: {_quoted(facts.title)}", "  results:", "  - task:", "      type: text-generation",
+            "    dataset:", "      type: custom", f"      name: {_quoted(facts.file)}", "    metrics:",
+        ]  # fmt: skip
+        for name, value in facts.scores.items():
+            lines += [f"    - type: {_quoted(name)}", f"      value: {value:.6g}"]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _quoted(text):
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _score_rows(facts):
+    """{label: value} of the scores, after the file that they were measured on."""
+    scores = {_LABELS.get(name, name): f"{value:.4g}" for name, value in facts.scores.items()}
+    return {"measured on": facts.file} | scores if scores else {}
+
+
+def _table(rows):
+    cells = [(name, str(value).replace("|", "\\|").replace("\n", " ")) for name, value in rows.items()]
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in cells)])
+
+
+_LABELS = {"loss": "loss, nats a target token", "bleu": "BLEU, 0 to 100", "chrf": "chrF, 0 to 100"}
+_READ = {  # {is_encoder_decoder: (transformers' class, what is the answer)}
+    True: ("AutoModelForSeq2SeqLM", "output[0]"),
+    False: ("AutoModelForCausalLM", 'output[0, inputs["input_ids"].shape[1] :]'),
+}
+_USE = """\
+## Use
+
+From Python:
+
+```python
+from transformers import AutoTokenizer, {auto_class}
+
+directory = "."  # this file's directory
+tokenizer = AutoTokenizer.from_pretrained(directory)
+model = {auto_class}.from_pretrained(directory)
+messages = [{{"role": "user", "content": "你好"}}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+output = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode({answer}, skip_special_tokens=True))
+```
+
+With Chat trainer: `python scripts/chat.py DIRECTORY` talks to it in a terminal, `python scripts/serve.py DIRECTORY`
+serves it, `python scripts/export.py DIRECTORY --to ctranslate2` makes it fast on CPUs."""
+_USE_ADAPTER = """\
+## Use
+
+From Python, with the model that it was trained on:
+
+```python
+from peft import PeftModel
+from transformers import AutoTokenizer, {auto_class}
+
+directory = "."  # this file's directory
+base = {base}
+tokenizer = AutoTokenizer.from_pretrained(directory)
+model = PeftModel.from_pretrained({auto_class}.from_pretrained(base), directory)
+messages = [{{"role": "user", "content": "你好"}}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+output = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode({answer}, skip_special_tokens=True))
+```
+
+With Chat trainer: `python scripts/chat.py DIRECTORY` talks to it in a terminal, `python scripts/merge_lora.py DIRECTORY
+MERGED` writes a model without an adapter."""
+_USE_TRANSLATOR = """\
+## Use
+
+Weights in {quantization}, for CTranslate2:
+
+```python
+import ctranslate2
+from transformers import AutoTokenizer
+
+directory = "."  # this file's directory
+tokenizer = AutoTokenizer.from_pretrained(directory)
+model = ctranslate2.Translator(directory, device="cpu")
+ids = tokenizer.apply_chat_template([{{"role": "user", "content": "你好"}}], return_dict=False)
+result = model.translate_batch([tokenizer.convert_ids_to_tokens(ids)], beam_size=1, max_decoding_length=64)
+print(tokenizer.decode(tokenizer.convert_tokens_to_ids(result[0].hypotheses[0]), skip_special_tokens=True))
+```"""
+_USE_GENERATOR = """\
+## Use
+
+Weights in {quantization}, for CTranslate2:
+
+```python
+import ctranslate2
+from transformers import AutoTokenizer
+
+directory = "."  # this file's directory
+tokenizer = AutoTokenizer.from_pretrained(directory)
+model = ctranslate2.Generator(directory, device="cpu")
+messages = [{{"role": "user", "content": "你好"}}]
+ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+tokens = tokenizer.convert_ids_to_tokens(ids)
+result = model.generate_batch([tokens], max_length=64, sampling_topk=1, include_prompt_in_result=False)
+print(tokenizer.decode(result[0].sequences_ids[0], skip_special_tokens=True))
+```"""
+_LIMITS = """\
+## Limits
+
+A small model says wrong things in good language: check what it says before anyone relies on it. It may be published
+under what the licences of its data allow."""

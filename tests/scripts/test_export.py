@@ -1,0 +1,36 @@
+"""scripts/export.py as people type it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model.nn.weights_io import export_model
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "export.py"
+
+
+@pytest.fixture
+def run_dir(tmp_path, model, tokenizer):
+    export_model(model, tokenizer, tmp_path / "run" / "best")
+    return tmp_path / "run"
+
+
+def export(*words):
+    line = [sys.executable, str(SCRIPT), *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_a_run_is_written_beside_itself_and_not_over_what_is_there(run_dir):
+    ended = export(run_dir, "--to", "ctranslate2")
+    assert ended.returncode == 0, ended.stderr
+    target = run_dir.with_name("run-ctranslate2")
+    assert ended.stdout.startswith(f"{target}: ") and "README.md" in ended.stdout
+    assert (target / "model.bin").is_file() and (target / "tokenizer.json").is_file()
+    again = export(run_dir, "--to", "ctranslate2")
+    assert again.returncode == 2 and "add --overwrite" in again.stderr
+    over = export(run_dir / "best", "--to", "bf16", "--output_dir", run_dir / "best", "--overwrite")
+    assert over.returncode == 2 and "the model itself lies there" in over.stderr
+    assert not list(run_dir.parent.glob(".*"))

@@ -1,0 +1,118 @@
+"""Options that people of other trainers expect, through real runs: length, data, evaluation, prefix, early end."""
+
+import json
+import math
+from collections import Counter
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from model.commands.answering import load_chat_model, prompt_ids
+from model.data.readers import read_pairs
+from model.data.token_store import read_store
+from model.run.messages import CATALOGUE
+from model.run.train_state import state_of
+from tests.tiny import NUM_PAIRS, journal, refused, train, weights_hash
+
+LONG = dict(save_steps=1000, logging_steps=2)
+
+
+def test_max_steps_ends_a_run_within_an_epoch_and_a_resume_ends_at_the_same_weights(home):
+    options = dict(max_steps=7, epochs=None, warmup_steps=None, warmup_ratio=0.25, **LONG)
+    done = train(home, output_dir="seven", **options)
+    assert done.codes == [0], done.text
+    assert "length: 7 steps of 8 pairs, 1.182 epochs of 44 pairs" in done.text
+    assert "finished at step 7, 52 pairs seen" in done.text
+    assert train(home, 1, "forward:0:3:int", output_dir="resumed_seven", **options).codes == [0]
+    again = train(home, output_dir="resumed_seven", is_keep_training=True, **options)
+    assert again.codes == [0], again.text
+    assert weights_hash(home / "seven") == weights_hash(home / "resumed_seven")
+    more = train(home, output_dir="seven", is_keep_training=True, **options)
+    assert "7 steps done, 7 asked for; raise --max_steps" in more.text
+    assert refused(train(home, output_dir="both", max_steps=7), "--max_steps=7 and --epochs=2: give only one")
+
+
+def test_weights_say_how_often_a_row_comes_and_a_resume_keeps_them(home):
+    options = dict(train_file="train.jsonl*2,valid.jsonl:0.5", **LONG)
+    done = train(home, 1, "forward:0:5:int", output_dir="mixed", **options)
+    assert done.codes == [0], done.text
+    other = train(
+        home, output_dir="mixed", is_keep_training=True, **options | dict(train_file="train.jsonl,valid.jsonl")
+    )
+    assert refused(other, "weights of the training files", "88/44 5/10")
+    done = train(home, output_dir="mixed", is_keep_training=True, **options)
+    assert done.codes == [0], done.text
+    counts = {1: Counter(), 2: Counter()}
+    for line in map(json.loads, (home / "mixed" / "samples_rank0.jsonl").read_text().splitlines()):
+        counts[line["epoch"]].update(line["ids"])
+    for epoch in (1, 2):
+        assert [counts[epoch][row] for row in range(NUM_PAIRS)] == [2] * NUM_PAIRS
+    assert [counts[1][row] + counts[2][row] for row in range(NUM_PAIRS, NUM_PAIRS + 10)] == [1] * 10
+    assert journal(home / "mixed", "start")[0]["epoch_pairs"] == 2 * NUM_PAIRS + 5
+    assert "train.jsonl*2, valid.jsonl*0.5" in done.text
+
+
+def test_a_run_without_validation_has_no_best_and_is_tested_on_last(home):
+    options = dict(validation_file="", epochs=1, **LONG)
+    done = train(home, output_dir="unseen", **options)
+    assert done.codes == [0], done.text
+    assert "nothing is evaluated" in done.text and "scripts/chat.py unseen/last" in done.text
+    assert not (home / "unseen" / "best").exists() and not journal(home / "unseen", "eval")
+    assert "unseen is finished" in train(home, output_dir="unseen", is_keep_training=True, **options).text
+    tested = train(home, command="test", output_dir="unseen", validation_file=None, test_file="valid.jsonl")
+    assert "test unseen/last: loss" in tested.text, tested.text
+    assert refused(train(home, output_dir="unseen2", validation_file="", early_stop=2, eval_steps=3),
+                   "early_stop=2: validation_file is empty", "eval_steps=3")  # fmt: skip
+
+
+def test_early_stop_warns_then_ends_the_run_also_across_a_resume(home):
+    """The rate makes each epoch after the first ones worse."""
+    options = dict(
+        epochs=40, learn_rate=0.1, warmup_steps=0, patience=2, early_stop=3, logging_steps=3, save_steps=1000
+    )
+    done = train(home, output_dir="early", **options)
+    assert done.codes == [0], done.text
+    (stop,), lines = journal(home / "early", "stop"), journal(home / "early", "eval")
+    assert (stop["reason"], stop["early"]) == ("finished", True) and len(lines) < 40
+    assert [line["evaluations_since_best"] for line in lines[-4:]] == [0, 1, 2, 3]
+    trained = [
+        line for line in journal(home / "early", "train") if lines[-2]["step"] < line["step"] <= lines[-1]["step"]
+    ]
+    mean = sum(t["loss"] * t["target_tokens"] for t in trained) / sum(t["target_tokens"] for t in trained)
+    assert math.isclose(lines[-1]["overfit_gap"], lines[-1]["loss"] - mean, rel_tol=1e-4)
+    for text in ("for 2 evaluations, the best was", "--dropout=0.1", "as --early_stop=3 says", "early_stop ended it"):
+        assert text in done.text
+    assert (home / "early" / "best").exists() and (home / "early" / "last").exists()
+    fault = f"forward:0:{lines[-2]['step'] + 2}:int"
+    assert train(home, 1, fault, output_dir="early2", **options).codes == [0]
+    assert train(home, output_dir="early2", is_keep_training=True, **options).codes == [0]
+    assert journal(home / "early2", "stop")[-1]["step"] == stop["step"]
+    again = train(home, output_dir="early", is_keep_training=True, **options)
+    assert "is finished: 3 evaluations brought no better model" in again.text
+
+
+def test_a_prefix_is_in_training_and_in_the_exported_model_and_best_follows_the_metric(home):
+    prefix = "的一 是："
+    options = dict(epochs=3, prompt_prefix=prefix, best_metric="chrf", bleu_pairs=4, max_new_tokens=6, **LONG)
+    done = train(home, output_dir="prefixed", env=dict(CHAT_LANG="zh"), **options)
+    assert done.codes == [0], done.text
+    question = next(read_pairs(home / "train.jsonl"))[0]
+    chat = load_chat_model(home / "prefixed", "cpu")
+    assert chat.prefix == prefix
+    ids = prompt_ids(chat, [("user", question)], 64)
+    assert ids == [*chat.tokenizer.encode(prefix + question), chat.tokenizer.eos_id]
+    stores = [read_store(path.parent) for path in home.glob("model_save/tokens/*/meta.json")]
+    trained_on = ids if len(ids) <= 32 else [*ids[:31], ids[-1]]  # max_seq_len
+    assert any(store.tokens(np.array([0]))[0].tolist() == trained_on for store in stores)
+    turns = [("system", "天"), ("user", question), ("assistant", "好"), ("user", "人")]
+    template = AutoTokenizer.from_pretrained(home / "prefixed" / "best").apply_chat_template
+    messages = [dict(role=role, content=text) for role, text in turns]
+    assert template(messages, tokenize=True, return_dict=False) == prompt_ids(chat, turns, 256)
+    scores = [line["chrf"] for line in journal(home / "prefixed", "eval")]
+    path = max((home / "prefixed" / "checkpoints").glob("step_*"))
+    state = state_of(json.loads((path / "state.json").read_text()))
+    assert state.best_metric == "chrf" and math.isclose(state.best_score, max(scores), rel_tol=1e-6)
+    changed = train(home, output_dir="prefixed", is_keep_training=True, **options | dict(prompt_prefix="别的"))
+    assert refused(changed, "has trained with prompt_prefix=的一 是：")
+    for key in ("first.tokenizer", "first.random", "next.chat"):  # the words before the first value
+        assert CATALOGUE["zh"][key].split("{")[0] in done.text
