@@ -33,7 +33,7 @@ HANG_SECONDS = 60
 
 def options(world, adapter):
     """Options of a run of STEPS steps in which every rank has several micro-batches per step."""
-    batch = 4 * world
+    batch = max(4 * world, 8)  # so that an epoch has 6 steps at most
     steps_per_epoch = -(-NUM_PAIRS // batch)
     kernels = WITH_KERNELS if torch.cuda.device_count() else dict(dropout=0.1)
     return kernels | dict(
