@@ -131,6 +131,7 @@ class TrainConfig:
     compile: str = "auto"  # replay steps as CUDA graphs: auto (on GPUs, in runs long enough to gain), True, False
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
+    share_update: bool = False  # each rank computes a part of Muon's update; pays with slow products and fast links
     deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
     exact: bool = False  # bit-equal results on any number of CPU processes, one thread each
     # Run
@@ -224,6 +225,10 @@ def _problems(config):
         yield f"base_precision={config.base_precision}: only frozen weights can be held so: type --lora_rank=16 too"
     if config.lora_rank and config.trainable != "all":
         yield f"trainable={config.trainable}: with --lora_rank only the adapter is trained: leave --trainable out"
+    if config.share_update and config.optimizer != "muon":
+        yield f"share_update=True: only Muon's update is shared, not that of {config.optimizer}: leave it out"
+    if config.share_update and config.exact:
+        yield "share_update=True: with --exact=True all processes compute all of the update: leave one of them out"
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
     if config.no_repeat_ngram_size > 16:

@@ -77,6 +77,10 @@ class StepClock:
             timed_steps=len(times),
         )
 
+    def median_ms(self):
+        """Of the timed steps: a step that is recorded, once for each bucket, does not count."""
+        return 1e3 * median(self._seconds(one, other) for one, other in zip(self.marks, self.marks[1:], strict=False))
+
     def _start(self):
         self._wait()
         self.on_start()

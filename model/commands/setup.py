@@ -122,7 +122,7 @@ def prepare_run(ranks, config, typed, resumed):
     model = make_model(ranks, config, origin.model_config, origin.weights, origin.adapter)
     reference, (train, *validation) = read_derived(model, ranks, config, found, (train, *validation), plan)
     free["model"] = free_bytes()
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(model, config, (ranks.rank, ranks.world_size))
     free["optimizer"] = free_bytes()
     update_seconds = dry_run_update(ranks, model, optimizer)
     context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule, config.exact), config)

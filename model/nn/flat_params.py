@@ -151,6 +151,35 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, *(None for _ in ctx.weights + ctx.biases)
 
 
+def relu_linear(x, weight, masks=None):
+    """relu(linear(x, weight, masks=masks)); on a GPU the product's own kernel applies the ReLU."""
+    if runs_kernels(x) and not hasattr(weight, "adapter"):
+        return _ReluLinear.apply(x, weight)
+    return F.relu(linear(x, weight, masks=masks), inplace=True)
+
+
+class _ReluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        out = torch._addmm_activation(_no_bias(len(weight), x.dtype, x.device), x, weight.copy.T)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, out)
+        ctx.weight = weight
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, out = ctx.saved_tensors
+        grad = torch.ops.aten.threshold_backward(grad, out, 0)
+        if ctx.needs_input_grad[1]:
+            add_matmul(ctx.weight.grad, grad.T, x)
+        return grad @ ctx.weight.copy if ctx.needs_input_grad[0] else None, None
+
+
+@functools.cache
+def _no_bias(width, dtype, device):
+    return torch.zeros(width, dtype=dtype, device=device)
+
+
 def split_qkv(qkv, num_heads=1, num_kv_heads=1):
     """[q, k, v] as views of the one to three tensors whose concatenated columns they are."""
     head_width = sum(x.shape[1] for x in qkv) // (num_heads + 2 * num_kv_heads)

@@ -36,15 +36,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_weight_grad:
                 add_matmul(grad_weight, grad_CW.T, hidden_ND[chunk])
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.vocabulary = len(weight_VD)
+        ctx.weight = weight_VD
         parts_2 = torch.stack(parts).sum(0)
         ctx.mark_non_differentiable(parts_2)
         return parts_2.sum(), parts_2
 
     @staticmethod
     def backward(ctx, grad_loss, _):
-        grad_hidden, grad_weight = (None if grad is None else grad.mul_(grad_loss) for grad in ctx.saved_tensors)
-        return grad_hidden, None if grad_weight is None else grad_weight[: ctx.vocabulary], None, None, None, None
+        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden = None if grad_hidden is None else grad_hidden.mul_(grad_loss)
+        grad_weight = None if grad_weight is None else _scaled_gradient(ctx.weight, grad_weight, grad_loss)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _scaled_gradient(weight, gradient_WD, factor):
+    """The gradient of `weight` times `factor`; on a GPU it is added to weight.grad in one pass, and None returned."""
+    gradient = gradient_WD[: len(weight)]
+    if not (weight.is_cuda and weight.is_leaf and weight.grad is not None):
+        return gradient.mul_(factor)
+    weight.grad.addcmul_(gradient, factor)
+    return None
 
 
 def token_log_probs(hidden_ND, weight_VD, labels_N, chunk_tokens=2048, copy_WD=None):

@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch as CUDA graphs: recorded once per padded size, then replayed in one call.
+"""Forward and backward of a micro-batch, and the update, as CUDA graphs: recorded once, then replayed in one call.
 
 A step of the model `small` launches about a thousand kernels. On a fast GPU, with fewer than about 40,000 tokens, the
 launches take longer than the kernels.
@@ -10,9 +10,11 @@ from model.train.weighted_loss import weighted_loss
 
 
 class StepGraphs:
-    """CUDA graphs, one per Bucket, that write a micro-batch's gradients and metrics to the model's flat tensors.
+    """CUDA graphs: one per Bucket, that writes a micro-batch's gradients and metrics to the model's flat tensors, and
+    one of the optimizer's update.
 
-    They share one memory pool, which is held until `clear`.
+    They share one memory pool, which is held until `clear`: they run one after the other, and what they leave is in
+    tensors of others.
     """
 
     def __init__(self, model, objective):
@@ -26,7 +28,7 @@ class StepGraphs:
     def clear(self):
         """Delete all recorded graphs and free their memory."""
         self.stream.synchronize()  # a replay may still be running
-        self.recorded, self.pool = {}, None
+        self.recorded, self.pool, self.recorded_update = {}, None, None
 
     def gradients(self, micro_batch, bucket, chunk_tokens, scales):
         """Write the gradients and metrics of a micro-batch to the model's flat tensors, which must be zero.
@@ -36,7 +38,7 @@ class StepGraphs:
         self._set(scales)
         key = (bucket, chunk_tokens, self.model.gradient_checkpointing)
         if key not in self.recorded:
-            self.recorded[key] = self._record(micro_batch, chunk_tokens)
+            self.recorded[key] = self._record_gradients(micro_batch, chunk_tokens)
         batch, graph = self.recorded[key]
         batch.flat.data.copy_(micro_batch.flat.data, non_blocking=True)
         graph.replay()
@@ -48,20 +50,37 @@ class StepGraphs:
             for element, number in zip(tensor, part, strict=True):
                 element.fill_(number)
 
-    def _record(self, micro_batch, chunk_tokens):
-        """(the batch that the graph reads, the graph). A first run compiles kernels and sets up libraries."""
+    def record_update(self, optimizer):
+        """Record the update of an optimizer that obeys its scale, for `update`, if that is not done yet."""
+        if self.recorded_update is None:
+            scale = torch.zeros((), device=self.model.device)  # 0: the first run changes nothing
+            self.recorded_update = scale, self._record(optimizer.apply, scale)
+
+    def update(self, scale):
+        """Replay the optimizer's `apply`."""
+        own_scale, graph = self.recorded_update
+        own_scale.copy_(scale)
+        graph.replay()
+
+    def _record_gradients(self, micro_batch, chunk_tokens):
+        """(the batch that the graph reads, the graph)."""
         batch = micro_batch.to(self.model.device)
+        graph = self._record(self._run, batch, chunk_tokens)
+        self.model.zero_grad()
+        return batch, graph
+
+    def _record(self, work, *args):
+        """CUDA graph of `work(*args)`. A first run compiles kernels and sets up libraries."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self._run(batch, chunk_tokens)
+            work(*args)
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         # capture empties the allocator's cache first; thread_local: other threads may use the device meanwhile
         with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
-            self._run(batch, chunk_tokens)
+            work(*args)
         self.pool = graph.pool()
-        self.model.zero_grad()
-        return batch, graph
+        return graph
 
     def _run(self, batch, chunk_tokens):
         weighted_loss(self.model, self.objective, batch, chunk_tokens, self.scales).backward()

@@ -8,6 +8,7 @@ import torch
 
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
+from model.train.optim import obeys_scale
 from model.train.weighted_loss import weighted_loss
 
 
@@ -25,7 +26,7 @@ class Attempt:
     micro_batches: int = 0
     data_wait_seconds: float = 0.0
     shards: tuple = ()  # with exact=True, the gradient of each of this rank's shards
-    norms: torch.Tensor | None = None  # of this rank's gradient or shards; before the vote: nothing may fail after it
+    norms: torch.Tensor | None = None  # as `_norms` gives them; before the vote: nothing may fail after it
 
 
 def attempt_gradients(context, plan, work, packed=None):
@@ -47,9 +48,18 @@ def _gradients(context, plan, work, packed):
         model.key_dropout(context.loader.schedule.seed, work.step)
     shares = tuple(_share_gradients(context, plan, work, packed, place) for place in range(len(packed.shares)))
     shards = shares if context.loader.exact else ()
-    norms = torch.stack([shard.norm() for shard in shards] or [model.flat.gradients_and_sums.norm()])
+    norms = _norms(context, shards)
+    if context.graphs and obeys_scale(context.optimizer):
+        context.graphs.record_update(context.optimizer)  # here, because memory may run out
     fault_injection.fire("reduce", work.step)
     return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards, norms)
+
+
+def _norms(context, shards):
+    """Norms of this rank's shards, or (1,) of its gradient; None for a rank alone, whose gradient is the sum."""
+    if context.ranks.world_size == 1 and not shards:
+        return None
+    return torch.stack([x.norm() for x in shards or (context.model.flat.gradients_and_sums,)])
 
 
 def _share_gradients(context, plan, work, packed, place):

@@ -6,7 +6,6 @@ finite, and the weights updated. When any rank runs out of memory, all ranks com
 loss, same gradient.
 """
 
-import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,19 +16,13 @@ from config import TrainConfig
 from model.memory.oom_policy import PlanRecovery, plans_to_try, shrink_plan
 from model.memory.plan import MemoryPlan
 from model.nn.base import LanguageModel
-from model.runtime import fault_injection
-from model.runtime.device_memory import within_memory
-from model.runtime.distributed import Ranks, sum_over_ranks, vote
+from model.runtime.distributed import Ranks, vote
 from model.runtime.watchdog import stop_asked
+from model.train.commit import FINITE_TRIES, NOT_FINITE, try_commit
 from model.train.cuda_graphs import StepGraphs
-from model.train.fixed_shards import add_in_order
 from model.train.gradients import Attempt, Outcome, attempt_gradients
 from model.train.loader import Loader
-from model.train.optim import update
 from model.train.spike_guard import MAX_SKIPPED_STEPS, WINDOW, TooManySkipped, spike_limit, too_many_skipped
-
-FINITE_TRIES = 2  # attempts at a step whose numbers are not finite, before it is skipped
-NOT_FINITE = f"numbers that were not finite {FINITE_TRIES} times"
 
 
 class TornUpdate(RuntimeError):
@@ -49,16 +42,6 @@ class AgreedAttempt:
     events: tuple  # (kind, values) journal lines of the failures before it
     stop: bool  # any rank was asked to stop
     clock_seconds: int  # the latest clock of any rank, the same on all
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """How a step's update ended."""
-
-    grad_norm: torch.Tensor  # before clipping; on the device
-    skipped: str = ""  # why the weights were left unchanged; "": they were updated
-    rank: int | None = None  # the rank with numbers that are not finite; None: only the sum over ranks is not finite
-    torn: bool = False  # memory ran out on this rank after weights may have been written
 
 
 @dataclass(frozen=True)
@@ -184,7 +167,7 @@ def _until_finite(context, plan, work, packed, torn, recent_norms):
     limit, events = spike_limit(recent_norms, context.options.spike_guard), []
     for _ in range(FINITE_TRIES):
         agreed = _until_agreed(context, plan, work, packed, torn)
-        updated = _try_update(context, agreed.attempt, work, limit)
+        updated = try_commit(context, agreed.attempt, work, limit)
         events += agreed.events
         if updated.skipped != NOT_FINITE:
             break
@@ -239,33 +222,3 @@ def confirm(ranks, result):
     (failed,) = vote(ranks, (ranks.rank + 1) * result.torn)
     if failed:
         raise TornUpdate(result.position.step, failed - 1)
-
-
-def _try_update(context, attempt, work, norm_limit):
-    """The UpdateResult of `_reduce_and_update`; torn=True if memory ran out in it."""
-    _, updated = within_memory(_reduce_and_update, context, attempt, work, norm_limit)
-    return updated or UpdateResult(torch.full_like(context.model.flat.sums[0], torch.nan), torn=True)
-
-
-def _reduce_and_update(context, attempt, work, norm_limit):
-    """Reduce the gradients, clip them and update the weights.
-
-    If the loss or the gradient is not finite, or its norm exceeds `norm_limit`, all ranks leave weights and optimizer
-    unchanged.
-    """
-    ranks, flat, options = context.ranks, context.model.flat, context.options
-    if options.exact:
-        add_in_order(ranks, attempt.shards, flat.gradients_and_sums)
-    else:
-        sum_over_ranks(ranks, flat.gradients_and_sums)
-    norm, metrics = flat.gradients.norm(), flat.sums.sum()
-    if not math.isfinite(norm + metrics):  # the step's only wait for the device; the sums are the same on all ranks
-        (last,) = vote(ranks, (ranks.rank + 1) * bool(~attempt.norms.isfinite().all()))
-        return UpdateResult(norm, NOT_FINITE, last - 1 if last else None)
-    if norm_limit < math.inf and vote(ranks, bool(norm > norm_limit))[0]:
-        return UpdateResult(norm, f"a gradient norm above {norm_limit:.3g}, {options.spike_guard} times the median")
-    scale = (options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if options.max_grad_norm else torch.ones_like(norm)
-    fault_injection.fire("optimizer", work.step)
-    update(context.optimizer, flat.gradients, work.learn_rate, scale)
-    fault_injection.fire("update", work.step)
-    return UpdateResult(norm)

@@ -13,7 +13,8 @@ from model.nn.t5.network import TextToTextModel
 from model.runtime.device_memory import release_memory
 from model.train.cuda_graphs import StepGraphs
 from model.train.objectives.pairs import Pairs
-from tests.parts import farthest, gradients_of
+from model.train.optim import count_steps, make_optimizer, update
+from tests.parts import farthest, gradients_of, make_config
 
 SHAPE = T5ModelConfig(
     d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=2, num_decoder_layers=2, vocab_size=500
@@ -47,6 +48,31 @@ def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpo
         torch.testing.assert_close(recorded_sums, parts * torch.tensor([0.25, 0.5], device="cuda"), rtol=1e-3, atol=0)
         assert farthest(recorded, gradients_of(model)) < 1e-2
     assert len(graphs.recorded) == 1
+
+
+def weights_after_updates(name, is_recorded):
+    """The weights and the averages or momenta after three updates, the second of which has a scale that is NaN."""
+    model = TextToTextModel(SHAPE, 0.0, torch.bfloat16).initialise(0).to("cuda")
+    optimizer, graphs = make_optimizer(model, make_config(optimizer=name)), StepGraphs(model, Pairs())
+    generator = torch.Generator("cuda").manual_seed(0)
+    for rate, scale in ((0.01, 0.5), (0.01, float("nan")), (0.02, 0.25)):
+        model.flat.gradients.normal_(generator=generator)
+        if is_recorded:
+            graphs.record_update(optimizer)
+        scale = torch.tensor(scale, device="cuda")
+        update(optimizer, model.flat.gradients, rate, scale, graphs.update if is_recorded else None)
+        if scale.isnan():
+            count_steps(optimizer)
+    state = [x for fields in optimizer.state.values() for x in fields.values()]
+    return [model.flat.masters, *state]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["muon", "adamw_rms"])
+def test_a_recorded_update_gives_the_bits_of_the_update_itself_and_obeys_its_scale(name):
+    recorded, itself = weights_after_updates(name, True), weights_after_updates(name, False)
+    assert all(torch.equal(one, other) for one, other in zip(recorded, itself, strict=True))
+    assert recorded[0].isfinite().all()
 
 
 class AllocateTooMuch(torch.autograd.Function):

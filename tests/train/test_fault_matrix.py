@@ -12,7 +12,7 @@ import torch
 import train_low_mem
 from bench.faults import RANKS, SITES, calm_run, checks, faulty_run, options
 from model.runtime.device_memory import monitor_gpu_memory, release_memory
-from model.train import step
+from model.train import commit
 from tests.tiny import journal, start, train, wait_for
 
 
@@ -31,7 +31,7 @@ def test_promise_4_out_of_memory_at_every_site_on_any_rank_changes_no_bit(home, 
 
 def tear_the_fifth_update(words):
     """`main`; rank 1 runs out of memory in its fifth update, after half of its weights and all its state changed."""
-    update, calls = step.update, []
+    update, calls = commit.update, []
 
     def torn(optimizer, *args):
         calls.append(True)
@@ -44,7 +44,7 @@ def tear_the_fifth_update(words):
                     p.copy_(old)
             raise torch.OutOfMemoryError("CUDA out of memory, in the middle of an update")
 
-    step.update = torn
+    commit.update = torn
     return train_low_mem.main(words)
 
 

@@ -5,9 +5,11 @@ import torch
 
 from model.nn.flat_params import FlatParams
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
-from model.train import optim
+from model.train import muon
+from model.train.adamw_rms import RMSScaledAdamW
 from model.train.dry_run import dry_run_update
-from model.train.optim import Adafactor, RMSScaledAdamW, make_optimizer, orthogonal, update
+from model.train.optim import Adafactor, make_optimizer, update
+from model.train.orthogonal import orthogonal
 from tests.parts import ALONE, batch_of, make_config, make_model
 
 OPTIMIZERS = ["adamw_rms", "adamw", "adafactor", "muon"]
@@ -170,7 +172,7 @@ def test_orthogonal_keeps_the_singular_vectors_and_moves_the_singular_values_nea
 
 def test_muon_gives_the_same_update_whatever_the_size_of_its_batches(monkeypatch, store, tokenizer):
     batched = weights_after(store, tokenizer, "muon", num_steps=3, rate=1e-2)
-    monkeypatch.setattr(optim, "BATCH_NUMBERS", 1)
+    monkeypatch.setattr(muon, "BATCH_NUMBERS", 1)
     one_by_one = weights_after(store, tokenizer, "muon", num_steps=3, rate=1e-2)
     for key in batched:
         torch.testing.assert_close(one_by_one[key], batched[key], rtol=1e-4, atol=1e-6)

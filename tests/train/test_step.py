@@ -1,6 +1,4 @@
-import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,14 +7,12 @@ import torch
 from model.data.sampler import step_at
 from model.memory.plan import MemoryPlan, NothingFits
 from model.runtime import fault_injection
-from model.runtime.distributed import start_ranks, stop_ranks
-from model.train.gradients import Attempt, Outcome
+from model.train import commit, optim
 from model.train.loader import Loader
 from model.train.optim import make_optimizer
 from model.train.spike_guard import MAX_SKIPPED_STEPS
-from model.train.step import NOT_FINITE, Position, _reduce_and_update, train_steps
+from model.train.step import Position, train_steps
 from tests.parts import PLAN, SHAPE, batch_of, context_of, farthest, gradients_of, make_config, make_model, steps_of
-from tests.ranks import run_ranks
 from tests.tiny import SHAPE as TINY
 
 BATCH = 16
@@ -210,23 +206,21 @@ def test_a_step_whose_loss_is_not_finite_once_is_repeated(store, tokenizer, monk
     assert results[1].events == (("not_finite", dict(step=2, rank=0)),)
 
 
-def overflow_in_the_sum():
-    """Two ranks with finite gradients whose sum has an infinite norm; returns 0 if the update is skipped, else 3."""
-    ranks, model = start_ranks("gloo", 60), make_model(100)
-    weights, work = model.flat.masters.clone(), SimpleNamespace(step=1, learn_rate=0.1)
-    model.flat.gradients[0] = 1.5e19
-    attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_sums.norm()[None])
-    optimizer = make_optimizer(model, make_config())
-    context = SimpleNamespace(ranks=ranks, model=model, optimizer=optimizer, options=make_config())
-    updated = _reduce_and_update(context, attempt, work, math.inf)
-    stop_ranks()
-    is_unchanged = torch.equal(weights, model.flat.masters)
-    return 0 if (updated.skipped, updated.rank) == (NOT_FINITE, None) and is_unchanged else 3
+def test_an_update_that_is_queued_before_its_check_is_read_changes_nothing_if_the_check_fails(
+    store, tokenizer, monkeypatch
+):
+    def update_obeying_scale(optimizer, gradients, rate, scale, apply):
+        if scale > 0:
+            optim.update(optimizer, gradients, rate, scale, apply)
+        else:
+            optimizer.next_step()  # the host counts before it knows
 
-
-def test_a_step_whose_sum_overflows_is_skipped_without_naming_a_rank(tmp_path):
-    done = run_ranks(2, overflow_in_the_sum, folder=tmp_path)
-    assert done.codes == [0, 0], done.text
+    expected, _ = run(store, tokenizer)
+    monkeypatch.setattr(commit, "obeys_scale", lambda _: True)
+    monkeypatch.setattr(commit, "update", update_obeying_scale)
+    weights, results = run(store, tokenizer, fault="loss:0:2:nan", monkeypatch=monkeypatch)
+    assert same_bits(weights, expected)
+    assert results[1].events == (("not_finite", dict(step=2, rank=0)),)
 
 
 def test_a_step_whose_loss_is_not_finite_twice_is_skipped_and_the_weights_are_unchanged(store, tokenizer, monkeypatch):

@@ -20,30 +20,34 @@ def sums_of_squares(X, TILES, SUMS, TILE: tl.constexpr, ALIGNMENT: tl.constexpr)
 
 @triton.jit
 def adamw_rms(
-    WEIGHTS, GRADIENTS, AVERAGES, SQUARES, TILES, TENSORS, SIZES, SUMS, RATE, SCALE,
-    beta1, beta2, correction1, root_correction2, epsilon, weight_decay, rms_floor,
+    WEIGHTS, GRADIENTS, AVERAGES, SQUARES, TILES, TENSORS, SIZES, SUMS, RATE, SCALE, CORRECTIONS,
+    beta1, beta2, epsilon, weight_decay, rms_floor,
     TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """RMSScaledAdamW's update of one tile. SUMS (tiles,) holds the sum of squares of each tile of WEIGHTS."""
+    """RMSScaledAdamW's update of one tile. SUMS (tiles,) holds the sum of squares of each tile of WEIGHTS.
+
+    CORRECTIONS (2,) = what AVERAGES and the root of SQUARES are divided by. Nothing is written unless SCALE is above 0.
+    """
     tensor = tl.load(TILES + 3 * tl.program_id(0))
     total, last_tile = 0.0, tl.load(TENSORS + tensor + 1)
     for first_tile in range(tl.load(TENSORS + tensor), last_tile, 1024):
         tiles = first_tile + tl.arange(0, 1024)
         total += tl.sum(tl.load(SUMS + tiles, mask=tiles < last_tile, other=0.0))
-    rate = tl.load(RATE)
+    rate, correction1, root_correction2 = tl.load(RATE), tl.load(CORRECTIONS), tl.load(CORRECTIONS + 1)
     step = rate * tl.maximum(tl.sqrt(total / tl.load(SIZES + tensor)), rms_floor) / correction1
     offsets = tl.multiple_of(tl.load(TILES + 3 * tl.program_id(0) + 1), ALIGNMENT) + tl.arange(0, TILE)
-    is_real = offsets < tl.load(TILES + 3 * tl.program_id(0) + 2)
-    scale = tl.load(SCALE)
+    end, scale = tl.load(TILES + 3 * tl.program_id(0) + 2), tl.load(SCALE)
+    is_real = offsets < end
     gradient = tl.load(GRADIENTS + offsets, mask=is_real, other=0.0) * scale
     average = tl.load(AVERAGES + offsets, mask=is_real, other=0.0)
     average += (gradient - average) * (1 - beta1)
     square = tl.load(SQUARES + offsets, mask=is_real, other=0.0) * beta2 + gradient * gradient * (1 - beta2)
     update = average / (tl.sqrt(square) / root_correction2 + epsilon)
     weight = tl.load(WEIGHTS + offsets, mask=is_real, other=0.0)
-    tl.store(WEIGHTS + offsets, weight * (1 - rate * weight_decay) - step * update, mask=is_real)
-    tl.store(AVERAGES + offsets, average, mask=is_real)
-    tl.store(SQUARES + offsets, square, mask=is_real)
+    is_written = offsets < tl.where(scale > 0, end, 0)
+    tl.store(WEIGHTS + offsets, weight * (1 - rate * weight_decay) - step * update, mask=is_written)
+    tl.store(AVERAGES + offsets, average, mask=is_written)
+    tl.store(SQUARES + offsets, square, mask=is_written)
 
 
 @dataclass(frozen=True)
@@ -70,18 +74,17 @@ def update_tiles(padded_sizes, sizes, device):
     return UpdateTiles(*tensors, torch.tensor(sizes, dtype=torch.float32, device=device), alignment)
 
 
-def update_adamw_rms(
-    weights, gradients, averages, squares, tiles, rate, scale,
-    beta1, beta2, correction1, correction2, epsilon, weight_decay, rms_floor,
-):  # fmt: skip
+def update_adamw_rms(weights, gradients, averages, squares, tiles, on_device, numbers):
     """Update flat tensors in place as RMSScaledAdamW does.
 
-    `rate` and `scale`, a factor of the gradients, are tensors on the device: no value is read on the host.
+    `on_device` are tensors, so that no value is read on the host: the rate, the scale of the gradients (one that is not
+    above 0 changes nothing), and what the averages and the roots of the squares are divided by. `numbers`: both betas,
+    epsilon, the weight decay, and the least RMS of a tensor that a step is proportional to.
     """
     grid, options = (len(tiles.tiles),), dict(TILE=TILE, ALIGNMENT=tiles.alignment, num_warps=8)
     sums = torch.empty(len(tiles.tiles), device=weights.device)
     sums_of_squares[grid](weights, tiles.tiles, sums, **options)
     adamw_rms[grid](
-        weights, gradients, averages, squares, tiles.tiles, tiles.tensors, tiles.sizes, sums, rate, scale,
-        beta1, beta2, correction1, correction2**0.5, epsilon, weight_decay, rms_floor, **options,
+        weights, gradients, averages, squares, tiles.tiles, tiles.tensors, tiles.sizes, sums, *on_device, *numbers,
+        **options,
     )  # fmt: skip

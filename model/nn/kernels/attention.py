@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from model.nn.flat_params import split_qkv
+from model.nn.kernels.sums import add_to_gradient
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); exp2 is a hardware instruction
 
@@ -157,7 +158,7 @@ def attention_backward_keys(
 ):  # fmt: skip
     """GRAD_K and GRAD_V of one tile of keys, summed over the GROUP heads of Q that share them.
 
-    GRAD_BIAS (tiles, heads, buckets) is the tile's part of the bias gradient; with a bias GROUP is 1.
+    GRAD_BIAS (tiles, buckets, heads) is the tile's part of the bias gradient; with a bias GROUP is 1.
     """
     kv_head = tl.program_id(1)
     first, start_q, num_queries, start_k, num_keys = _load_tile(TILES, tl.program_id(0))
@@ -190,8 +191,8 @@ def attention_backward_keys(
     tl.store(GRAD_K + rows * stride_grad_k + columns, grad_k.to(GRAD_K.dtype.element_ty), mask=is_real[:, None])
     tl.store(GRAD_V + rows * stride_grad_v + columns, grad_v.to(GRAD_V.dtype.element_ty), mask=is_real[:, None])
     if HAS_BIAS:
-        slot = tl.program_id(0) * tl.num_programs(1) + kv_head
-        tl.store(GRAD_BIAS + slot * NUM_BUCKETS + bucket_ids, grad_bias)
+        rows = tl.program_id(0) * NUM_BUCKETS + bucket_ids
+        tl.store(GRAD_BIAS + rows * tl.num_programs(1) + kv_head, grad_bias)
 
 
 TILE = 64  # queries or keys per tile
@@ -267,7 +268,7 @@ class _PackedAttention(torch.autograd.Function):
             q.stride(0), k.stride(0), v.stride(0), out.stride(0), len(q), ctx.centre, **ctx.options,
         )  # fmt: skip
         ctx.save_for_backward(out, lse, bias.table, bias.buckets, *qkv)
-        ctx.layout, ctx.heads = layout, (num_heads, num_kv_heads)
+        ctx.layout, ctx.heads, ctx.bias_weight = layout, (num_heads, num_kv_heads), bias_weight
         ctx.num_buckets = 16 if bias_weight is None else len(bias_weight)
         return out
 
@@ -284,10 +285,10 @@ class _PackedAttention(torch.autograd.Function):
             grad_q.stride(0), len(q), centre, **options,
         )  # fmt: skip
         num_tiles = len(layout.key_tiles)
-        grad_bias = None if table is None else torch.empty(num_tiles, heads, ctx.num_buckets, device=q.device)
+        grad_bias = None if table is None else torch.empty(num_tiles, ctx.num_buckets, heads, device=q.device)
         attention_backward_keys[num_tiles, kv_heads](
             q, k, v, grad_out, lse, delta, table, buckets, grad_k, grad_v, grad_bias, layout.key_tiles, *strides,
             grad_k.stride(0), grad_v.stride(0), len(q), centre, NUM_BUCKETS=ctx.num_buckets, **options,
         )  # fmt: skip
-        grad_weight = grad_bias.sum(0).T if ctx.needs_input_grad[1] else None
+        grad_weight = add_to_gradient(ctx.bias_weight, grad_bias) if ctx.needs_input_grad[1] else None
         return None, grad_weight, None, None, None, *grads

@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 
 from model.nn.kernels.dropout import _is_kept, padded_width
+from model.nn.kernels.sums import add_to_gradient
 
-NORM_PROGRAMS = 264  # at most, in backward; each sums the weight's gradient over its share of the rows
+# At most, in backward; each sums the weight's gradient over its share of the rows. Four on each of an H200's 132
+# multiprocessors: with two, too few loads are under way to use its memory's bandwidth.
+NORM_PROGRAMS = 512
 ROWS_AT_ONCE = 4  # rows that a program loads together
 LEAST_WEIGHT = tl.constexpr(1e-30)  # smaller norm weights are clamped, so that backward can divide by the weight
 
@@ -101,22 +104,22 @@ class _AddNorm(torch.autograd.Function):
             x, added, weight, total, normed, rstd, *ctx.keys, *x.shape, epsilon, *ctx.drawn, HAS_ADDED=has_added,
             **ctx.tile,
         )  # fmt: skip
-        ctx.save_for_backward(normed, weight, rstd)
-        ctx.has_added = has_added
+        ctx.save_for_backward(normed, rstd)
+        ctx.weight, ctx.has_added = weight, has_added
         return total, normed
 
     @staticmethod
     def backward(ctx, grad_total, grad_normed):
-        normed, weight, rstd = ctx.saved_tensors
+        (normed, rstd), weight = ctx.saved_tensors, ctx.weight
         grad_x = torch.empty_like(normed)
         grad_added = torch.empty_like(normed) if ctx.tile["HAS_DROPOUT"] else grad_x
         num_programs = min(NORM_PROGRAMS, triton.cdiv(len(normed), ROWS_AT_ONCE))
-        grad_weight = torch.empty(num_programs, len(weight), device=normed.device)
+        parts = torch.empty(num_programs, len(weight), device=normed.device)
         norm_backward[(num_programs,)](
-            normed, weight, rstd, grad_total.contiguous(), grad_normed.contiguous(), grad_x, grad_added, grad_weight,
+            normed, weight, rstd, grad_total.contiguous(), grad_normed.contiguous(), grad_x, grad_added, parts,
             *ctx.keys, *normed.shape, *ctx.drawn, **ctx.tile,
         )  # fmt: skip
-        grad_weight = grad_weight.sum(0) if ctx.needs_input_grad[2] else None
+        grad_weight = add_to_gradient(weight, parts) if ctx.needs_input_grad[2] else None
         return grad_x, grad_added if ctx.has_added else None, grad_weight, None, None
 
 

@@ -12,7 +12,7 @@ from model.nn.activations import activate, gate
 from model.nn.attention import attend, has_kernels, score_mask
 from model.nn.base import LanguageModel
 from model.nn.dropout import NO_DROPOUT, add_dropout, dropout, relu_dropout
-from model.nn.flat_params import embed, linear
+from model.nn.flat_params import embed, linear, relu_linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.t5 import decode
 from model.nn.t5.position_bias import score_bias
@@ -92,6 +92,8 @@ class Dense(nn.Module):
         if self.is_gated:
             both = linear(x, self.wi_0.weight, self.wi_1.weight, masks=masks)
             return dropout(gate(both, self.activation), masks)
+        if self.activation == "relu" and not masks.probability:
+            return relu_linear(x, self.wi.weight, masks)
         inner = self.wi(x, masks)
         if self.activation == "relu":
             return relu_dropout(inner, masks)

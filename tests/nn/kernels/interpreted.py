@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 CODE = """
 import json, os, torch
-from tests.nn.kernels import test_adamw, test_cross_entropy, test_dropout, test_nf4, test_norm, test_rotary
-modules = test_norm, test_cross_entropy, test_adamw, test_dropout, test_rotary, test_nf4
+from tests.nn.kernels import test_adamw, test_cross_entropy, test_dropout, test_muon, test_nf4, test_norm, test_rotary
+modules = test_norm, test_cross_entropy, test_adamw, test_dropout, test_rotary, test_muon, test_nf4
 torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
 print(json.dumps({module.__name__: module.interpreted() for module in modules}))
 """

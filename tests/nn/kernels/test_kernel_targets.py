@@ -22,9 +22,9 @@ SHARED_BYTES = 99 * 1024  # per block on sm_86 and sm_89; sm_80 has 163 KiB
 
 def kernel_names():
     """Names of the kernels that are launched: all Triton functions but their private helpers."""
-    from model.nn.kernels import adamw, attention, cross_entropy, dropout, nf4, norm, rotary
+    from model.nn.kernels import adamw, attention, cross_entropy, dropout, muon, nf4, norm, rotary, sums
 
-    modules = (adamw, attention, cross_entropy, dropout, nf4, norm, rotary)
+    modules = (adamw, attention, cross_entropy, dropout, muon, nf4, norm, rotary, sums)
     functions = {name: f for module in modules for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
@@ -75,6 +75,7 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
         launch_cross_entropy()
         test_nf4.interpreted()
         test_adamw.update_errors("cpu")
+        launch_muon()
     assert kernels.keys() == kernel_names()
     for name, compiled in kernels.items():
         for kernel in compiled:
@@ -86,6 +87,25 @@ def launch_cross_entropy():
     from model.nn.kernels.cross_entropy import cross_entropy_
 
     cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
+
+
+def test_muons_products_compile_for_an_h100_so_that_two_programs_share_a_multiprocessor(monkeypatch):
+    with compiling_for(90, monkeypatch) as kernels:
+        launch_muon()
+    products = kernels["matrix_products"] + kernels["subtract_products"]
+    assert len({kernel.hash for kernel in products}) <= 5, "each takes a second to compile before the first update"
+    assert all("wgmma" in kernel.asm["ptx"] and kernel.metadata.shared <= 113 * 1024 for kernel in products)
+
+
+def launch_muon():
+    from model.nn.kernels.muon import Subtraction, nesterov_directions
+    from model.train.orthogonal import orthogonalise_
+
+    one = torch.ones(())
+    for shape in ((2, 512, 512), (1, 2048, 512), (1, 512, 2048)):
+        weights, directions = torch.zeros(shape), torch.zeros(shape, dtype=torch.bfloat16)
+        _, norms, factors = nesterov_directions(weights, weights, weights, one, one, (0.95, 0.2, 1e-3))
+        orthogonalise_([(directions, norms, Subtraction(weights, factors, one, one, 0.1))])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -1,0 +1,132 @@
+"""Milliseconds of the kernels of a step by tile sizes, warps and stages, on the lengths of bench.corpus.
+
+    python -m bench.tiles [--pairs 256] [--parts attention,norm,cross_entropy]
+
+Prints one JSON line per part and choice: the milliseconds of each kernel of the part in one forward and backward. On a
+CPU, with TRITON_INTERPRET=1, it shows only that the choices run.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from bench.corpus import VOCAB_SIZE, draw_lengths
+from model.nn.attention import make_layout, score_mask
+from model.nn.kernels import attention, cross_entropy, norm
+from model.nn.t5.position_bias import score_bias
+
+HEADS, HEAD_WIDTH, CALLS = 8, 64, 20
+DEVICE, DTYPE, CHUNK_TOKENS = ("cuda", torch.bfloat16, 2048) if torch.cuda.is_available() else ("cpu", torch.float32, 4)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=256)
+    parser.add_argument("--parts", default="attention,norm,cross_entropy")
+    given = parser.parse_args()
+    lengths = draw_lengths(given.pairs, np.random.default_rng(0)).astype(np.int64)
+    parts = dict(attention=attention_choices, norm=norm_choices, cross_entropy=cross_entropy_choices)
+    for part in given.parts.split(","):
+        for choice, call, patches in parts[part](lengths):
+            line = dict(bench="tiles", part=part, pairs=given.pairs, choice=choice)
+            print(json.dumps(line | milliseconds(call, patches)), flush=True)
+
+
+def milliseconds(call, patches):
+    """{kernel: milliseconds} of a call with these patches, or the error it raised."""
+    with mock.patch.multiple(patches.pop("module"), **patches):
+        try:
+            call()
+            call()
+            if DEVICE == "cpu":
+                return {}
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+                for _ in range(CALLS):
+                    call()
+                torch.cuda.synchronize()
+        except Exception as error:  # a choice that the GPU has no room for
+            return dict(error=f"{type(error).__name__}: {str(error)[:200]}")
+    times = defaultdict(float)
+    for event in profiler.events():
+        if event.device_type == DeviceType.CUDA and "elementwise" not in event.name:
+            times[event.name[:40]] += event.time_range.elapsed_us() / 1e3 / CALLS
+    return {name: round(ms, 4) for name, ms in times.items()}
+
+
+def attention_choices(lengths):
+    """The decoder's self-attention with its bias, and cross-attention."""
+    own, other, width = lengths[:, 1], lengths[:, 0], HEADS * HEAD_WIDTH
+    weight = torch.randn(32, HEADS, device=DEVICE, requires_grad=True)
+    layouts = [make_layout(own, keys, DEVICE, kernels=True) for keys in (own, other)]
+    biases = [score_bias(layouts[0], weight, causal=True), score_mask(layouts[1])]
+    qkvs = [random_rows((own.sum(), 3 * width)), random_rows((own.sum(), width), (other.sum(), 2 * width))]
+
+    def call():
+        for qkv, layout, bias in zip(qkvs, layouts, biases, strict=True):
+            out = attention.packed_attention(qkv, layout, bias, HEADS, HEADS)
+            out.backward(out.detach())
+
+    for warps, stages in ((4, 3), (4, 2), (4, 4), (8, 3), (8, 2)):
+        options = dict(num_warps=warps, num_stages=stages)
+        yield str(options), call, dict(module=attention, STAGES={HEAD_WIDTH: options})
+
+
+def norm_choices(lengths):
+    rows = int(lengths[:, 1].sum())
+    (x, added), weight = random_rows((rows, 512), (rows, 512)), torch.ones(512, device=DEVICE, requires_grad=True)
+
+    def call():
+        total, normed = norm.add_norm(x, added, weight, 1e-6)
+        torch.autograd.backward([total, normed], [total.detach(), normed.detach()])
+
+    for programs, at_once in (
+        (norm.NORM_PROGRAMS, norm.ROWS_AT_ONCE),
+        (264, 4),
+        (1024, 4),
+        (512, 2),
+        (1024, 2),
+        (512, 8),
+    ):
+        choice = dict(NORM_PROGRAMS=programs, ROWS_AT_ONCE=at_once)
+        yield str(choice), call, dict(module=norm) | choice
+
+
+def cross_entropy_choices(lengths):
+    width = -(-VOCAB_SIZE // 64) * 64
+    logits, labels = (
+        random_rows((CHUNK_TOKENS, width))[0].detach(),
+        torch.zeros(CHUNK_TOKENS, dtype=torch.long, device=DEVICE),
+    )
+    launch = cross_entropy.cross_entropy
+
+    def call():
+        cross_entropy.cross_entropy_(logits, labels, VOCAB_SIZE, 0.0)
+
+    for columns, warps in ((cross_entropy.COLUMNS, 8), (8192, 8), (8192, 16), (4096, 4), (4096, 16), (2048, 4)):
+        choice = dict(COLUMNS=columns, num_warps=warps)
+        yield str(choice), call, dict(module=cross_entropy, cross_entropy=Launch(launch, choice))
+
+
+class Launch:
+    """A kernel that is launched with other options than its caller's."""
+
+    def __init__(self, kernel, options):
+        self.kernel, self.options = kernel, options
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.kernel[grid](*args, **options | self.options)
+
+
+def random_rows(*shapes):
+    return [torch.randn(*map(int, s), device=DEVICE, dtype=DTYPE).mul_(0.1).requires_grad_() for s in shapes]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The optimizer Muon: orthogonalised momentum for the layers' matrices."""
+
+import math
+from itertools import accumulate, groupby, islice
+
+import torch
+
+from model.memory.estimate import BATCH_NUMBERS
+from model.nn.flat_params import runs_kernels
+from model.train.adamw_rms import RMS_FLOOR, RMSScaledAdamW
+from model.train.orthogonal import is_long, orthogonal, orthogonalise_
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the layers' matrices, RMSScaledAdamW for the other weights.
+
+    The update of a matrix is its orthogonalised momentum, with all singular values near 1 (Jordan et al. 2024,
+    github.com/KellerJordan/Muon), times 0.2 sqrt(longer side), which matches the RMS of Adam's update (Liu et al. 2025,
+    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as in RMSScaledAdamW. Matrices of the same shape are updated
+    as one batch. With `place` (rank, ranks) each rank updates only its own part of the matrices, and all momenta: the
+    ranks then exchange `parts`, the weights of each rank's matrices.
+    """
+
+    def __init__(self, flat, lr, momentum=0.95, weight_decay=0.0, place=(0, 1)):
+        super().__init__(flat.trained, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.rest = RMSScaledAdamW(flat, lr, weight_decay=weight_decay, num_params=flat.num_others)
+        start, sizes = len(self.rest.gradients), flat.trained_sizes[flat.num_others :]
+        self.gradients = flat.gradients[start:]
+        self.weights = flat.masters[start : start + len(self.gradients)]
+        self.momenta = torch.zeros_like(self.gradients)
+        matrices = flat.trained[flat.num_others :]
+        for p, momentum_view in zip(matrices, self.momenta.split(sizes), strict=True):
+            self.state[p] = dict(momentum=momentum_view.view(p.shape))
+        self.state |= self.rest.state
+        self.rank, num_ranks = place
+        shapes = [(owner, p.shape) for owner, p in zip(_owners(sizes, num_ranks), matrices, strict=True)]
+        owned = [
+            (owner, batch) for (owner, shape), same in groupby(shapes) for batch in _batches(len(list(same)), *shape)
+        ]
+        self.owners, self.batches = map(list, zip(*owned, strict=True)) if owned else ([], [])
+        self.groups = _groups(owned)
+        numbers = [sum(math.prod(batch) for other, batch in owned if other == owner) for owner in range(num_ranks)]
+        self.parts = self.weights.split(numbers)
+
+    def step(self, scale=None):
+        """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
+        self.next_step()
+        self.apply(torch.ones_like(self.param_groups[0]["lr"]) if scale is None else scale)
+
+    def next_step(self):
+        """As RMSScaledAdamW.next_step."""
+        self.rest.next_step()
+
+    @torch.no_grad()
+    def apply(self, scale):
+        """As RMSScaledAdamW.apply."""
+        group = self.param_groups[0]
+        self.rest.apply(scale)
+        update = self.update_in_kernels if runs_kernels(self.weights) else self.update_in_passes
+        update(group["lr"], scale, group["momentum"], group["weight_decay"])
+
+    def in_batches(self, *flat):
+        """Tuples of views (B, M, N) of the flat tensors, one tuple for each batch."""
+        sizes = [math.prod(batch) for batch in self.batches]
+        for batch, *parts in zip(self.batches, *(x.split(sizes) for x in flat), strict=True):
+            yield tuple(part.view(batch) for part in parts)
+
+    def update_in_passes(self, rate, scale, momentum, weight_decay):
+        gradients = self.gradients.mul_(scale)
+        self.momenta.mul_(momentum).add_(gradients)
+        nesterov = gradients.add_(self.momenta, alpha=momentum)
+        for owner, (weights, momenta) in zip(self.owners, self.in_batches(self.weights, nesterov), strict=True):
+            if owner == self.rank:
+                self.update_matrices(weights, momenta, rate, weight_decay)
+
+    def update_matrices(self, weights_BMN, momenta_BMN, rate, weight_decay):
+        """Update B matrices of shape (M, N) along their orthogonalised momenta."""
+        _, m, n = weights_BMN.shape
+        rms = weights_BMN.norm(dim=(1, 2)) / (m * n) ** 0.5
+        factors = rms.clamp(min=RMS_FLOOR) * (-0.2 * max(m, n) ** 0.5 * rate)
+        if weight_decay:
+            weights_BMN.mul_(1 - rate * weight_decay)
+        weights_BMN.add_(orthogonal(momenta_BMN) * factors[:, None, None])
+
+    def update_in_kernels(self, rate, scale, momentum, weight_decay):
+        from model.nn.kernels.muon import Subtraction, nesterov_directions
+
+        views = self.in_batches(self.weights, self.gradients, self.momenta)
+        for owner, num_batches in self.groups:
+            parts = []
+            for weights, *gradients_and_momenta in islice(views, num_batches):
+                numbers = (momentum, 0.2 * max(weights.shape[1:]) ** 0.5, RMS_FLOOR)
+                *directions, factors = nesterov_directions(weights, *gradients_and_momenta, rate, scale, numbers)
+                parts.append((*directions, Subtraction(weights, factors, rate, scale, weight_decay)))
+            if owner == self.rank:
+                orthogonalise_(parts)
+
+
+def _batches(num_matrices, m, n):
+    """Shapes (B, m, n) of the batches, almost equal, of at most BATCH_NUMBERS numbers (one matrix may exceed them)."""
+    num_batches = -(-num_matrices // max(BATCH_NUMBERS // (m * n), 1))
+    return [((num_matrices + place) // num_batches, m, n) for place in range(num_batches)]
+
+
+def _groups(owned):
+    """[(owner, number of batches)]: batches, one after the other, that the kernels iterate on together.
+
+    `owned` are (owner, batch); only long batches of one owner and one shorter side go together.
+    """
+    groups, last = [], None
+    for owner, batch in owned:
+        numbers, kind = math.prod(batch), (owner, min(batch[1:])) if is_long(*batch[1:]) else None
+        if kind and last and last[0] == kind and last[1] + numbers <= BATCH_NUMBERS:
+            groups[-1], last = (owner, groups[-1][1] + 1), (kind, last[1] + numbers)
+        else:
+            groups, last = [*groups, (owner, 1)], (kind, numbers)
+    return groups
+
+
+def _owners(sizes, num_ranks):
+    """The rank that updates each matrix, ascending, so that all have about the same number of elements."""
+    ends, total = list(accumulate(sizes)), sum(sizes)
+    return [int((end - size / 2) * num_ranks / total) for end, size in zip(ends, sizes, strict=True)]

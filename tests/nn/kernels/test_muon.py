@@ -1,0 +1,119 @@
+"""Muon's kernels against the plain update: on a CPU in Triton's interpreter, on a GPU as they are."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from model.nn.flat_params import FlatParams
+from model.train import adamw_rms, muon
+from model.train.orthogonal import orthogonal, orthogonalise_
+from tests.nn.kernels.interpreted import interpreted_errors, relative_error
+
+SHAPES = [(140, 140), (270, 130), (130, 270)]  # square, tall, wide; all of more than one tile
+
+
+def make_muon(shapes, device, generator):
+    """Muon over random matrices of these shapes and sizes of numbers, with random gradients and momenta."""
+    starts = [10.0 ** -(i % 4) * torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)]
+    params = [torch.nn.Parameter(start.to(device)) for start in starts]
+    flat = FlatParams([torch.nn.Parameter(torch.ones(5, device=device))], params, [], torch.float32)
+    optimizer = muon.Muon(flat, torch.tensor(0.01, device=device), weight_decay=0.1)
+    for x in (flat.gradients, optimizer.momenta):
+        x.copy_(torch.randn(x.shape, generator=generator))
+    return flat, optimizer
+
+
+def outcome(shapes, device, kernels, scale=0.5):
+    """(change of the weights, momenta) of an update in kernels or in passes."""
+    flat, optimizer = make_muon(shapes, device, torch.Generator().manual_seed(0))
+    before, momenta = flat.masters.clone(), optimizer.momenta
+    is_run = dict(runs_kernels=lambda _: kernels)
+    with mock.patch.multiple(muon, **is_run), mock.patch.multiple(adamw_rms, **is_run):
+        optimizer.step(torch.tensor(scale, device=device))
+    return [x.cpu() for x in (flat.masters - before, momenta)]
+
+
+def update_errors(device, shapes=SHAPES):
+    """Relative errors of the change of the weights and of the momenta of an update, against the plain path."""
+    outcomes = outcome(shapes, device, True), outcome(shapes, "cpu", False)
+    return [relative_error(*pair) for pair in zip(*outcomes, strict=True)]
+
+
+def is_unchanged(device):
+    """True if an update whose scale is not a number leaves weights and momenta as they were."""
+    _, fresh = make_muon([(24, 40)], device, torch.Generator().manual_seed(0))
+    change, momenta = outcome([(24, 40)], device, True, scale=float("nan"))
+    return bool((change == 0).all() and (momenta == fresh.momenta.cpu()).all())
+
+
+def zeros():
+    """What the kernels make of a matrix of zeros: its largest number."""
+    batch = torch.randn(2, 20, 70)
+    batch[0] = 0
+    (direction,) = orthogonalise_([(batch.clone(), 1 / (batch.norm(dim=(1, 2)) + 1e-12), None)])
+    return direction[0].abs().max().item()
+
+
+def matrix_with(values, shape, generator):
+    """A matrix with these singular values and random singular vectors."""
+    left, _, right = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    return left * values @ right
+
+
+def largest_value():
+    """Of the direction of a long ill-conditioned matrix in float16, since the interpreter has no bf16 products."""
+    x = matrix_with(1 / torch.arange(1, 129), (128, 320), torch.Generator().manual_seed(0))
+    (direction,) = orthogonalise_([(x.half()[None], 1 / x.norm()[None], None)])
+    return torch.linalg.matrix_norm(direction[0].float(), 2).item()
+
+
+def interpreted():
+    return [*update_errors("cpu"), is_unchanged("cpu"), zeros(), largest_value()]
+
+
+def test_the_interpreted_muon_update_gives_the_same_as_pytorch():
+    weights, momenta, unchanged, of_zeros, largest = interpreted_errors()["tests.nn.kernels.test_muon"]
+    assert weights < 1e-4 and momenta < 1e-6
+    assert unchanged
+    assert of_zeros == 0
+    assert largest < 1.25, "rounding makes the iteration on an ill-conditioned Gram matrix diverge"
+
+
+@pytest.mark.gpu
+def test_the_muon_update_on_a_gpu_gives_the_same_as_pytorch():
+    weights, momenta = update_errors("cuda", [*SHAPES, (512, 512), (768, 768), (2048, 512), (512, 2048)])
+    assert weights < 0.05, "directions are in bf16"
+    assert momenta < 1e-5
+    assert is_unchanged("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(512, 512), (1024, 512), (512, 2048)])
+def test_the_temporaries_of_an_update_on_a_gpu_take_8_bytes_per_element_of_a_batch(shape):
+    batch = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for _ in range(8)]
+    other = torch.nn.Parameter(torch.ones(5, device="cuda"))
+    optimizer = muon.Muon(FlatParams([other], batch, [], torch.float32), torch.tensor(0.01, device="cuda"))
+    numbers = optimizer.param_groups[0]["lr"], torch.ones((), device="cuda"), 0.95, 0.0
+    optimizer.update_in_kernels(*numbers)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.update_in_kernels(*numbers)
+    assert torch.cuda.max_memory_allocated() - before <= 8.02 * optimizer.weights.numel(), "optimizer_bytes counts 8"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(512, 512), (2048, 512), (512, 2048)])
+def test_on_a_gpu_the_singular_values_of_an_ill_conditioned_matrix_are_those_of_the_plain_path(shape):
+    generator, rank = torch.Generator().manual_seed(0), min(shape)
+    spectra = (
+        torch.ones(rank),
+        torch.logspace(0, -4, rank),
+        1.0 * (torch.arange(rank) < 16),
+        1 / torch.arange(1, rank + 1),
+    )
+    batch = torch.stack([matrix_with(values, shape, generator) for values in spectra]).cuda()
+    (ours,) = orthogonalise_([(batch.bfloat16(), 1 / batch.norm(dim=(1, 2)), None)])
+    ours, plain = (torch.linalg.svdvals(x.float()) for x in (ours, orthogonal(batch)))
+    assert (ours - plain).abs().max() < 0.1
+    assert (ours - plain).abs().mean() < 0.03

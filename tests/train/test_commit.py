@@ -1,0 +1,59 @@
+"""The end of a step between two real ranks: sums that overflow, and an update whose work is shared."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+
+from model.runtime import fault_injection
+from model.runtime.distributed import agree, start_ranks, stop_ranks
+from model.train.commit import NOT_FINITE, reduce_and_update
+from model.train.gradients import Attempt, Outcome
+from model.train.optim import make_optimizer
+from tests.parts import make_config, make_model
+from tests.ranks import run_ranks
+
+
+def overflow_in_the_sum():
+    """Two ranks with finite gradients whose sum has an infinite norm; returns 0 if the update is skipped, else 3."""
+    ranks, model = start_ranks("gloo", 60), make_model(100)
+    weights, work = model.flat.masters.clone(), SimpleNamespace(step=1, learn_rate=0.1)
+    model.flat.gradients[0] = 1.5e19
+    attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_sums.norm()[None])
+    optimizer = make_optimizer(model, make_config())
+    context = SimpleNamespace(ranks=ranks, model=model, optimizer=optimizer, options=make_config())
+    updated = reduce_and_update(context, attempt, work, math.inf)
+    stop_ranks()
+    is_unchanged = torch.equal(weights, model.flat.masters)
+    return 0 if (updated.skipped, updated.rank) == (NOT_FINITE, None) and is_unchanged else 3
+
+
+def test_a_step_whose_sum_overflows_is_skipped_without_naming_a_rank(tmp_path):
+    done = run_ranks(2, overflow_in_the_sum, folder=tmp_path)
+    assert done.codes == [0, 0], done.text
+
+
+def shared_update():
+    """Two ranks that share Muon's update, the second time out of memory on rank 1; 0 if all is as it should be."""
+    ranks, work = start_ranks("gloo", 60), SimpleNamespace(step=1, learn_rate=0.1)
+    config, outcomes = make_config(optimizer="muon", share_update=True), []
+    for place in ((0, 1), (ranks.rank, 2)):
+        model = make_model(100)
+        optimizer = make_optimizer(model, config, place)
+        context = SimpleNamespace(ranks=ranks, model=model, optimizer=optimizer, options=config, graphs=None)
+        for seed in (0, 1):
+            model.flat.gradients.copy_(torch.randn(model.flat.gradients.shape, generator=torch.manual_seed(seed)))
+            reduce_and_update(context, Attempt(Outcome.OK), work, math.inf)
+        outcomes.append(model.flat.masters.clone())
+    expected, ours = outcomes
+    agree(ranks, "weights", ours.tolist())
+    fault_injection._faults = fault_injection.parse_faults("update:1:1:oom")
+    torn = reduce_and_update(context, Attempt(Outcome.OK), work, math.inf).torn
+    stop_ranks()
+    is_close = (expected - ours).abs().max() < 1e-5 * expected.abs().max()
+    return 0 if is_close and torn == (ranks.rank == 1) and len(optimizer.parts) == 2 else 3
+
+
+def test_ranks_that_share_muons_update_have_equal_weights_and_none_waits_for_one_out_of_memory(tmp_path):
+    done = run_ranks(2, shared_update, folder=tmp_path)
+    assert done.codes == [0, 0], done.text
