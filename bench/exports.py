@@ -46,9 +46,10 @@ def with_transformers(model, tokenizer, texts, least, most):
     return [[token for token in row[1:].tolist() if token not in ends] for row in rows]
 
 
-def with_ctranslate2(model, tokenizer, texts, least, most):
+def with_ctranslate2(model, ngram, tokenizer, texts, least, most):
     rows = [tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) for text in texts]
-    results = model.translate_batch(rows, beam_size=1, min_decoding_length=least, max_decoding_length=most)
+    lengths = dict(min_decoding_length=least, max_decoding_length=most)
+    results = model.translate_batch(rows, beam_size=1, no_repeat_ngram_size=ngram, **lengths)
     return [tokenizer.convert_tokens_to_ids(result.hypotheses[0]) for result in results]
 
 
@@ -78,7 +79,8 @@ def main():
         fast = ctranslate2.Translator(str(Path(folder, "int8")), device="cpu", intra_threads=options.threads)
         pairs = read_pairs(options.prompts) if options.prompts else ((PROBE[n : n + 20], "") for n in range(10**6))
         texts = sorted((prompt for (prompt, _), _ in zip(pairs, range(options.num_prompts), strict=False)), key=len)
-        ways = partial(with_transformers, model, tokenizer), partial(with_ctranslate2, fast, tokenizer)
+        ngram = model.generation_config.no_repeat_ngram_size or 0
+        ways = partial(with_transformers, model, tokenizer), partial(with_ctranslate2, fast, ngram, tokenizer)
         for batch in (1, 16):
             slow, quick = (speed(way, texts, batch, options.new_tokens) for way in ways)
             figures = f"transformers float32 {slow:,.0f} tokens/s, CTranslate2 int8 {quick:,.0f}: {quick / slow:.1f} x"

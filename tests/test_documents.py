@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from config import FLAGS, TrainConfig, load_config, preset_name
+from config import TrainConfig, load_config
+from model.commands.options import FLAGS, preset_name
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = ROOT / "docs" / "guide"

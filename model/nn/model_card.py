@@ -39,9 +39,10 @@ def _card(facts, model_type, library, use):
     return "\n\n".join([*parts, use, _LIMITS]) + "\n"
 
 
-def ctranslate2_card(card: str, quantization: str, is_encoder_decoder: bool) -> str:
+def ctranslate2_card(card: str, quantization: str, is_encoder_decoder: bool, no_repeat_ngram_size: int = 0) -> str:
     """The text of a model card with the use of the model's form for CTranslate2 in place of that with transformers."""
-    use = (_USE_TRANSLATOR if is_encoder_decoder else _USE_GENERATOR).format(quantization=quantization)
+    use = _USE_TRANSLATOR if is_encoder_decoder else _USE_GENERATOR
+    use = use.format(quantization=quantization, no_repeat_ngram_size=no_repeat_ngram_size)
     others = re.sub(r"^## Use\n.*?(?=^## |\Z)", "", card, flags=re.DOTALL | re.MULTILINE)
     others = others.replace("library_name: transformers", "library_name: ctranslate2", 1)
     return f"{others.rstrip()}\n\n{use}\n"
@@ -133,7 +134,9 @@ directory = "."  # this file's directory
 tokenizer = AutoTokenizer.from_pretrained(directory)
 model = ctranslate2.Translator(directory, device="cpu")
 ids = tokenizer.apply_chat_template([{{"role": "user", "content": "你好"}}], return_dict=False)
-result = model.translate_batch([tokenizer.convert_ids_to_tokens(ids)], beam_size=1, max_decoding_length=64)
+tokens = tokenizer.convert_ids_to_tokens(ids)
+settings = dict(no_repeat_ngram_size={no_repeat_ngram_size}, max_decoding_length=64)
+result = model.translate_batch([tokens], beam_size=1, **settings)
 print(tokenizer.decode(tokenizer.convert_tokens_to_ids(result[0].hypotheses[0]), skip_special_tokens=True))
 ```"""
 _USE_GENERATOR = """\
@@ -151,7 +154,8 @@ model = ctranslate2.Generator(directory, device="cpu")
 messages = [{{"role": "user", "content": "你好"}}]
 ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 tokens = tokenizer.convert_ids_to_tokens(ids)
-result = model.generate_batch([tokens], max_length=64, sampling_topk=1, include_prompt_in_result=False)
+settings = dict(no_repeat_ngram_size={no_repeat_ngram_size}, max_length=64)
+result = model.generate_batch([tokens], sampling_topk=1, include_prompt_in_result=False, **settings)
 print(tokenizer.decode(result[0].sequences_ids[0], skip_special_tokens=True))
 ```"""
 _LIMITS = """\

@@ -47,7 +47,10 @@ def to_ctranslate2(source: str | Path, target: str | Path, quantization: str = "
             raise ValueError(refusal) from None
         copy_tokenizer(source, draft)
         text = _card_of(source) or f"# {source.name}\n"
-        card = ctranslate2_card(text, quantization, bool(values.get("is_encoder_decoder")))
+        settings = source / GENERATION_FILE  # CTranslate2 reads no such file, so the card says it
+        size = (read_object(settings) if settings.is_file() else {}).get("no_repeat_ngram_size")
+        size = size if type(size) is int else 0
+        card = ctranslate2_card(text, quantization, bool(values.get("is_encoder_decoder")), size)
         (draft / CARD_FILE).write_text(card, encoding="utf-8")
 
 

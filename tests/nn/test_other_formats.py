@@ -15,7 +15,7 @@ from model.nn.qwen.huggingface import as_hugging_face as as_decoder
 from model.nn.qwen.network import QwenModel
 from model.nn.qwen.sizes import QwenModelConfig
 from model.nn.registry import family_of
-from model.nn.weights_io import add_tokenizer, export_model
+from model.nn.weights_io import add_tokenizer, add_values, export_model
 from tests.knowing import PAIRS, write_knowing_model
 from tests.nn.qwen.test_network import SIZES
 from tests.nn.qwen.test_network import VARIANTS as VARIANTS_OF_QWEN
@@ -114,8 +114,10 @@ def test_what_ctranslate2_does_not_convert_is_refused_with_the_other_way(knowing
 
 
 def test_the_snippet_of_the_card_answers(knowing, tmp_path, monkeypatch, capsys):
+    add_values(knowing / "generation_config.json", dict(no_repeat_ngram_size=7))
     to_ctranslate2(knowing, tmp_path / "fast")
     monkeypatch.chdir(tmp_path / "fast")
     card = (tmp_path / "fast" / "README.md").read_text(encoding="utf-8")
+    assert "no_repeat_ngram_size=7" in card
     exec(re.search(r"```python\n(.*?)```", card, re.DOTALL).group(1), {})
     assert capsys.readouterr().out.strip() == PAIRS["你好"]
