@@ -21,7 +21,7 @@ import torch
 
 from model.run.checkpoint import checkpoint_paths
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
-from tests.trials import WITH_KERNELS, adapter_options, tell, write_section
+from tests.trials import WITH_KERNELS, adapter_options, add_adapter_options, tell, write_section
 
 STEPS = 12
 SITES = dict(
@@ -33,7 +33,7 @@ HANG_SECONDS = 60
 
 def options(world, adapter):
     """Options of a run of STEPS steps in which every rank has several micro-batches per step."""
-    batch = 4 * world
+    batch = max(4 * world, 8)  # so that an epoch has 6 steps at most
     steps_per_epoch = -(-NUM_PAIRS // batch)
     kernels = WITH_KERNELS if torch.cuda.device_count() else dict(dropout=0.1)
     return kernels | dict(
@@ -112,13 +112,13 @@ def main():
     parser.add_argument("--out", help="file for the JSON lines")
     parser.add_argument("--ranks", default=",".join(RANKS), help="that fail")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of errors")
-    parser.add_argument("--lora_rank", type=int, default=0, help="above 0: the runs train an adapter")
+    add_adapter_options(parser)
     given = parser.parse_args()
     records = []
     with tempfile.TemporaryDirectory() as folder:
         home = furnish(Path(folder))
         model = WITH_KERNELS["model"] if torch.cuda.device_count() else "shape.json"
-        adapter = adapter_options(home, given.lora_rank, model)
+        adapter = adapter_options(home, given, model)
         for world in map(int, given.worlds.split(",")):
             calm = calm_run(home, world, adapter)
             for rank in given.ranks.split(","):
@@ -129,9 +129,10 @@ def main():
         [*(r[name] for name in ("world", "rank", "kind")), len(r["sites"]), r.get("seconds", "–"), verdict(r)]
         for r in records
     ]
-    where = ("NCCL" if torch.cuda.device_count() else "Gloo") + ", an adapter" * bool(given.lora_rank)
+    adapted = f", an adapter, base_precision={given.base_precision}" if given.lora_rank else ""
+    where = ("NCCL" if torch.cuda.device_count() else "Gloo") + adapted
     note = f"`python -m bench.faults --worlds {given.worlds}`: each run fails once at each of {', '.join(SITES)}."
-    section = "matrix_" + where.lower().replace(", an ", "_")
+    section = "matrix_" + where.lower().replace(", ", "_").replace(" ", "_")
     header = ["processes", "on rank", "error", "times", "seconds over the undisturbed run", "passed"]
     write_section(section, f"Out of memory at every site ({where})", header, rows, note)
     return 1 if any(record["wrong"] for record in records) else 0

@@ -74,13 +74,21 @@ class Disturbed:
         return f"{', '.join(wrong)}\n{done.text[-2000:]}" if wrong else ""
 
 
-def adapter_options(home, lora_rank, model="shape.json"):
-    """Options of a run that trains an adapter, on a base that is trained here first; none for a rank of 0."""
+def add_adapter_options(parser):
+    """Add the options of a harness whose runs may train an adapter."""
+    parser.add_argument("--lora_rank", type=int, default=0, help="above 0: the runs train an adapter")
+    parser.add_argument("--base_precision", default="auto", help="of its base: auto, nf4")
+
+
+def adapter_options(home, given, model="shape.json"):
+    """Options of a run that trains an adapter, on a base that is trained here first; none if `given` has no rank."""
+    lora_rank = given.lora_rank
     if not lora_rank:
         return {}
     done = train(home, output_dir="base", model=model, epochs=1, seconds=600)
     assert done.codes == [0], done.text
-    return dict(finetune_from_ckp_file="base", lora_rank=lora_rank, lora_dropout=0.1, learn_rate=5e-3)
+    adapter = dict(lora_rank=lora_rank, lora_dropout=0.1, learn_rate=5e-3, base_precision=given.base_precision)
+    return dict(finetune_from_ckp_file="base") | adapter
 
 
 def sleepy_main(words):
