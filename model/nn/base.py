@@ -87,7 +87,8 @@ class LanguageModel(nn.Module):
         known = {id(p) for p in matrices}
         others = [p for p in self.parameters() if id(p) not in known]
         packs = self.lora is not None and self.lora.base_precision == "nf4"
-        self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype, packs)
+        biases = [layer.bias for _, layer in layers if layer.bias is not None]
+        self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype, packs, biases)
         self.step_key = torch.zeros(2, dtype=torch.int32, device=self.device)
 
     @torch.no_grad()

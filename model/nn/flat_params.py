@@ -22,13 +22,13 @@ class FlatParams:
 
     Each parameter gets `.grad` (None if it is frozen) and `.copy`, its value in the compute dtype as of the last
     `refresh`. The rows of `tables`, which are among `others`, are padded with zeros. Masters and gradients share one
-    order: `others` before the layers' `matrices`, which are sorted by shape. Frozen tables and matrices are held in the
-    compute dtype, other frozen weights in float32. With `packs` a frozen matrix is a shape without memory, and has
-    NF4's codes in `.packed` instead of a `.copy`. `sums`, an objective's metrics, follow the gradients, so that one
-    all-reduce covers both.
+    order: `others` before the layers' `matrices`, which are sorted by shape. Frozen tables, matrices and `biases`, which
+    are among `others`, are held in the compute dtype, other frozen weights in float32. With `packs` a frozen matrix is
+    a shape without memory, and has NF4's codes in `.packed` instead of a `.copy`. `sums`, an objective's metrics,
+    follow the gradients, so that one all-reduce covers both.
     """
 
-    def __init__(self, others, matrices, tables, compute_dtype, packs=False):
+    def __init__(self, others, matrices, tables, compute_dtype, packs=False, biases=()):
         tables = {id(p) for p in tables}
         params = [*others, *sorted(matrices, key=lambda p: p.shape)]
         self.trained = [p for p in params if p.requires_grad]
@@ -45,7 +45,7 @@ class FlatParams:
             p.data, p.copy, p.grad = _view_as(p, master).copy_(p.data), _view_as(p, copy), _view_as(p, gradient)
         frozen = [p for p in params if not p.requires_grad]
         packed = {id(p) for p in frozen if packs} & {id(p) for p in matrices}
-        in_compute_dtype = tables | {id(p) for p in matrices}
+        in_compute_dtype = tables | {id(p) for p in (*matrices, *biases)}
         self.frozen = [
             _hold([p for p in frozen if id(p) in in_compute_dtype - packed], tables, compute_dtype, device),
             _hold([p for p in frozen if id(p) not in in_compute_dtype], tables, torch.float32, device),

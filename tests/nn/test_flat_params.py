@@ -16,7 +16,7 @@ def make_layers(dtype=torch.float32, frozen=()):
     )
     for index in frozen:
         [*weights, *biases][index].requires_grad_(False)
-    return weights, biases, FlatParams(biases, weights, [], dtype)
+    return weights, biases, FlatParams(biases, weights, [], dtype, biases=biases)
 
 
 def test_adjacent_layers_with_biases_act_as_one_layer():
@@ -41,13 +41,14 @@ def test_frozen_weights_get_no_gradient_and_pass_it_on():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_frozen_matrix_is_held_once_in_the_compute_dtype_and_other_frozen_weights_in_float32(dtype):
+def test_a_frozen_layer_is_held_once_in_the_compute_dtype(dtype):
     weights, biases, flat = make_layers(dtype, frozen=(0, 1, 2))
-    assert [w.dtype for w in weights] == [dtype, dtype] and biases[0].dtype == torch.float32
+    assert [p.dtype for p in (*weights, biases[0])] == [dtype] * 3 and biases[1].dtype == torch.float32
     assert len(flat.masters) == len(flat.gradients) == 6, "one bias is trained"
     assert weights[0].copy.data_ptr() == weights[0].data_ptr()
-    assert sum(flat.nbytes for flat in flat.weights) == (60 * dtype.itemsize) + 12 * 4
-    assert linear(torch.randn(3, 5, dtype=dtype), *weights).shape == (3, 12), "they are still adjacent"
+    assert sum(flat.nbytes for flat in flat.weights) == 66 * dtype.itemsize + 6 * 4
+    out = linear(torch.randn(3, 5, dtype=dtype), weights[0], biases=biases[:1])
+    assert out.dtype == dtype and linear(torch.randn(3, 5, dtype=dtype), *weights).shape == (3, 12)
 
 
 def test_a_frozen_encoder_costs_no_master_and_no_gradient(store, tokenizer):

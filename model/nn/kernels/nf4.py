@@ -28,8 +28,9 @@ def dequantize_blocks(
 def dequantize(codes, scales, groups, offsets, levels, steps, out):
     """Write the numbers of adjacent matrices of one shape to `out`, which is returned."""
     num_blocks, matrices = len(scales), len(offsets)
+    # without fused multiply-add, which rounds once where PyTorch rounds twice
     dequantize_blocks[(triton.cdiv(num_blocks, BLOCKS),)](
         codes, scales, groups, offsets, levels, steps, out, num_blocks, num_blocks // matrices, len(groups) // matrices,
-        GROUP=256, BYTES=len(codes) // num_blocks, BLOCKS=BLOCKS,
+        GROUP=256, BYTES=len(codes) // num_blocks, BLOCKS=BLOCKS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
