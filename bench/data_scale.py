@@ -65,7 +65,12 @@ def build_store(directory, num_pairs, pool_tokens=TOKEN_POOL):
             writer.write_batch(pa.record_batch(columns, schema=schema))
     np.save(directory / "lengths.npy", np.concatenate(lengths))
     whole = dict(sha256="", ids_sha256=write_hashes(directory, num_pairs, {}), source=dict(max_seq_len=MAX_SEQ_LEN))
-    meta = dict(rows=num_pairs, empty=0, tokens=[0, 0], cut=[0, 0], turns_left_out=0, ignored="") | whole
+    meta = (
+        dict(
+            rows=num_pairs, rows_of_files=[num_pairs], empty=0, tokens=[0, 0], cut=[0, 0], turns_left_out=0, ignored=""
+        )
+        | whole
+    )
     (directory / "meta.json").write_text(json.dumps(meta))
 
 

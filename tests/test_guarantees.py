@@ -297,9 +297,17 @@ def test_promise_8_no_file_of_a_run_is_a_pickle(home, baseline):
     files = [path for folder in (baseline(2), home / "model_save") for path in folder.rglob("*") if path.is_file()]
     assert {path.name for path in files} >= {"model.safetensors", "optimizer.safetensors", "ids.arrow"}
     for path in files:
-        assert path.suffix in (".json", ".jsonl", ".jinja", ".safetensors", ".arrow", ".npy", ".png", ".lock") or (
-            path.name == "LATEST"
-        ), f"{path} has an unexpected suffix"
+        assert path.suffix in (
+            ".json",
+            ".jsonl",
+            ".jinja",
+            ".md",
+            ".safetensors",
+            ".arrow",
+            ".npy",
+            ".png",
+            ".lock",
+        ) or (path.name == "LATEST"), f"{path} has an unexpected suffix"
         assert not path.read_bytes().startswith((b"\x80", b"PK")), f"{path} looks like a pickle or a zip of pickles"
 
 

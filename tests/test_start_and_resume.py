@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 import train_low_mem
-from model.commands import setup
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import load_tokenizer
+from model.run import export
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.objectives.pairs import Pairs
 from tests.ranks import wait_for
@@ -71,7 +71,7 @@ def test_a_finished_run_without_its_export_writes_it_at_the_next_start(home):
 
 def test_a_run_directory_that_was_moved_or_copied_resumes_where_it_is_now(home):
     done = train(home, 1, "forward:0:2:int", output_dir="exp1", **SHORT)
-    assert done.codes == [0] and "exp1: new run" in done.text, done.text
+    assert done.codes == [0] and "exp1: a new run" in done.text, done.text
     assert "resume with --output_dir=exp1 --is_keep_training=True" in done.text
     (home / "exp1").rename(home / "model_save" / "pretrain")
     done = command(home, "train", "--is_keep_training=auto")
@@ -131,8 +131,8 @@ def test_a_plan_for_a_gpu_is_replaced_on_a_cpu(home):
 
 def main_on_full_disk(directory, words):
     """`main` on a disk that is full for exports named `directory`."""
-    export = setup.try_export
-    setup.try_export = lambda *args: "no room" if args[2].name == directory else export(*args)
+    write = export.try_export
+    export.try_export = lambda *args: "no room" if args[2].name == directory else write(*args)
     return train_low_mem.main(words)
 
 

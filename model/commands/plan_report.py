@@ -112,7 +112,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
     # bytes per token are measured on many pairs: a few would not fill two forward passes of the planned size
     many = Lengths(lengths.tokens, lengths.counts * math.ceil(2 * tokens / (lengths.mean * lengths.counts.sum())))
-    forward_bytes = Estimate(spec, many, MANY_PAIRS).recording_bytes
+    forward_bytes = Estimate(spec, many, MANY_PAIRS).forward_bytes
     slope = (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
     return dict(
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),

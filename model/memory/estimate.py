@@ -158,10 +158,15 @@ class Estimate:
         limits = ((k * micro_batch_tokens + 0.5 - mean) / spread for k in range(1, most + 1))
         return 1 + sum(math.erfc(limit) / 2 for limit in limits)
 
-    def recording_bytes(self, micro_batch_tokens, chunk_tokens, checkpointing):
-        """Bytes that the CUDA graphs of steps of at most `micro_batch_tokens` tokens hold."""
-        moments = self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing)
+    def forward_bytes(self, micro_batch_tokens, chunk_tokens, checkpointing):
+        """Bytes of a forward and backward of at most `micro_batch_tokens` tokens, on top of the fixed bytes."""
+        moments = self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing) | dict(update=0)
         return int(max(moments.values()) * self.spec.constants.reserved)
+
+    def recording_bytes(self, *cutting):
+        """Bytes that the CUDA graphs of steps cut this way, and of their update, hold in one pool."""
+        update_bytes = int(optimizer_bytes(self.spec)[1] * self.spec.constants.reserved)
+        return max(self.forward_bytes(*cutting), update_bytes)
 
     def step_peak(self, *cutting):
         """Peak reserved bytes on the device of a training step cut this way."""

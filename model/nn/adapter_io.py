@@ -207,7 +207,7 @@ def export_adapter(model, tokenizer, directory, generation=None, facts=None):
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         card = adapter_card(facts or CardFacts(), family.name, family.task_type == "SEQ_2_SEQ_LM", lora.base)
-        (draft / CARD_FILE).write_text(card, encoding="utf-8")
+        (draft / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
         add_values(draft / "generation_config.json", _special_ids(family, model.config, tokenizer) | (generation or {}))
         add_tokenizer(family, tokenizer, draft, (generation or {}).get("prefix", ""))
 

@@ -22,10 +22,10 @@ class FlatParams:
 
     Each parameter gets `.grad` (None if it is frozen) and `.copy`, its value in the compute dtype as of the last
     `refresh`. The rows of `tables`, which are among `others`, are padded with zeros. Masters and gradients share one
-    order: `others` before the layers' `matrices`, which are sorted by shape. Frozen tables, matrices and `biases`, which
-    are among `others`, are held in the compute dtype, other frozen weights in float32. With `packs` a frozen matrix is
-    a shape without memory, and has NF4's codes in `.packed` instead of a `.copy`. `sums`, an objective's metrics,
-    follow the gradients, so that one all-reduce covers both.
+    order: `others` before the layers' `matrices`, which are sorted by shape. Frozen tables, matrices and `biases` (also
+    among `others`) are held in the compute dtype, other frozen weights in float32. With `packs` a frozen matrix is a
+    shape without memory, and has NF4's codes in `.packed` instead of a `.copy`. `sums`, an objective's metrics, follow
+    the gradients, so that one all-reduce covers both.
     """
 
     def __init__(self, others, matrices, tables, compute_dtype, packs=False, biases=()):

@@ -47,7 +47,7 @@ def export_model(model, tokenizer, directory, generation=None, facts=None, weigh
         try:
             values = write_model(model, tokenizer, draft, generation, weights_file)
             card = model_card(facts or CardFacts(), values["model_type"], values.get("is_encoder_decoder", False))
-            (draft / CARD_FILE).write_text(card, encoding="utf-8")
+            (draft / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         add_tokenizer(family_of(model.config), tokenizer, draft, (generation or {}).get("prefix", ""))
