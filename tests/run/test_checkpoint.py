@@ -217,4 +217,4 @@ def test_promise_8_no_pickle_is_written_in_a_run_directory(save, tmp_path, model
         else:
             text = path.read_text(encoding="utf-8")
             assert path.suffix in (".json", ".jsonl", ".jinja", ".md") or path.name == "LATEST"
-            assert re.match(r'step_|[{\["]', text)
+            assert re.match(r'step_|---|[{\["]', text)
