@@ -20,7 +20,9 @@ REPLACED_BY = {"epochs": "max_steps", "batch_size_per_gpu": "global_batch_size",
 NOTHING, FOUR_BITS = "", dict(true="base_precision=nf4", false="base_precision=auto")
 DTYPES = dict.fromkeys(("bfloat16", "bf16", "torch.bfloat16"), "mixed_precision=bf16")
 DTYPES |= dict.fromkeys(("float32", "fp32", "torch.float32"), "mixed_precision=no") | dict(auto="mixed_precision=auto")
-ADAMW = "adamw_torch adamw_torch_fused adamw_hf adamw_8bit adamw_bnb_8bit paged_adamw paged_adamw_8bit paged_adamw_32bit"
+ADAMW = (
+    "adamw_torch adamw_torch_fused adamw_hf adamw_8bit adamw_bnb_8bit paged_adamw paged_adamw_8bit paged_adamw_32bit"
+)
 NO_FP16 = "type --bf16, or nothing for bf16 where the GPU has it, else float32"
 # flags whose values have other names: each value's option, NOTHING for what is so anyway, and what to do about others;
 # "" there: they are handed on under the option's name
@@ -56,7 +58,8 @@ VALUES = {
     ("eval_strategy", "evaluation_strategy"),
     (dict(no="validation_file=", epoch="eval_steps=0", steps=NOTHING), "give no, epoch, or steps with --eval_steps=N"),
 ) | dict.fromkeys(
-    ("lora_target_modules", "target_modules", "lora_target"), ({"all-linear": "lora_targets=", "all": "lora_targets="}, "")
+    ("lora_target_modules", "target_modules", "lora_target"),
+    ({"all-linear": "lora_targets=", "all": "lora_targets="}, ""),
 )  # fmt: skip
 OWN = {f.name for f in fields(TrainConfig)} | set(FLAGS)
 LISTS = ("lora_targets", "train_file", "validation_file")

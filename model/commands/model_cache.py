@@ -56,5 +56,5 @@ def _how_to_download(name):
         "  download it, then type the same again:",
         f"    hf download {name}    (HF_HOME or HF_HUB_CACHE says where to; older: huggingface-cli download {name})",
         f"    HF_ENDPOINT=ADDRESS hf download {name}    (from a mirror)",
-        f"    pip install modelscope && modelscope download --model {name} --local_dir {folder}    (then type {folder})",
+        f"    pip install modelscope && modelscope download --model {name} --local_dir {folder}  (then type {folder})",
     ])  # fmt: skip

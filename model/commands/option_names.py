@@ -70,8 +70,8 @@ NEEDLESS = {  # pattern of option names: why they may be left out
     r"trust_remote_code": "no code of a model is ever run",
     r"use_cache": "training keeps no cache of keys and values",
     r"remove_unused_columns|ddp_find_unused_parameters|gradient_checkpointing_kwargs": "it is not needed",
-    r"bnb_4bit_(quant_)?storage(_dtype)?|quant_method|llm_int8_\w+|prepare_model_for_kbit_training": "four bits are kept "
-    "in bytes, and computed without bitsandbytes",
+    r"bnb_4bit_(quant_)?storage(_dtype)?|quant_method|llm_int8_\w+|prepare_model_for_kbit_training": "four bits are "
+    "kept in bytes, and computed without bitsandbytes",
     r"padding(_side)?|num_proc": "examples are packed without padding, and tokenised once for all runs",
     r"cudnn_benchmark|allow_tf32": "the fastest kernels of the device are used",
 }

@@ -13,7 +13,9 @@ NAME, COMMIT = "Qwen/Qwen1.5-7B-Chat", "5f4f5e69ac7f1d508f8369e977de208b4803444b
 def find(name, folder):
     """What find_model prints in a process whose caches are in `folder`."""
     caches = dict(HF_HOME=folder / "hf", MODELSCOPE_CACHE=folder / "ms")
-    env = {key: value for key, value in os.environ.items() if key != "HF_HUB_CACHE"} | {k: str(v) for k, v in caches.items()}
+    env = {key: value for key, value in os.environ.items() if key != "HF_HUB_CACHE"} | {
+        k: str(v) for k, v in caches.items()
+    }
     return subprocess.run([sys.executable, "-c", FIND, name], env=env, capture_output=True, text=True, timeout=60)
 
 
