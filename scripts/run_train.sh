@@ -10,6 +10,8 @@ usage: run_train.sh -t PROFILE [--any_field=value ...]
   stage2_offload   6 to 12 GB: the plan chooses how steps are cut and recorded
   stage3           4 to 6 GB: Adafactor, whose state takes almost no memory
   minimal          below 4 GB: Adafactor and gradient checkpointing
+  lora             an adapter of rank 16 on a frozen model: --finetune_from_ckp_file=DIR says which
+  qlora            the same, with the frozen model in four bits
   --any_field=value  options of train_low_mem.py train; relative paths count from your current directory
 NUM_PROCESSES=2 before the command starts that many processes instead of one for each visible GPU.
 END
@@ -23,6 +25,10 @@ deepspeed) levers=(--gpu_memory_limit_gb=0 --gradient_checkpointing=auto) ;;
 stage2_offload) levers=(--gpu_memory_limit_gb=12 --gradient_checkpointing=auto) ;;
 stage3) levers=(--gpu_memory_limit_gb=6 --gradient_checkpointing=auto "${adafactor[@]}") ;;
 minimal) levers=(--gpu_memory_limit_gb=4 --gradient_checkpointing=True "${adafactor[@]}") ;;
+lora | qlora)
+    levers=(--is_finetune=True --lora_rank=16 --gpu_memory_limit_gb=0 --gradient_checkpointing=auto)
+    [[ $2 == lora ]] || levers+=(--base_precision=nf4)
+    ;;
 *) usage ;;
 esac
 shift 2

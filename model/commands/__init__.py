@@ -2,6 +2,7 @@
 
 options parses the command line and reports all its problems at once, without importing torch.
 option_names maps the option names of other trainers to those here; help_zh is the Chinese help.
+guide_flags reads the command lines of LoRA guides; model_cache finds a model that was downloaded before.
 origin reads the options, checkpoint or weights that a run starts from, adapter its adapter; network makes its network.
 setup makes all that a run needs before its first step: data, tokenizer, model, optimizer, state, plan.
 plan_report is the command plan: what a run would take; length_sample is what it knows of data not yet tokenised.

@@ -41,7 +41,7 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "model": "model_size model_type config_name",
     "tokenizer_dir": "tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path",
     "finetune_from_ckp_file": "model_name_or_path pretrained_model_name_or_path model_path model_file init_from "
-    "from_pretrained checkpoint_path",
+    "from_pretrained checkpoint_path model_name model_id base_model base_model_name_or_path",
     "is_finetune=True": "finetune sft do_sft",
     "is_keep_training=True": "resume resume_from_checkpoint resume_from resume_training continue_training",
     "overwrite=True": "overwrite_output_dir",
@@ -58,22 +58,34 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
 }
 OWN_NAMES = {other: own for own, names in OTHER_NAMES.items() for other in names.split()}
 
+NEEDLESS = {  # pattern of option names: why they may be left out
+    r"(per_device_|per_gpu_)?(eval|test|valid)_batch_size": "it is chosen to fit the memory",
+    r"auto_(find_)?batch(_size)?": "every step is split to fit the memory",
+    r"dataloader_drop_last": "the last step of an epoch may be smaller, and no example is dropped",
+    r"(dataloader|preprocessing)_\w+|num_workers|pin_memory": "a thread always prepares the next step",
+    r"(neat_)?packing|group_by_length|pad_to_max_length": "examples are always packed, without padding",
+    r"attn_implementation|(use_)?flash_attn(ention)?|tf32": "the fastest kernels of the device are used",
+    r"load_best_model_at_end": "best/ always has the best model of the run",
+    r"device_map|low_cpu_mem_usage": "weights are read from the mapped file straight to the device",
+    r"trust_remote_code": "no code of a model is ever run",
+    r"use_cache": "training keeps no cache of keys and values",
+    r"remove_unused_columns|ddp_find_unused_parameters|gradient_checkpointing_kwargs": "it is not needed",
+    r"bnb_4bit_(quant_)?storage(_dtype)?|quant_method|llm_int8_\w+|prepare_model_for_kbit_training": "four bits are "
+    "kept in bytes, and computed without bitsandbytes",
+    r"padding(_side)?|num_proc": "examples are packed without padding, and tokenised once for all runs",
+    r"cudnn_benchmark|allow_tf32": "the fastest kernels of the device are used",
+}
+
 MISSING_OPTIONS = {  # pattern of option names: what to do instead
     r"num_processes|nproc_per_node|num_gpus|n_gpus|world_size": "a launcher starts the processes, as README.md "
     "shows: torchrun or accelerate",
-    r"(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "each GPU holds the whole model: for less memory type "
+    r"(cpu_)?(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "each GPU holds the whole model: for less memory type "
     "--gpu_memory_limit_gb=G, --optimizer=adafactor or --gradient_checkpointing=True; `plan` shows what each saves",
     r"use_(lora|peft)|(use_)?(qlora|peft|adapter)(_\w+)?|finetuning_type|quantization_bit|load_in_[48]bit": "an "
     "adapter is trained with --lora_rank=16, on a base that is held in four bits with --base_precision=nf4",
     r"(eval|evaluation)_strategy|do_eval|evaluate": "type --eval_steps=N, 0 for once per epoch, or --validation_file= "
     "for no evaluation",
     r"save_strategy": "type --save_steps=N and --save_seconds=N",
-    r"(per_device_|per_gpu_)?(eval|test|valid)_batch_size": "it is chosen to fit the memory: leave it out",
-    r"auto_(find_)?batch(_size)?": "every step is split to fit the memory: leave it out",
-    r"(dataloader|preprocessing)_\w+|num_workers|pin_memory": "a thread always prepares the next step: leave it out",
-    r"(neat_)?packing|group_by_length|pad_to_max_length": "examples are always packed, without padding: leave it out",
-    r"attn_implementation|(use_)?flash_attn(ention)?|tf32": "the fastest kernels of the device are used: leave it out",
-    r"load_best_model_at_end": "best/ always has the best model of the run: leave it out",
     r"report_to|run_name|logging_dir|log_dir|wandb(_\w+)?|use_wandb|tensorboard\w*": "all metrics are in "
     "metrics.jsonl in --output_dir",
     r"do_(train|predict|test)|stage|task|mode": "type a command instead: train, plan, test or doctor",
@@ -94,8 +106,15 @@ def unknown_option(name, known):
     own_name = OWN_NAMES.get(name, "")
     if own_name.split("=")[0] in known:
         return f"{message}: did you mean --{own_name}?"
+    if why := why_needless(name):
+        return f"{message}: {why}: leave it out"
     for pattern, instead in MISSING_OPTIONS.items():
         if re.fullmatch(pattern, name):
             return f"{message}: {instead}"
     similar = get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
     return message + (f": did you mean --{similar[0]}?" if similar else "; --help shows all options")
+
+
+def why_needless(name):
+    """Why another trainer's option has nothing to set here; "" if it is no such option."""
+    return next((why for pattern, why in NEEDLESS.items() if re.fullmatch(pattern, name)), "")

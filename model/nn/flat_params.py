@@ -131,13 +131,17 @@ def matrix_of(weights):
     return merge_adjacent([weight.copy for weight in weights])
 
 
+def bias_of(biases):
+    """Adjacent biases in the compute dtype, as one vector; None if there are none."""
+    return merge_adjacent([bias.copy for bias in biases]) if biases else None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, num_weights, *weights_and_biases):
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None)  # a frozen weight needs no x
         ctx.weights, ctx.biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
-        bias = merge_adjacent([b.copy for b in ctx.biases]) if ctx.biases else None
-        return F.linear(x, matrix_of(ctx.weights), bias)
+        return F.linear(x, matrix_of(ctx.weights), bias_of(ctx.biases))
 
     @staticmethod
     def backward(ctx, grad):

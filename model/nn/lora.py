@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from config import MAX_LORA_RANK
 from model.nn.dropout import MAX_SITES, NO_DROPOUT, dropout
-from model.nn.flat_params import add_matmul, matrix_of, merge_adjacent
+from model.nn.flat_params import add_matmul, bias_of, matrix_of, merge_adjacent
 from model.nn.layers import Linear
 
 FACTORS = ("lora_A", "lora_B")
@@ -110,8 +110,7 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(ctx, x, weights, biases, place, masks, *factors):
         ctx.weights, (ctx.places, ctx.scale), ctx.masks = weights, place, masks
         ctx.A, ctx.B = factors[: len(factors) // 2], factors[len(factors) // 2 :]
-        bias = merge_adjacent([b.copy for b in biases]) if biases else None
-        out = F.linear(x, matrix_of(weights), bias)
+        out = F.linear(x, matrix_of(weights), bias_of(biases))
         A = merge_adjacent([a.copy for a in ctx.A])
         scaled = torch.addmm(x.new_empty(()), dropout(x, masks), A.T, beta=0, alpha=ctx.scale)  # s x A^T, (N, G R)
         _by_weight(out, weights, ctx.places).baddbmm_(_by_adapter(scaled, ctx.A), _batch([b.copy for b in ctx.B]).mT)

@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from config import TrainConfig
-from model.commands.option_names import MISSING_OPTIONS, OTHER_NAMES, OWN_NAMES
+from model.commands.option_names import MISSING_OPTIONS, NEEDLESS, OTHER_NAMES, OWN_NAMES
 from model.commands.options import FLAGS, parse_options
 
 
@@ -58,7 +58,7 @@ def test_the_message_for_an_unlike_name_suggests_no_option(typed):
 def test_every_suggested_option_exists():
     known = {f.name for f in fields(TrainConfig)} | set(FLAGS)
     assert not known & OWN_NAMES.keys() and not any(
-        re.fullmatch(pattern, name) for pattern in MISSING_OPTIONS for name in known
+        re.fullmatch(pattern, name) for pattern in (*MISSING_OPTIONS, *NEEDLESS) for name in known
     )
     suggestions = [*OTHER_NAMES, *re.findall(r"--(\w+=?)", " ".join(MISSING_OPTIONS.values()))]
     assert {name.split("=")[0] for name in suggestions} <= known | {"vocab_size", "validation_share"}

@@ -11,7 +11,6 @@ from model.commands.answering import answer_all, load_chat_model, prompt_ids
 from model.data.chat_template import write_chat_template
 from model.data.tokenizer import load_tokenizer
 from model.nn.other_formats import to_bf16, to_ctranslate2
-from model.nn.qwen.huggingface import as_hugging_face as as_decoder
 from model.nn.qwen.network import QwenModel
 from model.nn.qwen.sizes import QwenModelConfig
 from model.nn.registry import family_of
@@ -21,6 +20,7 @@ from tests.nn.qwen.test_network import SIZES
 from tests.nn.qwen.test_network import VARIANTS as VARIANTS_OF_QWEN
 from tests.nn.t5.test_huggingface import VARIANTS
 from tests.parts import SHAPE, make_model
+from tests.stock import as_hugging_face
 
 ctranslate2 = pytest.importorskip("ctranslate2")
 
@@ -81,7 +81,9 @@ def test_ctranslate2_computes_the_variants_as_transformers_does(tmp_path, tokeni
 @pytest.mark.parametrize("variant", ["qwen2 tied, grouped", "qwen3"])
 def test_a_decoder_in_several_files_is_written_in_both_forms(tmp_path, tokenizer, variant):
     config = QwenModelConfig(**SIZES | VARIANTS_OF_QWEN[variant] | dict(vocab_size=tokenizer.vocab_size))
-    as_decoder(QwenModel(config).initialise(1), tokenizer).save_pretrained(tmp_path / "best", max_shard_size="40KB")
+    as_hugging_face(QwenModel(config).initialise(1), tokenizer).save_pretrained(
+        tmp_path / "best", max_shard_size="40KB"
+    )
     add_tokenizer(family_of(config), tokenizer, tmp_path / "best")
     assert len(list((tmp_path / "best").glob("model-*.safetensors"))) > 1
     to_bf16(tmp_path / "best", tmp_path / "half")

@@ -1,0 +1,60 @@
+"""Finds a model by its name on Hugging Face or ModelScope among what was downloaded before. Connects to nothing."""
+
+import os
+import re
+from pathlib import Path
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # ORGANISATION/MODEL, or MODEL alone for old ones
+MARKERS = ("config.json", "adapter_config.json")  # a model's directory has one of them
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def find_model(name: str) -> str:
+    """`name` if it exists, else the directory in which a download of this name lies.
+
+    Raises ValueError if there is none, or if it has no weights: with the places searched and the commands to download.
+    """
+    if Path(name).exists():
+        return name
+    if not HUB_NAME.fullmatch(name):
+        raise ValueError(f"{name}: no such file or directory; a downloaded model is named as ORGANISATION/MODEL")
+    places = [_hugging_face_place(name), *_modelscope_places(name)]
+    found = next((place for place in places if any((place / marker).is_file() for marker in MARKERS)), None)
+    if found is None:
+        where = f"here; no download of it in {', '.join(map(str, places))}"
+        raise ValueError(f"{name}: no such directory {where}\n{_how_to_download(name)}")
+    if not any(path for pattern in WEIGHTS for path in found.glob(pattern)):
+        raise ValueError(f"{name}: its download in {found} has no weights: finish it\n{_how_to_download(name)}")
+    return str(found)
+
+
+def _hugging_face_place(name):
+    """The newest snapshot of a model in the cache of huggingface_hub; without one, where it would be."""
+    from huggingface_hub import try_to_load_from_cache  # takes a quarter of a second
+    from huggingface_hub.constants import HF_HUB_CACHE  # as HF_HUB_CACHE, HF_HOME or XDG_CACHE_HOME set it
+
+    for marker in MARKERS:
+        try:
+            file = try_to_load_from_cache(name, marker)
+        except ValueError:  # no name that the hub accepts
+            break
+        if isinstance(file, str):
+            return Path(file).parent
+    return Path(HF_HUB_CACHE, "models--" + name.replace("/", "--"))
+
+
+def _modelscope_places(name):
+    """The directories in which ModelScope's versions keep a model, which has ___ for a dot there."""
+    cache = os.environ.get("MODELSCOPE_CACHE")
+    hub = Path(cache) if cache else Path.home() / ".cache" / "modelscope" / "hub"
+    return [hub / "models" / name.replace(".", "___"), hub / name.replace(".", "___")]
+
+
+def _how_to_download(name):
+    folder = f"models/{name.rsplit('/', 1)[-1]}"
+    return "\n".join([
+        "  download it, then type the same again:",
+        f"    hf download {name}    (HF_HOME or HF_HUB_CACHE says where to; older: huggingface-cli download {name})",
+        f"    HF_ENDPOINT=ADDRESS hf download {name}    (from a mirror)",
+        f"    pip install modelscope && modelscope download --model {name} --local_dir {folder}  (then type {folder})",
+    ])  # fmt: skip
