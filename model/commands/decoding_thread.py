@@ -34,12 +34,16 @@ class Stream:
         self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
     async def __aiter__(self):
+        """Yield Progress. What has come since the last one is joined: a busy event loop then sends fewer messages."""
         while True:
-            item = await self.queue.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
-            if item.is_finished:
+            items = [await self.queue.get()]
+            while not self.queue.empty():
+                items.append(self.queue.get_nowait())
+            last = items[-1]
+            if isinstance(last, Exception):
+                raise last
+            yield Progress(last.number, [i for item in items for i in item.ids], last.is_finished)
+            if last.is_finished:
                 return
 
 
