@@ -92,8 +92,7 @@ class CausalModel(LanguageModel):
         x = dropout(embed(batch.ids, self.embedding.weight), masks)
         for number, block in enumerate(self.blocks):
             args = (block, x, masks.at(1 + 2 * number), lambda *qkv: attend(qkv, batch.layout, mask, *heads))
-            again = number < self.gradient_checkpointing and torch.is_grad_enabled()
-            x = checkpoint(*args, use_reentrant=False) if again else args[0](*args[1:])
+            x = checkpoint(*args, use_reentrant=False) if self.recomputes(number) else args[0](*args[1:])
         return self.norm(x, None)[1][batch.rows], batch.labels
 
     @torch.no_grad()
@@ -125,10 +124,6 @@ class CausalModel(LanguageModel):
         return F.linear(self.hidden(batch)[0], self.embedding.weight.copy)
 
 
-def file_values(model, tokenizer):
-    return asdict(model.config) | dict(model_type="causal"), {}
-
-
 def step_moments(spec, tokens, checkpointing):
     """A generous count: every tensor of every layer, and the attention scores."""
     c, total = spec.model_config, tokens.sum(axis=1).astype(np.float64)
@@ -143,7 +138,8 @@ CAUSAL = Family(
     width=lambda c: c.width, count_parameters=COUNT, count_matrix_numbers=COUNT,
     step_moments=step_moments, evaluation_moment=lambda spec, tokens: step_moments(spec, tokens, False)["loss"],
     cache_bytes=lambda spec, slots, inputs, new: slots * (inputs + new) * 8 * spec.model_config.width,
-    num_blocks=lambda c: c.num_layers, aliases=(), file_values=file_values, check_config=lambda values, path: None,
+    num_blocks=lambda c: c.num_layers, aliases=(), check_config=lambda values, path: None,
+    file_values=lambda model, tokenizer: (asdict(model.config) | dict(model_type="causal"), {}),
     config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
     own_tensors=lambda tensors, path: tensors,
