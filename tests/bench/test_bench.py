@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from bench import caps, kernels, several_gpus, votes
+from bench import caps, kernels, several_gpus, step_limit, votes
 from bench.children import Done, Job, run_jobs
 from bench.clock import Pace, StepClock
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_lengths, write_corpus
@@ -17,9 +17,11 @@ from bench.data_scale import build_store
 from bench.fill import epoch_fill
 from bench.loops import SHAPES, pad, smallest_shape
 from bench.report import mixtures
+from config import MODELS, T5ModelConfig
 from model.data.buckets import buckets_for
 from model.data.token_store import read_store
 from model.memory.plan import MemoryPlan
+from model.nn.t5.footprint import count_matrix_numbers
 from model.runtime.distributed import Ranks
 from model.train.step import StepContext
 from tests.parts import examples_of
@@ -182,3 +184,13 @@ def test_a_case_of_a_small_gpu_is_measured(monkeypatch):
     record = caps.measure(caps.Case("tiny", 8, 4, "adamw_rms", 16), torch.device("cpu"), 0)
     assert record["out_of_memory_events"] == 0 and record["steps"] == 5
     assert 0 < record["tokens_per_second"] <= record["best_tokens_per_second"]  # the ratio is the machine's noise
+
+
+def test_the_limit_of_a_step_grows_with_its_pairs_but_for_what_is_done_once():
+    sizes, lengths = T5ModelConfig(**MODELS["small"], vocab_size=VOCAB_SIZE), np.array([[24.0, 108.0]] * 8)
+    few, many = (step_limit.limits(sizes, lengths, pairs, 8e11, 4.8e9) for pairs in (64, 256))
+    once = {"muon's kernels", "adamw's kernels", "copies and zeros"}
+    assert {name for name in few if many[name] == few[name]} == once
+    assert all(many[name] == pytest.approx(4 * few[name]) for name in few.keys() - once)
+    trained = 6 * (count_matrix_numbers(sizes) + VOCAB_SIZE * sizes.d_model)  # FLOPs if each side saw each weight
+    assert 0.7 < few["products"] * 8e11 / (64 * 108 * trained) < 1
