@@ -92,7 +92,8 @@ class CausalModel(LanguageModel):
         x = dropout(embed(batch.ids, self.embedding.weight), masks)
         for number, block in enumerate(self.blocks):
             args = (block, x, masks.at(1 + 2 * number), lambda *qkv: attend(qkv, batch.layout, mask, *heads))
-            x = checkpoint(*args, use_reentrant=False) if self.recomputes(number) else args[0](*args[1:])
+            again = number < self.gradient_checkpointing and torch.is_grad_enabled()
+            x = checkpoint(*args, use_reentrant=False) if again else args[0](*args[1:])
         return self.norm(x, None)[1][batch.rows], batch.labels
 
     @torch.no_grad()
