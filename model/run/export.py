@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from model.nn.model_card import CardFacts
-from model.nn.registry import family_of
+from model.nn.registry import config_values
 from model.run.checkpointer import try_export
 from model.run.journal import read_journal
 from model.run.run_log import device_name, versions
@@ -24,7 +24,8 @@ def export(run, state, name, scores=None, weights_file=None):
 
 def facts_of(run, state, scores):
     """CardFacts of the weights after the step of `state`; `scores` are those of an evaluation of them, or empty."""
-    family, name = family_of(run.model.config).name, run.dir.resolve().name
+    values, name = config_values(run.model.config), run.dir.resolve().name
+    family = values.get("model_type", values["family"])
     num_parameters = sum(p.numel() for p in run.model.parameters())
     steps = f"after {state.step:,} of {run.total_steps(state):,} steps"
     return CardFacts(

@@ -43,7 +43,8 @@ def first_words(run, state, plan, options):
 
 def model_line(run, state, options, text):
     source, part = options["finetune_from_ckp_file"], options["trainable"]
-    family = config_values(run.model.config).get("family", "")
+    values = config_values(run.model.config)
+    family = values.get("model_type", values["family"])
     origin = text("first.tuned", source=source) if source else ""
     origin = text("first.going_on", step=state.step) if state.step else origin or text("first.random")
     if part != "all":
