@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
     "config": [""],
     "model.runtime": [
-        "activity atomic_io cuda_start device_memory fault_injection json_stream laps launch peers terminal",
+        "activity atomic_io cuda_start device_memory fault_injection json_stream laps launch peers recorder terminal",
         "nccl_check watchdog",
         "distributed",
     ],

@@ -11,6 +11,7 @@ import torch
 
 from model.generate.sampling import GREEDY, Sampling, mode_of
 from model.generate.slots import Slots
+from model.runtime.recorder import Recorder
 from model.runtime.watchdog import stop_asked
 
 STEPS_BETWEEN_CHECKS = 8  # reading on the host which slots are done waits for the device
@@ -172,32 +173,20 @@ def _rounded(number, least, most):
 
 
 class Recordings:
-    """CUDA graphs by key. They share one pool of memory, because they run one after the other."""
+    """CUDA graphs by key, of work that is done again and again."""
 
     def __init__(self):
-        self.graphs, self.pool, self.stream = {}, None, torch.cuda.Stream()
+        self.graphs, self.recorder = {}, Recorder()
 
     def run(self, key, work):
         """Do `work`: the first time by calling it, the second time by recording it, then by replaying the recording."""
         if key not in self.graphs:
             self.graphs[key] = None
-            work()  # compiles kernels and sets up libraries
+            self.recorder.run(work)
             return
         if self.graphs[key] is None:
-            self.graphs[key] = self._record(work)
+            self.graphs[key] = self.recorder.record(work)
         self.graphs[key].replay()
-
-    def _record(self, work):
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            # thread_local: other threads may use the device meanwhile
-            graph.capture_begin(*[self.pool] * (self.pool is not None), capture_error_mode="thread_local")
-            work()
-            graph.capture_end()
-        current.wait_stream(self.stream)
-        self.pool = graph.pool()
-        return graph
 
 
 def generate(model, inputs, limits, max_new_tokens, sampling=GREEDY):

@@ -6,6 +6,7 @@ launches take longer than the kernels.
 
 import torch
 
+from model.runtime.recorder import Recorder
 from model.train.weighted_loss import weighted_loss
 
 
@@ -13,22 +14,19 @@ class StepGraphs:
     """CUDA graphs: one per Bucket, that writes a micro-batch's gradients and metrics to the model's flat tensors, and
     one of the optimizer's update.
 
-    They share one memory pool, which is held until `clear`: they run one after the other, and what they leave is in
-    tensors of others.
+    They share one memory pool, which is held until `clear`.
     """
 
     def __init__(self, model, objective):
         self.model, self.objective = model, objective
         self.scales = None  # tensors (losses,) and (metrics,) on the device, which the graphs read
-        # cuBLAS keeps a workspace per stream: use the current stream unless it is the default, which cannot capture
-        current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
-        self.stream = torch.cuda.Stream() if current == default else current
+        self.recorder = Recorder()
         self.clear()
 
     def clear(self):
         """Delete all recorded graphs and free their memory."""
-        self.stream.synchronize()  # a replay may still be running
-        self.recorded, self.pool, self.recorded_update = {}, None, None
+        self.recorder.stream.synchronize()  # a replay may still be running
+        self.recorded, self.recorder, self.recorded_update = {}, Recorder(), None
 
     def gradients(self, micro_batch, bucket, chunk_tokens, scales):
         """Write the gradients and metrics of a micro-batch to the model's flat tensors, which must be zero.
@@ -70,17 +68,10 @@ class StepGraphs:
         return batch, graph
 
     def _record(self, work, *args):
-        """CUDA graph of `work(*args)`. A first run compiles kernels and sets up libraries."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            work(*args)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        graph = torch.cuda.CUDAGraph()
-        # capture empties the allocator's cache first; thread_local: other threads may use the device meanwhile
-        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
-            work(*args)
-        self.pool = graph.pool()
-        return graph
+        self.recorder.run(work, *args)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # a pool takes no memory that the allocator holds for others
+        return self.recorder.record(work, *args)
 
     def _run(self, batch, chunk_tokens):
         weighted_loss(self.model, self.objective, batch, chunk_tokens, self.scales).backward()

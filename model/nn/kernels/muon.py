@@ -1,7 +1,8 @@
 """Triton kernels of Muon's update: momentum, symmetric and general products of matrices in batches, the weights.
 
-A product that is symmetric is computed in the tiles on and below its diagonal and mirrored when it is stored. Sums are
-in float32 whatever the dtype of the matrices, and no two programs write to the same address, so results are
+A product that is symmetric is computed in the tiles on and below its diagonal, and what is below the diagonal is
+mirrored when it is stored: symmetric to the bit, because an iteration on products that rounding left unsymmetric
+diverges on tall ill-conditioned matrices. Sums are in float32 whatever the dtype of the matrices, and no two programs write to the same address, so results are
 bit-identical in every run.
 
 Letters: B matrices; M rows and N columns of a product per tile, K terms of its sums at a time.
@@ -114,7 +115,7 @@ def matrix_products(
 ):  # fmt: skip
     """One tile of OUT = SCALES^power * (alpha * LEFT @ RIGHT + beta * ADDEND), each (B, ., .) without gaps.
 
-    `power` is 0, 1 or 2; SCALES (B,) is not read if it is 0, nor ADDEND if `beta` is 0. With SYMMETRIC a tile below the
+    `power` is 0, 1 or 2; SCALES (B,) is not read if it is 0, nor ADDEND if `beta` is 0. With SYMMETRIC what is below the
     diagonal is also stored above it. With IS_EVEN the tiles divide all sizes. The numbers are arguments at run time, so
     that four kernels serve all products.
     """
@@ -133,11 +134,11 @@ def matrix_products(
     is_real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     sums = _add_and_scale(sums * alpha, ADDEND, places, is_real, beta, SCALES, matrix, power)
     out = sums.to(OUT.dtype.element_ty)
-    tl.store(OUT + places, out, mask=is_real)
     if SYMMETRIC:
-        if row != column:
-            mirrored = matrix * num_rows * num_columns + columns[:, None] * num_columns + rows[None, :]
-            tl.store(OUT + mirrored, tl.trans(out), mask=tl.trans(is_real))
+        is_real = is_real & (rows[:, None] >= columns[None, :])
+        mirrored = matrix * num_rows * num_columns + columns[:, None] * num_columns + rows[None, :]
+        tl.store(OUT + mirrored, tl.trans(out), mask=tl.trans(is_real))
+    tl.store(OUT + places, out, mask=is_real)
 
 
 @triton.jit(do_not_specialize=["power"])
