@@ -2,8 +2,8 @@
 
 A product that is symmetric is computed in the tiles on and below its diagonal, and what is below the diagonal is
 mirrored when it is stored: symmetric to the bit, because an iteration on products that rounding left unsymmetric
-diverges on tall ill-conditioned matrices. Sums are in float32 whatever the dtype of the matrices, and no two programs write to the same address, so results are
-bit-identical in every run.
+diverges on tall ill-conditioned matrices. Sums are in float32 whatever the dtype of the matrices, and no two programs
+write to the same address, so results are bit-identical in every run.
 
 Letters: B matrices; M rows and N columns of a product per tile, K terms of its sums at a time.
 """
@@ -115,9 +115,9 @@ def matrix_products(
 ):  # fmt: skip
     """One tile of OUT = SCALES^power * (alpha * LEFT @ RIGHT + beta * ADDEND), each (B, ., .) without gaps.
 
-    `power` is 0, 1 or 2; SCALES (B,) is not read if it is 0, nor ADDEND if `beta` is 0. With SYMMETRIC what is below the
-    diagonal is also stored above it. With IS_EVEN the tiles divide all sizes. The numbers are arguments at run time, so
-    that four kernels serve all products.
+    `power` is 0, 1 or 2; SCALES (B,) is not read if it is 0, nor ADDEND if `beta` is 0. With SYMMETRIC what is below
+    the diagonal is also stored above it. With IS_EVEN the tiles divide all sizes. The numbers are arguments at run
+    time, so that four kernels serve all products.
     """
     matrix = tl.program_id(1)
     if SYMMETRIC:
