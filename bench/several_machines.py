@@ -14,7 +14,7 @@ import psutil
 
 from bench.corpus import write_corpus
 from model.run.journal import read_journal
-from tests.ranks import ROOT, free_port, launcher
+from tests.ranks import free_port, launcher
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, weights_hash, words
 from tests.trials import WITH_KERNELS, tell
 
@@ -132,7 +132,7 @@ def launch(line, folder, env):
     with open(folder / "launch.txt", "ab") as file:
         return subprocess.Popen(
             [str(word) for word in line], cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-            env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)) | env,
+            env=os.environ | dict(OMP_NUM_THREADS="1") | env,
         )  # fmt: skip
 
 
