@@ -37,7 +37,7 @@ from model.run.best_model import TrainingLoss, ends_early, evaluate, evaluation_
 from model.run.checkpoint import checkpoint_paths
 from model.run.checkpointer import Saver
 from model.run.console import Progress
-from model.run.drawing import draw_last
+from model.run.drawing import finish_last, start_last
 from model.run.export import export
 from model.run.journal import Journal
 from model.run.live import live
@@ -195,13 +195,14 @@ def finish(run, journal, state, reason, saver):
     """Journal the end, export last/ and draw the curves; raises RuntimeError if the end is not on the disk."""
     is_early = reason == "finished" and state.pairs_seen < run.schedule.total_pairs
     journal.write("stop", step=state.step, reason=reason, early=is_early, startup=laps())
+    draws = run.ranks.is_main and run.rules.draws_plots and reason == "finished"  # a stop should not wait for a plot
+    drawing = start_last(run.dir) if draws else None
     failure = saver.failure
     if reason == "finished" and lacks_evaluation(run, state):
         failure = failure or f"{run.dir / 'best'} could not be written"
     export_last(run, state, failure, saver.weights_file(state))
-    if run.ranks.is_main and run.rules.draws_plots and reason == "finished":  # a stop should not wait for a plot
-        draw_last(run.dir)
     if run.ranks.is_main:
+        finish_last(drawing)
         for line in last_words(run, state, "early" if is_early else reason):
             say(run.ranks, line)
 

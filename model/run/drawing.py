@@ -32,18 +32,24 @@ def draw_soon(run_dir: Path) -> None:
         _start(run_dir)  # subprocess reaps it when it starts the next one
 
 
-def draw_last(run_dir: Path) -> None:
-    """Draw the plots of a run that has ended; logs why there are none instead of raising it."""
+def start_last(run_dir: Path) -> subprocess.Popen | None:
+    """Start drawing the plots of a run that has ended; `finish_last` waits for them. Logs why it cannot."""
     try:
-        process = _start(run_dir, stderr=subprocess.PIPE)
-        try:
-            _, said = process.communicate(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            said = f"they are still being drawn after {END_SECONDS} s".encode()
-        if process.returncode != 0:
-            LOGGER.error("no plots: %s", printable(said.decode(errors="replace").strip()[-500:]))
+        return _start(run_dir, stderr=subprocess.PIPE)
     except OSError as error:
         LOGGER.error("no plots: %s", error)
+
+
+def finish_last(drawing: subprocess.Popen | None) -> None:
+    """Wait for the last plots of a run; logs why there are none instead of raising it."""
+    if drawing is None:
+        return
+    try:
+        _, said = drawing.communicate(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        said = f"they are still being drawn after {END_SECONDS} s".encode()
+    if drawing.returncode != 0:
+        LOGGER.error("no plots: %s", printable(said.decode(errors="replace").strip()[-500:]))
 
 
 def _start(run_dir, stderr=subprocess.DEVNULL):

@@ -49,9 +49,10 @@ class TrainState:
 
     def after(self, result):
         """The TrainState after the step of this StepResult."""
+        recovery = result.position.recovery  # vars: asdict copies deeply, which takes longer than all else here
         return replace(
-            self, step=result.step, pairs_seen=result.pairs_seen, plan=asdict(result.plan),
-            growth=asdict(result.position.recovery), recent_norms=result.position.recent_norms,
+            self, step=result.step, pairs_seen=result.pairs_seen, plan=dict(vars(result.plan)),
+            growth=vars(recovery) | dict(full=dict(vars(recovery.full))), recent_norms=result.position.recent_norms,
         )  # fmt: skip
 
     def differs(self, plan, world_size, exact):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from model.run.drawing import draw_last, draw_soon
+from model.run.drawing import draw_soon, finish_last, start_last
 from model.run.journal import Journal, read_journal
 from model.run.plots import _between, _draw_run, _smoothed, draw_lengths, draw_losses, plot_run
 from tests.tiny import train
@@ -93,7 +93,7 @@ def test_the_trainer_does_not_wait_for_a_drawing_and_starts_one_a_minute(tmp_pat
 
 def test_a_plot_that_fails_is_logged_and_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text("{\n")
-    draw_last(tmp_path)
+    finish_last(start_last(tmp_path))
     assert "no plots: " in caplog.text and "line 1 is damaged" in caplog.text
 
 
