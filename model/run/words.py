@@ -168,7 +168,7 @@ WORDS = {
         "page.speed": "每秒词元数",
         "page.step": "步",
         "page.best": "最低验证损失",
-        "page.at": "位于第",
+        "page.at": "在步",
         "page.done": "已结束",
         "page.of": "/",
         "page.key": "API 密钥",
