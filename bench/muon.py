@@ -18,9 +18,10 @@ from unittest import mock
 
 import torch
 
-from config import MODELS, T5ModelConfig, load_config
+from config import MODELS, load_config
 from model.nn.kernels import muon as kernels
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from model.train import muon, orthogonal
 from model.train.optim import make_optimizer
 
