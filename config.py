@@ -136,8 +136,8 @@ MAX_DEFAULT_WARMUP_STEPS = 1000
 TRACKERS = ("tensorboard", "wandb")
 
 
-def _problems(config):
-    """Yield a message for each value outside its range."""
+def _outside_tables(config):
+    """Yield a message for each value outside MINIMUM, the whole numbers and CHOICES."""
     for name, least in MINIMUM.items():
         if getattr(config, name) < least:
             yield f"{name}={getattr(config, name)}: must be at least {least}"
@@ -149,6 +149,11 @@ def _problems(config):
         if getattr(config, name) not in choices:
             why = "; fp16 is refused because T5 diverges in it" if getattr(config, name) == "fp16" else ""
             yield f"{name}={getattr(config, name)!r}: choose one of {', '.join(choices)}{why}"
+
+
+def _problems(config):
+    """Yield a message for each value that a run cannot have."""
+    yield from _outside_tables(config)
     if not 0 <= config.learn_rate <= 1:
         yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1, or 0 for the optimizer's default"
     for name in ("dropout", "lora_dropout"):

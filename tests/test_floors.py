@@ -50,6 +50,7 @@ ROOMS = {
         "t5.network qwen.network",
         "t5.family qwen.family",
         "model_card registry",
+        "tensor_files",
         "weights_io",
         "adapter_io other_formats",
     ],
