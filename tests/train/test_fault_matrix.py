@@ -21,7 +21,7 @@ def baseline(home):
     return functools.cache(functools.partial(calm_run, home, adapter={}))
 
 
-@pytest.mark.parametrize("world, kinds", ((2, ("real", "cublas", "oom")), (3, ("nccl", "cudnn", "cpu"))))
+@pytest.mark.parametrize("world, kinds", ((2, ("real", "cublas", "oom")), (4, ("nccl", "cudnn", "cpu"))))
 def test_promise_4_out_of_memory_at_every_site_on_any_rank_changes_no_bit(home, baseline, world, kinds):
     for rank, kind in zip(RANKS, kinds, strict=True):
         record = faulty_run(home, (world, rank, kind), *baseline(world), {})
