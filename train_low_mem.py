@@ -137,13 +137,10 @@ def train_and_save(run, journal, samples, saver, state, plan):
     """Take the steps, with logs, evaluations and saves between them; returns the last state and why training ended."""
     config, schedule = run.config, run.schedule
     recent, line, saved_at, result, saves, training_loss = [], None, None, None, False, TrainingLoss()
-    resumed, stop, recovery = state, False, recovery_of(state.growth, plan)
+    recovery = recovery_of(state.growth, plan)
     steps = train_steps(run.context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
     try:
-        if evaluation_due(run, state):
-            state, stop = evaluate(run, journal, saver, state, plan, None)
-        if state != resumed:  # evaluated just now; the next start must not repeat it
-            saver.save(state, run.model, run.optimizer)
+        state, stop = make_up_evaluation(run, journal, saver, state, plan)
         with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
             is_over = ends_early(run, state)
             while not stop and not is_over and (result := next(steps, None)):
@@ -152,9 +149,8 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 write_events(run, journal, samples, result)
                 is_last = result.ends_epoch or result.stop or result.pairs_seen == schedule.total_pairs
                 if is_last or result.step % config.logging_steps == 0:
-                    line = log_steps(run, journal, recent)
+                    line, recent = log_steps(run, journal, recent), []
                     training_loss.add(line)
-                    recent.clear()
                 progress.update(result.step, note_of(run, line) if line else "")
                 saved_at = result.clock_seconds if saved_at is None else saved_at
                 is_late = result.clock_seconds - saved_at >= config.save_seconds
@@ -177,6 +173,16 @@ def train_and_save(run, journal, samples, saver, state, plan):
         give_up(run, journal, saver, state, error, result)
         raise
     return state, "asked" if stop else "finished"
+
+
+def make_up_evaluation(run, journal, saver, state, plan):
+    """Evaluate if the run stopped before an evaluation that was due; returns the state and whether to stop."""
+    if not evaluation_due(run, state):
+        return state, False
+    evaluated, stop = evaluate(run, journal, saver, state, plan, None)
+    if evaluated != state:  # the next start must not repeat it
+        saver.save(evaluated, run.model, run.optimizer)
+    return evaluated, stop
 
 
 def give_up(run, journal, saver, state, error, last):

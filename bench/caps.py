@@ -28,11 +28,12 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as tr
 import torch
 
 from bench.runs import context_of, evaluation_of, schedule_of
-from config import MODELS, T5ModelConfig, load_config
+from config import MODELS, load_config
 from model.commands.network import compute_dtype
 from model.data.length_histogram import histogram
 from model.memory.plan import STEPS_THAT_REPAY_RECORDING, NothingFits, choose_plan
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.device_memory import limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update, plan_run

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from bench.corpus import VOCAB_SIZE
-from config import MODELS, T5ModelConfig
+from config import MODELS
 from model.generate.engine import Limits, generate
 from model.generate.sampling import GREEDY, Sampling
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from tests.stock import as_hugging_face
 
 SAMPLED = Sampling(temperature=0.7, top_k=50, top_p=0.9, repetition_penalty=1.1, seed=1)

@@ -29,7 +29,7 @@ from bench.clock import Pace, StepClock
 from bench.corpus import draw_lengths, write_corpus
 from bench.memory_fit import CHUNK_TOKENS, OneLength
 from bench.runs import context_of, schedule_of
-from config import MODELS, T5ModelConfig, TrainConfig, load_config
+from config import MODELS, TrainConfig, load_config
 from model.commands.setup import prepare_run
 from model.data.length_histogram import Lengths
 from model.data.tokenizer import load_tokenizer
@@ -39,6 +39,7 @@ from model.nn.lora import attach
 from model.nn.registry import family_of
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from model.nn.weights_io import export_model
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks, start_ranks

@@ -26,13 +26,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 from bench.runs import context_of, schedule_of
-from config import MODELS, T5ModelConfig, load_config
+from config import MODELS, load_config
 from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
 from model.nn.footprint import Constants, MemorySpec
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update

@@ -18,9 +18,10 @@ from unittest import mock
 
 import torch
 
-from config import MODELS, T5ModelConfig, load_config
+from config import MODELS, load_config
 from model.nn.kernels import muon as kernels
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from model.train import muon, orthogonal
 from model.train.optim import make_optimizer
 
@@ -206,7 +207,7 @@ def batch_variants(model, optimizer):
             other = muon.Muon(model.flat, optimizer.param_groups[0]["lr"])
         patches = [(optimizer, "batches", other.batches), (optimizer, "groups", other.groups)]
         variants[f"batches of {numbers >> 20} M numbers: {other.batches}, {other.groups} together"] = patches
-    variants["long batches one by one"] = [(optimizer, "groups", [1] * len(optimizer.batches))]
+    variants["long batches one by one"] = [(optimizer, "groups", [(owner, 1) for owner in optimizer.owners])]
     return variants
 
 

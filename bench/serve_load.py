@@ -21,10 +21,11 @@ from pathlib import Path
 
 import psutil
 
-from config import MODELS, T5ModelConfig
+from config import MODELS
 from model.data.tokenizer import load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from model.nn.weights_io import export_model
 
 SERVE = Path(__file__).resolve().parents[1] / "scripts" / "serve.py"

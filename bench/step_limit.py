@@ -12,8 +12,9 @@ import argparse
 import numpy as np
 
 from bench.corpus import VOCAB_SIZE, draw_lengths
-from config import MODELS, T5ModelConfig
+from config import MODELS
 from model.nn.t5.footprint import count_matrix_numbers, count_parameters
+from model.nn.t5.sizes import T5ModelConfig
 
 # Multiply-adds of Muon's five steps, in cubes of a matrix's shorter side, symmetric products by half. Square matrices:
 # 5 x (1/2 + 1/2 + 1). Those four times as long: 2 x (1/2 + 1) x 4 for two parts of steps, and 14 symmetric products of

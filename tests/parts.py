@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 
-from config import T5ModelConfig, load_config
+from config import load_config
 from model.data.token_store import Source, open_store
 from model.data.tokenizer import PROBE
 from model.memory.estimate import Estimate
@@ -20,6 +20,7 @@ from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import MemoryPlan
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from model.run.train_state import TrainState
 from model.runtime.distributed import ALONE
 from model.train.evaluate import Evaluation

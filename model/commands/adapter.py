@@ -111,7 +111,7 @@ def start_of(config, model_config, base):
 
 
 def with_adapter(config, start):
-    """`config` with the options that say what the adapter of an AdapterStart is like; as it is for None."""
+    """`config` with the options of an AdapterStart's adapter; unchanged for None."""
     if start is None:
         return config
     lora = start.lora

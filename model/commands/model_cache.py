@@ -12,7 +12,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 def find_model(name: str) -> str:
     """`name` if it exists, else the directory in which a download of this name lies.
 
-    Raises ValueError if there is none, or if it has no weights: with the places searched and the commands to download.
+    Raises ValueError, with the places searched and the commands to download, if there is none or it has no weights.
     """
     if Path(name).exists():
         return name

@@ -106,7 +106,7 @@ def _number(name, value):
 
 
 class StopFilter:
-    """Text up to the first of `stops`; the beginning of one is held back until it is clear that it is none."""
+    """Text up to the first of `stops`; what may begin a stop is held back until it is clear that it does not."""
 
     def __init__(self, stops):
         self.stops, self.held, self.is_stopped = stops, "", False

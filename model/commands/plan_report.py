@@ -101,25 +101,20 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     batch = global_batch(config, world, typed)
     share_pairs = -(-batch // world)
     device = "cpu" if machine.memory_bytes is None else "cuda"
-    is_here = num_gpus or device == "cpu"  # not a GPU of another machine
-    default_dtype = torch.float32 if config.mixed_precision == "no" else torch.bfloat16
-    dtype = compute_dtype(config.mixed_precision, torch.device(device)) if is_here else default_dtype
+    dtype = _dtype_on(device, config.mixed_precision)
     spec = memory_spec(config, model_config, dtype, device, launch_tokens_here())
     estimate = Estimate(spec, lengths, share_pairs, answers_wanted(config, world))
     num_steps = run_pairs(config, num_pairs or int(lengths.counts.sum()), batch) / batch
     asked = recording_asked(plan_options(config), spec, num_steps)
     plan = choose_plan(plan_options(config), estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
-    # bytes per token are measured on many pairs: a few would not fill two forward passes of the planned size
-    many = Lengths(lengths.tokens, lengths.counts * math.ceil(2 * tokens / (lengths.mean * lengths.counts.sum())))
-    forward_bytes = Estimate(spec, many, MANY_PAIRS).forward_bytes
-    slope = (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
     return dict(
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
         parameters=spec.parameters, trained=spec.trained, dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
         steps=_steps(config, typed, batch, num_pairs),
-        share_pairs=share_pairs, fixed_bytes=estimate.fixed, bytes_per_token=slope, plan=asdict(plan),
+        share_pairs=share_pairs, fixed_bytes=estimate.fixed,
+        bytes_per_token=_bytes_per_token(spec, lengths, plan, tokens), plan=asdict(plan),
         forwards=round(estimate.forwards(tokens), 2), phases=_phases(config, estimate, plan),
         levers=_levers(config, estimate, machine, plan),
         largest_block=dict(
@@ -128,6 +123,20 @@ def preview(config, typed, num_processes=0, vocab_size=0):
         ),
         host=_host(config, estimate, plan, device, world) | _disk(config, estimate.spec, sample.store_bytes),
     )  # fmt: skip
+
+
+def _dtype_on(device, mixed_precision):
+    """The compute dtype on a CPU, on this machine's GPUs or, where it has none, on another machine's."""
+    if device == "cpu" or torch.cuda.device_count():
+        return compute_dtype(mixed_precision, torch.device(device))
+    return torch.float32 if mixed_precision == "no" else torch.bfloat16
+
+
+def _bytes_per_token(spec, lengths, plan, tokens):
+    """By how much a forward pass of 2 * `tokens` exceeds one of `tokens`; a few pairs would not fill both, many do."""
+    many = Lengths(lengths.tokens, lengths.counts * math.ceil(2 * tokens / (lengths.mean * lengths.counts.sum())))
+    forward_bytes = Estimate(spec, many, MANY_PAIRS).forward_bytes
+    return (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
 
 
 def _origin(config, vocab_size):

@@ -117,8 +117,6 @@ def prepare_run(ranks, config, typed, resumed):
     kernels = start_kernels(ranks, config, origin.model_config)
     train, *validation = _open_data(ranks, config, origin)
     schedule = _schedule(config, typed, train.epoch_pairs, batch, found)
-    if ranks.is_main and validation and (shared := describe_shared(validation[0].store, train.store)):
-        LOGGER.warning(shared)
     lap("data")
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
     model = make_model(ranks, config, origin.model_config, origin.weights, origin.adapter)
@@ -221,7 +219,7 @@ def set_memory_limit(config, device):
 def _open_data(ranks, config, origin):
     """[Examples to train on, Examples to evaluate on]; the second is missing where nothing is evaluated.
 
-    Raises ValueError for files that cannot be read.
+    Warns of pairs that are in both. Raises ValueError for files that cannot be read.
     """
     files = data_files(config.train_file)
     train = _open_examples(ranks, config, files, origin)
@@ -229,7 +227,10 @@ def _open_data(ranks, config, origin):
     train = replace(train, dropout=has_dropout(config), mixture=mixture)
     if not config.validation_file:
         return [train]
-    return [train, _open_examples(ranks, config, unweighted_files(config.validation_file), origin)]
+    validation = _open_examples(ranks, config, unweighted_files(config.validation_file), origin)
+    if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
+        LOGGER.warning(shared)
+    return [train, validation]
 
 
 def _open_examples(ranks, config, files, origin):

@@ -1,7 +1,10 @@
 """What a dialogue has said so far, while a reader goes through its turns or rows."""
 
+from collections.abc import Callable
+
 from model.data.columns import as_text
 from model.data.conversation import Context, Turn, add_turn
+from model.runtime.json_stream import MAX_ITEM_CHARS
 
 USER_ROLES = frozenset({"user", "human", "prompter", "用户"})
 ASSISTANT_ROLES = frozenset({"assistant", "gpt", "chatgpt", "bot", "model", "助手"})
@@ -46,6 +49,16 @@ class Dialogue:
         if self.num_chars > MAX_KEPT_CHARS:
             self.turns = newest_turns(self.turns, len(self.turns), MAX_KEPT_CHARS // 2)
             self.num_chars = sum(len(turn.text) for turn in self.turns)
+
+
+def join_turns(question: str | None, text: str, place: Callable[[], str]) -> str:
+    """A question, if there is one, and the user's next turn, on lines of their own; ValueError if they are too long."""
+    question = text if question is None else question + "\n" + text
+    if len(question) > MAX_ITEM_CHARS:
+        raise ValueError(
+            f"{place()}: a user's turns of more than {MAX_ITEM_CHARS:,} characters without an answer between"
+        )
+    return question
 
 
 def newest_turns(turns: list[Turn], end: int, max_chars: int) -> list[Turn]:

@@ -25,11 +25,12 @@ from model.data.dialogue import (
     Dialogue,
     context_beside,
     find_turns,
+    join_turns,
     read_turn,
 )
 from model.data.parquet_rows import parquet_rows
 from model.data.text_files import open_text, table_rows
-from model.runtime.json_stream import MAX_ITEM_CHARS, JsonText, OnMalformed, refuse
+from model.runtime.json_stream import JsonText, OnMalformed, refuse
 
 MAX_NESTING = 8
 TURNS, COLUMN, CONTEXT = "turns", "column", "context"  # kinds of content that are read but not used
@@ -207,10 +208,7 @@ def _table_rows(path: Path, request: _Request) -> Iterator[tuple[dict, Context |
 def _flatten(
     items: Iterable, place: Callable[[], str], request: _Request, depth: int = 0, said: Dialogue | None = None
 ) -> Iterator[tuple[dict, Context | None]]:
-    """Yield the rows of `items`, each with its context: pairs, questions with their answers, rows of nested lists.
-
-    `said` is given if rows follow from one another, as turns always do.
-    """
+    """Yield the rows of `items`, each with its context; `said` is given if they follow from one another, like turns."""
     rows_follow, question, num_answers = said is not None and request.with_context, None, 0
     for item in items:
         is_pair = isinstance(item, dict) and _is_pair(item, request)
@@ -224,11 +222,7 @@ def _flatten(
         if role and columns:
             request.ignore_columns(item, columns)
         if role in USER_ROLES:
-            question = text if question is None else question + "\n" + text
-            if len(question) > MAX_ITEM_CHARS:
-                raise ValueError(
-                    f"{place()}: a user's turns of more than {MAX_ITEM_CHARS:,} characters without an answer between"
-                )
+            question = join_turns(question, text, place)
         elif role in ASSISTANT_ROLES:
             row, num_answers = {"prompt": question or "", "response": text}, num_answers + 1
             said = said or Dialogue()

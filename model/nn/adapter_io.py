@@ -18,13 +18,13 @@ from model.nn.layers import Linear
 from model.nn.lora import LoraConfig, is_factor, merge
 from model.nn.model_card import CARD_FILE, CardFacts, adapter_card
 from model.nn.registry import family_of
+from model.nn.tensor_files import read_tensors
 from model.nn.weights_io import (
     add_tokenizer,
     add_values,
     load_weights,
     model_directory,
     read_config,
-    read_tensors,
     weights_file,
 )
 from model.runtime.atomic_io import whole_directory

@@ -20,15 +20,19 @@ class CardFacts:
 
 def model_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool) -> str:
     """Text of a model card with Hugging Face's metadata in its head."""
-    auto_class, answer = _READ[is_encoder_decoder]
-    return _card(facts, model_type, "transformers", _USE.format(auto_class=auto_class, answer=answer))
+    return _card(facts, model_type, "transformers", _USE.format(**_calls(is_encoder_decoder)))
 
 
 def adapter_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool, base: str) -> str:
     """Text of the card of an adapter in PEFT's format; `base` is the directory of the model that it was trained on."""
-    auto_class, answer = _READ[is_encoder_decoder]
-    use = _USE_ADAPTER.format(auto_class=auto_class, answer=answer, base=_quoted(base))
+    use = _USE_ADAPTER.format(**_calls(is_encoder_decoder), base=_quoted(base))
     return _card(facts, model_type, "peft", use)
+
+
+def _calls(is_encoder_decoder):
+    """What a page with transformers' calls is filled with."""
+    auto_class, answer = _READ[is_encoder_decoder]
+    return dict(auto_class=auto_class, ask=_ASK.format(answer=answer))
 
 
 def _card(facts, model_type, library, use):
@@ -81,6 +85,13 @@ _READ = {  # {is_encoder_decoder: (transformers' class, what is the answer)}
     True: ("AutoModelForSeq2SeqLM", "output[0]"),
     False: ("AutoModelForCausalLM", 'output[0, inputs["input_ids"].shape[1] :]'),
 }
+_ASK = """\
+messages = [{{"role": "user", "content": "你好"}}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+output = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode({answer}, skip_special_tokens=True))
+```
+"""
 _USE = """\
 ## Use
 
@@ -92,12 +103,7 @@ from transformers import AutoTokenizer, {auto_class}
 directory = "."  # this file's directory
 tokenizer = AutoTokenizer.from_pretrained(directory)
 model = {auto_class}.from_pretrained(directory)
-messages = [{{"role": "user", "content": "你好"}}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-output = model.generate(**inputs, max_new_tokens=64)
-print(tokenizer.decode({answer}, skip_special_tokens=True))
-```
-
+{ask}
 With Chat trainer: `python scripts/chat.py DIRECTORY` talks to it in a terminal, `python scripts/serve.py DIRECTORY`
 serves it, `python scripts/export.py DIRECTORY --to ctranslate2` makes it fast on CPUs."""
 _USE_ADAPTER = """\
@@ -113,12 +119,7 @@ directory = "."  # this file's directory
 base = {base}
 tokenizer = AutoTokenizer.from_pretrained(directory)
 model = PeftModel.from_pretrained({auto_class}.from_pretrained(base), directory)
-messages = [{{"role": "user", "content": "你好"}}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-output = model.generate(**inputs, max_new_tokens=64)
-print(tokenizer.decode({answer}, skip_special_tokens=True))
-```
-
+{ask}
 With Chat trainer: `python scripts/chat.py DIRECTORY` talks to it in a terminal, `python scripts/merge_lora.py DIRECTORY
 MERGED` writes a model without an adapter."""
 _USE_TRANSLATOR = """\

@@ -7,7 +7,8 @@ from safetensors.torch import load_file, save_file
 
 from model.data.tokenizer import copy_tokenizer
 from model.nn.model_card import CARD_FILE, ctranslate2_card
-from model.nn.weights_io import INDEX, WEIGHTS, model_directory, read_config, read_tensors, weights_file
+from model.nn.tensor_files import read_tensors
+from model.nn.weights_io import INDEX, WEIGHTS, model_directory, read_config, weights_file
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
 

@@ -3,10 +3,11 @@
 import json
 from dataclasses import asdict, fields
 
-from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS, T5_TYPES
+from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS
 from model.nn.qwen.family import QWEN
 from model.nn.qwen.sizes import QWEN_TYPES
 from model.nn.t5.family import T5
+from model.nn.t5.sizes import T5_TYPES
 
 FAMILIES = dict.fromkeys(T5_TYPES, T5) | dict.fromkeys(QWEN_TYPES, QWEN)
 

@@ -1,18 +1,14 @@
 """Reads weights from Hugging Face directories, run directories and .bin files; exports Hugging Face directories."""
 
 import json
-import math
 import os
-import pickletools
 import re
-import zipfile
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES
 from model.data.chat_template import write_chat_template
@@ -21,19 +17,12 @@ from model.data.turn_template import write_turn_template
 from model.nn.lora import is_factor
 from model.nn.model_card import CARD_FILE, CardFacts, model_card
 from model.nn.registry import FAMILIES, family_named, family_of
+from model.nn.tensor_files import read_tensors
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.safetensors")  # in INDEX: no folder, and nothing hidden
-SAFE_LOAD = (2, 10)  # the first torch whose weights_only=True runs no code from a file
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# The only names in the pickle of a state dict of floats. Any other could allocate without limit inside torch.load.
-PICKLED = {
-    "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter",
-    "torch FloatStorage", "torch HalfStorage", "torch BFloat16Storage", "torch DoubleStorage",
-}  # fmt: skip
-ZIP_BEGINS, LEGACY_PICKLES = b"PK\x03\x04", 5  # torch before 1.6 wrote five pickles, then the bytes of the tensors
 
 
 def export_model(model, tokenizer, directory, generation=None, facts=None, weights_file=None):
@@ -194,92 +183,6 @@ def weights_file(directory):
     """The file of weights in a Hugging Face directory, or None; older models come as a pickled state dict."""
     paths = (Path(directory, name) for name in (WEIGHTS, "pytorch_model.bin"))
     return next((path for path in paths if path.is_file()), None)
-
-
-def read_tensors(path):
-    """{name: tensor of finite floats} of a .safetensors file or a pickled state dict.
-
-    Strips the prefixes of wrappers (module., _orig_mod., model.) from names. Raises ValueError for any other file, and
-    if the tensors take more bytes than the file has.
-    """
-    try:
-        tensors = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
-    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as weights: {error}") from None
-    except Exception as error:  # pickle's error among others; this project does not import pickle
-        raise ValueError(f"{path} is not a plain state dict and is refused: {type(error).__name__}") from None
-    if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
-    ):
-        raise ValueError(
-            f"{path} is not a state dict of tensors: give a file written by torch.save(model.state_dict(), FILE)"
-        )
-    for prefix in ("module.", "_orig_mod.", "model."):
-        tensors = {name.removeprefix(prefix): tensor.detach() for name, tensor in tensors.items()}
-    _check_plain(tensors, path)
-    return tensors
-
-
-def _unpickled(path):
-    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_LOAD:
-        raise ValueError("such a file can run code in torch before 2.10 (CVE-2026-24747): upgrade torch")
-    with open(path, "rb") as file:
-        if file.read(len(ZIP_BEGINS)) == ZIP_BEGINS:
-            _check_zip(file)
-        else:
-            file.seek(0)
-            for _ in range(LEGACY_PICKLES):
-                _check_pickle(file)
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _check_zip(file):
-    """Raise ValueError if the archive is compressed, holds more bytes than the file, or fails `_check_pickle`."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            parts = archive.infolist()
-            pickles = [part for part in parts if part.filename.endswith("/data.pkl")]
-            num_bytes = sum(part.file_size for part in parts)
-            if len(pickles) != 1 or num_bytes > file.seek(0, 2) or any(part.compress_type for part in parts):
-                raise ValueError(f"an archive of {num_bytes:,} bytes that was not written by torch.save")
-            with archive.open(pickles[0]) as inner:
-                _check_pickle(inner)
-    except (zipfile.BadZipFile, NotImplementedError) as error:
-        raise ValueError(f"the archive is damaged ({error})") from None
-
-
-def _check_pickle(file):
-    """Raise ValueError if the next pickle of `file` names anything outside PICKLED."""
-    for opcode, name, _ in pickletools.genops(file):
-        if "GLOBAL" in opcode.name and name not in PICKLED:
-            raise ValueError(f"it is not a plain state dict of floats: it holds {name!r:.80}")
-
-
-def _check_plain(tensors, path):
-    """Raise ValueError unless all tensors are dense, finite floats and together no larger than the file at `path`."""
-    unsupported = [
-        name for name, t in tensors.items() if t.dtype not in FLOATS or t.layout != torch.strided or t.is_meta
-    ]
-    if unsupported:
-        tensor = tensors[unsupported[0]]
-        raise ValueError(
-            f"{path}: {unsupported[0]:.200} is {tensor.dtype}, {tensor.layout} on {tensor.device}: weights must be "
-            "dense float32, float16 or bfloat16: save the model again in one of these"
-        )
-    if any(length < 0 for tensor in tensors.values() for length in tensor.shape):
-        raise ValueError(f"{path} holds a tensor with a negative length: save the model again")
-    # math.prod, because tensor.nbytes can overflow
-    sizes = {name: math.prod(tensor.shape) * tensor.itemsize for name, tensor in tensors.items()}
-    aliases = {name for family in FAMILIES.values() for name in family.aliases}
-    claimed = max([0, *sizes.values(), sum(size for name, size in sizes.items() if name not in aliases)])
-    if claimed > path.stat().st_size:
-        raise ValueError(
-            f"{path} has {path.stat().st_size:,} bytes but its tensors need {claimed:,}, because they are "
-            "expanded or share memory: save tensor.contiguous().clone() of each"
-        )
-    for name, tensor in tensors.items():
-        if not math.isfinite(tensor.sum(dtype=torch.float64)):
-            raise ValueError(f"{path}: {name:.200} holds NaN or infinity: use an earlier checkpoint")
 
 
 def load_into(model, weights, source):

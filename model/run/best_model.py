@@ -24,8 +24,8 @@ class Rules:
 
     eval_steps: int  # steps between evaluations beside those at the end of each epoch; 0: only those
     best_metric: str  # loss, bleu, chrf
-    patience: int  # evaluations without a better one until a warning; 0: none
-    early_stop: int  # and until the run ends; 0: never
+    patience: int  # evaluations without a better one until a warning; 0: no warning
+    early_stop: int  # evaluations without a better one until the run ends; 0: never
     draws_plots: bool  # after an evaluation
 
 
@@ -62,7 +62,7 @@ def lacks_evaluation(run, state):
 
 
 def without_lost_best(run, state):
-    """`state`; if best/ is missing, without its evaluation and best loss, so that the next evaluation writes best/."""
+    """`state`, but without evaluation and best loss if best/ is missing: the next evaluation then writes best/."""
     if not state.evaluated_step or from_main(run.ranks, is_exported, run.dir / "best"):
         return state
     say(run.ranks, f"{run.dir / 'best'} is missing: the next evaluation writes it, whatever its loss")
@@ -118,7 +118,7 @@ def is_better(run, state, scores):
 
 
 def warn_of_no_gain(run, state):
-    """Say what to do once the validation has not become better for `patience` evaluations, or ends the run."""
+    """Say what to do after `patience` evaluations without a better one, or that the run ends."""
     rules, count, text = run.rules, state.evaluations_since_best, texts_here()
     if not run.ranks.is_main or not count:
         return

@@ -66,7 +66,7 @@ def _open_lock(run_dir):
 
 
 def main(run_dir: str) -> int:
-    """Draw once the drawing under way, if there is one, is done."""
+    """Wait for a drawing that is under way, then draw."""
     os.nice(19)
     try:
         with _open_lock(run_dir) as lock:

@@ -1,4 +1,4 @@
-"""Exports the model of a run to best/ and last/, with a card of its data, steps and scores: no path and no time."""
+"""Exports the model of a run to best/ and last/, with a card of its data, steps and scores, without paths and times."""
 
 import math
 from pathlib import Path

@@ -85,7 +85,8 @@ class JournalTail:
     def read(self) -> tuple[bool, list[dict]]:
         """(Whether the journal is another file than at the last call, its next lines); none while there are no more.
 
-        A call reads MAX_TAIL_BYTES at most. The lines are as they stand: whoever folds them applies `is_undone`.
+        A call reads MAX_TAIL_BYTES at most. Lines that a resume undid are among them: the caller
+        applies `is_undone`.
         Raises ValueError for a damaged line.
         """
         try:

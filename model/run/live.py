@@ -95,7 +95,7 @@ def status_now(identity, device):
 
 
 def screen_of(ranks, run_dir, option):
-    """The part that this rank has in the screen that `option` (auto, on, off) asks for."""
+    """What this rank does for the screen; `option` is auto, on or off."""
     if option == "on" and ranks.is_main and not os.isatty(2):
         LOGGER.warning("--screen=on: stderr is no terminal, so there are plain lines only")
     shares_terminal = ranks.rank == ranks.local_rank  # with rank 0, whose machine it is on
@@ -137,7 +137,7 @@ class OwnScreen:
             LOGGER.warning("the screen has ended; the run goes on with plain lines")
 
     def close(self):
-        """End the screen; the last lines that were printed meanwhile then stand on the terminal."""
+        """End the screen; the terminal then shows the last lines that were printed meanwhile."""
         if self._log is None:
             return
         with suppress(OSError):
@@ -159,7 +159,7 @@ class OwnScreen:
 
 
 class OthersScreen:
-    """Another rank's, on the terminal of rank 0: what it prints there goes to the screen, while there is one."""
+    """Another rank's, on the terminal of rank 0: a screen there shows what this rank prints."""
 
     def __init__(self, run_dir):
         self._run_dir, self._log, self._texts = run_dir, None, Texts(language_of(os.environ))

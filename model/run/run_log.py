@@ -23,7 +23,7 @@ LOGGER = logging.getLogger("chat_trainer")
 
 
 def begin(run, journal, request, state, plan):
-    """Write config.json, plan.json and the start and resume lines, and remove what a resume at `state` does again."""
+    """Write config.json, plan.json and the start and resume lines; remove what the steps after `state` write again."""
     config, ranks, schedule = run.config, run.ranks, run.schedule
     config_values = asdict(config)
     if ranks.is_main:

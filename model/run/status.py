@@ -1,8 +1,8 @@
 """The status files of a run: what each rank does now and the memory that it uses. Imports no torch.
 
-Each rank replaces its own small status_rank<r>.json, so a step needs no collective for it. A status is for whoever
-looks at the run now: it is not flushed to the disk, a disk that refuses it costs nothing, and one that no run writes
-reads as none.
+Each rank replaces its own small status_rank<r>.json, so a step needs no collective for it. A status is read while the
+run lasts: it is not flushed to the disk, and a disk that refuses it costs nothing. A file that no run writes is read as
+no status.
 """
 
 import os
@@ -64,7 +64,7 @@ def read_statuses(run_dir: str | Path, world_size: int) -> list[Status]:
 
 
 def host_memory() -> tuple[int, int]:
-    """(Used, total) bytes of this machine's memory, used as `free` has it: what no program could get."""
+    """(used, total) bytes of this machine's memory; used is what no program could get, as `free` counts it."""
     sizes = {}
     with suppress(OSError, ValueError), open(MEMINFO) as file:
         for line in file:

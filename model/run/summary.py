@@ -28,8 +28,7 @@ def first_words(run, state, plan, options):
             epochs=f"{schedule.total_pairs / run.train.epoch_pairs:.4g}",
         ),
         text(
-            "first.optimizer", name=options['optimizer'], rate=options['learn_rate'],
-            warmup=schedule.learn_rate.warmup_pairs / schedule.global_batch,
+            "first.optimizer", name=options['optimizer'], rate=rate_text(schedule, text),
             schedule=text(f"schedule.{options['lr_schedule']}"),
         ),
         plan_line(run, plan, text),
@@ -39,6 +38,12 @@ def first_words(run, state, plan, options):
             expected=expected_text(run, state, text),
         ),
     ]  # fmt: skip
+
+
+def rate_text(schedule, text):
+    """The peak learning rate and the steps of the warm-up, without those of a warm-up that ends with the first step."""
+    steps = schedule.learn_rate.warmup_pairs / schedule.global_batch
+    return text("rate.warmed" if round(steps) else "rate.at_once", peak=schedule.learn_rate.peak, steps=steps)
 
 
 def model_line(run, state, options, text):

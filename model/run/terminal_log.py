@@ -1,6 +1,6 @@
 """What a run prints while a screen covers its terminal: a file in the run directory takes it, for the screen to show.
 
-A file and no pipe, so that a screen that is stopped or killed never holds up the run. Whoever ends the screen prints
+A file, not a pipe: a screen that is stopped or killed never holds up the run. Whoever ends the screen prints
 the last lines on the terminal and unlinks the file; that tells the other ranks, who share the terminal, to print there
 again.
 """

@@ -4,8 +4,8 @@ python -m model.run.trackers RUN_DIR tensorboard,wandb       sends what was not 
 
 Each number of a line is KIND/FIELD at the line's step, in both trackers: train/loss, eval/bleu, save/seconds. The
 process follows the journal, so training neither waits for a tracker nor fails with one, and what a killed process did
-not send is sent by the next one: RUN_DIR/trackers.json counts the lines that each tracker has. A run that goes on does
-so in the same tracker run, in TensorBoard without the steps that are done again (W&B keeps their first values).
+not send is sent by the next one: RUN_DIR/trackers.json counts the lines that each tracker has. A resumed run continues
+its tracker run: of the steps that are done again TensorBoard shows the later values, W&B the first.
 """
 
 import hashlib
@@ -132,7 +132,7 @@ def numbers_of(record: dict) -> dict[str, float]:
 
 
 def _tracker(name, run_dir, run_id, step):
-    """accelerate's tracker `name`; the run's former values after `step` are hidden where the tracker can."""
+    """accelerate's tracker `name`; the run's former values after `step` are hidden where the tracker can hide them."""
     from accelerate import PartialState
     from accelerate.tracking import TensorBoardTracker, WandBTracker
 

@@ -141,7 +141,7 @@ def _check_lora(values):
 def _check_plan(values, shape, what):
     """Raise ValueError unless the JSON `values` are a MemoryPlan with sizes that a plan can have.
 
-    In older files gradient checkpointing is true, of all blocks, or false: it becomes their number.
+    Older files say of gradient checkpointing true (all blocks) or false: this becomes a number of blocks.
     """
     if isinstance(values, dict) and isinstance(values.get("gradient_checkpointing"), bool):
         values["gradient_checkpointing"] *= _num_blocks(shape)

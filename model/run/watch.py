@@ -2,8 +2,8 @@
 
 python -m model.run.watch RUN_DIR        on the terminal of a run that started it; it ends with its standard input
 
-It reads the journal's new bytes, the status files and the driver, and writes nothing but the terminal. It uses no
-cursor-addressed part of the screen but all of it, so what other programs print there is gone a second later.
+It reads the journal's new bytes, the status files and the driver, and writes nothing but the terminal. Each frame
+covers the whole terminal, so what other programs print there is gone a second later.
 """
 
 import io

@@ -15,8 +15,9 @@ WORDS = {
         "first.unvalidated": "validation data: none, so nothing is evaluated and no best/ is written",
         "first.tokenizer": "tokenizer: {directory}, {tokens:,} tokens",
         "first.steps": "length: {steps:,} steps of {batch:,} pairs, {epochs} epochs of {pairs:,} pairs",
-        "first.optimizer": "optimizer: {name}, learning rate up to {rate:g} over the first {warmup:,.0f} steps, "
-        "then {schedule}",
+        "first.optimizer": "optimizer: {name}, learning rate {rate}{schedule}",
+        "rate.warmed": "up to {peak:g} over the first {steps:,.0f} steps, then ",
+        "rate.at_once": "{peak:g} from the first step, ",
         "first.plan": "plan: {where}, {dtype}; forward passes a step: about {passes}, of at most {tokens:,} "
         "tokens{how}; {memory}",
         "first.run": "run: {run_dir}, a checkpoint every {save_steps:,} steps or {save_time}{expected}",
@@ -110,7 +111,9 @@ WORDS = {
         "first.unvalidated": "验证数据：没有，因此不评估，也不写 best/",
         "first.tokenizer": "分词器：{directory}，{tokens:,} 个词元",
         "first.steps": "长度：{steps:,} 步，每步 {batch:,} 对，{epochs} 轮，每轮 {pairs:,} 对",
-        "first.optimizer": "优化器：{name}，学习率在前 {warmup:,.0f} 步升到 {rate:g}，然后{schedule}",
+        "first.optimizer": "优化器：{name}，学习率{rate}{schedule}",
+        "rate.warmed": "在前 {steps:,.0f} 步升到 {peak:g}，然后",
+        "rate.at_once": "从第一步起为 {peak:g}，",
         "first.plan": "方案：{where}，{dtype}；每步约 {passes} 次前向，每次最多 {tokens:,} 个词元{how}；{memory}",
         "first.run": "目录：{run_dir}，每 {save_steps:,} 步或 {save_time} 保存一次检查点{expected}",
         "expected": "；全部步数约需 {time}",

@@ -17,11 +17,12 @@ from bench.data_scale import build_store
 from bench.fill import epoch_fill
 from bench.loops import SHAPES, pad, smallest_shape
 from bench.report import mixtures
-from config import MODELS, T5ModelConfig
+from config import MODELS
 from model.data.buckets import buckets_for
 from model.data.token_store import read_store
 from model.memory.plan import MemoryPlan
 from model.nn.t5.footprint import count_matrix_numbers
+from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import Ranks
 from model.train.step import StepContext
 from tests.parts import examples_of

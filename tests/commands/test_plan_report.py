@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from config import MODELS, T5ModelConfig, load_config
+from config import MODELS, load_config
 from model.commands import length_sample
 from model.commands.plan_report import plan_text, preview, table
 from model.data.length_histogram import histogram
@@ -20,6 +20,7 @@ from model.data.token_store import Source, find_store
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.memory.plan import NothingFits, choose_plan, predicted_peaks
 from model.nn.t5.footprint import count_parameters
+from model.nn.t5.sizes import T5ModelConfig
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.footprint import plan_options
 from model.train.objectives.pairs import Pairs

@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from config import MODELS, T5ModelConfig, load_config
+from config import MODELS, load_config
 from model.commands.setup import first_plan
 from model.data.length_histogram import histogram
 from model.data.tokenizer_training import train_tokenizer
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import NothingFits
+from model.nn.t5.sizes import T5ModelConfig
 from model.run.checkpoint import TrainState
 from model.run.train_state import kept_recovery
 from tests.parts import ALONE, PLAN

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from config import MODELS, T5ModelConfig, load_config
+from config import MODELS, load_config
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.memory.estimate import Estimate, ForwardCostBound, fixed_bytes, optimizer_bytes
@@ -11,6 +11,7 @@ from model.nn.footprint import MemorySpec
 from model.nn.t5.family import T5
 from model.nn.t5.footprint import count_parameters
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from model.train.optim import make_optimizer
 
 TINY = T5ModelConfig(**MODELS["tiny"], vocab_size=500)

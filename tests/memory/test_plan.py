@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.caps import HeavyTail
-from config import MODELS, T5ModelConfig
+from config import MODELS
 from model.data.buckets import buckets_for
 from model.data.length_histogram import Lengths, histogram
 from model.memory.estimate import Estimate
@@ -21,6 +21,7 @@ from model.memory.plan import (
     recording_bytes,
     time_factor,
 )
+from model.nn.t5.sizes import T5ModelConfig
 from model.train.footprint import plan_options
 from tests.parts import make_config, make_estimate
 

@@ -3,10 +3,11 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from config import MODELS, T5ModelConfig
+from config import MODELS
 from model.nn.attention import attend, make_layout, score_mask
 from model.nn.t5.network import runs_in_kernels
 from model.nn.t5.position_bias import score_bias
+from model.nn.t5.sizes import T5ModelConfig
 
 HEADS, WIDTH = 2, 8
 

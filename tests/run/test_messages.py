@@ -11,6 +11,9 @@ import pytest
 from config import TrainConfig
 from model.commands.help_zh import HELP_ZH
 from model.run.messages import CATALOGUE, Texts, language_of
+from model.run.summary import rate_text
+from model.train.loader import Schedule
+from model.train.lr_schedule import LearnRate
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOM, COMMANDS = ROOT / "model" / "run", ROOT / "model" / "commands"
@@ -70,3 +73,11 @@ def test_chat_lang_or_else_the_locale_chooses_the_language(environment, language
 
 def test_a_key_that_the_catalogue_lacks_has_a_default():
     assert Texts("zh").get("state.tokenising a.jsonl", "tokenising a.jsonl") == "tokenising a.jsonl"
+
+
+def test_a_warm_up_that_rounds_to_no_steps_is_not_told():
+    schedules = [Schedule(100, 8, 0, LearnRate(0.03, "cosine", pairs, 100)) for pairs in (0, 2, 16)]
+    at_once = "0.03 from the first step, "
+    assert [rate_text(schedule, Texts("en")) for schedule in schedules] == [
+        at_once, at_once, "up to 0.03 over the first 2 steps, then "
+    ]  # fmt: skip

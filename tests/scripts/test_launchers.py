@@ -12,6 +12,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
+from tests.tiny import command
 
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = "usage: train_sft_custom.sh [N=16]"
@@ -202,11 +203,12 @@ def test_a_profile_is_a_set_of_memory_options(copy, profile, levers):
 
 
 def test_a_run_resumed_with_another_profile_keeps_no_memory_option_of_the_earlier_one(copy, elsewhere):
-    add_python(copy, f'exec {sys.executable} "$@"')
+    add_python(copy, 'printf "%s|" "$@"')
     for epochs, profile in enumerate(("minimal", "stage3"), start=1):
         words = ["-t", profile, "--tokenizer_dir=start", *options(epochs)]
-        done = launch(copy / "run_train.sh", *words, cwd=elsewhere)
-        assert done.returncode == 0, done.stderr
+        given = launch(copy / "run_train.sh", *words, cwd=elsewhere, NUM_PROCESSES="1").stdout.split("|")[1:-1]
+        done = command(elsewhere, *given)
+        assert done.codes == [0], done.text
     stored = json.loads((elsewhere / "out" / "config.json").read_text())
     assert (stored["given"]["gradient_checkpointing"], float(stored["given"]["gpu_memory_limit_gb"])) == ("auto", 6)
 

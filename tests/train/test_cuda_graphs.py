@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from config import T5ModelConfig
 from model.data.buckets import Bucket
 from model.data.sequences import Sequences
 from model.nn.base import Packing
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.device_memory import release_memory
 from model.train.cuda_graphs import StepGraphs
 from model.train.objectives.pairs import Pairs

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from config import MODELS, T5ModelConfig
+from config import MODELS
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.data.sampler import step_at
 from model.memory.plan import PROBED_USABLE, NothingFits, choose_plan, predicted_peaks, recording_bytes
+from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import start_ranks, stop_ranks, vote
 from model.train import dry_run
 from model.train.dry_run import Trial, dry_run_update, plan_before_probes, probe_plan, worst_examples

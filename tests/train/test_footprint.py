@@ -1,8 +1,9 @@
 import numpy as np
 import torch
 
-from config import MODELS, T5ModelConfig
+from config import MODELS
 from model.data.length_histogram import histogram
+from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.train import footprint
 from model.train.footprint import estimate_for

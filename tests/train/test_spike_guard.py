@@ -85,19 +85,12 @@ def test_a_last_step_that_is_not_finite_is_not_in_doubt_if_the_steps_before_it_w
     assert [(result.skipped, result.in_doubt) for result in steps] == [(True, False)] * last
 
 
-def test_the_weights_before_too_many_spikes_are_saved(tmp_path):
-    home = furnish(tmp_path)
-    done = train(home, 1, output_dir="run", spike_guard=1.000001, epochs=40, save_steps=1000)
-    assert done.codes == [1] and "raise --spike_guard" in done.text
-    (stop,) = journal(home / "run", "stop")
-    latest = (home / "run" / "checkpoints" / "LATEST").read_text()
-    assert latest == f"step_{stop['step']:08d}"
-
-
-def test_a_rank_that_ends_waits_for_the_rank_that_saves_however_slow_the_disk_is(tmp_path):
+def test_the_weights_before_too_many_spikes_are_saved_and_all_ranks_wait_for_it_however_slow_the_disk_is(tmp_path):
     home, options = furnish(tmp_path), dict(spike_guard=1.000001, epochs=40, save_steps=1000)
-    assert train(home, 2, output_dir="baseline", **options).codes == [1, 1]
+    done = train(home, 2, output_dir="baseline", **options)
+    assert done.codes == [1, 1] and "raise --spike_guard" in done.text
     (end,) = (stop["step"] for stop in journal(home / "baseline", "stop"))
+    assert (home / "baseline" / "checkpoints" / "LATEST").read_text() == f"step_{end:08d}"
     done = train(home, 2, ",".join([f"save:0:{end}:slow"] * 3), output_dir="slow", **options)
     assert done.codes == [1, 1] and "where each thread" not in done.text, done.text
     assert (home / "slow" / "checkpoints" / "LATEST").read_text() == f"step_{end:08d}"

@@ -97,14 +97,29 @@ def _sums_of_tile(
 
 
 @triton.jit
-def _add_and_scale(sums, ADDEND, places, is_real, beta, SCALES, matrix, power):
-    """scale^power * (sums + beta * ADDEND); what a factor of 0 multiplies is not read."""
+def _product_of_tile(
+    LEFT, RIGHT, ADDEND, SCALES, rows, columns, num_rows, num_columns, num_terms,
+    stride_left_row, stride_left_term, stride_right_column, stride_right_term, alpha, beta, power,
+    IS_EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """(a tile of SCALES^power * (alpha * LEFT @ RIGHT + beta * ADDEND) in float32, its places in memory, which exist).
+
+    What a factor of 0 multiplies is not read.
+    """
+    matrix = tl.program_id(1)
+    sums = alpha * _sums_of_tile(
+        LEFT + matrix * num_rows * num_terms, RIGHT + matrix * num_columns * num_terms, rows, columns,
+        num_rows, num_columns, num_terms, stride_left_row, stride_left_term, stride_right_column, stride_right_term,
+        IS_EVEN, M, N, K,
+    )  # fmt: skip
+    places = matrix * num_rows * num_columns + rows[:, None] * num_columns + columns[None, :]
+    is_real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     if beta != 0.0:
         sums += beta * tl.load(ADDEND + places, mask=is_real, other=0.0).to(tl.float32)
     if power > 0:
         scale = tl.load(SCALES + matrix)
         sums *= tl.where(power == 2, scale * scale, scale)
-    return sums
+    return sums, places, is_real
 
 
 @triton.jit(do_not_specialize=["power"])
@@ -119,24 +134,19 @@ def matrix_products(
     the diagonal is also stored above it. With IS_EVEN the tiles divide all sizes. The numbers are arguments at run
     time, so that four kernels serve all products.
     """
-    matrix = tl.program_id(1)
     if SYMMETRIC:
         row, column = _triangle_tile(tl.program_id(0))
     else:
         row, column = tl.program_id(0) // tl.cdiv(num_columns, N), tl.program_id(0) % tl.cdiv(num_columns, N)
     rows, columns = row * M + tl.arange(0, M), column * N + tl.arange(0, N)
-    sums = _sums_of_tile(
-        LEFT + matrix * num_rows * num_terms, RIGHT + matrix * num_columns * num_terms, rows, columns,
-        num_rows, num_columns, num_terms, stride_left_row, stride_left_term, stride_right_column, stride_right_term,
-        IS_EVEN, M, N, K,
+    sums, places, is_real = _product_of_tile(
+        LEFT, RIGHT, ADDEND, SCALES, rows, columns, num_rows, num_columns, num_terms, stride_left_row,
+        stride_left_term, stride_right_column, stride_right_term, alpha, beta, power, IS_EVEN, M, N, K,
     )  # fmt: skip
-    places = matrix * num_rows * num_columns + rows[:, None] * num_columns + columns[None, :]
-    is_real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    sums = _add_and_scale(sums * alpha, ADDEND, places, is_real, beta, SCALES, matrix, power)
     out = sums.to(OUT.dtype.element_ty)
     if SYMMETRIC:
         is_real = is_real & (rows[:, None] >= columns[None, :])
-        mirrored = matrix * num_rows * num_columns + columns[:, None] * num_columns + rows[None, :]
+        mirrored = tl.program_id(1) * num_rows * num_columns + columns[:, None] * num_columns + rows[None, :]
         tl.store(OUT + mirrored, tl.trans(out), mask=tl.trans(is_real))
     tl.store(OUT + places, out, mask=is_real)
 
@@ -151,20 +161,15 @@ def subtract_products(
 
     Nothing is written unless SCALE is above 0.
     """
-    matrix = tl.program_id(1)
     row, column = tl.program_id(0) // tl.cdiv(num_columns, N), tl.program_id(0) % tl.cdiv(num_columns, N)
     rows, columns = row * M + tl.arange(0, M), column * N + tl.arange(0, N)
-    sums = _sums_of_tile(
-        LEFT + matrix * num_rows * num_terms, RIGHT + matrix * num_columns * num_terms, rows, columns,
-        num_rows, num_columns, num_terms, stride_left_row, stride_left_term, stride_right_column, stride_right_term,
-        IS_EVEN, M, N, K,
+    sums, places, is_real = _product_of_tile(
+        LEFT, RIGHT, ADDEND, SCALES, rows, columns, num_rows, num_columns, num_terms, stride_left_row,
+        stride_left_term, stride_right_column, stride_right_term, 1.0, beta, power, IS_EVEN, M, N, K,
     )  # fmt: skip
-    places = matrix * num_rows * num_columns + rows[:, None] * num_columns + columns[None, :]
-    is_real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    sums = _add_and_scale(sums, ADDEND, places, is_real, beta, SCALES, matrix, power)
     weights = tl.load(WEIGHTS + places, mask=is_real, other=0.0) * (1 - tl.load(RATE) * weight_decay)
     is_written = is_real & (rows < tl.where(tl.load(SCALE) > 0, num_rows, 0))[:, None]
-    tl.store(WEIGHTS + places, weights - tl.load(FACTORS + matrix) * sums, mask=is_written)
+    tl.store(WEIGHTS + places, weights - tl.load(FACTORS + tl.program_id(1)) * sums, mask=is_written)
 
 
 @dataclass(frozen=True)

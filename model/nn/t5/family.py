@@ -1,10 +1,10 @@
 """The family T5."""
 
-from config import T5ModelConfig
 from model.nn.base import Family
 from model.nn.t5 import footprint, huggingface
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel, inner_names, runs_in_kernels
+from model.nn.t5.sizes import T5ModelConfig
 from model.nn.t5.warm_up import kernel_works
 
 T5 = Family(

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from config import T5ModelConfig
+from model.nn.t5.sizes import T5ModelConfig
 
 HEAD = "lm_head.weight"
 ALIASES = (HEAD, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # of shared.weight

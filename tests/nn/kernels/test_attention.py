@@ -1,5 +1,6 @@
 """The attention kernels against PyTorch: on a CPU in Triton's interpreter, on a GPU as they are."""
 
+import json
 import os
 import subprocess
 import sys
@@ -63,22 +64,16 @@ def relative_errors(*case, padding=0):
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 1e-5), ("bfloat16", 1e-2)])
-@pytest.mark.parametrize("name", CASES)
-def test_the_interpreted_kernels_give_the_same_as_pytorch(name, dtype, most):
+def test_the_interpreted_kernels_give_the_same_as_pytorch(dtype, most):
     # A child process, because Triton reads TRITON_INTERPRET when a kernel is defined.
-    imports = "import torch; from tests.nn.kernels.test_attention import *"
-    code = f"{imports}; print(*interpreted({name!r}, torch.{dtype}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    imports = "import json, torch; from tests.nn.kernels.test_attention import *"
+    code = f"{imports}; print(json.dumps({{name: interpreted(name, torch.{dtype}) for name in CASES}}))"
+    environ = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    errors = [float(word) for word in done.stdout.split()]
-    assert len(errors) == 2 * (5 if CASES[name][2] else 4)
-    assert max(errors) < most
+    for name, errors in json.loads(done.stdout).items():
+        assert len(errors) == 2 * (5 if CASES[name][2] else 4)
+        assert max(errors) < most, name
 
 
 def interpreted(name, dtype):

@@ -1,4 +1,8 @@
-"""Every kernel compiles for A100, RTX 30 and RTX 40, checked on a machine without a GPU."""
+"""Every kernel compiles for an RTX 30, checked on a machine without a GPU.
+
+Of the GPUs with compute capability 8 it and the RTX 40 have the least shared memory, and a kernel takes as much of it
+on each of them.
+"""
 
 from contextlib import contextmanager
 
@@ -8,13 +12,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from config import T5ModelConfig
 from model.data.sequences import Sequences
 from model.nn import dropout as dropout_module
 from model.nn import flat_params, layers, loss
 from model.nn.base import Packing
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
+from model.nn.t5.sizes import T5ModelConfig
 from model.nn.t5.warm_up import kernel_works
 from tests.nn.kernels import (
     test_adamw,
@@ -79,9 +83,8 @@ def compiling_for(capability, patch):
     patch.undo()
 
 
-@pytest.mark.parametrize("capability", [80, 86, 89])  # A100; RTX 30; RTX 40
-def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability, monkeypatch):
-    with compiling_for(capability, monkeypatch) as kernels:
+def test_every_kernel_compiles_for_an_rtx_30_and_fits_its_shared_memory(monkeypatch):
+    with compiling_for(86, monkeypatch) as kernels:
         for name, case in test_attention.CASES.items():
             head_width = 128 if name == "grouped" else 64
             test_attention.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
@@ -171,7 +174,7 @@ def test_what_is_launched_ahead_are_the_kernels_of_a_step_and_of_a_decoded_token
 
 def packed(num_pairs):
     """MicroBatch of pairs of random lengths."""
-    lengths = np.random.default_rng(num_pairs).integers(2, 60, size=(2, num_pairs))
+    lengths = np.random.default_rng(num_pairs).integers(2, 20, size=(2, num_pairs))
     prompts, labels = (np.ones(side.sum(), dtype=np.int64) for side in lengths)
     sequences = Sequences((prompts, labels), lengths.T, ids=np.arange(num_pairs))
     return collate(sequences, Packing(0, kernels=True, dropout=True))
