@@ -30,9 +30,6 @@ class Stream:
     num_ids: int = 0  # given to `queue`
     to_skip: int = 0  # ids that a second attempt gives again
 
-    def put(self, item):
-        self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
-
     async def __aiter__(self):
         """Yield Progress. What has come since the last one is joined: a busy event loop then sends fewer messages."""
         while True:
@@ -45,6 +42,20 @@ class Stream:
             yield Progress(last.number, [i for item in items for i in item.ids], last.is_finished)
             if last.is_finished:
                 return
+
+
+def put(items):
+    """Give each (Stream, Progress or exception) of `items` to its stream, with one call of an event loop for all."""
+    by_loop = {}
+    for stream, item in items:
+        by_loop.setdefault(stream.loop, []).append((stream.queue, item))
+    for loop, given in by_loop.items():
+        loop.call_soon_threadsafe(_put_now, given)
+
+
+def _put_now(items):
+    for queue, item in items:
+        queue.put_nowait(item)
 
 
 class DecodingThread(threading.Thread):
@@ -94,8 +105,7 @@ class DecodingThread(threading.Thread):
             with self._wakes:
                 self._has_failed = True
                 left = [stream for stream, is_cancelled in self._inbox if not is_cancelled]
-            for stream in (*self._streams.values(), *left):
-                stream.put(RuntimeError(ENDED))
+            put((stream, RuntimeError(ENDED)) for stream in (*self._streams.values(), *left))
 
     def _decode(self):
         engine = self._new_engine()
@@ -144,6 +154,7 @@ class DecodingThread(threading.Thread):
         return not self._is_stopping
 
     def _deliver(self, progress):
+        items = []
         for each in progress:
             stream = self._streams[each.number]
             ids = each.ids[stream.to_skip :]
@@ -151,7 +162,8 @@ class DecodingThread(threading.Thread):
             stream.num_ids += len(ids)
             if each.is_finished:
                 self._close(each.number)
-            stream.put(Progress(each.number, ids, each.is_finished))
+            items.append((stream, Progress(each.number, ids, each.is_finished)))
+        put(items)
 
     def _close(self, number):
         del self._streams[number]
@@ -159,9 +171,10 @@ class DecodingThread(threading.Thread):
             self.num_open -= 1
 
     def _fail(self, message):
-        for number, stream in list(self._streams.items()):
+        items = [(stream, RuntimeError(message)) for stream in self._streams.values()]
+        for number in list(self._streams):
             self._close(number)
-            stream.put(RuntimeError(message))
+        put(items)
 
     def _smaller(self, engine):
         """An Engine with half the slots that begins the open requests again; their streams go on where they were."""
