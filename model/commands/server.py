@@ -108,7 +108,7 @@ def guarded(service, endpoint):
 
 def check_key(service, request):
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if service.api_key and not hmac.compare_digest(given.encode(), service.api_key.encode()):
+    if service.api_key and not hmac.compare_digest(given.encode("latin-1"), service.api_key.encode()):
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "authentication_error")
 
 
