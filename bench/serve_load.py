@@ -53,11 +53,13 @@ def main():
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--warm_seconds", type=float, default=10)
     parser.add_argument("--new_tokens", type=int, default=128)
+    parser.add_argument("--slots", type=int, default=0, help="of the server; 0: as it chooses")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         directory = options.model_dir or write_model(Path(folder, "served"), options.model)
         port = free_port()
         words = [directory, "--port", port, "--max_prompt_tokens", 256, "--max_new_tokens", options.new_tokens]
+        words += ["--slots", options.slots]
         process = subprocess.Popen([sys.executable, SERVE, *map(str, words)], stdout=sys.stderr)
         try:
             wait_for(port, process)
@@ -98,11 +100,14 @@ async def measure(port, server, options):
     counts, end = Counts(), asyncio.Event()
     clients = [asyncio.create_task(ask_again(port, options, counts, end, seed)) for seed in range(options.streams)]
     await asyncio.sleep(options.warm_seconds)
-    before, spent, tokens_before = server.memory_info().rss, cpu_seconds(server), await tokens_given(port)
+    before, tokens_before = server.memory_info().rss, await tokens_given(port)
+    both = (server, psutil.Process())  # the clients share the machine
+    spent_before = [cpu_seconds(process) for process in both]
     counts.since, counts.answers, counts.first_seconds = time.monotonic(), 0, []
     await asyncio.sleep(options.seconds)
     seconds, after = time.monotonic() - counts.since, server.memory_info().rss
-    tokens, answers, spent = await tokens_given(port) - tokens_before, counts.answers, cpu_seconds(server) - spent
+    spent, clients_spent = (cpu_seconds(process) - earlier for process, earlier in zip(both, spent_before, strict=True))
+    tokens, answers = await tokens_given(port) - tokens_before, counts.answers
     end.set()
     await asyncio.gather(*clients)
     first = sorted(counts.first_seconds)
@@ -112,7 +117,8 @@ async def measure(port, server, options):
         tokens_per_second=round(tokens / seconds), first_token_p50_ms=percentile(first, 50),
         first_token_p95_ms=percentile(first, 95), first_token_most_ms=percentile(first, 100),
         server_rss_mib_before=before >> 20, server_rss_mib_after=after >> 20,
-        server_cores=round(spent / seconds, 2),
+        server_cores=round(spent / seconds, 2), clients_cores=round(clients_spent / seconds, 2),
+        server_cpu_ms_per_1000_tokens=round(1e6 * spent / max(tokens, 1), 1),
     )  # fmt: skip
 
 

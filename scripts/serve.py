@@ -9,6 +9,7 @@ trains. Needs the extra packages: pip install -e '.[serve]'
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_CONNECTIONS = 512
 KEEP_ALIVE_SECONDS = 10
+BEFORE_ANSWER_SECONDS = 60  # in which a request's body is there and its prompt read
 
 
 def main(argv: list[str]) -> int:
@@ -71,14 +73,16 @@ def serve(options: argparse.Namespace) -> None:
     import uvicorn  # before the model is loaded, which takes seconds
 
     from model.commands.answering import load_chat_model
+    from model.commands.connection import WatchedConnection
     from model.commands.server import make_app
 
+    connection = partial(WatchedConnection, answer_seconds=options.request_seconds + BEFORE_ANSWER_SECONDS)
     chat = load_chat_model(options.model_dir)
     print(f"{chat.directory} on {chat.model.device}: http://{options.host}:{options.port}", flush=True)
     uvicorn.run(
         make_app(service_of(chat, options)), host=options.host, port=options.port, log_level="warning",
         limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=KEEP_ALIVE_SECONDS, access_log=False,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=5, http=connection,
     )  # fmt: skip
 
 

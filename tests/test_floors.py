@@ -88,7 +88,7 @@ ROOMS = {
         "origin",
         "length_sample space",
         "setup",
-        "answering data_report decoding_thread doctor plan_report server_metrics",
+        "answering data_report connection decoding_thread doctor plan_report server_metrics",
         "openai_api",
         "server",
     ],
@@ -126,7 +126,7 @@ ALLOWED_IMPORTERS = {
     "rensa": "model.data.near_duplicates",
     "starlette": "model.commands.server",
     "prometheus_client": "model.commands.server_metrics",
-    "uvicorn": "scripts.serve",
+    "uvicorn": "scripts.serve model.commands.connection",
     "fire": "train_low_mem scripts bench",
     "pickle": "",
 }

@@ -105,9 +105,10 @@ def prompt_ids(chat, turns, most_tokens):
         raise ValueError(
             f"the question has {len(turns[-1][1]):,} characters, and a prompt at most {most_tokens} tokens: shorten it"
         )
-    if len(chat.encode(said[-1:], most_tokens + 1)) > most_tokens:
+    question = chat.encode(said[-1:], most_tokens + 1)
+    if len(question) > most_tokens:
         raise ValueError(f"the question has more than {most_tokens - 1} tokens: shorten it")
-    return chat.encode(said, most_tokens)
+    return chat.encode(said, most_tokens) if len(said) > 1 else question
 
 
 def stream_answer(chat, input_ids, sampling, max_new_tokens):
@@ -146,13 +147,13 @@ class TextStream:
 
     def add(self, ids):
         """The text that can be shown after these ids, beyond what was given before."""
-        return "".join(map(self._add_one, ids))
-
-    def _add_one(self, token_id):
-        self.ids.append(token_id)
+        text = self.tokenizer.decode(self.ids[self.before :] + ids)
+        is_whole = not text.endswith("\ufffd")  # else a part of a character may be its end
+        if not is_whole and len(ids) > 1:
+            return "".join(self.add([one]) for one in ids)
         given = self.tokenizer.decode(self.ids[self.before : self.shown])
-        text = self.tokenizer.decode(self.ids[self.before :])
-        if len(text) <= len(given) or text.endswith("\ufffd"):  # a special token, or a part of a character
+        self.ids += ids
+        if not is_whole or len(text) <= len(given):  # the latter with special tokens alone
             return ""
         self.before, self.shown = self.shown, len(self.ids)
         return text[len(given) :]

@@ -30,9 +30,6 @@ class Stream:
     num_ids: int = 0  # given to `queue`
     to_skip: int = 0  # ids that a second attempt gives again
 
-    def put(self, item):
-        self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
-
     async def __aiter__(self):
         """Yield Progress. What has come since the last one is joined: a busy event loop then sends fewer messages."""
         while True:
@@ -47,6 +44,25 @@ class Stream:
                 return
 
 
+def put(items):
+    """Give each (Stream, Progress or exception) of `items` to its stream, with one call of an event loop for all."""
+    by_loop = {}
+    for stream, item in items:
+        by_loop.setdefault(stream.loop, []).append((stream.queue, item))
+    for loop, given in by_loop.items():
+        loop.call_soon_threadsafe(_put_now, given)
+
+
+def _put_now(items):
+    for queue, item in items:
+        queue.put_nowait(item)
+
+
+def launches_ahead(model):
+    """Whether its device works while the host goes on; a CPU is through with a step when it is launched."""
+    return model.device.type == "cuda"
+
+
 class DecodingThread(threading.Thread):
     """Owns an Engine. `submit` and `cancel` may be called from any thread; the Progress goes to each Stream."""
 
@@ -55,8 +71,10 @@ class DecodingThread(threading.Thread):
         self._model, self._limits, self._max_waiting = model, limits, max_waiting
         self._wakes, self._inbox = threading.Condition(), deque()  # (Stream, whether it is cancelled)
         self._streams = {}  # number in the engine to Stream; this thread's own
+        self._to_put = []  # (Stream, Progress) that wait until the device has work
         self.num_open = 0  # submitted and not finished
         self._is_stopping = self._has_failed = False
+        self._launches_ahead = launches_ahead(model)
 
     def submit(self, request):
         """The Stream of a Request, to be read in the running event loop.
@@ -94,14 +112,13 @@ class DecodingThread(threading.Thread):
             with self._wakes:
                 self._has_failed = True
                 left = [stream for stream, is_cancelled in self._inbox if not is_cancelled]
-            for stream in (*self._streams.values(), *left):
-                stream.put(RuntimeError(ENDED))
+            self._put((stream, RuntimeError(ENDED)) for stream in (*self._streams.values(), *left))
 
     def _decode(self):
         engine = self._new_engine()
         while self._admit(engine):
             try:
-                fits, progress = within_memory(engine.step)
+                fits, progress = within_memory(self._step, engine)
             except Exception:  # of a library: the requests under way fail, the server goes on
                 LOGGER.exception("the requests under way failed")
                 self._fail(FAILED)
@@ -110,8 +127,20 @@ class DecodingThread(threading.Thread):
                 engine = self._new_engine()
             elif fits:
                 self._deliver(progress)
+                if engine.idle or not self._launches_ahead:
+                    self._put()
             else:
                 engine = self._smaller(engine)
+
+    def _step(self, engine):
+        """A step of the engine. On a GPU the event loop gets what the last step gave while the device works.
+
+        Else this thread, which gives up the interpreter at each operation, would launch the step only when the event
+        loop, which does not, is through with its streams.
+        """
+        engine.launch()
+        self._put()
+        return engine.collect()
 
     def _new_engine(self):
         """An Engine with as many slots as memory allows; raises RuntimeError if it does not allow one."""
@@ -151,7 +180,12 @@ class DecodingThread(threading.Thread):
             stream.num_ids += len(ids)
             if each.is_finished:
                 self._close(each.number)
-            stream.put(Progress(each.number, ids, each.is_finished))
+            self._to_put.append((stream, Progress(each.number, ids, each.is_finished)))
+
+    def _put(self, items=()):
+        """Give the streams what waits for them, and then `items`."""
+        given, self._to_put = [*self._to_put, *items], []
+        put(given)
 
     def _close(self, number):
         del self._streams[number]
@@ -159,9 +193,10 @@ class DecodingThread(threading.Thread):
             self.num_open -= 1
 
     def _fail(self, message):
-        for number, stream in list(self._streams.items()):
+        items = [(stream, RuntimeError(message)) for stream in self._streams.values()]
+        for number in list(self._streams):
             self._close(number)
-            stream.put(RuntimeError(message))
+        self._put(items)
 
     def _smaller(self, engine):
         """An Engine with half the slots that begins the open requests again; their streams go on where they were."""

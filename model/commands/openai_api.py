@@ -1,5 +1,6 @@
 """The requests and answers of OpenAI's HTTP interface, as far as a small chat model can serve them."""
 
+import json
 import secrets
 import time
 from contextlib import suppress
@@ -149,6 +150,11 @@ class Reply:
         delta = (dict(role="assistant") if is_first else {}) | (dict(content=text) if text or is_first else {})
         part = dict(delta=delta) if self.is_chat else dict(text=text)
         return self._object(".chunk", [dict(index=0, **part, logprobs=None, finish_reason=reason)])
+
+    def frame(self):
+        """JSON before and after the text of a piece, so that a stream has only its texts to encode."""
+        before, _, after = json.dumps(self.piece("-"), ensure_ascii=False).rpartition('"-"')
+        return before, after
 
     def usage(self, usage):
         return self._object(".chunk", [], usage=usage)

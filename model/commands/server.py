@@ -34,6 +34,7 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
 }
 DISCONNECT_SECONDS = 0.5  # between two looks whether a client that waits for a whole answer is still there
+SHORT_CHARACTERS = 500  # of a prompt, which are read in less time than a thread takes to begin
 BODY_SECONDS = 30  # within which a body must be there
 
 
@@ -107,7 +108,7 @@ def guarded(service, endpoint):
 
 def check_key(service, request):
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if service.api_key and not hmac.compare_digest(given.encode(), service.api_key.encode()):
+    if service.api_key and not hmac.compare_digest(given.encode("latin-1"), service.api_key.encode()):
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "authentication_error")
 
 
@@ -159,7 +160,7 @@ async def complete(parse, service, request):
     body = await read_json(service, request)
     try:
         asked = parse(body, service.chat, service.new_tokens)
-        ids = await asyncio.to_thread(prompt_ids, service.chat, asked.turns, service.input_tokens)
+        ids = await ids_of(service, asked.turns)
     except ValueError as error:
         raise Refused(400, str(error)) from None
     try:
@@ -174,6 +175,14 @@ async def complete(parse, service, request):
         return StreamingResponse(events(answer, reply, asked.wants_usage), media_type="text/event-stream")
     text = "".join(await until_disconnected(request, collect(answer)))
     return JSONResponse(reply.whole(text, answer.reason, answer.usage))
+
+
+async def ids_of(service, turns):
+    """Ids of the prompt; a long one is read in a thread, so that the others need not wait for it."""
+    is_short = sum(len(text) for _, text in turns) <= SHORT_CHARACTERS
+    if is_short:
+        return prompt_ids(service.chat, turns, service.input_tokens)
+    return await asyncio.to_thread(prompt_ids, service.chat, turns, service.input_tokens)
 
 
 async def read_json(service, request):
@@ -207,6 +216,7 @@ class Answer:
     def __init__(self, service, stream, stops, prompt_tokens):
         self.service, self.stream, self.stops = service, stream, stops
         self.prompt_tokens, self.new_tokens, self.reason = prompt_tokens, 0, "length"
+        self.is_over = False  # the piece given now is the last one
 
     @property
     def usage(self):
@@ -223,9 +233,12 @@ class Answer:
                         metrics.first_token_seconds.observe(time.monotonic() - started)
                     self.new_tokens += len(progress.ids)
                     metrics.new_tokens.inc(len(progress.ids))
-                    yield stop.add(text.add(progress.ids), progress.is_finished)
+                    piece = stop.add(text.add(progress.ids), progress.is_finished)
+                    self.is_over = stop.is_stopped or progress.is_finished
                     if stop.is_stopped or (progress.is_finished and self._ended_itself()):
                         self.reason = "stop"
+                    yield piece
+                    if self.is_over:
                         return
         except TimeoutError:
             pass  # what is there is the answer: its reason stays "length"
@@ -261,20 +274,22 @@ async def until_disconnected(request, work):
 
 
 async def events(answer, reply, wants_usage):
-    """Server-sent events of an answer."""
-
-    def event(value):
-        return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-    yield event(reply.piece("", is_first=True))
+    """Server-sent events of an answer: one part for each step, the first and the last words together with its text."""
+    before, after = reply.frame()
+    part = event(reply.piece("", is_first=True))
     try:
         async for piece in answer.pieces():
-            if piece:
-                yield event(reply.piece(piece))
+            part += f"data: {before}{json.dumps(piece, ensure_ascii=False)}{after}\n\n" if piece else ""
+            if part and not answer.is_over:
+                yield part
+                part = ""
     except RuntimeError as error:
-        yield event(error_body(str(error), "server_error"))
+        yield part + event(error_body(str(error), "server_error"))
         return
-    yield event(reply.piece("", answer.reason))
-    if wants_usage:
-        yield event(reply.usage(answer.usage))
-    yield "data: [DONE]\n\n"
+    part += event(reply.piece("", answer.reason))
+    part += event(reply.usage(answer.usage)) if wants_usage else ""
+    yield part + "data: [DONE]\n\n"
+
+
+def event(value):
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -16,7 +16,7 @@ from model.runtime.watchdog import stop_asked
 
 STEPS_BETWEEN_CHECKS = 8  # reading on the host which slots are done waits for the device
 MIN_SLOTS, MIN_TOKENS, GROWTH = 32, 32, 4  # smallest sizes of a recorded step, and how they grow
-REFILL_SHARE = 8  # while more requests wait than slots are free, slots / REFILL_SHARE are filled together
+REFILL_SHARE = 8  # while more requests wait than slots are free, slots / REFILL_SHARE are filled together (no streams)
 
 
 @dataclass(frozen=True)
@@ -91,22 +91,28 @@ class Engine:
         for slot in [slot for slot, running in self.running.items() if running.number == number]:
             self._free(slot)
 
-    @torch.inference_mode()
     def step(self):
         """Fill free slots and decode a few tokens in each; returns a list of Progress."""
+        self.launch()
+        return self.collect()
+
+    @torch.inference_mode()
+    def launch(self):
+        """The part of a step that gives the device its work."""
         self._fill()
         if not self.running:
-            return []
+            return
         steps = min(STEPS_BETWEEN_CHECKS, max(running.tokens_left for running in self.running.values()))
         self._decode(steps)
         for running in self.running.values():
             running.decoded += steps
-        return self._collect()
 
     def _fill(self):
         free = [slot for slot in range(self.limits.slots) if slot not in self.running]
+        if not self.waiting or not free:
+            return
         is_full = len(self.waiting) > len(free) and len(free) * REFILL_SHARE < self.limits.slots
-        if not self.waiting or not free or is_full:
+        if is_full and not self.waiting[0][1].streams:  # somebody waits for the first word of a stream
             return
         numbers, requests = zip(*(self.waiting.popleft() for _ in free[: len(self.waiting)]), strict=True)
         slots = free[: len(requests)]
@@ -146,7 +152,11 @@ class Engine:
             return slots, limits.input_tokens, limits.new_tokens
         return slots, _rounded(inputs, MIN_TOKENS, limits.input_tokens), _rounded(new, MIN_TOKENS, limits.new_tokens)
 
-    def _collect(self):
+    @torch.inference_mode()
+    def collect(self):
+        """The part of a step that waits for the device; returns a list of Progress."""
+        if not self.running:
+            return []
         wanted = {slot for slot, running in self.running.items() if running.request.streams}
         progress = []
         for slot, (history, is_done) in self.slots.read(list(self.running), wanted).items():

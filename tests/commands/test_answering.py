@@ -62,3 +62,6 @@ def test_text_comes_in_whole_characters_however_the_ids_are_divided(chat):
         whole, divided = TextStream(chat.tokenizer), TextStream(chat.tokenizer)
         parts = [ids[start:end] for start, end in zip([0, *cuts], [*cuts, 40], strict=True)]
         assert whole.add(ids) == "".join(map(divided.add, parts))
+        cuts = sorted(draw.integers(0, len(valid), 5))
+        parts = [valid[start:end] for start, end in zip([0, *cuts], [*cuts, len(valid)], strict=True)]
+        assert "".join(map(TextStream(chat.tokenizer).add, parts)) == chat.tokenizer.decode(valid)

@@ -93,3 +93,17 @@ def test_nobody_waits_for_a_decoder_that_has_ended(model, monkeypatch, caplog):
         given, _ = answers(model)
     assert {str(error) for error in given} == {decoding_thread.ENDED}
     assert "out of memory for one answer" in caplog.text
+
+
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_a_step_wakes_the_event_loop_once_for_all_streams(model, monkeypatch, launches_ahead):
+    calm, _ = answers(model)
+    calls, wake = [], asyncio.BaseEventLoop.call_soon_threadsafe
+    monkeypatch.setattr(
+        asyncio.BaseEventLoop, "call_soon_threadsafe", lambda loop, *args: calls.append(args) or wake(loop, *args)
+    )
+    monkeypatch.setattr(decoding_thread, "launches_ahead", lambda model: launches_ahead)
+    model.num_calls, model.failures = 0, {10: torch.OutOfMemoryError("out of memory")}
+    assert answers(model) == (calm, 0), "nothing is lost where a step fails while results wait"
+    given = [args for args in calls if args[0] is decoding_thread._put_now]
+    assert max(len(items) for _, items in given) == 4 and all(items for _, items in given)

@@ -1,10 +1,11 @@
 """What a client may ask, what is refused and why, and where an answer stops."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from model.commands.openai_api import StopFilter, parse_chat, parse_completion
+from model.commands.openai_api import Reply, StopFilter, parse_chat, parse_completion
 from model.generate.sampling import Sampling
 
 CHAT = SimpleNamespace(sampling=Sampling(no_repeat_ngram_size=8), max_new_tokens=64)
@@ -75,3 +76,10 @@ def test_what_only_looks_like_a_stop_is_shown_in_the_end():
         "en",
     ]
     assert not stop.is_stopped
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_frame_around_a_text_is_the_whole_piece(is_chat):
+    reply, text = Reply.to('a"-"b', is_chat), '"-" \n\u2028 字'
+    before, after = reply.frame()
+    assert json.loads(before + json.dumps(text, ensure_ascii=False) + after) == reply.piece(text)

@@ -110,6 +110,17 @@ def test_a_cancelled_request_frees_its_slot_and_changes_no_other_answer(varied, 
     assert kept == {number: whole[i] for i, number in enumerate(numbers) if i not in (0, 5)}
 
 
+def test_a_stream_does_not_wait_until_several_slots_are_free(varied, inputs):
+    for streams, num_running in ((True, 16), (False, 15)):
+        engine = Engine(varied, limits(inputs, 16, 40))
+        for i in range(18):  # one of the first 16 is short, two wait
+            engine.add(Request(inputs[i % 8], 8 if i == 3 else 40, streams=streams))
+        engine.step()
+        assert len(engine.running) == 15
+        engine.step()
+        assert len(engine.running) == num_running
+
+
 def test_an_answer_ends_at_its_eos_or_at_the_most_tokens(varied, inputs):
     whole = generate(varied, inputs, limits(inputs, 8, 20), 20)
     assert {len(answer) for answer in whole} == {20}
