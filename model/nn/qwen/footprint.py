@@ -45,7 +45,8 @@ def _attention(spec, tokens):
 def _feed_forward(spec, tokens):
     """Same as `_attention` for a feed-forward layer: its norm's output, the gate's inputs and its output are kept."""
     d, f, s = spec.model_config.hidden_size, spec.model_config.intermediate_size, spec.number_bytes
-    return ((d + 3 * f) * s + 4) * tokens, (3 * d + 6 * f) * s * tokens
+    in_backward = 3 if spec.kernels else 6  # as wide as the inner layer: a kernel makes the gate's gradient at once
+    return ((d + 3 * f) * s + 4) * tokens, (3 * d + in_backward * f) * s * tokens
 
 
 def _blocks(spec, layers, stream, num_recomputed):

@@ -56,11 +56,12 @@ def _attention(spec, queries, keys):
 def _feed_forward(spec, queries):
     """Same as `_attention` for one feed-forward layer, which keeps the outputs of its norm and its activation.
 
-    An activation other than ReLU keeps its input too, a gated one both its inputs.
+    An activation other than ReLU keeps its input too, a gated one both; a kernel gives the gradient of both at once.
     """
     d, f, s = spec.model_config.d_model, spec.model_config.d_ff, spec.number_bytes
     inputs = dict(relu=0).get(spec.model_config.feed_forward_proj, 2 if spec.model_config.is_gated else 1)
-    return ((d + f + inputs * f) * s + 4) * queries, (3 * d + (2 + 2 * inputs) * f) * s * queries
+    in_backward = 3 if spec.kernels and inputs == 2 else 2 + 2 * inputs  # as wide as the inner layer
+    return ((d + f + inputs * f) * s + 4) * queries, (3 * d + in_backward * f) * s * queries
 
 
 def _outside_blocks(spec, queries):

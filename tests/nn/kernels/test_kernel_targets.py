@@ -12,8 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from model.data.sequences import Sequences
-from model.nn import dropout as dropout_module
 from model.nn import activations, flat_params, layers, loss
+from model.nn import dropout as dropout_module
 from model.nn.base import Packing
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
