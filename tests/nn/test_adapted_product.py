@@ -8,7 +8,7 @@ import triton
 from torch.profiler import ProfilerActivity, profile
 
 from model.nn import adapted_product
-from model.nn.flat_params import FlatParams, linear, merge_adjacent, relu_linear
+from model.nn.flat_params import FlatParams, linear, relu_linear
 from model.nn.lora import Adapter
 
 WIDTH, OUTPUTS, RANK, SCALE = 12, 8, 3, 1.5
@@ -43,7 +43,6 @@ def test_the_product_and_its_gradients_are_those_of_the_merged_matrix(tokens, pl
     (x @ torch.cat(matrices).T).backward(grad)
     for one, other in zip(ours, [x.grad, *(factor.grad for factor in exact)], strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
-    assert torch.equal(merge_adjacent(frozen), torch.cat([weight.detach() for weight in frozen]))
 
 
 @pytest.mark.parametrize("tokens", [OUTPUTS - 1, 40])
