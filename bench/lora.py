@@ -5,6 +5,7 @@
     python -m bench.lora --output_dir DIR --rehearse      on the CPU, with tiny models
 
 speed: each cell is `train_steps` as train_low_mem.py runs it, in a process of its own, on pairs with ChatLM's lengths.
+Its `predicted_gib` is for the steps that a cell runs; `planned_gib` is the plan's, for the costliest that might come.
 memory: one step of each of 24 cases in one forward; the error is that of the prediction, made as the plan makes it.
 Both print one JSON line a result and append it to DIR/results.jsonl; the last line holds the ratios and errors.
 """
@@ -31,6 +32,7 @@ from bench.memory_fit import CHUNK_TOKENS, OneLength
 from bench.runs import context_of, schedule_of
 from config import MODELS, TrainConfig, load_config
 from model.commands.setup import prepare_run
+from model.data.buckets import buckets_for
 from model.data.length_histogram import Lengths
 from model.data.tokenizer import load_tokenizer
 from model.memory.estimate import Estimate
@@ -44,7 +46,7 @@ from model.nn.weights_io import export_model
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks, start_ranks
 from model.train.dry_run import dry_run_update
-from model.train.footprint import lora_of, memory_spec
+from model.train.footprint import estimate_for, lora_of, memory_spec
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 
@@ -142,11 +144,24 @@ def time_cell(name, folder, rehearse):
             break
     figures = clock.result()
     flops = figures["pairs_per_second"] * flops_per_pair(run.model.config, run.model.lora)
-    peaks = {what: values["predicted"] for what, values in run.memory["phases"].items()}
-    predicted = peaks.get("recorded_step", peaks["step"]) / 2**30
-    peak = peak_memory(ranks.device)[1] or 0
-    print(json.dumps(figures | dict(flops=flops, reserved_gib=peak / 2**30, predicted_gib=predicted)), flush=True)
+    planned = max(run.memory["phases"][name]["predicted"] for name in ("step", "recorded_step")[: 1 + plan.graphs])
+    sizes = dict(reserved=peak_memory(ranks.device)[1], predicted=predicted_bytes(run, plan, pairs), planned=planned)
+    figures |= {f"{name}_gib": size / 2**30 for name, size in sizes.items()}
+    print(json.dumps(figures | dict(flops=flops)), flush=True)
     os._exit(0)
+
+
+def predicted_bytes(run, plan, pairs):
+    """Predicted peak of the reserved bytes of steps that fit the buckets.
+
+    The largest bucket's step runs once before it is recorded, beside the recordings that are there.
+    """
+    model, lengths = run.model, run.train.histogram
+    estimate = estimate_for(run.ranks, run.config, model.config, model.compute_dtype, lengths, pairs)
+    if not plan.graphs:
+        return estimate.step_peak(*plan.cutting)
+    tokens = max(bucket.tokens for bucket in buckets_for(lengths.tokens, pairs, lengths.counts))
+    return estimate.step_peak(tokens, *plan.cutting[1:]) + estimate.recording_bytes(tokens, *plan.cutting[1:])
 
 
 def flops_per_pair(c, lora):

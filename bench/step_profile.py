@@ -1,6 +1,8 @@
 """Where a step's milliseconds go: kernels by group, launches and gaps, and the same steps without the update.
 
     python -m bench.step_profile --corpus DIR [--models small,chatlm] [--pairs 64,256] [--any_field=value]
+    python -m bench.step_profile --corpus LORA_DIR/corpus --models chatlm --pairs 64 --finetune_from_ckp_file=base \
+        --lora_rank=16                                    an adapter, after python -m bench.lora --output_dir LORA_DIR
 
 DIR is created if it does not exist. Prints one JSON line per model and number of pairs, then its table. Steps are timed
 without the profiler; the busy time is the union of the kernels' intervals under it, and the gaps are the difference to
@@ -35,7 +37,9 @@ GROUPS = {  # name: pattern of the kernels' names; the first that matches counts
     "norms": r"^norm_(forward|backward)|rms_norm",
     "cross-entropy": r"cross_entropy|log_softmax|logsumexp",
     "muon's kernels": r"^(matrix_products|subtract_\w+|momentum_and_squares|norms_and_factors)",
-    "adamw's kernels": r"^(adamw_rms|sums_of_squares)",
+    "adapters' kernels": r"^(add_adapters|project|gradient_parts|add_parts)",
+    "gates": r"^gate_",
+    "adamw's kernels": r"^(adamw_rms|sums_of_squares)|FusedAdam",
     "products": r"nvjet|gemm|cutlass|cublas|splitK|gemv|aten::(addmm|mm|bmm|baddbmm|linear)",
     "copies and zeros": r"Memcpy|Memset|copy|fill|Fill|zero",
     "relu": r"clamp|threshold|relu",
@@ -76,8 +80,11 @@ def profile_training(ranks, given, options):
         gradient_accumulation_steps=1, tokenizer_dir="tokenizer", train_file="train.parquet",
         validation_file="valid.parquet", output_dir=f"runs/step_profile_{name}", epochs=1000,
     )  # fmt: skip
-    config = load_config("pretrain", own | options)
-    run, _, plan = prepare_run(ranks, config, set(own | options), resumed=False)
+    own |= options
+    if "finetune_from_ckp_file" in own:  # which has both
+        del own["model"], own["tokenizer_dir"]
+    config = load_config("pretrain", own)
+    run, _, plan = prepare_run(ranks, config, set(own), resumed=False)
     steps = train_steps(run.context, Position(plan))
     timed = time_steps(steps, ranks.device, given)
     kernels, busy_ms = profile_steps(steps, ranks.device, given.profiled_steps)

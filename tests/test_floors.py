@@ -37,11 +37,11 @@ ROOMS = {
     "model.nn": [
         "kernels.nf4",
         "quantized",
-        "activations flat_batch flat_params philox",
+        "flat_batch flat_params philox",
         "kernels.dropout kernels.sums",
         "kernels",
-        "attention dropout loss",
-        "layers",
+        "activations attention dropout loss",
+        "adapted_product layers",
         "lora",
         "base",
         "footprint",
@@ -62,7 +62,7 @@ ROOMS = {
     ],
     "model.train": [
         "flat_optimizer fixed_shards lr_schedule orthogonal run_length spike_guard weighted_loss",
-        "adamw_rms",
+        "adamw adamw_rms",
         "muon objectives.base objectives.dialogues objectives.pairs",
         "optim",
         "cuda_graphs examples footprint objectives.registry",

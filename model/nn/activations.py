@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from model.nn.flat_params import runs_kernels
+
 aten = torch.ops.aten
 
 
@@ -24,12 +26,20 @@ class _Gate(torch.autograd.Function):
     def forward(ctx, both, name):
         ctx.save_for_backward(both)
         ctx.name = name
+        if runs_kernels(both):
+            from model.nn.kernels.gate import gated  # a CPU build of torch comes without Triton
+
+            return gated(both, name)
         first, second = both.chunk(2, dim=1)
         return ACTIVATIONS[name](first) * second
 
     @staticmethod
     def backward(ctx, grad):
         (both,) = ctx.saved_tensors
+        if runs_kernels(both):
+            from model.nn.kernels.gate import gate_gradient  # a CPU build of torch comes without Triton
+
+            return gate_gradient(both, grad, ctx.name), None
         first, second = both.chunk(2, dim=1)
         of_first = GRADIENTS[ctx.name](grad * second, first)
         return torch.cat([of_first, grad * ACTIVATIONS[ctx.name](first)], dim=1), None

@@ -157,15 +157,15 @@ class _Linear(torch.autograd.Function):
 
 def relu_linear(x, weight, masks=None):
     """relu(linear(x, weight, masks=masks)); on a GPU the product's own kernel applies the ReLU."""
-    if runs_kernels(x) and not hasattr(weight, "adapter"):
-        return _ReluLinear.apply(x, weight)
-    return F.relu(linear(x, weight, masks=masks), inplace=True)
+    if hasattr(weight, "adapter"):
+        return weight.adapter.linear(x, (weight,), (), masks, has_relu=True)
+    return _ReluLinear.apply(x, weight) if runs_kernels(x) else F.relu(linear(x, weight), inplace=True)
 
 
 class _ReluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
-        out = torch._addmm_activation(_no_bias(len(weight), x.dtype, x.device), x, weight.copy.T)
+        out = relu_product(x, weight.copy)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, out)
         ctx.weight = weight
         return out
@@ -177,6 +177,13 @@ class _ReluLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             add_matmul(ctx.weight.grad, grad.T, x)
         return grad @ ctx.weight.copy if ctx.needs_input_grad[0] else None, None
+
+
+def relu_product(x, matrix):
+    """relu(x @ matrix.T), on a GPU in one launch."""
+    if not x.is_cuda:
+        return F.relu(x @ matrix.T, inplace=True)
+    return torch._addmm_activation(_no_bias(len(matrix), x.dtype, x.device), x, matrix.T)
 
 
 @functools.cache

@@ -60,9 +60,9 @@ class MemorySpec:
         return int(matrices * NUMBER_BYTES + (frozen - matrices) * self.number_bytes)
 
     @cached_property
-    def unpacked_bytes(self):
-        """Bytes of the largest matrix that a product takes out of NF4."""
-        return largest_product(self.family, self.model_config) * self.number_bytes if self.is_packed else 0
+    def product_bytes(self):
+        """Bytes of the largest matrix that a product makes: with its adapters added, taken out of NF4 or not."""
+        return largest_product(self.family, self.model_config) * self.number_bytes if self.lora else 0
 
     @property
     def is_packed(self):
@@ -77,8 +77,3 @@ class MemorySpec:
     def saved(self):
         """Number of weights that a checkpoint and an export hold."""
         return self.trained if self.lora else self.parameters
-
-    def rank_of(self, *names):
-        """Sum of the ranks of adapters on layers whose names end so; 0 without adapters."""
-        targets = {target.rpartition(".")[2] for target in self.lora.targets} if self.lora else ()
-        return sum(self.lora.rank for name in names if name in targets)

@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 
 from config import MAX_LORA_RANK
-from model.nn.dropout import MAX_SITES, NO_DROPOUT, dropout
-from model.nn.flat_params import add_matmul, bias_of, matrix_of, merge_adjacent
+from model.nn.adapted_product import AdaptedProduct, adapted_product
+from model.nn.dropout import MAX_SITES, NO_DROPOUT
 from model.nn.layers import Linear
 
 FACTORS = ("lora_A", "lora_B")
@@ -83,13 +82,10 @@ class Adapter:
     dropout: float
     site: int
 
-    def linear(self, x, weights, biases, masks):
-        """x @ W.T + biases for adjacent frozen weights, of which this is the first adapter."""
-        masks = self._masks(masks)
-        adapters = [weight.adapter for weight in weights if hasattr(weight, "adapter")]
-        places = [place for place, weight in enumerate(weights) if hasattr(weight, "adapter")]
-        factors = [adapter.A for adapter in adapters] + [adapter.B for adapter in adapters]
-        return _AdaptedLinear.apply(x, weights, biases, (places, self.scale), masks, *factors)
+    def linear(self, x, weights, biases, masks, has_relu=False):
+        """x @ W.T + biases, through ReLU or not, for adjacent frozen weights, of which this is the first adapter."""
+        product = AdaptedProduct(weights, biases, self._masks(masks), has_relu)
+        return adapted_product(x, product)
 
     def _masks(self, masks):
         if not self.dropout or (masks is None and not torch.is_grad_enabled()):
@@ -97,63 +93,6 @@ class Adapter:
         assert masks is not None, "a product with adapters needs the masks of its input: linear(…, masks=…)"
         drops = masks.token_keys is not None
         return replace(masks, probability=self.dropout, site=self.site) if drops else NO_DROPOUT
-
-
-class _AdaptedLinear(torch.autograd.Function):
-    """Letters: N tokens, G adapters, R rank, O outputs of one weight.
-
-    Five launches in all, three in forward for any number of adapters, because recorded steps of few tokens are bound by
-    launches: all A are one matrix, all B one batch.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weights, biases, place, masks, *factors):
-        ctx.weights, (ctx.places, ctx.scale), ctx.masks = weights, place, masks
-        ctx.A, ctx.B = factors[: len(factors) // 2], factors[len(factors) // 2 :]
-        out = F.linear(x, matrix_of(weights), bias_of(biases))
-        A = merge_adjacent([a.copy for a in ctx.A])
-        scaled = torch.addmm(x.new_empty(()), dropout(x, masks), A.T, beta=0, alpha=ctx.scale)  # s x A^T, (N, G R)
-        _by_weight(out, weights, ctx.places).baddbmm_(_by_adapter(scaled, ctx.A), _batch([b.copy for b in ctx.B]).mT)
-        ctx.save_for_backward(x, scaled)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, scaled = ctx.saved_tensors
-        grad_GNO = _by_weight(grad.contiguous(), ctx.weights, ctx.places)
-        grad_scaled = torch.empty_like(scaled)
-        torch.baddbmm(
-            x.new_empty((1, 1, 1)), grad_GNO, _batch([b.copy for b in ctx.B]), beta=0, alpha=ctx.scale,
-            out=_by_adapter(grad_scaled, ctx.A),
-        )  # fmt: skip
-        add_matmul(_batch([b.grad for b in ctx.B]), grad_GNO.mT, _by_adapter(scaled, ctx.A))
-        add_matmul(merge_adjacent([a.grad for a in ctx.A]), grad_scaled.T, dropout(x, ctx.masks))
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            A, grad_x = merge_adjacent([a.copy for a in ctx.A]), grad @ matrix_of(ctx.weights)
-            if ctx.masks.probability:
-                grad_x += dropout(grad_scaled @ A, ctx.masks)
-            else:
-                grad_x.addmm_(grad_scaled, A)
-        # backward has already added the gradients to A.grad and B.grad
-        return grad_x, None, None, None, None, *(None for _ in ctx.A + ctx.B)
-
-
-def _by_weight(x, weights, places):
-    """View (G, N, O) of the columns in x (N, weights * O) that the weights at evenly spaced `places` gave."""
-    step = places[1] - places[0] if len(places) > 1 else 1
-    assert places == list(range(places[0], places[-1] + 1, step))
-    return x.view(len(x), len(weights), -1).transpose(0, 1)[places[0] :: step][: len(places)]
-
-
-def _by_adapter(x, factors):
-    """View (G, N, R) of x (N, G R)."""
-    return x.view(len(x), len(factors), -1).transpose(0, 1)
-
-
-def _batch(views):
-    """View (G, O, R) of adjacent matrices of one shape."""
-    return merge_adjacent(views).view(len(views), *views[0].shape)
 
 
 def attach(model, lora):

@@ -84,7 +84,7 @@ def reduce_and_update(context, attempt, work, norm_limit):
 
 def _update(context, work, scale, apply):
     fault_injection.fire("optimizer", work.step)
-    update(context.optimizer, context.model.flat.gradients, work.learn_rate, scale, apply)
+    update(context.optimizer, work.learn_rate, scale, apply)
     fault_injection.fire("update", work.step)
 
 

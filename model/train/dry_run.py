@@ -45,7 +45,7 @@ def dry_run_update(ranks, model, optimizer):
 
     def reduce_and_update():
         sum_over_ranks(ranks, model.flat.gradients_and_sums)
-        update(optimizer, model.flat.gradients, 0.0, torch.zeros((), device=ranks.device))
+        update(optimizer, 0.0, torch.zeros((), device=ranks.device))
 
     seconds = _without_time_limit(ranks, timed, ranks.device, reduce_and_update)
     reset_state(optimizer)

@@ -1,4 +1,4 @@
-"""The optimizers: Adafactor, and what all have in common, RMSScaledAdamW, Muon and torch's AdamW too."""
+"""The optimizers: Adafactor, and what all have in common, AdamW, RMSScaledAdamW and Muon too."""
 
 import math
 from itertools import groupby
@@ -6,6 +6,7 @@ from itertools import groupby
 import torch
 
 from model.nn.flat_params import runs_kernels
+from model.train.adamw import AdamW
 from model.train.adamw_rms import RMS_FLOOR, RMSScaledAdamW
 from model.train.flat_optimizer import FlatOptimizer
 from model.train.muon import Muon
@@ -71,7 +72,7 @@ def _rms(batch):
 STATE_FIELDS = {  # of each weight's state, by optimizer
     RMSScaledAdamW: {"count", "exp_avg", "exp_avg_sq"},
     Muon: {"count", "exp_avg", "exp_avg_sq", "momentum"},
-    torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
+    AdamW: {"step", "exp_avg", "exp_avg_sq"},
     Adafactor: {"count", "rows", "columns", "squares"},
 }
 
@@ -81,14 +82,13 @@ def make_optimizer(model, config, place=(0, 1)):
 
     Its learning rate is a tensor on the weights' device, which `update` writes.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
-    decay, rate = config.weight_decay, torch.tensor(config.learn_rate, device=params[0].device)
+    decay, rate = config.weight_decay, torch.tensor(config.learn_rate, device=model.device)
     if config.optimizer == "adamw_rms":
         return RMSScaledAdamW(model.flat, rate, weight_decay=decay)
     if config.optimizer == "muon":
         return Muon(model.flat, rate, weight_decay=decay, place=place if config.share_update else (0, 1))
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(params, rate, weight_decay=decay, fused=True)
+        return AdamW(model.flat, rate, weight_decay=decay)
     return Adafactor(model.flat, rate, weight_decay=decay)
 
 
@@ -102,8 +102,8 @@ def reset_state(optimizer):
 
 
 def count_steps(optimizer):
-    """Set the host's step count of an optimizer from its state; torch's AdamW keeps its own."""
-    if not isinstance(optimizer, torch.optim.AdamW):
+    """Set the host's step count of an optimizer from its state; AdamW has none."""
+    if not isinstance(optimizer, AdamW):
         counter = getattr(optimizer, "rest", optimizer)
         counter.num_steps = int(counter.counts[0])
 
@@ -115,21 +115,18 @@ def is_shared(optimizer):
 
 def obeys_scale(optimizer):
     """True if the update runs in kernels that change nothing unless their scale is above 0, and can be recorded."""
-    return isinstance(optimizer, (RMSScaledAdamW, Muon)) and runs_kernels(optimizer.weights)
+    return isinstance(optimizer, (AdamW, RMSScaledAdamW, Muon)) and runs_kernels(optimizer.weights)
 
 
-def update(optimizer, gradients, rate, scale, apply=None):
-    """Update the weights at learning rate `rate` with `scale` times the flat `gradients`, which may change.
+def update(optimizer, rate, scale, apply=None):
+    """Update the weights at learning rate `rate` with `scale` times the flat gradients, which may change.
 
     `scale` is a 0-dim tensor on the device, so the host does not wait for it. `apply` replaces the optimizer's own, as
     a recording of it does.
     """
     for group in optimizer.param_groups:
         group["lr"].fill_(rate)
-    if isinstance(optimizer, torch.optim.AdamW):
-        gradients.mul_(scale)
-        optimizer.step()
-    elif apply:
+    if apply:
         optimizer.next_step()
         apply(scale)
     else:

@@ -50,7 +50,7 @@ class StepContext:
 
     ranks: Ranks
     model: LanguageModel
-    optimizer: object | None  # of model/train/optim.py, or torch's AdamW
+    optimizer: object | None  # of model/train/optim.py
     loader: Loader
     options: TrainConfig
     graphs: StepGraphs | None = None  # replay a micro-batch that fits one of their buckets

@@ -209,9 +209,9 @@ def test_a_step_whose_loss_is_not_finite_once_is_repeated(store, tokenizer, monk
 def test_an_update_that_is_queued_before_its_check_is_read_changes_nothing_if_the_check_fails(
     store, tokenizer, monkeypatch
 ):
-    def update_obeying_scale(optimizer, gradients, rate, scale, apply):
+    def update_obeying_scale(optimizer, rate, scale, apply):
         if scale > 0:
-            optim.update(optimizer, gradients, rate, scale, apply)
+            optim.update(optimizer, rate, scale, apply)
         else:
             optimizer.next_step()  # the host counts before it knows
 

@@ -32,7 +32,6 @@ def _attention(spec, tokens):
     kept = (d + 2 * q + 2 * k + (q + 2 * k) * c.has_head_norms) * s * tokens + 4 * tokens
     # gradients of the stream twice, of attention's output, of q, k and v before and after their turns
     temporaries = (2 * d + q + 2 * (q + 2 * k)) * s * tokens
-    kept = kept + spec.rank_of("q_proj", "k_proj", "v_proj", "o_proj") * s * tokens  # x A^T of each adapter
     heads = c.num_attention_heads
     if spec.kernels:  # the log-sum-exp of each query and head; in backward one float32 more
         return kept + 4 * heads * tokens, temporaries + 4 * heads * tokens
@@ -46,8 +45,8 @@ def _attention(spec, tokens):
 def _feed_forward(spec, tokens):
     """Same as `_attention` for a feed-forward layer: its norm's output, the gate's inputs and its output are kept."""
     d, f, s = spec.model_config.hidden_size, spec.model_config.intermediate_size, spec.number_bytes
-    ranks = spec.rank_of("gate_proj", "up_proj", "down_proj")
-    return ((d + 3 * f + ranks) * s + 4) * tokens, (3 * d + 6 * f) * s * tokens
+    in_backward = 3 if spec.kernels else 6  # as wide as the inner layer: a kernel makes the gate's gradient at once
+    return ((d + 3 * f) * s + 4) * tokens, (3 * d + in_backward * f) * s * tokens
 
 
 def _blocks(spec, layers, stream, num_recomputed):

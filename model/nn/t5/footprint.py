@@ -50,20 +50,18 @@ def _attention(spec, queries, keys):
         temporaries = inner * s * (queries_padded + 2 * keys_padded) + 3 * scores * s
     # kept: outputs of norm and attention, a float32 of the norm; temporaries: their gradients
     kept = kept + (d * s + inner * s + 4) * queries
-    # kept for adapters: x A^T of q and o, k and v
-    kept = kept + s * (spec.rank_of("q", "o") * queries + spec.rank_of("k", "v") * keys)
     return kept, temporaries + (4 * d + inner) * s * queries + inner * s * (queries + 2 * keys)
 
 
 def _feed_forward(spec, queries):
     """Same as `_attention` for one feed-forward layer, which keeps the outputs of its norm and its activation.
 
-    An activation other than ReLU keeps its input too, a gated one both its inputs.
+    An activation other than ReLU keeps its input too, a gated one both; a kernel gives the gradient of both at once.
     """
     d, f, s = spec.model_config.d_model, spec.model_config.d_ff, spec.number_bytes
     inputs = dict(relu=0).get(spec.model_config.feed_forward_proj, 2 if spec.model_config.is_gated else 1)
-    ranks = spec.rank_of("wi", "wi_0", "wi_1", "wo")
-    return ((d + f + inputs * f + ranks) * s + 4) * queries, (3 * d + (2 + 2 * inputs) * f) * s * queries
+    in_backward = 3 if spec.kernels and inputs == 2 else 2 + 2 * inputs  # as wide as the inner layer
+    return ((d + f + inputs * f) * s + 4) * queries, (3 * d + in_backward * f) * s * queries
 
 
 def _outside_blocks(spec, queries):

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from model.nn.activations import gate
 from model.nn.attention import attend, make_layout, score_mask
 from model.nn.dropout import NO_DROPOUT, Masks, dropout, relu_dropout, token_keys
 from model.nn.flat_params import padded_rows
@@ -22,6 +23,7 @@ def kernel_works(model_config, device, probability):
     """
     parts = [partial(_attend, causal=causal, is_cross=False) for causal in (True, False)]
     parts += [partial(_attend, causal=False, is_cross=True), _norm, _decode, _loss]
+    parts += [_gate] if model_config.is_gated else []
     works = [partial(part, model_config, device) for part in parts]
     return [*works, partial(_drop, model_config, device, probability)] if probability else works
 
@@ -48,6 +50,10 @@ def _drop(c, device, probability):
     _norm(c, device, masks)
     dropout(_rows(c.d_model, device), masks).sum().backward()
     relu_dropout(_rows(c.d_ff, device) * 1, masks).sum().backward()
+
+
+def _gate(c, device):
+    gate(_rows(2 * c.d_ff, device), c.feed_forward_proj.removeprefix("gated-")).sum().backward()
 
 
 def _decode(c, device):

@@ -12,8 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from model.data.sequences import Sequences
+from model.nn import activations, flat_params, layers, loss
 from model.nn import dropout as dropout_module
-from model.nn import flat_params, layers, loss
 from model.nn.base import Packing
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
@@ -24,6 +24,8 @@ from tests.nn.kernels import (
     test_attention,
     test_decode_attention,
     test_dropout,
+    test_gate,
+    test_lora,
     test_nf4,
     test_norm,
     test_rotary,
@@ -40,6 +42,8 @@ def kernel_names():
         cross_entropy,
         decode_attention,
         dropout,
+        gate,
+        lora,
         muon,
         nf4,
         norm,
@@ -47,7 +51,7 @@ def kernel_names():
         sums,
     )
 
-    modules = (adamw, attention, cross_entropy, decode_attention, dropout, muon, nf4, norm, rotary, sums)
+    modules = (adamw, attention, cross_entropy, decode_attention, dropout, gate, lora, muon, nf4, norm, rotary, sums)
     functions = {name: f for module in modules for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
@@ -101,6 +105,8 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
         launch_cross_entropy()
         test_nf4.interpreted()
         test_adamw.update_errors("cpu")
+        test_gate.gate_errors("cpu", torch.bfloat16, "gelu", width=1024)
+        test_lora.adapter_errors("cpu", torch.bfloat16, 500, 768, 768, 3, (0, 1, 2), 64)
         launch_muon()
         for head_width in (16, 32, 64, 128):
             test_decode_attention.errors("cpu", torch.bfloat16, head_width)
@@ -154,11 +160,20 @@ def test_kernels_are_compiled_once_for_every_number_of_tokens(dropout, monkeypat
     assert (len(first["norm_forward"]), len(first["norm_backward"])) == (2, 2 if dropout else 1)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_what_is_launched_ahead_are_the_kernels_of_a_step_and_of_a_decoded_token(dropout, monkeypatch):
-    for module in (flat_params, layers, loss, dropout_module):
+@pytest.mark.parametrize(("dropout", "feed_forward"), [(0.0, "gated-gelu"), (0.1, "relu")])
+def test_what_is_launched_ahead_are_the_kernels_of_a_step_and_of_a_decoded_token(dropout, feed_forward, monkeypatch):
+    for module in (activations, flat_params, layers, loss, dropout_module):
         monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
-    sizes = dict(d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=1, num_decoder_layers=1, vocab_size=500)
+    sizes = dict(
+        d_model=128,
+        d_ff=256,
+        num_heads=2,
+        d_kv=64,
+        num_layers=1,
+        num_decoder_layers=1,
+        vocab_size=500,
+        feed_forward_proj=feed_forward,
+    )
     model = TextToTextModel(T5ModelConfig(**sizes), dropout, torch.bfloat16).initialise(0)
     with compiling_for(86, monkeypatch) as kernels, monkeypatch.context() as patch:
         model(packed(8)).backward()

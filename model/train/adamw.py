@@ -1,0 +1,50 @@
+"""AdamW, as torch.optim.AdamW's fused kernel computes it."""
+
+import torch
+
+from model.nn.flat_params import runs_kernels
+from model.train.flat_optimizer import FlatOptimizer
+
+
+class AdamW(FlatOptimizer):
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) over the trained weights of a FlatParams.
+
+    Its results and its state's names are those of torch.optim.AdamW, bit for bit; but on a GPU an update obeys a scale
+    on the device and reads nothing of the host, so that it can be recorded.
+    """
+
+    def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+        super().__init__(flat.trained, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.weights, self.gradients = flat.masters, flat.gradients
+        self.counts = torch.zeros(len(flat.trained), device=lr.device)
+        averages, squares = (torch.zeros_like(self.gradients).split(flat.trained_sizes) for _ in range(2))
+        for p, count, average, square in zip(flat.trained, self.counts.unbind(), averages, squares, strict=True):
+            average, square = (x[: p.numel()].view(p.shape) for x in (average, square))
+            self.state[p] = dict(step=count, exp_avg=average, exp_avg_sq=square)
+
+    def next_step(self):
+        """Nothing: the device counts the steps."""
+
+    def step(self, scale=None):
+        """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
+        self.apply(torch.ones_like(self.param_groups[0]["lr"]) if scale is None else scale)
+
+    @torch.no_grad()
+    def apply(self, scale):
+        """The update; in kernels a scale that is not above 0 changes nothing, the gradients included."""
+        group, params = self.param_groups[0], self.param_groups[0]["params"]
+        scales = {}
+        if runs_kernels(self.weights):
+            scales = dict(grad_scale=scale.reciprocal(), found_inf=(~(scale > 0)).float())
+            self.counts += scale > 0
+        else:
+            self.gradients.mul_(scale)
+            self.counts += 1
+        averages, squares, counts = (
+            [self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
+        torch._fused_adamw_(
+            params, [p.grad for p in params], averages, squares, [], counts, lr=group["lr"], beta1=group["betas"][0],
+            beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False,
+            maximize=False, **scales,
+        )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Products with adapters in kernels against PyTorch's: on a CPU in Triton's interpreter, on a GPU as they are."""
+
+import pytest
+import torch
+
+from tests.nn.kernels.interpreted import interpreted_errors, relative_error
+
+CASES = [  # rows, inputs, outputs of a weight, weights, those with adapters, rank
+    (70, 24, 40, 3, (0, 1, 2), 4),
+    (130, 136, 16, 3, (0, 2), 5),
+    (65, 16, 130, 1, (0,), 70),
+]
+
+
+def adapter_errors(device, dtype, rows, num_in, num_out, num_weights, places, rank):
+    """Relative errors of the merged matrix, of s grad B, and of the gradients of A and B, against float64."""
+    from model.nn.kernels.lora import add_gradients, merged
+
+    places, num_adapters = (
+        slice(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1),
+        len(places),
+    )
+    x, matrix, grad, A, B = (
+        torch.randn(*shape, device=device).to(dtype)
+        for shape in (
+            (rows, num_in), (num_weights * num_out, num_in), (rows, num_weights * num_out),
+            (num_adapters, rank, num_in), (num_adapters, num_out, rank),
+        )
+    )  # fmt: skip
+    gradients = [torch.ones(factor.shape, device=device) for factor in (A, B)]
+    up = add_gradients(x, grad, (A, B), gradients, places, 1.5)
+    ours = merged(matrix, A, B, places, 1.5, False), up.view(rows, num_adapters, rank).transpose(0, 1), *gradients
+    x, exact, grad, A, B = (t.double() for t in (x, matrix.clone(), grad, A, B))
+    exact.view(num_weights, num_out, num_in)[places] += 1.5 * (B @ A)
+    grad = grad.view(rows, num_weights, num_out).transpose(0, 1)[places]
+    up = 1.5 * (grad @ B)
+    expected = exact, up, up.mT @ x + 1, 1.5 * (grad.mT @ (x @ A.mT)) + 1
+    in_place = merged(matrix, A.to(dtype), B.to(dtype), places, 1.5, True)
+    assert in_place is matrix
+    return [relative_error(*pair) for pair in zip((*ours, in_place), (*expected, exact), strict=True)]
+
+
+def interpreted():
+    return [error for case in CASES for error in adapter_errors("cpu", torch.float32, *case)]
+
+
+def test_the_interpreted_products_with_adapters_give_the_same_as_pytorch():
+    errors = interpreted_errors()["tests.nn.kernels.test_lora"]
+    assert len(errors) == 5 * len(CASES)
+    assert max(errors) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, (6912, 768, 3072, 1, (0,), 16), (1536, 768, 768, 3, (0, 1, 2), 16)])
+def test_products_with_adapters_in_bf16_are_within_one_percent_of_float64(case):
+    assert max(adapter_errors("cuda", torch.bfloat16, *case)) < 1e-2
