@@ -3,8 +3,8 @@
 Letters: N tokens, G adapters, R rank, I inputs, O outputs of one weight.
 
 Many tokens are multiplied by W + s B A, a temporary in the compute dtype: to make it takes less time than more passes
-over the tokens' inputs and outputs. Its rounding to bf16 errs as much as that of the outputs. Few tokens, and those
-whose adapters have dropout, are multiplied by A and B one after the other.
+over the tokens' inputs and outputs. The kernel that makes it in bf16 rounds so that an adapter far smaller than W still
+counts. Few tokens, and those whose adapters have dropout, are multiplied by A and B one after the other.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,8 @@ class AdaptedProduct:
 
     def merges(self, x):
         """Whether x is multiplied by W + s B A."""
-        return not self.masks.probability and len(x) >= min(self.weights[0].shape)
+        is_exact = in_kernels(x) or x.dtype == torch.float32
+        return is_exact and not self.masks.probability and len(x) >= min(self.weights[0].shape)
 
     def matrix(self, merges):
         """(weights * O, I): W, with s B A added if it `merges`."""

@@ -14,6 +14,7 @@ PROJECT_TILE = dict(ROWS=64, K=128)  # tokens, and columns that are summed
 GRADIENT_TILE = dict(ROWS=64, COLUMNS=128)  # tokens that are summed, and columns
 MOST_RANKS = 64  # of an adapter, in a tile
 PROGRAMS = 264  # two for each multiprocessor of an H200
+GOLDEN = tl.constexpr(0x9E3779B1)  # 2^32 divided by the golden ratio
 NUMBERS = 1024  # of a program that adds parts
 
 
@@ -22,7 +23,12 @@ def add_adapters(
     W, A, B, OUT, num_out, num_in, rank, first, step, scale,
     OUTS: tl.constexpr, INS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """OUT = W + scale * B A for the matrices `first`, `first` + `step`, …; one program per tile."""
+    """OUT = W + scale * B A for the matrices `first`, `first` + `step`, …; one program per tile.
+
+    In bf16 a number is rounded up as often as its place between two neighbours says, by a dither that its offset gives.
+    To the nearest, an adapter that adds less than half of W's last bit would add nothing; so its sums over W's rows
+    are right.
+    """
     adapter = tl.program_id(2)
     outs, ins = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.program_id(1) * INS + tl.arange(0, INS)
     is_out, is_in = (outs < num_out)[:, None], (ins < num_in)[None, :]
@@ -34,8 +40,11 @@ def add_adapters(
         a = tl.load(A + a_rows * num_in + ins[None, :], mask=(ranks < rank)[:, None] & is_in, other=0.0)
         total = tl.dot(b, a, total)
     offsets = ((first + adapter * step) * num_out + outs)[:, None].to(tl.int64) * num_in + ins[None, :]
-    w = tl.load(W + offsets, mask=is_out & is_in, other=0.0).to(tl.float32)
-    tl.store(OUT + offsets, (w + total * scale).to(OUT.dtype.element_ty), mask=is_out & is_in)
+    total = tl.load(W + offsets, mask=is_out & is_in, other=0.0).to(tl.float32) + total * scale
+    if OUT.dtype.element_ty == tl.bfloat16:
+        dither = (offsets.to(tl.uint32) * GOLDEN) >> 16  # evenly spread whatever the order of offsets
+        total = ((total.to(tl.uint32, bitcast=True) + dither) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    tl.store(OUT + offsets, total.to(OUT.dtype.element_ty), mask=is_out & is_in)
 
 
 @triton.jit
