@@ -62,8 +62,9 @@ def _feed_forward(spec, queries):
     """
     d, f, s = spec.model_config.d_model, spec.model_config.d_ff, spec.number_bytes
     inputs = dict(relu=0).get(spec.model_config.feed_forward_proj, 2 if spec.model_config.is_gated else 1)
+    gradients = 4 if inputs == 1 else 2  # those of a gate's inputs are written over them
     ranks = spec.rank_of("wi", "wi_0", "wi_1", "wo")
-    return ((d + f + inputs * f + ranks) * s + 4) * queries, (3 * d + (2 + 2 * inputs) * f) * s * queries
+    return ((d + f + inputs * f + ranks) * s + 4) * queries, (3 * d + gradients * f) * s * queries
 
 
 def _outside_blocks(spec, queries):
