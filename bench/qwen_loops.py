@@ -7,7 +7,7 @@ The shape of Qwen1.5-7B with random weights in NF4, rank 32 on all layers, under
 bitsandbytes, SDPA, gradient checkpointing, fused AdamW, padded batches; b: the same with Liger's kernels and batches of
 similar lengths. Both are tried with batches of 8 to 1 examples a forward. mixed: lengths up to 1,024, mean 300; full:
 2,048 tokens. The second half of an example is learnt. Each loop is a process of its own; one JSON line a result, and
-the last line holds the ratios to the best of a and of b. Needs bitsandbytes and peft, b liger-kernel 0.6 too.
+the last line holds the ratios to the best of a and of b. Needs bitsandbytes and peft, b liger-kernel 0.8 too.
 """
 
 import argparse
