@@ -21,7 +21,7 @@ from model.memory.plan import MemoryPlan
 from model.nn.registry import config_from, family_of
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
-from model.nn.weights_io import export_model, load_into
+from model.nn.weights_io import LoadedWeights, export_model, load_into
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.runtime.distributed import ALONE
 from model.train.optim import make_optimizer
@@ -103,7 +103,7 @@ def _step_after(found, plan, growth):
     store, state, config = _store(), found.state, load_config("pretrain", dict(spike_guard=3.0))
     model_config = config_from(state.shape)
     model = family_of(model_config).build(model_config)
-    load_into(model, found, found.path)
+    load_into(model, LoadedWeights(found.tensors), found.path)
     optimizer = make_optimizer(model, config)
     load_optimizer(optimizer, model, found.optimizer)
     schedule = schedule_of(config, 2 * len(store), 4, 100 * state.first_batch)

@@ -1,9 +1,10 @@
-"""Write an ordinary model directory: an adapter's base with the adapter added to it, in float32.
+"""Write an ordinary model directory: an adapter's base with the adapter added to it.
 
     python scripts/merge_lora.py ADAPTER_DIR OUTPUT_DIR
 
 ADAPTER_DIR is an adapter's directory or the run directory of one (its best/, else its last/). The base is where the
-adapter says; the tokenizer is the adapter's, else the base's.
+adapter says; the tokenizer is the adapter's, else the base's. One matrix after the other is added to, in float32, and
+written in the base's precision, so that a model larger than the memory can be merged.
 """
 
 import argparse
@@ -16,9 +17,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
 from model.data.tokenizer import load_tokenizer  # noqa: E402
-from model.nn.adapter_io import adapter_directory, load_merged  # noqa: E402
-from model.nn.registry import family_of  # noqa: E402
-from model.nn.weights_io import export_model, load_into  # noqa: E402
+from model.nn.adapter_io import adapter_directory, export_merged, load_merged  # noqa: E402
 from model.runtime.json_stream import read_object  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
@@ -33,12 +32,10 @@ def merge(path: str, output: str) -> str:
     if Path(output).exists():
         raise ValueError(f"{output} exists already: name another directory")
     weights = load_merged(directory)
-    model = family_of(weights.model_config).build(weights.model_config)
-    load_into(model, weights, directory)
     settings = directory / "generation_config.json"
     generation = read_object(settings) if settings.is_file() else {}
-    export_model(model, load_tokenizer(weights.tokenizer_dir), output, generation)
-    return f"{output}: {directory}, merged; {sum(p.numel() for p in model.parameters()):,} weights"
+    export_merged(weights, load_tokenizer(weights.tokenizer_dir), output, generation)
+    return f"{output}: {directory}, merged; {sum(tensor.numel() for tensor in weights.tensors.values()):,} weights"
 
 
 def main(words: list[str]) -> int:

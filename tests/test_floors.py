@@ -25,7 +25,7 @@ ROOMS = {
     ],
     "model.data": [
         "buckets columns file_list length_histogram near_duplicates packing parquet_rows row_hashes sampler sequences "
-        "text_files tokenizer_file",
+        "template_process text_files tokenizer_file",
         "tokenizer",
         "conversation tokenizer_training",
         "chat_template cleaning dialogue turn_template",
@@ -119,7 +119,7 @@ PLACES_OF_WORDS = (
 ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed model.run.trackers",
     "matplotlib": "model.run.plots model.commands.data_report bench",
-    "transformers": "model.nn.t5.huggingface model.nn.qwen.huggingface model.data.turn_template scripts bench",
+    "transformers": "model.nn.t5.huggingface model.nn.qwen.huggingface model.data.template_process scripts bench",
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
     "ctranslate2": "model.nn.other_formats bench",
     "datasets": "bench",

@@ -7,7 +7,7 @@ import torch
 
 from model.nn.lora import attach, draw
 from model.nn.registry import family_of
-from model.nn.weights_io import load_into
+from model.nn.weights_io import LoadedWeights, load_into
 from model.runtime.distributed import broadcast
 from model.runtime.watchdog import untimed
 
@@ -30,7 +30,7 @@ def make_model(ranks, config, model_config, weights=None, adapter=None):
     if adapter:
         draw(model, config.seed)
         if adapter.tensors:  # rank 0 alone has them
-            load_into(model, adapter, config.finetune_from_ckp_file)
+            load_into(model, LoadedWeights(adapter.tensors), config.finetune_from_ckp_file)
     broadcast(ranks, model.flat.weights)
     return model
 

@@ -253,7 +253,7 @@ def restore(ranks, model, optimizer, found):
 
 
 def _load(model, optimizer, found):
-    load_into(model, found, found.path)
+    load_into(model, LoadedWeights(found.tensors), found.path)
     load_optimizer(optimizer, model, found.optimizer)
 
 

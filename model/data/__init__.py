@@ -3,7 +3,7 @@
 readers turns json, jsonl, csv, tsv and parquet into pairs (add a new file format there); cleaning cleans their text.
 dialogue gathers what was said before a question; conversation is the format of a question with its context, as ids;
 chat_template is that format for transformers; turn_template is a decoder-only network's own, the tokenizer's chat
-template; prepared_pairs writes cleaned pairs to parquet.
+template, which template_process renders; prepared_pairs writes cleaned pairs to parquet.
 columns finds the columns of a pair; text_files and parquet_rows read the rows of csv, tsv and parquet files.
 tokenizer_training trains a tokenizer, tokenizer and tokenizer_file load and identify one;
 near_duplicates finds texts that are nearly equal; file_list says which files an option names; store_writer tokenizes

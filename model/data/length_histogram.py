@@ -22,6 +22,11 @@ class Lengths:
         return int(self.tokens.sum(axis=1).max())
 
     @cached_property
+    def unit(self):
+        """The greatest common divisor of the examples' tokens: whole examples have a multiple of it together."""
+        return int(np.gcd.reduce(self.tokens.sum(axis=1)))
+
+    @cached_property
     def mean(self):
         """Mean tokens per example, all sides together."""
         return float((self.tokens.sum(axis=1) * self.counts).sum() / self.counts.sum())

@@ -1,8 +1,9 @@
 """How a decoder-only network reads a dialogue: the chat template of its tokenizer, around the ids of each turn's text.
 
-The template (Jinja, rendered in transformers' sandbox) never sees a text: it is rendered with a placeholder for each
-turn, once for each order of roles. So no text is parsed as a special token, and where each answer begins and ends is
-known. A tokenizer without a template has ChatML's, with its own role marks if it lacks ChatML's tokens.
+The template (Jinja, rendered in transformers' sandbox in a process of its own) never sees a text: it is rendered with a
+placeholder for each turn, once for each order of roles. So no text is parsed as a special token, and where each answer
+begins and ends is known. A tokenizer without a template has ChatML's, with its own role marks if it lacks ChatML's
+tokens.
 """
 
 import json
@@ -12,10 +13,11 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 from model.data.conversation import Turn, add_turn, marks_of
+from model.data.template_process import render
 from model.data.tokenizer import ChatTokenizer
 from model.data.tokenizer_file import load_settings
 
-TEMPLATE_FILE, MAX_TEMPLATE_CHARS, MAX_RENDERED_CHARS = "chat_template.jinja", 1 << 16, 1 << 20
+TEMPLATE_FILE, MAX_TEMPLATE_CHARS = "chat_template.jinja", 1 << 16
 CHATML = "<|im_start|>", "<|im_end|>"
 MAX_TURNS, MAX_KEPT_TURNS = 4096, 128  # of a dialogue, the oldest beyond are left out; of a frame that is kept
 _DEFAULT = """\
@@ -146,13 +148,6 @@ def _tidy(turns):
     return [*system, *said[-MAX_TURNS:]]
 
 
-@cache
-def _renderer():
-    from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds to import
-
-    return render_jinja_template
-
-
 def _render(template, roles, contents):
     """The text of these messages; raises ValueError for whatever the template raises."""
     messages = [dict(role=role, content=content) for role, content in zip(roles, contents, strict=True)]
@@ -160,12 +155,9 @@ def _render(template, roles, contents):
     names = dict(eos_token=tokenizer.eos_id, pad_token=tokenizer.pad_id)
     tokens = {name: tokenizer.backend.id_to_token(number) for name, number in names.items()} | dict(bos_token="")
     try:
-        shown, _ = _renderer()([messages], chat_template=template.text, **tokens)
-    except Exception as error:  # a template may raise whatever it likes
-        raise ValueError(f"{template._name()} cannot show {', '.join(roles[:4])}: {error!s:.200}") from None
-    if len(shown[0]) > MAX_RENDERED_CHARS:
-        raise ValueError(f"{template._name()} gives {len(shown[0]):,} characters for {len(roles)} empty turns")
-    return shown[0]
+        return render(template.text, messages, tokens)
+    except ValueError as error:
+        raise ValueError(f"{template._name()} cannot show {', '.join(roles[:4])}: {error}") from None
 
 
 @cache

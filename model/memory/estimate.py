@@ -18,6 +18,8 @@ from model.nn.flat_params import VOCABULARY_MULTIPLE
 # 40 in place of chatlm's 60, a quarter more of the GPU is idle in the last wave of tiles.
 BATCH_NUMBERS = 9 * 2**22
 
+WITHOUT_MATRICES = {"loss", "embedding"}  # moments of a step in which no product of a layer makes a matrix
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -45,7 +47,7 @@ def fixed_bytes(spec):
         bf16_weights=2 * spec.trained if spec.number_bytes == 2 else 0,
         gradients=4 * spec.trained,
         optimizer=optimizer_bytes(spec)[0],
-        workspaces=int(spec.constants.workspace_bytes) + spec.product_bytes,
+        workspaces=int(spec.constants.workspace_bytes),
     )
 
 
@@ -54,8 +56,8 @@ class ForwardCostBound:
     """Upper bound on the cost of one forward's examples as a function of its number of tokens.
 
     A fractional knapsack: it takes the examples with the highest cost per token first, and fractions of the last one,
-    so no set of at most `share_pairs` examples costs more. With `longest` it takes the longest targets first instead,
-    which bounds only sets of the longest targets.
+    so no set of at most `share_pairs` examples costs more; where all have one length, there are no fractions. With
+    `longest` it takes the longest targets first instead, which bounds only sets of the longest targets.
     """
 
     cost: np.ndarray = field(repr=False)  # (kinds,) of one example of each kind
@@ -74,7 +76,8 @@ class ForwardCostBound:
 
     def __call__(self, micro_batch_tokens):
         tokens, costs, most = self._curve
-        return min(float(np.interp(micro_batch_tokens, tokens, costs)), most)
+        whole = micro_batch_tokens // self.lengths.unit * self.lengths.unit
+        return min(float(np.interp(whole, tokens, costs)), most)
 
 
 class Estimate:
@@ -114,6 +117,8 @@ class Estimate:
         model_config = self.spec.model_config
         tokens = max(micro_batch_tokens, self.lengths.longest)
         moments = {name: forward(tokens) for name, forward in self._bounds(checkpointing).items()}
+        for name in moments.keys() - WITHOUT_MATRICES:
+            moments[name] += self.spec.product_bytes
         vocabulary = VOCABULARY_MULTIPLE * -(-model_config.vocab_size // VOCABULARY_MULTIPLE)
         # the second gradient of the embedding, which is also the output projection
         table = 0 if not self.spec.trains_table else 4 * vocabulary * self.spec.family.width(model_config)
@@ -133,13 +138,15 @@ class Estimate:
         """{phase: peak reserved bytes on the device}, with so many `answers` generated together."""
         tokens = max(micro_batch_tokens, self.lengths.longest)
         step = max(self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing).values())
-        inputs = int(self.lengths.tokens[:, 0].max())
+        inputs, matrix = int(self.lengths.tokens[:, 0].max()), self.spec.product_bytes
         extra_bytes = dict(
             load=-self.fixed["gradients"] - self.fixed["optimizer"],
             first_step=step,
             step=step,
-            evaluation=self._evaluation(tokens) + self._chunk_bytes(self._evaluation_targets(tokens), chunk_tokens),
-            generation=self.spec.family.cache_bytes(self.spec, answers, inputs, self.answers.new_tokens),
+            evaluation=matrix
+            + self._evaluation(tokens)
+            + self._chunk_bytes(self._evaluation_targets(tokens), chunk_tokens),
+            generation=matrix + self.spec.family.cache_bytes(self.spec, answers, inputs, self.answers.new_tokens),
             save=0,
         )
         held, constants = sum(self.fixed.values()), self.spec.constants

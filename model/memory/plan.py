@@ -239,16 +239,17 @@ def fitting_plan(estimate, wanted_tokens, limit_bytes, chunk_tokens, checkpointi
     """The plan with the largest micro-batch up to `wanted_tokens` that fits; None if the longest example does not."""
     if estimate.step_peak(wanted_tokens, chunk_tokens, checkpointing) <= limit_bytes:
         return _plan(estimate, limit_bytes, wanted_tokens, chunk_tokens, checkpointing)
-    longest = estimate.lengths.longest
-    fits, exceeds = longest, wanted_tokens
-    if estimate.step_peak(fits, chunk_tokens, checkpointing) > limit_bytes:
+    longest, unit = estimate.lengths.longest, estimate.lengths.unit
+    if estimate.step_peak(longest, chunk_tokens, checkpointing) > limit_bytes:
         return None
-    while exceeds - fits > _search_tolerance(fits):
+    fits, exceeds = longest // unit, -(-wanted_tokens // unit)  # in units: between two, no more examples fit
+    while exceeds - fits > max(_search_tolerance(fits * unit) // unit, 1):
         middle = (fits + exceeds) // 2
-        if estimate.step_peak(middle, chunk_tokens, checkpointing) <= limit_bytes:
+        if estimate.step_peak(middle * unit, chunk_tokens, checkpointing) <= limit_bytes:
             fits = middle
         else:
             exceeds = middle
+    fits *= unit
     to_multiple = -fits % longest  # often many examples are as long as the longest, so a multiple of it packs best
     fits += to_multiple if to_multiple <= min(_search_tolerance(fits), wanted_tokens - fits) else 0
     return _plan(estimate, limit_bytes, fits, chunk_tokens, checkpointing)

@@ -7,6 +7,7 @@ the file's metadata adds what PEFT lacks, under one key: the base's sha256, and 
 import hashlib
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,22 +16,29 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model.nn.layers import Linear
-from model.nn.lora import LoraConfig, is_factor, merge
+from model.nn.lora import LoraConfig, check_factors, is_factor
 from model.nn.model_card import CARD_FILE, CardFacts, adapter_card
 from model.nn.registry import family_of
 from model.nn.tensor_files import read_tensors
 from model.nn.weights_io import (
+    INDEX,
+    WEIGHTS,
     add_tokenizer,
     add_values,
+    check_fits,
     load_weights,
     model_directory,
     read_config,
     weights_file,
+    write_card,
+    write_tensors,
+    write_values,
 )
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
 
 CONFIG, TENSORS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+SHARD_BYTES = 2 * 2**30  # of tensors in one file of a merged model
 BASE = "base"  # key in the metadata of TENSORS[0]
 # what PEFT's adapters may also be, and what is computed here
 PLAIN = dict(
@@ -77,7 +85,7 @@ def _holds_adapter(directory):
 
 
 def load_merged(path):
-    """LoadedWeights as of `load_weights`, or those of an adapter directory: of its base with the adapter added.
+    """LoadedWeights as of `load_weights`, or those of an adapter directory: of its base, to which `read` adds it.
 
     Raises ValueError as `load_weights` and `read_adapter` do, and if the two do not fit.
     """
@@ -87,10 +95,51 @@ def load_merged(path):
     adapter = read_adapter(directory)
     base = load_weights(adapter.lora.base)
     try:
-        merge(base.tensors, adapter.tensors, adapter.lora)
+        check_factors(base.tensors, adapter.tensors)
     except ValueError as error:
         raise ValueError(f"{directory} does not fit {adapter.lora.base}: {error}") from None
-    return replace(base, tokenizer_dir=tokenizer_directory(directory))
+    return replace(base, tokenizer_dir=tokenizer_directory(directory), lora=adapter.lora, factors=adapter.tensors)
+
+
+def export_merged(weights, tokenizer, directory, generation=None):
+    """Write the LoadedWeights of `load_merged` as a Hugging Face directory, in place of `directory` atomically.
+
+    Each tensor has the dtype of the base's, and no more are in memory than one file holds: SHARD_BYTES or one tensor.
+    Raises ValueError if they do not fit their configuration, OSError if they cannot be written.
+    """
+    family = family_of(weights.model_config)
+    with torch.device("meta"):  # takes no memory
+        model = family.build(weights.model_config)
+    check_fits(model, weights, directory)
+    tensors, shards = weights.tensors, _shards(weights.tensors)
+    dtypes = Counter(tensor.dtype for tensor in tensors.values())
+    with whole_directory(directory) as draft:
+        dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
+        write_card(write_values(model, tokenizer, draft, generation, dtype), draft)
+        try:
+            for file, names in shards.items():
+                write_tensors(
+                    {name: weights.read(name).to(tensors[name].dtype, copy=True) for name in names}, draft / file
+                )
+        except SafetensorError as error:  # safetensors raises it for a full or failing disk
+            raise OSError(f"{directory} cannot be written: {error}") from None
+        if len(shards) > 1:
+            index = dict(metadata=dict(total_size=sum(tensor.nbytes for tensor in tensors.values())))
+            index |= dict(weight_map={name: file for file, names in shards.items() for name in names})
+            (draft / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        add_tokenizer(family, tokenizer, draft, (generation or {}).get("prefix", ""))
+
+
+def _shards(tensors):
+    """{file name: names of its tensors} of a directory in several files, as transformers names them, or in one."""
+    shards, held = [[]], 0
+    for name, tensor in tensors.items():
+        if shards[-1] and held + tensor.nbytes > SHARD_BYTES:
+            shards, held = [*shards, []], 0
+        shards[-1].append(name)
+        held += tensor.nbytes
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    return dict(zip(names if len(shards) > 1 else [WEIGHTS], shards, strict=True))
 
 
 def read_adapter(directory):

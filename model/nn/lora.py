@@ -160,16 +160,18 @@ def largest_product(family, model_config):
     return max(together.values())
 
 
-@torch.no_grad()
-def merge(tensors, factors, lora):
-    """Add s B A to each matrix in `tensors` that has `factors`, in float32 and in place of its entry.
-
-    Both are {name: tensor}. Raises ValueError if a matrix is missing or has another shape.
-    """
+def check_factors(tensors, factors):
+    """Raise ValueError unless each pair of `factors` has a matrix of its shape in `tensors`; both {name: tensor}."""
     for name in (name for name in factors if is_factor(name, "lora_A")):
         stem = name.removesuffix("lora_A.weight")
-        A, B, weight = factors[name], factors[stem + "lora_B.weight"], tensors.get(stem + "weight")
-        if weight is None or weight.shape != (len(B), A.shape[1]):
+        weight, shape = tensors.get(stem + "weight"), (len(factors[stem + "lora_B.weight"]), factors[name].shape[1])
+        if weight is None or weight.shape != shape:
             found = "no" if weight is None else f"a {tuple(weight.shape)}"
-            raise ValueError(f"the base has {found} {stem}weight, and the adapter needs {(len(B), A.shape[1])}")
-        tensors[stem + "weight"] = torch.addmm(weight.float(), B.float(), A.float(), alpha=lora.scale)
+            raise ValueError(f"the base has {found} {stem}weight, and the adapter needs {shape}")
+
+
+@torch.no_grad()
+def merged(name, weight, factors, lora):
+    """The matrix of this name plus s B A, in float32, or `weight` itself if `factors` hold none of it."""
+    A, B = (factors.get(name.removesuffix("weight") + f"{factor}.weight") for factor in FACTORS)
+    return weight if A is None else torch.addmm(weight.float(), B.float(), A.float(), alpha=lora.scale)

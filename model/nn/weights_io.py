@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from config import DEFAULT_FAMILY, MAX_JSON_BYTES
 from model.data.chat_template import write_chat_template
 from model.data.tokenizer import copy_tokenizer
 from model.data.turn_template import write_turn_template
-from model.nn.lora import is_factor
+from model.nn.lora import LoraConfig, is_factor, merged
 from model.nn.model_card import CARD_FILE, CardFacts, model_card
 from model.nn.registry import FAMILIES, family_named, family_of
 from model.nn.tensor_files import read_tensors
@@ -34,12 +34,16 @@ def export_model(model, tokenizer, directory, generation=None, facts=None, weigh
     """
     with whole_directory(directory) as draft:
         try:
-            values = write_model(model, tokenizer, draft, generation, weights_file)
-            card = model_card(facts or CardFacts(), values["model_type"], values.get("is_encoder_decoder", False))
-            (draft / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
+            write_card(write_model(model, tokenizer, draft, generation, weights_file), draft, facts)
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         add_tokenizer(family_of(model.config), tokenizer, draft, (generation or {}).get("prefix", ""))
+
+
+def write_card(values, directory, facts=None):
+    """Write the model card of a network whose config.json says `values`."""
+    card = model_card(facts or CardFacts(), values["model_type"], values.get("is_encoder_decoder", False))
+    (directory / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
 
 
 def add_tokenizer(family, tokenizer, directory, prefix=""):
@@ -66,15 +70,22 @@ def write_model(model, tokenizer, directory, generation=None, weights_file=None)
     Returns the configuration's values. Arguments are those of export_model. Needs no transformers, whose import takes
     seconds.
     """
+    values = write_values(model, tokenizer, directory, generation)
+    file = directory / WEIGHTS
+    if not (weights_file and _link(weights_file, file)):
+        tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in model.state_dict().items()}
+        write_tensors(tensors, file)
+    return values
+
+
+def write_values(model, tokenizer, directory, generation=None, dtype="float32"):
+    """Write config.json, for weights of this dtype, and generation_config.json; returns the values of the first."""
     values, ids = family_of(model.config).file_values(model, tokenizer)
+    values = values | dict(dtype=dtype)
     for name, content in (("config.json", values), ("generation_config.json", ids | (generation or {}))):
         content = content | dict(transformers_version=version("transformers"))
         text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
         (directory / name).write_text(text + "\n", encoding="utf-8")
-    file = directory / "model.safetensors"
-    if not (weights_file and _link(weights_file, file)):
-        tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in model.state_dict().items()}
-        write_tensors(tensors, file)
     return values
 
 
@@ -97,8 +108,14 @@ class LoadedWeights:
     """Tensors by Hugging Face name, with model configuration and tokenizer directory; a .bin file holds neither."""
 
     tensors: dict
-    model_config: object  # of its family's config_class; None: unknown
-    tokenizer_dir: Path | None
+    model_config: object = None  # of its family's config_class; None: unknown
+    tokenizer_dir: Path | None = None
+    lora: LoraConfig | None = None  # of an adapter that `read` adds
+    factors: dict = field(default_factory=dict)  # its tensors
+
+    def read(self, name):
+        """The tensor of this name; one with factors is made now, in float32, so that few exist at a time."""
+        return merged(name, self.tensors[name], self.factors, self.lora)
 
 
 def load_weights(path):
@@ -110,7 +127,7 @@ def load_weights(path):
     path = Path(path)
     if path.is_file():
         family = _family_beside(path)
-        return LoadedWeights(family.own_tensors(read_tensors(path), path), None, None)
+        return LoadedWeights(family.own_tensors(read_tensors(path), path))
     directory = model_directory(path)
     if directory is None:
         raise ValueError(
@@ -186,13 +203,15 @@ def weights_file(directory):
 
 
 def load_into(model, weights, source):
-    """Copy `weights.tensors` into `model`. Raises ValueError as `check_fits` does; `source` is named in it."""
+    """Copy LoadedWeights into `model`, one by one. Raises ValueError as `check_fits` does; `source` is named in it."""
     check_fits(model, weights, source)
     packed = {name: p.packed for name, p in model.named_parameters() if hasattr(p, "packed")}
-    for name in packed.keys() & weights.tensors.keys():
-        packed[name].write(weights.tensors[name])
-    others = {name: tensor for name, tensor in weights.tensors.items() if name not in packed}
-    model.load_state_dict(others, strict=False)  # either the adapters or all but them
+    others = model.state_dict()
+    for name in weights.tensors:  # either the adapters or all but them
+        if name in packed:
+            packed[name].write(weights.read(name))
+        else:
+            others[name].copy_(weights.read(name))
 
 
 def check_fits(model, weights, source):

@@ -1,8 +1,11 @@
 """Dialogues in a tokenizer's chat template: the ids of transformers, and what of them is learnt."""
 
+import time
+
 import pytest
 import transformers
 
+from model.data import template_process
 from model.data.conversation import Turn
 from model.data.turn_template import turn_template, with_turn_end, write_turn_template
 from tests.data.qwen_tokenizer import CHATML, SPECIAL, make_qwen_tokenizer
@@ -99,3 +102,17 @@ def test_a_template_that_cannot_show_a_dialogue_is_refused(tmp_path, template, s
     tokenizer = make_qwen_tokenizer(tmp_path, template)
     with pytest.raises(ValueError, match=said):
         turn_template(tokenizer).encode_dialogues([TALK])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ 10 ** (10 ** 9) }}",
+     "{{ 'a' * 10 ** 10 }}", "{% for i in range(9999) %}{{ 'a' * 10 ** 6 }}{% endfor %}", "{{ 'a' * 10 ** 7 }}"],
+)  # fmt: skip
+def test_a_template_that_takes_hours_or_gigabytes_is_refused_and_the_next_is_rendered(tmp_path, template, monkeypatch):
+    monkeypatch.setattr(template_process, "RENDER_SECONDS", 1)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="cannot show system, user, assistant.*(takes more than 1|10,000,000 char)"):
+        turn_template(make_qwen_tokenizer(tmp_path / "bad", template)).encode_dialogues([TALK])
+    assert time.monotonic() - started < 60
+    assert turn_template(make_qwen_tokenizer(tmp_path / "good", CHATML)).encode_dialogues([TALK])[0].rest

@@ -58,6 +58,18 @@ def test_with_plenty_of_memory_a_share_is_one_forward():
     assert choose(1000, share_pairs=10**6).micro_batch_tokens < 10**6
 
 
+def test_examples_of_one_length_are_planned_in_whole_numbers():
+    """A forward that is as large as an example and a half holds one: what it could hold beside is not counted."""
+    lengths, planned = Lengths(np.array([[1024, 1024]]), np.array([64])), set()
+    estimate = estimate_of(CHATLM, lengths, share_pairs=8)
+    assert estimate.step_peak(3776, 512, 0) == estimate.step_peak(2048, 512, 0) < estimate.step_peak(4096, 512, 0)
+    for gib in (4.0, 5.0, 6.0, 7.0, 8.0, 12.0):
+        plan = choose(gib, CHATLM, 8, lengths=lengths)
+        assert plan.micro_batch_tokens % 2048 == 0 and plan.predicted_peak_bytes <= gib * GIB
+        planned.add(plan.micro_batch_tokens)
+    assert len(planned) > 2
+
+
 @pytest.mark.parametrize("shape", (SMALL, CHATLM), ids=("small", "chatlm"))
 def test_a_plan_fits_the_memory_and_holds_its_predicted_peak(shape):
     plans = [choose(gib, shape, share_pairs=512, optimizer="adafactor") for gib in (4, 8, 12, 20, 40)]

@@ -7,7 +7,7 @@ import torch
 
 from model.data.sequences import Sequences
 from model.nn.base import Packing
-from model.nn.lora import LoraConfig, attach, draw, is_factor, merge
+from model.nn.lora import LoraConfig, attach, draw, is_factor, merged
 from model.nn.t5.family import T5
 from model.train.examples import Examples
 from model.train.objectives.pairs import Pairs
@@ -97,12 +97,12 @@ def test_any_targets_have_the_gradients_of_peft(targets, store, tokenizer):
 
 def test_merged_weights_give_the_logits_of_the_adapted_model(store, tokenizer):
     model, plain = adapted(make_model(tokenizer.vocab_size)), make_model(tokenizer.vocab_size)
-    tensors = plain.state_dict()
-    merge(tensors, model.saved_tensors(), model.lora)
+    factors = model.saved_tensors()
+    tensors = {name: merged(name, weight, factors, model.lora) for name, weight in plain.state_dict().items()}
     plain.load_state_dict(tensors)
     batch = batch_of(store, IDS, tokenizer.pad_id)
-    ours, merged = (one.hidden(batch)[0] @ one.shared.weight.T for one in (model, plain))
-    assert (ours - merged).abs().max() <= 1e-4 and ours.std() > 0.05
+    ours, added = (one.hidden(batch)[0] @ one.shared.weight.T for one in (model, plain))
+    assert (ours - added).abs().max() <= 1e-4 and ours.std() > 0.05
 
 
 def test_only_factors_have_gradients_and_the_base_is_held_once_in_the_compute_dtype(store, tokenizer):
@@ -124,8 +124,8 @@ def test_layers_with_biases_and_without_kernels_have_adapters_too():
         for one in (model, plain):
             one.blocks[0].q.bias.fill_(0.5)
             one.blocks[1].v.bias.fill_(-0.5)
-    tensors = plain.state_dict()
-    merge(tensors, model.saved_tensors(), model.lora)
+    factors = model.saved_tensors()
+    tensors = {name: merged(name, weight, factors, model.lora) for name, weight in plain.state_dict().items()}
     lengths = np.array([[3, 5], [9, 2]])
     sequences = Sequences(tuple(np.arange(side.sum()) for side in lengths.T), lengths)
     batch = collate(sequences, Packing(0))

@@ -45,33 +45,33 @@ def gate_forward(BOTH, OUT, width, NAME: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def gate_backward(BOTH, GRAD, GRAD_BOTH, width, NAME: tl.constexpr, COLUMNS: tl.constexpr):
-    """GRAD_BOTH (N, 2 * width) = the gradient of BOTH, for one row and COLUMNS columns of each half."""
+def gate_backward(BOTH, GRAD, width, NAME: tl.constexpr, COLUMNS: tl.constexpr):
+    """BOTH (N, 2 * width) becomes its gradient, for one row and COLUMNS columns of each half."""
     row, columns, is_real = _place(width, COLUMNS)
     first = tl.load(BOTH + row * 2 * width + columns, mask=is_real, other=0.0).to(tl.float32)
     second = tl.load(BOTH + row * 2 * width + width + columns, mask=is_real, other=0.0).to(tl.float32)
     grad = tl.load(GRAD + row * width + columns, mask=is_real, other=0.0).to(tl.float32)
     out, slope = _activation(first, NAME)
-    GRAD_BOTH += row * 2 * width
-    tl.store(GRAD_BOTH + columns, (grad * second * slope).to(GRAD_BOTH.dtype.element_ty), mask=is_real)
-    tl.store(GRAD_BOTH + width + columns, (grad * out).to(GRAD_BOTH.dtype.element_ty), mask=is_real)
+    BOTH += row * 2 * width
+    tl.store(BOTH + columns, (grad * second * slope).to(BOTH.dtype.element_ty), mask=is_real)
+    tl.store(BOTH + width + columns, (grad * out).to(BOTH.dtype.element_ty), mask=is_real)
 
 
 def gated(both, name):
     """As model.nn.activations.gate's forward."""
-    both, width = both.contiguous(), both.shape[1] // 2
+    assert both.is_contiguous()
+    width = both.shape[1] // 2
     out = torch.empty(len(both), width, dtype=both.dtype, device=both.device)
     gate_forward[_grid(out)](both, out, width, NAME=name, COLUMNS=_columns(width))
     return out
 
 
-def gate_gradient(both, grad, name):
-    """Gradient (N, 2 * width) of the input of `gated`."""
-    both, grad_both = both.contiguous(), torch.empty(both.shape, dtype=both.dtype, device=both.device)
-    gate_backward[_grid(grad)](
-        both, grad.contiguous(), grad_both, grad.shape[1], NAME=name, COLUMNS=_columns(grad.shape[1])
-    )
-    return grad_both
+def gate_gradient_(both, grad, name):
+    """Write the gradient of the input of `gated` over that input, `both` (N, 2 * width); returns it."""
+    assert both.is_contiguous()
+    width = grad.shape[1]
+    gate_backward[_grid(grad)](both, grad.contiguous(), width, NAME=name, COLUMNS=_columns(width))
+    return both
 
 
 def _columns(width):

@@ -30,8 +30,7 @@ def _attention(spec, tokens):
     d, q, k = c.hidden_size, c.query_width, c.key_width
     # outputs of the norm and of attention; q, k and v, of which the normed q and k and v's unsplit product stay too
     kept = (d + 2 * q + 2 * k + (q + 2 * k) * c.has_head_norms) * s * tokens + 4 * tokens
-    # gradients of the stream twice, of attention's output, of q, k and v before and after their turns
-    temporaries = (2 * d + q + 2 * (q + 2 * k)) * s * tokens
+    temporaries = (d + 2 * q + 2 * k) * s * tokens  # gradients of the stream, of attention's output, of q, k and v
     heads = c.num_attention_heads
     if spec.kernels:  # the log-sum-exp of each query and head; in backward one float32 more
         return kept + 4 * heads * tokens, temporaries + 4 * heads * tokens
@@ -43,10 +42,16 @@ def _attention(spec, tokens):
 
 
 def _feed_forward(spec, tokens):
-    """Same as `_attention` for a feed-forward layer: its norm's output, the gate's inputs and its output are kept."""
+    """Same as `_attention` for a feed-forward layer: its norm's output, the gate's inputs and its output are kept.
+
+    The gate's output is kept only for the gradient of the product behind it. Backward holds the gradient of the stream
+    and that output's; the gate's inputs become their own gradients.
+    """
     d, f, s = spec.model_config.hidden_size, spec.model_config.intermediate_size, spec.number_bytes
-    in_backward = 3 if spec.kernels else 6  # as wide as the inner layer: a kernel makes the gate's gradient at once
-    return ((d + 3 * f) * s + 4) * tokens, (3 * d + in_backward * f) * s * tokens
+    adapted = {target.rpartition(".")[2] for target in spec.lora.targets} if spec.lora else {"down_proj"}
+    outputs = int("down_proj" in adapted)
+    dropped = 2 * f * (spec.dropout and outputs)  # the gradient of what was dropped, before and after its mask
+    return ((d + (2 + outputs) * f) * s + 4) * tokens, (2 * d + (2 - outputs) * f + dropped) * s * tokens
 
 
 def _blocks(spec, layers, stream, num_recomputed):
@@ -73,12 +78,12 @@ def step_moments(spec, tokens, checkpointing):
     stream = c.hidden_size * s * stream_tokens
     layers = [_attention(spec, stream_tokens), _feed_forward(spec, stream_tokens)]
     kept, backward = _blocks(spec, layers, stream, checkpointing)
-    # the last norm's output; ids, positions, rows and labels; cosines and sines; keys of dropout's masks
-    ends = stream + (24 + 4 * c.head_dim + 12 * spec.dropout) * stream_tokens
+    # ids, positions, rows and labels; cosines and sines; keys of dropout's masks
+    ends = (24 + 4 * c.head_dim + 12 * spec.dropout) * stream_tokens
     mask = 0 if spec.kernels else s * round_up(stream_tokens) ** 2
     return dict(
-        loss=kept + ends + mask + stream + 2 * c.hidden_size * s * targets,  # the loss's input and its gradient
-        backward=backward + ends + mask + stream,
+        loss=kept + ends + mask + stream + 2 * c.hidden_size * s * targets,  # the last norm's output, its targets' rows
+        backward=backward + ends + mask,
         embedding=stream + 4 * c.hidden_size * stream_tokens,
     )
 

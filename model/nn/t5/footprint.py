@@ -60,8 +60,8 @@ def _feed_forward(spec, queries):
     """
     d, f, s = spec.model_config.d_model, spec.model_config.d_ff, spec.number_bytes
     inputs = dict(relu=0).get(spec.model_config.feed_forward_proj, 2 if spec.model_config.is_gated else 1)
-    in_backward = 3 if spec.kernels and inputs == 2 else 2 + 2 * inputs  # as wide as the inner layer
-    return ((d + f + inputs * f) * s + 4) * queries, (3 * d + in_backward * f) * s * queries
+    gradients = 4 if inputs == 1 else 2  # those of a gate's inputs are written over them
+    return ((d + f + inputs * f) * s + 4) * queries, (3 * d + gradients * f) * s * queries
 
 
 def _outside_blocks(spec, queries):

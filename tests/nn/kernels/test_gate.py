@@ -11,13 +11,13 @@ NAMES = "gelu", "silu", "relu"
 def gate_errors(device, dtype, name, rows=37, width=24):
     """Relative errors of the gated activation and of its input's gradient, against float64."""
     from model.nn.activations import gate
-    from model.nn.kernels.gate import gate_gradient, gated
+    from model.nn.kernels.gate import gate_gradient_, gated
 
     both, grad = (2 * torch.randn(rows, columns, device=device).to(dtype) for columns in (2 * width, width))
     exact = both.double().requires_grad_()
     expected = gate(exact.cpu(), name)
     expected.backward(grad.double().cpu())
-    ours = gated(both, name), gate_gradient(both, grad, name)
+    ours = gated(both, name), gate_gradient_(both, grad, name)
     pairs = zip(ours, (expected.detach(), exact.grad), strict=True)
     return [relative_error(one.cpu(), other.cpu()) for one, other in pairs]
 
