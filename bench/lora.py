@@ -81,13 +81,15 @@ def main():
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--part", default="speed,memory")
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--skip", default="", help="leave out cells whose name contains one of these words")
     parser.add_argument("--cell", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = Path(options.output_dir).resolve()
     if options.cell:
         return time_cell(options.cell, folder, options.rehearse)
     folder.mkdir(parents=True, exist_ok=True)
-    results = measure_speed(folder, options.rehearse) if "speed" in options.part else []
+    names = [name for name in CELLS if not any(word and word in name for word in options.skip.split(","))]
+    results = measure_speed(names, folder, options.rehearse) if "speed" in options.part else []
     if "memory" in options.part:
         results += [tell(folder, measure_case(case, options.rehearse)) for case in CASES]
     tell(folder, summary(results))
@@ -105,17 +107,17 @@ def shape_of(name, rehearse):
     return SHAPES[name] | (TINY if rehearse else {})
 
 
-def measure_speed(folder, rehearse):
-    """The figures of each of CELLS."""
+def measure_speed(names, folder, rehearse):
+    """The figures of these CELLS, one at a time on each GPU."""
     write_corpus(folder / "corpus", 600 if rehearse else CORPUS_PAIRS)
     for name in SHAPES:
         (folder / "corpus" / f"{name}.json").write_text(json.dumps(shape_of(name, rehearse)))
     base = TextToTextModel(T5ModelConfig(**shape_of("chatlm", rehearse))).initialise(1)
     export_model(base, load_tokenizer(folder / "corpus" / "tokenizer"), folder / "corpus" / "base")
     more = ["--output_dir", folder, *["--rehearse"] * rehearse]
-    jobs = [Job(name, [sys.executable, "-m", "bench.lora", *more, "--cell", name], CELL_SECONDS) for name in CELLS]
+    jobs = [Job(name, [sys.executable, "-m", "bench.lora", *more, "--cell", name], CELL_SECONDS) for name in names]
     results = []
-    for done in run_jobs(jobs, folder / "logs", gpu_slots(0 if rehearse else 1)):
+    for done in run_jobs(jobs, folder / "logs", gpu_slots(0 if rehearse else torch.cuda.device_count())):
         figures = dict(problem=done.problem) if done.problem else json.loads(done.text.splitlines()[-1])
         results.append(tell(folder, dict(part="speed", cell=done.job.name) | figures))
     return results
