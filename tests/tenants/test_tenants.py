@@ -164,7 +164,6 @@ def main_where_rank_1_refuses_a_batch(line):
 def test_the_other_ranks_say_why_one_of_them_has_ended(tenants_home):
     options = OPTIONS | dict(model="causal.json", output_dir="one_refuses")
     done = wait_for(start(tenants_home, 2, function=main_where_rank_1_refuses_a_batch, **options), tenants_home)
-    print(done.text)
     assert done.codes == [1, 2] and "rank 0: rank 1 ended: the family 'nobody' is not known" in done.text, done.text
     assert "Traceback" not in done.text and "frame #" not in done.text, done.text
 
