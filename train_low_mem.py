@@ -273,6 +273,7 @@ def main(argv):
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         if raised_in.parent != ROOT and ROOT / "model" not in raised_in.parents:
             raise  # a library raised it: a bug here, not a user error
+        failure = str(error)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank raises the same error
             print(printable_lines(str(error)), file=sys.stderr)
         return 2

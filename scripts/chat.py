@@ -52,7 +52,8 @@ class Talk:
 
     def ask(self, question: str) -> None:
         """Print the answer while it is generated, and remember both. Raises ValueError if it cannot be read."""
-        ids = prompt_ids(self.chat, [*self.turns, ("user", question)], MAX_PROMPT_TOKENS)
+        most = self.chat.prompt_tokens(MAX_PROMPT_TOKENS, self.max_new_tokens)
+        ids = prompt_ids(self.chat, [*self.turns, ("user", question)], most)
         pieces = []
         for piece in stream_answer(self.chat, ids, self.sampling, self.max_new_tokens):
             print(piece, end="", flush=True)

@@ -40,8 +40,25 @@ class ChatModel:
             return turn_template(self.tokenizer).encode_question(turns, max_tokens)
         return encode_conversation(turns, self.tokenizer, max_tokens, self.prefix)
 
+    def prompt_tokens(self, most, new_tokens):
+        """Most tokens of a prompt with an answer of `new_tokens`: `most`, or fewer where the network has fewer places.
+
+        Raises ValueError if there is no place for a prompt.
+        """
+        places = family_of(self.model.config).max_tokens(self.model.config)
+        if places is None:
+            return most
+        if places <= new_tokens:
+            raise ValueError(f"max_new_tokens={new_tokens}: this model has {places} places, the prompt's too: lower it")
+        return min(most, places - new_tokens)
+
     def limits(self, slots, input_tokens, new_tokens):
-        """Limits of an Engine for this model."""
+        """Limits of an Engine for this model; ValueError for more tokens than the network has places for."""
+        if (most := self.prompt_tokens(input_tokens, new_tokens)) < input_tokens:
+            raise ValueError(
+                f"this model reads {most} tokens before an answer of max_new_tokens={new_tokens}, and a prompt may "
+                f"have {input_tokens}: lower --max_prompt_tokens or --max_new_tokens"
+            )
         first_id = family_of(self.model.config).first_id(self.model.config, self.tokenizer)
         return Limits(slots, input_tokens, new_tokens, first_id, self.tokenizer.eos_id)
 

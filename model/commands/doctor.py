@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -21,8 +22,8 @@ from model.commands.options import FILE_OPTIONS
 from model.commands.origin import check_same_run, find_origin
 from model.commands.space import Row, disk_row, memory_rows, output_dir_row
 from model.data.file_list import data_files
-from model.data.readers import read_pairs
 from model.data.sampler import mixture_of
+from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
 from model.run.checkpoint import checkpoint_paths, load_newest
 from model.run.run_dir import TOKENS_DIR
@@ -31,7 +32,7 @@ from model.runtime.distributed import ALONE
 from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
 from model.train.footprint import memory_spec
-from model.train.objectives.registry import objective_for
+from model.train.objectives.registry import objective_for, objective_of
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,9 +52,9 @@ def examine(config, typed=(), overwrite=False):
     yield _shared_memory()
     yield _locale()
     yield from _round_trips()
-    yield from _data(config)
-    spec, rows = _model(config, typed, overwrite)
+    spec, origin, rows = _model(config, typed, overwrite)
     yield from rows
+    yield from _data(config, origin)
     yield from memory_rows(config, spec)
     yield output_dir_row(config)
     yield disk_row(config, spec)
@@ -175,8 +176,8 @@ def _round_trips():
         yield Row("NCCL", found, remedy)
 
 
-def _data(config):
-    """Rows of the data files that the options name."""
+def _data(config, origin):
+    """Rows of the data files that the options name; without an Origin they are read and not encoded."""
     for what, parse in FILE_OPTIONS.items():
         names = getattr(config, what)
         if not names:
@@ -187,35 +188,40 @@ def _data(config):
             yield Row(what, names, str(error), fails=True)
             continue
         for file in files:
-            row = _first_rows(what, file.path, config)
+            row = _first_rows(what, file.path, config, origin)
             yield row if file.weight == 1 else replace(row, found=f"{row.found}; {file.weight:g} times an epoch")
 
 
-def _first_rows(what, file, config):
+def _first_rows(what, file, config, origin):
     try:
-        pairs = list(islice(read_pairs(file, config.prompt_column, config.response_column), FIRST_ROWS))
+        objective = objective_for(config, origin.model_config, origin.tokenizer) if origin else objective_of(config)
+        columns = config.prompt_column, config.response_column
+        rows = list(islice(objective.read(file, columns, Counter()), FIRST_ROWS))
     except ValueError as error:
         return Row(what, file, str(error), fails=True)
-    complete = [pair for pair in pairs if all(side.strip() for side in pair)]
-    if not complete:
-        found = f"none of its first {len(pairs)} pairs has text on both sides"
-        return Row(what, file, found, fails=len(pairs) < FIRST_ROWS)  # else later rows may have text
-    size, characters = Path(file).stat().st_size / 2**20, " + ".join(str(len(side)) for side in complete[0])
-    return Row(what, f"{file}, {size:.1f} MiB; first pair of {characters} characters; {len(pairs)} rows checked")
+    found = f"{file}, {Path(file).stat().st_size / 2**20:.1f} MiB; {len(rows)} rows checked"
+    if not origin:
+        return Row(what, found)
+    encoded = objective.encode(rows, origin.tokenizer, config.max_seq_len)
+    if not encoded.sides[0]:
+        remedy = f"none of its first {len(rows)} rows has {objective.needs}"
+        return Row(what, file, remedy, fails=len(rows) < FIRST_ROWS)  # else later rows may be usable
+    tokens = " + ".join(map(str, objective.length_bounds(side_lengths(encoded))[0]))
+    return Row(what, f"{found}; the first example has {tokens} tokens")
 
 
 def _model(config, typed, overwrite):
-    """(MemorySpec or None, Rows) of the checkpoint, tokenizer, data and weights that a run would start from."""
-    skipped = []
+    """(MemorySpec or None, Origin or None, Rows) of what a run would start from: checkpoint, tokenizer, weights."""
+    skipped, origin = [], None
     paths = [] if overwrite else checkpoint_paths(config.output_dir)
     try:
         found = load_newest(config.output_dir, skipped.append) if paths else None
     except LaterFormat as error:
-        return None, [Row("checkpoint", "cannot be read", str(error), fails=True)]
+        return None, None, [Row("checkpoint", "cannot be read", str(error), fails=True)]
     rows = [Row("checkpoint", text, "nothing to do: the one before it is used") for text in skipped]
     if paths and not found:
         rows.append(Row("checkpoint", "all are damaged", "start a new run with --overwrite=True", fails=True))
-        return None, rows
+        return None, None, rows
     try:
         origin = find_origin(ALONE, config, typed, found)
         tokenizer = origin.tokenizer
@@ -225,12 +231,12 @@ def _model(config, typed, overwrite):
         config = with_adapter(config, origin.adapter)
         model = make_model(ALONE, config, origin.model_config, origin.weights, origin.adapter)
     except (ValueError, OSError) as error:
-        return None, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
+        return None, origin, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
     spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
     rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
     rows.append(Row("model", f"{spec.parameters / 1e6:.1f} M weights from {_origin(config, found)}"))
     rows += [Row("adapter", f"rank {spec.lora.rank}, {spec.trained / 1e6:.2f} M weights")] if spec.lora else []
-    return spec, rows
+    return spec, origin, rows
 
 
 def _data_options(config):

@@ -25,6 +25,7 @@ from model.run.train_state import state_of, state_values
 from model.runtime.distributed import agree, broadcast, from_main, from_main_before_joining
 from model.runtime.watchdog import untimed
 from model.train.derive import derive, is_derived, with_derived
+from model.train.objectives.registry import objective_of
 from model.train.optim import count_steps
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -74,6 +75,7 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
 def broadcast_request(stray, options, keep_training=False):
     """Request of a command line, on every rank; rank 0 reads the stored options of a resumed run for all."""
     typed = parse_options(stray, options, keep_training)
+    objective_of(typed.config)
     arguments = typed.config.output_dir, typed.keep_training, keep_training
     return with_stored_options(typed, from_main_before_joining(typed.config.ddp_timeout_s, stored_options, *arguments))
 
@@ -265,8 +267,7 @@ def with_validation(validation, ranks, state):
         return replace(state, validation=validation.identity)
     if ranks.is_main:
         LOGGER.info("the validation pairs or max_seq_len have changed: best/ is chosen anew")
-    kept = dict(validation=validation.identity, evaluated_step=state.evaluated_step)
-    return replace(state.without_best(), **kept)
+    return replace(state.without_best(), validation=validation.identity, evaluated_step=state.evaluated_step)
 
 
 def _check_prefix(config, tokenizer):

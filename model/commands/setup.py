@@ -37,7 +37,7 @@ from model.runtime.watchdog import stop_asked
 from model.train.derive import with_zeros
 from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
 from model.train.evaluate import Evaluation
-from model.train.examples import Examples
+from model.train.examples import Examples, check_lengths
 from model.train.footprint import estimate_for, has_dropout, plan_options
 from model.train.loader import Loader, Schedule
 from model.train.lr_schedule import LearnRate
@@ -227,14 +227,17 @@ def _open_data(ranks, config, origin):
     train = replace(train, dropout=has_dropout(config), mixture=mixture)
     if not config.validation_file:
         return [train]
-    validation = _open_examples(ranks, config, unweighted_files(config.validation_file), origin)
+    validation = _open_examples(ranks, config, unweighted_files(config.validation_file), origin, evaluated=True)
     if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
         LOGGER.warning(shared)
     return [train, validation]
 
 
-def _open_examples(ranks, config, files, origin):
-    """Examples of these DataFiles, tokenised first if needed; the same rows on all ranks."""
+def _open_examples(ranks, config, files, origin, evaluated=False):
+    """Examples of these DataFiles, tokenised first if needed; the same rows on all ranks.
+
+    Raises ValueError for rows, and answers where they are `evaluated`, that are longer than the network can read.
+    """
     family = family_of(origin.model_config)
     objective = objective_for(config, origin.model_config, origin.tokenizer)
     columns = (config.prompt_column, config.response_column)
@@ -248,7 +251,10 @@ def _open_examples(ranks, config, files, origin):
     kernels = family.has_kernels(ranks.device, dtype, origin.model_config)
     first_id = family.first_id(origin.model_config, origin.tokenizer)
     examples = Examples(store, objective, family, first_id, config.seed, kernels)
-    return with_zeros(examples) if objective.derived else examples
+    examples = with_zeros(examples) if objective.derived else examples
+    answers = evaluated and config.bleu_pairs and objective.has_answers
+    check_lengths(examples, family.max_tokens(origin.model_config), config.max_new_tokens if answers else 0)
+    return examples
 
 
 def first_plan(ranks, config, model_config, lengths, batch, usable):
@@ -274,7 +280,7 @@ def prepare_test(ranks, config):
     options = without_adapter(config)  # an exported model is merged
     config = replace(options, finetune_from_ckp_file=str(tested), validation_file=file, **planned)
     origin = find_origin(ranks, config, ())
-    examples = _open_examples(ranks, config, unweighted_files(file), origin)
+    examples = _open_examples(ranks, config, unweighted_files(file), origin, evaluated=True)
     other_process, _ = set_memory_limit(config, ranks.device)
     model = make_model(ranks, config, origin.model_config, origin.weights)
     batch = config.batch_size_per_gpu * ranks.world_size

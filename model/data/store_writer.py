@@ -26,7 +26,9 @@ def write_store(source, key, directory, progress, stop):
         lengths, values = _write_ids(source, draft / "ids.arrow", batches)
         if not lengths:
             names = ", ".join(map(str, source.paths))
-            raise ValueError(f"{names}: none of its {counts['empty']} rows has {source.objective.needs}")
+            columns = ", ".join(filter(None, source.columns))
+            asked = f" (columns asked for: {columns})" if columns else ""
+            raise ValueError(f"{names}: none of its {counts['empty']} rows has {source.objective.needs}{asked}")
         lengths = np.concatenate(lengths)
         np.save(draft / "lengths.npy", lengths)
         for name, parts in values.items():

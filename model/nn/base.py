@@ -192,6 +192,8 @@ class Family:
     adapter_targets: Callable  # (model_config) -> names of the linear layers that `--lora_targets` may name
     adapter_prefix: str = "base_model.model."  # of the network's names in PEFT's files
     task_type: str = "CAUSAL_LM"  # PEFT's name of what such a network does
+    # (model_config) -> most tokens of a sequence, all its sides together; None: no limit
+    max_tokens: Callable = lambda _: None
     # whether it reads dialogues in the tokenizer's chat template (model/data/turn_template.py)
     reads_dialogues: bool = False
     # (model_config, device, dropout) -> functions that launch a part of the network's Triton kernels each, on small

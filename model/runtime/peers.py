@@ -151,8 +151,9 @@ class Peers:
                     signal.pidfd_send_signal(process, SHOW)
 
     def explain_failure(self, name, error):
-        """Message for the collective `name` that failed with `error`: which ranks are gone, and the error.
+        """Message for the collective `name` that failed with `error`: which ranks are gone, and the error's first line.
 
+        Libraries write the stack of their C++ below it, which would hide what the other rank says.
         Call it VERDICT_SECONDS after the failure, when a dead rank has missed heartbeats.
         """
         now, gone = awake_seconds(), ["rank 0 is gone"] if self._store_lost else []
@@ -161,7 +162,8 @@ class Peers:
                 gone.append(f"rank {rank} ended: {heartbeat.ended}")
             elif rank != str(self._rank) and now - self._beat_at[rank] >= VERDICT_SECONDS - BEAT_SECONDS / 2:
                 gone.append(f"rank {rank} is gone")
-        return "; ".join([*gone, f"{name} failed: {error}"])
+        reason, *_ = str(error).split("\n")
+        return "; ".join([*gone, f"{name} failed: {reason}"])
 
 
 def _progress_of(heartbeat):

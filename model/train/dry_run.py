@@ -124,6 +124,7 @@ def plan_run(context, evaluation, kept, other_process):
     lengths, batch, device = loader.examples.histogram, loader.schedule.global_batch, ranks.device
     estimate = estimate_for(ranks, config, model.config, model.compute_dtype, lengths, batch)
     trial = Trial(context, evaluation, estimate)
+    collate_longest(loader.examples)
     non_torch = non_torch_bytes(device, other_process)
     usable = limit_memory(device, config.gpu_memory_limit_gb, non_torch)
     usable = None if usable is None else -vote(ranks, -usable)[0]  # the minimum over ranks
@@ -132,8 +133,6 @@ def plan_run(context, evaluation, kept, other_process):
     if usable is not None and context.optimizer is not None:
         plan, measured["step"] = probe_plan(trial, plan, choose)
         measured |= probe_evaluation(evaluation, plan) if evaluation else {}
-    else:  # nothing is measured; a batch that the network refuses is found here, not in the middle of an epoch
-        loader.examples.batch(worst_examples(loader.examples.bounds, 1, 1), FIRST_EPOCH)
     unrecorded = estimate.peaks(*plan.cutting, plan.answers)  # probes run without CUDA graphs
     predicted = predicted_peaks(estimate, plan) | {name: unrecorded[name] for name in measured}
     phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}
@@ -141,6 +140,13 @@ def plan_run(context, evaluation, kept, other_process):
         phases=phases, cap_bytes=memory_cap(device, config.gpu_memory_limit_gb), non_torch_bytes=non_torch,
         other_process_bytes=other_process, allocator_limit_bytes=usable,
     )  # fmt: skip
+
+
+def collate_longest(examples):
+    """Make a batch of the longest row and of those with the longest sides: what the network refuses is found here."""
+    bounds = examples.bounds
+    longest = [*bounds.argmax(axis=0), bounds.sum(axis=1, dtype=np.int64).argmax()]
+    examples.batch(np.unique(longest), FIRST_EPOCH)
 
 
 def _can_keep(kept, config, estimate, usable_bytes):
@@ -280,6 +286,4 @@ def _worst_evaluation(evaluation, plan):
 
 def _worst_generation(evaluation, plan):
     examples = evaluation.examples
-    ids = np.argsort(-examples.bounds[:, 0].astype(np.int64), kind="stable")[: plan.answers]
-    inputs, _ = examples.objective.questions(examples.store, ids)
-    generate_answers(evaluation, inputs, plan.answers, TRIED_TOKENS)
+    generate_answers(evaluation, examples.longest_questions(plan.answers), plan.answers, TRIED_TOKENS)

@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from model.data.length_histogram import histogram, mixed
 from model.data.sampler import Mixture
 from model.data.token_store import TokenStore
 from model.nn.base import Family, Packing
 from model.train.objectives.base import Objective
+
+ROWS_AT_A_TIME = 4096  # whose sequences are made to know their lengths
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,42 @@ class Examples:
         """Sequences of the rows `ids` in this epoch."""
         return self.objective.sequences(self.store, ids, self.seed, epoch)
 
+    def longest_questions(self, count):
+        """The ids of the inputs that answers follow, for the rows with the longest first side."""
+        ids = np.argsort(-self.bounds[:, 0].astype(np.int64), kind="stable")[:count]
+        return self.objective.questions(self.store, ids)[0]
+
     def batch(self, ids, epoch, bucket=None):
         """The network's batch of the rows `ids`, in host memory; padded to `bucket`, if one is given."""
         sequences = self.sequences(ids, epoch)
         num_sequences = bucket.examples * self.objective.sequences_per_row if bucket else 0
         packing = Packing(self.first_id, self.kernels, bucket, num_sequences, self.dropout)
         return self.family.collate(sequences, packing)
+
+
+def check_lengths(examples, max_tokens, new_tokens=0):
+    """Raise ValueError if a sequence has more than the `max_tokens` of the network; None: any length is right.
+
+    A sequence has all its sides; so has a question with an answer of `new_tokens`, above 0 where answers are generated.
+    """
+    if max_tokens is None:
+        return
+    files = ", ".join(file["path"] for file in examples.store.meta["source"]["files"])
+    room = f"the network has places for {max_tokens}"
+    if (longest := _longest_sequence(examples, max_tokens)) > max_tokens:
+        raise ValueError(f"{files}: a sequence has {longest} tokens, and {room}: lower --max_seq_len")
+    if new_tokens and (question := len(examples.longest_questions(1)[0])) + new_tokens > max_tokens:
+        raise ValueError(
+            f"{files}: a question has {question} tokens and its answer up to --max_new_tokens={new_tokens}, and {room} "
+            "together: lower --max_new_tokens or --max_seq_len, or type --bleu_pairs=0, which generates no answers"
+        )
+
+
+def _longest_sequence(examples, limit):
+    """Most tokens of a sequence, all its sides together; exact where a row with several has more than `limit`."""
+    totals = examples.bounds.sum(axis=1, dtype=np.int64)
+    if examples.objective.sequences_per_row == 1 or totals.max() <= limit:
+        return int(totals.max())
+    rows = np.flatnonzero(totals > limit)
+    parts = np.split(rows, range(ROWS_AT_A_TIME, len(rows), ROWS_AT_A_TIME))
+    return max(int(examples.sequences(part, 1).lengths.sum(axis=1).max()) for part in parts)

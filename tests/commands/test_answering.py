@@ -1,6 +1,7 @@
 """A model is loaded to answer with its own settings; a prompt holds what was said before, or is refused."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from model.commands.answering import TextStream, answer_all, load_chat_model, prompt_ids
 from model.data.conversation import Turn, encode_conversation
 from model.generate.sampling import Sampling
+from model.nn.t5.family import T5
 from tests.knowing import PAIRS, write_knowing_model
 
 
@@ -65,3 +67,15 @@ def test_text_comes_in_whole_characters_however_the_ids_are_divided(chat):
         cuts = sorted(draw.integers(0, len(valid), 5))
         parts = [valid[start:end] for start, end in zip([0, *cuts], [*cuts, len(valid)], strict=True)]
         assert "".join(map(TextStream(chat.tokenizer).add, parts)) == chat.tokenizer.decode(valid)
+
+
+def test_a_network_with_so_many_places_is_not_given_more(chat, monkeypatch):
+    family = replace(T5, max_tokens=lambda model_config: 40)
+    assert chat.prompt_tokens(2048, 30) == 2048
+    monkeypatch.setattr("model.commands.answering.family_of", lambda model_config: family)
+    assert (chat.prompt_tokens(2048, 30), chat.prompt_tokens(8, 30)) == (10, 8)
+    with pytest.raises(ValueError, match="max_new_tokens=40: this model has 40 places"):
+        chat.prompt_tokens(2048, 40)
+    assert chat.limits(1, 10, 30).new_tokens == 30
+    with pytest.raises(ValueError, match="reads 10 tokens .* lower --max_prompt_tokens or --max_new_tokens"):
+        chat.limits(1, 11, 30)

@@ -14,9 +14,11 @@ from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.run.train_state import FORMAT
 from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import Verdict
+from model.train.objectives.registry import OBJECTIVES
 from tests.parts import open_pairs
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
 from tests.run.test_checkpoint import change_state
+from tests.tenants.preference import Preference
 from tests.tiny import OPTIONS, train, words
 from train_low_mem import main
 
@@ -104,11 +106,22 @@ def test_a_data_file_without_usable_rows_fails(rows, home, text):
     assert rows(train_file="bad.jsonl")["train_file"].fails
 
 
+def test_a_data_file_is_read_as_the_objective_reads_it(rows, home, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "preference", lambda config: Preference())
+    line = dict(prompt="你好", chosen="今天", rejected="天气", response="")
+    (home / "preferences.jsonl").write_text(json.dumps(line) + "\n")
+    assert rows(train_file="preferences.jsonl")["train_file"].fails
+    both = dict.fromkeys(("train_file", "validation_file"), "preferences.jsonl")
+    table = rows(objective="preference", **both)
+    assert not any(table[what].fails for what in both) and " tokens" in table["train_file"].found
+    assert "choose one of" in rows(objective="prefix")["train_file"].remedy
+
+
 def test_empty_pairs_at_the_start_of_a_data_file_are_only_a_note(rows, home):
     empty, whole = '{"prompt": "", "response": ""}\n', '{"prompt": "a", "response": "b"}\n'
     (home / "late.jsonl").write_text(empty * FIRST_ROWS + whole)
     row = rows(train_file="late.jsonl")["train_file"]
-    assert not row.fails and f"none of its first {FIRST_ROWS} pairs" in row.remedy
+    assert not row.fails and f"none of its first {FIRST_ROWS} rows has text" in row.remedy
 
 
 def test_a_damaged_token_store_of_either_file_fails(rows, home):

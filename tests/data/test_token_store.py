@@ -19,7 +19,8 @@ import pytest
 from datasets import Dataset
 
 from model.data import store_writer
-from model.data.token_store import describe_store, read_store
+from model.data.token_store import Source, describe_store, open_store, read_store
+from model.train.objectives.pairs import Pairs
 from tests.parts import examples_of, make_pairs, open_pairs, write_parquet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,6 +119,8 @@ def test_a_file_without_a_usable_pair_is_refused(tmp_path, tokenizer):
     for _ in range(2):
         with pytest.raises(ValueError, match="empty.parquet: none of its 5 rows.*--prompt_column"):
             open_pairs(path, tokenizer, 32, tmp_path / "tokens")
+    with pytest.raises(ValueError, match=r"none of its 5 rows.*\(columns asked for: prompt, response\)"):
+        open_store(Source((path,), Pairs(), tokenizer, 32, ("prompt", "response")), tmp_path / "tokens")
     with pytest.raises(ValueError, match="missing.parquet: no such file"):
         open_pairs(tmp_path / "missing.parquet", tokenizer, 32, tmp_path / "tokens")
     assert stores_in(tmp_path / "tokens") == []

@@ -5,6 +5,8 @@ import signal
 import sys
 import time
 
+from torch.distributed import HashStore
+
 from model.runtime import peers
 from model.runtime.distributed import start_ranks, stop_ranks, vote
 from model.runtime.watchdog import stop_asked, training_begins
@@ -122,3 +124,10 @@ def test_the_others_end_when_only_one_rank_is_suspended(tmp_path):
     done = wait_for(processes, tmp_path, 10)
     assert done.codes[1] == 1 and done.codes[0] != 0, done.text
     assert "rank 0 has died or is stopped" in (tmp_path / "rank1.txt").read_text()
+
+
+def test_a_failed_collective_is_told_in_one_line_with_the_rank_that_ended():
+    watched = peers.Peers(HashStore(), 0, 2, TIMEOUT_S, peers.Heartbeat())
+    watched.heartbeats["1"] = peers.Heartbeat(ended="b.jsonl: a row is too long")
+    message = watched.explain_failure("a vote", RuntimeError("closed by peer\nframe #0: c10::Error::Error"))
+    assert message == "rank 1 ended: b.jsonl: a row is too long; a vote failed: closed by peer"

@@ -23,6 +23,7 @@ class CausalConfig:
     num_kv_heads: int = 2
     num_layers: int = 2
     vocab_size: int = 0
+    places: int = 0  # most tokens of a sequence; 0: any number
 
 
 @dataclass(frozen=True)
@@ -144,5 +145,6 @@ CAUSAL = Family(
     config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
     own_tensors=lambda tensors, path: tensors,
+    max_tokens=lambda c: c.places or None,
     adapter_targets=lambda c: ("q", "k", "v", "o", "up", "down"),
 )  # fmt: skip

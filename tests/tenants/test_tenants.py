@@ -1,7 +1,10 @@
 """Other families, Qwen and one for tests, and a second objective go through the same loop, with the same promises."""
 
 import json
+import os
 import shutil
+from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 from model.data.sequences import Sequences
 from model.generate.engine import Limits, generate
 from model.nn.base import Packing
-from model.nn.registry import FAMILIES
+from model.nn.registry import FAMILIES, family_named
 from model.train.objectives.registry import OBJECTIVES
 from tests.parts import gradients_of
 from tests.tenants.causal import CAUSAL, CausalConfig, CausalModel, collate
@@ -120,6 +123,49 @@ def test_a_run_of_another_objective_is_refused(tenants_home):
     done = train(tenants_home, "preference_first", 1, objective="pairs", is_keep_training=True,
                  train_file="train.jsonl", validation_file="valid.jsonl")  # fmt: skip
     assert done.codes == [2] and "was written with objective preference, now pairs" in done.text, done.text
+
+
+def test_an_unknown_objective_is_refused_before_a_run_begins(tenants_home):
+    done = train(tenants_home, "qwen_unknown", 2, objective="prefix")
+    assert done.codes == [2, 2] and "--objective=prefix: choose one of" in done.text, done.text
+    assert "a new run" not in done.text
+
+
+@pytest.mark.parametrize(
+    "places, changes, reason",
+    [
+        (63, dict(), "a sequence has 64 tokens, and the network has places for 63: lower --max_seq_len"),
+        (64, dict(max_new_tokens=33), "a question has 32 tokens and its answer up to --max_new_tokens=33"),
+        (64, dict(max_new_tokens=33, bleu_pairs=0), ""),
+        (40, TENANTS["both"] | dict(max_seq_len=20, bleu_pairs=0), ""),  # the two sequences of a row have more together
+    ],
+)
+def test_what_is_longer_than_the_network_has_places_for_is_refused_before_the_first_step(
+    tenants_home, places, changes, reason
+):
+    (tenants_home / "places.json").write_text(json.dumps(dict(family="causal", places=places)))
+    name = f"qwen_places_{places}_{len(changes)}"
+    done = train(tenants_home, name, 1, epochs=1, **changes | dict(model="places.json"))
+    assert done.codes == [2 if reason else 0] and reason in done.text, done.text
+    assert (tenants_home / name / "metrics.jsonl").exists() != bool(reason)
+
+
+def main_where_rank_1_refuses_a_batch(line):
+    """`main`; rank 1 alone meets a ValueError, when it makes its sixth batch."""
+    calls = count()
+
+    def refuse(sequences, packing):
+        return family_named("nobody") if next(calls) == 5 and os.environ["RANK"] == "1" else collate(sequences, packing)
+
+    FAMILIES[CAUSAL.name] = replace(CAUSAL, collate=refuse)
+    return main(line)
+
+
+def test_the_other_ranks_say_why_one_of_them_has_ended(tenants_home):
+    options = OPTIONS | dict(model="causal.json", output_dir="one_refuses")
+    done = wait_for(start(tenants_home, 2, function=main_where_rank_1_refuses_a_batch, **options), tenants_home)
+    assert done.codes == [1, 2] and "rank 0: rank 1 ended: the family 'nobody' is not known" in done.text, done.text
+    assert "Traceback" not in done.text and "frame #" not in done.text, done.text
 
 
 def batch(lengths, seed=0):

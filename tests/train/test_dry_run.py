@@ -15,7 +15,7 @@ from model.memory.plan import PROBED_USABLE, NothingFits, choose_plan, predicted
 from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import start_ranks, stop_ranks, vote
 from model.train import dry_run
-from model.train.dry_run import Trial, dry_run_update, plan_before_probes, probe_plan, worst_examples
+from model.train.dry_run import Trial, collate_longest, dry_run_update, plan_before_probes, probe_plan, worst_examples
 from model.train.footprint import plan_options
 from model.train.optim import make_optimizer
 from tests.memory.test_plan import HEAVY_TAIL, heavy_tail
@@ -166,6 +166,13 @@ def test_the_worst_examples_are_the_longest_responses_and_others_that_fill_the_f
     assert worst_examples(lengths, 10, 4).tolist() == [2]
     assert worst_examples(lengths, 36, 4).tolist() == [2, 0], "example 0 fits beside the longest response"
     assert worst_examples(lengths, 36, 1).tolist() == [2]
+
+
+def test_the_rows_with_the_longest_sides_and_the_longest_row_are_collated():
+    collated = []
+    lengths = np.array([[250, 1], [9, 9], [20, 30], [249, 20]], dtype="uint8")  # one sum is more than a byte holds
+    collate_longest(SimpleNamespace(bounds=lengths, batch=lambda ids, epoch: collated.extend(ids.tolist())))
+    assert collated == [0, 2, 3]
 
 
 def run_probes(monkeypatch, *shares_of_prediction, usable_gib=4, asked=False):
