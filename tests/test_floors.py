@@ -56,7 +56,7 @@ ROOMS = {
     ],
     "model.generate": ["sampling", "slots", "engine"],
     "model.memory": [
-        "estimate",
+        "estimate step_time",
         "plan",
         "oom_policy",
     ],

@@ -26,8 +26,8 @@ from model.memory.plan import (
     predicted_peaks,
     recording_asked,
     recording_bytes,
-    time_factor,
 )
+from model.memory.step_time import time_factor
 from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
 from model.train.footprint import answers_wanted, launch_tokens_here, memory_spec, plan_options

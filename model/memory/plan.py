@@ -2,13 +2,10 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise, product
 
-import numpy as np
-
-from model.data.buckets import buckets_for
 from model.memory.estimate import Estimate
+from model.memory.step_time import recorded_by, recorded_sizes, time_factor
 
 USABLE = 0.95  # share of memory to plan for without a probe: predictions err by 2 %, varying sizes fragment memory
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
@@ -17,11 +14,7 @@ MIN_CHUNKS_PER_STEP = 8  # but chunks of 512 tokens are always allowed
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU
 STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about 1 s and save up to 10 ms per step
-CHUNK_LAUNCHES = 0.006  # launch time of a chunk / launch time of a forward and backward
 CHECKPOINTED_SHARES = (0, 0.25, 0.5, 0.75, 1)  # of the blocks, from which the fastest plan is chosen first
-CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 0.3, 1.2  # of all blocks: more compute and launch time / those without
-RECORDED_LAUNCHES = 0.1  # time of replaying a graph of few tokens / time of launching it
-MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of recorded steps is estimated
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
         return _plan(
             estimate, math.inf, tokens, 1024, allowed_checkpointing(wanted.gradient_checkpointing, estimate)[0]
         )
-    if wanted.compile == "True" and 0 < wanted.micro_batch_tokens < (size := _recorded_steps(estimate)[0][0]):
+    if wanted.compile == "True" and 0 < wanted.micro_batch_tokens < (size := recorded_sizes(estimate)[0][0]):
         raise ValueError(
             f"--compile=True records a step as one forward of at least {size} tokens ({estimate.share_pairs} pairs), "
             f"but --micro_batch_tokens={wanted.micro_batch_tokens} cuts it: leave one of the two out"
@@ -180,7 +173,7 @@ def _recorded_plans(wanted, estimate, usable_bytes, usable_share):
     A probe records no step, so `calibration` does not cover the memory of recordings. They leave little memory free,
     and the first forward that runs out of memory drops them all, so the costliest forward possible must fit too.
     """
-    sizes = [size for size, _ in _recorded_steps(estimate)]
+    sizes = [size for size, _ in recorded_sizes(estimate)]
     tokens = wanted.micro_batch_tokens or max(_wanted_tokens(wanted, estimate, LARGEST_MICRO_BATCH_TOKENS), sizes[-1])
     for variant, (size, larger) in product(_variants(wanted, estimate), pairwise([*sizes, tokens + 1])):
         recordings = estimate.recording_bytes(size, *variant) / USABLE
@@ -193,29 +186,9 @@ def _fastest(plans, estimate):
     return min(plans, key=lambda plan: (round(time_factor(plan, estimate), 3), -plan.micro_batch_tokens))
 
 
-@lru_cache(maxsize=1)
-def _recorded_steps(estimate):
-    """[(tokens, share of steps that the buckets of at most so many tokens hold)], ascending, from a sample."""
-    lengths, share_pairs = estimate.lengths, estimate.share_pairs
-    buckets = buckets_for(lengths.tokens, share_pairs, lengths.counts)
-    draw, num_steps = np.random.default_rng(0), min(MAX_DRAWN_STEPS, max(MAX_DRAWN_PAIRS // share_pairs, 16))
-    kinds = draw.choice(len(lengths.counts), (num_steps, share_pairs), p=lengths.counts / lengths.counts.sum())
-    steps = [lengths.tokens[step] for step in kinds]
-    least = np.array(
-        [min((bucket.tokens for bucket in buckets if bucket.holds(step)), default=math.inf) for step in steps]
-    )
-    return [(size, float(np.mean(least <= size))) for size in sorted({bucket.tokens for bucket in buckets})]
-
-
-def _recorded(estimate, plan):
-    """(tokens of the largest step that `plan` records, share of steps that it records)."""
-    sizes = [pair for pair in _recorded_steps(estimate) if plan.graphs and pair[0] <= plan.micro_batch_tokens]
-    return sizes[-1] if sizes else (0, 0.0)
-
-
 def recording_bytes(estimate, plan):
     """Bytes that the recordings of `plan` hold; 0 if it has none."""
-    size, _ = _recorded(estimate, plan)
+    size, _ = recorded_by(estimate, plan)
     return estimate.recording_bytes(size, *plan.cutting[1:]) if size else 0
 
 
@@ -258,27 +231,6 @@ def fitting_plan(estimate, wanted_tokens, limit_bytes, chunk_tokens, checkpointi
 def _search_tolerance(tokens):
     """Tolerance of the search for the largest micro-batch, in tokens."""
     return max(64, tokens // 64)
-
-
-def time_factor(plan, estimate):
-    """Predicted time of a step / time of the same step in one forward with unlimited memory."""
-    launch_tokens, tokens = estimate.spec.launch_tokens, estimate.share_pairs * estimate.lengths.mean
-    _, recorded = _recorded(estimate, plan)
-    time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * launch_tokens)
-    return (time + (1 - recorded) * _step_time(plan, estimate, launch_tokens)) / max(tokens, launch_tokens)
-
-
-def _step_time(plan, estimate, launch_tokens):
-    """Time of a step, measured in the tokens that the GPU computes in it.
-
-    `launch_tokens` is the time of launching a forward and backward. Each forward takes the longer of its computation
-    and its launches.
-    """
-    forwards = estimate.forwards(plan.micro_batch_tokens)
-    tokens = estimate.share_pairs * estimate.lengths.mean / forwards
-    again = plan.gradient_checkpointing / estimate.num_blocks
-    compute, launches = (1 + CHECKPOINTING_WORK * again) * tokens, (1 + CHECKPOINTING_LAUNCHES * again) * launch_tokens
-    return forwards * (max(compute, launches) + tokens / plan.chunk_tokens * CHUNK_LAUNCHES * launch_tokens)
 
 
 def phase_problem(peaks, usable_bytes):

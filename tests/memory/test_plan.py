@@ -19,8 +19,8 @@ from model.memory.plan import (
     choose_plan,
     fitting_plan,
     recording_bytes,
-    time_factor,
 )
+from model.memory.step_time import time_factor
 from model.nn.t5.sizes import T5ModelConfig
 from model.train.footprint import plan_options
 from tests.parts import make_config, make_estimate

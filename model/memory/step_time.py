@@ -1,0 +1,54 @@
+"""Predicts how long a step takes with a plan beside others, and which steps it records."""
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from model.data.buckets import buckets_for
+
+CHUNK_LAUNCHES = 0.006  # launch time of a chunk / launch time of a forward and backward
+CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 0.3, 1.2  # of all blocks: more compute and launch time / those without
+RECORDED_LAUNCHES = 0.1  # time of replaying a graph of few tokens / time of launching it
+MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of recorded steps is estimated
+
+
+def time_factor(plan, estimate):
+    """Predicted time of a step / time of the same step in one forward with unlimited memory."""
+    launch_tokens, tokens = estimate.spec.launch_tokens, estimate.share_pairs * estimate.lengths.mean
+    _, recorded = recorded_by(estimate, plan)
+    time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * launch_tokens)
+    return (time + (1 - recorded) * _step_time(plan, estimate, launch_tokens)) / max(tokens, launch_tokens)
+
+
+def _step_time(plan, estimate, launch_tokens):
+    """Time of a step, measured in the tokens that the GPU computes in it.
+
+    `launch_tokens` is the time of launching a forward and backward. Each forward takes the longer of its computation
+    and its launches.
+    """
+    forwards = estimate.forwards(plan.micro_batch_tokens)
+    tokens = estimate.share_pairs * estimate.lengths.mean / forwards
+    again = plan.gradient_checkpointing / estimate.num_blocks
+    compute, launches = (1 + CHECKPOINTING_WORK * again) * tokens, (1 + CHECKPOINTING_LAUNCHES * again) * launch_tokens
+    return forwards * (max(compute, launches) + tokens / plan.chunk_tokens * CHUNK_LAUNCHES * launch_tokens)
+
+
+@lru_cache(maxsize=1)
+def recorded_sizes(estimate):
+    """[(tokens, share of steps that the buckets of at most so many tokens hold)], ascending, from a sample."""
+    lengths, share_pairs = estimate.lengths, estimate.share_pairs
+    buckets = buckets_for(lengths.tokens, share_pairs, lengths.counts)
+    draw, num_steps = np.random.default_rng(0), min(MAX_DRAWN_STEPS, max(MAX_DRAWN_PAIRS // share_pairs, 16))
+    kinds = draw.choice(len(lengths.counts), (num_steps, share_pairs), p=lengths.counts / lengths.counts.sum())
+    steps = [lengths.tokens[step] for step in kinds]
+    least = np.array(
+        [min((bucket.tokens for bucket in buckets if bucket.holds(step)), default=math.inf) for step in steps]
+    )
+    return [(size, float(np.mean(least <= size))) for size in sorted({bucket.tokens for bucket in buckets})]
+
+
+def recorded_by(estimate, plan):
+    """(tokens of the largest step that `plan` records, share of steps that it records)."""
+    sizes = [pair for pair in recorded_sizes(estimate) if plan.graphs and pair[0] <= plan.micro_batch_tokens]
+    return sizes[-1] if sizes else (0, 0.0)
