@@ -8,6 +8,7 @@ import torch
 from model.data.sequences import Sequences
 from model.nn.base import Packing
 from model.nn.lora import LoraConfig, attach, draw, is_factor, merged
+from model.nn.registry import family_of
 from model.nn.t5.family import T5
 from model.train.examples import Examples
 from model.train.objectives.pairs import Pairs
@@ -49,7 +50,7 @@ def with_peft(stock, model):
     lora = model.lora
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), use_rslora=lora.use_rslora,
-        task_type="SEQ_2_SEQ_LM",
+        task_type=family_of(model.config).task_type,
     )  # fmt: skip
     theirs = peft.get_peft_model(stock, config).eval()
     factors = {f"base_model.model.{name}": t.clone() for name, t in model.saved_tensors().items()}

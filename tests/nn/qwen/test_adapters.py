@@ -2,7 +2,6 @@
 
 import json
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,48 +11,26 @@ from safetensors.torch import load_file, save_file
 from model.commands.answering import _frozen
 from model.nn import adapter_io
 from model.nn.adapter_io import export_adapter, export_merged, load_merged
-from model.nn.lora import LoraConfig, attach, draw, is_factor, merged
+from model.nn.lora import merged
 from model.nn.qwen.family import LAYERS
 from model.nn.qwen.network import QwenModel
 from model.nn.qwen.sizes import QwenModelConfig
 from model.nn.weights_io import export_model
 from tests.nn.qwen.test_network import IDS, LENGTHS, SIZES, VARIANTS, each_alone, gradients_after, sequences_of
+from tests.nn.test_lora import adapted, with_peft
 from tests.parts import farthest
 from tests.stock import as_hugging_face
 
 
-def adapted(variant, targets=LAYERS, base="", **options):
-    """A Qwen with adapters whose B is not zero."""
-    model = QwenModel(QwenModelConfig(**SIZES | VARIANTS[variant])).initialise(1)
-    lora = LoraConfig(**dict(rank=4, alpha=6, targets=targets, base=base) | options)
-    draw(attach(model, lora), 3)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if is_factor(name, "lora_B"):
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
-    return model
-
-
-def of_peft(model, variant):
-    """PEFT's model with the factors of `model` around transformers' of the same base."""
-    stock = as_hugging_face(QwenModel(QwenModelConfig(**SIZES | VARIANTS[variant])).initialise(1), IDS)
-    lora = model.lora
-    config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), use_rslora=lora.use_rslora,
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    theirs = peft.get_peft_model(stock, config).eval()
-    factors = {f"base_model.model.{name}": t.clone() for name, t in model.saved_tensors().items()}
-    assert not peft.set_peft_model_state_dict(theirs, factors).unexpected_keys
-    return theirs
+def make_model(variant):
+    return QwenModel(QwenModelConfig(**SIZES | VARIANTS[variant])).initialise(1)
 
 
 @pytest.mark.parametrize("targets", [LAYERS, ("q_proj", "v_proj"), ("gate_proj", "o_proj")])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_promise_2_gradients_of_adapters_are_those_of_peft_one_by_one(variant, targets):
-    model, sequences = adapted(variant, targets, use_rslora=targets == LAYERS), sequences_of(LENGTHS)
-    theirs = of_peft(model, variant)
+    model, sequences = adapted(make_model(variant), targets, use_rslora=targets == LAYERS), sequences_of(LENGTHS)
+    theirs = with_peft(as_hugging_face(make_model(variant), IDS), model)
     for ids, count in each_alone(sequences):
         F.cross_entropy(theirs(ids[None]).logits[0, -count - 1 : -1], ids[-count:], reduction="sum").backward()
     expected = {
@@ -76,7 +53,7 @@ def base(tmp_path, tokenizer):
 
 
 def test_an_adapter_is_merged_in_float32_and_written_in_the_precision_of_its_base(base, tokenizer, monkeypatch):
-    model, folder = adapted("qwen2", base=str(base)), base.parent
+    model, folder = adapted(make_model("qwen2"), LAYERS, base=str(base)), base.parent
     export_adapter(model, tokenizer, folder / "adapter")
     weights, factors = load_merged(folder / "adapter"), model.saved_tensors()
     assert all(torch.equal(x, load_file(base / "model.safetensors")[name]) for name, x in weights.tensors.items())
@@ -98,6 +75,8 @@ def test_an_adapter_is_merged_in_float32_and_written_in_the_precision_of_its_bas
 
 
 def test_an_adapter_that_does_not_fit_its_base_is_refused(base, tokenizer):
-    export_adapter(adapted("qwen2 tied, grouped", base=str(base)), tokenizer, base.parent / "adapter")
+    export_adapter(
+        adapted(make_model("qwen2 tied, grouped"), LAYERS, base=str(base)), tokenizer, base.parent / "adapter"
+    )
     with pytest.raises(ValueError, match="does not fit .*k_proj.weight, and the adapter needs"):
         load_merged(base.parent / "adapter")
