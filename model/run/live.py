@@ -159,7 +159,7 @@ class OwnScreen:
 
 
 class OthersScreen:
-    """Another rank's, on the terminal of rank 0: a screen there shows what this rank prints."""
+    """For a rank above 0 on the terminal of rank 0: rank 0's screen shows what this rank prints."""
 
     def __init__(self, run_dir):
         self._run_dir, self._log, self._texts = run_dir, None, Texts(language_of(os.environ))

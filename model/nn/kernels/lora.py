@@ -25,9 +25,8 @@ def add_adapters(
 ):  # fmt: skip
     """OUT = W + scale * B A for the matrices `first`, `first` + `step`, …; one program per tile.
 
-    In bf16 a number is rounded up as often as its place between two neighbours says, by a dither that its offset gives.
-    To the nearest, an adapter that adds less than half of W's last bit would add nothing; so its sums over W's rows
-    are right.
+    In bf16 a number is rounded up or down by a fixed threshold of its own (a dither), so that over many numbers the
+    adapter counts in full. Rounded to the nearest, one that adds less than half of W's last bit would add nothing.
     """
     adapter = tl.program_id(2)
     outs, ins = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.program_id(1) * INS + tl.arange(0, INS)
