@@ -14,6 +14,10 @@ from pathlib import Path
 
 import torch
 
+from model.data.tokenizer import load_tokenizer
+from model.nn.qwen.network import QwenModel
+from model.nn.qwen.sizes import QwenModelConfig
+from model.nn.weights_io import export_model
 from model.runtime import fault_injection
 from tests.ranks import ROOT
 from tests.tiny import NUM_PAIRS, ids_by_epoch, start, train, wait_for, weights_hash
@@ -22,6 +26,7 @@ from train_low_mem import main
 FAULTS_PAGE = Path(os.environ.get("FAULTS_PAGE", ROOT / "docs" / "faults.md"))
 TRAIN_LINE = b'"kind":"train"'
 SLEEP_SECONDS = 0.2
+QWEN_SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2)
 WITH_KERNELS = dict(model="tiny", dropout=0, deterministic=True)  # options of a run on GPUs
 
 
@@ -78,17 +83,24 @@ def add_adapter_options(parser):
     """Add the options of a harness whose runs may train an adapter."""
     parser.add_argument("--lora_rank", type=int, default=0, help="above 0: the runs train an adapter")
     parser.add_argument("--base_precision", default="auto", help="of its base: auto, nf4")
+    parser.add_argument("--family", default="t5", help="of its base: t5, trained here first; qwen, with random weights")
 
 
 def adapter_options(home, given, model="shape.json"):
-    """Options of a run that trains an adapter, on a base that is trained here first; none if `given` has no rank."""
+    """Options of a run that trains an adapter on a base made here; none if `given` has no rank."""
     lora_rank = given.lora_rank
     if not lora_rank:
         return {}
+    adapter = dict(lora_rank=lora_rank, lora_dropout=0.1, learn_rate=5e-3, base_precision=given.base_precision)
+    adapter |= dict(finetune_from_ckp_file="base")
+    if given.family == "qwen":
+        tokenizer = load_tokenizer(home / "model_save" / "tokenizer")
+        sizes = QwenModelConfig(**QWEN_SIZES, vocab_size=tokenizer.vocab_size, initializer_range=0.2)
+        export_model(QwenModel(sizes).initialise(1), tokenizer, home / "base")
+        return adapter | dict(model=None, dropout=None, max_seq_len=96, micro_batch_tokens=96)
     done = train(home, output_dir="base", model=model, epochs=1, seconds=600)
     assert done.codes == [0], done.text
-    adapter = dict(lora_rank=lora_rank, lora_dropout=0.1, learn_rate=5e-3, base_precision=given.base_precision)
-    return dict(finetune_from_ckp_file="base") | adapter
+    return adapter
 
 
 def sleepy_main(words):
