@@ -206,18 +206,18 @@ def finish(run, journal, state, reason, saver):
     failure = saver.failure
     if reason == "finished" and lacks_evaluation(run, state):
         failure = failure or f"{run.dir / 'best'} could not be written"
-    export_last(run, state, failure, saver.weights_file(state))
+    export_last(run, state, failure, saver.weights_files(state))
     if run.ranks.is_main:
         finish_last(drawing)
         for line in last_words(run, state, "early" if is_early else reason):
             say(run.ranks, line)
 
 
-def export_last(run, state, failure="", weights_file=None):
+def export_last(run, state, failure="", weights_files=()):
     """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
     if run.ranks.is_main:
         with saving():
-            failure = failure or export(run, state, "last", weights_file=weights_file)
+            failure = failure or export(run, state, "last", weights_files=weights_files)
     if failure:
         raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
 

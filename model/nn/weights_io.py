@@ -25,16 +25,17 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.safetensors")  # in INDEX: no folder, and nothing hidden
 
 
-def export_model(model, tokenizer, directory, generation=None, facts=None, weights_file=None):
+def export_model(model, tokenizer, directory, generation=None, facts=None, weights_files=()):
     """Write a Hugging Face directory, tokenizer and model card included, in place of `directory` atomically.
 
     `generation` is a dict of values for its generation_config.json, beside the ids that the family writes there; its
-    `prefix` stands before each question. `facts` are the CardFacts of its README.md. `weights_file`, if given, is a
-    file with these weights, which is linked to and not written again. Raises OSError if it cannot be written.
+    `prefix` stands before each question. `facts` are the CardFacts of its README.md. Of `weights_files`
+    the first that exists has these weights: it is linked to, and they are not written again. Raises OSError if the
+    directory cannot be written.
     """
     with whole_directory(directory) as draft:
         try:
-            write_card(write_model(model, tokenizer, draft, generation, weights_file), draft, facts)
+            write_card(write_model(model, tokenizer, draft, generation, weights_files), draft, facts)
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         add_tokenizer(family_of(model.config), tokenizer, draft, (generation or {}).get("prefix", ""))
@@ -64,7 +65,7 @@ def add_values(path, values):
     path.write_text(json.dumps(known | values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_model(model, tokenizer, directory, generation=None, weights_file=None):
+def write_model(model, tokenizer, directory, generation=None, weights_files=()):
     """Write a model's configuration, its float32 weights and its generation_config.json into `directory`.
 
     Returns the configuration's values. Arguments are those of export_model. Needs no transformers, whose import takes
@@ -72,7 +73,7 @@ def write_model(model, tokenizer, directory, generation=None, weights_file=None)
     """
     values = write_values(model, tokenizer, directory, generation)
     file = directory / WEIGHTS
-    if not (weights_file and _link(weights_file, file)):
+    if not any(_link(existing, file) for existing in weights_files):
         tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in model.state_dict().items()}
         write_tensors(tensors, file)
     return values

@@ -91,7 +91,7 @@ def evaluate(run, journal, saver, state, plan, training_loss):
     journal.write("eval", step=state.step, epoch=epoch, **scores, **values)
     if ranks.is_main and run.rules.draws_plots:
         draw_soon(run.dir)
-    failure = export(run, state, "best", scores, saver.weights_file(state)) if is_best else ""
+    failure = export(run, state, "best", scores, saver.weights_files(state)) if is_best else ""
     stop, is_best, failed = vote(ranks, stop_asked(), is_best, bool(failure))
     if not failed:  # else the next evaluation or the next start tries again
         since_best = 0 if is_best else state.evaluations_since_best + 1

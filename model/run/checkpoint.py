@@ -67,10 +67,11 @@ def snapshot_of(model, optimizer):
     return Snapshot(model.saved_tensors(), moments)
 
 
-def save_checkpoint(run_dir, state, snapshot, keep):
+def save_checkpoint(run_dir, state, snapshot, keep, weights_draft=None):
     """Write checkpoints/step_<step>/, then point LATEST at it and delete all but the newest `keep` checkpoints.
 
-    Returns its path. Raises OSError when the disk fails or is full; earlier checkpoints then stay as they were.
+    Returns its path. `weights_draft` is a Future that is given the file of the weights once it is written, still in its
+    draft. Raises OSError when the disk fails or is full; earlier checkpoints then stay as they were.
     """
     path = checkpoint_path(run_dir, state.step)
     folder = path.parent
@@ -79,6 +80,8 @@ def save_checkpoint(run_dir, state, snapshot, keep):
     _check_space(folder, snapshot.bytes + SPARE_BYTES)
     with whole_directory(path) as draft:
         _write_tensors(snapshot.weights, draft / "model.safetensors")
+        if weights_draft is not None and not weights_draft.done():  # done: this is the second attempt
+            weights_draft.set_result(draft / "model.safetensors")
         fault_injection.fire("save", state.step)
         _write_tensors(snapshot.optimizer, draft / "optimizer.safetensors")
         with ThreadPoolExecutor(len(TENSOR_FILES)) as threads:

@@ -8,7 +8,9 @@ import gc
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,49 +25,53 @@ from model.runtime.watchdog import saving
 LOGGER = logging.getLogger("chat_trainer")
 
 
+@dataclass(frozen=True)
+class Taken:
+    """The tensors of a step in host memory, and how far they are written."""
+
+    step: int
+    snapshot: Snapshot
+    copied: torch.cuda.Event | None  # marks the copies as done; None on a CPU
+    seconds: float  # that taking the snapshot took
+    weights_draft: Future = field(default_factory=Future)  # of the file with the weights, before the rest is written
+
+
 class Saver:
     """Writes the checkpoints of a run on rank 0, one at a time, on a thread. Journals the outcome of each save."""
 
     def __init__(self, ranks, run_dir, keep, journal):
         self._ranks, self._run_dir, self._keep, self._journal = ranks, run_dir, keep, journal
         self._host_tensors, self._thread = {}, None
+        self._newest = None  # Taken, as long as its tensors are in host memory
         self._saved_state = None  # the TrainState of the newest checkpoint
         self.failure = ""  # error message of the newest save; empty if it succeeded
 
     def save(self, state, model, optimizer):
         """Copy weights and optimizer state and start to write them, unless the checkpoint of `state` exists already.
 
-        After an evaluation, which changes only the state of a step that is saved, only the state is written.
-
-        Waits for the previous save. Raises RuntimeError on all ranks if the weights differ between ranks.
+        After an evaluation, which changes only the state of a step, the state is written once the tensors are. Else
+        waits for the previous save. Raises RuntimeError on all ranks if the weights differ between ranks.
         """
         check_equal_weights(self._ranks, model, state.step)  # its vote also waits until all ranks wrote their ids
         if not self._ranks.is_main:
             return
+        if self._newest is not None and self._newest.step == state.step:
+            self._run(self._write_again, state, self._newest, self._thread)
+            return
         with saving():
             self.join()
-        if state == self._saved_state or self._rewrites_state(state):
-            return
         with ExitStack() as saving_scope:
             saving_scope.enter_context(saving())
-            self._start(state, model, optimizer, saving_scope)
+            if taken := self._take(state, model, optimizer):
+                self._run(self._write, state, taken, saving_scope.pop_all())
 
-    def _rewrites_state(self, state):
-        """Write the state of a step whose tensors are saved already; False if they are not or the disk refuses it."""
-        if self._saved_state is None or self._saved_state.step != state.step:
-            return False
-        try:
-            with saving():
-                save_state(self._run_dir, state)
-        except (OSError, ValueError) as error:
-            LOGGER.debug("the state of step %d is written with its tensors: %s", state.step, error)
-            return False
-        self._saved_state = state
-        return True
+    def _run(self, write, *args):
+        self._thread = threading.Thread(target=write, args=args)  # not a daemon: exit waits for the checkpoint
+        self._thread.start()
 
-    def _start(self, state, model, optimizer, saving_scope):
-        """Take the snapshot and start the thread that writes it; that thread then closes `saving_scope`."""
-        started = time.monotonic()
+    def _take(self, state, model, optimizer):
+        """The Taken of this step; None if memory does not allow it, which is journalled."""
+        started, self._newest = time.monotonic(), None
         try:
             snapshot, copied = retry_after_oom(
                 lambda: self._snapshot(model, optimizer), lambda: self._free_memory(state)
@@ -73,23 +79,23 @@ class Saver:
         except (RuntimeError, MemoryError) as error:
             self._host_tensors.clear()
             self._report_failure(state, error)
-            return
-        snapshot_seconds = time.monotonic() - started
-        args = (state, snapshot, copied, snapshot_seconds, saving_scope.pop_all())
-        self._thread = threading.Thread(target=self._write, args=args)  # not a daemon: exit waits for the checkpoint
-        self._thread.start()
-
-    def weights_file(self, state):
-        """File with the float32 weights at `state`, once the checkpoint of its step is on the disk; None without one.
-
-        Exports link to it: the same bytes need not be written twice.
-        """
-        self.join()
-        is_saved = self._saved_state is not None and self._saved_state.step == state.step
-        weights = [tensor for (part, _), tensor in self._host_tensors.items() if part == "weights"]
-        if not is_saved or any(tensor.dtype != torch.float32 for tensor in weights):
             return None
-        return checkpoint_path(self._run_dir, state.step) / "model.safetensors"
+        self._newest = Taken(state.step, snapshot, copied, time.monotonic() - started)
+        return self._newest
+
+    def weights_files(self, state):
+        """Paths of which one has the float32 weights at `state`, as soon as they are written; empty without any.
+
+        Exports link to it: the same bytes need not be written twice. It is at the first path until its checkpoint is
+        whole, then at the second.
+        """
+        taken = self._newest
+        if taken is None or taken.step != state.step:
+            return ()
+        draft, tensors = taken.weights_draft.result(), taken.snapshot.weights.values()
+        if draft is None or any(tensor.dtype != torch.float32 for tensor in tensors):
+            return ()
+        return draft, checkpoint_path(self._run_dir, state.step) / draft.name
 
     def join(self):
         """Wait until the last checkpoint is on the disk or has failed."""
@@ -127,24 +133,43 @@ class Saver:
             host.copy_(tensor.detach(), non_blocking=True)
         return {name: self._host_tensors[part, name] for name in tensors}
 
-    def _write(self, state, snapshot, copied, snapshot_seconds, saving_scope):
+    def _write(self, state, taken, saving_scope):
+        """Write the checkpoint of `state`, with these tensors."""
         started = time.monotonic()
-        with saving_scope:
-            try:
-                if copied is not None:
-                    copied.synchronize()
+        try:
+            with saving_scope:
+                if taken.copied is not None:
+                    taken.copied.synchronize()
                 path = retry_after_oom(
-                    lambda: save_checkpoint(self._run_dir, state, snapshot, self._keep),
+                    lambda: save_checkpoint(self._run_dir, state, taken.snapshot, self._keep, taken.weights_draft),
                     lambda: self._free_memory(state),
                 )
-            except (OSError, RuntimeError, MemoryError) as error:
-                self._report_failure(state, error)
-                return
+        except (OSError, RuntimeError, MemoryError) as error:
+            self._report_failure(state, error)
+            return
+        finally:
+            if not taken.weights_draft.done():
+                taken.weights_draft.set_result(None)
         self._saved_state, self.failure = state, ""
         self._journal.write(
-            "save", step=state.step, path=str(path), bytes=snapshot.bytes, snapshot_seconds=snapshot_seconds,
+            "save", step=state.step, path=str(path), bytes=taken.snapshot.bytes, snapshot_seconds=taken.seconds,
             write_seconds=time.monotonic() - started,
         )  # fmt: skip
+
+    def _write_again(self, state, taken, previous):
+        """After the thread `previous`: write `state` beside the tensors of its step, with them if the disk refuses."""
+        previous.join()
+        if state == self._saved_state:
+            return
+        if self._saved_state is not None and self._saved_state.step == state.step:
+            try:
+                with saving():
+                    save_state(self._run_dir, state)
+                self._saved_state = state
+                return
+            except (OSError, ValueError, RuntimeError, MemoryError) as error:
+                LOGGER.debug("the state of step %d is written with its tensors: %s", state.step, error)
+        self._write(state, taken, saving())
 
     def _report_failure(self, state, error):
         self.failure = str(error)
@@ -164,13 +189,13 @@ def retry_after_oom(attempt, free_memory):
     return attempt()
 
 
-def try_export(model, tokenizer, directory, generation, facts, weights_file=None):
+def try_export(model, tokenizer, directory, generation, facts, weights_files=()):
     """Export a model, or its adapter; returns the error message of a disk or memory error, "" on success.
 
-    `weights_file` is export_model's; an adapter does not use it.
+    `weights_files` are export_model's; an adapter does not use them.
     """
     args = model, tokenizer, directory, generation, facts
-    export = partial(export_adapter, *args) if model.lora else partial(export_model, *args, weights_file)
+    export = partial(export_adapter, *args) if model.lora else partial(export_model, *args, weights_files)
     try:
         retry_after_oom(export, release_memory)
     except (OSError, RuntimeError, MemoryError) as error:

@@ -12,14 +12,14 @@ from model.run.run_log import device_name, versions
 SCORES = ("bleu", "chrf")  # beside the objective's metrics
 
 
-def export(run, state, name, scores=None, weights_file=None):
+def export(run, state, name, scores=None, weights_files=()):
     """Write the model to best/ or last/ of the run; returns the error message of a disk or memory error, or "".
 
-    `scores` are those of an evaluation of these weights; None: they are looked for in the journal. `weights_file` is
+    `scores` are those of an evaluation of these weights; None: they are looked for in the journal. `weights_files` are
     export_model's.
     """
     facts = facts_of(run, state, last_scores(run, state) if scores is None else scores)
-    return try_export(run.model, run.tokenizer, run.dir / name, run.generation, facts, weights_file)
+    return try_export(run.model, run.tokenizer, run.dir / name, run.generation, facts, weights_files)
 
 
 def facts_of(run, state, scores):

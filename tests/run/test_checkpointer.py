@@ -107,6 +107,35 @@ def test_an_evaluation_s_result_is_written_beside_tensors_that_are_saved_already
     assert (path / "model.safetensors").stat().st_ino == tensors and len(lines(tmp_path)) == 1
 
 
+def test_an_export_and_an_evaluation_s_result_do_not_wait_for_the_rest_of_a_save(
+    tmp_path, saver, model, tokenizer, optimizer, monkeypatch
+):
+    go, state = hold(monkeypatch), replace(STATE, shape=asdict(model.config))
+    saver.save(state, model, optimizer)
+    assert try_export(model, tokenizer, tmp_path / "best", {}, CardFacts(), saver.weights_files(state)) == ""
+    saver.save(replace(state, evaluated_step=5), model, optimizer)
+    assert not checkpoint_paths(tmp_path), "the save is still blocked"
+    go.set()
+    saver.join()
+    (path,) = checkpoint_paths(tmp_path)
+    files = [path / "model.safetensors", tmp_path / "best" / "model.safetensors", saver.weights_files(state)[1]]
+    assert len({file.stat().st_ino for file in files}) == 1 and not saver.weights_files(state)[0].exists()
+    assert read_checkpoint(path).state.evaluated_step == 5 and len(lines(tmp_path)) == 1
+    assert saver.weights_files(replace(state, step=6)) == ()
+
+
+def test_an_evaluation_s_result_is_saved_with_the_tensors_of_a_save_that_failed(
+    tmp_path, saver, model, optimizer, monkeypatch
+):
+    state = replace(STATE, shape=asdict(model.config))
+    monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults("save:0:5:enospc"))
+    saver.save(state, model, optimizer)
+    saver.save(replace(state, evaluated_step=5), model, optimizer)
+    saver.join()
+    assert saver.failure == "" and [("error" in line) for line in lines(tmp_path)] == [True, False]
+    assert read_checkpoint(checkpoint_paths(tmp_path)[0]).state.evaluated_step == 5
+
+
 def test_without_hard_links_an_evaluation_s_result_is_saved_with_its_tensors(
     tmp_path, saver, model, optimizer, monkeypatch
 ):
