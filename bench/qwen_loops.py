@@ -1,13 +1,14 @@
 """Compare the speed of an adapter on a Qwen in four bits with the loops of LoRA guides, on the same data in one run.
 
-    python -m bench.qwen_loops --output_dir DIR [--loops ours,a,b] [--data mixed,full]     on one GPU, about 12 minutes
+    python -m bench.qwen_loops --output_dir DIR [--loops ours,a,b] [--data mixed,full]     on one GPU, about 6 minutes
     python -m bench.qwen_loops --output_dir DIR --rehearse                                 on the CPU, a tiny Qwen
 
 The shape of Qwen1.5-7B with random weights in NF4, rank 32 on all layers, under 16 GiB. a: transformers, PEFT and
 bitsandbytes, SDPA, gradient checkpointing, fused AdamW, padded batches; b: the same with Liger's kernels and batches of
-similar lengths. Both are tried with batches of 8 to 1 examples a forward. mixed: lengths up to 1,024, mean 300; full:
-2,048 tokens. The second half of an example is learnt. Each loop is a process of its own; one JSON line a result, and
-the last line holds the ratios to the best of a and of b. Needs bitsandbytes and peft, b liger-kernel 0.8 too.
+similar lengths. Both are tried with 8 examples a forward (full: 2), then with half as many until they get slower.
+mixed: lengths up to 1,024, mean 300; full: 2,048 tokens. The second half of an example is learnt. Each loop is a
+process of its own; one JSON line a result, and the last line holds the ratios to the best of a and of b. Needs
+bitsandbytes and peft, b liger-kernel 0.8 too.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from model.train.step import Position, train_steps
 
 LIMIT_GIB, STEP_EXAMPLES = 16, dict(mixed=8, full=2)
 BATCHES = dict(mixed=(8, 4, 2, 1), full=(2, 1))  # examples in a forward of a and b
-WARM_STEPS, TIMED_STEPS, JOB_SECONDS = 2, 8, 500
+WARM_STEPS, TIMED_STEPS, JOB_SECONDS = 8, 8, 300  # the first steps compile Triton's kernels, Liger's too
 
 
 def main():
@@ -171,7 +172,7 @@ class Run:
 
     def theirs(self, data, lengths):
         """Yield the figures of a plain loop for each number of examples in a forward."""
-        model = stock_model(self.model_config, self.device, liger=self.loop == "b")
+        model, best = stock_model(self.model_config, self.device, liger=self.loop == "b"), 0
         for batch in BATCHES[data]:
             release_memory()
             reset_peak(self.device)
@@ -183,6 +184,9 @@ class Run:
                 values = dict(problem="out of memory")
             model.zero_grad(set_to_none=True)
             yield dict(batch=batch) | values
+            if (speed := values.get("tokens_per_second", best)) < best:
+                return
+            best = speed
 
     def _timed(self, model, lengths, batch, step):
         trained = [p for p in model.parameters() if p.requires_grad]
