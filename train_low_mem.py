@@ -123,14 +123,20 @@ def train_from(run, request, state, plan):
 
 
 def train_to_the_end(run, journal, state, plan):
-    """Train, evaluate and save; returns the last state, "finished" or "asked", and the Saver of its checkpoint."""
+    """Train, evaluate and save.
+
+    Returns the last state, "finished" or "asked", the Saver of its checkpoint and the process that draws the curves,
+    which is at work while that checkpoint is written; None where nothing is drawn: a stop should not wait for a plot.
+    """
     config = run.config
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if config.log_sample_ids else None
     saver = Saver(run.ranks, run.dir, config.keep_latest_n_ckp, journal)  # waits for its last checkpoint
     screen = live(run.ranks, run.dir, config.screen, config.gpu_memory_limit_gb, config.tracker)
     with screen, Journal(samples) as samples, saver:
         state, reason = train_and_save(run, journal, samples, saver, state, plan)
-    return state, reason, saver
+        draws = run.ranks.is_main and run.rules.draws_plots and reason == "finished"
+        drawing = start_last(run.dir) if draws else None
+    return state, reason, saver, drawing
 
 
 def train_and_save(run, journal, samples, saver, state, plan):
@@ -197,12 +203,10 @@ def give_up(run, journal, saver, state, error, last):
     journal.write("stop", step=state.step, reason="failed")
 
 
-def finish(run, journal, state, reason, saver):
-    """Journal the end, export last/ and draw the curves; raises RuntimeError if the end is not on the disk."""
+def finish(run, journal, state, reason, saver, drawing):
+    """Journal the end, export last/ and wait for the curves; raises RuntimeError if the end is not on the disk."""
     is_early = reason == "finished" and state.pairs_seen < run.schedule.total_pairs
     journal.write("stop", step=state.step, reason=reason, early=is_early, startup=laps())
-    draws = run.ranks.is_main and run.rules.draws_plots and reason == "finished"  # a stop should not wait for a plot
-    drawing = start_last(run.dir) if draws else None
     failure = saver.failure
     if reason == "finished" and lacks_evaluation(run, state):
         failure = failure or f"{run.dir / 'best'} could not be written"

@@ -89,8 +89,8 @@ def evaluate(run, journal, saver, state, plan, training_loss):
     gap = None if training_loss is None else scores["loss"] - training_loss
     values = dict(overfit_gap=gap, evaluations_since_best=since_best, seconds=seconds)
     journal.write("eval", step=state.step, epoch=epoch, **scores, **values)
-    if ranks.is_main and run.rules.draws_plots:
-        draw_soon(run.dir)
+    if ranks.is_main and run.rules.draws_plots and state.pairs_seen < run.schedule.total_pairs:
+        draw_soon(run.dir)  # not at the end, when all is drawn once more
     failure = export(run, state, "best", scores, saver.weights_files(state)) if is_best else ""
     stop, is_best, failed = vote(ranks, stop_asked(), is_best, bool(failure))
     if not failed:  # else the next evaluation or the next start tries again
