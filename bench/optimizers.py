@@ -71,7 +71,8 @@ def make_tokenizer(folder, files):
     directory = folder / "tokenizer"
     words = [sys.executable, ROOT / "scripts" / "train_tokenizer.py", files["train_file"]]
     words += ["--output_dir", directory, "--vocab_size", VOCAB_SIZE, "--overwrite"]
-    subprocess.run(list(map(str, words)), check=True, env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    subprocess.run(list(map(str, words)), check=True, env=os.environ | dict(PYTHONPATH=paths))
     return directory
 
 
