@@ -21,7 +21,7 @@ import torch
 
 from model.run.checkpoint import checkpoint_paths
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
-from tests.trials import WITH_KERNELS, adapter_options, add_adapter_options, tell, write_section
+from tests.trials import WITH_KERNELS, adapter_options, add_adapter_options, tell, typed, write_section
 
 STEPS = 12
 SITES = dict(
@@ -131,7 +131,7 @@ def main():
     ]
     adapted = f", an adapter, base_precision={given.base_precision}" if given.lora_rank else ""
     where = ("NCCL" if torch.cuda.device_count() else "Gloo") + adapted
-    note = f"`python -m bench.faults --worlds {given.worlds}`: each run fails once at each of {', '.join(SITES)}."
+    note = f"`{typed('bench.faults')}`: each run fails once at each of {', '.join(SITES)}."
     section = "matrix_" + where.lower().replace(", ", "_").replace(" ", "_")
     header = ["processes", "on rank", "error", "times", "seconds over the undisturbed run", "passed"]
     write_section(section, f"Out of memory at every site ({where})", header, rows, note)
