@@ -1,5 +1,7 @@
 """Fixtures: a tokenizer and a token store, made once per session, a model of a few thousand weights, a run's folder."""
 
+import signal
+
 import pytest
 
 from model.data.tokenizer import load_tokenizer
@@ -7,6 +9,8 @@ from model.data.tokenizer_training import train_tokenizer
 from model.train.optim import make_optimizer
 from tests.parts import batch_of, make_config, make_model, make_pairs, open_pairs, write_parquet
 from tests.tiny import furnish
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores Ctrl+C, its children too
 
 
 @pytest.fixture(scope="session")
