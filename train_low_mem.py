@@ -125,8 +125,8 @@ def train_from(run, request, state, plan):
 def train_to_the_end(run, journal, state, plan):
     """Train, evaluate and save.
 
-    Returns the last state, "finished" or "asked", the Saver of its checkpoint and the process that draws the curves,
-    which is at work while that checkpoint is written; None where nothing is drawn: a stop should not wait for a plot.
+    Returns the last state, "finished" or "asked", the Saver of its checkpoint and the process that draws the curves
+    meanwhile. That is None where nothing is drawn: a stop does not wait for a plot.
     """
     config = run.config
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if config.log_sample_ids else None

@@ -56,16 +56,16 @@ class Saver:
         if not self._ranks.is_main:
             return
         if self._newest is not None and self._newest.step == state.step:
-            self._run(self._write_again, state, self._newest, self._thread)
+            self._start_thread(self._write_again, state, self._newest, self._thread)
             return
         with saving():
             self.join()
         with ExitStack() as saving_scope:
             saving_scope.enter_context(saving())
             if taken := self._take(state, model, optimizer):
-                self._run(self._write, state, taken, saving_scope.pop_all())
+                self._start_thread(self._write, state, taken, saving_scope.pop_all())
 
-    def _run(self, write, *args):
+    def _start_thread(self, write, *args):
         self._thread = threading.Thread(target=write, args=args)  # not a daemon: exit waits for the checkpoint
         self._thread.start()
 
@@ -84,10 +84,10 @@ class Saver:
         return self._newest
 
     def weights_files(self, state):
-        """Paths of which one has the float32 weights at `state`, as soon as they are written; empty without any.
+        """Two paths of the file with the float32 weights at `state`; empty if there is none.
 
-        Exports link to it: the same bytes need not be written twice. It is at the first path until its checkpoint is
-        whole, then at the second.
+        Waits until the weights are written. The file is at the first path until its checkpoint is whole, then at the
+        second. Exports link to it, so that the same bytes are not written twice.
         """
         taken = self._newest
         if taken is None or taken.step != state.step:
@@ -157,7 +157,7 @@ class Saver:
         )  # fmt: skip
 
     def _write_again(self, state, taken, previous):
-        """After the thread `previous`: write `state` beside the tensors of its step, with them if the disk refuses."""
+        """Wait for the thread `previous`, then write `state` beside its step's tensors; if that fails, those too."""
         previous.join()
         if state == self._saved_state:
             return
