@@ -37,13 +37,14 @@ from model.nn.qwen.sizes import QwenModelConfig
 from model.runtime.device_memory import is_out_of_memory, peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update
-from model.train.footprint import memory_spec, plan_options
+from model.train.footprint import launch_tokens_here, memory_spec, plan_options
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 
 LIMIT_GIB, STEP_EXAMPLES = 16, dict(mixed=8, full=2)
 BATCHES = dict(mixed=(8, 4, 2, 1), full=(2, 1))  # examples in a forward of a and b
 WARM_STEPS, TIMED_STEPS, JOB_SECONDS = 8, 8, 300  # the first steps compile Triton's kernels, Liger's too
+RECORDING_STEPS = 32  # that ours takes before them: each size of a step is recorded when it comes first
 
 
 def main():
@@ -95,14 +96,14 @@ def time_loop(loop, kinds, rehearse):
     """Print a JSON line for each setting of one loop, in this process."""
     device = torch.device("cpu" if rehearse else "cuda:0")
     config = load_config("pretrain", dict(
-        lora_rank=QWEN_RANK, base_precision="nf4", compile="False", bleu_pairs=0, warmup_steps=0,
-        gpu_memory_limit_gb=LIMIT_GIB,
+        lora_rank=QWEN_RANK, base_precision="nf4", bleu_pairs=0, warmup_steps=0, gpu_memory_limit_gb=LIMIT_GIB,
     ))  # fmt: skip
     sizes = (TINY_QWEN | dict(vocab_size=1000)) if rehearse else QWENS["qwen1.5-7b"] | dict(vocab_size=QWEN_VOCAB_SIZE)
     _, usable = set_memory_limit(config, device)
     run = Run(loop, config, QwenModelConfig(**sizes), device, usable, rehearse)
     for data in kinds:
-        lengths = draw_lengths(data, run.warm + run.timed, rehearse)
+        lengths = draw_lengths(data, RECORDING_STEPS + WARM_STEPS + TIMED_STEPS, rehearse)
+        lengths = lengths[-STEP_EXAMPLES[data] * (run.warm + run.timed) :]  # each loop is timed on the same
         for values in run.ours(data, lengths) if loop == "ours" else run.theirs(data, lengths):
             values = dict(loop=loop, data=data, mean_tokens=round(float(lengths.sum(1).mean()))) | values
             print(json.dumps(values), flush=True)
@@ -137,7 +138,8 @@ class Run:
 
     @property
     def warm(self):
-        return 1 if self.rehearse else WARM_STEPS
+        own = RECORDING_STEPS if self.loop == "ours" else 0
+        return 1 if self.rehearse else own + WARM_STEPS
 
     @property
     def timed(self):
@@ -156,8 +158,10 @@ class Run:
         """Yield the figures of `train_steps`, cut as the plan cuts a step."""
         release_memory()
         step, setting = STEP_EXAMPLES[data], Setting(self.config, self.model_config, self.rehearse, 1, 1)
-        spec = memory_spec(self.config, self.model_config, setting.dtype, self.device.type)
-        plan = choose_plan(plan_options(self.config), Estimate(spec, histogram(lengths), step), self.usable_bytes)
+        spec = memory_spec(self.config, self.model_config, setting.dtype, self.device.type, launch_tokens_here())
+        estimate = Estimate(spec, histogram(lengths), step)
+        asked = None if spec.kernels else False  # as in a run of many steps
+        plan = choose_plan(plan_options(self.config), estimate, self.usable_bytes, asked)
         model, ranks = setting.model(), Ranks(0, 1, 0, self.device, "none", None)
         optimizer, schedule = make_optimizer(model, self.config), schedule_of(self.config, len(lengths), step)
         dry_run_update(ranks, model, optimizer)
@@ -168,6 +172,7 @@ class Run:
             tokens += result.tokens if number >= self.warm else 0
             started = self.seconds() if number == self.warm - 1 else started
         cut = dict(micro_batch_tokens=plan.micro_batch_tokens, recomputed_blocks=plan.gradient_checkpointing)
+        cut |= dict(recorded=plan.graphs)
         yield self.figures(tokens, started) | cut
 
     def theirs(self, data, lengths):

@@ -8,6 +8,7 @@ import numpy as np
 
 # Standard deviations from a side's mean tokens: few sizes, little padding. A batch that fits none runs unrecorded.
 FIRST_LEVELS, LAST_LEVELS = (0.3, 2.5), (-0.6, 0.2, 1.0, 2.5)  # of every side but the last, of the last
+STREAM_LEVELS = (-1.2, -0.8, -0.4, 0.0, 0.4, 0.8, 1.4, 2.5)  # of all sides together, where they lie in one stream
 BUCKET_FILL = 2 / 3  # least share of real tokens; the small last step of an epoch is not worth the padding
 BUCKET_MULTIPLE = 64  # tokens
 
@@ -18,6 +19,7 @@ class Bucket:
 
     sides: tuple[int, ...]  # tokens of each side
     examples: int
+    is_stream: bool = False  # the sides lie in one stream: only all tokens together and the last side have limits
 
     @property
     def tokens(self):
@@ -27,25 +29,41 @@ class Bucket:
     def holds(self, lengths):
         """True if examples of these `lengths` (examples, sides), in tokens, fit and fill at least BUCKET_FILL of it."""
         sides = lengths.sum(axis=0, dtype=np.int64)
-        fits = bool((sides <= self.sides).all()) and len(lengths) <= self.examples
+        own, limits = (sides, self.sides)
+        if self.is_stream:
+            own, limits = np.array([sides.sum(), sides[-1]]), (self.tokens, self.sides[-1])
+        fits = bool((own <= limits).all()) and len(lengths) <= self.examples
         return fits and sides.sum() >= BUCKET_FILL * self.tokens
 
 
-def buckets_for(lengths, examples, counts=None):
+def buckets_for(lengths, examples, counts=None, is_stream=False):
     """Buckets, smallest first, for micro-batches of `examples` examples drawn from `lengths`; nearly all fit in one.
 
     `lengths` (examples, sides) in tokens; or the distinct lengths (kinds, sides), with the number of examples of each
-    in `counts`.
+    in `counts`. `is_stream`: the network reads all sides of an example in one stream.
     """
-    mean = np.average(lengths, axis=0, weights=counts)
-    means, spreads = examples * mean, np.sqrt(examples * np.average((lengths - mean) ** 2, axis=0, weights=counts))
-    levels_by_side = [FIRST_LEVELS] * (len(means) - 1) + [LAST_LEVELS]
-    sizes = (
-        {_round_up(mean + level * spread) for level in levels if mean > -level * spread}
-        for mean, spread, levels in zip(means, spreads, levels_by_side, strict=True)
-    )
-    buckets = (Bucket(sides, examples) for sides in product(*sizes))
-    return sorted(buckets, key=lambda bucket: bucket.tokens)
+    if is_stream:
+        sizes = _stream_sizes(lengths, examples, counts)
+    else:
+        levels = [FIRST_LEVELS] * (lengths.shape[1] - 1) + [LAST_LEVELS]
+        by_side = (_sizes(side, own, examples, counts) for side, own in zip(lengths.T, levels, strict=True))
+        sizes = product(*map(set, by_side))
+    return sorted((Bucket(sides, examples, is_stream) for sides in sizes), key=lambda bucket: bucket.tokens)
+
+
+def _stream_sizes(lengths, examples, counts):
+    """The sides of each bucket of a stream: the last gets room for nearly every micro-batch, the one before the rest."""
+    (most_last,) = _sizes(lengths[:, -1], LAST_LEVELS[-1:], examples, counts)
+    for tokens in set(_sizes(lengths.sum(axis=1, dtype=np.int64), STREAM_LEVELS, examples, counts)):
+        last = min(tokens, most_last)
+        yield (tokens - last, last) if lengths.shape[1] > 1 else (tokens,)
+
+
+def _sizes(tokens, levels, examples, counts):
+    """Tokens of `examples` examples, so many standard deviations from their mean, in whole BUCKET_MULTIPLEs."""
+    mean = np.average(tokens, weights=counts)
+    spread = np.sqrt(examples * np.average((tokens - mean) ** 2, weights=counts))
+    return [_round_up(examples * mean + level * spread) for level in levels if examples * mean > -level * spread]
 
 
 def _round_up(tokens):

@@ -102,10 +102,12 @@ def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
     if not plain:
         raise NothingFits(_refusal(wanted, estimate, usable_bytes, usable_share))
     recorded = [] if asked is False else list(_recorded_plans(wanted, estimate, usable_bytes, usable_share))
-    plan = _fastest(recorded if recorded and asked else recorded + plain, estimate)
+    kinds = [recorded] if recorded and asked else [recorded, plain]
+    best = [_fastest(kind, estimate) for kind in kinds if kind]
     if wanted.gradient_checkpointing == "auto":
-        room = Room(estimate if plan.graphs else planned_for, usable_bytes, usable_share)
-        plan = _checkpointing_least(plan, room)
+        rooms = (Room(estimate if plan.graphs else planned_for, usable_bytes, usable_share) for plan in best)
+        best = [_checkpointing_least(plan, room) for plan, room in zip(best, rooms, strict=True)]
+    plan = _fastest(best, estimate)
     return replace(plan, graphs=True) if asked else plan
 
 

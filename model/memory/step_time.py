@@ -15,7 +15,7 @@ MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of 
 
 def time_factor(plan, estimate):
     """Predicted time of a step / time of the same step in one forward with unlimited memory."""
-    launch_tokens, tokens = estimate.spec.launch_tokens, estimate.share_pairs * estimate.lengths.mean
+    launch_tokens, tokens = estimate.spec.network_launch_tokens, estimate.share_pairs * estimate.lengths.mean
     _, recorded = recorded_by(estimate, plan)
     time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * launch_tokens)
     return (time + (1 - recorded) * _step_time(plan, estimate, launch_tokens)) / max(tokens, launch_tokens)
@@ -38,7 +38,7 @@ def _step_time(plan, estimate, launch_tokens):
 def recorded_sizes(estimate):
     """[(tokens, share of steps that the buckets of at most so many tokens hold)], ascending, from a sample."""
     lengths, share_pairs = estimate.lengths, estimate.share_pairs
-    buckets = buckets_for(lengths.tokens, share_pairs, lengths.counts)
+    buckets = buckets_for(lengths.tokens, share_pairs, lengths.counts, estimate.spec.family.reads_one_stream)
     draw, num_steps = np.random.default_rng(0), min(MAX_DRAWN_STEPS, max(MAX_DRAWN_PAIRS // share_pairs, 16))
     kinds = draw.choice(len(lengths.counts), (num_steps, share_pairs), p=lengths.counts / lengths.counts.sum())
     steps = [lengths.tokens[step] for step in kinds]

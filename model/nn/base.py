@@ -196,6 +196,7 @@ class Family:
     max_tokens: Callable = lambda _: None
     # whether it reads dialogues in the tokenizer's chat template (model/data/turn_template.py)
     reads_dialogues: bool = False
+    reads_one_stream: bool = False  # whether the sides of an example lie in one sequence
     # (model_config, device, dropout) -> functions that launch a part of the network's Triton kernels each, on small
     # tensors, so that they are compiled at the same time
     kernel_works: Callable = lambda *_: ()

@@ -7,6 +7,10 @@ from model.nn.base import Family
 from model.nn.lora import LoraConfig, count_adapter_numbers, largest_product
 from model.nn.quantized import NUMBER_BYTES
 
+LAUNCH_BLOCK_NUMBERS = 8_400_000  # weights of a block of chatlm, for whose launches MemorySpec.launch_tokens stands
+ADAPTER_LAUNCHES = 2  # launches of a network with adapters / without
+
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -29,8 +33,16 @@ class MemorySpec:
     dropout: bool = False
     part: str = "all"  # the part of the network that is trained, one of the family's parts
     lora: LoraConfig | None = None  # an adapter that is trained instead
-    launch_tokens: int = 5000  # tokens that the GPU computes in the time that launching a forward and backward takes
+    # tokens of a network of small blocks that the GPU computes in the time that launching a forward and backward takes
+    launch_tokens: int = 5000
     constants: Constants = Constants()
+
+    @cached_property
+    def network_launch_tokens(self):
+        """`launch_tokens` of this network: a block of more weights computes longer and is launched as fast."""
+        numbers = self.family.count_matrix_numbers(self.model_config) / self.family.num_blocks(self.model_config)
+        launches = ADAPTER_LAUNCHES if self.lora else 1
+        return self.launch_tokens * launches * min(LAUNCH_BLOCK_NUMBERS / numbers, 1)
 
     @cached_property
     def parameters(self):

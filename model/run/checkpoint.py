@@ -78,15 +78,13 @@ def save_checkpoint(run_dir, state, snapshot, keep, weights_draft=None):
     make_directory(folder)
     remove_drafts(folder)  # left by killed processes
     _check_space(folder, snapshot.bytes + SPARE_BYTES)
-    with whole_directory(path) as draft:
-        _write_tensors(snapshot.weights, draft / "model.safetensors")
-        if weights_draft is not None and not weights_draft.done():  # done: this is the second attempt
-            weights_draft.set_result(draft / "model.safetensors")
+    with whole_directory(path) as draft, ThreadPoolExecutor(len(TENSOR_FILES)) as threads:
+        paths = [draft / name for name in TENSOR_FILES]
+        weights = threads.submit(_write_tensors, snapshot.weights, paths[0], weights_draft)
+        optimizer = threads.submit(_write_tensors, snapshot.optimizer, paths[1])
         fault_injection.fire("save", state.step)
-        _write_tensors(snapshot.optimizer, draft / "optimizer.safetensors")
-        with ThreadPoolExecutor(len(TENSOR_FILES)) as threads:
-            identities = threads.map(_identity, [draft / name for name in TENSOR_FILES])
-            _write_state(draft, state, dict(zip(TENSOR_FILES, identities, strict=True)))
+        identities = weights.result(), optimizer.result()
+        _write_state(draft, state, dict(zip(TENSOR_FILES, identities, strict=True)))
     write_file(folder / "LATEST", path.name.encode())
     for old in checkpoint_paths(run_dir)[keep:]:
         try_delete(old)
@@ -140,11 +138,15 @@ def _check_space(folder, needed_bytes):
         )  # fmt: skip
 
 
-def _write_tensors(tensors, path):
+def _write_tensors(tensors, path, written=None):
+    """Write a file of tensors; returns its identity. The Future `written` is given the path before that is computed."""
     try:
         write_tensors(tensors, path)
     except SafetensorError as error:  # safetensors raises it for a failed disk too
         raise OSError(f"{path} cannot be written: {error}") from None
+    if written is not None and not written.done():  # done: this is the second attempt
+        written.set_result(path)
+    return _identity(path)
 
 
 def checkpoint_path(run_dir, step):

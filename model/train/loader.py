@@ -73,7 +73,7 @@ class Loader:
     def buckets(self):
         """Buckets for the steps that are recorded."""
         lengths, share_pairs = self.examples.histogram, -(-self.schedule.global_batch // self.ranks.world_size)
-        return buckets_for(lengths.tokens, share_pairs, lengths.counts)
+        return buckets_for(lengths.tokens, share_pairs, lengths.counts, self.examples.family.reads_one_stream)
 
     def work_at(self, step, pairs_seen):
         """The Work of the step after `step` steps and `pairs_seen` pairs."""

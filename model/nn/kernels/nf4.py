@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-BLOCKS = 16  # of 64 numbers, in a program
+BLOCKS, WARPS = 32, 2  # blocks of 64 numbers in a program, and its warps: more numbers a thread load in fewer words
 
 
 @triton.jit
@@ -31,6 +31,7 @@ def dequantize(codes, scales, groups, offsets, levels, steps, out):
     # without fused multiply-add, which rounds once where PyTorch rounds twice
     dequantize_blocks[(triton.cdiv(num_blocks, BLOCKS),)](
         codes, scales, groups, offsets, levels, steps, out, num_blocks, num_blocks // matrices, len(groups) // matrices,
-        GROUP=256, BYTES=len(codes) // num_blocks, BLOCKS=BLOCKS, enable_fp_fusion=False,
+        GROUP=256, BYTES=len(codes) // num_blocks, BLOCKS=BLOCKS, num_warps=WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out

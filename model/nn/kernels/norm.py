@@ -13,7 +13,8 @@ from model.nn.kernels.sums import add_to_gradient
 # At most, in backward; each sums the weight's gradient over its share of the rows. Four on each of an H200's 132
 # multiprocessors: with two, too few loads are under way to use its memory's bandwidth.
 NORM_PROGRAMS = 512
-ROWS_AT_ONCE = 4  # rows that a program loads together
+ROWS_AT_ONCE = 4  # rows that a program loads together, at most
+NUMBERS_AT_ONCE = 4096  # of wider rows it loads fewer: more numbers do not fit its registers
 LEAST_WEIGHT = tl.constexpr(1e-30)  # smaller norm weights are clamped, so that backward can divide by the weight
 
 
@@ -99,8 +100,8 @@ class _AddNorm(torch.autograd.Function):
         total = torch.empty_like(x) if has_added else x
         normed, rstd = torch.empty_like(x), torch.empty(len(x), device=x.device)
         ctx.drawn, ctx.keys = _arguments(masks if has_dropout else None)
-        ctx.tile = dict(HAS_DROPOUT=has_dropout, ROWS=ROWS_AT_ONCE, WIDTH=padded_width(x.shape[1]))
-        norm_forward[(triton.cdiv(len(x), ROWS_AT_ONCE),)](
+        ctx.tile = dict(HAS_DROPOUT=has_dropout) | _tile(x.shape[1])
+        norm_forward[(triton.cdiv(len(x), ctx.tile["ROWS"]),)](
             x, added, weight, total, normed, rstd, *ctx.keys, *x.shape, epsilon, *ctx.drawn, HAS_ADDED=has_added,
             **ctx.tile,
         )  # fmt: skip
@@ -113,7 +114,7 @@ class _AddNorm(torch.autograd.Function):
         (normed, rstd), weight = ctx.saved_tensors, ctx.weight
         grad_x = torch.empty_like(normed)
         grad_added = torch.empty_like(normed) if ctx.tile["HAS_DROPOUT"] else grad_x
-        num_programs = min(NORM_PROGRAMS, triton.cdiv(len(normed), ROWS_AT_ONCE))
+        num_programs = min(NORM_PROGRAMS, triton.cdiv(len(normed), ctx.tile["ROWS"]))
         parts = torch.empty(num_programs, len(weight), device=normed.device)
         norm_backward[(num_programs,)](
             normed, weight, rstd, grad_total.contiguous(), grad_normed.contiguous(), grad_x, grad_added, parts,
@@ -121,6 +122,12 @@ class _AddNorm(torch.autograd.Function):
         )  # fmt: skip
         grad_weight = add_to_gradient(weight, parts) if ctx.needs_input_grad[2] else None
         return grad_x, grad_added if ctx.has_added else None, grad_weight, None, None
+
+
+def _tile(width):
+    """The rows and columns that a program loads together."""
+    columns = padded_width(width)
+    return dict(ROWS=max(min(NUMBERS_AT_ONCE // columns, ROWS_AT_ONCE), 1), WIDTH=columns)
 
 
 def _arguments(masks):

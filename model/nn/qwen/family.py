@@ -30,4 +30,5 @@ QWEN = Family(
     file_values=huggingface.file_values,
     adapter_targets=lambda model_config: LAYERS,
     reads_dialogues=True,
+    reads_one_stream=True,
 )

@@ -28,12 +28,13 @@ def norm_errors(device, dtype, rows=37, width=24, has_added=True):
 
 
 def interpreted():
-    return norm_errors("cpu", torch.float32) + norm_errors("cpu", torch.float32, rows=3, has_added=False)
+    cases = dict(), dict(rows=3, has_added=False), dict(rows=3, width=2500)
+    return [error for case in cases for error in norm_errors("cpu", torch.float32, **case)]
 
 
 def test_the_interpreted_norm_gives_the_same_as_pytorch():
     errors = interpreted_errors()["tests.nn.kernels.test_norm"]
-    assert len(errors) == 5 + 4
+    assert len(errors) == 5 + 4 + 5
     assert max(errors) < 1e-5
 
 
@@ -41,3 +42,4 @@ def test_the_interpreted_norm_gives_the_same_as_pytorch():
 def test_the_norm_in_bf16_is_within_one_percent_of_float64():
     assert max(norm_errors("cuda", torch.bfloat16, rows=5000, width=512)) < 1e-2
     assert max(norm_errors("cuda", torch.bfloat16, rows=333, width=768, has_added=False)) < 1e-2
+    assert max(norm_errors("cuda", torch.bfloat16, rows=333, width=4096)) < 1e-2
