@@ -52,7 +52,7 @@ def buckets_for(lengths, examples, counts=None, is_stream=False):
 
 
 def _stream_sizes(lengths, examples, counts):
-    """The sides of each bucket of a stream: the last gets room for nearly every micro-batch, the one before the rest."""
+    """Sides of the buckets of a stream: the last has room for nearly every micro-batch, the one before for the rest."""
     (most_last,) = _sizes(lengths[:, -1], LAST_LEVELS[-1:], examples, counts)
     for tokens in set(_sizes(lengths.sum(axis=1, dtype=np.int64), STREAM_LEVELS, examples, counts)):
         last = min(tokens, most_last)

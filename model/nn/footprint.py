@@ -11,7 +11,6 @@ LAUNCH_BLOCK_NUMBERS = 8_400_000  # weights of a block of chatlm, for whose laun
 ADAPTER_LAUNCHES = 2  # launches of a network with adapters / without
 
 
-
 @dataclass(frozen=True)
 class Constants:
     """Fitted constants: what counting tensors does not give."""

@@ -36,3 +36,18 @@ def test_a_bucket_holds_what_fits_every_side_and_fills_two_thirds(num_sides):
     too_long = np.full((10, num_sides), 32, dtype="uint16")
     too_long[0, -1] = 33
     assert not bucket.holds(too_long)
+
+
+def test_the_sides_of_a_stream_share_the_room_of_its_buckets():
+    draw = np.random.default_rng(0)
+    lengths = draw.exponential(150, (20_000, 2)).clip(16, 512).astype("uint16")
+    buckets, fills = buckets_for(lengths, 8, is_stream=True), []
+    for _ in range(400):
+        drawn = lengths[draw.integers(len(lengths), size=8)].astype(int)
+        held = next((bucket for bucket in buckets if bucket.holds(drawn)), None)
+        fills.append(drawn.sum() / held.tokens if held else 0)
+    assert len(buckets) <= 8 and np.count_nonzero(fills) > 380 and np.mean([fill for fill in fills if fill]) > 0.92
+    bucket = Bucket((100, 200), 2, is_stream=True)
+    assert bucket.holds(np.array([[150, 50], [0, 100]])), "the first side takes what the last leaves"
+    assert not bucket.holds(np.array([[0, 150], [0, 60]])), "the last side has places of its own"
+    assert not bucket.holds(np.array([[151, 50], [0, 100]]))

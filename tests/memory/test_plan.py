@@ -1,5 +1,6 @@
 """The plan that is chosen from predictions alone, without a device."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from bench.caps import HeavyTail
+from bench.nf4 import QWEN_VOCAB_SIZE, QWENS
 from config import MODELS
 from model.data.buckets import buckets_for
 from model.data.length_histogram import Lengths, histogram
@@ -21,6 +23,7 @@ from model.memory.plan import (
     recording_bytes,
 )
 from model.memory.step_time import time_factor
+from model.nn.qwen.sizes import QwenModelConfig
 from model.nn.t5.sizes import T5ModelConfig
 from model.train.footprint import plan_options
 from tests.parts import make_config, make_estimate
@@ -32,6 +35,9 @@ SMALL = T5ModelConfig(**MODELS["small"], vocab_size=8192)
 
 
 CHATLM = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
+
+
+QWEN_7B = QwenModelConfig(**QWENS["qwen1.5-7b"], vocab_size=QWEN_VOCAB_SIZE)
 
 
 def heavy_tailed(longest=512, num_examples=2000):
@@ -198,3 +204,31 @@ def test_only_small_steps_are_recorded_if_cuda_graphs_of_all_would_not_fit(calib
         forward = estimate.step_peak(*plan.cutting) * (calibration or 1)
         assert forward / PROBED_USABLE + graph_bytes[-1] / USABLE <= usable_gib * GIB
     assert 0 < graph_bytes[0] < graph_bytes[1] <= graph_bytes[2], "more memory holds more CUDA graphs"
+
+
+def qwen_estimate(lengths, pairs, **options):
+    """Estimate of an adapter on a Qwen of 7 B on a fast GPU."""
+    config = make_config(lora_rank=32, optimizer="adamw", **options)
+    return make_estimate(config, QWEN_7B, torch.bfloat16, histogram(lengths), pairs, launch_tokens=33_000)
+
+
+def test_steps_of_a_large_network_are_recorded_only_where_their_launches_take_longer():
+    """Recordings hold memory, for which more blocks are computed again: that repays in steps of few tokens alone."""
+    short = np.random.default_rng(0).exponential(150, (2000, 2)).clip(16, 512).astype(np.int64)
+    plans = [
+        choose_plan(plan_options(make_config()), qwen_estimate(lengths, pairs, base_precision="nf4"), 15 * GIB, None)
+        for lengths, pairs in ((short, 8), (np.full((100, 2), 1024), 2))
+    ]
+    assert [plan.graphs for plan in plans] == [True, False]
+    assert plans[0].gradient_checkpointing > 24 > plans[1].gradient_checkpointing
+
+
+def test_small_forwards_cost_more_where_each_takes_the_matrices_out_of_four_bits():
+    lengths = np.full((100, 2), 128)
+    costs = []
+    for precision in ("auto", "nf4"):
+        estimate = qwen_estimate(lengths, 64, base_precision=precision)
+        estimate = Estimate(replace(estimate.spec, launch_tokens=1), estimate.lengths, 64)
+        small, large = (fitting_plan(estimate, tokens, math.inf, 512, 0) for tokens in (1024, 16_384))
+        costs.append(time_factor(small, estimate) / time_factor(large, estimate))
+    assert costs[0] == pytest.approx(1, abs=0.01) and costs[1] > 1.1
