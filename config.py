@@ -69,6 +69,7 @@ class TrainConfig:
     compile: str = "auto"  # replay steps as CUDA graphs: auto (on GPUs, in runs long enough to gain), True, False
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
+    reduce_dtype: str = "float32"  # in which ranks send gradients: float32, bf16 (half the bytes; added in float32)
     share_update: bool = False  # each rank computes a part of Muon's update; pays with slow products and fast links
     deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
     exact: bool = False  # bit-equal results on any number of CPU processes, one thread each
@@ -113,6 +114,7 @@ CHOICES = dict(
     compile=("auto", "True", "False"),
     trainable=("all", "decoder"),
     base_precision=("auto", "nf4"),
+    reduce_dtype=("float32", "bf16"),
     backend=("auto", "nccl", "gloo"),
     screen=("auto", "on", "off"),
     best_metric=("loss", "bleu", "chrf"),
@@ -172,6 +174,8 @@ def _problems(config):
         yield f"share_update=True: only Muon's update is shared, not that of {config.optimizer}: leave it out"
     if config.share_update and config.exact:
         yield "share_update=True: with --exact=True all processes compute all of the update: leave one of them out"
+    if config.reduce_dtype != "float32" and config.exact:
+        yield f"reduce_dtype={config.reduce_dtype}: --exact=True adds gradients in float32: leave one of them out"
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
     if config.no_repeat_ngram_size > 16:

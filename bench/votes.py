@@ -19,7 +19,8 @@ from pathlib import Path
 from bench.corpus import write_corpus
 from config import load_config
 from model.commands.setup import prepare_run
-from model.runtime.distributed import from_main, start_ranks, stop_ranks, sum_over_ranks, vote
+from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
+from model.train.reduction import sum_gradients
 from model.train.step import Position, train_steps
 
 CORPUS_PAIRS, WARM_STEPS, STEPS = 51_200, 40, 60
@@ -83,7 +84,7 @@ def exchange_milliseconds(run):
     for _ in range(EXCHANGES):
         vote(ranks, 0)  # all ranks begin together
         started = time.perf_counter()
-        sum_over_ranks(ranks, run.model.flat.gradients_and_sums)
+        sum_gradients(ranks, run.model.flat, run.config.reduce_dtype == "bf16")
         float(run.model.flat.sums[0])  # waits for the device
         times.append(time.perf_counter() - started)
     return 1000 * statistics.median(times)

@@ -61,7 +61,7 @@ ROOMS = {
         "oom_policy",
     ],
     "model.train": [
-        "flat_optimizer fixed_shards lr_schedule orthogonal run_length spike_guard weighted_loss",
+        "flat_optimizer fixed_shards lr_schedule orthogonal reduction run_length spike_guard weighted_loss",
         "adamw adamw_rms",
         "muon objectives.base objectives.dialogues objectives.pairs",
         "optim",

@@ -43,6 +43,7 @@ HELP_ZH = dict(
     micro_batch_tokens="一次前向的词元数；0：由方案决定",
     gpu_memory_limit_gb="显存上限，GiB；0：全部空闲显存",
     deterministic="同样的硬件和进程数得到逐位相同的结果",
+    reduce_dtype="进程间发送梯度用的数：float32，或 bf16（字节减半，仍按 float32 相加）",
     share_update="Muon 的更新由各进程分担，各算一部分矩阵后交换权重",
     exact="任意个 CPU 进程（每个一线程）得到逐位相同的结果",
     output_dir="训练目录",

@@ -10,6 +10,7 @@ from model.nn.registry import family_of
 from model.nn.weights_io import LoadedWeights, load_into
 from model.runtime.distributed import broadcast
 from model.runtime.watchdog import untimed
+from model.train.reduction import check_ranks
 
 
 def make_model(ranks, config, model_config, weights=None, adapter=None):
@@ -74,10 +75,14 @@ def compute_dtype(mixed_precision, device):
     return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and is_native) else torch.float32
 
 
-def set_numerics(config, device):
-    """Set the process's threads and algorithms for `exact` and `deterministic`; ValueError if `exact` is on a GPU."""
+def set_numerics(config, ranks):
+    """Set the process's threads and algorithms for `exact` and `deterministic`.
+
+    Raises ValueError if `exact` is on a GPU, or bf16 sends gradients between too many ranks.
+    """
+    check_ranks(config.reduce_dtype, ranks.world_size)
     if config.exact:
-        if device.type != "cpu":
+        if ranks.device.type != "cpu":
             raise ValueError(
                 "--exact=True works only on the CPU: the libraries of a GPU choose the order of their sums; set "
                 "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead: bit-equal "

@@ -105,7 +105,7 @@ def prepare_run(ranks, config, typed, resumed):
     `typed` holds the names of the options on the command line. Raises ValueError if the options contradict each other,
     the data or the checkpoint.
     """
-    set_numerics(config, ranks.device)
+    set_numerics(config, ranks)
     other_process, usable = set_memory_limit(config, ranks.device)
     free = dict(start=free_bytes())
     batch = global_batch(config, ranks.world_size, typed)
@@ -125,7 +125,7 @@ def prepare_run(ranks, config, typed, resumed):
     optimizer = make_optimizer(model, config, (ranks.rank, ranks.world_size))
     free["optimizer"] = free_bytes()
     lap("model")
-    update_seconds = dry_run_update(ranks, model, optimizer)
+    update_seconds = dry_run_update(ranks, model, optimizer, config.reduce_dtype == "bf16")
     lap("update")
     wait_for_kernels(kernels)
     lap("kernels")

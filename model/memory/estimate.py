@@ -47,7 +47,7 @@ def fixed_bytes(spec):
         bf16_weights=2 * spec.trained if spec.number_bytes == 2 else 0,
         gradients=4 * spec.trained,
         optimizer=optimizer_bytes(spec)[0],
-        workspaces=int(spec.constants.workspace_bytes),
+        workspaces=int(spec.constants.workspace_bytes) + spec.sum_bytes,
     )
 
 

@@ -176,6 +176,12 @@ def sum_over_ranks(ranks, tensor):
     return tensor
 
 
+def gather(ranks, tensor, out):
+    """Write `tensor` (numbers,) of every rank to `out` (ranks * numbers,), in rank order, by the device's backend."""
+    with collective("a gather"):
+        dist.all_gather_into_tensor(out.view(torch.uint8), tensor.view(torch.uint8))  # Gloo has no bf16
+
+
 def broadcast(ranks, tensors, source=0):
     """Copy the values of `tensors` on rank `source` to all ranks, in place."""
     if ranks.world_size > 1:

@@ -11,9 +11,10 @@ import torch
 
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
-from model.runtime.distributed import broadcast, sum_over_ranks, vote
+from model.runtime.distributed import broadcast, vote
 from model.train.fixed_shards import add_in_order
 from model.train.optim import count_steps, is_shared, obeys_scale, update
+from model.train.reduction import sum_gradients
 
 FINITE_TRIES = 2  # attempts at a step whose numbers are not finite, before it is skipped
 NOT_FINITE = f"numbers that were not finite {FINITE_TRIES} times"
@@ -60,7 +61,7 @@ def reduce_and_update(context, attempt, work, norm_limit):
     if options.exact:
         add_in_order(ranks, attempt.shards, flat.gradients_and_sums)
     else:
-        sum_over_ranks(ranks, flat.gradients_and_sums)
+        sum_gradients(ranks, flat, options.reduce_dtype == "bf16")
     norm, metrics = flat.gradients.norm(), flat.sums.sum()
     is_finite = (norm + metrics).isfinite()
     finite = OnHost(is_finite)  # the same on all ranks, as the sums are

@@ -17,13 +17,14 @@ from model.memory.estimate import Estimate
 from model.memory.oom_policy import shrink_plan, smaller_plan
 from model.memory.plan import NothingFits, allowed_checkpointing, choose_plan, predicted_peaks, recording_asked
 from model.runtime.device_memory import limit_memory, memory_cap, non_torch_bytes, release_memory, within_memory
-from model.runtime.distributed import sum_over_ranks, vote
+from model.runtime.distributed import vote
 from model.runtime.watchdog import untimed
 from model.train.evaluate import Evaluation, evaluating, generate_answers, metric_sums
 from model.train.footprint import estimate_for, plan_options
 from model.train.gradients import Outcome, attempt_gradients
 from model.train.loader import Work
 from model.train.optim import reset_state, update
+from model.train.reduction import sum_gradients
 from model.train.step import StepContext
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -35,16 +36,16 @@ FIRST_EPOCH = 1  # whose lengths a probe has
 KEPT_USABLE = 1.1  # a resumed plan may be predicted 10 % over the limit: it was measured before, and is probed again
 
 
-def dry_run_update(ranks, model, optimizer):
+def dry_run_update(ranks, model, optimizer, sums_in_bf16=False):
     """Do one full-size reduction and one update, with zero gradients and a learning rate of zero.
 
-    This allocates the collective's buffers and the optimizer's state. `optimizer` must not have been used. Returns the
-    seconds that it takes, without those in which a GPU compiles.
+    This allocates the buffers of the collective and the optimizer's state. `optimizer` must not have been used. Returns
+    the seconds that it takes, without those in which a GPU compiles.
     """
     model.zero_grad()
 
     def reduce_and_update():
-        sum_over_ranks(ranks, model.flat.gradients_and_sums)
+        sum_gradients(ranks, model.flat, sums_in_bf16)
         update(optimizer, 0.0, torch.zeros((), device=ranks.device))
 
     seconds = _without_time_limit(ranks, timed, ranks.device, reduce_and_update)

@@ -9,6 +9,7 @@ from model.nn.lora import LoraConfig
 from model.nn.registry import family_of
 from model.runtime.distributed import vote
 from model.train.fixed_shards import NUM_SHARDS
+from model.train.reduction import BUFFER_BYTES
 
 # MemorySpec.launch_tokens per streaming multiprocessor (SM): from compute capability 9.0 on, and before
 LAUNCH_TOKENS_PER_SM, OLDER_LAUNCH_TOKENS_PER_SM = 250, 75
@@ -25,7 +26,7 @@ def memory_spec(config, model_config, dtype, device_type="cuda", launch_tokens=N
     launch = dict(launch_tokens=launch_tokens) if launch_tokens else {}
     return MemorySpec(
         family, model_config, dtype.itemsize, kernels, config.optimizer, has_dropout(config), config.trainable,
-        lora_of(config, model_config), **launch,
+        lora_of(config, model_config), BUFFER_BYTES * (config.reduce_dtype == "bf16"), **launch,
     )  # fmt: skip
 
 

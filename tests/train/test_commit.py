@@ -1,15 +1,18 @@
-"""The end of a step between two real ranks: sums that overflow, and an update whose work is shared."""
+"""The end of a step between real ranks: sums that overflow or are sent in bf16, and an update whose work is shared."""
 
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from model.runtime import fault_injection
 from model.runtime.distributed import agree, start_ranks, stop_ranks
+from model.train import reduction
 from model.train.commit import NOT_FINITE, reduce_and_update
 from model.train.gradients import Attempt, Outcome
 from model.train.optim import make_optimizer
+from model.train.reduction import check_ranks, sum_gradients
 from tests.parts import make_config, make_model
 from tests.ranks import run_ranks
 
@@ -31,6 +34,34 @@ def overflow_in_the_sum():
 def test_a_step_whose_sum_overflows_is_skipped_without_naming_a_rank(tmp_path):
     done = run_ranks(2, overflow_in_the_sum, folder=tmp_path)
     assert done.codes == [0, 0], done.text
+
+
+def sum_in_bf16():
+    """Ranks that send gradients in bf16, in pieces; 0 if the sum has the bits of that of the rounded ones, else 3."""
+    ranks, flat, reduction.PIECE_NUMBERS = start_ranks("gloo", 60), make_model(100).flat, 1000
+    of_ranks = [torch.randn(flat.gradients.shape, generator=torch.manual_seed(r)) for r in range(ranks.world_size)]
+    for _ in range(2):
+        flat.gradients.copy_(of_ranks[ranks.rank])
+        flat.sums.fill_(1.001 + ranks.rank)  # metrics are sent in float32
+        sum_gradients(ranks, flat, in_bf16=True)
+    stop_ranks()
+    expected = torch.stack([part.bfloat16() for part in of_ranks]).sum(0, dtype=torch.float32)
+    metrics = torch.full_like(flat.sums, sum(1.001 + rank for rank in range(ranks.world_size)))
+    is_near = (expected - sum(of_ranks)).norm() < 0.003 * sum(of_ranks).norm()
+    return 0 if torch.equal(flat.gradients, expected) and torch.allclose(flat.sums, metrics) and is_near else 3
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_sent_in_bf16_are_added_in_float32_with_equal_bits_on_all_ranks(tmp_path, world):
+    done = run_ranks(world, sum_in_bf16, folder=tmp_path)
+    assert done.codes == [0] * world, done.text
+
+
+def test_bf16_is_refused_between_so_many_ranks_that_it_sends_no_fewer_bytes():
+    check_ranks("bf16", 3)
+    check_ranks("float32", 8)
+    with pytest.raises(ValueError, match="reduce_dtype=bf16: 4 processes"):
+        check_ranks("bf16", 4)
 
 
 def shared_update():

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from config import load_config
 from model.commands.network import set_numerics
-from model.runtime.distributed import Ranks
+from model.runtime.distributed import ALONE, Ranks
 from model.train.fixed_shards import NUM_SHARDS, shards_of_rank
 from tests.tiny import NUM_PAIRS, OPTIONS, ids_by_epoch, journal, train, weights_hash
 
@@ -56,4 +58,4 @@ def test_exact_ends_with_the_same_bits_when_resumed_on_2_1_4_3_and_2_ranks(home,
 
 def test_exact_is_refused_on_a_gpu_with_both_remedies():
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES= .*--deterministic=True"):
-        set_numerics(load_config("pretrain", dict(exact=True)), torch.device("cuda", 0))
+        set_numerics(load_config("pretrain", dict(exact=True)), replace(ALONE, device=torch.device("cuda", 0)))
