@@ -1,4 +1,4 @@
-"""The promises of the README that need several processes or a kill to test."""
+"""Promises of the README that need several processes or a kill to test."""
 
 import functools
 import json
@@ -9,18 +9,14 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from bench.disks import damage_trials, disk_trials
 from bench.kills import killed_run
 from config import load_config
-from model.commands.setup import prepare_run
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENS_DIR
-from model.runtime.distributed import start_ranks, stop_ranks
 from model.train.lr_schedule import LearnRate
-from model.train.step import Position, train_steps
 from tests.parts import open_pairs
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
 from tests.tiny import NUM_PAIRS, OPTIONS, ids_by_epoch, journal, train, weights_hash, words
@@ -42,56 +38,6 @@ def baseline(home):
         return home / f"baseline{world}"
 
     return run
-
-
-# 2. The same gradient of a step under any plan
-
-
-def write_gradient(name, changes):
-    ranks = start_ranks("gloo", 60)
-    config = load_config("pretrain", OPTIONS | dict(output_dir=name, max_grad_norm=0) | changes)
-    run, state, plan = prepare_run(ranks, config, {}, resumed=False)
-    result = next(train_steps(run.context, Position(plan)))
-    gradient = {name: p.grad for name, p in run.model.named_parameters()}
-    save_file(gradient, f"{name}.{ranks.rank}", dict(micro_batches=str(result.micro_batches)))
-    stop_ranks()
-
-
-def gradients(home, world, **changes):
-    """The first step's reduced gradient on each rank, by parameter name."""
-    name = f"gradient{world}{'_'.join(map(str, changes.values()))}"
-    done = run_ranks(world, write_gradient, name, changes, folder=home)
-    assert done.codes == [0] * world, done.text
-    return [load_file(home / f"{name}.{rank}") for rank in range(world)]
-
-
-SPLIT = dict(micro_batch_tokens=64)
-
-
-@pytest.mark.parametrize(
-    "dropout, cuttings",
-    [(0.0, ((2, {}), (3, {}), (4, {}), (1, SPLIT), (2, SPLIT))), (0.2, ((3, {}), (2, SPLIT)))],
-)
-def test_promise_2_a_step_has_the_same_gradient_on_1_to_4_ranks_split_or_merged(home, dropout, cuttings):
-    (alone,) = gradients(home, 1, dropout=dropout)
-    for world, changes in cuttings:
-        for gradient in gradients(home, world, dropout=dropout, **changes):
-            assert gradient.keys() == alone.keys()
-            for name, expected in alone.items():
-                error = (gradient[name] - expected).norm() / expected.norm()
-                assert error <= 1e-5, f"{name} is off by {error:.1e} on {world} ranks with {changes}"
-
-
-def test_promise_2_is_tested_on_steps_that_are_really_split_and_whose_gradients_differ_by_seed(home):
-    def parts(name):
-        with safe_open(home / name, "pt") as file:
-            return int(file.metadata()["micro_batches"])
-
-    (other,) = gradients(home, 1, seed=5)
-    (alone,) = gradients(home, 1)
-    gradients(home, 1, micro_batch_tokens=64)
-    assert (parts("gradient1.0"), parts("gradient164.0") > 3) == (1, True)
-    assert (other["shared.weight"] - alone["shared.weight"]).norm() > 1e-2 * alone["shared.weight"].norm()
 
 
 # 3. Stopped anywhere and resumed

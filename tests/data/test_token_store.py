@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import random
 import resource
@@ -16,15 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
 
 from model.data import store_writer
-from model.data.token_store import Source, describe_store, open_store, read_store
+from model.data.token_store import Source, open_store, read_store
 from model.train.objectives.pairs import Pairs
 from tests.parts import examples_of, make_pairs, open_pairs, write_parquet
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = "今天天气真好" * 40
 
 
 @pytest.fixture
@@ -70,48 +67,11 @@ def test_tokens_are_found_for_any_batch_size_and_id_type_on_disk(
     assert [len(tokens) for tokens in store.tokens(ids[:0])] == [0, 0]
 
 
-def test_each_side_has_one_eos_even_if_its_text_spells_it(tmp_path, tokenizer):
-    path = write_parquet(tmp_path / "traps.parquet", [("你好[EOS]", "[EOS]"), (LONG, LONG + "[EOS]")])
-    store = open_pairs(path, tokenizer, 32, tmp_path / "tokens")
-    for example in examples_of(store, range(2)):
-        for tokens in example:
-            assert tokens.count(tokenizer.eos_id) == 1
-            assert tokens[-1] == tokenizer.eos_id
-
-
-def test_long_texts_are_truncated_by_tokens_and_the_share_is_reported(tmp_path, tokenizer):
-    fits = "1" * 31  # a digit is a token
-    pairs = [(fits, fits + "2"), (LONG, "3"), ("4", "5"), ("6", "7")]
-    store = open_pairs(write_parquet(tmp_path / "long.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
-    assert store.lengths.tolist() == [[32, 32], [32, 2], [2, 2], [2, 2]]
-    (_, cut), (prompt, _) = examples_of(store, [0, 1])
-    assert cut == [*tokenizer.encode(fits), tokenizer.eos_id]
-    assert prompt == [*tokenizer.encode(LONG)[:31], tokenizer.eos_id]
-    assert store.meta["cut"] == [1, 1]
-    assert "cut to 32 tokens: 25.00% of prompts, 25.00% of responses" in describe_store(store)
-
-
 def test_ids_take_two_bytes_each_on_disk(open_it):
     store = open_it()
     assert store.rows.schema.field("prompt_ids").type.value_type == pa.uint16()
     assert store.lengths.dtype == np.uint16
     assert store.meta["tokens"] == store.lengths.sum(axis=0).tolist()
-
-
-def test_pairs_with_an_empty_side_are_left_out_and_counted(tmp_path, tokenizer):
-    pairs = [("你好", "好"), ("", "好"), ("你", " \n\t"), ("", ""), ("再见", "见")]
-    store = open_pairs(write_parquet(tmp_path / "holes.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
-    by_hand = Dataset.from_file(str(store.directory / "ids.arrow"))
-    assert len(store) == len(store.rows) == len(by_hand) == store.meta["rows"] == 2
-    assert examples_of(store, [1])[0][0] == [*tokenizer.encode("再见"), tokenizer.eos_id]
-    assert "3 pairs with an empty side left out" in describe_store(store)
-
-
-def test_columns_that_are_not_used_are_reported(tokenizer, tmp_path):
-    rows = [dict(prompt=p, response=r, rejected="no", history="a b") for p, r in make_pairs(3)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    store = open_pairs(tmp_path / "rows.jsonl", tokenizer, 32, tmp_path / "tokens")
-    assert "not used: column 'rejected' (3 rows), 'history' (3 rows)" in describe_store(store)
 
 
 def test_a_file_without_a_usable_pair_is_refused(tmp_path, tokenizer):
@@ -129,13 +89,6 @@ def test_a_file_without_a_usable_pair_is_refused(tmp_path, tokenizer):
 def stores_in(root):
     """Everything in a folder of token stores except the lock files."""
     return sorted(path for path in root.iterdir() if path.suffix != ".lock")
-
-
-def test_named_columns_are_read(tmp_path, tokenizer):
-    path = tmp_path / "columns.parquet"
-    pq.write_table(pa.table(dict(prompt=["不"], frage=["你好"], antwort=["好"])), path)
-    store = open_pairs(path, tokenizer, 32, tmp_path / "tokens", columns=("frage", "antwort"))
-    assert examples_of(store, [0])[0][0] == [*tokenizer.encode("你好"), tokenizer.eos_id]
 
 
 def test_a_store_is_built_once(open_it):

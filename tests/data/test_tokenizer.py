@@ -1,4 +1,4 @@
-"""Training, loading and copying tokenizers, and what loading refuses."""
+"""The ids of a trained tokenizer, loading and copying tokenizers, and what loading refuses."""
 
 import json
 import random
@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, T5Config
 
-from model.data import tokenizer_training
 from model.data.tokenizer import BYTE_TOKENS, PROBE, RESERVED_TOKENS, SPECIAL_TOKENS, copy_tokenizer, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
 
@@ -139,43 +138,9 @@ def test_a_lone_surrogate_is_refused_in_encoding_and_ignored_in_training(tokeniz
     load_tokenizer(tmp_path)
 
 
-def test_at_least_half_of_the_learnt_tokens_are_merges_when_characters_abound(tmp_path):
-    train_tokenizer(synthetic_texts(6000, num_characters=2500), 1107, tmp_path)
-    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    learnt = set(backend.get_vocab()) - {*SPECIAL_TOKENS, *BYTE_TOKENS, *RESERVED_TOKENS}
-    assert len(learnt) == 1107 - 370
-    assert sum(len(token) > 1 for token in learnt) >= len(learnt) / 2
-
-
-def test_at_least_half_of_8000_tokens_are_left_to_merges():
-    text = "".join(chr(0x4E00 + n) for n in range(9000))
-    assert 8000 - 370 - len(tokenizer_training._alphabet([text], 8000)) >= 4000
-
-
 def test_equal_texts_give_an_equal_tokenizer(directory, tmp_path):
     train_tokenizer(texts_with_traps(), 1107, tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
-
-
-def test_equally_frequent_characters_enter_the_alphabet_in_a_fixed_order():
-    text = "".join(chr(0x4E00 + n) for n in range(5000))
-    assert tokenizer_training._alphabet([text], 1000) == tokenizer_training._alphabet([text[::-1]], 1000)
-
-
-def test_huge_input_is_sampled_uniformly_and_repeatably_with_a_warning(caplog):
-    texts = [f"{n:08d}" for n in range(20_000)]
-    sample = tokenizer_training._sample_slices(iter(texts), max_chars=8_000)
-    assert 4_000 <= sum(map(len, sample)) <= 8_000
-    assert sample == tokenizer_training._sample_slices(iter(texts), max_chars=8_000)
-    assert 8_000 < sum(map(int, sample)) / len(sample) < 12_000
-    assert "of 160,000 characters" in caplog.text
-
-
-def test_long_texts_are_sliced_without_losing_a_character():
-    text = "".join(chr(0x4E00 + n) for n in range(5000))
-    sample = tokenizer_training._sample_slices([text])
-    assert "".join(sample) == text
-    assert max(map(len, sample)) <= 512
 
 
 @pytest.mark.parametrize("beside_a_model", [False, True])
@@ -303,13 +268,6 @@ def test_loading_imports_neither_transformers_nor_torch(directory):
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code, directory], cwd=ROOT, check=True)
-
-
-@pytest.mark.parametrize(("vocab_size", "num_texts"), [(399, 1000), (507, 0), (507, 1)])
-def test_training_refuses_too_few_tokens_or_texts(tmp_path, vocab_size, num_texts):
-    with pytest.raises(ValueError, match="400"):
-        train_tokenizer(["你好"] * num_texts, vocab_size, tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_reserved_tokens_are_found_by_name_and_left_out_of_decoded_text(tokenizer, directory):

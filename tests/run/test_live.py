@@ -6,13 +6,11 @@ does.
 
 import fcntl
 import importlib
-import json
 import os
 import pty
 import re
 import signal
 import struct
-import sys
 import termios
 import threading
 import time
@@ -26,7 +24,7 @@ import torch
 
 from model.runtime import fault_injection
 from model.runtime.watchdog import watch_signals
-from tests.ranks import ROOT, fork, free_port
+from tests.ranks import fork, free_port
 from tests.tiny import words
 from train_low_mem import main
 
@@ -34,7 +32,6 @@ ALTERNATE = 1049 << 5  # pyte's number of the private mode
 LONG = dict(epochs=10_000, save_steps=100_000, dropout=0.1)
 MEASURE_SECONDS = 5
 MAX_CPU_SHARE = 0.02
-WATCH = ROOT / "scripts" / "check_training_progress.py"
 
 
 def lead(terminal, folder, env, function, args):
@@ -84,10 +81,6 @@ def train_on_two_ranks(line, port):
             os.environ.update(launched)
             os._exit(train(line))
     return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
-
-
-def run_command(*line):
-    os.execv(str(line[0]), list(map(str, line)))
 
 
 class Terminal:
@@ -280,21 +273,6 @@ def test_ranks_of_a_launcher_share_the_screen_and_the_error_of_another_rank_is_s
     shell.wait_for(r"\n 0 +CPU +0\.\d+ *\n 1 +CPU +0\.\d")
     shell.wait_for(r"code=1\.")
     assert "rank 1: [Errno 5] Input/output error" in shell.text
-    shell.check_usable()
-
-
-def test_the_same_screen_serves_another_terminal_after_the_run(tmp_path, terminal):
-    train = dict(kind="train", time=time.time(), step=9, epoch=1, loss=2.5, learn_rate=1e-3, pairs_seen=72)
-    start = dict(kind="start", time=time.time(), total_steps=9, epochs=1)
-    stop = dict(kind="stop", time=time.time(), step=9, reason="finished")
-    lines = [json.dumps(line) + "\n" for line in (start, train | dict(tokens_per_second=5.0), stop)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    shell = terminal(run_command, sys.executable, WATCH, tmp_path, "--watch", env=dict(CHAT_LANG="zh"))
-    shell.wait_for(" ?".join("已完成，第 9 步"))  # pyte puts an empty cell after a wide character
-    assert shell.is_covered
-    shell.type("\x03")
-    assert shell.wait_for(r"code=(-?\d+)\.", 10)[1] == "0"
-    shell.wait_for("state +finished at step 9")
     shell.check_usable()
 
 

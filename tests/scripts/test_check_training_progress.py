@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from tests.run.test_live import Terminal
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_training_progress.py"
 MINUTE = 60
@@ -250,3 +253,23 @@ def test_watching_shows_new_lines_until_interrupted(run_dir, tmp_path):
     watcher.send_signal(signal.SIGINT)
     watcher.communicate(timeout=30)
     assert watcher.returncode == 0
+
+
+def run_command(*line):
+    os.execv(str(line[0]), list(map(str, line)))
+
+
+def test_the_same_screen_serves_another_terminal_after_the_run(tmp_path):
+    train = dict(kind="train", time=time.time(), step=9, epoch=1, loss=2.5, learn_rate=1e-3, pairs_seen=72)
+    start = dict(kind="start", time=time.time(), total_steps=9, epochs=1)
+    stop = dict(kind="stop", time=time.time(), step=9, reason="finished")
+    lines = [json.dumps(line) + "\n" for line in (start, train | dict(tokens_per_second=5.0), stop)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    line = (sys.executable, SCRIPT, tmp_path, "--watch")
+    with closing(Terminal(tmp_path, run_command, *line, env=dict(CHAT_LANG="zh"))) as shell:
+        shell.wait_for(" ?".join("已完成，第 9 步"))  # pyte puts an empty cell after a wide character
+        assert shell.is_covered
+        shell.type("\x03")
+        assert shell.wait_for(r"code=(-?\d+)\.", 10)[1] == "0"
+        shell.wait_for("state +finished at step 9")
+        shell.check_usable()

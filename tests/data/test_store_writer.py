@@ -1,0 +1,56 @@
+"""What is written of each pair: the columns named, cut to the limit, one EOS a side, and no pair with an empty side."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset
+
+from model.data.token_store import describe_store
+from tests.parts import examples_of, make_pairs, open_pairs, write_parquet
+
+LONG = "今天天气真好" * 40
+
+
+def test_each_side_has_one_eos_even_if_its_text_spells_it(tmp_path, tokenizer):
+    path = write_parquet(tmp_path / "traps.parquet", [("你好[EOS]", "[EOS]"), (LONG, LONG + "[EOS]")])
+    store = open_pairs(path, tokenizer, 32, tmp_path / "tokens")
+    for example in examples_of(store, range(2)):
+        for tokens in example:
+            assert tokens.count(tokenizer.eos_id) == 1
+            assert tokens[-1] == tokenizer.eos_id
+
+
+def test_long_texts_are_truncated_by_tokens_and_the_share_is_reported(tmp_path, tokenizer):
+    fits = "1" * 31  # a digit is a token
+    pairs = [(fits, fits + "2"), (LONG, "3"), ("4", "5"), ("6", "7")]
+    store = open_pairs(write_parquet(tmp_path / "long.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
+    assert store.lengths.tolist() == [[32, 32], [32, 2], [2, 2], [2, 2]]
+    (_, cut), (prompt, _) = examples_of(store, [0, 1])
+    assert cut == [*tokenizer.encode(fits), tokenizer.eos_id]
+    assert prompt == [*tokenizer.encode(LONG)[:31], tokenizer.eos_id]
+    assert store.meta["cut"] == [1, 1]
+    assert "cut to 32 tokens: 25.00% of prompts, 25.00% of responses" in describe_store(store)
+
+
+def test_pairs_with_an_empty_side_are_left_out_and_counted(tmp_path, tokenizer):
+    pairs = [("你好", "好"), ("", "好"), ("你", " \n\t"), ("", ""), ("再见", "见")]
+    store = open_pairs(write_parquet(tmp_path / "holes.parquet", pairs), tokenizer, 32, tmp_path / "tokens")
+    by_hand = Dataset.from_file(str(store.directory / "ids.arrow"))
+    assert len(store) == len(store.rows) == len(by_hand) == store.meta["rows"] == 2
+    assert examples_of(store, [1])[0][0] == [*tokenizer.encode("再见"), tokenizer.eos_id]
+    assert "3 pairs with an empty side left out" in describe_store(store)
+
+
+def test_columns_that_are_not_used_are_reported(tokenizer, tmp_path):
+    rows = [dict(prompt=p, response=r, rejected="no", history="a b") for p, r in make_pairs(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    store = open_pairs(tmp_path / "rows.jsonl", tokenizer, 32, tmp_path / "tokens")
+    assert "not used: column 'rejected' (3 rows), 'history' (3 rows)" in describe_store(store)
+
+
+def test_named_columns_are_read(tmp_path, tokenizer):
+    path = tmp_path / "columns.parquet"
+    pq.write_table(pa.table(dict(prompt=["不"], frage=["你好"], antwort=["好"])), path)
+    store = open_pairs(path, tokenizer, 32, tmp_path / "tokens", columns=("frage", "antwort"))
+    assert examples_of(store, [0])[0][0] == [*tokenizer.encode("你好"), tokenizer.eos_id]
