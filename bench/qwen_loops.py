@@ -5,7 +5,8 @@
 
 The shape of Qwen1.5-7B with random weights in NF4, rank 32 on all layers, under 16 GiB. a: transformers, PEFT and
 bitsandbytes, SDPA, gradient checkpointing, fused AdamW, padded batches; b: the same with Liger's kernels and batches of
-similar lengths. Both are tried with 8 examples a forward (full: 2), then with half as many until they get slower.
+similar lengths. Each takes the steps that ours takes last, b in an order of its own. Both are tried with 8 examples a
+forward (full: 2), then with half as many until they get slower.
 mixed: lengths up to 1,024, mean 300; full: 2,048 tokens. The second half of an example is learnt. Each loop is a
 process of its own; one JSON line a result, and the last line holds the ratios to the best of a and of b. Needs
 bitsandbytes and peft, b liger-kernel 0.8 too.
@@ -30,6 +31,7 @@ from bench.runs import context_of, schedule_of
 from config import load_config
 from model.commands.setup import set_memory_limit
 from model.data.length_histogram import histogram
+from model.data.sampler import step_at
 from model.memory.estimate import Estimate
 from model.memory.plan import choose_plan
 from model.nn.qwen.family import LAYERS
@@ -102,11 +104,19 @@ def time_loop(loop, kinds, rehearse):
     _, usable = set_memory_limit(config, device)
     run = Run(loop, config, QwenModelConfig(**sizes), device, usable, rehearse)
     for data in kinds:
-        lengths = draw_lengths(data, RECORDING_STEPS + WARM_STEPS + TIMED_STEPS, rehearse)
-        lengths = lengths[-STEP_EXAMPLES[data] * (run.warm + run.timed) :]  # each loop is timed on the same
+        lengths, step = draw_lengths(data, RECORDING_STEPS + WARM_STEPS + TIMED_STEPS, rehearse), STEP_EXAMPLES[data]
+        in_order = lengths[order_of(len(lengths), step, config.seed)]
+        mean_tokens = round(float(in_order[-step * run.timed :].sum(1).mean()))
+        if loop != "ours":
+            lengths = in_order[-step * (run.warm + run.timed) :]
         for values in run.ours(data, lengths) if loop == "ours" else run.theirs(data, lengths):
-            values = dict(loop=loop, data=data, mean_tokens=round(float(lengths.sum(1).mean()))) | values
+            values = dict(loop=loop, data=data, mean_tokens=mean_tokens) | values
             print(json.dumps(values), flush=True)
+
+
+def order_of(count, step, seed):
+    """The numbers of `count` examples in the order in which `train_steps` takes them, `step` at a time."""
+    return np.concatenate([step_at(seen, count, step, seed).ids for seen in range(0, count, step)])
 
 
 @dataclass(frozen=True)

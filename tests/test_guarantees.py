@@ -149,15 +149,17 @@ def test_promise_3_a_damaged_newest_checkpoint_a_full_disk_and_a_deleted_directo
 # 4. Out of memory, and a rank that fails
 
 
-def test_promise_4_out_of_memory_on_the_last_rank_alone_changes_no_bit(home):
-    same = dict(micro_batch_tokens=64, dropout=0.1, reduce_dtype="bf16")
-    for name, fault in (("enough", ""), ("scarce", "backward:last:3:oom,forward:0:8:cpu")):
-        done = train(home, 2, fault, output_dir=name, **same)
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bf16"])
+def test_promise_4_out_of_memory_on_the_last_rank_alone_changes_no_bit(home, reduce_dtype):
+    same = dict(micro_batch_tokens=64, dropout=0.1, reduce_dtype=reduce_dtype)
+    enough, scarce = (home / f"{name}_{reduce_dtype}" for name in ("enough", "scarce"))
+    for folder, fault in ((enough, ""), (scarce, "backward:last:3:oom,forward:0:8:cpu")):
+        done = train(home, 2, fault, output_dir=folder.name, **same)
         assert done.codes == [0, 0], done.text
-    events = journal(home / "scarce", "oom")
+    events = journal(scarce, "oom")
     assert [(e["step"], e["rank"], e["before"] == e["after"]) for e in events] == [(3, 1, True), (8, 0, True)]
-    assert weights_hash(home / "scarce") == weights_hash(home / "enough")
-    assert ids_by_epoch(home / "scarce") == EVERY_ID_ONCE
+    assert weights_hash(scarce) == weights_hash(enough)
+    assert ids_by_epoch(scarce) == EVERY_ID_ONCE
 
 
 def test_promise_4_repeated_out_of_memory_shrinks_the_plan_on_all_ranks(home):

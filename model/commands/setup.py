@@ -125,7 +125,7 @@ def prepare_run(ranks, config, typed, resumed):
     optimizer = make_optimizer(model, config, (ranks.rank, ranks.world_size))
     free["optimizer"] = free_bytes()
     lap("model")
-    update_seconds = dry_run_update(ranks, model, optimizer, config.reduce_dtype == "bf16")
+    update_seconds = dry_run_update(ranks, model, optimizer, config.reduce_dtype)
     lap("update")
     wait_for_kernels(kernels)
     lap("kernels")

@@ -17,7 +17,7 @@ BUCKET_MULTIPLE = 64  # tokens
 class Bucket:
     """The size to which a micro-batch is padded for a recorded step."""
 
-    sides: tuple[int, ...]  # tokens of each side
+    sides: tuple[int, ...]  # tokens of each side; of a stream: the room beside its last side, and that of its last
     examples: int
     is_stream: bool = False  # the sides lie in one stream: only all tokens together and the last side have limits
 
@@ -29,7 +29,7 @@ class Bucket:
     def holds(self, lengths):
         """True if examples of these `lengths` (examples, sides), in tokens, fit and fill at least BUCKET_FILL of it."""
         sides = lengths.sum(axis=0, dtype=np.int64)
-        own, limits = (sides, self.sides)
+        own, limits = sides, self.sides
         if self.is_stream:
             own, limits = np.array([sides.sum(), sides[-1]]), (self.tokens, self.sides[-1])
         fits = bool((own <= limits).all()) and len(lengths) <= self.examples
@@ -53,7 +53,7 @@ def buckets_for(lengths, examples, counts=None, is_stream=False):
 
 def _stream_sizes(lengths, examples, counts):
     """Sides of the buckets of a stream: the last has room for nearly every micro-batch, the one before for the rest."""
-    (most_last,) = _sizes(lengths[:, -1], LAST_LEVELS[-1:], examples, counts)
+    most_last = max(_sizes(lengths[:, -1], LAST_LEVELS[-1:], examples, counts), default=0)
     for tokens in set(_sizes(lengths.sum(axis=1, dtype=np.int64), STREAM_LEVELS, examples, counts)):
         last = min(tokens, most_last)
         yield (tokens - last, last) if lengths.shape[1] > 1 else (tokens,)

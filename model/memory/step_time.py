@@ -17,7 +17,7 @@ MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of 
 
 
 def time_factor(plan, estimate):
-    """Predicted time of a step / time of the same step in one forward with unlimited memory."""
+    """Predicted time of a step / time of the same step in one forward with unlimited memory and unpacked weights."""
     launch_tokens, tokens = estimate.spec.network_launch_tokens, estimate.share_pairs * estimate.lengths.mean
     _, recorded = recorded_by(estimate, plan)
     time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * launch_tokens)

@@ -39,7 +39,7 @@ class MemorySpec:
 
     @cached_property
     def network_launch_tokens(self):
-        """`launch_tokens` of this network: a block of more weights computes longer and is launched as fast."""
+        """`launch_tokens` of this network: a block of more weights computes longer; adapters take more launches."""
         numbers = self.family.count_matrix_numbers(self.model_config) / self.family.num_blocks(self.model_config)
         launches = ADAPTER_LAUNCHES if self.lora else 1
         return self.launch_tokens * launches * min(LAUNCH_BLOCK_NUMBERS / numbers, 1)

@@ -135,7 +135,7 @@ class Saver:
 
     def _write(self, state, taken, saving_scope):
         """Write the checkpoint of `state`, with these tensors."""
-        started = time.monotonic()
+        started, self.failure = time.monotonic(), f"the save of step {state.step} ended without a result"
         try:
             with saving_scope:
                 if taken.copied is not None:
@@ -167,7 +167,7 @@ class Saver:
                     save_state(self._run_dir, state)
                 self._saved_state = state
                 return
-            except (OSError, ValueError, RuntimeError, MemoryError) as error:
+            except (OSError, ValueError, KeyError, RuntimeError, MemoryError) as error:  # its manifest may be damaged
                 LOGGER.debug("the state of step %d is written with its tensors: %s", state.step, error)
         self._write(state, taken, saving())
 

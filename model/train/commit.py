@@ -61,7 +61,7 @@ def reduce_and_update(context, attempt, work, norm_limit):
     if options.exact:
         add_in_order(ranks, attempt.shards, flat.gradients_and_sums)
     else:
-        sum_gradients(ranks, flat, options.reduce_dtype == "bf16")
+        sum_gradients(ranks, flat, options.reduce_dtype)
     norm, metrics = flat.gradients.norm(), flat.sums.sum()
     is_finite = (norm + metrics).isfinite()
     finite = OnHost(is_finite)  # the same on all ranks, as the sums are

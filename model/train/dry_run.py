@@ -36,7 +36,7 @@ FIRST_EPOCH = 1  # whose lengths a probe has
 KEPT_USABLE = 1.1  # a resumed plan may be predicted 10 % over the limit: it was measured before, and is probed again
 
 
-def dry_run_update(ranks, model, optimizer, sums_in_bf16=False):
+def dry_run_update(ranks, model, optimizer, reduce_dtype="float32"):
     """Do one full-size reduction and one update, with zero gradients and a learning rate of zero.
 
     This allocates the buffers of the collective and the optimizer's state. `optimizer` must not have been used. Returns
@@ -45,7 +45,7 @@ def dry_run_update(ranks, model, optimizer, sums_in_bf16=False):
     model.zero_grad()
 
     def reduce_and_update():
-        sum_gradients(ranks, model.flat, sums_in_bf16)
+        sum_gradients(ranks, model.flat, reduce_dtype)
         update(optimizer, 0.0, torch.zeros((), device=ranks.device))
 
     seconds = _without_time_limit(ranks, timed, ranks.device, reduce_and_update)

@@ -24,9 +24,10 @@ def memory_spec(config, model_config, dtype, device_type="cuda", launch_tokens=N
     family = family_of(model_config)
     kernels = family.has_kernels(torch.device(device_type), dtype, model_config)
     launch = dict(launch_tokens=launch_tokens) if launch_tokens else {}
+    sum_bytes = BUFFER_BYTES if config.reduce_dtype == "bf16" else 0  # on one rank, too, which has no sum
     return MemorySpec(
         family, model_config, dtype.itemsize, kernels, config.optimizer, has_dropout(config), config.trainable,
-        lora_of(config, model_config), BUFFER_BYTES * (config.reduce_dtype == "bf16"), **launch,
+        lora_of(config, model_config), sum_bytes=sum_bytes, **launch,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-BLOCKS, WARPS = 32, 2  # blocks of 64 numbers in a program, and its warps: more numbers a thread load in fewer words
+BLOCKS, WARPS = 32, 2  # blocks of 64 numbers in a program, and its warps: so a thread reads codes in wide loads
 
 
 @triton.jit
