@@ -178,8 +178,9 @@ def sum_over_ranks(ranks, tensor):
 
 def gather(ranks, tensor, out):
     """Write `tensor` (numbers,) of every rank to `out` (ranks * numbers,), in rank order, by the device's backend."""
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     with collective("a gather"):
-        dist.all_gather_into_tensor(out.view(torch.uint8), tensor.view(torch.uint8))  # Gloo has no bf16
+        all_gather(out.view(torch.uint8), tensor.view(torch.uint8))  # Gloo has no bf16
 
 
 def broadcast(ranks, tensors, source=0):
