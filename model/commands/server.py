@@ -83,8 +83,10 @@ def make_app(service):
 async def running(service, app):
     """Runs the decoder as long as the server runs."""
     service.decoder.start()
-    yield
-    service.decoder.stop()
+    try:
+        yield
+    finally:  # also where a second Ctrl+C cancels this
+        service.decoder.stop()
 
 
 def guarded(service, endpoint):
