@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from model.run.console import human_bytes, human_seconds  # noqa: E402
+from model.run.figures import epochs_of  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
 from model.run.plots import plot_runs  # noqa: E402
 from model.run.watch import watch  # noqa: E402
@@ -188,9 +189,10 @@ def longest_pause(records: list[dict]) -> float:
 
 def training_rows(start: dict, trained: list[dict], records: list[dict]) -> dict[str, str]:
     last = trained[-1]
+    done, epochs = epochs_of(start, last)
     rows = {
         "step": out_of(last["step"], start.get("total_steps")),
-        "epoch": f"{last['epoch']:.4g}" + (f" of {start['epochs']}" if start.get("epochs") else ""),
+        "epochs": f"{done} of {epochs}" if epochs else done,
         "pairs seen": out_of(last["pairs_seen"], start.get("total_pairs")),
         "training loss": loss_row(trained),
         "learning rate": f"{last['learn_rate']:.3e}",
