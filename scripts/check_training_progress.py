@@ -7,7 +7,6 @@ elsewhere, or with SECONDS, it is the report again and again. --plot draws the l
 pairs and by hours. Exit code 2 if there is no such run or its journal is damaged.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from model.commands.option_names import ScriptParser  # noqa: E402
 from model.run.console import human_bytes, human_seconds  # noqa: E402
 from model.run.figures import epochs_of  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def report() -> int:
-    parser = argparse.ArgumentParser(description="Show the progress of runs, from their journals.")
+    parser = ScriptParser(description="Show the progress of runs, from their journals.")
     parser.add_argument("run_dirs", nargs="*", help="default: the run under model_save/ with the newest journal line")
     watching = f"a screen until Ctrl+C; with SECONDS, or without a terminal, reports (default: every {WATCH_SECONDS})"
     parser.add_argument("--watch", nargs="?", const="", metavar="SECONDS", help=watching)
