@@ -22,14 +22,16 @@ from model.nn.adapter_io import adapter_directory, export_merged, load_merged  #
 from model.runtime.json_stream import read_object  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
+REMEDY = "name a directory with adapter_config.json, or a run directory with one"
+
 
 def merge(path: str, output: str) -> str:
     """Write the merged model; returns what was done. Raises ValueError if there is no adapter or OUTPUT_DIR exists."""
+    if not Path(path).is_dir():
+        raise ValueError(f"{path}: no such folder: {REMEDY}")
     directory = adapter_directory(path)
     if directory is None:
-        raise ValueError(
-            f"no adapter in {path}: name a directory with adapter_config.json, or a run directory with one"
-        )
+        raise ValueError(f"no adapter in {path}: {REMEDY}")
     if Path(output).exists():
         raise ValueError(f"{output} exists already: name another directory")
     weights = load_merged(directory)
