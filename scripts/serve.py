@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import errno
 import os
+import signal
 import socket
 import sys
 from functools import partial
@@ -32,8 +33,6 @@ def main(argv: list[str]) -> int:
     try:
         check(options)
         return serve(options)
-    except KeyboardInterrupt:  # while the model is loaded; uvicorn sees to a later one
-        return 0
     except ValueError as error:
         from model.runtime.terminal import printable_lines
 
@@ -129,16 +128,13 @@ def serve(options: argparse.Namespace) -> int:
     connection = partial(WatchedConnection, answer_seconds=options.request_seconds + BEFORE_ANSWER_SECONDS)
     sockets = listeners(options.host, options.port)  # before the model is loaded, too
     chat = load_chat_model(options.model_dir)
-    service = service_of(chat, options)
-    print(f"{chat.directory} on {chat.model.device}: http://{options.host}:{options.port}", flush=True)
+    port = sockets[0].getsockname()[1]  # one that was free, if 0 was asked for
+    print(f"{chat.directory} on {chat.model.device}: http://{options.host}:{port}", flush=True)
     server = uvicorn.Server(uvicorn.Config(
-        make_app(service), log_level="warning", limit_concurrency=MAX_CONNECTIONS, http=connection, access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=5,
+        make_app(service_of(chat, options)), log_level="warning", limit_concurrency=MAX_CONNECTIONS, http=connection,
+        access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=5,
     ))  # fmt: skip
-    with contextlib.suppress(KeyboardInterrupt):  # how it is stopped; raised when everything has ended
-        server.run(sockets)
-    if service.decoder.is_alive():  # in a very long step: the interpreter's end would abort the process
-        os._exit(0)
+    server.run(sockets)
     return 0 if server.started else 1
 
 
@@ -160,4 +156,6 @@ def service_of(chat, options: argparse.Namespace):
 
 
 if __name__ == "__main__":
+    # Ctrl+C while libraries are imported, which swallow a KeyboardInterrupt; and once more when the server has ended
+    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
     sys.exit(main(sys.argv[1:]))

@@ -266,7 +266,7 @@ async def until_disconnected(request, work):
                 task.cancel()
     except asyncio.CancelledError:  # the server ends, and this request with it
         task.cancel()
-        raise
+        raise Refused(503, "the server has ended", "server_error") from None
     try:
         return await task
     except asyncio.CancelledError:
