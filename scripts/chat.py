@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
 from model.commands.answering import ChatModel, load_chat_model, prompt_ids, stream_answer  # noqa: E402
+from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.cleaning import clean_text  # noqa: E402
 from model.generate.sampling import Sampling  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
@@ -105,7 +106,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", nargs="?", type=Path)
     parser.add_argument("--single_turn", action="store_true", help="answer each question by itself")
     parser.add_argument("--temperature", help="0: always the likeliest token; above: tokens are drawn")

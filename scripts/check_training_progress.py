@@ -7,7 +7,6 @@ elsewhere, or with SECONDS, it is the report again and again. --plot draws the l
 pairs and by hours. Exit code 2 if there is no such run or its journal is damaged.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -17,7 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from model.commands.option_names import ScriptParser  # noqa: E402
 from model.run.console import human_bytes, human_seconds  # noqa: E402
+from model.run.figures import epochs_of  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
 from model.run.plots import plot_runs  # noqa: E402
 from model.run.watch import watch  # noqa: E402
@@ -39,7 +40,7 @@ def main() -> int:
 
 
 def report() -> int:
-    parser = argparse.ArgumentParser(description="Show the progress of runs, from their journals.")
+    parser = ScriptParser(description="Show the progress of runs, from their journals.")
     parser.add_argument("run_dirs", nargs="*", help="default: the run under model_save/ with the newest journal line")
     watching = f"a screen until Ctrl+C; with SECONDS, or without a terminal, reports (default: every {WATCH_SECONDS})"
     parser.add_argument("--watch", nargs="?", const="", metavar="SECONDS", help=watching)
@@ -188,9 +189,10 @@ def longest_pause(records: list[dict]) -> float:
 
 def training_rows(start: dict, trained: list[dict], records: list[dict]) -> dict[str, str]:
     last = trained[-1]
+    done, epochs = epochs_of(start, last)
     rows = {
         "step": out_of(last["step"], start.get("total_steps")),
-        "epoch": f"{last['epoch']:.4g}" + (f" of {start['epochs']}" if start.get("epochs") else ""),
+        "epochs": f"{done} of {epochs}" if epochs else done,
         "pairs seen": out_of(last["pairs_seen"], start.get("total_pairs")),
         "training loss": loss_row(trained),
         "learning rate": f"{last['learn_rate']:.3e}",

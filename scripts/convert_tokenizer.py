@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
+from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.tokenizer import load_tokenizer  # noqa: E402
 from model.runtime.json_stream import read_object  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
@@ -57,7 +58,7 @@ def convert(directory: Path) -> str:
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
     options = parser.parse_args(words)
     try:

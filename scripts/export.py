@@ -14,11 +14,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # reads only local files
 
+from model.commands.option_names import ScriptParser  # noqa: E402
+
 QUANTIZATIONS = ("int8", "int8_float32", "int16", "float16", "bfloat16", "float32")
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = ScriptParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR")
     parser.add_argument("--to", required=True, choices=("bf16", "ctranslate2"))
     parser.add_argument("--output_dir", type=Path, metavar="DIR", help="default: MODEL_DIR with -bf16 or -ctranslate2")

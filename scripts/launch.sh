@@ -22,6 +22,12 @@ count_gpus() {
     echo "$number"
 }
 
+# Prints the usage and what is wrong, and ends the script.
+refuse() {
+    (usage) || printf '%s: %s\n' "${0##*/}" "$1" >&2
+    exit 2
+}
+
 # Puts the user's arguments into `options`; makes relative paths relative to the user's directory.
 read_options() {
     local word here=$PWD/
@@ -32,7 +38,7 @@ read_options() {
         --help) usage ;;
         --*[-_]file=[!/]* | --*[-_]dir=[!/]* | --model=[!/]*.json) options+=("${word%%=*}=$here${word#*=}") ;;
         --*) options+=("$word") ;;
-        *) usage ;;
+        *) refuse "cannot read ${word@Q}: options are written --name=value" ;;
         esac
     done
 }
@@ -42,7 +48,7 @@ read_options() {
 start_training() {
     local num_processes=${NUM_PROCESSES:-$(count_gpus)} launch=(python3)
     [[ -n ${NUM_PROCESSES:-} || $num_processes != 0 ]] || num_processes=1
-    is_positive "$num_processes" || usage
+    is_positive "$num_processes" || refuse "NUM_PROCESSES=${num_processes@Q}: it must be a positive integer"
     cd -- "$root"
     [[ ! -x .venv/bin/python ]] || launch=(.venv/bin/python)
     if ((10#$num_processes > 1)); then

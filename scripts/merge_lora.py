@@ -16,19 +16,22 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
+from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.tokenizer import load_tokenizer  # noqa: E402
 from model.nn.adapter_io import adapter_directory, export_merged, load_merged  # noqa: E402
 from model.runtime.json_stream import read_object  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
+REMEDY = "name a directory with adapter_config.json, or a run directory with one"
+
 
 def merge(path: str, output: str) -> str:
     """Write the merged model; returns what was done. Raises ValueError if there is no adapter or OUTPUT_DIR exists."""
+    if not Path(path).is_dir():
+        raise ValueError(f"{path}: no such folder: {REMEDY}")
     directory = adapter_directory(path)
     if directory is None:
-        raise ValueError(
-            f"no adapter in {path}: name a directory with adapter_config.json, or a run directory with one"
-        )
+        raise ValueError(f"no adapter in {path}: {REMEDY}")
     if Path(output).exists():
         raise ValueError(f"{output} exists already: name another directory")
     weights = load_merged(directory)
@@ -39,7 +42,7 @@ def merge(path: str, output: str) -> str:
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter")
     parser.add_argument("output")
     options = parser.parse_args(words)

@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.commands.data_report import print_report, print_written
+from model.commands.option_names import ScriptParser
 from model.data.cleaning import REASONS, clean_pair
 from model.data.columns import find_columns, list_names
 from model.data.conversation import Context
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = ScriptParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a .json, .jsonl, .csv, .tsv or .parquet file")
     parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
     parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="where validation pairs go")

@@ -29,7 +29,7 @@ lora | qlora)
     levers=(--is_finetune=True --lora_rank=16 --gpu_memory_limit_gb=0 --gradient_checkpointing=auto)
     [[ $2 == lora ]] || levers+=(--base_precision=nf4)
     ;;
-*) usage ;;
+*) refuse "-t ${2@Q}: no such profile: type one of those above" ;;
 esac
 shift 2
 read_options "$@"

@@ -7,7 +7,11 @@ trains. Needs the extra packages: pip install -e '.[serve]'
 """
 
 import argparse
+import contextlib
+import errno
 import os
+import signal
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from model.commands.option_names import ScriptParser  # noqa: E402
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_CONNECTIONS = 512
@@ -26,7 +32,7 @@ def main(argv: list[str]) -> int:
     options = parse_arguments(argv)
     try:
         check(options)
-        serve(options)
+        return serve(options)
     except ValueError as error:
         from model.runtime.terminal import printable_lines
 
@@ -35,11 +41,10 @@ def main(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         print(f"the package {error.name} is missing: type pip install -e '.[serve]'", file=sys.stderr)
         return 2
-    return 0
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--run", type=Path, help="run directory whose curves the page shows")
     parser.add_argument("--host", default="127.0.0.1", help="address; another than this machine's needs --api_key")
@@ -69,7 +74,51 @@ def check(options: argparse.Namespace) -> None:
         )
 
 
-def serve(options: argparse.Namespace) -> None:
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets that hold `port` at the addresses of `host`. Raises OSError if they are not to be had."""
+    sockets, absent = [], None
+    with contextlib.ExitStack() as opened:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                sock = opened.enter_context(socket.socket(family, kind, protocol))
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name == "posix")
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind(address)
+                sockets.append(sock)
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                absent = error  # localhost may have an IPv6 address where the machine has none
+        if not sockets:
+            raise absent
+        opened.pop_all()
+    return sockets
+
+
+def listeners(host: str, port: int) -> list[socket.socket]:
+    """`bound`, with a ValueError that says what to type instead."""
+    try:
+        return bound(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"--port={port} is in use: type --port={free_port(host, port)}") from None
+        if error.errno == errno.EACCES:
+            raise ValueError(f"--port={port} is not for users: type --port=8000") from None
+        raise ValueError(f"--host={host}: no address of this machine ({error.strerror}): leave it out") from None
+
+
+def free_port(host: str, port: int) -> int:
+    """The first port after `port` that can be had; 0, which takes any, if the next ones are all in use."""
+    for other in range(port + 1, min(port + 100, 65536)):
+        with contextlib.suppress(OSError):
+            for each in bound(host, other):
+                each.close()
+            return other
+    return 0
+
+
+def serve(options: argparse.Namespace) -> int:
     import uvicorn  # before the model is loaded, which takes seconds
 
     from model.commands.answering import load_chat_model
@@ -77,13 +126,16 @@ def serve(options: argparse.Namespace) -> None:
     from model.commands.server import make_app
 
     connection = partial(WatchedConnection, answer_seconds=options.request_seconds + BEFORE_ANSWER_SECONDS)
+    sockets = listeners(options.host, options.port)  # before the model is loaded, too
     chat = load_chat_model(options.model_dir)
-    print(f"{chat.directory} on {chat.model.device}: http://{options.host}:{options.port}", flush=True)
-    uvicorn.run(
-        make_app(service_of(chat, options)), host=options.host, port=options.port, log_level="warning",
-        limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=KEEP_ALIVE_SECONDS, access_log=False,
-        timeout_graceful_shutdown=5, http=connection,
-    )  # fmt: skip
+    port = sockets[0].getsockname()[1]  # one that was free, if 0 was asked for
+    print(f"{chat.directory} on {chat.model.device}: http://{options.host}:{port}", flush=True)
+    server = uvicorn.Server(uvicorn.Config(
+        make_app(service_of(chat, options)), log_level="warning", limit_concurrency=MAX_CONNECTIONS, http=connection,
+        access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=5,
+    ))  # fmt: skip
+    server.run(sockets)
+    return 0 if server.started else 1
 
 
 def service_of(chat, options: argparse.Namespace):
@@ -104,4 +156,6 @@ def service_of(chat, options: argparse.Namespace):
 
 
 if __name__ == "__main__":
+    # Ctrl+C while libraries are imported, which swallow a KeyboardInterrupt; and once more when the server has ended
+    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
     sys.exit(main(sys.argv[1:]))

@@ -18,6 +18,6 @@ if [[ $# -gt 0 && $1 != --* ]]; then
     pairs=$1
     shift
 fi
-is_positive "$pairs" || usage
+is_positive "$pairs" || refuse "${pairs@Q}: N must be a positive integer, and options are written --name=value"
 read_options "$@"
 start_training --is_finetune=True --use_fast_config=True "--batch_size_per_gpu=$pairs"

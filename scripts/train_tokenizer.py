@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from model.commands.option_names import ScriptParser
 from model.data.readers import read_pairs
 from model.data.text_files import open_text
 from model.data.tokenizer import count_merged_tokens, load_tokenizer
@@ -72,7 +73,7 @@ def print_summary(output_dir: Path, held_out: list[str], seconds: float) -> None
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, help="parquet, json, jsonl, csv, tsv or txt")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 300")

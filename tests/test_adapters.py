@@ -109,6 +109,8 @@ def test_the_exports_load_in_peft_and_merge_into_an_ordinary_directory(home, cap
     assert merge_lora([str(home / "calm"), str(home / "merged")]) == 2
     assert merge_lora([str(home / "base"), str(home / "elsewhere")]) == 2
     assert "exists already" in (text := capsys.readouterr().err) and "no adapter in" in text
+    assert merge_lora([str(home / "nope"), str(home / "elsewhere")]) == 2
+    assert f"{home / 'nope'}: no such folder" in capsys.readouterr().err
 
 
 def test_chat_and_test_take_an_adapter(home):

@@ -1,7 +1,7 @@
 """The commands of train_low_mem.py up to the training loop.
 
 options parses the command line and reports all its problems at once, without importing torch.
-option_names maps the option names of other trainers to those here; help_zh is the Chinese help.
+option_names maps other trainers' and misspelt option names to those here, of scripts too; help_zh is the Chinese help.
 guide_flags reads the command lines of LoRA guides; model_cache finds a model that was downloaded before.
 origin reads the options, checkpoint or weights that a run starts from, adapter its adapter; network makes its network.
 setup makes all that a run needs before its first step: data, tokenizer, model, optimizer, state, plan.

@@ -10,7 +10,7 @@ from model.generate.engine import Engine, Progress, Request
 from model.runtime.device_memory import release_memory, within_memory
 
 LOGGER = logging.getLogger("chat_trainer")
-
+STOP_SECONDS = 20  # in which a step of the largest model on a CPU ends
 
 FAILED = "the answer could not be generated; the server's log says why"
 ENDED = "the decoder has ended; the server's log says why: start the server again"
@@ -99,10 +99,14 @@ class DecodingThread(threading.Thread):
             self._wakes.notify()
 
     def stop(self):
-        """End the thread after the step it is in."""
+        """End the thread after the step it is in, and wait for that, at most STOP_SECONDS.
+
+        The interpreter's end would throw a running thread out of torch's C++ code, which aborts the process.
+        """
         with self._wakes:
             self._is_stopping = True
             self._wakes.notify()
+        self.join(STOP_SECONDS)
 
     def run(self):
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from config import TrainConfig
 from model.commands.model_cache import find_model
-from model.commands.option_names import OWN_NAMES, unknown_option, why_needless
+from model.commands.option_names import OWN_NAMES, in_guide_words, unknown_option, why_needless
 from model.commands.options import FLAGS, parse_options
 from model.data.file_list import data_files
 
@@ -29,6 +29,7 @@ NO_FP16 = "type --bf16, or nothing for bf16 where the GPU has it, else float32"
 VALUES = {
     "use_4bit": (FOUR_BITS, "give no value, or True or False"),
     "load_in_4bit": (FOUR_BITS, "give no value, or True or False"),
+    "load_in_8bit": (dict(false=NOTHING), "the base is held in four bits with --use_4bit, else in bf16: leave it out"),
     "quantization_bit": ({"4": "base_precision=nf4"}, "the base is held in four bits, or in bf16: leave it out"),
     "bnb_4bit_quant_type": ({"nf4": NOTHING}, "four bits are NF4 here: leave it out"),
     "bnb_4bit_use_double_quant": ({"true": NOTHING}, "NF4 is always quantised twice here: leave it out"),
@@ -101,7 +102,10 @@ def read_guide(words: list[str]) -> tuple[dict[str, str], list[str]]:
     try:
         parse_options((), reading.options)
     except ValueError as error:
-        lines = str(error).splitlines()
+        said = str(error)
+        for own, typed in typed_as.items():
+            said = re.sub(rf"--{re.escape(own)}(?!\w)", f"--{typed}", said)
+        lines = said.splitlines()
         reading.problems += [line.strip() for line in lines[1:]] or lines
     if reading.problems:
         found = "".join(f"\n  {problem}" for problem in dict.fromkeys(reading.problems))
@@ -153,7 +157,7 @@ def _translate(reading, name, values):
 
 def _unknown(name):
     others = [other for other in (*OWN_NAMES, *VALUES) if other not in OWN]
-    return unknown_option(name, [*OWN, *others])
+    return in_guide_words(unknown_option(name, [*OWN, *others]))
 
 
 def _find_base(reading, typed_as):

@@ -1,9 +1,18 @@
-"""What to type for the option names of other trainers: TrainingArguments of Hugging Face, LLaMA-Factory, nanoGPT."""
+"""What to type for the option names of other trainers: TrainingArguments of Hugging Face, LLaMA-Factory, nanoGPT.
 
+And for those that were misspelt, of a run or of a script.
+"""
+
+import argparse
+import os
 import re
+import sys
 from difflib import get_close_matches
 
+from model.runtime.terminal import printable
+
 MIN_SIMILARITY = 0.8  # of two names, from 0 to 1: a less similar suggestion misleads
+AMONG_FEW = 0.7  # the same, where there are few other names that could have been meant
 
 OTHER_NAMES = {  # what to type here: names that other trainers use
     "batch_size_per_gpu": "batch_size train_batch_size per_device_train_batch_size per_gpu_train_batch_size "
@@ -58,6 +67,20 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
 }
 OWN_NAMES = {other: own for own, names in OTHER_NAMES.items() for other in names.split()}
 
+OF_GUIDES = {  # what the command lines of LoRA guides have for what messages say here
+    ", without --is_keep_training=True": "",  # scripts/train_lora.py adds it itself
+    "--is_keep_training=True": "--resume_from_checkpoint",
+    "--overwrite=True": "--overwrite_output_dir",
+    "--base_precision=nf4": "--use_4bit",
+    "--epochs": "--num_train_epochs",
+    "--learn_rate": "--learning_rate",
+    "--batch_size_per_gpu": "--per_device_train_batch_size",
+    "--max_seq_len": "--max_seq_length",
+    "--train_file": "--data_path",
+    "--finetune_from_ckp_file": "--model_name_or_path",
+}
+GUIDE = "CHAT_GUIDE"  # set in the environment of a run that scripts/train_lora.py starts
+
 NEEDLESS = {  # pattern of option names: why they may be left out
     r"(per_device_|per_gpu_)?(eval|test|valid)_batch_size": "it is chosen to fit the memory",
     r"auto_(find_)?batch(_size)?": "every step is split to fit the memory",
@@ -111,10 +134,41 @@ def unknown_option(name, known):
     for pattern, instead in MISSING_OPTIONS.items():
         if re.fullmatch(pattern, name):
             return f"{message}: {instead}"
-    similar = get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
-    return message + (f": did you mean --{similar[0]}?" if similar else "; --help shows all options")
+    return message + _similar(name, known)
+
+
+def _similar(name, known, cutoff=MIN_SIMILARITY):
+    """The end of a message for an unknown option: the most similar name."""
+    similar = get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f": did you mean --{similar[0]}?" if similar else "; --help shows all options"
+
+
+def in_guide_words(text):
+    """A message with a guide's flags in place of the options here."""
+    names = "|".join(map(re.escape, OF_GUIDES))
+    return re.sub(rf"({names})(?!\w)", lambda found: OF_GUIDES[found[0]], text)
+
+
+def as_typed(text):
+    """A message with the names that the user types: those of guides where a guide's command line was typed."""
+    return in_guide_words(text) if os.environ.get(GUIDE) else text
 
 
 def why_needless(name):
     """Why another trainer's option has nothing to set here; "" if it is no such option."""
     return next((why for pattern, why in NEEDLESS.items() if re.fullmatch(pattern, name)), "")
+
+
+class ScriptParser(argparse.ArgumentParser):
+    """An ArgumentParser of scripts, which answers an unknown option with the most similar one."""
+
+    # before argparse, which would rather say that a required option is missing that was misspelt
+    def parse_known_args(self, args=None, namespace=None):
+        words = list(map(str, sys.argv[1:] if args is None else args))
+        known = [option.removeprefix("--") for option in self._option_string_actions if option.startswith("--")]
+        options = words[: words.index("--")] if "--" in words else words
+        for name in (word[2:].partition("=")[0] for word in options if word.startswith("--")):
+            is_begun = self.allow_abbrev and any(other.startswith(name) for other in known)
+            if name not in known and not is_begun and " " not in name:  # argparse takes a word with a space as a value
+                self.error(f"unknown option --{printable(name)}{_similar(name.replace('-', '_'), known, AMONG_FEW)}")
+        return super().parse_known_args(words, namespace)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from config import PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, rates_of
 from model.commands.help_zh import HELP_ZH
-from model.commands.option_names import unknown_option
+from model.commands.option_names import as_typed, unknown_option
 from model.data.file_list import data_files, unweighted_files
 from model.run.messages import language_of, texts_here
 from model.runtime.json_stream import read_object
@@ -257,7 +257,7 @@ def exit_early(words):
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same problems
             from model.runtime.terminal import printable_lines
 
-            print(printable_lines(str(error)), file=sys.stderr)
+            print(printable_lines(as_typed(str(error))), file=sys.stderr)
         sys.exit(2)
 
 

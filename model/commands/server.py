@@ -83,8 +83,10 @@ def make_app(service):
 async def running(service, app):
     """Runs the decoder as long as the server runs."""
     service.decoder.start()
-    yield
-    service.decoder.stop()
+    try:
+        yield
+    finally:  # also where a second Ctrl+C cancels this
+        service.decoder.stop()
 
 
 def guarded(service, endpoint):
@@ -264,7 +266,7 @@ async def until_disconnected(request, work):
                 task.cancel()
     except asyncio.CancelledError:  # the server ends, and this request with it
         task.cancel()
-        raise
+        raise Refused(503, "the server has ended", "server_error") from None
     try:
         return await task
     except asyncio.CancelledError:

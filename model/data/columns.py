@@ -9,14 +9,21 @@ RESPONSE_COLUMNS = tuple(
 )
 INPUT_OF = {"instruction": "input", "指令": "输入"}  # Alpaca's input belongs to its instruction
 NO_VALUE = frozenset({"<noinput>", "<nooutput>"})  # how Alpaca and its translations write "nothing"
+PLAIN_TEXT = (
+    "plain text does not say what is a prompt and what its response: write them as columns of a .tsv, with prompt and "
+    "response in its first line"
+)
 MAX_NAMES_LISTED, MAX_NAME_CHARS = 12, 40
 
 
 def describe_missing(missing: dict[str, str], names: Iterable[str]) -> str:
     """The error message for sides without a column; `missing` maps each side to the column name given, or ""."""
+    names = list(names)
+    absent = f"no {' or '.join(repr(name) if name else side for side, name in missing.items())} column; found "
+    if len(names) == 1:
+        return f"{absent}{list_names(names)} and no other: {PLAIN_TEXT}"
     return (
-        f"no {' or '.join(repr(name) if name else side for side, name in missing.items())} column; found "
-        f"{list_names(names)}: name the right one with "
+        f"{absent}{list_names(names)}: name the right one with "
         f"{' '.join(f'--{side}_column=NAME' for side in missing)} (without it: one of "
         f"{', '.join(PROMPT_COLUMNS)} for the prompt, {', '.join(RESPONSE_COLUMNS)} for the response)"
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from model.data.columns import as_text, describe_missing, find_columns, join_columns
+from model.data.columns import PLAIN_TEXT, as_text, describe_missing, find_columns, join_columns
 from model.data.conversation import Context
 from model.data.dialogue import (
     ASSISTANT_ROLES,
@@ -34,10 +34,6 @@ from model.runtime.json_stream import JsonText, OnMalformed, refuse
 
 MAX_NESTING = 8
 TURNS, COLUMN, CONTEXT = "turns", "column", "context"  # kinds of content that are read but not used
-PLAIN_TEXT = (
-    "; plain text does not say what is a prompt and what its response: write them as columns of a .tsv, with prompt "
-    "and response in its first line (scripts/train_tokenizer.py reads plain text)"
-)
 MAX_NAMED, MAX_NAME_CHARS = 20, 40
 
 
@@ -176,7 +172,7 @@ def _rows(path: Path, request: _Request) -> Iterator[tuple[dict, Context | None]
         raise ValueError(f"{path}: {folder if path.is_dir() else 'no such file; check the name'}")
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        hint = PLAIN_TEXT if path.suffix.lower() == ".txt" else ""
+        hint = f"; {PLAIN_TEXT} (scripts/train_tokenizer.py reads it)" if path.suffix.lower() == ".txt" else ""
         raise ValueError(f"{path}: unknown suffix {path.suffix!r}; give one of {', '.join(_READERS)}{hint}")
     if not path.stat().st_size:
         raise ValueError(f"{path}: the file is empty (0 bytes); write or download it again")

@@ -10,6 +10,7 @@ from typing import TextIO
 from model.runtime.json_stream import MAX_ITEM_CHARS, OnMalformed
 
 ENCODING_SAMPLE_BYTES = 1 << 20
+SEPARATORS = {",": ".csv", "\t": ".tsv", ";": "", "；": "", "|": ""}  # and the suffix of files with them
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def table_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
 
     In csv a quoted cell may contain separators and line ends. In tsv this depends on the file (see _is_quoted):
     programs quote such cells, but people who write tsv by hand use a quote as an ordinary character.
-    Raises ValueError for a cell or a line that is too long.
+    Raises ValueError for a cell or a line that is too long, and for columns with another separator.
     """
     is_tsv = path.suffix.lower() == ".tsv"
     quoting = csv.QUOTE_NONE if is_tsv and not _is_quoted(path) else csv.QUOTE_MINIMAL
@@ -54,6 +55,7 @@ def table_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
         try:
             rows = filter(None, reader)
             header = [name.strip() for name in next(rows, [])]
+            _check_separator(path, header)
             for cells in rows:
                 if any(cells[len(header) :]):
                     on_malformed(
@@ -67,6 +69,15 @@ def table_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
                 f"{path} line {reader.line_num}: {error}; a cell holds at most {csv.field_size_limit():,} characters: "
                 'look for a quote (") that is never closed'
             ) from None
+
+
+def _check_separator(path: Path, header: list[str]) -> None:
+    """Raise ValueError for one column whose name holds what separates the columns of other tables."""
+    found = [separator for separator in SEPARATORS if len(header) == 1 and separator in header[0]]
+    if found:
+        suffix = SEPARATORS[found[0]]
+        remedy = f"give it the suffix {suffix}" if suffix else "save it with commas as .csv, or with tabs as .tsv"
+        raise ValueError(f"{path}: its columns are separated by {found[0]!r}: {remedy}")
 
 
 def _is_quoted(path: Path) -> bool:

@@ -11,6 +11,13 @@ SMOOTHING = 0.1  # weight of a new line's loss, once there are 1 / SMOOTHING lin
 RECENT_LINES = 20  # train lines that the speed is measured over
 
 
+def epochs_of(start: dict, train: dict) -> tuple[str, str]:
+    """(epochs done by a train line, epochs of the run) as text; the second is "" where the start line has none."""
+    pairs = start.get("epoch_pairs")
+    values = train["pairs_seen"] / pairs if pairs else train["epoch"], start.get("epochs") or ""
+    return tuple(f"{round(value, 2):g}" if isinstance(value, int | float) else str(value) for value in values)
+
+
 class Series:
     """(step, value) points in order; when there are too many, neighbours become one point, their mean."""
 

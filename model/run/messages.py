@@ -53,7 +53,7 @@ SCREEN = {
         "row.memory": "host memory",
         "row.events": "incidents",
         # their values
-        "epoch": "epoch {epoch} of {epochs}",
+        "epochs": "{done} of {total} epochs",
         "smoothed": "{loss} (smoothed {smoothed})",
         "validation": "{last}, best {best} (step {step:,})",
         "gap": "{gap:+.4f} (validation less training)",
@@ -130,7 +130,7 @@ SCREEN = {
         "row.next": "下次评估",
         "row.memory": "主机内存",
         "row.events": "异常",
-        "epoch": "第 {epoch} 轮，共 {epochs} 轮",
+        "epochs": "共 {total} 轮，已训练 {done} 轮",
         "smoothed": "{loss}（平滑 {smoothed}）",
         "validation": "{last}，最好 {best}（第 {step:,} 步）",
         "gap": "{gap:+.4f}（验证减训练）",

@@ -42,9 +42,12 @@ def plot_run(run_dir: str | Path) -> list[Path]:
 def plot_runs(run_dirs: list[Path], out: Path) -> None:
     """Draw the losses of several runs into the picture `out`: by pairs on the left, by hours on the right.
 
-    Raises ValueError for a damaged journal, OSError if one cannot be read or `out` not be written.
+    Raises ValueError for a damaged journal or an unknown suffix of `out`, OSError if a file cannot be read or written.
     """
     figure = _new_figure(13, 8)
+    kinds = figure.canvas.get_supported_filetypes()
+    if out.suffix.lstrip(".").lower() not in ("", *kinds):
+        raise ValueError(f"--plot={out}: no picture of this kind can be drawn: type --plot={out.with_suffix('.png')}")
     axes = figure.subplots(2, 2, sharey="row", sharex="col")
     names = _short_names(run_dirs)
     for run_dir, name in zip(run_dirs, names, strict=True):

@@ -5,6 +5,7 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.text import Text
 
+from model.run.figures import epochs_of
 from model.run.messages import Texts
 from model.run.view import (
     View,
@@ -83,9 +84,8 @@ def bar(view: View, text: Texts, width: int) -> Text:
     """How far the run is: steps and epochs."""
     figures, total = view.figures, view.figures.start.get("total_steps")
     count = f" {text('row.step')} {view.step:,}" + (f"/{total:,} {view.step / total:.1%} " if total else " ")
-    epochs = figures.start.get("epochs")
-    epoch = text("epoch", epoch=f"{figures.train['epoch']:g}", epochs=epochs) if figures.train and epochs else ""
-    epoch = f" {printable(epoch)} "
+    done, epochs = epochs_of(figures.start, figures.train) if figures.train else ("", "")
+    epoch = f" {printable(text('epochs', done=done, total=epochs) if epochs else '')} "
     room = max(0, width - cell_len(count) - cell_len(epoch))
     done = round(room * min(1, view.step / total)) if total else 0
     return Text.assemble(count, ("━" * done, "green"), ("─" * (room - done), "dim"), epoch, no_wrap=True)

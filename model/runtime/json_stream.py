@@ -117,7 +117,7 @@ class JsonText:
                 at, problem = getattr(error, "pos", self.at), getattr(error, "msg", str(error))
                 may_continue = problem.startswith("Unterminated") or at > len(self.text) - 16
                 if not (may_continue and self._read_on()):
-                    raise self._error(f"{problem}; repair the file here, or write it again", at) from None
+                    raise self._error(self._said(problem, at), at) from None
             else:
                 if end < len(self.text) or not self._read_on():
                     self.at, self.begins_line = end, False
@@ -144,6 +144,12 @@ class JsonText:
             self.chars_before += self.at
             self.text, self.at = rest + more, 0
         return bool(more)
+
+    def _said(self, problem: str, at: int) -> str:
+        """The decoder's `problem` with the character `at`, and what to do."""
+        if self.text[at : at + 1] in ("\n", "\r") and problem.startswith("Invalid control character"):
+            problem = "the line ends within a text"
+        return f"{problem.removesuffix(' at').removesuffix(' starting')}; repair the file here, or write it again"
 
     def _error(self, problem: str, at: int | None = None) -> MalformedJson:
         """The error at the character `at` (None: the current one); what a line lacks at its end is on that line."""

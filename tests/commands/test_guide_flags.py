@@ -85,6 +85,10 @@ def test_all_problems_are_named_at_once_with_what_to_type(folder):
     ):  # fmt: skip
         assert part in text, text
     assert len(text.splitlines()) == 1 + 7
+    text = problems("--load_in_8bit --qlora --num_train_epochs x")
+    assert "--num_train_epochs=x: this option takes" in text
+    assert "--load_in_8bit: the base is held in four bits with --use_4bit" in text and text.count("--use_4bit") == 2
+    assert "--base_precision" not in text, "no option of another command"
 
 
 def test_a_missing_model_or_data_is_named_with_its_flag(folder):

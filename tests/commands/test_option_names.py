@@ -2,11 +2,12 @@
 
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from config import TrainConfig
-from model.commands.option_names import MISSING_OPTIONS, NEEDLESS, OTHER_NAMES, OWN_NAMES
+from model.commands.option_names import MISSING_OPTIONS, NEEDLESS, OTHER_NAMES, OWN_NAMES, ScriptParser
 from model.commands.options import FLAGS, parse_options
 
 
@@ -53,6 +54,28 @@ def test_the_message_for_a_missing_feature_says_what_to_do_instead(typed, instea
 def test_the_message_for_an_unlike_name_suggests_no_option(typed):
     with pytest.raises(ValueError, match=f"--{typed}; --help shows all options$"):
         parse_options((), {typed: "1"})
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [("--ouput x", "--ouput: did you mean --output?"), ("--max-cahrs=3 --output x", "did you mean --max_chars?")]
+    + [("--output x --depth", "--depth; --help shows all options"), ("--ma 3", "required: --output")]
+    + [("--output x -- --ouput", ""), ("--out=x", "")],
+)
+def test_a_script_answers_a_misspelt_option_with_the_most_similar_one(typed, said, capsys):
+    parser = ScriptParser()
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--max_chars")
+    try:
+        assert parser.parse_args(typed.split()).output == "x" and not said
+    except SystemExit as ended:
+        assert ended.code == 2 and capsys.readouterr().err.endswith(said + "\n") and said
+
+
+def test_every_script_answers_so():
+    scripts = (Path(__file__).resolve().parents[2] / "scripts").glob("[!d]*.py")  # but those of the demo
+    assert not [path.name for path in scripts if "argparse.ArgumentParser(" in path.read_text(encoding="utf-8")]
 
 
 def test_every_suggested_option_exists():

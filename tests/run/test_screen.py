@@ -22,7 +22,8 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e\n"
 def run_view(**changes):
     """A run of two GPUs at step 705 of 1,000, with one out of memory and one step left out."""
     figures = Figures()
-    start = dict(total_steps=1000, total_pairs=64_000, epochs=2, global_batch=64, world=2, parameters=60_500_000)
+    start = dict(total_steps=1000, total_pairs=64_000, epochs=2, epoch_pairs=32_000, global_batch=64, world=2)
+    start["parameters"] = 60_500_000
     lines = [start | dict(kind="start", device="GPU X", time=NOW - 2000), dict(kind="resume", time=NOW - 2000, step=0)]
     for step in range(20, 701, 20):
         lines.append(
@@ -73,7 +74,7 @@ def test_the_rows_of_a_running_run():
 def test_the_screen_has_each_rank_with_what_the_driver_tells():
     lines = drawn(run_view())
     assert lines[0].split() == "model_save/pretrain · 60.5 M · 2 x GPU X training".split()
-    assert re.fullmatch(r" step 705/1,000 70.5% ━+─+ epoch 2 of 2 +", lines[1])
+    assert re.fullmatch(r" step 705/1,000 70.5% ━+─+ 1.4 of 2 epochs +", lines[1])
     assert lines[3].split() == "0 13.0/20.0 65% safe 14.0 15.0/24.0 98% 71°C 310/320W 3.0".split()
     assert lines[4].split() == "1 17.0/20.0 85% edge 18.0 3.0".split()
     assert any("out of memory in step on rank 1: done again" in line for line in lines)

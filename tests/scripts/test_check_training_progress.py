@@ -38,7 +38,8 @@ def train(step, time_, loss=None):
 
 def run_lines(now):
     """A run of 1,000 steps at 2 s per step, resumed at step 300 after a crash at 340, now at step 500."""
-    start = {"kind": "start", "time": now - 2000, "total_steps": 1000, "total_pairs": 64000, "epochs": 2}
+    start = {"kind": "start", "time": now - 2000, "total_steps": 1000, "total_pairs": 64000, "epochs": 7.41121495}
+    start["epoch_pairs"] = 21622  # max_steps ends the run within an epoch
     yield start
     yield {"kind": "resume", "time": now - 2000, "step": 0}
     yield from (train(step, now - 2000 + 2 * step) for step in range(20, 341, 20))
@@ -69,7 +70,7 @@ def test_the_report_of_a_running_run_has_every_row(run_dir, tmp_path):
     assert rows == {
         "run": str(run_dir),
         "step": "500 of 1,000 (50.0%)",
-        "epoch": "1 of 2",
+        "epochs": "1.48 of 7.41",
         "pairs seen": "32,000 of 64,000 (50.0%)",
         "training loss": "4.5000 (step 400: 4.6000)",
         "learning rate": "2.000e-04",
@@ -187,6 +188,8 @@ def test_several_runs_are_a_table_and_one_picture(run_dir, tmp_path):
     assert "500 of 1,000 (50.0%)" in lines[0] and "20 of 40 (50.0%)" in lines[1]
     assert out.read_bytes().startswith(b"\x89PNG")
     assert "no run in" in refused(check(run_dir, tmp_path, "--plot", out, folder=tmp_path))
+    assert "--plot=a.foo: no picture" in (said := refused(check(run_dir, "--plot", "a.foo", folder=tmp_path)))
+    assert said.endswith("type --plot=a.png\n")
 
 
 def test_a_damaged_journal_is_exit_2_and_the_message_names_the_line(run_dir, tmp_path):

@@ -107,7 +107,7 @@ def test_a_run_started_through_the_link_resumes_with_more_processes_and_says_whe
 def test_arguments_that_are_neither_batch_size_nor_option_print_the_usage_and_exit_with_2(copy, words):
     done = launch(copy / "train_sft_custom.sh", *words, cwd=copy)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(USAGE)
+    assert done.stderr.startswith(USAGE) and (words[-1] in ("-h", "--help") or repr(words[-1]) in done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,16 @@ def test_a_run_resumed_with_another_profile_keeps_no_memory_option_of_the_earlie
     assert (stored["given"]["gradient_checkpointing"], float(stored["given"]["gpu_memory_limit_gb"])) == ("auto", 6)
 
 
-@pytest.mark.parametrize("words", ([], ["-t"], ["-t", "stage9"], ["stage3"], ["-t", "stage3", "epochs=1"]))
-def test_an_unknown_profile_prints_the_usage_and_exits_with_2(copy, words):
+@pytest.mark.parametrize(
+    "words, said",
+    (([], ""), (["-t"], ""), (["stage3"], ""), (["-t", "qlra"], "-t 'qlra': no such profile"))
+    + ((["-t", "stage3", "epochs=1"], "cannot read 'epochs=1': options are written --name=value"),),
+)
+def test_an_unknown_profile_prints_the_usage_and_what_was_typed_and_exits_with_2(copy, words, said):
     done = launch(copy / "run_train.sh", *words, cwd=copy)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: run_train.sh -t PROFILE")
+    assert f"run_train.sh: {said}" in done.stderr.splitlines()[-1] if said else "run_train.sh: " not in done.stderr
 
 
 def test_the_shell_scripts_parse_and_name_no_address():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -202,9 +203,15 @@ def test_more_requests_than_can_wait_are_told_to_come_again(server):
     wait_until(lambda: open_requests(server) == 0)
 
 
-def test_another_address_needs_a_key_and_the_key_is_asked_for(home, capsys):
-    assert main([str(home), "--host", "0.0.0.0"]) == 2
-    assert "--api_key KEY" in capsys.readouterr().err
+def test_another_address_needs_a_key_and_the_key_is_asked_for(server, home, capsys):
+    taken, elsewhere = server[0].rsplit(":", 1)[1], ["--host", "192.0.2.1", "--api_key", "k"]
+    for words, said in (
+        (["--host", "0.0.0.0"], r".*--api_key KEY.*"),
+        (["--port", taken], rf"--port={taken} is in use: type --port=\d+"),
+        (elsewhere, "--host=192.0.2.1: no address of this machine.*"),
+    ):
+        assert main(["nowhere", *words]) == 2, "refused before the model is loaded"
+        assert re.fullmatch(said + "\n", capsys.readouterr().err)
     for words in (["--port", "70000"], ["--slots", "-1"], ["--run", "nowhere"]):
         with pytest.raises(ValueError, match=words[0]):
             check(parse_arguments([str(home), *words]))
@@ -218,6 +225,8 @@ def test_another_address_needs_a_key_and_the_key_is_asked_for(home, capsys):
         assert post((address,), b"{}") == post((address,), b"{}", Authorization="Bearer wrong") == 401
         client = openai.OpenAI(base_url=address + "/v1", api_key="k")
         assert client.models.list().data[0].id == "known"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
     finally:
         process.kill()
         process.wait()
