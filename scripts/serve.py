@@ -102,20 +102,10 @@ def listeners(host: str, port: int) -> list[socket.socket]:
         return bound(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"--port={port} is in use: type --port={free_port(host, port)}") from None
+            raise ValueError(f"--port={port} is in use: type another, or --port=0 for any that is free") from None
         if error.errno == errno.EACCES:
             raise ValueError(f"--port={port} is not for users: type --port=8000") from None
         raise ValueError(f"--host={host}: no address of this machine ({error.strerror}): leave it out") from None
-
-
-def free_port(host: str, port: int) -> int:
-    """The first port after `port` that can be had; 0, which takes any, if the next ones are all in use."""
-    for other in range(port + 1, min(port + 100, 65536)):
-        with contextlib.suppress(OSError):
-            for each in bound(host, other):
-                each.close()
-            return other
-    return 0
 
 
 def serve(options: argparse.Namespace) -> int:
