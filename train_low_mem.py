@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, exit_early, read_request
+from model.commands.usage import with_command
 from model.runtime.cuda_start import start_cuda
 from model.runtime.watchdog import saving, stop_asked, training_begins, watch_signals
 
@@ -266,12 +267,9 @@ def plan(*stray, **options):
 
 def main(argv):
     """Run a command line; returns the exit code: 0 done or asked to stop, 2 bad options or input, 1 anything else."""
-    words = [word for word in argv if not word.startswith(("--local_rank", "--local-rank"))]
-    if not words or (words[0].startswith("--") and words[0] != "--help"):
-        words.insert(0, "train")
     failure = "see its message"
     try:
-        fire.Fire(dict(train=train, plan=plan, test=test, doctor=doctor), words, name="train_low_mem.py")
+        fire.Fire(dict(train=train, plan=plan, test=test, doctor=doctor), with_command(argv), name="train_low_mem.py")
         failure = ""
     except ValueError as error:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)

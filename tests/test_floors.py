@@ -83,6 +83,7 @@ ROOMS = {
     ],
     "model.commands": [
         "help_zh model_cache option_names",
+        "usage",
         "options",
         "adapter guide_flags network",
         "origin",

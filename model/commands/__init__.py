@@ -1,5 +1,6 @@
 """The commands of train_low_mem.py up to the training loop.
 
+usage holds the commands and their help.
 options parses the command line and reports all its problems at once, without importing torch.
 option_names maps the option names of other trainers to those here; help_zh is the Chinese help.
 guide_flags reads the command lines of LoRA guides; model_cache finds a model that was downloaded before.

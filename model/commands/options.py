@@ -1,21 +1,16 @@
 """Parses a command line and reports all its problems at once. Imports no torch and needs no GPU."""
 
 import os
-import re
 import sys
 from dataclasses import asdict, dataclass, fields, replace
-from inspect import getsource
 from pathlib import Path
 
 from config import PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, rates_of
-from model.commands.help_zh import HELP_ZH
 from model.commands.option_names import unknown_option
+from model.commands.usage import FLAGS, HELP, commands_text, usage, with_command
 from model.data.file_list import data_files, unweighted_files
-from model.run.messages import language_of, texts_here
 from model.runtime.json_stream import read_object
 
-FLAGS = ("is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite")
-COMMANDS = ("train", "plan", "test", "doctor")
 RMS_FACTOR = 100  # learning rate of optimizers that scale updates by a tensor's RMS, over AdamW's, about
 KEEP_TRAINING = dict(test=True, doctor="auto")  # test reads the run's options; doctor reads those that train would
 ANOTHER_RUN = (
@@ -233,40 +228,34 @@ def _read_stored(run_dir):
 
 
 def exit_early(words):
-    """Print the options and exit if --help is among `words`; exit with code 2 if the command line has problems.
+    """Print the commands or options and exit if help is asked for; exit with code 2 if the command line has problems.
 
     A command line with options that are not written --name=value is left to the full parser.
     """
-    command, *rest = words or [""]
-    if command in COMMANDS and {"-h", "--help"} & set(rest):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(usage(command))
-        sys.exit(0)
-    pairs = [word[2:].split("=", 1) for word in rest if word.startswith("--") and "=" in word]
-    stray = [word for word in rest if not word.startswith("-")]
-    if command not in COMMANDS or command == "plan" or len(pairs) + len(stray) < len(rest):
-        return
-    options = {name.replace("-", "_"): value for name, value in pairs}
-    options.pop("local_rank", None)
-    # only rank 0's machine is sure to hold the run's directory; rank 0 reports problems with it once the ranks have met
-    is_multi_node = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
-    read = parse_options if is_multi_node else read_request
+    is_main = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank finds the same problems
     try:
-        read(stray, options, KEEP_TRAINING.get(command, False))
+        command, *rest = with_command(words)
+        if asked := set(HELP) & {command, *rest}:
+            if is_main:
+                print(commands_text() if command in asked else usage(command))
+            sys.exit(0)
+        _check_early(command, rest)
     except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same problems
+        if is_main:
             from model.runtime.terminal import printable_lines
 
             print(printable_lines(str(error)), file=sys.stderr)
         sys.exit(2)
 
 
-def usage(command):
-    """Help text of `command`: each option with its default and its comment in config.py, or that in Chinese."""
-    language, text = language_of(os.environ), texts_here()
-    comments = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", getsource(TrainConfig), re.MULTILINE))
-    comments = HELP_ZH if language == "zh" else comments
-    options = (f"  --{f.name}={f.default}".ljust(48) + comments[f.name] for f in fields(TrainConfig))
-    flags = " ".join(f"--{name}=True" for name in FLAGS)
-    plan_options = [text("usage.plan")] if command == "plan" else []
-    return "\n".join([text("usage", command=command), *options, text("usage.flags", flags=flags), *plan_options])
+def _check_early(command, rest):
+    """Raise ValueError if the options `rest`, if all are written --name=value, have problems."""
+    pairs = [word[2:].split("=", 1) for word in rest if word.startswith("--") and "=" in word]
+    stray = [word for word in rest if not word.startswith("-")]
+    if command == "plan" or len(pairs) + len(stray) < len(rest):
+        return
+    options = {name.replace("-", "_"): value for name, value in pairs}
+    # only rank 0's machine is sure to hold the run's directory; rank 0 reports problems with it once the ranks have met
+    is_multi_node = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
+    read = parse_options if is_multi_node else read_request
+    read(stray, options, KEEP_TRAINING.get(command, False))

@@ -66,6 +66,15 @@ WORDS = {
         "tokens, not {before:,}",
         # the command line
         "usage": "usage: python train_low_mem.py {command} [--name=value ...]",
+        "usage.commands": "usage: python train_low_mem.py COMMAND [--name=value ...]\n"
+        "  train    train a model, or resume a run\n"
+        "  plan     print what a run would take: memory, disk, steps\n"
+        "  test     print the loss and scores of a run's model on test_file\n"
+        "  doctor   check this machine and the data for a run, with a remedy for each problem\n"
+        "the options of a command: python train_low_mem.py COMMAND --help",
+        "usage.none": "no command is typed: type one of these\n{commands}",
+        "usage.unknown": "{word}: no such command{hint}\n{commands}",
+        "usage.similar": ": did you mean {command}?",
         "usage.plan": "  --num_processes=N --vocab_size=N: for a machine or tokenizer not here; "
         "--json=True: prints JSON",
         "usage.flags": "  {flags}: docs/options.md",
@@ -157,6 +166,15 @@ WORDS = {
         "按 --early_stop={count} 到此结束",
         "smaller": "显存不足（{where}，{rank} 号进程）：已重做，每次前向 {now:,} 个词元，不再是 {before:,}",
         "usage": "用法：python train_low_mem.py {command} [--名称=值 ...]",
+        "usage.commands": "用法：python train_low_mem.py 命令 [--名称=值 ...]\n"
+        "  train    训练模型，或继续一次训练\n"
+        "  plan     显示训练需要的显存、磁盘和步数\n"
+        "  test     显示训练所得模型在 test_file 上的损失和分数\n"
+        "  doctor   检查本机和数据能否训练，并给出每个问题的解决办法\n"
+        "一个命令的选项：python train_low_mem.py 命令 --help",
+        "usage.none": "没有输入命令，请输入其中一个\n{commands}",
+        "usage.unknown": "{word}：没有这个命令{hint}\n{commands}",
+        "usage.similar": "，是不是 {command}？",
         "usage.plan": "  --num_processes=N --vocab_size=N：用于不在本机的机器或分词器；--json=True：输出 JSON",
         "usage.flags": "  {flags}：见 docs/options.md",
         "page.ask": "输入问题。回车发送，Shift+回车换行。",
