@@ -19,6 +19,10 @@ ANOTHER_RUN = (
 )
 ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "base_precision")
 FILE_OPTIONS = dict(train_file=data_files, validation_file=unweighted_files, test_file=unweighted_files)
+PRESET_FLAGS = (
+    "--is_finetune=True", "--use_small_config=True (fine-tuning)", "--use_fast_config=True (fine-tuning)",
+    "--use_large_config=True (pre-training)",
+)  # fmt: skip
 KEPT_VALUES = ("learn_rate", "warmup_steps")  # a resumed run takes them from config.json, even if they were defaults
 
 
@@ -177,10 +181,9 @@ def preset_name(is_finetune=False, use_small_config=False, use_fast_config=False
     flags = dict(sft_small=use_small_config, sft_fast=use_fast_config, pretrain_large=use_large_config)
     chosen = [name for name, value in flags.items() if value]
     if len(chosen) > 1 or (use_large_config and is_finetune):
-        raise ValueError(
-            "use_small_config, use_fast_config (both fine-tuning) and use_large_config (pre-training) contradict "
-            "each other: give only one of them"
-        )
+        values = (is_finetune, use_small_config, use_fast_config, use_large_config)
+        given = " and ".join(text for text, value in zip(PRESET_FLAGS, values, strict=True) if value)
+        raise ValueError(f"{given} contradict each other: give only one of them")
     return chosen[0] if chosen else "sft" if is_finetune else "pretrain"
 
 
@@ -192,7 +195,8 @@ def _read_flags(stray, texts):
         try:
             flags[name] = text if (name, text) == ("is_keep_training", "auto") else as_bool(name, text)
         except ValueError as error:
-            problems.append(str(error))
+            also = ", or auto: resume if there is a checkpoint" if name == "is_keep_training" else ""
+            problems.append(f"{error}{also}")
     try:
         preset = preset_name(**{name: flags[name] for name in flags.keys() - {"is_keep_training", "overwrite"}})
     except ValueError as error:
