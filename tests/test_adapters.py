@@ -65,6 +65,8 @@ def test_an_adapter_on_matrices_in_four_bits_killed_and_resumed_is_the_same_on_a
     for world, name in ((1, "packed1"), (2, "packed2")):
         done = train(home, world, output_dir=name, **packed)
         assert done.codes == [0] * world, done.text
+        adapter = r"fine-tuned from base; trained is an adapter of rank 4 with 2\.\d K weights, .*matrices in NF4$"
+        assert re.search(adapter, done.text, re.MULTILINE), done.text
         losses.append([line["loss"] for line in journal(home / name, "train")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     plain = [line["loss"] for line in journal(home / "calm", "train")][: len(losses[0])]
