@@ -131,7 +131,10 @@ def _model_config(config, origin, vocab_size):
     model_config = replace(model_config, vocab_size=vocab_size or model_config.vocab_size or num_tokens)
     if not model_config.vocab_size:
         folder = config.tokenizer_dir or TOKENIZER_DIR
-        raise ValueError(f"{folder}: there is no tokenizer, so the vocabulary size is unknown: type --vocab_size=N")
+        raise ValueError(
+            f"{folder}: there is no tokenizer, so the vocabulary size is unknown: make one with python "
+            f"scripts/train_tokenizer.py FILES --output_dir {folder} --vocab_size 8000, or type --vocab_size=N"
+        )
     if model_config.vocab_size < num_tokens and not vocab_size:
         raise ValueError(
             f"the model has {model_config.vocab_size} tokens and the tokenizer {num_tokens}: give the "
