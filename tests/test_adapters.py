@@ -180,7 +180,9 @@ def test_a_missing_or_changed_base_is_refused_by_name_and_a_moved_one_is_found_a
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(lora_rank=4), "is trained on a model, and none is there"),
+        (dict(lora_rank=4), "and none is typed: type --finetune_from_ckp_file=DIR"),
+        (dict(lora_rank=4, finetune_from_ckp_file="base/pretrain"), "base/pretrain holds none: type"),
+        (dict(lora_rank=4, finetune_from_ckp_file="Qwen/Qwen0-7B"), "hf download Qwen/Qwen0-7B --local-dir"),
         (LORA | dict(lora_targets="q_proj"), "--lora_targets=q_proj: this network has no such linear layer"),
         (LORA | dict(lora_rank=0), "lora_dropout=0.1: belongs to an adapter"),
         (LORA | dict(trainable="decoder"), "leave --trainable out"),

@@ -154,7 +154,10 @@ def test_a_micro_batch_smaller_than_an_example_is_refused(home):
         (dict(train_file="nowhere.parquet"), ["nowhere.parquet", "no such file"]),
         (dict(validation_file="nowhere.json"), ["nowhere.json", "no such file"]),
         (dict(tokenizer_dir="nowhere"), ["nowhere", "train_tokenizer.py"]),
-        (dict(finetune_from_ckp_file="nowhere"), ["finetune_from_ckp_file=nowhere"]),
+        (
+            dict(finetune_from_ckp_file="Qwen/Qwen0-7B"),
+            ["finetune_from_ckp_file=Qwen/Qwen0-7B: no model", "hf download Qwen/Qwen0-7B --local-dir models/Qwen0-7B"],
+        ),
         (dict(model="nowhere.json"), ["nowhere.json"]),
         (dict(prompt_column="question"), ["question", "prompt"]),
     ),
