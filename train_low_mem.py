@@ -14,7 +14,7 @@ from pathlib import Path
 from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, exit_early, read_request
 from model.commands.usage import with_command
 from model.runtime.cuda_start import start_cuda
-from model.runtime.watchdog import saving, stop_asked, training_begins, watch_signals
+from model.runtime.watchdog import go_on_hint, saving, stop_asked, training_begins, watch_signals
 
 if __name__ == "__main__":  # before torch, which takes seconds to import
     watch_signals()
@@ -285,7 +285,7 @@ def main(argv):
     except (RuntimeError, OSError) as error:
         failure = str(error)
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(printable_lines(rank + failure), file=sys.stderr)
+        print(printable_lines(rank + failure + go_on_hint(error)), file=sys.stderr)
         LOGGER.debug("the run ends with this error", exc_info=True)
         return 1
     finally:
