@@ -56,6 +56,8 @@ def check_tested(config):
             f"{missing}, the run was not evaluated yet: to test last/ type --validation_file= --test_file={file}"
             f"{others}, or go on with the run: {_go_on(run_dir)}"
         )
+    if checkpoint_paths(run_dir):
+        raise ValueError(f"{missing}: {_of_run(run_dir)}")
     raise ValueError(
         f"{missing}: train first; if the run exists, resume it with --is_keep_training=True: the next evaluation "
         "writes best/, the end last/"

@@ -195,7 +195,7 @@ def _read_flags(stray, texts):
         try:
             flags[name] = text if (name, text) == ("is_keep_training", "auto") else as_bool(name, text)
         except ValueError as error:
-            also = ", or auto: resume if there is a checkpoint" if name == "is_keep_training" else ""
+            also = ", or auto (resume if there is a checkpoint)" if name == "is_keep_training" else ""
             problems.append(f"{error}{also}")
     try:
         preset = preset_name(**{name: flags[name] for name in flags.keys() - {"is_keep_training", "overwrite"}})

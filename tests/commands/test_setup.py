@@ -73,6 +73,7 @@ def test_a_resumed_fine_tuning_keeps_the_model_configuration_of_its_weights(home
     assert refused(command(home, *test), f"to test last/ type {' '.join(words)}, or go on")
     assert "test shaped/last: loss" in command(home, *test, *words).text
     shutil.rmtree(stopped / "last")
+    assert refused(command(home, *test), "before its first evaluation, which writes best/: go on with it")
     for place in ("best", "."):
         with pytest.raises(
             ValueError, match="before its first evaluation, .*: go on with it: .*shaped --is_keep_training=True"
