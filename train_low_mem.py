@@ -13,8 +13,9 @@ from pathlib import Path
 
 from model.commands.option_names import as_typed
 from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, exit_early, read_request
+from model.commands.usage import with_command
 from model.runtime.cuda_start import start_cuda
-from model.runtime.watchdog import saving, stop_asked, training_begins, watch_signals
+from model.runtime.watchdog import go_on_hint, saving, stop_asked, training_begins, watch_signals
 
 if __name__ == "__main__":  # before torch, which takes seconds to import
     watch_signals()
@@ -267,12 +268,9 @@ def plan(*stray, **options):
 
 def main(argv):
     """Run a command line; returns the exit code: 0 done or asked to stop, 2 bad options or input, 1 anything else."""
-    words = [word for word in argv if not word.startswith(("--local_rank", "--local-rank"))]
-    if not words or (words[0].startswith("--") and words[0] != "--help"):
-        words.insert(0, "train")
     failure = "see its message"
     try:
-        fire.Fire(dict(train=train, plan=plan, test=test, doctor=doctor), words, name="train_low_mem.py")
+        fire.Fire(dict(train=train, plan=plan, test=test, doctor=doctor), with_command(argv), name="train_low_mem.py")
         failure = ""
     except ValueError as error:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
@@ -288,7 +286,7 @@ def main(argv):
     except (RuntimeError, OSError) as error:
         failure = str(error)
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(printable_lines(rank + failure), file=sys.stderr)
+        print(printable_lines(rank + failure + go_on_hint(error)), file=sys.stderr)
         LOGGER.debug("the run ends with this error", exc_info=True)
         return 1
     finally:

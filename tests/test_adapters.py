@@ -65,6 +65,8 @@ def test_an_adapter_on_matrices_in_four_bits_killed_and_resumed_is_the_same_on_a
     for world, name in ((1, "packed1"), (2, "packed2")):
         done = train(home, world, output_dir=name, **packed)
         assert done.codes == [0] * world, done.text
+        adapter = r"fine-tuned from base; trained is an adapter of rank 4 with 2\.\d K weights, .*matrices in NF4$"
+        assert re.search(adapter, done.text, re.MULTILINE), done.text
         losses.append([line["loss"] for line in journal(home / name, "train")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     plain = [line["loss"] for line in journal(home / "calm", "train")][: len(losses[0])]
@@ -180,7 +182,9 @@ def test_a_missing_or_changed_base_is_refused_by_name_and_a_moved_one_is_found_a
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(lora_rank=4), "is trained on a model, and none is there"),
+        (dict(lora_rank=4), "and none is typed: type --finetune_from_ckp_file=DIR"),
+        (dict(lora_rank=4, finetune_from_ckp_file="base/pretrain"), "base/pretrain holds none: type"),
+        (dict(lora_rank=4, finetune_from_ckp_file="Qwen/Qwen0-7B"), "hf download Qwen/Qwen0-7B --local-dir"),
         (LORA | dict(lora_targets="q_proj"), "--lora_targets=q_proj: this network has no such linear layer"),
         (LORA | dict(lora_rank=0), "lora_dropout=0.1: belongs to an adapter"),
         (LORA | dict(trainable="decoder"), "leave --trainable out"),

@@ -83,8 +83,10 @@ ROOMS = {
     ],
     "model.commands": [
         "help_zh model_cache option_names",
+        "no_model",
+        "usage",
         "options",
-        "adapter guide_flags network",
+        "adapter guide_flags network same_run",
         "origin",
         "length_sample space",
         "setup",

@@ -91,10 +91,14 @@ def finish_and_compare(home, world, name, baseline):
 
 
 def test_promise_3_a_run_resumes_with_another_batch_size_and_fewer_ranks(home):
-    done = train(home, 2, "forward:all:5:kill", output_dir="moved")
-    assert done.codes == [-9, -9], done.text
-    done = train(home, 1, output_dir="moved", global_batch_size=6, is_keep_training=True)
+    length = dict(max_steps=STEPS, epochs=None)
+    done = train(home, 2, "forward:1:5:kill", output_dir="moved", reduce_dtype="bf16", **length)
+    assert done.codes == [1, -9], done.text
+    assert "go on from the newest: the same command with --is_keep_training=True\n" in done.text, done.text
+    assert "gradients are sent in bf16" in done.text and "has no effect" not in done.text, done.text
+    done = train(home, 1, output_dir="moved", global_batch_size=6, is_keep_training=True, **length)
     assert done.codes == [0], done.text
+    assert "; the 12 of --max_steps count 8 pairs each" in done.text, done.text
     run_dir = home / "moved"
     assert ids_by_epoch(run_dir) == EVERY_ID_ONCE
     assert [(s["world"], s["global_batch"]) for s in journal(run_dir, "start")] == [(2, 8), (1, 6)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 
 import numpy as np
@@ -19,13 +20,17 @@ LONG = dict(save_steps=1000, logging_steps=2)
 
 def test_max_steps_ends_a_run_within_an_epoch_and_a_resume_ends_at_the_same_weights(home):
     options = dict(max_steps=7, epochs=None, warmup_steps=None, warmup_ratio=0.25, **LONG)
-    done = train(home, output_dir="seven", **options)
+    done = train(home, output_dir="seven", reduce_dtype="bf16", gpu_memory_limit_gb=16, **options)
     assert done.codes == [0], done.text
     assert "length: 7 steps of 8 pairs, 1.182 epochs of 44 pairs" in done.text
+    assert re.search(r"; about \S+ for 7 steps$", done.text, re.MULTILINE), done.text
+    for unused in ("--reduce_dtype=bf16 has no effect: one", "--gpu_memory_limit_gb=16 has no effect: there"):
+        assert done.text.count(unused) == 1 and "sent in bf16" not in done.text
     assert "finished at step 7, 52 pairs seen" in done.text
     assert train(home, 1, "forward:0:3:int", output_dir="resumed_seven", **options).codes == [0]
     again = train(home, output_dir="resumed_seven", is_keep_training=True, **options)
     assert again.codes == [0], again.text
+    assert "has no effect" not in again.text and " for 4 steps\n" in again.text, again.text
     assert weights_hash(home / "seven") == weights_hash(home / "resumed_seven")
     more = train(home, output_dir="seven", is_keep_training=True, **options)
     assert "7 steps done, 7 asked for; raise --max_steps" in more.text

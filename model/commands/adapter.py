@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from model.commands.no_model import check_source
 from model.commands.options import ANOTHER_RUN
 from model.nn.adapter_io import adapter_directory, check_base, identity_of, read_adapter
 from model.nn.lora import LoraConfig, lora_from, lora_values
@@ -81,9 +82,12 @@ def _base_of_source(config, typed):
         return Base(lora.base, lora.base_sha256, lora, adapter.tensors)
     directory = model_directory(source) if source else None
     if directory is None:
+        if source:
+            check_source(source)
+        named = f"{source} holds none" if source else "none is typed"
         raise ValueError(
-            f"finetune_from_ckp_file={source}: an adapter (--lora_rank={config.lora_rank}) is trained on a model, and "
-            "none is there; give a Hugging Face directory (config.json and model.safetensors) or a run directory"
+            f"an adapter (--lora_rank={config.lora_rank}) is trained on a model, and {named}: type "
+            "--finetune_from_ckp_file=DIR with a Hugging Face directory (config.json and model.safetensors) or a run's"
         )
     return Base(str(directory.resolve()), identity_of(directory), None, {})
 

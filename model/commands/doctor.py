@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from model.commands.adapter import with_adapter
 from model.commands.network import make_model
 from model.commands.options import FILE_OPTIONS
-from model.commands.origin import check_same_run, find_origin
+from model.commands.origin import find_origin
+from model.commands.same_run import check_same_run
 from model.commands.space import Row, disk_row, memory_rows, output_dir_row
 from model.data.file_list import data_files
 from model.data.sampler import mixture_of

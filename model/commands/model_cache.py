@@ -28,6 +28,22 @@ def find_model(name: str) -> str:
     return str(found)
 
 
+def how_to_get(name: str) -> str:
+    """What to type for an option that takes a directory, given a hub's name ORGANISATION/MODEL; "" for other texts."""
+    if "/" not in name or not HUB_NAME.fullmatch(name) or Path(name.split("/")[0]).exists():
+        return ""
+    try:
+        return f"its download is in {find_model(name)}: type that directory"
+    except ValueError:
+        folder = _folder(name)
+        return "\n".join([
+            f"if it is a model's name on Hugging Face, download it, then type {folder}:",
+            f"    hf download {name} --local-dir {folder}    (older: huggingface-cli download)",
+            f"    HF_ENDPOINT=ADDRESS hf download {name} --local-dir {folder}    (from a mirror)",
+            f"    pip install modelscope && modelscope download --model {name} --local_dir {folder}",
+        ])  # fmt: skip
+
+
 def _hugging_face_place(name):
     """The newest snapshot of a model in the cache of huggingface_hub; without one, where it would be."""
     from huggingface_hub import try_to_load_from_cache  # takes a quarter of a second
@@ -51,10 +67,14 @@ def _modelscope_places(name):
 
 
 def _how_to_download(name):
-    folder = f"models/{name.rsplit('/', 1)[-1]}"
+    folder = _folder(name)
     return "\n".join([
         "  download it, then type the same again:",
         f"    hf download {name}    (HF_HOME or HF_HUB_CACHE says where to; older: huggingface-cli download {name})",
         f"    HF_ENDPOINT=ADDRESS hf download {name}    (from a mirror)",
         f"    pip install modelscope && modelscope download --model {name} --local_dir {folder}  (then type {folder})",
     ])  # fmt: skip
+
+
+def _folder(name):
+    return f"models/{name.rsplit('/', 1)[-1]}"

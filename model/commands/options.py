@@ -1,21 +1,16 @@
 """Parses a command line and reports all its problems at once. Imports no torch and needs no GPU."""
 
 import os
-import re
 import sys
 from dataclasses import asdict, dataclass, fields, replace
-from inspect import getsource
 from pathlib import Path
 
 from config import PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, rates_of
-from model.commands.help_zh import HELP_ZH
 from model.commands.option_names import as_typed, unknown_option
+from model.commands.usage import FLAGS, HELP, commands_text, usage, with_command
 from model.data.file_list import data_files, unweighted_files
-from model.run.messages import language_of, texts_here
 from model.runtime.json_stream import read_object
 
-FLAGS = ("is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite")
-COMMANDS = ("train", "plan", "test", "doctor")
 RMS_FACTOR = 100  # learning rate of optimizers that scale updates by a tensor's RMS, over AdamW's, about
 KEEP_TRAINING = dict(test=True, doctor="auto")  # test reads the run's options; doctor reads those that train would
 ANOTHER_RUN = (
@@ -24,6 +19,10 @@ ANOTHER_RUN = (
 )
 ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "base_precision")
 FILE_OPTIONS = dict(train_file=data_files, validation_file=unweighted_files, test_file=unweighted_files)
+PRESET_FLAGS = (
+    "--is_finetune=True", "--use_small_config=True (fine-tuning)", "--use_fast_config=True (fine-tuning)",
+    "--use_large_config=True (pre-training)",
+)  # fmt: skip
 KEPT_VALUES = ("learn_rate", "warmup_steps")  # a resumed run takes them from config.json, even if they were defaults
 
 
@@ -182,10 +181,9 @@ def preset_name(is_finetune=False, use_small_config=False, use_fast_config=False
     flags = dict(sft_small=use_small_config, sft_fast=use_fast_config, pretrain_large=use_large_config)
     chosen = [name for name, value in flags.items() if value]
     if len(chosen) > 1 or (use_large_config and is_finetune):
-        raise ValueError(
-            "use_small_config, use_fast_config (both fine-tuning) and use_large_config (pre-training) contradict "
-            "each other: give only one of them"
-        )
+        values = (is_finetune, use_small_config, use_fast_config, use_large_config)
+        given = " and ".join(text for text, value in zip(PRESET_FLAGS, values, strict=True) if value)
+        raise ValueError(f"{given} contradict each other: give only one of them")
     return chosen[0] if chosen else "sft" if is_finetune else "pretrain"
 
 
@@ -197,7 +195,8 @@ def _read_flags(stray, texts):
         try:
             flags[name] = text if (name, text) == ("is_keep_training", "auto") else as_bool(name, text)
         except ValueError as error:
-            problems.append(str(error))
+            also = ", or auto (resume if there is a checkpoint)" if name == "is_keep_training" else ""
+            problems.append(f"{error}{also}")
     try:
         preset = preset_name(**{name: flags[name] for name in flags.keys() - {"is_keep_training", "overwrite"}})
     except ValueError as error:
@@ -233,40 +232,34 @@ def _read_stored(run_dir):
 
 
 def exit_early(words):
-    """Print the options and exit if --help is among `words`; exit with code 2 if the command line has problems.
+    """Print the commands or options and exit if help is asked for; exit with code 2 if the command line has problems.
 
     A command line with options that are not written --name=value is left to the full parser.
     """
-    command, *rest = words or [""]
-    if command in COMMANDS and {"-h", "--help"} & set(rest):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(usage(command))
-        sys.exit(0)
-    pairs = [word[2:].split("=", 1) for word in rest if word.startswith("--") and "=" in word]
-    stray = [word for word in rest if not word.startswith("-")]
-    if command not in COMMANDS or command == "plan" or len(pairs) + len(stray) < len(rest):
-        return
-    options = {name.replace("-", "_"): value for name, value in pairs}
-    options.pop("local_rank", None)
-    # only rank 0's machine is sure to hold the run's directory; rank 0 reports problems with it once the ranks have met
-    is_multi_node = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
-    read = parse_options if is_multi_node else read_request
+    is_main = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank finds the same problems
     try:
-        read(stray, options, KEEP_TRAINING.get(command, False))
+        command, *rest = with_command(words)
+        if asked := set(HELP) & {command, *rest}:
+            if is_main:
+                print(commands_text() if command in asked else usage(command))
+            sys.exit(0)
+        _check_early(command, rest)
     except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same problems
+        if is_main:
             from model.runtime.terminal import printable_lines
 
             print(printable_lines(as_typed(str(error))), file=sys.stderr)
         sys.exit(2)
 
 
-def usage(command):
-    """Help text of `command`: each option with its default and its comment in config.py, or that in Chinese."""
-    language, text = language_of(os.environ), texts_here()
-    comments = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", getsource(TrainConfig), re.MULTILINE))
-    comments = HELP_ZH if language == "zh" else comments
-    options = (f"  --{f.name}={f.default}".ljust(48) + comments[f.name] for f in fields(TrainConfig))
-    flags = " ".join(f"--{name}=True" for name in FLAGS)
-    plan_options = [text("usage.plan")] if command == "plan" else []
-    return "\n".join([text("usage", command=command), *options, text("usage.flags", flags=flags), *plan_options])
+def _check_early(command, rest):
+    """Raise ValueError if the options `rest`, if all are written --name=value, have problems."""
+    pairs = [word[2:].split("=", 1) for word in rest if word.startswith("--") and "=" in word]
+    stray = [word for word in rest if not word.startswith("-")]
+    if command == "plan" or len(pairs) + len(stray) < len(rest):
+        return
+    options = {name.replace("-", "_"): value for name, value in pairs}
+    # only rank 0's machine is sure to hold the run's directory; rank 0 reports problems with it once the ranks have met
+    is_multi_node = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
+    read = parse_options if is_multi_node else read_request
+    read(stray, options, KEEP_TRAINING.get(command, False))

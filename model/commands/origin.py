@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from model.commands.adapter import AdapterStart, check_adapter_of, find_base, start_of
+from model.commands.no_model import check_source
 from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import with_turn_end
@@ -29,8 +30,6 @@ from model.train.objectives.registry import objective_of
 from model.train.optim import count_steps
 
 LOGGER = logging.getLogger("chat_trainer")
-CHECKED = (("objective", "objective"), ("tokenizer", "tokenizer_fingerprint"), ("seed", "seed"))
-CHECKED += (("training pairs", "num_pairs"), ("weights of the training files (pairs an epoch/pairs)", "mixture"))
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,7 @@ def read_weights(ranks, source):
 
 def _read_weights(source, loaded):
     """Model config of the weights in `source` as plain values, or None; the weights are appended to `loaded`."""
+    check_source(source)
     loaded.append(load_merged(source))
     merged = ", an adapter merged into its base (to train it further, type its --lora_rank)"
     LOGGER.info("starting from the weights in %s%s", source, merged if adapter_directory(source) else "")
@@ -131,7 +131,10 @@ def _model_config(config, origin, vocab_size):
     model_config = replace(model_config, vocab_size=vocab_size or model_config.vocab_size or num_tokens)
     if not model_config.vocab_size:
         folder = config.tokenizer_dir or TOKENIZER_DIR
-        raise ValueError(f"{folder}: there is no tokenizer, so the vocabulary size is unknown: type --vocab_size=N")
+        raise ValueError(
+            f"{folder}: there is no tokenizer, so the vocabulary size is unknown: make one with python "
+            f"scripts/train_tokenizer.py FILES --output_dir {folder} --vocab_size 8000, or type --vocab_size=N"
+        )
     if model_config.vocab_size < num_tokens and not vocab_size:
         raise ValueError(
             f"the model has {model_config.vocab_size} tokens and the tokenizer {num_tokens}: give the "
@@ -144,15 +147,21 @@ def _check_model_config(ranks, config, typed, origin):
     """Raise ValueError if a typed --model differs from the checkpoint or weights, or if the weights do not fit."""
     weights, model_config = origin.weights, origin.model_config
     if (origin.found or weights and weights.model_config) and "model" in typed:
-        wanted = load_model_config(config.model)
-        if replace(wanted, vocab_size=model_config.vocab_size) != model_config:
-            raise ValueError(
-                f"--model={config.model} is {wanted}, and the weights are {model_config}: leave --model out"
-            )
+        wanted = replace(load_model_config(config.model), vocab_size=model_config.vocab_size)
+        if wanted != model_config:
+            whose = "this run" if origin.found else f"the weights in {config.finetune_from_ckp_file}"
+            differences = _differences(config_values(wanted), config_values(model_config))
+            raise ValueError(f"--model={config.model}: leave it out, {whose} set the sizes: {differences}")
     if weights:
         from_main(ranks, _check_weights, origin, config.finetune_from_ckp_file)
     if config.trainable not in (parts := family_of(model_config).parts):
         raise ValueError(f"--trainable={config.trainable}: this network can train {', '.join(parts)}")
+
+
+def _differences(wanted, known):
+    """The values of a model's configuration that differ from those of the weights, in words."""
+    names = ["family"] if wanted["family"] != known["family"] else [n for n in wanted if wanted[n] != known[n]]
+    return "; ".join(f"{name} {wanted[name]}, the weights have {known[name]}" for name in names)
 
 
 def _check_weights(origin, source):
@@ -210,34 +219,6 @@ def _tokenizer_of_weights(config, weights_dir):
             f"is {given.fingerprint}: leave --tokenizer_dir out"
         )
     return beside
-
-
-def check_same_run(found, config, fresh):
-    """Raise ValueError if the Checkpoint `found` does not belong to a run with these options.
-
-    `fresh` is the TrainState of a new run with them; without ids_sha256 only the number of pairs is compared.
-    """
-    then = found.state
-    for what, name in CHECKED:
-        if getattr(then, name) != getattr(fresh, name):
-            raise ValueError(
-                f"{found.path} was written with {what} {getattr(then, name)}, now {getattr(fresh, name)}: "
-                f"resume with the same, {ANOTHER_RUN}"
-            )
-    if not why_not_compared(then, fresh) and then.ids_sha256 != fresh.ids_sha256:
-        raise ValueError(
-            f"{found.path} was written on other training pairs, or in another order, than {config.train_file} holds "
-            f"now: resume with the same pairs (--train_file=), {ANOTHER_RUN}"
-        )
-
-
-def why_not_compared(then, now):
-    """Why the ids of the training pairs of two TrainStates cannot be compared, or "" if they can."""
-    if not (then.ids_sha256 and now.ids_sha256):
-        return "the checkpoint does not hold a hash of its pairs"
-    if then.max_seq_len != now.max_seq_len:
-        return f"max_seq_len was {then.max_seq_len}, and is {now.max_seq_len}"
-    return ""
 
 
 def restore(ranks, model, optimizer, found):

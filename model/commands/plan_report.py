@@ -32,7 +32,7 @@ from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
 from model.train.footprint import answers_wanted, launch_tokens_here, memory_spec, plan_options
 from model.train.reduction import check_ranks
-from model.train.run_length import check_warmup, global_batch, run_pairs, warmup_pairs, warmup_problem
+from model.train.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs, warmup_problem
 
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
 GIB = 2**30
@@ -156,10 +156,11 @@ def _steps(config, typed, batch, num_pairs):
     if not num_pairs:
         return dict(pairs=batch, count=config.max_steps or num_pairs, warmup=None, problem="")
     total_pairs = run_pairs(config, num_pairs, batch)
-    count = total_pairs / batch
+    full_steps = total_pairs / batch
     warmup = warmup_pairs(config, total_pairs, batch) / batch
-    check_warmup(config, typed, warmup, count)
-    return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config, warmup, count))
+    check_warmup(config, typed, warmup, full_steps)
+    count = steps_between(0, total_pairs, num_pairs, batch)
+    return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config, warmup, full_steps))
 
 
 def _phases(config, estimate, plan):
@@ -175,7 +176,9 @@ def _levers(config, chosen, machine, plan):
     tokens, chunk, checkpointing = plan.cutting
     spec = chosen.spec
     rows = [(f"chunk of {size} targets", spec, (tokens, size, checkpointing)) for size in CHUNKS]
-    sizes = [size for size in (tokens // 2, 2 * tokens) if size >= chosen.lengths.longest]  # train refuses smaller ones
+    longest, all_tokens = chosen.lengths.longest, chosen.share_pairs * chosen.lengths.longest
+    # train refuses smaller ones, and no step has more tokens
+    sizes = [size for size in (tokens // 2, 2 * tokens) if longest <= size <= all_tokens]
     rows += [(f"micro-batch of {size}", spec, (size, chunk, checkpointing)) for size in sizes]
     blocks = {False: 0, True: chosen.num_blocks}
     rows += [(f"gradient checkpointing {on}", spec, (tokens, chunk, number)) for on, number in blocks.items()]
@@ -187,7 +190,7 @@ def _levers(config, chosen, machine, plan):
         estimate = Estimate(changed, lengths, chosen.share_pairs, chosen.answers)
         graph_bytes = recording_bytes(chosen, plan.cut_as(cutting))  # the same for every optimizer
         peak, limit = estimate.step_peak(*cutting) + graph_bytes, machine.usable_bytes * USABLE
-        largest = fitting_plan(estimate, chosen.share_pairs * lengths.longest, limit - graph_bytes, *cutting[1:])
+        largest = fitting_plan(estimate, all_tokens, limit - graph_bytes, *cutting[1:])
         fits = peak <= limit and not phase_problem(
             _phases(config, estimate, plan.cut_as(cutting)), machine.usable_bytes
         )
@@ -228,7 +231,7 @@ def table(values):
     limit = values["machine"]["usable_bytes"]
     lines = [
         ("parameters", f"{values['parameters']:,}, {values['trained']:,} trained, computing in {values['dtype']}"),
-        ("pairs", "{source}; {pairs:,}, {mean:.1f} tokens on average, at most {longest}".format(**values["lengths"])),
+        ("pairs", "{pairs:,}: {source}; {mean:.1f} tokens on average, at most {longest}".format(**values["lengths"])),
         ("steps", _steps_text(**values["steps"])),
         ("always in memory", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),
         ("per packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),

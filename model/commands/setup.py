@@ -8,15 +8,15 @@ from pathlib import Path
 from config import TrainConfig
 from model.commands.adapter import with_adapter, without_adapter
 from model.commands.network import compute_dtype, make_model, set_numerics, start_kernels, wait_for_kernels
+from model.commands.no_model import check_tested
 from model.commands.origin import (
-    check_same_run,
     find_origin,
     newest_checkpoint,
     read_derived,
     restore,
-    why_not_compared,
     with_validation,
 )
+from model.commands.same_run import check_same_run, why_not_compared
 from model.data.file_list import data_files, unweighted_files
 from model.data.row_hashes import describe_shared
 from model.data.sampler import mixture_of
@@ -28,7 +28,7 @@ from model.nn.lora import lora_values
 from model.nn.registry import config_values, family_of
 from model.run.best_model import Rules
 from model.run.console import Progress
-from model.run.run_dir import TOKENS_DIR, check_exported
+from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import TrainState, kept_recovery, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import agree, from_main, local_main_first
@@ -270,15 +270,14 @@ def prepare_test(ranks, config):
 
     The model is best/, and last/ of a run without evaluations. Raises ValueError if there is none.
     """
-    tested = Path(config.output_dir) / ("best" if config.validation_file else "last")
-    from_main(ranks, check_exported, tested)
+    tested = from_main(ranks, check_tested, config)
     file = config.test_file or config.validation_file
     if not file:
         raise ValueError("test_file and validation_file are empty: type --test_file=FILE")
     # the training's options for memory and CUDA graphs do not apply to a test
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
     options = without_adapter(config)  # an exported model is merged
-    config = replace(options, finetune_from_ckp_file=str(tested), validation_file=file, **planned)
+    config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **planned)
     origin = find_origin(ranks, config, ())
     examples = _open_examples(ranks, config, unweighted_files(file), origin, evaluated=True)
     other_process, _ = set_memory_limit(config, ranks.device)

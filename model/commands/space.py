@@ -25,8 +25,9 @@ class Row:
 
 
 def memory_rows(config, spec):
-    """Rows of free memory against what every plan needs: weights, gradients and optimizer state."""
+    """Rows of free memory against what every plan needs: weights, gradients and optimizer state; no `spec`: unknown."""
     needed = sum(fixed_bytes(spec).values()) if spec else 0
+    size = f"{needed / GIB:.2f} GiB" if spec else "unknown"
     text = Path("/proc/meminfo").read_text()
     host_bytes = int(re.search(r"MemAvailable:\s+(\d+)", text).group(1)) * 1024
     places = [("host memory", host_bytes)]
@@ -35,7 +36,7 @@ def memory_rows(config, spec):
         frees = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
         places = [(f"GPU {i} memory", min(free, limit) if limit else free) for i, free in enumerate(frees)] + places
     for what, free in places:
-        found = f"{free / GIB:.1f} GiB free, {needed / GIB:.2f} GiB for weights, gradients, optimizer (plan: the rest)"
+        found = f"{free / GIB:.1f} GiB free, {size} for weights, gradients, optimizer (plan: the rest)"
         is_used = what != "host memory" or len(places) == 1
         fails = free < needed and is_used
         yield Row(what, found, "choose a smaller --model, or stop other programs" if fails else "", fails)
@@ -61,7 +62,8 @@ def disk_row(config, spec):
     while not folder.is_dir():
         folder = folder.parent
     needed, free = disk_bytes(spec, config.keep_latest_n_ckp) if spec else 0, shutil.disk_usage(folder).free
-    found = f"{free / GIB:.1f} GiB free in {folder}, {needed / GIB:.2f} GiB for checkpoints and exports"
+    size = f"{needed / GIB:.2f} GiB" if spec else "unknown"
+    found = f"{free / GIB:.1f} GiB free in {folder}, {size} for checkpoints and exports"
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -172,15 +172,6 @@ def is_exported(folder):
     return bool(_exported(Path(folder)))
 
 
-def check_exported(folder):
-    """Raise ValueError if `folder`, best/ or last/ of a run, does not hold a model."""
-    if not is_exported(folder):
-        raise ValueError(
-            f"--output_dir={folder.parent}: there is no {folder} to test: train first; if the run exists, resume it "
-            "with --is_keep_training=True: the next evaluation writes best/, the end last/"
-        )
-
-
 def has_last(run_dir):
     """Whether last/ was exported after the newest checkpoint was written."""
     weights, checkpoints = _exported(Path(run_dir, "last")), checkpoint_paths(run_dir)

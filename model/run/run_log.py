@@ -13,7 +13,7 @@ from model.run.checkpoint import discard_after
 from model.run.console import progress_note, train_line
 from model.run.messages import texts_here
 from model.run.run_dir import cut_sample_ids_everywhere
-from model.run.summary import device_name, first_words
+from model.run.summary import device_name, first_words, unused_lines
 from model.runtime.atomic_io import remove_drafts, write_json
 from model.runtime.device_memory import memory_cap, peak_memory, reset_peak
 from model.runtime.laps import lap, laps, seconds_since_start
@@ -55,7 +55,8 @@ def begin(run, journal, request, state, plan):
     if request.changed:
         say(ranks, f"options changed since the previous start: {', '.join(request.changed)}")
     if ranks.is_main:
-        for line in first_words(run, state, plan, config_values):
+        lines = first_words(run, state, plan, config_values) + unused_lines(run, request.typed, config_values)
+        for line in lines:
             say(ranks, line)
     warmup_steps, num_steps = (
         pairs / schedule.global_batch for pairs in (schedule.learn_rate.warmup_pairs, schedule.total_pairs)

@@ -23,21 +23,40 @@ def first_words(run, state, plan, options):
         text("first.training", data=data_text(run.train, text)),
         validation_line(run, text),
         text("first.tokenizer", directory=run.tokenizer.directory, tokens=run.tokenizer.vocab_size),
-        text(
-            "first.steps", steps=run.total_steps(state), batch=schedule.global_batch, pairs=run.train.epoch_pairs,
-            epochs=f"{schedule.total_pairs / run.train.epoch_pairs:.4g}",
-        ),
+        steps_line(run, state, options, text),
         text(
             "first.optimizer", name=options['optimizer'], rate=rate_text(schedule, text),
             schedule=text(f"schedule.{options['lr_schedule']}"),
         ),
-        plan_line(run, plan, text),
+        plan_line(run, plan, options, text),
         text(
             "first.run", run_dir=run.dir, save_steps=options['save_steps'],
             save_time=duration(options['save_seconds'], text),
             expected=expected_text(run, state, text),
         ),
     ]  # fmt: skip
+
+
+def unused_lines(run, typed, options):
+    """A line for each option of `typed`, names on the command line, that is set and that this run does not use."""
+    text, ranks = texts_here(), run.ranks
+    unused = dict(
+        reduce_dtype=options["reduce_dtype"] != "float32" and ranks.world_size == 1,
+        gpu_memory_limit_gb=options["gpu_memory_limit_gb"] and ranks.device.type == "cpu",
+    )
+    return [text(f"unused.{name}", value=options[name]) for name in sorted(typed) if unused.get(name)]
+
+
+def steps_line(run, state, options, text):
+    """Steps and pairs of the run; max_steps counts steps of another size where the batch has changed."""
+    schedule, asked = run.schedule, options["max_steps"]
+    said = text(
+        "first.steps", steps=run.total_steps(state), batch=schedule.global_batch, pairs=run.train.epoch_pairs,
+        epochs=f"{schedule.total_pairs / run.train.epoch_pairs:.4g}",
+    )  # fmt: skip
+    if asked and state.first_batch != schedule.global_batch:
+        said += text("steps.asked", asked=asked, batch=state.first_batch)
+    return said
 
 
 def rate_text(schedule, text):
@@ -54,6 +73,11 @@ def model_line(run, state, options, text):
     origin = text("first.going_on", step=state.step) if state.step else origin or text("first.random")
     if part != "all":
         origin = text("first.partly", text=origin, part=part)
+    if run.model.lora:
+        trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+        packed = text("adapter.nf4") if options["base_precision"] == "nf4" else ""
+        rank = run.model.lora.rank
+        origin = text("first.adapter", text=origin, rank=rank, trained=count_of(trained), packed=packed)
     name = family if source else f"{family} {options['model']}".strip()
     return text(
         "first.model", name=name, origin=origin, parameters=count_of(sum(p.numel() for p in run.model.parameters()))
@@ -93,18 +117,20 @@ def validation_line(run, text):
     return text("first.validation", data=data, when=when, metric=text(f"metric.{rules.best_metric}"))
 
 
-def plan_line(run, plan, text):
+def plan_line(run, plan, options, text):
     ranks, memory = run.ranks, run.memory
     share_pairs = -(-run.schedule.global_batch // ranks.world_size)
     tokens = min(plan.micro_batch_tokens, share_pairs * run.train.histogram.longest)
     how = text("how.checkpointing") if plan.gradient_checkpointing else ""
     how += text("how.recorded") if plan.graphs else ""
+    sends = ranks.world_size > 1 and options["reduce_dtype"] != "float32"
     peaks = [phase["measured"] or phase["predicted"] for phase in memory["phases"].values()]
     limit = memory["cap_bytes"]
     peak = f"{max(peaks) / GIB:.1f}"
     used = text("memory.card", peak=peak, limit=f"{limit / GIB:.1f}") if limit else text("memory.host", peak=peak)
     return text(
         "first.plan", where=f"{ranks.world_size} x {device_name(ranks.device)}", how=how, tokens=tokens,
+        sent=text("how.sent", dtype=options["reduce_dtype"]) if sends else "",
         dtype=str(run.model.compute_dtype).removeprefix("torch."), memory=used,
         passes=max(1, math.ceil(run.train.histogram.mean * share_pairs / tokens)),
     )  # fmt: skip
@@ -115,7 +141,8 @@ def expected_text(run, state, text):
     seconds = run.memory.get("step_seconds")
     if not seconds:
         return ""
-    return text("expected", time=duration(seconds * (run.total_steps(state) - state.step), text))
+    steps = run.total_steps(state) - state.step
+    return text("expected", time=duration(seconds * steps, text), steps=steps)
 
 
 def last_words(run, state, reason):

@@ -10,18 +10,24 @@ WORDS = {
         "first.tuned": "fine-tuned from {source}",
         "first.going_on": "going on from step {step:,}",
         "first.partly": "{text}, only {part} is trained",
+        "first.adapter": "{text}; trained is an adapter of rank {rank} with {trained} weights, the base is "
+        "frozen{packed}",
+        "adapter.nf4": ", its matrices in NF4",
         "first.training": "training data: {data}",
         "first.validation": "validation data: {data}; evaluated {when}, best/ keeps the best {metric}",
         "first.unvalidated": "validation data: none, so nothing is evaluated and no best/ is written",
         "first.tokenizer": "tokenizer: {directory}, {tokens:,} tokens",
         "first.steps": "length: {steps:,} steps of {batch:,} pairs, {epochs} epochs of {pairs:,} pairs",
+        "steps.asked": "; the {asked:,} of --max_steps count {batch:,} pairs each, as at the run's first start",
         "first.optimizer": "optimizer: {name}, learning rate {rate}{schedule}",
         "rate.warmed": "up to {peak:g} over the first {steps:,.0f} steps, then ",
         "rate.at_once": "{peak:g} from the first step, ",
-        "first.plan": "plan: {where}, {dtype}; forward passes a step: about {passes}, of at most {tokens:,} "
+        "first.plan": "plan: {where}, {dtype}{sent}; forward passes a step: about {passes}, of at most {tokens:,} "
         "tokens{how}; {memory}",
         "first.run": "run: {run_dir}, a checkpoint every {save_steps:,} steps or {save_time}{expected}",
-        "expected": "; about {time} for all steps",
+        "expected": "; about {time} for {steps:,} steps",
+        "unused.reduce_dtype": "--reduce_dtype={value} has no effect: one process sends no gradients",
+        "unused.gpu_memory_limit_gb": "--gpu_memory_limit_gb={value:g} has no effect: there is no GPU here",
         "data": "{names}, {rows:,} pairs; {sides}",
         "data.side": "{side} {mean:.1f} tokens on average ({share:.1%} cut to {most})",
         "data.turns": "; {count:,} earlier turns did not fit",
@@ -36,6 +42,7 @@ WORDS = {
         "metric.chrf": "chrF",
         "schedule.cosine": "down to 0 in a half cosine",
         "schedule.wsd": "constant, and down to 0 over the last fifth",
+        "how.sent": ", gradients are sent in {dtype}",
         "how.checkpointing": ", activations computed twice to save memory",
         "how.recorded": ", recorded as CUDA graphs",
         "memory.card": "at most {peak} of {limit} GiB of GPU memory",
@@ -66,6 +73,15 @@ WORDS = {
         "tokens, not {before:,}",
         # the command line
         "usage": "usage: python train_low_mem.py {command} [--name=value ...]",
+        "usage.commands": "usage: python train_low_mem.py COMMAND [--name=value ...]\n"
+        "  train    train a model, or resume a run\n"
+        "  plan     print what a run would take: memory, disk, steps\n"
+        "  test     print the loss and scores of a run's model on test_file\n"
+        "  doctor   check this machine and the data for a run, with a remedy for each problem\n"
+        "the options of a command: python train_low_mem.py COMMAND --help",
+        "usage.none": "no command is typed: type one of these\n{commands}",
+        "usage.unknown": "{word}: no such command{hint}\n{commands}",
+        "usage.similar": ": did you mean {command}?",
         "usage.plan": "  --num_processes=N --vocab_size=N: for a machine or tokenizer not here; "
         "--json=True: prints JSON",
         "usage.flags": "  {flags}: docs/options.md",
@@ -106,17 +122,22 @@ WORDS = {
         "first.tuned": "在 {source} 上微调",
         "first.going_on": "从第 {step:,} 步继续",
         "first.partly": "{text}，只训练 {part}",
+        "first.adapter": "{text}；训练的是秩 {rank} 的适配器，{trained} 参数，其余冻结{packed}",
+        "adapter.nf4": "，矩阵以 NF4 保存",
         "first.training": "训练数据：{data}",
         "first.validation": "验证数据：{data}；{when}评估，best/ 保留{metric}最好的模型",
         "first.unvalidated": "验证数据：没有，因此不评估，也不写 best/",
         "first.tokenizer": "分词器：{directory}，{tokens:,} 个词元",
         "first.steps": "长度：{steps:,} 步，每步 {batch:,} 对，{epochs} 轮，每轮 {pairs:,} 对",
+        "steps.asked": "；--max_steps 的 {asked:,} 步按每步 {batch:,} 对计算，与首次启动时相同",
         "first.optimizer": "优化器：{name}，学习率{rate}{schedule}",
         "rate.warmed": "在前 {steps:,.0f} 步升到 {peak:g}，然后",
         "rate.at_once": "从第一步起为 {peak:g}，",
-        "first.plan": "方案：{where}，{dtype}；每步约 {passes} 次前向，每次最多 {tokens:,} 个词元{how}；{memory}",
+        "first.plan": "方案：{where}，{dtype}{sent}；每步约 {passes} 次前向，每次最多 {tokens:,} 个词元{how}；{memory}",
         "first.run": "目录：{run_dir}，每 {save_steps:,} 步或 {save_time} 保存一次检查点{expected}",
-        "expected": "；全部步数约需 {time}",
+        "expected": "；{steps:,} 步约需 {time}",
+        "unused.reduce_dtype": "--reduce_dtype={value} 不起作用：只有一个进程，不发送梯度",
+        "unused.gpu_memory_limit_gb": "--gpu_memory_limit_gb={value:g} 不起作用：这里没有 GPU",
         "data": "{names}，{rows:,} 对；{sides}",
         "data.side": "{side}平均 {mean:.1f} 个词元（{share:.1%} 截到 {most}）",
         "data.turns": "；{count:,} 轮较早的对话放不下",
@@ -131,6 +152,7 @@ WORDS = {
         "metric.chrf": "chrF 分数",
         "schedule.cosine": "按半个余弦降到 0",
         "schedule.wsd": "保持不变，最后五分之一降到 0",
+        "how.sent": "，梯度以 {dtype} 发送",
         "how.checkpointing": "，为省显存重算激活值",
         "how.recorded": "，录制为 CUDA 图",
         "memory.card": "最多占显存 {limit} GiB 中的 {peak} GiB",
@@ -157,6 +179,15 @@ WORDS = {
         "按 --early_stop={count} 到此结束",
         "smaller": "显存不足（{where}，{rank} 号进程）：已重做，每次前向 {now:,} 个词元，不再是 {before:,}",
         "usage": "用法：python train_low_mem.py {command} [--名称=值 ...]",
+        "usage.commands": "用法：python train_low_mem.py 命令 [--名称=值 ...]\n"
+        "  train    训练模型，或继续一次训练\n"
+        "  plan     显示训练需要的显存、磁盘和步数\n"
+        "  test     显示训练所得模型在 test_file 上的损失和分数\n"
+        "  doctor   检查本机和数据能否训练，并给出每个问题的解决办法\n"
+        "一个命令的选项：python train_low_mem.py 命令 --help",
+        "usage.none": "没有输入命令，请输入其中一个\n{commands}",
+        "usage.unknown": "{word}：没有这个命令{hint}\n{commands}",
+        "usage.similar": "，是不是 {command}？",
         "usage.plan": "  --num_processes=N --vocab_size=N：用于不在本机的机器或分词器；--json=True：输出 JSON",
         "usage.flags": "  {flags}：见 docs/options.md",
         "page.ask": "输入问题。回车发送，Shift+回车换行。",

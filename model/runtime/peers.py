@@ -6,6 +6,7 @@ Standard library only: this module runs before torch is imported.
 import faulthandler
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -151,9 +152,8 @@ class Peers:
                     signal.pidfd_send_signal(process, SHOW)
 
     def explain_failure(self, name, error):
-        """Message for the collective `name` that failed with `error`: which ranks are gone, and the error's first line.
+        """Message for the collective `name` that failed with `error`: which ranks are gone, and what the error says.
 
-        Libraries write the stack of their C++ below it, which would hide what the other rank says.
         Call it VERDICT_SECONDS after the failure, when a dead rank has missed heartbeats.
         """
         now, gone = awake_seconds(), ["rank 0 is gone"] if self._store_lost else []
@@ -162,8 +162,13 @@ class Peers:
                 gone.append(f"rank {rank} ended: {heartbeat.ended}")
             elif rank != str(self._rank) and now - self._beat_at[rank] >= VERDICT_SECONDS - BEAT_SECONDS / 2:
                 gone.append(f"rank {rank} is gone")
-        reason, *_ = str(error).split("\n")
-        return "; ".join([*gone, f"{name} failed: {reason}"])
+        return "; ".join([*gone, f"{name} failed: {_first_clause(error)}"])
+
+
+def _first_clause(error):
+    """What a library's error says first, without the place in its sources, its advice and the stack of its C++."""
+    first, *_ = str(error).split("\n")
+    return re.sub(r"^\[\S+:\d+\] *", "", first).split(". ")[0].rstrip(".")
 
 
 def _progress_of(heartbeat):

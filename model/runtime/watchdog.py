@@ -36,6 +36,10 @@ _training = False
 _saving = []  # start time of each block of `saving` that a thread is in
 
 
+class CollectiveFailed(RuntimeError):
+    """A collective failed, mostly since another rank is gone."""
+
+
 def watch_signals():
     """Start the threads: INT, TERM and USR1 ask for a stop; a repeat after REPEAT_SECONDS quits unless a rank saves.
 
@@ -105,6 +109,13 @@ def training_begins():
     _training = True
 
 
+def go_on_hint(error):
+    """What to type after `error`, if it ended a training that another rank had to take part in; else ""."""
+    if not _training or not isinstance(error, CollectiveFailed):
+        return ""
+    return "; no checkpoint was written now, so go on from the newest: the same command with --is_keep_training=True"
+
+
 @contextmanager
 def saving():
     """Context for writing a checkpoint: repeated signals are ignored, for MAX_SAVING_SECONDS; threads may overlap."""
@@ -128,7 +139,7 @@ def untimed(what):
 
 @contextmanager
 def collective(name):
-    """Context for a collective; if it fails, the RuntimeError names the ranks that are gone."""
+    """Context for a collective; if it fails, the CollectiveFailed names the ranks that are gone."""
     _mine.num_collectives += 1
     _mine.waits_in = name
     try:
@@ -137,7 +148,7 @@ def collective(name):
         if _peers is None:
             raise
         time.sleep(VERDICT_SECONDS)
-        raise RuntimeError(_peers.explain_failure(name, error)) from None
+        raise CollectiveFailed(_peers.explain_failure(name, error)) from None
     finally:
         _mine.waits_in = ""
         _mine.progress += 1

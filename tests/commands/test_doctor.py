@@ -51,7 +51,14 @@ def test_each_missing_file_has_a_remedy_in_any_locale_and_the_exit_code_is_1(tmp
     line = [*launcher("python"), "doctor", "--train_file=没有.json"]
     code, text = wait_for_launch(launch(line, tmp_path, ascii_only), tmp_path)
     assert code == 1 and "Traceback" not in text, text
-    for part in (".json: no such file", "scripts/train_tokenizer.py", "export LANG=C.UTF-8", "3 problems"):
+    for part in (
+        ".json: no such file",
+        "scripts/train_tokenizer.py",
+        "export LANG=C.UTF-8",
+        "3 problems",
+        "unknown for weights",
+        "unknown for checkpoints",
+    ):
         assert part in text, text
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from config import TrainConfig, load_config
 from model.commands.options import KEEP_TRAINING, exit_early, read_request
+from model.commands.usage import COMMANDS
 from model.train.run_length import global_batch
 from tests.ranks import ROOT
 
@@ -23,6 +24,25 @@ def test_a_wrong_command_line_exits_early_with_code_2_and_the_reason(words, caps
     assert words[1].lstrip("-").split("=")[0].replace("-", "_") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words, code, part",
+    [
+        ([], 2, "no command is typed"),
+        (["--local_rank=0"], 2, "no command is typed"),
+        (["trian", "--epochs=0"], 2, "trian: no such command: did you mean train?"),
+        (["xyz"], 2, "xyz: no such command\n"),
+        (["--help"], 0, "usage: "),
+        (["-h"], 0, "usage: "),
+    ],
+)
+def test_the_commands_are_shown_without_a_known_one_or_when_asked_for(words, code, part, capsys):
+    with pytest.raises(SystemExit) as end:
+        exit_early(words)
+    shown = capsys.readouterr()
+    assert end.value.code == code and part in (shown.err if code else shown.out)
+    assert all(f"\n  {command} " in shown.out + shown.err for command in COMMANDS)
+
+
 def test_only_the_first_rank_of_a_machine_prints_the_error(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):
@@ -32,8 +52,8 @@ def test_only_the_first_rank_of_a_machine_prints_the_error(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["train"], ["train", "--epochs=3", "--save-steps=5", "--local_rank=0"], ["train", "--epochs", "0"]]
-    + [["--help"], ["plan", "--epochs=0"]],
+    [["train"], ["--epochs=3"], ["train", "--epochs=3", "--save-steps=5", "--local_rank=0"], ["train", "--epochs", "0"]]
+    + [["plan", "--epochs=0"]],
 )
 def test_a_command_line_that_may_be_right_does_not_exit_early(words):
     assert exit_early(words) is None

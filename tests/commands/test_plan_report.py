@@ -79,7 +79,12 @@ def test_no_lever_is_shown_that_train_refuses():
     values = plan(model="small", gpu_memory_limit_gb=4, max_seq_len=512, **batch)
     levers = [lever["lever"] for lever in values["levers"] if lever["lever"].startswith("micro-batch")]
     tokens, longest = values["plan"]["micro_batch_tokens"], values["lengths"]["longest"]
-    assert tokens == longest and levers == [f"micro-batch of {2 * tokens}"]
+    assert tokens == longest and not levers
+    values = plan(
+        model="small", gpu_memory_limit_gb=4, max_seq_len=512, micro_batch_tokens=longest, batch_size_per_gpu=4
+    )
+    levers = [lever["lever"] for lever in values["levers"] if lever["lever"].startswith("micro-batch")]
+    assert levers == [f"micro-batch of {2 * longest}"]
 
 
 def test_the_predicted_evaluation_peak_covers_every_forward_pass():
@@ -150,25 +155,29 @@ def test_a_phase_that_does_not_fit_is_reported_with_what_to_type(capsys):
 
 def test_an_unknown_vocabulary_size_is_refused_with_the_option_to_type(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="type --vocab_size=N"):
+    with pytest.raises(
+        ValueError, match="train_tokenizer.py FILES --output_dir model_save/tokenizer .*, or type --vocab_size=N"
+    ):
         plan(vocab_size=0)
 
 
 def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
     options = dict(model="shape.json", train_file="train.jsonl", max_seq_len=32, gpu_memory_limit_gb=1)
-    sampled = plan(vocab_size=0, **options)["lengths"]
-    assert sampled["source"].startswith("sampled: 44 rows") and sampled["longest"] == 64
+    sampled = plan(vocab_size=0, **options)
+    assert re.search(
+        r"^pairs +45: 44 sampled and one of the greatest length; .* at most 64$", table(sampled), re.MULTILINE
+    )
     tokenizer = load_tokenizer(TOKENIZER_DIR)
     assert find_store(Source(("train.jsonl",), Pairs(), tokenizer, 32), TOKENS_DIR) is None
     store = open_pairs("train.jsonl", tokenizer, 32, TOKENS_DIR)
     values = plan(vocab_size=0, **options)
-    assert "28 of 64 pairs; warm-up 3" in table(plan(vocab_size=0, **options, epochs=40))
+    assert "40 of 64 pairs; warm-up 3" in table(plan(vocab_size=0, **options, epochs=40))
     with pytest.raises(ValueError, match="warm-up of 28 steps must be shorter than the run of 28: .*--warmup_steps=2$"):
         plan(vocab_size=0, **options, epochs=40, warmup_steps=28)
     stored = load_config("pretrain", options | dict(warmup_steps=1000))
     assert "the warm-up of 1000 steps" in table(preview(stored, (), 1)), "of a resumed run"
     counted = values["lengths"]
-    assert counted["source"].startswith("counted: ")
+    assert counted["source"].startswith("counted in ")
     assert (counted["pairs"], counted["longest"]) == (44, int(store.lengths.sum(axis=1).max()))
     encoded = Pairs().encode(list(read_pairs("train.jsonl")), tokenizer, 32)
     assert (side_lengths(encoded) == store.lengths).all()

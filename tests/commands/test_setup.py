@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from config import MODELS, load_config
+from model.commands.no_model import check_source
 from model.commands.setup import first_plan
 from model.data.length_histogram import histogram
 from model.data.tokenizer_training import train_tokenizer
@@ -19,7 +20,7 @@ from model.nn.t5.sizes import T5ModelConfig
 from model.run.checkpoint import TrainState
 from model.run.train_state import kept_recovery
 from tests.parts import ALONE, PLAN
-from tests.tiny import OPTIONS, SHAPE, SHORT, journal, refused, train
+from tests.tiny import OPTIONS, SHAPE, SHORT, command, journal, refused, train
 
 RECORDED = replace(PLAN, graphs=True)
 
@@ -65,6 +66,19 @@ def test_a_resumed_fine_tuning_keeps_the_model_configuration_of_its_weights(home
     options = dict(output_dir="shaped", finetune_from_ckp_file=done_run, model=None, **SHORT)
     done = train(home, 1, "forward:0:2:int", **options)
     assert done.codes == [0], done.text
+    stopped, test = home / "shaped", ["test", "--output_dir=shaped"]
+    with pytest.raises(ValueError, match=f"last/ and no best/ yet: type --finetune_from_ckp_file={stopped}/last"):
+        check_source(stopped / "best")
+    words = ["--validation_file=", "--test_file=valid.jsonl"]
+    assert refused(command(home, *test), f"to test last/ type {' '.join(words)}, or go on")
+    assert "test shaped/last: loss" in command(home, *test, *words).text
+    shutil.rmtree(stopped / "last")
+    assert refused(command(home, *test), "before its first evaluation, which writes best/: go on with it")
+    for place in ("best", "."):
+        with pytest.raises(
+            ValueError, match="before its first evaluation, .*: go on with it: .*shaped --is_keep_training=True"
+        ):
+            check_source(stopped / place)
     done = train(home, 1, is_keep_training=True, **options)
     assert done.codes == [0], done.text
 
@@ -72,7 +86,10 @@ def test_a_resumed_fine_tuning_keeps_the_model_configuration_of_its_weights(home
 def test_fine_tuning_with_another_model_than_the_weights_have_is_refused(home, done_run):
     (home / "wide.json").write_text(json.dumps(SHAPE | dict(d_model=24)))
     done = train(home, output_dir="wide", finetune_from_ckp_file=done_run, model="wide.json")
-    assert refused(done, "wide.json", done_run)
+    assert refused(
+        done,
+        f"--model=wide.json: leave it out, the weights in {done_run} set the sizes: d_model 24, the weights have 16\n",
+    )
 
 
 def test_a_bin_file_that_does_not_fit_the_model_is_refused_before_tokenising(home, done_run):

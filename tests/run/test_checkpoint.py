@@ -5,16 +5,18 @@ import hashlib
 import json
 import os
 import re
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 import ujson
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from model.data.tokenizer import copy_tokenizer
-from model.nn.weights_io import export_model
+from model.nn.weights_io import export_model, write_tensors
+from model.run import checkpoint
 from model.run.checkpoint import checkpoint_paths, discard_after, load_newest, read_checkpoint
 from model.run.journal import Journal
 from model.runtime import fault_injection
@@ -175,6 +177,19 @@ def test_a_failed_save_leaves_earlier_checkpoints_intact_and_the_next_save_succe
     assert load_newest(tmp_path, pytest.fail).state.step == 400
     save(500, keep=2)
     assert load_newest(tmp_path, pytest.fail).state.step == 500
+
+
+def test_a_file_that_fails_while_the_other_is_written_leaves_neither(save, tmp_path, monkeypatch):
+    def write_slowly(tensors, path):
+        if path.name == "model.safetensors":
+            raise SafetensorError("no room")
+        time.sleep(0.2)
+        write_tensors(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", write_slowly)
+    with pytest.raises(OSError, match="no room"):
+        save(500)
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_drafts_of_killed_saves_are_deleted_by_the_next_save(save, tmp_path, monkeypatch):

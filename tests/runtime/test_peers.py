@@ -129,5 +129,8 @@ def test_the_others_end_when_only_one_rank_is_suspended(tmp_path):
 def test_a_failed_collective_is_told_in_one_line_with_the_rank_that_ended():
     watched = peers.Peers(HashStore(), 0, 2, TIMEOUT_S, peers.Heartbeat())
     watched.heartbeats["1"] = peers.Heartbeat(ended="b.jsonl: a row is too long")
-    message = watched.explain_failure("a vote", RuntimeError("closed by peer\nframe #0: c10::Error::Error"))
-    assert message == "rank 1 ended: b.jsonl: a row is too long; a vote failed: closed by peer"
+    error = (
+        "[/__w/gloo/pair.cc:553] closed by peer [127.0.0.1]:2. This may be remote. GLHF!\nframe #0: c10::Error::Error"
+    )
+    message = watched.explain_failure("a vote", RuntimeError(error))
+    assert message == "rank 1 ended: b.jsonl: a row is too long; a vote failed: closed by peer [127.0.0.1]:2"

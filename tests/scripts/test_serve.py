@@ -207,7 +207,7 @@ def test_another_address_needs_a_key_and_the_key_is_asked_for(server, home, caps
     taken, elsewhere = server[0].rsplit(":", 1)[1], ["--host", "192.0.2.1", "--api_key", "k"]
     for words, said in (
         (["--host", "0.0.0.0"], r".*--api_key KEY.*"),
-        (["--port", taken], rf"--port={taken} is in use: type another, or --port=0"),
+        (["--port", taken], rf"--port={taken} is in use: type another, or --port=0 .*"),
         (elsewhere, "--host=192.0.2.1: no address of this machine.*"),
     ):
         assert main(["nowhere", *words]) == 2, "refused before the model is loaded"
