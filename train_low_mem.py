@@ -11,7 +11,6 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from model.commands.option_names import as_typed
 from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, exit_early, read_request
 from model.commands.usage import with_command
 from model.runtime.cuda_start import start_cuda
@@ -83,7 +82,7 @@ def train(*stray, **options):
         if (done := why_finished(run, state)) and not lacks_evaluation(run, state):
             if not has_last(run.dir):  # its export may have failed
                 export_last(run, state)
-            say(ranks, as_typed(f"{run.dir} is finished: {done} to train longer, {ANOTHER_RUN}"))
+            say(ranks, f"{run.dir} is finished: {done} to train longer, {ANOTHER_RUN}")
             return
         if vote(ranks, stop_asked())[0]:
             raise KeyboardInterrupt
@@ -278,7 +277,7 @@ def main(argv):
             raise  # a library raised it: a bug here, not a user error
         failure = str(error)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank raises the same error
-            print(printable_lines(as_typed(str(error))), file=sys.stderr)
+            print(printable_lines(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         failure = ""

@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from model.commands.guide_flags import read_guide  # noqa: E402
-from model.commands.option_names import GUIDE  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
 COMMANDS = ("train", "plan", "doctor")
@@ -41,7 +40,6 @@ def main(words: list[str]) -> int:
         return 2
     if is_main:
         print(printable_lines("\n".join(told)), flush=True)
-    os.environ[GUIDE] = "1"  # the run's messages use the flags that were typed here
     line = [command, *(f"--{name}={value}" for name, value in options.items())]
     os.execv(sys.executable, [sys.executable, str(ROOT / "train_low_mem.py"), *line])
 

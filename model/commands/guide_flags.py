@@ -6,7 +6,7 @@ from pathlib import Path
 
 from config import TrainConfig
 from model.commands.model_cache import find_model
-from model.commands.option_names import OWN_NAMES, in_guide_words, unknown_option, why_needless
+from model.commands.option_names import OWN_NAMES, unknown_option, why_needless
 from model.commands.options import FLAGS, parse_options
 from model.data.file_list import data_files
 
@@ -157,7 +157,7 @@ def _translate(reading, name, values):
 
 def _unknown(name):
     others = [other for other in (*OWN_NAMES, *VALUES) if other not in OWN]
-    return in_guide_words(unknown_option(name, [*OWN, *others]))
+    return unknown_option(name, [*OWN, *others]).replace("--base_precision=nf4", "--use_4bit")
 
 
 def _find_base(reading, typed_as):

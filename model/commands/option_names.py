@@ -4,7 +4,6 @@ And for those that were misspelt, of a run or of a script.
 """
 
 import argparse
-import os
 import re
 import sys
 from difflib import get_close_matches
@@ -67,20 +66,6 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
 }
 OWN_NAMES = {other: own for own, names in OTHER_NAMES.items() for other in names.split()}
 
-OF_GUIDES = {  # what the command lines of LoRA guides have for what messages say here
-    ", without --is_keep_training=True": "",  # scripts/train_lora.py adds it itself
-    "--is_keep_training=True": "--resume_from_checkpoint",
-    "--overwrite=True": "--overwrite_output_dir",
-    "--base_precision=nf4": "--use_4bit",
-    "--epochs": "--num_train_epochs",
-    "--learn_rate": "--learning_rate",
-    "--batch_size_per_gpu": "--per_device_train_batch_size",
-    "--max_seq_len": "--max_seq_length",
-    "--train_file": "--data_path",
-    "--finetune_from_ckp_file": "--model_name_or_path",
-}
-GUIDE = "CHAT_GUIDE"  # set in the environment of a run that scripts/train_lora.py starts
-
 NEEDLESS = {  # pattern of option names: why they may be left out
     r"(per_device_|per_gpu_)?(eval|test|valid)_batch_size": "it is chosen to fit the memory",
     r"auto_(find_)?batch(_size)?": "every step is split to fit the memory",
@@ -141,17 +126,6 @@ def _similar(name, known, cutoff=MIN_SIMILARITY):
     """The end of a message for an unknown option: the most similar name."""
     similar = get_close_matches(name, known, n=1, cutoff=cutoff)
     return f": did you mean --{similar[0]}?" if similar else "; --help shows all options"
-
-
-def in_guide_words(text):
-    """A message with a guide's flags in place of the options here."""
-    names = "|".join(map(re.escape, OF_GUIDES))
-    return re.sub(rf"({names})(?!\w)", lambda found: OF_GUIDES[found[0]], text)
-
-
-def as_typed(text):
-    """A message with the names that the user types: those of guides where a guide's command line was typed."""
-    return in_guide_words(text) if os.environ.get(GUIDE) else text
 
 
 def why_needless(name):

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from config import PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, rates_of
-from model.commands.option_names import as_typed, unknown_option
+from model.commands.option_names import unknown_option
 from model.commands.usage import FLAGS, HELP, commands_text, usage, with_command
 from model.data.file_list import data_files, unweighted_files
 from model.runtime.json_stream import read_object
@@ -248,7 +248,7 @@ def exit_early(words):
         if is_main:
             from model.runtime.terminal import printable_lines
 
-            print(printable_lines(as_typed(str(error))), file=sys.stderr)
+            print(printable_lines(str(error)), file=sys.stderr)
         sys.exit(2)
 
 

@@ -9,8 +9,8 @@ from model.data.buckets import buckets_for
 
 CHUNK_LAUNCHES = 0.006  # launch time of a chunk / launch time of a forward and backward
 CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 0.3, 1.2  # of all blocks: more compute and launch time / those without
-# Tokens computed in the time in which a forward and backward take all matrices out of NF4 twice: about as many on each
-# GPU, as its memory's speed grows with that of its products. Computing the blocks again takes them out a third time.
+# Tokens computed in the time in which a forward and backward take all matrices out of NF4, twice; to compute the blocks
+# again takes them out a third time. Measured on an H200; by their data sheets 100 to 200 on smaller cards.
 UNPACKING_TOKENS = 200
 RECORDED_LAUNCHES = 0.1  # time of replaying a graph of few tokens / time of launching it
 MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of recorded steps is estimated

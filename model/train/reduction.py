@@ -46,6 +46,6 @@ def check_ranks(reduce_dtype, world_size):
     """Raise ValueError if bf16 would send as many bytes as float32 does."""
     if reduce_dtype == "bf16" and world_size > MOST_RANKS:
         raise ValueError(
-            f"--reduce_dtype=bf16: {world_size} processes send no fewer bytes so than in float32, only up to "
-            f"{MOST_RANKS} do: type --reduce_dtype=float32"
+            f"--reduce_dtype=bf16: {world_size} processes would send as many bytes as in float32 or more, only 2 or "
+            f"{MOST_RANKS} send fewer: type --reduce_dtype=float32"
         )

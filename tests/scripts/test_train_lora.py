@@ -62,7 +62,7 @@ def test_the_command_of_a_guide_trains_goes_on_under_torchrun_merges_and_answers
     stop = journal(home / "output", "stop")[-1]
     assert (stop["step"], stop["reason"]) == (6 + 2, "finished")  # the last epoch in two steps of 32
     again = run(home, SCRIPT, *GUIDE)
-    text = "3 asked for; raise --num_train_epochs to train longer, or start another run: --output_dir=DIR keeps both"
+    text = "3 asked for; raise --epochs to train longer, or start another run"
     assert again.returncode == 0 and text in again.stdout + again.stderr, again.stderr
     assert merge_lora([str(home / "output"), str(home / "merged")]) == 0
     before, after = (load_file(home / name / "model.safetensors") for name in ("models/qwen", "merged"))
