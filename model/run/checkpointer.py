@@ -44,9 +44,7 @@ class Saver:
         self._host_tensors, self._thread = {}, None
         self._newest = None  # Taken, as long as its tensors are in host memory
         self._saved_state = None  # the TrainState of the newest checkpoint
-        self.failure = (
-            ""  # error message of the newest save; empty if it succeeded (while it runs: that it did not end)
-        )
+        self.failure = ""  # error message of the newest save, or that it has not ended; empty if it succeeded
 
     def save(self, state, model, optimizer):
         """Copy weights and optimizer state and start to write them, unless the checkpoint of `state` exists already.
