@@ -145,7 +145,8 @@ def train_and_save(run, journal, samples, saver, state, plan):
     config, schedule = run.config, run.schedule
     recent, line, saved_at, result, saves, training_loss = [], None, None, None, False, TrainingLoss()
     recovery = recovery_of(state.growth, plan)
-    steps = train_steps(run.context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
+    context = run.context.with_graphs() if recovery.full.graphs else run.context
+    steps = train_steps(context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
     try:
         state, stop = make_up_evaluation(run, journal, saver, state, plan)
         with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
@@ -166,6 +167,8 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if saves or evaluates:
                     confirm(run.ranks, result)
                 if evaluates:
+                    if context.graphs and not run.memory["keeps_recordings"]:
+                        context.graphs.clear()
                     if not result.in_doubt:
                         saver.save(state, run.model, run.optimizer)  # the evaluation may take longer than save_seconds
                     state, stop = evaluate(run, journal, saver, state, result.plan, training_loss.take())

@@ -146,24 +146,21 @@ def time_cell(name, folder, rehearse):
             break
     figures = clock.result()
     flops = figures["pairs_per_second"] * flops_per_pair(run.model.config, run.model.lora)
-    planned = max(run.memory["phases"][name]["predicted"] for name in ("step", "recorded_step")[: 1 + plan.graphs])
-    sizes = dict(reserved=peak_memory(ranks.device)[1], predicted=predicted_bytes(run, plan, pairs), planned=planned)
+    predicted, planned = predicted_bytes(run, plan, pairs), run.memory["phases"]["step"]["predicted"]
+    sizes = dict(reserved=peak_memory(ranks.device)[1], predicted=predicted, planned=planned)
     figures |= {f"{name}_gib": size / 2**30 for name, size in sizes.items()}
     print(json.dumps(figures | dict(flops=flops)), flush=True)
     os._exit(0)
 
 
 def predicted_bytes(run, plan, pairs):
-    """Predicted peak of the reserved bytes of steps that fit the buckets.
-
-    The largest bucket's step runs once before it is recorded, beside the recordings that are there.
-    """
+    """Predicted peak of the reserved bytes of steps that fit the buckets."""
     model, lengths = run.model, run.train.histogram
     estimate = estimate_for(run.ranks, run.config, model.config, model.compute_dtype, lengths, pairs)
     if not plan.graphs:
         return estimate.step_peak(*plan.cutting)
     tokens = max(bucket.tokens for bucket in buckets_for(lengths.tokens, pairs, lengths.counts))
-    return estimate.step_peak(tokens, *plan.cutting[1:]) + estimate.recording_bytes(tokens, *plan.cutting[1:])
+    return estimate.step_peak(tokens, *plan.cutting[1:])
 
 
 def flops_per_pair(c, lora):

@@ -20,12 +20,12 @@ from model.memory.plan import (
     CHUNKS,
     USABLE,
     NothingFits,
+    Room,
     choose_plan,
     fitting_plan,
     phase_problem,
     predicted_peaks,
     recording_asked,
-    recording_bytes,
 )
 from model.memory.step_time import time_factor
 from model.runtime.device_memory import CONTEXT_BYTES
@@ -117,7 +117,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
         steps=_steps(config, typed, batch, num_pairs),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed,
         bytes_per_token=_bytes_per_token(spec, lengths, plan, tokens), plan=asdict(plan),
-        forwards=round(estimate.forwards(tokens), 2), phases=_phases(config, estimate, plan),
+        forwards=round(estimate.forwards(tokens), 2), phases=_phases(config, estimate, plan, machine.usable_bytes),
         levers=_levers(config, estimate, machine, plan),
         largest_block=dict(
             pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=model_config.vocab_size,
@@ -163,10 +163,10 @@ def _steps(config, typed, batch, num_pairs):
     return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config, warmup, full_steps))
 
 
-def _phases(config, estimate, plan):
+def _phases(config, estimate, plan, usable_bytes):
     """Peak bytes by phase, without those that the run has not."""
     has = dict(evaluation=bool(config.validation_file), generation=bool(config.validation_file and config.bleu_pairs))
-    return {name: peak for name, peak in predicted_peaks(estimate, plan).items() if has.get(name, True)}
+    return {name: peak for name, peak in predicted_peaks(estimate, plan, usable_bytes).items() if has.get(name, True)}
 
 
 def _levers(config, chosen, machine, plan):
@@ -188,15 +188,13 @@ def _levers(config, chosen, machine, plan):
     lengths = chosen.lengths
     for name, changed, cutting in rows:
         estimate = Estimate(changed, lengths, chosen.share_pairs, chosen.answers)
-        graph_bytes = recording_bytes(chosen, plan.cut_as(cutting))  # the same for every optimizer
-        peak, limit = estimate.step_peak(*cutting) + graph_bytes, machine.usable_bytes * USABLE
-        largest = fitting_plan(estimate, all_tokens, limit - graph_bytes, *cutting[1:])
-        fits = peak <= limit and not phase_problem(
-            _phases(config, estimate, plan.cut_as(cutting)), machine.usable_bytes
-        )
+        room = Room(estimate, machine.usable_bytes * USABLE)
+        largest, changed_plan = fitting_plan(room, all_tokens, *cutting[1:]), room.plan(*cutting, graphs=plan.graphs)
+        phases = _phases(config, estimate, changed_plan, machine.usable_bytes)
+        fits = room.holds(*cutting) and not phase_problem(phases, machine.usable_bytes)
         factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
         levers.append(
-            dict(lever=name, peak_bytes=peak, fits=fits, time_factor=round(factor, 3),
+            dict(lever=name, peak_bytes=estimate.step_peak(*cutting), fits=fits, time_factor=round(factor, 3),
                  largest_micro_batch_tokens=largest.micro_batch_tokens if largest else 0)
         )  # fmt: skip
     return levers
@@ -206,7 +204,7 @@ def _host(config, estimate, plan, device, world):
     """Bytes of host memory and /dev/shm that the run needs, and bytes free in /dev/shm."""
     weights, saved = 4 * estimate.spec.parameters, 4 * estimate.spec.saved
     optimizer_state = optimizer_bytes(estimate.spec)[0]
-    compute = weights if device == "cuda" else max(predicted_peaks(estimate, plan).values())
+    compute = weights if device == "cuda" else max(estimate.peaks(*plan.cutting, plan.answers).values())
     rank_bytes = HOST_BYTES[device] + compute
     return dict(
         rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + saved + optimizer_state,

@@ -171,7 +171,7 @@ class Estimate:
         return int(max(moments.values()) * self.spec.constants.reserved)
 
     def recording_bytes(self, *cutting):
-        """Bytes that the CUDA graphs of steps cut this way, and of their update, hold in one pool."""
+        """Bytes of the pool that the CUDA graphs of steps cut this way, and of their update, share."""
         update_bytes = int(optimizer_bytes(self.spec)[1] * self.spec.constants.reserved)
         return max(self.forward_bytes(*cutting), update_bytes)
 

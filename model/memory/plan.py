@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 
 from model.memory.estimate import Estimate
-from model.memory.step_time import recorded_by, recorded_sizes, time_factor
+from model.memory.step_time import recorded_sizes, time_factor
 
 USABLE = 0.95  # share of memory to plan for without a probe: predictions err by 2 %, varying sizes fragment memory
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
@@ -73,8 +73,8 @@ def recording_asked(wanted, spec, num_steps):
 def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
     """The MemoryPlan that `wanted` (PlanOptions) asks for, or the fastest that fits `usable_bytes` (None on a CPU).
 
-    `asked` is the result of recording_asked; `calibration` is measured / predicted bytes of a probe. A plan with
-    recordings also runs the steps that fit none of them, so it leaves memory for both.
+    `asked` is the result of recording_asked; `calibration` is measured / predicted bytes of a probe. Recordings and the
+    steps that fit none of them share their memory, so a plan needs no more with recordings than without.
 
     Raises ValueError if the longest example, or a step to record, exceeds wanted.micro_batch_tokens, and NothingFits if
     the longest example does not fit the memory.
@@ -86,9 +86,7 @@ def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
         )
     if usable_bytes is None:
         tokens = _wanted_tokens(wanted, estimate, CPU_MICRO_BATCH_TOKENS)
-        return _plan(
-            estimate, math.inf, tokens, 1024, allowed_checkpointing(wanted.gradient_checkpointing, estimate)[0]
-        )
+        return Room(estimate).plan(tokens, 1024, allowed_checkpointing(wanted.gradient_checkpointing, estimate)[0])
     if wanted.compile == "True" and 0 < wanted.micro_batch_tokens < (size := recorded_sizes(estimate)[0][0]):
         raise ValueError(
             f"--compile=True records a step as one forward of at least {size} tokens ({estimate.share_pairs} pairs), "
@@ -98,31 +96,39 @@ def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
     # The worst possible micro-batch is very rare, and the retry handles it. So after a probe, which tells how much
     # memory is used, only the forwards with the longest targets must fit.
     planned_for = estimate.of_longest_targets if calibration else estimate
-    plain = list(_fitting_plans(wanted, planned_for, usable_bytes, usable_share))
-    if not plain:
+    plain = Room(planned_for, usable_bytes * usable_share)
+    unrecorded = list(_fitting_plans(wanted, plain))
+    if not unrecorded:
         raise NothingFits(_refusal(wanted, estimate, usable_bytes, usable_share))
-    recorded = [] if asked is False else list(_recorded_plans(wanted, estimate, usable_bytes, usable_share))
-    kinds = [recorded] if recorded and asked else [recorded, plain]
+    # the first forward that runs out of memory drops all recordings, so with them the costliest one possible must fit
+    room, kinds = replace(plain, estimate=estimate), [unrecorded]
+    if asked is not False:
+        recorded = [list(_recorded_plans(wanted, room, tokens)) for tokens in _recorded_tokens(wanted, estimate)]
+        kinds = recorded if asked and any(recorded) else [unrecorded, *recorded]
     best = [_fastest(kind, estimate) for kind in kinds if kind]
     if wanted.gradient_checkpointing == "auto":
-        rooms = (Room(estimate if plan.graphs else planned_for, usable_bytes, usable_share) for plan in best)
-        best = [_checkpointing_least(plan, room) for plan, room in zip(best, rooms, strict=True)]
+        best = [_checkpointing_least(plan, room if plan.graphs else plain) for plan in best]
     plan = _fastest(best, estimate)
     return replace(plan, graphs=True) if asked else plan
 
 
 @dataclass(frozen=True)
 class Room:
-    """The memory that a plan must fit."""
+    """The memory that plans must fit."""
 
     estimate: Estimate
-    usable_bytes: int
-    usable_share: float  # of predicted bytes
+    limit_bytes: float = math.inf  # predicted bytes
 
-    def holds(self, plan):
-        """Whether a step of `plan` fits beside its recordings."""
-        free = self.usable_bytes - recording_bytes(self.estimate, plan) / USABLE
-        return self.estimate.step_peak(*plan.cutting) <= free * self.usable_share
+    def holds(self, *cutting):
+        """Whether a step cut this way fits."""
+        return self.estimate.step_peak(*cutting) <= self.limit_bytes
+
+    def plan(self, *cutting, graphs=False):
+        """The MemoryPlan of this cutting."""
+        answers, peak = self.estimate.answers.count, self.estimate.step_peak(*cutting)
+        while answers > 1 and self.estimate.peaks(*cutting, answers)["generation"] > self.limit_bytes:
+            answers //= 2
+        return MemoryPlan(*cutting, peak, graphs, answers)
 
 
 def _checkpointing_least(plan, room):
@@ -130,12 +136,11 @@ def _checkpointing_least(plan, room):
     least, most = 0, plan.gradient_checkpointing
     while least < most:
         middle = (least + most) // 2
-        if room.holds(replace(plan, gradient_checkpointing=middle)):
+        if room.holds(*plan.cutting[:2], middle):
             most = middle
         else:
             least = middle + 1
-    return replace(plan, gradient_checkpointing=most, predicted_peak_bytes=room.estimate.step_peak(
-        plan.micro_batch_tokens, plan.chunk_tokens, most))  # fmt: skip
+    return room.plan(*plan.cutting[:2], most, graphs=plan.graphs)
 
 
 def allowed_checkpointing(option, estimate):
@@ -160,28 +165,29 @@ def _variants(wanted, estimate):
     return product([chunk for chunk in CHUNKS if chunk <= max_chunk], numbers)
 
 
-def _fitting_plans(wanted, estimate, usable_bytes, usable_share):
+def _fitting_plans(wanted, room):
     """The plan with the largest micro-batch that fits, for each variant for which one does."""
-    tokens = _wanted_tokens(wanted, estimate, LARGEST_MICRO_BATCH_TOKENS)
-    for variant in _variants(wanted, estimate):
-        plan = fitting_plan(estimate, tokens, usable_bytes * usable_share, *variant)
+    tokens = _wanted_tokens(wanted, room.estimate, LARGEST_MICRO_BATCH_TOKENS)
+    for variant in _variants(wanted, room.estimate):
+        plan = fitting_plan(room, tokens, *variant)
         if plan and plan.micro_batch_tokens >= wanted.micro_batch_tokens:
             yield plan
 
 
-def _recorded_plans(wanted, estimate, usable_bytes, usable_share):
-    """The largest plan with recordings that fits, for each variant and each largest size to record.
-
-    A probe records no step, so `calibration` does not cover the memory of recordings. They leave little memory free,
-    and the first forward that runs out of memory drops them all, so the costliest forward possible must fit too.
-    """
+def _recorded_tokens(wanted, estimate):
+    """The micro-batches that plans with recordings may have: the sizes to record, and the largest step, in tokens."""
     sizes = [size for size, _ in recorded_sizes(estimate)]
-    tokens = wanted.micro_batch_tokens or max(_wanted_tokens(wanted, estimate, LARGEST_MICRO_BATCH_TOKENS), sizes[-1])
-    for variant, (size, larger) in product(_variants(wanted, estimate), pairwise([*sizes, tokens + 1])):
-        recordings = estimate.recording_bytes(size, *variant) / USABLE
-        plan = fitting_plan(estimate, min(tokens, larger - 1), (usable_bytes - recordings) * usable_share, *variant)
-        if plan and plan.micro_batch_tokens >= max(wanted.micro_batch_tokens, size, estimate.lengths.longest):
-            yield replace(plan, graphs=True)
+    if wanted.micro_batch_tokens:
+        return [wanted.micro_batch_tokens] * (wanted.micro_batch_tokens >= sizes[0])
+    largest = _wanted_tokens(wanted, estimate, LARGEST_MICRO_BATCH_TOKENS)
+    return sorted({max(size, estimate.lengths.longest) for size in sizes} | {max(largest, sizes[-1])})
+
+
+def _recorded_plans(wanted, room, micro_batch_tokens):
+    """The plan with micro-batches of so many tokens, for each variant for which they fit."""
+    for variant in _variants(wanted, room.estimate):
+        if room.holds(micro_batch_tokens, *variant):
+            yield room.plan(micro_batch_tokens, *variant, graphs=True)
 
 
 def _fastest(plans, estimate):
@@ -189,45 +195,45 @@ def _fastest(plans, estimate):
 
 
 def recording_bytes(estimate, plan):
-    """Bytes that the recordings of `plan` hold; 0 if it has none."""
-    size, _ = recorded_by(estimate, plan)
-    return estimate.recording_bytes(size, *plan.cutting[1:]) if size else 0
+    """Bytes that the recordings of `plan` hold, and the steps that it does not record; 0 without recordings."""
+    return estimate.recording_bytes(*plan.cutting) if plan.graphs else 0
 
 
-def predicted_peaks(estimate, plan):
-    """{phase: peak reserved bytes on the device}; recordings count from the first recorded step on."""
+def keeps_recordings(estimate, plan, usable_bytes):
+    """Whether evaluations fit beside what the recordings of `plan` hold; otherwise these are deleted before each."""
     peaks = estimate.peaks(*plan.cutting, plan.answers)
-    if not plan.graphs:
-        return peaks
-    later = dict(recorded_step="step", evaluation="evaluation", generation="generation", save="save")
-    return peaks | {name: peaks[phase] + recording_bytes(estimate, plan) for name, phase in later.items()}
+    needed = max(peaks["evaluation"], peaks["generation"]) + recording_bytes(estimate, plan)
+    return usable_bytes is None or needed <= USABLE * usable_bytes
 
 
-def _plan(estimate, limit_bytes, *cutting):
-    answers = estimate.answers.count
-    while answers > 1 and estimate.peaks(*cutting, answers)["generation"] > limit_bytes:
-        answers //= 2
-    return MemoryPlan(*cutting, predicted_peak_bytes=estimate.step_peak(*cutting), answers=answers)
+def predicted_peaks(estimate, plan, usable_bytes):
+    """{phase: peak reserved bytes on the device}, with the recordings that later phases keep."""
+    peaks, held = estimate.peaks(*plan.cutting, plan.answers), recording_bytes(estimate, plan)
+    keeps = keeps_recordings(estimate, plan, usable_bytes)
+    return peaks | {phase: peaks[phase] + held for phase in ("save", *("evaluation", "generation") * keeps)}
 
 
-def fitting_plan(estimate, wanted_tokens, limit_bytes, chunk_tokens, checkpointing):
-    """The plan with the largest micro-batch up to `wanted_tokens` that fits; None if the longest example does not."""
-    if estimate.step_peak(wanted_tokens, chunk_tokens, checkpointing) <= limit_bytes:
-        return _plan(estimate, limit_bytes, wanted_tokens, chunk_tokens, checkpointing)
-    longest, unit = estimate.lengths.longest, estimate.lengths.unit
-    if estimate.step_peak(longest, chunk_tokens, checkpointing) > limit_bytes:
+def fitting_plan(room, wanted_tokens, *variant):
+    """The plan with the largest micro-batch up to `wanted_tokens` that fits; None if the longest example does not.
+
+    `variant` is (chunk_tokens, checkpointing).
+    """
+    if room.holds(wanted_tokens, *variant):
+        return room.plan(wanted_tokens, *variant)
+    longest, unit = room.estimate.lengths.longest, room.estimate.lengths.unit
+    if not room.holds(longest, *variant):
         return None
     fits, exceeds = longest // unit, -(-wanted_tokens // unit)  # in units: between two, no more examples fit
     while exceeds - fits > max(_search_tolerance(fits * unit) // unit, 1):
         middle = (fits + exceeds) // 2
-        if estimate.step_peak(middle * unit, chunk_tokens, checkpointing) <= limit_bytes:
+        if room.holds(middle * unit, *variant):
             fits = middle
         else:
             exceeds = middle
     fits *= unit
     to_multiple = -fits % longest  # often many examples are as long as the longest, so a multiple of it packs best
     fits += to_multiple if to_multiple <= min(_search_tolerance(fits), wanted_tokens - fits) else 0
-    return _plan(estimate, limit_bytes, fits, chunk_tokens, checkpointing)
+    return room.plan(fits, *variant)
 
 
 def _search_tolerance(tokens):

@@ -8,14 +8,15 @@ import torch
 class Recorder:
     """Records CUDA graphs that share one pool of memory, because they run one after the other.
 
-    What a graph allocates belongs to the pool until all its graphs are gone; what it leaves is in tensors of others.
+    What a graph allocates belongs to the pool until the Recorder and its graphs are gone; what a graph leaves is in
+    tensors of others.
     """
 
     def __init__(self):
         # cuBLAS keeps a workspace per stream: use the current stream unless it is the default, which cannot capture
         current = torch.cuda.current_stream()
         self.stream = _other_stream(current.device) if current == torch.cuda.default_stream() else current
-        self.pool = None
+        self.pool = torch.cuda.MemPool()
 
     def run(self, work, *args):
         """Do `work(*args)` where it will be recorded: this compiles kernels and sets up libraries outside the pool."""
@@ -24,16 +25,24 @@ class Recorder:
             work(*args)
         torch.cuda.current_stream().wait_stream(self.stream)
 
+    def run_in_pool(self, work, *args):
+        """Do `work(*args)` in the memory of the graphs, which they do not use between their replays.
+
+        `work` must leave all results in tensors of others: the next replay overwrites what it allocates.
+        """
+        torch.cuda.empty_cache()  # a pool that grows takes nothing from what the allocator holds for others
+        # backward on this thread: only its allocations go to the pool
+        with torch.cuda.use_mem_pool(self.pool), torch.autograd.set_multithreading_enabled(False):
+            self.run(work, *args)
+
     def record(self, work, *args):
         """The CUDA graph of `work(*args)`, which must have been run before."""
         graph = torch.cuda.CUDAGraph()
         self.run(self._capture, graph, work, *args)
-        self.pool = graph.pool()
         return graph
 
     def _capture(self, graph, work, *args):
-        pool = () if self.pool is None else (self.pool,)
-        graph.capture_begin(*pool, capture_error_mode="thread_local")  # other threads may use the device meanwhile
+        graph.capture_begin(self.pool.id, capture_error_mode="thread_local")  # other threads may use the device
         try:
             work(*args)
         finally:  # memory may run out

@@ -14,19 +14,22 @@ class StepGraphs:
     """CUDA graphs: one per Bucket, that writes a micro-batch's gradients and metrics to the model's flat tensors, and
     one of the optimizer's update.
 
-    They share one memory pool, which is held until `clear`.
+    They share one memory pool, which is held until `clear`, with the forwards that fit no Bucket.
     """
 
     def __init__(self, model, objective):
         self.model, self.objective = model, objective
         self.scales = None  # tensors (losses,) and (metrics,) on the device, which the graphs read
-        self.recorder = Recorder()
-        self.clear()
+        self.recorded, self.recorded_update, self.recorder = {}, None, Recorder()
 
     def clear(self):
         """Delete all recorded graphs and free their memory."""
         self.recorder.stream.synchronize()  # a replay may still be running
-        self.recorded, self.recorder, self.recorded_update = {}, Recorder(), None
+        self.recorded, self.recorded_update, self.recorder = {}, None, Recorder()
+
+    def run(self, work, *args):
+        """Do `work(*args)`, which keeps no tensor that it makes, in the memory that the graphs share."""
+        self.recorder.run_in_pool(work, *args)
 
     def gradients(self, micro_batch, bucket, chunk_tokens, scales):
         """Write the gradients and metrics of a micro-batch to the model's flat tensors, which must be zero.
@@ -68,9 +71,8 @@ class StepGraphs:
         return batch, graph
 
     def _record(self, work, *args):
-        self.recorder.run(work, *args)
+        self.recorder.run_in_pool(work, *args)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # a pool takes no memory that the allocator holds for others
         return self.recorder.record(work, *args)
 
     def _run(self, batch, chunk_tokens):

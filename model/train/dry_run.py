@@ -15,7 +15,14 @@ from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.memory.estimate import Estimate
 from model.memory.oom_policy import shrink_plan, smaller_plan
-from model.memory.plan import NothingFits, allowed_checkpointing, choose_plan, predicted_peaks, recording_asked
+from model.memory.plan import (
+    NothingFits,
+    allowed_checkpointing,
+    choose_plan,
+    keeps_recordings,
+    predicted_peaks,
+    recording_asked,
+)
 from model.runtime.device_memory import limit_memory, memory_cap, non_torch_bytes, release_memory, within_memory
 from model.runtime.distributed import vote
 from model.runtime.watchdog import untimed
@@ -135,11 +142,12 @@ def plan_run(context, evaluation, kept, other_process):
         plan, measured["step"] = probe_plan(trial, plan, choose)
         measured |= probe_evaluation(evaluation, plan) if evaluation else {}
     unrecorded = estimate.peaks(*plan.cutting, plan.answers)  # probes run without CUDA graphs
-    predicted = predicted_peaks(estimate, plan) | {name: unrecorded[name] for name in measured}
+    predicted = predicted_peaks(estimate, plan, usable) | {name: unrecorded[name] for name in measured}
     phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}
     return plan, dict(
         phases=phases, cap_bytes=memory_cap(device, config.gpu_memory_limit_gb), non_torch_bytes=non_torch,
         other_process_bytes=other_process, allocator_limit_bytes=usable,
+        keeps_recordings=keeps_recordings(estimate, plan, usable),
     )  # fmt: skip
 
 

@@ -64,20 +64,28 @@ def _norms(context, shards):
 
 def _share_gradients(context, plan, work, packed, place):
     """Write the gradients and metrics of a share to the model's flat tensor; with exact=True, return a copy of it."""
-    model, loader, (_, micro_batches) = context.model, context.loader, packed.shares[place]
+    model, graphs, (_, micro_batches) = context.model, context.graphs, packed.shares[place]
     model.zero_grad()
     for index, micro_batch in enumerate(micro_batches):
         fault_injection.fire("forward", work.step)
-        if packed.bucket and context.graphs:
-            scales = _scales(work)
-            fault_injection.fire("backward_first", work.step)
-            context.graphs.gradients(micro_batch, packed.bucket, plan.chunk_tokens, scales)
-            continue
-        scales = [_on_device(part, model.device) for part in _scales(work)]
-        loss = weighted_loss(model, context.objective, micro_batch.to(model.device), plan.chunk_tokens, scales)
-        fault_injection.fire("backward_first" if index == 0 else "backward", work.step)
-        loss.backward()
-    return model.flat.gradients_and_sums.clone() if loader.exact else None
+        scales, before_backward = _scales(work), "backward" if index else "backward_first"
+        if packed.bucket and graphs:
+            fault_injection.fire(before_backward, work.step)
+            graphs.gradients(micro_batch, packed.bucket, plan.chunk_tokens, scales)
+        elif graphs:
+            graphs.run(_add_gradients, context, micro_batch, plan.chunk_tokens, scales, (before_backward, work.step))
+        else:
+            _add_gradients(context, micro_batch, plan.chunk_tokens, scales, (before_backward, work.step))
+    return model.flat.gradients_and_sums.clone() if context.loader.exact else None
+
+
+def _add_gradients(context, micro_batch, chunk_tokens, scales, fault):
+    """Add the gradients and metrics of a micro-batch to the model's flat tensors; `fault` may fire before backward."""
+    model = context.model
+    scales = [_on_device(part, model.device) for part in scales]
+    loss = weighted_loss(model, context.objective, micro_batch.to(model.device), chunk_tokens, scales)
+    fault_injection.fire(*fault)
+    loss.backward()
 
 
 def _scales(work):

@@ -59,6 +59,10 @@ class StepContext:
     def objective(self):
         return self.loader.examples.objective
 
+    def with_graphs(self):
+        """This StepContext with a StepGraphs, for plans that record steps."""
+        return self if self.graphs else replace(self, graphs=StepGraphs(self.model, self.objective))
+
 
 @dataclass(frozen=True)
 class Position:
@@ -120,7 +124,7 @@ def train_steps(context, position):
     plan, pairs_seen, norms = position.plan, position.pairs_seen, position.recent_norms
     recovery, torn, in_doubt, skipped_in_a_row = position.recovery or PlanRecovery(plan), False, False, 0
     if recovery.full.graphs:
-        context = replace(context, graphs=StepGraphs(context.model, context.objective))
+        context = context.with_graphs()
     loader, total_pairs = context.loader, context.loader.schedule.total_pairs
     with loader.ahead() as upcoming:
         upcoming.start(plan, position.step, pairs_seen)

@@ -1,6 +1,5 @@
 """The plan that is chosen from predictions alone, without a device."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +17,7 @@ from model.memory.plan import (
     PROBED_USABLE,
     USABLE,
     NothingFits,
+    Room,
     choose_plan,
     fitting_plan,
     recording_bytes,
@@ -89,7 +89,7 @@ def test_a_plan_fits_the_memory_and_holds_its_predicted_peak(shape):
 def test_a_micro_batch_just_below_a_multiple_of_the_longest_example_is_raised_to_it():
     estimate = estimate_of(CHATLM, heavy_tailed(), 16, optimizer="adafactor")
     for tokens, taken in ((2048 - 40, 2048), (2048 + 300, None), (3 * 1024 - 6, 3 * 1024)):
-        plan = fitting_plan(estimate, 16 * 1024, estimate.step_peak(tokens, 512, False), 512, False)
+        plan = fitting_plan(Room(estimate, estimate.step_peak(tokens, 512, False)), 16 * 1024, 512, False)
         assert plan.micro_batch_tokens == taken or (taken is None and plan.micro_batch_tokens <= tokens)
 
 
@@ -190,20 +190,19 @@ def heavy_tail(pairs, lengths=HEAVY_TAIL):
 
 def test_checkpointing_is_not_used_for_cuda_graphs_that_replay_few_steps():
     """With 2 pairs per step, few steps fit a bucket, and all others would pay for the checkpointing."""
-    for pairs, usable_gib, checkpointing in ((2, 2.8, False), (16, 3.4, True)):
+    for pairs, usable_gib, checkpointing in ((2, 2.5, False), (16, 2.8, True)):
         plan = choose_plan(plan_options(make_config()), heavy_tail(pairs), int(usable_gib * GIB), asked=None)
         assert plan.graphs and (plan.gradient_checkpointing > 0) == checkpointing
 
 
 @pytest.mark.parametrize("calibration", [None, 0.93, 1.02])
-def test_only_small_steps_are_recorded_if_cuda_graphs_of_all_would_not_fit(calibration):
+def test_only_small_steps_are_recorded_if_larger_ones_would_not_fit(calibration):
     estimate, graph_bytes = heavy_tail(8), []
-    for usable_gib in (3.2, 3.4, 8.0):
+    for usable_gib in (2.4, 3.2, 8.0):
         plan = choose_plan(plan_options(make_config()), estimate, int(usable_gib * GIB), None, calibration)
         graph_bytes.append(recording_bytes(estimate, plan))
-        forward = estimate.step_peak(*plan.cutting) * (calibration or 1)
-        assert forward / PROBED_USABLE + graph_bytes[-1] / USABLE <= usable_gib * GIB
-    assert 0 < graph_bytes[0] < graph_bytes[1] <= graph_bytes[2], "more memory holds more CUDA graphs"
+        assert estimate.step_peak(*plan.cutting) * (calibration or 1) <= PROBED_USABLE * usable_gib * GIB
+    assert 0 < graph_bytes[0] < graph_bytes[1] < graph_bytes[2], "more memory holds more CUDA graphs"
 
 
 def qwen_estimate(lengths, pairs, **options):
@@ -212,15 +211,14 @@ def qwen_estimate(lengths, pairs, **options):
     return make_estimate(config, QWEN_7B, torch.bfloat16, histogram(lengths), pairs, launch_tokens=33_000)
 
 
-def test_steps_of_a_large_network_are_recorded_only_where_their_launches_take_longer():
-    """Recordings hold memory, for which more blocks are computed again: that repays in steps of few tokens alone."""
+def test_recorded_steps_of_a_large_network_compute_few_more_blocks_again_than_others():
     short = np.random.default_rng(0).exponential(150, (2000, 2)).clip(16, 512).astype(np.int64)
-    plans = [
-        choose_plan(plan_options(make_config()), qwen_estimate(lengths, pairs, base_precision="nf4"), 15 * GIB, None)
-        for lengths, pairs in ((short, 8), (np.full((100, 2), 1024), 2))
-    ]
-    assert [plan.graphs for plan in plans] == [True, False]
-    assert plans[0].gradient_checkpointing > 24 > plans[1].gradient_checkpointing
+    for lengths, pairs in ((short, 8), (np.full((100, 2), 1024), 2)):
+        estimate = qwen_estimate(lengths, pairs, base_precision="nf4")
+        wanted = plan_options(make_config())
+        recorded, plain = (choose_plan(wanted, estimate, 15 * GIB, asked) for asked in (None, False))
+        assert recorded.graphs and not plain.graphs
+        assert recorded.gradient_checkpointing <= plain.gradient_checkpointing + 1 < 20
 
 
 def test_small_forwards_cost_more_where_each_takes_the_matrices_out_of_four_bits():
@@ -229,6 +227,6 @@ def test_small_forwards_cost_more_where_each_takes_the_matrices_out_of_four_bits
     for precision in ("auto", "nf4"):
         estimate = qwen_estimate(lengths, 64, base_precision=precision)
         estimate = Estimate(replace(estimate.spec, launch_tokens=1), estimate.lengths, 64)
-        small, large = (fitting_plan(estimate, tokens, math.inf, 512, 0) for tokens in (1024, 16_384))
+        small, large = (fitting_plan(Room(estimate), tokens, 512, 0) for tokens in (1024, 16_384))
         costs.append(time_factor(small, estimate) / time_factor(large, estimate))
     assert costs[0] == pytest.approx(1, abs=0.01) and costs[1] > 1.1

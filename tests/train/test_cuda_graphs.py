@@ -50,6 +50,30 @@ def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpo
     assert len(graphs.recorded) == 1
 
 
+@pytest.mark.gpu
+def test_a_forward_that_fits_no_bucket_runs_in_the_memory_of_the_recordings_and_leaves_nothing_there():
+    model = TextToTextModel(SHAPE, 0.0, torch.bfloat16).initialise(0).to("cuda")
+    graphs, gradients, held = StepGraphs(model, Pairs()), [], []
+
+    def add_gradients():
+        model(random_micro_batch(20, None, 0).to("cuda"), 512).backward()
+
+    for _ in range(3):
+        model.zero_grad()
+        graphs.gradients(random_micro_batch(20, BUCKET, 0), BUCKET, 512, ((1.0,), (1.0,)))
+        gradients.append({name: x.cpu() for name, x in gradients_of(model).items()})
+        model.zero_grad()
+        graphs.run(add_gradients)
+        gradients.append({name: x.cpu() for name, x in gradients_of(model).items()})
+        release_memory()
+        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert all(farthest(gradients[0], one) < 1e-2 for one in gradients)
+    assert held[0] == held[1] == held[2]
+    graphs.clear()
+    release_memory()
+    assert torch.cuda.memory_reserved() < held[0][1]
+
+
 def weights_after_updates(name, is_recorded):
     """The weights and the averages or momenta after three updates, the second of which has a scale that is NaN."""
     model = TextToTextModel(SHAPE, 0.0, torch.bfloat16).initialise(0).to("cuda")
