@@ -72,7 +72,7 @@ def make_t5(given, tokenizer, seed, on_probabilities):
     model_config = replace(load_model_config(given.model), vocab_size=tokenizer.vocab_size)
     ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id, decoder_start_token_id=tokenizer.pad_id)
     kind = dict(feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False)
-    config = T5Config(**asdict(model_config), **ids, **kind, dropout_rate=given.dropout)
+    config = T5Config(**asdict(model_config) | ids | kind, dropout_rate=given.dropout)
     model = T5ForConditionalGeneration(config).train()
     for module in model.modules():
         if isinstance(module, T5Attention) and not on_probabilities:

@@ -130,11 +130,12 @@ def main():
         for r in records
     ]
     adapted = f", an adapter, base_precision={given.base_precision}" if given.lora_rank else ""
-    where = ("NCCL" if torch.cuda.device_count() else "Gloo") + adapted
+    library = "NCCL" if torch.cuda.device_count() else "Gloo"
+    where = "GPU" if library == "NCCL" and given.worlds == "1" else library
     note = f"`{typed('bench.faults')}`: each run fails once at each of {', '.join(SITES)}."
-    section = "matrix_" + where.lower().replace(", ", "_").replace(" ", "_")
+    section = "matrix_" + (library + adapted).lower().replace(", ", "_").replace(" ", "_")
     header = ["processes", "on rank", "error", "times", "seconds over the undisturbed run", "passed"]
-    write_section(section, f"Out of memory at every site ({where})", header, rows, note)
+    write_section(section, f"Out of memory at every site ({where}{adapted})", header, rows, note)
     return 1 if any(record["wrong"] for record in records) else 0
 
 

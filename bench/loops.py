@@ -43,10 +43,9 @@ def train_ours(cell, corpus, clock):
 def hf_t5(name, attention):
     """transformers' T5 with the sizes of model `name`, random weights and no dropout."""
     model_config = replace(load_model_config(name), vocab_size=VOCAB_SIZE)
-    config = T5Config(
-        **asdict(model_config), pad_token_id=PAD_ID, eos_token_id=1, decoder_start_token_id=PAD_ID, dropout_rate=0.0,
-        feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+    ids = dict(pad_token_id=PAD_ID, eos_token_id=1, decoder_start_token_id=PAD_ID)
+    kind = dict(feed_forward_proj="relu", tie_word_embeddings=True, use_cache=False, dropout_rate=0.0)
+    config = T5Config(**asdict(model_config) | ids | kind)
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(config)
     model.set_attn_implementation(attention)

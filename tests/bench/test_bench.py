@@ -15,13 +15,14 @@ from bench.clock import Pace, StepClock
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_lengths, write_corpus
 from bench.data_scale import build_store
 from bench.fill import epoch_fill
-from bench.loops import SHAPES, pad, smallest_shape
+from bench.loops import SHAPES, hf_t5, pad, smallest_shape
 from bench.report import mixtures
 from config import MODELS
 from model.data.buckets import buckets_for
 from model.data.token_store import read_store
 from model.memory.plan import MemoryPlan
 from model.nn.t5.footprint import count_matrix_numbers
+from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import Ranks
 from model.train.step import StepContext
@@ -195,3 +196,10 @@ def test_the_limit_of_a_step_grows_with_its_pairs_but_for_what_is_done_once():
     assert all(many[name] == pytest.approx(4 * few[name]) for name in few.keys() - once)
     trained = 6 * (count_matrix_numbers(sizes) + VOCAB_SIZE * sizes.d_model)  # FLOPs if each side saw each weight
     assert 0.7 < few["products"] * 8e11 / (64 * 108 * trained) < 1
+
+
+def test_the_loops_of_transformers_have_the_shape_of_ours():
+    stock = hf_t5("tiny", "sdpa")
+    assert stock.config.decoder_start_token_id == 0 and stock.config.tie_word_embeddings
+    ours = TextToTextModel(T5ModelConfig(**MODELS["tiny"], vocab_size=VOCAB_SIZE))
+    assert {p.shape for p in stock.parameters()} == {p.shape for p in ours.parameters()}
