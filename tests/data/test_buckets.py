@@ -9,7 +9,7 @@ def test_few_buckets_hold_nearly_every_micro_batch_with_little_padding():
     lengths = np.stack([draw.gamma(1.2, 20, 50_000), draw.gamma(1.6, 68, 50_000)], axis=1).clip(1, 256).astype("uint16")
     for pairs, least_fill in ((64, 0.90), (256, 0.95), (512, 0.965)):
         buckets = buckets_for(lengths, pairs)
-        assert 1 <= len(buckets) <= 8
+        assert 1 <= len(buckets) <= 9
         real = computed = missed = 0
         for _ in range(400):
             drawn = lengths[draw.integers(len(lengths), size=pairs)].astype(int)
@@ -17,7 +17,7 @@ def test_few_buckets_hold_nearly_every_micro_batch_with_little_padding():
             missed += bucket is None
             real += drawn.sum()
             computed += bucket.tokens if bucket else drawn.sum()
-        assert missed < 20
+        assert missed < 3
         assert real / computed > least_fill
 
 
