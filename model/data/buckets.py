@@ -11,6 +11,7 @@ FIRST_LEVELS, LAST_LEVELS = (0.3, 2.5), (-0.6, 0.2, 1.0, 2.5)  # of every side b
 REST_LEVEL = 3.5  # of all sides: one more size, for the 1 to 2 % of steps that would each launch every kernel
 STREAM_LEVELS = (-1.2, -0.8, -0.4, 0.0, 0.4, 0.8, 1.4, 2.5)  # of all sides together, where they lie in one stream
 BUCKET_FILL = 2 / 3  # least share of real tokens; the small last step of an epoch is not worth the padding
+CHEAP_PADDING = 2048  # tokens that are computed sooner than every kernel is launched, however small their share is
 BUCKET_MULTIPLE = 64  # tokens
 
 
@@ -28,13 +29,16 @@ class Bucket:
         return sum(self.sides)
 
     def holds(self, lengths):
-        """True if examples of these `lengths` (examples, sides), in tokens, fit and fill at least BUCKET_FILL of it."""
+        """True if examples of these `lengths` (examples, sides), in tokens, fit and leave no room but for padding.
+
+        That is a share of 1 - BUCKET_FILL, or CHEAP_PADDING tokens.
+        """
         sides = lengths.sum(axis=0, dtype=np.int64)
         own, limits = sides, self.sides
         if self.is_stream:
             own, limits = np.array([sides.sum(), sides[-1]]), (self.tokens, self.sides[-1])
-        fits = bool((own <= limits).all()) and len(lengths) <= self.examples
-        return fits and sides.sum() >= BUCKET_FILL * self.tokens
+        fits = bool((own <= limits).all()) and 0 < len(lengths) <= self.examples
+        return fits and sides.sum() >= min(BUCKET_FILL * self.tokens, self.tokens - CHEAP_PADDING)
 
 
 def buckets_for(lengths, examples, counts=None, is_stream=False):
