@@ -51,6 +51,15 @@ def non_torch_bytes(device, other_process):
     return non_torch if non_torch <= MAX_NON_TORCH_BYTES else CONTEXT_BYTES
 
 
+def check_allocator(backend):
+    """Raise ValueError if PyTorch allocates GPU memory without pools, which recorded steps share with others."""
+    if backend != "native":
+        raise ValueError(
+            f"PyTorch's allocator is {backend}, which has no pools for recorded steps: leave backend: out of "
+            "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+        )
+
+
 def limit_memory(device, limit_gb, non_torch):
     """Limit this process to `limit_gb` GiB of `device` (0: no limit), `non_torch` bytes of them outside the allocator.
 

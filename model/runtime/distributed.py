@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import ujson
 
+from model.runtime.device_memory import check_allocator
 from model.runtime.laps import lap
 from model.runtime.launch import check_launch, must_use_cpu
 from model.runtime.nccl_check import in_words, preflight
@@ -110,6 +111,7 @@ def _join(backend, on_cpu):
             f"the launcher announced {announced} processes and this group has {num_processes}: start them again"
         )
     if device.type == "cuda":
+        check_allocator(torch.cuda.get_allocator_backend())
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())  # CUDA graphs cannot be captured on the default stream
     if num_processes == 1:

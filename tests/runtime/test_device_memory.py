@@ -9,6 +9,7 @@ import torch
 from model.commands import setup
 from model.runtime.device_memory import (
     CONTEXT_BYTES,
+    check_allocator,
     check_memory_safety,
     cleanup_gpu_memory,
     is_out_of_memory,
@@ -93,3 +94,9 @@ def test_a_limit_above_the_memory_of_the_gpu_is_capped_at_it(monkeypatch):
     card, gib = torch.device("cuda:0"), 2**30
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 * gib))
     assert [memory_cap(card, limit) for limit in (0.0, 6.0, 12.0)] == [8 * gib, 6 * gib, 8 * gib]
+
+
+def test_an_allocator_without_pools_is_refused():
+    check_allocator("native")
+    with pytest.raises(ValueError, match="cudaMallocAsync, which has no pools.*PYTORCH_ALLOC_CONF"):
+        check_allocator("cudaMallocAsync")
