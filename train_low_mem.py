@@ -124,27 +124,24 @@ def train_from(run, request, state, plan):
 
 
 def train_to_the_end(run, journal, state, plan):
-    """Train, evaluate and save.
-
-    Returns the last state, "finished" or "asked", the Saver of its checkpoint and the process that draws the curves
-    meanwhile. That is None where nothing is drawn: a stop does not wait for a plot.
-    """
+    """Train, evaluate and save; returns what `finish` needs. A stop does not wait for a plot."""
     config = run.config
     samples = run.dir / f"samples_rank{run.ranks.rank}.jsonl" if config.log_sample_ids else None
     saver = Saver(run.ranks, run.dir, config.keep_latest_n_ckp, journal)  # waits for its last checkpoint
     screen = live(run.ranks, run.dir, config.screen, config.gpu_memory_limit_gb, config.tracker)
     with screen, Journal(samples) as samples, saver:
-        state, reason = train_and_save(run, journal, samples, saver, state, plan)
-        draws = run.ranks.is_main and run.rules.draws_plots and reason == "finished"
-        drawing = start_last(run.dir) if draws else None
+        state, reason, drawing = train_and_save(run, journal, samples, saver, state, plan)
     return state, reason, saver, drawing
 
 
 def train_and_save(run, journal, samples, saver, state, plan):
-    """Take the steps, with logs, evaluations and saves between them; returns the last state and why training ended."""
+    """Take the steps, with logs, evaluations and saves between them.
+
+    Returns the last state, why training ended, and the process that draws the curves, None if none are drawn.
+    """
     config, schedule = run.config, run.schedule
     recent, line, saved_at, result, saves, training_loss = [], None, None, None, False, TrainingLoss()
-    recovery = recovery_of(state.growth, plan)
+    recovery, drawing, draws = recovery_of(state.growth, plan), None, run.ranks.is_main and run.rules.draws_plots
     context = run.context.with_graphs() if recovery.full.graphs else run.context
     steps = train_steps(context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
     try:
@@ -167,6 +164,8 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if saves or evaluates:
                     confirm(run.ranks, result)
                 if evaluates:
+                    if result.pairs_seen == schedule.total_pairs:
+                        drawing = start_last(run.dir, draws)  # it loads its libraries meanwhile
                     if context.graphs and not run.memory["keeps_recordings"]:
                         context.graphs.clear()
                     if not result.in_doubt:
@@ -182,7 +181,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
     except (NothingFits, TooManySkipped) as error:
         give_up(run, journal, saver, state, error, result)
         raise
-    return state, "asked" if stop else "finished"
+    return (state, "asked", None) if stop else (state, "finished", drawing or start_last(run.dir, draws))
 
 
 def make_up_evaluation(run, journal, saver, state, plan):

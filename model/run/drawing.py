@@ -1,6 +1,7 @@
 """Draws the plots of a run in a process of its own: training neither waits for one nor holds matplotlib in memory.
 
 python -m model.run.drawing RUN_DIR        draws RUN_DIR/plots/*.png; a run starts it after its evaluations
+python -m model.run.drawing RUN_DIR last   the same once something came from its standard input; nothing if that ended
 """
 
 import fcntl
@@ -12,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from model.run.plots import plot_run
+from model.run.plots import load_matplotlib, plot_run
 from model.runtime.atomic_io import open_own
 from model.runtime.terminal import printable
 
@@ -32,31 +33,36 @@ def draw_soon(run_dir: Path) -> None:
         _start(run_dir)  # subprocess reaps it when it starts the next one
 
 
-def start_last(run_dir: Path) -> subprocess.Popen | None:
-    """Start drawing the plots of a run that has ended; `finish_last` waits for them. Logs why it cannot."""
+def start_last(run_dir: Path, wanted: bool = True) -> subprocess.Popen | None:
+    """The process that draws the last plots of a run when `finish_last` asks for them, None if they are not `wanted`.
+
+    Logs why it cannot be started.
+    """
+    if not wanted:
+        return None
     try:
-        return _start(run_dir, stderr=subprocess.PIPE)
+        return _start(run_dir, "last", stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as error:
         LOGGER.error("no plots: %s", error)
 
 
 def finish_last(drawing: subprocess.Popen | None) -> None:
-    """Wait for the last plots of a run; logs why there are none instead of raising it."""
+    """Have the last plots of a run drawn and wait for them; logs why there are none instead of raising it."""
     if drawing is None:
         return
     try:
-        _, said = drawing.communicate(timeout=END_SECONDS)
+        _, said = drawing.communicate(b"draw", timeout=END_SECONDS)
     except subprocess.TimeoutExpired:
         said = f"they are still being drawn after {END_SECONDS} s".encode()
     if drawing.returncode != 0:
         LOGGER.error("no plots: %s", printable(said.decode(errors="replace").strip()[-500:]))
 
 
-def _start(run_dir, stderr=subprocess.DEVNULL):
+def _start(run_dir, *words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
     environment = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
     return subprocess.Popen(
-        [sys.executable, "-m", "model.run.drawing", str(run_dir)], env=environment | dict(OMP_NUM_THREADS="1"),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
+        [sys.executable, "-m", "model.run.drawing", str(run_dir), *words], env=environment | dict(OMP_NUM_THREADS="1"),
+        stdin=stdin, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
     )  # fmt: skip
 
 
@@ -65,9 +71,13 @@ def _open_lock(run_dir):
     return open_own(Path(run_dir, "plots", ".lock"), "ab", buffering=0)
 
 
-def main(run_dir: str) -> int:
-    """Wait for a drawing that is under way, then draw."""
+def main(run_dir: str, *last: str) -> int:
+    """Wait for a drawing that is under way, then draw; the `last` plots once they are asked for."""
     os.nice(19)
+    if last:
+        load_matplotlib()
+        if not sys.stdin.buffer.read():
+            return 0
     try:
         with _open_lock(run_dir) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -82,4 +92,4 @@ def main(run_dir: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -39,6 +39,11 @@ def plot_run(run_dir: str | Path) -> list[Path]:
     return [_save(figure, run_dir / "plots" / f"{name}.png", run_dir.name) for name, figure in pictures.items()]
 
 
+def load_matplotlib() -> None:
+    """Draw an empty picture, for which matplotlib and its fonts are loaded."""
+    _new_figure(1, 1).savefig(io.BytesIO())
+
+
 def plot_runs(run_dirs: list[Path], out: Path) -> None:
     """Draw the losses of several runs into the picture `out`: by pairs on the left, by hours on the right.
 

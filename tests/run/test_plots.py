@@ -97,6 +97,15 @@ def test_a_plot_that_fails_is_logged_and_does_not_end_the_run(tmp_path, caplog):
     assert "no plots: " in caplog.text and "line 1 is damaged" in caplog.text
 
 
+def test_the_last_plots_are_drawn_when_asked_for_and_not_if_the_run_dies_before(tmp_path, records):
+    write(tmp_path, records)
+    abandoned, drawing = start_last(tmp_path), start_last(tmp_path)
+    abandoned.stdin.close()
+    assert abandoned.wait(60) == 0 and not list(tmp_path.glob("plots/*.png"))
+    finish_last(drawing)
+    assert drawing.returncode == 0 and (tmp_path / "plots" / "loss.png").exists()
+
+
 def test_matplotlib_is_imported_only_when_a_plot_is_drawn():
     code = "import sys, model.run.drawing\nassert not {'matplotlib', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
