@@ -135,10 +135,7 @@ def train_to_the_end(run, journal, state, plan):
 
 
 def train_and_save(run, journal, samples, saver, state, plan):
-    """Take the steps, with logs, evaluations and saves between them.
-
-    Returns the last state, why training ended, and the process that draws the curves, None if none are drawn.
-    """
+    """Steps, evaluations and saves; returns the last state, why training ended, and the process that draws the curves."""
     config, schedule = run.config, run.schedule
     recent, line, saved_at, result, saves, training_loss = [], None, None, None, False, TrainingLoss()
     recovery, drawing, draws = recovery_of(state.growth, plan), None, run.ranks.is_main and run.rules.draws_plots
@@ -166,10 +163,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if evaluates:
                     if result.pairs_seen == schedule.total_pairs:
                         drawing = start_last(run.dir, draws)  # it loads its libraries meanwhile
-                    if context.graphs and not run.memory["keeps_recordings"]:
-                        context.graphs.clear()
-                    if not result.in_doubt:
-                        saver.save(state, run.model, run.optimizer)  # the evaluation may take longer than save_seconds
+                    make_ready_to_evaluate(run, context, saver, state, result)
                     state, stop = evaluate(run, journal, saver, state, result.plan, training_loss.take())
                     is_over = ends_early(run, state) and not result.in_doubt
                     saves = True
@@ -182,6 +176,14 @@ def train_and_save(run, journal, samples, saver, state, plan):
         give_up(run, journal, saver, state, error, result)
         raise
     return (state, "asked", None) if stop else (state, "finished", drawing or start_last(run.dir, draws))
+
+
+def make_ready_to_evaluate(run, context, saver, state, result):
+    """Save, as an evaluation may take longer than save_seconds; delete the recordings if it needs their memory."""
+    if context.graphs and not run.memory["keeps_recordings"]:
+        context.graphs.clear()
+    if not result.in_doubt:
+        saver.save(state, run.model, run.optimizer)
 
 
 def make_up_evaluation(run, journal, saver, state, plan):
@@ -243,11 +245,8 @@ def test(*stray, **options):
     scores = measure(run.evaluation, plan)
     if scores:
         say(ranks, f"test {describe_store(run.evaluation.examples.store)}")
-        say(
-            ranks,
-            f"test {run.config.finetune_from_ckp_file}: "
-            + ", ".join(f"{name} {value:.4f}" for name, value in scores.items()),
-        )
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        say(ranks, f"test {run.config.finetune_from_ckp_file}: {figures}")
 
 
 @SetParseFn(str)

@@ -210,7 +210,7 @@ def probe_plan(trial, plan, choose):
             break
         is_last = number == PROBES - 1
         takes_less = estimate.step_peak(*better.cutting) < estimate.step_peak(*plan.cutting)
-        # after the last probe, only a smaller plan is taken, where this one leaves its CUDA graphs too little memory
+        # after the last probe, only a smaller plan is taken, where the costliest forward would not fit with CUDA graphs
         if better.cutting == plan.cutting or is_last and plan.graphs and takes_less:
             return better, measured
         if is_last:
