@@ -135,7 +135,7 @@ def train_to_the_end(run, journal, state, plan):
 
 
 def train_and_save(run, journal, samples, saver, state, plan):
-    """Steps, evaluations and saves; returns the last state, why training ended, and the process that draws the curves."""
+    """Train, evaluate and save; returns the last state, why that ended, and the process that draws the curves."""
     config, schedule = run.config, run.schedule
     recent, line, saved_at, result, saves, training_loss = [], None, None, None, False, TrainingLoss()
     recovery, drawing, draws = recovery_of(state.growth, plan), None, run.ranks.is_main and run.rules.draws_plots
