@@ -8,8 +8,10 @@ import numpy as np
 
 # Standard deviations from a side's mean tokens: few sizes, little padding. A batch that fits none runs unrecorded.
 FIRST_LEVELS, LAST_LEVELS = (0.3, 2.5), (-0.6, 0.2, 1.0, 2.5)  # of every side but the last, of the last
+REST_LEVEL = 3.5  # of all sides: one more size, for the 1 to 2 % of steps that would each launch every kernel
 STREAM_LEVELS = (-1.2, -0.8, -0.4, 0.0, 0.4, 0.8, 1.4, 2.5)  # of all sides together, where they lie in one stream
 BUCKET_FILL = 2 / 3  # least share of real tokens; the small last step of an epoch is not worth the padding
+CHEAP_PADDING = 2048  # tokens that are computed sooner than every kernel is launched, however small their share is
 BUCKET_MULTIPLE = 64  # tokens
 
 
@@ -27,13 +29,16 @@ class Bucket:
         return sum(self.sides)
 
     def holds(self, lengths):
-        """True if examples of these `lengths` (examples, sides), in tokens, fit and fill at least BUCKET_FILL of it."""
+        """True if examples of these `lengths` (examples, sides), in tokens, fit and leave no room but for padding.
+
+        That is a share of 1 - BUCKET_FILL, or CHEAP_PADDING tokens.
+        """
         sides = lengths.sum(axis=0, dtype=np.int64)
         own, limits = sides, self.sides
         if self.is_stream:
             own, limits = np.array([sides.sum(), sides[-1]]), (self.tokens, self.sides[-1])
-        fits = bool((own <= limits).all()) and len(lengths) <= self.examples
-        return fits and sides.sum() >= BUCKET_FILL * self.tokens
+        fits = bool((own <= limits).all()) and 0 < len(lengths) <= self.examples
+        return fits and sides.sum() >= min(BUCKET_FILL * self.tokens, self.tokens - CHEAP_PADDING)
 
 
 def buckets_for(lengths, examples, counts=None, is_stream=False):
@@ -46,8 +51,9 @@ def buckets_for(lengths, examples, counts=None, is_stream=False):
         sizes = _stream_sizes(lengths, examples, counts)
     else:
         levels = [FIRST_LEVELS] * (lengths.shape[1] - 1) + [LAST_LEVELS]
-        by_side = (_sizes(side, own, examples, counts) for side, own in zip(lengths.T, levels, strict=True))
-        sizes = product(*map(set, by_side))
+        by_side = [_sizes(side, own, examples, counts) for side, own in zip(lengths.T, levels, strict=True)]
+        rest = tuple(_sizes(side, (REST_LEVEL,), examples, counts)[0] for side in lengths.T)
+        sizes = {*product(*by_side), rest}
     return sorted((Bucket(sides, examples, is_stream) for sides in sizes), key=lambda bucket: bucket.tokens)
 
 
@@ -61,9 +67,10 @@ def _stream_sizes(lengths, examples, counts):
 
 def _sizes(tokens, levels, examples, counts):
     """Tokens of `examples` examples, so many standard deviations from their mean, in whole BUCKET_MULTIPLEs."""
-    mean = np.average(tokens, weights=counts)
+    mean, most = np.average(tokens, weights=counts), examples * int(tokens.max())
     spread = np.sqrt(examples * np.average((tokens - mean) ** 2, weights=counts))
-    return [_round_up(examples * mean + level * spread) for level in levels if examples * mean > -level * spread]
+    wanted = (examples * mean + level * spread for level in levels if examples * mean > -level * spread)
+    return [_round_up(min(size, most)) for size in wanted]
 
 
 def _round_up(tokens):
