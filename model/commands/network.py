@@ -11,18 +11,26 @@ from model.nn.weights_io import LoadedWeights, load_into
 from model.runtime.distributed import broadcast
 from model.runtime.watchdog import untimed
 from model.train.reduction import check_ranks
+from model.train.warm_up import update_works
 
 
 def make_model(ranks, config, model_config, weights=None, adapter=None):
-    """Model on this rank's device with `weights` or random ones; equal on all ranks.
+    """Model on this rank's device, as fill_model gives it."""
+    return fill_model(ranks, config, draft_model(ranks, config, model_config, adapter), weights, adapter)
 
-    With an AdapterStart these are frozen, and the adapter is trained.
-    """
+
+def draft_model(ranks, config, model_config, adapter=None):
+    """Model without memory, of the shapes that the run trains; with an AdapterStart only the adapter is trained."""
     build, dtype = family_of(model_config).build, compute_dtype(config.mixed_precision, ranks.device)
     with torch.device("meta"):
         model = build(model_config, config.dropout, dtype).freeze_all_but(config.trainable)
         if adapter:
             attach(model, adapter.lora)
+    return model
+
+
+def fill_model(ranks, config, model, weights=None, adapter=None):
+    """Give a model of draft_model memory on this rank's device, with `weights` or random ones; equal on all ranks."""
     model.place(ranks.device)
     if not weights:
         model.initialise(config.seed)
@@ -36,15 +44,16 @@ def make_model(ranks, config, model_config, weights=None, adapter=None):
     return model
 
 
-def start_kernels(ranks, config, model_config):
-    """Futures of threads that compile the network's kernels, or load them where they were compiled before.
+def start_kernels(ranks, config, model):
+    """Futures of threads that compile the kernels of network and update, or load them where they were compiled before.
 
-    What fails there fails again, with its message, where the network runs.
+    `model` may be without memory. What fails there fails again, with its message, where the kernel is needed.
     """
-    family, dtype = family_of(model_config), compute_dtype(config.mixed_precision, ranks.device)
-    if not family.has_kernels(ranks.device, dtype, model_config):
+    family, works = family_of(model.config), update_works(model.flat, config, ranks.device)
+    if family.has_kernels(ranks.device, model.compute_dtype, model.config):
+        works += family.kernel_works(model.config, ranks.device, config.dropout)
+    if not works:
         return []
-    works = family.kernel_works(model_config, ranks.device, config.dropout)
     pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // ranks.world_size, 1))
     ready = pool.submit(_start_triton, ranks.device)
     return [pool.submit(_launch, work, ranks.device, ready) for work in works]

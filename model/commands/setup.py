@@ -7,7 +7,7 @@ from pathlib import Path
 
 from config import TrainConfig
 from model.commands.adapter import with_adapter, without_adapter
-from model.commands.network import compute_dtype, make_model, set_numerics, start_kernels, wait_for_kernels
+from model.commands.network import compute_dtype, draft_model, fill_model, make_model, set_numerics, start_kernels, wait_for_kernels
 from model.commands.no_model import check_tested
 from model.commands.origin import (
     find_origin,
@@ -114,12 +114,13 @@ def prepare_run(ranks, config, typed, resumed):
     origin = find_origin(ranks, config, typed, found)
     config = with_adapter(config, origin.adapter)
     lap("weights")
-    kernels = start_kernels(ranks, config, origin.model_config)
+    model = draft_model(ranks, config, origin.model_config, origin.adapter)
+    kernels = start_kernels(ranks, config, model)
     train, *validation = _open_data(ranks, config, origin)
     schedule = _schedule(config, typed, train.epoch_pairs, batch, found)
     lap("data")
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
-    model = make_model(ranks, config, origin.model_config, origin.weights, origin.adapter)
+    fill_model(ranks, config, model, origin.weights, origin.adapter)
     reference, (train, *validation) = read_derived(model, ranks, config, found, (train, *validation), plan)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, config, (ranks.rank, ranks.world_size))

@@ -44,7 +44,7 @@ def momentum_and_squares(
     tl.store(SUMS + num_programs, tl.sum(weight * weight))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_sums"])
 def norms_and_factors(
     SUMS, INVERSE_NORMS, FACTORS, RATE, size, num_tiles, num_sums, step_rms, rms_floor, norm_floor, TILE: tl.constexpr
 ):  # fmt: skip

@@ -19,6 +19,8 @@ from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
 from model.nn.t5.warm_up import kernel_works
+from model.train import adamw_rms, muon, warm_up
+from model.train.optim import make_optimizer, update
 from tests.nn.kernels import (
     test_adamw,
     test_attention,
@@ -30,6 +32,7 @@ from tests.nn.kernels import (
     test_norm,
     test_rotary,
 )
+from tests.parts import SHAPE, make_config, make_model
 
 SHARED_BYTES = 99 * 1024  # per block on sm_86 and sm_89; sm_80 has 163 KiB
 
@@ -188,6 +191,22 @@ def test_what_is_launched_ahead_are_the_kernels_of_a_step_and_of_a_decoded_token
     missing = {name: hashes - ahead.get(name, set()) for name, hashes in needed.items()}
     assert not any(missing.values()), missing
     assert needed.keys() >= {"attention_backward_keys", "decode_attention", "norm_forward", "cross_entropy"}
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw_rms"])
+def test_what_is_launched_ahead_are_the_kernels_of_an_update(optimizer, monkeypatch):
+    for module in (adamw_rms, muon, warm_up):
+        monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
+    config, model = make_config(optimizer=optimizer), make_model(500, shape=SHAPE | dict(num_layers=5))
+    with compiling_for(86, monkeypatch) as kernels:
+        update(make_optimizer(model, config), 0.1, torch.ones(()))
+        needed = variants(kernels)
+        kernels.clear()
+        for work in warm_up.update_works(model.flat, config, torch.device("cpu")):
+            work()
+        ahead = variants(kernels)
+    assert {name: hashes - ahead.get(name, set()) for name, hashes in needed.items()} == dict.fromkeys(needed, set())
+    assert "adamw_rms" in needed and ("subtract_products" in needed) == (optimizer == "muon")
 
 
 def packed(num_pairs):
