@@ -58,6 +58,7 @@ from model.train.step import Position, TornUpdate, confirm, train_steps
 
 LOGGER = logging.getLogger("chat_trainer")
 LOGS_DIR = "logs"
+LAST_STEPS = 200  # from which on a process waits to draw the curves
 MAX_TORN_UPDATES = 3  # in a row from one checkpoint; then the run fails
 ROOT = Path(__file__).resolve().parent
 
@@ -143,8 +144,9 @@ def train_and_save(run, journal, samples, saver, state, plan):
     steps = train_steps(context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
     try:
         state, stop = make_up_evaluation(run, journal, saver, state, plan)
-        with Progress("training", run.total_steps(state), done=state.step, shown=run.ranks.is_main) as progress:
-            is_over = ends_early(run, state)
+        last_step, is_over = run.total_steps(state), ends_early(run, state)
+        draws_at = max(last_step - LAST_STEPS, state.step + 1)
+        with Progress("training", last_step, done=state.step, shown=run.ranks.is_main) as progress:
             while not stop and not is_over and (result := next(steps, None)):
                 state = state.after(result)
                 recent.append(result)
@@ -154,6 +156,8 @@ def train_and_save(run, journal, samples, saver, state, plan):
                     line, recent = log_steps(run, journal, recent), []
                     training_loss.add(line)
                 progress.update(result.step, note_of(run, line) if line else "")
+                if result.step == draws_at:
+                    drawing = start_last(run.dir, draws)  # it loads its libraries meanwhile
                 saved_at = result.clock_seconds if saved_at is None else saved_at
                 is_late = result.clock_seconds - saved_at >= config.save_seconds
                 saves = saves or is_last or is_late or result.step % config.save_steps == 0
@@ -161,8 +165,6 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if saves or evaluates:
                     confirm(run.ranks, result)
                 if evaluates:
-                    if result.pairs_seen == schedule.total_pairs:
-                        drawing = start_last(run.dir, draws)  # it loads its libraries meanwhile
                     make_ready_to_evaluate(run, context, saver, state, result)
                     state, stop = evaluate(run, journal, saver, state, result.plan, training_loss.take())
                     is_over = ends_early(run, state) and not result.in_doubt

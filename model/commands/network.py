@@ -10,8 +10,8 @@ from model.nn.registry import family_of
 from model.nn.weights_io import LoadedWeights, load_into
 from model.runtime.distributed import broadcast
 from model.runtime.watchdog import untimed
+from model.train.optim import update_works
 from model.train.reduction import check_ranks
-from model.train.warm_up import update_works
 
 
 def make_model(ranks, config, model_config, weights=None, adapter=None):

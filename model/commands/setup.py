@@ -7,15 +7,17 @@ from pathlib import Path
 
 from config import TrainConfig
 from model.commands.adapter import with_adapter, without_adapter
-from model.commands.network import compute_dtype, draft_model, fill_model, make_model, set_numerics, start_kernels, wait_for_kernels
-from model.commands.no_model import check_tested
-from model.commands.origin import (
-    find_origin,
-    newest_checkpoint,
-    read_derived,
-    restore,
-    with_validation,
+from model.commands.network import (
+    compute_dtype,
+    draft_model,
+    fill_model,
+    make_model,
+    set_numerics,
+    start_kernels,
+    wait_for_kernels,
 )
+from model.commands.no_model import check_tested
+from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
 from model.commands.same_run import check_same_run, why_not_compared
 from model.data.file_list import data_files, unweighted_files
 from model.data.row_hashes import describe_shared

@@ -105,5 +105,5 @@ def _write_ids(source, path, batches):
 
 def _list_array(rows, list_type):
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    flat = np.fromiter(chain.from_iterable(rows), list_type.value_type.to_pandas_dtype(), count=offsets[-1])
+    flat = np.fromiter(chain.from_iterable(rows), str(list_type.value_type), count=offsets[-1])
     return pa.ListArray.from_arrays(offsets, flat)

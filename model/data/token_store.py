@@ -118,7 +118,7 @@ class TokenStore:
         first = min(part[1].address for column in buffers for part in column)
         end = max(part[3].address + part[3].size for column in buffers for part in column)
         mapped = pa.foreign_buffer(first, end - first, base=self.rows)
-        token_ids = np.frombuffer(mapped, columns[0][0].type.value_type.to_pandas_dtype())
+        token_ids = np.frombuffer(mapped, np.dtype(str(columns[0][0].type.value_type)))
         offsets = np.frombuffer(mapped, np.int32, count=(end - first) // 4)
         sides = [
             (_addresses(column, 1, first) // 4, _addresses(column, 3, first) // token_ids.itemsize)

@@ -22,7 +22,7 @@ from model.nn.registry import config_from, family_of
 from model.nn.weights_io import check_fits, write_tensors
 from model.run.train_state import LaterFormat, TrainState, state_of, state_values
 from model.runtime import fault_injection
-from model.runtime.atomic_io import make_directory, remove_drafts, try_delete, whole_directory, write_file
+from model.runtime.atomic_io import fsync, make_directory, remove_drafts, try_delete, whole_directory, write_file
 from model.runtime.json_stream import read_object
 from model.train.optim import STATE_FIELDS, count_steps
 
@@ -139,14 +139,18 @@ def _check_space(folder, needed_bytes):
 
 
 def _write_tensors(tensors, path, written=None):
-    """Write a file of tensors; returns its identity. The Future `written` is given the path before that is computed."""
+    """Write a file of tensors and fsync it; returns its identity. The Future `written` is given the path before."""
     try:
         write_tensors(tensors, path)
     except SafetensorError as error:  # safetensors raises it for a failed disk too
         raise OSError(f"{path} cannot be written: {error}") from None
     if written is not None and not written.done():  # done: this is the second attempt
         written.set_result(path)
-    return _identity(path)
+    with ThreadPoolExecutor(1) as thread:
+        flushed = thread.submit(fsync, path)  # the disk writes while the file is hashed
+        identity = _identity(path)
+        flushed.result()
+    return identity
 
 
 def checkpoint_path(run_dir, step):

@@ -4,6 +4,7 @@ The collectives are all_reduce, broadcast and all_gather only: Gloo has no other
 """
 
 import functools
+import gc
 import os
 import sys
 from contextlib import nullcontext
@@ -81,6 +82,7 @@ def start_ranks(backend="auto", timeout_s=600):
     Raises ValueError for a launch that cannot work, RuntimeError if the group differs from what the launcher announced.
     """
     lap("imports")
+    gc.freeze()  # what the imports made stays: no later collection looks through it
     check_launch()
     on_cpu = must_use_cpu()
     if on_cpu and backend == "nccl":

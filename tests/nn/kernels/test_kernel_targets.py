@@ -19,8 +19,7 @@ from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
 from model.nn.t5.warm_up import kernel_works
-from model.train import adamw_rms, muon, warm_up
-from model.train.optim import make_optimizer, update
+from model.train import adamw_rms, muon, optim
 from tests.nn.kernels import (
     test_adamw,
     test_attention,
@@ -195,14 +194,14 @@ def test_what_is_launched_ahead_are_the_kernels_of_a_step_and_of_a_decoded_token
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw_rms"])
 def test_what_is_launched_ahead_are_the_kernels_of_an_update(optimizer, monkeypatch):
-    for module in (adamw_rms, muon, warm_up):
+    for module in (adamw_rms, muon, optim):
         monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
     config, model = make_config(optimizer=optimizer), make_model(500, shape=SHAPE | dict(num_layers=5))
     with compiling_for(86, monkeypatch) as kernels:
-        update(make_optimizer(model, config), 0.1, torch.ones(()))
+        optim.update(optim.make_optimizer(model, config), 0.1, torch.ones(()))
         needed = variants(kernels)
         kernels.clear()
-        for work in warm_up.update_works(model.flat, config, torch.device("cpu")):
+        for work in optim.update_works(model.flat, config, torch.device("cpu")):
             work()
         ahead = variants(kernels)
     assert {name: hashes - ahead.get(name, set()) for name, hashes in needed.items()} == dict.fromkeys(needed, set())
