@@ -145,9 +145,11 @@ def matrix_products(
     )  # fmt: skip
     out = sums.to(OUT.dtype.element_ty)
     if SYMMETRIC:
-        is_real = is_real & (rows[:, None] >= columns[None, :])
-        mirrored = tl.program_id(1) * num_rows * num_columns + columns[:, None] * num_columns + rows[None, :]
-        tl.store(OUT + mirrored, tl.trans(out), mask=tl.trans(is_real))
+        if row == column:  # not with a mask in each store, which would then write one number at a time
+            out = tl.where(rows[:, None] >= columns[None, :], out, tl.trans(out))
+        else:
+            mirrored = tl.program_id(1) * num_rows * num_columns + columns[:, None] * num_columns + rows[None, :]
+            tl.store(OUT + mirrored, tl.trans(out), mask=tl.trans(is_real))
     tl.store(OUT + places, out, mask=is_real)
 
 

@@ -131,6 +131,7 @@ def test_muons_products_compile_for_an_h100_so_that_two_programs_share_a_multipr
     products = kernels["matrix_products"] + kernels["subtract_products"]
     assert len({kernel.hash for kernel in products}) <= 5, "each takes a second to compile before the first update"
     assert all("wgmma" in kernel.asm["ptx"] and kernel.metadata.shared <= 113 * 1024 for kernel in products)
+    assert not any("st.global.b16" in kernel.asm["ptx"] for kernel in products), "a store of one number at a time"
 
 
 def launch_muon():
