@@ -11,10 +11,18 @@ TILE = 4096  # weights per program
 
 
 @triton.jit
+def _places(TILES, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """(offsets (TILE,) of this program's tile in the flat tensor, where it ends)."""
+    TILES += 3 * tl.program_id(0)
+    first, end = tl.multiple_of(tl.load(TILES + 1), ALIGNMENT), tl.multiple_of(tl.load(TILES + 2), ALIGNMENT)
+    return first + tl.arange(0, TILE), end
+
+
+@triton.jit
 def sums_of_squares(X, TILES, SUMS, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
     """SUMS (tiles,) = the sum of the squares of each tile of X. One program per tile."""
-    offsets = tl.multiple_of(tl.load(TILES + 3 * tl.program_id(0) + 1), ALIGNMENT) + tl.arange(0, TILE)
-    x = tl.load(X + offsets, mask=offsets < tl.load(TILES + 3 * tl.program_id(0) + 2), other=0.0)
+    offsets, end = _places(TILES, TILE, ALIGNMENT)
+    x = tl.load(X + offsets, mask=offsets < end, other=0.0)
     tl.store(SUMS + tl.program_id(0), tl.sum(x * x))
 
 
@@ -35,9 +43,8 @@ def adamw_rms(
         total += tl.sum(tl.load(SUMS + tiles, mask=tiles < last_tile, other=0.0))
     rate, correction1, root_correction2 = tl.load(RATE), tl.load(CORRECTIONS), tl.load(CORRECTIONS + 1)
     step = rate * tl.maximum(tl.sqrt(total / tl.load(SIZES + tensor)), rms_floor) / correction1
-    offsets = tl.multiple_of(tl.load(TILES + 3 * tl.program_id(0) + 1), ALIGNMENT) + tl.arange(0, TILE)
-    end, scale = tl.load(TILES + 3 * tl.program_id(0) + 2), tl.load(SCALE)
-    is_real = offsets < end
+    offsets, end = _places(TILES, TILE, ALIGNMENT)
+    is_real, scale = offsets < end, tl.load(SCALE)
     gradient = tl.load(GRADIENTS + offsets, mask=is_real, other=0.0) * scale
     average = tl.load(AVERAGES + offsets, mask=is_real, other=0.0)
     average += (gradient - average) * (1 - beta1)
@@ -57,7 +64,7 @@ class UpdateTiles:
     tiles: torch.Tensor  # (tiles, 3) int32: index of the tensor, first offset, last offset + 1
     tensors: torch.Tensor  # (tensors + 1,) int32: first tile of each tensor
     sizes: torch.Tensor  # (tensors,) float32: elements of each, padding excluded
-    alignment: int  # divides every first offset; with 16, loads and stores are vectorized
+    alignment: int  # divides every offset; with 16, loads and stores are vectorized
 
 
 def update_tiles(padded_sizes, sizes, device):
@@ -70,7 +77,7 @@ def update_tiles(padded_sizes, sizes, device):
     ]
     first_tiles = np.searchsorted([tile[0] for tile in tiles], np.arange(len(sizes) + 1))
     tensors = [torch.tensor(x, dtype=torch.int32, device=device) for x in (tiles, first_tiles.tolist())]
-    alignment = 16 if all(first % 16 == 0 for _, first, _ in tiles) else 1
+    alignment = 16 if all(first % 16 == end % 16 == 0 for _, first, end in tiles) else 1
     return UpdateTiles(*tensors, torch.tensor(sizes, dtype=torch.float32, device=device), alignment)
 
 

@@ -8,6 +8,16 @@ COLUMNS = 4096  # logits per load
 
 
 @triton.jit
+def _load_logits(ROW, columns, vocabulary, stride):
+    """Logits of these columns in float32, minus infinity beyond the vocabulary.
+
+    The mask is that of the padded row: one at the vocabulary's end makes each load 2 bytes wide.
+    """
+    logits = tl.load(ROW + columns, mask=columns < stride, other=float("-inf")).to(tl.float32)
+    return tl.where(columns < vocabulary, logits, float("-inf"))
+
+
+@triton.jit
 def cross_entropy(LOGITS, LABELS, LOSSES, vocabulary, stride, z_loss, COLUMNS: tl.constexpr):
     """LOSSES (2, rows) = cross-entropy and z-loss of each row of LOGITS; LOGITS is overwritten by their gradient.
 
@@ -19,7 +29,7 @@ def cross_entropy(LOGITS, LABELS, LOSSES, vocabulary, stride, z_loss, COLUMNS: t
     row_max, row_sum = float("-inf"), 0.0
     for first in range(0, tl.where(is_real, vocabulary, 0), COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        logits = tl.load(LOGITS + row * stride + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
+        logits = _load_logits(LOGITS + row * stride, columns, vocabulary, stride)
         new_row_max = tl.maximum(row_max, tl.max(logits, 0))
         row_sum = row_sum * tl.exp(row_max - new_row_max) + tl.sum(tl.exp(logits - new_row_max), 0)
         row_max = new_row_max
@@ -29,11 +39,10 @@ def cross_entropy(LOGITS, LABELS, LOSSES, vocabulary, stride, z_loss, COLUMNS: t
     tl.store(LOSSES + tl.num_programs(0) + row, tl.where(is_real, z_loss * log_z * log_z, 0.0))
     for first in range(0, stride, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        pointers = LOGITS + row * stride + columns
-        logits = tl.load(pointers, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
+        logits = _load_logits(LOGITS + row * stride, columns, vocabulary, stride)
         grad = tl.exp(logits - log_z) * (1 + 2 * z_loss * log_z) - tl.where(columns == label, 1.0, 0.0)
         grad = tl.where(is_real, grad, 0.0)
-        tl.store(pointers, grad.to(LOGITS.dtype.element_ty), mask=columns < stride)
+        tl.store(LOGITS + row * stride + columns, grad.to(LOGITS.dtype.element_ty), mask=columns < stride)
 
 
 def cross_entropy_(logits, labels, vocabulary, z_loss):
