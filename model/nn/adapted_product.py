@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from model.nn.dropout import Masks, dropout
-from model.nn.flat_params import add_matmul, bias_of, matrix_of, merge_adjacent, relu_product, runs_kernels
+from model.nn.flat_params import (
+    add_matmul,
+    bias_of,
+    matrix_of,
+    merge_adjacent,
+    relu_backward,
+    relu_product,
+    runs_kernels,
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ class _AdaptedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x, out), product, grad = ctx.saved_tensors, ctx.product, grad.contiguous()
-        grad = torch.ops.aten.threshold_backward(grad, out, 0) if product.has_relu else grad
+        grad = relu_backward(grad, out) if product.has_relu else grad
         up = product.add_gradients(dropout(x, product.masks), grad)
         grad_x = grad @ product.matrix(ctx.merges) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[0] and not ctx.merges:

@@ -173,10 +173,17 @@ class _ReluLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, out = ctx.saved_tensors
-        grad = torch.ops.aten.threshold_backward(grad, out, 0)
+        grad = relu_backward(grad, out)
         if ctx.needs_input_grad[1]:
             add_matmul(ctx.weight.grad, grad.T, x)
         return grad @ ctx.weight.copy if ctx.needs_input_grad[0] else None, None
+
+
+def relu_backward(grad, out):
+    """`grad` where relu's output `out` is above 0, else 0; written over `grad`, which only relu's output has."""
+    if not grad.is_contiguous():  # numbers that share memory, as the gradient of a sum
+        return torch.ops.aten.threshold_backward(grad, out, 0)
+    return torch.ops.aten.threshold_backward(grad, out, 0, grad_input=grad)
 
 
 def relu_product(x, matrix):

@@ -8,7 +8,7 @@ import errno
 import hashlib
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,13 +78,10 @@ def save_checkpoint(run_dir, state, snapshot, keep, weights_draft=None):
     make_directory(folder)
     remove_drafts(folder)  # left by killed processes
     _check_space(folder, snapshot.bytes + SPARE_BYTES)
-    with whole_directory(path) as draft, ThreadPoolExecutor(len(TENSOR_FILES)) as threads:
-        paths = [draft / name for name in TENSOR_FILES]
-        weights = threads.submit(_write_tensors, snapshot.weights, paths[0], weights_draft)
-        optimizer = threads.submit(_write_tensors, snapshot.optimizer, paths[1])
+    with whole_directory(path) as draft:
+        identities = _write_tensors(draft, snapshot, weights_draft)
         fault_injection.fire("save", state.step)
-        identities = weights.result(), optimizer.result()
-        _write_state(draft, state, dict(zip(TENSOR_FILES, identities, strict=True)))
+        _write_state(draft, state, identities)
     write_file(folder / "LATEST", path.name.encode())
     for old in checkpoint_paths(run_dir)[keep:]:
         try_delete(old)
@@ -138,19 +135,28 @@ def _check_space(folder, needed_bytes):
         )  # fmt: skip
 
 
-def _write_tensors(tensors, path, written=None):
-    """Write a file of tensors and fsync it; returns its identity. The Future `written` is given the path before."""
+def _write_tensors(draft, snapshot, weights_draft):
+    """Write the files of tensors at the same time, and fsync them; returns their identities by name."""
+    files, identities = zip(TENSOR_FILES, (snapshot.weights, snapshot.optimizer), strict=True), {}
+    with ThreadPoolExecutor(len(TENSOR_FILES)) as threads:
+        writes = {threads.submit(_write_file, tensors, draft / name): name for name, tensors in files}
+        for write in as_completed(writes):
+            identities[writes[write]] = threads.submit(_identity, write.result())
+            is_weights = writes[write] == TENSOR_FILES[0]
+            if is_weights and weights_draft is not None and not weights_draft.done():  # done: the second attempt
+                weights_draft.set_result(write.result())
+        for name in TENSOR_FILES:
+            fsync(draft / name)  # the disk writes while the files are hashed
+        return {name: identities[name].result() for name in TENSOR_FILES}
+
+
+def _write_file(tensors, path):
+    """Write a file of tensors; returns its path."""
     try:
         write_tensors(tensors, path)
     except SafetensorError as error:  # safetensors raises it for a failed disk too
         raise OSError(f"{path} cannot be written: {error}") from None
-    if written is not None and not written.done():  # done: this is the second attempt
-        written.set_result(path)
-    with ThreadPoolExecutor(1) as thread:
-        flushed = thread.submit(fsync, path)  # the disk writes while the file is hashed
-        identity = _identity(path)
-        flushed.result()
-    return identity
+    return path
 
 
 def checkpoint_path(run_dir, step):

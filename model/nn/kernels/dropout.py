@@ -76,13 +76,13 @@ def dropout_forward(
 
 
 @triton.jit
-def relu_dropout_backward(OUT, GRAD, GRAD_X, count, scale, NUMBERS: tl.constexpr):
-    """GRAD_X = GRAD * scale where OUT, the output of dropout after ReLU, is above 0: what was dropped is 0 there."""
+def relu_dropout_backward(OUT, GRAD, count, scale, NUMBERS: tl.constexpr):
+    """GRAD *= scale where OUT, the output of dropout after ReLU, is above 0, else 0: what was dropped is 0 there."""
     offsets = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     is_real = offsets < count
     out = tl.load(OUT + offsets, mask=is_real, other=0.0).to(tl.float32)
     grad = tl.load(GRAD + offsets, mask=is_real, other=0.0).to(tl.float32)
-    tl.store(GRAD_X + offsets, tl.where(out > 0, grad * scale, 0.0).to(GRAD_X.dtype.element_ty), mask=is_real)
+    tl.store(GRAD + offsets, tl.where(out > 0, grad * scale, 0.0).to(GRAD.dtype.element_ty), mask=is_real)
 
 
 def drop(x, residual, masks):
@@ -100,12 +100,10 @@ def relu_drop_(x, masks):
 
 
 def relu_drop_backward(grad, out, scale):
-    """Gradient of the input of `relu_drop_`, whose output is `out`."""
-    grad_x, count = torch.empty_like(out), out.numel()
-    relu_dropout_backward[(triton.cdiv(count, NUMBERS_AT_ONCE),)](
-        out, grad.contiguous(), grad_x, count, scale, NUMBERS=NUMBERS_AT_ONCE
-    )
-    return grad_x
+    """Gradient of the input of `relu_drop_`; written over `grad`, which only its output `out` has."""
+    grad, count = grad.contiguous(), out.numel()
+    relu_dropout_backward[(triton.cdiv(count, NUMBERS_AT_ONCE),)](out, grad, count, scale, NUMBERS=NUMBERS_AT_ONCE)
+    return grad
 
 
 def padded_width(width):

@@ -61,6 +61,8 @@ def _feed_forward(spec, queries):
     d, f, s = spec.model_config.d_model, spec.model_config.d_ff, spec.number_bytes
     inputs = dict(relu=0).get(spec.model_config.feed_forward_proj, 2 if spec.model_config.is_gated else 1)
     gradients = 4 if inputs == 1 else 2  # those of a gate's inputs are written over them
+    if inputs == 0 and spec.kernels:
+        gradients = 1  # that of ReLU's input is written over that of its output
     return ((d + f + inputs * f) * s + 4) * queries, (3 * d + gradients * f) * s * queries
 
 

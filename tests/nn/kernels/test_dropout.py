@@ -32,7 +32,7 @@ def outcomes(device, dtype, lengths, width, kernels, probability=0.1, site=9):
         values = [drop(x, None, masks), drop(grad, None, masks), drop(added, x, masks)]
         relu = x.clone()
         relu_drop_(relu, masks)
-        values += [relu, relu_drop_backward(grad, relu, masks.scale)]
+        values += [relu, relu_drop_backward(grad.clone(), relu, masks.scale)]
         stream, normed = add_norm(*leaves, 1e-6, masks)
     else:
         factor = is_kept(masks, width) * masks.scale
