@@ -109,7 +109,14 @@ def cross_entropy_choices(lengths):
     def call():
         cross_entropy.cross_entropy_(logits, labels, VOCAB_SIZE, 0.0)
 
-    for columns, warps in ((cross_entropy.COLUMNS, 8), (8192, 8), (8192, 16), (4096, 4), (4096, 16), (2048, 4)):
+    for columns, warps in (
+        (cross_entropy.COLUMNS, cross_entropy.WARPS),
+        (8192, 16),
+        (4096, 8),
+        (4096, 4),
+        (2048, 8),
+        (1024, 2),
+    ):
         choice = dict(COLUMNS=columns, num_warps=warps)
         yield str(choice), call, dict(module=cross_entropy, cross_entropy=Launch(launch, choice))
 

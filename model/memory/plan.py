@@ -9,8 +9,9 @@ from model.memory.step_time import recorded_sizes, time_factor
 
 USABLE = 0.95  # share of memory to plan for without a probe: predictions err by 2 %, varying sizes fragment memory
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
-CHUNKS = (2048, 1024, 512, 256, 128)  # target tokens whose logits exist at the same time
+CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)  # target tokens whose logits exist at the same time
 MIN_CHUNKS_PER_STEP = 8  # but chunks of 512 tokens are always allowed
+LARGE_CHUNK, MIN_LARGE_CHUNKS = 2048, 16  # of a forward; with fewer the logits, not backward, would be a step's peak
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU
 STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about 1 s and save up to 10 ms per step
@@ -159,10 +160,17 @@ def _variants(wanted, estimate):
 
     Leaves out large chunks for steps of few tokens, whose logits would take more memory than the activations.
     """
-    max_chunk = max(estimate.share_pairs * estimate.lengths.mean / MIN_CHUNKS_PER_STEP, 512)
+    tokens = estimate.share_pairs * estimate.lengths.mean
+    max_chunk = max(tokens / MIN_CHUNKS_PER_STEP, 512)
+    chunks = [chunk for chunk in CHUNKS if chunk <= max_chunk and tokens >= _least_forward(chunk)]
     allowed, blocks = allowed_checkpointing(wanted.gradient_checkpointing, estimate), estimate.num_blocks
     numbers = sorted({number for share in CHECKPOINTED_SHARES if (number := round(share * blocks)) in allowed})
-    return product([chunk for chunk in CHUNKS if chunk <= max_chunk], numbers)
+    return product(chunks, numbers)
+
+
+def _least_forward(chunk_tokens):
+    """Tokens of the smallest forward that may have chunks of this size."""
+    return MIN_LARGE_CHUNKS * chunk_tokens if chunk_tokens > LARGE_CHUNK else 0
 
 
 def _fitting_plans(wanted, room):
@@ -170,7 +178,7 @@ def _fitting_plans(wanted, room):
     tokens = _wanted_tokens(wanted, room.estimate, LARGEST_MICRO_BATCH_TOKENS)
     for variant in _variants(wanted, room.estimate):
         plan = fitting_plan(room, tokens, *variant)
-        if plan and plan.micro_batch_tokens >= wanted.micro_batch_tokens:
+        if plan and plan.micro_batch_tokens >= max(wanted.micro_batch_tokens, _least_forward(plan.chunk_tokens)):
             yield plan
 
 
@@ -186,7 +194,7 @@ def _recorded_tokens(wanted, estimate):
 def _recorded_plans(wanted, room, micro_batch_tokens):
     """The plan with micro-batches of so many tokens, for each variant for which they fit."""
     for variant in _variants(wanted, room.estimate):
-        if room.holds(micro_batch_tokens, *variant):
+        if micro_batch_tokens >= _least_forward(variant[0]) and room.holds(micro_batch_tokens, *variant):
             yield room.plan(micro_batch_tokens, *variant, graphs=True)
 
 

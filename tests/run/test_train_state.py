@@ -27,7 +27,7 @@ from tests.run.test_checkpoint import change_state
         ("plan.odd", 1, "its plan is"), ("plan.answers", ..., "its plan is"),
         ("plan.micro_batch_tokens", 0, "must be from 1"), ("plan.micro_batch_tokens", 2**63 - 1, "must be from 1"),
         ("plan.micro_batch_tokens", 1e3, "micro_batch_tokens=1000.0"),
-        ("plan.chunk_tokens", 2049, "chunk_tokens=2049: it must be from 1 to 2048"),
+        ("plan.chunk_tokens", 8193, "chunk_tokens=8193: it must be from 1 to 8192"),
         ("plan.answers", 0, "answers=0: it must be from 1"),
         ("plan.graphs", 1, "graphs=1"), ("plan.gradient_checkpointing", "no", "gradient_checkpointing='no'"),
         ("plan.gradient_checkpointing", 5, "gradient_checkpointing=5: it must be from 0 to 4"),
