@@ -11,7 +11,9 @@ USABLE = 0.95  # share of memory to plan for without a probe: predictions err by
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)  # target tokens whose logits exist at the same time
 MIN_CHUNKS_PER_STEP = 8  # but chunks of 512 tokens are always allowed
-LARGE_CHUNK, MIN_LARGE_CHUNKS = 2048, 16  # of a forward; with fewer the logits, not backward, would be a step's peak
+# A larger one is taken only where the peak of the largest forward stays as it is. So that the peak of a usual step,
+# which is smaller, stays too, a step has at least so many.
+LARGE_CHUNK, MIN_LARGE_CHUNKS_PER_STEP = 2048, 16
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU
 STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about 1 s and save up to 10 ms per step
@@ -161,16 +163,18 @@ def _variants(wanted, estimate):
     Leaves out large chunks for steps of few tokens, whose logits would take more memory than the activations.
     """
     tokens = estimate.share_pairs * estimate.lengths.mean
-    max_chunk = max(tokens / MIN_CHUNKS_PER_STEP, 512)
-    chunks = [chunk for chunk in CHUNKS if chunk <= max_chunk and tokens >= _least_forward(chunk)]
+    max_chunk = max(512, min(tokens / MIN_CHUNKS_PER_STEP, LARGE_CHUNK), tokens / MIN_LARGE_CHUNKS_PER_STEP)
+    chunks = [chunk for chunk in CHUNKS if chunk <= max_chunk]
     allowed, blocks = allowed_checkpointing(wanted.gradient_checkpointing, estimate), estimate.num_blocks
     numbers = sorted({number for share in CHECKPOINTED_SHARES if (number := round(share * blocks)) in allowed})
     return product(chunks, numbers)
 
 
-def _least_forward(chunk_tokens):
-    """Tokens of the smallest forward that may have chunks of this size."""
-    return MIN_LARGE_CHUNKS * chunk_tokens if chunk_tokens > LARGE_CHUNK else 0
+def _keeps_peak(cutting, estimate):
+    """Whether a step cut this way needs no more memory than with chunks of LARGE_CHUNK tokens."""
+    tokens, chunk, checkpointing = cutting
+    small = min(chunk, LARGE_CHUNK)
+    return chunk == small or estimate.step_peak(*cutting) <= estimate.step_peak(tokens, small, checkpointing)
 
 
 def _fitting_plans(wanted, room):
@@ -178,7 +182,7 @@ def _fitting_plans(wanted, room):
     tokens = _wanted_tokens(wanted, room.estimate, LARGEST_MICRO_BATCH_TOKENS)
     for variant in _variants(wanted, room.estimate):
         plan = fitting_plan(room, tokens, *variant)
-        if plan and plan.micro_batch_tokens >= max(wanted.micro_batch_tokens, _least_forward(plan.chunk_tokens)):
+        if plan and plan.micro_batch_tokens >= wanted.micro_batch_tokens and _keeps_peak(plan.cutting, room.estimate):
             yield plan
 
 
@@ -194,7 +198,7 @@ def _recorded_tokens(wanted, estimate):
 def _recorded_plans(wanted, room, micro_batch_tokens):
     """The plan with micro-batches of so many tokens, for each variant for which they fit."""
     for variant in _variants(wanted, room.estimate):
-        if micro_batch_tokens >= _least_forward(variant[0]) and room.holds(micro_batch_tokens, *variant):
+        if room.holds(*(cutting := (micro_batch_tokens, *variant))) and _keeps_peak(cutting, room.estimate):
             yield room.plan(micro_batch_tokens, *variant, graphs=True)
 
 

@@ -230,3 +230,14 @@ def test_small_forwards_cost_more_where_each_takes_the_matrices_out_of_four_bits
         small, large = (fitting_plan(Room(estimate), tokens, 512, 0) for tokens in (1024, 16_384))
         costs.append(time_factor(small, estimate) / time_factor(large, estimate))
     assert costs[0] == pytest.approx(1, abs=0.01) and costs[1] > 1.1
+
+
+def test_a_large_step_has_larger_chunks_where_they_leave_its_peak_as_it_is():
+    lengths = Lengths(np.array([[24, 108]]), np.array([4096]))  # usual pairs: their decoder's backward is the peak
+    chunks = {pairs: choose(80, share_pairs=pairs, lengths=lengths).chunk_tokens for pairs in (64, 256, 1024)}
+    assert chunks == {64: 1024, 256: 2048, 1024: 8192}
+    estimate = estimate_of(share_pairs=1024, lengths=lengths)
+    cutting = choose(80, share_pairs=1024, lengths=lengths).cutting
+    assert estimate.step_peak(*cutting) == estimate.step_peak(cutting[0], 2048, cutting[2])
+    many_words = replace(SMALL, vocab_size=250_112)  # the logits are the peak
+    assert choose(80, many_words, share_pairs=1024, lengths=lengths).chunk_tokens == 2048
