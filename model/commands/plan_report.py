@@ -112,6 +112,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
     return dict(
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
+        ignored_weights=_ignored_weights(config), model=config.model,
         parameters=spec.parameters, trained=spec.trained, dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
         steps=_steps(config, typed, batch, num_pairs),
@@ -143,9 +144,13 @@ def _bytes_per_token(spec, lengths, plan, tokens):
 
 def _origin(config, vocab_size):
     """The Origin of a new run; weights that are not on this machine are ignored, and the tokenizer may be missing."""
-    has_weights = config.finetune_from_ckp_file and Path(config.finetune_from_ckp_file).exists()
-    known = config if has_weights else replace(config, finetune_from_ckp_file="")
+    known = replace(config, finetune_from_ckp_file="") if _ignored_weights(config) else config
     return find_origin(ALONE, known, (), vocab_size=vocab_size)
+
+
+def _ignored_weights(config):
+    """Name of the weights that are not on this machine; "" if they are, or if none are named."""
+    return "" if Path(config.finetune_from_ckp_file).exists() else config.finetune_from_ckp_file
 
 
 def _steps(config, typed, batch, num_pairs):
@@ -228,6 +233,8 @@ def table(values):
     plan, block, host = values["plan"], values["largest_block"], values["host"]
     limit = values["machine"]["usable_bytes"]
     lines = [
+        *[("weights", "{ignored_weights}: not on this machine, so planned for --model={model}".format(**values))]
+        * bool(values["ignored_weights"]),
         ("parameters", f"{values['parameters']:,}, {values['trained']:,} trained, computing in {values['dtype']}"),
         ("pairs", "{pairs:,}: {source}; {mean:.1f} tokens on average, at most {longest}".format(**values["lengths"])),
         ("steps", _steps_text(**values["steps"])),

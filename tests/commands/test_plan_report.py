@@ -52,6 +52,13 @@ def test_the_logits_of_an_ordinary_trainer_take_the_bytes_that_the_guides_give(p
     assert text in table(values)
 
 
+def test_the_plan_says_that_the_weights_it_was_given_are_not_there(home):
+    given = dict(gpu_memory_limit_gb=20, model="small")
+    assert "weights" not in table(plan(**given)).splitlines()[0]
+    first = table(plan(finetune_from_ckp_file="elsewhere/best", **given)).splitlines()[0]
+    assert first.split(None, 1) == ["weights", "elsewhere/best: not on this machine, so planned for --model=small"]
+
+
 def test_bytes_per_packed_token_do_not_depend_on_the_batch_size(home):
     draw = random.Random(0)
     texts = ["".join(draw.choices(PROBE, k=draw.randint(4, 40))) for _ in range(6000)]
