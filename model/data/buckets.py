@@ -29,9 +29,9 @@ class Bucket:
         return sum(self.sides)
 
     def holds(self, lengths):
-        """True if examples of these `lengths` (examples, sides), in tokens, fit and leave no room but for padding.
+        """True if examples of these `lengths` (examples, sides), in tokens, fit and need little padding.
 
-        That is a share of 1 - BUCKET_FILL, or CHEAP_PADDING tokens.
+        Little is a share of 1 - BUCKET_FILL, or CHEAP_PADDING tokens, whichever is more.
         """
         sides = lengths.sum(axis=0, dtype=np.int64)
         own, limits = sides, self.sides

@@ -11,8 +11,8 @@ USABLE = 0.95  # share of memory to plan for without a probe: predictions err by
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)  # target tokens whose logits exist at the same time
 MIN_CHUNKS_PER_STEP = 8  # but chunks of 512 tokens are always allowed
-# A larger one is taken only where the peak of the largest forward stays as it is. So that the peak of a usual step,
-# which is smaller, stays too, a step has at least so many.
+# A plan has larger chunks only if the peak of its largest forward stays the same, and a step of mean length has 16 or
+# more of them: then the peak of such a step stays the same too.
 LARGE_CHUNK, MIN_LARGE_CHUNKS_PER_STEP = 2048, 16
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU

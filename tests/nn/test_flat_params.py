@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.nn.flat_params import FlatParams, linear
+from model.nn.flat_params import FlatParams, linear, relu_backward
 from tests.parts import SHAPE, batch_of, make_model
 
 
@@ -61,3 +61,11 @@ def test_a_frozen_encoder_costs_no_master_and_no_gradient(store, tokenizer):
     assert held <= 10 * trained + 2 * (frozen + 64 * SHAPE["d_model"]) + 2 * norms_and_bias
     model(batch_of(store, [0, 1])).backward()
     assert model.flat.gradients.any() and model.shared.weight.grad is None
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_relu_s_gradient_is_written_over_that_of_its_output_if_no_numbers_share_memory(spread):
+    out, grad = torch.relu(torch.randn(6, 4)), torch.ones(1).expand(6, 4) if spread else torch.randn(6, 4)
+    expected = torch.where(out > 0, grad, 0)
+    found = relu_backward(grad, out)
+    assert torch.equal(found, expected) and (found.data_ptr() == grad.data_ptr()) != spread
