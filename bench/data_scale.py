@@ -21,7 +21,7 @@ from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, draw_ids, draw_lengths
 from bench.runs import kernel_batch
 from model.data.packing import cut
 from model.data.row_hashes import write_hashes
-from model.data.sampler import share_of, step_at
+from model.data.sampler import step_at
 from model.data.store_writer import ROWS_PER_BATCH, store_schema
 from model.data.token_store import read_store
 from model.train.objectives.pairs import Pairs
@@ -101,8 +101,7 @@ def measure(directory, num_steps):
 def feed(store, position):
     """Make the micro-batches of the step that begins at pair `position`; returns the step's number of pairs."""
     examples = step_at(position, len(store), PAIRS_A_STEP, SEED)
-    share = share_of(examples.ids, store.lengths[examples.ids].astype("int64"), 0, 1)
-    for part in cut(share, store.lengths[share], MICRO_BATCH_TOKENS):
+    for part in cut(examples.ids, store.lengths[examples.ids], MICRO_BATCH_TOKENS):
         kernel_batch(store, part)
     return len(examples.ids)
 

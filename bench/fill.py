@@ -16,7 +16,7 @@ from bench.runs import kernel_batch, open_pairs
 from model.data.buckets import buckets_for
 from model.data.packing import cut
 from model.data.readers import read_pairs
-from model.data.sampler import share_of, step_at
+from model.data.sampler import shares_of, step_at
 from model.data.tokenizer import load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
 from model.memory.plan import LARGEST_MICRO_BATCH_TOKENS
@@ -58,8 +58,7 @@ def epoch_fill(store, world_size, pairs_a_rank, buckets, micro_batch_tokens=LARG
     while position < len(store):
         examples = step_at(position, len(store), world_size * pairs_a_rank, SEED)
         lengths = store.lengths[examples.ids].astype("int64")
-        for rank in range(world_size):
-            share = share_of(examples.ids, lengths, rank, world_size)
+        for share in shares_of(examples.ids, lengths, world_size):
             parts = cut(share, store.lengths[share], micro_batch_tokens)
             bucket = next((b for b in buckets if b.holds(store.lengths[share])), None) if len(parts) == 1 else None
             used.add(bucket)

@@ -113,13 +113,20 @@ def _mix(values):
     return values ^ (values >> np.uint64(31))
 
 
-def share_of(ids, lengths, rank, world_size):
-    """The examples of `ids` for `rank`; the ranks get equal numbers of examples to within one, and similar lengths.
+def shares_of(ids, lengths, num_shares):
+    """The examples of `ids` in `num_shares` shares of equal numbers to within one, with similar tokens of each side.
 
-    `lengths` (len(ids), sides) in tokens. The ranks take turns from the longest example to the shortest, in an order
-    that reverses every round: 0, 1, 2, 2, 1, 0, ...
+    `lengths` (len(ids), sides) in tokens. Examples of similar length are dealt together, one to each share: that with
+    the longest first side to the share that has the fewest tokens on this side so far.
     """
-    order = np.lexsort((ids, lengths.sum(axis=1, dtype=np.int64)))[::-1]
-    turn = np.arange(len(ids)) % (2 * world_size)
-    owner = np.minimum(turn, 2 * world_size - 1 - turn)
-    return ids[order[owner == rank]]
+    if num_shares == 1:
+        return [ids]
+    order = np.lexsort((ids, lengths.sum(axis=1, dtype=np.int64)))[::-1].tolist()
+    first_side, shares, tokens = lengths[:, 0].tolist(), [[] for _ in range(num_shares)], [0] * num_shares
+    for start in range(0, len(order), num_shares):
+        dealt = sorted(order[start : start + num_shares], key=first_side.__getitem__, reverse=True)
+        emptiest = sorted(range(num_shares), key=tokens.__getitem__)
+        for share, example in zip(emptiest, dealt, strict=False):  # the last deal may be for some shares only
+            shares[share].append(example)
+            tokens[share] += first_side[example]
+    return [ids[share] for share in shares]

@@ -9,7 +9,7 @@ import numpy as np
 
 from model.data.buckets import Bucket, buckets_for
 from model.data.packing import cut
-from model.data.sampler import share_of, step_at
+from model.data.sampler import shares_of, step_at
 from model.memory.plan import MemoryPlan
 from model.runtime.device_memory import within_memory
 from model.runtime.distributed import Ranks
@@ -82,7 +82,8 @@ class Loader:
         drawn = step_at(pairs_seen, examples.epoch_pairs, most, schedule.seed, examples.mixture)
         lengths = examples.lengths(drawn.ids, drawn.epoch)
         numbers, count = (shards_of_rank(ranks), NUM_SHARDS) if self.exact else ([ranks.rank], ranks.world_size)
-        shares = tuple((number, share_of(drawn.ids, lengths, number, count)) for number in numbers)
+        all_shares = shares_of(drawn.ids, lengths, count)
+        shares = tuple((number, all_shares[number]) for number in numbers)
         rate = schedule.learn_rate.at(pairs_seen + len(drawn.ids) / 2)
         weights = examples.weights(drawn.ids, drawn.epoch)
         return Work(step + 1, drawn.epoch, drawn.ids, int(lengths.sum()), *weights, rate, shares)
