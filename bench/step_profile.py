@@ -87,12 +87,10 @@ def profile_training(ranks, given, options):
     run, _, plan = prepare_run(ranks, config, set(own), resumed=False)
     steps = train_steps(run.context, Position(plan))
     timed = time_steps(steps, ranks.device, given)
-    kernels, busy_ms = profile_steps(steps, ranks.device, given.profiled_steps)
     steps.close()
-    rate = run.optimizer.param_groups[0]["lr"]
-    run.optimizer.step = run.optimizer.apply = lambda *_: rate.add_(0.0)  # not nothing: a recording must not be empty
+    without = time_without_update(run, plan, given)
     steps = train_steps(run.context, Position(plan))
-    without = time_steps(steps, ranks.device, given)
+    kernels, busy_ms = profile_steps(steps, ranks.device, given)  # last: steps after a profiler are slower
     steps.close()
     return dict(
         bench="step_profile", model=options["model"], pairs=int(options["batch_size_per_gpu"]),
@@ -121,9 +119,22 @@ def time_steps(steps, device, given):
     raise AssertionError("the corpus ended before the clock")
 
 
-def profile_steps(steps, device, count):
+def time_without_update(run, plan, given):
+    """As time_steps, of steps that leave the weights as they are."""
+    optimizer, rate = run.optimizer, run.optimizer.param_groups[0]["lr"]
+    optimizer.step = optimizer.apply = lambda *_: rate.add_(0.0)  # not nothing: a recording must not be empty
+    steps = train_steps(run.context, Position(plan))
+    figures = time_steps(steps, run.context.ranks.device, given)
+    steps.close()
+    del optimizer.step, optimizer.apply
+    return figures
+
+
+def profile_steps(steps, device, given):
     """({kernel: (milliseconds, launches) of a step}, milliseconds of a step in which any kernel ran)."""
-    on_gpu = device.type == "cuda"
+    on_gpu, count = device.type == "cuda", given.profiled_steps
+    for _ in range(10 * count):  # until nearly every size of steps is recorded
+        next(steps)
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as profiler:
         for _ in range(count):
             next(steps)
