@@ -69,7 +69,7 @@ class TrainConfig:
     compile: str = "auto"  # replay steps as CUDA graphs: auto (on GPUs, in runs long enough to gain), True, False
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
-    reduce_dtype: str = "float32"  # in which ranks send gradients: float32, or bf16 between 2 or 3 ranks (fewer bytes)
+    reduce_dtype: str = "float32"  # in which ranks send gradients: float32, or bf16 (half of the bytes, for slow links)
     share_update: bool = False  # each rank computes a part of Muon's update; pays with slow products and fast links
     deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
     exact: bool = False  # bit-equal results on any number of CPU processes, one thread each

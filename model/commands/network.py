@@ -11,7 +11,6 @@ from model.nn.weights_io import LoadedWeights, load_into
 from model.runtime.distributed import broadcast
 from model.runtime.watchdog import untimed
 from model.train.optim import update_works
-from model.train.reduction import check_ranks
 
 
 def make_model(ranks, config, model_config, weights=None, adapter=None):
@@ -87,9 +86,8 @@ def compute_dtype(mixed_precision, device):
 def set_numerics(config, ranks):
     """Set the process's threads and algorithms for `exact` and `deterministic`.
 
-    Raises ValueError if `exact` is on a GPU, or bf16 sends gradients between too many ranks.
+    Raises ValueError if `exact` is on a GPU.
     """
-    check_ranks(config.reduce_dtype, ranks.world_size)
     if config.exact:
         if ranks.device.type != "cpu":
             raise ValueError(

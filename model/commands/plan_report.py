@@ -31,7 +31,6 @@ from model.memory.step_time import time_factor
 from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
 from model.train.footprint import answers_wanted, launch_tokens_here, memory_spec, plan_options
-from model.train.reduction import check_ranks
 from model.train.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs, warmup_problem
 
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
@@ -100,7 +99,6 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     model_config, sample = origin.model_config, sample_of(config, origin)
     lengths, num_pairs = sample.lengths, sample.num_pairs
     batch = global_batch(config, world, typed)
-    check_ranks(config.reduce_dtype, world)
     share_pairs = -(-batch // world)
     device = "cpu" if machine.memory_bytes is None else "cuda"
     dtype = _dtype_on(device, config.mixed_precision)

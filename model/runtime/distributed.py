@@ -180,11 +180,17 @@ def sum_over_ranks(ranks, tensor):
     return tensor
 
 
+def exchange(ranks, tensor, out):
+    """Write part r of `tensor` (numbers,) of every rank to `out` (numbers,) of rank r, in rank order; ranks: parts."""
+    with collective("an exchange"):
+        dist.all_to_all_single(out.view(torch.uint8), tensor.view(torch.uint8))  # Gloo has no bf16
+
+
 def gather(ranks, tensor, out):
     """Write `tensor` (numbers,) of every rank to `out` (ranks * numbers,), in rank order, by the device's backend."""
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     with collective("a gather"):
-        all_gather(out.view(torch.uint8), tensor.view(torch.uint8))  # Gloo has no bf16
+        all_gather(out.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def broadcast(ranks, tensors, source=0):
