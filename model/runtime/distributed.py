@@ -181,7 +181,7 @@ def sum_over_ranks(ranks, tensor):
 
 
 def exchange(ranks, tensor, out):
-    """Write part r of `tensor` (numbers,) of every rank to `out` (numbers,) of rank r, in rank order; ranks: parts."""
+    """Send equal part r of `tensor` (numbers,) to rank r; `out` (numbers,) = the parts received, in rank order."""
     with collective("an exchange"):
         dist.all_to_all_single(out.view(torch.uint8), tensor.view(torch.uint8))  # Gloo has no bf16
 
