@@ -180,13 +180,13 @@ def sum_over_ranks(ranks, tensor):
     return tensor
 
 
-def exchange(ranks, tensor, out):
+def exchange(tensor, out):
     """Send equal part r of `tensor` (numbers,) to rank r; `out` (numbers,) = the parts received, in rank order."""
     with collective("an exchange"):
         dist.all_to_all_single(out.view(torch.uint8), tensor.view(torch.uint8))  # Gloo has no bf16
 
 
-def gather(ranks, tensor, out):
+def gather(tensor, out):
     """Write `tensor` (numbers,) of every rank to `out` (ranks * numbers,), in rank order, by the device's backend."""
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     with collective("a gather"):

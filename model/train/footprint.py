@@ -1,5 +1,7 @@
 """The memory estimate of a run, from its options, network and data."""
 
+from dataclasses import replace
+
 import torch
 
 from model.memory.estimate import Answers, Estimate
@@ -9,7 +11,7 @@ from model.nn.lora import LoraConfig
 from model.nn.registry import family_of
 from model.runtime.distributed import vote
 from model.train.fixed_shards import NUM_SHARDS
-from model.train.reduction import BUFFER_BYTES
+from model.train.reduction import buffer_bytes
 
 # MemorySpec.launch_tokens per streaming multiprocessor (SM): from compute capability 9.0 on, and before
 LAUNCH_TOKENS_PER_SM, OLDER_LAUNCH_TOKENS_PER_SM = 250, 75
@@ -24,11 +26,12 @@ def memory_spec(config, model_config, dtype, device_type="cuda", launch_tokens=N
     family = family_of(model_config)
     kernels = family.has_kernels(torch.device(device_type), dtype, model_config)
     launch = dict(launch_tokens=launch_tokens) if launch_tokens else {}
-    sum_bytes = BUFFER_BYTES if config.reduce_dtype == "bf16" else 0  # on one rank, too, which has no sum
-    return MemorySpec(
+    spec = MemorySpec(
         family, model_config, dtype.itemsize, kernels, config.optimizer, has_dropout(config), config.trainable,
-        lora_of(config, model_config), sum_bytes=sum_bytes, **launch,
+        lora_of(config, model_config), **launch,
     )  # fmt: skip
+    sends_bf16 = config.reduce_dtype == "bf16"  # counted on one rank, too, which has no sum
+    return replace(spec, sum_bytes=buffer_bytes(spec.trained)) if sends_bf16 else spec
 
 
 def has_dropout(config):

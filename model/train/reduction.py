@@ -7,7 +7,6 @@ import torch
 from model.runtime.distributed import exchange, gather, sum_over_ranks
 
 PIECE_NUMBERS = 2**24  # of the gradients that are summed at a time in bf16
-BUFFER_BYTES = PIECE_NUMBERS * (2 + 2 + (4 + 4) // 2)  # at most: on two ranks
 
 
 def sum_gradients(ranks, flat, reduce_dtype="float32"):
@@ -32,13 +31,18 @@ def _sum_in_bf16(ranks, piece, buffers):
     sent, received, total, addend = buffers
     sent, received = sent[: part * ranks.world_size], received[: part * ranks.world_size]
     sent[: len(piece)].copy_(piece)
-    exchange(ranks, sent, received)
+    exchange(sent, received)
     first, *others = received.split(part)
     total = total[:part].copy_(first)
     for other in others:
         total.add_(addend[:part].copy_(other))  # a CPU would make its own float32 copy of `other`
-    gather(ranks, first.copy_(total), sent)
+    gather(first.copy_(total), sent)
     piece.copy_(sent[: len(piece)])
+
+
+def buffer_bytes(numbers):
+    """Most bytes that a sum of so many gradients in bf16 holds, on two ranks: two pieces, two halves in float32."""
+    return min(numbers, PIECE_NUMBERS) * (2 + 2 + (4 + 4) // 2)
 
 
 @functools.cache

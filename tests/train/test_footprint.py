@@ -6,7 +6,8 @@ from model.data.length_histogram import histogram
 from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.train import footprint
-from model.train.footprint import estimate_for
+from model.train.footprint import estimate_for, memory_spec
+from model.train.reduction import PIECE_NUMBERS
 from tests.parts import make_config
 from tests.ranks import run_ranks
 
@@ -26,3 +27,12 @@ def estimate_on_unlike_gpus():
 def test_all_ranks_use_the_lowest_launch_speed_of_their_gpus(tmp_path):
     done = run_ranks(2, estimate_on_unlike_gpus, folder=tmp_path)
     assert done.codes == [0, 0], done.text
+
+
+def test_a_sum_in_bf16_holds_no_more_than_what_is_trained_takes():
+    adapter, whole = (
+        memory_spec(make_config(reduce_dtype="bf16", lora_rank=rank), CHATLM, torch.bfloat16) for rank in (4, 0)
+    )
+    assert 0 < adapter.trained < PIECE_NUMBERS < whole.trained
+    assert (adapter.sum_bytes, whole.sum_bytes) == (8 * adapter.trained, 8 * PIECE_NUMBERS)
+    assert memory_spec(make_config(), CHATLM, torch.bfloat16).sum_bytes == 0
