@@ -90,7 +90,7 @@ def profile_training(ranks, given, options):
     steps.close()
     without = time_without_update(run, plan, given)
     steps = train_steps(run.context, Position(plan))
-    kernels, busy_ms = profile_steps(steps, ranks.device, given)  # last: steps after a profiler are slower
+    kernels, busy_ms = profile_steps(steps, ranks.device, given)  # last: what it leaves behind slows no timed step
     steps.close()
     return dict(
         bench="step_profile", model=options["model"], pairs=int(options["batch_size_per_gpu"]),

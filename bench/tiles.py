@@ -86,14 +86,8 @@ def norm_choices(lengths):
         total, normed = norm.add_norm(x, added, weight, 1e-6)
         torch.autograd.backward([total, normed], [total.detach(), normed.detach()])
 
-    for programs, at_once in (
-        (norm.NORM_PROGRAMS, norm.ROWS_AT_ONCE),
-        (264, 4),
-        (1024, 4),
-        (512, 2),
-        (1024, 2),
-        (512, 8),
-    ):
+    now = norm.NORM_PROGRAMS, norm.ROWS_AT_ONCE
+    for programs, at_once in (now, (264, 4), (1024, 4), (512, 2), (1024, 2), (512, 8)):
         choice = dict(NORM_PROGRAMS=programs, ROWS_AT_ONCE=at_once)
         yield str(choice), call, dict(module=norm) | choice
 
@@ -109,14 +103,8 @@ def cross_entropy_choices(lengths):
     def call():
         cross_entropy.cross_entropy_(logits, labels, VOCAB_SIZE, 0.0)
 
-    for columns, warps in (
-        (cross_entropy.COLUMNS, cross_entropy.WARPS),
-        (8192, 16),
-        (4096, 8),
-        (4096, 4),
-        (2048, 8),
-        (1024, 2),
-    ):
+    now = cross_entropy.COLUMNS, cross_entropy.WARPS
+    for columns, warps in (now, (8192, 16), (4096, 8), (4096, 4), (2048, 8), (1024, 2)):
         choice = dict(COLUMNS=columns, num_warps=warps)
         yield str(choice), call, dict(module=cross_entropy, cross_entropy=Launch(launch, choice))
 
