@@ -10,10 +10,8 @@ from model.memory.step_time import recorded_sizes, time_factor
 USABLE = 0.95  # share of memory to plan for without a probe: predictions err by 2 %, varying sizes fragment memory
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)  # target tokens whose logits exist at the same time
-MIN_CHUNKS_PER_STEP = 8  # but chunks of 512 tokens are always allowed
-# A plan has larger chunks only if the peak of its largest forward stays the same, and a step of mean length has 16 or
-# more of them: then the peak of such a step stays the same too.
-LARGE_CHUNK, MIN_LARGE_CHUNKS_PER_STEP = 2048, 16
+MIN_CHUNKS_PER_STEP = 16  # of mean length, counting the tokens of all sides; chunks of 512 are always allowed
+LARGE_CHUNK = 2048  # a plan has larger ones only if the peak of its largest forward stays the same
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU
 STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about 1 s and save up to 10 ms per step
@@ -162,8 +160,7 @@ def _variants(wanted, estimate):
 
     Leaves out large chunks for steps of few tokens, whose logits would take more memory than the activations.
     """
-    tokens = estimate.share_pairs * estimate.lengths.mean
-    max_chunk = max(512, min(tokens / MIN_CHUNKS_PER_STEP, LARGE_CHUNK), tokens / MIN_LARGE_CHUNKS_PER_STEP)
+    max_chunk = max(512, estimate.share_pairs * estimate.lengths.mean / MIN_CHUNKS_PER_STEP)
     chunks = [chunk for chunk in CHUNKS if chunk <= max_chunk]
     allowed, blocks = allowed_checkpointing(wanted.gradient_checkpointing, estimate), estimate.num_blocks
     numbers = sorted({number for share in CHECKPOINTED_SHARES if (number := round(share * blocks)) in allowed})

@@ -235,7 +235,7 @@ def test_small_forwards_cost_more_where_each_takes_the_matrices_out_of_four_bits
 def test_a_large_step_has_larger_chunks_where_they_leave_its_peak_as_it_is():
     lengths = Lengths(np.array([[24, 108]]), np.array([4096]))  # usual pairs: their decoder's backward is the peak
     chunks = {pairs: choose(80, share_pairs=pairs, lengths=lengths).chunk_tokens for pairs in (64, 256, 1024)}
-    assert chunks == {64: 1024, 256: 2048, 1024: 8192}
+    assert chunks == {64: 512, 256: 2048, 1024: 8192}
     estimate = estimate_of(share_pairs=1024, lengths=lengths)
     cutting = choose(80, share_pairs=1024, lengths=lengths).cutting
     assert estimate.step_peak(*cutting) == estimate.step_peak(cutting[0], 2048, cutting[2])
