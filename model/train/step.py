@@ -132,8 +132,10 @@ def train_steps(context, position):
             started = time.perf_counter()
             work, packed, waited = upcoming.take()
             pairs_seen += len(work.all_ids)
-            upcoming.start(plan, work.step, pairs_seen)
-            agreed, updated = _until_finite(context, plan, work, packed, torn, norms)
+            agreed = _until_agreed(context, plan, work, packed, torn)
+            # not before the device is busy: two threads take turns in Python, and it would wait for both
+            upcoming.start(agreed.plan, work.step, pairs_seen)
+            agreed, updated = _until_finite(context, agreed, work, packed, norms)
             torn, waited = updated.torn, waited + agreed.attempt.data_wait_seconds
             plan, recovery = recovery.after_step(agreed.plan, shrunk=agreed.plan != plan)
             if context.options.spike_guard and not updated.skipped and not torn:
@@ -166,17 +168,17 @@ def _step_values(context, work, agreed, updated):
     )  # fmt: skip
 
 
-def _until_finite(context, plan, work, packed, torn, recent_norms):
+def _until_finite(context, agreed, work, packed, recent_norms):
     """(AgreedAttempt, UpdateResult) of the step, tried until its numbers are finite, at most FINITE_TRIES times."""
     limit, events = spike_limit(recent_norms, context.options.spike_guard), []
-    for _ in range(FINITE_TRIES):
-        agreed = _until_agreed(context, plan, work, packed, torn)
+    for tries_left in reversed(range(FINITE_TRIES)):
         updated = try_commit(context, agreed.attempt, work, limit)
         events += agreed.events
         if updated.skipped != NOT_FINITE:
             break
-        plan, torn = agreed.plan, updated.torn
         events.append(("not_finite", dict(step=work.step, rank=updated.rank)))
+        if tries_left:
+            agreed = _until_agreed(context, agreed.plan, work, packed, updated.torn)
     if updated.skipped:
         events.append(("skip", dict(step=work.step, why=updated.skipped, ids=work.all_ids.tolist())))
     return replace(agreed, events=tuple(events)), updated
