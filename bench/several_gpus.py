@@ -39,7 +39,7 @@ ON_GPUS = dict(
 REHEARSED = dict(
     faults=["--kinds", "oom"], kills=["--runs", 1, "--kills", 1], signals=["--trials", 4, "--launcher", 1],
 )  # fmt: skip
-STEPS = ["--warm_steps", 30, "--steps", 40, "--rounds", 1]
+STEPS = ["--warm_steps", 30, "--steps", 80, "--rounds", 1]
 REHEARSED_STEPS = ["--warm_steps", 2, "--steps", 4, "--rounds", 1]
 
 
@@ -151,14 +151,14 @@ def tell(folder, found, results):
 def scaling_table(results):
     """Markdown lines: each timed cell beside the same on one GPU."""
     timed = {r["job"]: r for r in results if r["part"] == "scaling" and "step_ms" in r}
-    yield "| model | optimizer | pairs each | processes | step, ms | pairs/s | times one | bar | sum, ms | vote, ms |"
+    yield "| model | optimizer | pairs each | processes | step, ms | real tokens/s | times one | bar | sum, ms | vote, ms |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for job, r in timed.items():
         model, optimizer, pairs, world = job.split("/")
         one = timed.get(f"{model}/{optimizer}/{pairs}/1")
-        times = f"{int(world) * one['step_ms'] / r['step_ms']:.2f}" if one else "–"
-        speed = int(pairs) * int(world) / r["step_ms"] * 1000
-        cells = (model, optimizer, pairs, world, f"{r['step_ms']:.2f}", f"{speed:,.0f}", times)
+        speed = r["tokens_per_second"]
+        times = f"{speed / one['tokens_per_second']:.2f}" if one else "–"
+        cells = (model, optimizer, pairs, world, f"{r['step_ms']:.2f}", f"{speed:,}", times)
         cells += (BARS.get((int(pairs), int(world)), "–"), f"{r['exchange_ms']:.2f}", f"{r['vote_ms']:.2f}")
         yield "| " + " | ".join(map(str, cells)) + " |"
 

@@ -4,7 +4,8 @@
 
 Without the vote each rank acts on its own result; gradients are summed over ranks in both cases. DIR is created if it
 does not exist. Rank 0 prints one JSON line: the median step time of both, the median over the rounds of the difference,
-and the time of the gradients' sum over ranks alone.
+the time of the gradients' sum over ranks alone, and the speed with the vote: the median over steps of real tokens, of
+all ranks, a second. Numbers of ranks are compared by it, for their steps have other examples.
 """
 
 import argparse
@@ -49,10 +50,14 @@ def main():
     )  # fmt: skip
     config = load_config("pretrain", options)
     run, _, plan = prepare_run(ranks, config, set(options), resumed=False)
-    rounds = [
-        [step_milliseconds(run, plan, group, (given.warm_steps, given.steps)) for group in (ranks.cpu_group, None)]
-        for _ in range(given.rounds)
-    ]
+    rounds, speeds = [], []
+    for _ in range(given.rounds):
+        times, (speed, _) = zip(
+            *(timed_steps(run, plan, group, (given.warm_steps, given.steps)) for group in (ranks.cpu_group, None)),
+            strict=True,
+        )
+        rounds.append(times)
+        speeds.append(speed)
     exchange = exchange_milliseconds(run)
     if ranks.is_main:
         with_vote, without = (statistics.median(times) for times in zip(*rounds, strict=True))
@@ -61,21 +66,22 @@ def main():
             harness="votes", world=ranks.world_size, backend=ranks.backend, model=given.model, pairs=given.pairs,
             step_ms=round(with_vote, 3), without_vote_ms=round(without, 3), vote_ms=round(cost, 3),
             percent_of_the_step=round(100 * cost / without, 2), exchange_ms=round(exchange, 3),
-            load=round(os.getloadavg()[0], 1),
+            tokens_per_second=round(statistics.median(speeds)), load=round(os.getloadavg()[0], 1),
             rounds=[[round(a, 3), round(b, 3)] for a, b in rounds],
         )))  # fmt: skip
     stop_ranks()
 
 
-def step_milliseconds(run, plan, cpu_group, num_steps):
-    """Median step time after untimed steps, `num_steps` = (untimed, timed).
+def timed_steps(run, plan, cpu_group, num_steps):
+    """(median step time in ms, median real tokens a second) after untimed steps, `num_steps` = (untimed, timed).
 
     Ranks vote over `cpu_group`, or not at all if it is None.
     """
     ranks = replace(run.ranks, cpu_group=cpu_group)
     steps = train_steps(replace(run.context, ranks=ranks), Position(plan))
-    results = islice(steps, num_steps[0], sum(num_steps))
-    return 1000 * statistics.median(result.step_seconds for result in results)
+    results = list(islice(steps, num_steps[0], sum(num_steps)))
+    speed = statistics.median(result.tokens / result.step_seconds for result in results)
+    return 1000 * statistics.median(result.step_seconds for result in results), speed
 
 
 def exchange_milliseconds(run):

@@ -1,6 +1,6 @@
 """The only user of accelerate and torch.distributed: start, agree, sum over ranks, and votes on a CPU group.
 
-The collectives are all_reduce, broadcast and all_gather only: Gloo has no others for CUDA tensors.
+Gloo has only all_reduce, broadcast and all_gather for CUDA tensors; the parts of `reduce_dtype=bf16` need more.
 """
 
 import functools
@@ -180,17 +180,31 @@ def sum_over_ranks(ranks, tensor):
     return tensor
 
 
-def exchange(tensor, out):
-    """Send equal part r of `tensor` (numbers,) to rank r; `out` (numbers,) = the parts received, in rank order."""
-    with collective("an exchange"):
-        dist.all_to_all_single(out.view(torch.uint8), tensor.view(torch.uint8))  # Gloo has no bf16
+def send_parts(tensor, out):
+    """Send equal part r of `tensor` (numbers,) to rank r; returns a function that waits for the other ranks' parts.
+
+    They are then in `out` (numbers,), in rank order.
+    """
+    with collective("an exchange of parts"):
+        sending = dist.all_to_all_single(out.view(torch.uint8), tensor.view(torch.uint8), async_op=True)  # Gloo: no bf16
+    return functools.partial(_wait_for, sending)
 
 
-def gather(tensor, out):
-    """Write `tensor` (numbers,) of every rank to `out` (ranks * numbers,), in rank order, by the device's backend."""
+def collect_parts(part, out):
+    """Send `part` (numbers,) to all ranks; returns a function that waits for those of the other ranks.
+
+    They are then in `out` (ranks * numbers,), in rank order; `part` may be this rank's place there.
+    """
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    with collective("a gather"):
-        all_gather(out.view(torch.uint8), tensor.view(torch.uint8))
+    with collective("a gather of parts"):
+        collecting = all_gather(out.view(torch.uint8), part.view(torch.uint8), async_op=True)
+    return functools.partial(_wait_for, collecting)
+
+
+def _wait_for(work):
+    """Wait for a collective; on a GPU its stream waits, and the host does not."""
+    with collective("parts of a sum"):
+        work.wait()
 
 
 def broadcast(ranks, tensors, source=0):

@@ -89,22 +89,22 @@ def test_the_clock_leaves_out_the_warm_up_and_assigns_steps_to_windows_in_turn()
 
 
 def test_the_vote_is_timed_over_the_given_group_and_left_out_without_one(monkeypatch):
-    groups, steps = [], [SimpleNamespace(step_seconds=0.002)] * (votes.WARM_STEPS + 3)
+    groups, steps = [], [SimpleNamespace(step_seconds=0.002, tokens=6)] * (votes.WARM_STEPS + 3)
     monkeypatch.setattr(votes, "train_steps", lambda context, _: groups.append(context.ranks.cpu_group) or iter(steps))
     ranks = Ranks(0, 2, 0, torch.device("cpu"), "gloo", "the run's group")
     run = SimpleNamespace(ranks=ranks, context=StepContext(ranks, None, None, None, None))
-    assert [votes.step_milliseconds(run, None, group, (40, 3)) for group in ("a group", None)] == [2, 2]
+    assert [votes.timed_steps(run, None, group, (40, 3)) for group in ("a group", None)] == [(2, 3000)] * 2
     assert groups == ["a group", None]
 
 
 def test_the_table_of_several_gpus_sets_each_cell_beside_one_gpu_and_names_what_went_wrong():
-    timed = json.dumps(dict(harness="votes", step_ms=50.0, exchange_ms=4.0, vote_ms=0.1))
-    one = several_gpus.results_of("scaling", Done(Job("small/muon/256/1", [], 9), "", 1.0, timed.replace("50", "48")))
+    timed = json.dumps(dict(harness="votes", step_ms=50.0, tokens_per_second=9500, exchange_ms=4.0, vote_ms=0.1))
+    one = several_gpus.results_of("scaling", Done(Job("small/muon/256/1", [], 9), "", 1.0, timed.replace("95", "50")))
     two = several_gpus.results_of("scaling", Done(Job("small/muon/256/2", [], 9), "", 1.0, f"said\n{timed}\n"))
     hung = several_gpus.results_of("machines", Done(Job("machines", [], 9), "not done after 9 s", 9.0, "waiting"))
     assert [result["wrong"] for result in (*one, *two, *hung)] == ["", "", "", "", "not done after 9 s: waiting"]
     table = list(several_gpus.scaling_table([*one, *two]))
-    assert table[-1] == "| small | muon | 256 | 2 | 50.00 | 10,240 | 1.92 | 1.93 | 4.00 | 0.10 |"
+    assert table[-1] == "| small | muon | 256 | 2 | 50.00 | 9,500 | 1.90 | 1.93 | 4.00 | 0.10 |"
     assert list(several_gpus.parts_table([*two, *hung]))[2:] == [
         "| machines | machines | 0 | not done after 9 s: waiting | 9.0 |"
     ]
