@@ -1,7 +1,4 @@
-"""The only user of accelerate and torch.distributed: start, agree, sum over ranks, and votes on a CPU group.
-
-Gloo has only all_reduce, broadcast and all_gather for CUDA tensors; the parts of `reduce_dtype=bf16` need more.
-"""
+"""The only user of accelerate and torch.distributed: start, agree, sum over ranks, and votes on a CPU group."""
 
 import functools
 import gc
