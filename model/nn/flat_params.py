@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from model.nn.quantized import make_packed, merge_packed
 
 NUM_SUMS = 8  # metrics of an objective, at most
+ROWS_FROM_RIGHT, WIDTH_FROM_RIGHT = range(10, 50), 512  # of an x, and least of a matrix
 VOCABULARY_MULTIPLE = 64  # rows of a padded table: a GPU's matmul with an odd number is several times slower
 
 
@@ -107,6 +108,8 @@ def with_padding(view):
 def merge_adjacent(views):
     """View of adjacent matrices of the same width as one matrix (sum of their rows, width); or of adjacent vectors."""
     first, rows = views[0], sum(map(len, views))
+    if len(views) == 1:
+        return first
     assert views[-1].storage_offset() + views[-1].numel() == first.storage_offset() + rows * first.stride(0)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
@@ -121,12 +124,15 @@ def linear(x, *weights, biases=(), masks=None):
         if hasattr(weight, "adapter"):
             return weight.adapter.linear(x, weights, biases, masks)
     if not torch.is_grad_enabled():  # a Function costs a tenth of a token's time on a CPU
-        return _product(x, weights, biases)
+        return product(x, matrix_of(weights), bias_of(biases))
     return _Linear.apply(x, len(weights), *weights, *biases)
 
 
-def _product(x, weights, biases):
-    return F.linear(x, matrix_of(weights), bias_of(biases))
+def product(x, matrix, bias=None):
+    """x @ matrix.T + bias. MKL multiplies some x up to twice as fast as columns on the right of the matrix."""
+    if x.is_cuda or bias is not None or len(x) not in ROWS_FROM_RIGHT or min(matrix.shape) < WIDTH_FROM_RIGHT:
+        return F.linear(x, matrix, bias)
+    return (matrix @ x.T).T.contiguous()
 
 
 def matrix_of(weights):
@@ -147,7 +153,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, num_weights, *weights_and_biases):
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None)  # a frozen weight needs no x
         ctx.weights, ctx.biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
-        return _product(x, ctx.weights, ctx.biases)
+        return F.linear(x, matrix_of(ctx.weights), bias_of(ctx.biases))
 
     @staticmethod
     def backward(ctx, grad):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from model.nn.attention import make_layout
-from model.nn.flat_params import linear, with_padding
+from model.nn.flat_params import linear, product, with_padding
 from model.nn.t5.position_bias import position_buckets
 
 TOKENS_MULTIPLE = 8  # fast attention on GPUs reads its bias in rows of a multiple of 8 numbers
@@ -93,7 +93,7 @@ def decode_one(model, ids, cache):
         x, added = block.layer[2](x, added)
     hidden = model.decoder.final_layer_norm(x, added)[1] * model.output_scale
     cache.positions.add_(1)  # also of slots that nobody uses: attention clamps them to the cache
-    return F.linear(hidden, with_padding(model.output_weight.copy))[:, : c.vocab_size]
+    return product(hidden, with_padding(model.output_weight.copy))[:, : c.vocab_size]
 
 
 def _kernel_attention(cache):
