@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as stock
 
-from model.generate.sampling import Mode, Sampling, SlotSettings, choose, filtered, mode_of, uniform
+from model.generate.sampling import Mode, Sampling, SlotSettings, choose, filtered, likeliest_of, mode_of, uniform
 
 VOCABULARY = 50
 
@@ -75,6 +75,12 @@ def test_a_greedy_slot_beside_a_sampling_one_stays_greedy():
     args = settings_of(samplings), mode_of(samplings, VOCABULARY)
     chosen = {int(choose(logits, history, torch.full((2,), count), *args)[0]) for count in range(4)}
     assert chosen == {int(logits[0].argmax())}
+
+
+@pytest.mark.parametrize("width", [3, 255, 256, 257, 511, 512, 29_298])
+def test_the_likeliest_token_is_the_first_of_equal_ones(width):
+    logits = torch.randint(12, (50, width + 14), generator=torch.Generator().manual_seed(width))[:, :width].float()
+    assert likeliest_of(logits).equal(logits.argmax(dim=1))
 
 
 def test_a_mode_does_the_least_work_that_serves_all():
