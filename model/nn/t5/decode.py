@@ -124,6 +124,13 @@ def _plain_attention(cache, c):
             cache.own[layer].scatter_(3, column, torch.stack(kv).unsqueeze(3))
         cached = (cache.own if is_own else cache.cross)[layer]
         bias = own_bias[min(layer, len(own_bias) - 1), :, :, None] if is_own else cross_bias
-        return F.scaled_dot_product_attention(q[:, :, None], *cached, bias, scale=1.0).flatten(1)
+        return _attend_one(q[:, :, None], *cached, bias).flatten(1)
 
     return attend
+
+
+def _attend_one(q, keys, values, bias):
+    """Attention of a query for each slot and head, (S, H, 1, K); a CPU is faster with two products than with SDPA."""
+    if q.is_cuda:
+        return F.scaled_dot_product_attention(q, keys, values, bias, scale=1.0)
+    return (q @ keys.mT).add_(bias).softmax(3) @ values
