@@ -151,7 +151,7 @@ def tell(folder, found, results):
 def scaling_table(results):
     """Markdown lines: each timed cell beside the same on one GPU."""
     timed = {r["job"]: r for r in results if r["part"] == "scaling" and "step_ms" in r}
-    yield "| model | optimizer | pairs each | processes | step, ms | real tokens/s | times one | bar | sum, ms | vote, ms |"
+    yield "| model | optimizer | pairs each | ranks | step, ms | real tokens/s | times one | bar | sum, ms | vote, ms |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for job, r in timed.items():
         model, optimizer, pairs, world = job.split("/")

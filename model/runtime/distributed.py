@@ -182,8 +182,8 @@ def send_parts(tensor, out):
 
     They are then in `out` (numbers,), in rank order.
     """
-    with collective("an exchange of parts"):
-        sending = dist.all_to_all_single(out.view(torch.uint8), tensor.view(torch.uint8), async_op=True)  # Gloo: no bf16
+    with collective("an exchange of parts"):  # as bytes: Gloo has no bf16
+        sending = dist.all_to_all_single(out.view(torch.uint8), tensor.view(torch.uint8), async_op=True)
     return functools.partial(_wait_for, sending)
 
 
