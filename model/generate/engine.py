@@ -207,13 +207,15 @@ def generate(model, inputs, limits, max_new_tokens, sampling=GREEDY):
     was_training = model.training
     model.eval()
     answers = [[] for _ in inputs]
+    # slots beside each other get inputs of similar length, and a CPU reads the cache up to the longest of some
+    shortest_first = sorted(range(len(inputs)), key=lambda place: len(inputs[place]))
     try:
         engine = Engine(model, limits)
-        for ids in inputs:
-            engine.add(Request(ids, max_new_tokens, sampling))
+        for place in shortest_first:
+            engine.add(Request(inputs[place], max_new_tokens, sampling))
         while not engine.idle and not stop_asked():
             for progress in engine.step():
-                answers[progress.number] = progress.ids
+                answers[shortest_first[progress.number]] = progress.ids
     finally:
         model.train(was_training)
     return answers

@@ -14,6 +14,7 @@ from model.nn.flat_params import linear, product, with_padding
 from model.nn.t5.position_bias import position_buckets
 
 TOKENS_MULTIPLE = 8  # fast attention on GPUs reads its bias in rows of a multiple of 8 numbers
+SLOTS_TOGETHER = 32  # on a CPU, slots whose inputs are read up to the longest of theirs
 
 
 @dataclass(frozen=True)
@@ -117,20 +118,31 @@ def _plain_attention(cache, c):
     own_bias = cache.bias[:, :, back.clamp(min=0)].transpose(1, 2).masked_fill(back[:, None] < 0, -torch.inf)
     is_pad = torch.arange(cache.cross.shape[4], device=positions.device) >= cache.lengths[:, None]
     cross_bias = torch.zeros_like(is_pad, dtype=own_bias.dtype).masked_fill_(is_pad, -torch.inf)[:, None, None]
+    groups = _groups(cache.lengths, cross_bias.shape[3])
 
     def attend(qkv, layer, is_own):
         q, *kv = qkv.view(len(qkv), -1, c.num_heads, c.d_kv).unbind(1)
         if is_own:
             cache.own[layer].scatter_(3, column, torch.stack(kv).unsqueeze(3))
-        cached = (cache.own if is_own else cache.cross)[layer]
-        bias = own_bias[min(layer, len(own_bias) - 1), :, :, None] if is_own else cross_bias
-        return _attend_one(q[:, :, None], *cached, bias).flatten(1)
+            return _attend_one(q, *cache.own[layer], own_bias[min(layer, len(own_bias) - 1), :, :, None])
+        keys, values = cache.cross[layer]
+        return torch.cat(
+            [_attend_one(q[s], keys[s, :, :t], values[s, :, :t], cross_bias[s, ..., :t]) for s, t in groups]
+        )
 
     return attend
 
 
+def _groups(lengths, most):
+    """(slots, tokens of their inputs that are read) of groups of slots."""
+    if lengths.is_cuda:  # nothing is read on the host
+        return [(slice(None), most)]
+    longest = [_rounded(max(int(own.max()), 1)) for own in lengths.split(SLOTS_TOGETHER)]
+    return [(slice(n * SLOTS_TOGETHER, (n + 1) * SLOTS_TOGETHER), tokens) for n, tokens in enumerate(longest)]
+
+
 def _attend_one(q, keys, values, bias):
-    """Attention of a query for each slot and head, (S, H, 1, K); a CPU is faster with two products than with SDPA."""
+    """Attention of a query for each slot, (S, H, K) to (S, H * K); a CPU is faster with two products than with SDPA."""
     if q.is_cuda:
-        return F.scaled_dot_product_attention(q, keys, values, bias, scale=1.0)
-    return (q @ keys.mT).add_(bias).softmax(3) @ values
+        return F.scaled_dot_product_attention(q[:, :, None], keys, values, bias, scale=1.0).flatten(1)
+    return ((q[:, :, None] @ keys.mT).add_(bias).softmax(3) @ values).flatten(1)
