@@ -8,7 +8,7 @@ import torch
 from model.runtime.distributed import collect_parts, send_parts, sum_over_ranks
 
 PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16
-PIECES_AT_ONCE = 3  # one is rounded, one is added and one read, while the numbers of others travel
+PIECES_AT_ONCE = 3  # while one is rounded, the second is exchanged and the sum of the third comes back
 
 
 def sum_gradients(ranks, flat, reduce_dtype="float32"):
@@ -53,13 +53,14 @@ def _sum_in_bf16(ranks, piece, sent, received):
 
 
 def buffer_bytes(numbers):
-    """Most bytes that a sum of so many gradients in bf16 holds."""
-    return min(numbers, PIECE_NUMBERS * PIECES_AT_ONCE) * (2 + 2)
+    """Bytes that a sum of so many gradients in bf16 holds: two of each number in `_buffers`."""
+    count = min(-(-numbers // PIECE_NUMBERS), PIECES_AT_ONCE)
+    return count * min(numbers, PIECE_NUMBERS) * (2 + 2)
 
 
 @functools.cache
 def _buffers(world_size, piece_numbers, count, device):
-    """`count` pairs of a piece in bf16.
+    """`count` pairs of tensors in bf16, each as long as a piece.
 
     The dry run makes them: after a vote nothing may fail, or one rank would leave the others in an exchange.
     """

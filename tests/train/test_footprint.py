@@ -7,7 +7,7 @@ from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.train import footprint
 from model.train.footprint import estimate_for, memory_spec
-from model.train.reduction import PIECE_NUMBERS, PIECES_AT_ONCE
+from model.train.reduction import PIECE_NUMBERS, PIECES_AT_ONCE, _buffers, buffer_bytes
 from tests.parts import make_config
 from tests.ranks import run_ranks
 
@@ -37,3 +37,5 @@ def test_a_sum_in_bf16_holds_no_more_than_what_is_trained_takes():
     assert 0 < adapter.trained < most < whole.trained
     assert (adapter.sum_bytes, whole.sum_bytes) == (4 * adapter.trained, 4 * most)
     assert memory_spec(make_config(), CHATLM, torch.bfloat16).sum_bytes == 0
+    two_pieces = _buffers(2, PIECE_NUMBERS, 2, torch.device("meta"))
+    assert buffer_bytes(PIECE_NUMBERS + 1) == sum(buffer.nbytes for pair in two_pieces for buffer in pair)
