@@ -50,14 +50,7 @@ def main():
     )  # fmt: skip
     config = load_config("pretrain", options)
     run, _, plan = prepare_run(ranks, config, set(options), resumed=False)
-    rounds, speeds = [], []
-    for _ in range(given.rounds):
-        times, (speed, _) = zip(
-            *(timed_steps(run, plan, group, (given.warm_steps, given.steps)) for group in (ranks.cpu_group, None)),
-            strict=True,
-        )
-        rounds.append(times)
-        speeds.append(speed)
+    rounds, speeds = timed_rounds(run, plan, given)
     exchange = exchange_milliseconds(run)
     if ranks.is_main:
         with_vote, without = (statistics.median(times) for times in zip(*rounds, strict=True))
@@ -70,6 +63,17 @@ def main():
             rounds=[[round(a, 3), round(b, 3)] for a, b in rounds],
         )))  # fmt: skip
     stop_ranks()
+
+
+def timed_rounds(run, plan, given):
+    """([(step ms with the vote, without it)], [tokens a second with it]) of each round."""
+    rounds, speeds = [], []
+    for _ in range(given.rounds):
+        groups, num_steps = (run.ranks.cpu_group, None), (given.warm_steps, given.steps)
+        (with_vote, speed), (without, _) = (timed_steps(run, plan, group, num_steps) for group in groups)
+        rounds.append((with_vote, without))
+        speeds.append(speed)
+    return rounds, speeds
 
 
 def timed_steps(run, plan, cpu_group, num_steps):
