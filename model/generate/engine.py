@@ -207,7 +207,7 @@ def generate(model, inputs, limits, max_new_tokens, sampling=GREEDY):
     was_training = model.training
     model.eval()
     answers = [[] for _ in inputs]
-    # slots beside each other get inputs of similar length, and a CPU reads the cache up to the longest of some
+    # neighbouring slots get inputs of similar length: a CPU reads those of a group of slots up to the longest
     shortest_first = sorted(range(len(inputs)), key=lambda place: len(inputs[place]))
     try:
         engine = Engine(model, limits)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 MAX_NGRAM = 16
-BLOCK = 256  # columns of logits whose maximum is found first
+BLOCK_COLUMNS = 256  # of logits, whose maximum says whether the likeliest token is among them
 ONLY_DRAWN = ("temperature", "top_k", "top_p", "min_p")  # settings that greedy decoding has no use for
 GOLDEN_GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
@@ -142,13 +142,13 @@ def choose(logits, history, count, settings, mode):
 
 
 def likeliest_of(logits):
-    """The column of each row's first maximum, (S,).
+    """The column of the first maximum of each row of `logits` (S, vocabulary), (S,).
 
-    PyTorch finds maxima on a CPU several times as fast as their columns, so a block's maximum tells where to look.
+    On a CPU PyTorch's amax is several times as fast as its argmax: the block with the highest maximum is searched.
     """
     if logits.is_cuda:
         return logits.argmax(dim=1)
-    step = min(BLOCK, logits.shape[1])
+    step = min(BLOCK_COLUMNS, logits.shape[1])
     blocks = logits.unfold(1, step + logits.shape[1] % step, step)  # they overlap, so that the last one ends the row
     block = blocks.amax(dim=2).argmax(dim=1)
     return block * step + blocks[torch.arange(len(logits)), block].argmax(dim=1)

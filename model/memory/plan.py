@@ -10,7 +10,7 @@ from model.memory.step_time import recorded_sizes, time_factor
 USABLE = 0.95  # share of memory to plan for without a probe: predictions err by 2 %, varying sizes fragment memory
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)  # target tokens whose logits exist at the same time
-MIN_CHUNKS_PER_STEP = 16  # of mean length, counting the tokens of all sides; chunks of 512 are always allowed
+MIN_CHUNKS_PER_STEP = 16  # a chunk is at most this share of a mean step's tokens of all sides, or 512
 LARGE_CHUNK = 2048  # a plan has larger ones only if the peak of its largest forward stays the same
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU

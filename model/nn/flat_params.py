@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from model.nn.quantized import make_packed, merge_packed
 
 NUM_SUMS = 8  # metrics of an objective, at most
-ROWS_FROM_RIGHT, WIDTH_FROM_RIGHT = range(10, 50), 512  # of an x, and least of a matrix
+# where a CPU takes up to twice as long for x @ matrix.T as for (matrix @ x.T).T: rows of x, least side of the matrix
+TRANSPOSED_ROWS, TRANSPOSED_SIDE = range(10, 50), 512
 VOCABULARY_MULTIPLE = 64  # rows of a padded table: a GPU's matmul with an odd number is several times slower
 
 
@@ -108,8 +109,6 @@ def with_padding(view):
 def merge_adjacent(views):
     """View of adjacent matrices of the same width as one matrix (sum of their rows, width); or of adjacent vectors."""
     first, rows = views[0], sum(map(len, views))
-    if len(views) == 1:
-        return first
     assert views[-1].storage_offset() + views[-1].numel() == first.storage_offset() + rows * first.stride(0)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
@@ -129,8 +128,8 @@ def linear(x, *weights, biases=(), masks=None):
 
 
 def product(x, matrix, bias=None):
-    """x @ matrix.T + bias. MKL multiplies some x up to twice as fast as columns on the right of the matrix."""
-    if x.is_cuda or bias is not None or len(x) not in ROWS_FROM_RIGHT or min(matrix.shape) < WIDTH_FROM_RIGHT:
+    """x @ matrix.T + bias, (N, width) to (N, rows of the matrix), in the order that is faster on a CPU."""
+    if x.is_cuda or bias is not None or len(x) not in TRANSPOSED_ROWS or min(matrix.shape) < TRANSPOSED_SIDE:
         return F.linear(x, matrix, bias)
     return (matrix @ x.T).T.contiguous()
 
