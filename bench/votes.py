@@ -94,7 +94,7 @@ def exchange_milliseconds(run):
     for _ in range(EXCHANGES):
         vote(ranks, 0)  # all ranks begin together
         started = time.perf_counter()
-        sum_gradients(ranks, run.model.flat, run.config.reduce_dtype)
+        sum_gradients(ranks, run.model, run.config.reduce_dtype)
         float(run.model.flat.sums[0])  # waits for the device
         times.append(time.perf_counter() - started)
     return 1000 * statistics.median(times)

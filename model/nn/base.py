@@ -12,6 +12,7 @@ from torch import nn
 
 from model.nn.dropout import NO_DROPOUT, Masks, step_key
 from model.nn.flat_params import FlatParams, with_padding
+from model.nn.gradient_parts import gradient_parts
 from model.nn.layers import Linear, ResidualNorm
 from model.nn.lora import FACTORS, factor_kind, is_factor
 from model.nn.loss import linear_cross_entropy, token_log_probs
@@ -41,6 +42,14 @@ class LanguageModel(nn.Module):
     def output_weight(self):
         """The table that turns hidden states into logits: logits = hidden @ output_weight.T."""
         raise NotImplementedError
+
+    @property
+    def all_blocks(self):
+        """The blocks in the order of forward, each called with the residual stream first.
+
+        A network that names none sums its gradients over ranks in one part.
+        """
+        return []
 
     @property
     def uses_kernels(self):
@@ -89,6 +98,7 @@ class LanguageModel(nn.Module):
         packs = self.lora is not None and self.lora.base_precision == "nf4"
         biases = [layer.bias for _, layer in layers if layer.bias is not None]
         self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype, packs, biases)
+        self.gradient_parts = gradient_parts(self.flat, self.all_blocks)
         self.step_key = torch.zeros(2, dtype=torch.int32, device=self.device)
 
     @torch.no_grad()

@@ -4,21 +4,41 @@ A step of the model `small` launches about a thousand kernels. On a fast GPU, wi
 launches take longer than the kernels.
 """
 
+from dataclasses import dataclass
+
 import torch
 
+from model.nn.gradient_parts import reporting
 from model.runtime.recorder import Recorder
 from model.train.weighted_loss import weighted_loss
+
+
+@dataclass
+class Recording:
+    """A recorded forward and backward: `replay` writes the gradients and metrics, and allocates no memory."""
+
+    batch: object  # that the graph reads
+    graph: torch.cuda.CUDAGraph | None
+    norms: torch.Tensor | None  # of the gradients of each of the model's gradient_parts; written by a replay
+    ready: list  # an event for each of these parts, which a replay records once the part is written; may be empty
+
+    def replay(self):
+        self.graph.replay()
+        if self.ready:
+            self.ready[-1].record()  # the last part ends with the graph
 
 
 class StepGraphs:
     """CUDA graphs: one per Bucket, that writes a micro-batch's gradients and metrics to the model's flat tensors, and
     one of the optimizer's update.
 
-    They share one memory pool, which is held until `clear`, with the forwards that fit no Bucket.
+    They share one memory pool, which is held until `clear`, with the forwards that fit no Bucket. `in_parts`: a replay
+    tells when each of the model's gradient_parts is written, with its norm.
     """
 
-    def __init__(self, model, objective):
+    def __init__(self, model, objective, in_parts=False):
         self.model, self.objective = model, objective
+        self.parts = model.gradient_parts if in_parts else []
         self.scales = None  # tensors (losses,) and (metrics,) on the device, which the graphs read
         self.recorded, self.recorded_update, self.recorder = {}, None, Recorder()
 
@@ -31,18 +51,18 @@ class StepGraphs:
         """Do `work(*args)`, which keeps no tensor that it makes, in the memory that the graphs share."""
         self.recorder.run_in_pool(work, *args)
 
-    def gradients(self, micro_batch, bucket, chunk_tokens, scales):
-        """Write the gradients and metrics of a micro-batch to the model's flat tensors, which must be zero.
+    def prepare(self, micro_batch, bucket, chunk_tokens, scales):
+        """The Recording whose replay writes the gradients and metrics of a micro-batch to the model's flat tensors.
 
-        `scales` holds a factor for each loss sum, and for each metric sum.
+        They must be zero then. `scales` holds a factor for each loss sum, and for each metric sum.
         """
         self._set(scales)
         key = (bucket, chunk_tokens, self.model.gradient_checkpointing)
         if key not in self.recorded:
             self.recorded[key] = self._record_gradients(micro_batch, chunk_tokens)
-        batch, graph = self.recorded[key]
-        batch.flat.data.copy_(micro_batch.flat.data, non_blocking=True)
-        graph.replay()
+        recording = self.recorded[key]
+        recording.batch.flat.data.copy_(micro_batch.flat.data, non_blocking=True)
+        return recording
 
     def _set(self, scales):
         if self.scales is None:
@@ -64,16 +84,35 @@ class StepGraphs:
         graph.replay()
 
     def _record_gradients(self, micro_batch, chunk_tokens):
-        """(the batch that the graph reads, the graph)."""
-        batch = micro_batch.to(self.model.device)
-        graph = self._record(self._run, batch, chunk_tokens)
+        """A Recording, replayed once: a graph's first launch may need memory of the driver."""
+        device, parts = self.model.device, self.parts
+        recording = Recording(micro_batch.to(device), None, None, [torch.cuda.Event() for _ in parts])
+        if parts:
+            recording.norms = torch.zeros(len(parts), device=device)
+        recording.graph = self._record(self._run, recording, chunk_tokens)
+        recording.replay()
         self.model.zero_grad()
-        return batch, graph
+        return recording
 
     def _record(self, work, *args):
         self.recorder.run_in_pool(work, *args)
         torch.cuda.synchronize()
         return self.recorder.record(work, *args)
 
-    def _run(self, batch, chunk_tokens):
-        weighted_loss(self.model, self.objective, batch, chunk_tokens, self.scales).backward()
+    def _run(self, recording, chunk_tokens):
+        """Forward and backward; the events that the recording gets are recorded with it."""
+
+        def report(number):
+            gradients = self.model.flat.gradients_and_sums
+            norms = [gradients[start:stop].norm() for start, stop in self.parts[number].ranges]
+            recording.norms[number].copy_(torch.stack(norms).norm())
+            if number < len(self.parts) - 1:
+                recording.ready[number] = torch.cuda.Event(external=True)
+                recording.ready[number].record()
+            reported.add(number)
+
+        reported = set()
+        with reporting(self.parts, report):
+            weighted_loss(self.model, self.objective, recording.batch, chunk_tokens, self.scales).backward()
+        for number in sorted({*range(len(self.parts))} - reported):
+            report(number)

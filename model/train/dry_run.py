@@ -52,7 +52,7 @@ def dry_run_update(ranks, model, optimizer, reduce_dtype="float32"):
     model.zero_grad()
 
     def reduce_and_update():
-        sum_gradients(ranks, model.flat, reduce_dtype)
+        sum_gradients(ranks, model, reduce_dtype)
         update(optimizer, 0.0, torch.zeros((), device=ranks.device))
 
     seconds = _without_time_limit(ranks, timed, ranks.device, reduce_and_update)

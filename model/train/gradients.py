@@ -8,6 +8,7 @@ import torch
 
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
+from model.train.cuda_graphs import Recording
 from model.train.optim import obeys_scale
 from model.train.weighted_loss import weighted_loss
 
@@ -26,13 +27,16 @@ class Attempt:
     micro_batches: int = 0
     data_wait_seconds: float = 0.0
     shards: tuple = ()  # with exact=True, the gradient of each of this rank's shards
-    norms: torch.Tensor | None = None  # as `_norms` gives them; before the vote: nothing may fail after it
+    # as `_norms` gives them, or of the parts of a recording; nothing is allocated for them after the vote
+    norms: torch.Tensor | None = None
+    recording: Recording | None = None  # whose replay, after the vote, writes the gradients; None: they are written
 
 
 def attempt_gradients(context, plan, work, packed=None):
     """Write this rank's gradients of the step to the model's flat gradients, without waiting for the device.
 
-    `packed`: this rank's micro-batches, packed ahead (packed again if for another plan).
+    A recorded step is only made ready: its replay cannot fail, so it waits for the vote, and the sums over ranks may
+    begin while it runs. `packed`: this rank's micro-batches, packed ahead (packed again if for another plan).
     """
     _, attempt = within_memory(_gradients, context, plan, work, packed)
     return attempt or Attempt(Outcome.OUT_OF_MEMORY)
@@ -46,13 +50,27 @@ def _gradients(context, plan, work, packed):
     model.gradient_checkpointing = plan.gradient_checkpointing
     if model.has_dropout:
         model.key_dropout(context.loader.schedule.seed, work.step)
-    shares = tuple(_share_gradients(context, plan, work, packed, place) for place in range(len(packed.shares)))
-    shards = shares if context.loader.exact else ()
-    norms = _norms(context, shards)
+    recording, shards = None, ()
+    if packed.bucket and context.graphs:
+        recording = _prepared(context, plan, work, packed)
+        norms = recording.norms
+    else:
+        shares = tuple(_share_gradients(context, plan, work, packed, place) for place in range(len(packed.shares)))
+        shards = shares if context.loader.exact else ()
+        norms = _norms(context, shards)
     if context.graphs and obeys_scale(context.optimizer):
         context.graphs.record_update(context.optimizer)  # here, because memory may run out
     fault_injection.fire("reduce", work.step)
-    return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards, norms)
+    return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards, norms, recording)
+
+
+def _prepared(context, plan, work, packed):
+    """The Recording of a step of one micro-batch, with its examples; gradients and metrics are zero."""
+    ((_, (micro_batch,)),) = packed.shares
+    context.model.zero_grad()
+    for site in ("forward", "backward_first"):
+        fault_injection.fire(site, work.step)
+    return context.graphs.prepare(micro_batch, packed.bucket, plan.chunk_tokens, _scales(work))
 
 
 def _norms(context, shards):
@@ -68,14 +86,12 @@ def _share_gradients(context, plan, work, packed, place):
     model.zero_grad()
     for index, micro_batch in enumerate(micro_batches):
         fault_injection.fire("forward", work.step)
-        scales, before_backward = _scales(work), "backward" if index else "backward_first"
-        if packed.bucket and graphs:
-            fault_injection.fire(before_backward, work.step)
-            graphs.gradients(micro_batch, packed.bucket, plan.chunk_tokens, scales)
-        elif graphs:
-            graphs.run(_add_gradients, context, micro_batch, plan.chunk_tokens, scales, (before_backward, work.step))
+        arguments = context, micro_batch, plan.chunk_tokens, _scales(work)
+        arguments += (("backward" if index else "backward_first", work.step),)
+        if graphs:
+            graphs.run(_add_gradients, *arguments)
         else:
-            _add_gradients(context, micro_batch, plan.chunk_tokens, scales, (before_backward, work.step))
+            _add_gradients(*arguments)
     return model.flat.gradients_and_sums.clone() if context.loader.exact else None
 
 

@@ -1,7 +1,8 @@
 """The sum of a step's gradients over ranks: sent in float32, or in bf16 and added in float32 (`reduce_dtype`)."""
 
 import functools
-from collections import deque
+from contextlib import contextmanager
+from itertools import islice
 
 import torch
 
@@ -11,26 +12,62 @@ PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16
 PIECES_AT_ONCE = 3  # while one is rounded, the second is exchanged and the sum of the third comes back
 
 
-def sum_gradients(ranks, flat, reduce_dtype="float32"):
-    """Sum the gradients and metrics of FlatParams over all ranks in place; all ranks get the same bits.
+def sum_gradients(ranks, model, reduce_dtype="float32", ready=()):
+    """Sum a model's gradients and metrics over all ranks in place; all ranks get the same bits.
 
-    With bf16 each rank rounds its gradients once, adds a part of them in float32 and rounds the sum once.
+    `ready` has an event of the device for each of model.gradient_parts: a part is sent once its event is reached, also
+    while later work of the device still computes the next parts. Without events, all are sent after what the device was
+    given. With bf16 each rank rounds its gradients once, adds a part of them in float32 and rounds the sum once.
     """
-    if ranks.world_size == 1 or reduce_dtype == "float32":
-        sum_over_ranks(ranks, flat.gradients_and_sums)
+    if ranks.world_size == 1:
         return
-    sum_over_ranks(ranks, flat.sums)
-    pieces = flat.gradients.split(PIECE_NUMBERS)
-    buffers = _buffers(ranks.world_size, len(pieces[0]), min(len(pieces), PIECES_AT_ONCE), flat.gradients.device)
-    _take_turns(_sum_in_bf16(ranks, piece, *buffers[n % PIECES_AT_ONCE]) for n, piece in enumerate(pieces))
+    with _beside(ranks.device, waits=not ready):
+        if reduce_dtype == "float32":
+            for tensor in _as_ready(model.flat.gradients_and_sums, model.gradient_parts, ready):
+                sum_over_ranks(ranks, tensor)
+            return
+        gradients = model.flat.gradients
+        pieces = (
+            piece for tensor in _as_ready(gradients, model.gradient_parts, ready)
+            for piece in tensor.split(PIECE_NUMBERS)
+        )  # fmt: skip
+        buffers = _buffers(ranks.world_size, len(gradients), gradients.device)
+        _take_turns(_sum_in_bf16(ranks, piece, *buffers[n % len(buffers)]) for n, piece in enumerate(pieces))
+        sum_over_ranks(ranks, model.flat.sums)
+
+
+@contextmanager
+def _beside(device, waits):
+    """On a GPU, work on a stream of its own, for which later work waits; with `waits` it begins after earlier work."""
+    if device.type != "cuda":
+        yield
+        return
+    stream, current = _sending_stream(device), torch.cuda.current_stream(device)
+    if waits:
+        stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+@functools.cache
+def _sending_stream(device):
+    return torch.cuda.Stream(device)
+
+
+def _as_ready(flat, parts, ready):
+    """Yield the parts' views of `flat`; what is done with them waits until they are ready."""
+    for place, part in enumerate(parts):
+        if ready:
+            ready[place].wait()
+        yield from (flat[start:stop] for start, stop in part.ranges)
 
 
 def _take_turns(works):
     """Run generators of two pauses, at most PIECES_AT_ONCE at a time: in the pauses of one the next ones go on."""
-    works, begun, done = deque(works), [], object()
-    while works or begun:
-        begun = [*([works.popleft()] if works else []), *begun]
-        begun = [work for work in begun if next(work, done) is not done]
+    begun, done = [], object()
+    while new := [*islice(works, 1), *begun]:
+        begun = [work for work in new if next(work, done) is not done]
 
 
 def _sum_in_bf16(ranks, piece, sent, received):
@@ -54,15 +91,20 @@ def _sum_in_bf16(ranks, piece, sent, received):
 
 def buffer_bytes(numbers):
     """Bytes that a sum of so many gradients in bf16 holds: two of each number in `_buffers`."""
-    count = min(-(-numbers // PIECE_NUMBERS), PIECES_AT_ONCE)
-    return count * min(numbers, PIECE_NUMBERS) * (2 + 2)
+    return _buffer_pairs(numbers) * min(numbers, PIECE_NUMBERS) * (2 + 2)
+
+
+def _buffer_pairs(numbers):
+    """Pieces of so many gradients that are under way at a time; less than PIECE_NUMBERS is one gradient part too."""
+    return 1 if numbers < PIECE_NUMBERS else PIECES_AT_ONCE
 
 
 @functools.cache
-def _buffers(world_size, piece_numbers, count, device):
-    """`count` pairs of tensors in bf16, each as long as a piece.
+def _buffers(world_size, numbers, device):
+    """A pair of tensors in bf16, each as long as a piece of so many gradients, for each piece that is under way.
 
     The dry run makes them: after a vote nothing may fail, or one rank would leave the others in an exchange.
     """
-    numbers = world_size * -(-piece_numbers // world_size)
-    return [[torch.zeros(numbers, dtype=torch.bfloat16, device=device) for _ in range(2)] for _ in range(count)]
+    length = world_size * -(-min(numbers, PIECE_NUMBERS) // world_size)
+    shape = dict(size=(length,), dtype=torch.bfloat16, device=device)
+    return [[torch.zeros(**shape) for _ in range(2)] for _ in range(_buffer_pairs(numbers))]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from model.nn import gradient_parts
 from model.runtime import fault_injection
 from model.runtime.distributed import agree, start_ranks, stop_ranks
 from model.train import reduction
@@ -36,24 +37,29 @@ def test_a_step_whose_sum_overflows_is_skipped_without_naming_a_rank(tmp_path):
     assert done.codes == [0, 0], done.text
 
 
-def sum_in_bf16():
-    """Ranks that send gradients in bf16, in pieces; 0 if the sum is that of the rounded ones, rounded, else 3."""
-    ranks, flat, reduction.PIECE_NUMBERS = start_ranks("gloo", 60), make_model(100).flat, 1000
+def sum_in_parts(reduce_dtype):
+    """Ranks that send gradients in several parts, in bf16 in pieces; 0 if the sum is that of what is sent, else 3."""
+    gradient_parts.LEAST_NUMBERS, reduction.PIECE_NUMBERS = 1, 1000
+    ranks, model, dtype = start_ranks("gloo", 60), make_model(100), getattr(torch, reduce_dtype.replace("bf", "bfloat"))
+    flat = model.flat
     of_ranks = [torch.randn(flat.gradients.shape, generator=torch.manual_seed(r)) for r in range(ranks.world_size)]
     for _ in range(2):
         flat.gradients.copy_(of_ranks[ranks.rank])
         flat.sums.fill_(1.001 + ranks.rank)  # metrics are sent in float32
-        sum_gradients(ranks, flat, "bf16")
+        sum_gradients(ranks, model, reduce_dtype)
     stop_ranks()
-    expected = sum(part.bfloat16().float() for part in of_ranks).bfloat16().float()
+    expected = sum(part.to(dtype).float() for part in of_ranks).to(dtype).float()
     metrics = torch.full_like(flat.sums, sum(1.001 + rank for rank in range(ranks.world_size)))
     is_near = (expected - sum(of_ranks)).norm() < 0.003 * sum(of_ranks).norm()
-    return 0 if torch.equal(flat.gradients, expected) and torch.allclose(flat.sums, metrics) and is_near else 3
+    is_sum = torch.equal(flat.gradients, expected) if dtype == torch.bfloat16 else flat.gradients.allclose(expected)
+    return 0 if is_sum and torch.allclose(flat.sums, metrics) and is_near and len(model.gradient_parts) > 1 else 3
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_sent_in_bf16_are_added_in_float32_with_equal_bits_on_all_ranks(tmp_path, world):
-    done = run_ranks(world, sum_in_bf16, folder=tmp_path)
+@pytest.mark.parametrize("world, reduce_dtype", [(2, "bf16"), (3, "bf16"), (2, "float32")])
+def test_parts_are_summed_in_float32_with_equal_bits_on_all_ranks_also_where_they_are_sent_in_bf16(
+    tmp_path, world, reduce_dtype
+):
+    done = run_ranks(world, sum_in_parts, reduce_dtype, folder=tmp_path)
     assert done.codes == [0] * world, done.text
 
 

@@ -6,6 +6,7 @@ import torch
 
 from model.data.buckets import Bucket
 from model.data.sequences import Sequences
+from model.nn import gradient_parts
 from model.nn.base import Packing
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
@@ -40,7 +41,7 @@ def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpo
     for seed in range(4):
         model.key_dropout(0, seed)
         model.zero_grad()
-        graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.25, 0.5)))
+        graphs.prepare(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.25, 0.5))).replay()
         recorded, recorded_sums = gradients_of(model), model.flat.sums[:2].clone()
         model.zero_grad()
         loss, parts = model.cross_entropy(random_micro_batch(20 + seed, None, seed).to("cuda"), 512, 1e-4)
@@ -48,6 +49,38 @@ def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpo
         torch.testing.assert_close(recorded_sums, parts * torch.tensor([0.25, 0.5], device="cuda"), rtol=1e-3, atol=0)
         assert farthest(recorded, gradients_of(model)) < 1e-2
     assert len(graphs.recorded) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradient_checkpointing", [0, 3])
+def test_a_replay_tells_when_each_part_of_the_gradients_is_written(gradient_checkpointing, monkeypatch):
+    monkeypatch.setattr(gradient_parts, "LEAST_NUMBERS", 1)
+    model = TextToTextModel(SHAPE, 0.0, torch.bfloat16).initialise(0).to("cuda")
+    model.gradient_checkpointing = gradient_checkpointing
+    graphs, beside = StepGraphs(model, Pairs(), in_parts=True), torch.cuda.Stream()
+
+    def copies(part):
+        flat = model.flat.gradients_and_sums
+        return [flat[start:stop].clone() for start, stop in part.ranges]
+
+    for seed in range(6):
+        model.zero_grad()
+        recording = graphs.prepare(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.25, 0.5)))
+        recording.replay()
+        (first, end), seen = [torch.cuda.Event(enable_timing=True) for _ in range(2)], []
+        end.record()
+        with torch.cuda.stream(beside):
+            for ready, part in zip(recording.ready, model.gradient_parts, strict=True):
+                ready.wait()
+                seen.append(copies(part))
+                if len(seen) == 1:
+                    first.record()
+        torch.cuda.synchronize()
+        assert first.elapsed_time(end) > 0, "the first part is there before the replay has ended"
+        for part, seen_then, norm in zip(model.gradient_parts, seen, recording.norms, strict=True):
+            assert all(torch.equal(then, now) for then, now in zip(seen_then, copies(part), strict=True))
+            torch.testing.assert_close(norm, torch.cat(seen_then).norm())
+    assert len(model.gradient_parts) == 4
 
 
 @pytest.mark.gpu
@@ -60,7 +93,7 @@ def test_a_forward_that_fits_no_bucket_runs_in_the_memory_of_the_recordings_and_
 
     for _ in range(3):
         model.zero_grad()
-        graphs.gradients(random_micro_batch(20, BUCKET, 0), BUCKET, 512, ((1.0,), (1.0,)))
+        graphs.prepare(random_micro_batch(20, BUCKET, 0), BUCKET, 512, ((1.0,), (1.0,))).replay()
         gradients.append({name: x.cpu() for name, x in gradients_of(model).items()})
         model.zero_grad()
         graphs.run(add_gradients)
@@ -128,14 +161,14 @@ def test_out_of_memory_while_a_step_is_recorded_is_raised_and_leaks_no_memory(wh
     for _ in range(3):
         model.zero_grad()
         with pytest.raises(torch.OutOfMemoryError):
-            graphs.gradients(micro_batch, BUCKET, 512, ((1.0,), (1.0,)))
+            graphs.prepare(micro_batch, BUCKET, 512, ((1.0,), (1.0,))).replay()
         graphs.clear()
         release_memory()
         allocated.append(torch.cuda.memory_allocated())
     assert allocated[1] == allocated[2]
     model.hidden = hidden
     model.zero_grad()
-    graphs.gradients(micro_batch, BUCKET, 512, ((1.0,), (1.0,)))
+    graphs.prepare(micro_batch, BUCKET, 512, ((1.0,), (1.0,))).replay()
     recorded = gradients_of(model)
     model.zero_grad()
     model(random_micro_batch(20, None, 0).to("cuda"), 512).backward()

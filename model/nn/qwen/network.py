@@ -127,6 +127,10 @@ class QwenModel(LanguageModel):
         return self.tables[-1]
 
     @property
+    def all_blocks(self):
+        return list(self.model.layers)
+
+    @property
     def uses_kernels(self):
         return runs_in_kernels(self.output_weight.device, self.compute_dtype, self.config)
 

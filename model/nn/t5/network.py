@@ -192,6 +192,10 @@ class TextToTextModel(LanguageModel):
         return self.tables[-1]
 
     @property
+    def all_blocks(self):
+        return [*self.encoder.block, *self.decoder.block]
+
+    @property
     def uses_kernels(self):
         return runs_in_kernels(self.shared.weight.device, self.compute_dtype, self.config)
 
