@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from model.data.sampler import shares_of
+
 # Standard deviations from a side's mean tokens, of every side but the last and of the last. A batch that fits none runs
 # unrecorded. Found by random search over four kinds of lengths and 8 to 1,024 examples a step: least padding and fewest
 # steps unrecorded, where the largest size takes at most 1 % more memory than (2.5, 2.5) does.
@@ -13,6 +15,7 @@ STREAM_LEVELS = (-1.2, -0.8, -0.4, 0.0, 0.4, 0.8, 1.4, 2.5)  # of all sides toge
 BUCKET_FILL = 2 / 3  # least share of real tokens; the small last step of an epoch is not worth the padding
 CHEAP_PADDING = 2048  # tokens that are computed sooner than every kernel is launched, however small their share is
 BUCKET_MULTIPLE = 64  # tokens
+DRAWN_EXAMPLES = 2**16  # of steps whose shares are compared
 
 
 @dataclass(frozen=True)
@@ -41,35 +44,53 @@ class Bucket:
         return fits and sides.sum() >= min(BUCKET_FILL * self.tokens, self.tokens - CHEAP_PADDING)
 
 
-def buckets_for(lengths, examples, counts=None, is_stream=False):
+def buckets_for(lengths, examples, counts=None, is_stream=False, num_ranks=1):
     """Buckets, smallest first, for micro-batches of `examples` examples drawn from `lengths`; nearly all fit in one.
 
     `lengths` (examples, sides) in tokens; or the distinct lengths (kinds, sides), with the number of examples of each
-    in `counts`. `is_stream`: the network reads all sides of an example in one stream.
+    in `counts`. `is_stream`: the network reads all sides of an example in one stream. Of several ranks each gets such a
+    micro-batch, as `shares_of` deals them.
     """
+    columns = np.column_stack([lengths, lengths.sum(axis=1, dtype=np.int64)]).astype(np.int64)
+    means, most = np.average(columns, axis=0, weights=counts), examples * columns.max(axis=0)
+    deviations = _deviations(columns, examples, counts, num_ranks)
+
+    def sizes(column, levels):
+        tokens = examples * means[column] + np.array(levels) * deviations[column]
+        return [_round_up(count) for count in tokens.clip(0, most[column])]
+
     if is_stream:
-        sizes = _stream_sizes(lengths, examples, counts)
+        sides = _stream_sizes(sizes, lengths.shape[1])
     else:
         firsts, lasts = zip(*LEVELS, strict=True)
         levels = [firsts] * (lengths.shape[1] - 1) + [lasts]
-        by_side = [_sizes(side, own, examples, counts) for side, own in zip(lengths.T, levels, strict=True)]
-        sizes = {sides for sides in zip(*by_side, strict=True) if all(sides)}
-    return sorted((Bucket(sides, examples, is_stream) for sides in sizes), key=lambda bucket: bucket.tokens)
+        by_side = [sizes(column, own) for column, own in enumerate(levels)]
+        sides = (single for single in zip(*by_side, strict=True) if all(single))
+    return sorted((Bucket(single, examples, is_stream) for single in {*sides}), key=lambda bucket: bucket.tokens)
 
 
-def _stream_sizes(lengths, examples, counts):
+def _stream_sizes(sizes, num_sides):
     """Sides of the buckets of a stream: the last has room for nearly every micro-batch, the one before for the rest."""
-    (most_last,) = _sizes(lengths[:, -1], STREAM_LEVELS[-1:], examples, counts)
-    for tokens in {*_sizes(lengths.sum(axis=1, dtype=np.int64), STREAM_LEVELS, examples, counts)} - {0}:
+    (most_last,) = sizes(num_sides - 1, STREAM_LEVELS[-1:])
+    for tokens in {*sizes(num_sides, STREAM_LEVELS)} - {0}:
         last = min(tokens, most_last)
-        yield (tokens - last, last) if lengths.shape[1] > 1 else (tokens,)
+        yield (tokens - last, last) if num_sides > 1 else (tokens,)
 
 
-def _sizes(tokens, levels, examples, counts):
-    """Tokens of `examples` examples at each level, in whole BUCKET_MULTIPLEs; 0 where so many deviations leave none."""
-    mean, most = np.average(tokens, weights=counts), examples * int(tokens.max())
-    spread = np.sqrt(examples * np.average((tokens - mean) ** 2, weights=counts))
-    return [_round_up(max(min(examples * mean + level * spread, most), 0)) for level in levels]
+def _deviations(columns, examples, counts, num_ranks):
+    """Standard deviation of a rank's tokens in each of `columns` (kinds, sides and their sum).
+
+    Shares of several ranks are alike, and differ less from step to step than examples drawn for one rank.
+    """
+    if num_ranks == 1:
+        means = np.average(columns, axis=0, weights=counts)
+        return np.sqrt(examples * np.average((columns - means) ** 2, axis=0, weights=counts))
+    draw, shares, pairs = np.random.default_rng(0), [], num_ranks * examples
+    weights = None if counts is None else counts / counts.sum()
+    for _ in range(min(max(DRAWN_EXAMPLES // pairs, 16), 64)):
+        step = columns[draw.choice(len(columns), pairs, p=weights)]
+        shares += [step[share].sum(axis=0) for share in shares_of(np.arange(pairs), step[:, :-1], num_ranks)]
+    return np.std(shares, axis=0)
 
 
 def _round_up(tokens):

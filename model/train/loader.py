@@ -72,8 +72,9 @@ class Loader:
     @cached_property
     def buckets(self):
         """Buckets for the steps that are recorded."""
-        lengths, share_pairs = self.examples.histogram, -(-self.schedule.global_batch // self.ranks.world_size)
-        return buckets_for(lengths.tokens, share_pairs, lengths.counts, self.examples.family.reads_one_stream)
+        lengths, num_ranks = self.examples.histogram, self.ranks.world_size
+        share_pairs, is_stream = -(-self.schedule.global_batch // num_ranks), self.examples.family.reads_one_stream
+        return buckets_for(lengths.tokens, share_pairs, lengths.counts, is_stream, num_ranks)
 
     def work_at(self, step, pairs_seen):
         """The Work of the step after `step` steps and `pairs_seen` pairs."""

@@ -52,7 +52,7 @@ def _beside(device, waits):
 
 @functools.cache
 def _sending_stream(device):
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _as_ready(flat, parts, ready):
