@@ -18,14 +18,12 @@ class Recording:
     """A recorded forward and backward: `replay` writes the gradients and metrics, and allocates no memory."""
 
     batch: object  # that the graph reads
-    graph: torch.cuda.CUDAGraph | None
-    norms: torch.Tensor | None  # of the gradients of each of the model's gradient_parts; written by a replay
-    ready: list  # an event for each of these parts, which a replay records once the part is written; may be empty
+    norms: torch.Tensor | None  # of the metrics and of FlatParams.vectors, for ranks that send the rest while it runs
+    ready: dict  # {number of one of the model's gradient_parts: the event that a replay records once it is written}
+    graph: torch.cuda.CUDAGraph | None = None
 
     def replay(self):
         self.graph.replay()
-        if self.ready:
-            self.ready[-1].record()  # the last part ends with the graph
 
 
 class StepGraphs:
@@ -33,7 +31,7 @@ class StepGraphs:
     one of the optimizer's update.
 
     They share one memory pool, which is held until `clear`, with the forwards that fit no Bucket. `in_parts`: a replay
-    tells when each of the model's gradient_parts is written, with its norm.
+    tells when each of the model's gradient_parts is written, as a rank among several needs.
     """
 
     def __init__(self, model, objective, in_parts=False):
@@ -85,10 +83,8 @@ class StepGraphs:
 
     def _record_gradients(self, micro_batch, chunk_tokens):
         """A Recording, replayed once: a graph's first launch may need memory of the driver."""
-        device, parts = self.model.device, self.parts
-        recording = Recording(micro_batch.to(device), None, None, [torch.cuda.Event() for _ in parts])
-        if parts:
-            recording.norms = torch.zeros(len(parts), device=device)
+        norms = torch.zeros(2, device=self.model.device) if self.parts else None
+        recording = Recording(micro_batch.to(self.model.device), norms, {})
         recording.graph = self._record(self._run, recording, chunk_tokens)
         recording.replay()
         self.model.zero_grad()
@@ -100,19 +96,18 @@ class StepGraphs:
         return self.recorder.record(work, *args)
 
     def _run(self, recording, chunk_tokens):
-        """Forward and backward; the events that the recording gets are recorded with it."""
+        """Forward and backward, which record the events of the Recording anew."""
+        recording.ready.clear()
 
         def report(number):
-            gradients = self.model.flat.gradients_and_sums
-            norms = [gradients[start:stop].norm() for start, stop in self.parts[number].ranges]
-            recording.norms[number].copy_(torch.stack(norms).norm())
-            if number < len(self.parts) - 1:
-                recording.ready[number] = torch.cuda.Event(external=True)
-                recording.ready[number].record()
-            reported.add(number)
+            recording.ready[number] = torch.cuda.Event(external=True)
+            recording.ready[number].record()
 
-        reported = set()
         with reporting(self.parts, report):
-            weighted_loss(self.model, self.objective, recording.batch, chunk_tokens, self.scales).backward()
-        for number in sorted({*range(len(self.parts))} - reported):
+            loss = weighted_loss(self.model, self.objective, recording.batch, chunk_tokens, self.scales)
+        metrics_norm = self.model.flat.sums.norm()  # before they are sent, with the first part
+        loss.backward()
+        if recording.norms is not None:
+            recording.norms.copy_(torch.stack([metrics_norm, self.model.flat.vectors.norm()]))
+        for number in set(range(len(self.parts))) - set(recording.ready):
             report(number)

@@ -27,8 +27,7 @@ class Attempt:
     micro_batches: int = 0
     data_wait_seconds: float = 0.0
     shards: tuple = ()  # with exact=True, the gradient of each of this rank's shards
-    # as `_norms` gives them, or of the parts of a recording; nothing is allocated for them after the vote
-    norms: torch.Tensor | None = None
+    norms: torch.Tensor | None = None  # `_norms`, or a Recording's; held before the vote: nothing may fail after it
     recording: Recording | None = None  # whose replay, after the vote, writes the gradients; None: they are written
 
 

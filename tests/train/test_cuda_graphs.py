@@ -70,17 +70,21 @@ def test_a_replay_tells_when_each_part_of_the_gradients_is_written(gradient_chec
         (first, end), seen = [torch.cuda.Event(enable_timing=True) for _ in range(2)], []
         end.record()
         with torch.cuda.stream(beside):
-            for ready, part in zip(recording.ready, model.gradient_parts, strict=True):
-                ready.wait()
+            for number, part in enumerate(model.gradient_parts):
+                recording.ready[number].wait()
                 seen.append(copies(part))
                 if len(seen) == 1:
                     first.record()
         torch.cuda.synchronize()
         assert first.elapsed_time(end) > 0, "the first part is there before the replay has ended"
-        for part, seen_then, norm in zip(model.gradient_parts, seen, recording.norms, strict=True):
+        for part, seen_then in zip(model.gradient_parts, seen, strict=True):
             assert all(torch.equal(then, now) for then, now in zip(seen_then, copies(part), strict=True))
-            torch.testing.assert_close(norm, torch.cat(seen_then).norm())
+        torch.testing.assert_close(recording.norms, torch.stack([model.flat.sums.norm(), model.flat.vectors.norm()]))
     assert len(model.gradient_parts) == 4
+    with torch.no_grad():
+        model.encoder.final_layer_norm.weight[0] = float("inf")
+    recording.replay()
+    assert recording.norms.isfinite().tolist() == [False, False]
 
 
 @pytest.mark.gpu
