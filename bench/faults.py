@@ -21,7 +21,15 @@ import torch
 
 from model.run.checkpoint import checkpoint_paths
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, train, weights_hash
-from tests.trials import WITH_KERNELS, adapter_options, add_adapter_options, tell, typed, write_section
+from tests.trials import (
+    WITH_KERNELS,
+    add_kinds_of_runs,
+    kind_of_runs,
+    options_of_kind,
+    tell,
+    typed,
+    write_section,
+)
 
 STEPS = 12
 SITES = dict(
@@ -31,7 +39,7 @@ RANKS, KINDS = ("0", "last", "all"), ("real", "oom", "cublas", "cudnn", "nccl", 
 HANG_SECONDS = 60
 
 
-def options(world, adapter):
+def options(world, kind_options):
     """Options of a run of STEPS steps in which every rank has several micro-batches per step."""
     batch = max(4 * world, 8)  # so that an epoch has 6 steps at most
     steps_per_epoch = -(-NUM_PAIRS // batch)
@@ -39,18 +47,18 @@ def options(world, adapter):
     return kernels | dict(
         global_batch_size=batch, epochs=STEPS // steps_per_epoch, micro_batch_tokens=64, save_steps=1,
         bleu_pairs=2 * world, max_new_tokens=4,
-    ) | adapter  # fmt: skip
+    ) | kind_options  # fmt: skip
 
 
-def calm_run(home, world, adapter):
+def calm_run(home, world, kind_options):
     """(run directory, seconds) of the undisturbed run."""
     started = time.monotonic()
-    done = train(home, world, output_dir=f"calm{world}", seconds=600, **options(world, adapter))
+    done = train(home, world, output_dir=f"calm{world}", seconds=600, **options(world, kind_options))
     assert done.codes == [0] * world, done.text
     return home / f"calm{world}", time.monotonic() - started
 
 
-def faulty_run(home, failing, calm, calm_seconds, adapter):
+def faulty_run(home, failing, calm, calm_seconds, kind_options):
     """Record of the run in which an error is raised on a rank at every site; `wrong` lists the checks that failed.
 
     `failing` is (number of processes, rank, kind of error).
@@ -61,7 +69,7 @@ def faulty_run(home, failing, calm, calm_seconds, adapter):
     record = dict(world=world, rank=rank, kind=kind)
     try:
         done = train(
-            home, world, faults, output_dir=name, seconds=calm_seconds + HANG_SECONDS, **options(world, adapter)
+            home, world, faults, output_dir=name, seconds=calm_seconds + HANG_SECONDS, **options(world, kind_options)
         )
     except AssertionError as error:
         return record | dict(sites=[], wrong=f"hung: {error}"[:2000])
@@ -70,6 +78,7 @@ def faulty_run(home, failing, calm, calm_seconds, adapter):
         return record | dict(sites=[], seconds=seconds, wrong=f"exit codes {done.codes}: {done.text[-2000:]}")
     sites = fired(home / name)
     expected = set(SITES) - ({"save"} if rank == "last" else set())  # only rank 0 saves
+    expected -= {"backward"} if kind_options.get("compile") else set()  # a recorded step has one backward
     wrong = [f"{check} differs" for check, holds in checks(home / name, calm).items() if not holds]
     wrong += [f"{site} did not fire" for site in expected.difference(sites)]
     return record | dict(sites=sites, seconds=seconds, wrong="; ".join(wrong))
@@ -112,30 +121,30 @@ def main():
     parser.add_argument("--out", help="file for the JSON lines")
     parser.add_argument("--ranks", default=",".join(RANKS), help="that fail")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of errors")
-    add_adapter_options(parser)
+    add_kinds_of_runs(parser)
     given = parser.parse_args()
     records = []
     with tempfile.TemporaryDirectory() as folder:
         home = furnish(Path(folder))
         model = WITH_KERNELS["model"] if torch.cuda.device_count() else "shape.json"
-        adapter = adapter_options(home, given, model)
+        kind_options = options_of_kind(home, given, model)
         for world in map(int, given.worlds.split(",")):
-            calm = calm_run(home, world, adapter)
+            calm = calm_run(home, world, kind_options)
             for rank in given.ranks.split(","):
                 for kind in given.kinds.split(","):
-                    records.append(faulty_run(home, (world, rank, kind), *calm, adapter))
+                    records.append(faulty_run(home, (world, rank, kind), *calm, kind_options))
                     tell(given.out, harness="faults", **records[-1])
     rows = [
         [*(r[name] for name in ("world", "rank", "kind")), len(r["sites"]), r.get("seconds", "–"), verdict(r)]
         for r in records
     ]
-    adapted = f", an adapter, base_precision={given.base_precision}" if given.lora_rank else ""
+    kind = ", " * bool(kind_of_runs(given)) + kind_of_runs(given)
     library = "NCCL" if torch.cuda.device_count() else "Gloo"
     where = "GPU" if library == "NCCL" and given.worlds == "1" else library
     note = f"`{typed('bench.faults')}`: each run fails once at each of {', '.join(SITES)}."
-    section = "matrix_" + (library + adapted).lower().replace(", ", "_").replace(" ", "_")
+    section = "matrix_" + (library + kind).lower().replace(", ", "_").replace(" ", "_")
     header = ["processes", "on rank", "error", "times", "seconds over the undisturbed run", "passed"]
-    write_section(section, f"Out of memory at every site ({where}{adapted})", header, rows, note)
+    write_section(section, f"Out of memory at every site ({where}{kind})", header, rows, note)
     return 1 if any(record["wrong"] for record in records) else 0
 
 

@@ -4,7 +4,8 @@
 
 Each run is killed --kills times with SIGKILL: all its processes, or one, and then the others must end within a minute.
 Then it may finish. Exit code 1 if a run's weights differ, an example id came twice or never, or a half-written file is
-left. On GPUs use --deterministic --model tiny. --lora_rank 4 kills runs that train an adapter.
+left. On GPUs use --deterministic --model tiny. --lora_rank 4 kills runs that train an adapter,
+--recorded such that record their steps.
 """
 
 import argparse
@@ -20,7 +21,16 @@ import torch
 
 from tests.ranks import kill_all
 from tests.tiny import furnish
-from tests.trials import Disturbed, adapter_options, add_adapter_options, calm_hash, tell, typed, write_section
+from tests.trials import (
+    Disturbed,
+    add_kinds_of_runs,
+    calm_hash,
+    kind_of_runs,
+    options_of_kind,
+    tell,
+    typed,
+    write_section,
+)
 
 OPTIONS = dict(epochs=20, save_steps=1, ddp_timeout_s=45)
 ENDED_SECONDS = 60  # longer than ddp_timeout_s: that long a rank waits for the others to start
@@ -35,7 +45,7 @@ def main():
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--model", default="shape.json", help="a model of config.py; default: the smallest possible")
     parser.add_argument("--dropout", type=float, default=0.1)
-    add_adapter_options(parser)
+    add_kinds_of_runs(parser)
     parser.add_argument("--out", help="file for the JSON lines")
     given = parser.parse_args()
     worlds = [int(world) for world in given.worlds.split(",")]
@@ -43,18 +53,18 @@ def main():
     records = []
     with tempfile.TemporaryDirectory() as folder:
         home = furnish(Path(folder))
-        options |= adapter_options(home, given, given.model)
+        options |= options_of_kind(home, given, given.model)
         for number in range(given.runs):
             world, draw = worlds[number % len(worlds)], random.Random(given.seed + number)
             record = killed_run(home, f"run{number}", world, draw, given.kills, **options)
             tell(given.out, harness="kills", run=number, seed=given.seed, **record)
             records.append(record)
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    kind = f", an adapter, base_precision={given.base_precision}" if given.lora_rank else ""
-    mode = "deterministic" if given.deterministic else "default"
+    kind, mode = kind_of_runs(given), "deterministic" if given.deterministic else "default"
+    suffix = f"_lora_{given.base_precision}" if given.lora_rank else "_recorded" * given.recorded
     write_section(
-        f"kills_{device}_{mode}" + (f"_lora_{given.base_precision}" if given.lora_rank else ""),
-        f"SIGKILL at random moments ({device.upper()}, {mode} mode{kind})",
+        f"kills_{device}_{mode}{suffix}",
+        f"SIGKILL at random moments ({device.upper()}, {mode} mode{', ' * bool(kind)}{kind})",
         ["processes", "runs", "kills", "during a save", "before the first step", "survivor ended after, s (worst)",
          "runs with the undisturbed run's sha256", "runs with each id once"],
         [row(world, [r for r in records if r["world"] == world]) for world in worlds],

@@ -29,11 +29,11 @@ from tests.trials import hardware
 
 PARTS = ("scaling", "backends", "machines", "equal", "faults", "kills", "signals")
 BARS = {(256, 2): 1.93, (256, 4): 3.8, (256, 8): 7.5, (64, 2): 1.8, (64, 4): 3.5, (64, 8): 6.8}  # times one GPU
-LIMIT_SECONDS = dict(scaling=120, backends=150, machines=200, equal=240, faults=300, kills=300, signals=300)
+LIMIT_SECONDS = dict(scaling=150, backends=150, machines=200, equal=240, faults=300, kills=300, signals=300)
 REHEARSAL_SECONDS = 600  # of a job; processes share few cores
 # Arguments of the benchmarks that are parts; GPUs compute equal bits only with --deterministic and without dropout.
 ON_GPUS = dict(
-    faults=[], kills=["--runs", 4, "--kills", 2, "--deterministic", "--model", "tiny", "--dropout", 0],
+    faults=["--recorded"], kills=["--runs", 4, "--kills", 2, "--deterministic", "--recorded"],
     signals=["--trials", 12, "--launcher", 3],
 )  # fmt: skip
 REHEARSED = dict(
@@ -90,18 +90,14 @@ def scaling(given, options, folder):
     for world in given.worlds:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world]
         words += ["-m", "bench.votes", "--corpus", folder / "corpus", *(STEPS if given.num_gpus else REHEARSED_STEPS)]
-        cells = [
-            (model, optimizer, pairs)
-            for model in given.models.split(",") for pairs in given.pairs.split(",")
-            for optimizer in given.optimizers.split(",")
-        ]  # fmt: skip
+        cells = [(model, optimizer) for model in given.models.split(",") for optimizer in given.optimizers.split(",")]
         jobs = [
             Job(
-                f"{model}/{optimizer}/{pairs}/{world}",
-                [*words, "--model", model, "--pairs", pairs, f"--optimizer={optimizer}", *options],
+                f"{model}/{optimizer}/{world}",
+                [*words, "--model", model, "--pairs", given.pairs, f"--optimizer={optimizer}", *options],
                 limit_of("scaling", given),
             )
-            for model, optimizer, pairs in cells
+            for model, optimizer in cells
         ]
         yield jobs, gpus_of(world, given)
 
@@ -150,16 +146,15 @@ def tell(folder, found, results):
 
 def scaling_table(results):
     """Markdown lines: each timed cell beside the same on one GPU."""
-    timed = {r["job"]: r for r in results if r["part"] == "scaling" and "step_ms" in r}
+    timed = {(r["model"], r["optimizer"], r["pairs"], r["world"]): r for r in results if "step_ms" in r}
     yield "| model | optimizer | pairs each | ranks | step, ms | real tokens/s | times one | bar | sum, ms | vote, ms |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-    for job, r in timed.items():
-        model, optimizer, pairs, world = job.split("/")
-        one = timed.get(f"{model}/{optimizer}/{pairs}/1")
+    for (*kind, world), r in timed.items():
+        one = timed.get((*kind, 1))
         speed = r["tokens_per_second"]
         times = f"{speed / one['tokens_per_second']:.2f}" if one else "–"
-        cells = (model, optimizer, pairs, world, f"{r['step_ms']:.2f}", f"{speed:,}", times)
-        cells += (BARS.get((int(pairs), int(world)), "–"), f"{r['exchange_ms']:.2f}", f"{r['vote_ms']:.2f}")
+        cells = (*kind, world, f"{r['step_ms']:.2f}", f"{speed:,}", times)
+        cells += (BARS.get((r["pairs"], world), "–"), f"{r['exchange_ms']:.2f}", f"{r['vote_ms']:.2f}")
         yield "| " + " | ".join(map(str, cells)) + " |"
 
 

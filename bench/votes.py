@@ -1,11 +1,11 @@
 """The cost of the vote in each step: the same steps with the vote and without it, alternating.
 
-    torchrun --nproc_per_node 2 -m bench.votes --corpus DIR [--model small] [--pairs 256] [--any_field=value]
+    torchrun --nproc_per_node 2 -m bench.votes --corpus DIR [--model small] [--pairs 64,256] [--any_field=value]
 
 Without the vote each rank acts on its own result; gradients are summed over ranks in both cases. DIR is created if it
-does not exist. Rank 0 prints one JSON line: the median step time of both, the median over the rounds of the difference,
-the time of the gradients' sum over ranks alone, and the speed with the vote: the median over steps of real tokens, of
-all ranks, a second. Numbers of ranks are compared by it, for their steps have other examples.
+does not exist. Rank 0 prints a JSON line for each number of pairs: the median step time of both, the median over the
+rounds of the difference, the time of the gradients' sum over ranks alone, and the speed with the vote: the median over
+steps of real tokens, of all ranks, a second. Numbers of ranks are compared by it, for their steps have other examples.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from bench.corpus import write_corpus
 from config import load_config
 from model.commands.setup import prepare_run
+from model.runtime.device_memory import release_memory
 from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
 from model.train.reduction import sum_gradients
 from model.train.step import Position, train_steps
@@ -32,7 +33,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--model", default="small")
-    parser.add_argument("--pairs", type=int, default=256, help="per rank and step")
+    parser.add_argument("--pairs", default="256", help="per rank and step")
     parser.add_argument("--corpus_pairs", type=int, default=CORPUS_PAIRS)
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps per round, with and without the vote")
     parser.add_argument("--warm_steps", type=int, default=WARM_STEPS, help="untimed steps before them")
@@ -42,9 +43,19 @@ def main():
     from_main(ranks, lambda: given.corpus.exists() or bool(write_corpus(given.corpus, given.corpus_pairs)))
     os.chdir(given.corpus)
     typed = dict(word.lstrip("-").split("=", 1) for word in words)
-    name = f"votes_{given.model}_{typed.get('optimizer', '')}_{given.pairs}_{ranks.world_size}"  # others may run beside
+    for pairs in given.pairs.split(","):
+        values = cell(ranks, given, int(pairs), typed)
+        if ranks.is_main:
+            print(json.dumps(values), flush=True)
+        release_memory()
+    stop_ranks()
+
+
+def cell(ranks, given, pairs, typed):
+    """The values of one number of pairs."""
+    name = f"votes_{given.model}_{typed.get('optimizer', '')}_{pairs}_{ranks.world_size}"  # others may run beside
     options = typed | dict(
-        model=given.model, batch_size_per_gpu=given.pairs, gradient_accumulation_steps=1, tokenizer_dir="tokenizer",
+        model=given.model, batch_size_per_gpu=pairs, gradient_accumulation_steps=1, tokenizer_dir="tokenizer",
         train_file="train.parquet", validation_file="valid.parquet", epochs=1000,
         output_dir=f"runs/{name}",
     )  # fmt: skip
@@ -52,17 +63,15 @@ def main():
     run, _, plan = prepare_run(ranks, config, set(options), resumed=False)
     rounds, speeds = timed_rounds(run, plan, given)
     exchange = exchange_milliseconds(run)
-    if ranks.is_main:
-        with_vote, without = (statistics.median(times) for times in zip(*rounds, strict=True))
-        cost = statistics.median(a - b for a, b in rounds)
-        print(json.dumps(dict(
-            harness="votes", world=ranks.world_size, backend=ranks.backend, model=given.model, pairs=given.pairs,
-            step_ms=round(with_vote, 3), without_vote_ms=round(without, 3), vote_ms=round(cost, 3),
-            percent_of_the_step=round(100 * cost / without, 2), exchange_ms=round(exchange, 3),
-            tokens_per_second=round(statistics.median(speeds)), load=round(os.getloadavg()[0], 1),
-            rounds=[[round(a, 3), round(b, 3)] for a, b in rounds],
-        )))  # fmt: skip
-    stop_ranks()
+    with_vote, without = (statistics.median(times) for times in zip(*rounds, strict=True))
+    cost = statistics.median(a - b for a, b in rounds)
+    return dict(
+        harness="votes", world=ranks.world_size, backend=ranks.backend, model=given.model, pairs=pairs,
+        optimizer=config.optimizer, step_ms=round(with_vote, 3), without_vote_ms=round(without, 3),
+        vote_ms=round(cost, 3), percent_of_the_step=round(100 * cost / without, 2), exchange_ms=round(exchange, 3),
+        tokens_per_second=round(statistics.median(speeds)), load=round(os.getloadavg()[0], 1),
+        rounds=[[round(a, 3), round(b, 3)] for a, b in rounds],
+    )  # fmt: skip
 
 
 def timed_rounds(run, plan, given):

@@ -28,6 +28,9 @@ TRAIN_LINE = b'"kind":"train"'
 SLEEP_SECONDS = 0.2
 QWEN_SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2)
 WITH_KERNELS = dict(model="tiny", dropout=0, deterministic=True)  # options of a run on GPUs
+# options of a run that records each step, and sends its gradients in several parts while backward runs
+RECORDED = dict(model="wide.json", dropout=0, deterministic=True, compile=True, micro_batch_tokens=None)
+WIDE = dict(d_model=256, d_ff=1024, num_heads=4, d_kv=64, num_layers=3, num_decoder_layers=3)
 
 
 class Disturbed:
@@ -79,19 +82,29 @@ class Disturbed:
         return f"{', '.join(wrong)}\n{done.text[-2000:]}" if wrong else ""
 
 
-def add_adapter_options(parser):
-    """Add the options of a harness whose runs may train an adapter."""
+def add_kinds_of_runs(parser):
+    """Add the options of a harness whose runs may record steps or train an adapter."""
+    parser.add_argument("--recorded", action="store_true", help="each step is recorded; needs GPUs")
     parser.add_argument("--lora_rank", type=int, default=0, help="above 0: the runs train an adapter")
     parser.add_argument("--base_precision", default="auto", help="of its base: auto, nf4")
     parser.add_argument("--family", default="t5", help="of its base: t5, trained here first; qwen, with random weights")
 
 
-def adapter_options(home, given, model="shape.json"):
-    """Options of a run that trains an adapter on a base made here; none if `given` has no rank."""
-    lora_rank = given.lora_rank
-    if not lora_rank:
+def kind_of_runs(given):
+    """What add_kinds_of_runs' options say, in words; empty if they say nothing."""
+    if given.recorded:
+        return "recorded steps"
+    return f"an adapter, base_precision={given.base_precision}" if given.lora_rank else ""
+
+
+def options_of_kind(home, given, model="shape.json"):
+    """Options of a run of the kind that `given` says; an adapter's base is made here."""
+    if given.recorded:
+        (home / "wide.json").write_text(json.dumps(WIDE))
+        return RECORDED
+    if not given.lora_rank:
         return {}
-    adapter = dict(lora_rank=lora_rank, lora_dropout=0.1, learn_rate=5e-3, base_precision=given.base_precision)
+    adapter = dict(lora_rank=given.lora_rank, lora_dropout=0.1, learn_rate=5e-3, base_precision=given.base_precision)
     adapter |= dict(finetune_from_ckp_file="base")
     if given.family == "qwen":
         tokenizer = load_tokenizer(home / "model_save" / "tokenizer")

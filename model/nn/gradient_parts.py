@@ -9,8 +9,10 @@ from itertools import groupby
 import torch
 from torch import nn
 
-MOST_PARTS = 4
-LEAST_NUMBERS = 2**22  # gradients of a part, so that its sum takes longer than its launch
+# Shares of the blocks before each cut. Nothing hides the sum of the last part of backward, which has the first blocks:
+# it is the smallest.
+CUTS = (1 / 6, 5 / 12, 2 / 3)
+LEAST_NUMBERS = 2**22  # fewer gradients than this are one part: its sum takes little more than its launch
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ def gradient_parts(flat, blocks):
     """
     matrices, numbers = {id(p) for p in flat.trained[flat.num_others :]}, sum(flat.trained_sizes[flat.num_others :])
     blocks = [block for block in blocks if any(id(p) in matrices for p in block.parameters())]
-    count = max(min(MOST_PARTS, len(blocks), numbers // LEAST_NUMBERS), 1)
-    firsts = [len(blocks) * place // count for place in range(count)]  # blocks that begin a part, in forward order
+    cuts = {round(cut * len(blocks)) for cut in CUTS if numbers >= LEAST_NUMBERS}
+    firsts = sorted({0} | cuts - {len(blocks)})  # the block that begins each part, in the order of forward
     places = {}
     for place, first in enumerate(firsts):
         places |= {id(p): place for block in blocks[first:] for p in block.parameters()}

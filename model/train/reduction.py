@@ -6,6 +6,7 @@ from itertools import islice
 
 import torch
 
+from model.nn import gradient_parts
 from model.runtime.distributed import collect_parts, send_parts, sum_over_ranks
 
 PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16
@@ -95,8 +96,8 @@ def buffer_bytes(numbers):
 
 
 def _buffer_pairs(numbers):
-    """Pieces of so many gradients that are under way at a time; less than PIECE_NUMBERS is one gradient part too."""
-    return 1 if numbers < PIECE_NUMBERS else PIECES_AT_ONCE
+    """Pieces of so many gradients that are under way at a time; those of a network without cuts are one piece."""
+    return 1 if numbers < gradient_parts.LEAST_NUMBERS else PIECES_AT_ONCE
 
 
 @functools.cache

@@ -3,6 +3,7 @@ import torch
 
 from config import MODELS
 from model.data.length_histogram import histogram
+from model.nn.gradient_parts import LEAST_NUMBERS
 from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.train import footprint
@@ -34,9 +35,10 @@ def test_a_sum_in_bf16_holds_no_more_than_what_is_trained_takes():
         memory_spec(make_config(reduce_dtype="bf16", lora_rank=rank), CHATLM, torch.bfloat16) for rank in (4, 0)
     )
     most = PIECE_NUMBERS * PIECES_AT_ONCE
+    assert adapter.trained < LEAST_NUMBERS
     assert 0 < adapter.trained < most < whole.trained
     assert (adapter.sum_bytes, whole.sum_bytes) == (4 * adapter.trained, 4 * most)
     assert memory_spec(make_config(), CHATLM, torch.bfloat16).sum_bytes == 0
-    for numbers in (PIECE_NUMBERS - 2, PIECE_NUMBERS + 2):
+    for numbers in (LEAST_NUMBERS - 2, LEAST_NUMBERS, PIECE_NUMBERS + 2):
         buffers = _buffers(2, numbers, torch.device("meta"))
         assert buffer_bytes(numbers) == sum(buffer.nbytes for pair in buffers for buffer in pair)
