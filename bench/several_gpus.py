@@ -29,7 +29,7 @@ from tests.trials import hardware
 
 PARTS = ("scaling", "backends", "machines", "equal", "faults", "kills", "signals")
 BARS = {(256, 2): 1.93, (256, 4): 3.8, (256, 8): 7.5, (64, 2): 1.8, (64, 4): 3.5, (64, 8): 6.8}  # times one GPU
-LIMIT_SECONDS = dict(scaling=150, backends=150, machines=200, equal=240, faults=300, kills=300, signals=300)
+LIMIT_SECONDS = dict(scaling=240, backends=150, machines=200, equal=240, faults=300, kills=300, signals=300)
 REHEARSAL_SECONDS = 600  # of a job; processes share few cores
 # Arguments of the benchmarks that are parts; GPUs compute equal bits only with --deterministic and without dropout.
 ON_GPUS = dict(
@@ -39,7 +39,7 @@ ON_GPUS = dict(
 REHEARSED = dict(
     faults=["--kinds", "oom"], kills=["--runs", 1, "--kills", 1], signals=["--trials", 4, "--launcher", 1],
 )  # fmt: skip
-STEPS = ["--warm_steps", 30, "--steps", 80, "--rounds", 1]
+STEPS = ["--warm_steps", 20, "--steps", 60, "--rounds", 1]
 REHEARSED_STEPS = ["--warm_steps", 2, "--steps", 4, "--rounds", 1]
 
 
@@ -90,15 +90,9 @@ def scaling(given, options, folder):
     for world in given.worlds:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world]
         words += ["-m", "bench.votes", "--corpus", folder / "corpus", *(STEPS if given.num_gpus else REHEARSED_STEPS)]
-        cells = [(model, optimizer) for model in given.models.split(",") for optimizer in given.optimizers.split(",")]
-        jobs = [
-            Job(
-                f"{model}/{optimizer}/{world}",
-                [*words, "--model", model, "--pairs", given.pairs, f"--optimizer={optimizer}", *options],
-                limit_of("scaling", given),
-            )
-            for model, optimizer in cells
-        ]
+        words += ["--pairs", given.pairs, "--optimizers", given.optimizers, *options]
+        limit = limit_of("scaling", given)
+        jobs = [Job(f"{model}/{world}", [*words, "--model", model], limit) for model in given.models.split(",")]
         yield jobs, gpus_of(world, given)
 
 

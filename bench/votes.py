@@ -1,11 +1,13 @@
 """The cost of the vote in each step: the same steps with the vote and without it, alternating.
 
-    torchrun --nproc_per_node 2 -m bench.votes --corpus DIR [--model small] [--pairs 64,256] [--any_field=value]
+    torchrun --nproc_per_node 2 -m bench.votes --corpus DIR [--model small] [--pairs 64,256] [--optimizers muon]
+        [--any_field=value]
 
 Without the vote each rank acts on its own result; gradients are summed over ranks in both cases. DIR is created if it
-does not exist. Rank 0 prints a JSON line for each number of pairs: the median step time of both, the median over the
-rounds of the difference, the time of the gradients' sum over ranks alone, and the speed with the vote: the median over
-steps of real tokens, of all ranks, a second. Numbers of ranks are compared by it, for their steps have other examples.
+does not exist. Rank 0 prints a JSON line for each number of pairs and optimizer: the median step time of both, the
+median over the rounds of the difference, the time of the gradients' sum over ranks alone, and the speed with the vote:
+the median over steps of real tokens, of all ranks, a second. Numbers of ranks are compared by it, for their steps have
+other examples.
 """
 
 import argparse
@@ -34,6 +36,7 @@ def main():
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--model", default="small")
     parser.add_argument("--pairs", default="256", help="per rank and step")
+    parser.add_argument("--optimizers", default="muon")
     parser.add_argument("--corpus_pairs", type=int, default=CORPUS_PAIRS)
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps per round, with and without the vote")
     parser.add_argument("--warm_steps", type=int, default=WARM_STEPS, help="untimed steps before them")
@@ -43,21 +46,21 @@ def main():
     from_main(ranks, lambda: given.corpus.exists() or bool(write_corpus(given.corpus, given.corpus_pairs)))
     os.chdir(given.corpus)
     typed = dict(word.lstrip("-").split("=", 1) for word in words)
-    for pairs in given.pairs.split(","):
-        values = cell(ranks, given, int(pairs), typed)
-        if ranks.is_main:
-            print(json.dumps(values), flush=True)
-        release_memory()
+    for pairs in map(int, given.pairs.split(",")):
+        for optimizer in given.optimizers.split(","):
+            values = cell(ranks, given, dict(batch_size_per_gpu=pairs, optimizer=optimizer), typed)
+            if ranks.is_main:
+                print(json.dumps(values), flush=True)
+            release_memory()
     stop_ranks()
 
 
-def cell(ranks, given, pairs, typed):
-    """The values of one number of pairs."""
-    name = f"votes_{given.model}_{typed.get('optimizer', '')}_{pairs}_{ranks.world_size}"  # others may run beside
-    options = typed | dict(
-        model=given.model, batch_size_per_gpu=pairs, gradient_accumulation_steps=1, tokenizer_dir="tokenizer",
-        train_file="train.parquet", validation_file="valid.parquet", epochs=1000,
-        output_dir=f"runs/{name}",
+def cell(ranks, given, kind, typed):
+    """The values of one kind of steps, its pairs and its optimizer, as options."""
+    name = "_".join(map(str, ("votes", given.model, *kind.values(), ranks.world_size)))  # others may run beside
+    options = typed | kind | dict(
+        model=given.model, gradient_accumulation_steps=1, tokenizer_dir="tokenizer", train_file="train.parquet",
+        validation_file="valid.parquet", epochs=1000, output_dir=f"runs/{name}",
     )  # fmt: skip
     config = load_config("pretrain", options)
     run, _, plan = prepare_run(ranks, config, set(options), resumed=False)
@@ -66,9 +69,10 @@ def cell(ranks, given, pairs, typed):
     with_vote, without = (statistics.median(times) for times in zip(*rounds, strict=True))
     cost = statistics.median(a - b for a, b in rounds)
     return dict(
-        harness="votes", world=ranks.world_size, backend=ranks.backend, model=given.model, pairs=pairs,
-        optimizer=config.optimizer, step_ms=round(with_vote, 3), without_vote_ms=round(without, 3),
-        vote_ms=round(cost, 3), percent_of_the_step=round(100 * cost / without, 2), exchange_ms=round(exchange, 3),
+        harness="votes", world=ranks.world_size, backend=ranks.backend, model=given.model,
+        pairs=config.batch_size_per_gpu, optimizer=config.optimizer,
+        step_ms=round(with_vote, 3), without_vote_ms=round(without, 3), vote_ms=round(cost, 3),
+        percent_of_the_step=round(100 * cost / without, 2), exchange_ms=round(exchange, 3),
         tokens_per_second=round(statistics.median(speeds)), load=round(os.getloadavg()[0], 1),
         rounds=[[round(a, 3), round(b, 3)] for a, b in rounds],
     )  # fmt: skip

@@ -61,8 +61,7 @@ def reduce_and_update(context, attempt, work, norm_limit):
     if options.exact:
         add_in_order(ranks, attempt.shards, flat.gradients_and_sums)
     else:
-        ready = attempt.recording.ready if attempt.recording else ()
-        sum_gradients(ranks, context.model, options.reduce_dtype, ready)
+        sum_gradients(ranks, context.model, options.reduce_dtype, attempt.ready)
     norm, metrics = flat.gradients.norm(), flat.sums.sum()
     is_finite = (norm + metrics).isfinite()
     finite = OnHost(is_finite)  # the same on all ranks, as the sums are

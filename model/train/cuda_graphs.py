@@ -15,15 +15,12 @@ from model.train.weighted_loss import weighted_loss
 
 @dataclass
 class Recording:
-    """A recorded forward and backward: `replay` writes the gradients and metrics, and allocates no memory."""
+    """A recorded forward and backward; what the tensors and events say is of its last replay."""
 
     batch: object  # that the graph reads
     norms: torch.Tensor | None  # of the metrics and of FlatParams.vectors, for ranks that send the rest while it runs
-    ready: dict  # {number of one of the model's gradient_parts: the event that a replay records once it is written}
+    ready: dict  # {number of one of the model's gradient_parts: event after which it is written}
     graph: torch.cuda.CUDAGraph | None = None
-
-    def replay(self):
-        self.graph.replay()
 
 
 class StepGraphs:
@@ -49,10 +46,10 @@ class StepGraphs:
         """Do `work(*args)`, which keeps no tensor that it makes, in the memory that the graphs share."""
         self.recorder.run_in_pool(work, *args)
 
-    def prepare(self, micro_batch, bucket, chunk_tokens, scales):
-        """The Recording whose replay writes the gradients and metrics of a micro-batch to the model's flat tensors.
+    def gradients(self, micro_batch, bucket, chunk_tokens, scales):
+        """Write the gradients and metrics of a micro-batch to the model's flat tensors, which must be zero.
 
-        They must be zero then. `scales` holds a factor for each loss sum, and for each metric sum.
+        `scales` holds a factor for each loss sum, and for each metric sum. Returns the Recording.
         """
         self._set(scales)
         key = (bucket, chunk_tokens, self.model.gradient_checkpointing)
@@ -60,6 +57,7 @@ class StepGraphs:
             self.recorded[key] = self._record_gradients(micro_batch, chunk_tokens)
         recording = self.recorded[key]
         recording.batch.flat.data.copy_(micro_batch.flat.data, non_blocking=True)
+        recording.graph.replay()
         return recording
 
     def _set(self, scales):
@@ -82,11 +80,9 @@ class StepGraphs:
         graph.replay()
 
     def _record_gradients(self, micro_batch, chunk_tokens):
-        """A Recording, replayed once: a graph's first launch may need memory of the driver."""
         norms = torch.zeros(2, device=self.model.device) if self.parts else None
         recording = Recording(micro_batch.to(self.model.device), norms, {})
         recording.graph = self._record(self._run, recording, chunk_tokens)
-        recording.replay()
         self.model.zero_grad()
         return recording
 

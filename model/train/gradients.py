@@ -1,14 +1,13 @@
 """One rank's attempt at a step's gradients, without collectives: one rank can fail alone, and all ranks try again."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
 
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
-from model.train.cuda_graphs import Recording
 from model.train.optim import obeys_scale
 from model.train.weighted_loss import weighted_loss
 
@@ -28,14 +27,13 @@ class Attempt:
     data_wait_seconds: float = 0.0
     shards: tuple = ()  # with exact=True, the gradient of each of this rank's shards
     norms: torch.Tensor | None = None  # `_norms`, or a Recording's; held before the vote: nothing may fail after it
-    recording: Recording | None = None  # whose replay, after the vote, writes the gradients; None: they are written
+    ready: dict = field(default_factory=dict)  # of a Recording; empty: no part can be sent before the others
 
 
 def attempt_gradients(context, plan, work, packed=None):
     """Write this rank's gradients of the step to the model's flat gradients, without waiting for the device.
 
-    A recorded step is only made ready: its replay cannot fail, so it waits for the vote, and the sums over ranks may
-    begin while it runs. `packed`: this rank's micro-batches, packed ahead (packed again if for another plan).
+    `packed`: this rank's micro-batches, packed ahead (packed again if for another plan).
     """
     _, attempt = within_memory(_gradients, context, plan, work, packed)
     return attempt or Attempt(Outcome.OUT_OF_MEMORY)
@@ -49,27 +47,26 @@ def _gradients(context, plan, work, packed):
     model.gradient_checkpointing = plan.gradient_checkpointing
     if model.has_dropout:
         model.key_dropout(context.loader.schedule.seed, work.step)
-    recording, shards = None, ()
     if packed.bucket and context.graphs:
-        recording = _prepared(context, plan, work, packed)
-        norms = recording.norms
+        recording = _replay(context, plan, work, packed)
+        shards, norms, ready = (), recording.norms, recording.ready
     else:
         shares = tuple(_share_gradients(context, plan, work, packed, place) for place in range(len(packed.shares)))
         shards = shares if context.loader.exact else ()
-        norms = _norms(context, shards)
+        norms, ready = _norms(context, shards), {}
     if context.graphs and obeys_scale(context.optimizer):
         context.graphs.record_update(context.optimizer)  # here, because memory may run out
     fault_injection.fire("reduce", work.step)
-    return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards, norms, recording)
+    return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards, norms, ready)
 
 
-def _prepared(context, plan, work, packed):
-    """The Recording of a step of one micro-batch, with its examples; gradients and metrics are zero."""
+def _replay(context, plan, work, packed):
+    """The Recording that writes the gradients of a step of one micro-batch."""
     ((_, (micro_batch,)),) = packed.shares
     context.model.zero_grad()
     for site in ("forward", "backward_first"):
         fault_injection.fire(site, work.step)
-    return context.graphs.prepare(micro_batch, packed.bucket, plan.chunk_tokens, _scales(work))
+    return context.graphs.gradients(micro_batch, packed.bucket, plan.chunk_tokens, _scales(work))
 
 
 def _norms(context, shards):

@@ -13,12 +13,12 @@ PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16
 PIECES_AT_ONCE = 3  # while one is rounded, the second is exchanged and the sum of the third comes back
 
 
-def sum_gradients(ranks, model, reduce_dtype="float32", ready=()):
+def sum_gradients(ranks, model, reduce_dtype="float32", ready=None):
     """Sum a model's gradients and metrics over all ranks in place; all ranks get the same bits.
 
-    `ready` has an event of the device for each of model.gradient_parts: a part is sent once its event is reached, also
-    while later work of the device still computes the next parts. Without events, all are sent after what the device was
-    given. With bf16 each rank rounds its gradients once, adds a part of them in float32 and rounds the sum once.
+    `ready` has an event of the device for each of model.gradient_parts: a part is sent once its event is reached, while
+    the device still computes the next parts. Without events all are sent after the work that the device has. With bf16
+    each rank rounds its gradients once, adds a part of them in float32 and rounds the sum once.
     """
     if ranks.world_size == 1:
         return

@@ -1,9 +1,9 @@
 """The training loop: it yields a StepResult after each optimizer step.
 
 A step is a transaction. Each rank computes its local gradients without collectives; all ranks then vote on the outcome
-on the CPU, while their devices still compute. A recorded step allocates nothing, so it is replayed after the vote. Only
-after the vote are the gradients reduced, once, checked to be finite, and the weights updated. When any rank runs out of
-memory, all ranks compute the step again: same examples, same loss, same gradient.
+on the CPU, while their devices still compute. Only after the vote are the gradients reduced, once, checked to be
+finite, and the weights updated. When any rank runs out of memory, all ranks compute the step again: same examples, same
+loss, same gradient.
 """
 
 import time
@@ -202,8 +202,6 @@ def _until_agreed(context, plan, work, packed, torn):
             attempt = attempt_gradients(context, plan, work, packed)
         outcome, failed, stop, clock = _vote_on(context.ranks, attempt.outcome, work.step)
         if outcome is Outcome.OK:
-            if attempt.recording:
-                attempt.recording.replay()
             return AgreedAttempt(attempt, plan, tuple(events), stop, clock)
         if outcome is Outcome.TORN:
             raise TornUpdate(work.step - 1, failed)

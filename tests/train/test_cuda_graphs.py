@@ -41,7 +41,7 @@ def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpo
     for seed in range(4):
         model.key_dropout(0, seed)
         model.zero_grad()
-        graphs.prepare(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.25, 0.5))).replay()
+        graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.25, 0.5)))
         recorded, recorded_sums = gradients_of(model), model.flat.sums[:2].clone()
         model.zero_grad()
         loss, parts = model.cross_entropy(random_micro_batch(20 + seed, None, seed).to("cuda"), 512, 1e-4)
@@ -65,8 +65,7 @@ def test_a_replay_tells_when_each_part_of_the_gradients_is_written(gradient_chec
 
     for seed in range(6):
         model.zero_grad()
-        recording = graphs.prepare(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.5,)))
-        recording.replay()
+        recording = graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.5,)))
         (first, end), seen = [torch.cuda.Event(enable_timing=True) for _ in range(2)], []
         end.record()
         with torch.cuda.stream(beside):
@@ -83,7 +82,7 @@ def test_a_replay_tells_when_each_part_of_the_gradients_is_written(gradient_chec
     assert len(model.gradient_parts) == 4
     with torch.no_grad():
         model.encoder.final_layer_norm.weight[0] = float("inf")
-    recording.replay()
+    recording.graph.replay()
     assert recording.norms.isfinite().tolist() == [False, False]
 
 
@@ -97,7 +96,7 @@ def test_a_forward_that_fits_no_bucket_runs_in_the_memory_of_the_recordings_and_
 
     for _ in range(3):
         model.zero_grad()
-        graphs.prepare(random_micro_batch(20, BUCKET, 0), BUCKET, 512, ((1.0,), (1.0,))).replay()
+        graphs.gradients(random_micro_batch(20, BUCKET, 0), BUCKET, 512, ((1.0,), (1.0,)))
         gradients.append({name: x.cpu() for name, x in gradients_of(model).items()})
         model.zero_grad()
         graphs.run(add_gradients)
@@ -165,14 +164,14 @@ def test_out_of_memory_while_a_step_is_recorded_is_raised_and_leaks_no_memory(wh
     for _ in range(3):
         model.zero_grad()
         with pytest.raises(torch.OutOfMemoryError):
-            graphs.prepare(micro_batch, BUCKET, 512, ((1.0,), (1.0,))).replay()
+            graphs.gradients(micro_batch, BUCKET, 512, ((1.0,), (1.0,)))
         graphs.clear()
         release_memory()
         allocated.append(torch.cuda.memory_allocated())
     assert allocated[1] == allocated[2]
     model.hidden = hidden
     model.zero_grad()
-    graphs.prepare(micro_batch, BUCKET, 512, ((1.0,), (1.0,))).replay()
+    graphs.gradients(micro_batch, BUCKET, 512, ((1.0,), (1.0,)))
     recorded = gradients_of(model)
     model.zero_grad()
     model(random_micro_batch(20, None, 0).to("cuda"), 512).backward()

@@ -18,7 +18,7 @@ from tests.tiny import journal, start, train, wait_for
 
 @pytest.fixture(scope="module")
 def baseline(home):
-    return functools.cache(functools.partial(calm_run, home, adapter={}))
+    return functools.cache(functools.partial(calm_run, home, kind_options={}))
 
 
 @pytest.mark.parametrize("world, kinds", ((2, ("real", "cublas", "oom")), (4, ("nccl", "cudnn", "cpu"))))

@@ -75,7 +75,7 @@ def test_recorded_steps_in_bf16_have_the_gradients_of_the_step_itself(variant):
     exact, graphs = QwenModel(config).initialise(1), StepGraphs(model, Pairs())
     for seed in range(3):
         model.zero_grad()
-        graphs.prepare(batch_of(True, BUCKET, seed), BUCKET, 16, ((1.0,), (1.0,))).replay()
+        graphs.gradients(batch_of(True, BUCKET, seed), BUCKET, 16, ((1.0,), (1.0,)))
         recorded = gradients_of(model)
         assert farthest(recorded, gradients_after(model, batch_of(True, None, seed).to("cuda"))) < 1e-2
         on_cpu = gradients_after(exact, batch_of(False, None, seed))
