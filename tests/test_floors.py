@@ -24,9 +24,9 @@ ROOMS = {
         "distributed",
     ],
     "model.data": [
-        "buckets columns file_list length_histogram near_duplicates packing parquet_rows row_hashes sampler sequences "
+        "columns file_list length_histogram near_duplicates packing parquet_rows row_hashes sampler sequences "
         "template_process text_files tokenizer_file",
-        "tokenizer",
+        "buckets tokenizer",
         "conversation tokenizer_training",
         "chat_template cleaning dialogue turn_template",
         "prepared_pairs",
@@ -37,7 +37,7 @@ ROOMS = {
     "model.nn": [
         "kernels.nf4",
         "quantized",
-        "flat_batch flat_params philox",
+        "flat_batch flat_params gradient_parts philox",
         "kernels.dropout kernels.sums",
         "kernels",
         "activations attention dropout loss",
