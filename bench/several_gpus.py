@@ -1,15 +1,16 @@
 """Several GPUs: how speed grows with them, and whether runs on them keep their promises; on CPUs a rehearsal.
 
-    python -m bench.several_gpus [--parts scaling,backends,machines,equal,faults,kills,signals] [--minutes 9]
+    python -m bench.several_gpus [--parts scaling,backends,machines,equal,recorded,faults,kills,signals] [--minutes 9]
         [--models small,chatlm] [--optimizers muon,adamw_rms] [--pairs 64,256] [--worlds 1,2,4] [--folder DIR]
 
 Parts: `scaling` times a step (bench.votes) with so many pairs on each GPU; `backends` runs accelerate's launcher with
 NCCL, with Gloo (ACCELERATE_USE_GLOO=1) and with three processes; `machines` trains under two launchers with a folder
 each, kills one and resumes; `equal` trains with one global batch on each number of GPUs; `faults`, `kills` and
-`signals` are those benchmarks. Each job is a process with its own group and time limit. Its results are printed when it
-ends. The folder, $OUT if that is set, gets results.jsonl, table.md, faults.md and a log of each job, which is written
-while it runs. Cells of fewer processes than GPUs are timed beside each other, on GPUs of their own, without --alone.
-Exit code 1 if a job failed or a result is wrong; a scaling below its bar is told, and is no failure.
+`signals` are those benchmarks, and so is `recorded`, faults in recorded steps. Each job is a process with its own group
+and time limit. Its results are printed when it ends. The folder, $OUT if that is set, gets results.jsonl, table.md,
+faults.md and a log of each job, which is written while it runs. Cells of fewer processes than GPUs are timed beside
+each other, on GPUs of their own, without --alone. Exit code 1 if a job failed or a result is wrong; a scaling below its
+bar is told, and is no failure.
 """
 
 import argparse
@@ -27,18 +28,25 @@ from bench.corpus import write_corpus
 from bench.several_machines import CHILDREN
 from tests.trials import hardware
 
-PARTS = ("scaling", "backends", "machines", "equal", "faults", "kills", "signals")
+PARTS = ("scaling", "backends", "machines", "equal", "recorded", "faults", "kills", "signals")
 BARS = {(256, 2): 1.93, (256, 4): 3.8, (256, 8): 7.5, (64, 2): 1.8, (64, 4): 3.5, (64, 8): 6.8}  # times one GPU
-LIMIT_SECONDS = dict(scaling=240, backends=150, machines=200, equal=240, faults=300, kills=300, signals=300)
+LIMIT_SECONDS = dict(
+    scaling=240, backends=150, machines=200, equal=240, recorded=200, faults=300, kills=300, signals=300
+)
 REHEARSAL_SECONDS = 600  # of a job; processes share few cores
-# Arguments of the benchmarks that are parts; GPUs compute equal bits only with --deterministic and without dropout.
+# The benchmarks that are parts; GPUs compute equal bits only with --deterministic and without dropout.
 ON_GPUS = dict(
-    faults=["--recorded"], kills=["--runs", 4, "--kills", 2, "--deterministic", "--recorded"],
-    signals=["--trials", 12, "--launcher", 3],
-)  # fmt: skip
+    recorded=["bench.faults", "--worlds", 2, "--recorded", "--kinds", "real,nccl"],
+    faults=["bench.faults", "--worlds", 2],
+    kills=["bench.kills", "--runs", 4, "--kills", 2, "--deterministic", "--recorded"],
+    signals=["bench.signals", "--trials", 12, "--launcher", 3],
+)
 REHEARSED = dict(
-    faults=["--kinds", "oom"], kills=["--runs", 1, "--kills", 1], signals=["--trials", 4, "--launcher", 1],
-)  # fmt: skip
+    recorded=["bench.faults", "--worlds", 2, "--ranks", "0", "--kinds", "nccl"],
+    faults=["bench.faults", "--worlds", 2, "--kinds", "oom"],
+    kills=["bench.kills", "--runs", 1, "--kills", 1],
+    signals=["bench.signals", "--trials", 4, "--launcher", 1],
+)
 STEPS = ["--warm_steps", 20, "--steps", 60, "--rounds", 1]
 REHEARSED_STEPS = ["--warm_steps", 2, "--steps", 4, "--rounds", 1]
 
@@ -109,9 +117,8 @@ def other(part, given, folder):
     if part in CHILDREN:
         words = ["-m", "bench.several_gpus", "--child", part, "--folder", folder / part]
     else:
-        words = ["-m", f"bench.{part}", *(ON_GPUS if given.num_gpus else REHEARSED)[part]]
+        words = ["-m", *(ON_GPUS if given.num_gpus else REHEARSED)[part]]
         words += ["--worlds", ",".join(map(str, given.worlds[1:])) or "2"] if part == "kills" else []
-        words += ["--worlds", 2] if part == "faults" else []
     env = dict(FAULTS_PAGE=str(folder / "faults.md"))
     return [Job(part, [sys.executable, *words], limit_of(part, given), env)], [{}]
 

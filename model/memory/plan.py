@@ -14,7 +14,7 @@ MIN_CHUNKS_PER_STEP = 16  # a chunk is at most this share of a mean step's token
 LARGE_CHUNK = 2048  # a plan has larger ones only if the peak of its largest forward stays the same
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU
-STEPS_THAT_REPAY_RECORDING = 100  # eight recordings take about 1 s and save up to 10 ms per step
+STEPS_THAT_REPAY_RECORDING = 100  # the recordings take about 1 s and save up to 10 ms per step
 CHECKPOINTED_SHARES = (0, 0.25, 0.5, 0.75, 1)  # of the blocks, from which the fastest plan is chosen first
 
 

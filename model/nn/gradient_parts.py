@@ -4,7 +4,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import nn
@@ -33,9 +33,11 @@ def gradient_parts(flat, blocks):
     blocks = [block for block in blocks if any(id(p) in matrices for p in block.parameters())]
     cuts = {round(cut * len(blocks)) for cut in CUTS if numbers >= LEAST_NUMBERS}
     firsts = sorted({0} | cuts - {len(blocks)})  # the block that begins each part, in the order of forward
-    places = {}
-    for place, first in enumerate(firsts):
-        places |= {id(p): place for block in blocks[first:] for p in block.parameters()}
+    places = {
+        id(p): place
+        for place, (first, stop) in reversed([*enumerate(pairwise([*firsts, len(blocks)]))])
+        for block in blocks[first:stop] for p in block.parameters()
+    }  # fmt: skip
     owners = [places.get(id(p), 0) if id(p) in matrices else 0 for p in flat.trained]
     ranges = _ranges(owners, flat.trained_sizes, len(flat.gradients_and_sums))
     parts = [GradientPart(tuple(ranges[place]), blocks[first] if place else None) for place, first in enumerate(firsts)]

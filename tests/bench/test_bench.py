@@ -98,9 +98,10 @@ def test_the_vote_is_timed_over_the_given_group_and_left_out_without_one(monkeyp
 
 
 def test_the_table_of_several_gpus_sets_each_cell_beside_one_gpu_and_names_what_went_wrong():
-    timed = json.dumps(dict(harness="votes", step_ms=50.0, tokens_per_second=9500, exchange_ms=4.0, vote_ms=0.1))
-    one = several_gpus.results_of("scaling", Done(Job("small/muon/256/1", [], 9), "", 1.0, timed.replace("95", "50")))
-    two = several_gpus.results_of("scaling", Done(Job("small/muon/256/2", [], 9), "", 1.0, f"said\n{timed}\n"))
+    cell = dict(harness="votes", model="small", optimizer="muon", pairs=256, step_ms=50.0, exchange_ms=4.0, vote_ms=0.1)
+    timed = [json.dumps(cell | dict(world=world, tokens_per_second=speed)) for world, speed in ((1, 5000), (2, 9500))]
+    one = several_gpus.results_of("scaling", Done(Job("small/1", [], 9), "", 1.0, timed[0]))
+    two = several_gpus.results_of("scaling", Done(Job("small/2", [], 9), "", 1.0, f"said\n{timed[1]}\n"))
     hung = several_gpus.results_of("machines", Done(Job("machines", [], 9), "not done after 9 s", 9.0, "waiting"))
     assert [result["wrong"] for result in (*one, *two, *hung)] == ["", "", "", "", "not done after 9 s: waiting"]
     table = list(several_gpus.scaling_table([*one, *two]))
