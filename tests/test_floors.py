@@ -54,7 +54,7 @@ ROOMS = {
         "weights_io",
         "adapter_io other_formats",
     ],
-    "model.generate": ["sampling", "slots", "engine"],
+    "model.generate": ["sampling", "screen slots", "engine"],
     "model.memory": [
         "estimate step_time",
         "plan",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from model.nn.dropout import NO_DROPOUT, Masks, step_key
-from model.nn.flat_params import FlatParams, with_padding
+from model.nn.flat_params import FlatParams, product, with_padding
 from model.nn.gradient_parts import gradient_parts
 from model.nn.layers import Linear, ResidualNorm
 from model.nn.lora import FACTORS, factor_kind, is_factor
@@ -76,8 +76,12 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def decode_one(self, ids, cache):
-        """Logits (slots, vocabulary) of the token after `ids` (slots,); fixed shapes, nothing read on the host."""
+        """Hidden states (slots, width) for the token after `ids` (slots,); fixed shapes, nothing read on the host."""
         raise NotImplementedError
+
+    def logits(self, hidden):
+        """Logits (slots, vocabulary) of hidden states (slots, width)."""
+        return product(hidden, with_padding(self.output_weight.copy))[:, : len(self.output_weight)]
 
     def initialise(self, seed):
         """Draw random weights, the same on every rank for the same seed; returns the model."""

@@ -123,7 +123,7 @@ class CausalModel(LanguageModel):
         stream = torch.cat([row[:length] for row, length in zip(cache.ids, cache.at, strict=True)])
         rows = torch.from_numpy(np.cumsum(cache.at) - 1)
         batch = Stream(stream, rows, rows, make_layout(cache.at, cache.at), {}).to(self.device)
-        return F.linear(self.hidden(batch)[0], self.embedding.weight.copy)
+        return self.hidden(batch)[0]
 
 
 def step_moments(spec, tokens, checkpointing):

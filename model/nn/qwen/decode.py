@@ -79,7 +79,7 @@ def _keep(kept_2SGTK, both, slots, positions):
 
 
 def decode_one(model, ids, cache):
-    """Logits (S, vocabulary) of the token after `ids` (S,), the newest token of each slot.
+    """Hidden states (S, D) for the token after `ids` (S,), the newest token of each slot.
 
     Shapes are fixed and nothing is read on the host, so that it can be recorded as a CUDA graph.
     """
@@ -99,7 +99,7 @@ def decode_one(model, ids, cache):
         x, normed = block.post_attention_layernorm(x, added)
         added = block.mlp(normed)
     cache.positions.copy_((positions + 1).clamp_(max=last))
-    return F.linear(model.model.norm(x, added)[1], model.output_weight.copy)
+    return model.model.norm(x, added)[1]
 
 
 def _attend(q, kept_2SGTK, mask):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from model.nn.attention import make_layout
-from model.nn.flat_params import linear, product, with_padding
+from model.nn.flat_params import linear
 from model.nn.t5.position_bias import position_buckets
 
 TOKENS_MULTIPLE = 8  # fast attention on GPUs reads its bias in rows of a multiple of 8 numbers
@@ -77,11 +77,11 @@ def prefill(model, inputs, cache, slots):
 
 
 def decode_one(model, ids, cache):
-    """Logits (S, vocabulary) of the token after `ids` (S,), the newest token of each slot.
+    """Hidden states (S, D) for the token after `ids` (S,), the newest token of each slot.
 
     Shapes are fixed and nothing is read on the host, so that it can be recorded as a CUDA graph.
     """
-    c, attend = model.config, _plain_attention(cache, model.config) if cache.reads_all else _kernel_attention(cache)
+    attend = _plain_attention(cache, model.config) if cache.reads_all else _kernel_attention(cache)
     x, added = F.embedding(ids, model.shared.weight.copy), None
     for layer, block in enumerate(model.decoder.block):
         x, normed = block.layer[0].layer_norm(x, added)
@@ -92,9 +92,8 @@ def decode_one(model, ids, cache):
         cross = block.layer[1].EncDecAttention
         added = linear(attend(linear(normed, cross.q.weight), layer, is_own=False), cross.o.weight)
         x, added = block.layer[2](x, added)
-    hidden = model.decoder.final_layer_norm(x, added)[1] * model.output_scale
     cache.positions.add_(1)  # also of slots that nobody uses: attention clamps them to the cache
-    return product(hidden, with_padding(model.output_weight.copy))[:, : c.vocab_size]
+    return model.decoder.final_layer_norm(x, added)[1] * model.output_scale
 
 
 def _kernel_attention(cache):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers.generation import logits_process
 
+from model.generate import engine
 from model.generate.engine import Limits, generate
 from model.generate.sampling import GREEDY, Sampling
 from tests.parts import batch_of, examples_of, make_model
@@ -51,11 +52,13 @@ def check_answers(hf_model, tokenizer, inputs, ours, penalties):
 
 
 @pytest.mark.parametrize(
-    "seed, count, penalties",
-    [(1, 1000, {}), (2, 200, dict(repetition_penalty=1.3)), (3, 200, dict(no_repeat_ngram_size=2)),
-     (4, 200, dict(repetition_penalty=0.8, no_repeat_ngram_size=3)), (5, 200, dict(no_repeat_ngram_size=1))],
+    "seed, count, penalties, has_screen",
+    [(1, 1000, {}, True), (1, 1000, {}, False), (2, 200, dict(repetition_penalty=1.3), True),
+     (3, 200, dict(no_repeat_ngram_size=2), True), (4, 200, dict(repetition_penalty=0.8, no_repeat_ngram_size=3), True),
+     (5, 200, dict(no_repeat_ngram_size=1), True)],
 )  # fmt: skip
-def test_promise_1_greedy_answers_are_those_of_transformers(tokenizer, seed, count, penalties):
+def test_promise_1_greedy_answers_are_those_of_transformers(tokenizer, monkeypatch, seed, count, penalties, has_screen):
+    monkeypatch.setattr(engine, "screens", lambda model: has_screen)
     model, draw = make_model(tokenizer.vocab_size, seed), np.random.default_rng(seed)
     with torch.no_grad():
         for p in model.flat.trained[1:]:  # all but the tied embedding, which would answer every token with itself
@@ -75,7 +78,7 @@ def test_the_logits_of_each_step_are_those_of_the_packed_network(model, store, t
     cache = model.new_cache(len(ids), max(map(len, prompts)), max(map(len, responses)))
     last = torch.tensor(model.prefill(prompts, cache, range(len(ids)), tokenizer.pad_id))[:, 0]
     for step in range(max(map(len, responses))):
-        logits = model.decode_one(last, cache)
+        logits = model.logits(model.decode_one(last, cache))
         for slot, own in enumerate(responses):
             if step < len(own):
                 assert (logits[slot] - expected[slot][step]).abs().max() < 1e-4
