@@ -15,7 +15,7 @@ from model.generate.sampling import blocks_of, first_of_blocks, likeliest_of
 MOST = 127  # largest code
 LEAST_NUMBERS = 2**20  # of a table; rounding a smaller one is not repaid
 CANDIDATES = 64  # for each slot, at most; with more the logits of all tokens take less
-SLACK = 1e-5  # share of the longest vectors' product by which float32 may round a logit
+SLACK = 1e-4  # share of the longest vectors' product by which float32 may round a logit
 
 
 class Screen:
