@@ -77,7 +77,7 @@ def faulty_run(home, failing, calm, calm_seconds, kind_options):
     if done.codes != [0] * world:
         return record | dict(sites=[], seconds=seconds, wrong=f"exit codes {done.codes}: {done.text[-2000:]}")
     sites = fired(home / name)
-    expected = set(SITES) - ({"save"} if rank == "last" else set())  # only rank 0 saves
+    expected = set(SITES) - (set() if rank in ("0", "all") else {"save"})  # only rank 0 saves
     expected -= {"backward"} if kind_options.get("compile") else set()  # a recorded step has one backward
     wrong = [f"{check} differs" for check, holds in checks(home / name, calm).items() if not holds]
     wrong += [f"{site} did not fire" for site in expected.difference(sites)]
