@@ -45,7 +45,7 @@ def fills(store, pairs_a_rank):
     """Fill on each number of ranks, with recording and without, and the number of recorded sizes."""
     found = {}
     for world_size in RANKS:
-        buckets = buckets_for(store.lengths, pairs_a_rank)
+        buckets = buckets_for(store.lengths, pairs_a_rank, num_ranks=world_size)
         found[f"{world_size} ranks"] = round(epoch_fill(store, world_size, pairs_a_rank, ())[0], 4)
         fill, sizes = epoch_fill(store, world_size, pairs_a_rank, buckets)
         found |= {f"{world_size} ranks, recorded": round(fill, 4), f"sizes at {world_size}": sizes}

@@ -102,7 +102,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     share_pairs = -(-batch // world)
     device = "cpu" if machine.memory_bytes is None else "cuda"
     dtype = _dtype_on(device, config.mixed_precision)
-    spec = memory_spec(config, model_config, dtype, device, launch_tokens_here())
+    spec = replace(memory_spec(config, model_config, dtype, device, launch_tokens_here()), num_ranks=world)
     estimate = Estimate(spec, lengths, share_pairs, answers_wanted(config, world))
     num_steps = run_pairs(config, num_pairs or int(lengths.counts.sum()), batch) / batch
     asked = recording_asked(plan_options(config), spec, num_steps)

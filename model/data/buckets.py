@@ -87,7 +87,7 @@ def _deviations(columns, examples, counts, num_ranks):
         return np.sqrt(examples * np.average((columns - means) ** 2, axis=0, weights=counts))
     draw, shares, pairs = np.random.default_rng(0), [], num_ranks * examples
     weights = None if counts is None else counts / counts.sum()
-    for _ in range(min(max(DRAWN_EXAMPLES // pairs, 16), 64)):
+    for _ in range(min(max(DRAWN_EXAMPLES // pairs, 16), 256)):
         step = columns[draw.choice(len(columns), pairs, p=weights)]
         shares += [step[share].sum(axis=0) for share in shares_of(np.arange(pairs), step[:, :-1], num_ranks)]
     return np.std(shares, axis=0)

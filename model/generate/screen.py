@@ -15,19 +15,23 @@ from model.generate.sampling import blocks_of, first_of_blocks, likeliest_of
 MOST = 127  # largest code
 LEAST_NUMBERS = 2**20  # of a table; rounding a smaller one is not repaid
 CANDIDATES = 64  # for each slot, at most; with more the logits of all tokens take less
+TRIES = 16  # in a row
+NUMBERS_AT_A_TIME = 2**18  # that are rounded: they stay in the processor's cache
 SLACK = 1e-4  # share of the longest vectors' product by which float32 may round a logit
 
 
 class Screen:
-    """Finds the likeliest tokens of at most `slots` hidden states; `table_VD` is the output projection, in float32."""
+    """Finds the likeliest tokens of at most `slots` hidden states; `table_VD` is the output projection, in float32.
+
+    Where it rules out too few tokens several times in a row, it takes all logits from then on.
+    """
 
     def __init__(self, table_VD, slots):
-        self.table_VD, self.steps_V = table_VD, _step_of(table_VD)
-        rounded_VD = (table_VD / self.steps_V[:, None]).round_()
-        self.codes_DV = rounded_VD.to(torch.int8).T
-        rounded_VD.mul_(self.steps_V[:, None])
-        self.longest = rounded_VD.norm(dim=1).max()  # length of a row
-        self.lost = rounded_VD.sub_(table_VD).norm(dim=1).max()  # length of a row's rounding
+        self.table_VD, self.tries_left = table_VD, TRIES
+        parts = [_rounded(rows) for rows in table_VD.split(max(NUMBERS_AT_A_TIME // table_VD.shape[1], 1))]
+        codes, steps, lengths, losts = zip(*parts, strict=True)
+        self.codes_DV, self.steps_V = torch.cat(codes).T, torch.cat(steps)
+        self.longest, self.lost = torch.stack(lengths).max(), torch.stack(losts).max()
         # held, because new memory of this size costs more than the work
         self.products_SV, self.rounded_SV = (
             torch.empty(slots, len(table_VD), dtype=dtype) for dtype in (torch.int32, torch.float32)
@@ -35,20 +39,21 @@ class Screen:
 
     def likeliest(self, hidden_SD):
         """The token with the highest logit, (S,), the first of equal ones; exact to float32's rounding."""
-        rows, tokens = self._candidates(hidden_SD)
-        if len(rows) > CANDIDATES * len(hidden_SD):
+        found = self._candidates(hidden_SD) if self.tries_left else None
+        if found is None:
+            self.tries_left = max(self.tries_left - 1, 0)
             return likeliest_of(hidden_SD @ self.table_VD.T)
+        self.tries_left, (best, rows, tokens) = TRIES, found
         logits = self._logits(hidden_SD[rows], tokens)
         highest = logits.new_full(hidden_SD.shape[:1], -torch.inf).scatter_reduce_(0, rows, logits, "amax")
-        tokens = tokens.masked_fill(logits < highest[rows], len(self.table_VD) - 1)
-        first = tokens.new_full(hidden_SD.shape[:1], len(self.table_VD) - 1)
-        return first.scatter_reduce_(0, rows, tokens, "amin")
+        tokens = tokens.masked_fill(logits < highest[rows], len(self.table_VD))
+        return best.scatter_reduce_(0, rows, tokens, "amin", include_self=False)
 
     def _logits(self, hidden_ND, tokens_N):
         return (hidden_ND * self.table_VD[tokens_N]).sum(1)
 
     def _candidates(self, hidden_SD):
-        """(slots, tokens) of all tokens whose logit may be the highest of their slot."""
+        """(best rounded token of each slot, slots and tokens of all that may be the likeliest), or None if many may."""
         step_S = _step_of(hidden_SD)
         codes_SD = (hidden_SD / step_S[:, None]).round_()
         lost_S = (hidden_SD - codes_SD * step_S[:, None]).norm(dim=1)
@@ -61,8 +66,21 @@ class Screen:
         best = first_of_blocks(blocks, highest, width)
         least_S = (self._logits(hidden_SD, best) - error_S) / step_S  # what the rounded logit of a higher one is above
         rows, numbers = (highest >= least_S[:, None]).nonzero(as_tuple=True)
+        if len(rows) > CANDIDATES * len(hidden_SD):
+            return None
         places, columns = (blocks[rows, numbers] >= least_S[rows, None]).nonzero(as_tuple=True)
-        return rows[places], numbers[places] * width + columns
+        if len(places) > CANDIDATES * len(hidden_SD):
+            return None
+        return best, rows[places], numbers[places] * width + columns
+
+
+def _rounded(table_VD):
+    """(codes (V, D), size of each row's step (V,), longest row of codes times steps, longest of what rounding took)."""
+    steps_V = _step_of(table_VD)
+    rounded_VD = (table_VD / steps_V[:, None]).round_()
+    codes_VD = rounded_VD.to(torch.int8)
+    longest = rounded_VD.mul_(steps_V[:, None]).norm(dim=1).max()
+    return codes_VD, steps_V, longest, rounded_VD.sub_(table_VD).norm(dim=1).max()
 
 
 def _step_of(x):
@@ -73,6 +91,8 @@ def _step_of(x):
 def screens(model):
     """True if a Screen finds this model's likeliest tokens faster than a product with its whole table."""
     if model.device.type != "cpu" or model.compute_dtype != torch.float32:
+        return False
+    if torch.are_deterministic_algorithms_enabled():  # what is faster depends on what else runs
         return False
     return model.output_weight.numel() >= LEAST_NUMBERS and multiplies_integers()
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from model.data.buckets import buckets_for
+from model.data.sampler import shares_of
 
 CHUNK_LAUNCHES = 0.006  # launch time of a chunk / launch time of a forward and backward
 CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 0.3, 1.2  # of all blocks: more compute and launch time / those without
@@ -41,11 +42,12 @@ def _step_time(plan, estimate, launch_tokens):
 @lru_cache(maxsize=1)
 def recorded_sizes(estimate):
     """[(tokens, share of steps that the buckets of at most so many tokens hold)], ascending, from a sample."""
-    lengths, share_pairs = estimate.lengths, estimate.share_pairs
-    buckets = buckets_for(lengths.tokens, share_pairs, lengths.counts, estimate.spec.family.reads_one_stream)
-    draw, num_steps = np.random.default_rng(0), min(MAX_DRAWN_STEPS, max(MAX_DRAWN_PAIRS // share_pairs, 16))
-    kinds = draw.choice(len(lengths.counts), (num_steps, share_pairs), p=lengths.counts / lengths.counts.sum())
-    steps = [lengths.tokens[step] for step in kinds]
+    lengths, share_pairs, num_ranks = estimate.lengths, estimate.share_pairs, estimate.spec.num_ranks
+    is_stream, pairs = estimate.spec.family.reads_one_stream, num_ranks * share_pairs
+    buckets = buckets_for(lengths.tokens, share_pairs, lengths.counts, is_stream, num_ranks)
+    draw, num_steps = np.random.default_rng(0), min(MAX_DRAWN_STEPS, max(MAX_DRAWN_PAIRS // pairs, 16))
+    kinds = draw.choice(len(lengths.counts), (num_steps, pairs), p=lengths.counts / lengths.counts.sum())
+    steps = [lengths.tokens[own] for step in kinds for own in shares_of(step, lengths.tokens[step], num_ranks)]
     least = np.array(
         [min((bucket.tokens for bucket in buckets if bucket.holds(step)), default=math.inf) for step in steps]
     )

@@ -7,7 +7,6 @@ has neither master nor gradient: it is held once.
 
 import functools
 from importlib.util import find_spec
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +27,7 @@ class FlatParams:
     order: `others` before the layers' `matrices`, which are sorted by shape. Frozen tables, matrices and `biases` (also
     among `others`) are held in the compute dtype, other frozen weights in float32. With `packs` a frozen matrix is a
     shape without memory, and has NF4's codes in `.packed` instead of a `.copy`. `sums`, an objective's metrics, follow
-    the gradients, so that one all-reduce covers both. `vectors` are the gradients of the first layers' norms, where
-    backward ends: a number of backward that is not finite reaches them, and they are few.
+    the gradients, so that one all-reduce covers both.
     """
 
     def __init__(self, others, matrices, tables, compute_dtype, packs=False, biases=()):
@@ -47,7 +45,6 @@ class FlatParams:
         flats = (x.split(self.trained_sizes) for x in (self.masters, self.copies, self.gradients))
         for p, master, copy, gradient in zip(self.trained, *flats, strict=True):
             p.data, p.copy, p.grad = _view_as(p, master).copy_(p.data), _view_as(p, copy), _view_as(p, gradient)
-        self.vectors = self._first_vectors()
         frozen = [p for p in params if not p.requires_grad]
         packed = {id(p) for p in frozen if packs} & {id(p) for p in matrices}
         in_compute_dtype = tables | {id(p) for p in (*matrices, *biases)}
@@ -56,15 +53,6 @@ class FlatParams:
             _hold([p for p in frozen if id(p) not in in_compute_dtype], tables, torch.float32, device),
             *_pack([p for p in frozen if id(p) in packed], compute_dtype, device),
         ]
-
-    def _first_vectors(self):
-        """The gradients of the first adjacent vectors, mostly norms' weights; of all weights if none is a vector."""
-        stop = 0
-        for is_vector, same in groupby(zip(self.trained, self.trained_sizes, strict=True), lambda x: x[0].dim() == 1):
-            start, stop = stop, stop + sum(size for _, size in same)
-            if is_vector:
-                return self.gradients[start:stop]
-        return self.gradients
 
     @property
     def weights(self):

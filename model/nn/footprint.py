@@ -33,6 +33,7 @@ class MemorySpec:
     part: str = "all"  # the part of the network that is trained, one of the family's parts
     lora: LoraConfig | None = None  # an adapter that is trained instead
     sum_bytes: int = 0  # buffers of the sum of gradients over ranks
+    num_ranks: int = 1  # that share a step
     # tokens of a network of small blocks that the GPU computes in the time that launching a forward and backward takes
     launch_tokens: int = 5000
     constants: Constants = Constants()

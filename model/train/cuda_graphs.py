@@ -18,8 +18,9 @@ class Recording:
     """A recorded forward and backward; what the tensors and events say is of its last replay."""
 
     batch: object  # that the graph reads
-    norms: torch.Tensor | None  # of the metrics and of FlatParams.vectors, for ranks that send the rest while it runs
+    norms: torch.Tensor | None  # of the metrics and of the last part, for ranks that send the others while it runs
     ready: dict  # {number of one of the model's gradient_parts: event after which it is written}
+    events: list  # all that the graph records
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -81,7 +82,7 @@ class StepGraphs:
 
     def _record_gradients(self, micro_batch, chunk_tokens):
         norms = torch.zeros(2, device=self.model.device) if self.parts else None
-        recording = Recording(micro_batch.to(self.model.device), norms, {})
+        recording = Recording(micro_batch.to(self.model.device), norms, {}, [])
         recording.graph = self._record(self._run, recording, chunk_tokens)
         self.model.zero_grad()
         return recording
@@ -93,17 +94,21 @@ class StepGraphs:
 
     def _run(self, recording, chunk_tokens):
         """Forward and backward, which record the events of the Recording anew."""
+        flat = self.model.flat.gradients_and_sums
         recording.ready.clear()
+        recording.events.clear()
 
         def report(number):
-            recording.ready[number] = torch.cuda.Event(external=True)
-            recording.ready[number].record()
+            recording.events.append(torch.cuda.Event(external=True))
+            recording.events[-1].record()
+            recording.ready[number] = recording.events[-1]
 
         with reporting(self.parts, report):
             loss = weighted_loss(self.model, self.objective, recording.batch, chunk_tokens, self.scales)
-        metrics_norm = self.model.flat.sums.norm()  # before they are sent, with the first part
+        metrics_norm = self.model.flat.sums.norm()  # before they are sent, with another part
         loss.backward()
-        if recording.norms is not None:
-            recording.norms.copy_(torch.stack([metrics_norm, self.model.flat.vectors.norm()]))
+        if self.parts:  # a number of backward that is not finite reaches the first blocks
+            last = [flat[start:stop].norm() for start, stop in self.parts[-1].ranges]
+            recording.norms.copy_(torch.stack([metrics_norm, torch.stack(last).norm()]))
         for number in set(range(len(self.parts))) - set(recording.ready):
             report(number)

@@ -73,6 +73,7 @@ def estimate_for(ranks, config, model_config, dtype, lengths, global_batch):
     share_pairs = -(-global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
     launch_tokens = -vote(ranks, -launch_tokens_here())[0]  # the minimum over ranks: all must choose the same plan
     spec = memory_spec(config, model_config, dtype, ranks.device.type, launch_tokens)
+    spec = replace(spec, num_ranks=ranks.world_size)
     return Estimate(spec, lengths, share_pairs, answers_wanted(config, ranks.world_size, ranks.device.type))
 
 

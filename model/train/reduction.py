@@ -23,18 +23,23 @@ def sum_gradients(ranks, model, reduce_dtype="float32", ready=None):
     if ranks.world_size == 1:
         return
     with _beside(ranks.device, waits=not ready):
-        if reduce_dtype == "float32":
-            for tensor in _as_ready(model.flat.gradients_and_sums, model.gradient_parts, ready):
-                sum_over_ranks(ranks, tensor)
-            return
-        gradients = model.flat.gradients
-        pieces = (
-            piece for tensor in _as_ready(gradients, model.gradient_parts, ready)
-            for piece in tensor.split(PIECE_NUMBERS)
-        )  # fmt: skip
-        buffers = _buffers(ranks.world_size, len(gradients), gradients.device)
-        _take_turns(_sum_in_bf16(ranks, piece, *buffers[n % len(buffers)]) for n, piece in enumerate(pieces))
-        sum_over_ranks(ranks, model.flat.sums)
+        for number, part in enumerate(model.gradient_parts):
+            if ready:
+                ready[number].wait()
+            _sum_part(ranks, model.flat, part, reduce_dtype)
+        if reduce_dtype == "bf16":
+            sum_over_ranks(ranks, model.flat.sums)
+
+
+def _sum_part(ranks, flat, part, reduce_dtype):
+    """Sum a GradientPart, with the metrics where they are in it; with bf16 without them."""
+    if reduce_dtype == "float32":
+        for start, stop in part.ranges:
+            sum_over_ranks(ranks, flat.gradients_and_sums[start:stop])
+        return
+    buffers = _buffers(ranks.world_size, len(flat.gradients), flat.gradients.device)
+    pieces = [piece for start, stop in part.ranges for piece in flat.gradients[start:stop].split(PIECE_NUMBERS)]
+    _take_turns(_sum_in_bf16(ranks, piece, *buffers[n % len(buffers)]) for n, piece in enumerate(pieces))
 
 
 @contextmanager
@@ -54,14 +59,6 @@ def _beside(device, waits):
 @functools.cache
 def _sending_stream(device):
     return torch.cuda.Stream(device, priority=-1)
-
-
-def _as_ready(flat, parts, ready):
-    """Yield the parts' views of `flat`; what is done with them waits until they are ready."""
-    for place, part in enumerate(parts):
-        if ready:
-            ready[place].wait()
-        yield from (flat[start:stop] for start, stop in part.ranges)
 
 
 def _take_turns(works):

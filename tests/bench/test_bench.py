@@ -59,7 +59,7 @@ def test_a_synthetic_store_has_as_many_tokens_as_its_lengths_say(store):
 def test_fill_is_one_without_recording_and_high_with_it(store, world_size):
     assert epoch_fill(store, world_size, 256 // world_size, []) == (1.0, 0)
     for step_pairs, least in ((256, 0.92), (512, 0.95)):
-        buckets = buckets_for(store.lengths, step_pairs // world_size)
+        buckets = buckets_for(store.lengths, step_pairs // world_size, num_ranks=world_size)
         fill, sizes = epoch_fill(store, world_size, step_pairs // world_size, buckets)
         assert least <= fill < 1
         assert 1 <= sizes <= 9

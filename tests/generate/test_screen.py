@@ -42,7 +42,7 @@ def test_the_likeliest_tokens_are_those_of_the_whole_product(name):
 
 def test_few_tokens_are_looked_at_where_logits_differ():
     table, hidden = normal(30_000, 512), normal(16, 512, seed=1)
-    rows, _ = Screen(table, 16)._candidates(hidden)
+    _, rows, _ = Screen(table, 16)._candidates(hidden)
     assert 16 <= len(rows) < 16 * screen.CANDIDATES
 
 
@@ -74,3 +74,21 @@ def test_a_cpu_whose_integer_products_overflow_or_take_long_gets_no_screen(monke
         monkeypatch.setattr(torch, "_int_mm", broken)
         assert not screen.screens(model)
     screen.multiplies_integers.cache_clear()
+
+
+def test_a_screen_that_rules_out_too_little_gives_up_and_one_hidden_state_of_nan_spoils_no_other(monkeypatch):
+    outlier, asked = (
+        Screen(normal(VOCABULARY, WIDTH) * torch.where(torch.arange(VOCABULARY) == 7, 1e3, 1)[:, None], 4),
+        [],
+    )
+    candidates = outlier._candidates
+    monkeypatch.setattr(outlier, "_candidates", lambda hidden: asked.append(len(hidden)) or candidates(hidden))
+    for seed in range(2 * screen.TRIES):
+        hidden = normal(4, WIDTH, seed=seed)
+        assert torch.equal(outlier.likeliest(hidden), (hidden @ outlier.table_VD.T).argmax(1))
+    assert len(asked) < 2 * screen.TRIES
+    hidden = normal(3, WIDTH)
+    hidden[1, 5] = torch.nan
+    tokens = Screen(TABLES["normal"], 3).likeliest(hidden)
+    assert tokens[[0, 2]].tolist() == (hidden[[0, 2]] @ TABLES["normal"].T).argmax(1).tolist()
+    assert 0 <= tokens[1] < VOCABULARY
