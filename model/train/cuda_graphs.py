@@ -105,10 +105,11 @@ class StepGraphs:
 
         with reporting(self.parts, report):
             loss = weighted_loss(self.model, self.objective, recording.batch, chunk_tokens, self.scales)
-        metrics_norm = self.model.flat.sums.norm()  # before they are sent, with another part
+        if self.parts:
+            recording.norms[0] = self.model.flat.sums.norm()  # before they are sent, with another part
         loss.backward()
         if self.parts:  # a number of backward that is not finite reaches the first blocks
             last = [flat[start:stop].norm() for start, stop in self.parts[-1].ranges]
-            recording.norms.copy_(torch.stack([metrics_norm, torch.stack(last).norm()]))
+            recording.norms[1] = torch.stack(last).norm()
         for number in set(range(len(self.parts))) - set(recording.ready):
             report(number)
