@@ -40,7 +40,7 @@ HANG_SECONDS = 60
 
 
 def options(world, kind_options):
-    """Options of a run of STEPS steps in which every rank has several micro-batches per step."""
+    """Options of a run of STEPS steps; every rank has several micro-batches per step, if `kind_options` let it."""
     batch = max(4 * world, 8)  # so that an epoch has 6 steps at most
     steps_per_epoch = -(-NUM_PAIRS // batch)
     kernels = WITH_KERNELS if torch.cuda.device_count() else dict(dropout=0.1)
@@ -77,11 +77,15 @@ def faulty_run(home, failing, calm, calm_seconds, kind_options):
     if done.codes != [0] * world:
         return record | dict(sites=[], seconds=seconds, wrong=f"exit codes {done.codes}: {done.text[-2000:]}")
     sites = fired(home / name)
-    expected = set(SITES) - (set() if rank in ("0", "all") else {"save"})  # only rank 0 saves
-    expected -= {"backward"} if kind_options.get("compile") else set()  # a recorded step has one backward
+    expected = set(sites_of(kind_options)) - (set() if rank in ("0", "all") else {"save"})  # only rank 0 saves
     wrong = [f"{check} differs" for check, holds in checks(home / name, calm).items() if not holds]
     wrong += [f"{site} did not fire" for site in expected.difference(sites)]
     return record | dict(sites=sites, seconds=seconds, wrong="; ".join(wrong))
+
+
+def sites_of(kind_options):
+    """The SITES of a run; a recorded step has one backward, so none after the first."""
+    return [site for site in SITES if site != "backward" or not kind_options.get("compile")]
 
 
 def checks(run_dir, calm):
@@ -138,13 +142,13 @@ def main():
         [*(r[name] for name in ("world", "rank", "kind")), len(r["sites"]), r.get("seconds", "–"), verdict(r)]
         for r in records
     ]
-    kind = ", " * bool(kind_of_runs(given)) + kind_of_runs(given)
+    run_kind = ", " * bool(kind_of_runs(given)) + kind_of_runs(given)
     library = "NCCL" if torch.cuda.device_count() else "Gloo"
     where = "GPU" if library == "NCCL" and given.worlds == "1" else library
-    note = f"`{typed('bench.faults')}`: each run fails once at each of {', '.join(SITES)}."
-    section = "matrix_" + (library + kind).lower().replace(", ", "_").replace(" ", "_")
+    note = f"`{typed('bench.faults')}`: each run fails once at each of {', '.join(sites_of(kind_options))}."
+    section = "matrix_" + (library + run_kind).lower().replace(", ", "_").replace(" ", "_")
     header = ["processes", "on rank", "error", "times", "seconds over the undisturbed run", "passed"]
-    write_section(section, f"Out of memory at every site ({where}{kind})", header, rows, note)
+    write_section(section, f"Out of memory at every site ({where}{run_kind})", header, rows, note)
     return 1 if any(record["wrong"] for record in records) else 0
 
 

@@ -5,7 +5,7 @@
 Each run is killed --kills times with SIGKILL: all its processes, or one, and then the others must end within a minute.
 Then it may finish. Exit code 1 if a run's weights differ, an example id came twice or never, or a half-written file is
 left. On GPUs use --deterministic --model tiny. --lora_rank 4 kills runs that train an adapter,
---recorded such that record their steps.
+--recorded kills runs whose steps are recorded.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from model.generate.sampling import blocks_of, first_of_blocks, likeliest_of
 MOST = 127  # largest code
 LEAST_NUMBERS = 2**20  # of a table; rounding a smaller one is not repaid
 CANDIDATES = 64  # for each slot, at most; with more the logits of all tokens take less
-TRIES = 16  # in a row
+TRIES = 16  # calls in a row that may rule out too few tokens, before it takes all logits
 NUMBERS_AT_A_TIME = 2**18  # that are rounded: they stay in the processor's cache
 SLACK = 1e-4  # share of the longest vectors' product by which float32 may round a logit
 
@@ -23,7 +23,7 @@ SLACK = 1e-4  # share of the longest vectors' product by which float32 may round
 class Screen:
     """Finds the likeliest tokens of at most `slots` hidden states; `table_VD` is the output projection, in float32.
 
-    Where it rules out too few tokens several times in a row, it takes all logits from then on.
+    After TRIES calls in a row that rule out too few tokens, it multiplies with the whole table from then on.
     """
 
     def __init__(self, table_VD, slots):

@@ -27,7 +27,7 @@ class FlatParams:
     order: `others` before the layers' `matrices`, which are sorted by shape. Frozen tables, matrices and `biases` (also
     among `others`) are held in the compute dtype, other frozen weights in float32. With `packs` a frozen matrix is a
     shape without memory, and has NF4's codes in `.packed` instead of a `.copy`. `sums`, an objective's metrics, follow
-    the gradients, so that one all-reduce covers both.
+    the gradients, so that a sum over ranks covers both.
     """
 
     def __init__(self, others, matrices, tables, compute_dtype, packs=False, biases=()):

@@ -27,7 +27,7 @@ class Attempt:
     data_wait_seconds: float = 0.0
     shards: tuple = ()  # with exact=True, the gradient of each of this rank's shards
     norms: torch.Tensor | None = None  # `_norms`, or a Recording's; held before the vote: nothing may fail after it
-    ready: dict = field(default_factory=dict)  # of a Recording; empty: no part can be sent before the others
+    ready: dict = field(default_factory=dict)  # of a Recording; empty: nothing tells when a part is written
 
 
 def attempt_gradients(context, plan, work, packed=None):
@@ -61,7 +61,7 @@ def _gradients(context, plan, work, packed):
 
 
 def _replay(context, plan, work, packed):
-    """The Recording that writes the gradients of a step of one micro-batch."""
+    """Write the gradients of a step of one micro-batch by a replay; returns its Recording."""
     ((_, (micro_batch,)),) = packed.shares
     context.model.zero_grad()
     for site in ("forward", "backward_first"):

@@ -66,13 +66,22 @@ def test_greedy_answers_are_the_same_with_a_screen_and_drawn_ones_do_not_use_it(
     assert not used
 
 
-def test_a_cpu_whose_integer_products_overflow_or_take_long_gets_no_screen(monkeypatch):
-    real, model = torch._int_mm, make_model(507)
+def test_only_a_cpu_with_right_and_fast_integer_products_gets_a_screen_and_no_run_that_must_repeat(monkeypatch):
+    model, exact = make_model(507), lambda a, b: a.int() @ b.int()
     monkeypatch.setattr(screen, "LEAST_NUMBERS", 1)
-    for broken in (lambda a, b: real(a, b).clamp(min=-(2**15)), lambda a, b: [real(a, b) for _ in range(500)][0]):
+
+    def screens(product, *seconds):
         screen.multiplies_integers.cache_clear()
-        monkeypatch.setattr(torch, "_int_mm", broken)
-        assert not screen.screens(model)
+        times = iter(seconds)
+        monkeypatch.setattr(torch, "_int_mm", product)
+        monkeypatch.setattr(screen, "_seconds", lambda work: next(times))
+        return screen.screens(model)
+
+    overflowing = lambda a, b: exact(a, b).clamp(min=-(2**15))  # noqa: E731
+    assert screens(exact, 1, 3) and not screens(exact, 2, 3) and not screens(overflowing, 1, 3)
+    assert screens(exact, 1, 3)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not screens(exact, 1, 3)
     screen.multiplies_integers.cache_clear()
 
 

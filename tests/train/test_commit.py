@@ -51,8 +51,8 @@ def sum_in_parts(reduce_dtype):
     expected = sum(part.to(dtype).float() for part in of_ranks).to(dtype).float()
     metrics = torch.full_like(flat.sums, sum(1.001 + rank for rank in range(ranks.world_size)))
     is_near = (expected - sum(of_ranks)).norm() < 0.003 * sum(of_ranks).norm()
-    is_sum = torch.equal(flat.gradients, expected) if dtype == torch.bfloat16 else flat.gradients.allclose(expected)
-    return 0 if is_sum and torch.allclose(flat.sums, metrics) and is_near and len(model.gradient_parts) > 1 else 3
+    is_sum = torch.equal(flat.gradients, expected) and torch.allclose(flat.sums, metrics)
+    return 0 if is_sum and is_near and len(model.gradient_parts) > 1 else 3
 
 
 @pytest.mark.parametrize("world, reduce_dtype", [(2, "bf16"), (3, "bf16"), (2, "float32")])
