@@ -16,6 +16,7 @@ from model.train.cuda_graphs import StepGraphs
 from model.train.objectives.pairs import Pairs
 from model.train.optim import count_steps, make_optimizer, update
 from tests.parts import farthest, gradients_of, make_config
+from tests.tenants.drawn import Drawn
 
 SHAPE = T5ModelConfig(
     d_model=128, d_ff=256, num_heads=2, d_kv=64, num_layers=2, num_decoder_layers=2, vocab_size=500
@@ -53,11 +54,13 @@ def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gradient_checkpointing", [0, 3])
-def test_a_replay_tells_when_each_part_of_the_gradients_is_written(gradient_checkpointing, monkeypatch):
+@pytest.mark.parametrize("objective", [Pairs(), Drawn()], ids=["one_forward", "two_forwards"])
+def test_a_replay_tells_when_each_part_of_the_gradients_is_written(objective, gradient_checkpointing, monkeypatch):
     monkeypatch.setattr(gradient_parts, "LEAST_NUMBERS", 1)
     model = TextToTextModel(SHAPE, 0.0, torch.bfloat16).initialise(0).to("cuda")
     model.gradient_checkpointing = gradient_checkpointing
-    graphs, beside = StepGraphs(model, Pairs(), in_parts=True), torch.cuda.Stream()
+    graphs, beside = StepGraphs(model, objective, in_parts=True), torch.cuda.Stream()
+    scales = (0.25,) * len(objective.metrics), (0.5,) * len(objective.metrics)
 
     def copies(part):
         flat = model.flat.gradients_and_sums
@@ -65,7 +68,7 @@ def test_a_replay_tells_when_each_part_of_the_gradients_is_written(gradient_chec
 
     for seed in range(6):
         model.zero_grad()
-        recording = graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.5,)))
+        recording = graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, scales)
         (first, end), seen = [torch.cuda.Event(enable_timing=True) for _ in range(2)], []
         end.record()
         with torch.cuda.stream(beside):
