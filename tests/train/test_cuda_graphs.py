@@ -68,6 +68,7 @@ def test_a_replay_tells_when_each_part_of_the_gradients_is_written(objective, gr
 
     for seed in range(6):
         model.zero_grad()
+        torch.cuda._sleep(100_000_000)  # cycles: the copies wait before the replay begins, however slow the host is
         recording = graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, scales)
         (first, end), seen = [torch.cuda.Event(enable_timing=True) for _ in range(2)], []
         end.record()
