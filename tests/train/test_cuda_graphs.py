@@ -61,6 +61,7 @@ def test_a_replay_tells_when_each_part_of_the_gradients_is_written(objective, gr
     model.gradient_checkpointing = gradient_checkpointing
     graphs, beside = StepGraphs(model, objective, in_parts=True), torch.cuda.Stream()
     scales = (0.25,) * len(objective.metrics), (0.5,) * len(objective.metrics)
+    graphs.gradients(random_micro_batch(20, BUCKET, 0), BUCKET, 512, scales)  # records it
 
     def copies(part):
         flat = model.flat.gradients_and_sums
