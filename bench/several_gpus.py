@@ -8,8 +8,9 @@ NCCL, with Gloo (ACCELERATE_USE_GLOO=1) and with three processes; `machines` tra
 each, kills one and resumes; `equal` trains with one global batch on each number of GPUs; `faults`, `kills` and
 `signals` are those benchmarks, and so is `recorded`, faults in recorded steps. Each job is a process with its own group
 and time limit. Its results are printed when it ends. The folder, $OUT if that is set, gets results.jsonl, table.md,
-faults.md and a log of each job, which is written while it runs. Cells of fewer processes than GPUs are timed beside
-each other, on GPUs of their own, without --alone. Exit code 1 if a job failed or a result is wrong; a scaling below its
+faults.md and a log of each job, which is written while it runs. A cell of fewer processes than GPUs is timed on all
+GPUs at once, and the slowest counts: GPUs at their power limit differ by some percent, and the slowest sets the pace of
+all. With --alone the first GPUs time it alone. Exit code 1 if a job failed or a result is wrong; a scaling below its
 bar is told, and is no failure.
 """
 
@@ -78,7 +79,7 @@ def arguments():
     parser.add_argument("--optimizers", default="muon,adamw_rms")
     parser.add_argument("--pairs", default="", help="on each GPU")
     parser.add_argument("--worlds", default="", help="numbers of processes for scaling and kills")
-    parser.add_argument("--alone", action="store_true", help="time one cell after the other")
+    parser.add_argument("--alone", action="store_true", help="time a cell on its GPUs alone")
     parser.add_argument("--folder", default="")
     parser.add_argument("--child", default="", choices=["", *CHILDREN], help=argparse.SUPPRESS)
     given, options = parser.parse_known_args()
@@ -93,15 +94,16 @@ def arguments():
 
 
 def scaling(given, options, folder):
-    """Yield (jobs of one number of processes, the GPUs that they may use at a time)."""
+    """Yield (jobs of one model and number of processes, one for each group of GPUs, and these groups)."""
     write_corpus(folder / "corpus", 51_200 if given.num_gpus else 600)
     for world in given.worlds:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world]
         words += ["-m", "bench.votes", "--corpus", folder / "corpus", *(STEPS if given.num_gpus else REHEARSED_STEPS)]
         words += ["--pairs", given.pairs, "--optimizers", given.optimizers, *options]
-        limit = limit_of("scaling", given)
-        jobs = [Job(f"{model}/{world}", [*words, "--model", model], limit) for model in given.models.split(",")]
-        yield jobs, gpus_of(world, given)
+        groups, limit = gpus_of(world, given), limit_of("scaling", given)
+        for model in given.models.split(","):
+            own = [["--model", model, "--group", group] for group in range(len(groups))]
+            yield [Job(f"{model}/{world}/{more[-1]}", [*words, *more], limit) for more in own], groups
 
 
 def gpus_of(world, given):
@@ -146,8 +148,10 @@ def tell(folder, found, results):
 
 
 def scaling_table(results):
-    """Markdown lines: each timed cell beside the same on one GPU."""
-    timed = {(r["model"], r["optimizer"], r["pairs"], r["world"]): r for r in results if "step_ms" in r}
+    """Markdown lines: each timed cell beside the same on one GPU, of several groups of GPUs the slowest."""
+    fastest_first = sorted((r for r in results if "step_ms" in r), key=lambda r: -r["tokens_per_second"])
+    timed = {(r["model"], r["optimizer"], r["pairs"], r["world"]): r for r in fastest_first}
+    timed = dict(sorted(timed.items(), key=lambda cell: (cell[0][3], cell[0])))
     yield "| model | optimizer | pairs each | ranks | step, ms | real tokens/s | times one | bar | sum, ms | vote, ms |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for (*kind, world), r in timed.items():

@@ -84,6 +84,8 @@ def profile_training(ranks, given, options):
     if "finetune_from_ckp_file" in own:  # which has both
         del own["model"], own["tokenizer_dir"]
     config = load_config("pretrain", own)
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     run, _, plan = prepare_run(ranks, config, set(own), resumed=False)
     steps = train_steps(run.context, Position(plan))
     timed = time_steps(steps, ranks.device, given)
@@ -111,7 +113,8 @@ def device_name(device):
 
 def time_steps(steps, device, given):
     """Figures of `steps` as StepClock gives them."""
-    clock, waits = StepClock(device, Pace(given.warm_steps, 0.5, given.seconds)), []
+    # Recordings made before the timing hold the peak; replaying them allocates nothing.
+    clock, waits = StepClock(device, Pace(given.warm_steps, 0.5, given.seconds), forgets_peak=False), []
     for result in steps:
         waits.append(1e3 * result.data_wait_seconds)
         if clock.tick(len(result.ids), result.tokens):

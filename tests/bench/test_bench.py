@@ -97,15 +97,16 @@ def test_the_vote_is_timed_over_the_given_group_and_left_out_without_one(monkeyp
     assert groups == ["a group", None]
 
 
-def test_the_table_of_several_gpus_sets_each_cell_beside_one_gpu_and_names_what_went_wrong():
+def test_the_table_of_several_gpus_sets_each_cell_beside_the_slowest_gpu_and_names_what_went_wrong():
     cell = dict(harness="votes", model="small", optimizer="muon", pairs=256, step_ms=50.0, exchange_ms=4.0, vote_ms=0.1)
-    timed = [json.dumps(cell | dict(world=world, tokens_per_second=speed)) for world, speed in ((1, 5000), (2, 9500))]
-    one = several_gpus.results_of("scaling", Done(Job("small/1", [], 9), "", 1.0, timed[0]))
-    two = several_gpus.results_of("scaling", Done(Job("small/2", [], 9), "", 1.0, f"said\n{timed[1]}\n"))
+    speeds = (1, 5000), (1, 5200), (2, 9500)
+    timed = [json.dumps(cell | dict(world=world, tokens_per_second=speed)) for world, speed in speeds]
+    one, other = (several_gpus.results_of("scaling", Done(Job("small/1", [], 9), "", 1.0, line)) for line in timed[:2])
+    two = several_gpus.results_of("scaling", Done(Job("small/2", [], 9), "", 1.0, f"said\n{timed[2]}\n"))
     hung = several_gpus.results_of("machines", Done(Job("machines", [], 9), "not done after 9 s", 9.0, "waiting"))
     assert [result["wrong"] for result in (*one, *two, *hung)] == ["", "", "", "", "not done after 9 s: waiting"]
-    table = list(several_gpus.scaling_table([*one, *two]))
-    assert table[-1] == "| small | muon | 256 | 2 | 50.00 | 9,500 | 1.90 | 1.93 | 4.00 | 0.10 |"
+    table = list(several_gpus.scaling_table([*one, *other, *two]))
+    assert len(table) == 4 and table[-1] == "| small | muon | 256 | 2 | 50.00 | 9,500 | 1.90 | 1.93 | 4.00 | 0.10 |"
     assert list(several_gpus.parts_table([*two, *hung]))[2:] == [
         "| machines | machines | 0 | not done after 9 s: waiting | 9.0 |"
     ]
