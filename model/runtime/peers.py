@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import re
+import select
 import signal
 import threading
 import time
@@ -79,9 +80,11 @@ class Peers:
     def poll(self):
         """Send this heartbeat and read the others; returns None, or (why all ranks must end, in how many seconds).
 
-        A rank without heartbeats is dead. A rank that makes no progress while the others wait for it hangs.
+        A rank whose process has ended without a word, or that sends no heartbeats, is dead. A rank that makes no
+        progress while the others wait for it hangs.
         """
         self.send()
+        gone = {rank for rank, process in self._processes.items() if _has_ended(process)}  # before their word is read
         try:
             texts = self._store.multi_get(self._others)
         except RuntimeError as error:
@@ -91,7 +94,7 @@ class Peers:
         self._store_answered_at = now = awake_seconds()
         for rank, text in [*zip(self._others, texts, strict=True), (str(self._rank), json.dumps(asdict(self._mine)))]:
             self._record(rank, Heartbeat(**json.loads(text)), now)
-        return self._verdict(now)
+        return self._verdict(now, gone)
 
     def store_failure(self):
         """Why this rank must end: rank 0, which hosts the store, does not answer poll(); "" while it does."""
@@ -110,13 +113,15 @@ class Peers:
             with suppress(OSError):
                 self._processes[rank] = os.pidfd_open(heartbeat.pid)
 
-    def _verdict(self, now):
+    def _verdict(self, now, gone):
         self._mine.stop |= any(heartbeat.stop for heartbeat in self.heartbeats.values())
         for rank, heartbeat in self.heartbeats.items():
             if heartbeat.verdict:
                 return heartbeat.verdict, VERDICT_SECONDS
             if heartbeat.ended not in ("", "done"):
                 return f"rank {rank} ended: {heartbeat.ended}", GRACE_SECONDS
+            if not heartbeat.ended and rank in gone:
+                return f"rank {rank} has died: its process is gone", GRACE_SECONDS
             if not heartbeat.ended and now - self._beat_at[rank] > DEAD_SECONDS:
                 return self._publish(f"rank {rank} has died: no heartbeat for {DEAD_SECONDS:.0f} s")
         if hung_ranks := self._hung_ranks(now):
@@ -169,6 +174,13 @@ def _first_clause(error):
     """What a library's error says first, without the place in its sources, its advice and the stack of its C++."""
     first, *_ = str(error).split("\n")
     return re.sub(r"^\[\S+:\d+\] *", "", first).split(". ")[0].rstrip(".")
+
+
+def _has_ended(process):
+    """True if the process of a pidfd has ended."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _progress_of(heartbeat):

@@ -15,13 +15,17 @@ from tests.ranks import fork_ranks, run_ranks, send, wait_for, wait_for_word
 TIMEOUT_S = 10
 
 
-def hang(rank, dead_seconds=peers.DEAD_SECONDS, kill=False):
-    """`rank` never joins the second vote; with `kill` it is killed while the others are busy."""
-    peers.DEAD_SECONDS = dead_seconds
+def hang(rank, kill=False):
+    """`rank` never joins the second vote; with `kill` it is killed while the others are busy, rank 0 elsewhere."""
+    if kill:
+        peers.DEAD_SECONDS, peers.GRACE_SECONDS = 3.0, 1.0
+        if os.environ["RANK"] == "0":
+            peers._machine = lambda: "another machine"
     ranks = start_ranks("gloo", TIMEOUT_S)
     vote(ranks, 0)
     if ranks.rank == rank:
         if kill:
+            time.sleep(2 * peers.BEAT_SECONDS)  # until the others know it
             os.kill(os.getpid(), signal.SIGKILL)
         print("hangs_at", time.time(), flush=True)
         sit_and_think(60)
@@ -50,9 +54,11 @@ def test_when_a_rank_hangs_all_end_in_time_name_it_and_print_their_stacks(tmp_pa
 
 
 def test_a_rank_that_dies_while_the_others_are_busy_ends_them(tmp_path):
-    done = run_ranks(3, hang, 1, 3.0, True, folder=tmp_path, seconds=30)
+    done = run_ranks(3, hang, 1, True, folder=tmp_path, seconds=30)
     assert done.codes == [1, -9, 1], done.text
-    assert "rank 1 has died: no heartbeat for 3 s" in done.text
+    elsewhere, here = ((tmp_path / f"rank{other}.txt").read_text() for other in (0, 2))
+    assert "rank 1 has died: no heartbeat for 3 s" in elsewhere
+    assert "rank 1 has died: its process is gone" in here
 
 
 def hold_the_lock_of_the_interpreter():
