@@ -10,6 +10,7 @@ import argparse
 import json
 import platform
 import time
+from operator import attrgetter
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,15 +58,16 @@ def report(model_name, count, options, model):
 
 
 def report_profile(work, rows=28):
-    """Print the kernels of `work()` that take longest: microseconds in all, number of calls, name."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities[-1 if torch.cuda.is_available() else 0 :]) as profile:
+    """Print what `work()` takes longest for, kernels or a CPU's operators: microseconds in all, calls, name."""
+    on_gpu = torch.cuda.is_available()
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
         work()
-        if torch.cuda.is_available():
+        if on_gpu:
             torch.cuda.synchronize()
-    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)[:rows]
-    for event in events:
-        print(f"{event.self_device_time_total:10.0f} us {event.count:7d} {event.key[:110]}", flush=True)
+    time_of = attrgetter("self_device_time_total" if on_gpu else "self_cpu_time_total")
+    for event in sorted(profile.key_averages(), key=time_of, reverse=True)[:rows]:
+        print(f"{time_of(event):10.0f} us {event.count:7d} {event.key[:110]}", flush=True)
 
 
 def make_model(name, device):

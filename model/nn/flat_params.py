@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from model.nn.quantized import make_packed, merge_packed
 
 NUM_SUMS = 8  # metrics of an objective, at most
-# where a CPU takes up to twice as long for x @ matrix.T as for (matrix @ x.T).T: rows of x, least side of the matrix
-TRANSPOSED_ROWS, TRANSPOSED_SIDE = range(10, 50), 512
+BLOCK_ROWS = 64  # of a matrix that a CPU multiplies in blocks, which takes up to a third of the time
+MOST_ROWS, LEAST_NUMBERS = 128, 2**16  # rows of x at most and numbers of the matrix at least, for which that pays
 VOCABULARY_MULTIPLE = 64  # rows of a padded table: a GPU's matmul with an odd number is several times slower
 
 
@@ -128,10 +128,28 @@ def linear(x, *weights, biases=(), masks=None):
 
 
 def product(x, matrix, bias=None):
-    """x @ matrix.T + bias, (N, width) to (N, rows of the matrix), in the order that is faster on a CPU."""
-    if x.is_cuda or bias is not None or len(x) not in TRANSPOSED_ROWS or min(matrix.shape) < TRANSPOSED_SIDE:
+    """x @ matrix.T + bias, (N, width) to (N, rows of the matrix)."""
+    if not _is_faster_in_blocks(x, matrix):
         return F.linear(x, matrix, bias)
-    return (matrix @ x.T).T.contiguous()
+    out = product_in_blocks(x, matrix)
+    return out if bias is None else out.add_(bias)
+
+
+def _is_faster_in_blocks(x, matrix):
+    if x.is_cuda or x.dtype != torch.float32 or len(x) > MOST_ROWS or not torch.backends.mkl.is_available():
+        return False
+    return matrix.numel() >= LEAST_NUMBERS and len(matrix) % BLOCK_ROWS == 0 and matrix.is_contiguous()
+
+
+def product_in_blocks(x, matrix):
+    """x @ matrix.T as a batch of products with BLOCK_ROWS rows of the matrix each.
+
+    MKL gives each product of a batch to one of its threads. One product with few rows it splits badly or not at all.
+    """
+    blocks = matrix.view(-1, BLOCK_ROWS, matrix.shape[1])
+    if len(x) == 1:  # a column is faster than a row, and more of them are not
+        return torch.bmm(blocks, x.T.expand(len(blocks), -1, -1)).view(1, -1)
+    return torch.bmm(x.expand(len(blocks), -1, -1), blocks.mT).transpose(0, 1).reshape(len(x), -1)
 
 
 def matrix_of(weights):

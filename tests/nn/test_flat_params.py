@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.nn.flat_params import FlatParams, linear, relu_backward
+from model.nn.flat_params import FlatParams, linear, product, product_in_blocks, relu_backward
 from tests.parts import SHAPE, batch_of, make_model
 
 
@@ -31,6 +31,15 @@ def test_adjacent_layers_with_biases_act_as_one_layer():
     torch.testing.assert_close(torch.cat([w.grad for w in weights]), grad.T @ x.detach())
     torch.testing.assert_close(torch.cat([b.grad for b in biases]), grad.sum(0))
     torch.testing.assert_close(x.grad, grad @ torch.cat([w.detach() for w in weights]))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 128])
+def test_a_product_in_blocks_of_the_matrix_is_the_product(rows):
+    x, matrix, bias = (torch.randn(*size, dtype=torch.float64) for size in ((rows, 512), (192, 512), (192,)))
+    expected = x @ matrix.T
+    torch.testing.assert_close(product_in_blocks(x, matrix), expected)
+    out = product(*(tensor.float() for tensor in (x, matrix, bias)))
+    torch.testing.assert_close(out, (expected + bias).float(), rtol=1e-4, atol=1e-4)
 
 
 def test_frozen_weights_get_no_gradient_and_pass_it_on():
