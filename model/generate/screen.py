@@ -11,6 +11,7 @@ import time
 import torch
 
 from model.generate.sampling import blocks_of, first_of_blocks, likeliest_of
+from model.nn.flat_params import product
 
 MOST = 127  # largest code
 LEAST_NUMBERS = 2**20  # of a table; rounding a smaller one is not repaid
@@ -107,7 +108,7 @@ def multiplies_integers():
     if not bool((torch._int_mm(a, b.T) == -(MOST**2) * 512).all()):
         return False
     floats = a.float(), b.float()
-    return 2 * _seconds(lambda: torch._int_mm(a, b.T)) < _seconds(lambda: floats[0] @ floats[1].T)
+    return 2 * _seconds(lambda: torch._int_mm(a, b.T)) < _seconds(lambda: product(*floats))
 
 
 def _seconds(work):
