@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from model.nn.quantized import make_packed, merge_packed
 
 NUM_SUMS = 8  # metrics of an objective, at most
-BLOCK_ROWS = 64  # of a matrix that a CPU multiplies in blocks, which takes up to a third of the time
-MOST_ROWS, LEAST_NUMBERS = 128, 2**16  # rows of x at most and numbers of the matrix at least, for which that pays
+BLOCK_ROWS = 64  # of a matrix that a CPU multiplies in blocks, which may take a third of the time
+MOST_ROWS, LEAST_NUMBERS = 128, 2**16  # rows of x, at most, and numbers of the matrix, at least, for which that pays
 VOCABULARY_MULTIPLE = 64  # rows of a padded table: a GPU's matmul with an odd number is several times slower
 
 
@@ -136,9 +136,11 @@ def product(x, matrix, bias=None):
 
 
 def _is_faster_in_blocks(x, matrix):
-    if x.is_cuda or x.dtype != torch.float32 or len(x) > MOST_ROWS or not torch.backends.mkl.is_available():
+    if x.is_cuda or x.dtype != torch.float32 or not torch.backends.mkl.is_available():
         return False
-    return matrix.numel() >= LEAST_NUMBERS and len(matrix) % BLOCK_ROWS == 0 and matrix.is_contiguous()
+    has_few_rows = len(x) <= (MOST_ROWS if torch.get_num_threads() > 1 else 1)
+    fits = matrix.numel() >= LEAST_NUMBERS and len(matrix) % BLOCK_ROWS == 0 and matrix.is_contiguous()
+    return has_few_rows and fits
 
 
 def product_in_blocks(x, matrix):
@@ -147,7 +149,7 @@ def product_in_blocks(x, matrix):
     MKL gives each product of a batch to one of its threads. One product with few rows it splits badly or not at all.
     """
     blocks = matrix.view(-1, BLOCK_ROWS, matrix.shape[1])
-    if len(x) == 1:  # a column is faster than a row, and more of them are not
+    if len(x) == 1:  # one row is faster as a column, several are not
         return torch.bmm(blocks, x.T.expand(len(blocks), -1, -1)).view(1, -1)
     return torch.bmm(x.expand(len(blocks), -1, -1), blocks.mT).transpose(0, 1).reshape(len(x), -1)
 
