@@ -102,8 +102,7 @@ def scaling(given, options, folder):
         words += ["--pairs", given.pairs, "--optimizers", given.optimizers, *options]
         groups, limit = gpus_of(world, given), limit_of("scaling", given)
         for model in given.models.split(","):
-            own = [["--model", model, "--group", group] for group in range(len(groups))]
-            yield [Job(f"{model}/{world}/{more[-1]}", [*words, *more], limit) for more in own], groups
+            yield [Job(f"{model}/{world}/{n}", [*words, "--model", model], limit) for n in range(len(groups))], groups
 
 
 def gpus_of(world, given):
@@ -149,13 +148,12 @@ def tell(folder, found, results):
 
 def scaling_table(results):
     """Markdown lines: each timed cell beside the same on one GPU, of several groups of GPUs the slowest."""
-    fastest_first = sorted((r for r in results if "step_ms" in r), key=lambda r: -r["tokens_per_second"])
-    timed = {(r["model"], r["optimizer"], r["pairs"], r["world"]): r for r in fastest_first}
-    timed = dict(sorted(timed.items(), key=lambda cell: (cell[0][3], cell[0])))
+    cells = [((r["world"], r["model"], r["optimizer"], r["pairs"]), r) for r in results if "step_ms" in r]
+    timed = dict(sorted(cells, key=lambda cell: (cell[0], -cell[1]["tokens_per_second"])))  # the slowest comes last
     yield "| model | optimizer | pairs each | ranks | step, ms | real tokens/s | times one | bar | sum, ms | vote, ms |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-    for (*kind, world), r in timed.items():
-        one = timed.get((*kind, 1))
+    for (world, *kind), r in timed.items():
+        one = timed.get((1, *kind))
         speed = r["tokens_per_second"]
         times = f"{speed / one['tokens_per_second']:.2f}" if one else "–"
         cells = (*kind, world, f"{r['step_ms']:.2f}", f"{speed:,}", times)

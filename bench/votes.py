@@ -41,7 +41,6 @@ def main():
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps per round, with and without the vote")
     parser.add_argument("--warm_steps", type=int, default=WARM_STEPS, help="untimed steps before them")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--group", type=int, default=0, help="tells the runs of groups apart that are timed at once")
     given, words = parser.parse_known_args()
     ranks = start_ranks()
     from_main(ranks, lambda: given.corpus.exists() or bool(write_corpus(given.corpus, given.corpus_pairs)))
@@ -58,7 +57,8 @@ def main():
 
 def cell(ranks, given, kind, typed):
     """The values of one kind of steps, its pairs and its optimizer, as options."""
-    name = "_".join(map(str, ("votes", given.model, *kind.values(), ranks.world_size, given.group)))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # others may be timed at once
+    name = "_".join(map(str, ("votes", given.model, *kind.values(), ranks.world_size, gpus)))
     options = typed | kind | dict(
         model=given.model, gradient_accumulation_steps=1, tokenizer_dir="tokenizer", train_file="train.parquet",
         validation_file="valid.parquet", epochs=1000, output_dir=f"runs/{name}",

@@ -146,10 +146,10 @@ def _is_faster_in_blocks(x, matrix):
 def product_in_blocks(x, matrix):
     """x @ matrix.T as a batch of products with BLOCK_ROWS rows of the matrix each.
 
-    MKL gives each product of a batch to one of its threads. One product with few rows it splits badly or not at all.
+    MKL computes each product of a batch in one of its threads. A single product with few rows keeps few of them busy.
     """
     blocks = matrix.view(-1, BLOCK_ROWS, matrix.shape[1])
-    if len(x) == 1:  # one row is faster as a column, several are not
+    if len(x) == 1:  # matrix times column is faster here, and slower with several columns
         return torch.bmm(blocks, x.T.expand(len(blocks), -1, -1)).view(1, -1)
     return torch.bmm(x.expand(len(blocks), -1, -1), blocks.mT).transpose(0, 1).reshape(len(x), -1)
 

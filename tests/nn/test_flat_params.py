@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.nn.flat_params import FlatParams, linear, product, product_in_blocks, relu_backward
+from model.nn import flat_params
+from model.nn.flat_params import FlatParams, linear, product, relu_backward
 from tests.parts import SHAPE, batch_of, make_model
 
 
@@ -33,13 +34,21 @@ def test_adjacent_layers_with_biases_act_as_one_layer():
     torch.testing.assert_close(x.grad, grad @ torch.cat([w.detach() for w in weights]))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 128])
-def test_a_product_in_blocks_of_the_matrix_is_the_product(rows):
-    x, matrix, bias = (torch.randn(*size, dtype=torch.float64) for size in ((rows, 512), (192, 512), (192,)))
-    expected = x @ matrix.T
-    torch.testing.assert_close(product_in_blocks(x, matrix), expected)
-    out = product(*(tensor.float() for tensor in (x, matrix, bias)))
-    torch.testing.assert_close(out, (expected + bias).float(), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("rows", [1, 2, 128, 129])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_few_rows_are_multiplied_by_blocks_of_the_matrix_with_the_same_result(rows, threads, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    in_blocks, calls = flat_params.product_in_blocks, []
+    monkeypatch.setattr(flat_params, "product_in_blocks", lambda *x: calls.append(len(x[0])) or in_blocks(*x))
+    x, matrix, bias = (torch.randn(*size) for size in ((rows, 512), (192, 512), (192,)))
+    expected = (x.double() @ matrix.double().T + bias).float()
+    torch.testing.assert_close(product(x, matrix, bias), expected, rtol=1e-4, atol=1e-4)
+    assert calls == ([rows] if rows == 1 or (rows <= 128 and threads > 1) else [])
+    calls.clear()
+    for uncut in (torch.zeros(200, 512), torch.zeros(64, 512), torch.zeros(512, 192).T):  # the last is not contiguous
+        product(x[:, : uncut.shape[1]], uncut)
+    assert not calls
 
 
 def test_frozen_weights_get_no_gradient_and_pass_it_on():
