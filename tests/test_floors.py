@@ -86,7 +86,7 @@ ROOMS = {
         "no_model",
         "usage",
         "options",
-        "adapter guide_flags network same_run",
+        "adapter guide_flags network same_run tokenising",
         "origin",
         "length_sample space",
         "setup",

@@ -7,7 +7,8 @@ guide_flags reads the command lines of LoRA guides; model_cache finds a model th
 no_model says what to type where no model is.
 origin reads the options, checkpoint or weights that a run starts from, adapter its adapter; network makes its network.
 same_run compares a checkpoint with the run that would go on from it.
-setup makes all that a run needs before its first step: data, tokenizer, model, optimizer, state, plan.
+setup makes all that a run needs before its first step: data, tokenizer, model, optimizer, state, plan. tokenising lets
+another process tokenise large files.
 plan_report is the command plan: what a run would take; length_sample is what it knows of data not yet tokenised.
 doctor is the command doctor: what would make a run fail; space is its part about memory and disk.
 answering loads a trained model to answer questions in text. server answers them over HTTP: openai_api reads the

@@ -19,6 +19,7 @@ from model.commands.network import (
 from model.commands.no_model import check_tested
 from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
 from model.commands.same_run import check_same_run, why_not_compared
+from model.commands.tokenising import write_beside
 from model.data.file_list import data_files, unweighted_files
 from model.data.row_hashes import describe_shared
 from model.data.sampler import mixture_of
@@ -248,7 +249,8 @@ def _open_examples(ranks, config, files, origin, evaluated=False):
     source = Source(paths, objective, origin.tokenizer, config.max_seq_len, columns)
     names = ", ".join(paths)
     with Progress(f"tokenising {names}", None, unit="rows", shown=ranks.is_main) as progress:
-        store = local_main_first(ranks, partial(open_store, source, TOKENS_DIR, progress.update, stop_asked))
+        opened = partial(open_store, source, TOKENS_DIR, progress.update, stop_asked, write_beside)
+        store = local_main_first(ranks, opened)
     agree(ranks, f"the pairs in {names}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))
     dtype = compute_dtype(config.mixed_precision, ranks.device)
     kernels = family.has_kernels(ranks.device, dtype, origin.model_config)

@@ -132,8 +132,8 @@ def _addresses(column, index, first):
     return np.array([part[index].address - first for part in column])
 
 
-def open_store(source, root, progress=None, stop=lambda: False):
-    """The TokenStore of a Source; one of the calling processes builds it if it does not exist.
+def open_store(source, root, progress=None, stop=lambda: False, write=write_store):
+    """The TokenStore of a Source; one of the calling processes builds it, with `write`, if it does not exist.
 
     Calls `progress(rows)` while it tokenizes. Raises KeyboardInterrupt when `stop()` returns true, and ValueError for a
     file without usable rows.
@@ -143,7 +143,7 @@ def open_store(source, root, progress=None, stop=lambda: False):
     if not _is_built(directory):
         with held_lock(directory.with_suffix(".lock"), stop):
             if not _is_built(directory) and not _adopt(key, directory):
-                write_store(source, key, directory, progress, stop)
+                write(source, key, directory, progress, stop)
     return read_store(directory)
 
 

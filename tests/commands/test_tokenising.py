@@ -1,0 +1,73 @@
+"""A token store that another process writes: the same bytes, the same errors, and no process that outlives its run."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from model.commands import tokenising
+from model.commands.tokenising import ROOT, write_beside
+from model.data.store_writer import ROWS_PER_BATCH
+from model.data.token_store import Source
+from model.train.objectives.pairs import Pairs
+from tests.parts import make_pairs, open_pairs, write_parquet
+
+
+@pytest.fixture(autouse=True)
+def all_files_are_large(monkeypatch):
+    monkeypatch.setattr(tokenising, "LARGE_BYTES", 1)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_parquet(tmp_path / "pairs.parquet", make_pairs(50, seed=7) * (6 * ROWS_PER_BATCH // 50))
+
+
+def children():
+    return psutil.Process().children()
+
+
+def test_another_process_writes_the_same_store(source, tokenizer, tmp_path):
+    told, stores = [], []
+    for name in ("here", "there"):
+        options = dict(progress=told.append, write=write_beside) if name == "there" else {}
+        stores.append(open_pairs(source, tokenizer, 24, tmp_path / name, **options))
+    here, there = ({path.name: path.read_bytes() for path in store.directory.iterdir()} for store in stores)
+    assert here == there
+    assert told == [*range(ROWS_PER_BATCH, len(stores[0]), ROWS_PER_BATCH), len(stores[0])]
+    assert not children()
+
+
+def test_the_other_process_does_not_import_torch():
+    code = "import sys, model.commands.tokenising; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_stop_ends_the_other_process_and_leaves_no_draft(source, tokenizer, tmp_path):
+    stops = iter([False, True])
+    with pytest.raises(KeyboardInterrupt):
+        open_pairs(source, tokenizer, 24, tmp_path / "tokens", stop=lambda: next(stops), write=write_beside)
+    assert not children()
+    assert [path.suffix for path in (tmp_path / "tokens").iterdir()] == [".lock"]
+
+
+def test_what_the_other_process_refuses_or_fails_at_is_raised_here(tmp_path, tokenizer):
+    path = write_parquet(tmp_path / "empty.parquet", [("", "好")] * 5)
+    with pytest.raises(ValueError, match=r"empty.parquet: none of its 5 rows"):
+        open_pairs(path, tokenizer, 24, tmp_path / "tokens", write=write_beside)
+    with pytest.raises(NotADirectoryError, match=re.escape(str(path / "there"))):
+        key = dict(files=[dict(size=9)])
+        source = Source((path,), Pairs(), tokenizer, 24)
+        write_beside(source, key, path / "there" / "store", None, lambda: False)
+
+
+def test_a_killed_process_is_told(source, tokenizer, tmp_path):
+    def kill(_):
+        os.kill(children()[0].pid, signal.SIGKILL)
+
+    with pytest.raises(ChildProcessError, match="ended with code -9"):
+        open_pairs(source, tokenizer, 24, tmp_path / "tokens", progress=kill, write=write_beside)
