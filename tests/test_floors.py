@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
     "config": [""],
     "model.runtime": [
-        "activity atomic_io cuda_start device_memory fault_injection json_stream laps launch peers recorder terminal",
+        "activity atomic_io cuda_start device_memory fault_injection json_stream laps launch module_process peers "
+        "recorder terminal",
         "nccl_check watchdog",
         "distributed",
     ],

@@ -15,10 +15,10 @@ from pathlib import Path
 from model.data.store_writer import write_store
 from model.data.token_store import Source
 from model.data.tokenizer import load_tokenizer
+from model.runtime.module_process import start_module
 from model.train.objectives.pairs import Pairs
 
 LARGE_BYTES = 4 << 20  # smaller files are tokenised in two seconds or less, and a process takes half a second to start
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_beside(source, key, directory, progress, stop):
@@ -30,23 +30,17 @@ def write_beside(source, key, directory, progress, stop):
     if is_small or not isinstance(source.objective, Pairs):  # dialogues need another process, for their template
         write_store(source, key, directory, progress, stop)
         return
-    with _start() as child:
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with start_module("model.commands.tokenising", **pipes) as child:
         print(_request(source, key, directory), file=child.stdin, flush=True)
         for line in child.stdout:
             if stop():
                 child.stdout.close()  # at its next line it finds this, deletes its draft and ends
                 child.wait()
                 raise KeyboardInterrupt
-            _obey(json.loads(line), progress)
+            _pass_on(json.loads(line), progress)
     if code := child.returncode:
         raise ChildProcessError(f"the process that tokenises ended with code {code}: type the same command again")
-
-
-def _start():
-    command = [sys.executable, "-P", "-m", "model.commands.tokenising"]  # -P: files of the user do not hide modules
-    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, env=environment, **pipes)
 
 
 def _request(source, key, directory):
@@ -57,7 +51,7 @@ def _request(source, key, directory):
     return json.dumps(values)
 
 
-def _obey(said, progress):
+def _pass_on(said, progress):
     """Pass on the rows that are done, or raise the error, of a line of the other process."""
     if "refused" in said:
         raise ValueError(said["refused"])

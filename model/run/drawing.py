@@ -15,10 +15,10 @@ from pathlib import Path
 
 from model.run.plots import load_matplotlib, plot_run
 from model.runtime.atomic_io import open_own
+from model.runtime.module_process import start_module
 from model.runtime.terminal import printable
 
 LOGGER = logging.getLogger("chat_trainer")
-ROOT = Path(__file__).resolve().parents[2]
 REST_SECONDS = 60  # between two drawings of a run that is not at its end
 END_SECONDS = 60  # that a run waits for its last plots
 
@@ -59,11 +59,9 @@ def finish_last(drawing: subprocess.Popen | None) -> None:
 
 
 def _start(run_dir, *words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
-    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
-    return subprocess.Popen(
-        [sys.executable, "-m", "model.run.drawing", str(run_dir), *words], env=environment | dict(OMP_NUM_THREADS="1"),
-        stdin=stdin, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
-    )  # fmt: skip
+    pipes = dict(stdin=stdin, stdout=subprocess.DEVNULL, stderr=stderr)
+    environment = os.environ | dict(OMP_NUM_THREADS="1")
+    return start_module("model.run.drawing", run_dir, *words, env=environment, **pipes, start_new_session=True)
 
 
 def _open_lock(run_dir):

@@ -8,7 +8,6 @@ import atexit
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -23,13 +22,13 @@ from model.run.trackers import Trackers
 from model.run.watch import LEAVE
 from model.runtime.activity import current_activity, now_doing
 from model.runtime.device_memory import memory_cap, peak_memory
+from model.runtime.module_process import start_module
 from model.runtime.terminal import in_foreground
 from model.runtime.watchdog import standing
 
 LOGGER = logging.getLogger("chat_trainer")
 STATUS_SECONDS = 0.5
 CLOSE_SECONDS = 5.0  # that the screen has to restore the terminal
-ROOT = Path(__file__).resolve().parents[2]
 DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
@@ -119,13 +118,10 @@ class OwnScreen:
 
     def __init__(self, run_dir):
         self._log, self._texts = None, Texts(language_of(os.environ))
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         try:
             self._log = TerminalLog(run_dir)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "model.run.watch", str(run_dir)], stdin=subprocess.PIPE,
-                stdout=self._log.terminal, stderr=self._log.fileno(), env=os.environ | dict(PYTHONPATH=path),
-            )  # fmt: skip
+            pipes = dict(stdin=subprocess.PIPE, stdout=self._log.terminal, stderr=self._log.fileno())
+            self._process = start_module("model.run.watch", run_dir, **pipes)
         except OSError as error:
             self._end()
             LOGGER.warning("no screen: %s", error)

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from model.run.journal import JournalTail
 from model.runtime.atomic_io import open_own, write_json
+from model.runtime.module_process import start_module
 
 LOGGER = logging.getLogger("chat_trainer")
-ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 60  # that a run waits at its end until everything is sent
 COUNTS = "trackers.json"
@@ -45,13 +45,10 @@ class Trackers:
     def __init__(self, run_dir: Path, tracker: str):
         self._process, self._words = None, [str(run_dir), tracker]
         if tracker:
-            path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             kept = {name: value for name, value in os.environ.items() if not _is_launcher_s(name)}
             with suppress(OSError):
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "model.run.trackers", *self._words], stdin=subprocess.PIPE,
-                    env=QUIET | kept | dict(PYTHONPATH=path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
-                )  # fmt: skip
+                env = QUIET | kept | dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+                self._process = start_module("model.run.trackers", *self._words, env=env, stdin=subprocess.PIPE)
 
     def check(self) -> None:
         """Log it once if the process has ended."""

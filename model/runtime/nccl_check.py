@@ -19,6 +19,7 @@ from glob import glob
 from pathlib import Path
 
 from model.runtime.atomic_io import open_own, write_file
+from model.runtime.module_process import start_module
 from model.runtime.peers import awake_seconds
 
 FOLDER = "model_save/preflight"
@@ -93,21 +94,16 @@ def try_backend(backend, world_size, env=None, attempt=1, seconds=ANSWER_SECONDS
 
     `attempt` is the step of the fault site preflight; the all-reduce may take `seconds` after all have imported torch.
     """
-    root, drop = Path(__file__).resolve().parents[2], ("TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_")
+    drop = ("TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_")
     base = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    base |= {"PYTHONPATH": path, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"} | (env or {})
+    base |= {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"} | (env or {})
     with tempfile.TemporaryDirectory(prefix="preflight_") as folder:
         children = []
         for rank in range(world_size):
             with open(Path(folder, f"{rank}.txt"), "wb") as file:
-                command = [sys.executable, "-m", "model.runtime.nccl_check", backend, folder, str(attempt)]
-                children.append(
-                    subprocess.Popen(
-                        command, env=base | {"RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                        start_new_session=True,
-                    )
-                )  # fmt: skip
+                words = "model.runtime.nccl_check", backend, folder, attempt
+                pipes = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+                children.append(start_module(*words, env=base | {"RANK": str(rank)}, **pipes))
         try:
             return _wait_for(children, Path(folder), seconds)
         finally:

@@ -10,9 +10,10 @@ import psutil
 import pytest
 
 from model.commands import tokenising
-from model.commands.tokenising import ROOT, write_beside
+from model.commands.tokenising import write_beside
 from model.data.store_writer import ROWS_PER_BATCH
 from model.data.token_store import Source
+from model.runtime.module_process import ROOT
 from model.train.objectives.pairs import Pairs
 from tests.parts import make_pairs, open_pairs, write_parquet
 
