@@ -40,7 +40,10 @@ def write_beside(source, key, directory, progress, stop):
                 raise KeyboardInterrupt
             _pass_on(json.loads(line), progress)
     if code := child.returncode:
-        raise ChildProcessError(f"the process that tokenises ended with code {code}: type the same command again")
+        raise ChildProcessError(
+            f"the process that tokenises ended with code {code} (-9: killed, mostly since the machine's memory ran out): "
+            "type the same command again"
+        )
 
 
 def _request(source, key, directory):
@@ -52,7 +55,7 @@ def _request(source, key, directory):
 
 
 def _pass_on(said, progress):
-    """Pass on the rows that are done, or raise the error, of a line of the other process."""
+    """Report the rows that the other process has done, or raise its error, as a line of it says."""
     if "refused" in said:
         raise ValueError(said["refused"])
     if "failed" in said:

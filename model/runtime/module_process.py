@@ -8,8 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start_module(name, *words, env=None, **pipes):
-    """The subprocess.Popen of `python -m name words`; `env` stands for this process's environment, `pipes` as there."""
+def start_module(name, *words, env=None, **options):
+    """Start `python -m name words` and return its subprocess.Popen, which takes the `options`.
+
+    `env` replaces this process's environment.
+    """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-P", "-m", name, *map(str, words)]  # -P: no folder of the user's hides a module
-    return subprocess.Popen(command, env=(os.environ if env is None else env) | dict(PYTHONPATH=path), **pipes)
+    return subprocess.Popen(command, env=(os.environ if env is None else env) | dict(PYTHONPATH=path), **options)
