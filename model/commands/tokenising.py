@@ -41,7 +41,7 @@ def write_beside(source, key, directory, progress, stop):
             _pass_on(json.loads(line), progress)
     if code := child.returncode:
         raise ChildProcessError(
-            f"the process that tokenises ended with code {code} (-9: killed, mostly since the machine's memory ran out): "
+            f"the process that tokenises ended with code {code} (-9: killed, mostly since memory ran out): "
             "type the same command again"
         )
 
