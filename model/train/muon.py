@@ -1,18 +1,15 @@
 """The optimizer Muon: orthogonalised momentum for the layers' matrices."""
 
 import math
-from functools import cache, partial
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 
 import torch
 
-from model.memory.estimate import BATCH_NUMBERS, NUM_LANES
+from model.memory.estimate import BATCH_NUMBERS
 from model.nn.flat_params import runs_kernels
 from model.train.adamw_rms import RMS_FLOOR, RMSScaledAdamW
 from model.train.flat_optimizer import FlatOptimizer
-from model.train.orthogonal import is_long, orthogonal, orthogonalise_, temporary_shapes
-
-ALIGNMENT = 8  # numbers: 16 bytes of bf16, which a kernel loads at a time
+from model.train.orthogonal import is_long, orthogonal, orthogonalise_
 
 
 class Muon(FlatOptimizer):
@@ -42,7 +39,7 @@ class Muon(FlatOptimizer):
             (owner, batch) for (owner, shape), same in groupby(shapes) for batch in _batches(len(list(same)), *shape)
         ]
         self.owners, self.batches = map(list, zip(*owned, strict=True)) if owned else ([], [])
-        self.lanes = _lanes(_groups(owned), self.batches, self.rank)
+        self.groups = _groups(owned)
         numbers = [sum(math.prod(batch) for other, batch in owned if other == owner) for owner in range(num_ranks)]
         self.parts = self.weights.split(numbers)
 
@@ -58,13 +55,10 @@ class Muon(FlatOptimizer):
     @torch.no_grad()
     def apply(self, scale):
         """As RMSScaledAdamW.apply."""
-        group, rest = self.param_groups[0], partial(self.rest.apply, scale)
-        numbers = group["lr"], scale, group["momentum"], group["weight_decay"]
-        if runs_kernels(self.weights):
-            self.update_in_kernels(*numbers, works=[rest])
-        else:
-            rest()
-            self.update_in_passes(*numbers)
+        group = self.param_groups[0]
+        self.rest.apply(scale)
+        update = self.update_in_kernels if runs_kernels(self.weights) else self.update_in_passes
+        update(group["lr"], scale, group["momentum"], group["weight_decay"])
 
     def in_batches(self, *flat):
         """Tuples of views (B, M, N) of the flat tensors, one tuple for each batch."""
@@ -89,77 +83,18 @@ class Muon(FlatOptimizer):
             weights_BMN.mul_(1 - rate * weight_decay)
         weights_BMN.add_(orthogonal(momenta_BMN) * factors[:, None, None])
 
-    def update_in_kernels(self, *numbers, works=()):
-        """Update the matrices and do `works`, which do not touch them, at the same time.
+    def update_in_kernels(self, rate, scale, momentum, weight_decay):
+        from model.nn.kernels.muon import Subtraction, nesterov_directions
 
-        `numbers` are as in update_in_passes.
-        """
-        views, lanes = list(self.in_batches(self.weights, self.gradients, self.momenta)), []
-        for groups in self.lanes:
-            lane = [(owner == self.rank, [views[place] for place in places]) for owner, places in groups]
-            size = max(sum(map(_padded_numbers, _shapes_of_group(group))) for _, group in lane)
-            # allocated here, not in the lane's own stream, so that it may be what backward has freed
-            room = self.weights.new_empty(size, dtype=torch.bfloat16 if self.weights.is_cuda else None)
-            lanes.append(partial(_update_lane, lane, room, *numbers))
-        run_together([*lanes, *works], self.weights.device)
-
-
-def _update_lane(lane, room, rate, scale, momentum, weight_decay):
-    """Update groups of batches one after the other, with the flat tensor `room` for temporaries.
-
-    `lane` has for each (True if the weights are this rank's to update, [(weights, gradients, momenta) of a batch]).
-    """
-    from model.nn.kernels.muon import Subtraction, nesterov_directions
-
-    for is_own, group in lane:
-        tensors, parts = _carve(room, _shapes_of_group(group)), []
-        for directions, views in zip(tensors, group, strict=False):
-            weights = views[0]
-            constants = (momentum, 0.2 * max(weights.shape[1:]) ** 0.5, RMS_FLOOR)
-            norms, factors = nesterov_directions(directions, views, rate, scale, constants)
-            parts.append((directions, norms, Subtraction(weights, factors, rate, scale, weight_decay)))
-        if is_own:
-            orthogonalise_(parts, tensors[len(parts) :])
-
-
-def _shapes_of_group(group):
-    """Shapes of the directions of a group's batches, then of the other temporaries."""
-    shapes = [weights.shape for weights, *_ in group]
-    return [*shapes, *temporary_shapes(shapes)]
-
-
-def _padded_numbers(shape):
-    return -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
-
-
-def _carve(room, shapes):
-    """Tensors of these shapes in the flat tensor `room`, one after the other."""
-    starts = accumulate(map(_padded_numbers, shapes), initial=0)
-    return [room[start : start + math.prod(shape)].view(shape) for start, shape in zip(starts, shapes, strict=False)]
-
-
-def run_together(works, device):
-    """Call all `works`. A GPU does them at the same time, each in a stream, and afterwards what is queued later."""
-    if device.type != "cuda":
-        for work in works:
-            work()
-        return
-    current = torch.cuda.current_stream(device)
-    others = [_stream(device, number) for number in range(1, len(works))]
-    for stream in others:
-        stream.wait_stream(current)
-    try:
-        for work, stream in zip(works, [*others, current], strict=True):
-            with torch.cuda.stream(stream):
-                work()
-    finally:  # memory may run out
-        for stream in others:
-            current.wait_stream(stream)
-
-
-@cache
-def _stream(device, number):
-    return torch.cuda.Stream(device)
+        views = self.in_batches(self.weights, self.gradients, self.momenta)
+        for owner, num_batches in self.groups:
+            parts = []
+            for weights, *gradients_and_momenta in islice(views, num_batches):
+                numbers = (momentum, 0.2 * max(weights.shape[1:]) ** 0.5, RMS_FLOOR)
+                *directions, factors = nesterov_directions(weights, *gradients_and_momenta, rate, scale, numbers)
+                parts.append((*directions, Subtraction(weights, factors, rate, scale, weight_decay)))
+            if owner == self.rank:
+                orthogonalise_(parts)
 
 
 def _batches(num_matrices, m, n):
@@ -169,30 +104,18 @@ def _batches(num_matrices, m, n):
 
 
 def _groups(owned):
-    """[(owner, places of batches)]: batches, one after the other, that the kernels iterate on together.
+    """[(owner, number of batches)]: batches, one after the other, that the kernels iterate on together.
 
     `owned` are (owner, batch); only long batches of one owner and one shorter side go together.
     """
     groups, last = [], None
-    for place, (owner, batch) in enumerate(owned):
+    for owner, batch in owned:
         numbers, kind = math.prod(batch), (owner, min(batch[1:])) if is_long(*batch[1:]) else None
         if kind and last and last[0] == kind and last[1] + numbers <= BATCH_NUMBERS:
-            groups[-1][1].append(place)
-            last = kind, last[1] + numbers
+            groups[-1], last = (owner, groups[-1][1] + 1), (kind, last[1] + numbers)
         else:
-            groups.append((owner, [place]))
-            last = kind, numbers
+            groups, last = [*groups, (owner, 1)], (kind, numbers)
     return groups
-
-
-def _lanes(groups, batches, rank):
-    """At most NUM_LANES lists of groups, so that each has about as many numbers of this rank's own."""
-    lanes, loads = [[] for _ in range(NUM_LANES)], [0] * NUM_LANES
-    for owner, places in groups:
-        lane = loads.index(min(loads))
-        lanes[lane].append((owner, places))
-        loads[lane] += sum(math.prod(batches[place]) for place in places) if owner == rank else 0
-    return [lane for lane in lanes if lane]
 
 
 def _owners(sizes, num_ranks):

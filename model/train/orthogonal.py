@@ -14,31 +14,16 @@ LEAST_RATIO = 2  # of the sides of a long matrix; below it, iterating on the Gra
 LONG_PARTS = COEFFICIENTS[:3], COEFFICIENTS[3:]
 
 
-def orthogonalise_(parts, temporaries=None):
+def orthogonalise_(parts):
     """List of each part's x times its inverse norms, with all singular values moved near 1.
 
     `parts` are (x (B, M, N), inverse norms (B,), target): one, or several that are long and have one shorter side. x is
     overwritten. A target that is a Subtraction takes the last product, and its weights are returned; else it is None.
-    `temporaries` are tensors of temporary_shapes; None: new ones. Results may lie in them.
+    Besides each x at most three tensors of its size are held.
     """
-    if temporaries is None:
-        x = parts[0][0]
-        temporaries = [x.new_empty(shape) for shape in temporary_shapes([x.shape for x, *_ in parts])]
-    outs, grams = temporaries[: len(parts)], temporaries[len(parts) :]
     if is_long(*parts[0][0].shape[1:]):
-        return _iterate_on_gram(parts, outs, grams)
-    return [_iterate(*parts[0], outs[0], *grams)]
-
-
-def temporary_shapes(shapes):
-    """Shapes of the tensors that orthogonalise_ needs besides each x, where those have these shapes (B, M, N).
-
-    They have at most three times as many numbers as all x: twice for square ones, three times where one side is twice
-    the other.
-    """
-    short = min(shapes[0][1:])
-    gram = sum(shape[0] for shape in shapes), short, short
-    return [*shapes, *[gram] * (4 if is_long(*shapes[0][1:]) else 1)]
+        return _iterate_on_gram(parts)
+    return [_iterate(*part) for part in parts]
 
 
 def is_long(rows, columns):
@@ -46,12 +31,12 @@ def is_long(rows, columns):
     return max(rows, columns) >= LEAST_RATIO * min(rows, columns)
 
 
-def _iterate(x, inverse_norms, target, out, polynomial):
+def _iterate(x, inverse_norms, target):
     from model.nn.kernels.muon import gram_, symmetric_product_
 
+    out, (gram, polynomial) = torch.empty_like(x), _new_grams([x], 2)
     for step, (a, b, c) in enumerate(COEFFICIENTS, start=1):
         scales = inverse_norms if step == 1 else None
-        gram = out.view(-1)[: polynomial.numel()].view_as(polynomial)  # is read for the last time before out is written
         gram_(gram, x, scales)
         symmetric_product_(polynomial, gram, gram, gram, alpha=c, beta=b)
         is_last = step == len(COEFFICIENTS)
@@ -59,11 +44,11 @@ def _iterate(x, inverse_norms, target, out, polynomial):
     return x
 
 
-def _iterate_on_gram(parts, outs, grams):
+def _iterate_on_gram(parts):
     from model.nn.kernels.muon import gram_
 
-    xs, norms, targets = zip(*parts, strict=True)
-    sizes = [len(x) for x in xs]
+    (xs, norms, targets), outs = zip(*parts, strict=True), [torch.empty_like(x) for x, *_ in parts]
+    grams, sizes = _new_grams(xs, 4), [len(x) for x in xs]
     for number, coefficients in enumerate(LONG_PARTS, start=1):
         scales = norms if number == 1 else [None] * len(xs)
         for gram, x, scale in zip(grams[0].split(sizes), xs, scales, strict=True):
@@ -95,6 +80,11 @@ def _product_of_steps(grams, coefficients):
             symmetric_product_(spare, polynomial, gram, gram, beta=a)
             symmetric_product_(gram, polynomial, spare, spare, beta=a)
     return product
+
+
+def _new_grams(xs, number):
+    short = min(xs[0].shape[1:])
+    return [xs[0].new_empty(sum(map(len, xs)), short, short) for _ in range(number)]
 
 
 def _multiply_(out, matrices, x, beta, scales):

@@ -71,19 +71,11 @@ def _triangle_tile(tile):
 
 
 @triton.jit
-def _load(POINTERS, is_real, IS_EVEN: tl.constexpr):
-    """A tile of a matrix; zeros outside it, which only an uneven one has."""
+def _load_tile(POINTERS, row_is_real, term_is_real, IS_EVEN: tl.constexpr):
+    """A tile (rows, terms) of a matrix; zeros outside it."""
     if IS_EVEN:
         return tl.load(POINTERS)
-    return tl.load(POINTERS, mask=is_real, other=0.0)
-
-
-@triton.jit
-def _store(POINTERS, tile, is_real, IS_EVEN: tl.constexpr):
-    if IS_EVEN:
-        tl.store(POINTERS, tile)
-    else:
-        tl.store(POINTERS, tile, mask=is_real)
+    return tl.load(POINTERS, mask=row_is_real[:, None] & term_is_real[None, :], other=0.0)
 
 
 @triton.jit
@@ -97,9 +89,8 @@ def _sums_of_tile(
     LEFT += rows[:, None] * stride_left_row + terms[None, :] * stride_left_term
     RIGHT += columns[:, None] * stride_right_column + terms[None, :] * stride_right_term
     for first in range(0, num_terms, K):
-        term_is_real = (first + terms < num_terms)[None, :]
-        left = _load(LEFT, (rows < num_rows)[:, None] & term_is_real, IS_EVEN)
-        right = _load(RIGHT, (columns < num_columns)[:, None] & term_is_real, IS_EVEN)
+        left = _load_tile(LEFT, rows < num_rows, first + terms < num_terms, IS_EVEN)
+        right = _load_tile(RIGHT, columns < num_columns, first + terms < num_terms, IS_EVEN)
         sums = tl.dot(left, tl.trans(right), sums)
         LEFT += K * stride_left_term
         RIGHT += K * stride_right_term
@@ -125,7 +116,7 @@ def _product_of_tile(
     places = matrix * num_rows * num_columns + rows[:, None] * num_columns + columns[None, :]
     is_real = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     if beta != 0.0:
-        sums += beta * _load(ADDEND + places, is_real, IS_EVEN).to(tl.float32)
+        sums += beta * tl.load(ADDEND + places, mask=is_real, other=0.0).to(tl.float32)
     if power > 0:
         scale = tl.load(SCALES + matrix)
         sums *= tl.where(power == 2, scale * scale, scale)
@@ -159,8 +150,8 @@ def matrix_products(
             out = tl.where(rows[:, None] >= columns[None, :], out, tl.trans(out))
         else:
             mirrored = tl.program_id(1) * num_rows * num_columns + columns[:, None] * num_columns + rows[None, :]
-            _store(OUT + mirrored, tl.trans(out), tl.trans(is_real), IS_EVEN)
-    _store(OUT + places, out, is_real, IS_EVEN)
+            tl.store(OUT + mirrored, tl.trans(out), mask=tl.trans(is_real))
+    tl.store(OUT + places, out, mask=is_real)
 
 
 @triton.jit(do_not_specialize=["power"])
@@ -179,7 +170,7 @@ def subtract_products(
         LEFT, RIGHT, ADDEND, SCALES, rows, columns, num_rows, num_columns, num_terms, stride_left_row,
         stride_left_term, stride_right_column, stride_right_term, 1.0, beta, power, IS_EVEN, M, N, K,
     )  # fmt: skip
-    weights = _load(WEIGHTS + places, is_real, IS_EVEN) * (1 - tl.load(RATE) * weight_decay)
+    weights = tl.load(WEIGHTS + places, mask=is_real, other=0.0) * (1 - tl.load(RATE) * weight_decay)
     is_written = is_real & (rows < tl.where(tl.load(SCALE) > 0, num_rows, 0))[:, None]
     tl.store(WEIGHTS + places, weights - tl.load(FACTORS + tl.program_id(1)) * sums, mask=is_written)
 
@@ -198,25 +189,24 @@ class Subtraction:
     weight_decay: float
 
 
-def nesterov_directions(directions, tensors, rate, scale, numbers):
-    """(inverse norms (B,), factors (B,)) of the `directions` (B, M, N), which are written.
+def nesterov_directions(weights_BMN, gradients_BMN, momenta_BMN, rate, scale, numbers):
+    """(directions (B, M, N), inverse norms (B,), factors (B,)); the momenta (B, M, N) are updated in place.
 
-    Directions are not yet divided by their norms. `tensors` are weights, gradients and momenta, (B, M, N) each; the
-    momenta are updated in place. `numbers`: the momentum, the RMS of a step at rate 1, and the least RMS of a matrix
-    that a step is proportional to. `rate` and `scale`, a factor of the gradients, are tensors on the device: no value
-    is read on the host. A `scale` that is not above 0 leaves the momenta unchanged.
+    Directions are in bf16 on a GPU and not yet divided by their norms. `numbers`: the momentum, the RMS of a step at
+    rate 1, and the least RMS of a matrix that a step is proportional to. `rate` and `scale`, a factor of the gradients,
+    are tensors on the device: no value is read on the host. A `scale` that is not above 0 leaves the momenta unchanged.
     """
     momentum, step_rms, rms_floor = numbers
-    weights_BMN, gradients_BMN, momenta_BMN = tensors
     num_matrices, size = len(weights_BMN), weights_BMN[0].numel()
     grid = (triton.cdiv(size, TILE), num_matrices)
+    directions = torch.empty_like(weights_BMN, dtype=torch.bfloat16 if weights_BMN.is_cuda else None)
     sums, *results = (weights_BMN.new_empty(sizes) for sizes in ((2, *grid[::-1]), num_matrices, num_matrices))
     momentum_and_squares[grid](
         weights_BMN, gradients_BMN, momenta_BMN, directions, sums, scale, size, momentum, TILE=TILE, num_warps=8
     )
     numbers = (size, grid[0], sums[0].numel(), step_rms, rms_floor, NORM_FLOOR)
     norms_and_factors[(num_matrices,)](sums, *results, rate, *numbers, TILE=1024)
-    return results
+    return directions, *results
 
 
 def gram_(out, x_BMN, scales=None):

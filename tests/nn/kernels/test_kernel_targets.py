@@ -151,7 +151,7 @@ def launch_muon():
     one = torch.ones(())
     for shape in ((2, 512, 512), (1, 2048, 512), (1, 512, 2048)):
         weights, directions = torch.zeros(shape), torch.zeros(shape, dtype=torch.bfloat16)
-        norms, factors = nesterov_directions(directions, [weights] * 3, one, one, (0.95, 0.2, 1e-3))
+        _, norms, factors = nesterov_directions(weights, weights, weights, one, one, (0.95, 0.2, 1e-3))
         orthogonalise_([(directions, norms, Subtraction(weights, factors, one, one, 0.1))])
 
 
