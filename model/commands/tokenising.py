@@ -41,8 +41,8 @@ def write_beside(source, key, directory, progress, stop):
             _pass_on(json.loads(line), progress)
     if code := child.returncode:
         raise ChildProcessError(
-            f"the process that tokenises ended with code {code} (-9: killed, mostly since memory ran out): "
-            "type the same command again"
+            f"the process that tokenises ended with code {code} (-9: it was killed, most often because the machine's "
+            "memory ran out): close what else uses memory, then type the same command again"
         )
 
 
@@ -55,7 +55,7 @@ def _request(source, key, directory):
 
 
 def _pass_on(said, progress):
-    """Report the rows that the other process has done, or raise its error, as a line of it says."""
+    """Report the rows, or raise the error, that a line of the other process tells of."""
     if "refused" in said:
         raise ValueError(said["refused"])
     if "failed" in said:
@@ -65,7 +65,7 @@ def _pass_on(said, progress):
 
 
 def main():
-    """Write the store that a line of standard input asks for; returns 1 if the run that asked has ended."""
+    """Write the store that a line of standard input asks for. Returns 1 if the run that asked has ended, else 0."""
     logging.disable()  # what there is to say of the tokenizer was said by the run
     line = sys.stdin.readline()
     if not line:
