@@ -40,13 +40,7 @@ PRODUCT_TILES = [
     dict(M=64, N=256, K=64, num_warps=4, num_stages=3),
 ]
 BATCH_NUMBERS = 2**25, 2**26
-# Minimax on 0.003 <= singular value <= 1 (Amsel et al. 2025, arXiv 2505.16932): four steps reach 0.80 to 1.20 there.
-FOUR_STEPS = (
-    (8.3837, -24.7659, 18.3571),
-    (4.0434, -3.0114, 0.5695),
-    (3.5056, -2.6267, 0.5257),
-    (2.4901, -1.8343, 0.4368),
-)
+JORDAN = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et al. 2024, github.com/KellerJordan/Muon
 
 
 def main():
@@ -143,7 +137,7 @@ def whole_gram_(out, x, scales=None):
 
 def cublas_gram_(out, x, scales=None):
     x = x.mT if x.shape[1] > x.shape[2] else x
-    torch.bmm(x, x.mT, out=out)
+    out.copy_(torch.bmm(x, x.mT))  # cuBLAS does not write another dtype, which Gram matrices of long ones have
     return out if scales is None else out.mul_(scales.square()[:, None, None])
 
 
@@ -152,6 +146,8 @@ def whole_symmetric_product_(out, left, right, addend, alpha=1.0, beta=0.0):
 
 
 def cublas_symmetric_product_(out, left, right, addend, alpha=1.0, beta=0.0):
+    if out.dtype != left.dtype:
+        return out.copy_(torch.baddbmm(addend, left, right, alpha=alpha, beta=beta))
     return torch.baddbmm(addend, left, right, alpha=alpha, beta=beta, out=out)
 
 
@@ -169,28 +165,18 @@ def cublas_product_(out, left, right, addend=None, beta=0.0, scales=None):
 
 CUBLAS_PRODUCTS = [(kernels, "product_", cublas_product_)]
 CUBLAS_GRAMS = [(kernels, "gram_", cublas_gram_), (kernels, "symmetric_product_", cublas_symmetric_product_)]
-VARIANTS = (
-    {  # {name: (module, name of a choice, its value)}
-        "no products": [(muon, "orthogonalise_", lambda _: None)],
-        "long matrices as square ones": [(orthogonal, "LEAST_RATIO", float("inf"))],
-        "square matrices as long ones": [(orthogonal, "LEAST_RATIO", 1)],
-        "whole symmetric products": [
-            (kernels, "gram_", whole_gram_),
-            (kernels, "symmetric_product_", whole_symmetric_product_),
-        ],
-        "cuBLAS for general products": CUBLAS_PRODUCTS,
-        "cuBLAS for symmetric products": CUBLAS_GRAMS,
-        "cuBLAS for all products": CUBLAS_PRODUCTS + CUBLAS_GRAMS,
-        "four steps": [
-            (orthogonal, "COEFFICIENTS", FOUR_STEPS),
-            (orthogonal, "LONG_PARTS", (FOUR_STEPS[:2], FOUR_STEPS[2:])),
-        ],
-    }
-    | {
-        f"parts of {sizes} steps": [(orthogonal, "LONG_PARTS", [orthogonal.COEFFICIENTS[:size] for size in sizes])]
-        for sizes in ((5,), (2, 3))  # all steps have the same coefficients
-    }
-)
+VARIANTS = {  # {name: (module, name of a choice, its value)}
+    "no products": [(muon, "orthogonalise_", lambda _: None)],
+    "long matrices as square ones": [(orthogonal, "LEAST_RATIO", float("inf"))],
+    "square matrices as long ones": [(orthogonal, "LEAST_RATIO", 1)],
+    "whole symmetric products": [
+        (kernels, "gram_", whole_gram_),
+        (kernels, "symmetric_product_", whole_symmetric_product_),
+    ],
+    "cuBLAS for general products": CUBLAS_PRODUCTS,
+    "cuBLAS for symmetric products": CUBLAS_GRAMS,
+    "cuBLAS for all products": CUBLAS_PRODUCTS + CUBLAS_GRAMS,
+}
 
 
 def tile_variants():
@@ -223,15 +209,15 @@ def all_values(shape, device):
 
 def values_by_way(batch):
     """(way, statistics) of the direction that each way gives a batch of one matrix."""
-    exact, norms = orthogonal.orthogonal(batch.cpu().double())[0], 1 / batch.norm(dim=(1, 2))
+    exactly = partial(orthogonal.orthogonal, batch.cpu().double())
+    exact, norms = exactly()[0], 1 / batch.norm(dim=(1, 2))
     compute = torch.bfloat16 if batch.is_cuda else batch.dtype
 
     def in_kernels():
         return orthogonal.orthogonalise_([(batch.to(compute, copy=True), norms, None)])[0]
 
     ways = dict(passes=partial(orthogonal.orthogonal, batch), kernels=in_kernels)
-    for variant in ("parts of (5,) steps", "parts of (2, 3) steps", "four steps"):
-        ways[variant] = partial(run_patched, VARIANTS[variant], in_kernels)
+    ways["five steps of Jordan et al., exact"] = partial(run_patched, [(orthogonal, "COEFFICIENTS", JORDAN)], exactly)
     return [(way, statistics_of(direction()[0], exact)) for way, direction in ways.items()]
 
 

@@ -16,10 +16,10 @@ from config import MODELS
 from model.nn.t5.footprint import count_matrix_numbers, count_parameters
 from model.nn.t5.sizes import T5ModelConfig
 
-# Multiply-adds of Muon's five steps, in cubes of a matrix's shorter side, symmetric products by half. Square matrices:
-# 5 x (1/2 + 1/2 + 1). Those four times as long: 2 x (1/2 + 1) x 4 for two parts of steps, and 14 symmetric products of
+# Multiply-adds of Muon's four steps, in cubes of a matrix's shorter side, symmetric products by half. Square matrices:
+# 4 x (1/2 + 1/2 + 1). Those four times as long: 2 x (1/2 + 1) x 4 for two parts of steps, and ten symmetric products of
 # their Gram matrices. See model/train/orthogonal.py.
-SQUARE_CUBES, LONG_CUBES = 10, 19
+SQUARE_CUBES, LONG_CUBES = 8, 17
 
 
 def main():

@@ -7,15 +7,23 @@ matrix of a step commutes with G: after several steps x is multiplied once.
 
 import torch
 
-COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5  # a, b, c of each step: Jordan et al. 2024, as `orthogonal`
+# a, b, c of each step. Together they map singular values from 0.0025 to 1 into 0.73 to 1.27: the minimax polynomials of
+# Amsel et al. 2025 (arXiv 2505.16932, algorithm 1), for intervals that end 2, 1, 1 and 1 % later, because a value that
+# is rounded to more than the end grows without a bound.
+COEFFICIENTS = (
+    (8.2424, -23.4253, 16.6938),
+    (4.0422, -2.9501, 0.5451),
+    (3.5919, -2.6379, 0.5108),
+    (2.6319, -1.9219, 0.4332),
+)
 LEAST_RATIO = 2  # of the sides of a long matrix; below it, iterating on the Gram matrix costs more than it saves
-# Steps on one Gram matrix before x is multiplied and its Gram matrix computed anew. With five, rounding to bf16 makes
-# eigenvalues of ill-conditioned Gram matrices negative, and those diverge.
-LONG_PARTS = COEFFICIENTS[:3], COEFFICIENTS[3:]
+# Steps on one Gram matrix before x is multiplied and its Gram matrix computed anew. After more of them, or in bf16,
+# rounding makes eigenvalues of ill-conditioned Gram matrices negative, and those grow. Numbers stay far below 65,504.
+LONG_PARTS = COEFFICIENTS[:2], COEFFICIENTS[2:]
 
 
 def orthogonalise_(parts):
-    """List of each part's x times its inverse norms, with all singular values moved near 1.
+    """List of each part's x times its inverse norms, with all singular values moved near 1, as in `orthogonal`.
 
     `parts` are (x (B, M, N), inverse norms (B,), target): one, or several that are long and have one shorter side. x is
     overwritten. A target that is a Subtraction takes the last product, and its weights are returned; else it is None.
@@ -34,7 +42,7 @@ def is_long(rows, columns):
 def _iterate(x, inverse_norms, target):
     from model.nn.kernels.muon import gram_, symmetric_product_
 
-    out, (gram, polynomial) = torch.empty_like(x), _new_grams([x], 2)
+    out, (gram, polynomial) = torch.empty_like(x), _new_grams([x], 2, x.dtype)
     for step, (a, b, c) in enumerate(COEFFICIENTS, start=1):
         scales = inverse_norms if step == 1 else None
         gram_(gram, x, scales)
@@ -48,12 +56,13 @@ def _iterate_on_gram(parts):
     from model.nn.kernels.muon import gram_
 
     (xs, norms, targets), outs = zip(*parts, strict=True), [torch.empty_like(x) for x, *_ in parts]
-    grams, sizes = _new_grams(xs, 4), [len(x) for x in xs]
-    for number, coefficients in enumerate(LONG_PARTS, start=1):
+    sizes, dtype = [len(x) for x in xs], xs[0].dtype
+    grams = _new_grams(xs, 3, torch.float16 if dtype == torch.bfloat16 else dtype)
+    for number, two_steps in enumerate(LONG_PARTS, start=1):
         scales = norms if number == 1 else [None] * len(xs)
         for gram, x, scale in zip(grams[0].split(sizes), xs, scales, strict=True):
             gram_(gram, x, scale)
-        products = _product_of_steps(grams, coefficients).split(sizes)
+        products = _product_of_two_steps(*grams, two_steps, dtype).split(sizes)
         goals = (
             [target or out for target, out in zip(targets, outs, strict=True)] if number == len(LONG_PARTS) else outs
         )
@@ -62,29 +71,25 @@ def _iterate_on_gram(parts):
     return xs
 
 
-def _product_of_steps(grams, coefficients):
-    """The product of the matrices a + b G + c G^2 of some steps, where grams[0] is G of the first step.
+def _product_of_two_steps(gram, first, spare, coefficients, dtype):
+    """The product of the matrices a + b G + c G^2 of two steps, (B, M, M) in `dtype`; `gram` is G of the first.
 
-    All four of `grams`, (B, M, M) each, are overwritten; the result is one of them.
+    The three matrices, of as many bytes a number as `dtype`, are overwritten; the result is where `gram` was.
     """
     from model.nn.kernels.muon import symmetric_product_
 
-    gram, polynomial, product, spare = grams
-    for step, (a, b, c) in enumerate(coefficients, start=1):
-        symmetric_product_(polynomial, gram, gram, gram, alpha=c, beta=b)  # without a, which bf16 would round with it
-        if step == 1:
-            product.copy_(polynomial).diagonal(dim1=1, dim2=2).add_(a)
-        else:
-            product, spare = symmetric_product_(spare, polynomial, product, product, beta=a), product
-        if step < len(coefficients):
-            symmetric_product_(spare, polynomial, gram, gram, beta=a)
-            symmetric_product_(gram, polynomial, spare, spare, beta=a)
-    return product
+    (a, b, c), (next_a, next_b, next_c) = coefficients
+    symmetric_product_(first, gram, gram, gram, alpha=c, beta=b)  # without a, beside which small numbers lose digits
+    symmetric_product_(spare, first, gram, gram, beta=a)
+    symmetric_product_(gram, first, spare, spare, beta=a)
+    first.diagonal(dim1=1, dim2=2).add_(a)
+    symmetric_product_(spare, gram, gram, gram, alpha=next_c, beta=next_b)
+    return symmetric_product_(gram.view(dtype), spare, first, first, beta=next_a)
 
 
-def _new_grams(xs, number):
+def _new_grams(xs, number, dtype):
     short = min(xs[0].shape[1:])
-    return [xs[0].new_empty(sum(map(len, xs)), short, short) for _ in range(number)]
+    return [xs[0].new_empty(sum(map(len, xs)), short, short, dtype=dtype) for _ in range(number)]
 
 
 def _multiply_(out, matrices, x, beta, scales):
@@ -98,13 +103,13 @@ def _multiply_(out, matrices, x, beta, scales):
 def orthogonal(matrices_BMN):
     """`matrices_BMN` (B, M, N) with all singular values moved near 1; computed in bf16 on a GPU.
 
-    Five steps of the Newton-Schulz iteration with the coefficients of Jordan et al. 2024.
+    Values from 0.0025 of a matrix's norm on are between 0.73 and 1.27 then; smaller ones grow 315-fold at most.
     """
     tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
     x = matrices_BMN.mT if tall else matrices_BMN
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)
     x = x.to(torch.bfloat16 if x.is_cuda else x.dtype, memory_format=torch.contiguous_format)
-    for _ in range(5):
+    for a, b, c in COEFFICIENTS:
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

@@ -9,7 +9,7 @@ from model.train import muon
 from model.train.adamw_rms import RMSScaledAdamW
 from model.train.dry_run import dry_run_update
 from model.train.optim import Adafactor, make_optimizer, update
-from model.train.orthogonal import orthogonal
+from model.train.orthogonal import COEFFICIENTS, orthogonal
 from tests.parts import ALONE, batch_of, make_config, make_model
 
 OPTIMIZERS = ["adamw_rms", "adamw", "adafactor", "muon"]
@@ -188,6 +188,17 @@ def test_orthogonal_keeps_the_singular_vectors_and_moves_the_singular_values_nea
             values = torch.diag(left.T @ other @ right.T)
             assert 0.5 < values.min() and values.max() < 1.5
             torch.testing.assert_close(left @ torch.diag(values) @ right, other, rtol=0, atol=1e-4)
+
+
+def test_orthogonal_moves_all_singular_values_from_a_400th_of_the_norm_on_to_between_0_73_and_1_27():
+    values = torch.linspace(0.05, 1, 2000, dtype=torch.float64).square()
+    batch = torch.stack([values, (1 - values.square()).sqrt()], dim=1).diag_embed()  # each of norm 1
+    moved = orthogonal(batch)[:, 0, 0]
+    assert 0.73 < moved.min() and moved.max() < 1.27
+    above = torch.linspace(1, 1.02, 100, dtype=torch.float64)  # where rounding takes a value of 1
+    for a, b, c in COEFFICIENTS:
+        above = above * (a + b * above**2 + c * above**4)
+    assert 0.73 < above.min() and above.max() < 1.27
 
 
 def test_muon_gives_the_same_update_whatever_the_size_of_its_batches(monkeypatch, store, tokenizer):

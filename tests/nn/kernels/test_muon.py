@@ -61,11 +61,19 @@ def matrix_with(values, shape, generator):
     return left * values @ right
 
 
+def ill_conditioned(shape):
+    """(2, *shape): singular values as 1/k; noise and eight strong rows, multiples of one another."""
+    generator, rank = torch.Generator().manual_seed(0), min(shape)
+    spiked = torch.randn(shape, generator=generator)
+    spiked[:8] += 100 * torch.randn(8, 1, generator=generator) @ torch.randn(1, shape[1], generator=generator)
+    return torch.stack([matrix_with(1 / torch.arange(1, rank + 1), shape, generator), spiked])
+
+
 def largest_value():
-    """Of the direction of a long ill-conditioned matrix in float16, since the interpreter has no bf16 products."""
-    x = matrix_with(1 / torch.arange(1, 129), (128, 320), torch.Generator().manual_seed(0))
-    (direction,) = orthogonalise_([(x.half()[None], 1 / x.norm()[None], None)])
-    return torch.linalg.matrix_norm(direction[0].float(), 2).item()
+    """Of the directions of long ill-conditioned matrices in float16, since the interpreter has no bf16 products."""
+    batch = ill_conditioned((128, 320))
+    (directions,) = orthogonalise_([(batch.half(), 1 / batch.norm(dim=(1, 2)), None)])
+    return torch.linalg.matrix_norm(directions.float(), 2).max().item()
 
 
 def asymmetry():
@@ -87,7 +95,7 @@ def test_the_interpreted_muon_update_gives_the_same_as_pytorch():
     assert unchanged
     assert of_zeros == 0
     assert unsymmetric == 0
-    assert largest < 1.25, "rounding makes the iteration on an ill-conditioned Gram matrix diverge"
+    assert largest < 1.3, "rounding makes the iteration on an ill-conditioned Gram matrix diverge"
 
 
 @pytest.mark.gpu
@@ -116,13 +124,9 @@ def test_the_temporaries_of_an_update_on_a_gpu_take_8_bytes_per_element_of_a_bat
 @pytest.mark.parametrize("shape", [(512, 512), (256, 128), (2048, 512), (512, 2048)])
 def test_on_a_gpu_the_singular_values_of_an_ill_conditioned_matrix_are_those_of_the_plain_path(shape):
     generator, rank = torch.Generator().manual_seed(0), min(shape)
-    spectra = (
-        torch.ones(rank),
-        torch.logspace(0, -4, rank),
-        1.0 * (torch.arange(rank) < 16),
-        1 / torch.arange(1, rank + 1),
-    )
-    batch = torch.stack([matrix_with(values, shape, generator) for values in spectra]).cuda()
+    spectra = torch.ones(rank), torch.logspace(0, -4, rank), 1.0 * (torch.arange(rank) < 16)
+    others = torch.stack([matrix_with(values, shape, generator) for values in spectra])
+    batch = torch.cat([others, ill_conditioned(shape)]).cuda()
     (ours,) = orthogonalise_([(batch.bfloat16(), 1 / batch.norm(dim=(1, 2)), None)])
     ours, plain = (torch.linalg.svdvals(x.float()) for x in (ours, orthogonal(batch)))
     assert (ours - plain).abs().max() < 0.1
