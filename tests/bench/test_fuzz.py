@@ -29,8 +29,7 @@ def own_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_mutated_input_is_refused_with_a_reason_or_read_correctly(name, monkeypatch):
-    monkeypatch.setattr(module, "INPUT_SECONDS", 60)  # the first imports libraries, and other tests take the cores
+def test_a_mutated_input_is_refused_with_a_reason_or_read_correctly(name):
     outcomes = [judge(name, number, seed=7) for number in range(INPUTS)]
     assert [outcome for outcome in outcomes if outcome[0] not in GOOD] == []
     assert {outcome for outcome, _ in outcomes} == set(GOOD), "all inputs had one outcome: they test too little"
