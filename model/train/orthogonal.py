@@ -8,8 +8,8 @@ matrix of a step commutes with G: after several steps x is multiplied once.
 import torch
 
 # a, b, c of each step. Together they map singular values from 0.0025 to 1 into 0.73 to 1.27: the minimax polynomials of
-# Amsel et al. 2025 (arXiv 2505.16932, algorithm 1), for intervals that end 2, 1, 1 and 1 % later, because a value that
-# is rounded to more than the end grows without a bound.
+# Amsel et al. 2025 (arXiv 2505.16932, algorithm 1). Intervals end 2, 1, 1 and 1 % later than theirs, because a value
+# that rounding lifts above the end grows without bound.
 COEFFICIENTS = (
     (8.2424, -23.4253, 16.6938),
     (4.0422, -2.9501, 0.5451),
@@ -17,8 +17,8 @@ COEFFICIENTS = (
     (2.6319, -1.9219, 0.4332),
 )
 LEAST_RATIO = 2  # of the sides of a long matrix; below it, iterating on the Gram matrix costs more than it saves
-# Steps on one Gram matrix before x is multiplied and its Gram matrix computed anew. After more of them, or in bf16,
-# rounding makes eigenvalues of ill-conditioned Gram matrices negative, and those grow. Numbers stay far below 65,504.
+# Steps on one Gram matrix before x is multiplied and its Gram matrix computed anew. After more of them rounding makes
+# eigenvalues of ill-conditioned Gram matrices negative, and those grow.
 LONG_PARTS = COEFFICIENTS[:2], COEFFICIENTS[2:]
 
 
@@ -42,7 +42,8 @@ def is_long(rows, columns):
 def _iterate(x, inverse_norms, target):
     from model.nn.kernels.muon import gram_, symmetric_product_
 
-    out, (gram, polynomial) = torch.empty_like(x), _new_grams([x], 2, x.dtype)
+    out, (gram,) = torch.empty_like(x), _new_grams([x], 1)
+    polynomial = torch.empty_like(gram, dtype=x.dtype)
     for step, (a, b, c) in enumerate(COEFFICIENTS, start=1):
         scales = inverse_norms if step == 1 else None
         gram_(gram, x, scales)
@@ -56,13 +57,12 @@ def _iterate_on_gram(parts):
     from model.nn.kernels.muon import gram_
 
     (xs, norms, targets), outs = zip(*parts, strict=True), [torch.empty_like(x) for x, *_ in parts]
-    sizes, dtype = [len(x) for x in xs], xs[0].dtype
-    grams = _new_grams(xs, 3, torch.float16 if dtype == torch.bfloat16 else dtype)
+    grams, sizes = _new_grams(xs, 3), [len(x) for x in xs]
     for number, two_steps in enumerate(LONG_PARTS, start=1):
         scales = norms if number == 1 else [None] * len(xs)
         for gram, x, scale in zip(grams[0].split(sizes), xs, scales, strict=True):
             gram_(gram, x, scale)
-        products = _product_of_two_steps(*grams, two_steps, dtype).split(sizes)
+        products = _product_of_two_steps(*grams, two_steps, xs[0].dtype).split(sizes)
         goals = (
             [target or out for target, out in zip(targets, outs, strict=True)] if number == len(LONG_PARTS) else outs
         )
@@ -87,8 +87,12 @@ def _product_of_two_steps(gram, first, spare, coefficients, dtype):
     return symmetric_product_(gram.view(dtype), spare, first, first, beta=next_a)
 
 
-def _new_grams(xs, number, dtype):
-    short = min(xs[0].shape[1:])
+def _new_grams(xs, number):
+    """`number` tensors for the Gram matrices of all `xs`, in float16 if those are in bf16.
+
+    float16 has three bits more, which keeps eigenvalues from becoming negative, and all numbers here are below 100.
+    """
+    short, dtype = min(xs[0].shape[1:]), torch.float16 if xs[0].dtype == torch.bfloat16 else xs[0].dtype
     return [xs[0].new_empty(sum(map(len, xs)), short, short, dtype=dtype) for _ in range(number)]
 
 

@@ -133,7 +133,7 @@ def matrix_products(
 
     `power` is 0, 1 or 2; SCALES (B,) is not read if it is 0, nor ADDEND if `beta` is 0. With SYMMETRIC what is below
     the diagonal is also stored above it. With IS_EVEN the tiles divide all sizes. The numbers are arguments at run
-    time, so that seven kernels serve all products.
+    time, so that six kernels serve all products.
     """
     if SYMMETRIC:
         row, column = _triangle_tile(tl.program_id(0))
@@ -212,7 +212,7 @@ def nesterov_directions(weights_BMN, gradients_BMN, momenta_BMN, rate, scale, nu
 def gram_(out, x_BMN, scales=None):
     """out (B, S, S) = the Gram matrices of x along its shorter side S, times the squares of `scales` (B,).
 
-    Here and below `out` may have another dtype than what is multiplied.
+    `out` may have another dtype than x, here and in the two products below.
     """
     x = x_BMN.mT if x_BMN.shape[1] > x_BMN.shape[2] else x_BMN
     return _launch(out, x, x.mT, None, 1.0, 0.0, scales, power=2, symmetric=True)

@@ -140,7 +140,7 @@ def test_muons_products_compile_for_an_h100_so_that_two_programs_share_a_multipr
     with compiling_for(90, monkeypatch) as kernels:
         launch_muon()
     products = kernels["matrix_products"] + kernels["subtract_products"]
-    assert len({kernel.hash for kernel in products}) <= 7, "each takes a second to compile before the first update"
+    assert len({kernel.hash for kernel in products}) <= 6, "each takes a second to compile before the first update"
     assert all("wgmma" in kernel.asm["ptx"] and kernel.metadata.shared <= 113 * 1024 for kernel in products)
 
 
