@@ -62,7 +62,7 @@ def matrix_with(values, shape, generator):
 
 
 def ill_conditioned(shape):
-    """(2, *shape): singular values as 1/k; noise and eight strong rows, multiples of one another."""
+    """Two matrices: one has singular values of 1/k, one is noise with eight strong rows, multiples of one another."""
     generator, rank = torch.Generator().manual_seed(0), min(shape)
     spiked = torch.randn(shape, generator=generator)
     spiked[:8] += 30 * torch.randn(8, 1, generator=generator) @ torch.randn(1, shape[1], generator=generator)
