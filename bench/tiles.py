@@ -22,6 +22,8 @@ from model.nn.kernels import attention, cross_entropy, norm
 from model.nn.t5.position_bias import score_bias
 
 HEADS, HEAD_WIDTH, CALLS = 8, 64, 20
+# Of attention: warps, stages, most registers of a thread (0: any).
+CHOICES = ((4, 3, 0), (4, 2, 0), (4, 4, 0), (8, 3, 0), (8, 2, 0), (4, 2, 168), (4, 2, 128), (8, 2, 128))
 DEVICE, DTYPE, CHUNK_TOKENS = ("cuda", torch.bfloat16, 2048) if torch.cuda.is_available() else ("cpu", torch.float32, 4)
 
 
@@ -61,21 +63,29 @@ def milliseconds(call, patches):
 
 
 def attention_choices(lengths):
-    """The decoder's self-attention with its bias, and cross-attention."""
-    own, other, width = lengths[:, 1], lengths[:, 0], HEADS * HEAD_WIDTH
-    weight = torch.randn(32, HEADS, device=DEVICE, requires_grad=True)
-    layouts = [make_layout(own, keys, DEVICE, kernels=True) for keys in (own, other)]
-    biases = [score_bias(layouts[0], weight, causal=True), score_mask(layouts[1])]
-    qkvs = [random_rows((own.sum(), 3 * width)), random_rows((own.sum(), width), (other.sum(), 2 * width))]
+    """Each kind of attention of a T5 by itself: the encoder's, the decoder's, and the decoder's over inputs."""
+    inputs, outputs = lengths.T
+    for kind, own, other in (("encoder", inputs, inputs), ("decoder", outputs, outputs), ("cross", outputs, inputs)):
+        call = attention_call(own, other, kind)
+        for warps, stages, registers in CHOICES:
+            options = dict(num_warps=warps, num_stages=stages) | (dict(maxnreg=registers) if registers else {})
+            yield f"{kind} {options}", call, dict(module=attention, STAGES={HEAD_WIDTH: options})
+
+
+def attention_call(own, other, kind):
+    """A function that computes attention of one kind, forward and backward."""
+    layout, width = make_layout(own, other, DEVICE, kernels=True), HEADS * HEAD_WIDTH
+    if kind == "cross":
+        qkv, bias = random_rows((own.sum(), width), (other.sum(), 2 * width)), score_mask(layout)
+    else:
+        weight = torch.randn(32, HEADS, device=DEVICE, requires_grad=True)
+        qkv, bias = random_rows((own.sum(), 3 * width)), score_bias(layout, weight, causal=kind == "decoder")
 
     def call():
-        for qkv, layout, bias in zip(qkvs, layouts, biases, strict=True):
-            out = attention.packed_attention(qkv, layout, bias, HEADS, HEADS)
-            out.backward(out.detach())
+        out = attention.packed_attention(qkv, layout, bias, HEADS, HEADS)
+        out.backward(out.detach())
 
-    for warps, stages in ((4, 3), (4, 2), (4, 4), (8, 3), (8, 2)):
-        options = dict(num_warps=warps, num_stages=stages)
-        yield str(options), call, dict(module=attention, STAGES={HEAD_WIDTH: options})
+    return call
 
 
 def norm_choices(lengths):
