@@ -32,7 +32,7 @@ from tests.trials import hardware
 PARTS = ("scaling", "backends", "machines", "equal", "recorded", "faults", "kills", "signals")
 BARS = {(256, 2): 1.93, (256, 4): 3.8, (256, 8): 7.5, (64, 2): 1.8, (64, 4): 3.5, (64, 8): 6.8}  # times one GPU
 LIMIT_SECONDS = dict(
-    scaling=240, backends=150, machines=200, equal=240, recorded=200, faults=300, kills=300, signals=300
+    scaling=240, backends=150, machines=200, equal=240, recorded=200, faults=300, kills=300, signals=420
 )
 REHEARSAL_SECONDS = 600  # of a job; processes share few cores
 # The benchmarks that are parts; GPUs compute equal bits only with --deterministic and without dropout.
@@ -40,7 +40,7 @@ ON_GPUS = dict(
     recorded=["bench.faults", "--worlds", 2, "--recorded", "--kinds", "real,nccl"],
     faults=["bench.faults", "--worlds", 2],
     kills=["bench.kills", "--runs", 4, "--kills", 2, "--deterministic", "--recorded"],
-    signals=["bench.signals", "--trials", 12, "--launcher", 3],
+    signals=["bench.signals", "--trials", 21, "--launcher", 3],
 )
 REHEARSED = dict(
     recorded=["bench.faults", "--worlds", 2, "--ranks", "0", "--kinds", "nccl"],

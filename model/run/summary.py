@@ -150,9 +150,13 @@ def last_words(run, state, reason):
     text = texts_here()
     ended = text(f"last.{reason}", step=state.step, pairs=state.pairs_seen, run_dir=run.dir)
     spent = durations(read_journal(run.dir / "metrics.jsonl"), time.time())
-    parts = ", ".join(f"{text(f'kind.{kind}')} {duration(seconds, text)}" for kind, seconds in spent.items())
+    total = sum(spent.values())
+    parts = ", ".join(
+        f"{text(f'kind.{kind}')} {duration(seconds, text)} ({100 * seconds / (total or 1):.0f} %)"
+        for kind, seconds in spent.items()
+    )
     lines = [f"{run.dir}: {ended}", *best_line(run, state, text)]
-    lines.append(text("last.time", total=duration(sum(spent.values()), text), parts=parts))
+    lines.append(text("last.time", total=duration(total, text), parts=parts))
     return lines + ([] if reason == "asked" else next_lines(run, state, text))
 
 
