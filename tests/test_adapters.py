@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM
 
 from model.commands.answering import answer_all, load_chat_model
-from model.generate.sampling import GREEDY
+from model.generate.sampling import GREEDY, Sampling
 from scripts.merge_lora import main as merge_lora
 from tests.tiny import SHORT, command, furnish, journal, refused, train, weights_hash
 
@@ -24,7 +24,8 @@ IDS = torch.tensor([[5, 9, 20, 31, 1]])
 def home(tmp_path_factory):
     """A folder with a trained base and an adapter that was trained on it."""
     home = furnish(tmp_path_factory.mktemp("adapters"))
-    for options in (dict(output_dir="base", **SHORT), dict(output_dir="calm", **LORA)):
+    answers = dict(max_new_tokens=99, no_repeat_ngram_size=7)
+    for options in (dict(output_dir="base", **SHORT), dict(output_dir="calm", **LORA | answers)):
         done = train(home, **options)
         assert done.codes == [0], done.text
     return home
@@ -118,6 +119,7 @@ def test_the_exports_load_in_peft_and_merge_into_an_ordinary_directory(home, cap
 def test_chat_and_test_take_an_adapter(home):
     answering = load_chat_model(home / "calm", "cpu")
     assert len(answer_all(answering, [[5, 9, 1]], GREEDY, 4)) == 1
+    assert (answering.sampling, answering.max_new_tokens) == (Sampling(no_repeat_ngram_size=7), 99)
     merged = answering.model
     plain = load_chat_model(home / "base", "cpu").model
     assert not torch.equal(merged.encoder.block[0].layer[0].SelfAttention.q.weight,

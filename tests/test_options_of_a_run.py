@@ -6,11 +6,13 @@ import re
 from collections import Counter
 
 import numpy as np
+import pytest
 from transformers import AutoTokenizer
 
 from model.commands.answering import load_chat_model, prompt_ids
 from model.data.readers import read_pairs
 from model.data.token_store import read_store
+from model.generate.sampling import Sampling
 from model.run.messages import CATALOGUE
 from model.run.train_state import state_of
 from tests.tiny import NUM_PAIRS, journal, refused, train, weights_hash
@@ -96,28 +98,55 @@ def test_early_stop_warns_then_ends_the_run_also_across_a_resume(home):
     assert "is finished: 3 evaluations brought no better model" in again.text
 
 
-def test_a_prefix_is_in_training_and_in_the_exported_model_and_best_follows_the_metric(home):
-    prefix = "的一 是："
-    options = dict(epochs=3, prompt_prefix=prefix, best_metric="chrf", bleu_pairs=4, max_new_tokens=6, **LONG)
-    done = train(home, output_dir="prefixed", env=dict(CHAT_LANG="zh"), **options)
+PREFIX = "的一 是："
+PREFIXED = dict(
+    output_dir="prefixed", epochs=3, prompt_prefix=PREFIX, best_metric="chrf", bleu_pairs=4, max_new_tokens=6,
+    no_repeat_ngram_size=3, **LONG,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prefixed(home):
+    """The directory and the text, in Chinese, of a run with a prefix whose evaluations generate answers."""
+    done = train(home, env=dict(CHAT_LANG="zh"), **PREFIXED)
     assert done.codes == [0], done.text
+    return home / "prefixed", done.text
+
+
+def test_a_prefix_is_in_training_and_in_the_exported_model(home, prefixed):
+    run_dir, text = prefixed
     question = next(read_pairs(home / "train.jsonl"))[0]
-    chat = load_chat_model(home / "prefixed", "cpu")
-    assert chat.prefix == prefix
+    chat = load_chat_model(run_dir, "cpu")
     ids = prompt_ids(chat, [("user", question)], 64)
-    assert ids == [*chat.tokenizer.encode(prefix + question), chat.tokenizer.eos_id]
+    assert ids == [*chat.tokenizer.encode(PREFIX + question), chat.tokenizer.eos_id]
     stores = [read_store(path.parent) for path in home.glob("model_save/tokens/*/meta.json")]
     trained_on = ids if len(ids) <= 32 else [*ids[:31], ids[-1]]  # max_seq_len
     assert any(store.tokens(np.array([0]))[0].tolist() == trained_on for store in stores)
     turns = [("system", "天"), ("user", question), ("assistant", "好"), ("user", "人")]
-    template = AutoTokenizer.from_pretrained(home / "prefixed" / "best").apply_chat_template
+    template = AutoTokenizer.from_pretrained(run_dir / "best").apply_chat_template
     messages = [dict(role=role, content=text) for role, text in turns]
     assert template(messages, tokenize=True, return_dict=False) == prompt_ids(chat, turns, 256)
-    scores = [line["chrf"] for line in journal(home / "prefixed", "eval")]
-    path = max((home / "prefixed" / "checkpoints").glob("step_*"))
-    state = state_of(json.loads((path / "state.json").read_text()))
-    assert state.best_metric == "chrf" and math.isclose(state.best_score, max(scores), rel_tol=1e-6)
-    changed = train(home, output_dir="prefixed", is_keep_training=True, **options | dict(prompt_prefix="别的"))
-    assert refused(changed, "has trained with prompt_prefix=的一 是：")
+    changed = train(home, is_keep_training=True, **PREFIXED | dict(prompt_prefix="别的"))
+    assert refused(changed, f"has trained with prompt_prefix={PREFIX}")
     for key in ("first.tokenizer", "first.random", "next.chat"):  # the words before the first value
-        assert CATALOGUE["zh"][key].split("{")[0] in done.text
+        assert CATALOGUE["zh"][key].split("{")[0] in text
+
+
+@pytest.mark.parametrize("kind", ["best", "last"])
+def test_an_export_says_how_the_run_answers_and_is_loaded_with_it(prefixed, kind):
+    directory = prefixed[0] / kind
+    typed = {name: PREFIXED[name] for name in ("no_repeat_ngram_size", "max_new_tokens")} | dict(prefix=PREFIX)
+    said = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))
+    assert said.items() >= (typed | dict(do_sample=False, repetition_penalty=1.0)).items()
+    chat = load_chat_model(directory, "cpu")
+    assert chat.sampling == Sampling(no_repeat_ngram_size=typed["no_repeat_ngram_size"])
+    assert (chat.max_new_tokens, chat.prefix) == (typed["max_new_tokens"], PREFIX)
+
+
+def test_best_follows_the_metric(prefixed):
+    run_dir, _ = prefixed
+    lines = journal(run_dir, "eval")
+    path = max((run_dir / "checkpoints").glob("step_*"))
+    state = state_of(json.loads((path / "state.json").read_text()))
+    assert state.best_metric == "chrf"
+    assert math.isclose(state.best_score, max(line["chrf"] for line in lines), rel_tol=1e-6)
