@@ -143,10 +143,11 @@ def test_an_export_says_how_the_run_answers_and_is_loaded_with_it(prefixed, kind
     assert (chat.max_new_tokens, chat.prefix) == (typed["max_new_tokens"], PREFIX)
 
 
-def test_best_follows_the_metric(prefixed):
+def test_best_follows_the_metric_and_evaluations_say_how_long_they_and_their_answers_took(prefixed):
     run_dir, _ = prefixed
     lines = journal(run_dir, "eval")
     path = max((run_dir / "checkpoints").glob("step_*"))
     state = state_of(json.loads((path / "state.json").read_text()))
     assert state.best_metric == "chrf"
     assert math.isclose(state.best_score, max(line["chrf"] for line in lines), rel_tol=1e-6)
+    assert len(lines) == 3 and all(0 < line["answer_seconds"] < line["seconds"] for line in lines)
