@@ -29,6 +29,9 @@ def test_max_steps_ends_a_run_within_an_epoch_and_a_resume_ends_at_the_same_weig
     for unused in ("--reduce_dtype=bf16 has no effect: one", "--gpu_memory_limit_gb=16 has no effect: there"):
         assert done.text.count(unused) == 1 and "sent in bf16" not in done.text
     assert "finished at step 7, 52 pairs seen" in done.text
+    part = r" \d.*s \(\d+ %\)"
+    spent = f"s in all: start-up{part}, steps{part}, evaluation{part}, saves{part}, rest{part}$"
+    assert re.search(spent, done.text, re.MULTILINE), done.text
     assert train(home, 1, "forward:0:3:int", output_dir="resumed_seven", **options).codes == [0]
     again = train(home, output_dir="resumed_seven", is_keep_training=True, **options)
     assert again.codes == [0], again.text
