@@ -241,3 +241,25 @@ def test_a_large_step_has_larger_chunks_where_they_leave_its_peak_as_it_is():
     assert estimate.step_peak(*cutting) == estimate.step_peak(cutting[0], 2048, cutting[2])
     many_words = replace(SMALL, vocab_size=250_112)  # the logits are the peak
     assert choose(80, many_words, share_pairs=1024, lengths=lengths).chunk_tokens == 2048
+
+
+HALVINGS = (200, 100, 50, 25, 12, 6, 3, 1)  # of the answers wanted
+
+
+def test_all_wanted_answers_are_generated_together_or_the_largest_halving_of_them_that_fits():
+    estimate, cutting = estimate_of(bleu_pairs=HALVINGS[0]), (2048, 512, 0)
+    assert choose(80, bleu_pairs=HALVINGS[0]).answers == Room(estimate).plan(*cutting).answers == HALVINGS[0]
+    for answers, fewer in zip(HALVINGS, (*HALVINGS[1:], 1), strict=True):
+        needed = estimate.peaks(*cutting, answers)["generation"]
+        assert Room(estimate, needed).plan(*cutting).answers == answers
+        assert Room(estimate, needed - 1).plan(*cutting).answers == fewer
+
+
+def test_a_plan_for_less_memory_generates_fewer_long_answers_together():
+    long, planned = dict(bleu_pairs=HALVINGS[0], max_new_tokens=4000, optimizer="adafactor"), []
+    for gib in (0.8, 4, 40):
+        plan = choose(gib, **long)
+        peaks = {number: estimate_of(**long).peaks(*plan.cutting, number)["generation"] for number in HALVINGS}
+        planned.append(max(number for number in HALVINGS if peaks[number] <= gib * GIB * USABLE))
+        assert plan.answers == planned[-1]
+    assert planned[0] < planned[1] < planned[2] == HALVINGS[0]

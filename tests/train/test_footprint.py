@@ -3,11 +3,12 @@ import torch
 
 from config import MODELS
 from model.data.length_histogram import histogram
+from model.memory.estimate import Answers
 from model.nn.gradient_parts import LEAST_NUMBERS
 from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.train import footprint
-from model.train.footprint import estimate_for, memory_spec
+from model.train.footprint import CPU_ANSWERS, answers_wanted, estimate_for, memory_spec
 from model.train.reduction import PIECE_NUMBERS, PIECES_AT_ONCE, _buffers, buffer_bytes
 from tests.parts import make_config
 from tests.ranks import run_ranks
@@ -42,3 +43,10 @@ def test_a_sum_in_bf16_holds_no_more_than_what_is_trained_takes():
     for numbers in (LEAST_NUMBERS - 2, LEAST_NUMBERS, PIECE_NUMBERS + 2):
         buffers = _buffers(2, numbers, torch.device("meta"))
         assert buffer_bytes(numbers) == sum(buffer.nbytes for pair in buffers for buffer in pair)
+
+
+def test_a_rank_wants_its_share_of_the_answers_together_and_a_cpu_not_too_many():
+    config = make_config(bleu_pairs=1000, max_new_tokens=30)
+    assert answers_wanted(config, 1) == Answers(1000, 30) and answers_wanted(config, 3) == Answers(334, 30)
+    assert answers_wanted(config, 3, "cpu").count == CPU_ANSWERS and answers_wanted(config, 100, "cpu").count == 10
+    assert answers_wanted(make_config(bleu_pairs=0), 1).count == 1
