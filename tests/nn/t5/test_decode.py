@@ -1,4 +1,4 @@
-"""Generation one token at a time gives what transformers' generate and the packed network give."""
+"""Generation one token at a time gives what transformers' generate and the packed network give, recorded or not."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from transformers.generation import logits_process
 
 from model.generate import engine
-from model.generate.engine import Limits, generate
+from model.generate.engine import Engine, Limits, Recordings, Request, generate
 from model.generate.sampling import GREEDY, Sampling
 from tests.parts import batch_of, examples_of, make_model
 from tests.stock import as_hugging_face
@@ -36,9 +36,9 @@ def two_best(hf_model, input_ids, decoded, penalties):
 
 
 @torch.no_grad()
-def check_answers(hf_model, tokenizer, inputs, ours, penalties):
-    """How many answers leave transformers', which they may where its two best logits are within 1e-4; others fail."""
-    theirs, ties = hf_answers(hf_model, inputs, tokenizer.pad_id, tokenizer.eos_id, **penalties), 0
+def count_ties(hf_model, tokenizer, inputs, ours, theirs, penalties):
+    """How many of our answers leave theirs where transformers' two best logits are within 1e-4; others fail."""
+    ties = 0
     for own, *both in zip(inputs, ours, theirs, strict=True):
         own_ids, their_ids = ([*answer, tokenizer.eos_id] for answer in both)
         if own_ids == their_ids:
@@ -65,7 +65,9 @@ def test_promise_1_greedy_answers_are_those_of_transformers(tokenizer, monkeypat
     inputs = [draw.integers(7, tokenizer.vocab_size, draw.integers(1, 40)) for _ in range(PROMPTS)]
     limits = Limits(70, 40, NEW, tokenizer.pad_id, tokenizer.eos_id)
     ours = generate(model, inputs, limits, NEW, Sampling(**penalties) if penalties else GREEDY)
-    assert check_answers(as_hugging_face(model, tokenizer), tokenizer, inputs, ours, penalties) <= PROMPTS / 50
+    hf_model = as_hugging_face(model, tokenizer)
+    theirs = hf_answers(hf_model, inputs, tokenizer.pad_id, tokenizer.eos_id, **penalties)
+    assert count_ties(hf_model, tokenizer, inputs, ours, theirs, penalties) <= PROMPTS / 50
     assert len(set(map(tuple, ours))) > PROMPTS / 3, "answers that are all alike prove nothing"
 
 
@@ -96,3 +98,65 @@ def test_a_slot_that_is_filled_again_forgets_what_it_held(model, tokenizer):
     for token in (tokenizer.pad_id, 50):
         again = model.decode_one(torch.tensor([token, 60]), cache)[0]
         assert torch.allclose(again, model.decode_one(torch.tensor([token]), alone)[0], atol=1e-5)
+
+
+class Unrecorded(Recordings):
+    """Calls the work each time, where others replay a recording of it."""
+
+    def run(self, key, work):
+        self.graphs[key] = None
+        self.recorder.run(work)
+
+
+def model_and_inputs(tokenizer, **options):
+    """A model whose answers rounding changes only at ties; 20 long prompts and 180 of 1 to 140 tokens, ascending."""
+    model, draw = make_model(tokenizer.vocab_size, **options), np.random.default_rng(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # neither q nor k: large scores would multiply errors
+            if name.endswith(("v.weight", "o.weight", "wi.weight", "wo.weight")):
+                p.mul_(4)
+        model.shared.weight[tokenizer.eos_id].mul_(2)  # some answers end by themselves
+    lengths = [*range(140, 120, -1), *(1 + 139 * i // 179 for i in range(180))]
+    return model, [draw.integers(7, tokenizer.vocab_size, length) for length in lengths]
+
+
+def long_answers(model, tokenizer, inputs, penalties, recordings=None):
+    """(answers of at most 30 to 150 tokens, the Engine): 20 are generated together, then 180 in its 40 slots."""
+    engine = Engine(model.eval(), Limits(40, 140, 150, tokenizer.pad_id, tokenizer.eos_id))
+    engine.recordings, answers = recordings or engine.recordings, [[] for _ in inputs]
+    requests = [Request(own, 150 - 20 * (i % 7), Sampling(**penalties)) for i, own in enumerate(inputs)]
+    for part in (requests[:20], requests[20:]):
+        for request in part:
+            engine.add(request)
+        for _ in range(200):  # more steps than it needs
+            for progress in engine.step():
+                answers[progress.number] = progress.ids
+        assert engine.idle
+    assert any(len(answer) < request.max_new_tokens for answer, request in zip(answers, requests, strict=True))
+    assert len(set(map(tuple, answers))) > len(inputs) / 3, "answers that are all alike prove nothing"
+    return answers, engine
+
+
+def check_recorded(engine, *expected):
+    """Each size was recorded; those of slots, of input tokens and of new tokens are the sets `expected`."""
+    sizes = zip(*(size for size, _ in engine.recordings.graphs), strict=True)
+    assert tuple(map(set, sizes)) == expected and all(engine.recordings.graphs.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("penalties", [{}, dict(no_repeat_ngram_size=2)])
+def test_recorded_decoding_gives_the_answers_of_the_cpu(tokenizer, penalties):
+    model, inputs = model_and_inputs(tokenizer)
+    hf_model, (theirs, _) = as_hugging_face(model, tokenizer), long_answers(model, tokenizer, inputs, penalties)
+    ours, engine = long_answers(model.to("cuda"), tokenizer, inputs, penalties)
+    check_recorded(engine, {32, 40}, {32, 128, 140}, {32, 128, 150})
+    assert count_ties(hf_model, tokenizer, inputs, ours, theirs, penalties) <= len(inputs) / 50
+
+
+@pytest.mark.gpu
+def test_recorded_decoding_in_bf16_gives_the_answers_of_the_same_steps_unrecorded(tokenizer):
+    model, inputs = model_and_inputs(tokenizer, compute_dtype=torch.bfloat16)
+    model.to("cuda")
+    recorded, engine = long_answers(model, tokenizer, inputs, {})
+    check_recorded(engine, {32, 40}, {140}, {150})  # the kernel reads only what is there
+    assert long_answers(model, tokenizer, inputs, {}, Unrecorded())[0] == recorded
