@@ -71,11 +71,14 @@ def test_help_shows_each_option_with_its_default_and_comment(command, word, caps
     assert ("--num_processes=" in shown) == (command == "plan")
 
 
-def test_parsing_options_imports_no_heavy_package():
+def test_parsing_options_imports_no_heavy_package_and_a_start_only_those_that_every_run_needs():
     code = "import sys; from model.commands.options import exit_early; print(*sys.modules)"
+    code += "; import train_low_mem; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert "config" in loaded and not loaded & {"torch", "transformers", "numpy", "pyarrow", "fire"}
+    parsing, starting = (set(line.split()) for line in done.stdout.splitlines())
+    assert "config" in parsing and not parsing & {"torch", "transformers", "numpy", "pyarrow", "fire"}
+    some_runs = "transformers accelerate datasets peft sacrebleu triton pandas matplotlib fastapi"
+    assert "torch" in starting and not starting.intersection(some_runs.split())
 
 
 def test_on_several_machines_the_stored_options_are_not_checked_early(tmp_path, monkeypatch):
