@@ -137,7 +137,7 @@ def whole_gram_(out, x, scales=None):
 
 def cublas_gram_(out, x, scales=None):
     x = x.mT if x.shape[1] > x.shape[2] else x
-    out.copy_(torch.bmm(x, x.mT))  # cuBLAS does not write another dtype, which Gram matrices of long ones have
+    out.copy_(torch.bmm(x, x.mT))  # cuBLAS writes the dtype that it reads; Gram matrices have another
     return out if scales is None else out.mul_(scales.square()[:, None, None])
 
 

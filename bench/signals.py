@@ -57,7 +57,8 @@ def main():
             f"--phases={given.phases}: {', '.join(sorted(unknown))} is unknown; choose from {', '.join(known)}"
         )
     options = OPTIONS | (WITH_KERNELS if on_gpus else {})
-    plain = [(phase, TARGETS[(i + n) % 3]) for i in range(3) for n, phase in enumerate(phases)]  # all phases soon
+    # Each phase comes once before any comes again, so that few trials reach all of them.
+    plain = [(phase, TARGETS[(i + n) % len(TARGETS)]) for i in range(len(TARGETS)) for n, phase in enumerate(phases)]
     chosen = [next(pairs) for pairs in [cycle(plain)] for _ in range(given.trials - given.launcher)]
     chosen += [(phase, "the launcher") for phase, _ in zip(cycle(AT_LAUNCHER), range(given.launcher), strict=False)]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Milliseconds of the kernels of a step by tile sizes, warps and stages, on the lengths of bench.corpus.
+"""Milliseconds of the kernels of a step by tile sizes, warps, stages and registers, on the lengths of bench.corpus.
 
     python -m bench.tiles [--pairs 256] [--parts attention,norm,cross_entropy]
 
@@ -22,8 +22,8 @@ from model.nn.kernels import attention, cross_entropy, norm
 from model.nn.t5.position_bias import score_bias
 
 HEADS, HEAD_WIDTH, CALLS = 8, 64, 20
-# Of attention: warps, stages, most registers of a thread (0: any).
-CHOICES = ((4, 3, 0), (4, 2, 0), (4, 4, 0), (8, 3, 0), (8, 2, 0), (4, 2, 168), (4, 2, 128), (8, 2, 128))
+# Warps, stages, and the most registers of a thread (0: any).
+ATTENTION_CHOICES = ((4, 3, 0), (4, 2, 0), (4, 4, 0), (8, 3, 0), (8, 2, 0), (4, 2, 168), (4, 2, 128), (8, 2, 128))
 DEVICE, DTYPE, CHUNK_TOKENS = ("cuda", torch.bfloat16, 2048) if torch.cuda.is_available() else ("cpu", torch.float32, 4)
 
 
@@ -67,7 +67,7 @@ def attention_choices(lengths):
     inputs, outputs = lengths.T
     for kind, own, other in (("encoder", inputs, inputs), ("decoder", outputs, outputs), ("cross", outputs, inputs)):
         call = attention_call(own, other, kind)
-        for warps, stages, registers in CHOICES:
+        for warps, stages, registers in ATTENTION_CHOICES:
             options = dict(num_warps=warps, num_stages=stages) | (dict(maxnreg=registers) if registers else {})
             yield f"{kind} {options}", call, dict(module=attention, STAGES={HEAD_WIDTH: options})
 

@@ -74,7 +74,8 @@ def _iterate_on_gram(parts):
 def _product_of_two_steps(gram, first, spare, coefficients, dtype):
     """The product of the matrices a + b G + c G^2 of two steps, (B, M, M) in `dtype`; `gram` is G of the first.
 
-    Overwrites all three. The result takes the memory of `gram`, whose numbers have as many bytes as `dtype`.
+    Overwrites `gram`, `first` and `spare`, all (B, M, M). The result lies where `gram` was, whose numbers have as many
+    bytes as those of `dtype`.
     """
     from model.nn.kernels.muon import symmetric_product_
 
@@ -107,8 +108,8 @@ def _multiply_(out, matrices, x, beta, scales):
 def orthogonal(matrices_BMN):
     """`matrices_BMN` (B, M, N) with all singular values moved near 1; computed in bf16 on a GPU.
 
-    Those of at least 0.0025 times the matrix's norm end between 0.73 and 1.27. Smaller ones end at most at 315 times
-    what they were as a part of the norm.
+    All singular values are divided by the matrix's norm first. Those of at least 0.0025 then end between 0.73 and 1.27;
+    smaller ones are multiplied by 315 at most.
     """
     tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
     x = matrices_BMN.mT if tall else matrices_BMN

@@ -37,7 +37,10 @@ def two_best(hf_model, input_ids, decoded, penalties):
 
 @torch.no_grad()
 def count_ties(hf_model, tokenizer, inputs, ours, theirs, penalties):
-    """How many of our answers leave theirs where transformers' two best logits are within 1e-4; others fail."""
+    """The number of our answers that differ from theirs, first where transformers' two best logits are within 1e-4.
+
+    Fails at an answer that differs elsewhere.
+    """
     ties = 0
     for own, *both in zip(inputs, ours, theirs, strict=True):
         own_ids, their_ids = ([*answer, tokenizer.eos_id] for answer in both)
