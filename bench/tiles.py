@@ -23,7 +23,7 @@ from model.nn.t5.position_bias import score_bias
 
 HEADS, HEAD_WIDTH, CALLS = 8, 64, 20
 # Warps, stages, and the most registers of a thread (0: any).
-ATTENTION_CHOICES = ((4, 3, 0), (4, 2, 0), (4, 4, 0), (8, 3, 0), (8, 2, 0), (4, 2, 168), (4, 2, 128), (8, 2, 128))
+ATTENTION_CHOICES = ((4, 1, 0), (4, 2, 0), (4, 3, 0), (8, 1, 0), (4, 1, 168), (4, 2, 168), (4, 1, 128), (8, 1, 128))
 DEVICE, DTYPE, CHUNK_TOKENS = ("cuda", torch.bfloat16, 2048) if torch.cuda.is_available() else ("cpu", torch.float32, 4)
 
 
@@ -69,7 +69,11 @@ def attention_choices(lengths):
         call = attention_call(own, other, kind)
         for warps, stages, registers in ATTENTION_CHOICES:
             options = dict(num_warps=warps, num_stages=stages) | (dict(maxnreg=registers) if registers else {})
-            yield f"{kind} {options}", call, dict(module=attention, STAGES={HEAD_WIDTH: options})
+            yield f"{kind} {options}", call, dict(module=attention, launch_options=fixed(options))
+
+
+def fixed(options):
+    return lambda *args: options
 
 
 def attention_call(own, other, kind):

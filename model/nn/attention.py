@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from model.nn.flat_params import has_triton, split_qkv
+from model.nn.packed_layout import PackedLayout, packed_tiles
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,6 @@ def has_kernels(device, dtype, *sizes):
 def make_layout(query_lengths, key_lengths, device="cpu", kernels=False):
     """Layout of packed examples, or PackedLayout if `kernels`. Lengths are in tokens, in the order of packing."""
     if kernels:
-        from model.nn.kernels.attention import PackedLayout, packed_tiles  # a CPU build of torch comes without Triton
-
         tiles = packed_tiles(np.asarray(query_lengths), np.asarray(key_lengths))
         return PackedLayout(*map(torch.from_numpy, tiles)).to(device)
     lengths = np.stack([query_lengths, key_lengths])
@@ -140,7 +139,7 @@ class ScoreBias:
     blocks: tuple = ()  # Layout: (B or 1, H or 1, T, S) of each block, -inf where masked
     weight: torch.Tensor | None = None  # PackedLayout: the learned table (buckets, H)
     buckets: torch.Tensor | None = None  # PackedLayout: bucket of each distance, -max_distance to max_distance
-    table: torch.Tensor | None = None  # PackedLayout: bias (H, distances), gathered from `weight`
+    table: torch.Tensor | None = None  # PackedLayout: bias (H, distances), from `weight`, -inf where masked
 
 
 def score_mask(layout, causal=False, dtype=torch.float32):

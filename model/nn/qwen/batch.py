@@ -8,6 +8,7 @@ import torch
 from model.nn.attention import Layout, make_layout
 from model.nn.dropout import token_keys
 from model.nn.flat_batch import Flat, flatten, pad_to
+from model.nn.packed_layout import PackedLayout, packed_tiles
 
 TENSORS = "ids", "positions", "rows", "labels"
 
@@ -68,8 +69,6 @@ def positions_of(lengths):
 
 def _for_kernels(arrays, token_arrays, sequences, packing):
     """The Stream in one flat tensor, padded to the bucket if there is one."""
-    from model.nn.kernels.attention import packed_tiles  # a CPU build of torch comes without Triton
-
     bucket, num_sequences = packing.bucket, packing.num_sequences
     tokens, targets = (bucket.tokens, bucket.sides[-1]) if bucket else (len(arrays["ids"]), len(arrays["rows"]))
     totals = sequences.lengths.sum(axis=1)
@@ -86,8 +85,6 @@ def _for_kernels(arrays, token_arrays, sequences, packing):
 
 
 def _of_flat(flat):
-    from model.nn.kernels.attention import PackedLayout  # a CPU build of torch comes without Triton
-
     parts = flat.tensors()
     layout = PackedLayout(parts.pop("queries"), parts.pop("keys"))
     tensors, keys = (parts.pop(name) for name in TENSORS), parts.pop("token_keys", None)

@@ -8,6 +8,7 @@ import torch
 from model.nn.attention import Layout, make_layout
 from model.nn.dropout import token_keys
 from model.nn.flat_batch import Flat, flatten, pad_to
+from model.nn.packed_layout import PackedLayout, packed_tiles
 
 TOKEN_KEYS = "prompt_token_keys", "decoder_token_keys"
 
@@ -64,8 +65,6 @@ def _token_keys(sequences):
 
 def _for_kernels(ids, sequences, dropout_keys, packing):
     """MicroBatch of (encoder ids, decoder ids, labels) in one flat tensor, padded to the bucket if there is one."""
-    from model.nn.kernels.attention import packed_tiles  # a CPU build of torch comes without Triton
-
     bucket, num_sequences = packing.bucket, packing.num_sequences
     prompts, responses = bucket.sides if bucket else (len(ids[0]), len(ids[1]))
     sides = [(lengths, size) for lengths, size in zip(sequences.lengths.T, (prompts, responses), strict=True)]
@@ -84,8 +83,6 @@ def _for_kernels(ids, sequences, dropout_keys, packing):
 
 
 def _of_flat(flat):
-    from model.nn.kernels.attention import PackedLayout  # a CPU build of torch comes without Triton
-
     parts = flat.tensors()
     ids = [parts.pop(name) for name in ("prompt_ids", "decoder_ids", "labels")]
     layouts = [

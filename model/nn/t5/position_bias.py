@@ -13,7 +13,10 @@ def score_bias(layout, weight, max_distance=128, causal=False, dtype=torch.float
     """ScoreBias of one stack from T5's learned table `weight` (buckets, H)."""
     if not isinstance(layout, Layout):
         buckets = _distance_buckets(len(weight), max_distance, not causal, weight.device)
-        return ScoreBias(causal, (), weight, buckets, weight.detach().float()[buckets].T.contiguous())
+        table = weight.detach().float()[buckets].T.contiguous()
+        if causal:
+            table[:, max_distance + 1 :] = -math.inf
+        return ScoreBias(causal, (), weight, buckets, table)
     bias = relative_position_bias(weight, layout.longest, max_distance, bidirectional=not causal)
     return ScoreBias(causal, tuple(_block_bias(block, bias, causal, dtype) for block in layout.blocks))
 

@@ -51,7 +51,7 @@ def outcome(lengths, causal, has_bias, heads, width, dtype, device, seed, kernel
 
 
 def padded_layout(lengths, padding, device):
-    from model.nn.kernels.attention import PackedLayout, packed_tiles
+    from model.nn.packed_layout import PackedLayout, packed_tiles
 
     queries, keys = np.array(lengths).T
     bucket = (queries.sum() + padding, keys.sum() + padding, len(lengths))
