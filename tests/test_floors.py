@@ -38,7 +38,7 @@ ROOMS = {
     "model.nn": [
         "kernels.nf4",
         "quantized",
-        "flat_batch flat_params gradient_parts philox",
+        "flat_batch flat_params gradient_parts packed_layout philox",
         "kernels.dropout kernels.sums",
         "kernels",
         "activations attention dropout loss",
