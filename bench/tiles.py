@@ -67,13 +67,11 @@ def attention_choices(lengths):
     inputs, outputs = lengths.T
     for kind, own, other in (("encoder", inputs, inputs), ("decoder", outputs, outputs), ("cross", outputs, inputs)):
         call = attention_call(own, other, kind)
+        yield f"{kind}, as in training", call, dict(module=attention, launch_options=attention.launch_options)
         for warps, stages, registers in ATTENTION_CHOICES:
             options = dict(num_warps=warps, num_stages=stages) | (dict(maxnreg=registers) if registers else {})
-            yield f"{kind} {options}", call, dict(module=attention, launch_options=fixed(options))
-
-
-def fixed(options):
-    return lambda *args: options
+            patch = dict(launch_options=lambda *args, options=options: options)
+            yield f"{kind} {options}", call, dict(module=attention) | patch
 
 
 def attention_call(own, other, kind):

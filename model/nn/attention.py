@@ -139,7 +139,7 @@ class ScoreBias:
     blocks: tuple = ()  # Layout: (B or 1, H or 1, T, S) of each block, -inf where masked
     weight: torch.Tensor | None = None  # PackedLayout: the learned table (buckets, H)
     buckets: torch.Tensor | None = None  # PackedLayout: bucket of each distance, -max_distance to max_distance
-    table: torch.Tensor | None = None  # PackedLayout: bias (H, distances), from `weight`, -inf where masked
+    table: torch.Tensor | None = None  # PackedLayout: bias (H, distances), -inf where a causal mask forbids
 
 
 def score_mask(layout, causal=False, dtype=torch.float32):

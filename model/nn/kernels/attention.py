@@ -1,8 +1,8 @@
 """Triton kernels: attention over packed examples with a learned bias for each distance, forward and backward.
 
 The kernels need no padding and no mask or bias matrix: offsets locate the tokens of each example, and a table gives
-the bias of each distance. Each program sums the gradient of the bias by bucket inside its own tiles. No two programs
-write to the same address, so results are bit-identical in every run.
+the bias of each distance. Each program of the queries' pass sums the gradient of the bias by bucket inside its own
+tiles. No two programs write to the same address, so results are bit-identical in every run.
 
 Letters: M queries and N keys per tile, D head width. Scores are not scaled here: scale Q.
 """
@@ -125,6 +125,13 @@ def _to_buckets(sums, distance, BUCKETS, centre, NUM_BUCKETS: tl.constexpr):
     return tl.sum(tl.where(buckets[:, None] == tl.arange(0, NUM_BUCKETS)[None, :], sums[:, None], 0.0), 0)
 
 
+@triton.jit
+def _delta(OUT, grad_out, rows, row_is_real, stride, head, D: tl.constexpr):
+    """Sums (rows,) of OUT * grad_out, which the gradient of softmax subtracts."""
+    out = _load_rows(OUT, rows, row_is_real, stride, head, D)
+    return tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
+
+
 @triton.jit(do_not_specialize=["num_queries_total"])
 def attention_backward_queries(
     Q, K, V, OUT, GRAD_OUT, LSE, DELTA, BIAS, BUCKETS, GRAD_Q, GRAD_BIAS, TILES,
@@ -132,10 +139,10 @@ def attention_backward_queries(
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, ONE_PASS: tl.constexpr, NUM_BUCKETS: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """GRAD_Q of one tile of queries, and DELTA (heads, queries) = sum of OUT * GRAD_OUT per head for the keys' pass.
+    """GRAD_Q of one tile of queries, and DELTA (heads, queries), `_delta` of each head, for the keys' pass.
 
-    GRAD_BIAS (tiles, buckets, heads) is the tile's part of the bias gradient. With ONE_PASS the keys' pass computes
-    GRAD_Q of an example whose keys fit in one tile.
+    GRAD_BIAS (tiles, buckets, heads) is the tile's part of the bias gradient. With ONE_PASS an example whose keys fit
+    in one tile is left to the keys' pass: its GRAD_Q and DELTA are not written here.
     """
     head = tl.program_id(1)
     first, start_q, num_queries, start_k, num_keys = _load_tile(TILES, tl.program_id(0))
@@ -147,8 +154,7 @@ def attention_backward_queries(
     q = _load_rows(Q, start_q + queries, is_real, stride_q, head, D)
     grad_out = _load_rows(GRAD_OUT, start_q + queries, is_real, stride_grad, head, D)
     lse = tl.load(LSE + head * num_queries_total + start_q + queries, mask=is_real, other=float("inf"))
-    out = _load_rows(OUT, start_q + queries, is_real, stride_out, head, D)
-    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)  # the term that the gradient of softmax subtracts
+    delta = _delta(OUT, grad_out, start_q + queries, is_real, stride_out, head, D)
     tl.store(DELTA + head * num_queries_total + start_q + queries, delta, mask=is_real)
     grad_q = tl.zeros([M, D], tl.float32)
     grad_bias = tl.zeros([NUM_BUCKETS], tl.float32)
@@ -178,7 +184,7 @@ def attention_backward_keys(
 ):  # fmt: skip
     """GRAD_K and GRAD_V of one tile of keys, summed over the GROUP heads of Q that share them.
 
-    With ONE_PASS also GRAD_Q, if the tile has all keys of its example: then its scores are computed only here.
+    With ONE_PASS also GRAD_Q of an example whose keys fit in one tile, so that its scores are computed once.
     """
     kv_head = tl.program_id(1)
     first, start_q, num_queries, start_k, num_keys = _load_tile(TILES, tl.program_id(0))
@@ -187,20 +193,18 @@ def attention_backward_keys(
     k = _load_rows(K, start_k + keys, is_real, stride_k, kv_head, D)
     v = _load_rows(V, start_k + keys, is_real, stride_v, kv_head, D)
     grad_k, grad_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
-    first_query = first // M * M if CAUSAL else 0
     for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
-        for start in range(first_query, num_queries, M):
+        for start in range(first // M * M if CAUSAL else 0, num_queries, M):
             queries = start + tl.arange(0, M)
             query_is_real = queries < num_queries
             q = _load_rows(Q, start_q + queries, query_is_real, stride_q, head, D)
             grad_out = _load_rows(GRAD_OUT, start_q + queries, query_is_real, stride_grad, head, D)
-            row = head * num_queries_total + start_q + queries
-            lse = tl.load(LSE + row, mask=query_is_real, other=float("inf"))
-            delta = tl.load(DELTA + row, mask=query_is_real, other=0.0)
+            rows = head * num_queries_total + start_q + queries
+            lse = tl.load(LSE + rows, mask=query_is_real, other=float("inf"))
+            delta = tl.load(DELTA + rows, mask=query_is_real, other=0.0)
             if ONE_PASS:
                 if num_keys <= N:  # the queries' pass left DELTA unset
-                    out = _load_rows(OUT, start_q + queries, query_is_real, stride_out, head, D)
-                    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
+                    delta = _delta(OUT, grad_out, start_q + queries, query_is_real, stride_out, head, D)
             weights, grad_scores = _weights_and_score_grads(
                 q, k, v, grad_out, lse, delta, queries, keys, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS
             )
@@ -215,10 +219,10 @@ def attention_backward_keys(
 
 
 def launch_options(head_width, has_bias, is_backward, device):
-    """Triton's options of a launch, from `python -m bench.tiles`.
+    """Triton's options of a launch; for a head width of 64 the fastest of `python -m bench.tiles` on an H100.
 
-    With a bias the programs need many registers. Less loaded ahead, and so less shared memory, lets more of them run on
-    each multiprocessor.
+    With a bias a program needs many registers and much shared memory. Fewer stages load less ahead, and so more
+    programs run on a multiprocessor.
     """
     if head_width > 64:
         return dict(num_stages=2)  # 3, Triton's default, needs more than the 99 KiB of an RTX 30 or 40
@@ -271,7 +275,7 @@ class _PackedAttention(torch.autograd.Function):
         grad_out, delta = grad_out.contiguous(), torch.empty_like(lse)
         strides = (q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0), out.stride(0), grad_q.stride(0))
         options = ctx.options | launch_options(ctx.options["D"], table is not None, True, q.device)
-        options["ONE_PASS"] = table is None and options["D"] <= 64  # else registers do not suffice
+        options["ONE_PASS"] = table is None and options["D"] <= 64  # else it takes too many registers to be faster
         num_tiles = len(layout.query_tiles)
         grad_bias = None if table is None else torch.empty(num_tiles, ctx.num_buckets, heads, device=q.device)
         attention_backward_queries[num_tiles, heads](

@@ -94,12 +94,10 @@ OTHER_GPUS = [pytest.param(capability, marks=pytest.mark.gpu) for capability in 
 @pytest.mark.parametrize("capability", [86, *OTHER_GPUS])
 def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability, monkeypatch):
     with compiling_for(capability, monkeypatch) as kernels:
-        for name, case in test_attention.CASES.items():
-            head_width = 128 if name == "grouped" else 64
-            test_attention.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
-        for head_width in (16, 32, 128):
-            case = test_attention.CASES["decoder"]
-            test_attention.outcome(*case, 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
+        attention_cases = [(name, 64) for name in test_attention.CASES]
+        attention_cases += [("grouped", 128), *(("decoder", head_width) for head_width in (16, 32, 128))]
+        for name, head_width in attention_cases:
+            test_attention.outcome(*test_attention.CASES[name], 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
         for width in (512, 768):
             test_norm.norm_errors("cpu", torch.bfloat16, width=width)
             test_dropout.outcomes("cpu", torch.bfloat16, [40, 23], width, kernels=True)
