@@ -275,7 +275,8 @@ class _PackedAttention(torch.autograd.Function):
         grad_out, delta = grad_out.contiguous(), torch.empty_like(lse)
         strides = (q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0), out.stride(0), grad_q.stride(0))
         options = ctx.options | launch_options(ctx.options["D"], table is not None, True, q.device)
-        options["ONE_PASS"] = table is None and options["D"] <= 64  # else it takes too many registers to be faster
+        # With a bias one pass gains nothing; with wider heads it spills registers.
+        options["ONE_PASS"] = table is None and options["D"] <= 64
         num_tiles = len(layout.query_tiles)
         grad_bias = None if table is None else torch.empty(num_tiles, ctx.num_buckets, heads, device=q.device)
         attention_backward_queries[num_tiles, heads](
