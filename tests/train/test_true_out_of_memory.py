@@ -45,7 +45,7 @@ def train_with_little_memory(spare_mib, name):
 def test_promise_4_a_step_in_which_the_cpu_allocator_really_fails_is_repeated_and_the_run_completes(tmp_path):
     furnish(tmp_path)
     lines = (tmp_path / "train.jsonl").read_text()
-    (tmp_path / "train.jsonl").write_text(lines + lines)
+    (tmp_path / "train.jsonl").write_text(lines + lines)  # two steps in one epoch, at whose end it saves
     wide = '{"d_model": 512, "d_ff": 4096, "num_heads": 8, "d_kv": 64, "num_layers": 1, "num_decoder_layers": 1}'
     (tmp_path / "wide.json").write_text(wide)
     done = run_ranks(1, train_with_little_memory, 8, "tight", folder=tmp_path, seconds=120)
