@@ -60,7 +60,8 @@ def with_peft(stock, model):
 
 
 def stock_of(vocab_size, tokenizer, shape):
-    return as_hugging_face(make_model(vocab_size, shape=shape), tokenizer)
+    # without it transformers 5.17 has no causal mask in a decoder of UMT5
+    return as_hugging_face(make_model(vocab_size, shape=shape), tokenizer, attn_implementation="eager")
 
 
 def gradients_after(model, batch):
