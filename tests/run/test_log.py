@@ -15,6 +15,7 @@ def log_folder(tmp_path):
     for handler in list(log_module.LOGGER.handlers):
         log_module.LOGGER.removeHandler(handler)
         handler.close()
+    log_module.LOGGER.propagate = True  # open_log clears it
 
 
 def test_log_lines_have_the_documented_form(log_folder, capsys):

@@ -1,5 +1,4 @@
 import errno
-import logging
 import re
 from types import SimpleNamespace
 
@@ -70,8 +69,7 @@ def test_memory_that_another_process_took_later_is_not_counted_as_ours(monkeypat
         assert non_torch_bytes(torch.device("cuda"), other_process=GIB) == non_torch * GIB
 
 
-def test_too_little_free_memory_gives_a_warning_with_the_planned_peak(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("chat_trainer"), "propagate", True)
+def test_too_little_free_memory_gives_a_warning_with_the_planned_peak(caplog):
     assert check_memory_safety(2.0, free_bytes=3 * GIB)
     assert not check_memory_safety(2.0, free_bytes=GIB, planned_bytes=int(0.5 * GIB))
     assert "1.00 GiB of GPU memory are free, below 2.0; the plan's peak is 0.50 GiB" in caplog.text
