@@ -6,11 +6,16 @@ from pathlib import Path
 from model.nn.weights_io import write_model
 
 
-def as_hugging_face(model, tokenizer, **options):
-    """transformers' model with the weights of `model`, read with `options` from files that `model` is written to."""
+def as_hugging_face(model, tokenizer):
+    """transformers' model with the weights of `model`, read from files that `model` is written to."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM  # takes seconds to import
 
     with tempfile.TemporaryDirectory() as folder:
         write_model(model, tokenizer, Path(folder))
         kind = AutoModelForSeq2SeqLM if hasattr(model, "encoder") else AutoModelForCausalLM
-        return kind.from_pretrained(folder, **options)
+        return kind.from_pretrained(folder, **attention_of(model))
+
+
+def attention_of(model):
+    """Options of from_pretrained: eager attention for UMT5, for transformers 5.17 forgets its causal mask in others."""
+    return dict(attn_implementation="eager") if getattr(model.config, "model_type", "") == "umt5" else {}

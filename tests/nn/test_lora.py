@@ -60,8 +60,7 @@ def with_peft(stock, model):
 
 
 def stock_of(vocab_size, tokenizer, shape):
-    # without it transformers 5.17 has no causal mask in a decoder of UMT5
-    return as_hugging_face(make_model(vocab_size, shape=shape), tokenizer, attn_implementation="eager")
+    return as_hugging_face(make_model(vocab_size, shape=shape), tokenizer)
 
 
 def gradients_after(model, batch):

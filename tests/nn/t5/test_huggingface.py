@@ -10,6 +10,7 @@ from model.nn.weights_io import export_model, load_weights
 from model.train.evaluate import evaluate_loss
 from model.train.objectives.pairs import Pairs
 from tests.parts import PLAN, SHAPE, batch_of, evaluation_of, make_model, padded, stock_loss
+from tests.stock import attention_of
 
 
 def test_promise_1_the_exported_checkpoint_gives_the_logits_of_the_trainer(exported, model, store, tokenizer):
@@ -77,8 +78,7 @@ def variant(request, tokenizer):
 @pytest.fixture
 def stock_variant(variant, tokenizer, tmp_path):
     export_model(variant, tokenizer, tmp_path / "best")
-    # without it transformers 5.17 has no causal mask in a decoder of UMT5
-    return AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "best", attn_implementation="eager")
+    return AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "best", **attention_of(variant))
 
 
 def test_promise_1_and_2_every_variant_has_the_logits_and_gradients_of_transformers(
