@@ -17,5 +17,5 @@ def as_hugging_face(model, tokenizer):
 
 
 def attention_of(model):
-    """Options of from_pretrained: eager attention for UMT5, for transformers 5.17 forgets its causal mask in others."""
+    """Options of from_pretrained. UMT5 gets eager attention: transformers 5.17 leaves out its causal mask in SDPA."""
     return dict(attn_implementation="eager") if getattr(model.config, "model_type", "") == "umt5" else {}
