@@ -38,7 +38,7 @@ ROOMS = {
     "model.nn": [
         "kernels.nf4",
         "quantized",
-        "flat_batch flat_params gradient_parts packed_layout philox",
+        "flat_batch flat_params gradient_parts key_values packed_layout philox",
         "kernels.dropout kernels.sums",
         "kernels",
         "activations attention dropout loss",
@@ -107,7 +107,7 @@ ROOMS = {
     "train_low_mem": [""],
 }
 APPLICATIONS = ("bench", "scripts", "train_low_mem")
-MAX_PARAMETERS = 6  # Triton kernels excepted
+MAX_PARAMETERS = 8  # Triton kernels excepted
 OPTIONS = {"TrainConfig", "load_config"}
 WITHOUT_OPTIONS = ("model.runtime", "model.data", "model.nn", "model.generate", "model.memory", "model.run")
 TENANTS_WORDS = re.compile(r"t5|prompt|response", re.IGNORECASE)

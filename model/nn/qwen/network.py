@@ -4,6 +4,9 @@ The sequences of a micro-batch lie end to end in one stream; each token attends 
 Weights are float32; activations and matmuls use `compute_dtype`.
 """
 
+from functools import partial
+from itertools import repeat
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -12,6 +15,7 @@ from model.nn.activations import gate
 from model.nn.attention import attend, has_kernels, score_mask
 from model.nn.base import LanguageModel
 from model.nn.flat_params import embed, linear
+from model.nn.key_values import new_key_values
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.qwen import decode
 from model.nn.qwen.rotary import turn_heads, turns_at
@@ -29,9 +33,9 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (ResidualNorm(c.head_dim, c.rms_norm_eps) for _ in range(2))
         self.heads, self.has_head_norms = (c.num_attention_heads, c.num_key_value_heads), c.has_head_norms
 
-    def forward(self, x, masks, turns, layout, mask):
-        """Attention output (N, hidden_size)."""
-        return self.o_proj(attend(self.qkv(x, masks, turns), layout, mask, *self.heads), masks)
+    def forward(self, x, masks, turns, attention):
+        """Attention output (N, hidden_size); `attention` is a function of what `qkv` gives, (N, query_width)."""
+        return self.o_proj(attention(self.qkv(x, masks, turns)), masks)
 
     def qkv(self, x, masks, turns):
         """Tensors whose concatenated columns are q, scaled and turned, k, turned, and v; `masks` are for adapters."""
@@ -83,15 +87,15 @@ class Block(nn.Module):
         width, epsilon = model_config.hidden_size, model_config.rms_norm_eps
         self.input_layernorm, self.post_attention_layernorm = (ResidualNorm(width, epsilon) for _ in range(2))
 
-    def forward(self, x, added, masks, *attention):
+    def forward(self, x, added, masks, turns, attention):
         x, normed = self.input_layernorm(x, added)
-        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, masks, *attention))
+        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, masks, turns, attention))
         return x, self.mlp(normed, masks)
 
 
-def _block_output(block, x, *masks_and_attention):
+def _block_output(block, x, masks, turns, attention):
     """The residual stream after `block` as one tensor, the only one that gradient checkpointing keeps per block."""
-    x, added = block(x, None, *masks_and_attention)
+    x, added = block(x, None, masks, turns, attention)
     return x + added
 
 
@@ -137,22 +141,31 @@ class QwenModel(LanguageModel):
     def hidden(self, batch):
         """(hidden states (targets, hidden_size), labels (targets,)) of a Stream."""
         self.flat.refresh()
-        mask = score_mask(batch.layout, True, self.compute_dtype)
-        attention = self.masks(batch.token_keys), self.turns(batch.positions), batch.layout, mask
-        x, added = embed(batch.ids, self.model.embed_tokens.weight), None
-        for number, block in enumerate(self.model.layers):
-            if number < self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(_block_output, block, x, *attention, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x, added = block(x, added, *attention)
-        return self.model.norm(x, added)[1].index_select(0, batch.rows), batch.labels
+        attentions = repeat(self.packed_attention(batch.layout))
+        states = self.states(batch.ids, batch.positions, self.masks(batch.token_keys), attentions)
+        return states.index_select(0, batch.rows), batch.labels
 
-    def turns(self, positions):
-        """Turns of the rotary positions (N,)."""
-        return turns_at(positions, self.config.head_dim, self.config.rope_theta)
+    def packed_attention(self, layout):
+        """The attention of every block over packed tokens, a function of their q, k and v."""
+        num_heads, num_kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        mask = score_mask(layout, True, self.compute_dtype)
+        return partial(attend, layout=layout, bias=mask, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+    def states(self, ids, positions, masks, attentions):
+        """Output of the last norm (N, hidden_size) at each token; `attentions` has one for each block."""
+        turns = turns_at(positions, self.config.head_dim, self.config.rope_theta)
+        x, added = embed(ids, self.model.embed_tokens.weight), None
+        for number, (block, attention) in enumerate(zip(self.model.layers, attentions)):  # noqa: B905 (may be endless)
+            shared = masks, turns, attention
+            if number < self.gradient_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(_block_output, block, x, *shared, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, added = block(x, added, *shared)
+        return self.model.norm(x, added)[1]
 
     def new_cache(self, slots, input_tokens, new_tokens):
-        return decode.new_cache(self, slots, input_tokens, new_tokens)
+        c, tokens = self.config, input_tokens + new_tokens
+        return new_key_values(self, c.num_hidden_layers, slots, c.num_key_value_heads, tokens, c.head_dim)
 
     def prefill(self, inputs, cache, slots, first_id):
         decode.prefill(self, inputs, cache, slots)
