@@ -37,6 +37,7 @@ from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update
+from model.train.footprint import with_optimizer
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 
@@ -110,7 +111,7 @@ def predict(case, constants=CURRENT):
     dtype = getattr(torch, case.dtype)
     model_config = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
     kernels = T5.has_kernels(torch.device("cuda"), dtype, model_config)
-    spec = MemorySpec(T5, model_config, dtype.itemsize, kernels, constants=constants)
+    spec = with_optimizer(MemorySpec(T5, model_config, dtype.itemsize, kernels, constants=constants), "adamw_rms")
     lengths = Lengths(np.array([[case.tokens, case.tokens]]), np.array([case.pairs]))
     tokens = 2 * case.pairs * case.tokens
     return Estimate(spec, lengths, case.pairs).peaks(tokens, CHUNK_TOKENS, case.blocks)["step"]

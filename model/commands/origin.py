@@ -27,7 +27,6 @@ from model.runtime.distributed import agree, broadcast, from_main, from_main_bef
 from model.runtime.watchdog import untimed
 from model.train.derive import derive, is_derived, with_derived
 from model.train.objectives.registry import objective_of
-from model.train.optim import count_steps
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -229,7 +228,7 @@ def restore(ranks, model, optimizer, found):
     """
     from_main(ranks, _load, model, optimizer, found)
     broadcast(ranks, [*model.flat.weights, *snapshot_of(model, optimizer).optimizer.values()])
-    count_steps(optimizer)
+    optimizer.count_steps()
     if ranks.is_main:
         LOGGER.info("resuming from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)
     return replace(found.state, world_size=ranks.world_size)

@@ -15,7 +15,7 @@ from model.commands.network import compute_dtype
 from model.commands.options import read_request
 from model.commands.origin import find_origin
 from model.data.length_histogram import Lengths
-from model.memory.estimate import Estimate, disk_bytes, optimizer_bytes
+from model.memory.estimate import Estimate, disk_bytes
 from model.memory.plan import (
     CHUNKS,
     USABLE,
@@ -30,7 +30,13 @@ from model.memory.plan import (
 from model.memory.step_time import time_factor
 from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
-from model.train.footprint import answers_wanted, launch_tokens_here, memory_spec, plan_options
+from model.train.footprint import (
+    answers_wanted,
+    launch_tokens_here,
+    memory_spec,
+    plan_options,
+    with_optimizer,
+)
 from model.train.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs, warmup_problem
 
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
@@ -186,7 +192,7 @@ def _levers(config, chosen, machine, plan):
     blocks = {False: 0, True: chosen.num_blocks}
     rows += [(f"gradient checkpointing {on}", spec, (tokens, chunk, number)) for on, number in blocks.items()]
     for optimizer in () if spec.lora else ("muon", "adamw_rms", "adafactor"):
-        rows.append((f"optimizer {optimizer}", replace(spec, optimizer=optimizer), plan.cutting))
+        rows.append((f"optimizer {optimizer}", with_optimizer(spec, optimizer), plan.cutting))
     levers = []
     lengths = chosen.lengths
     for name, changed, cutting in rows:
@@ -206,7 +212,7 @@ def _levers(config, chosen, machine, plan):
 def _host(config, estimate, plan, device, world):
     """Bytes of host memory and /dev/shm that the run needs, and bytes free in /dev/shm."""
     weights, saved = 4 * estimate.spec.parameters, 4 * estimate.spec.saved
-    optimizer_state = optimizer_bytes(estimate.spec)[0]
+    optimizer_state = estimate.spec.state_bytes
     compute = weights if device == "cuda" else max(estimate.peaks(*plan.cutting, plan.answers).values())
     rank_bytes = HOST_BYTES[device] + compute
     return dict(

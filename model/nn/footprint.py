@@ -28,10 +28,11 @@ class MemorySpec:
     model_config: object  # of the family's config_class
     number_bytes: int  # bytes per activation: 2 in bf16, 4 in float32
     kernels: bool  # attention runs in Triton kernels, else in plain PyTorch
-    optimizer: str = "adamw_rms"
     dropout: bool = False
     part: str = "all"  # the part of the network that is trained, one of the family's parts
     lora: LoraConfig | None = None  # an adapter that is trained instead
+    state_bytes: int = 0  # the optimizer's state
+    update_bytes: int = 0  # temporaries of its update
     sum_bytes: int = 0  # buffers of the sum of gradients over ranks
     num_ranks: int = 1  # that share a step
     # tokens of a network of small blocks that the GPU computes in the time that launching a forward and backward takes

@@ -30,7 +30,6 @@ from model.train.evaluate import Evaluation, evaluating, generate_answers, metri
 from model.train.footprint import estimate_for, plan_options
 from model.train.gradients import Outcome, attempt_gradients
 from model.train.loader import Work
-from model.train.optim import reset_state, update
 from model.train.reduction import sum_gradients
 from model.train.step import StepContext
 
@@ -53,10 +52,10 @@ def dry_run_update(ranks, model, optimizer, reduce_dtype="float32"):
 
     def reduce_and_update():
         sum_gradients(ranks, model, reduce_dtype)
-        update(optimizer, 0.0, torch.zeros((), device=ranks.device))
+        optimizer.update(0.0, torch.zeros((), device=ranks.device))
 
     seconds = _without_time_limit(ranks, timed, ranks.device, reduce_and_update)
-    reset_state(optimizer)
+    optimizer.reset()
     return seconds
 
 

@@ -11,6 +11,7 @@ from model.nn.lora import LoraConfig
 from model.nn.registry import family_of
 from model.runtime.distributed import vote
 from model.train.fixed_shards import NUM_SHARDS
+from model.train.optim import OPTIMIZERS
 from model.train.reduction import buffer_bytes
 
 # MemorySpec.launch_tokens per streaming multiprocessor (SM): from compute capability 9.0 on, and before
@@ -27,11 +28,18 @@ def memory_spec(config, model_config, dtype, device_type="cuda", launch_tokens=N
     kernels = family.has_kernels(torch.device(device_type), dtype, model_config)
     launch = dict(launch_tokens=launch_tokens) if launch_tokens else {}
     spec = MemorySpec(
-        family, model_config, dtype.itemsize, kernels, config.optimizer, has_dropout(config), config.trainable,
+        family, model_config, dtype.itemsize, kernels, has_dropout(config), config.trainable,
         lora_of(config, model_config), **launch,
     )  # fmt: skip
+    spec = with_optimizer(spec, config.optimizer)
     sends_bf16 = config.reduce_dtype == "bf16"  # counted on one rank, too, which has no sum
     return replace(spec, sum_bytes=buffer_bytes(spec.trained)) if sends_bf16 else spec
+
+
+def with_optimizer(spec, name):
+    """`spec` with the bytes of the optimizer of this name."""
+    state, update = OPTIMIZERS[name].needed_bytes(spec.trained, spec.trained_matrix_numbers)
+    return replace(spec, state_bytes=state, update_bytes=update)
 
 
 def has_dropout(config):

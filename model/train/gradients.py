@@ -8,7 +8,6 @@ import torch
 
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
-from model.train.optim import obeys_scale
 from model.train.weighted_loss import weighted_loss
 
 
@@ -54,7 +53,7 @@ def _gradients(context, plan, work, packed):
         shares = tuple(_share_gradients(context, plan, work, packed, place) for place in range(len(packed.shares)))
         shards = shares if context.loader.exact else ()
         norms, ready = _norms(context, shards), {}
-    if context.graphs and obeys_scale(context.optimizer):
+    if context.graphs and context.optimizer.obeys_scale:
         context.graphs.record_update(context.optimizer)  # here, because memory may run out
     fault_injection.fire("reduce", work.step)
     return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards, norms, ready)
