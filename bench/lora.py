@@ -39,7 +39,6 @@ from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
 from model.nn.lora import attach
 from model.nn.registry import family_of
-from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
 from model.nn.weights_io import export_model
@@ -190,7 +189,7 @@ def measure_case(case, rehearse):
     model_config = T5ModelConfig(**shape_of(shape, rehearse))
     config = load_config("pretrain", dict(warmup_steps=0, bleu_pairs=0) | (dict(lora_rank=rank) if rank else {}))
     setting = Setting(config, model_config, rehearse, pairs, tokens)
-    plan = MemoryPlan(2 * pairs * tokens, CHUNK_TOKENS, checkpointing * T5.num_blocks(model_config), 0)
+    plan = MemoryPlan(2 * pairs * tokens, CHUNK_TOKENS, checkpointing * model_config.num_blocks, 0)
     predicted = setting.estimate.peaks(*plan.cutting)["step"]
     values = dict(shape=shape, rank=rank, checkpointing=checkpointing, pairs=pairs, tokens=tokens)
     return dict(part="memory", **values) | errors(predicted, setting.run(plan)[0])

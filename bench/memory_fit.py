@@ -30,6 +30,7 @@ from config import MODELS, load_config
 from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
+from model.nn.attention import has_kernels
 from model.nn.footprint import Constants, MemorySpec
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
@@ -110,7 +111,7 @@ def predict(case, constants=CURRENT):
     """Predicted peak of the reserved bytes in the case's step."""
     dtype = getattr(torch, case.dtype)
     model_config = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
-    kernels = T5.has_kernels(torch.device("cuda"), dtype, model_config)
+    kernels = has_kernels(torch.device("cuda"), dtype, *model_config.kernel_sizes)
     spec = with_optimizer(MemorySpec(T5, model_config, dtype.itemsize, kernels, constants=constants), "adamw_rms")
     lengths = Lengths(np.array([[case.tokens, case.tokens]]), np.array([case.pairs]))
     tokens = 2 * case.pairs * case.tokens

@@ -45,7 +45,7 @@ class ChatModel:
 
         Raises ValueError if there is no place for a prompt.
         """
-        places = family_of(self.model.config).max_tokens(self.model.config)
+        places = self.model.config.max_tokens
         if places is None:
             return most
         if places <= new_tokens:

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
+from model.nn.attention import has_kernels
 from model.nn.lora import attach, draw
 from model.nn.registry import family_of
 from model.nn.weights_io import LoadedWeights, load_into
@@ -48,9 +49,9 @@ def start_kernels(ranks, config, model):
 
     `model` may be without memory. What fails there fails again, with its message, where the kernel is needed.
     """
-    family, works = family_of(model.config), update_works(model.flat, config, ranks.device)
-    if family.has_kernels(ranks.device, model.compute_dtype, model.config):
-        works += family.kernel_works(model.config, ranks.device, config.dropout)
+    works = update_works(model.flat, config, ranks.device)
+    if has_kernels(ranks.device, model.compute_dtype, *model.config.kernel_sizes):
+        works += family_of(model.config).kernel_works(model.config, ranks.device, config.dropout)
     if not works:
         return []
     pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // ranks.world_size, 1))

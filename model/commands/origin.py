@@ -153,7 +153,7 @@ def _check_model_config(ranks, config, typed, origin):
             raise ValueError(f"--model={config.model}: leave it out, {whose} set the sizes: {differences}")
     if weights:
         from_main(ranks, _check_weights, origin, config.finetune_from_ckp_file)
-    if config.trainable not in (parts := family_of(model_config).parts):
+    if config.trainable not in (parts := model_config.parts):
         raise ValueError(f"--trainable={config.trainable}: this network can train {', '.join(parts)}")
 
 

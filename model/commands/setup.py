@@ -27,6 +27,7 @@ from model.data.token_store import Source, open_store
 from model.data.tokenizer import ChatTokenizer
 from model.generate.sampling import Sampling, generation_config
 from model.memory.plan import MemoryPlan, choose_plan
+from model.nn.attention import has_kernels
 from model.nn.lora import lora_values
 from model.nn.registry import config_values, family_of
 from model.run.best_model import Rules
@@ -253,12 +254,12 @@ def _open_examples(ranks, config, files, origin, evaluated=False):
         store = local_main_first(ranks, opened)
     agree(ranks, f"the pairs in {names}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))
     dtype = compute_dtype(config.mixed_precision, ranks.device)
-    kernels = family.has_kernels(ranks.device, dtype, origin.model_config)
+    kernels = has_kernels(ranks.device, dtype, *origin.model_config.kernel_sizes)
     first_id = family.first_id(origin.model_config, origin.tokenizer)
     examples = Examples(store, objective, family, first_id, config.seed, kernels)
     examples = with_zeros(examples) if objective.derived else examples
     answers = evaluated and config.bleu_pairs and objective.has_answers
-    check_lengths(examples, family.max_tokens(origin.model_config), config.max_new_tokens if answers else 0)
+    check_lengths(examples, origin.model_config.max_tokens, config.max_new_tokens if answers else 0)
     return examples
 
 

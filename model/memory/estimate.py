@@ -85,7 +85,7 @@ class Estimate:
     @property
     def num_blocks(self):
         """Blocks of the network, each of which backward may compute again."""
-        return self.spec.family.num_blocks(self.spec.model_config)
+        return self.spec.model_config.num_blocks
 
     @cached_property
     def of_longest_targets(self):
@@ -106,7 +106,7 @@ class Estimate:
             moments[name] += self.spec.product_bytes
         vocabulary = VOCABULARY_MULTIPLE * -(-model_config.vocab_size // VOCABULARY_MULTIPLE)
         # the second gradient of the embedding, which is also the output projection
-        table = 0 if not self.spec.trains_table else 4 * vocabulary * self.spec.family.width(model_config)
+        table = 0 if not self.spec.trains_table else 4 * vocabulary * model_config.width
         moments["loss"] += self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
         moments["embedding"] += table
         moments["update"] = self.spec.update_bytes

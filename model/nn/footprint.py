@@ -1,9 +1,13 @@
 """What determines the bytes of a run besides the lengths of its examples and its plan."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
 
 from model.nn.base import Family
+from model.nn.layers import Linear
 from model.nn.lora import LoraConfig, count_adapter_numbers, largest_product
 from model.nn.quantized import NUMBER_BYTES
 
@@ -18,6 +22,38 @@ class Constants:
     reserved: float = 1.02  # bytes that the allocator reserves / bytes requested
     holes: float = 1.13  # more reserved bytes with checkpointing in plain PyTorch: its many sizes fragment memory
     workspace_bytes: float = 96 * 2**20  # cuBLAS workspaces, layouts, rounding
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How many weights a network, or a part of it, has."""
+
+    weights: int
+    matrices: int  # those in the layers' matrices
+
+
+@lru_cache(maxsize=64)
+def count_numbers(family, model_config, part="all"):
+    """Numbers of the weights in a part of a network."""
+    with torch.device("meta"):  # takes no memory
+        model = family.build(model_config).freeze_all_but(part)
+    matrices = (module.weight for module in model.modules() if isinstance(module, Linear))
+    return Numbers(*(sum(p.numel() for p in ps if p.requires_grad) for ps in (model.parameters(), matrices)))
+
+
+def blocks_bytes(layers, num_blocks, stream, num_recomputed):
+    """(bytes kept by equal blocks, peak bytes during the backward of the last one), of kinds of examples each.
+
+    `layers` holds (kept, temporaries) of each layer of a block. Of the first `num_recomputed` blocks only the input
+    (`stream` bytes) is kept, and their backward computes the rest again. The last block is the peak unless it is one of
+    them: then it is held beside all inputs, and else beside what other blocks keep too.
+    """
+    num_recomputed, kept_by_layer = min(max(num_recomputed, 0), num_blocks), [kept for kept, _ in layers]
+    kept, moments = num_recomputed * stream + (num_blocks - num_recomputed) * sum(kept_by_layer), []
+    for i, (_, temporaries) in enumerate(layers):
+        recomputed = sum(kept_by_layer) if num_recomputed == num_blocks else 0
+        moments.append(kept + recomputed - sum(kept_by_layer[i + 1 :]) + temporaries)
+    return kept, np.max(moments, axis=0)
 
 
 @dataclass(frozen=True)
@@ -42,7 +78,7 @@ class MemorySpec:
     @cached_property
     def network_launch_tokens(self):
         """`launch_tokens` of this network: a block of more weights computes longer; adapters take more launches."""
-        numbers = self.family.count_matrix_numbers(self.model_config) / self.family.num_blocks(self.model_config)
+        numbers = count_numbers(self.family, self.model_config).matrices / self.model_config.num_blocks
         launches = ADAPTER_LAUNCHES if self.lora else 1
         return self.launch_tokens * launches * min(LAUNCH_BLOCK_NUMBERS / numbers, 1)
 
@@ -50,19 +86,19 @@ class MemorySpec:
     def parameters(self):
         """Number of weights of the whole network, adapters included."""
         adapter = self.trained if self.lora else 0
-        return self.family.count_parameters(self.model_config) + adapter
+        return count_numbers(self.family, self.model_config).weights + adapter
 
     @cached_property
     def trained(self):
         """Number of weights that are trained."""
         if self.lora:
             return count_adapter_numbers(self.family, self.model_config, self.lora)
-        return self.family.count_parameters(self.model_config, self.part)
+        return count_numbers(self.family, self.model_config, self.part).weights
 
     @cached_property
     def trained_matrix_numbers(self):
         """Number of weights that are trained in the layers' matrices."""
-        return self.trained if self.lora else self.family.count_matrix_numbers(self.model_config, self.part)
+        return self.trained if self.lora else count_numbers(self.family, self.model_config, self.part).matrices
 
     @cached_property
     def frozen_bytes(self):
@@ -70,7 +106,7 @@ class MemorySpec:
         frozen = self.parameters - self.trained
         if not self.is_packed:
             return frozen * self.number_bytes
-        matrices = self.family.count_matrix_numbers(self.model_config)
+        matrices = count_numbers(self.family, self.model_config).matrices
         return int(matrices * NUMBER_BYTES + (frozen - matrices) * self.number_bytes)
 
     @cached_property

@@ -138,7 +138,7 @@ def load_weights(path):
     family, model_config, values = read_config(directory / "config.json")
     family.check_config(values, directory / "config.json")
     tensors = family.own_tensors(_read_files(directory), directory)
-    if family.num_blocks(model_config) > len(tensors):  # before so deep a model is built
+    if model_config.num_blocks > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
     return LoadedWeights(tensors, family.config_with(model_config, tensors), directory)
 

@@ -6,7 +6,7 @@ from config import DEFAULT_FAMILY, MAX_INT
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import CHUNKS, MemoryPlan
 from model.nn.lora import lora_from
-from model.nn.registry import config_from, family_named, family_of
+from model.nn.registry import config_from, family_named
 from model.train.spike_guard import WINDOW
 
 MAX_NUMBER = 2**63 - 1  # ranks vote on int64
@@ -144,19 +144,13 @@ def _check_plan(values, shape, what):
     Older files say of gradient checkpointing true (all blocks) or false: this becomes a number of blocks.
     """
     if isinstance(values, dict) and isinstance(values.get("gradient_checkpointing"), bool):
-        values["gradient_checkpointing"] *= _num_blocks(shape)
+        values["gradient_checkpointing"] *= config_from(shape).num_blocks
     _parse_fields(MemoryPlan, values, what)
     limits = dict(micro_batch_tokens=(1, MAX_INT), chunk_tokens=(1, CHUNKS[0]), answers=(1, MAX_INT))
-    limits["gradient_checkpointing"] = 0, _num_blocks(shape)
+    limits["gradient_checkpointing"] = 0, config_from(shape).num_blocks
     for name, (least, most) in limits.items():
         if not least <= values[name] <= most:
             raise ValueError(f"{what} says {name}={values[name]}: it must be from {least} to {most}")
-
-
-def _num_blocks(shape):
-    """Blocks of the network whose configuration has these values."""
-    model_config = config_from(shape)
-    return family_of(model_config).num_blocks(model_config)
 
 
 def _parse_fields(cls, values, what):

@@ -6,6 +6,7 @@ import torch
 
 from model.memory.estimate import Answers, Estimate
 from model.memory.plan import PlanOptions
+from model.nn.attention import has_kernels
 from model.nn.footprint import MemorySpec
 from model.nn.lora import LoraConfig
 from model.nn.registry import family_of
@@ -25,7 +26,7 @@ def memory_spec(config, model_config, dtype, device_type="cuda", launch_tokens=N
     `launch_tokens`: the value of `launch_tokens_here`; None: MemorySpec's default, that of a small GPU.
     """
     family = family_of(model_config)
-    kernels = family.has_kernels(torch.device(device_type), dtype, model_config)
+    kernels = has_kernels(torch.device(device_type), dtype, *model_config.kernel_sizes)
     launch = dict(launch_tokens=launch_tokens) if launch_tokens else {}
     spec = MemorySpec(
         family, model_config, dtype.itemsize, kernels, has_dropout(config), config.trainable,

@@ -192,7 +192,7 @@ def _until_agreed(context, plan, work, packed, torn):
     """
     events, failed = [], None
     examples = context.loader.examples
-    sizes = dict(longest_tokens=examples.histogram.longest, num_blocks=examples.family.num_blocks(context.model.config))
+    sizes = dict(longest_tokens=examples.histogram.longest, num_blocks=context.model.config.num_blocks)
     for tried in plans_to_try(plan, partial(shrink_plan, **sizes)):
         if failed is not None:
             values = dict(step=work.step, where="step", rank=failed, before=vars(plan), after=vars(tried))

@@ -21,7 +21,8 @@ from config import MODELS
 from model.data.buckets import buckets_for
 from model.data.token_store import read_store
 from model.memory.plan import MemoryPlan
-from model.nn.t5.footprint import count_matrix_numbers
+from model.nn.footprint import count_numbers
+from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import Ranks
@@ -196,7 +197,7 @@ def test_the_limit_of_a_step_grows_with_its_pairs_but_for_what_is_done_once():
     once = {"muon's kernels", "adamw's kernels", "copies and zeros"}
     assert {name for name in few if many[name] == few[name]} == once
     assert all(many[name] == pytest.approx(4 * few[name]) for name in few.keys() - once)
-    trained = 6 * (count_matrix_numbers(sizes) + VOCAB_SIZE * sizes.d_model)  # FLOPs if each side saw each weight
+    trained = 6 * (count_numbers(T5, sizes).matrices + VOCAB_SIZE * sizes.d_model)  # FLOPs if each side saw each weight
     assert 0.7 < few["products"] * 8e11 / (64 * 108 * trained) < 1
 
 

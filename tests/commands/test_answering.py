@@ -1,7 +1,6 @@
 """A model is loaded to answer with its own settings; a prompt holds what was said before, or is refused."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from model.commands.answering import TextStream, answer_all, load_chat_model, prompt_ids
 from model.data.conversation import Turn, encode_conversation
 from model.generate.sampling import Sampling
-from model.nn.t5.family import T5
+from model.nn.t5.sizes import T5ModelConfig
 from tests.knowing import PAIRS, write_knowing_model
 
 
@@ -70,9 +69,8 @@ def test_text_comes_in_whole_characters_however_the_ids_are_divided(chat):
 
 
 def test_a_network_with_so_many_places_is_not_given_more(chat, monkeypatch):
-    family = replace(T5, max_tokens=lambda model_config: 40)
     assert chat.prompt_tokens(2048, 30) == 2048
-    monkeypatch.setattr("model.commands.answering.family_of", lambda model_config: family)
+    monkeypatch.setattr(T5ModelConfig, "max_tokens", 40)
     assert (chat.prompt_tokens(2048, 30), chat.prompt_tokens(8, 30)) == (10, 8)
     with pytest.raises(ValueError, match="max_new_tokens=40: this model has 40 places"):
         chat.prompt_tokens(2048, 40)

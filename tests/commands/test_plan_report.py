@@ -19,7 +19,8 @@ from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.memory.plan import NothingFits, choose_plan, predicted_peaks
-from model.nn.t5.footprint import count_parameters
+from model.nn.footprint import count_numbers
+from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.footprint import plan_options
@@ -249,7 +250,7 @@ def test_the_options_of_plan_are_checked_like_those_of_train(home):
     words = dict(gpu_memory_limit_gb="8", model="tiny", vocab_size="500", num_processes="2", json="True")
     values = json.loads(plan_text((), dict(words)))
     assert values["machine"]["num_processes"] == 2
-    assert values["parameters"] == count_parameters(T5ModelConfig(**MODELS["tiny"], vocab_size=500))
+    assert values["parameters"] == count_numbers(T5, T5ModelConfig(**MODELS["tiny"], vocab_size=500)).weights
     with pytest.raises(ValueError, match="--batch_size_per_gp: did you mean --batch_size_per_gpu"):
         plan_text((), dict(words, batch_size_per_gp="3"))
     with pytest.raises(ValueError, match="^--vocab_size=-5: must be at least 0"):

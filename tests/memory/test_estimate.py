@@ -7,9 +7,8 @@ from config import MODELS, load_config
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.memory.estimate import Estimate, ForwardCostBound, fixed_bytes
-from model.nn.footprint import MemorySpec
+from model.nn.footprint import MemorySpec, count_numbers
 from model.nn.t5.family import T5
-from model.nn.t5.footprint import count_parameters
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
 from model.train.footprint import with_optimizer
@@ -72,12 +71,13 @@ def test_checkpointing_bf16_adafactor_and_a_frozen_encoder_are_predicted_to_save
 
     assert peak(checkpointing=12) < peak() / 2
     assert peak() < peak(number_bytes=4, kernels=False)
-    assert peak(state_bytes=0) < peak() - 7 * count_parameters(SMALL)
-    assert peak(part="decoder") < peak() - 16 * (count_parameters(SMALL) - count_parameters(SMALL, "decoder"))
+    assert peak(state_bytes=0) < peak() - 7 * count_numbers(T5, SMALL).weights
+    frozen = count_numbers(T5, SMALL).weights - count_numbers(T5, SMALL, "decoder").weights
+    assert peak(part="decoder") < peak() - 16 * frozen
 
 
 def test_the_fixed_bytes_are_weights_gradients_optimizer_state_and_bf16_copies():
-    count = count_parameters(SMALL)
+    count = count_numbers(T5, SMALL).weights
     assert fixed_bytes(BF16) | dict(workspaces=0) == dict(
         weights=4 * count, bf16_weights=2 * count, gradients=4 * count, optimizer=8 * count, workspaces=0
     )

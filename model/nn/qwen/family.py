@@ -3,25 +3,19 @@
 from model.nn.base import Family
 from model.nn.qwen import footprint, huggingface
 from model.nn.qwen.batch import collate
-from model.nn.qwen.network import QwenModel, runs_in_kernels
+from model.nn.qwen.network import QwenModel
 from model.nn.qwen.sizes import QwenModelConfig
 
 LAYERS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 QWEN = Family(
     name="qwen2",
     config_class=QwenModelConfig,
-    parts=("all",),
     build=QwenModel,
     collate=collate,
     first_id=lambda model_config, tokenizer: tokenizer.pad_id,  # not used: an answer follows the last token read
-    has_kernels=runs_in_kernels,
-    width=lambda model_config: model_config.hidden_size,
-    count_parameters=footprint.count_parameters,
-    count_matrix_numbers=footprint.count_matrix_numbers,
     step_moments=footprint.step_moments,
     evaluation_moment=footprint.evaluation_moment,
     cache_bytes=footprint.cache_bytes,
-    num_blocks=lambda model_config: model_config.num_hidden_layers,
     config_of=huggingface.config_of,
     check_config=huggingface.check_config,
     config_with=huggingface.config_with,

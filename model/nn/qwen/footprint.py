@@ -6,22 +6,7 @@
 import numpy as np
 
 from model.nn.attention import round_up
-
-
-def count_parameters(model_config, part="all"):
-    """Number of weights of a Qwen with this configuration."""
-    c = model_config
-    biases = (c.query_width + 2 * c.key_width) * c.has_biases + 2 * c.head_dim * c.has_head_norms
-    tables = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-    others = c.num_hidden_layers * (biases + 2 * c.hidden_size) + c.hidden_size
-    return tables + others + count_matrix_numbers(c)
-
-
-def count_matrix_numbers(model_config, part="all"):
-    """Number of weights in the matrices of the layers."""
-    c = model_config
-    attention = 2 * c.hidden_size * (c.query_width + c.key_width)
-    return c.num_hidden_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+from model.nn.footprint import blocks_bytes
 
 
 def _attention(spec, tokens):
@@ -54,20 +39,6 @@ def _feed_forward(spec, tokens):
     return ((d + (2 + outputs) * f) * s + 4) * tokens, (2 * d + (2 - outputs) * f + dropped) * s * tokens
 
 
-def _blocks(spec, layers, stream, num_recomputed):
-    """(bytes kept by the blocks, peak bytes during the backward of the last block).
-
-    `layers` holds (kept, temporaries) of each layer of a block; of the first `num_recomputed` blocks only the input
-    (`stream` bytes) is kept, and their backward computes the rest again.
-    """
-    num_blocks, kept_by_layer = spec.model_config.num_hidden_layers, [kept for kept, _ in layers]
-    kept, moments = num_recomputed * stream + (num_blocks - num_recomputed) * sum(kept_by_layer), []
-    for i, (_, temporaries) in enumerate(layers):
-        recomputed = sum(kept_by_layer) if num_recomputed == num_blocks else 0
-        moments.append(kept + recomputed - sum(kept_by_layer[i + 1 :]) + temporaries)
-    return kept, np.max(moments, axis=0)
-
-
 def step_moments(spec, tokens, checkpointing):
     """{moment: bytes per example (kinds,)} for each moment that may be the peak of a step.
 
@@ -77,7 +48,7 @@ def step_moments(spec, tokens, checkpointing):
     stream_tokens, targets = tokens.sum(axis=1).astype(np.float64), tokens[:, -1].astype(np.float64)
     stream = c.hidden_size * s * stream_tokens
     layers = [_attention(spec, stream_tokens), _feed_forward(spec, stream_tokens)]
-    kept, backward = _blocks(spec, layers, stream, checkpointing)
+    kept, backward = blocks_bytes(layers, c.num_hidden_layers, stream, checkpointing)
     # ids, positions, rows and labels; cosines and sines; keys of dropout's masks
     ends = (24 + 4 * c.head_dim + 12 * spec.dropout) * stream_tokens
     mask = 0 if spec.kernels else s * round_up(stream_tokens) ** 2

@@ -136,7 +136,7 @@ class QwenModel(LanguageModel):
 
     @property
     def uses_kernels(self):
-        return runs_in_kernels(self.output_weight.device, self.compute_dtype, self.config)
+        return has_kernels(self.output_weight.device, self.compute_dtype, *self.config.kernel_sizes)
 
     def hidden(self, batch):
         """(hidden states (targets, hidden_size), labels (targets,)) of a Stream."""
@@ -183,8 +183,3 @@ class QwenModel(LanguageModel):
                 std = self.config.initializer_range
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * std)
         return self
-
-
-def runs_in_kernels(device, dtype, model_config):
-    """True if the attention of a Qwen of this configuration runs in Triton kernels."""
-    return has_kernels(device, dtype, model_config.head_dim)

@@ -46,6 +46,23 @@ class QwenModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of numbers")
 
+    parts = ("all",)  # what `--trainable` may name
+    max_tokens = None  # of a sequence: no limit, as rotary positions have no table
+
+    @property
+    def width(self):
+        """Columns of the output table."""
+        return self.hidden_size
+
+    @property
+    def num_blocks(self):
+        return self.num_hidden_layers
+
+    @property
+    def kernel_sizes(self):
+        """Sizes that the attention kernels must support: the head width."""
+        return (self.head_dim,)
+
     @property
     def has_biases(self):
         """Whether q, k and v have biases."""

@@ -210,7 +210,7 @@ class TextToTextModel(LanguageModel):
 
     @property
     def uses_kernels(self):
-        return runs_in_kernels(self.shared.weight.device, self.compute_dtype, self.config)
+        return has_kernels(self.shared.weight.device, self.compute_dtype, *self.config.kernel_sizes)
 
     def hidden(self, batch):
         """(Decoder output (N, d_model), scaled, labels (N,)) of a MicroBatch."""
@@ -266,8 +266,3 @@ class TextToTextModel(LanguageModel):
 def inner_names(model_config):
     """Names of the matrices that enter a feed-forward layer."""
     return ("wi_0", "wi_1") if model_config.is_gated else ("wi",)
-
-
-def runs_in_kernels(device, dtype, model_config):
-    """True if the attention of a T5 of this configuration runs in Triton kernels."""
-    return has_kernels(device, dtype, model_config.d_kv, model_config.relative_attention_num_buckets)

@@ -7,10 +7,10 @@ import torch
 from model.data.sequences import Sequences
 from model.nn.attention import round_up
 from model.nn.base import Packing
-from model.nn.footprint import MemorySpec
+from model.nn.footprint import MemorySpec, Numbers, count_numbers
 from model.nn.qwen.batch import collate
 from model.nn.qwen.family import QWEN
-from model.nn.qwen.footprint import count_matrix_numbers, count_parameters, step_moments
+from model.nn.qwen.footprint import step_moments
 from model.nn.qwen.network import QwenModel
 from model.nn.qwen.sizes import QwenModelConfig
 from tests.nn.qwen.test_network import SIZES, VARIANTS
@@ -19,12 +19,11 @@ EXAMPLES, SIDES = 4, (40, 24)  # a length that attention does not pad
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_weights_are_counted(variant):
+def test_the_weights_are_counted_and_those_in_matrices_apart(variant):
     model = QwenModel(QwenModelConfig(**SIZES | VARIANTS[variant]))
-    assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
-    assert count_matrix_numbers(model.config) == sum(
-        p.numel() for name, p in model.named_parameters() if "proj.w" in name
-    )
+    matrices = [p for name, p in model.named_parameters() if "proj.w" in name]
+    expected = Numbers(*(sum(p.numel() for p in some) for some in (model.parameters(), matrices)))
+    assert count_numbers(QWEN, model.config) == expected
 
 
 @pytest.mark.parametrize("recomputed", [0, 2, 3])
