@@ -72,7 +72,6 @@ class TrainConfig:
     reduce_dtype: str = "float32"  # in which ranks send gradients: float32, or bf16 (half of the bytes, for slow links)
     share_update: bool = False  # each rank computes a part of Muon's update; pays with slow products and fast links
     deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
-    exact: bool = False  # bit-equal results on any number of CPU processes, one thread each
     # Run
     output_dir: str = "model_save/pretrain"  # the run directory
     logging_steps: int = 20  # steps between two log lines
@@ -172,10 +171,6 @@ def _problems(config):
         yield f"trainable={config.trainable}: with --lora_rank only the adapter is trained: leave --trainable out"
     if config.share_update and config.optimizer != "muon":
         yield f"share_update=True: only Muon's update is shared, not that of {config.optimizer}: leave it out"
-    if config.share_update and config.exact:
-        yield "share_update=True: with --exact=True all processes compute all of the update: leave one of them out"
-    if config.reduce_dtype != "float32" and config.exact:
-        yield f"reduce_dtype={config.reduce_dtype}: --exact=True adds gradients in float32: leave one of them out"
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
     if config.no_repeat_ngram_size > 16:

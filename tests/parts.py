@@ -98,9 +98,7 @@ def evaluation_of(model, store, tokenizer, num_answers=0, max_new_tokens=60):
 def context_of(model, optimizer, store, config, **schedule):
     """StepContext of one process on the CPU; for `schedule` see `schedule_of`."""
     examples = Examples(store, objective_of(config), T5, 0, config.seed, model.uses_kernels, model.dropout > 0)
-    return StepContext(
-        ALONE, model, optimizer, Loader(ALONE, examples, schedule_of(config, **schedule), config.exact), config
-    )
+    return StepContext(ALONE, model, optimizer, Loader(ALONE, examples, schedule_of(config, **schedule)), config)
 
 
 def schedule_of(config, total_pairs, global_batch, warmup_pairs=0):

@@ -80,19 +80,6 @@ def test_an_adapter_on_matrices_in_four_bits_killed_and_resumed_is_the_same_on_a
     assert refused(done, "was started with base_precision=nf4")
 
 
-def test_two_exact_ranks_train_the_adapter_of_one(home):
-    for world in (1, 2):
-        done = train(
-            home,
-            world,
-            output_dir=f"exact{world}",
-            exact=True,
-            **LORA | SHORT | dict(global_batch_size=22, warmup_steps=0),
-        )
-        assert done.codes == [0] * world, done.text
-    assert weights_hash(home / "exact1") == weights_hash(home / "exact2")
-
-
 def test_the_snippet_of_an_adapter_s_card_answers(home, monkeypatch, capsys):
     card = ModelCard.load(home / "calm" / "best" / "README.md")
     assert card.data.library_name == "peft" and "LoRA of rank 4 on base" in card.text

@@ -62,7 +62,7 @@ ROOMS = {
         "oom_policy",
     ],
     "model.train": [
-        "flat_optimizer fixed_shards lr_schedule orthogonal reduction run_length spike_guard weighted_loss",
+        "flat_optimizer lr_schedule orthogonal reduction run_length spike_guard weighted_loss",
         "adamw adamw_rms",
         "adafactor muon objectives.base objectives.dialogues objectives.pairs",
         "optim",

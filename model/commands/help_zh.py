@@ -45,7 +45,6 @@ HELP_ZH = dict(
     deterministic="同样的硬件和进程数得到逐位相同的结果",
     reduce_dtype="进程间发送梯度用的数：float32，或 bf16（字节减半，适合慢的连接）",
     share_update="Muon 的更新由各进程分担，各算一部分矩阵后交换权重",
-    exact="任意个 CPU 进程（每个一线程）得到逐位相同的结果",
     output_dir="训练目录",
     logging_steps="两行日志之间的步数",
     eval_steps="除每轮结束外，评估之间的步数；0：只在每轮结束时",

@@ -82,20 +82,3 @@ def compute_dtype(mixed_precision, device):
     """bfloat16 if `mixed_precision` is bf16, or if it is auto and the GPU supports it natively; else float32."""
     is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and is_native) else torch.float32
-
-
-def set_numerics(config, ranks):
-    """Set the process's threads and algorithms for `exact` and `deterministic`.
-
-    Raises ValueError if `exact` is on a GPU.
-    """
-    if config.exact:
-        if ranks.device.type != "cpu":
-            raise ValueError(
-                "--exact=True works only on the CPU: the libraries of a GPU choose the order of their sums; set "
-                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead: bit-equal "
-                "results on the same number of equal GPUs"
-            )
-        torch.set_num_threads(1)
-    if config.deterministic or config.exact:
-        torch.use_deterministic_algorithms(True)

@@ -85,6 +85,7 @@ NEEDLESS = {  # pattern of option names: why they may be left out
 }
 
 MISSING_OPTIONS = {  # pattern of option names: what to do instead
+    r"exact": "--deterministic=True gives equal bits on equal hardware and an equal number of processes",
     r"num_processes|nproc_per_node|num_gpus|n_gpus|world_size": "a launcher starts the processes, as README.md "
     "shows: torchrun or accelerate",
     r"(cpu_)?(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "each GPU holds the whole model: for less memory type "

@@ -222,13 +222,18 @@ def _read_stored(run_dir):
         preset, given = stored["preset"], stored["given"] | kept
         if preset not in PRESETS or not all(isinstance(value, str | int | float) for value in given.values()):
             raise ValueError(f"preset {preset!r} with {given!r}")
-        return preset, given | dict(output_dir=run_dir)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if "architectures" in stored:
             raise ValueError(
                 f"--output_dir={run_dir} is an exported model: give the run's directory, which holds it"
             ) from None
         raise ValueError(f"{path} cannot be read ({error}): delete it and type the run's options again") from None
+    if str(given.pop("exact", False)) == "True":
+        raise ValueError(
+            f"{run_dir} was started with --exact=True, which this version does not have: go on with the version that wrote "
+            f"it, {ANOTHER_RUN}"
+        )
+    return preset, given | dict(output_dir=run_dir)
 
 
 def exit_early(words):

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from config import TrainConfig
 from model.commands.adapter import with_adapter, without_adapter
 from model.commands.network import (
@@ -12,7 +14,6 @@ from model.commands.network import (
     draft_model,
     fill_model,
     make_model,
-    set_numerics,
     start_kernels,
     wait_for_kernels,
 )
@@ -109,7 +110,7 @@ def prepare_run(ranks, config, typed, resumed):
     `typed` holds the names of the options on the command line. Raises ValueError if the options contradict each other,
     the data or the checkpoint.
     """
-    set_numerics(config, ranks)
+    torch.use_deterministic_algorithms(config.deterministic)
     other_process, usable = set_memory_limit(config, ranks.device)
     free = dict(start=free_bytes())
     batch = global_batch(config, ranks.world_size, typed)
@@ -134,7 +135,7 @@ def prepare_run(ranks, config, typed, resumed):
     lap("update")
     wait_for_kernels(kernels)
     lap("kernels")
-    context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule, config.exact), config)
+    context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule), config)
     evaluation = _evaluation(context, validation[0], origin.tokenizer) if validation else None
     run = Run(config, origin.tokenizer, context, evaluation, _rules(config))
     state = replace(_initial_state(run, found), reference=reference)
@@ -180,7 +181,7 @@ def _planned(run, state, found, other_process):
     plan, memory = plan_run(run.context, run.evaluation, stored_plan, other_process)
     may_record = config.compile != "False" and run.model.uses_kernels
     recovery = kept_recovery(state, plan, may_record)
-    differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
+    differs = found.state.differs(plan, state.world_size) if found else ()
     state = replace(state, plan=asdict(plan), growth=recovery, device=ranks.device.type)
     return replace(run, memory=memory, differs=differs), state, plan
 

@@ -55,12 +55,12 @@ class TrainState:
             growth=vars(recovery) | dict(full=dict(vars(recovery.full))), recent_norms=result.position.recent_norms,
         )  # fmt: skip
 
-    def differs(self, plan, world_size, exact):
+    def differs(self, plan, world_size):
         """What changed since the checkpoint and alters the order of float additions ("plan", "processes")."""
         saved = self.plan and MemoryPlan(**self.plan)
         changed = dict(
             plan=saved and (saved.cutting, saved.graphs) != (plan.cutting, plan.graphs),
-            processes=world_size != self.world_size and not exact,
+            processes=world_size != self.world_size,
         )
         return tuple(name for name, has_changed in changed.items() if has_changed)
 

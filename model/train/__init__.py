@@ -8,7 +8,6 @@ commit ends a step: sum over ranks, check, update; reduction is that sum. optim 
 flat_optimizer; adamw, adamw_rms and muon are three of them, orthogonal the iteration of muon. run_length says how long
 a run is; lr_schedule is the rate at any position.
 spike_guard decides which steps to skip.
-fixed_shards gives the same bits on any number of CPU processes (exact=True).
 evaluate measures loss, BLEU and chrF. footprint predicts the memory of a run from its options, network and data;
 dry_run measures it on the device before the first step.
 """

@@ -12,7 +12,6 @@ import torch
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
 from model.runtime.distributed import broadcast, vote
-from model.train.fixed_shards import add_in_order
 from model.train.reduction import sum_gradients
 
 FINITE_TRIES = 2  # attempts at a step whose numbers are not finite, before it is skipped
@@ -57,10 +56,7 @@ def reduce_and_update(context, attempt, work, norm_limit):
     unchanged.
     """
     ranks, flat, options = context.ranks, context.model.flat, context.options
-    if options.exact:
-        add_in_order(ranks, attempt.shards, flat.gradients_and_sums)
-    else:
-        sum_gradients(ranks, context.model, options.reduce_dtype, attempt.ready)
+    sum_gradients(ranks, context.model, options.reduce_dtype, attempt.ready)
     norm, metrics = flat.gradients.norm(), flat.sums.sum()
     is_finite = (norm + metrics).isfinite()
     finite = OnHost(is_finite)  # the same on all ranks, as the sums are

@@ -75,12 +75,12 @@ def gradient_seconds(context, plan):
     """Seconds for the gradients of a step of mean length on the slowest rank: those of a part of the first, scaled."""
     loader, ranks = context.loader, context.ranks
     work = loader.work_at(0, 0)
-    number, ids = work.shares[0]
+    ids = work.ids
     lengths = loader.examples.lengths(ids, FIRST_EPOCH)
     most = plan.micro_batch_tokens if ranks.device.type == "cuda" else min(plan.micro_batch_tokens, TIMED_TOKENS)
     ids = next(iter(cut(ids, lengths, most)), ids)
     tokens = int(loader.examples.lengths(ids, FIRST_EPOCH).sum())
-    part = replace(work, step=0, all_ids=ids, shares=((number, ids),))
+    part = replace(work, step=0, all_ids=ids, ids=ids)
     plan = replace(plan, graphs=False)
 
     def compute():
@@ -232,7 +232,7 @@ def _step_peak(context, plan, ids):
     """Measured peak reserved bytes of forward and backward of these examples, over all ranks; None if any ran out."""
     ranks, examples = context.ranks, context.loader.examples
     tokens, weights = int(examples.lengths(ids, FIRST_EPOCH).sum()), examples.weights(ids, FIRST_EPOCH)
-    work = Work(0, FIRST_EPOCH, ids, tokens, *weights, 0.0, ((ranks.rank, ids),))
+    work = Work(0, FIRST_EPOCH, ids, tokens, *weights, 0.0, ids)
     release_memory()  # what loading left in the cache
     torch.cuda.reset_peak_memory_stats(ranks.device)
     attempt = _without_time_limit(ranks, attempt_gradients, context, replace(plan, graphs=False), work)

@@ -11,7 +11,6 @@ from model.nn.footprint import MemorySpec
 from model.nn.lora import LoraConfig
 from model.nn.registry import family_of
 from model.runtime.distributed import vote
-from model.train.fixed_shards import NUM_SHARDS
 from model.train.optim import OPTIMIZERS
 from model.train.reduction import buffer_bytes
 
@@ -79,7 +78,7 @@ def launch_tokens_here():
 
 def estimate_for(ranks, config, model_config, dtype, lengths, global_batch):
     """Estimate of a run on examples of these Lengths, the same on all ranks."""
-    share_pairs = -(-global_batch // (NUM_SHARDS if config.exact else ranks.world_size))
+    share_pairs = -(-global_batch // ranks.world_size)
     launch_tokens = -vote(ranks, -launch_tokens_here())[0]  # the minimum over ranks: all must choose the same plan
     spec = memory_spec(config, model_config, dtype, ranks.device.type, launch_tokens)
     spec = replace(spec, num_ranks=ranks.world_size)

@@ -110,6 +110,14 @@ def test_a_damaged_config_json_is_refused_with_its_path_and_what_to_do(tmp_path,
         read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
 
 
+def test_a_run_stored_with_exact_is_refused_by_name_and_one_without_it_goes_on(tmp_path):
+    write_run(tmp_path, dict(preset="pretrain", given=dict(exact="True")))
+    with pytest.raises(ValueError, match="was started with --exact=True, which this version does not have"):
+        read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
+    (tmp_path / "config.json").write_text(json.dumps(dict(preset="pretrain", given=dict(exact=False))))
+    assert read_request((), dict(output_dir=str(tmp_path), is_keep_training="True")).preset == "pretrain"
+
+
 def test_control_characters_of_a_config_json_are_printed_as_escapes(tmp_path, capsys):
     write_run(tmp_path, dict(preset="pretrain", given={"\x1b[2Jepoch": 1, "learn_rate": "\u202e1"}))
     with pytest.raises(SystemExit) as ended:
