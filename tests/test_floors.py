@@ -122,7 +122,7 @@ PLACES_OF_WORDS = (
 ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed model.run.trackers",
     "matplotlib": "model.run.plots model.commands.data_report bench",
-    "transformers": "model.nn.t5.huggingface model.nn.qwen.huggingface model.data.template_process scripts bench",
+    "transformers": "model.nn.t5.huggingface model.nn.qwen model.data.template_process scripts bench",
     "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
     "ctranslate2": "model.nn.other_formats bench",
     "datasets": "bench",

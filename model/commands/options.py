@@ -230,8 +230,8 @@ def _read_stored(run_dir):
         raise ValueError(f"{path} cannot be read ({error}): delete it and type the run's options again") from None
     if str(given.pop("exact", False)) == "True":
         raise ValueError(
-            f"{run_dir} was started with --exact=True, which this version does not have: go on with the version that wrote "
-            f"it, {ANOTHER_RUN}"
+            f"{run_dir} was started with --exact=True, which this version does not have: go on with the version that "
+            f"wrote it, {ANOTHER_RUN}"
         )
     return preset, given | dict(output_dir=run_dir)
 

@@ -173,4 +173,6 @@ def _has_type(value, expected):
         return expected is bool  # in Python a bool is an int too
     if expected is MemoryPlan:
         return isinstance(value, dict)
+    if expected is tuple:
+        return isinstance(value, tuple | list)
     return isinstance(value, expected) and (not isinstance(value, int | float) or 0 <= value <= MAX_NUMBER)

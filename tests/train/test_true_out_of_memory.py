@@ -77,7 +77,7 @@ def test_promise_4_a_run_under_a_cap_of_2_gib_stays_below_it(tmp_path):
 
 def fill_the_gpu_in_step_2(name):
     """A run whose second step finds the GPU full before its first gradients."""
-    share_gradients, ballast = gradients._compute_gradients, []
+    compute_gradients, ballast = gradients._compute_gradients, []
 
     def with_little_memory(context, plan, work, *args):
         if work.step == 2 and not ballast:

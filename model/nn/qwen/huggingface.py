@@ -1,4 +1,4 @@
-"""Parameter names and configuration to and from transformers' Qwen2 and Qwen3; refuses what is not computed here."""
+"""Parameter names and configuration to and from transformers' Qwen2, Qwen3 and Llama; refuses what is not computed."""
 
 from dataclasses import fields, replace
 
@@ -7,12 +7,19 @@ import torch
 from model.nn.qwen.sizes import QwenModelConfig
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3"}  # how transformers' classes begin
-SIZES = tuple(f.name for f in fields(QwenModelConfig) if f.name not in ("model_type", "rope_theta"))
+CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # how transformers' classes begin
+SIZES = tuple(f.name for f in fields(QwenModelConfig) if f.name not in ("model_type", "rope_theta", "rope_scaling"))
 # transformers' defaults, where they differ from ours
-DEFAULTS = dict(qwen2=dict(num_key_value_heads=32), qwen3=dict(num_key_value_heads=32, head_dim=128))
+DEFAULTS = dict(
+    qwen2=dict(num_key_value_heads=32), qwen3=dict(num_key_value_heads=32, head_dim=128),
+    llama=dict(max_position_embeddings=2048),
+)  # fmt: skip
 DEFAULT_THETA = 10_000.0
-ONLY = dict(hidden_act="silu", attention_bias=False, attention_dropout=0, partial_rotary_factor=1)
+PARTIAL = "partial_rotary_factor"
+ONLY = dict(
+    hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0, partial_rotary_factor=1,
+    pretraining_tp=1,
+)  # fmt: skip
 
 
 def file_values(model, tokenizer):
@@ -21,7 +28,8 @@ def file_values(model, tokenizer):
     config = {name: getattr(c, name) for name in SIZES} | ids
     config |= dict(
         model_type=c.model_type, architectures=[f"{CLASSES[c.model_type]}ForCausalLM"], dtype="float32",
-        hidden_act="silu", rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta),
+        hidden_act="silu",
+        rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta) | dict(c.rope_scaling),
     )  # fmt: skip
     return config, ids
 
@@ -32,14 +40,16 @@ def config_of(values, path):
     if values.get("num_key_value_heads", 0) is None:
         del known["num_key_value_heads"]
     try:
-        theta = _rotary(values).get("rope_theta", values.get("rope_theta", DEFAULT_THETA))
+        scaling = dict(_rotary(values))
+        theta = scaling.pop("rope_theta", values.get("rope_theta", DEFAULT_THETA))
         theta = float(theta) if isinstance(theta, int) else theta
-        model_config = QwenModelConfig(**known, rope_theta=theta, model_type=values["model_type"])
+        scaling = {dict(type="rope_type").get(name, name): x for name, x in scaling.items() if name != PARTIAL}
+        model_config = QwenModelConfig(**known, rope_theta=theta, rope_scaling=scaling, model_type=values["model_type"])
         if not model_config.vocab_size:
             raise ValueError("vocab_size is missing")
         return model_config
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path} is not a Qwen configuration: {error!s:.500}") from None
+        raise ValueError(f"{path} is not a decoder's configuration: {error!s:.500}") from None
 
 
 def _rotary(values):
@@ -54,8 +64,7 @@ def check_config(values, path):
     """Raise ValueError if a configuration with these `values`, read by `config_of`, asks for what is not computed."""
     rotary = _rotary(values)
     computed = {name: (values.get(name, value), value) for name, value in ONLY.items()}
-    computed["rope_type"] = rotary.get("rope_type", rotary.get("type", "default")), "default"
-    computed["rope_parameters' partial_rotary_factor"] = rotary.get("partial_rotary_factor", 1), 1
+    computed["rope_parameters' partial_rotary_factor"] = rotary.get(PARTIAL, 1), 1
     layers = values.get("layer_types") or []
     other = [kind for kind in layers if kind != "full_attention"] if isinstance(layers, list) else [layers]
     computed["layer_types"] = (other or ["full_attention"])[0], "full_attention"
@@ -65,7 +74,7 @@ def check_config(values, path):
     )
     for name, (said, value) in computed.items():
         if said != value:
-            raise ValueError(f"{path} says {name}={said!r:.80}: only a Qwen with {name}={value!r} can be used")
+            raise ValueError(f"{path} says {name}={said!r:.80}: only a decoder with {name}={value!r} can be used")
     if values.get("quantization_config"):
         raise ValueError(
             f"{path} says quantization_config={values['quantization_config']!r:.80}: only weights that are not "
@@ -81,12 +90,12 @@ def config_with(model_config, tensors):
 def own_tensors(tensors, path):
     """`tensors` under the network's names, without a copy of the embedding.
 
-    Raises ValueError, which names `path`, unless they are those of a Qwen.
+    Raises ValueError, which names `path`, unless they are those of a decoder.
     """
     named = {name if name == HEAD else f"model.{name.removeprefix('model.')}": x for name, x in tensors.items()}
     embedding, head = named.get(EMBEDDING), named.get(HEAD)
     if embedding is None:
-        raise ValueError(f"{path} has no {EMBEDDING}: it is not a Qwen")
+        raise ValueError(f"{path} has no {EMBEDDING}: it is not a decoder")
     if head is not None and head.shape == embedding.shape and torch.equal(head, embedding):
         del named[HEAD]
     return named

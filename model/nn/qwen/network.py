@@ -18,7 +18,7 @@ from model.nn.flat_params import embed, linear
 from model.nn.key_values import new_key_values
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.qwen import decode
-from model.nn.qwen.rotary import turn_heads, turns_at
+from model.nn.qwen.rotary import apply_rotary, rotary_at
 
 
 class Attention(nn.Module):
@@ -33,22 +33,22 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (ResidualNorm(c.head_dim, c.rms_norm_eps) for _ in range(2))
         self.heads, self.has_head_norms = (c.num_attention_heads, c.num_key_value_heads), c.has_head_norms
 
-    def forward(self, x, masks, turns, attention):
+    def forward(self, x, masks, rotary, attention):
         """Attention output (N, hidden_size); `attention` is a function of what `qkv` gives, (N, query_width)."""
-        return self.o_proj(attention(self.qkv(x, masks, turns)), masks)
+        return self.o_proj(attention(self.qkv(x, masks, rotary)), masks)
 
-    def qkv(self, x, masks, turns):
-        """Tensors whose concatenated columns are q, scaled and turned, k, turned, and v; `masks` are for adapters."""
+    def qkv(self, x, masks, rotary):
+        """Tensors whose concatenated columns are q, scaled and rotated, k, rotated, and v; `masks` are for adapters."""
         num_heads, num_kv_heads = self.heads
         if self.has_head_norms:
             q, (k, v) = self.q_proj(x, masks), _apply(x, masks, self.k_proj, self.v_proj).chunk(2, dim=1)
             q, k = _normed(q, self.q_norm), _normed(k, self.k_norm)
-            return turn_heads(q, turns, num_heads, num_heads), turn_heads(k, turns, num_kv_heads), v
+            return apply_rotary(q, rotary, num_heads, num_heads), apply_rotary(k, rotary, num_kv_heads), v
         if num_heads == num_kv_heads:  # of one shape, so the three weights are adjacent
             qkv = _apply(x, masks, self.q_proj, self.k_proj, self.v_proj)
-            return (turn_heads(qkv, turns, 2 * num_heads, num_heads),)
+            return (apply_rotary(qkv, rotary, 2 * num_heads, num_heads),)
         q, kv = self.q_proj(x, masks), _apply(x, masks, self.k_proj, self.v_proj)
-        return turn_heads(q, turns, num_heads, num_heads), turn_heads(kv, turns, num_kv_heads)
+        return apply_rotary(q, rotary, num_heads, num_heads), apply_rotary(kv, rotary, num_kv_heads)
 
 
 def _apply(x, masks, *layers):
@@ -78,7 +78,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Self-attention and feed-forward on a residual stream (N, hidden_size).
 
-    Takes the stream and the output of the block before, which is not yet added; returns the same.
+    Takes the stream and the output of the block before, which is not yet added; rerotary the same.
     """
 
     def __init__(self, model_config):
@@ -87,15 +87,15 @@ class Block(nn.Module):
         width, epsilon = model_config.hidden_size, model_config.rms_norm_eps
         self.input_layernorm, self.post_attention_layernorm = (ResidualNorm(width, epsilon) for _ in range(2))
 
-    def forward(self, x, added, masks, turns, attention):
+    def forward(self, x, added, masks, rotary, attention):
         x, normed = self.input_layernorm(x, added)
-        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, masks, turns, attention))
+        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, masks, rotary, attention))
         return x, self.mlp(normed, masks)
 
 
-def _block_output(block, x, masks, turns, attention):
+def _block_output(block, x, masks, rotary, attention):
     """The residual stream after `block` as one tensor, the only one that gradient checkpointing keeps per block."""
-    x, added = block(x, None, masks, turns, attention)
+    x, added = block(x, None, masks, rotary, attention)
     return x + added
 
 
@@ -153,10 +153,10 @@ class QwenModel(LanguageModel):
 
     def states(self, ids, positions, masks, attentions):
         """Output of the last norm (N, hidden_size) at each token; `attentions` has one for each block."""
-        turns = turns_at(positions, self.config.head_dim, self.config.rope_theta)
+        rotary = rotary_at(positions, self.config)
         x, added = embed(ids, self.model.embed_tokens.weight), None
         for number, (block, attention) in enumerate(zip(self.model.layers, attentions)):  # noqa: B905 (may be endless)
-            shared = masks, turns, attention
+            shared = masks, rotary, attention
             if number < self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(_block_output, block, x, *shared, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -4,7 +4,14 @@ from dataclasses import dataclass, fields
 
 from config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
 
-QWEN_TYPES = ("qwen2", "qwen3")
+QWEN_TYPES = ("qwen2", "qwen3", "llama")
+# What scales rotary positions for longer sequences: the numbers of a config.json that it needs, and those it may have
+ROPE_SCALINGS = dict(
+    linear=(("factor",), ()),
+    llama3=(("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    yarn=(("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+                        "mscale_all_dim")),
+)  # fmt: skip
 MOST = dict(vocab_size=MAX_VOCAB_SIZE, num_hidden_layers=MAX_LAYERS)
 
 
@@ -21,12 +28,15 @@ class QwenModelConfig:
     vocab_size: int = 0  # rows of the embedding; 0: the tokenizer's
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6  # base of the rotary positions' wavelengths
+    rope_scaling: tuple = ()  # (name, value) pairs of config.json's rope_parameters beside rope_theta; (): not scaled
     initializer_range: float = 0.02  # standard deviation of random weights
     max_position_embeddings: int = 32_768  # tokens; only exported, because rotary positions have no table
     tie_word_embeddings: bool = False  # the embedding is the output projection too
-    model_type: str = "qwen2"  # qwen2 (biases on q, k and v; Qwen1.5 too), qwen3 (a norm on each head of q and k)
+    # qwen2 (biases on q, k and v; Qwen1.5 too), qwen3 (a norm on each head of q and k), llama (neither)
+    model_type: str = "qwen2"
 
     def __post_init__(self):
+        object.__setattr__(self, "rope_scaling", _rope_scaling(self.rope_scaling))
         bad = [f"{f.name}={getattr(self, f.name)!r:.80}" for f in fields(self) if not self._is_valid(f)]
         if bad:
             raise ValueError(
@@ -87,6 +97,8 @@ class QwenModelConfig:
         value = getattr(self, field.name)
         if field.type is bool:
             return isinstance(value, bool)
+        if field.type is tuple:
+            return True  # checked before
         if field.type is str:
             return value in QWEN_TYPES
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -96,3 +108,22 @@ class QwenModelConfig:
         least = 0 if field.default == 0 else 1
         most = MOST.get(field.name, 2**31 if field.name == "max_position_embeddings" else MAX_WIDTH)
         return isinstance(value, int) and least <= value <= most
+
+
+def _rope_scaling(given):
+    """The pairs of `given`, a dict or pairs, in order; ValueError for a way or a number that is not known."""
+    values = dict(given or ())
+    kind = values.pop("rope_type", "default")
+    if kind == "default" and not values:
+        return ()
+    if kind not in ROPE_SCALINGS:
+        raise ValueError(f"rope_type={kind!r:.80}: only {', '.join(ROPE_SCALINGS)} can be used")
+    needed, optional = ROPE_SCALINGS[kind]
+    truncate = values.pop("truncate", True)
+    bad = [name for name, x in values.items() if isinstance(x, bool) or not isinstance(x, int | float) or not x > 0]
+    if bad or set(needed) - values.keys() or values.keys() - {*needed, *optional} or truncate is not True:
+        raise ValueError(
+            f"rope_type={kind} has {values!r:.200}: it needs {', '.join(needed)}, and may have "
+            f"{', '.join(optional) or 'nothing else'}, numbers above 0"
+        )
+    return tuple(sorted(values.items())) + (("rope_type", kind),)

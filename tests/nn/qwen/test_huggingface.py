@@ -92,8 +92,6 @@ def test_the_sizes_of_published_models_are_read():
     "changes, field",
     [
         (dict(use_sliding_window=True), "use_sliding_window"), (dict(hidden_act="gelu"), "hidden_act"),
-        (dict(rope_scaling=dict(type="yarn", factor=4.0)), "rope_type='yarn'"),
-        (dict(rope_parameters=dict(rope_type="linear", factor=2.0)), "rope_type='linear'"),
         (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types='sliding_attention'"),
         (dict(attention_bias=True), "attention_bias"), (dict(quantization_config=dict(bits=4)), "quantization_config"),
         (dict(rope_scaling=[1]), "rope_parameters"), (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
@@ -107,10 +105,13 @@ def test_what_is_not_computed_is_refused_by_its_field(changes, field):
 @pytest.mark.parametrize(
     "changes",
     [dict(num_key_value_heads=5), dict(hidden_size=0), dict(head_dim=7), dict(rms_norm_eps="1"), dict(vocab_size=0),
-     dict(num_attention_heads=7), dict(rope_theta=-1.0), dict(num_hidden_layers=10**6), dict(rope_theta="x")],
+     dict(num_attention_heads=7), dict(rope_theta=-1.0), dict(num_hidden_layers=10**6), dict(rope_theta="x"),
+     dict(rope_scaling=dict(type="dynamic", factor=2.0)),
+     dict(rope_scaling=dict(type="yarn", factor=-4.0)), dict(rope_parameters=dict(rope_type="linear")),
+     dict(rope_scaling=dict(rope_type="longrope", factor=2.0, short_factor=[1]))],
 )  # fmt: skip
 def test_sizes_that_no_model_can_have_are_refused(changes):
-    with pytest.raises(ValueError, match="config.json is not a Qwen configuration"):
+    with pytest.raises(ValueError, match="config.json is not a decoder's configuration"):
         config_of(PUBLISHED | changes, "config.json")
 
 

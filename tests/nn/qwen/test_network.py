@@ -23,6 +23,27 @@ VARIANTS = {
     "qwen2 tied, grouped": dict(num_key_value_heads=2, tie_word_embeddings=True),
     "qwen3 tied, grouped": dict(model_type="qwen3", num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", num_key_value_heads=1, head_dim=12, rope_theta=1e4),
+    "llama 2": dict(model_type="llama", rope_theta=1e4),
+    "llama 3": dict(
+        model_type="llama",
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=64,
+        rope_scaling=dict(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8,
+        ),
+    ),
+    "qwen3, YaRN": dict(
+        model_type="qwen3",
+        num_key_value_heads=2,
+        rope_theta=1e4,
+        max_position_embeddings=64,
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
 }
 LENGTHS = [(3, 5), (7, 2), (1, 9), (4, 40)]
 IDS = type("Ids", (), dict(pad_id=0, eos_id=1))
