@@ -85,7 +85,7 @@ class TrainConfig:
     keep_latest_n_ckp: int = 2  # number of checkpoints kept
     bleu_pairs: int = 100  # validation pairs that BLEU and chrF are computed on; 0: none
     max_new_tokens: int = 128  # of one generated answer, at most
-    no_repeat_ngram_size: int = 8  # answers repeat no run of so many tokens; 0: they may
+    no_repeat_ngram_size: int = 0  # answers repeat no run of so many of their own tokens; 0: they may
     log_sample_ids: bool = False  # write the example ids of each step to samples_rank<r>.jsonl
     backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
     screen: str = "auto"  # a full screen while training: auto (on a terminal), on, off (plain lines)

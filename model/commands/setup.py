@@ -83,7 +83,7 @@ class Run:
     @property
     def generation(self):
         """What the exported models' generation_config.json says."""
-        values = generation_config(_sampling(self.config), self.config.max_new_tokens)
+        values = generation_config(sampling_of(self.config), self.config.max_new_tokens)
         return values | (dict(prefix=self.config.prompt_prefix) if self.config.prompt_prefix else {})
 
     @property
@@ -160,14 +160,14 @@ def _evaluation(context, validation, tokenizer):
     config = context.options
     num_answers = config.bleu_pairs if validation.objective.has_answers else 0
     sides = context.ranks, context.model, validation, tokenizer
-    return Evaluation(*sides, num_answers, config.max_new_tokens, _sampling(config))
+    return Evaluation(*sides, num_answers, config.max_new_tokens, sampling_of(config))
 
 
 def _rules(config):
     return Rules(config.eval_steps, config.best_metric, config.patience, config.early_stop, config.plots)
 
 
-def _sampling(config):
+def sampling_of(config):
     """How answers are chosen, in evaluations and by whoever loads an exported model."""
     return Sampling(no_repeat_ngram_size=config.no_repeat_ngram_size)
 
