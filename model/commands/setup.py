@@ -64,7 +64,7 @@ class Run:
     rules: Rules
     memory: dict = field(default_factory=dict)  # predicted and measured bytes, as plan.json has them
     differs: tuple = ()  # what differs from the checkpoint, so that results may differ in their last bits
-    why_optimizer: str = "typed"  # as `settled` gives it
+    why_optimizer: str = "typed"  # as `choose_optimizer` says
 
     @property
     def dir(self):
