@@ -31,6 +31,7 @@ from bench.corpus import draw_lengths, write_corpus
 from bench.memory_fit import CHUNK_TOKENS, OneLength
 from bench.runs import context_of, schedule_of
 from config import MODELS, TrainConfig, load_config
+from model.commands.recipe import estimate_for, lora_of, memory_spec
 from model.commands.setup import prepare_run
 from model.data.buckets import buckets_for
 from model.data.length_histogram import Lengths
@@ -45,7 +46,6 @@ from model.nn.weights_io import export_model
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks, start_ranks
 from model.train.dry_run import dry_run_update
-from model.train.footprint import estimate_for, lora_of, memory_spec
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 

@@ -27,6 +27,7 @@ import torch
 
 from bench.runs import context_of, schedule_of
 from config import MODELS, load_config
+from model.commands.recipe import with_optimizer
 from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
@@ -38,7 +39,6 @@ from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update
-from model.train.footprint import with_optimizer
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 

@@ -13,10 +13,10 @@ import sys
 
 from bench.lora import Setting, errors
 from config import load_config
+from model.commands.recipe import plan_options
 from model.commands.setup import set_memory_limit
 from model.memory.plan import choose_plan
 from model.nn.qwen.sizes import QwenModelConfig
-from model.train.footprint import plan_options
 
 QWENS = {  # the published sizes of Qwen1.5-7B, Qwen3-4B and Qwen1.5-1.8B
     "qwen1.5-7b": dict(hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32),

@@ -29,6 +29,7 @@ from bench.lora import Setting
 from bench.nf4 import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS, TINY_QWEN
 from bench.runs import context_of, schedule_of
 from config import load_config
+from model.commands.recipe import launch_tokens_here, memory_spec, plan_options
 from model.commands.setup import set_memory_limit
 from model.data.length_histogram import histogram
 from model.data.sampler import step_at
@@ -39,7 +40,6 @@ from model.nn.qwen.sizes import QwenModelConfig
 from model.runtime.device_memory import is_out_of_memory, peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update
-from model.train.footprint import launch_tokens_here, memory_spec, plan_options
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 

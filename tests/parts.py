@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from config import load_config
+from model.commands.objective import objective_of
+from model.commands.recipe import answers_wanted, memory_spec
 from model.data.token_store import Source, open_store
 from model.data.tokenizer import PROBE
 from model.memory.estimate import Estimate
@@ -25,11 +27,9 @@ from model.run.train_state import TrainState
 from model.runtime.distributed import ALONE
 from model.train.evaluate import Evaluation
 from model.train.examples import Examples
-from model.train.footprint import answers_wanted, memory_spec
 from model.train.loader import Loader, Schedule
 from model.train.lr_schedule import LearnRate
 from model.train.objectives.pairs import Pairs
-from model.train.objectives.registry import objective_of
 from model.train.step import Position, StepContext, train_steps
 
 torch.set_num_threads(1)

@@ -7,9 +7,9 @@ import pytest
 
 from config import LEARN_RATES, MODELS, PRESETS, TrainConfig, as_bool, load_config
 from model.commands.options import preset_name as name_of
+from model.commands.run_length import global_batch
 from model.nn.registry import load_model_config
 from model.nn.t5.sizes import T5ModelConfig
-from model.train.run_length import global_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = MODELS["small"]

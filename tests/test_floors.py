@@ -62,11 +62,11 @@ ROOMS = {
         "oom_policy",
     ],
     "model.train": [
-        "flat_optimizer lr_schedule orthogonal reduction run_length spike_guard weighted_loss",
+        "flat_optimizer lr_schedule orthogonal reduction spike_guard weighted_loss",
         "adamw adamw_rms",
         "adafactor muon objectives.base objectives.dialogues objectives.pairs",
         "optim",
-        "cuda_graphs examples footprint objectives.registry",
+        "cuda_graphs examples",
         "evaluate loader",
         "commit derive gradients",
         "step",
@@ -83,7 +83,7 @@ ROOMS = {
         "live",
     ],
     "model.commands": [
-        "help_zh model_cache option_names",
+        "help_zh model_cache objective option_names recipe run_length",
         "no_model",
         "usage",
         "options",
@@ -116,7 +116,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 PLACES_OF_WORDS = (
     "model.data.readers", "model.data.dialogue", "model.data.columns", "model.data.cleaning",
     "model.data.prepared_pairs", "model.nn.t5", "model.nn.registry",
-    "model.train.objectives.pairs", "model.train.objectives.registry", "model.run.words", "model.commands",
+    "model.train.objectives.pairs", "model.commands.objective", "model.run.words", "model.commands",
 )  # fmt: skip
 # {library: the only modules that may import it}
 ALLOWED_IMPORTERS = {

@@ -17,8 +17,10 @@ import torch
 from packaging.requirements import Requirement
 
 from model.commands.network import make_model
+from model.commands.objective import objective_for, objective_of
 from model.commands.options import FILE_OPTIONS
 from model.commands.origin import find_origin
+from model.commands.recipe import memory_spec
 from model.commands.same_run import check_same_run
 from model.commands.settled import settled
 from model.commands.space import Row, disk_row, memory_rows, output_dir_row
@@ -33,8 +35,6 @@ from model.run.train_state import LaterFormat, TrainState
 from model.runtime.distributed import ALONE
 from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
-from model.train.footprint import memory_spec
-from model.train.objectives.registry import objective_for, objective_of
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]

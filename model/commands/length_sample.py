@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
+from model.commands.objective import objective_for
 from model.data.file_list import data_files
 from model.data.length_histogram import Lengths, histogram
 from model.data.sampler import Mixture, mixture_of
@@ -15,7 +16,6 @@ from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
 from model.run.run_dir import TOKENS_DIR
 from model.train.examples import Examples
-from model.train.objectives.registry import objective_for
 
 SAMPLED_ROWS = 20_000
 TOKEN_BYTES = 2.4  # per token in a token store, with its share of lengths and offsets

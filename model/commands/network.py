@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
+from model.commands.recipe import update_options
 from model.nn.attention import has_kernels
 from model.nn.lora import attach, draw
 from model.nn.registry import family_of
@@ -49,7 +50,7 @@ def start_kernels(ranks, config, model):
 
     `model` may be without memory. What fails there fails again, with its message, where the kernel is needed.
     """
-    works = update_works(model.flat, config, ranks.device)
+    works = update_works(model.flat, update_options(config), ranks.device)
     if has_kernels(ranks.device, model.compute_dtype, *model.config.kernel_sizes):
         works += family_of(model.config).kernel_works(model.config, ranks.device, config.dropout)
     if not works:

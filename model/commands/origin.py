@@ -12,6 +12,7 @@ import torch
 
 from model.commands.adapter import AdapterStart, check_adapter_of, find_base, start_of
 from model.commands.no_model import check_source
+from model.commands.objective import objective_of
 from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import with_turn_end
@@ -26,7 +27,6 @@ from model.run.train_state import state_of, state_values
 from model.runtime.distributed import agree, broadcast, from_main, from_main_before_joining
 from model.runtime.watchdog import untimed
 from model.train.derive import derive, is_derived, with_derived
-from model.train.objectives.registry import objective_of
 
 LOGGER = logging.getLogger("chat_trainer")
 

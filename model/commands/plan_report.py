@@ -13,6 +13,14 @@ from model.commands.length_sample import sample_of
 from model.commands.network import compute_dtype
 from model.commands.options import read_request
 from model.commands.origin import find_origin
+from model.commands.recipe import (
+    answers_wanted,
+    launch_tokens_here,
+    memory_spec,
+    plan_options,
+    with_optimizer,
+)
+from model.commands.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
 from model.commands.settled import settled
 from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate, disk_bytes
@@ -31,14 +39,7 @@ from model.memory.step_time import time_factor
 from model.run.messages import texts_here
 from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
-from model.train.footprint import (
-    answers_wanted,
-    launch_tokens_here,
-    memory_spec,
-    plan_options,
-    with_optimizer,
-)
-from model.train.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs, warmup_problem
+from model.train.lr_schedule import warmup_problem
 
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
 GIB = 2**30
@@ -171,7 +172,7 @@ def _steps(config, typed, batch, num_pairs):
     warmup = warmup_pairs(config, total_pairs, batch) / batch
     check_warmup(config, typed, warmup, full_steps)
     count = steps_between(0, total_pairs, num_pairs, batch)
-    return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config, warmup, full_steps))
+    return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config.learn_rate, warmup, full_steps))
 
 
 def _phases(config, estimate, plan, usable_bytes):

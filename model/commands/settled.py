@@ -1,8 +1,10 @@
 """What a run's options become once it is known what the run starts from: its adapter's, its optimizer, its rate."""
 
+from config import LORA_OPTIMIZER, with_optimizer
 from model.commands.adapter import with_adapter
 from model.commands.options import check_learn_rate
-from model.train.optim import OPEN, choose_optimizer
+
+OPEN = ("absent", "muon", "others")  # reasons of a choice that waits for the weights
 
 
 def settled(config, typed, origin):
@@ -17,3 +19,26 @@ def settled(config, typed, origin):
     if why in OPEN and "learn_rate" in typed:
         check_learn_rate(config)
     return config, why
+
+
+def choose_optimizer(config, typed, is_resumed, trained_by):
+    """(`config` with an optimizer and its rate, why it has this one: a key of the catalogue of texts after `why.`).
+
+    - One that was typed, or that a resumed run began with, stays.
+    - Random weights get Muon, an adapter AdamW; `load_config` knows both before any file is read.
+    - Weights that are all trained further keep the kind of update that made them, because orthogonalised updates
+      degrade weights that AdamW made (arXiv 2605.10468). `trained_by` is the optimizer of this trainer that trained all
+      of them last, as its exports say. Muon's keep Muon; so do weights that are not on this machine (None), which plan
+      takes for made here. All others get AdamW: downloaded models, state dicts, what another optimizer trained last. A
+      merged adapter changes nothing: its base's optimizer counts.
+    """
+    if config.optimizer == "auto":
+        why = "absent" if trained_by is None else "muon" if trained_by == "muon" else "others"
+        return with_optimizer(config, "adamw" if why == "others" else "muon"), why
+    if is_resumed:
+        return config, "resumed"
+    if "optimizer" in typed or (config.lora_rank and config.optimizer != LORA_OPTIMIZER):
+        return config, "typed"
+    if config.lora_rank:
+        return config, "adapter"
+    return config, "typed" if config.finetune_from_ckp_file else "scratch"

@@ -18,7 +18,10 @@ from model.commands.network import (
     wait_for_kernels,
 )
 from model.commands.no_model import check_tested
+from model.commands.objective import objective_for
 from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
+from model.commands.recipe import estimate_for, has_dropout, plan_options, update_options
+from model.commands.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
 from model.commands.same_run import check_same_run, why_not_compared
 from model.commands.settled import settled
 from model.commands.tokenising import write_beside
@@ -44,12 +47,9 @@ from model.train.derive import with_zeros
 from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
 from model.train.evaluate import Evaluation
 from model.train.examples import Examples, check_lengths
-from model.train.footprint import estimate_for, has_dropout, plan_options
 from model.train.loader import Loader, Schedule
 from model.train.lr_schedule import LearnRate
-from model.train.objectives.registry import objective_for
 from model.train.optim import make_optimizer
-from model.train.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
 from model.train.step import StepContext
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -130,15 +130,15 @@ def prepare_run(ranks, config, typed, resumed):
     fill_model(ranks, config, model, origin.weights, origin.adapter)
     reference, (train, *validation) = read_derived(model, ranks, config, found, (train, *validation), plan)
     free["model"] = free_bytes()
-    optimizer = make_optimizer(model, config, (ranks.rank, ranks.world_size))
+    optimizer = make_optimizer(model, update_options(config), (ranks.rank, ranks.world_size))
     free["optimizer"] = free_bytes()
     lap("model")
     update_seconds = dry_run_update(ranks, model, optimizer, config.reduce_dtype)
     lap("update")
     wait_for_kernels(kernels)
     lap("kernels")
-    context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule), config)
-    evaluation = _evaluation(context, validation[0], origin.tokenizer) if validation else None
+    context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule), update_options(config))
+    evaluation = _evaluation(config, context, validation[0], origin.tokenizer) if validation else None
     run = Run(config, origin.tokenizer, context, evaluation, _rules(config), why_optimizer=why)
     state = replace(_initial_state(run, found), reference=reference)
     run, state, plan = _planned(run, state, found, other_process)
@@ -159,9 +159,8 @@ def _schedule(config, typed, epoch_pairs, batch, found):
     return Schedule(total_pairs, batch, config.seed, rate)
 
 
-def _evaluation(context, validation, tokenizer):
+def _evaluation(config, context, validation, tokenizer):
     """The Evaluation of a run."""
-    config = context.options
     num_answers = config.bleu_pairs if validation.objective.has_answers else 0
     sides = context.ranks, context.model, validation, tokenizer
     return Evaluation(*sides, num_answers, config.max_new_tokens, sampling_of(config))
@@ -180,7 +179,11 @@ def _planned(run, state, found, other_process):
     """(Run, TrainState, MemoryPlan) once the plan was tried on the device."""
     config, ranks = run.config, run.ranks
     stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
-    plan, memory = plan_run(run.context, run.evaluation, stored_plan, other_process)
+    estimate = estimate_for(
+        ranks, config, run.model.config, run.model.compute_dtype, run.train.histogram, run.schedule.global_batch
+    )
+    wanted = plan_options(config)
+    plan, memory = plan_run(run.context, run.evaluation, estimate, wanted, stored_plan, other_process)
     may_record = config.compile != "False" and run.model.uses_kernels
     recovery = kept_recovery(state, plan, may_record)
     differs = found.state.differs(plan, state.world_size) if found else ()
@@ -294,6 +297,8 @@ def prepare_test(ranks, config):
     model = make_model(ranks, config, origin.model_config, origin.weights)
     batch = config.batch_size_per_gpu * ranks.world_size
     schedule = _schedule(replace(config, epochs=1, max_steps=0), (), len(examples), batch, None)
-    context = StepContext(ranks, model, None, Loader(ranks, examples, schedule), config)
-    run = Run(config, origin.tokenizer, context, _evaluation(context, examples, origin.tokenizer), _rules(config))
-    return run, plan_run(context, run.evaluation, None, other_process)[0]
+    context = StepContext(ranks, model, None, Loader(ranks, examples, schedule), update_options(config))
+    evaluation = _evaluation(config, context, examples, origin.tokenizer)
+    run = Run(config, origin.tokenizer, context, evaluation, _rules(config))
+    estimate = estimate_for(ranks, config, model.config, model.compute_dtype, examples.histogram, batch)
+    return run, plan_run(context, evaluation, estimate, plan_options(config), None, other_process)[0]

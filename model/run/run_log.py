@@ -17,7 +17,7 @@ from model.run.summary import device_name, first_words, unused_lines
 from model.runtime.atomic_io import remove_drafts, write_json
 from model.runtime.device_memory import memory_cap, peak_memory, reset_peak
 from model.runtime.laps import lap, laps, seconds_since_start
-from model.train.run_length import warmup_problem
+from model.train.lr_schedule import warmup_problem
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -61,7 +61,7 @@ def begin(run, journal, request, state, plan):
     warmup_steps, num_steps = (
         pairs / schedule.global_batch for pairs in (schedule.learn_rate.warmup_pairs, schedule.total_pairs)
     )
-    say(ranks, warmup_problem(config, warmup_steps, num_steps))
+    say(ranks, warmup_problem(schedule.learn_rate.peak, warmup_steps, num_steps))
 
 
 def binned_lengths(examples):

@@ -1,12 +1,12 @@
 """The optimizers by name."""
 
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
-from config import LORA_OPTIMIZER, with_optimizer
 from model.nn.flat_params import FlatParams, runs_kernels
 from model.train.adafactor import Adafactor
 from model.train.adamw import AdamW
@@ -16,43 +16,30 @@ from model.train.muon import Muon
 OPTIMIZERS = dict(muon=Muon, adamw_rms=RMSScaledAdamW, adamw=AdamW, adafactor=Adafactor)
 
 
-OPEN = ("absent", "muon", "others")  # reasons of a choice that waits for the weights
+@dataclass(frozen=True)
+class UpdateOptions:
+    """How a step's gradients become weights; the fields are those of TrainConfig."""
+
+    optimizer: str
+    learn_rate: float
+    weight_decay: float
+    max_grad_norm: float
+    spike_guard: float
+    reduce_dtype: str
+    share_update: bool
 
 
-def choose_optimizer(config, typed, is_resumed, trained_by):
-    """(`config` with an optimizer and its rate, why it has this one: a key of the catalogue of texts after `why.`).
-
-    - One that was typed, or that a resumed run began with, stays.
-    - Random weights get Muon, an adapter AdamW; `load_config` knows both before any file is read.
-    - Weights that are all trained further keep the kind of update that made them, because orthogonalised updates
-      degrade weights that AdamW made (arXiv 2605.10468). `trained_by` is the optimizer of this trainer that trained all
-      of them last, as its exports say. Muon's keep Muon; so do weights that are not on this machine (None), which plan
-      takes for made here. All others get AdamW: downloaded models, state dicts, what another optimizer trained last. A
-      merged adapter changes nothing: its base's optimizer counts.
-    """
-    if config.optimizer == "auto":
-        why = "absent" if trained_by is None else "muon" if trained_by == "muon" else "others"
-        return with_optimizer(config, "adamw" if why == "others" else "muon"), why
-    if is_resumed:
-        return config, "resumed"
-    if "optimizer" in typed or (config.lora_rank and config.optimizer != LORA_OPTIMIZER):
-        return config, "typed"
-    if config.lora_rank:
-        return config, "adapter"
-    return config, "typed" if config.finetune_from_ckp_file else "scratch"
-
-
-def make_optimizer(model, config, place=(0, 1)):
-    """The optimizer that `config.optimizer` names, over the trainable weights, of the process `place` (rank, ranks).
+def make_optimizer(model, options, place=(0, 1)):
+    """The optimizer of these UpdateOptions, over the trainable weights, of the process `place` (rank, ranks).
 
     Its learning rate is a tensor on the weights' device, which `update` writes.
     """
-    rate = torch.tensor(config.learn_rate, device=model.device)
-    shared = dict(place=place) if config.share_update else {}
-    return OPTIMIZERS[config.optimizer](model.flat, rate, weight_decay=config.weight_decay, **shared)
+    rate = torch.tensor(options.learn_rate, device=model.device)
+    shared = dict(place=place) if options.share_update else {}
+    return OPTIMIZERS[options.optimizer](model.flat, rate, weight_decay=options.weight_decay, **shared)
 
 
-def update_works(flat, config, device):
+def update_works(flat, options, device):
     """Functions that launch the update's kernels for one shape of matrix each, so that threads can compile them.
 
     `flat` is a network's FlatParams, which may be without memory.
@@ -60,10 +47,11 @@ def update_works(flat, config, device):
     if not runs_kernels(torch.empty(0, device=device)):
         return []
     shapes = sorted({p.shape for p in flat.trained[flat.num_others :]})
-    return [partial(_update_one, config, shape, device) for shape in OPTIMIZERS[config.optimizer].kernel_shapes(shapes)]
+    shapes = OPTIMIZERS[options.optimizer].kernel_shapes(shapes)
+    return [partial(_update_one, options, shape, device) for shape in shapes]
 
 
-def _update_one(config, shape, device):
+def _update_one(options, shape, device):
     vector, matrix = (nn.Parameter(torch.zeros(sizes, device=device)) for sizes in (shape[-1:], shape))
     network = SimpleNamespace(flat=FlatParams([vector], [matrix], (), torch.float32), device=device)
-    make_optimizer(network, config).update(0.0, torch.zeros((), device=device))
+    make_optimizer(network, options).update(0.0, torch.zeros((), device=device))

@@ -9,12 +9,12 @@ import torch
 from config import load_config
 from model.commands import doctor
 from model.commands.doctor import FIRST_ROWS, as_text, examine
+from model.commands.objective import OBJECTIVES
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.run.train_state import FORMAT
 from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import Verdict
-from model.train.objectives.registry import OBJECTIVES
 from tests.parts import open_pairs
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
 from tests.run.test_checkpoint import change_state

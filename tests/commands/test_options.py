@@ -8,8 +8,8 @@ import pytest
 
 from config import TrainConfig, load_config
 from model.commands.options import KEEP_TRAINING, exit_early, read_request
+from model.commands.run_length import global_batch
 from model.commands.usage import COMMANDS
-from model.train.run_length import global_batch
 from tests.ranks import ROOT
 
 

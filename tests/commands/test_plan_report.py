@@ -12,6 +12,7 @@ import torch
 from config import MODELS, load_config
 from model.commands import length_sample
 from model.commands.plan_report import plan_text, preview, table
+from model.commands.recipe import plan_options
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.data.readers import read_pairs
@@ -23,7 +24,6 @@ from model.nn.footprint import count_numbers
 from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
-from model.train.footprint import plan_options
 from model.train.objectives.pairs import Pairs
 from tests.parts import make_estimate, open_pairs
 from tests.tiny import furnish, write_pairs

@@ -17,7 +17,7 @@ from model.nn.qwen.network import QwenModel
 from model.nn.qwen.sizes import QwenModelConfig
 from model.nn.registry import family_of
 from model.nn.weights_io import export_model
-from model.train.optim import make_optimizer, update
+from model.train.optim import make_optimizer
 from tests.parts import make_config, make_model
 
 QUESTION = "国人民大地方今天真好我想和你"
@@ -42,7 +42,7 @@ def learnt(model, tokenizer):
         if loss < 0.01:
             break
         loss.backward()
-        update(optimizer, 0.02, torch.tensor(1.0))
+        optimizer.update(0.02, torch.tensor(1.0))
     assert loss < 0.02
     return model
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from config import MODELS, load_config
+from model.commands.recipe import with_optimizer
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.memory.estimate import Estimate, ForwardCostBound, fixed_bytes
@@ -11,7 +12,6 @@ from model.nn.footprint import MemorySpec, count_numbers
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
-from model.train.footprint import with_optimizer
 from model.train.optim import make_optimizer
 
 TINY = T5ModelConfig(**MODELS["tiny"], vocab_size=500)

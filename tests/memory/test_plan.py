@@ -9,6 +9,7 @@ import torch
 from bench.caps import HeavyTail
 from bench.nf4 import QWEN_VOCAB_SIZE, QWENS
 from config import MODELS
+from model.commands.recipe import plan_options
 from model.data.buckets import buckets_for
 from model.data.length_histogram import Lengths, histogram
 from model.memory.estimate import Estimate
@@ -25,7 +26,6 @@ from model.memory.plan import (
 from model.memory.step_time import time_factor
 from model.nn.qwen.sizes import QwenModelConfig
 from model.nn.t5.sizes import T5ModelConfig
-from model.train.footprint import plan_options
 from tests.parts import make_config, make_estimate
 
 GIB = 2**30

@@ -1,8 +1,7 @@
 """How long a run and its warm-up are, in pairs and in steps: from the options, the first batch and what an epoch is."""
 
-import math
-
 from config import MAX_DEFAULT_WARMUP_STEPS
+from model.train.lr_schedule import warmup_problem
 
 
 def global_batch(config, world_size, typed):
@@ -54,18 +53,5 @@ def warmup_pairs(config, total_pairs, first_batch):
 
 def check_warmup(config, typed, warmup_steps, num_steps):
     """Raise ValueError if --warmup_steps is in `typed`, the options given now, and the run ends within the warm-up."""
-    if "warmup_steps" in typed and (problem := warmup_problem(config, warmup_steps, num_steps)):
+    if "warmup_steps" in typed and (problem := warmup_problem(config.learn_rate, warmup_steps, num_steps)):
         raise ValueError(problem)
-
-
-def warmup_problem(config, warmup_steps, num_steps):
-    """Error message if a run of `num_steps` ends within its warm-up, with what to type; "" otherwise."""
-    if warmup_steps < num_steps or not warmup_steps:
-        return ""
-    reached = config.learn_rate * num_steps / warmup_steps
-    whole = math.ceil(num_steps)  # the last step may be smaller
-    return (
-        f"the warm-up of {warmup_steps:.0f} steps must be shorter than the run of {whole}: the learning rate would "
-        f"reach only {reached:.2g} of {config.learn_rate:g}; leave --warmup_steps out for a tenth of the run, or "
-        f"type --warmup_steps={int(num_steps) // 10}"
-    )

@@ -2,13 +2,13 @@ import numpy as np
 import torch
 
 from config import MODELS
+from model.commands import recipe
+from model.commands.recipe import CPU_ANSWERS, answers_wanted, estimate_for, memory_spec
 from model.data.length_histogram import histogram
 from model.memory.estimate import Answers
 from model.nn.gradient_parts import LEAST_NUMBERS
 from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import start_ranks, stop_ranks
-from model.train import footprint
-from model.train.footprint import CPU_ANSWERS, answers_wanted, estimate_for, memory_spec
 from model.train.reduction import PIECE_NUMBERS, PIECES_AT_ONCE, _buffers, buffer_bytes
 from tests.parts import make_config
 from tests.ranks import run_ranks
@@ -20,7 +20,7 @@ LENGTHS = np.random.default_rng(0).integers(20, 256, (6400, 2)).astype("uint16")
 def estimate_on_unlike_gpus():
     """Ranks with GPUs of different launch speeds; returns 0 if their estimates use the lowest, else 3."""
     ranks = start_ranks("gloo", 60)
-    footprint.launch_tokens_here = lambda: 9000 - 1000 * ranks.rank
+    recipe.launch_tokens_here = lambda: 9000 - 1000 * ranks.rank
     estimate = estimate_for(ranks, make_config(), CHATLM, torch.bfloat16, histogram(LENGTHS), 64)
     stop_ranks()
     return 0 if estimate.spec.launch_tokens == 8000 else 3

@@ -11,7 +11,7 @@ from model.nn.footprint import MemorySpec
 from model.nn.lora import LoraConfig
 from model.nn.registry import family_of
 from model.runtime.distributed import vote
-from model.train.optim import OPTIMIZERS
+from model.train.optim import OPTIMIZERS, UpdateOptions
 from model.train.reduction import buffer_bytes
 
 # MemorySpec.launch_tokens per streaming multiprocessor (SM): from compute capability 9.0 on, and before
@@ -57,6 +57,14 @@ def lora_of(config, model_config, base="", base_sha256=""):
         rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank, targets=tuple(targets or known),
         dropout=config.lora_dropout, use_rslora=config.use_rslora, base=base, base_sha256=base_sha256,
         base_precision=config.base_precision,
+    )  # fmt: skip
+
+
+def update_options(config):
+    """The UpdateOptions of a TrainConfig."""
+    return UpdateOptions(
+        config.optimizer, config.learn_rate, config.weight_decay, config.max_grad_norm, config.spike_guard,
+        config.reduce_dtype, config.share_update,
     )  # fmt: skip
 
 

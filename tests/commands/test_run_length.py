@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from config import load_config
+from model.commands.run_length import run_pairs, steps_between, warmup_pairs
 from model.data.sampler import step_at
-from model.train.run_length import run_pairs, steps_between, warmup_pairs
 
 
 @pytest.mark.parametrize("batch", [1, 8, 44, 50])
