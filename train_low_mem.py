@@ -29,25 +29,32 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 import fire
 from fire.decorators import SetParseFn
 
+from model.commands.evaluation import (
+    TrainingLoss,
+    ends_early,
+    evaluate,
+    evaluation_due,
+    lacks_evaluation,
+    without_lost_best,
+)
+from model.commands.exporting import export
 from model.commands.origin import agree_on, broadcast_request
+from model.commands.run_events import begin, log_steps, note_of, say, write_events
 from model.commands.setup import prepare_run, prepare_test
 from model.data.token_store import describe_store
+from model.display.catalogue import texts_here
+from model.display.console import Progress
+from model.display.drawing import finish_last, start_last
+from model.display.live import live
+from model.display.log_file import open_log
+from model.display.summary import last_words
+from model.display.trackers import check_installed
 from model.memory.oom_policy import recovery_of
 from model.memory.plan import NothingFits
-from model.run.best_model import TrainingLoss, ends_early, evaluate, evaluation_due, lacks_evaluation, without_lost_best
 from model.run.checkpoint import checkpoint_paths
-from model.run.checkpointer import Saver
-from model.run.console import Progress
-from model.run.drawing import finish_last, start_last
-from model.run.export import export
 from model.run.journal import Journal
-from model.run.live import live
-from model.run.log import open_log
-from model.run.messages import texts_here
 from model.run.run_dir import admit, has_last, only_writer
-from model.run.run_log import begin, log_steps, note_of, say, write_events
-from model.run.summary import last_words
-from model.run.trackers import check_installed
+from model.run.saver import Saver
 from model.runtime.device_memory import release_memory
 from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
 from model.runtime.laps import laps

@@ -36,13 +36,13 @@ from model.commands.setup import prepare_run
 from model.data.buckets import buckets_for
 from model.data.length_histogram import Lengths
 from model.data.tokenizer import load_tokenizer
+from model.formats.weights import export_model
 from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
 from model.nn.lora import attach
 from model.nn.registry import family_of
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
-from model.nn.weights_io import export_model
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks, start_ranks
 from model.train.dry_run import dry_run_update

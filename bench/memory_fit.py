@@ -32,7 +32,7 @@ from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
 from model.nn.attention import has_kernels
-from model.nn.footprint import Constants, MemorySpec
+from model.nn.memory_spec import Constants, MemorySpec
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig

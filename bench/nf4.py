@@ -16,7 +16,7 @@ from config import load_config
 from model.commands.recipe import plan_options
 from model.commands.setup import set_memory_limit
 from model.memory.plan import choose_plan
-from model.nn.qwen.sizes import QwenModelConfig
+from model.nn.decoder.sizes import DecoderModelConfig
 
 QWENS = {  # the published sizes of Qwen1.5-7B, Qwen3-4B and Qwen1.5-1.8B
     "qwen1.5-7b": dict(hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32),
@@ -48,7 +48,7 @@ def measure_packed(name, rehearse):
         warmup_steps=0, gpu_memory_limit_gb=limit,
     )  # fmt: skip
     config = load_config("pretrain", options)
-    setting = Setting(config, QwenModelConfig(**sizes, vocab_size=vocab_size), rehearse, 2, tokens)
+    setting = Setting(config, DecoderModelConfig(**sizes, vocab_size=vocab_size), rehearse, 2, tokens)
     _, usable = set_memory_limit(config, setting.device)
     plan = choose_plan(plan_options(config), setting.estimate, usable)
     measured, seconds = setting.run(plan, 2 if rehearse else QWEN_STEPS)

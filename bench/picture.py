@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
+from model.display.plots import draw_losses
 from model.run.journal import read_journal
-from model.run.plots import draw_losses
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"

@@ -10,9 +10,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from model.run.messages import Texts, language_of
-from model.run.screen import draw
-from model.run.watch import Follower
+from model.display.catalogue import Texts, language_of
+from model.display.screen import draw
+from model.display.watch import Follower
 
 
 def picture(run_dir: str, out: str, columns: int = 120, lines: int = 30) -> None:

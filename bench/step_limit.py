@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.corpus import VOCAB_SIZE, draw_lengths
 from config import MODELS
-from model.nn.footprint import count_numbers
+from model.nn.memory_spec import count_numbers
 from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 

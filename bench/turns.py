@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from model.commands.answering import answer_all, load_chat_model, prompt_ids
+from model.serve.answering import answer_all, load_chat_model, prompt_ids
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [

@@ -25,12 +25,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
-from model.commands.answering import ChatModel, load_chat_model, prompt_ids, stream_answer  # noqa: E402
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.cleaning import clean_text  # noqa: E402
 from model.generate.sampling import Sampling  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
+from model.serve.answering import ChatModel, load_chat_model, prompt_ids, stream_answer  # noqa: E402
 
 with suppress(ImportError):
     import readline  # noqa: F401  # gives input() a history and correct deletion of wide characters

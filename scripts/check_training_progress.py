@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from model.commands.option_names import ScriptParser  # noqa: E402
-from model.run.console import human_bytes, human_seconds  # noqa: E402
-from model.run.figures import epochs_of  # noqa: E402
+from model.display.console import human_bytes, human_seconds  # noqa: E402
+from model.display.figures import epochs_of  # noqa: E402
+from model.display.plots import plot_runs  # noqa: E402
+from model.display.watch import watch  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
-from model.run.plots import plot_runs  # noqa: E402
-from model.run.watch import watch  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
 
 SILENT_SECONDS = 600

@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from model.commands.answering import answer_all, load_chat_model, prompt_ids  # noqa: E402
+from model.serve.answering import answer_all, load_chat_model, prompt_ids  # noqa: E402
 
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 512, 32
 NUM_SHOWN = 5

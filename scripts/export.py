@@ -37,7 +37,7 @@ def export(options: argparse.Namespace) -> Path:
         raise ValueError(f"--output_dir={target}: it is there already; give another name, or add --overwrite")
     if target.resolve() in (source, *source.parents):
         raise ValueError(f"--output_dir={target}: the model itself lies there; give another name")
-    from model.nn.other_formats import to_bf16, to_ctranslate2  # takes seconds
+    from model.formats.conversions import to_bf16, to_ctranslate2  # takes seconds
 
     if options.to == "bf16":
         to_bf16(source, target)

@@ -111,9 +111,9 @@ def listeners(host: str, port: int) -> list[socket.socket]:
 def serve(options: argparse.Namespace) -> int:
     import uvicorn  # before the model is loaded, which takes seconds
 
-    from model.commands.answering import load_chat_model
-    from model.commands.connection import WatchedConnection
-    from model.commands.server import make_app
+    from model.serve.answering import load_chat_model
+    from model.serve.connection import WatchedConnection
+    from model.serve.server import make_app
 
     connection = partial(WatchedConnection, answer_seconds=options.request_seconds + BEFORE_ANSWER_SECONDS)
     sockets = listeners(options.host, options.port)  # before the model is loaded, too
@@ -129,9 +129,9 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def service_of(chat, options: argparse.Namespace):
-    from model.commands.decoding_thread import DecodingThread
-    from model.commands.server import Service
-    from model.run.messages import language_of
+    from model.display.catalogue import language_of
+    from model.serve.decoding_thread import DecodingThread
+    from model.serve.server import Service
 
     slots = options.slots or (64 if chat.model.device.type == "cuda" else 16)
     limits = chat.limits(slots, options.max_prompt_tokens, options.max_new_tokens)

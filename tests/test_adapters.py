@@ -11,8 +11,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM
 
-from model.commands.answering import answer_all, load_chat_model
 from model.generate.sampling import GREEDY, Sampling
+from model.serve.answering import answer_all, load_chat_model
 from scripts.merge_lora import main as merge_lora
 from tests.tiny import SHORT, command, furnish, journal, refused, train, weights_hash
 

@@ -15,7 +15,7 @@ import config
 from bench.picture import BENCHMARKS, draw, speed_rows
 from config import PRESETS, TrainConfig, load_config
 from model.commands.plan_report import GIB, preview
-from model.nn.weights_io import export_model
+from model.formats.weights import export_model
 from model.run.run_dir import TOKENIZER_DIR
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 import train_low_mem
+from model.commands import exporting
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import load_tokenizer
-from model.run import export
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.objectives.pairs import Pairs
 from tests.ranks import wait_for
@@ -131,8 +131,8 @@ def test_a_plan_for_a_gpu_is_replaced_on_a_cpu(home):
 
 def main_on_full_disk(directory, words):
     """`main` on a disk that is full for exports named `directory`."""
-    write = export.try_export
-    export.try_export = lambda *args: "no room" if args[2].name == directory else write(*args)
+    write = exporting.try_export
+    exporting.try_export = lambda *args: "no room" if args[2].name == directory else write(*args)
     return train_low_mem.main(words)
 
 

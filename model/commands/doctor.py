@@ -28,8 +28,8 @@ from model.data.file_list import data_files
 from model.data.sampler import mixture_of
 from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
+from model.display.catalogue import texts_here
 from model.run.checkpoint import checkpoint_paths, load_newest
-from model.run.messages import texts_here
 from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import LaterFormat, TrainState
 from model.runtime.distributed import ALONE

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 
 from model.commands.recipe import update_options
+from model.formats.weights import LoadedWeights, load_into
 from model.nn.attention import has_kernels
 from model.nn.lora import attach, draw
 from model.nn.registry import family_of
-from model.nn.weights_io import LoadedWeights, load_into
 from model.runtime.distributed import broadcast
 from model.runtime.watchdog import untimed
 from model.train.optim import update_works

@@ -16,13 +16,13 @@ from model.commands.objective import objective_of
 from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import with_turn_end
-from model.nn.adapter_io import adapter_directory, load_merged, tokenizer_directory
+from model.formats.adapters import adapter_directory, load_merged, tokenizer_directory
+from model.formats.weights import LoadedWeights, check_fits, load_into
 from model.nn.lora import attach
 from model.nn.registry import config_from, config_values, family_of, load_model_config
-from model.nn.weights_io import LoadedWeights, check_fits, load_into
 from model.run.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
-from model.run.checkpointer import checksum
 from model.run.run_dir import TOKENIZER_DIR
+from model.run.saver import checksum
 from model.run.train_state import state_of, state_values
 from model.runtime.distributed import agree, broadcast, from_main, from_main_before_joining
 from model.runtime.watchdog import untimed

@@ -23,6 +23,7 @@ from model.commands.recipe import (
 from model.commands.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
 from model.commands.settled import settled
 from model.data.length_histogram import Lengths
+from model.display.catalogue import texts_here
 from model.memory.estimate import Estimate, disk_bytes
 from model.memory.plan import (
     CHUNKS,
@@ -36,7 +37,6 @@ from model.memory.plan import (
     recording_asked,
 )
 from model.memory.step_time import time_factor
-from model.run.messages import texts_here
 from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
 from model.train.lr_schedule import warmup_problem

@@ -7,8 +7,8 @@ import torch
 from model.memory.estimate import Answers, Estimate
 from model.memory.plan import PlanOptions
 from model.nn.attention import has_kernels
-from model.nn.footprint import MemorySpec
 from model.nn.lora import LoraConfig
+from model.nn.memory_spec import MemorySpec
 from model.nn.registry import family_of
 from model.runtime.distributed import vote
 from model.train.optim import OPTIMIZERS, UpdateOptions

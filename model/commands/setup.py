@@ -9,6 +9,7 @@ import torch
 
 from config import TrainConfig
 from model.commands.adapter import without_adapter
+from model.commands.evaluation import Rules
 from model.commands.network import (
     compute_dtype,
     draft_model,
@@ -30,13 +31,12 @@ from model.data.row_hashes import describe_shared
 from model.data.sampler import mixture_of
 from model.data.token_store import Source, open_store
 from model.data.tokenizer import ChatTokenizer
+from model.display.console import Progress
 from model.generate.sampling import Sampling, generation_config
 from model.memory.plan import MemoryPlan, choose_plan
 from model.nn.attention import has_kernels
 from model.nn.lora import lora_values
 from model.nn.registry import config_values, family_of
-from model.run.best_model import Rules
-from model.run.console import Progress
 from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import TrainState, kept_recovery, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes

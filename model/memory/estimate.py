@@ -1,7 +1,7 @@
 """Closed form of the device memory that each phase of a run needs, from the architecture and the examples' lengths.
 
 It counts the tensors that a family's network, model/nn/loss.py and the optimizer hold on a GPU. What counting
-does not give (workspaces of libraries, rounding of the allocator) are the Constants in model/nn/footprint.py, which
+does not give (workspaces of libraries, rounding of the allocator) are the Constants in model/nn/memory_spec.py, which
 bench/memory_fit.py fits to 12 cases on an H200.
 """
 

@@ -17,9 +17,9 @@ import ujson
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from model.formats.weights import check_fits, write_tensors
 from model.nn.lora import attach, lora_from
 from model.nn.registry import config_from, family_of
-from model.nn.weights_io import check_fits, write_tensors
 from model.run.train_state import LaterFormat, TrainState, state_of, state_values
 from model.runtime import fault_injection
 from model.runtime.atomic_io import fsync, make_directory, remove_drafts, try_delete, whole_directory, write_file

@@ -21,7 +21,7 @@ from config import MODELS
 from model.data.buckets import buckets_for
 from model.data.token_store import read_store
 from model.memory.plan import MemoryPlan
-from model.nn.footprint import count_numbers
+from model.nn.memory_spec import count_numbers
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig

@@ -1,5 +1,5 @@
 from bench.turns import MIN_SHARE, NUM_TESTED, made_up, shares_right, talk, train
-from model.commands.answering import load_chat_model
+from model.serve.answering import load_chat_model
 
 
 def test_conversations_of_three_turns_use_the_earlier_turns(tmp_path):

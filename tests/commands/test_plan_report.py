@@ -20,7 +20,7 @@ from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.memory.plan import NothingFits, choose_plan, predicted_peaks
-from model.nn.footprint import count_numbers
+from model.nn.memory_spec import count_numbers
 from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR

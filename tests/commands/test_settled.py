@@ -11,10 +11,10 @@ from model.commands.doctor import _model
 from model.commands.origin import find_origin
 from model.commands.plan_report import preview
 from model.commands.settled import settled
-from model.nn.adapter_io import export_adapter, export_merged, load_merged
+from model.formats.adapters import export_adapter, export_merged, load_merged
+from model.formats.model_card import CARD_FILE, CardFacts
+from model.formats.weights import export_model, load_weights
 from model.nn.lora import LoraConfig, attach, draw
-from model.nn.model_card import CARD_FILE, CardFacts
-from model.nn.weights_io import export_model, load_weights
 from model.runtime.distributed import ALONE
 from tests.tiny import SHORT, journal, train
 

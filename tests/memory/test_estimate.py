@@ -8,7 +8,7 @@ from model.commands.recipe import with_optimizer
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.memory.estimate import Estimate, ForwardCostBound, fixed_bytes
-from model.nn.footprint import MemorySpec, count_numbers
+from model.nn.memory_spec import MemorySpec, count_numbers
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from model.commands.run_events import log_steps
 from model.nn.loss import linear_cross_entropy, token_log_probs
 from model.run.journal import Journal, read_journal
-from model.run.run_log import log_steps
 from model.train.optim import make_optimizer
 from tests.parts import ALONE, PLAN, batch_of, make_config, make_model, steps_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.test_live import Terminal
+from tests.display.test_live import Terminal
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_training_progress.py"
 MINUTE = 60

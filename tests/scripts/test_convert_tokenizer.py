@@ -8,7 +8,7 @@ import sentencepiece
 import torch
 
 from model.data.tokenizer import PROBE, load_tokenizer
-from model.nn.weights_io import load_weights
+from model.formats.weights import load_weights
 from scripts.convert_tokenizer import main as convert
 from tests.parts import SHAPE, make_model
 from tests.tiny import SHORT, refused, train

@@ -32,7 +32,7 @@ def rotary(
 
 
 def rotated(x, cos, sin, num_rotated, num_scaled):
-    """As model.nn.qwen.rotary.apply_rotary; `cos` and `sin` are (N, K / 2)."""
+    """As model.nn.decoder.rotary.apply_rotary; `cos` and `sin` are (N, K / 2)."""
     half = cos.shape[1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(len(x), ROWS_AT_ONCE), x.shape[1] // (2 * half))

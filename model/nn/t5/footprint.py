@@ -3,7 +3,7 @@
 import numpy as np
 
 from model.nn.attention import round_up
-from model.nn.footprint import blocks_bytes
+from model.nn.memory_spec import blocks_bytes
 
 
 def _attention(spec, queries, keys):

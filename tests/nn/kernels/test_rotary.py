@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.nn.qwen import rotary
-from model.nn.qwen.sizes import QwenModelConfig
+from model.nn.decoder import rotary
+from model.nn.decoder.sizes import DecoderModelConfig
 from tests.nn.kernels.interpreted import interpreted_errors, relative_error
 
 
@@ -13,7 +13,7 @@ def rotary_errors(device, dtype, head_dim=12):
     from model.nn.kernels import rotary as kernel
 
     sizes = dict(hidden_size=5 * head_dim, intermediate_size=8, num_hidden_layers=1, num_attention_heads=5)
-    model_config = QwenModelConfig(**sizes, rope_theta=1e4)
+    model_config = DecoderModelConfig(**sizes, rope_theta=1e4)
     angles = rotary.rotary_at(torch.randint(0, 4000, (37,), device=device), model_config)
     x = torch.randn(37, 6 * head_dim, device=device).to(dtype)[:, : 5 * head_dim]
     ours = [kernel.rotated(x, angles.cos, sin, 3, 2) for sin in (angles.sin, -angles.sin)]

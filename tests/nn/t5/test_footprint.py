@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from model.nn.attention import make_layout, round_up
-from model.nn.footprint import MemorySpec, count_numbers
 from model.nn.lora import LoraConfig, attach, draw
+from model.nn.memory_spec import MemorySpec, count_numbers
 from model.nn.t5.batch import MicroBatch
 from model.nn.t5.family import T5
 from model.nn.t5.footprint import step_moments
