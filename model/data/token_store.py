@@ -21,7 +21,7 @@ from model.data.tokenizer import ChatTokenizer
 from model.runtime.atomic_io import held_lock, write_file
 from model.runtime.json_stream import read_object
 
-FORMAT = 4  # a store of another format is built again
+FORMAT = 5  # a store of another format is built again; up to 4, a text that spelled </s> or <think> held that token
 META = {"source", "sha256", "ids_sha256", "ignored", "rows", "rows_of_files", "empty", "tokens", "cut"}
 META |= {"turns_left_out"}
 
