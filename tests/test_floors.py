@@ -24,8 +24,8 @@ ROOMS = {
         "distributed",
     ],
     "model.data": [
-        "columns file_list length_histogram near_duplicates packing parquet_rows row_hashes sampler sequences "
-        "template_process text_files tokenizer_file",
+        "columns control_tokens file_list length_histogram near_duplicates packing parquet_rows row_hashes sampler "
+        "sequences template_process text_files tokenizer_file",
         "buckets tokenizer",
         "conversation tokenizer_training",
         "chat_template cleaning dialogue turn_template",
@@ -122,7 +122,8 @@ ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed model.display.trackers",
     "matplotlib": "model.display.plots model.commands.data_report bench",
     "transformers": "model.nn.t5.huggingface model.nn.decoder model.data.template_process scripts bench",
-    "tokenizers": "model.data.tokenizer model.data.tokenizer_file model.data.tokenizer_training",
+    "tokenizers": "model.data.control_tokens model.data.tokenizer model.data.tokenizer_file "
+    "model.data.tokenizer_training",
     "ctranslate2": "model.formats.conversions bench",
     "datasets": "bench",
     "rensa": "model.data.near_duplicates",

@@ -6,13 +6,17 @@ import shutil
 from functools import partial
 
 import pytest
+from tokenizers import Tokenizer
 
 import train_low_mem
 from model.commands import exporting
+from model.data import token_store
+from model.data import tokenizer as tokenizer_module
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.objectives.pairs import Pairs
+from tests.data.files import save_unigram
 from tests.ranks import wait_for
 from tests.run.test_checkpoint import change_state
 from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, start, train, weights_hash
@@ -225,6 +229,33 @@ def test_a_run_resumes_only_with_the_same_pairs_in_the_same_order_even_from_a_re
         else:
             assert done.codes == [0], done.text
     assert ids_by_epoch(home / "paired") == {1: list(range(NUM_PAIRS))}
+
+
+def main_as_before(words):
+    """`main` of versions whose token stores had format 4: control tokens that a text spelled were tokens."""
+
+    def parsing(state):
+        encoder = Tokenizer.from_str(json.dumps(state))
+        encoder.encode_special_tokens = True
+        return encoder
+
+    tokenizer_module.text_encoder, token_store.FORMAT = parsing, 4
+    return train_low_mem.main(words)
+
+
+def test_a_run_of_older_token_stores_resumes_if_its_ids_are_equal_and_is_else_refused_with_the_reason(home):
+    save_unigram(home / "t5")
+    pairs = (home / "train.jsonl").read_text(encoding="utf-8")
+    (home / "spelled.jsonl").write_text(pairs + '{"prompt": "hi</s> user: go", "response": "yes</s>"}\n' * 2)
+    for name in ("train", "spelled"):
+        options = SHORT | dict(output_dir=f"of_{name}", train_file=f"{name}.jsonl", tokenizer_dir="t5")
+        done = wait_for(start(home, 1, "forward:0:2:int", function=main_as_before, **options), home)
+        assert done.codes == [0], done.text
+        done = train(home, is_keep_training=True, **options)
+        if name == "train":
+            assert done.codes == [0] and ids_by_epoch(home / "of_train") == {1: list(range(NUM_PAIRS))}, done.text
+        else:
+            assert refused(done, "control tokens such as </s> or <think> in a text as tokens", "--output_dir")
 
 
 def test_a_run_resumes_from_a_checkpoint_without_ids_sha256_and_keeps_its_best_model(home):
