@@ -2,6 +2,7 @@
 
 usage holds the commands and their help.
 options parses the command line and reports all its problems at once, without importing torch.
+launcher_options takes over or refuses the options of accelerate's launcher.
 option_names maps other trainers' and misspelt option names to those here, of scripts too; help_zh is the Chinese help.
 guide_flags reads the command lines of LoRA guides; model_cache finds a model that was downloaded before.
 no_model says what to type where no model is.
