@@ -2,6 +2,10 @@
 
 root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 
+# What the user typed, for the run to say when it is stopped.
+CHAT_COMMAND=$(printf '%q ' ${NUM_PROCESSES:+"NUM_PROCESSES=$NUM_PROCESSES"} "$0" "$@")
+export CHAT_COMMAND
+
 is_positive() {
     [[ $1 =~ ^0*[1-9][0-9]*$ ]]
 }
@@ -52,8 +56,8 @@ start_training() {
     cd -- "$root"
     [[ ! -x .venv/bin/python ]] || launch=(.venv/bin/python)
     if ((10#$num_processes > 1)); then
-        launch+=(-m accelerate.commands.launch --multi_gpu --num_processes "$num_processes" --num_machines 1)
-        launch+=(--main_process_port 0 --mixed_precision no --dynamo_backend no)
+        launch+=(-m torch.distributed.run --standalone --nproc_per_node "$num_processes")
+        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's own default, of which it warns
     fi
     launch+=(./train_low_mem.py train "$@" --is_keep_training=auto "${options[@]}")
     printf '%q ' "${launch[@]}"

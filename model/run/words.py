@@ -50,8 +50,7 @@ WORDS = {
         # last words
         "last.finished": "finished at step {step:,}, {pairs:,} pairs seen",
         "last.early": "finished at step {step:,}, {pairs:,} pairs seen: early_stop ended it",
-        "last.asked": "stopped on request at step {step:,}, {pairs:,} pairs seen; resume with --output_dir={run_dir} "
-        "--is_keep_training=True",
+        "last.asked": "stopped on request at step {step:,}, {pairs:,} pairs seen",
         "last.best": "best model: step {step:,}, validation loss {loss:.4f}{score}, in {folder}",
         "last.time": "{total} in all: {parts}",
         "kind.start-up": "start-up",
@@ -59,6 +58,7 @@ WORDS = {
         "kind.evaluation": "evaluation",
         "kind.saves": "saves",
         "kind.rest": "rest",
+        "next.resume": "to go on, type:\n{command}",
         "next.chat": "talk to it:    python scripts/chat.py {model}",
         "next.serve": "serve it:      python scripts/serve.py {model} --run {run_dir}",
         "next.test": "test it:       python train_low_mem.py test --output_dir={run_dir} --test_file=FILE",
@@ -85,6 +85,7 @@ WORDS = {
         "usage.plan": "  --num_processes=N --vocab_size=N: for a machine or tokenizer not here; "
         "--json=True: prints JSON",
         "usage.flags": "  {flags}: docs/options.md",
+        "launcher.taken": "taken over from accelerate launch: {options}",
         # the page
         "page.ask": "Ask something. Enter sends, Shift+Enter makes a new line.",
         "page.send": "Send",
@@ -159,8 +160,7 @@ WORDS = {
         "memory.host": "占内存 {peak} GiB，不含程序本身",
         "last.finished": "已完成，第 {step:,} 步，看过 {pairs:,} 对",
         "last.early": "已完成，第 {step:,} 步，看过 {pairs:,} 对：由 early_stop 提前结束",
-        "last.asked": "已按要求停止，第 {step:,} 步，看过 {pairs:,} 对；继续训练请输入 --output_dir={run_dir} "
-        "--is_keep_training=True",
+        "last.asked": "已按要求停止，第 {step:,} 步，看过 {pairs:,} 对",
         "last.best": "最好的模型：第 {step:,} 步，验证损失 {loss:.4f}{score}，在 {folder}",
         "last.time": "共 {total}：{parts}",
         "kind.start-up": "启动",
@@ -168,6 +168,7 @@ WORDS = {
         "kind.evaluation": "评估",
         "kind.saves": "保存",
         "kind.rest": "其他",
+        "next.resume": "继续训练请输入：\n{command}",
         "next.chat": "和它对话：  python scripts/chat.py {model}",
         "next.serve": "提供服务：  python scripts/serve.py {model} --run {run_dir}",
         "next.test": "测试：      python train_low_mem.py test --output_dir={run_dir} --test_file=文件",
@@ -190,6 +191,7 @@ WORDS = {
         "usage.similar": "，是不是 {command}？",
         "usage.plan": "  --num_processes=N --vocab_size=N：用于不在本机的机器或分词器；--json=True：输出 JSON",
         "usage.flags": "  {flags}：见 docs/options.md",
+        "launcher.taken": "采用 accelerate launch 的选项：{options}",
         "page.ask": "输入问题。回车发送，Shift+回车换行。",
         "page.send": "发送",
         "page.stop": "停止",
