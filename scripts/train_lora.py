@@ -20,6 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
 from model.commands.guide_flags import read_guide  # noqa: E402
 from model.runtime.launcher import typed_command  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
