@@ -11,7 +11,13 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
+from model.runtime.environment import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, command_line, exit_early, read_request
+from model.runtime.cgroup import limit_threads, num_cpus
 from model.runtime.cuda_start import start_cuda
 from model.runtime.watchdog import go_on_hint, stop_asked, training_begins, watch_signals
 
@@ -21,7 +27,8 @@ if __name__ == "__main__":  # before torch, which takes seconds to import
     start_cuda()
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: less fragmentation
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: --deterministic needs it
-if os.getloadavg()[0] > os.cpu_count():  # busy machine: threads that spin while waiting slow the others
+limit_threads()
+if os.getloadavg()[0] > num_cpus():  # busy machine: threads that spin while waiting slow the others
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 

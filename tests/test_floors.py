@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
     "config": [""],
     "model.runtime": [
-        "activity atomic_io cuda_start device_memory fault_injection json_stream laps launch launcher "
-        "module_process peers recorder terminal",
+        "activity atomic_io cgroup cuda_start device_memory environment fault_injection json_stream "
+        "laps launch launcher module_process peers recorder terminal",
         "nccl_check watchdog",
         "distributed",
     ],

@@ -29,6 +29,7 @@ from model.data.token_store import Source, find_store
 from model.run.checkpoint import checkpoint_paths, load_newest
 from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import LaterFormat, TrainState
+from model.runtime.cgroup import num_cpus
 from model.runtime.distributed import ALONE
 from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
@@ -144,7 +145,7 @@ def _topology():
 
 
 def _cores():
-    num_cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    num_cores, load = num_cpus(), os.getloadavg()[0]
     remedy = "other programs use them: a run will be slower" if load > num_cores else ""
     return Row("CPU", f"{num_cores} cores, load {load:.1f}, {torch.get_num_threads()} threads per process", remedy)
 

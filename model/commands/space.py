@@ -1,6 +1,5 @@
 """What doctor finds out about memory, disk and the run directory."""
 
-import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 
 from model.memory.estimate import disk_bytes, fixed_bytes
 from model.run.run_dir import check_empty_or_run, check_name
+from model.runtime.cgroup import host_memory
 
 GIB = 2**30
 
@@ -28,9 +28,7 @@ def memory_rows(config, spec):
     """Rows of free memory against what every plan needs: weights, gradients and optimizer state; no `spec`: unknown."""
     needed = sum(fixed_bytes(spec).values()) if spec else 0
     size = f"{needed / GIB:.2f} GiB" if spec else "unknown"
-    text = Path("/proc/meminfo").read_text()
-    host_bytes = int(re.search(r"MemAvailable:\s+(\d+)", text).group(1)) * 1024
-    places = [("host memory", host_bytes)]
+    places = [("host memory", host_memory()[0])]
     if torch.cuda.is_available():
         limit = config.gpu_memory_limit_gb * GIB
         frees = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
