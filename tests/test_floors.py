@@ -90,6 +90,7 @@ ROOMS = {
         "adapter guide_flags network same_run tokenising",
         "origin",
         "length_sample space",
+        "foresight",
         "setup",
         "answering data_report connection decoding_thread doctor plan_report server_metrics",
         "openai_api",

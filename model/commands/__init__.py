@@ -11,6 +11,7 @@ same_run compares a checkpoint with the run that would go on from it.
 setup makes all that a run needs before its first step: data, tokenizer, model, optimizer, state, plan. tokenising lets
 another process tokenise large files.
 plan_report is the command plan: what a run would take; length_sample is what it knows of data not yet tokenised.
+foresight is what train and doctor say of a result that would be lost or poor.
 doctor is the command doctor: what would make a run fail; space is its part about memory and disk.
 answering loads a trained model to answer questions in text. server answers them over HTTP: openai_api reads the
 requests, decoding_thread decodes them together, connection ends those that stand still, server_metrics counts.

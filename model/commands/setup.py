@@ -7,6 +7,7 @@ from pathlib import Path
 
 from config import TrainConfig
 from model.commands.adapter import with_adapter, without_adapter
+from model.commands.foresight import check_disk, warn_of_data
 from model.commands.network import (
     compute_dtype,
     draft_model,
@@ -118,9 +119,12 @@ def prepare_run(ranks, config, typed, resumed):
     config = with_adapter(config, origin.adapter)
     lap("weights")
     model = draft_model(ranks, config, origin.model_config, origin.adapter)
+    check_disk(ranks, config, model, resumed)
     kernels = start_kernels(ranks, config, model)
     train, *validation = _open_data(ranks, config, origin)
     schedule = _schedule(config, typed, train.epoch_pairs, batch, found)
+    if ranks.is_main:
+        warn_of_data(config, origin, train, batch)
     lap("data")
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
     fill_model(ranks, config, model, origin.weights, origin.adapter)

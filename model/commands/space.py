@@ -54,12 +54,16 @@ def output_dir_row(config):
     return Row("output_dir", f"{folder}, {'exists' if folder.exists() else 'will be created'}")
 
 
-def disk_row(config, spec):
-    """Row of the free disk space against the checkpoints kept, one being written, best/ and last/."""
+def disk_row(config, spec, resumed=False):
+    """Row of the free disk space against the checkpoints kept, one being written, best/ and last/.
+
+    Those that a `resumed` run has already count as free, since it replaces them.
+    """
     folder = Path(config.output_dir).resolve()
     while not folder.is_dir():
         folder = folder.parent
     needed, free = disk_bytes(spec, config.keep_latest_n_ckp) if spec else 0, shutil.disk_usage(folder).free
+    free += _written_bytes(folder) if resumed else 0
     size = f"{needed / GIB:.2f} GiB" if spec else "unknown"
     found = f"{free / GIB:.1f} GiB free in {folder}, {size} for checkpoints and exports"
     try:
@@ -70,3 +74,10 @@ def disk_row(config, spec):
         return Row("disk", f"{folder}: {error.strerror}", remedy, fails=True)
     remedy = "free some, lower --keep_latest_n_ckp, or choose another --output_dir" if free < needed else ""
     return Row("disk", found, remedy, fails=free < needed)
+
+
+def _written_bytes(run_dir):
+    """Bytes of a run's checkpoints and exports; a file with several links counts once."""
+    files = [path for name in ("checkpoints", "best", "last") for path in (run_dir / name).rglob("*")]
+    found = (path.lstat() for path in files if path.is_file() and not path.is_symlink())
+    return sum({(status.st_dev, status.st_ino): status.st_size for status in found}.values())

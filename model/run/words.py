@@ -71,6 +71,14 @@ WORDS = {
         "{step:,}: the run ends here, as --early_stop={count} says",
         "smaller": "out of memory in {where} on rank {rank}: done again in forward passes of {now:,} "
         "tokens, not {before:,}",
+        # what train and doctor foresee
+        "note.cut": "{share:.0%} of the answers in {names} are cut at --max_seq_len={most}, so the model learns to "
+        "stop in the middle",
+        "note.cut.remedy": "raise --max_seq_len, or train a tokenizer of more tokens than {vocabulary:,}",
+        "note.batch": "a step takes {batch:,} pairs and an epoch of {names} has {pairs:,}, so a step is an epoch",
+        "note.batch.remedy": "lower --batch_size_per_gpu or --gradient_accumulation_steps, or train on more pairs",
+        "note.seen": "prompts in {names} have up to {longest:,} tokens, and {source} was trained on at most {seen:,}",
+        "note.seen.remedy": "what lies beyond is new to it: train on many such prompts, or type --max_seq_len={seen}",
         # the command line
         "usage": "usage: python train_low_mem.py {command} [--name=value ...]",
         "usage.commands": "usage: python train_low_mem.py COMMAND [--name=value ...]\n"
@@ -179,6 +187,12 @@ WORDS = {
         "early_stop": "验证{metric}已有 {count} 次评估没有变好，最好的在第 {step:,} 步："
         "按 --early_stop={count} 到此结束",
         "smaller": "显存不足（{where}，{rank} 号进程）：已重做，每次前向 {now:,} 个词元，不再是 {before:,}",
+        "note.cut": "{names} 里 {share:.0%} 的回答被截到 --max_seq_len={most}，模型会学成话说到一半就停",
+        "note.cut.remedy": "请调大 --max_seq_len，或训练一个多于 {vocabulary:,} 个词元的分词器",
+        "note.batch": "每步 {batch:,} 对，而 {names} 每轮只有 {pairs:,} 对，一步就是一轮",
+        "note.batch.remedy": "请调小 --batch_size_per_gpu 或 --gradient_accumulation_steps，或增加数据",
+        "note.seen": "{names} 里的提问最长 {longest:,} 个词元，而 {source} 训练时最多见过 {seen:,} 个",
+        "note.seen.remedy": "更长的部分它没有见过：请多准备这样的提问，或输入 --max_seq_len={seen}",
         "usage": "用法：python train_low_mem.py {command} [--名称=值 ...]",
         "usage.commands": "用法：python train_low_mem.py 命令 [--名称=值 ...]\n"
         "  train    训练模型，或继续一次训练\n"
