@@ -23,6 +23,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from model.runtime.cgroup import limit_threads  # noqa: E402
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+limit_threads()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
 from model.commands.option_names import ScriptParser  # noqa: E402

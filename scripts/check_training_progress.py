@@ -16,6 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.display.console import human_bytes, human_seconds  # noqa: E402
 from model.display.figures import epochs_of  # noqa: E402

@@ -15,6 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
 from model.commands.option_names import ScriptParser  # noqa: E402

@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
 
 HELD_OUT_SHARE = 0.06  # of a kind of FACTS, in each held-out file; a kind of RULES has the same number there
 RULE_SHARES = 2  # a kind of RULES gets twice the questions: a rule is harder to learn than a list

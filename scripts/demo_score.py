@@ -8,6 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from model.runtime.cgroup import limit_threads  # noqa: E402
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+limit_threads()
+
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 

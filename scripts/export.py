@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # reads only local files
 
 from model.commands.option_names import ScriptParser  # noqa: E402

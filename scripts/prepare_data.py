@@ -24,14 +24,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.commands.data_report import print_report, print_written
-from model.commands.option_names import ScriptParser
-from model.data.cleaning import REASONS, clean_pair
-from model.data.columns import find_columns, list_names
-from model.data.conversation import Context
-from model.data.prepared_pairs import HasContext, PreparedPair, in_context, write_parquet
-from model.data.readers import NoRows, describe_ignored, read_pairs, read_pairs_in_context, read_rows
-from model.runtime.atomic_io import make_output_directory
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
+from model.commands.data_report import print_report, print_written  # noqa: E402
+from model.commands.option_names import ScriptParser  # noqa: E402
+from model.data.cleaning import REASONS, clean_pair  # noqa: E402
+from model.data.columns import find_columns, list_names  # noqa: E402
+from model.data.conversation import Context  # noqa: E402
+from model.data.prepared_pairs import HasContext, PreparedPair, in_context, write_parquet  # noqa: E402
+from model.data.readers import NoRows, describe_ignored, read_pairs, read_pairs_in_context, read_rows  # noqa: E402
+from model.runtime.atomic_io import make_output_directory  # noqa: E402
 
 COLUMNS = ("read", "kept", "malformed", *REASONS, "duplicate")
 SHORTENED = "context shortened"

@@ -14,10 +14,17 @@ import signal
 import socket
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from model.runtime.cgroup import limit_threads  # noqa: E402
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+limit_threads()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from model.commands.option_names import ScriptParser  # noqa: E402
@@ -39,6 +46,8 @@ def main(argv: list[str]) -> int:
         print(printable_lines(str(error)), file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        if find_spec("torch") is None:  # not only the server's own packages are missing
+            raise
         print(f"the package {error.name} is missing: type pip install -e '.[serve]'", file=sys.stderr)
         return 2
 

@@ -14,12 +14,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.commands.option_names import ScriptParser
-from model.data.readers import read_pairs
-from model.data.text_files import open_text
-from model.data.tokenizer import count_merged_tokens, load_tokenizer
-from model.data.tokenizer_training import train_tokenizer
-from model.runtime.atomic_io import make_output_directory
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
+from model.commands.option_names import ScriptParser  # noqa: E402
+from model.data.readers import read_pairs  # noqa: E402
+from model.data.text_files import open_text  # noqa: E402
+from model.data.tokenizer import count_merged_tokens, load_tokenizer  # noqa: E402
+from model.data.tokenizer_training import train_tokenizer  # noqa: E402
+from model.runtime.atomic_io import make_output_directory  # noqa: E402
 
 HELD_OUT_EVERY = 100  # rows
 MAX_HELD_OUT_ROWS = 5_000

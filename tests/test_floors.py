@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
     "config": [""],
     "model.runtime": [
-        "activity atomic_io cuda_start device_memory fault_injection json_stream laps launch module_process peers "
-        "recorder terminal",
+        "activity atomic_io cgroup cuda_start device_memory environment fault_injection json_stream laps launch "
+        "launcher module_process peers recorder terminal",
         "nccl_check watchdog",
         "distributed",
     ],
@@ -86,8 +86,9 @@ ROOMS = {
         "live",
     ],
     "model.commands": [
-        "data_report help_zh model_cache objective option_names recipe run_events run_length space tokenising",
-        "exporting length_sample network no_model usage",
+        "data_report help_zh launcher_options model_cache objective option_names recipe run_events run_length space "
+        "tokenising",
+        "exporting foresight length_sample network no_model usage",
         "evaluation options",
         "adapter guide_flags same_run",
         "origin settled",

@@ -73,10 +73,25 @@ def test_a_finished_run_without_its_export_writes_it_at_the_next_start(home):
     assert weights_hash(home / "unexported") == expected
 
 
+def test_a_stop_in_the_last_step_ends_a_finished_run_and_no_journal_says_asked_for_good(home):
+    options = SHORT | dict(output_dir="late", validation_file="")
+    done = train(home, 1, "forward:0:6:int", **options)
+    assert done.codes == [0] and "finished at step 6" in done.text, done.text
+    (stop,) = journal(home / "late", "stop")
+    assert (stop["reason"], stop["step"]) == ("finished", 6)
+    with open(home / "late" / "metrics.jsonl", "a") as file:  # as a stop between the last save and the end leaves it
+        file.write(json.dumps(stop | dict(reason="asked")) + "\n")
+    for _ in range(2):
+        assert train(home, is_keep_training=True, **options).codes == [0]
+        assert [line["reason"] for line in journal(home / "late", "stop")] == ["finished", "asked", "finished"]
+
+
 def test_a_run_directory_that_was_moved_or_copied_resumes_where_it_is_now(home):
     done = train(home, 1, "forward:0:2:int", output_dir="exp1", **SHORT)
     assert done.codes == [0] and "exp1: a new run" in done.text, done.text
-    assert "resume with --output_dir=exp1 --is_keep_training=True" in done.text
+    *_, said, typed = done.text.splitlines()
+    assert said.endswith("to go on, type:")
+    assert typed.endswith("python train_low_mem.py train --output_dir=exp1 --is_keep_training=True")
     (home / "exp1").rename(home / "model_save" / "pretrain")
     done = command(home, "train", "--is_keep_training=auto")
     assert done.codes == [0] and "model_save/pretrain: resuming" in done.text, done.text

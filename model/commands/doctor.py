@@ -16,11 +16,13 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
+from model.commands.foresight import DataFacts, data_notes
 from model.commands.network import make_model
 from model.commands.objective import objective_for, objective_of
 from model.commands.options import FILE_OPTIONS
 from model.commands.origin import find_origin
 from model.commands.recipe import memory_spec
+from model.commands.run_length import global_batch
 from model.commands.same_run import check_same_run
 from model.commands.settled import settled
 from model.commands.space import Row, disk_row, memory_rows, output_dir_row
@@ -32,6 +34,7 @@ from model.display.catalogue import texts_here
 from model.run.checkpoint import checkpoint_paths, load_newest
 from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import LaterFormat, TrainState
+from model.runtime.cgroup import num_cpus
 from model.runtime.distributed import ALONE
 from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
@@ -59,7 +62,7 @@ def examine(config, typed=(), overwrite=False):
     yield from _data(config, origin)
     yield from memory_rows(config, spec)
     yield output_dir_row(config)
-    yield disk_row(config, spec)
+    yield disk_row(config, spec, resumed=bool(checkpoint_paths(config.output_dir)) and not overwrite)
 
 
 def print_table(config, typed, overwrite):
@@ -145,7 +148,7 @@ def _topology():
 
 
 def _cores():
-    num_cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    num_cores, load = num_cpus(), os.getloadavg()[0]
     remedy = "other programs use them: a run will be slower" if load > num_cores else ""
     return Row("CPU", f"{num_cores} cores, load {load:.1f}, {torch.get_num_threads()} threads per process", remedy)
 
@@ -189,27 +192,45 @@ def _data(config, origin):
         except ValueError as error:
             yield Row(what, names, str(error), fails=True)
             continue
+        known = []
         for file in files:
-            row = _first_rows(what, file.path, config, origin)
+            row, facts = _first_rows(what, file.path, config, origin)
+            known += [facts] if facts else []
             yield row if file.weight == 1 else replace(row, found=f"{row.found}; {file.weight:g} times an epoch")
+        if what == "train_file":
+            yield from _notes(config, origin, known)
+
+
+def _notes(config, origin, known):
+    """Rows of what train would warn of; the batch is compared where all files are shorter than what was read."""
+    batch = global_batch(config, max(torch.cuda.device_count(), 1), ())
+    total = sum(facts.pairs or 0 for facts in known) if all(facts.pairs for facts in known) else None
+    rows = [note for facts in known for note in data_notes(config, origin, replace(facts, pairs=None), batch)]
+    if known:
+        rows += data_notes(config, origin, replace(known[0], share_cut=0.0, longest_prompt=0, pairs=total), batch)
+    return [Row("pairs", found, remedy) for found, remedy in rows]
 
 
 def _first_rows(what, file, config, origin):
+    """(Row, DataFacts or None) of the first rows of a data file."""
     try:
         objective = objective_for(config, origin.model_config, origin.tokenizer) if origin else objective_of(config)
         columns = config.prompt_column, config.response_column
         rows = list(islice(objective.read(file, columns, Counter()), FIRST_ROWS))
     except ValueError as error:
-        return Row(what, file, str(error), fails=True)
+        return Row(what, file, str(error), fails=True), None
     found = f"{file}, {Path(file).stat().st_size / 2**20:.1f} MiB; {len(rows)} rows checked"
     if not origin:
-        return Row(what, found)
+        return Row(what, found), None
     encoded = objective.encode(rows, origin.tokenizer, config.max_seq_len)
     if not encoded.sides[0]:
         remedy = f"none of its first {len(rows)} rows has {objective.needs}"
-        return Row(what, file, remedy, fails=len(rows) < FIRST_ROWS)  # else later rows may be usable
-    tokens = " + ".join(map(str, objective.length_bounds(side_lengths(encoded))[0]))
-    return Row(what, f"{found}; the first example has {tokens} tokens")
+        return Row(what, file, remedy, fails=len(rows) < FIRST_ROWS), None  # else later rows may be usable
+    lengths = side_lengths(encoded)
+    tokens, share_cut = " + ".join(map(str, objective.length_bounds(lengths)[0])), max(encoded.num_cut[1:], default=0)
+    pairs = len(lengths) if len(rows) < FIRST_ROWS else None
+    facts = DataFacts(Path(file).name, share_cut / len(lengths), int(lengths[:, 0].max()), pairs)
+    return Row(what, f"{found}; the first example has {tokens} tokens"), facts
 
 
 def _model(config, typed, overwrite):

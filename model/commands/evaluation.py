@@ -74,6 +74,22 @@ def ends_early(run, state):
     return 0 < run.rules.early_stop <= state.evaluations_since_best and run.evaluation is not None
 
 
+def why_finished(run, state):
+    """Why there are no more steps after `state`, and what to change for more; "" if there are."""
+    if ends_early(run, state):
+        return f"{state.evaluations_since_best} evaluations brought no better model; raise --early_stop, or type 0,"
+    if state.pairs_seen < run.schedule.total_pairs:
+        return ""
+    if run.config.max_steps:
+        return f"{state.step} steps done, {run.config.max_steps} asked for; raise --max_steps"
+    return f"{state.pairs_seen / run.train.epoch_pairs:g} epochs done, {run.config.epochs} asked for; raise --epochs"
+
+
+def is_finished(run, state):
+    """Whether there is nothing left to do after `state`: no step and no evaluation."""
+    return bool(why_finished(run, state)) and not lacks_evaluation(run, state)
+
+
 def evaluate(run, journal, saver, state, plan, training_loss):
     """Evaluate, and export best/ if the model is the best so far; returns the state and whether to stop.
 

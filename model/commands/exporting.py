@@ -6,8 +6,11 @@ from pathlib import Path
 from model.commands.run_events import device_name, versions
 from model.formats.model_card import CardFacts
 from model.nn.registry import config_values
-from model.run.journal import read_journal
+from model.run.journal import Journal, last_reason, read_journal
+from model.run.run_dir import has_last
 from model.run.saver import try_export
+from model.runtime.laps import laps
+from model.runtime.watchdog import saving
 
 SCORES = ("bleu", "chrf")  # beside the objective's metrics
 
@@ -20,6 +23,29 @@ def export(run, state, name, scores=None, weights_files=()):
     """
     facts = facts_of(run, state, last_scores(run, state) if scores is None else scores)
     return try_export(run.model, run.tokenizer, run.dir / name, run.generation, facts, weights_files)
+
+
+def export_last(run, state, failure="", weights_files=()):
+    """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
+    if run.ranks.is_main:
+        with saving():
+            failure = failure or export(run, state, "last", weights_files=weights_files)
+    if failure:
+        raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
+
+
+def complete(run, state):
+    """Write what the end of a run without further steps may lack: its export, or the journal's line that says so."""
+    if not has_last(run.dir):  # its export may have failed
+        export_last(run, state)
+    if run.ranks.is_main and last_reason(run.dir) != "finished":  # a stop may have come after its last step
+        with Journal(run.dir / "metrics.jsonl") as journal:
+            journal.write("stop", step=state.step, reason="finished", early=is_early(run, state), startup=laps())
+
+
+def is_early(run, state):
+    """Whether a run that is finished ends before its last pair."""
+    return state.pairs_seen < run.schedule.total_pairs
 
 
 def facts_of(run, state, scores):

@@ -1,6 +1,5 @@
 """Makes the network of a run on this rank's device, in the way that the options ask for its numbers."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
@@ -10,6 +9,7 @@ from model.formats.weights import LoadedWeights, load_into
 from model.nn.attention import has_kernels
 from model.nn.lora import attach, draw
 from model.nn.registry import family_of
+from model.runtime.cgroup import num_cpus
 from model.runtime.distributed import broadcast
 from model.runtime.watchdog import untimed
 from model.train.optim import update_works
@@ -55,7 +55,7 @@ def start_kernels(ranks, config, model):
         works += family_of(model.config).kernel_works(model.config, ranks.device, config.dropout)
     if not works:
         return []
-    pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // ranks.world_size, 1))
+    pool = ThreadPoolExecutor(max(num_cpus() // ranks.world_size, 1))
     ready = pool.submit(_start_triton, ranks.device)
     return [pool.submit(_launch, work, ranks.device, ready) for work in works]
 

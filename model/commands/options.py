@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from config import PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, rates_of
+from model.commands.launcher_options import taken_over
 from model.commands.option_names import unknown_option
 from model.commands.usage import FLAGS, HELP, commands_text, usage, with_command
 from model.data.file_list import data_files, unweighted_files
+from model.display.catalogue import texts_here
 from model.runtime.json_stream import read_object
 
 RMS_FACTOR = 100  # learning rate of optimizers that scale updates by a tensor's RMS, over AdamW's, about
@@ -243,6 +245,15 @@ def _read_stored(run_dir):
     return preset, given | dict(output_dir=run_dir)
 
 
+def command_line(argv):
+    """The words of a command line: the command, its options, and those that accelerate's launcher was given instead.
+
+    Raises ValueError as `with_command` and `taken_over`.
+    """
+    words = with_command(argv)
+    return words if set(HELP) & set(words) else [*words, *taken_over(words)]
+
+
 def exit_early(words):
     """Print the commands or options and exit if help is asked for; exit with code 2 if the command line has problems.
 
@@ -250,12 +261,14 @@ def exit_early(words):
     """
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank finds the same problems
     try:
-        command, *rest = with_command(words)
+        command, *rest = command_line(words)
         if asked := set(HELP) & {command, *rest}:
             if is_main:
                 print(commands_text() if command in asked else usage(command))
             sys.exit(0)
         _check_early(command, rest)
+        if is_main and (taken := [word for word in rest if word not in words]):
+            print(texts_here()("launcher.taken", options=" ".join(taken)), file=sys.stderr)
     except ValueError as error:
         if is_main:
             from model.runtime.terminal import printable_lines

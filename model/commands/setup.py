@@ -10,6 +10,7 @@ import torch
 from config import TrainConfig
 from model.commands.adapter import without_adapter
 from model.commands.evaluation import Rules
+from model.commands.foresight import check_disk, warn_of_data
 from model.commands.network import (
     compute_dtype,
     draft_model,
@@ -122,9 +123,12 @@ def prepare_run(ranks, config, typed, resumed):
     config, why = settled(config, typed, origin)
     lap("weights")
     model = draft_model(ranks, config, origin.model_config, origin.adapter)
+    check_disk(ranks, config, model, resumed)
     kernels = start_kernels(ranks, config, model)
     train, *validation = _open_data(ranks, config, origin)
     schedule = _schedule(config, typed, train.epoch_pairs, batch, found)
+    if ranks.is_main:
+        warn_of_data(config, origin, train, batch)
     lap("data")
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
     fill_model(ranks, config, model, origin.weights, origin.adapter)

@@ -1,6 +1,5 @@
 """What doctor finds out about memory, disk and the run directory."""
 
-import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 
 from model.memory.estimate import disk_bytes, fixed_bytes
 from model.run.run_dir import check_empty_or_run, check_name
+from model.runtime.cgroup import host_memory
 
 GIB = 2**30
 
@@ -28,9 +28,7 @@ def memory_rows(config, spec):
     """Rows of free memory against what every plan needs: weights, gradients and optimizer state; no `spec`: unknown."""
     needed = sum(fixed_bytes(spec).values()) if spec else 0
     size = f"{needed / GIB:.2f} GiB" if spec else "unknown"
-    text = Path("/proc/meminfo").read_text()
-    host_bytes = int(re.search(r"MemAvailable:\s+(\d+)", text).group(1)) * 1024
-    places = [("host memory", host_bytes)]
+    places = [("host memory", host_memory()[0])]
     if torch.cuda.is_available():
         limit = config.gpu_memory_limit_gb * GIB
         frees = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
@@ -56,12 +54,16 @@ def output_dir_row(config):
     return Row("output_dir", f"{folder}, {'exists' if folder.exists() else 'will be created'}")
 
 
-def disk_row(config, spec):
-    """Row of the free disk space against the checkpoints kept, one being written, best/ and last/."""
+def disk_row(config, spec, resumed=False):
+    """Row of the free disk space against the checkpoints kept, one being written, best/ and last/.
+
+    Those that a `resumed` run has already count as free, since it replaces them.
+    """
     folder = Path(config.output_dir).resolve()
     while not folder.is_dir():
         folder = folder.parent
     needed, free = disk_bytes(spec, config.keep_latest_n_ckp) if spec else 0, shutil.disk_usage(folder).free
+    free += _written_bytes(folder) if resumed else 0
     size = f"{needed / GIB:.2f} GiB" if spec else "unknown"
     found = f"{free / GIB:.1f} GiB free in {folder}, {size} for checkpoints and exports"
     try:
@@ -72,3 +74,10 @@ def disk_row(config, spec):
         return Row("disk", f"{folder}: {error.strerror}", remedy, fails=True)
     remedy = "free some, lower --keep_latest_n_ckp, or choose another --output_dir" if free < needed else ""
     return Row("disk", found, remedy, fails=free < needed)
+
+
+def _written_bytes(run_dir):
+    """Bytes of a run's checkpoints and exports; a file with several links counts once."""
+    files = [path for name in ("checkpoints", "best", "last") for path in (run_dir / name).rglob("*")]
+    found = (path.lstat() for path in files if path.is_file() and not path.is_symlink())
+    return sum({(status.st_dev, status.st_ino): status.st_size for status in found}.values())

@@ -163,6 +163,13 @@ class Figures:
             return (last_time - first_time) / (last_step - first_step)
         return self.train.get("step_seconds") if self.train else None
 
+    def step_at(self, pairs: int | None) -> int:
+        """Number of the step after which so many `pairs` are seen, from the journal's newest line on."""
+        batch = self.start.get("global_batch")
+        if not batch or pairs is None or self.pairs_seen is None:
+            return self.step
+        return self.step + max(0, -(-(pairs - self.pairs_seen) // batch))
+
     def steps_to_epoch_end(self, step: int) -> int | None:
         """Steps from `step` to the end of its epoch; None where the journal does not tell."""
         pairs, epochs, batch = (self.start.get(name) for name in ("total_pairs", "epochs", "global_batch"))

@@ -19,8 +19,9 @@ from model.display.captured_output import NAME, TerminalLog, discard
 from model.display.catalogue import Texts, language_of
 from model.display.trackers import Trackers
 from model.display.watch import LEAVE
-from model.run.status import Status, host_memory, write_status
+from model.run.status import Status, write_status
 from model.runtime.activity import current_activity, now_doing
+from model.runtime.cgroup import host_memory
 from model.runtime.device_memory import memory_cap, peak_memory
 from model.runtime.module_process import start_module
 from model.runtime.terminal import in_foreground
@@ -83,12 +84,12 @@ def status_now(identity, device):
     """The Status of this rank. It asks PyTorch's allocator, never the device, which may be recording a CUDA graph."""
     _, peak_bytes, rss_bytes = peak_memory(device)
     reserved_bytes = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-    host_used, host_total = host_memory()
+    host_available, host_total = host_memory()
     stopping, saving = standing()
     doing = current_activity()
     return Status(
         **identity, time=time.time(), reserved_bytes=reserved_bytes, peak_bytes=peak_bytes, rss_bytes=rss_bytes,
-        host_used_bytes=host_used, host_total_bytes=host_total, activity=doing.name, done=doing.done,
+        host_used_bytes=host_total - host_available, host_total_bytes=host_total, activity=doing.name, done=doing.done,
         total=doing.total or 0, saving=saving, stopping=stopping,
     )  # fmt: skip
 

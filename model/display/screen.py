@@ -83,11 +83,11 @@ def head(view: View, text: Texts, width: int) -> Text:
 def bar(view: View, text: Texts, width: int) -> Text:
     """How far the run is: steps and epochs."""
     figures, total = view.figures, view.figures.start.get("total_steps")
-    count = f" {text('row.step')} {view.step:,}" + (f"/{total:,} {view.step / total:.1%} " if total else " ")
+    count = f" {text('row.step')} {view.step:,}" + (f"/{total:,} {view.share:.1%} " if total else " ")
     done, epochs = epochs_of(figures.start, figures.train) if figures.train else ("", "")
     epoch = f" {printable(text('epochs', done=done, total=epochs) if epochs else '')} "
     room = max(0, width - cell_len(count) - cell_len(epoch))
-    done = round(room * min(1, view.step / total)) if total else 0
+    done = round(room * view.share)
     return Text.assemble(count, ("━" * done, "green"), ("─" * (room - done), "dim"), epoch, no_wrap=True)
 
 

@@ -11,6 +11,7 @@ from model.display.durations import durations
 from model.display.view import GIB, count_of, duration
 from model.nn.registry import config_values
 from model.run.journal import read_journal
+from model.runtime.launcher import command_to_go_on
 
 MAX_NAMES = 3  # of files in one line
 
@@ -158,7 +159,9 @@ def last_words(run, state, reason):
     )
     lines = [f"{run.dir}: {ended}", *best_line(run, state, text)]
     lines.append(text("last.time", total=duration(total, text), parts=parts))
-    return lines + ([] if reason == "asked" else next_lines(run, state, text))
+    if reason == "asked":
+        return [*lines, text("next.resume", command=command_to_go_on(run.dir))]
+    return lines + next_lines(run, state, text)
 
 
 def best_line(run, state, text):

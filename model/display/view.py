@@ -44,9 +44,20 @@ class View:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done; the status is ahead of the journal."""
-        status = self.status
-        return max(self.figures.step, status.done) if status and status.activity == "training" else self.figures.step
+        """Optimizer steps done; the status, which counts pairs, is ahead of the journal."""
+        return self.figures.step_at(self._pairs)
+
+    @property
+    def share(self) -> float:
+        """How much of the run is done, in pairs, as steps may have had another size before a resume; 0 if unknown."""
+        total = self.figures.start.get("total_pairs")
+        return min(1.0, (self._pairs or 0) / total) if total else 0.0
+
+    @property
+    def _pairs(self):
+        """Pairs seen; None where the journal does not tell."""
+        status, seen = self.status, self.figures.pairs_seen
+        return max(seen or 0, status.done) if status and status.activity == "training" else seen
 
 
 def is_alive(status: Status, now: float) -> bool:

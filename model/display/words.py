@@ -57,8 +57,7 @@ WORDS = {
         # last words
         "last.finished": "finished at step {step:,}, {pairs:,} pairs seen",
         "last.early": "finished at step {step:,}, {pairs:,} pairs seen: early_stop ended it",
-        "last.asked": "stopped on request at step {step:,}, {pairs:,} pairs seen; resume with --output_dir={run_dir} "
-        "--is_keep_training=True",
+        "last.asked": "stopped on request at step {step:,}, {pairs:,} pairs seen",
         "last.best": "best model: step {step:,}, validation loss {loss:.4f}{score}, in {folder}",
         "last.time": "{total} in all: {parts}",
         "kind.start-up": "start-up",
@@ -66,6 +65,7 @@ WORDS = {
         "kind.evaluation": "evaluation",
         "kind.saves": "saves",
         "kind.rest": "rest",
+        "next.resume": "to go on, type:\n{command}",
         "next.chat": "talk to it:    python scripts/chat.py {model}",
         "next.serve": "serve it:      python scripts/serve.py {model} --run {run_dir}",
         "next.test": "test it:       python train_low_mem.py test --output_dir={run_dir} --test_file=FILE",
@@ -78,6 +78,14 @@ WORDS = {
         "{step:,}: the run ends here, as --early_stop={count} says",
         "smaller": "out of memory in {where} on rank {rank}: done again in forward passes of {now:,} "
         "tokens, not {before:,}",
+        # what train and doctor foresee
+        "note.cut": "{share:.0%} of the answers in {names} are cut at --max_seq_len={most}, so the model learns to "
+        "stop in the middle",
+        "note.cut.remedy": "raise --max_seq_len, or train a tokenizer of more tokens than {vocabulary:,}",
+        "note.batch": "a step takes {batch:,} pairs and an epoch of {names} has {pairs:,}, so a step is an epoch",
+        "note.batch.remedy": "lower --batch_size_per_gpu or --gradient_accumulation_steps, or train on more pairs",
+        "note.seen": "prompts in {names} have up to {longest:,} tokens, and {source} was trained on at most {seen:,}",
+        "note.seen.remedy": "what lies beyond is new to it: train on many such prompts, or type --max_seq_len={seen}",
         # the command line
         "usage": "usage: python train_low_mem.py {command} [--name=value ...]",
         "usage.commands": "usage: python train_low_mem.py COMMAND [--name=value ...]\n"
@@ -92,6 +100,7 @@ WORDS = {
         "usage.plan": "  --num_processes=N --vocab_size=N: for a machine or tokenizer not here; "
         "--json=True: prints JSON",
         "usage.flags": "  {flags}: docs/options.md",
+        "launcher.taken": "taken over from accelerate launch: {options}",
         # the page
         "page.ask": "Ask something. Enter sends, Shift+Enter makes a new line.",
         "page.send": "Send",
@@ -173,8 +182,7 @@ WORDS = {
         "memory.host": "占内存 {peak} GiB，不含程序本身",
         "last.finished": "已完成，第 {step:,} 步，看过 {pairs:,} 对",
         "last.early": "已完成，第 {step:,} 步，看过 {pairs:,} 对：由 early_stop 提前结束",
-        "last.asked": "已按要求停止，第 {step:,} 步，看过 {pairs:,} 对；继续训练请输入 --output_dir={run_dir} "
-        "--is_keep_training=True",
+        "last.asked": "已按要求停止，第 {step:,} 步，看过 {pairs:,} 对",
         "last.best": "最好的模型：第 {step:,} 步，验证损失 {loss:.4f}{score}，在 {folder}",
         "last.time": "共 {total}：{parts}",
         "kind.start-up": "启动",
@@ -182,6 +190,7 @@ WORDS = {
         "kind.evaluation": "评估",
         "kind.saves": "保存",
         "kind.rest": "其他",
+        "next.resume": "继续训练请输入：\n{command}",
         "next.chat": "和它对话：  python scripts/chat.py {model}",
         "next.serve": "提供服务：  python scripts/serve.py {model} --run {run_dir}",
         "next.test": "测试：      python train_low_mem.py test --output_dir={run_dir} --test_file=文件",
@@ -192,6 +201,12 @@ WORDS = {
         "early_stop": "验证{metric}已有 {count} 次评估没有变好，最好的在第 {step:,} 步："
         "按 --early_stop={count} 到此结束",
         "smaller": "显存不足（{where}，{rank} 号进程）：已重做，每次前向 {now:,} 个词元，不再是 {before:,}",
+        "note.cut": "{names} 里 {share:.0%} 的回答被截到 --max_seq_len={most}，模型会学成话说到一半就停",
+        "note.cut.remedy": "请调大 --max_seq_len，或训练一个多于 {vocabulary:,} 个词元的分词器",
+        "note.batch": "每步 {batch:,} 对，而 {names} 每轮只有 {pairs:,} 对，一步就是一轮",
+        "note.batch.remedy": "请调小 --batch_size_per_gpu 或 --gradient_accumulation_steps，或增加数据",
+        "note.seen": "{names} 里的提问最长 {longest:,} 个词元，而 {source} 训练时最多见过 {seen:,} 个",
+        "note.seen.remedy": "更长的部分它没有见过：请多准备这样的提问，或输入 --max_seq_len={seen}",
         "usage": "用法：python train_low_mem.py {command} [--名称=值 ...]",
         "usage.commands": "用法：python train_low_mem.py 命令 [--名称=值 ...]\n"
         "  train    训练模型，或继续一次训练\n"
@@ -204,6 +219,7 @@ WORDS = {
         "usage.similar": "，是不是 {command}？",
         "usage.plan": "  --num_processes=N --vocab_size=N：用于不在本机的机器或分词器；--json=True：输出 JSON",
         "usage.flags": "  {flags}：见 docs/options.md",
+        "launcher.taken": "采用 accelerate launch 的选项：{options}",
         "page.ask": "输入问题。回车发送，Shift+回车换行。",
         "page.send": "发送",
         "page.stop": "停止",

@@ -41,7 +41,7 @@ def run_view(**changes):
     statuses = [
         Status(time=NOW, rank=rank, host="h", uuid=f"u{rank}", reserved_bytes=(13 + 4 * rank) * GIB,
                peak_bytes=(14 + 4 * rank) * GIB, limit_bytes=20 * GIB, rss_bytes=3 * GIB, host_used_bytes=12 * GIB,
-               host_total_bytes=32 * GIB, activity="training", done=705, total=1000)
+               host_total_bytes=32 * GIB, activity="training", done=705 * 64, total=64_000)
         for rank in range(2)
     ]  # fmt: skip
     sensors = {"u0": Sensors(15 * GIB, 24 * GIB, 98, 71, 310.0, 320.0), "u1": Sensors(used_bytes=None)}
@@ -69,6 +69,14 @@ def test_the_rows_of_a_running_run():
         "memory": "12.0/32.0 GiB 38%, this run 6.0 GiB",
         "events": "1 out of memory, 1 left out, 0 resumes",
     }
+
+
+def test_after_a_resume_with_another_batch_the_bar_shows_the_share_of_pairs():
+    view = run_view()
+    view.figures.add(view.figures.start | dict(global_batch=640, total_steps=730))
+    statuses = [replace(status, done=703 * 64 + 640) for status in view.statuses]
+    view.figures.add(dict(kind="resume", time=NOW, step=703, pairs_seen=703 * 64))
+    assert " step 704/730 71.3% " in drawn(replace(view, statuses=statuses))[1]
 
 
 def test_the_screen_has_each_rank_with_what_the_driver_tells():
