@@ -58,7 +58,7 @@ ROOMS = {
     "model.generate": ["sampling", "screen slots", "engine"],
     "model.memory": [
         "estimate step_time",
-        "plan",
+        "duration plan",
         "oom_policy",
     ],
     "model.train": [
@@ -89,11 +89,11 @@ ROOMS = {
         "options",
         "adapter guide_flags network same_run tokenising",
         "origin",
-        "length_sample space",
+        "expected_time length_sample space",
         "foresight",
-        "setup",
-        "answering data_report connection decoding_thread doctor plan_report server_metrics",
-        "openai_api",
+        "data_rows setup",
+        "answering data_report connection decoding_thread plan_report server_metrics",
+        "doctor openai_api",
         "server",
     ],
     "bench": [

@@ -42,7 +42,7 @@ from model.train.derive import with_zeros
 from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
 from model.train.evaluate import Evaluation
 from model.train.examples import Examples, check_lengths
-from model.train.footprint import estimate_for, has_dropout, plan_options
+from model.train.footprint import estimate_for, has_dropout, memory_spec, plan_options
 from model.train.loader import Loader, Schedule
 from model.train.lr_schedule import LearnRate
 from model.train.objectives.registry import objective_for
@@ -119,12 +119,13 @@ def prepare_run(ranks, config, typed, resumed):
     config = with_adapter(config, origin.adapter)
     lap("weights")
     model = draft_model(ranks, config, origin.model_config, origin.adapter)
-    check_disk(ranks, config, model, resumed)
+    spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
+    check_disk(ranks, config.output_dir, config.keep_latest_n_ckp, spec, resumed)
     kernels = start_kernels(ranks, config, model)
     train, *validation = _open_data(ranks, config, origin)
     schedule = _schedule(config, typed, train.epoch_pairs, batch, found)
     if ranks.is_main:
-        warn_of_data(config, origin, train, batch)
+        warn_of_data(train, origin.tokenizer, config.finetune_from_ckp_file, batch)
     lap("data")
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
     fill_model(ranks, config, model, origin.weights, origin.adapter)
