@@ -57,7 +57,7 @@ def output_dir_row(config):
 def disk_row(output_dir, num_kept, spec, resumed=False):
     """Row of the free disk space against `num_kept` checkpoints, one being written, best/ and last/.
 
-    Without a `spec` their size is unknown. Those that a `resumed` run has already count as free, since it replaces them.
+    Without a `spec` their size is unknown. Those that a `resumed` run has count as free, since it replaces them.
     """
     folder = Path(output_dir).resolve()
     while not folder.is_dir():
