@@ -60,7 +60,7 @@ ROOMS = {
     ],
     "model.memory": [
         "estimate step_time",
-        "plan",
+        "duration plan",
         "oom_policy",
     ],
     "model.train": [
@@ -86,13 +86,14 @@ ROOMS = {
         "live",
     ],
     "model.commands": [
-        "data_report help_zh launcher_options model_cache objective option_names recipe run_events run_length space "
-        "tokenising",
+        "data_report expected_time help_zh launcher_options model_cache objective option_names recipe run_events "
+        "run_length space tokenising",
         "exporting foresight length_sample network no_model usage",
         "evaluation options",
-        "adapter guide_flags same_run",
+        "adapter data_rows guide_flags same_run",
         "origin settled",
-        "doctor plan_report setup",
+        "plan_report setup",
+        "doctor",
     ],
     "model.serve": [
         "answering connection decoding_thread openai_api server_metrics",

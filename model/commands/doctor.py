@@ -7,30 +7,30 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections import Counter
-from dataclasses import replace
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
 
-from model.commands.foresight import DataFacts, data_notes
+from model.commands.data_rows import data_rows
+from model.commands.expected_time import expected_text
 from model.commands.network import make_model
-from model.commands.objective import objective_for, objective_of
+from model.commands.objective import objective_for
 from model.commands.options import FILE_OPTIONS
 from model.commands.origin import find_origin
+from model.commands.plan_report import preview
 from model.commands.recipe import memory_spec
-from model.commands.run_length import global_batch
 from model.commands.same_run import check_same_run
 from model.commands.settled import settled
 from model.commands.space import Row, disk_row, memory_rows, output_dir_row
 from model.data.file_list import data_files
 from model.data.sampler import mixture_of
-from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
 from model.display.catalogue import texts_here
+from model.memory.duration import gpu_named
+from model.memory.plan import NothingFits
 from model.run.checkpoint import checkpoint_paths, load_newest
 from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import LaterFormat, TrainState
@@ -41,7 +41,6 @@ from model.runtime.nccl_check import find_backend, in_words, try_backend
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_ROWS = 2000  # of each data file are read
 MIN_SHM_BYTES = GIB  # NCCL takes some MiB per pair of GPUs; Docker gives 64 MiB in total by default
 
 
@@ -59,10 +58,12 @@ def examine(config, typed=(), overwrite=False):
     yield from _round_trips()
     spec, origin, rows = _model(config, typed, overwrite)
     yield from rows
-    yield from _data(config, origin)
+    yield from data_rows(config, origin)
+    yield from _duration(config, typed, origin)
     yield from memory_rows(config, spec)
     yield output_dir_row(config)
-    yield disk_row(config, spec, resumed=bool(checkpoint_paths(config.output_dir)) and not overwrite)
+    resumed = bool(checkpoint_paths(config.output_dir)) and not overwrite
+    yield disk_row(config.output_dir, config.keep_latest_n_ckp, spec, resumed)
 
 
 def print_table(config, typed, overwrite):
@@ -181,56 +182,12 @@ def _round_trips():
         yield Row("NCCL", found, remedy)
 
 
-def _data(config, origin):
-    """Rows of the data files that the options name; without an Origin they are read and not encoded."""
-    for what, parse in FILE_OPTIONS.items():
-        names = getattr(config, what)
-        if not names:
-            continue
-        try:
-            files = parse(names)
-        except ValueError as error:
-            yield Row(what, names, str(error), fails=True)
-            continue
-        known = []
-        for file in files:
-            row, facts = _first_rows(what, file.path, config, origin)
-            known += [facts] if facts else []
-            yield row if file.weight == 1 else replace(row, found=f"{row.found}; {file.weight:g} times an epoch")
-        if what == "train_file":
-            yield from _notes(config, origin, known)
-
-
-def _notes(config, origin, known):
-    """Rows of what train would warn of; the batch is compared where all files are shorter than what was read."""
-    batch = global_batch(config, max(torch.cuda.device_count(), 1), ())
-    total = sum(facts.pairs or 0 for facts in known) if all(facts.pairs for facts in known) else None
-    rows = [note for facts in known for note in data_notes(config, origin, replace(facts, pairs=None), batch)]
-    if known:
-        rows += data_notes(config, origin, replace(known[0], share_cut=0.0, longest_prompt=0, pairs=total), batch)
-    return [Row("pairs", found, remedy) for found, remedy in rows]
-
-
-def _first_rows(what, file, config, origin):
-    """(Row, DataFacts or None) of the first rows of a data file."""
-    try:
-        objective = objective_for(config, origin.model_config, origin.tokenizer) if origin else objective_of(config)
-        columns = config.prompt_column, config.response_column
-        rows = list(islice(objective.read(file, columns, Counter()), FIRST_ROWS))
-    except ValueError as error:
-        return Row(what, file, str(error), fails=True), None
-    found = f"{file}, {Path(file).stat().st_size / 2**20:.1f} MiB; {len(rows)} rows checked"
-    if not origin:
-        return Row(what, found), None
-    encoded = objective.encode(rows, origin.tokenizer, config.max_seq_len)
-    if not encoded.sides[0]:
-        remedy = f"none of its first {len(rows)} rows has {objective.needs}"
-        return Row(what, file, remedy, fails=len(rows) < FIRST_ROWS), None  # else later rows may be usable
-    lengths = side_lengths(encoded)
-    tokens, share_cut = " + ".join(map(str, objective.length_bounds(lengths)[0])), max(encoded.num_cut[1:], default=0)
-    pairs = len(lengths) if len(rows) < FIRST_ROWS else None
-    facts = DataFacts(Path(file).name, share_cut / len(lengths), int(lengths[:, 0].max()), pairs)
-    return Row(what, f"{found}; the first example has {tokens} tokens"), facts
+def _duration(config, typed, origin):
+    """Row of the expected time on this machine's GPUs, where their data sheet is known and the run can be planned."""
+    if not origin or not torch.cuda.is_available() or not gpu_named(torch.cuda.get_device_name(0)):
+        return
+    with suppress(ValueError, NothingFits):  # other rows say what is wrong
+        yield Row("expected time", expected_text(**preview(config, typed)["expected"]))
 
 
 def _model(config, typed, overwrite):

@@ -4,10 +4,9 @@ train and doctor ask the same functions: what they say is the same.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from model.commands.recipe import memory_spec
 from model.commands.space import disk_row
 from model.display.catalogue import texts_here
 from model.runtime.distributed import from_main
@@ -19,49 +18,55 @@ MANY_CUT = 0.1  # share of the answers from which on a model learns to stop in t
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of the pairs to train on."""
+    """What is known of the pairs to train on, and how they are read."""
 
     names: str  # of their files
     share_cut: float  # of the answers, to max_seq_len
-    longest_prompt: int  # tokens
+    longest: int  # tokens of a prompt
     pairs: int | None  # of an epoch; None: not known before all files are read
+    max_seq_len: int
+    vocabulary: int  # tokens of the tokenizer
+    source: str  # directory of the model that is trained further, or ""
 
 
-def check_disk(ranks, config, model, resumed):
-    """Raise RuntimeError on every rank if rank 0's disk cannot hold what the run writes; `resumed`: goes on here."""
-    from_main(ranks, _check_disk, config, model, resumed)
+def check_disk(ranks, output_dir, num_kept, spec, resumed):
+    """Raise RuntimeError on every rank if rank 0's disk cannot hold what the run writes; arguments as of disk_row."""
+    from_main(ranks, _check_disk, output_dir, num_kept, spec, resumed)
 
 
-def _check_disk(config, model, resumed):
-    row = disk_row(config, memory_spec(config, model.config, model.compute_dtype, "cpu"), resumed)
+def _check_disk(*run):
+    row = disk_row(*run)
     if row.fails:
         raise RuntimeError(f"{row.found}: {row.remedy}")
 
 
-def warn_of_data(config, origin, train, batch):
-    """Log what `data_notes` finds in the Examples `train`, of which a step takes `batch`."""
-    meta = train.store.meta
-    share_cut = max(meta["cut"][1:], default=0) / max(len(train), 1)
+def warn_of_data(train, tokenizer, source, batch):
+    """Log what `data_notes` finds in the Examples `train`; `source` and `batch` as there."""
+    meta, rows = train.store.meta, max(len(train), 1)
     names = ", ".join(Path(file["path"]).name for file in meta["source"]["files"])
-    facts = DataFacts(names, share_cut, int(train.store.lengths[:, 0].max()), train.epoch_pairs)
-    for found, remedy in data_notes(config, origin, facts, batch):
+    facts = DataFacts(
+        names, share_of_cut(meta["cut"], rows), int(train.store.lengths[:, 0].max()), train.epoch_pairs,
+        meta["source"]["max_seq_len"], tokenizer.vocab_size, source,
+    )  # fmt: skip
+    for found, remedy in data_notes(facts, batch):
         LOGGER.warning("%s: %s", found, remedy)
 
 
-def data_notes(config, origin, facts, batch):
+def share_of_cut(num_cut, rows):
+    """Share of the answers that are cut; `num_cut` counts, for each side, those cut of so many `rows`."""
+    return max(num_cut[1:], default=0) / rows  # the first side is what is asked
+
+
+def data_notes(facts, batch):
     """[(what was found, what to do)] for data that make a poor model; `batch` is the number of pairs of a step."""
-    text, notes = texts_here(), []
-    seen = seen_tokens(config.finetune_from_ckp_file)
-    values = dict(
-        names=facts.names, share=facts.share_cut, most=config.max_seq_len, vocabulary=origin.tokenizer.vocab_size,
-        batch=batch, pairs=facts.pairs, longest=facts.longest_prompt, seen=seen, source=config.finetune_from_ckp_file,
-    )  # fmt: skip
+    text, notes, seen = texts_here(), [], seen_tokens(facts.source)
     if facts.share_cut > MANY_CUT:
         notes.append("cut")
     if facts.pairs is not None and batch > facts.pairs:
         notes.append("batch")
-    if seen and facts.longest_prompt > seen:
+    if seen and facts.longest > seen:
         notes.append("seen")
+    values = asdict(facts) | dict(batch=batch, seen=seen)
     return [(text(f"note.{name}", **values), text(f"note.{name}.remedy", **values)) for name in notes]
 
 

@@ -9,6 +9,7 @@ import torch
 import ujson
 
 from config import as_type
+from model.commands.expected_time import card, expected_text
 from model.commands.length_sample import sample_of
 from model.commands.network import compute_dtype
 from model.commands.options import read_request
@@ -24,6 +25,7 @@ from model.commands.run_length import check_warmup, global_batch, run_pairs, ste
 from model.commands.settled import settled
 from model.data.length_histogram import Lengths
 from model.display.catalogue import texts_here
+from model.memory.duration import step_seconds
 from model.memory.estimate import Estimate, disk_bytes
 from model.memory.plan import (
     CHUNKS,
@@ -41,11 +43,13 @@ from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
 from model.train.lr_schedule import warmup_problem
 
-OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
+OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool, gpu=str)
 GIB = 2**30
 COLLECTIVE_BYTES = 400 * 2**20  # NCCL's buffers on each GPU, if there are several
 HOST_BYTES = dict(cuda=int(2.2 * GIB), cpu=int(0.6 * GIB))  # per process: Python, torch, the GPU's libraries
 MANY_PAIRS = 10**6
+LEVERS = "one thing changed, all else as planned: a step's peak, whether it fits, its time beside the plan's, and the \
+most tokens that a forward pass could then have. A chunk is the targets whose logits exist at once"
 SHM_BYTES = 64 * 2**20  # per rank, for NCCL channels in /dev/shm
 
 
@@ -79,7 +83,7 @@ def plan_text(stray, options):
     as_json = as_type("json", own.get("json", False), OWN_OPTIONS)
     request = read_request(stray, options)
     try:
-        values = preview(request.config, request.typed, num_processes, vocab_size)
+        values = preview(request.config, request.typed, num_processes, vocab_size, own.get("gpu", ""))
     except NothingFits as error:
         if as_json:
             print(ujson.dumps(dict(fits=False, refused=str(error)), indent=1))
@@ -92,15 +96,17 @@ def plan_text(stray, options):
     return text
 
 
-def preview(config, typed, num_processes=0, vocab_size=0):
+def preview(config, typed, num_processes=0, vocab_size=0, gpu=""):
     """What a run of `config` would take, as plain values for `table` and for JSON.
 
-    `typed` holds the names of the options on the command line; 0 processes or tokens: as on this machine.
-    Raises ValueError if the vocabulary size is unknown, NothingFits if one example does not fit.
+    `typed` holds the names of the options on the command line; 0 processes or tokens, no `gpu`: as on this machine.
+    Raises ValueError if the vocabulary size or the GPU is unknown, NothingFits if one example does not fit.
     """
     num_gpus = torch.cuda.device_count()
     world = num_processes or max(num_gpus, 1)
-    limit = int(config.gpu_memory_limit_gb * GIB) or (num_gpus and torch.cuda.get_device_properties(0).total_memory)
+    name, known = card(gpu)
+    limit = int((config.gpu_memory_limit_gb or (known.gib if gpu else 0)) * GIB)
+    limit = limit or (num_gpus and torch.cuda.get_device_properties(0).total_memory)
     machine = Machine(world, limit or None)
     origin = _origin(config, vocab_size)
     config, why = settled(config, typed, origin)
@@ -116,12 +122,14 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     asked = recording_asked(plan_options(config), spec, num_steps)
     plan = choose_plan(plan_options(config), estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
+    steps = _steps(config, typed, batch, num_pairs)
     return dict(
+        expected=dict(gpu=name, step_seconds=known and step_seconds(plan, estimate, known), steps=steps["count"]),
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
         ignored_weights=_ignored_weights(config), model=config.model,
         parameters=spec.parameters, trained=spec.trained, dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
-        steps=_steps(config, typed, batch, num_pairs),
+        steps=steps,
         optimizer=dict(name=config.optimizer, learn_rate=config.learn_rate, why=texts_here()(f"why.{why}")),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed,
         bytes_per_token=_bytes_per_token(spec, lengths, plan, tokens), plan=asdict(plan),
@@ -246,6 +254,7 @@ def table(values):
         ("pairs", "{pairs:,}: {source}; {mean:.1f} tokens on average, at most {longest}".format(**values["lengths"])),
         ("steps", _steps_text(**values["steps"])),
         ("optimizer", "{name}, {why}; peak learning rate {learn_rate:g}".format(**values["optimizer"])),
+        ("expected time", expected_text(**values["expected"])),
         ("always in memory", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),
         ("per packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
         ("GPU memory", "no GPU" if limit is None else f"{gib(limit)} for the allocator; the plan uses {USABLE:.0%}"),
@@ -255,6 +264,7 @@ def table(values):
         ("forwards per step", f"{values['forwards']} on average, for {values['share_pairs']} pairs per GPU"),
         *((f"peak: {name}", gib(count) + ", does not fit" * (count > (limit or math.inf)))
           for name, count in values["phases"].items()),
+        *[("other choices", f"{LEVERS}; the plan itself takes time x 1.00")] * bool(values["levers"]),
         *((f"with {lever['lever']}", _lever_text(lever)) for lever in values["levers"]),
         ("an ordinary trainer", "{pairs} x {tokens} x {vocabulary:,} x 4 B = ".format(**block)
          + f"{block['bytes'] / GIB:.2f} GiB of logits in one tensor; this one holds none"),

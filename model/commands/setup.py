@@ -22,7 +22,7 @@ from model.commands.network import (
 from model.commands.no_model import check_tested
 from model.commands.objective import objective_for
 from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
-from model.commands.recipe import estimate_for, has_dropout, plan_options, update_options
+from model.commands.recipe import estimate_for, has_dropout, memory_spec, plan_options, update_options
 from model.commands.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
 from model.commands.same_run import check_same_run, why_not_compared
 from model.commands.settled import settled
@@ -123,12 +123,13 @@ def prepare_run(ranks, config, typed, resumed):
     config, why = settled(config, typed, origin)
     lap("weights")
     model = draft_model(ranks, config, origin.model_config, origin.adapter)
-    check_disk(ranks, config, model, resumed)
+    spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
+    check_disk(ranks, config.output_dir, config.keep_latest_n_ckp, spec, resumed)
     kernels = start_kernels(ranks, config, model)
     train, *validation = _open_data(ranks, config, origin)
     schedule = _schedule(config, typed, train.epoch_pairs, batch, found)
     if ranks.is_main:
-        warn_of_data(config, origin, train, batch)
+        warn_of_data(train, origin.tokenizer, config.finetune_from_ckp_file, batch)
     lap("data")
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
     fill_model(ranks, config, model, origin.weights, origin.adapter)

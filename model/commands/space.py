@@ -54,15 +54,15 @@ def output_dir_row(config):
     return Row("output_dir", f"{folder}, {'exists' if folder.exists() else 'will be created'}")
 
 
-def disk_row(config, spec, resumed=False):
-    """Row of the free disk space against the checkpoints kept, one being written, best/ and last/.
+def disk_row(output_dir, num_kept, spec, resumed=False):
+    """Row of the free disk space against `num_kept` checkpoints, one being written, best/ and last/.
 
-    Those that a `resumed` run has already count as free, since it replaces them.
+    Without a `spec` their size is unknown. Those that a `resumed` run has count as free, since it replaces them.
     """
-    folder = Path(config.output_dir).resolve()
+    folder = Path(output_dir).resolve()
     while not folder.is_dir():
         folder = folder.parent
-    needed, free = disk_bytes(spec, config.keep_latest_n_ckp) if spec else 0, shutil.disk_usage(folder).free
+    needed, free = disk_bytes(spec, num_kept) if spec else 0, shutil.disk_usage(folder).free
     free += _written_bytes(folder) if resumed else 0
     size = f"{needed / GIB:.2f} GiB" if spec else "unknown"
     found = f"{free / GIB:.1f} GiB free in {folder}, {size} for checkpoints and exports"

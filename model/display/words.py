@@ -79,8 +79,8 @@ WORDS = {
         "smaller": "out of memory in {where} on rank {rank}: done again in forward passes of {now:,} "
         "tokens, not {before:,}",
         # what train and doctor foresee
-        "note.cut": "{share:.0%} of the answers in {names} are cut at --max_seq_len={most}, so the model learns to "
-        "stop in the middle",
+        "note.cut": "{share_cut:.0%} of the answers in {names} are cut at --max_seq_len={max_seq_len}, so the "
+        "model learns to stop in the middle",
         "note.cut.remedy": "raise --max_seq_len, or train a tokenizer of more tokens than {vocabulary:,}",
         "note.batch": "a step takes {batch:,} pairs and an epoch of {names} has {pairs:,}, so a step is an epoch",
         "note.batch.remedy": "lower --batch_size_per_gpu or --gradient_accumulation_steps, or train on more pairs",
@@ -97,7 +97,7 @@ WORDS = {
         "usage.none": "no command is typed: type one of these\n{commands}",
         "usage.unknown": "{word}: no such command{hint}\n{commands}",
         "usage.similar": ": did you mean {command}?",
-        "usage.plan": "  --num_processes=N --vocab_size=N: for a machine or tokenizer not here; "
+        "usage.plan": "  --num_processes=N --vocab_size=N --gpu=NAME: for a machine or tokenizer not here; "
         "--json=True: prints JSON",
         "usage.flags": "  {flags}: docs/options.md",
         "launcher.taken": "taken over from accelerate launch: {options}",
@@ -201,7 +201,7 @@ WORDS = {
         "early_stop": "验证{metric}已有 {count} 次评估没有变好，最好的在第 {step:,} 步："
         "按 --early_stop={count} 到此结束",
         "smaller": "显存不足（{where}，{rank} 号进程）：已重做，每次前向 {now:,} 个词元，不再是 {before:,}",
-        "note.cut": "{names} 里 {share:.0%} 的回答被截到 --max_seq_len={most}，模型会学成话说到一半就停",
+        "note.cut": "{names} 里 {share_cut:.0%} 的回答被截到 --max_seq_len={max_seq_len}，模型会学成话说到一半就停",
         "note.cut.remedy": "请调大 --max_seq_len，或训练一个多于 {vocabulary:,} 个词元的分词器",
         "note.batch": "每步 {batch:,} 对，而 {names} 每轮只有 {pairs:,} 对，一步就是一轮",
         "note.batch.remedy": "请调小 --batch_size_per_gpu 或 --gradient_accumulation_steps，或增加数据",
@@ -217,7 +217,7 @@ WORDS = {
         "usage.none": "没有输入命令，请输入其中一个\n{commands}",
         "usage.unknown": "{word}：没有这个命令{hint}\n{commands}",
         "usage.similar": "，是不是 {command}？",
-        "usage.plan": "  --num_processes=N --vocab_size=N：用于不在本机的机器或分词器；--json=True：输出 JSON",
+        "usage.plan": "  --num_processes=N --vocab_size=N --gpu=名称：用于别的机器或分词器；--json=True：输出 JSON",
         "usage.flags": "  {flags}：见 docs/options.md",
         "launcher.taken": "采用 accelerate launch 的选项：{options}",
         "page.ask": "输入问题。回车发送，Shift+回车换行。",

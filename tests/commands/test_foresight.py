@@ -30,8 +30,7 @@ def test_what_a_resumed_run_has_written_counts_as_free_once(tmp_path):
     with open(tmp_path / "checkpoints" / "weights", "wb") as file:
         file.truncate(2**43)  # without blocks on the disk
     os.link(tmp_path / "checkpoints" / "weights", tmp_path / "best" / "weights")
-    config = load_config("pretrain", dict(output_dir=str(tmp_path)))
-    new, resumed = (float(disk_row(config, None, resumed).found.split()[0]) for resumed in (False, True))
+    new, resumed = (float(disk_row(tmp_path, 2, None, resumed).found.split()[0]) for resumed in (False, True))
     assert abs(resumed - new - 2**13) < 64  # GiB
 
 

@@ -257,3 +257,13 @@ def test_the_options_of_plan_are_checked_like_those_of_train(home):
         plan_text((), dict(words, vocab_size="-5"))
     with pytest.raises(ValueError, match="--num_processes=two: this option takes a whole number"):
         plan_text((), dict(words, num_processes="two"))
+
+
+def test_the_expected_time_is_said_for_a_named_card_and_how_to_name_one_is_said_else(home):
+    text = table(preview(load_config("pretrain", dict(max_steps=1000)), (), 2, 8000, "rtx 4090"))
+    assert re.search(r"expected time +about [\dhms ]+ for 1,000 steps, [\d.]+ ms a step on one RTX 4090", text)
+    assert "22.52 GiB for the allocator" in text, "the card's memory less that of CUDA and NCCL"
+    assert "other choices" in text and "A chunk is the targets whose logits exist at once" in text
+    assert "--gpu=NAME" in table(plan()), "this machine has no GPU that is known"
+    with pytest.raises(ValueError, match="--gpu=RTX: choose one of H200, "):
+        plan_text((), dict(gpu="RTX", vocab_size=8000))
