@@ -83,8 +83,8 @@ ROOMS = {
         "live",
     ],
     "model.commands": [
-        "help_zh model_cache option_names",
-        "no_model",
+        "help_zh model_cache",
+        "no_model option_names",
         "usage",
         "options",
         "adapter guide_flags network same_run tokenising",

@@ -151,7 +151,7 @@ WORDS = {
         "data.turns": "；有 {count:,} 轮较早的对话放不下",
         "data.empty": "；{count:,} 对有一侧为空，未使用",
         "data.others": "{name} 等，另有 {count} 个文件",
-        "side.prompt": "提问",
+        "side.prompt": "问题",
         "side.response": "回答",
         "when.epoch": "每轮结束时",
         "when.steps": "每轮结束时和每 {steps:,} 步",

@@ -1,0 +1,64 @@
+"""Under CHAT_LANG=zh what the commands print has no English sentence: code, paths, names and options do not count."""
+
+import contextlib
+import io
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model.commands.help_zh import SCRIPTS_ZH
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+LAUNCHERS = ("run_train.sh", "train_sft_custom.sh", "quick_start_sft_fast.sh")
+# commands, code, options with their values, paths and names of files; what is left is words
+CODE = re.compile(
+    r"^\s+(python|accelerate|torchrun|--|\[-).*$|`.*?`|\[.*?\]|'.*?'|-{1,2}\w\S*( [A-Z_.]+)?|\S*[/_=.]\w\S*", re.M
+)
+SENTENCE = re.compile(r"\b[A-Za-z][a-z]+,?( [a-z]{2,},?){2}")
+
+
+@pytest.fixture(autouse=True)
+def in_chinese(monkeypatch):
+    monkeypatch.setenv("CHAT_LANG", "zh")
+
+
+def english_of(text):
+    """The lines of `text` with three English words in a row."""
+    return [line for line in CODE.sub(" ", text).splitlines() if SENTENCE.search(line)]
+
+
+def printed(run, *words):
+    """What `run` prints to stdout and stderr with `words` as command line."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+            patch.setattr(sys, "argv", list(map(str, words)))
+            run()
+    return out.getvalue()
+
+
+def test_an_english_sentence_is_found_and_code_is_not():
+    assert english_of("ok     train_file   data/a.jsonl; 3 rows checked\n  no pair is left") == ["  no pair is left"]
+    assert not english_of("继续训练请输入 python train_low_mem.py train --output_dir=a\nCPU 0.5 GiB NVIDIA H100")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_help_of_each_script_is_chinese_down_to_each_option(script):
+    before = sys.path.copy()
+    text = printed(lambda: runpy.run_path(str(script), run_name="__main__"), script, "--help")
+    sys.path[:] = before
+    assert SCRIPTS_ZH[script.stem][""].splitlines()[0][:20] in text and not english_of(text)
+    helps = text.partition("\n选项：\n")[2]
+    names = set(re.findall(r"^  (?:-h, )?--(\w+)", helps, re.MULTILINE)) - {"help"}
+    missing = names - SCRIPTS_ZH[script.stem].keys()
+    assert not missing and (names or script.stem in ("train_lora", "merge_lora", "convert_tokenizer"))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_usage_of_each_launcher_is_chinese(launcher):
+    done = subprocess.run(["bash", ROOT / "scripts" / launcher, "--help"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("用法") and not english_of(done.stderr)
