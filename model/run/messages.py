@@ -1,11 +1,12 @@
 """What people read, in each language: one catalogue, chosen by CHAT_LANG or the locale.
 
-The screen's texts stand here, the others in words.py.
+The screen's texts stand here, those of scripts in tool_words.py, the others in words.py.
 """
 
 import os
 from collections.abc import Mapping
 
+from model.run.tool_words import TOOLS
 from model.run.words import WORDS
 
 # in words: the least count, the number that is one unit, and its form
@@ -190,7 +191,7 @@ SCREEN = {
         "earlier": "（更早的行在日志文件里）",
     },
 }
-CATALOGUE = {language: SCREEN[language] | WORDS[language] for language in SCREEN}
+CATALOGUE = {language: SCREEN[language] | WORDS[language] | TOOLS[language] for language in SCREEN}
 
 
 class Texts:

@@ -49,8 +49,9 @@ def test_the_page_asks_for_no_text_that_the_catalogue_lacks():
 
 
 def test_each_key_is_used():
-    paths = [path for path in [*ROOM.glob("*.py"), *COMMANDS.glob("*.py")] if path.stem not in ("messages", "words")]
-    code = "".join(path.read_text(encoding="utf-8") for path in [*paths, ROOT / "train_low_mem.py"]) + 'f"page.{"'
+    paths = [*ROOM.glob("*.py"), *COMMANDS.glob("*.py"), *(ROOT / "scripts").glob("*.py"), ROOT / "train_low_mem.py"]
+    users = [path for path in paths if path.stem != "messages" and not path.stem.endswith("words")]
+    code = "".join(path.read_text(encoding="utf-8") for path in users) + 'f"page.{"'
     prefixes = {prefix for prefix in re.findall(r"""f["'](\w+)\.\{""", code)}
     unused = [key for key in CATALOGUE["en"] if f'"{key}"' not in code and key.split(".")[0] not in prefixes]
     assert not unused
