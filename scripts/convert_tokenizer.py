@@ -19,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.tokenizer import load_tokenizer  # noqa: E402
+from model.run.messages import texts_here  # noqa: E402
 from model.runtime.json_stream import read_object  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
@@ -54,7 +55,8 @@ def convert(directory: Path) -> str:
         settings.write_text(json.dumps(named | known, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         os.replace(Path(draft, "tokenizer.json"), directory / "tokenizer.json")
     converted = load_tokenizer(directory)
-    return f"{directory / 'tokenizer.json'}: {converted.vocab_size} tokens, {converted.fingerprint}"
+    path, fingerprint = directory / "tokenizer.json", converted.fingerprint
+    return texts_here()("tokenizer.converted", path=path, count=converted.vocab_size, fingerprint=fingerprint)
 
 
 def main(words: list[str]) -> int:

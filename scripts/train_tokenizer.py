@@ -19,6 +19,8 @@ from model.data.readers import read_pairs
 from model.data.text_files import open_text
 from model.data.tokenizer import count_merged_tokens, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
+from model.run.console import padded
+from model.run.messages import texts_here
 from model.runtime.atomic_io import make_output_directory
 
 HELD_OUT_EVERY = 100  # rows
@@ -64,12 +66,16 @@ def prepare_output(output_dir: Path, overwrite: bool) -> None:
 def print_summary(output_dir: Path, held_out: list[str], seconds: float) -> None:
     tokenizer = load_tokenizer(output_dir)
     num_tokens = sum(map(len, tokenizer.encode_batch(held_out)))
-    density = f"{sum(map(len, held_out)) / num_tokens:.3f}" if num_tokens else "not measured (fewer than 100 rows)"
-    print(f"tokenizer             {output_dir} (fingerprint {tokenizer.fingerprint})")
-    print(f"vocabulary            {tokenizer.vocab_size} tokens")
-    print(f"multi-character       {count_merged_tokens(tokenizer)} tokens")
-    print(f"characters per token  {density}")
-    print(f"time                  {seconds:.1f} s")
+    text, density = texts_here(), sum(map(len, held_out)) / num_tokens if num_tokens else None
+    found = {
+        "directory": text("tokenizer.directory.of", directory=output_dir, fingerprint=tokenizer.fingerprint),
+        "size": text("tokenizer.tokens", count=tokenizer.vocab_size),
+        "merged": text("tokenizer.tokens", count=count_merged_tokens(tokenizer)),
+        "density": text("tokenizer.unmeasured") if density is None else f"{density:.3f}",
+        "time": text("tokenizer.seconds", seconds=seconds),
+    }
+    for name, said in found.items():
+        print(padded(text(f"tokenizer.{name}"), 22) + said)
 
 
 def parse_arguments() -> argparse.Namespace:
