@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from model.commands.help_zh import SCRIPTS_ZH
+from model.run.messages import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
@@ -62,3 +65,21 @@ def test_the_help_of_each_script_is_chinese_down_to_each_option(script):
 def test_the_usage_of_each_launcher_is_chinese(launcher):
     done = subprocess.run(["bash", ROOT / "scripts" / launcher, "--help"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("用法") and not english_of(done.stderr)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node: apt-get install nodejs")
+def test_the_page_says_figures_and_errors_in_chinese():
+    page = (ROOT / "model" / "commands" / "page.html").read_text(encoding="utf-8")
+    functions = "".join(re.findall(r"^function (?:say|refusal)\(.*?^}\n", page, re.MULTILINE | re.DOTALL))
+    words = {key.removeprefix("page."): text for key, text in CATALOGUE["zh"].items() if key.startswith("page.")}
+    code = f"""const words = {json.dumps(words)};{functions}
+    console.log(JSON.stringify([say(words.progress, {{step: 145, total: 1453}}),
+      say(words.best, {{loss: "0.1003", step: 2952}}),
+      ...[400, 401, 429, 503, 500].map((code) => refusal(code, code === 500 ? undefined : "top_p=2").message)]))"""
+    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
+    progress, best, *errors = json.loads(done.stdout)
+    assert progress == "第 145 步，共 1,453 步" and best == "最低验证损失：0.1003（第 2,952 步）"
+    assert errors == [
+        "请求被拒绝：top_p=2", "API 密钥缺失或不对：请在设置里填写。", "服务器正忙，请稍后再问。",
+        "服务器暂时无法回答：top_p=2", "请求被拒绝：500",
+    ]  # fmt: skip
