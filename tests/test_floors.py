@@ -73,7 +73,7 @@ ROOMS = {
         "dry_run",
     ],
     "model.run": [
-        "console durations journal sensors status terminal_log tool_words train_state words",
+        "check_words console durations journal sensors status terminal_log tool_words train_state words",
         "checkpoint curves figures log messages",
         "checkpointer plots run_dir trackers view",
         "drawing screen summary",
@@ -116,8 +116,8 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 PLACES_OF_WORDS = (
     "model.data.readers", "model.data.dialogue", "model.data.columns", "model.data.cleaning",
     "model.data.prepared_pairs", "model.nn.t5", "model.nn.registry",
-    "model.train.objectives.pairs", "model.train.objectives.registry", "model.run.tool_words", "model.run.words",
-    "model.commands",
+    "model.train.objectives.pairs", "model.train.objectives.registry", "model.run.check_words", "model.run.tool_words",
+    "model.run.words", "model.commands",
 )  # fmt: skip
 # {library: the only modules that may import it}
 ALLOWED_IMPORTERS = {

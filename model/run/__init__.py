@@ -7,7 +7,8 @@ does so with what the model's card says of the run.
 journal appends to metrics.jsonl and reads it; durations says from it where the time went;
 curves thins it to what can be drawn;
 run_log chooses what is written about each step; best_model evaluates and keeps the best model;
-summary has the first and last words, from the texts in words; tool_words has those of scripts;
+summary has the first and last words, from the texts in words; tool_words has those of scripts,
+check_words those of doctor and plan;
 console formats log lines and shows progress; log opens the log file;
 plots draws the curves of runs; drawing does so, and trackers sends the journal's numbers elsewhere, in own processes.
 

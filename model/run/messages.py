@@ -1,11 +1,13 @@
 """What people read, in each language: one catalogue, chosen by CHAT_LANG or the locale.
 
-The screen's texts stand here, those of scripts in tool_words.py, the others in words.py.
+The screen's texts stand here, those of scripts in tool_words.py, of doctor and plan
+in check_words.py, the others in words.py.
 """
 
 import os
 from collections.abc import Mapping
 
+from model.run.check_words import CHECKS
 from model.run.tool_words import TOOLS
 from model.run.words import WORDS
 
@@ -191,7 +193,7 @@ SCREEN = {
         "earlier": "（更早的行在日志文件里）",
     },
 }
-CATALOGUE = {language: SCREEN[language] | WORDS[language] | TOOLS[language] for language in SCREEN}
+CATALOGUE = {name: SCREEN[name] | WORDS[name] | TOOLS[name] | CHECKS[name] for name in SCREEN}
 
 
 class Texts:
