@@ -82,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, help="parquet, json, jsonl, csv, tsv or txt")
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 300")
+    parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 400")
     parser.add_argument("--prompt_column", default="", help="found by name when not given")
     parser.add_argument("--response_column", default="", help="found by name when not given")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")

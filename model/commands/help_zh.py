@@ -124,7 +124,7 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
 每一百行留出一行，用来测量每个词元平均有几个字符。""",
         "files": f"{FILES}，或 txt 文件",
         "output_dir": "分词器写到哪个目录",
-        "vocab_size": "词表的词元数，至少 300",
+        "vocab_size": "词表的词元数，至少 400",
         "prompt_column": f"问题所在的列；{BY_NAME}",
         "response_column": f"回答所在的列；{BY_NAME}",
         "overwrite": "覆盖已有的分词器",
