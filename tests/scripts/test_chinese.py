@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 
 from model.commands.help_zh import SCRIPTS_ZH
+from model.nn.weights_io import export_model
 from model.run.messages import CATALOGUE
+from model.run.run_dir import TOKENIZER_DIR
+from tests.tiny import furnish
+from train_low_mem import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
@@ -37,11 +41,12 @@ def english_of(text):
 
 def printed(run, *words):
     """What `run` prints to stdout and stderr with `words` as command line."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
             patch.setattr(sys, "argv", list(map(str, words)))
             run()
-    return out.getvalue()
+    return out.buffer.getvalue().decode()
 
 
 def test_an_english_sentence_is_found_and_code_is_not():
@@ -83,3 +88,53 @@ def test_the_page_says_figures_and_errors_in_chinese():
         "请求被拒绝：top_p=2", "API 密钥缺失或不对：请在设置里填写。", "服务器正忙，请稍后再问。",
         "服务器暂时无法回答：top_p=2", "请求被拒绝：500",
     ]  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.chdir(furnish(tmp_path))
+    return tmp_path
+
+
+def test_doctor_and_plan_say_everything_in_chinese(home):
+    words = ["--model=tiny", "--train_file=train.jsonl", "--validation_file=", "--max_seq_len=64"]
+    checked = printed(lambda: main(["doctor", *words]), "train_low_mem.py")
+    assert "正常   磁盘" in checked and "分词器" in checked and not english_of(checked)
+    planned = [
+        printed(lambda line=line: main(["plan", *words, *line]), "train_low_mem.py")
+        for line in (["--gpu_memory_limit_gb=8"], [], ["--train_file=none.jsonl", "--finetune_from_ckp_file=none"])
+    ]
+    assert all("一直占用" in text and not english_of(text) for text in planned), planned
+    assert "改用梯度检查点" in planned[0] and "没有 GPU" in planned[1]
+
+
+def test_prepare_data_and_its_report_and_train_tokenizer_are_chinese(home):
+    tools = {name: lambda name=name: runpy.run_path(str(ROOT / "scripts" / f"{name}.py"), run_name="__main__")
+             for name in ("prepare_data", "train_tokenizer")}  # fmt: skip
+    rows = [
+        dict(prompt="天 一", response="好", note="x"),
+        dict(prompt="", response="好"),
+        dict(prompt="天", response="好"),
+    ]
+    (home / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 70) + "{bad\n")
+    (home / "text.txt").write_text((ROOT / "README.zh.md").read_text(encoding="utf-8"), encoding="utf-8")
+    line = ["raw.jsonl", "./raw.jsonl", "--output", "a.parquet", "--report", "--tokenizer_dir", TOKENIZER_DIR]
+    text = printed(tools["prepare_data"], "prepare_data.py", *line)
+    told = [line for line in text.splitlines() if "未使用：" not in line]  # why a row is malformed stays English
+    assert "问题为空" in text and "未使用: 列 'note'" in text and "近似重复" in text and not english_of("\n".join(told))
+    text = printed(tools["train_tokenizer"], "train_tokenizer.py", "text.txt", "--output_dir=t", "--vocab_size=400")
+    assert "每个词元的字符数" in text and not english_of(text)
+
+
+def test_what_chat_says_to_its_commands_is_chinese(home, model, tokenizer, monkeypatch, capsys):
+    export_model(model, tokenizer, home / "model")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import chat
+
+    loaded = chat.load_chat_model(home / "model")
+    talk = chat.Talk(loaded, loaded.sampling, 1)
+    chat.greet(loaded)
+    for command in ("reset", "undo", "settings", "save saved.jsonl", "nothing"):
+        chat.obey(talk, *command.split())
+    text = capsys.readouterr().out
+    assert "新的对话开始了" in text and "命令：" in text and not english_of(text)
