@@ -10,8 +10,11 @@ import pytest
 
 from config import TrainConfig
 from model.commands.help_zh import HELP_ZH
-from model.run.messages import CATALOGUE, Texts, language_of
+from model.run.check_words import CHECKS
+from model.run.messages import CATALOGUE, SCREEN, Texts, language_of
 from model.run.summary import rate_text
+from model.run.tool_words import TOOLS
+from model.run.words import WORDS
 from model.train.loader import Schedule
 from model.train.lr_schedule import LearnRate
 
@@ -83,3 +86,7 @@ def test_a_warm_up_that_rounds_to_no_steps_is_not_told():
     assert [rate_text(schedule, Texts("en")) for schedule in schedules] == [
         at_once, at_once, "up to 0.03 over the first 2 steps, then "
     ]  # fmt: skip
+
+
+def test_no_part_of_the_catalogue_hides_a_text_of_another():
+    assert len(CATALOGUE["en"]) == sum(len(part["en"]) for part in (SCREEN, WORDS, TOOLS, CHECKS))

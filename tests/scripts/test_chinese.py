@@ -26,6 +26,7 @@ LAUNCHERS = ("run_train.sh", "train_sft_custom.sh", "quick_start_sft_fast.sh")
 CODE = re.compile(
     r"^\s+(python|accelerate|torchrun|--|\[-).*$|`.*?`|\[.*?\]|'.*?'|-{1,2}\w\S*( [A-Z_.]+)?|\S*[/_=.]\w\S*", re.M
 )
+TRAINED = dict(step=145, pairs_seen=580, loss=0.5, learn_rate=1e-3, tokens_per_second=5, step_seconds=1.0, epoch=0)
 SENTENCE = re.compile(r"\b[A-Za-z][a-z]+,?( [a-z]{2,},?){2}")
 
 
@@ -124,6 +125,16 @@ def test_prepare_data_and_its_report_and_train_tokenizer_are_chinese(home):
     assert "问题为空" in text and "未使用: 列 'note'" in text and "近似重复" in text and not english_of("\n".join(told))
     text = printed(tools["train_tokenizer"], "train_tokenizer.py", "text.txt", "--output_dir=t", "--vocab_size=400")
     assert "每个词元的字符数" in text and not english_of(text)
+
+
+def test_the_report_of_a_run_is_chinese(home, capsys):
+    records = [dict(kind="start", total_steps=1453, total_pairs=5274), dict(kind="train", **TRAINED)]
+    records += [dict(kind="eval", step=145, loss=0.1003), dict(kind="oom", step=9, where="evaluate", rank=0)]
+    records += [dict(kind="save", step=145, path="run/145"), dict(kind="stop", step=145, reason="asked")]
+    (home / "metrics.jsonl").write_text("".join(json.dumps(dict(time=1.0) | record) + "\n" for record in records))
+    script = ROOT / "scripts" / "check_training_progress.py"
+    text = printed(lambda: runpy.run_path(str(script), run_name="__main__"), script, home)
+    assert "按要求停止，第 145 步" in text and "最近一次在第 9 步（评估）" in text and not english_of(text)
 
 
 def test_what_chat_says_to_its_commands_is_chinese(home, model, tokenizer, monkeypatch, capsys):
