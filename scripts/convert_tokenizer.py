@@ -27,6 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.tokenizer import load_tokenizer  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
 from model.runtime.json_stream import read_object  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
@@ -82,7 +83,8 @@ def convert(directory: Path) -> str:
         _compare(converted, original, directory)
         for name in (path.name, "tokenizer.json"):
             os.replace(Path(draft, name), directory / name)
-    return f"{directory / 'tokenizer.json'}: {converted.vocab_size} tokens, {converted.fingerprint}"
+    known = dict(path=directory / "tokenizer.json", count=converted.vocab_size, fingerprint=converted.fingerprint)
+    return texts_here()("tokenizer.converted", **known)
 
 
 def _has_bytes(original):

@@ -19,6 +19,7 @@ explain_missing_packages()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # reads only local files
 
 from model.commands.option_names import ScriptParser  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
 
 QUANTIZATIONS = ("int8", "int8_float32", "int16", "float16", "bfloat16", "float32")
 
@@ -61,7 +62,7 @@ def main() -> int:
         print(f"export: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     mib = sum(path.stat().st_size for path in target.iterdir()) / 2**20
-    print(f"{target}: {mib:.1f} MiB, {options.to}; how to use it: {target / 'README.md'}")
+    print(texts_here()("export.written", directory=target, size=mib, form=options.to, readme=target / "README.md"))
     return 0
 
 

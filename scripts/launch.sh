@@ -26,6 +26,12 @@ count_gpus() {
     echo "$number"
 }
 
+# Whether people read Chinese here, as in model/display/catalogue.py.
+in_chinese() {
+    local language=${CHAT_LANG:-${LC_ALL:-${LC_MESSAGES:-${LANG:-}}}}
+    [[ ${language,,} == zh* ]]
+}
+
 # Prints the usage and what is wrong, and ends the script.
 refuse() {
     (usage) || printf '%s: %s\n' "${0##*/}" "$1" >&2

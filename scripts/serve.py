@@ -28,6 +28,7 @@ limit_threads()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from model.commands.option_names import ScriptParser  # noqa: E402
+from model.display.catalogue import language_of, texts_here  # noqa: E402
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_CONNECTIONS = 512
@@ -128,7 +129,8 @@ def serve(options: argparse.Namespace) -> int:
     sockets = listeners(options.host, options.port)  # before the model is loaded, too
     chat = load_chat_model(options.model_dir)
     port = sockets[0].getsockname()[1]  # one that was free, if 0 was asked for
-    print(f"{chat.directory} on {chat.model.device}: http://{options.host}:{port}", flush=True)
+    address = f"http://{options.host}:{port}"
+    print(texts_here()("serve.ready", directory=chat.directory, device=chat.model.device, address=address), flush=True)
     server = uvicorn.Server(uvicorn.Config(
         make_app(service_of(chat, options)), log_level="warning", limit_concurrency=MAX_CONNECTIONS, http=connection,
         access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=5,
@@ -138,7 +140,6 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def service_of(chat, options: argparse.Namespace):
-    from model.display.catalogue import language_of
     from model.serve.decoding_thread import DecodingThread
     from model.serve.server import Service
 

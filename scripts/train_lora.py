@@ -25,6 +25,8 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 explain_missing_packages()
 
 from model.commands.guide_flags import read_guide  # noqa: E402
+from model.commands.help_zh import SCRIPTS_ZH  # noqa: E402
+from model.display.catalogue import language_of  # noqa: E402
 from model.runtime.launcher import typed_command  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
@@ -35,7 +37,7 @@ def main(words: list[str]) -> int:
     """Replace this process by the run; returns 0 after --help, 2 if there are problems."""
     is_main = os.environ.get("RANK", "0") == "0"  # every rank reads the same words
     if {"-h", "--help"} & set(words):
-        print(__doc__)
+        print(SCRIPTS_ZH["train_lora"][""] if language_of(os.environ) == "zh" else __doc__)
         return 0
     command = words.pop(0) if words and words[0] in COMMANDS else "train"
     try:

@@ -78,7 +78,7 @@ ROOMS = {
         "run_dir saver",
     ],
     "model.display": [
-        "captured_output console curves durations figures log_file sensors trackers words",
+        "captured_output check_words console curves durations figures log_file sensors tool_words trackers words",
         "catalogue plots",
         "drawing view",
         "screen summary",
@@ -86,9 +86,9 @@ ROOMS = {
         "live",
     ],
     "model.commands": [
-        "data_report expected_time help_zh launcher_options model_cache objective option_names recipe run_events "
-        "run_length space tokenising",
-        "exporting foresight length_sample network no_model usage",
+        "data_report expected_time help_zh launcher_options model_cache objective recipe run_events run_length "
+        "space tokenising",
+        "exporting foresight length_sample network no_model option_names usage",
         "evaluation options",
         "adapter data_rows guide_flags same_run",
         "origin settled",

@@ -13,6 +13,7 @@ from model.commands.options import FILE_OPTIONS
 from model.commands.run_length import global_batch
 from model.commands.space import Row
 from model.data.store_writer import side_lengths
+from model.display.catalogue import texts_here
 
 FIRST_ROWS = 2000  # of each data file are read
 
@@ -32,7 +33,8 @@ def data_rows(config, origin):
         for file in files:
             row, facts = _first_rows(what, file.path, config, origin)
             known += [facts] if facts else []
-            yield row if file.weight == 1 else replace(row, found=f"{row.found}; {file.weight:g} times an epoch")
+            weighted = texts_here()("doctor.weight", found=row.found, weight=file.weight)
+            yield row if file.weight == 1 else replace(row, found=weighted)
         if what == "train_file":
             yield from _notes(config, known)
 
@@ -55,12 +57,13 @@ def _first_rows(what, file, config, origin):
         rows = list(islice(objective.read(file, columns, Counter()), FIRST_ROWS))
     except ValueError as error:
         return Row(what, file, str(error), fails=True), None
-    found = f"{file}, {Path(file).stat().st_size / 2**20:.1f} MiB; {len(rows)} rows checked"
+    text = texts_here()
+    found = text("doctor.rows", file=file, size=Path(file).stat().st_size / 2**20, count=len(rows))
     if not origin:
         return Row(what, found), None
     encoded = objective.encode(rows, origin.tokenizer, config.max_seq_len)
     if not encoded.sides[0]:
-        remedy = f"none of its first {len(rows)} rows has {objective.needs}"
+        remedy = text("doctor.no_rows", count=len(rows), needs=objective.needs)
         return Row(what, file, remedy, fails=len(rows) < FIRST_ROWS), None  # else later rows may be usable
     lengths = side_lengths(encoded)
     tokens = " + ".join(map(str, objective.length_bounds(lengths)[0]))
@@ -69,4 +72,4 @@ def _first_rows(what, file, config, origin):
         len(lengths) if len(rows) < FIRST_ROWS else None,
         config.max_seq_len, origin.tokenizer.vocab_size, config.finetune_from_ckp_file,
     )  # fmt: skip
-    return Row(what, f"{found}; the first example has {tokens} tokens"), facts
+    return Row(what, text("doctor.first_example", found=found, tokens=tokens)), facts

@@ -2,7 +2,8 @@
 
 import torch
 
-from model.display.console import human_seconds
+from model.display.catalogue import texts_here
+from model.display.view import duration
 from model.memory.duration import GPUS, gpu_named
 
 
@@ -21,8 +22,8 @@ def card(gpu):
 
 def expected_text(gpu, step_seconds, steps):
     """How long the steps take, in words; why that is not said, where it is not known."""
+    text = texts_here()
     if step_seconds is None:
-        return f"not known for this device; --gpu=NAME, with {', '.join(GPUS)}, says it for such a card in bf16"
-    each = f"{step_seconds * 1000:,.1f} ms a step"
-    total = f"about {human_seconds(step_seconds * steps)} for {steps:,.0f} steps, " if steps else ""
-    return f"{total}{each} on one {gpu} or several, by its data sheet; start, evaluations and saves not counted"
+        return text("time.unknown", names=", ".join(GPUS))
+    total = text("time.total", time=duration(step_seconds * steps, text), steps=steps) if steps else ""
+    return text("time.expected", total=total, each=step_seconds * 1000, gpu=gpu)

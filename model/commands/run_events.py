@@ -86,12 +86,14 @@ def event_text(kind, values):
     """What went wrong in a step, in words; the journal has the numbers."""
     text = texts_here()
     known = {name: values[name] for name in ("where", "rank", "why") if name in values}
+    if "where" in known:
+        known["where"] = text.get(f"place.{known['where']}", known["where"])
     if kind == "oom" and values["before"] and values["after"]:
         before, now = (values[name]["micro_batch_tokens"] for name in ("before", "after"))
         said = text("smaller", now=now, before=before, **known) if now < before else text("event.oom", **known)
     else:
         said = text(f"event.{kind}", **known)
-    return f"{text('row.step')} {values['step']:,}: {said}"
+    return text("at_step", step=values["step"], said=said)
 
 
 def log_steps(run, journal, results):

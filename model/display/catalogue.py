@@ -1,12 +1,21 @@
 """What people read, in each language: one catalogue, chosen by CHAT_LANG or the locale.
 
-The screen's texts stand here, the others in words.py.
+The screen's texts stand here, those of scripts in tool_words.py, of doctor and plan
+in check_words.py, the others in words.py.
 """
 
 import os
 from collections.abc import Mapping
 
+from model.display.check_words import CHECKS
+from model.display.tool_words import TOOLS
 from model.display.words import WORDS
+
+# in words: the least count, the number that is one unit, and its form
+COUNTS = {
+    "en": ((1e5, 1e6, "{:,.1f} M"), (0, 1e3, "{:,.1f} K")),
+    "zh": ((1e8, 1e8, "{:,.4g} 亿"), (1e5, 1e4, "{:,.0f} 万"), (0, 1, "{:,.0f} ")),
+}
 
 SCREEN = {
     "en": {
@@ -53,6 +62,8 @@ SCREEN = {
         "row.memory": "host memory",
         "row.events": "incidents",
         # their values
+        "progress": "step {step:,}",
+        "progress.of": "step {step:,}/{total:,} {share:.1%}",
         "epochs": "{done} of {total} epochs",
         "smoothed": "{loss} (smoothed {smoothed})",
         "validation": "{last}, best {best} (step {step:,})",
@@ -75,6 +86,13 @@ SCREEN = {
         # events
         "events": "events",
         "log": "log",
+        "place.step": "step",
+        "place.optimizer": "optimizer",
+        "place.evaluate": "evaluate",
+        "place.generate": "generate",
+        "place.save": "save",
+        "place.anywhere": "anywhere",
+        "at_step": "step {step:,}: {said}",
         "event.oom": "out of memory in {where} on rank {rank}: done again",
         "event.oom.last": "out of memory in {where}: nothing smaller fits",
         "event.not_finite": "numbers that are not finite",
@@ -100,24 +118,24 @@ SCREEN = {
         "state.finished": "已完成，第 {step:,} 步",
         "state.asked": "已按要求停止，第 {step:,} 步",
         "state.failed": "已失败，第 {step:,} 步",
-        "state.silent": "{time} 没有动静：进程可能已退出，请看 logs/ 里最新的文件",
+        "state.silent": "{time}没有动静：进程可能已退出，请看 logs/ 里最新的文件",
         "state.waiting": "日志里还没有记录",
-        "rank": "序号",
+        "rank": "进程",
         "memory": "显存 GiB",
         "peak": "峰值",
         "card": "整卡",
         "utilisation": "利用率",
         "temperature": "温度",
         "power": "功率",
-        "process": "内存 GiB",
+        "process": "进程内存 GiB",
         "cpu": "CPU",
         "level.safe": "安全",
         "level.edge": "临界",
         "level.dangerous": "危险",
-        "day": "天",
-        "hour": "小时",
-        "minute": "分",
-        "second": "秒",
+        "day": " 天",
+        "hour": " 小时",
+        "minute": " 分",
+        "second": " 秒",
         "row.step": "步数",
         "row.loss": "训练损失",
         "row.validation": "验证损失",
@@ -129,31 +147,40 @@ SCREEN = {
         "row.save": "最近保存",
         "row.next": "下次评估",
         "row.memory": "主机内存",
-        "row.events": "异常",
+        "row.events": "记录",
+        "progress": "第 {step:,} 步",
+        "progress.of": "第 {step:,} 步，共 {total:,} 步（{share:.1%}）",
         "epochs": "共 {total} 轮，已训练 {done} 轮",
         "smoothed": "{loss}（平滑 {smoothed}）",
         "validation": "{last}，最好 {best}（第 {step:,} 步）",
         "gap": "{gap:+.4f}（验证减训练）",
-        "gap.rising": "{gap:+.4f}，最好的是 {count} 次评估之前",
+        "gap.rising": "{gap:+.4f}，最好的在 {count} 次评估之前",
         "speed": "{tokens:,.0f} 词元/秒，{pairs:,.4g} 对/秒",
         "speed.tokens": "{tokens:,.0f} 词元/秒",
         "wait": "每步 {milliseconds:,.1f} 毫秒（{percent:.1f}%）",
         "left": "{run}，本轮 {epoch}",
         "left.run": "{run}",
-        "saved": "第 {step:,} 步，{ago} 前",
+        "saved": "第 {step:,} 步，{ago}前",
         "saved.failed": "；第 {step:,} 步的保存失败",
-        "next": "再过 {steps:,} 步，{time} 后",
+        "next": "再过 {steps:,} 步，{time}后",
         "next.steps": "再过 {steps:,} 步",
         "host_memory": "{used}/{total} GiB {percent:.0f}%，本次训练 {run} GiB",
         "host_memory.run": "本次训练 {run} GiB",
         "incidents": "显存不足 {oom} 次，跳过 {skip} 步，续训 {resume} 次",
         "none": "还没有",
-        "not_finite": "不是有限数",
+        "not_finite": "NaN 或无穷大",
         "events": "事件",
         "log": "日志",
-        "event.oom": "显存不足（{where}，{rank} 号进程）：已重做",
+        "place.step": "训练步",
+        "place.optimizer": "更新权重",
+        "place.evaluate": "评估",
+        "place.generate": "生成回答",
+        "place.save": "保存",
+        "place.anywhere": "最小的方案",
+        "at_step": "第 {step:,} 步：{said}",
+        "event.oom": "显存不足（{where}，进程 {rank}）：已重做",
         "event.oom.last": "显存不足（{where}）：没有更小的方案可用",
-        "event.not_finite": "出现非有限数",
+        "event.not_finite": "出现 NaN 或无穷大",
         "event.skip": "跳过这一步：{why}",
         "event.resume": "从检查点继续",
         "event.save": "检查点保存失败：{error}",
@@ -166,14 +193,14 @@ SCREEN = {
         "earlier": "（更早的行在日志文件里）",
     },
 }
-CATALOGUE = {language: SCREEN[language] | WORDS[language] for language in SCREEN}
+CATALOGUE = {name: SCREEN[name] | WORDS[name] | TOOLS[name] | CHECKS[name] for name in SCREEN}
 
 
 class Texts:
     """The texts of one language."""
 
     def __init__(self, language: str = "en"):
-        self._texts = CATALOGUE[language]
+        self.language, self._texts = language, CATALOGUE[language]
 
     def __call__(self, key: str, **values) -> str:
         """The text of `key` with `values` put in."""

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -19,6 +20,12 @@ CONSOLE = Console(stderr=True)
 SAFE_PERCENT, EDGE_PERCENT = 85, 90
 DRAW_SECONDS, LOG_SECONDS = 0.1, 60
 SPEED_WINDOW_SECONDS = 300
+
+
+def padded(text: str, width: int, right: bool = False) -> str:
+    """`text` with spaces up to `width` cells of a terminal, of which a Chinese character takes two."""
+    spaces = " " * (width - cell_len(text))
+    return spaces + text if right else text + spaces
 
 
 def human_bytes(count: int) -> str:

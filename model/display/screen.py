@@ -11,6 +11,7 @@ from model.display.view import (
     View,
     count_of,
     device_cells,
+    devices_of,
     event_lines,
     is_alive,
     log_line,
@@ -73,9 +74,9 @@ def head(view: View, text: Texts, width: int) -> Text:
     said, start = state(view, text), view.figures.start
     parts = [view.run_dir]
     if start.get("parameters"):
-        parts.append(count_of(start["parameters"]))
+        parts.append(count_of(start["parameters"], text))
     if start.get("device"):
-        parts.append(f"{view.figures.world_size} x {start['device']}")
+        parts.append(devices_of(view.figures.world_size, str(start["device"]), text))
     run = Text(fitted(" " + printable(" · ".join(parts)), width - said.cell_len - 2) + " ", style="bold")
     return Text.assemble(run, said, no_wrap=True, overflow="ellipsis")
 
@@ -83,7 +84,8 @@ def head(view: View, text: Texts, width: int) -> Text:
 def bar(view: View, text: Texts, width: int) -> Text:
     """How far the run is: steps and epochs."""
     figures, total = view.figures, view.figures.start.get("total_steps")
-    count = f" {text('row.step')} {view.step:,}" + (f"/{total:,} {view.share:.1%} " if total else " ")
+    key = "progress.of" if total else "progress"
+    count = f" {text(key, step=view.step, total=total, share=view.share)} "
     done, epochs = epochs_of(figures.start, figures.train) if figures.train else ("", "")
     epoch = f" {printable(text('epochs', done=done, total=epochs) if epochs else '')} "
     room = max(0, width - cell_len(count) - cell_len(epoch))

@@ -8,7 +8,7 @@ import torch
 
 from model.display.catalogue import texts_here
 from model.display.durations import durations
-from model.display.view import GIB, count_of, duration
+from model.display.view import GIB, count_of, devices_of, duration
 from model.nn.registry import config_values
 from model.run.journal import read_journal
 from model.runtime.launcher import command_to_go_on
@@ -79,10 +79,13 @@ def model_line(run, state, options, text):
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
         packed = text("adapter.nf4") if options["base_precision"] == "nf4" else ""
         rank = run.model.lora.rank
-        origin = text("first.adapter", text=origin, rank=rank, trained=count_of(trained), packed=packed)
+        origin = text("first.adapter", text=origin, rank=rank, trained=count_of(trained, text), packed=packed)
     name = family if source else f"{family} {options['model']}".strip()
     return text(
-        "first.model", name=name, origin=origin, parameters=count_of(sum(p.numel() for p in run.model.parameters()))
+        "first.model",
+        name=name,
+        origin=origin,
+        parameters=count_of(sum(p.numel() for p in run.model.parameters()), text),
     )
 
 
@@ -91,7 +94,7 @@ def data_text(examples, text):
     meta, rows, most = examples.store.meta, len(examples), examples.store.meta["source"]["max_seq_len"]
     columns = zip(examples.store.rows.column_names, meta["tokens"], meta["cut"], strict=True)
     sides = [(name.removesuffix("_ids"), *counts) for name, *counts in columns if name.endswith("_ids")]
-    parts = ", ".join(
+    parts = text("comma").join(
         text("data.side", side=text.get(f"side.{side}", side), mean=tokens / rows, share=num_cut / rows, most=most)
         for side, tokens, num_cut in sides
     )
@@ -107,7 +110,11 @@ def names_text(examples, text):
     if mixture := examples.mixture:
         weights = (f"*{taken / max(rows, 1):.3g}" for taken, rows in zip(mixture.taken, mixture.rows, strict=True))
         names = [f"{name}{'' if weight == '*1' else weight}" for name, weight in zip(names, weights, strict=True)]
-    return ", ".join(names) if len(names) <= MAX_NAMES else text("data.others", name=names[0], count=len(names) - 1)
+    return (
+        text("comma").join(names)
+        if len(names) <= MAX_NAMES
+        else text("data.others", name=names[0], count=len(names) - 1)
+    )
 
 
 def validation_line(run, text):
@@ -131,7 +138,7 @@ def plan_line(run, plan, options, text):
     peak = f"{max(peaks) / GIB:.1f}"
     used = text("memory.card", peak=peak, limit=f"{limit / GIB:.1f}") if limit else text("memory.host", peak=peak)
     return text(
-        "first.plan", where=f"{ranks.world_size} x {device_name(ranks.device)}", how=how, tokens=tokens,
+        "first.plan", where=devices_of(ranks.world_size, device_name(ranks.device), text), how=how, tokens=tokens,
         sent=text("how.sent", dtype=options["reduce_dtype"]) if sends else "",
         dtype=str(run.model.compute_dtype).removeprefix("torch."), memory=used,
         passes=max(1, math.ceil(run.train.histogram.mean * share_pairs / tokens)),
@@ -153,8 +160,8 @@ def last_words(run, state, reason):
     ended = text(f"last.{reason}", step=state.step, pairs=state.pairs_seen, run_dir=run.dir)
     spent = durations(read_journal(run.dir / "metrics.jsonl"), time.time())
     total = sum(spent.values())
-    parts = ", ".join(
-        f"{text(f'kind.{kind}')} {duration(seconds, text)} ({100 * seconds / (total or 1):.0f} %)"
+    parts = text("comma").join(
+        text("last.part", kind=text(f"kind.{kind}"), time=duration(seconds, text), percent=100 * seconds / (total or 1))
         for kind, seconds in spent.items()
     )
     lines = [f"{run.dir}: {ended}", *best_line(run, state, text)]
@@ -169,7 +176,7 @@ def best_line(run, state, text):
         return []
     metric, score = run.rules.best_metric, ""
     if state.best_score is not None:
-        score = f", {text(f'metric.{metric}')} {state.best_score:.4f}"
+        score = text("last.score", metric=text(f"metric.{metric}"), score=state.best_score)
     return [text("last.best", step=state.best_step, loss=state.best_loss, score=score, folder=run.dir / "best")]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from model.display.catalogue import Texts
+from model.display.catalogue import COUNTS, Texts
 from model.display.console import human_seconds, memory_text
 from model.display.figures import Figures
 from model.display.sensors import Sensors
@@ -121,9 +121,17 @@ def device_cells(status: Status, sensors: Sensors | None, text: Texts) -> list[s
     ]  # fmt: skip
 
 
-def count_of(parameters: int) -> str:
-    """A number of weights: 60.5 M, 7.6 K."""
-    return f"{parameters / 1e6:,.1f} M" if parameters >= 1e5 else f"{parameters / 1e3:,.1f} K"
+def count_of(parameters: int, text: Texts) -> str:
+    """A number of weights: 60.5 M, 7.6 K; 6,050 万."""
+    unit, form = next((unit, form) for least, unit, form in COUNTS[text.language] if parameters >= least)
+    return form.format(parameters / unit)
+
+
+def devices_of(count: int, device: str, text: Texts) -> str:
+    """`count` processes and the name of what each computes on, as the journal has it."""
+    if cpu := re.fullmatch(r"CPU \((\d+) threads\)", device):
+        return text("where.cpu", count=count, threads=cpu[1])
+    return text("where.card", count=count, name=device)
 
 
 def gib(count: int) -> str:
@@ -241,8 +249,9 @@ def event_line(event: dict, text: Texts) -> str:
     values = {name: str(event.get(name, "")) for name in ("where", "rank", "why", "error")}
     reason = str(event.get("reason", ""))
     key = "event.oom.last" if kind == "oom" and event.get("rank") is None else f"event.{kind}"
+    values["where"] = text.get(f"place.{values['where']}", values["where"])
     said = text(key, reason=text.get(f"reason.{reason}", reason), **values)
-    return printable(f"{clock}  {text('row.step')} {event.get('step', 0):,}: {said}")
+    return printable(f"{clock}  {text('at_step', step=event.get('step', 0), said=said)}")
 
 
 def log_line(line: str) -> str:

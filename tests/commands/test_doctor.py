@@ -223,7 +223,7 @@ def test_nccl_that_needs_a_remedy_is_a_note_and_not_a_failure(monkeypatch):
 
 
 def test_the_model_configuration_is_read_as_a_run_reads_it(rows, home):
-    assert rows()["model"].found.startswith("0.0 M weights from random initialisation")
+    assert rows()["model"].found.startswith("13.5 K weights from random initialisation")
     (home / "broken.json").write_text(json.dumps(dict(d_model=16)))
     assert rows(model="broken.json")["tokenizer, model"].fails
 

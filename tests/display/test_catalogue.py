@@ -10,8 +10,11 @@ import pytest
 
 from config import TrainConfig
 from model.commands.help_zh import HELP_ZH
-from model.display.catalogue import CATALOGUE, Texts, language_of
+from model.display.catalogue import CATALOGUE, SCREEN, Texts, language_of
+from model.display.check_words import CHECKS
 from model.display.summary import rate_text
+from model.display.tool_words import TOOLS
+from model.display.words import WORDS
 from model.train.loader import Schedule
 from model.train.lr_schedule import LearnRate
 
@@ -45,12 +48,14 @@ def test_the_page_asks_for_no_text_that_the_catalogue_lacks():
     numbers = re.search(r"const numbers = (\[.*?\]);", page).group(1)
     buttons = re.search(r"for \(const id of (\[.*?\])\)", page).group(1)
     asked = {*re.findall(r"words\.(\w+)", page), *json.loads(numbers), *json.loads(buttons), "key", "system", "earlier"}
+    asked |= {"refused_401", "refused_429", "refused_503"}
     assert {f"page.{name}" for name in asked} == {key for key in CATALOGUE["en"] if key.startswith("page.")}
 
 
 def test_each_key_is_used():
-    paths = [path for path in [*ROOM.glob("*.py"), *COMMANDS.glob("*.py")] if path.stem not in ("messages", "words")]
-    code = "".join(path.read_text(encoding="utf-8") for path in [*paths, ROOT / "train_low_mem.py"]) + 'f"page.{"'
+    paths = [*ROOM.glob("*.py"), *COMMANDS.glob("*.py"), *(ROOT / "scripts").glob("*.py"), ROOT / "train_low_mem.py"]
+    users = [path for path in paths if path.stem != "messages" and not path.stem.endswith("words")]
+    code = "".join(path.read_text(encoding="utf-8") for path in users) + 'f"page.{"'
     prefixes = {prefix for prefix in re.findall(r"""f["'](\w+)\.\{""", code)}
     unused = [key for key in CATALOGUE["en"] if f'"{key}"' not in code and key.split(".")[0] not in prefixes]
     assert not unused
@@ -81,3 +86,7 @@ def test_a_warm_up_that_rounds_to_no_steps_is_not_told():
     assert [rate_text(schedule, Texts("en")) for schedule in schedules] == [
         at_once, at_once, "up to 0.03 over the first 2 steps, then "
     ]  # fmt: skip
+
+
+def test_no_part_of_the_catalogue_hides_a_text_of_another():
+    assert len(CATALOGUE["en"]) == sum(len(part["en"]) for part in (SCREEN, WORDS, TOOLS, CHECKS))

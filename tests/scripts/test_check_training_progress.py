@@ -274,5 +274,5 @@ def test_the_same_screen_serves_another_terminal_after_the_run(tmp_path):
         assert shell.is_covered
         shell.type("\x03")
         assert shell.wait_for(r"code=(-?\d+)\.", 10)[1] == "0"
-        shell.wait_for("state +finished at step 9")
+        shell.wait_for("状 ?态 +" + " ?".join("已完成，第 9 步"))
         shell.check_usable()
