@@ -126,8 +126,9 @@ LEARN_RATES = dict(
     muon=(3e-2, 5e-3, 1e-3, 1e-1),  # 4e-2 is hardly better, 8e-2 far worse; fine-tuning: 2e-3 to 1e-2 tried
     adamw_rms=(2e-2, 5e-3, 1e-3, 1e-1),  # 3e-2 is hardly better, 5e-3 and 1e-2 far worse; fine-tuning: 2e-3, 5e-3 tried
     adafactor=(2e-2, 5e-3, 1e-3, 1e-1),  # 1e-2 to 4e-2 tried; T5 used 1e-2, fine-tuning 1e-3 (arXiv 1910.10683)
-    adamw=(3e-4, 1e-4, 1e-6, 5e-3),  # 1e-3 is far worse; fine-tuning not measured, commonly 1e-4 to 1e-3 for T5
+    adamw=(3e-4, 1e-3, 1e-6, 5e-3),  # 1e-3 is far worse; fine-tuning: 3e-5 to 3e-3 tried (bench/results)
 )
+FINE_TUNED_WIDTH = 512  # of a network that AdamW fine-tunes at that rate; it falls with a greater width
 # The same for adapters, whose B starts at zero, so that a rate relative to it would leave it there: torch's AdamW takes
 # its rate as it is. Ten times that of all weights (Schulman et al. 2025, LoRA Without Regret), whatever the rank.
 SCRATCH_OPTIMIZER, LORA_OPTIMIZER, LORA_LEARN_RATES = "muon", "adamw", (1e-3, 1e-3, 1e-5, 5e-2)

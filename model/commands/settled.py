@@ -1,6 +1,8 @@
 """What a run's options become once it is known what the run starts from: its adapter's, its optimizer, its rate."""
 
-from config import LORA_OPTIMIZER, with_optimizer
+from dataclasses import replace
+
+from config import FINE_TUNED_WIDTH, LORA_OPTIMIZER, default_learn_rate, with_optimizer
 from model.commands.adapter import with_adapter
 from model.commands.options import check_learn_rate
 
@@ -16,9 +18,16 @@ def settled(config, typed, origin):
     trained_by = origin.weights.optimizer if origin.weights else None
     config = with_adapter(config, origin.adapter)
     config, why = choose_optimizer(config, typed, bool(origin.found), trained_by)
+    if config.optimizer == "adamw" and config.finetune_from_ckp_file and not config.lora_rank and not origin.found:
+        config = config if "learn_rate" in typed else replace(config, learn_rate=_fine_tuning_rate(config, origin))
     if why in OPEN and "learn_rate" in typed:
         check_learn_rate(config)
     return config, why
+
+
+def _fine_tuning_rate(config, origin):
+    """AdamW's default peak here: its best rate falls with the width (Yang et al. 2022, arXiv 2203.03466)."""
+    return default_learn_rate(config) * min(FINE_TUNED_WIDTH / origin.model_config.width, 1)
 
 
 def choose_optimizer(config, typed, is_resumed, trained_by):
