@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from model.memory.step_time import step_tokens
+from model.nn.memory_spec import count_numbers
 
 BASE_SECONDS = 2.7e-3
 UPDATE_BYTES = 140  # moved for a weight, Muon's products counted as bytes
@@ -60,13 +61,13 @@ def step_seconds(plan, estimate, gpu):
 def _token_flops(spec, lengths):
     """Floating-point operations of the products of a token, forward and backward, on average over both sides."""
     family, config = spec.family, spec.model_config
-    matrices = family.count_matrix_numbers(config)
+    matrices = count_numbers(family, config).matrices
     per_side = (lengths.tokens * lengths.counts[:, None]).sum(axis=0) / lengths.counts.sum()
     targets = per_side[-1]
     if family.reads_one_stream:
         passed = matrices * lengths.mean
     else:
-        decoder = family.count_matrix_numbers(config, "decoder")
+        decoder = count_numbers(family, config, "decoder").matrices
         passed = (matrices - decoder) * per_side[:-1].sum() + decoder * targets
-    passed += config.vocab_size * family.width(config) * targets
+    passed += config.vocab_size * config.width * targets
     return (4 if spec.lora else 6) * passed / lengths.mean

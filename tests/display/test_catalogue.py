@@ -19,7 +19,7 @@ from model.train.loader import Schedule
 from model.train.lr_schedule import LearnRate
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOM, COMMANDS = ROOT / "model" / "run", ROOT / "model" / "commands"
+ROOMS = [ROOT / "model" / room for room in ("run", "display", "commands", "serve")]
 
 
 def values_of(text):
@@ -44,7 +44,7 @@ def test_each_option_has_a_chinese_help():
 
 
 def test_the_page_asks_for_no_text_that_the_catalogue_lacks():
-    page = (COMMANDS / "page.html").read_text(encoding="utf-8")
+    page = (ROOMS[-1] / "page.html").read_text(encoding="utf-8")
     numbers = re.search(r"const numbers = (\[.*?\]);", page).group(1)
     buttons = re.search(r"for \(const id of (\[.*?\])\)", page).group(1)
     asked = {*re.findall(r"words\.(\w+)", page), *json.loads(numbers), *json.loads(buttons), "key", "system", "earlier"}
@@ -53,8 +53,8 @@ def test_the_page_asks_for_no_text_that_the_catalogue_lacks():
 
 
 def test_each_key_is_used():
-    paths = [*ROOM.glob("*.py"), *COMMANDS.glob("*.py"), *(ROOT / "scripts").glob("*.py"), ROOT / "train_low_mem.py"]
-    users = [path for path in paths if path.stem != "messages" and not path.stem.endswith("words")]
+    paths = [path for room in (*ROOMS, ROOT / "scripts") for path in room.glob("*.py")] + [ROOT / "train_low_mem.py"]
+    users = [path for path in paths if path.stem != "catalogue" and not path.stem.endswith("words")]
     code = "".join(path.read_text(encoding="utf-8") for path in users) + 'f"page.{"'
     prefixes = {prefix for prefix in re.findall(r"""f["'](\w+)\.\{""", code)}
     unused = [key for key in CATALOGUE["en"] if f'"{key}"' not in code and key.split(".")[0] not in prefixes]

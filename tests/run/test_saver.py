@@ -209,7 +209,7 @@ def test_an_export_that_runs_out_of_memory_once_is_retried(tmp_path, model, toke
 
 def fail_once(monkeypatch, name, error):
     """Let the function `name` of saver raise `error` at its first call."""
-    original, calls = getattr(saver, name), []
+    original, calls = getattr(saver_module, name), []
 
     def fail(*args):
         calls.append(args)
