@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import config
-from bench.picture import BENCHMARKS, draw, speed_rows
 from config import PRESETS, TrainConfig, load_config
 from model.commands.plan_report import GIB, preview
 from model.nn.weights_io import export_model
@@ -128,17 +127,3 @@ def test_the_table_of_gpus_is_what_plan_predicts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("page", "most_lines"), [("README.md", 170), ("docs/experiments.md", 500)])
 def test_a_page_stays_short(page, most_lines):
     assert len(text_of(page).splitlines()) <= most_lines
-
-
-def test_the_speed_table_can_be_drawn(tmp_path):
-    rows = speed_rows(text_of("docs/benchmarks.md"))
-    assert BENCHMARKS == ROOT / "docs" / "benchmarks.md"
-    assert {row[0] for row in rows} == {"small", "chatlm"} and len(rows) == 12 and rows[0][-1] == 949
-    with pytest.raises(ValueError, match="no speed table"):
-        speed_rows("| small | a loop | 64 | fast | 1.8 |")
-    start = dict(
-        kind="start", world=1, parameters=10**6, total_pairs=100, global_batch=8, device="CPU", dtype="float32"
-    )
-    steps = [dict(kind="train", time=step, step=step, loss=9 / step, pairs_seen=step) for step in (1, 2)]
-    draw(tmp_path / "overview.png", [start | dict(time=0), *steps], rows)
-    assert (tmp_path / "overview.png").read_bytes()[:4] == b"\x89PNG"

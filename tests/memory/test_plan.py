@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.caps import HeavyTail
-from bench.nf4 import QWEN_VOCAB_SIZE, QWENS
 from config import MODELS
 from model.data.buckets import buckets_for
 from model.data.length_histogram import Lengths, histogram
@@ -27,6 +25,7 @@ from model.nn.qwen.sizes import QwenModelConfig
 from model.nn.t5.sizes import T5ModelConfig
 from model.train.footprint import plan_options
 from tests.parts import make_config, make_estimate
+from tests.sizes import QWEN_VOCAB_SIZE, QWENS, HeavyTail
 
 GIB = 2**30
 
