@@ -97,9 +97,9 @@ ROOMS = {
     ],
     "bench": [
         "children clock runs",
-        "corpus memory_fit",
+        "corpus one_step small_cards",
         "loops lora",
-        "nf4 report several_machines",
+        "memory_fit pictures several_machines",
         "",
     ],
     "scripts": [""],
