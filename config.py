@@ -52,7 +52,7 @@ class TrainConfig:
     batch_size_per_gpu: int = 32  # pairs
     gradient_accumulation_steps: int = 2  # multiplies the pairs of a step
     global_batch_size: int = 0  # pairs of a step over all ranks; 0: batch x ranks x accumulation
-    optimizer: str = "muon"  # muon (for adapters adamw), adamw_rms, adamw, adafactor
+    optimizer: str = "auto"  # auto (muon from scratch and for weights that it trained, else adamw), or its name
     learn_rate: float = 0.0  # peak; 0: the optimizer's default
     any_learn_rate: bool = False  # accept a learn_rate outside the optimizer's range
     warmup_steps: int = -1  # steps; -1: a tenth of the run, at most 1000
@@ -85,7 +85,7 @@ class TrainConfig:
     keep_latest_n_ckp: int = 2  # number of checkpoints kept
     bleu_pairs: int = 100  # validation pairs that BLEU and chrF are computed on; 0: none
     max_new_tokens: int = 128  # of one generated answer, at most
-    no_repeat_ngram_size: int = 8  # answers repeat no run of so many tokens; 0: they may
+    no_repeat_ngram_size: int = 0  # answers repeat no run of so many of their own tokens; 0: they may
     log_sample_ids: bool = False  # write the example ids of each step to samples_rank<r>.jsonl
     backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
     screen: str = "auto"  # a full screen while training: auto (on a terminal), on, off (plain lines)
@@ -107,7 +107,7 @@ MINIMUM = dict(
     early_stop=0,
 )  # fmt: skip
 CHOICES = dict(
-    optimizer=("muon", "adamw_rms", "adamw", "adafactor"),
+    optimizer=("auto", "muon", "adamw_rms", "adamw", "adafactor"),
     lr_schedule=("cosine", "wsd"),
     mixed_precision=("auto", "bf16", "no"),
     gradient_checkpointing=("auto", "True", "False"),
@@ -131,7 +131,7 @@ LEARN_RATES = dict(
 )
 # The same for adapters, whose B starts at zero, so that a rate relative to it would leave it there: torch's AdamW takes
 # its rate as it is. Ten times that of all weights (Schulman et al. 2025, LoRA Without Regret), whatever the rank.
-LORA_OPTIMIZER, LORA_LEARN_RATES = "adamw", (1e-3, 1e-3, 1e-5, 5e-2)
+SCRATCH_OPTIMIZER, LORA_OPTIMIZER, LORA_LEARN_RATES = "muon", "adamw", (1e-3, 1e-3, 1e-5, 5e-2)
 LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_dropout", "use_rslora")
 MAX_LORA_RANK = 4096
 MAX_DEFAULT_WARMUP_STEPS = 1000
@@ -170,7 +170,7 @@ def _problems(config):
         yield f"base_precision={config.base_precision}: only frozen weights can be held so: type --lora_rank=16 too"
     if config.lora_rank and config.trainable != "all":
         yield f"trainable={config.trainable}: with --lora_rank only the adapter is trained: leave --trainable out"
-    if config.share_update and config.optimizer != "muon":
+    if config.share_update and config.optimizer not in ("auto", "muon"):
         yield f"share_update=True: only Muon's update is shared, not that of {config.optimizer}: leave it out"
     if config.share_update and config.exact:
         yield "share_update=True: with --exact=True all processes compute all of the update: leave one of them out"
@@ -221,7 +221,9 @@ PRESETS = {
 def load_config(preset, overrides):
     """TrainConfig of `preset` with the dict `overrides` (option name to text or value) applied.
 
-    Raises one ValueError that lists every problem: unknown options, values of the wrong type or out of range.
+    Where all weights of a model are trained further, the optimizer stays auto, and a learning rate that is not given 0,
+    until the model is read (model/commands/settled.py). Raises one ValueError that lists every problem: unknown
+    options, values of the wrong type or out of range.
     """
     kinds = {f.name: f.type for f in fields(TrainConfig)}
     values, problems = dict(PRESETS[preset]), []
@@ -230,14 +232,20 @@ def load_config(preset, overrides):
             values[name] = as_type(name, value, kinds)
         except ValueError as error:
             problems.append(str(error))
-    if values.get("lora_rank"):
-        values.setdefault("optimizer", LORA_OPTIMIZER)
     try:
         config = TrainConfig(**{name: value for name, value in values.items() if name in kinds})
     except ValueError as error:
         problems += str(error).splitlines()[1:]
     if problems:
         raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
+    if config.optimizer == "auto" and (config.lora_rank or not config.finetune_from_ckp_file):
+        return with_optimizer(config, LORA_OPTIMIZER if config.lora_rank else SCRATCH_OPTIMIZER)
+    return config if config.optimizer == "auto" else with_optimizer(config, config.optimizer)
+
+
+def with_optimizer(config, name):
+    """`config` with this optimizer, and with its default learning rate if none is given."""
+    config = replace(config, optimizer=name)
     return replace(config, learn_rate=config.learn_rate or default_learn_rate(config))
 
 

@@ -95,7 +95,12 @@ def words_of(name, folder, options):
     if name.startswith("ours"):
         files = dict(finetune_from_ckp_file="start", train_file="train.parquet", validation_file="valid.parquet")
         paths = [f"--{option}={folder / file}" for option, file in files.items()]
-        own = [f"--output_dir={folder / 'runs' / name}", f"--epochs={options.epochs}", "--bleu_pairs=0"]
+        own = [
+            f"--output_dir={folder / 'runs' / name}",
+            f"--epochs={options.epochs}",
+            "--bleu_pairs=0",
+            "--optimizer=muon",
+        ]
         return [ROOT / "train_sft_custom.sh", PAIRS, *paths, *own]
     pairs, rounds = (options.large, 1) if name == "trainer-large" else (PAIRS, 2)
     cell = json.dumps(dict(name=name, pairs=pairs, rounds=rounds, compile=False, static=False))

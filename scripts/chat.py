@@ -113,7 +113,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--top_k", help="draw from so many of the likeliest tokens; 0: from all")
     parser.add_argument("--top_p", help="draw from the likeliest tokens that have this probability together")
     parser.add_argument("--min_p", help="draw from tokens at least this times as likely as the likeliest")
-    parser.add_argument("--repetition_penalty", help="above 1: tokens that are there become less likely")
+    parser.add_argument("--repetition_penalty", help="above 1: tokens that the answer has become less likely")
     parser.add_argument("--no_repeat_ngram_size", help="no run of so many tokens comes twice; 0: it may")
     parser.add_argument("--seed", help="of the draws; equal seeds give equal answers")
     parser.add_argument("--max_new_tokens", help="most tokens in an answer")

@@ -124,7 +124,8 @@ def test_every_preset_loads_and_changes_only_the_defaults_that_it_lists(preset):
     config, default = load_config(preset, {}), TrainConfig()
     for field in fields(TrainConfig):
         expected = PRESETS[preset].get(field.name, getattr(default, field.name))
-        assert getattr(config, field.name) == expected or field.name == "learn_rate"
+        assert getattr(config, field.name) == expected or field.name in ("optimizer", "learn_rate")
+    assert (config.optimizer, config.learn_rate) == (("auto", 0) if config.finetune_from_ckp_file else ("muon", 3e-2))
     assert load_model_config(config.model).d_model > 0
 
 

@@ -88,7 +88,7 @@ ROOMS = {
         "usage",
         "options",
         "adapter guide_flags network same_run tokenising",
-        "origin",
+        "origin settled",
         "length_sample space",
         "setup",
         "answering data_report connection decoding_thread doctor plan_report server_metrics",

@@ -186,7 +186,7 @@ def test_warm_up_can_be_changed_at_a_resume_and_is_counted_in_steps_of_the_first
         sizes = dict(global_batch_size=batch, warmup_steps=warmup_steps)
         done = train(home, 1, fault, output_dir="warm", is_keep_training="auto", **SHORT | sizes)
         assert done.codes == [0], done.text
-    assert "muon, learning rate up to 0.03 over the first 8 steps" in done.text
+    assert "muon, as at the run's first start; learning rate up to 0.03 over the first 8 steps" in done.text
     assert [(line["learn_rate"], line["warmup_pairs"]) for line in journal(home / "warm", "start")] == [
         (0.03, 24),
         (0.03, 32),

@@ -6,6 +6,7 @@ option_names maps other trainers' and misspelt option names to those here, of sc
 guide_flags reads the command lines of LoRA guides; model_cache finds a model that was downloaded before.
 no_model says what to type where no model is.
 origin reads the options, checkpoint or weights that a run starts from, adapter its adapter; network makes its network.
+settled is what its options become once that is known: the adapter's, the optimizer, the learning rate.
 same_run compares a checkpoint with the run that would go on from it.
 setup makes all that a run needs before its first step: data, tokenizer, model, optimizer, state, plan. tokenising lets
 another process tokenise large files.

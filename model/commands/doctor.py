@@ -16,17 +16,18 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from model.commands.adapter import with_adapter
 from model.commands.network import make_model
 from model.commands.options import FILE_OPTIONS
 from model.commands.origin import find_origin
 from model.commands.same_run import check_same_run
+from model.commands.settled import settled
 from model.commands.space import Row, disk_row, memory_rows, output_dir_row
 from model.data.file_list import data_files
 from model.data.sampler import mixture_of
 from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
 from model.run.checkpoint import checkpoint_paths, load_newest
+from model.run.messages import texts_here
 from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import LaterFormat, TrainState
 from model.runtime.distributed import ALONE
@@ -229,13 +230,15 @@ def _model(config, typed, overwrite):
         store, *_ = [_store(config, parse(names), origin) for names, parse in _data_options(config)]
         if found:
             check_same_run(found, config, _new_state(config, tokenizer, store, found.state))
-        config = with_adapter(config, origin.adapter)
+        config, why = settled(config, typed, origin)
         model = make_model(ALONE, config, origin.model_config, origin.weights, origin.adapter)
     except (ValueError, OSError) as error:
         return None, origin, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
     spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
     rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
     rows.append(Row("model", f"{spec.parameters / 1e6:.1f} M weights from {_origin(config, found)}"))
+    text = f"{config.optimizer}, {texts_here()(f'why.{why}')}; peak learning rate {config.learn_rate:g}"
+    rows.append(Row("optimizer", text))
     rows += [Row("adapter", f"rank {spec.lora.rank}, {spec.trained / 1e6:.2f} M weights")] if spec.lora else []
     return spec, origin, rows
 

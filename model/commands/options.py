@@ -23,7 +23,8 @@ PRESET_FLAGS = (
     "--is_finetune=True", "--use_small_config=True (fine-tuning)", "--use_fast_config=True (fine-tuning)",
     "--use_large_config=True (pre-training)",
 )  # fmt: skip
-KEPT_VALUES = ("learn_rate", "warmup_steps")  # a resumed run takes them from config.json, even if they were defaults
+# a resumed run takes these from config.json, even if they were defaults
+KEPT_VALUES = ("optimizer", "learn_rate", "warmup_steps")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def read_request(stray, options, keep_training=False):
 def parse_options(stray, options, keep_training=False):
     """Request of the command line alone; reads no file and raises as `read_request`."""
     given = {name: value for name, value in options.items() if name not in FLAGS}
+    given = {name: value for name, value in given.items() if (name, value) != ("optimizer", "auto")}  # the default
     flags, preset, problems = _read_flags(stray, {name: options[name] for name in FLAGS if name in options})
     names = {field.name for field in fields(TrainConfig)}
     problems += [unknown_option(name, [*names, *FLAGS]) for name in given if name not in names]
@@ -98,7 +100,7 @@ def with_stored_options(request, stored):
     """
     if not stored:
         if "learn_rate" in request.typed:
-            _check_learn_rate(request.config)
+            check_learn_rate(request.config)
         return request
     run_dir, preset = request.config.output_dir, stored[0]
     if request.preset not in ("pretrain", preset):
@@ -110,7 +112,7 @@ def with_stored_options(request, stored):
     config = load_config(preset, given)
     before, now = asdict(load_config(*stored)), asdict(config)
     if "learn_rate" in request.typed and before["learn_rate"] != config.learn_rate:
-        _check_learn_rate(config)
+        check_learn_rate(config)
     changed = tuple(f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name])
     return replace(request, preset=preset, config=config, given=given, changed=changed)
 
@@ -154,9 +156,14 @@ def _merge_options(preset, stored, typed):
     return stored | typed
 
 
-def _check_learn_rate(config):
-    """Raise ValueError if the learning rate is outside the optimizer's range; the message says what to type instead."""
+def check_learn_rate(config):
+    """Raise ValueError if the learning rate is outside the optimizer's range; the message says what to type instead.
+
+    An optimizer that is not chosen yet takes any: `settled` asks again.
+    """
     rate, name = config.learn_rate, config.optimizer
+    if name == "auto":
+        return
     *_, lowest, highest = rates_of(config)
     if config.any_learn_rate or lowest <= rate <= highest:
         return

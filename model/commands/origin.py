@@ -106,17 +106,20 @@ def read_weights(ranks, source):
     if not source:
         return None
     loaded = []
-    values = from_main(ranks, _read_weights, source, loaded)
-    return loaded[0] if loaded else LoadedWeights({}, values and config_from(values), None)
+    values, optimizer = from_main(ranks, _read_weights, source, loaded)
+    return loaded[0] if loaded else LoadedWeights({}, values and config_from(values), optimizer=optimizer)
 
 
 def _read_weights(source, loaded):
-    """Model config of the weights in `source` as plain values, or None; the weights are appended to `loaded`."""
+    """(model config of the weights in `source` as plain values or None, the optimizer that trained them last).
+
+    The weights are appended to `loaded`.
+    """
     check_source(source)
     loaded.append(load_merged(source))
     merged = ", an adapter merged into its base (to train it further, type its --lora_rank)"
     LOGGER.info("starting from the weights in %s%s", source, merged if adapter_directory(source) else "")
-    return loaded[0].model_config and config_values(loaded[0].model_config)
+    return loaded[0].model_config and config_values(loaded[0].model_config), loaded[0].optimizer
 
 
 def _model_config(config, origin, vocab_size):

@@ -9,11 +9,11 @@ import torch
 import ujson
 
 from config import as_type
-from model.commands.adapter import with_adapter
 from model.commands.length_sample import sample_of
 from model.commands.network import compute_dtype
 from model.commands.options import read_request
 from model.commands.origin import find_origin
+from model.commands.settled import settled
 from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate, disk_bytes, optimizer_bytes
 from model.memory.plan import (
@@ -28,6 +28,7 @@ from model.memory.plan import (
     recording_asked,
 )
 from model.memory.step_time import time_factor
+from model.run.messages import texts_here
 from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
 from model.train.footprint import answers_wanted, launch_tokens_here, memory_spec, plan_options
@@ -95,7 +96,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     limit = int(config.gpu_memory_limit_gb * GIB) or (num_gpus and torch.cuda.get_device_properties(0).total_memory)
     machine = Machine(world, limit or None)
     origin = _origin(config, vocab_size)
-    config = with_adapter(config, origin.adapter)
+    config, why = settled(config, typed, origin)
     model_config, sample = origin.model_config, sample_of(config, origin)
     lengths, num_pairs = sample.lengths, sample.num_pairs
     batch = global_batch(config, world, typed)
@@ -114,6 +115,7 @@ def preview(config, typed, num_processes=0, vocab_size=0):
         parameters=spec.parameters, trained=spec.trained, dtype=str(dtype).removeprefix("torch."),
         lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
         steps=_steps(config, typed, batch, num_pairs),
+        optimizer=dict(name=config.optimizer, learn_rate=config.learn_rate, why=texts_here()(f"why.{why}")),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed,
         bytes_per_token=_bytes_per_token(spec, lengths, plan, tokens), plan=asdict(plan),
         forwards=round(estimate.forwards(tokens), 2), phases=_phases(config, estimate, plan, machine.usable_bytes),
@@ -236,6 +238,7 @@ def table(values):
         ("parameters", f"{values['parameters']:,}, {values['trained']:,} trained, computing in {values['dtype']}"),
         ("pairs", "{pairs:,}: {source}; {mean:.1f} tokens on average, at most {longest}".format(**values["lengths"])),
         ("steps", _steps_text(**values["steps"])),
+        ("optimizer", "{name}, {why}; peak learning rate {learn_rate:g}".format(**values["optimizer"])),
         ("always in memory", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),
         ("per packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
         ("GPU memory", "no GPU" if limit is None else f"{gib(limit)} for the allocator; the plan uses {USABLE:.0%}"),

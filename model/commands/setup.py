@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from config import TrainConfig
-from model.commands.adapter import with_adapter, without_adapter
+from model.commands.adapter import without_adapter
 from model.commands.network import (
     compute_dtype,
     draft_model,
@@ -19,6 +19,7 @@ from model.commands.network import (
 from model.commands.no_model import check_tested
 from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
 from model.commands.same_run import check_same_run, why_not_compared
+from model.commands.settled import settled
 from model.commands.tokenising import write_beside
 from model.data.file_list import data_files, unweighted_files
 from model.data.row_hashes import describe_shared
@@ -63,6 +64,7 @@ class Run:
     rules: Rules
     memory: dict = field(default_factory=dict)  # predicted and measured bytes, as plan.json has them
     differs: tuple = ()  # what differs from the checkpoint, so that results may differ in their last bits
+    why_optimizer: str = "typed"  # as `choose_optimizer` says
 
     @property
     def dir(self):
@@ -83,7 +85,7 @@ class Run:
     @property
     def generation(self):
         """What the exported models' generation_config.json says."""
-        values = generation_config(_sampling(self.config), self.config.max_new_tokens)
+        values = generation_config(sampling_of(self.config), self.config.max_new_tokens)
         return values | (dict(prefix=self.config.prompt_prefix) if self.config.prompt_prefix else {})
 
     @property
@@ -115,7 +117,7 @@ def prepare_run(ranks, config, typed, resumed):
     # errors in tokenizer, weights and model are found before tokenising, which may take hours
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
     origin = find_origin(ranks, config, typed, found)
-    config = with_adapter(config, origin.adapter)
+    config, why = settled(config, typed, origin)
     lap("weights")
     model = draft_model(ranks, config, origin.model_config, origin.adapter)
     kernels = start_kernels(ranks, config, model)
@@ -135,7 +137,7 @@ def prepare_run(ranks, config, typed, resumed):
     lap("kernels")
     context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule, config.exact), config)
     evaluation = _evaluation(context, validation[0], origin.tokenizer) if validation else None
-    run = Run(config, origin.tokenizer, context, evaluation, _rules(config))
+    run = Run(config, origin.tokenizer, context, evaluation, _rules(config), why_optimizer=why)
     state = replace(_initial_state(run, found), reference=reference)
     run, state, plan = _planned(run, state, found, other_process)
     run.memory["step_seconds"] = update_seconds + gradient_seconds(context, plan)
@@ -160,14 +162,14 @@ def _evaluation(context, validation, tokenizer):
     config = context.options
     num_answers = config.bleu_pairs if validation.objective.has_answers else 0
     sides = context.ranks, context.model, validation, tokenizer
-    return Evaluation(*sides, num_answers, config.max_new_tokens, _sampling(config))
+    return Evaluation(*sides, num_answers, config.max_new_tokens, sampling_of(config))
 
 
 def _rules(config):
     return Rules(config.eval_steps, config.best_metric, config.patience, config.early_stop, config.plots)
 
 
-def _sampling(config):
+def sampling_of(config):
     """How answers are chosen, in evaluations and by whoever loads an exported model."""
     return Sampling(no_repeat_ngram_size=config.no_repeat_ngram_size)
 
@@ -284,6 +286,7 @@ def prepare_test(ranks, config):
     options = without_adapter(config)  # an exported model is merged
     config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **planned)
     origin = find_origin(ranks, config, ())
+    config, _ = settled(config, (), origin)
     examples = _open_examples(ranks, config, unweighted_files(file), origin, evaluated=True)
     other_process, _ = set_memory_limit(config, ranks.device)
     model = make_model(ranks, config, origin.model_config, origin.weights)

@@ -55,7 +55,7 @@ class Running:
 
     number: int
     request: Request
-    reported: int  # ids of the slot's history that the caller has, or gave
+    reported: int = 1  # ids of the slot's history that the caller has; the first is none of the answer's
     decoded: int = 0  # tokens, since the slot was filled
 
     @property
@@ -69,7 +69,7 @@ class Engine:
     def __init__(self, model, limits):
         self.model, self.limits = model, limits
         self.cache = model.new_cache(limits.slots, limits.input_tokens, limits.new_tokens)
-        self.slots = Slots(limits.slots, limits.input_tokens + limits.new_tokens + 1, model.device)
+        self.slots = Slots(limits.slots, limits.new_tokens + 1, model.device)
         self.waiting = deque()  # (number, Request)
         self.running = {}  # slot to Running
         self.num_added = 0
@@ -123,10 +123,10 @@ class Engine:
             return
         numbers, requests = zip(*(self.waiting.popleft() for _ in free[: len(self.waiting)]), strict=True)
         slots = free[: len(requests)]
-        decoded = self.model.prefill([r.input_ids for r in requests], self.cache, slots, self.limits.first_id)
-        self.slots.put(slots, decoded, requests)
-        for slot, number, request, ids in zip(slots, numbers, requests, decoded, strict=True):
-            self.running[slot] = Running(number, request, len(ids))
+        first = self.model.prefill([r.input_ids for r in requests], self.cache, slots, self.limits.first_id)
+        self.slots.put(slots, first, requests)
+        for slot, number, request in zip(slots, numbers, requests, strict=True):
+            self.running[slot] = Running(number, request)
 
     def _decode(self, steps):
         """Decode `steps` tokens in the smallest step that holds the running slots."""

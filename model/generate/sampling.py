@@ -19,6 +19,9 @@ GOLDEN_GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2*
 class Sampling:
     """How tokens are chosen, in the words of transformers' GenerationConfig. Greedy if `temperature` is 0.
 
+    What is held against repetition counts generated tokens alone, so an answer may quote its question. transformers
+    counts whatever its decoder has read.
+
     The same request with the same seed gets the same answer, whatever is answered beside it, but for rounding: another
     number of slots changes the last bits of logits, which can decide a draw that is nearly a tie.
     Raises ValueError for a number out of its range.
@@ -28,7 +31,7 @@ class Sampling:
     top_k: int = 0  # only the k most likely tokens; 0: all
     top_p: float = 1.0  # only the most likely tokens that together have this probability (Holtzman et al. 2020)
     min_p: float = 0.0  # only tokens at least this times as likely as the most likely one (Nguyen et al. 2024)
-    repetition_penalty: float = 1.0  # divides positive logits of tokens already there (Keskar et al. 2019)
+    repetition_penalty: float = 1.0  # divides positive logits of tokens already generated (Keskar et al. 2019)
     no_repeat_ngram_size: int = 0  # no run of so many tokens is generated twice; 0: any may be
     seed: int = 0
 
@@ -121,7 +124,7 @@ class SlotSettings:
 def choose(logits, history, count, settings, mode):
     """The next token of each slot, (S,), from `logits` (S, V).
 
-    `history` (S, W) holds each slot's ids so far, the last of them at column `count` (S,). Follows the order of
+    `history` (S, W) holds the id that each slot decodes from, then its `count` (S,) generated ids. Follows the order of
     transformers' generate: penalties, temperature, top-k, top-p, min-p.
     """
     if mode == Mode():
@@ -165,16 +168,17 @@ def first_of_blocks(blocks, highest, step):
 
 
 def penalise(logits, history, count, penalty):
-    """`logits`, those of tokens in the history divided by `penalty` (S,) if positive, else multiplied by it."""
+    """`logits`, those of generated tokens divided by `penalty` (S,) if positive, else multiplied by it."""
     columns = torch.arange(history.shape[1], device=history.device)
+    is_generated = (columns > 0) & (columns <= count[:, None])
     penalised = torch.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
-    return torch.where(_mark(columns <= count[:, None], history, logits), penalised, logits)
+    return torch.where(_mark(is_generated, history, logits), penalised, logits)
 
 
 def repeated_ngrams(history, count, sizes, longest):
-    """bool (S, W): columns whose token, if it came next, would repeat a run of `sizes` (S,) tokens."""
+    """bool (S, W): columns whose token, if it came next, would repeat a run of `sizes` (S,) generated tokens."""
     columns = torch.arange(history.shape[1], device=history.device)
-    repeats = (columns <= count[:, None]) & (sizes > 0)[:, None] & (columns >= sizes[:, None] - 1)
+    repeats = (columns <= count[:, None]) & (sizes > 0)[:, None] & (columns >= sizes[:, None])
     if longest == 1:
         return repeats
     back = torch.arange(longest - 1, 0, -1, device=history.device)  # a run's tokens, counted from the one to come

@@ -8,7 +8,8 @@ from model.generate.sampling import SlotSettings, choose
 class Slots:
     """Tensors with a row for each slot, S of them, each for at most `ids` ids.
 
-    `history` (S, W) holds a slot's ids, the newest at column `count`; `last` is the column of the last one allowed.
+    `history` (S, W) holds the id that a slot decodes from, then the generated ones, the newest at column `count`;
+    `last` is the column of the last one allowed.
     """
 
     def __init__(self, slots, ids, device):
@@ -26,14 +27,13 @@ class Slots:
         vars(view).update({name: x.first(slots) if name == "settings" else x[:slots] for name, x in vars(self).items()})
         return view
 
-    def put(self, slots, decoded, requests):
-        """Write `requests` into `slots` (list of numbers); `decoded` holds the ids that each begins with."""
-        device, lengths = self.history.device, torch.tensor([len(ids) for ids in decoded])
-        rows = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(ids) for ids in decoded], batch_first=True)
-        most = torch.tensor([request.max_new_tokens for request in requests])
+    def put(self, slots, first, requests):
+        """Write `requests` into `slots` (list of numbers); `first` holds the id that each decodes from."""
+        device = self.history.device
         slots = torch.tensor(slots, device=device)
-        self.history[slots, : rows.shape[1]] = rows.to(device, torch.int64)
-        self.count[slots], self.last[slots] = (lengths - 1).to(device), (lengths - 1 + most).to(device)
+        self.history[slots, 0] = torch.tensor(first, device=device)
+        self.count[slots] = 0
+        self.last[slots] = torch.tensor([request.max_new_tokens for request in requests], device=device)
         self.is_done[slots] = False
         self.settings.put(slots, [request.sampling for request in requests])
 

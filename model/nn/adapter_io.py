@@ -31,6 +31,7 @@ from model.nn.weights_io import (
     read_config,
     weights_file,
     write_card,
+    write_record,
     write_tensors,
     write_values,
 )
@@ -116,6 +117,7 @@ def export_merged(weights, tokenizer, directory, generation=None):
     with whole_directory(directory) as draft:
         dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
         write_card(write_values(model, tokenizer, draft, generation, dtype), draft)
+        write_record(draft, weights.optimizer)
         try:
             for file, names in shards.items():
                 write_tensors(

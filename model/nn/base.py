@@ -69,10 +69,7 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def prefill(self, inputs, cache, slots, first_id):
-        """Read `inputs` (arrays of ids) into these slots of the cache; returns the ids that each decodes from.
-
-        `decode_one` gets the last of them first. They are what penalties against repetition look at.
-        """
+        """Read `inputs` (arrays of ids) into these slots of the cache; returns what `decode_one` gets first in each."""
         raise NotImplementedError
 
     def decode_one(self, ids, cache):

@@ -16,6 +16,7 @@ class CardFacts:
     tables: dict = field(default_factory=dict)  # {heading: {name of a row: value}}
     file: str = ""  # that the scores were measured on
     scores: dict = field(default_factory=dict)  # {metric: number}
+    optimizer: str = ""  # that trained all of the weights last; "": unknown
 
 
 def model_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool) -> str:
@@ -27,6 +28,12 @@ def adapter_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool, ba
     """Text of the card of an adapter in PEFT's format; `base` is the directory of the model that it was trained on."""
     use = _USE_ADAPTER.format(**_calls(is_encoder_decoder), base=_quoted(base))
     return _card(facts, model_type, "peft", use)
+
+
+def optimizer_of_card(card: str) -> str:
+    """The optimizer that the card of a run's model names; "" for other cards, an adapter's among them."""
+    found = re.search(r"^\| optimizer \| (\w+), peak learning rate ", card, re.MULTILINE)
+    return found[1] if found and "\n| trained | LoRA" not in card else ""
 
 
 def _calls(is_encoder_decoder):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -15,13 +16,15 @@ from model.data.chat_template import write_chat_template
 from model.data.tokenizer import copy_tokenizer
 from model.data.turn_template import write_turn_template
 from model.nn.lora import LoraConfig, is_factor, merged
-from model.nn.model_card import CARD_FILE, CardFacts, model_card
+from model.nn.model_card import CARD_FILE, CardFacts, model_card, optimizer_of_card
 from model.nn.registry import FAMILIES, family_named, family_of
 from model.nn.tensor_files import read_tensors
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_CARD_CHARACTERS = 2**16  # of a model card, that are read
+RECORD = "chat_trainer"  # field of config.json: what this trainer knows of the weights
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.safetensors")  # in INDEX: no folder, and nothing hidden
 
 
@@ -36,6 +39,7 @@ def export_model(model, tokenizer, directory, generation=None, facts=None, weigh
     with whole_directory(directory) as draft:
         try:
             write_card(write_model(model, tokenizer, draft, generation, weights_files), draft, facts)
+            write_record(draft, facts.optimizer if facts else "")
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         add_tokenizer(family_of(model.config), tokenizer, draft, (generation or {}).get("prefix", ""))
@@ -45,6 +49,37 @@ def write_card(values, directory, facts=None):
     """Write the model card of a network whose config.json says `values`."""
     card = model_card(facts or CardFacts(), values["model_type"], values.get("is_encoder_decoder", False))
     (directory / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
+
+
+def write_record(directory, optimizer):
+    """Write to config.json which of this trainer's optimizers trained all of the weights last, if any did."""
+    if optimizer:
+        add_values(directory / "config.json", {RECORD: dict(optimizer=optimizer)})
+
+
+def read_record(directory, values):
+    """The optimizer of this trainer that trained all weights of a Hugging Face directory last; "" if none did.
+
+    `values` are those of its config.json. Exports without a record name the optimizer in their card, and those without
+    a card in the config.json of the run that holds them.
+    """
+    record = values.get(RECORD)
+    if isinstance(record, dict):
+        return str(record.get("optimizer", ""))
+    if (card := directory / CARD_FILE).is_file():
+        with open(card, encoding="utf-8", errors="replace") as file:
+            return optimizer_of_card(file.read(MAX_CARD_CHARACTERS))
+    return _optimizer_of_run(directory.resolve())
+
+
+def _optimizer_of_run(directory):
+    """The optimizer in the config.json of the run whose best/ or last/ this is; "" if that says none."""
+    run = directory.parent / "config.json"
+    if directory.name not in ("best", "last") or not run.is_file():
+        return ""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(read_object(run)["config"]["optimizer"])
+    return ""
 
 
 def add_tokenizer(family, tokenizer, directory, prefix=""):
@@ -113,6 +148,7 @@ class LoadedWeights:
     tokenizer_dir: Path | None = None
     lora: LoraConfig | None = None  # of an adapter that `read` adds
     factors: dict = field(default_factory=dict)  # its tensors
+    optimizer: str = ""  # of this trainer, that trained all of `tensors` last; "": none did, or unknown
 
     def read(self, name):
         """The tensor of this name; one with factors is made now, in float32, so that few exist at a time."""
@@ -127,8 +163,8 @@ def load_weights(path):
     """
     path = Path(path)
     if path.is_file():
-        family = _family_beside(path)
-        return LoadedWeights(family.own_tensors(read_tensors(path), path))
+        family, optimizer = _made_beside(path)
+        return LoadedWeights(family.own_tensors(read_tensors(path), path), optimizer=optimizer)
     directory = model_directory(path)
     if directory is None:
         raise ValueError(
@@ -140,7 +176,8 @@ def load_weights(path):
     tensors = family.own_tensors(_read_files(directory), directory)
     if family.num_blocks(model_config) > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
-    return LoadedWeights(tensors, family.config_with(model_config, tensors), directory)
+    optimizer = read_record(directory, values)
+    return LoadedWeights(tensors, family.config_with(model_config, tensors), directory, optimizer=optimizer)
 
 
 def _read_files(directory):
@@ -178,14 +215,17 @@ def read_config(path):
     return family, family.config_of(values, path), values
 
 
-def _family_beside(path):
-    """Family of a file of weights: that of a config.json in the same Hugging Face directory, else DEFAULT_FAMILY."""
+def _made_beside(path):
+    """(Family, `read_record`) of a file of weights by a config.json in the same Hugging Face directory.
+
+    (DEFAULT_FAMILY, "") without one.
+    """
     config_path = path.with_name("config.json")
     if path.name in ("pytorch_model.bin", "model.safetensors") and config_path.is_file():
         family, _, values = read_config(config_path)
         family.check_config(values, config_path)
-        return family
-    return family_named(DEFAULT_FAMILY)
+        return family, read_record(path.parent, values)
+    return family_named(DEFAULT_FAMILY), ""
 
 
 def model_directory(path):

@@ -34,6 +34,7 @@ def facts_of(run, state, scores):
         tables={"Data": _data(run), "Training": _training(run, state)},
         file="" if run.evaluation is None else file_names(run.evaluation.examples),
         scores={name: value for name, value in scores.items() if math.isfinite(value)},
+        optimizer=run.config.optimizer,
     )
 
 

@@ -1,5 +1,7 @@
 """How long a run and its warm-up are, in pairs and in steps: from the options, the first batch and what an epoch is."""
 
+import math
+
 from config import MAX_DEFAULT_WARMUP_STEPS
 
 
@@ -61,8 +63,9 @@ def warmup_problem(config, warmup_steps, num_steps):
     if warmup_steps < num_steps or not warmup_steps:
         return ""
     reached = config.learn_rate * num_steps / warmup_steps
+    whole = math.ceil(num_steps)  # the last step may be smaller
     return (
-        f"the warm-up of {warmup_steps:.0f} steps must be shorter than the run of {num_steps:.0f}: the learning rate "
-        f"would reach only {reached:.2g} of {config.learn_rate:g}; leave --warmup_steps out for a tenth of the run, or "
+        f"the warm-up of {warmup_steps:.0f} steps must be shorter than the run of {whole}: the learning rate would "
+        f"reach only {reached:.2g} of {config.learn_rate:g}; leave --warmup_steps out for a tenth of the run, or "
         f"type --warmup_steps={int(num_steps) // 10}"
     )

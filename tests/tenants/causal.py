@@ -113,7 +113,7 @@ class CausalModel(LanguageModel):
     def prefill(self, inputs, cache, slots, first_id):
         for slot, own in zip(slots, inputs, strict=True):
             cache.ids[slot, : len(own) - 1], cache.at[slot] = torch.as_tensor(own)[:-1], len(own) - 1
-        return inputs
+        return [int(own[-1]) for own in inputs]
 
     def decode_one(self, ids, cache):
         """Computes every slot from its first token on: slow, but the caller cannot tell."""

@@ -39,3 +39,5 @@ def test_a_warm_up_longer_than_the_run_is_refused_if_it_was_typed():
     check_warmup(config, {"epochs"}, 1000, 250)
     with pytest.raises(ValueError, match="warm-up of 1000 steps .* the run of 250: .* only 0.005 of 0.02; .*=25$"):
         check_warmup(config, {"warmup_steps"}, 1000, 250)
+    with pytest.raises(ValueError, match="the warm-up of 1 steps .* the run of 1: .*--warmup_steps=0$"):
+        check_warmup(config, {"warmup_steps"}, 1, 3 / 64)  # a run of fewer pairs than a step takes one

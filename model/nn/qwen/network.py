@@ -156,7 +156,7 @@ class QwenModel(LanguageModel):
 
     def prefill(self, inputs, cache, slots, first_id):
         decode.prefill(self, inputs, cache, slots)
-        return [list(ids) for ids in inputs]
+        return [int(ids[-1]) for ids in inputs]
 
     def decode_one(self, ids, cache):
         return decode.decode_one(self, ids, cache)

@@ -223,7 +223,7 @@ class TextToTextModel(LanguageModel):
 
     def prefill(self, inputs, cache, slots, first_id):
         decode.prefill(self, inputs, cache, slots)
-        return [[first_id]] * len(slots)
+        return [first_id] * len(slots)
 
     def decode_one(self, ids, cache):
         return decode.decode_one(self, ids, cache)

@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from model.data.sequences import Sequences
-from model.generate.engine import Limits, generate
+from model.generate.engine import Engine, Limits, Request
+from model.generate.sampling import Sampling
 from model.nn.base import Packing
 from model.nn.qwen.batch import collate
 from model.nn.qwen.network import QwenModel
 from model.nn.qwen.sizes import QwenModelConfig
 from tests.parts import farthest, gradients_of
-from tests.stock import as_hugging_face
+from tests.stock import as_hugging_face, guards_of
 
 SIZES = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=90,
@@ -103,12 +104,28 @@ def test_tokens_that_are_no_targets_are_read_and_not_predicted(model):
     torch.testing.assert_close(model.token_log_probs(collate(some, Packing(0))), log_probs[torch.from_numpy(wanted)])
 
 
-def test_promise_1_greedy_answers_are_those_of_transformers(model):
+def test_promise_1_greedy_answers_are_those_of_transformers(model, monkeypatch):
+    """Guards against repetition are shown generated ids alone, and count the same in the sizes of recorded steps."""
     draw = np.random.default_rng(0)
     inputs = [draw.integers(2, SIZES["vocab_size"], draw.integers(1, 20)) for _ in range(40)]
-    ours = generate(model, inputs, Limits(9, 20, 12, 0, IDS.eos_id), 12)
-    theirs = as_hugging_face(model, IDS)
-    for ids, answer in zip(inputs, ours, strict=True):
-        out = theirs.generate(torch.from_numpy(ids)[None], max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+    limits = Limits(9, 20, 12, 0, IDS.eos_id)
+    kinds = [{}, {}, dict(no_repeat_ngram_size=2), dict(repetition_penalty=1.3, no_repeat_ngram_size=1)]
+    guards = [kinds[place % 4] for place in range(40)]
+    ours, theirs = answers_of(model, inputs, limits, guards), as_hugging_face(model, IDS)
+    for ids, answer, guard in zip(inputs, ours, guards, strict=True):
+        own = dict(max_new_tokens=12, do_sample=False, logits_processor=guards_of(guard, len(ids)))
+        out = theirs.generate(torch.from_numpy(ids)[None], **own)[0, len(ids) :].tolist()
         assert answer == (out[: out.index(IDS.eos_id)] if IDS.eos_id in out else out)
     assert len(set(map(tuple, ours))) > 20, "answers that are all alike prove nothing"
+    monkeypatch.setattr(Engine, "_size", lambda self, steps: (9, 20, 12))
+    assert answers_of(model, inputs, limits, guards) == ours
+
+
+def answers_of(model, inputs, limits, guards):
+    engine, answers = Engine(model, limits), [None] * len(inputs)
+    for ids, guard in zip(inputs, guards, strict=True):
+        engine.add(Request(ids, limits.new_tokens, Sampling(**guard)))
+    while not engine.idle:
+        for progress in engine.step():
+            answers[progress.number] = progress.ids
+    return answers

@@ -11,6 +11,7 @@ import torch
 
 from model.data.buckets import Bucket
 from model.generate.engine import Limits, generate
+from model.generate.sampling import GREEDY, Sampling
 from model.nn.base import Packing
 from model.nn.qwen.batch import collate
 from model.nn.qwen.network import QwenModel
@@ -85,8 +86,9 @@ def test_recorded_steps_in_bf16_have_the_gradients_of_the_step_itself(variant):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_recorded_decoding_gives_the_answers_of_the_cpu(variant):
+@pytest.mark.parametrize("guards", [GREEDY, Sampling(repetition_penalty=1.3, no_repeat_ngram_size=2)])
+def test_recorded_decoding_gives_the_answers_of_the_cpu(variant, guards):
     model, draw = QwenModel(QwenModelConfig(**SIZES | variant)).initialise(1), np.random.default_rng(0)
     inputs = [draw.integers(2, SIZES["vocab_size"], draw.integers(1, 40)) for _ in range(50)]
-    answers = [generate(model.to(device), inputs, Limits(12, 40, 60, 0, 1), 60) for device in ("cpu", "cuda")]
+    answers = [generate(model.to(device), inputs, Limits(12, 40, 60, 0, 1), 60, guards) for device in ("cpu", "cuda")]
     assert answers[0] == answers[1]

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from transformers.generation import logits_process
 
 from model.generate import engine
 from model.generate.engine import Engine, Limits, Recordings, Request, generate
 from model.generate.sampling import GREEDY, Sampling
 from tests.parts import batch_of, examples_of, make_model
-from tests.stock import as_hugging_face
+from tests.stock import as_hugging_face, guards_of
 
 PROMPTS, NEW = 1000, 40  # prompts with each penalty; tokens of an answer, at most
 
@@ -19,7 +18,8 @@ def hf_answers(hf_model, inputs, pad_id, eos_id, **penalties):
     mask = torch.zeros_like(ids)
     for row, own in enumerate(inputs):
         ids[row, : len(own)], mask[row, : len(own)] = torch.as_tensor(own), 1
-    out = hf_model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **penalties)
+    guards = guards_of(penalties, prompt_tokens=1)  # the first id of a T5's decoder
+    out = hf_model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, logits_processor=guards)
     out = out[:, 1:].tolist()
     return [row[: row.index(eos_id)] if eos_id in row else row for row in out]
 
@@ -28,10 +28,8 @@ def two_best(hf_model, input_ids, decoded, penalties):
     """The two best logits, after the penalties, of transformers' next token after the ids `decoded`."""
     ids = torch.tensor([decoded])
     scores = hf_model(torch.as_tensor(input_ids)[None], decoder_input_ids=ids).logits[:, -1]
-    if penalty := penalties.get("repetition_penalty"):
-        scores = logits_process.RepetitionPenaltyLogitsProcessor(penalty)(ids, scores)
-    if size := penalties.get("no_repeat_ngram_size"):
-        scores = logits_process.NoRepeatNGramLogitsProcessor(size)(ids, scores)
+    for guard in guards_of(penalties, prompt_tokens=1):
+        scores = guard(ids, scores)
     return scores[0].topk(2)
 
 
@@ -80,7 +78,7 @@ def test_the_logits_of_each_step_are_those_of_the_packed_network(model, store, t
     hidden, _ = model.hidden(batch_of(store, ids, tokenizer.pad_id))
     expected = (hidden @ model.shared.weight.T).split([len(side) for side in responses])
     cache = model.new_cache(len(ids), max(map(len, prompts)), max(map(len, responses)))
-    last = torch.tensor(model.prefill(prompts, cache, range(len(ids)), tokenizer.pad_id))[:, 0]
+    last = torch.tensor(model.prefill(prompts, cache, range(len(ids)), tokenizer.pad_id))
     for step in range(max(map(len, responses))):
         logits = model.logits(model.decode_one(last, cache))
         for slot, own in enumerate(responses):

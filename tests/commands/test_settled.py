@@ -1,0 +1,128 @@
+"""Which optimizer a run gets when none is typed: by what trained its weights, the same in train, plan and doctor."""
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from config import load_config
+from model.commands.doctor import _model
+from model.commands.origin import find_origin
+from model.commands.plan_report import preview
+from model.commands.settled import settled
+from model.nn.adapter_io import export_adapter, export_merged, load_merged
+from model.nn.lora import LoraConfig, attach, draw
+from model.nn.model_card import CARD_FILE, CardFacts
+from model.nn.weights_io import export_model, load_weights
+from model.runtime.distributed import ALONE
+from tests.tiny import SHORT, journal, train
+
+MUON, ADAMW = ("muon", 5e-3, "muon"), ("adamw", 1e-4, "others")
+
+
+@pytest.fixture(scope="module")
+def made(home):
+    """A folder with a run of Muon and a copy of its best/ whose weights AdamW trained."""
+    done = train(home, output_dir="muon_run", **SHORT)
+    assert done.codes == [0], done.text
+    copied(home, home / "adamw_made", lambda text: text.replace('"muon"', '"adamw"'))
+    return home
+
+
+def choice(source, typed=(), **options):
+    options = dict(finetune_from_ckp_file=str(source)) | options
+    config = load_config("pretrain", options)
+    config, why = settled(config, frozenset(typed), find_origin(ALONE, config, typed))
+    return config.optimizer, config.learn_rate, why
+
+
+def copied(made, target, edit):
+    """A copy of an export in which `edit` changes the text of its config.json."""
+    shutil.copytree(made / "muon_run" / "best", target)
+    text = edit((target / "config.json").read_text(encoding="utf-8"))
+    (target / "config.json").write_text(text, encoding="utf-8")
+    return target
+
+
+def without_record(text):
+    values = json.loads(text)
+    assert values.pop("chat_trainer")["optimizer"]
+    return json.dumps(values)
+
+
+def test_an_export_says_which_optimizer_trained_it_and_transformers_keeps_that(made, tmp_path):
+    for part in ("best", "last"):
+        values = json.loads((made / "muon_run" / part / "config.json").read_text())
+        assert values["chat_trainer"] == dict(optimizer="muon")
+    known = AutoConfig.from_pretrained(made / "muon_run" / "best")
+    assert known.chat_trainer == dict(optimizer="muon")
+    AutoModelForSeq2SeqLM.from_pretrained(made / "muon_run" / "best").save_pretrained(tmp_path)
+    assert load_weights(tmp_path).optimizer == "muon"
+
+
+def test_weights_keep_the_optimizer_that_made_them_and_all_others_get_adamw(made, tmp_path):
+    assert choice(made / "muon_run") == choice(made / "muon_run" / "last") == MUON
+    assert choice(made / "muon_run" / "best" / "model.safetensors", model=str(made / "shape.json"),
+                  tokenizer_dir=str(made / "muon_run" / "best")) == MUON  # fmt: skip
+    assert choice(made / "adamw_made") == ADAMW
+    downloaded = copied(made, tmp_path / "downloaded", without_record)
+    (downloaded / CARD_FILE).write_text("# A model\n\n| optimizer | Adam |\n", encoding="utf-8")
+    assert choice(downloaded) == ADAMW
+    assert choice(downloaded, ["optimizer"], optimizer="muon") == ("muon", 5e-3, "typed")
+    assert choice(downloaded, lora_rank=2) == ("adamw", 1e-3, "adapter")
+    (downloaded / CARD_FILE).unlink()
+    assert choice(downloaded) == ADAMW
+    assert choice(downloaded, ["learn_rate"], learn_rate="3e-5") == ("adamw", 3e-5, "others")
+    with pytest.raises(ValueError, match="^--learn_rate=3e-05: muon takes 0.001 to 0.1"):
+        choice(made / "muon_run", ["learn_rate"], learn_rate="3e-5")
+    with pytest.raises(ValueError, match="share_update=True: only Muon's update is shared, not that of adamw"):
+        choice(downloaded, share_update=True)
+
+
+def test_exports_from_before_the_record_say_it_in_their_card_or_in_their_run(made, tmp_path):
+    assert choice(copied(made, tmp_path / "moved", without_record)) == MUON
+    shutil.copytree(made / "muon_run", tmp_path / "run", ignore=lambda *_: ["README.md", "checkpoints"])
+    for part in ("best", "last"):
+        path = tmp_path / "run" / part / "config.json"
+        path.write_text(without_record(path.read_text()))
+    assert choice(tmp_path / "run") == MUON
+    (tmp_path / "run" / "config.json").write_text("{")
+    assert choice(tmp_path / "run") == ADAMW
+
+
+@pytest.mark.parametrize("optimizer", ["muon", ""])
+def test_a_merged_adapter_changes_nothing(tmp_path, model, tokenizer, optimizer):
+    export_model(model, tokenizer, tmp_path / "base", facts=CardFacts(optimizer=optimizer))
+    lora = LoraConfig(rank=2, alpha=4.0, targets=("q",), base=str(tmp_path / "base"))
+    draw(attach(model, lora), 1)
+    tables = {"Training": {"trained": "LoRA of rank 2 on base", "optimizer": "muon, peak learning rate 0.005, wsd"}}
+    export_adapter(model, tokenizer, tmp_path / "adapter", facts=CardFacts(tables=tables, optimizer="muon"))
+    expected = MUON if optimizer else ADAMW
+    assert choice(tmp_path / "adapter") == expected
+    export_merged(load_merged(tmp_path / "adapter"), tokenizer, tmp_path / "merged")
+    shutil.copy(tmp_path / "adapter" / CARD_FILE, tmp_path / "merged" / CARD_FILE)  # its optimizer was the adapter's
+    assert choice(tmp_path / "merged") == expected
+
+
+def test_train_plan_and_doctor_choose_and_say_the_same_and_a_resume_keeps_it(made, monkeypatch):
+    (copied(made, made / "base", without_record) / CARD_FILE).unlink()
+    options = dict(output_dir="ours", finetune_from_ckp_file="base", model=None, **SHORT)
+    stopped = train(made, 1, "forward:0:3:int", **options)
+    why = "the default for weights that this trainer's Muon did not train"
+    assert stopped.codes == [0] and stopped.text.count(f"optimizer: adamw, {why}; learning rate up to 0.0001") == 1
+    monkeypatch.chdir(made)
+    config = load_config("pretrain", dict(finetune_from_ckp_file="base", train_file="train.jsonl"))
+    planned, (spec, _, rows) = preview(config, ()), _model(config, (), False)
+    assert planned["optimizer"] == dict(name="adamw", learn_rate=1e-4, why=why)
+    (found,) = [row.found for row in rows if row.what == "optimizer"]
+    assert found == f"adamw, {why}; peak learning rate 0.0001" and spec.optimizer == "adamw"
+    shutil.copyfile(made / "muon_run" / "best" / "config.json", made / "base" / "config.json")
+    ours = preview(config, ())
+    assert ours["optimizer"]["name"] == "muon"
+    assert ours["fixed_bytes"]["optimizer"] < planned["fixed_bytes"]["optimizer"]
+    resumed = train(made, is_keep_training=True, optimizer="auto", **options)
+    assert "optimizer: adamw, as at the run's first start; learning rate up to 0.0001" in resumed.text, resumed.text
+    assert [line["optimizer"] for line in journal(made / "ours", "start")] == ["adamw", "adamw"]
+    absent = preview(load_config("sft", dict(train_file="train.jsonl")), ())["optimizer"]
+    assert (absent["name"], absent["learn_rate"]) == ("muon", 5e-3)
