@@ -1,11 +1,17 @@
 """Compare the speed of this trainer with the strongest loops around transformers' T5, on the same pairs.
 
     python -m bench.compare --output_dir DIR [--models small,chatlm] [--part ours,a,b] [--cpu] [--short] [--together 3]
+    python -m bench.compare --output_dir DIR --part dropout [--any_field=value]       with dropout beside without
+    python -m bench.compare --output_dir DIR --part profiles --models chatlm          the profiles of run_train.sh
 
 ours: train_steps as train_low_mem.py runs it. A: transformers' Seq2SeqTrainer. B: a hand-tuned loop around HF T5, one
-process for each padded shape. Each cell (one loop with one setting) is timed in its own process and adds a line to
-DIR/results.jsonl. At the end DIR/table.md and DIR/compare.png are written from all lines in it, also
-those of earlier runs; --part none only writes these two.
+process for each padded shape. dropout: ours with 64, 128 and 256 pairs, with and without --dropout=0.1 in turn.
+profiles: each is started as a user types it, on one GPU, and asked to stop after --seconds of training; its figures are
+the medians of the second half of its steps and the peak of the reserved memory.
+
+Each cell (one loop with one setting) is timed in its own process and adds a line to DIR/results.jsonl. At the end
+DIR/table.md and DIR/compare.png are written from all lines in it, also those of earlier runs; --part none only writes
+these two. Exit code 1 if a cell failed.
 """
 
 import argparse
@@ -13,6 +19,7 @@ import json
 import os
 import signal
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -20,17 +27,19 @@ import torch
 from bench.children import Job, gpu_slots, run_jobs
 from bench.clock import WINDOWS, Gate, Pace, StepClock
 from bench.corpus import write_corpus
-from bench.report import report
+from bench.pictures import report
+from bench.runs import typed
 
 GPU_PAIRS, CPU_PAIRS = 51_200, 960  # pairs in the corpus
 MEGA_BATCH = 50  # batches that the trainer sorts together (get_length_grouped_indices in transformers)
 SET_UP_SECONDS = {"tiny": 150, "small": 200, "chatlm": 300}  # limit for start and warm-up; compiling takes a minute
 TIMED_SECONDS = 7.5
+PROFILES = ("deepspeed", "stage2_offload", "stage3", "minimal")
 B_PAIRS = {"small": (384, 256, 192, 128), "chatlm": (256, 128, 96, 64), "tiny": (384, 256, 192, 128)}
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Compare this trainer with loops around transformers' T5.")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--models", default="")
     parser.add_argument("--part", default="ours,a,b")
@@ -39,26 +48,47 @@ def main():
     parser.add_argument("--skip", default="", help="leave out cells whose name contains one of these words")
     parser.add_argument("--together", type=int, default=3, help="cells per GPU: one is timed, the others are set up")
     parser.add_argument("--minutes", type=float, default=60, help="cells that are unfinished by then are stopped")
+    parser.add_argument("--seconds", type=float, default=20, help="of a profile's training")
+    parser.add_argument("--pairs", type=int, default=0, help="in the corpus; 0: enough")
     parser.add_argument("--cell", default="", help="JSON of one cell, which this process times (for child processes)")
-    options = parser.parse_args()
+    options, words = parser.parse_known_args()
     folder = Path(options.output_dir).resolve()
     if options.cell:
         return time_cell(json.loads(options.cell), folder)
-    models = (options.models or ("tiny,small" if options.cpu else "small,chatlm")).split(",")
-    parts = options.part.split(",")
-    make_cells = cpu_cells if options.cpu else gpu_cells
-    cells = [cell for name in models for cell in make_cells(name) if cell["loop"] in parts]
+    cells = list(chosen_cells(options, typed(words)))
     cells = [cell for cell in cells if not any(word and word in cell["name"] for word in options.skip.split(","))]
     if options.short:
         cells = [cell | dict(timed_seconds=cell["timed_seconds"] / 2) for cell in cells if cell["short"]]
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if cells:
-        write_corpus(folder / "corpus", CPU_PAIRS if options.cpu else GPU_PAIRS)
+        write_corpus(folder / "corpus", options.pairs or (CPU_PAIRS if options.cpu else GPU_PAIRS))
     num_gpus = 0 if options.cpu else torch.cuda.device_count()
     run_cells(cells, folder, gpu_slots(num_gpus, options.together), options.minutes * 60)
     lines = (folder / "results.jsonl").read_text().splitlines()
-    report(folder, list({result["name"]: result for result in map(json.loads, lines)}.values()))
+    results = {result["name"]: result for result in map(json.loads, lines)}
+    report(folder, list(results.values()))
+    return any(results[cell["name"]]["problem"] for cell in cells)
+
+
+def chosen_cells(options, more):
+    """Yield the cells of the parts; `more` are options of ours in the part dropout."""
+    parts, make_cells = options.part.split(","), cpu_cells if options.cpu else gpu_cells
+    for model in (options.models or ("tiny,small" if options.cpu else "small,chatlm")).split(","):
+        yield from (cell for cell in make_cells(model) if cell["loop"] in parts)
+        if "dropout" in parts:
+            yield from dropout_cells(model, more, options.cpu)
+        if "profiles" in parts:
+            for name in PROFILES:
+                yield make_cell(f"{model}/profile/{name}", 32, 2, timed_seconds=options.seconds, options=more)
+
+
+def dropout_cells(model, more, on_cpu):
+    """Yield cells of ours without dropout and with it, alternating."""
+    pace = dict(timed_seconds=3, warm_steps=1) if on_cpu else dict(timed_seconds=6, warm_steps=40, warm_seconds=1)
+    for pairs, number, rate in product((8,) if on_cpu else (64, 128, 256), (1, 2), (0.0, 0.1)):
+        options = more | dict(dropout=rate)
+        yield make_cell(f"{model}/dropout/{pairs}-{rate}-{number}", pairs, 1, options=options, short=True, **pace)
 
 
 def gpu_cells(model):
@@ -157,17 +187,26 @@ def problem_of(done):
 
 def time_cell(cell, folder):
     """Time one cell in this process and print its figures as the last line."""
-    from bench.loops import train_by_hand, train_ours, train_trainer  # transformers takes seconds to import
+    from bench.loops import (
+        run_profile,
+        train_by_hand,
+        train_ours,
+        train_trainer,
+    )  # transformers takes seconds to import
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda:0" if on_gpu else "cpu")
     path = folder / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
-    gate = Gate(path, alone=cell["loop"] == "ours") if on_gpu else None
+    is_ours = cell["loop"] in ("ours", "dropout", "profile")
+    gate = Gate(path, alone=is_ours) if on_gpu else None
+    if cell["loop"] == "profile":
+        waited = gate.enter() if gate else 0.0
+        print(json.dumps(run_profile(cell, folder, waited)), flush=True)
+        return 0
     pace = Pace(cell["warm_steps"], cell["warm_seconds"], cell["timed_seconds"], cell["cycle"])
-    forgets_peak = cell["loop"] != "ours"
-    clock = StepClock(device, pace, gate, on_start=lambda: signal.alarm(0), forgets_peak=forgets_peak)
+    clock = StepClock(device, pace, gate, on_start=lambda: signal.alarm(0), forgets_peak=not is_ours)
     signal.alarm(cell["set_up_seconds"])  # limit of the set-up; the clock cancels it when it starts
-    loop = {"ours": train_ours, "a": train_trainer, "b": train_by_hand}[cell["loop"]]
+    loop = train_ours if is_ours else dict(a=train_trainer, b=train_by_hand)[cell["loop"]]
     more = loop(cell, folder / "corpus", clock)
     print(json.dumps(clock.result() | more), flush=True)
     os._exit(0)  # an ordinary exit would wait for compile workers

@@ -1,16 +1,21 @@
-"""Measure the memory of steps, fit the constants of the memory estimate to it, and print the estimate's errors.
+"""Measure the memory of steps beside the estimate: fit its constants, and find its errors in four kinds of runs.
 
-    python -m bench.memory_fit --out fit.jsonl            on every visible GPU, 8 minutes at most
+    python -m bench.memory_fit [--out fit.jsonl]          on every visible GPU, 8 minutes at most
     python -m bench.memory_fit --refit fit.jsonl          fit to earlier measurements
-    python -m bench.memory_fit --rehearse                 without a GPU, with made-up measurements
+    python -m bench.memory_fit --part adapters            T5's variants and adapters: 24 steps in one forward
+    python -m bench.memory_fit --part nf4 [--models qwen1.5-7b,qwen3-4b,qwen1.5-1.8b]     Qwens in four bits
+    python -m bench.memory_fit --part caps [--guide] [--epochs_only] [--shard 0/1]        small cards (small_cards.py)
+    … --rehearse                                          without a GPU: made-up measurements, tiny networks
 
-A case is one training step (forward, backward, update) of `pairs` pairs with `tokens` tokens per side in one forward.
-Cases run from small to large, so no earlier one has a higher peak. The constants are fitted to at most 12 cases; the
-errors are those of the other cases. Exit code 1 if they exceed LIMITS.
+fit: a case is one training step (forward, backward, update) of `pairs` pairs with `tokens` tokens per side in one
+forward. Cases run from small to large, so no earlier one has a higher peak. The constants are fitted to at most 12
+cases; the errors are those of the other cases. Exit code 1 if they exceed LIMITS. nf4: 100 steps of 2 x 2,048 tokens,
+rank 32 on all layers, under a limit of 11, 8 and 4 GiB, the first two in one forward. caps: --guide takes the case of
+the second guide alone (19.58 GiB, 32 pairs, 256 tokens), --epochs_only the planned epoch of each case, --shard n/k one
+in k cases; exit code 1 if memory ran out after planning or the plan reached less than 95 % of the best speed.
 """
 
 import argparse
-import gc
 import json
 import os
 import subprocess
@@ -25,24 +30,20 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as tr
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
-from bench.runs import context_of, schedule_of
+from bench.lora import RANK, shape_of
+from bench.one_step import Setting, errors
+from bench.small_cards import measure_small_cards
 from config import MODELS, load_config
-from model.commands.recipe import with_optimizer
-from model.data.length_histogram import Lengths
-from model.memory.estimate import Estimate
-from model.memory.plan import MemoryPlan
-from model.nn.attention import has_kernels
-from model.nn.memory_spec import Constants, MemorySpec
-from model.nn.t5.family import T5
-from model.nn.t5.network import TextToTextModel
+from model.commands.recipe import plan_options
+from model.commands.setup import set_memory_limit
+from model.memory.plan import choose_plan
+from model.nn.decoder.sizes import DecoderModelConfig
+from model.nn.memory_spec import Constants
 from model.nn.t5.sizes import T5ModelConfig
-from model.runtime.device_memory import peak_memory, release_memory, reset_peak
-from model.runtime.distributed import Ranks
-from model.train.dry_run import dry_run_update
-from model.train.optim import make_optimizer
-from model.train.step import Position, train_steps
+from tests.sizes import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS
+from tests.trials import tell
 
-VOCAB_SIZE, CHUNK_TOKENS = 40_960, 2048
+VOCAB_SIZE = 40_960
 SIZES = (
     (8, 64), (8, 256), (8, 512), (32, 128), (32, 512), (96, 256), (128, 64), (256, 192), (512, 64), (512, 128),
     (512, 512),
@@ -52,7 +53,20 @@ LARGEST_BYTES = 130 * 2**30
 SECONDS = 360
 RANGE = 0.4, 4.0  # a fitted constant over its present value: so few cases cannot separate all constants
 CURRENT = Constants()
+CONFIG = dict(warmup_steps=0, optimizer="adamw_rms", bleu_pairs=0)
 LIMITS = dict(median=0.05, percentile_95=0.12, worst_under=-0.03)
+
+
+ADAPTERS = [  # (shape, rank, checkpointing, pairs, tokens)
+    (shape, rank, checkpointing, pairs, tokens)
+    for shape, rank in (("v1.1-small", 0), ("mt5-small", 0), ("chatlm", RANK))
+    for checkpointing in (False, True)
+    for pairs, tokens in ((32, 128), (128, 64), (128, 192), (256, 192))
+]
+TINY_QWEN = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=32,
+                 num_key_value_heads=2)  # fmt: skip
+QWEN_LIMITS = {"qwen1.5-7b": (11, 4096), "qwen3-4b": (8, 4096), "qwen1.5-1.8b": (4, 0)}  # GiB, tokens of a forward
+QWEN_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -62,12 +76,6 @@ class Case:
     checkpointing: bool
     pairs: int
     tokens: int  # per side
-
-    @property
-    def blocks(self):
-        """Checkpointed blocks."""
-        sizes = MODELS[self.model]
-        return self.checkpointing * (sizes["num_layers"] + sizes["num_decoder_layers"])
 
     @property
     def group(self):
@@ -83,85 +91,46 @@ CASES = [
 ]
 
 
-@dataclass(frozen=True)
-class OneLength:
-    """A token store of `pairs` examples with `token_count` tokens per side."""
-
-    pairs: int
-    token_count: int
-    vocab_size: int = VOCAB_SIZE
-
-    @property
-    def lengths(self):
-        return np.full((self.pairs, 2), self.token_count, np.uint16)
-
-    @property
-    def meta(self):
-        return dict(source=dict(max_seq_len=self.token_count))
-
-    def __len__(self):
-        return self.pairs
-
-    def tokens(self, ids):
-        draw = np.random.default_rng(0)
-        return tuple(draw.integers(3, self.vocab_size, len(ids) * self.token_count) for _ in range(2))
+def setting_of(case):
+    config, sizes = load_config("pretrain", CONFIG), T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
+    return Setting(config, sizes, False, case.pairs, case.tokens, getattr(torch, case.dtype))
 
 
 def predict(case, constants=CURRENT):
     """Predicted peak of the reserved bytes in the case's step."""
-    dtype = getattr(torch, case.dtype)
-    model_config = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
-    kernels = has_kernels(torch.device("cuda"), dtype, *model_config.kernel_sizes)
-    spec = with_optimizer(MemorySpec(T5, model_config, dtype.itemsize, kernels, constants=constants), "adamw_rms")
-    lengths = Lengths(np.array([[case.tokens, case.tokens]]), np.array([case.pairs]))
-    tokens = 2 * case.pairs * case.tokens
-    return Estimate(spec, lengths, case.pairs).peaks(tokens, CHUNK_TOKENS, case.blocks)["step"]
+    setting = setting_of(case)
+    return setting.estimate_with(constants).peaks(*setting.whole_step(case.checkpointing).cutting)["step"]
 
 
-def measure(case, device):
-    """(peak reserved, peak allocated) bytes of the case's step on `device`, or None if it does not fit."""
-    model_config = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
-    with torch.device(device):
-        model = TextToTextModel(model_config, compute_dtype=getattr(torch, case.dtype))
-    model.flat.masters.normal_(std=0.02)
-    config = load_config("pretrain", dict(warmup_steps=0, optimizer="adamw_rms"))
-    plan = MemoryPlan(2 * case.pairs * case.tokens, CHUNK_TOKENS, case.blocks, 0)
-    ranks, store = Ranks(0, 1, 0, device, "none", None), OneLength(case.pairs, case.tokens)
-    optimizer, schedule = make_optimizer(model, config), schedule_of(config, case.pairs, case.pairs)
-    dry_run_update(ranks, model, optimizer)
-    release_memory()
-    reset_peak(device)
-    result = next(train_steps(context_of(ranks, model, optimizer, store, config, schedule), Position(plan)))
-    torch.cuda.synchronize(device)
-    allocated, reserved, _ = peak_memory(device)
-    return None if result.events or result.micro_batches != 1 else (reserved, allocated)
+def measure(case):
+    """Peak of the reserved bytes of the case's step, or None if it does not fit."""
+    setting = setting_of(case)
+    return setting.run(setting.whole_step(case.checkpointing))[0]
 
 
-def made_up(case, _):
+def made_up(case):
     """A made-up measurement: the prediction with other constants and 1 % noise."""
     draw = np.random.default_rng(abs(hash(case)) % 2**32)
     others = Constants(reserved=1.05, holes=1.1, workspace_bytes=3e8)
     measured = int(predict(case, others) * draw.uniform(0.99, 1.01))
-    return (measured, measured) if measured < LARGEST_BYTES else None
+    return measured if measured < LARGEST_BYTES else None
 
 
 def run_shard(shard, num_shards, rehearse):
     """Measure every `num_shards`-th case, from small to large, and print one JSON line per case."""
-    device, deadline = torch.device("cpu" if rehearse else "cuda:0"), time.monotonic() + SECONDS
+    deadline = time.monotonic() + SECONDS
     cases = sorted((case for case in CASES if predict(case) < 1.3 * LARGEST_BYTES), key=predict)[shard::num_shards]
     if not rehearse:
-        torch.zeros(1, device=device)  # initialises the device
-        measure(Case("small", "bfloat16", False, 8, 64), device)  # libraries allocate their workspaces
-        measure(Case("small", "float32", False, 8, 64), device)
+        measure(Case("small", "bfloat16", False, 8, 64))  # libraries allocate their workspaces
+        measure(Case("small", "float32", False, 8, 64))
     for case in cases:
         if time.monotonic() > deadline:
             print(f"shard {shard}: time is up before {case}", file=sys.stderr, flush=True)
             break
         started = time.monotonic()
-        reserved, allocated = (made_up if rehearse else measure)(case, device) or (None, None)
-        gc.collect()
-        numbers = dict(measured_bytes=reserved, allocated_bytes=allocated)
-        print(json.dumps(asdict(case) | numbers | dict(seconds=round(time.monotonic() - started, 2))), flush=True)
+        peak = (made_up if rehearse else measure)(case)
+        numbers = dict(measured_bytes=peak, seconds=round(time.monotonic() - started, 2))
+        print(json.dumps(asdict(case) | numbers), flush=True)
 
 
 def measure_all(rehearse):
@@ -192,7 +161,7 @@ def choose_for_fit(cases):
     return list(dict.fromkeys(chosen))[:12]
 
 
-def errors(measured, constants):
+def errors_of(measured, constants):
     """Relative error of the prediction for each case: predicted / measured - 1."""
     return np.array([predict(case, constants) / peak - 1 for case, peak in measured.items()])
 
@@ -204,7 +173,7 @@ def fit(measured):
     """
 
     def cost(constants):
-        error = errors(measured, constants)
+        error = errors_of(measured, constants)
         return float((np.where(error < 0, 3 * error, error) ** 2).mean())
 
     best, step = CURRENT, 0.5
@@ -216,7 +185,7 @@ def fit(measured):
             best = min((replace(best, **{name: min(max(v, least), most)}) for v in values), key=cost)
         if cost(best) > 0.999 * before:
             step /= 1.7
-    under = max(0.0, -float(errors(measured, best).min()) - 0.005)
+    under = max(0.0, -float(errors_of(measured, best).min()) - 0.005)
     return replace(best, reserved=best.reserved * (1 + under))
 
 
@@ -226,10 +195,10 @@ def report(lines):
     measured = {Case(**{name: line[name] for name in names}): line["measured_bytes"] for line in lines}
     measured = {case: peak for case, peak in measured.items() if peak and peak <= LARGEST_BYTES}
     chosen = choose_for_fit(measured)
-    before = errors({case: peak for case, peak in measured.items() if case not in chosen}, CURRENT)
+    before = errors_of({case: peak for case, peak in measured.items() if case not in chosen}, CURRENT)
     constants = fit({case: measured[case] for case in chosen})
     others = {case: peak for case, peak in measured.items() if case not in chosen}
-    after = errors(others, constants)
+    after = errors_of(others, constants)
     for case, peak in measured.items():
         row = dict(measured_gib=round(peak / 2**30, 3), predicted_gib=round(predict(case, constants) / 2**30, 3))
         error = round(predict(case, constants) / peak - 1, 4)
@@ -249,13 +218,68 @@ def _summary(error):
     return {name: round(float(value), 4) for name, value in numbers.items()}
 
 
+def measure_adapter(case, rehearse):
+    """Predicted and measured peak of one step of a T5 variant or an adapter."""
+    shape, rank, checkpointing, pairs, tokens = case
+    config = load_config("pretrain", dict(warmup_steps=0, bleu_pairs=0) | (dict(lora_rank=rank) if rank else {}))
+    size = (2, 16) if rehearse else (pairs, tokens)
+    setting = Setting(config, T5ModelConfig(**shape_of(shape, rehearse)), rehearse, *size)
+    plan = setting.whole_step(checkpointing)
+    values = dict(shape=shape, rank=rank, checkpointing=checkpointing, pairs=size[0], tokens=size[1])
+    return values | errors(setting.estimate.peaks(*plan.cutting)["step"], setting.run(plan)[0])
+
+
+def measure_packed(name, rehearse):
+    """The same for a Qwen in four bits, cut as the plan cuts it."""
+    sizes, tokens = (TINY_QWEN, 16) if rehearse else (QWENS[name], 1024)
+    vocab_size, (limit, forward) = 1000 if rehearse else QWEN_VOCAB_SIZE, QWEN_LIMITS[name]
+    options = dict(
+        lora_rank=QWEN_RANK, base_precision="nf4", micro_batch_tokens=forward, compile="False", bleu_pairs=0,
+        warmup_steps=0, gpu_memory_limit_gb=limit,
+    )  # fmt: skip
+    config = load_config("pretrain", options)
+    setting = Setting(config, DecoderModelConfig(**sizes, vocab_size=vocab_size), rehearse, 2, tokens)
+    _, usable = set_memory_limit(config, setting.device)
+    plan = choose_plan(plan_options(config), setting.estimate, usable)
+    measured, seconds = setting.run(plan, 2 if rehearse else QWEN_STEPS)
+    values = dict(shape=name, rank=QWEN_RANK, recomputed_blocks=int(plan.gradient_checkpointing))
+    values |= dict(limit_gib=limit, forward_tokens=plan.micro_batch_tokens, chunk_tokens=plan.chunk_tokens)
+    values["tokens_per_second"] = round(4 * tokens / seconds)
+    return values | errors(setting.estimate.peaks(*plan.cutting)["step"], measured)
+
+
+def measure_adapters(rehearse):
+    """Yield the records of ADAPTERS, then a summary of their errors."""
+    found = []
+    for case in ADAPTERS:
+        found.append(measure_adapter(case, rehearse))
+        yield found[-1]
+    sizes = np.array([abs(result["error"]) for result in found if result["error"] is not None])
+    if len(sizes):
+        median, high = (round(float(np.percentile(sizes, percent)), 4) for percent in (50, 95))
+        yield dict(cases=len(sizes), median=median, percentile_95=high)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", help="file for the measurements, one JSON line each")
+    parser.add_argument("--part", default="fit", choices=("fit", "adapters", "nf4", "caps"))
+    parser.add_argument("--out", help="file for the JSON lines")
     parser.add_argument("--refit", help="file of earlier measurements to fit to")
-    parser.add_argument("--rehearse", action="store_true", help="use made-up measurements")
-    parser.add_argument("--shard", help=argparse.SUPPRESS)
+    parser.add_argument("--rehearse", action="store_true", help="use made-up measurements, tiny networks")
+    parser.add_argument("--shard", default="", help="n/k: every k-th case, from the n-th")
+    parser.add_argument("--models", default=",".join(QWENS), help="of nf4")
+    parser.add_argument("--guide", action="store_true", help="of caps: only the case of the second guide")
+    parser.add_argument("--epochs_only", action="store_true", help="of caps: do not time other plans")
+    parser.add_argument("--seconds", type=float, default=560, help="of caps: no case starts after this time")
     options = parser.parse_args()
+    if options.part != "fit":
+        records = dict(
+            adapters=lambda: measure_adapters(options.rehearse),
+            nf4=lambda: (measure_packed(name, options.rehearse) for name in options.models.split(",")),
+            caps=lambda: measure_small_cards(options),
+        )[options.part]()
+        held = [tell(options.out, **record) or record.get("held", True) for record in records]
+        return 0 if all(held) else 1
     if options.shard:
         run_shard(*map(int, options.shard.split("/")), options.rehearse)
         return 0

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from bench.children import Job, gpu_slots, run_jobs
-from bench.lora import Setting
-from bench.nf4 import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS, TINY_QWEN
+from bench.memory_fit import TINY_QWEN
+from bench.one_step import Setting
 from bench.runs import context_of, schedule_of
 from config import load_config
 from model.commands.recipe import launch_tokens_here, memory_spec, plan_options
@@ -42,6 +42,7 @@ from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
+from tests.sizes import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS
 
 LIMIT_GIB, STEP_EXAMPLES = 16, dict(mixed=8, full=2)
 BATCHES = dict(mixed=(8, 4, 2, 1), full=(2, 1))  # examples in a forward of a and b

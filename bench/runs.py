@@ -1,5 +1,7 @@
-"""Parts of a run for measurements: stores of pairs, a step's context without data files, batches."""
+"""Parts of a run for measurements: stores of pairs, a run on the corpus, a step's context without data files."""
 
+from config import load_config
+from model.commands.setup import prepare_run
 from model.data.token_store import Source, open_store
 from model.nn.base import Packing
 from model.nn.registry import family_of
@@ -16,6 +18,23 @@ from model.train.step import StepContext
 def open_pairs(path, tokenizer, max_seq_len, root):
     """The TokenStore of a file of pairs."""
     return open_store(Source((path,), Pairs(), tokenizer, max_seq_len), root)
+
+
+def typed(words):
+    """{option: text} of words like --option=text."""
+    return dict(word.lstrip("-").split("=", 1) for word in words)
+
+
+def prepare(ranks, options):
+    """(Run, plan) of a training on the corpus (bench.corpus) in the working directory, as train_low_mem.py makes it."""
+    own = dict(
+        gradient_accumulation_steps=1, tokenizer_dir="tokenizer", train_file="train.parquet",
+        validation_file="valid.parquet", epochs=1000,
+    ) | options  # fmt: skip
+    if "finetune_from_ckp_file" in own:  # which has both
+        own = {name: value for name, value in own.items() if name not in ("model", "tokenizer_dir")}
+    run, _, plan = prepare_run(ranks, load_config("pretrain", own), set(own), resumed=False)
+    return run, plan
 
 
 def context_of(ranks, model, optimizer, store, config, schedule):

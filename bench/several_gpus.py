@@ -1,12 +1,14 @@
 """Several GPUs: how speed grows with them, and whether runs on them keep their promises; on CPUs a rehearsal.
 
-    python -m bench.several_gpus [--parts scaling,backends,machines,equal,recorded,faults,kills,signals] [--minutes 9]
-        [--models small,chatlm] [--optimizers muon,adamw_rms] [--pairs 64,256] [--worlds 1,2,4] [--folder DIR]
+    python -m bench.several_gpus [--parts scaling,backends,machines,equal,recorded,faults,kills,signals,starts]
+        [--minutes 9] [--models small,chatlm] [--optimizers muon,adamw_rms] [--pairs 64,256]
+        [--worlds 1,2,4] [--folder DIR]
 
 Parts: `scaling` times a step (bench.votes) with so many pairs on each GPU; `backends` runs accelerate's launcher with
 NCCL, with Gloo (ACCELERATE_USE_GLOO=1) and with three processes; `machines` trains under two launchers with a folder
-each, kills one and resumes; `equal` trains with one global batch on each number of GPUs; `faults`, `kills` and
-`signals` are those benchmarks, and so is `recorded`, faults in recorded steps. Each job is a process with its own group
+each, kills one and resumes; `equal` trains with one global batch on each number of GPUs; `faults` and `signals` are
+those benchmarks, and so are `recorded`, faults in recorded steps, and `kills`, signals with --kills; `starts`, only if
+it is named, starts eight processes in an empty directory ten times, on CPUs. Each job is a process with its own group
 and time limit. Its results are printed when it ends. The folder, $OUT if that is set, gets results.jsonl, table.md,
 faults.md and a log of each job, which is written while it runs. A cell of fewer processes than GPUs is timed on all
 GPUs at once, and the slowest counts: GPUs at their power limit differ by some percent, and the slowest sets the pace of
@@ -29,23 +31,23 @@ from bench.corpus import write_corpus
 from bench.several_machines import CHILDREN
 from tests.trials import hardware
 
-PARTS = ("scaling", "backends", "machines", "equal", "recorded", "faults", "kills", "signals")
+PARTS = ("scaling", "backends", "machines", "equal", "recorded", "faults", "kills", "signals", "starts")
 BARS = {(256, 2): 1.93, (256, 4): 3.8, (256, 8): 7.5, (64, 2): 1.8, (64, 4): 3.5, (64, 8): 6.8}  # times one GPU
 LIMIT_SECONDS = dict(
-    scaling=240, backends=150, machines=200, equal=240, recorded=200, faults=300, kills=300, signals=420
+    scaling=240, backends=150, machines=200, equal=240, recorded=200, faults=300, kills=300, signals=420, starts=540
 )
 REHEARSAL_SECONDS = 600  # of a job; processes share few cores
 # The benchmarks that are parts; GPUs compute equal bits only with --deterministic and without dropout.
 ON_GPUS = dict(
     recorded=["bench.faults", "--worlds", 2, "--recorded", "--kinds", "real,nccl"],
     faults=["bench.faults", "--worlds", 2],
-    kills=["bench.kills", "--runs", 4, "--kills", 2, "--deterministic", "--recorded"],
+    kills=["bench.signals", "--kills", 2, "--runs", 4, "--deterministic", "--recorded"],
     signals=["bench.signals", "--trials", 21, "--launcher", 3],
 )
 REHEARSED = dict(
     recorded=["bench.faults", "--worlds", 2, "--ranks", "0", "--kinds", "nccl"],
     faults=["bench.faults", "--worlds", 2, "--kinds", "oom"],
-    kills=["bench.kills", "--runs", 1, "--kills", 1],
+    kills=["bench.signals", "--kills", 1, "--runs", 1],
     signals=["bench.signals", "--trials", 4, "--launcher", 1],
 )
 STEPS = ["--warm_steps", 20, "--steps", 60, "--rounds", 1]
@@ -73,7 +75,7 @@ def main():
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(PARTS[:-1]))
     parser.add_argument("--minutes", type=float, default=9, help="jobs that are unfinished by then are stopped")
     parser.add_argument("--models", default="")
     parser.add_argument("--optimizers", default="muon,adamw_rms")

@@ -184,4 +184,16 @@ def problem_of_ids(run_dirs, epochs):
     return "" if {epoch: sorted(ids) for epoch, ids in together.items()} == wanted else f"wrong examples: {together}"
 
 
-CHILDREN = dict(backends=backends, machines=machines, equal=equal)
+def starts(folder, _, times=10, world=8):
+    """Runs on many CPU processes, each in a directory without token store, logs or run."""
+    for number in range(times):
+        home, started = folder / str(number), time.monotonic()
+        furnish_in(home)
+        line = [*launcher("accelerate", world), *words(output_dir="run", epochs=1, save_steps=1000)]
+        wrong = failure_of([launch(line, home, dict(CUDA_VISIBLE_DEVICES=""))], [home])
+        wrong = wrong or problem_of_ids([home / "run"], 1)
+        tell(case="start", number=number, world=world, seconds=round(time.monotonic() - started, 1), wrong=wrong)
+    return 0
+
+
+CHILDREN = dict(backends=backends, machines=machines, equal=equal, starts=starts)

@@ -2,6 +2,7 @@
 
     python -m bench.signals [--trials 100] [--launcher 12]
     python -m bench.signals --phases compiling --trials 12 --launcher 0      on two GPUs
+    python -m bench.signals --kills 10 [--runs 20] [--worlds 1,2]           SIGKILL at random moments instead
 
 Two processes. A trial sends INT, TERM or USR1, once or twice in a row, to one rank or to all of them in one phase. All
 ranks must exit with 0 within 20 s and leave a checkpoint of the last step that both did, or of the last saved step if
@@ -9,6 +10,10 @@ they did none. In the phase compiling, a trial waits for a random number of comp
 launcher instead, or do what a scheduler does: INT to the group and to every descendant, TERM after 30 s, then KILL.
 Each run is resumed for the next trial and must in the end equal an undisturbed run. A run that finishes during a trial
 has missed the signal.
+
+With --kills each run is killed so many times: in or before a save, before its first step, one process or all. It is
+resumed after each and must end with the bits of an undisturbed run, each example once an epoch; a process that was not
+killed must end by itself. Both print a JSON line a trial and replace their table in bench/results/faults.md.
 """
 
 import argparse
@@ -27,9 +32,20 @@ from pathlib import Path
 import psutil
 import torch
 
+from tests.faulty_runs import killed_run
 from tests.ranks import kill_all, launch, launcher
 from tests.tiny import furnish, words
-from tests.trials import WITH_KERNELS, Disturbed, calm_hash, tell, typed, write_section
+from tests.trials import (
+    WITH_KERNELS,
+    Disturbed,
+    add_kinds_of_runs,
+    calm_hash,
+    kind_of_runs,
+    options_of_kind,
+    tell,
+    typed,
+    write_section,
+)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PHASES = ("before the first step", "tokenising", "training", "evaluation", "generation", "saving")
@@ -40,16 +56,32 @@ STOP_SECONDS = 20
 STEPS_PER_EPOCH, LONG_LINES = 6, 4000
 OPTIONS = dict(epochs=40, save_steps=1000, bleu_pairs=2, max_new_tokens=4)
 TRIALS_PER_RUN = 8
+KILLED = dict(epochs=20, save_steps=1, ddp_timeout_s=45)
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Send all signals in all phases of a run.")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--launcher", type=int, default=12, help="how many of the trials signal a launcher")
     parser.add_argument("--phases", default=",".join(PHASES), help="phases in which ranks are signalled")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--out", help="file for the JSON lines")
+    parser.add_argument("--kills", type=int, default=0, help="of each run, in place of signals")
+    parser.add_argument("--runs", type=int, default=20, help="that are killed")
+    parser.add_argument("--worlds", default="1,2", help="numbers of processes; runs that are killed use them in turn")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--model", default="shape.json", help="a model of config.py; default: the smallest possible")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    add_kinds_of_runs(parser)
     given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        home = furnish(Path(folder))
+        records = kill_runs(home, given) if given.kills else signal_runs(home, given, parser)
+    return 1 if any(record["wrong"] for record in records) else 0
+
+
+def signal_runs(home, given, parser):
+    """The records of all trials with signals."""
     draw, phases, on_gpus = random.Random(given.seed), given.phases.split(","), torch.cuda.device_count() > 1
     known = (*PHASES, COMPILING) if on_gpus else PHASES
     if unknown := set(phases).difference(known):
@@ -61,10 +93,9 @@ def main():
     plain = [(phase, TARGETS[(i + n) % len(TARGETS)]) for i in range(len(TARGETS)) for n, phase in enumerate(phases)]
     chosen = [next(pairs) for pairs in [cycle(plain)] for _ in range(given.trials - given.launcher)]
     chosen += [(phase, "the launcher") for phase, _ in zip(cycle(AT_LAUNCHER), range(given.launcher), strict=False)]
-    with tempfile.TemporaryDirectory() as folder:
-        records = list(trials(furnish(Path(folder)), chosen, draw, options, given.out))
+    records = list(trials(home, chosen, draw, options, given.out))
     write(records, on_gpus)
-    return 1 if any(record["wrong"] for record in records) else 0
+    return records
 
 
 def trials(home, chosen, draw, options, out=None):
@@ -217,6 +248,40 @@ def write(records, on_gpus):
     note = f"`{typed('bench.signals')}` on two processes."
     name, where = ("signals_gpu", " (GPUs)") if on_gpus else ("signals", "")
     write_section(name, f"INT, TERM and USR1, once or twice in a row{where}", header, rows, note)
+
+
+def kill_runs(home, given):
+    """The records of the runs that were killed."""
+    options = KILLED | dict(deterministic=given.deterministic, model=given.model, dropout=given.dropout)
+    options |= options_of_kind(home, given, given.model)
+    worlds, records = [int(world) for world in given.worlds.split(",")], []
+    for number in range(given.runs):
+        world, draw = worlds[number % len(worlds)], random.Random(given.seed + number)
+        record = killed_run(home, f"run{number}", world, draw, given.kills, **options)
+        tell(given.out, harness="kills", run=number, seed=given.seed, **record)
+        records.append(record)
+    device, kind = "gpu" if torch.cuda.is_available() else "cpu", kind_of_runs(given)
+    mode = "deterministic" if given.deterministic else "default"
+    suffix = f"_lora_{given.base_precision}" if given.lora_rank else "_recorded" * given.recorded
+    write_section(
+        f"kills_{device}_{mode}{suffix}",
+        f"SIGKILL at random moments ({device.upper()}, {mode} mode{', ' * bool(kind)}{kind})",
+        ["processes", "runs", "kills", "during a save", "before the first step", "survivor ended after, s (worst)",
+         "runs with the undisturbed run's sha256", "runs with each id once"],
+        [row(world, [r for r in records if r["world"] == world]) for world in worlds],
+        f"`{typed('bench.signals')}`: a run of 120 steps that saves after each step.",
+    )  # fmt: skip
+    return records
+
+
+def row(world, records):
+    """Cells of the runs on `world` processes."""
+    survivors = [seconds for r in records for seconds in r["survivor_seconds"]]
+    return [
+        world, len(records), *(sum(r[name] for r in records) for name in ("kills", "in_save", "at_start")),
+        f"{max(survivors):.1f}" if survivors else "–",
+        *(sum(name not in r["wrong"] for r in records) for name in ("sha256", "ids_once")),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

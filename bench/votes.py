@@ -20,8 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 from bench.corpus import write_corpus
-from config import load_config
-from model.commands.setup import prepare_run
+from bench.runs import prepare, typed
 from model.runtime.device_memory import release_memory
 from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
 from model.train.reduction import sum_gradients
@@ -45,33 +44,28 @@ def main():
     ranks = start_ranks()
     from_main(ranks, lambda: given.corpus.exists() or bool(write_corpus(given.corpus, given.corpus_pairs)))
     os.chdir(given.corpus)
-    typed = dict(word.lstrip("-").split("=", 1) for word in words)
+    more = typed(words)
     for pairs in map(int, given.pairs.split(",")):
         for optimizer in given.optimizers.split(","):
-            values = cell(ranks, given, dict(batch_size_per_gpu=pairs, optimizer=optimizer), typed)
+            values = cell(ranks, given, dict(batch_size_per_gpu=pairs, optimizer=optimizer), more)
             if ranks.is_main:
                 print(json.dumps(values), flush=True)
             release_memory()
     stop_ranks()
 
 
-def cell(ranks, given, kind, typed):
+def cell(ranks, given, kind, more):
     """The values of one kind of steps, its pairs and its optimizer, as options."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # others may be timed at once
     name = "_".join(map(str, ("votes", given.model, *kind.values(), ranks.world_size, gpus)))
-    options = typed | kind | dict(
-        model=given.model, gradient_accumulation_steps=1, tokenizer_dir="tokenizer", train_file="train.parquet",
-        validation_file="valid.parquet", epochs=1000, output_dir=f"runs/{name}",
-    )  # fmt: skip
-    config = load_config("pretrain", options)
-    run, _, plan = prepare_run(ranks, config, set(options), resumed=False)
+    run, plan = prepare(ranks, more | kind | dict(model=given.model, output_dir=f"runs/{name}"))
     rounds, speeds = timed_rounds(run, plan, given)
     exchange = exchange_milliseconds(run)
     with_vote, without = (statistics.median(times) for times in zip(*rounds, strict=True))
     cost = statistics.median(a - b for a, b in rounds)
     return dict(
         harness="votes", world=ranks.world_size, backend=ranks.backend, model=given.model,
-        pairs=config.batch_size_per_gpu, optimizer=config.optimizer,
+        pairs=run.config.batch_size_per_gpu, optimizer=run.config.optimizer,
         step_ms=round(with_vote, 3), without_vote_ms=round(without, 3), vote_ms=round(cost, 3),
         percent_of_the_step=round(100 * cost / without, 2), exchange_ms=round(exchange, 3),
         tokens_per_second=round(statistics.median(speeds)), load=round(os.getloadavg()[0], 1),

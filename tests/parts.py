@@ -20,6 +20,7 @@ from model.data.tokenizer import PROBE
 from model.memory.estimate import Estimate
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import MemoryPlan
+from model.nn.registry import family_of
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
@@ -97,7 +98,8 @@ def evaluation_of(model, store, tokenizer, num_answers=0, max_new_tokens=60):
 
 def context_of(model, optimizer, store, config, **schedule):
     """StepContext of one process on the CPU; for `schedule` see `schedule_of`."""
-    examples = Examples(store, objective_of(config), T5, 0, config.seed, model.uses_kernels, model.dropout > 0)
+    family = family_of(model.config)
+    examples = Examples(store, objective_of(config), family, 0, config.seed, model.uses_kernels, model.dropout > 0)
     return StepContext(ALONE, model, optimizer, Loader(ALONE, examples, schedule_of(config, **schedule)), config)
 
 

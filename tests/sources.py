@@ -37,6 +37,17 @@ def imports_of(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def bound_in(path):
+    """Yield the names that a module binds: what it imports, defines and assigns."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
 def names_of(path):
     """Yield the names that `path` uses, and its strings, which may be annotations or names of attributes."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import imports_of, name_of, names_of, sources, within
+from tests.sources import bound_in, imports_of, name_of, names_of, sources, within
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -100,11 +100,10 @@ ROOMS = {
         "server",
     ],
     "bench": [
-        "children clock mutations runs",
-        "corpus memory_fit",
-        "fuzz_checkpoint loops lora",
-        "fuzz_strangers nf4 report several_machines",
-        "fuzz_targets",
+        "children clock runs",
+        "corpus one_step small_cards",
+        "loops lora",
+        "memory_fit pictures several_machines",
         "",
     ],
     "scripts": [""],
@@ -253,6 +252,21 @@ def test_each_init_file_holds_only_a_docstring():
     for folder in {path.parent for path in sources(ROOT) if ROOT / "model" in path.parents}:
         (only,) = ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body
         assert isinstance(only, ast.Expr) and len(only.value.value) > 40, folder
+
+
+def test_tests_import_nothing_of_bench():
+    for path in (ROOT / "tests").rglob("*.py"):
+        mentioned = "bench" in path.read_text(encoding="utf-8")
+        assert not (mentioned and [other for other in imports_of(path) if within(other, "bench")]), path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_imports_is_there(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        module = ROOT.joinpath(*node.module.split(".")) if isinstance(node, ast.ImportFrom) else ROOT / "absent"
+        if module.with_suffix(".py").exists():
+            missing = {alias.name for alias in node.names} - set(bound_in(module.with_suffix(".py")))
+            assert not missing, f"{path.name}:{node.lineno}: {node.module} has no {', '.join(missing)}"
 
 
 def test_config_needs_only_the_standard_library():

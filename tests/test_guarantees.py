@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.disks import damage_trials, disk_trials
-from bench.kills import killed_run
 from config import load_config
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENS_DIR
 from model.train.lr_schedule import LearnRate
+from tests.disk_trials import damage_trials, disk_trials
+from tests.faulty_runs import killed_run
 from tests.parts import open_pairs
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
 from tests.tiny import NUM_PAIRS, OPTIONS, ids_by_epoch, journal, train, weights_hash, words

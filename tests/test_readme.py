@@ -1,6 +1,5 @@
 """The documents agree with the code: options, presets, files, commands, figures."""
 
-import ast
 import contextlib
 import io
 import re
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import config
-from bench.picture import BENCHMARKS, draw, speed_rows
 from config import PRESETS, TrainConfig, load_config
 from model.commands.plan_report import GIB, preview
 from model.formats.weights import export_model
@@ -83,24 +81,9 @@ def test_each_of_the_first_commands_writes_what_the_next_one_reads(page):
     assert train[-2:] == ["./train_low_mem.py", "train"]
 
 
-def test_each_module_is_in_the_map_of_the_packages():
-    shown = set(re.findall(r"^\| `(model/[\w/]+\.py)` \|", text_of("docs/architecture.md"), re.MULTILINE))
-    real = {path.relative_to(ROOT).as_posix() for path in (ROOT / "model").rglob("*.py")}
-    assert shown == {path for path in real if not path.endswith("__init__.py")}
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_each_package_docstring_names_its_files(room):
-    for init in (ROOT / "model" / room).rglob("__init__.py"):
-        said = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
-        missing = [path.stem for path in init.parent.glob("*.py") if path != init and path.stem not in said]
-        assert said and not missing, f"{init}: {missing}"
-    assert (ROOT / "model" / room / "__init__.py").is_file()
-
-
-def test_the_answers_in_contributing_are_modules_of_the_map():
+def test_the_answers_in_contributing_are_modules():
     answers = re.findall(r"`(model/[\w/]+\.py)`", text_of("CONTRIBUTING.md").split("## Ten questions")[1])
-    assert len(answers) >= 9 and all(f"| `{path}` |" in text_of("docs/architecture.md") for path in answers)
+    assert len(answers) >= 9 and all((ROOT / path).is_file() for path in answers)
 
 
 def test_the_snippet_of_readme_runs_on_an_exported_model(tmp_path, monkeypatch, model, tokenizer):
@@ -128,17 +111,3 @@ def test_the_table_of_gpus_is_what_plan_predicts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("page", "most_lines"), [("README.md", 170), ("docs/experiments.md", 500)])
 def test_a_page_stays_short(page, most_lines):
     assert len(text_of(page).splitlines()) <= most_lines
-
-
-def test_the_speed_table_can_be_drawn(tmp_path):
-    rows = speed_rows(text_of("docs/benchmarks.md"))
-    assert BENCHMARKS == ROOT / "docs" / "benchmarks.md"
-    assert {row[0] for row in rows} == {"small", "chatlm"} and len(rows) == 12 and rows[0][-1] == 949
-    with pytest.raises(ValueError, match="no speed table"):
-        speed_rows("| small | a loop | 64 | fast | 1.8 |")
-    start = dict(
-        kind="start", world=1, parameters=10**6, total_pairs=100, global_batch=8, device="CPU", dtype="float32"
-    )
-    steps = [dict(kind="train", time=step, step=step, loss=9 / step, pairs_seen=step) for step in (1, 2)]
-    draw(tmp_path / "overview.png", [start | dict(time=0), *steps], rows)
-    assert (tmp_path / "overview.png").read_bytes()[:4] == b"\x89PNG"

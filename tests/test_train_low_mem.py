@@ -10,7 +10,6 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import train_low_mem
-from bench.start_eight import start_many
 from config import TrainConfig
 from tests.ranks import free_port, launch, launcher, wait_for, wait_for_launch
 from tests.tiny import NUM_PAIRS, SHORT, command, furnish, ids_by_epoch, journal, refused, start, train, words
@@ -69,7 +68,9 @@ def test_two_launchers_of_one_job_train_together(home):
 
 
 def test_eight_processes_start_in_an_empty_directory(tmp_path):
-    assert start_many(tmp_path, world=8, use_launcher=False) == ""
+    done = train(furnish(tmp_path), 8, seconds=300, output_dir="run", **SHORT)
+    assert done.codes == [0] * 8, done.text
+    assert ids_by_epoch(tmp_path / "run") == {1: list(range(NUM_PAIRS))}
 
 
 @pytest.mark.parametrize(("env", "options"), ((dict(ACCELERATE_USE_GLOO=1), {}), ({}, dict(backend="gloo"))))

@@ -1,6 +1,6 @@
 """Shared by the fault harnesses: runs that are disturbed and resumed, compared with an undisturbed run, and reports.
 
-Each harness prints one JSON line per trial and writes its table between its own marks in docs/faults.md.
+Each harness prints one JSON line per trial and writes its table between its own marks in bench/results/faults.md.
 """
 
 import functools
@@ -23,7 +23,7 @@ from tests.ranks import ROOT
 from tests.tiny import NUM_PAIRS, ids_by_epoch, start, train, wait_for, weights_hash
 from train_low_mem import main
 
-FAULTS_PAGE = Path(os.environ.get("FAULTS_PAGE", ROOT / "docs" / "faults.md"))
+FAULTS_PAGE = Path(os.environ.get("FAULTS_PAGE", ROOT / "bench" / "results" / "faults.md"))
 TRAIN_LINE = b'"kind":"train"'
 SLEEP_SECONDS = 0.2
 QWEN_SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2)
@@ -163,7 +163,7 @@ def hardware():
 
 
 def write_section(name, title, header, rows, note="", path=FAULTS_PAGE):
-    """Replace the table between the marks of `name` in docs/faults.md, or append one."""
+    """Replace the table between the marks of `name` in bench/results/faults.md, or append one."""
     cells = [header, ["---"] * len(header), *rows]
     table = "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells)
     when = time.strftime("%Y-%m-%d")

@@ -13,11 +13,11 @@ import torch
 import ujson
 from safetensors.torch import load_file, save_file
 
-from bench.fuzz_strangers import pickled_bytes, pickled_tensor, write_archive
 from model.data.tokenizer import copy_tokenizer, load_tokenizer
 from model.formats.weights import export_model, load_into, load_weights
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
+from tests.fuzz.strangers import pickled_bytes, pickled_tensor, write_archive
 from tests.nn.t5.test_huggingface import configured, without_embedding
 from tests.parts import SHAPE, make_model
 from tests.stock import as_hugging_face

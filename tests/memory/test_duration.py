@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.corpus import VOCAB_SIZE, draw_lengths
 from config import load_config
 from model.commands.recipe import plan_options
 from model.data.length_histogram import histogram
@@ -14,6 +13,7 @@ from model.memory.duration import GPUS, gpu_named, step_seconds
 from model.memory.plan import choose_plan
 from model.nn.registry import load_model_config
 from tests.parts import make_estimate
+from tests.sizes import VOCAB_SIZE, draw_lengths
 
 GIB = 2**30
 LENGTHS = histogram(draw_lengths(20_000, np.random.default_rng(0)))

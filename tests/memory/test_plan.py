@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.caps import HeavyTail
-from bench.nf4 import QWEN_VOCAB_SIZE, QWENS
 from config import MODELS
 from model.commands.recipe import plan_options
 from model.data.buckets import buckets_for
@@ -27,6 +25,7 @@ from model.memory.step_time import time_factor
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.t5.sizes import T5ModelConfig
 from tests.parts import make_config, make_estimate
+from tests.sizes import QWEN_VOCAB_SIZE, QWENS, HeavyTail
 
 GIB = 2**30
 

@@ -19,8 +19,8 @@ import openai
 import psutil
 import pytest
 
-from bench.serve_load import measure
 from scripts.serve import check, main, parse_arguments
+from tests.clients import measure
 from tests.knowing import PAIRS, write_knowing_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "serve.py"

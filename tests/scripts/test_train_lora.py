@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from bench.guide_plans import CASES, row_of
 from model.data.tokenizer import PROBE
 from scripts.merge_lora import main as merge_lora
 from tests.commands.test_guide_flags import CAREFUL, SCHEMES
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
+from tests.guide_cases import CASES, row_of
 from tests.ranks import free_port
 from tests.tiny import journal
 

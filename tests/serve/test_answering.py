@@ -10,6 +10,7 @@ from model.generate.sampling import Sampling
 from model.nn.t5.sizes import T5ModelConfig
 from model.serve.answering import TextStream, answer_all, load_chat_model, prompt_ids
 from tests.knowing import PAIRS, write_knowing_model
+from tests.turns import MIN_SHARE, NUM_TESTED, made_up, shares_right, talk, train
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +78,11 @@ def test_a_network_with_so_many_places_is_not_given_more(chat, monkeypatch):
     assert chat.limits(1, 10, 30).new_tokens == 30
     with pytest.raises(ValueError, match="reads 10 tokens .* lower --max_prompt_tokens or --max_new_tokens"):
         chat.limits(1, 11, 30)
+
+
+def test_conversations_of_three_turns_use_the_earlier_turns(tmp_path):
+    chat = load_chat_model(train(tmp_path, num_dialogues=800, epochs=3), "cpu")
+    tested = made_up(NUM_TESTED, 2, True)
+    share, alone = shares_right(chat, tested, talk(chat, tested))
+    assert share >= MIN_SHARE
+    assert alone <= 0.25  # the last question by itself does not say the answer

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import train_low_mem
-from bench.faults import RANKS, SITES, calm_run, checks, faulty_run, options
 from model.runtime.device_memory import monitor_gpu_memory, release_memory
 from model.train.flat_optimizer import FlatOptimizer
+from tests.faulty_runs import RANKS, SITES, calm_run, checks, faulty_run, options
 from tests.tiny import journal, start, train, wait_for
 
 

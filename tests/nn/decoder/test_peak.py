@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.nf4 import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS
 from model.data.length_histogram import Lengths
 from model.data.sequences import Sequences
 from model.memory.estimate import Estimate
@@ -16,6 +15,7 @@ from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.lora import LoraConfig, attach
 from model.nn.memory_spec import Constants, MemorySpec
 from tests.live_bytes import peak_of_step, use_kernels_without_launching_them
+from tests.sizes import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS
 
 CASES = [  # size, layers (0: all), sequences of 2,048 tokens, recomputed blocks, targets, precision of the base
     ("qwen1.5-7b", 0, 2, 30, LAYERS, "nf4"), ("qwen3-4b", 0, 2, 33, LAYERS, "nf4"),

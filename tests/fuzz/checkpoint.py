@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from bench.mutations import mutate, mutate_tree
-from bench.runs import context_of, open_pairs, schedule_of
 from config import load_config
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
@@ -23,9 +21,10 @@ from model.nn.registry import config_from, family_of
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
-from model.runtime.distributed import ALONE
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
+from tests.fuzz.mutations import mutate, mutate_tree
+from tests.parts import context_of, open_pairs
 from tests.tiny import SHAPE
 
 WHOLE = MemoryPlan(10**4, 128, 0, 0)
@@ -106,8 +105,8 @@ def _step_after(found, plan, growth):
     load_into(model, LoadedWeights(found.tensors), found.path)
     optimizer = make_optimizer(model, config)
     load_optimizer(optimizer, model, found.optimizer)
-    schedule = schedule_of(config, 2 * len(store), 4, 100 * state.first_batch)
-    context = context_of(ALONE, model, optimizer, store, config, schedule)
+    schedule = dict(total_pairs=2 * len(store), global_batch=4, warmup_pairs=100 * state.first_batch)
+    context = context_of(model, optimizer, store, config, **schedule)
     position = Position(plan, state.step, state.pairs_seen, recovery_of(growth, plan), state.recent_norms)
     steps = train_steps(context, position)
     result = next(steps, None)

@@ -24,9 +24,6 @@ import pyarrow.parquet as pq
 import torch
 from fire.decorators import SetParseFn
 
-from bench.fuzz_checkpoint import check_checkpoint, tiny_run
-from bench.fuzz_strangers import STRANGERS
-from bench.mutations import mutate, mutate_tree
 from config import TrainConfig
 from model.commands.options import FLAGS, read_request
 from model.data.columns import PROMPT_COLUMNS, RESPONSE_COLUMNS
@@ -37,6 +34,9 @@ from model.formats.weights import load_into, load_weights
 from model.nn.registry import load_model_config
 from model.nn.t5.network import TextToTextModel
 from model.run.journal import read_journal
+from tests.fuzz.checkpoint import check_checkpoint, tiny_run
+from tests.fuzz.mutations import mutate, mutate_tree
+from tests.fuzz.strangers import STRANGERS
 from tests.tiny import SHAPE
 
 

@@ -1,30 +1,19 @@
 """Emulate small GPUs on a large one: does the plan fit, and how close is its speed to the best micro-batch?
 
-    python -m bench.caps --out caps.jsonl        one GPU; --shard n/k measures one in k cases, from the n-th
-    python -m bench.caps --guide                 only the case of the second guide: 19.58 GiB, batch 32, 256 tokens
-    python -m bench.caps --epochs_only           only the planned epoch of each case, no other plan
-
 A case is a memory cap in GiB, a model and a batch size. It trains one epoch of 2,048 pairs, a few of them much longer
 than the rest, with the plan. Then it times the same few steps under the same cap with the plan and with every
 micro-batch size down to one longest pair, with and without gradient checkpointing; with and without recording too, if
-the epoch is long enough to repay recording. Prints one JSON line per case; exit code 1 if memory ran out after planning
-or the plan reached less than 95 % of the best speed.
+the epoch is long enough to repay recording.
 """
 
-import argparse
 import gc
-import json
 import math
-import os
 import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 
-import numpy as np
-
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as train_low_mem.py sets it
 import torch
 
 from bench.runs import context_of, evaluation_of, schedule_of
@@ -40,8 +29,9 @@ from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update, plan_run
 from model.train.optim import make_optimizer
 from model.train.step import Position, TornUpdate, train_steps
+from tests.sizes import HeavyTail
 
-VOCAB_SIZE, NUM_PAIRS = 40_960, 2048
+VOCAB_SIZE, NUM_PAIRS = HeavyTail.vocab_size, HeavyTail.pairs
 OPTIMIZERS = "muon", "adafactor", "adamw_rms"  # the default first
 CAPS, BATCHES, LONGEST = (4, 8, 12, 20), (8, 16, 32, 64, 96), 512
 WARM_STEPS, RECORDING_STEPS, REPEATS = 3, 60, 3
@@ -58,29 +48,8 @@ class Case:
     longest: int = LONGEST  # tokens of a side
 
 
-@dataclass(frozen=True)
-class HeavyTail:
-    """A token store of short pairs; one in twenty has the maximum length."""
-
-    longest: int
-
-    @property
-    def lengths(self):
-        draw = np.random.default_rng(0)
-        lengths = np.minimum(draw.geometric(1 / 60, (NUM_PAIRS, 2)) + 1, self.longest).astype(np.uint16)
-        lengths[::20] = self.longest
-        return lengths
-
-    @property
-    def meta(self):
-        return dict(source=dict(max_seq_len=self.longest))
-
-    def __len__(self):
-        return NUM_PAIRS
-
-    def tokens(self, ids):
-        draw, totals = np.random.default_rng(0), self.lengths[ids].sum(axis=0, dtype=np.int64)
-        return tuple(draw.integers(3, VOCAB_SIZE, total) for total in totals)
+GUIDE = Case("chatlm", 32, 19.58, "muon", 256)  # of the second guide
+REHEARSAL = Case("tiny", 8, 4, "adamw_rms", 16)
 
 
 def make_run(case, device, other_bytes):
@@ -132,7 +101,8 @@ def speeds_by_trying(run, plan, most_tokens, may_record):
     of that step counts for all of them: this removes the machine's noise. A plan faster than `plan` must also train a
     whole epoch without running out of memory.
     """
-    fastest, sizes = {}, range(math.ceil(math.log2(max(most_tokens, 2 * LONGEST))), LONGEST.bit_length() - 1, -1)
+    longest = run.loader.examples.store.longest
+    fastest, sizes = {}, range(math.ceil(math.log2(max(most_tokens, 2 * longest))), longest.bit_length() - 1, -1)
     try_plan = partial(tried_ways, run, fastest, RECORDING_STEPS if may_record else WARM_STEPS)
     first, tokens = try_plan(plan)
     ways = {plan: first}
@@ -213,43 +183,27 @@ def beside_the_best(plan, speeds, events):
     )  # fmt: skip
 
 
-def cases():
+def all_cases():
     """Yield every Case; only chatlm with 4 GiB has all optimizers."""
     for optimizer, (cap, model_name), batch in product(OPTIMIZERS, product(CAPS, ("small", "chatlm")), BATCHES):
         if optimizer == OPTIMIZERS[0] or (cap, model_name) == (4, "chatlm"):
             yield Case(model_name, batch, cap, optimizer)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", help="file for the JSON lines")
-    parser.add_argument("--shard", default="0/1", help="n/k: every k-th case, from the n-th")
-    parser.add_argument("--guide", action="store_true", help="only the case of the second guide")
-    parser.add_argument("--epochs_only", action="store_true", help="do not time other plans")
-    parser.add_argument("--seconds", type=float, default=560, help="no case starts after this time")
-    given = parser.parse_args()
+def measure_small_cards(given):
+    """Yield the records of the cases that `given` chooses; a case is measured alone, until the time is up."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    shard, num_shards = map(int, given.shard.split("/"))
-    chosen = [Case("chatlm", 32, 19.58, "muon", 256)] if given.guide else list(cases())[shard::num_shards]
+    shard, num_shards = map(int, (given.shard or "0/1").split("/"))
+    cases = [GUIDE] if given.guide else [REHEARSAL] if given.rehearse else list(all_cases())[shard::num_shards]
     if device.type == "cuda":  # as in training: else each recording has its own stream and cuBLAS workspace
         torch.cuda.set_stream(torch.cuda.Stream())
     other_bytes = other_process_bytes(device)  # once: later growth belongs to this process
-    deadline, held = time.monotonic() + given.seconds, True
-    for case in chosen:
+    deadline = time.monotonic() + given.seconds
+    for case in cases:
         if time.monotonic() > deadline:
             print(f"time is up before {case}", file=sys.stderr)
-            break
-        record = measure(case, device, other_bytes, epoch_only=given.epochs_only)
-        held = held and record["held"]
-        print(json.dumps(record), flush=True)
-        if given.out:
-            with open(given.out, "a") as file:
-                file.write(json.dumps(record) + "\n")
+            return
+        yield measure(case, device, other_bytes, epoch_only=given.epochs_only)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return 0 if held else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Fuzz targets of hostile files: tensors that expand, invalid configurations, links, terminal control characters.
 
-As in bench/fuzz_targets.py a target is a function of (draw, folder) that writes one input, reads it and asserts that it
+As in tests/fuzz/targets.py a target is a function of (draw, folder) that writes one input, reads it and asserts that it
 was read correctly.
 """
 
@@ -18,8 +18,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import T5Config
 
-from bench.fuzz_checkpoint import tiny_run
-from bench.mutations import mutate_tree
 from model.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from model.formats.weights import export_model, load_into, load_weights
 from model.nn.t5.huggingface import OTHER_NAMES, SIZES
@@ -27,6 +25,8 @@ from model.run.journal import Journal, read_journal
 from model.run.run_dir import admit, claim, cut_sample_ids
 from model.runtime.atomic_io import write_json
 from model.runtime.terminal import printable
+from tests.fuzz.checkpoint import tiny_run
+from tests.fuzz.mutations import mutate_tree
 
 MAX_GROWTH_BYTES = 300 * 2**20
 NAME = "encoder.final_layer_norm.weight"
