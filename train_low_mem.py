@@ -47,13 +47,13 @@ from model.commands.evaluation import (
 )
 from model.commands.exporting import complete, export_last, is_early
 from model.commands.origin import agree_on, broadcast_request
-from model.commands.run_events import begin, log_steps, note_of, say, write_events
+from model.commands.run_events import begin, log_steps, say, write_events
 from model.commands.setup import prepare_run, prepare_test
 from model.data.token_store import describe_store
 from model.display.catalogue import texts_here
 from model.display.console import Progress
 from model.display.drawing import finish_last, start_last
-from model.display.live import live
+from model.display.live import Pacing, live
 from model.display.log_file import open_log
 from model.display.summary import last_words
 from model.display.trackers import check_installed
@@ -141,8 +141,8 @@ def train_to_the_end(run, journal, state, plan):
 
 def train_and_save(run, journal, samples, saver, state, plan):
     """Train, evaluate and save; returns the last state, why that ended, and the process that draws the curves."""
-    config, schedule = run.config, run.schedule
-    recent, line, saved_at, result, saves, training_loss = [], None, None, None, False, TrainingLoss()
+    config, schedule, pacing = run.config, run.schedule, Pacing(run.ranks.device, run.config.gpu_memory_limit_gb)
+    recent, saved_at, result, saves, training_loss = [], None, None, False, TrainingLoss()
     recovery, drawing, draws = recovery_of(state.growth, plan), None, run.ranks.is_main and run.rules.draws_plots
     context = run.context.with_graphs() if recovery.full.graphs else run.context
     steps = train_steps(context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
@@ -158,9 +158,9 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 write_events(run, journal, samples, result)
                 is_last = result.ends_epoch or result.stop or result.pairs_seen == schedule.total_pairs
                 if is_last or result.step % config.logging_steps == 0:
-                    line, recent = log_steps(run, journal, recent), []
-                    training_loss.add(line)
-                progress.update(result.pairs_seen, note_of(run, line) if line else "")
+                    training_loss.add(log_steps(run, journal, recent))
+                    recent = []
+                progress.update(result.pairs_seen, *pacing.after(result))
                 if result.step == draws_at:
                     drawing = start_last(run.dir, draws)  # it loads its libraries meanwhile
                 saved_at = result.clock_seconds if saved_at is None else saved_at

@@ -24,19 +24,16 @@ from rich.cells import cell_len  # noqa: E402
 
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
-from model.display.console import (  # noqa: E402
-    human_bytes,
-    padded,
-)
-from model.display.figures import epochs_of  # noqa: E402
+from model.display.console import human_bytes, padded  # noqa: E402
+from model.display.figures import Figures, epochs_of  # noqa: E402
 from model.display.plots import plot_runs  # noqa: E402
-from model.display.view import duration  # noqa: E402
+from model.display.view import View, doing, duration  # noqa: E402
 from model.display.watch import watch  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
+from model.run.status import read_statuses  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
 
 SILENT_SECONDS = 600
-RECENT_LINES = 20
 WATCH_SECONDS = 10
 COLUMNS = ["run", "state", "step", "training loss", "validation loss", "speed", "time left"]
 TEXT = texts_here()
@@ -128,7 +125,7 @@ def rows_of(run_dir: Path) -> dict[str, str]:
     if not records:
         return {"state": before_the_journal(run_dir)}
     try:
-        return describe(records, time.time())
+        return describe(view_of(run_dir, records, time.time()), records)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{path} has a line that no run writes ({error!r}): delete that line") from error
 
@@ -163,25 +160,49 @@ def newest_run() -> Path:
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
-def describe(records: list[dict], now: float) -> dict[str, str]:
-    """The rows of the report, text by name. `now` is in Unix seconds; `records` must not be empty."""
-    start = (of_kind(records, "start") or [{}])[-1]
+def view_of(run_dir: Path, records: list[dict], now: float) -> View:
+    """The run as its screen sees it, at Unix time `now`; `records` are its journal's lines."""
+    figures = Figures()
+    for record in records:
+        figures.add(record)
+    return View(str(run_dir), figures, now, read_statuses(run_dir, 1))
+
+
+def describe(view: View, records: list[dict]) -> dict[str, str]:
+    """The rows of the report, text by name; `records` must not be empty."""
     trained = of_kind(records, "train")
-    rows = {"state": state(records, now)}
+    rows = {"state": state(view, records)}
     if trained:
-        rows |= training_rows(start, trained, records)
-    return rows | evaluation_rows(of_kind(records, "eval")) | event_rows(records, now)
+        rows |= training_rows(view.figures.start, trained)
+    if not stop_of(records):
+        rows |= newest_rows(view, has_line=bool(of_kind(current_attempt(records), "train")))
+    return rows | evaluation_rows(of_kind(records, "eval")) | event_rows(records, view.now)
+
+
+def newest_rows(view: View, has_line: bool) -> dict[str, str]:
+    """What the status of rank 0 says of its newest steps, and the time left; `has_line`: the journal has a loss too."""
+    rows, left = {}, view.figures.steps_left(view.step)
+    if pace := view.pace:
+        rows["step"] = out_of(view.step, view.figures.start.get("total_steps"))
+        if pace.loss and not has_line:
+            rows["training loss"] = number(pace.loss)
+        rows["speed"] = TEXT("journal.tokens", count=pace.tokens_per_second)
+    if view.step_seconds and left is not None:
+        rows["time left"] = duration(view.step_seconds * left, TEXT)
+    return rows
 
 
 def of_kind(records: list[dict], kind: str) -> list[dict]:
     return [record for record in records if record["kind"] == kind]
 
 
-def state(records: list[dict], now: float) -> str:
+def state(view: View, records: list[dict]) -> str:
     if last_stop := stop_of(records):
         reason = TEXT.get(f"reason.{last_stop['reason']}", last_stop["reason"])
         return TEXT("journal.stopped", reason=reason, step=last_stop["step"])
-    silent_seconds = max(0, now - records[-1]["time"])
+    silent_seconds = max(0, view.now - records[-1]["time"])
+    if view.status:
+        return TEXT("journal.doing", doing=doing(view.status, TEXT).plain, time=duration(silent_seconds, TEXT))
     if silent_seconds > max(SILENT_SECONDS, 2 * longest_pause(records)):
         return TEXT("journal.silent", time=duration(silent_seconds, TEXT))
     return TEXT("journal.training", time=duration(silent_seconds, TEXT))
@@ -205,7 +226,7 @@ def longest_pause(records: list[dict]) -> float:
     return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0)
 
 
-def training_rows(start: dict, trained: list[dict], records: list[dict]) -> dict[str, str]:
+def training_rows(start: dict, trained: list[dict]) -> dict[str, str]:
     last = trained[-1]
     done, epochs = epochs_of(start, last)
     rows = {
@@ -216,9 +237,6 @@ def training_rows(start: dict, trained: list[dict], records: list[dict]) -> dict
         "learning rate": f"{last['learn_rate']:.3e}",
         "speed": TEXT("journal.tokens", count=last["tokens_per_second"]),
     }
-    step_seconds = seconds_per_step(records)
-    if step_seconds and start.get("total_steps") and not stop_of(records):
-        rows["time left"] = duration(step_seconds * max(0, start["total_steps"] - last["step"]), TEXT)
     peak = max(trained, key=lambda record: record.get("peak_bytes") or 0)
     if peak.get("peak_bytes"):
         rows["peak memory"] = TEXT("journal.by_step", size=human_bytes(peak["peak_bytes"]), step=peak["step"])
@@ -240,14 +258,6 @@ def loss_row(trained: list[dict]) -> str:
 
 def number(value: float | None) -> str:
     return TEXT("journal.not_finite") if value is None else f"{value:.4f}"
-
-
-def seconds_per_step(records: list[dict]) -> float | None:
-    """Recent wall-clock seconds per step, including evaluations and saves; None if the journal does not have them."""
-    lines = of_kind(current_attempt(records), "train")[-RECENT_LINES:]
-    if len(lines) < 2 or lines[-1]["step"] == lines[0]["step"]:
-        return of_kind(records, "train")[-1].get("step_seconds")
-    return (lines[-1]["time"] - lines[0]["time"]) / (lines[-1]["step"] - lines[0]["step"])
 
 
 def evaluation_rows(evaluated: list[dict]) -> dict[str, str]:

@@ -10,12 +10,12 @@ from importlib.metadata import version
 import torch
 
 from model.display.catalogue import texts_here
-from model.display.console import progress_note, train_line
+from model.display.console import train_line
 from model.display.summary import device_name, first_words, unused_lines
 from model.run.checkpoint import discard_after
 from model.run.run_dir import cut_sample_ids_everywhere
 from model.runtime.atomic_io import remove_drafts, write_json
-from model.runtime.device_memory import memory_cap, peak_memory, reset_peak
+from model.runtime.device_memory import peak_memory, reset_peak
 from model.runtime.laps import lap, laps, seconds_since_start
 from model.train.lr_schedule import warmup_problem
 
@@ -115,13 +115,6 @@ def log_steps(run, journal, results):
     on_gpu = run.ranks.device.type == "cuda"
     say(run.ranks, train_line({k: v for k, v in values.items() if on_gpu or k not in ("peak_bytes", "reserved_bytes")}))
     return values
-
-
-def note_of(run, line):
-    """The note of the progress line for the values of a train line."""
-    cap_bytes = memory_cap(run.ranks.device, run.config.gpu_memory_limit_gb)
-    loss = line[run.context.objective.metrics[0]]
-    return progress_note(loss, line["tokens_per_second"], line["reserved_bytes"], cap_bytes)
 
 
 def _mean(results, place, name):

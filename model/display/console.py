@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from model.runtime.activity import now_doing
+from model.runtime.activity import Pace, now_doing
 
 LOGGER = logging.getLogger("chat_trainer")
 CONSOLE = Console(stderr=True)
@@ -131,16 +131,16 @@ class Progress:
         self._task = self._bar.add_task(title, total=total, completed=done, count=self._count(done), note="")
         self._draw(self._bar.start)
 
-    def update(self, done: int, note: str = "") -> None:
-        """Show that `done` of the total are done, and `note` after it."""
-        now_doing(self._title, done, self._total)
+    def update(self, done: int, note: str = "", pace: Pace | None = None) -> None:
+        """Show that `done` of the total are done, and `note` after it; `pace` is the activity's."""
+        now_doing(self._title, done, self._total, pace)
         if self._bar is None and not self._logs:
             return
         now = time.monotonic()
         # The first update is the reference for the speed: the steps before it may have compiled kernels.
         self._first_update = self._first_update or (now, done)
         if self._logs:
-            self._log(done, now)
+            self._log(done, now, note)
             return
         note = note or self._speed(done, now)
         self._bar.update(self._task, completed=done, count=self._count(done), note=note)
@@ -148,7 +148,7 @@ class Progress:
             self._drawn_at = now
             self._draw(self._bar.refresh)
 
-    def _log(self, done: int, now: float) -> None:
+    def _log(self, done: int, now: float, note: str) -> None:
         first_at, first_done = self._first_update
         if now - self._logged_at < LOG_SECONDS:
             return
@@ -156,7 +156,7 @@ class Progress:
         time_left = f", {speed}" if (speed := self._speed(done, now)) else ""
         if self._total is not None and done > first_done:
             time_left = f", {human_seconds((self._total - done) * (now - first_at) / (done - first_done))} left"
-        LOGGER.info("%s: %s%s", self._title, self._count(done), time_left)
+        LOGGER.info("%s: %s%s%s", self._title, self._count(done), note and f", {note}", time_left)
 
     def _speed(self, done: int, now: float) -> str:
         """The speed so far of work whose end is unknown; "" for other work, and before the second update."""

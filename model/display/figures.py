@@ -157,11 +157,16 @@ class Figures:
 
     @property
     def step_seconds(self) -> float | None:
-        """Recent wall-clock seconds a step, evaluations and saves included; None before the first train line."""
-        if len(self._recent) > 1 and self._recent[-1][1] > self._recent[0][1]:
-            (first_time, first_step), (last_time, last_step) = self._recent[0], self._recent[-1]
-            return (last_time - first_time) / (last_step - first_step)
-        return self.train.get("step_seconds") if self.train else None
+        """`wall_step_seconds`, else the last train line's; None before the first train line."""
+        return self.wall_step_seconds or (self.train.get("step_seconds") if self.train else None)
+
+    @property
+    def wall_step_seconds(self) -> float | None:
+        """Recent wall-clock seconds a step, evaluations and saves included; None before this attempt has two lines."""
+        if len(self._recent) < 2 or self._recent[-1][1] <= self._recent[0][1]:
+            return None
+        (first_time, first_step), (last_time, last_step) = self._recent[0], self._recent[-1]
+        return (last_time - first_time) / (last_step - first_step)
 
     def step_at(self, pairs: int | None) -> int:
         """Number of the step after which so many `pairs` are seen, from the journal's newest line on."""

@@ -6,10 +6,12 @@ lines on it.
 
 import atexit
 import logging
+import math
 import os
 import subprocess
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,19 +19,23 @@ import torch
 
 from model.display.captured_output import NAME, TerminalLog, discard
 from model.display.catalogue import Texts, language_of
+from model.display.console import progress_note
 from model.display.trackers import Trackers
 from model.display.watch import LEAVE
 from model.run.status import Status, write_status
-from model.runtime.activity import current_activity, now_doing
+from model.runtime.activity import Pace, current_activity, now_doing
 from model.runtime.cgroup import host_memory
 from model.runtime.device_memory import memory_cap, peak_memory
 from model.runtime.module_process import start_module
 from model.runtime.terminal import in_foreground
 from model.runtime.watchdog import standing
+from model.train.commit import OnHost
 
 LOGGER = logging.getLogger("chat_trainer")
 STATUS_SECONDS = 0.5
+PACE_STEPS = 20  # newest steps that the speed is measured over
 CLOSE_SECONDS = 5.0  # that the screen has to restore the terminal
+UNKNOWN = Pace(loss=0.0, tokens_per_second=0.0, step_seconds=0.0)
 DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
@@ -87,11 +93,46 @@ def status_now(identity, device):
     host_available, host_total = host_memory()
     stopping, saving = standing()
     doing = current_activity()
+    pace = doing.pace or UNKNOWN
     return Status(
         **identity, time=time.time(), reserved_bytes=reserved_bytes, peak_bytes=peak_bytes, rss_bytes=rss_bytes,
         host_used_bytes=host_total - host_available, host_total_bytes=host_total, activity=doing.name, done=doing.done,
-        total=doing.total or 0, saving=saving, stopping=stopping,
+        total=doing.total or 0, saving=saving, stopping=stopping, loss=pace.loss if math.isfinite(pace.loss) else 0.0,
+        tokens_per_second=pace.tokens_per_second, step_seconds=pace.step_seconds,
     )  # fmt: skip
+
+
+class Pacing:
+    """The Pace of a training from its second step on, looked at twice a second without waiting for the device.
+
+    A loss is on the device: its copy is asked for after a step and read after the next one, whose own check has waited
+    for the device.
+    """
+
+    def __init__(self, device, limit_gb):
+        self._device, self._cap_bytes = device, memory_cap(device, limit_gb)
+        self._steps = deque(maxlen=PACE_STEPS)  # (tokens, seconds)
+        self._is_first, self._coming, self._looked_at = True, None, -STATUS_SECONDS
+        self._loss, self._shown = math.nan, ("", None)
+
+    def after(self, result):
+        """(note of the progress bar, Pace) after this StepResult; ("", None) after the first."""
+        if not self._is_first:  # that one may have compiled kernels
+            self._steps.append((result.tokens, result.step_seconds))
+        self._is_first = False
+        if self._coming is not None:
+            self._shown = self._look()
+        if time.monotonic() - self._looked_at >= STATUS_SECONDS:
+            self._looked_at, self._coming = time.monotonic(), OnHost(result.loss)
+        return self._shown
+
+    def _look(self):
+        loss, self._coming = self._coming.read(), None
+        self._loss = loss if math.isfinite(loss) else self._loss  # not that of a step that was left out
+        tokens, seconds = map(sum, zip(*self._steps, strict=True))
+        reserved_bytes = torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+        pace = Pace(self._loss, tokens / seconds, seconds / len(self._steps))
+        return progress_note(pace.loss, pace.tokens_per_second, reserved_bytes, self._cap_bytes), pace
 
 
 def screen_of(ranks, run_dir, option):

@@ -59,6 +59,17 @@ class View:
         status, seen = self.status, self.figures.pairs_seen
         return max(seen or 0, status.done) if status and status.activity == "training" else seen
 
+    @property
+    def pace(self) -> Status | None:
+        """The status of rank 0, if it has the figures of its newest steps."""
+        return self.status if self.status and self.status.step_seconds else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Recent seconds a step: of the journal once this attempt has two train lines, else of the status."""
+        pace, figures = self.pace, self.figures
+        return figures.wall_step_seconds or (pace.step_seconds if pace else figures.step_seconds)
+
 
 def is_alive(status: Status, now: float) -> bool:
     """Whether the process that wrote `status` still runs at Unix time `now`, if the clocks of the machines agree."""
@@ -152,13 +163,7 @@ def duration(seconds: float, text: Texts) -> str:
 def rows_of(view: View, text: Texts) -> dict[str, str]:
     """The rows below the devices, value by the row's key in the catalogue."""
     figures = view.figures
-    rows = {}
-    if line := figures.train:
-        loss, smoothed = number(line["loss"], text), number(figures.smoothed, text)
-        rows["loss"] = text("smoothed", loss=loss, smoothed=smoothed)
-        rows["rate"] = f"{line['learn_rate']:.3e}"
-        rows["speed"] = speed(figures, text)
-        rows |= wait(line, text)
+    rows = training_rows(view, text)
     if figures.evals:
         best = figures.best
         scores = dict(last=number(figures.evals[-1]["loss"], text), best=number(best["loss"], text), step=best["step"])
@@ -172,12 +177,27 @@ def rows_of(view: View, text: Texts) -> dict[str, str]:
     return rows
 
 
+def training_rows(view: View, text: Texts) -> dict[str, str]:
+    """Loss, learning rate and speed, of the status where that knows them; nothing before the second step."""
+    figures, pace, line = view.figures, view.pace, view.figures.train or {}
+    rows = {}
+    if pace and pace.loss or line:
+        loss = number(pace.loss if pace and pace.loss else line["loss"], text)
+        smoothed = figures.smoothed is not None
+        rows["loss"] = text("smoothed", loss=loss, smoothed=f"{figures.smoothed:.4f}") if smoothed else loss
+    if line:
+        rows["rate"] = f"{line['learn_rate']:.3e}"
+    if pace or line:
+        rows["speed"] = speed(figures, pace.tokens_per_second if pace else line["tokens_per_second"] or 0, text)
+    return rows | wait(line, text)
+
+
 def number(value: float | None, text: Texts) -> str:
     return text("not_finite") if value is None else f"{value:.4f}"
 
 
-def speed(figures: Figures, text: Texts) -> str:
-    tokens, pairs = figures.train["tokens_per_second"] or 0, figures.pairs_per_second
+def speed(figures: Figures, tokens: float, text: Texts) -> str:
+    pairs = figures.pairs_per_second
     return text("speed", tokens=tokens, pairs=pairs) if pairs is not None else text("speed.tokens", tokens=tokens)
 
 
@@ -200,7 +220,7 @@ def gap(figures: Figures, text: Texts) -> dict[str, str]:
 def time_left(view: View, text: Texts) -> dict[str, str]:
     """Time to the ends of the run and of the epoch, and the next evaluation."""
     figures, step, rows = view.figures, view.step, {}
-    seconds, left, in_epoch = figures.step_seconds, figures.steps_left(step), figures.steps_to_epoch_end(step)
+    seconds, left, in_epoch = view.step_seconds, figures.steps_left(step), figures.steps_to_epoch_end(step)
     if seconds is not None and left is not None:
         times = dict(run=duration(seconds * left, text))
         if in_epoch is not None:

@@ -35,6 +35,9 @@ class Status:
     activity: str = ""
     done: int = 0
     total: int = 0  # 0: unknown
+    loss: float = 0.0  # of a training's newest step, as the two below; 0: unknown
+    tokens_per_second: float = 0.0
+    step_seconds: float = 0.0
     saving: bool = False
     stopping: bool = False
 

@@ -6,6 +6,7 @@ does.
 
 import fcntl
 import importlib
+import math
 import os
 import pty
 import re
@@ -16,14 +17,18 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pyte
 import pytest
 import torch
 
+from model.display.live import Pacing
+from model.run.journal import read_journal
 from model.runtime import fault_injection
 from model.runtime.watchdog import watch_signals
+from scripts.check_training_progress import describe, view_of
 from tests.ranks import fork, free_port
 from tests.tiny import words
 from train_low_mem import main
@@ -197,6 +202,16 @@ ROWS = (
 )  # fmt: skip
 
 
+def test_the_pace_is_known_from_the_second_step_on_and_leaves_out_steps_that_were_left_out():
+    pacing = Pacing(torch.device("cpu"), 0)
+    for place, (loss, seconds) in enumerate([(3.0, 60.0), (2.0, 2.0), (math.nan, 2.0), (1.0, 2.0)]):
+        note, pace = pacing.after(SimpleNamespace(tokens=100, step_seconds=seconds, loss=torch.tensor(loss)))
+        assert (pace is None and not note) if place == 0 else pace.loss == (3.0, 2.0, 2.0)[place - 1]
+        pacing._looked_at -= 1
+    assert (pace.tokens_per_second, pace.step_seconds) == (50.0, 2.0), "without the first step, which compiles"
+    assert note == "loss 2.0000, 50 tokens/s"
+
+
 def test_a_run_has_its_screen_until_ctrl_c_and_ends_with_a_checkpoint_and_plain_lines(home, terminal):
     shell = terminal(train, words(output_dir="shown", **LONG))
     for row in ROWS:
@@ -220,9 +235,17 @@ def test_a_run_has_its_screen_until_ctrl_c_and_ends_with_a_checkpoint_and_plain_
     assert "training loss: epoch" in log.read_text() and "stopped on request at step" in log.read_text()
 
 
-def test_the_screen_says_that_the_run_is_stopping(terminal):
-    shell = terminal(train, words(output_dir="stopping", **LONG), env=dict(CHAT_FAULT="forward:0:20:slow"))
-    shell.wait_for(r" step 19/")
+def test_loss_speed_and_time_left_are_shown_before_the_first_train_line_and_that_the_run_is_stopping(home, terminal):
+    line = words(output_dir="stopping", logging_steps=100_000, **LONG)
+    shell = terminal(train, line, env=dict(CHAT_FAULT="forward:0:5:slow"))
+    shell.wait_for(r" step 4/")
+    for row in (r"training loss +\d\.\d{4}\s", r"speed +[\d,]+ tokens/s", r"time left +\d"):
+        shell.wait_for(row, 5)
+    records = read_journal(home / "stopping" / "metrics.jsonl")
+    assert not [record for record in records if record["kind"] == "train"]
+    rows = describe(view_of(home / "stopping", records, time.time()), records)
+    assert rows["state"].startswith("training") and rows["step"].startswith("4 of ")
+    assert float(rows["training loss"]) > 0 and rows["speed"].endswith(" tokens/s") and rows["time left"]
     shell.type("\x03")
     shell.wait_for(r"stopping \.\.\. a checkpoint is written first", 5)
     assert shell.is_covered

@@ -79,6 +79,23 @@ def test_after_a_resume_with_another_batch_the_bar_shows_the_share_of_pairs():
     assert " step 704/730 71.3% " in drawn(replace(view, statuses=statuses))[1]
 
 
+def test_before_the_first_train_line_of_a_start_the_status_gives_loss_speed_and_time_left():
+    view = run_view()
+    pace = dict(loss=4.1, tokens_per_second=900.0, step_seconds=4.0)
+    view = replace(view, statuses=[replace(view.statuses[0], **pace)])
+    shown = rows_of(view, Texts())
+    assert shown["loss"] == "4.1000 (smoothed 4.4735)" and shown["speed"] == "900 tokens/s, 40 pairs/s"
+    assert shown["left"].startswith("9m 50s"), "of the journal, which counts evaluations and saves too"
+    view.figures.add(dict(kind="resume", time=NOW, step=700, pairs_seen=44_800))
+    assert rows_of(view, Texts())["left"].startswith("19m 40s")
+    begun = Figures()
+    begun.add(dict(kind="start", time=NOW, total_steps=1000, total_pairs=64_000, epochs=2, global_batch=64))
+    shown = rows_of(replace(view, figures=begun), Texts())
+    assert shown["loss"] == "4.1000" and shown["speed"] == "900 tokens/s" and shown["left"].startswith("19m 40s")
+    stale = replace(view, figures=begun, now=NOW + ALIVE_SECONDS + 1)
+    assert not {"loss", "speed", "left"} & rows_of(stale, Texts()).keys()
+
+
 def test_the_screen_has_each_rank_with_what_the_driver_tells():
     lines = drawn(run_view())
     assert lines[0].split() == "model_save/pretrain · 60.5 M · 2 x GPU X training".split()

@@ -8,7 +8,7 @@ from model.run.status import KINDS, Status, read_statuses, write_status
 
 FULL = Status(time=12.5, rank=1, host="a", pid=7, device="GPU", uuid="u", reserved_bytes=1, peak_bytes=2, limit_bytes=3,
               rss_bytes=4, host_used_bytes=5, host_total_bytes=6, activity="training", done=7, total=8, saving=True,
-              stopping=True)  # fmt: skip
+              stopping=True, loss=2.5, tokens_per_second=9.5, step_seconds=0.5)  # fmt: skip
 
 
 def test_a_status_is_read_back_as_it_was_written_and_leaves_no_draft(tmp_path):
