@@ -1,9 +1,7 @@
-"""What the project's Python files say, read with ast and tokenize: their names, imports, words."""
+"""What the project's Python files say, read with ast: their names and imports."""
 
 import ast
 import os
-import re
-import tokenize
 from pathlib import Path
 
 
@@ -56,20 +54,3 @@ def names_of(path):
         for field in ("id", "attr", "name", "value"):
             if isinstance(text := getattr(node, field, None), str):
                 yield text
-
-
-def words_of(path):
-    """Yield (line, text) of the comments, docstrings and names of a source; strings that are messages are left out."""
-    with open(path, "rb") as file:
-        yield from (
-            (token.start[0], token.string)
-            for token in tokenize.tokenize(file.readline)
-            if token.type in (tokenize.COMMENT, tokenize.NAME)
-        )
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if has_docstring and (text := ast.get_docstring(node)):
-            yield node.body[0].lineno, text
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not re.search(r"\s", node.value):
-            yield node.lineno, node.value

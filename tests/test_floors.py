@@ -1,16 +1,15 @@
-"""Imports go one way, functions take few parameters, options stay above, families and objectives in their places.
+"""Imports go one way, functions take few parameters, options stay above, tests import no benchmark.
 
 The sources are parsed with ast, so this needs neither torch nor a GPU and takes milliseconds.
 """
 
 import ast
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.sources import bound_in, imports_of, name_of, names_of, sources, within, words_of
+from tests.sources import bound_in, imports_of, name_of, names_of, sources, within
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -109,14 +108,8 @@ APPLICATIONS = ("bench", "scripts", "train_low_mem")
 MAX_PARAMETERS = 6  # Triton kernels excepted
 OPTIONS = {"TrainConfig", "load_config"}
 WITHOUT_OPTIONS = ("model.runtime", "model.data", "model.nn", "model.generate", "model.memory", "model.run")
-TENANTS_WORDS = re.compile(r"t5|prompt|response", re.IGNORECASE)
 IMPORT_BY_NAME = {"__import__", "import_module"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-PLACES_OF_WORDS = (
-    "model.data.readers", "model.data.dialogue", "model.data.columns", "model.data.cleaning",
-    "model.data.prepared_pairs", "model.nn.t5", "model.nn.registry",
-    "model.train.objectives.pairs", "model.train.objectives.registry", "model.run.words", "model.commands",
-)  # fmt: skip
 # {library: the only modules that may import it}
 ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed model.run.trackers",
@@ -198,22 +191,11 @@ def options_below(path, root):
         yield f"{name_of(path, root)} takes a TrainConfig: give it plain values"
 
 
-def misplaced_words(path, root):
-    """Yield a complaint about each word of a family or an objective outside its places."""
-    name = name_of(path, root)
-    is_kept = name.startswith("model.") or name == "train_low_mem"
-    if not is_kept or any(within(name, place) for place in PLACES_OF_WORDS):
-        return
-    for line, text in [(1, name), *words_of(path)]:
-        if found := TENANTS_WORDS.search(text):
-            yield f"{name}:{line} says {found.group()!r}: only {', '.join(PLACES_OF_WORDS)} may"
-
-
-CHECKS = (faults_of, long_signatures, options_below, misplaced_words)
+CHECKS = (faults_of, long_signatures, options_below)
 
 
 @pytest.mark.parametrize("path", sources(ROOT), ids=lambda path: name_of(path, ROOT))
-def test_a_module_keeps_to_its_floor_and_its_words(path):
+def test_a_module_keeps_to_its_floor(path):
     assert not [fault for check in CHECKS for fault in check(path, ROOT)]
 
 
@@ -247,14 +229,6 @@ def test_a_module_keeps_to_its_floor_and_its_words(path):
         ("model/nn/loss.py", "def f(run: 'TrainConfig'):\n    pass", "takes a TrainConfig"),
         ("model/memory/plan.py", "from config import load_config", "takes a TrainConfig"),
         ("model/run/live.py", "def live(ranks, config):\n    pass", "takes a TrainConfig"),
-        ("model/train/step.py", "start = prompt_ids", "says 'prompt'"),
-        ("model/data/sampler.py", "# the longest response", "says 'response'"),
-        ("model/memory/plan.py", 'def f():\n    """The bytes of a T5."""', "says 'T5'"),
-        ("model/run/journal.py", "keys = ['prompt_tokens']", "says 'prompt'"),
-        ("model/run/journal.py", "key = f'{1}response_ids'", "says 'response'"),
-        ("model/memory/plan.py", "def loadT5(umt5):\n    pass", "5'"),
-        ("model/memory/plan.py", 'async def f():\n    """A prompt."""', "says 'prompt'"),
-        ("train_low_mem.py", "prompt = 1", "says 'prompt'"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, module, text, fault):
@@ -263,13 +237,6 @@ def test_a_planted_violation_is_found(tmp_path, module, text, fault):
     path.write_text(text + "\n")
     found = [words for source in sources(tmp_path) for check in CHECKS for words in check(source, tmp_path)]
     assert found and all(fault in words for words in found)
-
-
-def test_a_message_for_people_may_say_prompt(tmp_path):
-    path = tmp_path / "model" / "run" / "journal.py"
-    path.parent.mkdir(parents=True)
-    path.write_text("raise ValueError(f'{1} pairs share a prompt')\n")
-    assert not list(misplaced_words(path, tmp_path))
 
 
 def test_each_init_file_holds_only_a_docstring():
