@@ -11,10 +11,15 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, exit_early, read_request
-from model.commands.usage import with_command
+from model.runtime.environment import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
+from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, command_line, exit_early, read_request
+from model.runtime.cgroup import limit_threads, num_cpus
 from model.runtime.cuda_start import start_cuda
-from model.runtime.watchdog import go_on_hint, saving, stop_asked, training_begins, watch_signals
+from model.runtime.watchdog import go_on_hint, stop_asked, training_begins, watch_signals
 
 if __name__ == "__main__":  # before torch, which takes seconds to import
     watch_signals()
@@ -22,35 +27,46 @@ if __name__ == "__main__":  # before torch, which takes seconds to import
     start_cuda()
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: less fragmentation
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: --deterministic needs it
-if os.getloadavg()[0] > os.cpu_count():  # busy machine: threads that spin while waiting slow the others
+limit_threads()
+if os.getloadavg()[0] > num_cpus():  # busy machine: threads that spin while waiting slow the others
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 
 import fire
 from fire.decorators import SetParseFn
 
+from model.commands.evaluation import (
+    TrainingLoss,
+    ends_early,
+    evaluate,
+    evaluation_due,
+    is_finished,
+    lacks_evaluation,
+    why_finished,
+    without_lost_best,
+)
+from model.commands.exporting import complete, export_last, is_early
 from model.commands.origin import agree_on, broadcast_request
+from model.commands.run_events import begin, log_steps, note_of, say, write_events
 from model.commands.setup import prepare_run, prepare_test
 from model.data.token_store import describe_store
+from model.display.catalogue import texts_here
+from model.display.console import Progress
+from model.display.drawing import finish_last, start_last
+from model.display.live import live
+from model.display.log_file import open_log
+from model.display.summary import last_words
+from model.display.trackers import check_installed
 from model.memory.oom_policy import recovery_of
 from model.memory.plan import NothingFits
-from model.run.best_model import TrainingLoss, ends_early, evaluate, evaluation_due, lacks_evaluation, without_lost_best
 from model.run.checkpoint import checkpoint_paths
-from model.run.checkpointer import Saver
-from model.run.console import Progress
-from model.run.drawing import finish_last, start_last
-from model.run.export import export
 from model.run.journal import Journal
-from model.run.live import live
-from model.run.log import open_log
-from model.run.messages import texts_here
-from model.run.run_dir import admit, has_last, only_writer
-from model.run.run_log import begin, log_steps, note_of, say, write_events
-from model.run.summary import last_words
-from model.run.trackers import check_installed
+from model.run.run_dir import admit, only_writer
+from model.run.saver import Saver
 from model.runtime.device_memory import release_memory
 from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
 from model.runtime.laps import laps
+from model.runtime.launcher import command_to_go_on
 from model.runtime.terminal import printable_lines
 from model.train.evaluate import measure
 from model.train.spike_guard import TooManySkipped
@@ -80,14 +96,13 @@ def train(*stray, **options):
     run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
     with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer.directory):
         state = without_lost_best(run, state)
-        if (done := why_finished(run, state)) and not lacks_evaluation(run, state):
-            if not has_last(run.dir):  # its export may have failed
-                export_last(run, state)
-            say(ranks, f"{run.dir} is finished: {done} to train longer, {ANOTHER_RUN}")
+        if is_finished(run, state):
+            complete(run, state)
+            say(ranks, f"{run.dir} is finished: {why_finished(run, state)} to train longer, {ANOTHER_RUN}")
             return
         if vote(ranks, stop_asked())[0]:
             raise KeyboardInterrupt
-        training_begins()
+        training_begins(command_to_go_on(run.dir))
         num_torn = 0
         while num_torn < MAX_TORN_UPDATES:
             if train_from(run, request, state, plan):
@@ -98,17 +113,6 @@ def train(*stray, **options):
             run, state, plan = prepare_run(ranks, config, request.typed, is_saved)
             num_torn = num_torn + 1 if state.step == start_step else 1
     raise RuntimeError(f"memory ran out in {MAX_TORN_UPDATES} updates, each time after a return to the checkpoint")
-
-
-def why_finished(run, state):
-    """Why there are no more steps after `state`, and what to change for more; "" if there are."""
-    if ends_early(run, state):
-        return f"{state.evaluations_since_best} evaluations brought no better model; raise --early_stop, or type 0,"
-    if state.pairs_seen < run.schedule.total_pairs:
-        return ""
-    if run.config.max_steps:
-        return f"{state.step} steps done, {run.config.max_steps} asked for; raise --max_steps"
-    return f"{state.pairs_seen / run.train.epoch_pairs:g} epochs done, {run.config.epochs} asked for; raise --epochs"
 
 
 def train_from(run, request, state, plan):
@@ -146,7 +150,8 @@ def train_and_save(run, journal, samples, saver, state, plan):
         state, stop = make_up_evaluation(run, journal, saver, state, plan)
         last_step, is_over = run.total_steps(state), ends_early(run, state)
         draws_at = max(last_step - LAST_STEPS, state.step + 1)
-        with Progress("training", last_step, done=state.step, shown=run.ranks.is_main) as progress:
+        pairs = schedule.total_pairs, "pairs", state.pairs_seen  # steps may have had another size before a resume
+        with Progress("training", *pairs, shown=run.ranks.is_main) as progress:
             while not stop and not is_over and (result := next(steps, None)):
                 state = state.after(result)
                 recent.append(result)
@@ -155,7 +160,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
                 if is_last or result.step % config.logging_steps == 0:
                     line, recent = log_steps(run, journal, recent), []
                     training_loss.add(line)
-                progress.update(result.step, note_of(run, line) if line else "")
+                progress.update(result.pairs_seen, note_of(run, line) if line else "")
                 if result.step == draws_at:
                     drawing = start_last(run.dir, draws)  # it loads its libraries meanwhile
                 saved_at = result.clock_seconds if saved_at is None else saved_at
@@ -177,7 +182,9 @@ def train_and_save(run, journal, samples, saver, state, plan):
     except (NothingFits, TooManySkipped) as error:
         give_up(run, journal, saver, state, error, result)
         raise
-    return (state, "asked", None) if stop else (state, "finished", drawing or start_last(run.dir, draws))
+    if stop and not is_finished(run, state):  # a stop asked for in the last step changes nothing
+        return state, "asked", None
+    return state, "finished", drawing or start_last(run.dir, draws)
 
 
 def make_ready_to_evaluate(run, context, saver, state, result):
@@ -212,25 +219,16 @@ def give_up(run, journal, saver, state, error, last):
 
 def finish(run, journal, state, reason, saver, drawing):
     """Journal the end, export last/ and wait for the curves; raises RuntimeError if the end is not on the disk."""
-    is_early = reason == "finished" and state.pairs_seen < run.schedule.total_pairs
-    journal.write("stop", step=state.step, reason=reason, early=is_early, startup=laps())
+    ended_early = reason == "finished" and is_early(run, state)
+    journal.write("stop", step=state.step, reason=reason, early=ended_early, startup=laps())
     failure = saver.failure
     if reason == "finished" and lacks_evaluation(run, state):
         failure = failure or f"{run.dir / 'best'} could not be written"
     export_last(run, state, failure, saver.weights_files(state))
     if run.ranks.is_main:
         finish_last(drawing)
-        for line in last_words(run, state, "early" if is_early else reason):
+        for line in last_words(run, state, "early" if ended_early else reason):
             say(run.ranks, line)
-
-
-def export_last(run, state, failure="", weights_files=()):
-    """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
-    if run.ranks.is_main:
-        with saving():
-            failure = failure or export(run, state, "last", weights_files=weights_files)
-    if failure:
-        raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
 
 
 @SetParseFn(str)
@@ -272,7 +270,7 @@ def main(argv):
     """Run a command line; returns the exit code: 0 done or asked to stop, 2 bad options or input, 1 anything else."""
     failure = "see its message"
     try:
-        fire.Fire(dict(train=train, plan=plan, test=test, doctor=doctor), with_command(argv), name="train_low_mem.py")
+        fire.Fire(dict(train=train, plan=plan, test=test, doctor=doctor), command_line(argv), name="train_low_mem.py")
         failure = ""
     except ValueError as error:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)

@@ -14,23 +14,11 @@ import pyarrow.parquet as pq
 from bench.runs import open_pairs
 from model.data.tokenizer import BYTE_TOKENS, PROBE, SPECIAL_TOKENS, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
+from tests.sizes import VOCAB_SIZE, draw_lengths
 
-VOCAB_SIZE = 29_298  # ChatLM-mini-Chinese's
 MAX_SEQ_LEN = 256  # tokens per side, EOS included
-# Quantiles of the tokens per side (EOS included). Source: the lengths in characters of the 3,000 pairs of ChatLM's
-# sample file, divided by 1.54 (prompts) and 1.66 (responses) characters per token; its cut at 320 characters is
-# smoothed into a tail. The means are 24 and 108. The two sides are independent there (correlation -0.05) and here.
-SHARES = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
-PROMPT_TOKENS = (2, 4, 6, 7, 9, 15, 28, 48, 65, 122, 230)
-RESPONSE_TOKENS = (2, 7, 13, 19, 46, 110, 156, 202, 222, 248, 256)
 # Han, Han extension A and Hangul: enough characters for one token each
 ALPHABET = [*range(0x4E00, 0xA000), *range(0x3400, 0x4DC0), *range(0xAC00, 0xD7A4)]
-
-
-def draw_lengths(num_pairs, rng):
-    """Tokens of prompts and responses, EOS included: (num_pairs, 2) uint16."""
-    sides = [np.interp(rng.random(num_pairs), SHARES, side) for side in (PROMPT_TOKENS, RESPONSE_TOKENS)]
-    return np.rint(np.stack(sides, axis=1)).astype(np.uint16)
 
 
 def draw_ids(count, num_ids, rng):

@@ -25,9 +25,9 @@ from bench.children import ROOT, Job, gpu_slots, run_jobs
 from bench.corpus import MAX_SEQ_LEN, VOCAB_SIZE, write_corpus
 from bench.runs import open_pairs
 from model.data.tokenizer import load_tokenizer
+from model.formats.weights import export_model
 from model.nn.registry import load_model_config
 from model.nn.t5.network import TextToTextModel
-from model.nn.weights_io import export_model
 from tests.tiny import journal
 
 PAIRS = 16  # per GPU: what the guides type

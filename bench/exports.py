@@ -23,9 +23,9 @@ from config import MODELS
 from model.data.readers import read_pairs
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
-from model.nn.other_formats import to_ctranslate2
+from model.formats.conversions import to_ctranslate2
+from model.formats.weights import export_model, model_directory
 from model.nn.registry import config_from, family_of
-from model.nn.weights_io import export_model, model_directory
 
 
 def random_model(directory):

@@ -26,14 +26,14 @@ from bench.clock import Pace, StepClock
 from bench.corpus import draw_lengths, write_corpus
 from bench.runs import prepare
 from config import MODELS
+from model.commands.recipe import estimate_for
 from model.data.buckets import buckets_for
 from model.data.tokenizer import load_tokenizer
+from model.formats.weights import export_model
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
-from model.nn.weights_io import export_model
 from model.runtime.device_memory import peak_memory, reset_peak
 from model.runtime.distributed import start_ranks
-from model.train.footprint import estimate_for
 from model.train.step import Position, train_steps
 
 GATED = dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False, scale_decoder_outputs=False)

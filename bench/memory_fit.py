@@ -34,12 +34,12 @@ from bench.lora import RANK, shape_of
 from bench.one_step import Setting, errors
 from bench.small_cards import measure_small_cards
 from config import MODELS, load_config
+from model.commands.recipe import plan_options
 from model.commands.setup import set_memory_limit
 from model.memory.plan import choose_plan
-from model.nn.footprint import Constants
-from model.nn.qwen.sizes import QwenModelConfig
+from model.nn.decoder.sizes import DecoderModelConfig
+from model.nn.memory_spec import Constants
 from model.nn.t5.sizes import T5ModelConfig
-from model.train.footprint import plan_options
 from tests.sizes import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS
 from tests.trials import tell
 
@@ -238,7 +238,7 @@ def measure_packed(name, rehearse):
         warmup_steps=0, gpu_memory_limit_gb=limit,
     )  # fmt: skip
     config = load_config("pretrain", options)
-    setting = Setting(config, QwenModelConfig(**sizes, vocab_size=vocab_size), rehearse, 2, tokens)
+    setting = Setting(config, DecoderModelConfig(**sizes, vocab_size=vocab_size), rehearse, 2, tokens)
     _, usable = set_memory_limit(config, setting.device)
     plan = choose_plan(plan_options(config), setting.estimate, usable)
     measured, seconds = setting.run(plan, 2 if rehearse else QWEN_STEPS)

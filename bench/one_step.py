@@ -9,16 +9,16 @@ import torch
 
 from bench.runs import context_of, schedule_of
 from config import TrainConfig
+from model.commands.recipe import lora_of, memory_spec
 from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
-from model.nn.footprint import Constants
 from model.nn.lora import attach
+from model.nn.memory_spec import Constants
 from model.nn.registry import family_of
 from model.runtime.device_memory import peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update
-from model.train.footprint import lora_of, memory_spec
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 

@@ -26,11 +26,11 @@ from rich.text import Text
 
 from bench.corpus import draw_lengths
 from bench.loops import SHAPES, smallest_shape
+from model.display.catalogue import Texts, language_of
+from model.display.plots import draw_losses
+from model.display.screen import draw as draw_screen
+from model.display.watch import Follower
 from model.run.journal import read_journal
-from model.run.messages import Texts, language_of
-from model.run.plots import draw_losses
-from model.run.screen import draw as draw_screen
-from model.run.watch import Follower
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"

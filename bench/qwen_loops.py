@@ -29,17 +29,17 @@ from bench.memory_fit import TINY_QWEN
 from bench.one_step import Setting
 from bench.runs import context_of, schedule_of
 from config import load_config
+from model.commands.recipe import launch_tokens_here, memory_spec, plan_options
 from model.commands.setup import set_memory_limit
 from model.data.length_histogram import histogram
 from model.data.sampler import step_at
 from model.memory.estimate import Estimate
 from model.memory.plan import choose_plan
-from model.nn.qwen.family import LAYERS
-from model.nn.qwen.sizes import QwenModelConfig
+from model.nn.decoder.family import LAYERS
+from model.nn.decoder.sizes import DecoderModelConfig
 from model.runtime.device_memory import is_out_of_memory, peak_memory, release_memory, reset_peak
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update
-from model.train.footprint import launch_tokens_here, memory_spec, plan_options
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 from tests.sizes import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS
@@ -103,7 +103,7 @@ def time_loop(loop, kinds, rehearse):
     ))  # fmt: skip
     sizes = (TINY_QWEN | dict(vocab_size=1000)) if rehearse else QWENS["qwen1.5-7b"] | dict(vocab_size=QWEN_VOCAB_SIZE)
     _, usable = set_memory_limit(config, device)
-    run = Run(loop, config, QwenModelConfig(**sizes), device, usable, rehearse)
+    run = Run(loop, config, DecoderModelConfig(**sizes), device, usable, rehearse)
     for data in kinds:
         lengths, step = draw_lengths(data, RECORDING_STEPS + WARM_STEPS + TIMED_STEPS, rehearse), STEP_EXAMPLES[data]
         in_order = lengths[order_of(len(lengths), step, config.seed)]
@@ -142,7 +142,7 @@ class Run:
 
     loop: str
     config: object
-    model_config: QwenModelConfig
+    model_config: DecoderModelConfig
     device: torch.device
     usable_bytes: int | None
     rehearse: bool

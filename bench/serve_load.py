@@ -22,9 +22,9 @@ import psutil
 from config import MODELS
 from model.data.tokenizer import load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
+from model.formats.weights import export_model
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
-from model.nn.weights_io import export_model
 from tests.clients import CHARACTERS, measure
 from tests.ranks import free_port
 

@@ -19,6 +19,7 @@ import torch
 from bench.runs import context_of, evaluation_of, schedule_of
 from config import MODELS, load_config
 from model.commands.network import compute_dtype
+from model.commands.recipe import estimate_for, plan_options
 from model.data.length_histogram import histogram
 from model.memory.plan import STEPS_THAT_REPAY_RECORDING, NothingFits, choose_plan
 from model.nn.t5.network import TextToTextModel
@@ -26,7 +27,6 @@ from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.device_memory import limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update, plan_run
-from model.train.footprint import estimate_for, plan_options
 from model.train.optim import make_optimizer
 from model.train.step import Position, TornUpdate, train_steps
 from tests.sizes import HeavyTail
@@ -71,7 +71,7 @@ def make_run(case, device, other_bytes):
     optimizer = make_optimizer(model, config)
     dry_run_update(ranks, model, optimizer)
     context = context_of(ranks, model, optimizer, store, config, schedule_of(config, NUM_PAIRS, case.batch))
-    return context, *plan_run(context, evaluation_of(context), None, other_bytes)
+    return context, *plan_run(context, evaluation_of(context), estimate, plan_options(config), None, other_bytes)
 
 
 def train_epoch(run, plan):

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from bench.children import ROOT, Job, gpu_slots, run_jobs
-from model.run.durations import durations
+from model.display.durations import durations
 from model.run.journal import read_journal
 
 LIMIT_SECONDS = 400

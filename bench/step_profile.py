@@ -35,7 +35,8 @@ from bench.clock import Pace, StepClock
 from bench.corpus import VOCAB_SIZE, draw_lengths, write_corpus
 from bench.runs import prepare, typed
 from config import MODELS
-from model.nn.t5.footprint import count_matrix_numbers, count_parameters
+from model.nn.memory_spec import count_numbers
+from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.device_memory import release_memory
 from model.runtime.distributed import start_ranks
@@ -209,7 +210,8 @@ def limits(sizes, lengths, pairs, flops_per_ms, bytes_per_ms):
     """{group: milliseconds of a step} of a T5 with Muon in bf16, under the names of bench.step_profile."""
     prompt, response = pairs * lengths.mean(axis=0)
     d, blocks = sizes.d_model, (sizes.num_layers, sizes.num_decoder_layers)
-    matrices, weights = count_matrix_numbers(sizes), count_parameters(sizes)
+    numbers = count_numbers(T5, sizes)
+    matrices, weights = numbers.matrices, numbers.weights
     norms = prompt * (2 * blocks[0] + 1) + response * (3 * blocks[1] + 1)
     passes = {  # bytes
         "cross-entropy": 4 * response * VOCAB_SIZE,  # bf16 logits in, gradient out

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from model.commands.answering import load_chat_model
+from model.serve.answering import load_chat_model
 from tests.turns import MIN_SHARE, NUM_TESTED, made_up, shares_right, talk, train
 
 NUM_SHOWN = 5

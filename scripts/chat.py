@@ -23,14 +23,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from model.runtime.cgroup import limit_threads  # noqa: E402
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+limit_threads()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
-from model.commands.answering import ChatModel, load_chat_model, prompt_ids, stream_answer  # noqa: E402
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.cleaning import clean_text  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
 from model.generate.sampling import Sampling  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
+from model.serve.answering import ChatModel, load_chat_model, prompt_ids, stream_answer  # noqa: E402
 
 with suppress(ImportError):
     import readline  # noqa: F401  # gives input() a history and correct deletion of wide characters
@@ -142,12 +149,11 @@ def newest_model() -> Path:
 
 
 def greet(chat: ChatModel) -> None:
-    print(f"{chat.directory} on {chat.model.device}; /settings, /reset, /undo and /save are commands, Ctrl+D ends")
+    text = texts_here()
+    print(text("chat.greeting", directory=chat.directory, device=chat.model.device))
     loss = best_loss(chat.directory.parent / "metrics.jsonl")
     if loss is not None and loss > HARDLY_TRAINED_LOSS:
-        print(
-            f"this model has hardly been trained: its best validation loss is {loss:.2f}, useful answers begin near 3"
-        )
+        print(text("chat.hardly", loss=loss))
 
 
 def best_loss(journal: Path) -> float | None:
@@ -191,10 +197,10 @@ def obey(talk: Talk, command: str = "", *words: str) -> None:
     try:
         if command == "reset" and not words:
             talk.turns.clear()
-            print("the conversation begins anew")
+            print(texts_here()("chat.reset"))
         elif command == "undo" and not words:
             del talk.turns[-2:]
-            print(f"{len(talk.turns) // 2} questions are left")
+            print(texts_here()("chat.undone", count=len(talk.turns) // 2))
         elif command == "save" and len(words) == 1:
             save(talk, words[0])
         elif command == "settings" and len(words) in (0, 2):
@@ -204,7 +210,7 @@ def obey(talk: Talk, command: str = "", *words: str) -> None:
                 talk.set("temperature", "1")
             print(talk.settings())
         else:
-            print("commands: /reset, /undo, /save FILE, /settings, /settings NAME NUMBER")
+            print(texts_here()("chat.commands"))
     except ValueError as error:
         print(printable(str(error)))
 
@@ -219,7 +225,7 @@ def save(talk: Talk, name: str) -> None:
         raise ValueError(f"{name} is there already: name another file") from None
     except OSError as error:
         raise ValueError(f"{name} cannot be written: {error.strerror}") from None
-    print(f"{len(messages) // 2} questions with their answers are in {name}")
+    print(texts_here()("chat.saved", count=len(messages) // 2, name=name))
 
 
 if __name__ == "__main__":

@@ -16,19 +16,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
+from rich.cells import cell_len  # noqa: E402
+
 from model.commands.option_names import ScriptParser  # noqa: E402
-from model.run.console import human_bytes, human_seconds  # noqa: E402
-from model.run.figures import epochs_of  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
+from model.display.console import (  # noqa: E402
+    human_bytes,
+    padded,
+)
+from model.display.figures import epochs_of  # noqa: E402
+from model.display.plots import plot_runs  # noqa: E402
+from model.display.view import duration  # noqa: E402
+from model.display.watch import watch  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
-from model.run.plots import plot_runs  # noqa: E402
-from model.run.watch import watch  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
 
 SILENT_SECONDS = 600
 RECENT_LINES = 20
 WATCH_SECONDS = 10
 COLUMNS = ["run", "state", "step", "training loss", "validation loss", "speed", "time left"]
-STOP_REASONS = {"finished": "finished", "asked": "stopped on request", "failed": "failed"}
+TEXT = texts_here()
 
 
 def main() -> int:
@@ -94,14 +105,20 @@ def show(run_dirs: list[Path]) -> None:
     """Print a report of one run, or a line for each of several."""
     if len(run_dirs) == 1:
         rows = {"run": str(run_dirs[0])} | rows_of(run_dirs[0])
-        width = max(map(len, rows))
-        lines = [f"{name:{width}}  {printable(text)}" for name, text in rows.items()]
+        names = {name: title(name) for name in rows}
+        width = max(map(cell_len, names.values()))
+        lines = [f"{padded(names[name], width)}  {printable(text)}" for name, text in rows.items()]
     else:
         found = [{"run": str(run_dir)} | rows_of(run_dir) for run_dir in run_dirs]
-        cells = [COLUMNS, *([printable(rows.get(name, "")) for name in COLUMNS] for rows in found)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        cells = [list(map(title, COLUMNS)), *([printable(rows.get(name, "")) for name in COLUMNS] for rows in found)]
+        widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(map(padded, line, widths)).rstrip() for line in cells]
     print("\n".join(lines), flush=True)
+
+
+def title(name: str) -> str:
+    """The name of a row or a column in the reader's language."""
+    return TEXT.get(f"fact.{name}", name)
 
 
 def rows_of(run_dir: Path) -> dict[str, str]:
@@ -119,10 +136,10 @@ def rows_of(run_dir: Path) -> dict[str, str]:
 def before_the_journal(run_dir: Path) -> str:
     """What is known of a run that has not written its first line."""
     try:
-        since = human_seconds(max(0, time.time() - (run_dir / "run.lock").stat().st_mtime))
+        since = duration(max(0, time.time() - (run_dir / "run.lock").stat().st_mtime), TEXT)
     except FileNotFoundError:
-        return "no run has started here yet"
-    return f"no line in the journal yet; started {since} ago, it reads its data or plans its memory: see logs/"
+        return TEXT("journal.no_run")
+    return TEXT("journal.waiting", time=since)
 
 
 def checked(name: str) -> Path:
@@ -162,11 +179,12 @@ def of_kind(records: list[dict], kind: str) -> list[dict]:
 
 def state(records: list[dict], now: float) -> str:
     if last_stop := stop_of(records):
-        return f"{STOP_REASONS.get(last_stop['reason'], last_stop['reason'])} at step {last_stop['step']:,}"
+        reason = TEXT.get(f"reason.{last_stop['reason']}", last_stop["reason"])
+        return TEXT("journal.stopped", reason=reason, step=last_stop["step"])
     silent_seconds = max(0, now - records[-1]["time"])
     if silent_seconds > max(SILENT_SECONDS, 2 * longest_pause(records)):
-        return f"silent for {human_seconds(silent_seconds)}: it may be dead, see the end of the newest file in logs/"
-    return f"training, last line {human_seconds(silent_seconds)} ago"
+        return TEXT("journal.silent", time=duration(silent_seconds, TEXT))
+    return TEXT("journal.training", time=duration(silent_seconds, TEXT))
 
 
 def current_attempt(records: list[dict]) -> list[dict]:
@@ -192,33 +210,36 @@ def training_rows(start: dict, trained: list[dict], records: list[dict]) -> dict
     done, epochs = epochs_of(start, last)
     rows = {
         "step": out_of(last["step"], start.get("total_steps")),
-        "epochs": f"{done} of {epochs}" if epochs else done,
+        "epochs": TEXT("journal.epochs", done=done, total=epochs) if epochs else done,
         "pairs seen": out_of(last["pairs_seen"], start.get("total_pairs")),
         "training loss": loss_row(trained),
         "learning rate": f"{last['learn_rate']:.3e}",
-        "speed": f"{last['tokens_per_second']:,.0f} tokens/s",
+        "speed": TEXT("journal.tokens", count=last["tokens_per_second"]),
     }
     step_seconds = seconds_per_step(records)
     if step_seconds and start.get("total_steps") and not stop_of(records):
-        rows["time left"] = human_seconds(step_seconds * max(0, start["total_steps"] - last["step"]))
+        rows["time left"] = duration(step_seconds * max(0, start["total_steps"] - last["step"]), TEXT)
     peak = max(trained, key=lambda record: record.get("peak_bytes") or 0)
     if peak.get("peak_bytes"):
-        rows["peak memory"] = f"{human_bytes(peak['peak_bytes'])} (by step {peak['step']:,})"
+        rows["peak memory"] = TEXT("journal.by_step", size=human_bytes(peak["peak_bytes"]), step=peak["step"])
     return rows
 
 
 def out_of(done: int, total: int | None) -> str:
-    return f"{done:,} of {total:,} ({done / total:.1%})" if total else f"{done:,}"
+    return TEXT("journal.of", done=done, total=total, share=done / total) if total else f"{done:,}"
 
 
 def loss_row(trained: list[dict]) -> str:
     """The last loss and the one about 100 steps earlier."""
     now, earlier = trained[-1], [record for record in trained if record["step"] <= trained[-1]["step"] - 100]
-    return number(now["loss"]) + (f" (step {earlier[-1]['step']:,}: {number(earlier[-1]['loss'])})" if earlier else "")
+    if not earlier:
+        return number(now["loss"])
+    before = dict(step=earlier[-1]["step"], earlier=number(earlier[-1]["loss"]))
+    return TEXT("journal.earlier", loss=number(now["loss"]), **before)
 
 
 def number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+    return TEXT("journal.not_finite") if value is None else f"{value:.4f}"
 
 
 def seconds_per_step(records: list[dict]) -> float | None:
@@ -234,7 +255,7 @@ def evaluation_rows(evaluated: list[dict]) -> dict[str, str]:
     losses = [record for record in evaluated if record.get("loss") is not None]
     if losses:
         best = min(losses, key=lambda record: record["loss"])
-        rows["validation loss"] = f"best {at_step(best, 'loss')}, last {at_step(losses[-1], 'loss')}"
+        rows["validation loss"] = TEXT("journal.best", best=at_step(best, "loss"), last=at_step(losses[-1], "loss"))
     for key, name in (("bleu", "BLEU"), ("chrf", "chrF")):
         scored = [record for record in evaluated if record.get(key) is not None]
         if scored:
@@ -243,15 +264,18 @@ def evaluation_rows(evaluated: list[dict]) -> dict[str, str]:
 
 
 def at_step(record: dict, key: str) -> str:
-    return f"{record[key]:.4f} (step {record['step']:,})"
+    return TEXT("journal.at_step", value=record[key], step=record["step"])
 
 
 def events_row(events: list[dict]) -> str:
     if not events:
-        return "0"
+        return TEXT("journal.events", count=0)
     last = events[-1]
-    step = f", last at step {last['step']:,}" if "step" in last else ""
-    return f"{len(events)}{step}" + (f" in {last['where']}" if "where" in last else "")
+    key = "journal.events.last" if "step" in last else "journal.events"
+    said = TEXT(key, count=len(events), step=last.get("step"))
+    if "where" not in last:
+        return said
+    return said + TEXT("journal.events.where", where=TEXT.get(f"place.{last['where']}", last["where"]))
 
 
 def event_rows(records: list[dict], now: float) -> dict[str, str]:
@@ -265,12 +289,12 @@ def event_rows(records: list[dict], now: float) -> dict[str, str]:
 
 def checkpoint_row(saves: list[dict], now: float) -> str:
     """The newest saved checkpoint, and the error of a later save that failed."""
-    row = "none yet"
+    row = TEXT("journal.none")
     if saved := [save for save in saves if "path" in save]:
-        ago = human_seconds(max(0, now - saved[-1]["time"]))
-        row = f"{saved[-1]['path']} (step {saved[-1]['step']:,}, {ago} ago)"
+        ago = duration(max(0, now - saved[-1]["time"]), TEXT)
+        row = TEXT("journal.saved", path=saved[-1]["path"], step=saved[-1]["step"], time=ago)
     if saves and "error" in saves[-1]:
-        row += f"; the save of step {saves[-1]['step']:,} failed: {saves[-1]['error']}"
+        row += TEXT("journal.failed", step=saves[-1]["step"], error=saves[-1]["error"])
     return row
 
 

@@ -5,7 +5,6 @@ same fact in other phrasings. Kinds in RULES test generalization: the training f
 numbers or characters. The same --pairs and --seed give the same files.
 """
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -13,8 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+from model.commands.option_names import ScriptParser  # noqa: E402
 
 HELD_OUT_SHARE = 0.06  # of a kind of FACTS, in each held-out file; a kind of RULES has the same number there
 RULE_SHARES = 2  # a kind of RULES gets twice the questions: a rule is harder to learn than a list
@@ -256,7 +263,7 @@ def write_split(questions: list[Question], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the demo's train.parquet, valid.parquet and test.parquet.")
+    parser = ScriptParser(description="Write the demo's train.parquet, valid.parquet and test.parquet.")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--pairs", type=int, default=12000, help="approximate number of pairs in all three files")
     parser.add_argument("--seed", type=int, default=0)

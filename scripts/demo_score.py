@@ -1,6 +1,5 @@
 """Score an exported model by exact match, in total and by kind of question, and show five answers."""
 
-import argparse
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -8,10 +7,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from model.runtime.cgroup import limit_threads  # noqa: E402
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+limit_threads()
+
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from model.commands.answering import answer_all, load_chat_model, prompt_ids  # noqa: E402
+from model.commands.option_names import ScriptParser  # noqa: E402
+from model.serve.answering import answer_all, load_chat_model, prompt_ids  # noqa: E402
 
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 512, 32
 NUM_SHOWN = 5
@@ -46,7 +52,7 @@ def exact_match_table(questions: list[dict[str, str]], answers: list[str]) -> tu
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Score an exported model by exact match.")
+    parser = ScriptParser(description="Score an exported model by exact match.")
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("test_file", type=Path)
     parser.add_argument(

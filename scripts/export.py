@@ -12,9 +12,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # reads only local files
 
 from model.commands.option_names import ScriptParser  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
 
 QUANTIZATIONS = ("int8", "int8_float32", "int16", "float16", "bfloat16", "float32")
 
@@ -37,7 +42,7 @@ def export(options: argparse.Namespace) -> Path:
         raise ValueError(f"--output_dir={target}: it is there already; give another name, or add --overwrite")
     if target.resolve() in (source, *source.parents):
         raise ValueError(f"--output_dir={target}: the model itself lies there; give another name")
-    from model.nn.other_formats import to_bf16, to_ctranslate2  # takes seconds
+    from model.formats.conversions import to_bf16, to_ctranslate2  # takes seconds
 
     if options.to == "bf16":
         to_bf16(source, target)
@@ -57,7 +62,7 @@ def main() -> int:
         print(f"export: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     mib = sum(path.stat().st_size for path in target.iterdir()) / 2**20
-    print(f"{target}: {mib:.1f} MiB, {options.to}; how to use it: {target / 'README.md'}")
+    print(texts_here()("export.written", directory=target, size=mib, form=options.to, readme=target / "README.md"))
     return 0
 
 

@@ -2,6 +2,10 @@
 
 root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 
+# What the user typed, for the run to say when it is stopped.
+CHAT_COMMAND=$(printf '%q ' ${NUM_PROCESSES:+"NUM_PROCESSES=$NUM_PROCESSES"} "$0" "$@")
+export CHAT_COMMAND
+
 is_positive() {
     [[ $1 =~ ^0*[1-9][0-9]*$ ]]
 }
@@ -22,9 +26,22 @@ count_gpus() {
     echo "$number"
 }
 
+# Whether people read Chinese here, as in model/display/catalogue.py.
+in_chinese() {
+    local language=${CHAT_LANG:-${LC_ALL:-${LC_MESSAGES:-${LANG:-}}}}
+    [[ ${language,,} == zh* ]]
+}
+
 # Prints the usage and what is wrong, and ends the script.
 refuse() {
     (usage) || printf '%s: %s\n' "${0##*/}" "$1" >&2
+    exit 2
+}
+
+# Ends the script if this Python lacks what every run imports.
+check_packages() {
+    "$1" -c 'import sys, importlib.util as u; sys.exit(not (u.find_spec("torch") and u.find_spec("fire")))' && return
+    printf '%s: %s\n' "${0##*/}" "$1 lacks the packages of this project: type bash scripts/demo.sh, which makes .venv, then source .venv/bin/activate" >&2
     exit 2
 }
 
@@ -50,10 +67,14 @@ start_training() {
     [[ -n ${NUM_PROCESSES:-} || $num_processes != 0 ]] || num_processes=1
     is_positive "$num_processes" || refuse "NUM_PROCESSES=${num_processes@Q}: it must be a positive integer"
     cd -- "$root"
-    [[ ! -x .venv/bin/python ]] || launch=(.venv/bin/python)
+    if [[ -x .venv/bin/python ]]; then
+        launch=(.venv/bin/python)
+    else
+        check_packages python3
+    fi
     if ((10#$num_processes > 1)); then
-        launch+=(-m accelerate.commands.launch --multi_gpu --num_processes "$num_processes" --num_machines 1)
-        launch+=(--main_process_port 0 --mixed_precision no --dynamo_backend no)
+        launch+=(-m torch.distributed.run --standalone --nproc_per_node "$num_processes")
+        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's own default, of which it warns
     fi
     launch+=(./train_low_mem.py train "$@" --is_keep_training=auto "${options[@]}")
     printf '%q ' "${launch[@]}"

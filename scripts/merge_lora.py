@@ -14,11 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.tokenizer import load_tokenizer  # noqa: E402
-from model.nn.adapter_io import adapter_directory, export_merged, load_merged  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
+from model.formats.adapters import adapter_directory, export_merged, load_merged  # noqa: E402
 from model.runtime.json_stream import read_object  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
@@ -38,7 +43,8 @@ def merge(path: str, output: str) -> str:
     settings = directory / "generation_config.json"
     generation = read_object(settings) if settings.is_file() else {}
     export_merged(weights, load_tokenizer(weights.tokenizer_dir), output, generation)
-    return f"{output}: {directory}, merged; {sum(tensor.numel() for tensor in weights.tensors.values()):,} weights"
+    count = sum(tensor.numel() for tensor in weights.tensors.values())
+    return texts_here()("merge.written", output=output, adapter=directory, count=count)
 
 
 def main(words: list[str]) -> int:

@@ -24,14 +24,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.commands.data_report import print_report, print_written
-from model.commands.option_names import ScriptParser
-from model.data.cleaning import REASONS, clean_pair
-from model.data.columns import find_columns, list_names
-from model.data.conversation import Context
-from model.data.prepared_pairs import HasContext, PreparedPair, in_context, write_parquet
-from model.data.readers import NoRows, describe_ignored, read_pairs, read_pairs_in_context, read_rows
-from model.runtime.atomic_io import make_output_directory
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
+from rich.cells import cell_len  # noqa: E402
+
+from model.commands.data_report import ignored_words, print_report, print_written  # noqa: E402
+from model.commands.option_names import ScriptParser  # noqa: E402
+from model.data.cleaning import REASONS, clean_pair  # noqa: E402
+from model.data.columns import find_columns, list_names  # noqa: E402
+from model.data.conversation import Context  # noqa: E402
+from model.data.prepared_pairs import HasContext, PreparedPair, in_context, write_parquet  # noqa: E402
+from model.data.readers import NoRows, describe_ignored, read_pairs, read_pairs_in_context, read_rows  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
+from model.display.console import padded  # noqa: E402
+from model.runtime.atomic_io import make_output_directory  # noqa: E402
 
 COLUMNS = ("read", "kept", "malformed", *REASONS, "duplicate")
 SHORTENED = "context shortened"
@@ -67,7 +75,7 @@ def main() -> None:
     print(format_counts(inputs))
     print_problems(inputs)
     for source in filter(lambda source: source.ignored, inputs):
-        print(f"{source.path}: {describe_ignored(source.ignored)}")
+        print(f"{source.path}: {describe_ignored(source.ignored, ignored_words(texts_here()))}")
     print_written(written)
     if options.report:
         print_report(list(written), options.tokenizer_dir, options.max_seq_len)
@@ -180,7 +188,7 @@ def check_inputs(paths: list[str], outputs: list[Path]) -> list[str]:
         if key in written:
             raise ValueError(f"{path}: it is also the output {written[key]}; give the output another name")
         if key in found:
-            print(f"prepare_data: {path}: the same file as {found[key]}, read once", file=sys.stderr)
+            print("prepare_data:", texts_here()("prepare.same_file", path=path, other=found[key]), file=sys.stderr)
         found.setdefault(key, path)
     return list(found.values())
 
@@ -266,27 +274,30 @@ def describe_empty_side(source: Input, has_prompt: bool, options: argparse.Names
 def format_counts(inputs: list[Input]) -> str:
     """A table with one line per input, one for the total, and one column for each of COLUMNS."""
     total = sum((source.counts for source in inputs), Counter())
-    rows = [(Path(source.path).name, source.counts) for source in inputs] + [("total", total)]
-    width = max(len(name) for name, _ in rows)
-    lines = ["  ".join([" " * width, *(column.rjust(max(9, len(column))) for column in COLUMNS)])]
+    text = texts_here()
+    rows = [(Path(source.path).name, source.counts) for source in inputs] + [(text("prepare.total"), total)]
+    width = max(cell_len(name) for name, _ in rows)
+    titles = {column: padded(text(f"column.{column}"), 9, right=True) for column in COLUMNS}
+    lines = ["  ".join([" " * width, *titles.values()])]
     for name, counts in rows:
-        cells = (f"{counts[column]:,}".rjust(max(9, len(column))) for column in COLUMNS)
-        lines.append("  ".join([name.ljust(width), *cells]))
+        cells = (f"{counts[column]:,}".rjust(cell_len(title)) for column, title in titles.items())
+        lines.append("  ".join([padded(name, width), *cells]))
     return "\n".join(lines)
 
 
 def print_problems(inputs: list[Input]) -> None:
     """Print to stderr the first malformed rows of each input and the inputs that could not be read to their end."""
+    text = texts_here()
     for source in inputs:
-        for problem in source.problems:
-            print(f"prepare_data: left out: {problem}", file=sys.stderr)
+        lines = [text("prepare.left_out", problem=problem) for problem in source.problems]
         if (others := source.counts["malformed"] - len(source.problems)) > 0:
-            print(f"prepare_data: left out: {others:,} more rows of {source.path}", file=sys.stderr)
+            lines.append(text("prepare.more", count=others, path=source.path))
         if count := source.counts[SHORTENED]:
-            print(f"prepare_data: {source.path}: {count:,} pairs lost earlier turns or a system text that hold damaged "
-                  "text or private use, or are too long", file=sys.stderr)  # fmt: skip
+            lines.append(text("prepare.shortened", count=count, path=source.path))
         if source.failure:
-            print(f"prepare_data: left out: the whole file: {source.failure}", file=sys.stderr)
+            lines.append(text("prepare.whole_file", problem=source.failure))
+        for line in lines:
+            print(f"prepare_data: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/launch.sh"
 
 usage() {
+    ! in_chinese || usage_zh
     cat >&2 <<'END'
 usage: run_train.sh -t PROFILE [--any_field=value ...]
   deepspeed        GPU above 12 GB: the fastest plan that fits
@@ -14,6 +15,21 @@ usage: run_train.sh -t PROFILE [--any_field=value ...]
   qlora            the same, with the frozen model in four bits
   --any_field=value  options of train_low_mem.py train; relative paths count from your current directory
 NUM_PROCESSES=2 before the command starts that many processes instead of one for each visible GPU.
+END
+    exit 2
+}
+
+usage_zh() {
+    cat >&2 <<'END'
+用法：run_train.sh -t 配置 [--any_field=value ...]
+  deepspeed        显存超过 12 GB：用放得下的最快方案
+  stage2_offload   6 到 12 GB：由方案决定怎样切分和录制
+  stage3           4 到 6 GB：Adafactor，它的状态几乎不占显存
+  minimal          不到 4 GB：Adafactor 和梯度检查点
+  lora             底座冻结，训练秩为 16 的适配器：用 --finetune_from_ckp_file=DIR 指定底座
+  qlora            同上，底座用 4 位保存
+  --any_field=value  train_low_mem.py train 的选项；相对路径从当前目录算起
+前面写 NUM_PROCESSES=2 就启动两个进程；不写时每块可见的 GPU 一个。
 END
     exit 2
 }

@@ -14,13 +14,21 @@ import signal
 import socket
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from model.runtime.cgroup import limit_threads  # noqa: E402
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+limit_threads()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from model.commands.option_names import ScriptParser  # noqa: E402
+from model.display.catalogue import language_of, texts_here  # noqa: E402
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_CONNECTIONS = 512
@@ -39,6 +47,8 @@ def main(argv: list[str]) -> int:
         print(printable_lines(str(error)), file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        if find_spec("torch") is None:  # not only the server's own packages are missing
+            raise
         print(f"the package {error.name} is missing: type pip install -e '.[serve]'", file=sys.stderr)
         return 2
 
@@ -111,15 +121,16 @@ def listeners(host: str, port: int) -> list[socket.socket]:
 def serve(options: argparse.Namespace) -> int:
     import uvicorn  # before the model is loaded, which takes seconds
 
-    from model.commands.answering import load_chat_model
-    from model.commands.connection import WatchedConnection
-    from model.commands.server import make_app
+    from model.serve.answering import load_chat_model
+    from model.serve.connection import WatchedConnection
+    from model.serve.server import make_app
 
     connection = partial(WatchedConnection, answer_seconds=options.request_seconds + BEFORE_ANSWER_SECONDS)
     sockets = listeners(options.host, options.port)  # before the model is loaded, too
     chat = load_chat_model(options.model_dir)
     port = sockets[0].getsockname()[1]  # one that was free, if 0 was asked for
-    print(f"{chat.directory} on {chat.model.device}: http://{options.host}:{port}", flush=True)
+    address = f"http://{options.host}:{port}"
+    print(texts_here()("serve.ready", directory=chat.directory, device=chat.model.device, address=address), flush=True)
     server = uvicorn.Server(uvicorn.Config(
         make_app(service_of(chat, options)), log_level="warning", limit_concurrency=MAX_CONNECTIONS, http=connection,
         access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=5,
@@ -129,9 +140,8 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def service_of(chat, options: argparse.Namespace):
-    from model.commands.decoding_thread import DecodingThread
-    from model.commands.server import Service
-    from model.run.messages import language_of
+    from model.serve.decoding_thread import DecodingThread
+    from model.serve.server import Service
 
     slots = options.slots or (64 if chat.model.device.type == "cuda" else 16)
     limits = chat.limits(slots, options.max_prompt_tokens, options.max_new_tokens)

@@ -13,13 +13,21 @@ Hugging Face's and ModelScope's downloads; nothing is downloaded.
 """
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
 from model.commands.guide_flags import read_guide  # noqa: E402
+from model.commands.help_zh import SCRIPTS_ZH  # noqa: E402
+from model.display.catalogue import language_of  # noqa: E402
+from model.runtime.launcher import typed_command  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
 COMMANDS = ("train", "plan", "doctor")
@@ -29,7 +37,7 @@ def main(words: list[str]) -> int:
     """Replace this process by the run; returns 0 after --help, 2 if there are problems."""
     is_main = os.environ.get("RANK", "0") == "0"  # every rank reads the same words
     if {"-h", "--help"} & set(words):
-        print(__doc__)
+        print(SCRIPTS_ZH["train_lora"][""] if language_of(os.environ) == "zh" else __doc__)
         return 0
     command = words.pop(0) if words and words[0] in COMMANDS else "train"
     try:
@@ -40,6 +48,7 @@ def main(words: list[str]) -> int:
         return 2
     if is_main:
         print(printable_lines("\n".join(told)), flush=True)
+    os.environ["CHAT_COMMAND"] = shlex.join(typed_command())  # goes on with a run that was stopped
     line = [command, *(f"--{name}={value}" for name, value in options.items())]
     os.execv(sys.executable, [sys.executable, str(ROOT / "train_low_mem.py"), *line])
 

@@ -14,12 +14,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.commands.option_names import ScriptParser
-from model.data.readers import read_pairs
-from model.data.text_files import open_text
-from model.data.tokenizer import count_merged_tokens, load_tokenizer
-from model.data.tokenizer_training import train_tokenizer
-from model.runtime.atomic_io import make_output_directory
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
+from model.commands.option_names import ScriptParser  # noqa: E402
+from model.data.readers import read_pairs  # noqa: E402
+from model.data.text_files import open_text  # noqa: E402
+from model.data.tokenizer import count_merged_tokens, load_tokenizer  # noqa: E402
+from model.data.tokenizer_training import train_tokenizer  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
+from model.display.console import padded  # noqa: E402
+from model.runtime.atomic_io import make_output_directory  # noqa: E402
 
 HELD_OUT_EVERY = 100  # rows
 MAX_HELD_OUT_ROWS = 5_000
@@ -64,19 +70,23 @@ def prepare_output(output_dir: Path, overwrite: bool) -> None:
 def print_summary(output_dir: Path, held_out: list[str], seconds: float) -> None:
     tokenizer = load_tokenizer(output_dir)
     num_tokens = sum(map(len, tokenizer.encode_batch(held_out)))
-    density = f"{sum(map(len, held_out)) / num_tokens:.3f}" if num_tokens else "not measured (fewer than 100 rows)"
-    print(f"tokenizer             {output_dir} (fingerprint {tokenizer.fingerprint})")
-    print(f"vocabulary            {tokenizer.vocab_size} tokens")
-    print(f"multi-character       {count_merged_tokens(tokenizer)} tokens")
-    print(f"characters per token  {density}")
-    print(f"time                  {seconds:.1f} s")
+    text, density = texts_here(), sum(map(len, held_out)) / num_tokens if num_tokens else None
+    found = {
+        "directory": text("tokenizer.directory.of", directory=output_dir, fingerprint=tokenizer.fingerprint),
+        "size": text("tokenizer.tokens", count=tokenizer.vocab_size),
+        "merged": text("tokenizer.tokens", count=count_merged_tokens(tokenizer)),
+        "density": text("tokenizer.unmeasured") if density is None else f"{density:.3f}",
+        "time": text("tokenizer.seconds", seconds=seconds),
+    }
+    for name, said in found.items():
+        print(padded(text(f"tokenizer.{name}"), 22) + said)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, help="parquet, json, jsonl, csv, tsv or txt")
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 300")
+    parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 400")
     parser.add_argument("--prompt_column", default="", help="found by name when not given")
     parser.add_argument("--response_column", default="", help="found by name when not given")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")

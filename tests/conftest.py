@@ -6,6 +6,7 @@ import pytest
 
 from model.data.tokenizer import load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
+from model.formats.weights import export_model
 from model.train.optim import make_optimizer
 from tests.parts import batch_of, make_config, make_model, make_pairs, open_pairs, write_parquet
 from tests.tiny import furnish
@@ -39,6 +40,13 @@ def optimizer(model, store):
     model(batch_of(store, [0, 1])).backward()
     optimizer.step()
     return optimizer
+
+
+@pytest.fixture
+def exported(model, tokenizer, tmp_path):
+    """A Hugging Face directory with the weights of `model`."""
+    export_model(model, tokenizer, tmp_path / "best")
+    return tmp_path / "best"
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from config import load_config
+from model.commands.objective import objective_of
+from model.commands.recipe import answers_wanted, memory_spec
 from model.data.token_store import Source, open_store
 from model.data.tokenizer import PROBE
 from model.memory.estimate import Estimate
@@ -26,11 +28,9 @@ from model.run.train_state import TrainState
 from model.runtime.distributed import ALONE
 from model.train.evaluate import Evaluation
 from model.train.examples import Examples
-from model.train.footprint import answers_wanted, memory_spec
 from model.train.loader import Loader, Schedule
 from model.train.lr_schedule import LearnRate
 from model.train.objectives.pairs import Pairs
-from model.train.objectives.registry import objective_of
 from model.train.step import Position, StepContext, train_steps
 
 torch.set_num_threads(1)
@@ -100,9 +100,7 @@ def context_of(model, optimizer, store, config, **schedule):
     """StepContext of one process on the CPU; for `schedule` see `schedule_of`."""
     family = family_of(model.config)
     examples = Examples(store, objective_of(config), family, 0, config.seed, model.uses_kernels, model.dropout > 0)
-    return StepContext(
-        ALONE, model, optimizer, Loader(ALONE, examples, schedule_of(config, **schedule), config.exact), config
-    )
+    return StepContext(ALONE, model, optimizer, Loader(ALONE, examples, schedule_of(config, **schedule)), config)
 
 
 def schedule_of(config, total_pairs, global_batch, warmup_pairs=0):

@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from model.nn.weights_io import write_model
+from model.formats.weights import write_model
 
 
 def as_hugging_face(model, tokenizer):

@@ -11,8 +11,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM
 
-from model.commands.answering import answer_all, load_chat_model
 from model.generate.sampling import GREEDY, Sampling
+from model.serve.answering import answer_all, load_chat_model
 from scripts.merge_lora import main as merge_lora
 from tests.tiny import SHORT, command, furnish, journal, refused, train, weights_hash
 
@@ -78,19 +78,6 @@ def test_an_adapter_on_matrices_in_four_bits_killed_and_resumed_is_the_same_on_a
     assert weights_hash(home / "packed_killed") == weights_hash(home / "packed1")
     done = command(home, "train", "--output_dir=packed_killed", "--is_keep_training=True", "--base_precision=auto")
     assert refused(done, "was started with base_precision=nf4")
-
-
-def test_two_exact_ranks_train_the_adapter_of_one(home):
-    for world in (1, 2):
-        done = train(
-            home,
-            world,
-            output_dir=f"exact{world}",
-            exact=True,
-            **LORA | SHORT | dict(global_batch_size=22, warmup_steps=0),
-        )
-        assert done.codes == [0] * world, done.text
-    assert weights_hash(home / "exact1") == weights_hash(home / "exact2")
 
 
 def test_the_snippet_of_an_adapter_s_card_answers(home, monkeypatch, capsys):

@@ -126,3 +126,11 @@ def test_the_image_of_docker_is_built_from_the_pinned_packages():
     assert extras <= set(re.findall(r"^(\w+) = \[", text_of("pyproject.toml"), re.MULTILINE))
     copied = re.search(r"^COPY (.*) \./$", "\n".join(lines), re.MULTILINE).group(1).split()
     assert all((ROOT / name).is_file() for name in copied)
+
+
+@pytest.mark.parametrize("page", [chinese for _, chinese in PAIRS])
+def test_chinese_prose_has_one_word_for_each_thing(page):
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", prose_of(text_of(page)))
+    for word in ("token", "epoch", "基座", "rank 0", "少估"):  # 词元, 轮, 底座, 进程, 低估
+        assert word not in prose, word
+    assert not re.search(r"\d %", prose), "a percentage is written without a space"

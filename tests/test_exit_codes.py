@@ -55,9 +55,9 @@ def raised_in(monkeypatch):
     [
         ("runtime", "plan", dict(tokenizer_dir="broken"), "tokenizer.json is not JSON"),
         ("data", "plan", dict(train_file="table.xls"), "unknown suffix '.xls'"),
-        ("nn", "plan", dict(finetune_from_ckp_file="empty"), "no model there"),
+        ("formats", "plan", dict(finetune_from_ckp_file="empty"), "no model there"),
         ("memory", "plan", dict(micro_batch_tokens=9), "micro_batch_tokens=9"),
-        ("train", "plan", dict(warmup_steps=1000), "--warmup_steps="),
+        ("commands", "plan", dict(warmup_steps=1000), "--warmup_steps="),
         ("run", "train", dict(is_keep_training=True), "there is no checkpoint in"),
         ("commands", "plan", dict(learn_rte=1), "did you mean --learn_rate?"),
         ("config.py", "plan", dict(num_processes="two"), "--num_processes=two"),

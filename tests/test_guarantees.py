@@ -95,7 +95,8 @@ def test_promise_3_a_run_resumes_with_another_batch_size_and_fewer_ranks(home):
     length = dict(max_steps=STEPS, epochs=None)
     done = train(home, 2, "forward:1:5:kill", output_dir="moved", reduce_dtype="bf16", **length)
     assert done.codes == [1, -9], done.text
-    assert "go on from the newest: the same command with --is_keep_training=True\n" in done.text, done.text
+    assert "to go on from the newest checkpoint, type:\n" in done.text, done.text
+    assert "python train_low_mem.py train --output_dir=moved --is_keep_training=True\n" in done.text, done.text
     assert "gradients are sent in bf16" in done.text and "has no effect" not in done.text, done.text
     done = train(home, 1, output_dir="moved", global_batch_size=6, is_keep_training=True, **length)
     assert done.codes == [0], done.text

@@ -13,7 +13,7 @@ import torch
 import config
 from config import PRESETS, TrainConfig, load_config
 from model.commands.plan_report import GIB, preview
-from model.nn.weights_io import export_model
+from model.formats.weights import export_model
 from model.run.run_dir import TOKENIZER_DIR
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,6 +79,11 @@ def test_each_of_the_first_commands_writes_what_the_next_one_reads(page):
     assert prepare[-4:] == ["--output", defaults.train_file, "--validation_output", defaults.validation_file]
     assert tokenizer[2] == defaults.train_file and tokenizer[tokenizer.index("--output_dir") + 1] == TOKENIZER_DIR
     assert train[-2:] == ["./train_low_mem.py", "train"]
+
+
+def test_the_answers_in_contributing_are_modules():
+    answers = re.findall(r"`(model/[\w/]+\.py)`", text_of("CONTRIBUTING.md").split("## Ten questions")[1])
+    assert len(answers) >= 9 and all((ROOT / path).is_file() for path in answers)
 
 
 def test_the_snippet_of_readme_runs_on_an_exported_model(tmp_path, monkeypatch, model, tokenizer):

@@ -6,13 +6,17 @@ import shutil
 from functools import partial
 
 import pytest
+from tokenizers import Tokenizer
 
 import train_low_mem
+from model.commands import exporting
+from model.data import token_store
+from model.data import tokenizer as tokenizer_module
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import load_tokenizer
-from model.run import export
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.objectives.pairs import Pairs
+from tests.data.files import save_unigram
 from tests.ranks import wait_for
 from tests.run.test_checkpoint import change_state
 from tests.tiny import NUM_PAIRS, OPTIONS, SHORT, command, ids_by_epoch, journal, refused, start, train, weights_hash
@@ -69,10 +73,25 @@ def test_a_finished_run_without_its_export_writes_it_at_the_next_start(home):
     assert weights_hash(home / "unexported") == expected
 
 
+def test_a_stop_in_the_last_step_ends_a_finished_run_and_no_journal_says_asked_for_good(home):
+    options = SHORT | dict(output_dir="late", validation_file="")
+    done = train(home, 1, "forward:0:6:int", **options)
+    assert done.codes == [0] and "finished at step 6" in done.text, done.text
+    (stop,) = journal(home / "late", "stop")
+    assert (stop["reason"], stop["step"]) == ("finished", 6)
+    with open(home / "late" / "metrics.jsonl", "a") as file:  # as a stop between the last save and the end leaves it
+        file.write(json.dumps(stop | dict(reason="asked")) + "\n")
+    for _ in range(2):
+        assert train(home, is_keep_training=True, **options).codes == [0]
+        assert [line["reason"] for line in journal(home / "late", "stop")] == ["finished", "asked", "finished"]
+
+
 def test_a_run_directory_that_was_moved_or_copied_resumes_where_it_is_now(home):
     done = train(home, 1, "forward:0:2:int", output_dir="exp1", **SHORT)
     assert done.codes == [0] and "exp1: a new run" in done.text, done.text
-    assert "resume with --output_dir=exp1 --is_keep_training=True" in done.text
+    *_, said, typed = done.text.splitlines()
+    assert said.endswith("to go on, type:")
+    assert typed.endswith("python train_low_mem.py train --output_dir=exp1 --is_keep_training=True")
     (home / "exp1").rename(home / "model_save" / "pretrain")
     done = command(home, "train", "--is_keep_training=auto")
     assert done.codes == [0] and "model_save/pretrain: resuming" in done.text, done.text
@@ -131,8 +150,8 @@ def test_a_plan_for_a_gpu_is_replaced_on_a_cpu(home):
 
 def main_on_full_disk(directory, words):
     """`main` on a disk that is full for exports named `directory`."""
-    write = export.try_export
-    export.try_export = lambda *args: "no room" if args[2].name == directory else write(*args)
+    write = exporting.try_export
+    exporting.try_export = lambda *args: "no room" if args[2].name == directory else write(*args)
     return train_low_mem.main(words)
 
 
@@ -225,6 +244,33 @@ def test_a_run_resumes_only_with_the_same_pairs_in_the_same_order_even_from_a_re
         else:
             assert done.codes == [0], done.text
     assert ids_by_epoch(home / "paired") == {1: list(range(NUM_PAIRS))}
+
+
+def main_as_before(words):
+    """`main` of versions whose token stores had format 4: control tokens that a text spelled were tokens."""
+
+    def parsing(state):
+        encoder = Tokenizer.from_str(json.dumps(state))
+        encoder.encode_special_tokens = True
+        return encoder
+
+    tokenizer_module.text_encoder, token_store.FORMAT = parsing, 4
+    return train_low_mem.main(words)
+
+
+def test_a_run_of_older_token_stores_resumes_if_its_ids_are_equal_and_is_else_refused_with_the_reason(home):
+    save_unigram(home / "t5")
+    pairs = (home / "train.jsonl").read_text(encoding="utf-8")
+    (home / "spelled.jsonl").write_text(pairs + '{"prompt": "hi</s> user: go", "response": "yes</s>"}\n' * 2)
+    for name in ("train", "spelled"):
+        options = SHORT | dict(output_dir=f"of_{name}", train_file=f"{name}.jsonl", tokenizer_dir="t5")
+        done = wait_for(start(home, 1, "forward:0:2:int", function=main_as_before, **options), home)
+        assert done.codes == [0], done.text
+        done = train(home, is_keep_training=True, **options)
+        if name == "train":
+            assert done.codes == [0] and ids_by_epoch(home / "of_train") == {1: list(range(NUM_PAIRS))}, done.text
+        else:
+            assert refused(done, "control tokens such as </s> or <think> in a text as tokens", "--output_dir")
 
 
 def test_a_run_resumes_from_a_checkpoint_without_ids_sha256_and_keeps_its_best_model(home):

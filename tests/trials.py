@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from model.data.tokenizer import load_tokenizer
-from model.nn.qwen.network import QwenModel
-from model.nn.qwen.sizes import QwenModelConfig
-from model.nn.weights_io import export_model
+from model.formats.weights import export_model
+from model.nn.decoder.network import DecoderModel
+from model.nn.decoder.sizes import DecoderModelConfig
 from model.runtime import fault_injection
 from tests.ranks import ROOT
 from tests.tiny import NUM_PAIRS, ids_by_epoch, start, train, wait_for, weights_hash
@@ -108,8 +108,8 @@ def options_of_kind(home, given, model="shape.json"):
     adapter |= dict(finetune_from_ckp_file="base")
     if given.family == "qwen":
         tokenizer = load_tokenizer(home / "model_save" / "tokenizer")
-        sizes = QwenModelConfig(**QWEN_SIZES, vocab_size=tokenizer.vocab_size, initializer_range=0.2)
-        export_model(QwenModel(sizes).initialise(1), tokenizer, home / "base")
+        sizes = DecoderModelConfig(**QWEN_SIZES, vocab_size=tokenizer.vocab_size, initializer_range=0.2)
+        export_model(DecoderModel(sizes).initialise(1), tokenizer, home / "base")
         return adapter | dict(model=None, dropout=None, max_seq_len=96, micro_batch_tokens=96)
     done = train(home, output_dir="base", model=model, epochs=1, seconds=600)
     assert done.codes == [0], done.text

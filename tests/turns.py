@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from model.commands.answering import answer_all, prompt_ids
+from model.serve.answering import answer_all, prompt_ids
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = "小明 小红 阿强 丽丽 王芳 张伟 刘洋 陈静 赵磊 孙悦 周杰 吴敏 老郑 小冯 阿珍 大鹏".split()

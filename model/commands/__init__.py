@@ -1,1 +1,1 @@
-"""The commands of train_low_mem.py up to the training loop."""
+"""Options to a run, and a run to action: train, plan, test and doctor."""

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field, replace
 
 from model.commands.no_model import check_source
 from model.commands.options import ANOTHER_RUN
-from model.nn.adapter_io import adapter_directory, check_base, identity_of, read_adapter
+from model.commands.recipe import lora_of
+from model.formats.adapters import adapter_directory, check_base, identity_of, read_adapter
+from model.formats.weights import model_directory
 from model.nn.lora import LoraConfig, lora_from, lora_values
-from model.nn.weights_io import model_directory
 from model.runtime.distributed import from_main
-from model.train.footprint import lora_of
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ import numpy as np
 from model.data.conversation import encode_questions
 from model.data.near_duplicates import SIMILARITY, Signatures
 from model.data.prepared_pairs import PreparedPair
-from model.data.readers import read_pairs_in_context
+from model.data.readers import IGNORED_WORDS, read_pairs_in_context
 from model.data.tokenizer import BYTE_TOKENS, ChatTokenizer, load_tokenizer
+from model.display.catalogue import Texts, texts_here
 from model.runtime.atomic_io import write_file
 
 BATCH_ROWS, NO_LIMIT = 2_000, 1 << 40
@@ -64,14 +65,20 @@ class Contents:
             self.signatures.add(f"{prompt}\n{response}" for prompt, response in zip(prompts, responses, strict=True))
 
 
+def ignored_words(text: Texts) -> dict[str, str]:
+    """The words of `text` for describe_ignored."""
+    return {name: text(f"ignored.{name}") for name in IGNORED_WORDS}
+
+
 def print_written(written: dict[Path, array]) -> None:
     """Print the number of pairs in each output, and how many prompts are distinct or also in the first output."""
     (output, prompts), *others = ((path, np.frombuffer(hashes, np.uint64)) for path, hashes in written.items())
     distinct = np.unique(prompts)
-    print(f"{output}: {len(prompts):,} pairs written, {len(distinct):,} different prompts")
+    text = texts_here()
+    print(text("prepare.written", path=output, count=len(prompts), distinct=len(distinct)))
     for path, hashes in others:
         shared = int(np.isin(hashes, distinct).sum())
-        print(f"{path}: {len(hashes):,} pairs written, {shared:,} with a prompt that is also in {output}")
+        print(text("prepare.written_too", path=path, count=len(hashes), shared=shared, other=output))
 
 
 def print_report(paths: list[Path], tokenizer_dir: Path, max_seq_len: int) -> None:
@@ -87,13 +94,14 @@ def print_report(paths: list[Path], tokenizer_dir: Path, max_seq_len: int) -> No
         print("\n".join(report_lines(one, tokenizer, max_seq_len)))
     for other in contents[1:]:
         print(shared_line(other, contents[0]))
+    text = texts_here()
     if not tokenizer:
-        print(f"tokens: not counted, there is no tokenizer in {tokenizer_dir} (--tokenizer_dir names another)")
+        print(text("report.no_tokens", folder=tokenizer_dir))
     if not can_compare:
-        print("near duplicates: not counted, rensa is not installed: pip install -e '.[dedup]'")
+        print(text("report.no_near"))
     picture = paths[0].with_name(f"{paths[0].stem}_lengths.png")
     draw_lengths(contents, max_seq_len, picture)
-    print(f"{picture}: lengths drawn")
+    print(text("report.drawn", path=picture))
 
 
 def read_contents(path: Path, tokenizer: ChatTokenizer | None, near: bool) -> Contents:
@@ -107,27 +115,30 @@ def read_contents(path: Path, tokenizer: ChatTokenizer | None, near: bool) -> Co
 
 def report_lines(contents: Contents, tokenizer: ChatTokenizer | None, max_seq_len: int) -> list[str]:
     """What is worth knowing of one file, a line for each fact."""
-    lines = [f"{contents.path}: {contents.rows:,} pairs, {contents.with_context:,} with earlier turns or a system text"]
+    text = texts_here()
+    lines = [text("report.pairs", path=contents.path, count=contents.rows, context=contents.with_context)]
     for unit, counters in (("characters", contents.chars), ("tokens", contents.tokens)):
         for side, counter in zip(SIDES, counters, strict=True):
             if counter:
-                lines.append(f"  {side} {unit}: {_percentiles(counter)}")
+                what = text(f"report.{side}.{unit}")
+                lines.append("  " + text("report.lengths", what=what, percentiles=_percentiles(counter)))
     if tokenizer:
         shares = [
-            f"{_above(counter, max_seq_len) / contents.rows:.2%} of {side}s"
+            text(f"report.{side}.cut", share=_above(counter, max_seq_len) / contents.rows)
             for side, counter in zip(SIDES, contents.tokens, strict=True)
         ]
-        lines.append(f"  cut at max_seq_len={max_seq_len}: {', '.join(shares)}")
+        lines.append("  " + text("report.cut", most=max_seq_len, shares=text("comma").join(shares)))
         lines.append(f"  {_bytes_line(contents.characters, tokenizer)}")
     num_exact = contents.rows - len(np.unique(np.frombuffer(contents.pairs, np.uint64)))
-    lines.append(f"  exact duplicates: {_share(num_exact, contents.rows)}")
+    lines.append("  " + text("report.exact", share=_share(num_exact, contents.rows)))
     return lines + (_near_lines(contents) if contents.signatures else [])
 
 
 def shared_line(contents: Contents, other: Contents) -> str:
     """How many pairs of one file have a prompt that the other file has too."""
     shared = np.isin(*(np.frombuffer(one.prompts, np.uint64) for one in (contents, other)))
-    return f"{contents.path}: {_share(int(shared.sum()), contents.rows)} have a prompt that is also in {other.path}"
+    share = _share(int(shared.sum()), contents.rows)
+    return texts_here()("report.shared", path=contents.path, share=share, other=other.path)
 
 
 def draw_lengths(contents: list[Contents], max_seq_len: int, path: Path) -> None:
@@ -159,7 +170,7 @@ def _number(key):
 
 
 def _share(part, whole):
-    return f"{part:,} of {whole:,} ({part / whole:.2%})"
+    return texts_here()("report.share", part=part, whole=whole, share=part / whole)
 
 
 def _above(counter, limit):
@@ -176,19 +187,21 @@ def _percentiles(counter):
 
 def _bytes_line(characters, tokenizer):
     """How many characters the tokenizer splits to bytes, as it has no token for them, and which are the commonest."""
-    vocabulary = tokenizer.backend.get_vocab()
+    vocabulary, text = tokenizer.backend.get_vocab(), texts_here()
     if BYTE_TOKENS[0] not in vocabulary:
-        return "characters split to bytes: not counted, this tokenizer works on bytes"
+        return text("report.only_bytes")
     split = Counter({c: count for c, count in characters.items() if c not in vocabulary})
     share = _share(split.total(), characters.total())
     shown = " ".join(f"{c}×{count:,}" for c, count in split.most_common(NUM_SHOWN))
-    return f"characters split to bytes: {share}, {len(split):,} different ones{split and f'; most often {shown}' or ''}"
+    often = text("report.often", characters=shown) if split else ""
+    return text("report.bytes", share=share, count=len(split)) + often
 
 
 def _near_lines(contents):
     found, partner = contents.signatures.near_duplicates()
     places = np.flatnonzero(found)
-    shown = ", ".join(f"{partner[place] + 1:,} and {place + 1:,}" for place in places[:NUM_SHOWN])
-    like = f"at least {SIMILARITY:.0%} of their pieces of 5 characters like an earlier pair's"
-    lines = [f"  near duplicates: {_share(len(places), contents.rows)}, {like}"]
-    return lines + ([f"    rows {shown}{', …' if len(places) > NUM_SHOWN else ''}"] if len(places) else [])
+    text = texts_here()
+    shown = [text("report.two", first=partner[place] + 1, second=place + 1) for place in places[:NUM_SHOWN]]
+    rows = text("comma").join([*shown, *["…"] * (len(places) > NUM_SHOWN)])
+    lines = ["  " + text("report.near", share=_share(len(places), contents.rows), similarity=SIMILARITY)]
+    return lines + (["    " + text("report.rows", rows=rows)] if len(places) else [])

@@ -7,39 +7,42 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections import Counter
-from dataclasses import replace
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
 
+from model.commands.data_rows import data_rows
+from model.commands.expected_time import expected_text
 from model.commands.network import make_model
+from model.commands.objective import objective_for
 from model.commands.options import FILE_OPTIONS
 from model.commands.origin import find_origin
+from model.commands.plan_report import preview
+from model.commands.recipe import memory_spec
 from model.commands.same_run import check_same_run
 from model.commands.settled import settled
-from model.commands.space import Row, disk_row, memory_rows, output_dir_row
+from model.commands.space import Row, disk_row, memory_rows, output_dir_row, shared_memory_row
 from model.data.file_list import data_files
 from model.data.sampler import mixture_of
-from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
+from model.display.catalogue import texts_here
+from model.display.console import padded
+from model.display.view import count_of
+from model.memory.duration import gpu_named
+from model.memory.plan import NothingFits
 from model.run.checkpoint import checkpoint_paths, load_newest
-from model.run.messages import texts_here
 from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import LaterFormat, TrainState
+from model.runtime.cgroup import num_cpus
 from model.runtime.distributed import ALONE
 from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import find_backend, in_words, try_backend
-from model.train.footprint import memory_spec
-from model.train.objectives.registry import objective_for, objective_of
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_ROWS = 2000  # of each data file are read
-MIN_SHM_BYTES = GIB  # NCCL takes some MiB per pair of GPUs; Docker gives 64 MiB in total by default
 
 
 def examine(config, typed=(), overwrite=False):
@@ -51,15 +54,17 @@ def examine(config, typed=(), overwrite=False):
     yield from _gpus(config.backend)
     yield from _links()
     yield _cores()
-    yield _shared_memory()
+    yield shared_memory_row()
     yield _locale()
     yield from _round_trips()
     spec, origin, rows = _model(config, typed, overwrite)
     yield from rows
-    yield from _data(config, origin)
+    yield from data_rows(config, origin)
+    yield from _duration(config, typed, origin)
     yield from memory_rows(config, spec)
     yield output_dir_row(config)
-    yield disk_row(config, spec)
+    resumed = bool(checkpoint_paths(config.output_dir)) and not overwrite
+    yield disk_row(config.output_dir, config.keep_latest_n_ckp, spec, resumed)
 
 
 def print_table(config, typed, overwrite):
@@ -75,54 +80,62 @@ def print_table(config, typed, overwrite):
 
 def as_text(row):
     """Text of a row, with its remedy on a second line."""
-    mark = "FAILS" if row.fails else "note" if row.remedy else "ok"
-    return f"{mark:<6} {row.what:<18} {row.found}" + (f"\n{'':<25} -> {row.remedy}" if row.remedy else "")
+    text = texts_here()
+    mark = text("mark.fails") if row.fails else text("mark.note") if row.remedy else text("mark.ok")
+    what = padded(text.get(f"check.{row.what}", row.what), 18)
+    return f"{padded(mark, 6)} {what} {row.found}" + (f"\n{'':<25} -> {row.remedy}" if row.remedy else "")
 
 
 def _packages():
+    text = texts_here()
     requirements = map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
     satisfied = [f"Python {sys.version.split()[0]}"]
     for requirement in requirements:
         try:
             installed = version(requirement.name)
         except PackageNotFoundError:
-            installed = "missing"
-        if installed != "missing" and requirement.specifier.contains(installed, prereleases=True):
+            installed = ""
+        if installed and requirement.specifier.contains(installed, prereleases=True):
             satisfied.append(f"{requirement.name} {installed}")
         else:
             remedy = f"pip install '{requirement}'"
-            yield Row("package", f"{requirement.name} {installed}, not {requirement.specifier}", remedy, fails=True)
+            had = dict(name=requirement.name, installed=installed or text("doctor.missing"))
+            yield Row("package", text("doctor.not_wanted", wanted=requirement.specifier, **had), remedy, fails=True)
     yield Row("packages", ", ".join(satisfied))
 
 
 def _gpus(backend):
+    text = texts_here()
     try:
         on_cpu = must_use_cpu()
     except RuntimeError as error:
-        yield Row("GPUs", "torch sees none", str(error), fails=True)
+        yield Row("GPUs", text("doctor.no_gpus"), str(error), fails=True)
         return
     if on_cpu and backend == "nccl":
-        yield Row("GPUs", "none, but --backend=nccl needs GPUs", "leave --backend out", fails=True)
+        yield Row("GPUs", text("doctor.nccl_without"), text("doctor.leave_backend"), fails=True)
         return
     if on_cpu:
-        yield Row("GPUs", f"none for torch {torch.__version__}: a run uses the CPU")
+        yield Row("GPUs", text("doctor.on_cpu", version=torch.__version__))
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        found = f"{properties.name}, compute {properties.major}.{properties.minor}, "
-        yield Row(f"GPU {index}", f"{found}{free / GIB:.1f} of {total / GIB:.1f} GiB free")
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "missing"
-    yield Row("CUDA", f"{torch.version.cuda} in torch, NCCL {nccl}, driver {_driver()}")
+        card = dict(name=properties.name, major=properties.major, minor=properties.minor)
+        yield Row(f"GPU {index}", text("doctor.gpu", free=free / GIB, total=total / GIB, **card))
+    nccl = (
+        ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.distributed.is_nccl_available()
+        else text("doctor.missing")
+    )
+    yield Row("CUDA", text("doctor.cuda", version=torch.version.cuda, nccl=nccl, driver=_driver()))
     if not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
-        remedy = "apt-get install gcc (Triton compiles its kernels' launchers with it)"
-        yield Row("C compiler", "none", remedy, fails=True)
+        yield Row("C compiler", text("doctor.none"), text("doctor.compiler"), fails=True)
 
 
 def _driver():
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text()) if path.exists() else None
-    return found.group() if found else "unknown"
+    return found.group() if found else texts_here()("doctor.unknown")
 
 
 def _links():
@@ -131,98 +144,67 @@ def _links():
     if count < 2:
         return
     is_direct = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
-    yield Row("GPU links", f"{_topology()}; direct access {'between all' if is_direct else 'not between all: slower'}")
+    text = texts_here()
+    which = text("doctor.links.all") if is_direct else text("doctor.links.some")
+    yield Row("GPU links", text("doctor.links", links=_topology(), which=which))
 
 
 def _topology():
     try:
         text = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return "nvidia-smi does not answer"
+        return texts_here()("doctor.links.silent")
     rows = [line.split() for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()]
     gpus = [cells for cells in rows if cells and re.fullmatch(r"GPU\d+", cells[0]) and "X" in cells]
     return ", ".join(f"{a[0]}-{b[0]} {a[1 + j]}" for i, a in enumerate(gpus) for j, b in enumerate(gpus) if i < j)
 
 
 def _cores():
-    num_cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    remedy = "other programs use them: a run will be slower" if load > num_cores else ""
-    return Row("CPU", f"{num_cores} cores, load {load:.1f}, {torch.get_num_threads()} threads per process", remedy)
-
-
-def _shared_memory():
-    if not os.path.isdir("/dev/shm"):
-        return Row("/dev/shm", "missing", "mount it, or export NCCL_SHM_DISABLE=1, if NCCL complains")
-    free = shutil.disk_usage("/dev/shm").free
-    remedy = "give the container more (docker run --shm-size=8g) if NCCL complains" if free < MIN_SHM_BYTES else ""
-    return Row("/dev/shm", f"{free / GIB:.1f} GiB free", remedy)
+    num_cores, load, text = num_cpus(), os.getloadavg()[0], texts_here()
+    remedy = text("doctor.busy") if load > num_cores else ""
+    return Row("CPU", text("doctor.cores", cores=num_cores, load=load, threads=torch.get_num_threads()), remedy)
 
 
 def _locale():
     encodings = {locale.getpreferredencoding(False), sys.getfilesystemencoding(), sys.stdout.encoding or "utf-8"}
     bad = sorted(name for name in encodings if name.lower().replace("-", "") != "utf8")
-    remedy = "export LANG=C.UTF-8, or PYTHONUTF8=1: Chinese output and file names need it" if bad else ""
+    remedy = texts_here()("doctor.lang") if bad else ""
     return Row("locale", ", ".join(bad) or "UTF-8", remedy)
 
 
 def _round_trips():
     """Try an all-reduce in child processes: over Gloo, which every multi-rank run uses, and NCCL for several GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    problem = try_backend("gloo", 2)
-    remedy = "export GLOO_SOCKET_IFNAME=lo, and add this machine's name to /etc/hosts" if problem else ""
-    yield Row("Gloo", problem or "2 processes: ok", remedy, fails=bool(problem) and count > 1)
+    problem, text = try_backend("gloo", 2), texts_here()
+    remedy = text("doctor.gloo_remedy") if problem else ""
+    yield Row("Gloo", problem or text("doctor.gloo"), remedy, fails=bool(problem) and count > 1)
     if count > 1:
         verdict = find_backend(count)
-        found = f"{count} GPUs: {in_words(verdict.backend, verdict.env)} works, found in {verdict.seconds:.1f} s"
-        remedy = "nothing to do, train finds this by itself: " + "; ".join(verdict.failures) if verdict.failures else ""
+        backend, failures = in_words(verdict.backend, verdict.env), "; ".join(verdict.failures)
+        found = text("doctor.nccl", count=count, backend=backend, seconds=verdict.seconds)
+        remedy = text("doctor.nccl_remedy", failures=failures) if failures else ""
         yield Row("NCCL", found, remedy)
 
 
-def _data(config, origin):
-    """Rows of the data files that the options name; without an Origin they are read and not encoded."""
-    for what, parse in FILE_OPTIONS.items():
-        names = getattr(config, what)
-        if not names:
-            continue
-        try:
-            files = parse(names)
-        except ValueError as error:
-            yield Row(what, names, str(error), fails=True)
-            continue
-        for file in files:
-            row = _first_rows(what, file.path, config, origin)
-            yield row if file.weight == 1 else replace(row, found=f"{row.found}; {file.weight:g} times an epoch")
-
-
-def _first_rows(what, file, config, origin):
-    try:
-        objective = objective_for(config, origin.model_config, origin.tokenizer) if origin else objective_of(config)
-        columns = config.prompt_column, config.response_column
-        rows = list(islice(objective.read(file, columns, Counter()), FIRST_ROWS))
-    except ValueError as error:
-        return Row(what, file, str(error), fails=True)
-    found = f"{file}, {Path(file).stat().st_size / 2**20:.1f} MiB; {len(rows)} rows checked"
-    if not origin:
-        return Row(what, found)
-    encoded = objective.encode(rows, origin.tokenizer, config.max_seq_len)
-    if not encoded.sides[0]:
-        remedy = f"none of its first {len(rows)} rows has {objective.needs}"
-        return Row(what, file, remedy, fails=len(rows) < FIRST_ROWS)  # else later rows may be usable
-    tokens = " + ".join(map(str, objective.length_bounds(side_lengths(encoded))[0]))
-    return Row(what, f"{found}; the first example has {tokens} tokens")
+def _duration(config, typed, origin):
+    """Row of the expected time on this machine's GPUs, where their data sheet is known and the run can be planned."""
+    if not origin or not torch.cuda.is_available() or not gpu_named(torch.cuda.get_device_name(0)):
+        return
+    with suppress(ValueError, NothingFits):  # other rows say what is wrong
+        yield Row("expected time", expected_text(**preview(config, typed)["expected"]))
 
 
 def _model(config, typed, overwrite):
     """(MemorySpec or None, Origin or None, Rows) of what a run would start from: checkpoint, tokenizer, weights."""
-    skipped, origin = [], None
+    skipped, origin, text = [], None, texts_here()
     paths = [] if overwrite else checkpoint_paths(config.output_dir)
     try:
         found = load_newest(config.output_dir, skipped.append) if paths else None
     except LaterFormat as error:
-        return None, None, [Row("checkpoint", "cannot be read", str(error), fails=True)]
-    rows = [Row("checkpoint", text, "nothing to do: the one before it is used") for text in skipped]
+        return None, None, [Row("checkpoint", text("doctor.unreadable"), str(error), fails=True)]
+    rows = [Row("checkpoint", problem, text("doctor.one_before")) for problem in skipped]
     if paths and not found:
-        rows.append(Row("checkpoint", "all are damaged", "start a new run with --overwrite=True", fails=True))
+        rows.append(Row("checkpoint", text("doctor.all_damaged"), text("doctor.overwrite"), fails=True))
         return None, None, rows
     try:
         origin = find_origin(ALONE, config, typed, found)
@@ -233,14 +215,25 @@ def _model(config, typed, overwrite):
         config, why = settled(config, typed, origin)
         model = make_model(ALONE, config, origin.model_config, origin.weights, origin.adapter)
     except (ValueError, OSError) as error:
-        return None, origin, [*rows, Row("tokenizer, model", "cannot start", str(error), fails=True)]
+        return None, origin, [*rows, Row("tokenizer, model", text("doctor.cannot_start"), str(error), fails=True)]
     spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
-    rows.append(Row("tokenizer", f"{tokenizer.directory}, {tokenizer.vocab_size} tokens, {tokenizer.fingerprint}"))
-    rows.append(Row("model", f"{spec.parameters / 1e6:.1f} M weights from {_origin(config, found)}"))
-    text = f"{config.optimizer}, {texts_here()(f'why.{why}')}; peak learning rate {config.learn_rate:g}"
-    rows.append(Row("optimizer", text))
-    rows += [Row("adapter", f"rank {spec.lora.rank}, {spec.trained / 1e6:.2f} M weights")] if spec.lora else []
-    return spec, origin, rows
+    return spec, origin, rows + _model_rows(config, tokenizer, spec, found, why)
+
+
+def _model_rows(config, tokenizer, spec, found, why):
+    """Rows of what a run can start from, with the Checkpoint `found` or None, and of its optimizer with its reason."""
+    text = texts_here()
+    known = dict(directory=tokenizer.directory, tokens=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+    weights = count_of(spec.parameters, text)
+    optimizer = dict(name=config.optimizer, why=text(f"why.{why}"), learn_rate=config.learn_rate)
+    rows = [
+        Row("tokenizer", text("doctor.tokenizer", **known)),
+        Row("model", text("doctor.model", weights=weights, origin=_origin(config, found))),
+        Row("optimizer", text("plan.optimizer.found", **optimizer)),
+    ]
+    if spec.lora:
+        rows.append(Row("adapter", text("doctor.adapter", rank=spec.lora.rank, weights=count_of(spec.trained, text))))
+    return rows
 
 
 def _data_options(config):
@@ -275,5 +268,5 @@ def _store(config, files, origin):
 
 def _origin(config, found):
     if found:
-        return f"{found.path}: resume with --is_keep_training=True"
-    return config.finetune_from_ckp_file or "random initialisation"
+        return texts_here()("doctor.model.resumed", checkpoint=found.path)
+    return config.finetune_from_ckp_file or texts_here()("doctor.model.random")

@@ -1,27 +1,27 @@
-"""The Chinese help of each option of TrainConfig; the English one is the option's comment in config.py."""
+"""The Chinese help of the options of TrainConfig and of the scripts; the English one stands in config.py and there."""
 
 HELP_ZH = dict(
-    train_file="训练数据：parquet、json、jsonl、csv、tsv；可写 文件,文件夹,文件:0.5,文件*2",
+    train_file="训练数据：parquet、json、jsonl、csv、tsv；可以写成 文件,文件夹,文件:0.5,文件*2",
     validation_file="验证数据，best/ 是在它上面最好的模型；空：不评估",
     test_file="命令 test 用的数据；空：validation_file",
-    prompt_column="提问所在的列；空：按列名寻找",
-    response_column="回答所在的列；空：按列名寻找",
-    single_turn="对话中的每个问题单独提问，不带系统提示和之前的轮次",
+    prompt_column="问题所在的列；空：按列名识别",
+    response_column="回答所在的列；空：按列名识别",
+    single_turn="对话里的每个问题单独成对，不带系统提示和上文",
     prompt_prefix="任务前缀，放在每个问题之前，对话和服务时也一样",
     tokenizer_dir="分词器目录；空：微调时用检查点的，否则 model_save/tokenizer",
-    max_seq_len="提问和回答各自最多的词元数，包括 EOS",
-    objective="训练目标：pairs（根据提问预测回答）",
+    max_seq_len="问题和回答各自最多的词元数，包括 EOS",
+    objective="训练目标：pairs（根据问题预测回答）",
     model="tiny、small、chatlm，或含 T5ModelConfig 各字段的 JSON 文件",
     finetune_from_ckp_file="Hugging Face 目录、训练目录或 .bin 权重；空：从零开始",
     trainable="训练哪些权重：all、decoder",
     dropout="丢弃概率",
-    lora_rank="训练这个秩的 LoRA 适配器并冻结其余权重；0：训练权重本身",
+    lora_rank="训练这个秩的 LoRA 适配器，冻结底座；0：训练权重本身",
     lora_alpha="适配器的输出乘以 alpha / rank；0：秩的两倍",
     lora_targets="哪些线性层有适配器，例如 q,v；空：全部",
     lora_dropout="适配器输入的丢弃概率",
     use_rslora="按 alpha / sqrt(rank) 缩放",
-    base_precision="被冻结权重的矩阵：auto（按计算精度保存）、nf4（每个数 4 位）",
-    epochs="train_file 训练几轮",
+    base_precision="底座的矩阵：auto（按计算精度保存）、nf4（每个数 4 位）",
+    epochs="用 train_file 训练几轮",
     max_steps="训练的步数，代替 epochs；0：由 epochs 决定",
     batch_size_per_gpu="每个 GPU 的对数",
     gradient_accumulation_steps="梯度累积，每步的对数乘以它",
@@ -29,9 +29,9 @@ HELP_ZH = dict(
     optimizer="优化器：auto（从零训练和由 Muon 训练过的权重用 muon，其余用 adamw）、muon、adamw_rms、adamw、adafactor",
     learn_rate="学习率峰值；0：优化器的默认值",
     any_learn_rate="允许超出优化器范围的学习率",
-    warmup_steps="预热步数；-1：全程的十分之一，最多 1000",
-    warmup_ratio="预热占全程的比例，代替 warmup_steps；-1：由 warmup_steps 决定",
-    lr_schedule="学习率曲线：cosine、wsd（保持不变，最后五分之一降到零）",
+    warmup_steps="预热步数；-1：总步数的十分之一，最多 1000",
+    warmup_ratio="预热占总步数的比例，代替 warmup_steps；-1：由 warmup_steps 决定",
+    lr_schedule="学习率曲线：cosine、wsd（保持不变，最后五分之一降到 0）",
     weight_decay="权重衰减：每步把权重缩小 学习率 x 此值",
     max_grad_norm="梯度裁剪；0：不裁剪",
     z_loss="损失中归一化项平方的权重",
@@ -43,13 +43,12 @@ HELP_ZH = dict(
     micro_batch_tokens="一次前向的词元数；0：由方案决定",
     gpu_memory_limit_gb="显存上限，GiB；0：全部空闲显存",
     deterministic="同样的硬件和进程数得到逐位相同的结果",
-    reduce_dtype="进程间发送梯度用的数：float32，或 bf16（字节减半，适合慢的连接）",
+    reduce_dtype="进程间发送梯度用的数值格式：float32，或 bf16（字节减半，适合慢的连接）",
     share_update="Muon 的更新由各进程分担，各算一部分矩阵后交换权重",
-    exact="任意个 CPU 进程（每个一线程）得到逐位相同的结果",
     output_dir="训练目录",
     logging_steps="两行日志之间的步数",
     eval_steps="除每轮结束外，评估之间的步数；0：只在每轮结束时",
-    best_metric="best/ 按什么最好：loss、bleu、chrf",
+    best_metric="best/ 按哪个指标选：loss、bleu、chrf",
     patience="多少次评估没有变好就发出警告；0：不警告",
     early_stop="多少次评估没有变好就结束训练（算已完成）；0：从不",
     save_steps="两个检查点之间的步数",
@@ -57,11 +56,153 @@ HELP_ZH = dict(
     keep_latest_n_ckp="保留的检查点数",
     bleu_pairs="用多少对验证数据计算 BLEU 和 chrF；0：不计算",
     max_new_tokens="生成的回答最多的词元数",
-    no_repeat_ngram_size="回答自己的词元中，这么长的片段不会重复；0：可以重复",
-    log_sample_ids="把每步的样本编号写到 samples_rank<r>.jsonl",
+    no_repeat_ngram_size="禁止重复的片段长度（回答自己的词元数，0：不限）",
+    log_sample_ids="把每步用到的样本编号写到 samples_rank<r>.jsonl",
     backend="auto（GPU 用 NCCL，CPU 用 Gloo）、nccl、gloo",
     plots="评估后和结束时画出损失、速度、显存、长度和学习率的曲线",
     tracker="把日志里的数值同时发给谁：tensorboard、wandb，或两者 tensorboard,wandb",
     screen="训练时的全屏显示：auto（在终端上）、on、off（逐行输出）",
     ddp_timeout_s="一个进程最多让其他进程等待的秒数，超过则结束",
 )
+
+# of argparse, in the order in which they stand in a help
+PARSER_ZH = {
+    "usage: ": "用法：",
+    "positional arguments:": "参数：",
+    "options:": "选项：",
+    "show this help message and exit": "显示这份帮助",
+}
+FILES = "parquet、json、jsonl、csv、tsv 文件"
+BY_NAME = "不写时按列名识别"
+# of each script: its description under "", and the help of each of its arguments
+SCRIPTS_ZH = {
+    "chat": {
+        "": """和训练好的模型对话：在终端里输入问题，或者从管道读问题，每行一个。
+
+    python scripts/chat.py [MODEL_DIR] [--temperature 0.7] [--top_p 0.9] [--max_new_tokens 256]
+    python scripts/chat.py model_save/sft_fast < questions.txt > answers.txt
+
+MODEL_DIR 是 Hugging Face 目录、适配器目录或训练目录；不写时用最新的 model_save/*/best。没有写的选项以模型的
+generation_config.json 为准。在终端里，模型能看到前面的对话；从管道读入的问题各答各的。
+在终端里：/reset 开始新的对话，/undo 撤回上一个问题，/save 文件 保存对话，/settings 显示设置，
+/settings temperature 0.7 修改设置；cls 清屏；exit、quit、Ctrl+D 和 Ctrl+C 退出。""",
+        "model_dir": "模型目录",
+        "single_turn": "每个问题单独回答，不带上文",
+        "temperature": "温度；0：总选概率最高的词元；大于 0：按概率抽取",
+        "top_k": "只从概率最高的这么多个词元里抽取；0：不限",
+        "top_p": "只从概率合计达到此值的最可能的词元里抽取",
+        "min_p": "只从概率不低于最高概率乘以此值的词元里抽取",
+        "repetition_penalty": "大于 1：已出现的词元概率变小",
+        "no_repeat_ngram_size": "禁止重复的片段长度（词元数，0：不限）",
+        "seed": "抽取用的随机种子；种子相同，回答相同",
+        "max_new_tokens": "回答最多的词元数",
+    },
+    "prepare_data": {
+        "": "清洗数据文件，把问答对写成一个 parquet 文件，并按原因统计丢弃的行。",
+        "inputs": FILES,
+        "output": "输出的 parquet 文件",
+        "validation_output": "验证数据写到哪个文件",
+        "validation_share": "验证数据占全部问答对的比例（0.01）",
+        "prompt_column": f"问题所在的列；{BY_NAME}",
+        "response_column": f"回答所在的列；{BY_NAME}",
+        "max_chars": "问题和回答各自最多的字符数（%(default)s）",
+        "max_context_chars": "上文最多的字符数（%(default)s）",
+        "single_turn": "不带系统提示和上文",
+        "report": "说明输出文件的内容，并画出长度分布",
+        "tokenizer_dir": "--report 用的分词器目录",
+        "max_seq_len": "--report 用：训练时在多少个词元处截断（%(default)s）",
+        "strict": "只要有一个文件读不到结尾，就什么都不写",
+        "overwrite": "覆盖已有的输出文件",
+    },
+    "train_tokenizer": {
+        "": """用问答对文件或纯文本文件（每行一段）训练分词器，并打印概况。
+
+    python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
+        [--prompt_column NAME] [--response_column NAME] [--overwrite]
+
+每一百行留出一行，用来测量每个词元平均有几个字符。""",
+        "files": f"{FILES}，或 txt 文件",
+        "output_dir": "分词器写到哪个目录",
+        "vocab_size": "词表的词元数，至少 400",
+        "prompt_column": f"问题所在的列；{BY_NAME}",
+        "response_column": f"回答所在的列；{BY_NAME}",
+        "overwrite": "覆盖已有的分词器",
+    },
+    "serve": {
+        "": """用训练好的模型提供服务：OpenAI 的 HTTP 接口，以及一个对话网页。
+
+    python scripts/serve.py MODEL_DIR [--run RUN_DIR] [--host 127.0.0.1] [--port 8000] [--api_key KEY]
+
+MODEL_DIR 是 Hugging Face 目录或训练目录。网页显示训练目录 RUN_DIR 的曲线，训练时实时更新。
+需要另外安装：pip install -e '.[serve]'""",
+        "model_dir": "模型目录",
+        "run": "网页显示哪个训练目录的曲线",
+        "host": "监听的地址；不是本机地址时必须写 --api_key",
+        "port": "端口",
+        "api_key": "API 密钥；默认：$CHAT_API_KEY",
+        "slots": "同时生成的回答数；0：GPU 上 64 个，CPU 上 16 个",
+        "max_prompt_tokens": "提问最多的词元数",
+        "max_new_tokens": "回答最多的词元数",
+        "max_waiting": "最多允许多少个请求排队",
+        "request_seconds": "一个回答最多用多少秒",
+        "single_turn": "每个问题单独回答，不带上文",
+    },
+    "check_training_progress": {
+        "": "从训练日志查看各次训练的进度。",
+        "run_dirs": "训练目录；不写时用 model_save/ 下最近写过日志的那个",
+        "watch": "显示训练的屏幕，直到按 Ctrl+C；写了秒数，或者不在终端上，就每隔这么多秒打印一次报告（默认 10 秒）",
+        "plot": "画出损失随问答对和时间的变化",
+    },
+    "export": {
+        "": "把训练好的模型再导出一份：bf16 权重，或者在 CPU 上很快的 CTranslate2 格式。",
+        "model_dir": "Hugging Face 目录，或训练目录（用 best/，没有就用 last/）",
+        "to": "导出成哪种格式",
+        "output_dir": "写到哪个目录；默认：MODEL_DIR 后面加 -bf16 或 -ctranslate2",
+        "quantization": "ctranslate2 的数值格式（%(default)s）",
+        "overwrite": "覆盖已有的目录",
+    },
+    "merge_lora": {
+        "": """把适配器合并进底座，写成普通的模型目录。
+
+    python scripts/merge_lora.py ADAPTER_DIR OUTPUT_DIR
+
+ADAPTER_DIR 是适配器的目录，或其训练目录（用 best/，没有就用 last/）。底座的位置由适配器记录；分词器用适配器的，
+没有就用底座的。逐个矩阵以 float32 相加，再按底座的精度写出，所以比内存大的模型也能合并。""",
+        "adapter": "适配器目录或训练目录",
+        "output": "写到哪个目录",
+    },
+    "convert_tokenizer": {
+        "": """把模型的 SentencePiece 分词器转换成训练能读的 tokenizer.json，只需一次，不联网。
+
+    python scripts/convert_tokenizer.py MODEL_DIR
+
+由 transformers 转换（pip install -e '.[convert]'）。文件写在权重旁边；tokenizer_config.json 里缺少的
+eos、pad、unk 词元名称会补上，其余不变。""",
+        "directory": "模型目录",
+    },
+    "train_lora": {
+        "": """用教程里的命令训练 LoRA 适配器：transformers、PEFT、bitsandbytes 的参数。
+
+    python scripts/train_lora.py --model_name_or_path Qwen/Qwen1.5-7B-Chat --data_path ./data/dataset \\
+        --output_dir ./output --use_4bit --bf16 --num_train_epochs 3 --per_device_train_batch_size 1 \\
+        --gradient_accumulation_steps 16 --learning_rate 2e-4 --lora_rank 32 --lora_alpha 64 --save_steps 500 \\
+        --max_seq_length 1024 --logging_steps 10 --dataloader_num_workers 2
+    accelerate launch --multi_gpu --num_processes 2 scripts/train_lora.py ...       用 torchrun 也可以
+
+第一个参数写 plan 或 doctor，就只估算或检查，不训练。先打印每个参数在这里是什么，再用这些选项运行 train_low_mem.py；
+它自己的选项在这里也能用，见 docs/options.md。停下之后再输入同一条命令就接着训练。模型名如果不是目录，就在
+Hugging Face 和 ModelScope 已下载的模型里找；不会下载任何东西。""",
+    },
+    "demo_data": {
+        "": "写出演示用的 train.parquet、valid.parquet 和 test.parquet。",
+        "output_dir": "写到哪个目录",
+        "pairs": "三个文件合计大约多少对",
+        "seed": "随机种子",
+    },
+    "demo_score": {
+        "": "按回答是否完全一致给导出的模型打分。",
+        "model_dir": "模型目录",
+        "test_file": "测试文件",
+        "minimum": "正确率低于此值（0 到 1）时退出码为 1",
+    },
+}

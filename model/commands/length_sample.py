@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
+from model.commands.objective import objective_for
 from model.data.file_list import data_files
 from model.data.length_histogram import Lengths, histogram
 from model.data.sampler import Mixture, mixture_of
@@ -15,7 +16,6 @@ from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
 from model.run.run_dir import TOKENS_DIR
 from model.train.examples import Examples
-from model.train.objectives.registry import objective_for
 
 SAMPLED_ROWS = 20_000
 TOKEN_BYTES = 2.4  # per token in a token store, with its share of lengths and offsets
@@ -26,7 +26,7 @@ class Sample:
     """What is known about the training pairs."""
 
     lengths: Lengths
-    source: str  # where the lengths come from, for people
+    source: tuple[str, dict]  # where the lengths come from: a key after source. in the catalogue and its values
     num_pairs: int | None  # of an epoch; None: unknown
     store_bytes: int  # of the token store that the run will write
 
@@ -39,12 +39,12 @@ def sample_of(config, origin):
     objective = objective_for(config, origin.model_config, tokenizer)
     longest = objective.length_bounds(np.full((1, len(objective.sides)), config.max_seq_len))
     if tokenizer is None or not all(Path(path).is_file() for path in paths):
-        return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), "assumed, each as long as max_seq_len", None, 0)
+        return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), ("assumed", {}), None, 0)
     store = find_store(Source(paths, objective, tokenizer, config.max_seq_len, columns), TOKENS_DIR)
     if store:
         mixture = mixture_of(store.rows_of_files, weights)
         examples = Examples(store, objective, None, 0, mixture=mixture)
-        return Sample(examples.histogram, f"counted in {store.directory}", examples.epoch_pairs, 0)
+        return Sample(examples.histogram, ("counted", dict(place=str(store.directory))), examples.epoch_pairs, 0)
     rows = [list(islice(objective.read(path, columns, Counter()), SAMPLED_ROWS)) for path in paths]
     encoded = (objective.encode(some, tokenizer, config.max_seq_len) for some in rows)
     lengths = [objective.length_bounds(side_lengths(part)) for part in encoded]
@@ -53,7 +53,7 @@ def sample_of(config, origin):
     store_bytes = sum(int(part.sum() * TOKEN_BYTES * scale) for part, scale in zip(lengths, scales, strict=True))
     counts = [len(part) for part in lengths]
     pairs = sum((mixture_of(counts, weights) or Mixture((), tuple(counts))).taken) if is_all else None
-    source = f"{num_sampled:,} sampled and one of the greatest length"
+    source = "sampled", dict(count=num_sampled)
     return Sample(histogram(np.concatenate([*lengths, longest])), source, pairs, store_bytes)
 
 

@@ -1,13 +1,15 @@
 """Makes the network of a run on this rank's device, in the way that the options ask for its numbers."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
+from model.commands.recipe import update_options
+from model.formats.weights import LoadedWeights, load_into
+from model.nn.attention import has_kernels
 from model.nn.lora import attach, draw
 from model.nn.registry import family_of
-from model.nn.weights_io import LoadedWeights, load_into
+from model.runtime.cgroup import num_cpus
 from model.runtime.distributed import broadcast
 from model.runtime.watchdog import untimed
 from model.train.optim import update_works
@@ -48,12 +50,12 @@ def start_kernels(ranks, config, model):
 
     `model` may be without memory. What fails there fails again, with its message, where the kernel is needed.
     """
-    family, works = family_of(model.config), update_works(model.flat, config, ranks.device)
-    if family.has_kernels(ranks.device, model.compute_dtype, model.config):
-        works += family.kernel_works(model.config, ranks.device, config.dropout)
+    works = update_works(model.flat, update_options(config), ranks.device)
+    if has_kernels(ranks.device, model.compute_dtype, *model.config.kernel_sizes):
+        works += family_of(model.config).kernel_works(model.config, ranks.device, config.dropout)
     if not works:
         return []
-    pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // ranks.world_size, 1))
+    pool = ThreadPoolExecutor(max(num_cpus() // ranks.world_size, 1))
     ready = pool.submit(_start_triton, ranks.device)
     return [pool.submit(_launch, work, ranks.device, ready) for work in works]
 
@@ -81,20 +83,3 @@ def compute_dtype(mixed_precision, device):
     """bfloat16 if `mixed_precision` is bf16, or if it is auto and the GPU supports it natively; else float32."""
     is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and is_native) else torch.float32
-
-
-def set_numerics(config, ranks):
-    """Set the process's threads and algorithms for `exact` and `deterministic`.
-
-    Raises ValueError if `exact` is on a GPU.
-    """
-    if config.exact:
-        if ranks.device.type != "cpu":
-            raise ValueError(
-                "--exact=True works only on the CPU: the libraries of a GPU choose the order of their sums; set "
-                "CUDA_VISIBLE_DEVICES= to train on the CPU, or type --deterministic=True instead: bit-equal "
-                "results on the same number of equal GPUs"
-            )
-        torch.set_num_threads(1)
-    if config.deterministic or config.exact:
-        torch.use_deterministic_algorithms(True)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from model.commands.model_cache import how_to_get
-from model.nn.adapter_io import weights_directory
+from model.formats.adapters import weights_directory
 from model.run.checkpoint import checkpoint_paths
 from model.run.run_dir import RUN_MARKERS, is_exported
 

@@ -4,10 +4,14 @@ And for those that were misspelt, of a run or of a script.
 """
 
 import argparse
+import os
 import re
 import sys
 from difflib import get_close_matches
+from pathlib import Path
 
+from model.commands.help_zh import PARSER_ZH, SCRIPTS_ZH
+from model.display.catalogue import language_of
 from model.runtime.terminal import printable
 
 MIN_SIMILARITY = 0.8  # of two names, from 0 to 1: a less similar suggestion misleads
@@ -85,6 +89,7 @@ NEEDLESS = {  # pattern of option names: why they may be left out
 }
 
 MISSING_OPTIONS = {  # pattern of option names: what to do instead
+    r"exact": "--deterministic=True gives equal bits on equal hardware and an equal number of processes",
     r"num_processes|nproc_per_node|num_gpus|n_gpus|world_size": "a launcher starts the processes, as README.md "
     "shows: torchrun or accelerate",
     r"(cpu_)?(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "each GPU holds the whole model: for less memory type "
@@ -134,7 +139,19 @@ def why_needless(name):
 
 
 class ScriptParser(argparse.ArgumentParser):
-    """An ArgumentParser of scripts, which answers an unknown option with the most similar one."""
+    """An ArgumentParser of scripts, with a Chinese help; it answers an unknown option with the most similar one."""
+
+    def format_help(self):
+        words = SCRIPTS_ZH.get(Path(self.prog).stem, {}) if language_of(os.environ) == "zh" else {}
+        if not words:
+            return super().format_help()
+        self.description = words[""]
+        for action in self._actions:
+            action.help = words.get(action.dest, action.help)
+        text = super().format_help()
+        for english, chinese in PARSER_ZH.items():
+            text = text.replace(english, chinese, 1)
+        return text
 
     # before argparse, which would rather say that a required option is missing that was misspelt
     def parse_known_args(self, args=None, namespace=None):

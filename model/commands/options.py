@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from config import PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, rates_of
+from model.commands.launcher_options import taken_over
 from model.commands.option_names import unknown_option
 from model.commands.usage import FLAGS, HELP, commands_text, usage, with_command
 from model.data.file_list import data_files, unweighted_files
+from model.display.catalogue import texts_here
 from model.runtime.json_stream import read_object
 
 RMS_FACTOR = 100  # learning rate of optimizers that scale updates by a tensor's RMS, over AdamW's, about
@@ -229,13 +231,27 @@ def _read_stored(run_dir):
         preset, given = stored["preset"], stored["given"] | kept
         if preset not in PRESETS or not all(isinstance(value, str | int | float) for value in given.values()):
             raise ValueError(f"preset {preset!r} with {given!r}")
-        return preset, given | dict(output_dir=run_dir)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if "architectures" in stored:
             raise ValueError(
                 f"--output_dir={run_dir} is an exported model: give the run's directory, which holds it"
             ) from None
         raise ValueError(f"{path} cannot be read ({error}): delete it and type the run's options again") from None
+    if str(given.pop("exact", False)) == "True":
+        raise ValueError(
+            f"{run_dir} was started with --exact=True, which this version does not have: go on with the version that "
+            f"wrote it, {ANOTHER_RUN}"
+        )
+    return preset, given | dict(output_dir=run_dir)
+
+
+def command_line(argv):
+    """The words of a command line: the command, its options, and those that accelerate's launcher was given instead.
+
+    Raises ValueError as `with_command` and `taken_over`.
+    """
+    words = with_command(argv)
+    return words if set(HELP) & set(words) else [*words, *taken_over(words)]
 
 
 def exit_early(words):
@@ -245,12 +261,14 @@ def exit_early(words):
     """
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank finds the same problems
     try:
-        command, *rest = with_command(words)
+        command, *rest = command_line(words)
         if asked := set(HELP) & {command, *rest}:
             if is_main:
                 print(commands_text() if command in asked else usage(command))
             sys.exit(0)
         _check_early(command, rest)
+        if is_main and (taken := [word for word in rest if word not in words]):
+            print(texts_here()("launcher.taken", options=" ".join(taken)), file=sys.stderr)
     except ValueError as error:
         if is_main:
             from model.runtime.terminal import printable_lines

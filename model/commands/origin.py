@@ -12,22 +12,21 @@ import torch
 
 from model.commands.adapter import AdapterStart, check_adapter_of, find_base, start_of
 from model.commands.no_model import check_source
+from model.commands.objective import objective_of
 from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import with_turn_end
-from model.nn.adapter_io import adapter_directory, load_merged, tokenizer_directory
+from model.formats.adapters import adapter_directory, load_merged, tokenizer_directory
+from model.formats.weights import LoadedWeights, check_fits, load_into
 from model.nn.lora import attach
 from model.nn.registry import config_from, config_values, family_of, load_model_config
-from model.nn.weights_io import LoadedWeights, check_fits, load_into
 from model.run.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
-from model.run.checkpointer import checksum
 from model.run.run_dir import TOKENIZER_DIR
+from model.run.saver import checksum
 from model.run.train_state import state_of, state_values
 from model.runtime.distributed import agree, broadcast, from_main, from_main_before_joining
 from model.runtime.watchdog import untimed
 from model.train.derive import derive, is_derived, with_derived
-from model.train.objectives.registry import objective_of
-from model.train.optim import count_steps
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -157,7 +156,7 @@ def _check_model_config(ranks, config, typed, origin):
             raise ValueError(f"--model={config.model}: leave it out, {whose} set the sizes: {differences}")
     if weights:
         from_main(ranks, _check_weights, origin, config.finetune_from_ckp_file)
-    if config.trainable not in (parts := family_of(model_config).parts):
+    if config.trainable not in (parts := model_config.parts):
         raise ValueError(f"--trainable={config.trainable}: this network can train {', '.join(parts)}")
 
 
@@ -232,7 +231,7 @@ def restore(ranks, model, optimizer, found):
     """
     from_main(ranks, _load, model, optimizer, found)
     broadcast(ranks, [*model.flat.weights, *snapshot_of(model, optimizer).optimizer.values()])
-    count_steps(optimizer)
+    optimizer.count_steps()
     if ranks.is_main:
         LOGGER.info("resuming from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)
     return replace(found.state, world_size=ranks.world_size)

@@ -7,15 +7,28 @@ from pathlib import Path
 
 import torch
 import ujson
+from rich.cells import cell_len
 
 from config import as_type
+from model.commands.expected_time import card, expected_text
 from model.commands.length_sample import sample_of
 from model.commands.network import compute_dtype
 from model.commands.options import read_request
 from model.commands.origin import find_origin
+from model.commands.recipe import (
+    answers_wanted,
+    launch_tokens_here,
+    memory_spec,
+    plan_options,
+    with_optimizer,
+)
+from model.commands.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
 from model.commands.settled import settled
 from model.data.length_histogram import Lengths
-from model.memory.estimate import Estimate, disk_bytes, optimizer_bytes
+from model.display.catalogue import Texts, texts_here
+from model.display.console import padded
+from model.memory.duration import step_seconds
+from model.memory.estimate import Estimate, disk_bytes
 from model.memory.plan import (
     CHUNKS,
     USABLE,
@@ -28,13 +41,11 @@ from model.memory.plan import (
     recording_asked,
 )
 from model.memory.step_time import time_factor
-from model.run.messages import texts_here
 from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
-from model.train.footprint import answers_wanted, launch_tokens_here, memory_spec, plan_options
-from model.train.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs, warmup_problem
+from model.train.lr_schedule import warmup_problem
 
-OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool)
+OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool, gpu=str)
 GIB = 2**30
 COLLECTIVE_BYTES = 400 * 2**20  # NCCL's buffers on each GPU, if there are several
 HOST_BYTES = dict(cuda=int(2.2 * GIB), cpu=int(0.6 * GIB))  # per process: Python, torch, the GPU's libraries
@@ -72,7 +83,7 @@ def plan_text(stray, options):
     as_json = as_type("json", own.get("json", False), OWN_OPTIONS)
     request = read_request(stray, options)
     try:
-        values = preview(request.config, request.typed, num_processes, vocab_size)
+        values = preview(request.config, request.typed, num_processes, vocab_size, own.get("gpu", ""))
     except NothingFits as error:
         if as_json:
             print(ujson.dumps(dict(fits=False, refused=str(error)), indent=1))
@@ -85,15 +96,17 @@ def plan_text(stray, options):
     return text
 
 
-def preview(config, typed, num_processes=0, vocab_size=0):
+def preview(config, typed, num_processes=0, vocab_size=0, gpu=""):
     """What a run of `config` would take, as plain values for `table` and for JSON.
 
-    `typed` holds the names of the options on the command line; 0 processes or tokens: as on this machine.
-    Raises ValueError if the vocabulary size is unknown, NothingFits if one example does not fit.
+    `typed` holds the names of the options on the command line; 0 processes or tokens, no `gpu`: as on this machine.
+    Raises ValueError if the vocabulary size or the GPU is unknown, NothingFits if one example does not fit.
     """
     num_gpus = torch.cuda.device_count()
     world = num_processes or max(num_gpus, 1)
-    limit = int(config.gpu_memory_limit_gb * GIB) or (num_gpus and torch.cuda.get_device_properties(0).total_memory)
+    name, known = card(gpu)
+    limit = int((config.gpu_memory_limit_gb or (known.gib if gpu else 0)) * GIB)
+    limit = limit or (num_gpus and torch.cuda.get_device_properties(0).total_memory)
     machine = Machine(world, limit or None)
     origin = _origin(config, vocab_size)
     config, why = settled(config, typed, origin)
@@ -109,12 +122,17 @@ def preview(config, typed, num_processes=0, vocab_size=0):
     asked = recording_asked(plan_options(config), spec, num_steps)
     plan = choose_plan(plan_options(config), estimate, machine.usable_bytes, asked)
     tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
+    steps = _steps(config, typed, batch, num_pairs)
     return dict(
+        expected=dict(gpu=name, step_seconds=known and step_seconds(plan, estimate, known), steps=steps["count"]),
         machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
         ignored_weights=_ignored_weights(config), model=config.model,
         parameters=spec.parameters, trained=spec.trained, dtype=str(dtype).removeprefix("torch."),
-        lengths=dict(source=sample.source, pairs=int(lengths.counts.sum()), mean=lengths.mean, longest=lengths.longest),
-        steps=_steps(config, typed, batch, num_pairs),
+        lengths=dict(
+            source=_source_text(sample.source, Texts("en")), origin=sample.source, pairs=int(lengths.counts.sum()),
+            mean=lengths.mean, longest=lengths.longest,
+        ),
+        steps=steps,
         optimizer=dict(name=config.optimizer, learn_rate=config.learn_rate, why=texts_here()(f"why.{why}")),
         share_pairs=share_pairs, fixed_bytes=estimate.fixed,
         bytes_per_token=_bytes_per_token(spec, lengths, plan, tokens), plan=asdict(plan),
@@ -165,7 +183,7 @@ def _steps(config, typed, batch, num_pairs):
     warmup = warmup_pairs(config, total_pairs, batch) / batch
     check_warmup(config, typed, warmup, full_steps)
     count = steps_between(0, total_pairs, num_pairs, batch)
-    return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config, warmup, full_steps))
+    return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config.learn_rate, warmup, full_steps))
 
 
 def _phases(config, estimate, plan, usable_bytes):
@@ -180,18 +198,18 @@ def _levers(config, chosen, machine, plan):
         return []
     tokens, chunk, checkpointing = plan.cutting
     spec = chosen.spec
-    rows = [(f"chunk of {size} targets", spec, (tokens, size, checkpointing)) for size in CHUNKS]
+    rows = [("chunk", size, spec, (tokens, size, checkpointing)) for size in CHUNKS]
     longest, all_tokens = chosen.lengths.longest, chosen.share_pairs * chosen.lengths.longest
     # train refuses smaller ones, and no step has more tokens
     sizes = [size for size in (tokens // 2, 2 * tokens) if longest <= size <= all_tokens]
-    rows += [(f"micro-batch of {size}", spec, (size, chunk, checkpointing)) for size in sizes]
+    rows += [("micro_batch", size, spec, (size, chunk, checkpointing)) for size in sizes]
     blocks = {False: 0, True: chosen.num_blocks}
-    rows += [(f"gradient checkpointing {on}", spec, (tokens, chunk, number)) for on, number in blocks.items()]
+    rows += [("checkpointing", on, spec, (tokens, chunk, number)) for on, number in blocks.items()]
     for optimizer in () if spec.lora else ("muon", "adamw_rms", "adafactor"):
-        rows.append((f"optimizer {optimizer}", replace(spec, optimizer=optimizer), plan.cutting))
+        rows.append(("optimizer", optimizer, with_optimizer(spec, optimizer), plan.cutting))
     levers = []
     lengths = chosen.lengths
-    for name, changed, cutting in rows:
+    for kind, value, changed, cutting in rows:
         estimate = Estimate(changed, lengths, chosen.share_pairs, chosen.answers)
         room = Room(estimate, machine.usable_bytes * USABLE)
         largest, changed_plan = fitting_plan(room, all_tokens, *cutting[1:]), room.plan(*cutting, graphs=plan.graphs)
@@ -199,7 +217,8 @@ def _levers(config, chosen, machine, plan):
         fits = room.holds(*cutting) and not phase_problem(phases, machine.usable_bytes)
         factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
         levers.append(
-            dict(lever=name, peak_bytes=estimate.step_peak(*cutting), fits=fits, time_factor=round(factor, 3),
+            dict(lever=Texts("en")(f"lever.{kind}", value=value), kind=kind, value=value,
+                 peak_bytes=estimate.step_peak(*cutting), fits=fits, time_factor=round(factor, 3),
                  largest_micro_batch_tokens=largest.micro_batch_tokens if largest else 0)
         )  # fmt: skip
     return levers
@@ -208,7 +227,7 @@ def _levers(config, chosen, machine, plan):
 def _host(config, estimate, plan, device, world):
     """Bytes of host memory and /dev/shm that the run needs, and bytes free in /dev/shm."""
     weights, saved = 4 * estimate.spec.parameters, 4 * estimate.spec.saved
-    optimizer_state = optimizer_bytes(estimate.spec)[0]
+    optimizer_state = estimate.spec.state_bytes
     compute = weights if device == "cuda" else max(estimate.peaks(*plan.cutting, plan.answers).values())
     rank_bytes = HOST_BYTES[device] + compute
     return dict(
@@ -230,49 +249,63 @@ def _disk(config, spec, store_bytes):
 
 def table(values):
     """Text of the table that `plan` prints for the values of `preview`."""
-    plan, block, host = values["plan"], values["largest_block"], values["host"]
-    limit = values["machine"]["usable_bytes"]
+    plan, block, host, text = values["plan"], values["largest_block"], values["host"], texts_here()
+    limit, lengths = values["machine"]["usable_bytes"], values["lengths"]
+    weights, comma = values["ignored_weights"], text("comma")
+    parts = comma.join(f"{text(f'part.{name}')} {gib(count)}" for name, count in values["fixed_bytes"].items())
+    source = _source_text(lengths["origin"], text)
     lines = [
-        *[("weights", "{ignored_weights}: not on this machine, so planned for --model={model}".format(**values))]
-        * bool(values["ignored_weights"]),
-        ("parameters", f"{values['parameters']:,}, {values['trained']:,} trained, computing in {values['dtype']}"),
-        ("pairs", "{pairs:,}: {source}; {mean:.1f} tokens on average, at most {longest}".format(**values["lengths"])),
-        ("steps", _steps_text(**values["steps"])),
-        ("optimizer", "{name}, {why}; peak learning rate {learn_rate:g}".format(**values["optimizer"])),
-        ("always in memory", ", ".join(f"{name} {gib(count)}" for name, count in values["fixed_bytes"].items())),
-        ("per packed token", f"{values['bytes_per_token'] / 1024:.1f} KiB"),
-        ("GPU memory", "no GPU" if limit is None else f"{gib(limit)} for the allocator; the plan uses {USABLE:.0%}"),
-        ("plan", "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, gradient checkpointing "
-         "of {gradient_checkpointing} blocks, {answers} answers at a time".format(**plan)),
-        ("recorded steps", "yes: replayed as CUDA graphs" if plan["graphs"] else "no"),
-        ("forwards per step", f"{values['forwards']} on average, for {values['share_pairs']} pairs per GPU"),
-        *((f"peak: {name}", gib(count) + ", does not fit" * (count > (limit or math.inf)))
+        *[(text("plan.weights"), text("plan.weights.found", weights=weights, model=values["model"]))] * bool(weights),
+        (text("plan.parameters"), text("plan.parameters.found", **_of(values, "parameters trained dtype"))),
+        (text("plan.pairs"), text("plan.pairs.found", source=source, **_of(lengths, "pairs mean longest"))),
+        (text("plan.steps"), _steps_text(text, **values["steps"])),
+        (text("plan.optimizer"), text("plan.optimizer.found", **values["optimizer"])),
+        (text("plan.expected"), expected_text(**values["expected"])),
+        (text("plan.always"), parts),
+        (text("plan.per_token"), f"{values['bytes_per_token'] / 1024:.1f} KiB"),
+        (text("plan.card"),
+         text("plan.card.none") if limit is None else text("plan.card.found", size=gib(limit), share=USABLE)),
+        (text("plan.plan"), text("plan.plan.found", **plan)),
+        (text("plan.recorded"), text("plan.recorded.yes" if plan["graphs"] else "plan.recorded.no")),
+        (text("plan.forwards"), text("plan.forwards.found", count=values["forwards"], pairs=values["share_pairs"])),
+        *((text("plan.peak", phase=text(f"phase.{name}")),
+           gib(count) if count <= (limit or math.inf) else text("plan.too_large", size=gib(count)))
           for name, count in values["phases"].items()),
-        *((f"with {lever['lever']}", _lever_text(lever)) for lever in values["levers"]),
-        ("an ordinary trainer", "{pairs} x {tokens} x {vocabulary:,} x 4 B = ".format(**block)
-         + f"{block['bytes'] / GIB:.2f} GiB of logits in one tensor; this one holds none"),
-        ("host memory", f"{gib(host['rank_bytes'])} per rank, {gib(host['main_rank_bytes'])} on rank 0"),
-        ("/dev/shm", f"{gib(host['shm_bytes'])} of {gib(host['shm_free_bytes'])} free"),
-        ("disk", f"{gib(host['disk_bytes'])} of {gib(host['disk_free_bytes'])} free"),
+        *[(text("plan.levers"), text("plan.levers.found"))] * bool(values["levers"]),
+        *(_lever_line(text, lever) for lever in values["levers"]),
+        (text("plan.ordinary"), text("plan.ordinary.found", gib=block["bytes"] / GIB, **block)),
+        (text("plan.host"), text("plan.host.found", rank=gib(host["rank_bytes"]), main=gib(host["main_rank_bytes"]))),
+        ("/dev/shm", text("plan.free", size=gib(host["shm_bytes"]), free=gib(host["shm_free_bytes"]))),
+        (text("plan.disk"), text("plan.free", size=gib(host["disk_bytes"]), free=gib(host["disk_free_bytes"]))),
     ]  # fmt: skip
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
+    width = max(cell_len(name) for name, _ in lines)
+    return "\n".join(f"{padded(name, width)}  {found}" for name, found in lines)
 
 
-def _steps_text(pairs, count, warmup, problem):
+def _of(values, names):
+    return {name: values[name] for name in names.split()}
+
+
+def _source_text(source, text):
+    """Where the lengths of a Sample come from, in words."""
+    kind, values = source
+    return text(f"source.{kind}", **values)
+
+
+def _steps_text(text, pairs, count, warmup, problem):
     if not count:
-        return f"of {pairs} pairs; the number of steps is known once the data is tokenised"
-    return f"{count:,.0f} of {pairs} pairs; " + (
-        problem or "warm-up " + ("unknown" if warmup is None else f"{warmup:,.0f}")
-    )
+        return text("plan.steps.unknown", pairs=pairs)
+    warm = text("plan.warmup.unknown") if warmup is None else text("plan.warmup", steps=warmup)
+    return text("plan.steps.found", count=count, pairs=pairs, warmup=problem or warm)
 
 
-def _lever_text(lever):
-    fits = "fits" if lever["fits"] else "does not fit"
-    return (
-        f"{gib(lever['peak_bytes'])}, {fits}, time x {lever['time_factor']:.2f}; "
-        f"at most {lever['largest_micro_batch_tokens']:,} tokens per forward"
-    )
+def _lever_line(text, lever):
+    figures = dict(size=gib(lever["peak_bytes"]), factor=lever["time_factor"])
+    said = text(
+        "plan.lever.fits" if lever["fits"] else "plan.lever.too_large",
+        tokens=lever["largest_micro_batch_tokens"], **figures,
+    )  # fmt: skip
+    return text("plan.with", lever=text(f"lever.{lever['kind']}", value=lever["value"])), said
 
 
 def gib(count):

@@ -1,8 +1,12 @@
 """What a run's options become once it is known what the run starts from: its adapter's, its optimizer, its rate."""
 
+from dataclasses import replace
+
+from config import FINE_TUNED_WIDTH, LORA_OPTIMIZER, default_learn_rate, with_optimizer
 from model.commands.adapter import with_adapter
 from model.commands.options import check_learn_rate
-from model.train.optim import OPEN, choose_optimizer
+
+OPEN = ("absent", "muon", "others")  # reasons of a choice that waits for the weights
 
 
 def settled(config, typed, origin):
@@ -14,6 +18,36 @@ def settled(config, typed, origin):
     trained_by = origin.weights.optimizer if origin.weights else None
     config = with_adapter(config, origin.adapter)
     config, why = choose_optimizer(config, typed, bool(origin.found), trained_by)
+    if config.optimizer == "adamw" and config.finetune_from_ckp_file and not config.lora_rank and not origin.found:
+        config = config if "learn_rate" in typed else replace(config, learn_rate=_fine_tuning_rate(config, origin))
     if why in OPEN and "learn_rate" in typed:
         check_learn_rate(config)
     return config, why
+
+
+def _fine_tuning_rate(config, origin):
+    """AdamW's default peak here: its best rate falls with the width (Yang et al. 2022, arXiv 2203.03466)."""
+    return default_learn_rate(config) * min(FINE_TUNED_WIDTH / origin.model_config.width, 1)
+
+
+def choose_optimizer(config, typed, is_resumed, trained_by):
+    """(`config` with an optimizer and its rate, why it has this one: a key of the catalogue of texts after `why.`).
+
+    - One that was typed, or that a resumed run began with, stays.
+    - Random weights get Muon, an adapter AdamW; `load_config` knows both before any file is read.
+    - Weights that are all trained further keep the kind of update that made them, because orthogonalised updates
+      degrade weights that AdamW made (arXiv 2605.10468). `trained_by` is the optimizer of this trainer that trained all
+      of them last, as its exports say. Muon's keep Muon; so do weights that are not on this machine (None), which plan
+      takes for made here. All others get AdamW: downloaded models, state dicts, what another optimizer trained last. A
+      merged adapter changes nothing: its base's optimizer counts.
+    """
+    if config.optimizer == "auto":
+        why = "absent" if trained_by is None else "muon" if trained_by == "muon" else "others"
+        return with_optimizer(config, "adamw" if why == "others" else "muon"), why
+    if is_resumed:
+        return config, "resumed"
+    if "optimizer" in typed or (config.lora_rank and config.optimizer != LORA_OPTIMIZER):
+        return config, "typed"
+    if config.lora_rank:
+        return config, "adapter"
+    return config, "typed" if config.finetune_from_ckp_file else "scratch"

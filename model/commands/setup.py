@@ -5,19 +5,25 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from config import TrainConfig
 from model.commands.adapter import without_adapter
+from model.commands.evaluation import Rules
+from model.commands.foresight import check_disk, warn_of_data
 from model.commands.network import (
     compute_dtype,
     draft_model,
     fill_model,
     make_model,
-    set_numerics,
     start_kernels,
     wait_for_kernels,
 )
 from model.commands.no_model import check_tested
+from model.commands.objective import objective_for
 from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
+from model.commands.recipe import estimate_for, has_dropout, memory_spec, plan_options, update_options
+from model.commands.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
 from model.commands.same_run import check_same_run, why_not_compared
 from model.commands.settled import settled
 from model.commands.tokenising import write_beside
@@ -26,12 +32,12 @@ from model.data.row_hashes import describe_shared
 from model.data.sampler import mixture_of
 from model.data.token_store import Source, open_store
 from model.data.tokenizer import ChatTokenizer
+from model.display.console import Progress
 from model.generate.sampling import Sampling, generation_config
 from model.memory.plan import MemoryPlan, choose_plan
+from model.nn.attention import has_kernels
 from model.nn.lora import lora_values
 from model.nn.registry import config_values, family_of
-from model.run.best_model import Rules
-from model.run.console import Progress
 from model.run.run_dir import TOKENS_DIR
 from model.run.train_state import TrainState, kept_recovery, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
@@ -42,12 +48,9 @@ from model.train.derive import with_zeros
 from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
 from model.train.evaluate import Evaluation
 from model.train.examples import Examples, check_lengths
-from model.train.footprint import estimate_for, has_dropout, plan_options
 from model.train.loader import Loader, Schedule
 from model.train.lr_schedule import LearnRate
-from model.train.objectives.registry import objective_for
 from model.train.optim import make_optimizer
-from model.train.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
 from model.train.step import StepContext
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -110,7 +113,7 @@ def prepare_run(ranks, config, typed, resumed):
     `typed` holds the names of the options on the command line. Raises ValueError if the options contradict each other,
     the data or the checkpoint.
     """
-    set_numerics(config, ranks)
+    torch.use_deterministic_algorithms(config.deterministic)
     other_process, usable = set_memory_limit(config, ranks.device)
     free = dict(start=free_bytes())
     batch = global_batch(config, ranks.world_size, typed)
@@ -120,23 +123,27 @@ def prepare_run(ranks, config, typed, resumed):
     config, why = settled(config, typed, origin)
     lap("weights")
     model = draft_model(ranks, config, origin.model_config, origin.adapter)
+    spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
+    check_disk(ranks, config.output_dir, config.keep_latest_n_ckp, spec, resumed)
     kernels = start_kernels(ranks, config, model)
     train, *validation = _open_data(ranks, config, origin)
     schedule = _schedule(config, typed, train.epoch_pairs, batch, found)
+    if ranks.is_main:
+        warn_of_data(train, origin.tokenizer, config.finetune_from_ckp_file, batch)
     lap("data")
     plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
     fill_model(ranks, config, model, origin.weights, origin.adapter)
     reference, (train, *validation) = read_derived(model, ranks, config, found, (train, *validation), plan)
     free["model"] = free_bytes()
-    optimizer = make_optimizer(model, config, (ranks.rank, ranks.world_size))
+    optimizer = make_optimizer(model, update_options(config), (ranks.rank, ranks.world_size))
     free["optimizer"] = free_bytes()
     lap("model")
     update_seconds = dry_run_update(ranks, model, optimizer, config.reduce_dtype)
     lap("update")
     wait_for_kernels(kernels)
     lap("kernels")
-    context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule, config.exact), config)
-    evaluation = _evaluation(context, validation[0], origin.tokenizer) if validation else None
+    context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule), update_options(config))
+    evaluation = _evaluation(config, context, validation[0], origin.tokenizer) if validation else None
     run = Run(config, origin.tokenizer, context, evaluation, _rules(config), why_optimizer=why)
     state = replace(_initial_state(run, found), reference=reference)
     run, state, plan = _planned(run, state, found, other_process)
@@ -157,9 +164,8 @@ def _schedule(config, typed, epoch_pairs, batch, found):
     return Schedule(total_pairs, batch, config.seed, rate)
 
 
-def _evaluation(context, validation, tokenizer):
+def _evaluation(config, context, validation, tokenizer):
     """The Evaluation of a run."""
-    config = context.options
     num_answers = config.bleu_pairs if validation.objective.has_answers else 0
     sides = context.ranks, context.model, validation, tokenizer
     return Evaluation(*sides, num_answers, config.max_new_tokens, sampling_of(config))
@@ -178,10 +184,14 @@ def _planned(run, state, found, other_process):
     """(Run, TrainState, MemoryPlan) once the plan was tried on the device."""
     config, ranks = run.config, run.ranks
     stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
-    plan, memory = plan_run(run.context, run.evaluation, stored_plan, other_process)
+    estimate = estimate_for(
+        ranks, config, run.model.config, run.model.compute_dtype, run.train.histogram, run.schedule.global_batch
+    )
+    wanted = plan_options(config)
+    plan, memory = plan_run(run.context, run.evaluation, estimate, wanted, stored_plan, other_process)
     may_record = config.compile != "False" and run.model.uses_kernels
     recovery = kept_recovery(state, plan, may_record)
-    differs = found.state.differs(plan, state.world_size, config.exact) if found else ()
+    differs = found.state.differs(plan, state.world_size) if found else ()
     state = replace(state, plan=asdict(plan), growth=recovery, device=ranks.device.type)
     return replace(run, memory=memory, differs=differs), state, plan
 
@@ -255,12 +265,12 @@ def _open_examples(ranks, config, files, origin, evaluated=False):
         store = local_main_first(ranks, opened)
     agree(ranks, f"the pairs in {names}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))
     dtype = compute_dtype(config.mixed_precision, ranks.device)
-    kernels = family.has_kernels(ranks.device, dtype, origin.model_config)
+    kernels = has_kernels(ranks.device, dtype, *origin.model_config.kernel_sizes)
     first_id = family.first_id(origin.model_config, origin.tokenizer)
     examples = Examples(store, objective, family, first_id, config.seed, kernels)
     examples = with_zeros(examples) if objective.derived else examples
     answers = evaluated and config.bleu_pairs and objective.has_answers
-    check_lengths(examples, family.max_tokens(origin.model_config), config.max_new_tokens if answers else 0)
+    check_lengths(examples, origin.model_config.max_tokens, config.max_new_tokens if answers else 0)
     return examples
 
 
@@ -292,6 +302,8 @@ def prepare_test(ranks, config):
     model = make_model(ranks, config, origin.model_config, origin.weights)
     batch = config.batch_size_per_gpu * ranks.world_size
     schedule = _schedule(replace(config, epochs=1, max_steps=0), (), len(examples), batch, None)
-    context = StepContext(ranks, model, None, Loader(ranks, examples, schedule), config)
-    run = Run(config, origin.tokenizer, context, _evaluation(context, examples, origin.tokenizer), _rules(config))
-    return run, plan_run(context, run.evaluation, None, other_process)[0]
+    context = StepContext(ranks, model, None, Loader(ranks, examples, schedule), update_options(config))
+    evaluation = _evaluation(config, context, examples, origin.tokenizer)
+    run = Run(config, origin.tokenizer, context, evaluation, _rules(config))
+    estimate = estimate_for(ranks, config, model.config, model.compute_dtype, examples.histogram, batch)
+    return run, plan_run(context, evaluation, estimate, plan_options(config), None, other_process)[0]

@@ -8,7 +8,7 @@ from inspect import getsource
 
 from config import TrainConfig
 from model.commands.help_zh import HELP_ZH
-from model.run.messages import language_of, texts_here
+from model.display.catalogue import language_of, texts_here
 
 FLAGS = ("is_keep_training", "is_finetune", "use_small_config", "use_fast_config", "use_large_config", "overwrite")
 COMMANDS = ("train", "plan", "test", "doctor")

@@ -66,13 +66,13 @@ def chat_template(tokenizer: ChatTokenizer, prefix: str = "") -> str:
 
     `prefix` stands before each of the user's turns.
 
-    A special token that a message spells gets a space behind its first character, so that it stays text; messages of
+    A control token that a message spells gets a space behind its first character, so that it stays text; messages of
     other roles are left out. Raises ValueError like `encode_conversation`.
     """
     marks = marks_of(tokenizer)
     openers = marks.prefixes if marks.closer else MARKS
-    special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
-    harmless = [[token, f"{token[0]} {token[1:]}"] for token in special if len(token) > 1]
+    controls = [tokenizer.backend.id_to_token(number) for number in sorted(tokenizer.control_ids())]
+    harmless = [[token, f"{token[0]} {token[1:]}"] for token in controls if len(token) > 1]
     for token, text in harmless:
         prefix = prefix.replace(token, text)
     values = dict(

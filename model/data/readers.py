@@ -34,6 +34,10 @@ from model.runtime.json_stream import JsonText, OnMalformed, refuse
 
 MAX_NESTING = 8
 TURNS, COLUMN, CONTEXT = "turns", "column", "context"  # kinds of content that are read but not used
+IGNORED_WORDS = {
+    "unused": "not used", TURNS: "turns of role", COLUMN: "column", CONTEXT: "earlier turns", "others": "others",
+    "unit.turns": "turns", "unit.column": "rows", "unit.context": "pairs of longer dialogues",
+}  # fmt: skip
 MAX_NAMED, MAX_NAME_CHARS = 20, 40
 
 
@@ -136,18 +140,19 @@ def _sides(row: dict, request: _Request) -> tuple[str, str, tuple[str, ...]]:
     return prompt, join_columns(row, response), (*used, *response)
 
 
-def describe_ignored(ignored: Counter) -> str:
-    """The counts that read_pairs added to `ignored`, as one phrase for a message; "" if there are none."""
-    labels = {TURNS: "turns of role", COLUMN: "column", CONTEXT: "earlier turns"}
-    units = {TURNS: "turns", COLUMN: "rows", CONTEXT: "pairs of longer dialogues"}
-    names_by_kind = {kind: [] for kind in labels}
+def describe_ignored(ignored: Counter, words: dict[str, str] | None = None) -> str:
+    """The counts that read_pairs added to `ignored`, as one phrase for a message; "" if there are none.
+
+    `words` are those of IGNORED_WORDS in another language.
+    """
+    words = words or IGNORED_WORDS
+    names_by_kind = {kind: [] for kind in (TURNS, COLUMN, CONTEXT)}
     for (kind, name), count in ignored.most_common():
-        unit = units[kind] if count > 1 else units[kind].replace("s", "", 1)
-        names_by_kind[kind].append(
-            f"({count:,} {unit})" if kind == CONTEXT else f"{repr(name) if name else 'others'} ({count:,} {unit})"
-        )
-    lines = [f"{labels[kind]} {', '.join(names)}" for kind, names in names_by_kind.items() if names]
-    return f"not used: {'; '.join(lines)}" if lines else ""
+        unit = words[f"unit.{kind}"] if count > 1 else words[f"unit.{kind}"].replace("s", "", 1)
+        named = "" if kind == CONTEXT else f"{repr(name) if name else words['others']} "
+        names_by_kind[kind].append(f"{named}({count:,} {unit})")
+    lines = [f"{words[kind]} {', '.join(names)}" for kind, names in names_by_kind.items() if names]
+    return f"{words['unused']}: {'; '.join(lines)}" if lines else ""
 
 
 def read_rows(

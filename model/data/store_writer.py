@@ -1,7 +1,9 @@
 """Writes a token store: reads the files, encodes their rows, and puts the ids on the disk."""
 
 import hashlib
+import os
 from collections import Counter
+from contextlib import contextmanager
 from itertools import chain, islice
 
 import numpy as np
@@ -18,10 +20,10 @@ ROWS_PER_BATCH = 4096
 def write_store(source, key, directory, progress, stop):
     """Write the token store of a Source, whose `key` it is, to `directory`, whole or not at all.
 
-    Raises as `open_store`.
+    Raises as `open_store`, and ValueError for a file that changed since `key` was made.
     """
     counts, ignored = Counter(), Counter()
-    with whole_directory(directory) as draft:
+    with whole_directory(directory) as draft, unchanged(key["files"]) as sha256:
         batches = _encoded_batches(source, counts, ignored, progress, stop)
         lengths, values = _write_ids(source, draft / "ids.arrow", batches)
         if not lengths:
@@ -35,12 +37,49 @@ def write_store(source, key, directory, progress, stop):
             np.save(draft / f"{name}.npy", np.concatenate(parts))
         ids_sha256 = write_hashes(draft, len(lengths), values)
         meta = dict(
-            source=key, sha256=sha256_of(key["files"]), ids_sha256=ids_sha256, ignored=describe_ignored(ignored),
+            source=key, sha256=sha256, ids_sha256=ids_sha256, ignored=describe_ignored(ignored),
             rows=len(lengths), rows_of_files=[counts["file", place] for place in range(len(source.paths))],
             empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
             cut=[counts["cut", side] for side in range(lengths.shape[1])], turns_left_out=counts["turns"],
         )  # fmt: skip
         (draft / "meta.json").write_text(ujson.dumps(meta))
+
+
+@contextmanager
+def unchanged(files):
+    """Gives the hashes of what is read inside of it, those of the bytes of `files`, each dict(path, size, mtime_ns).
+
+    Raises ValueError where a file is not as it was then: what was read may be a part of each version. That is the error
+    too if reading failed.
+    """
+    _check_times(files)
+    sha256 = sha256_of(files)
+    try:
+        yield sha256
+    except (ValueError, OSError):
+        _check_times(files)
+        raise
+    _check_times(files)
+    for file, before, after in zip(files, sha256.split(), sha256_of(files).split(), strict=True):
+        if before != after:
+            raise _changed(file)
+
+
+def _check_times(files):
+    for file in files:
+        try:
+            found = os.stat(file["path"])
+        except FileNotFoundError:
+            raise _changed(file) from None
+        if (found.st_size, found.st_mtime_ns) != (file["size"], file["mtime_ns"]):
+            raise _changed(file) from None
+
+
+def _changed(file):
+    return ValueError(
+        f"{file['path']}: the file changed while it was read: wait until it is written as a whole, then type the same "
+        "command again"
+    )
 
 
 def sha256_of(files):

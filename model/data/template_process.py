@@ -80,8 +80,12 @@ def _limit(seconds, held):
 def _answer(request, render_jinja_template):
     try:
         shown, _ = render_jinja_template([request["messages"]], chat_template=request["template"], **request["tokens"])
+        shown[0].encode()
     except MemoryError:
         return dict(error=f"it takes more than {RENDER_BYTES / 2**30:.0f} GiB: put another template in its place")
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        return dict(error=f"it shows half a character, {half} (a lone surrogate): write the whole character there")
     except Exception as error:  # a template may raise whatever it likes
         return dict(error=f"{error!s:.200}")
     if len(shown[0]) > MAX_RENDERED_CHARS:

@@ -6,6 +6,7 @@ and atomically; every rank maps it without a copy in memory.
 """
 
 import hashlib
+import mmap
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from model.data.tokenizer import ChatTokenizer
 from model.runtime.atomic_io import held_lock, write_file
 from model.runtime.json_stream import read_object
 
-FORMAT = 4  # a store of another format is built again
+FORMAT = 5  # a store of another format is built again; up to 4, a text that spelled </s> or <think> held that token
 META = {"source", "sha256", "ids_sha256", "ignored", "rows", "rows_of_files", "empty", "tokens", "cut"}
 META |= {"turns_left_out"}
 
@@ -75,6 +76,7 @@ class TokenStore:
     values: dict  # {name: float32 (rows,)}; memory-mapped
     meta: dict
     directory: Path
+    maps: tuple = ()  # the mmaps of its files
 
     def __len__(self):
         return len(self.lengths)
@@ -96,7 +98,15 @@ class TokenStore:
         return f"{self.meta['sha256']} {source['max_seq_len']} {source['columns']}"
 
     def tokens(self, ids):
-        """The ids of each side of the examples `ids`, in that order: a tuple of int64 (tokens,), concatenated."""
+        """The ids of each side of the examples `ids`, in that order: a tuple of int64 (tokens,), concatenated.
+
+        Raises RuntimeError if a file became shorter since it was opened: reading it would end this process (SIGBUS).
+        """
+        if any(each.size() < len(each) for each in self.maps):
+            raise RuntimeError(
+                f"the tokens in {self.directory} were cut short while they were in use: delete that directory, then "
+                "resume"
+            )
         firsts, token_ids, offsets, sides = self._on_disk
         batches = np.searchsorted(firsts, ids, side="right") - 1
         rows, flat = ids - firsts[batches], []
@@ -163,15 +173,30 @@ def read_store(directory):
         meta = read_object(directory / "meta.json")
         if missing := META - meta.keys():
             raise ValueError(f"meta.json lacks {', '.join(sorted(missing))}")
-        rows = pa.ipc.open_stream(pa.memory_map(str(directory / "ids.arrow"))).read_all()
+        with open(directory / "ids.arrow", "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        rows = pa.ipc.open_stream(pa.py_buffer(mapped)).read_all()
         names = [path.stem for path in sorted(directory.glob("*.npy"))]
-        arrays = {name: np.lib.format.open_memmap(directory / f"{name}.npy", mode="r") for name in names}
+        arrays = {name: open_column(directory / f"{name}.npy", len(rows)) for name in names}
+        maps = (mapped, *(array.base for array in arrays.values()))
         lengths, hashes = arrays.pop("lengths"), arrays.pop("hashes")
-        return TokenStore(rows, lengths, hashes, arrays, meta, directory)
+        return TokenStore(rows, lengths, hashes, arrays, meta, directory, maps)
     except (ValueError, KeyError, FileNotFoundError, TokenError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise ValueError(f"the tokens in {directory} are damaged ({error}): delete that directory") from None
+        raise _damaged(directory, error) from None
     except PermissionError as error:
         raise _unreadable(directory, error) from None
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise _damaged(directory, error) from None  # pyarrow's, for a file that is too short
+
+
+def open_column(path, num_rows):
+    """The array in an .npy file, memory-mapped; raises ValueError unless the file is whole and has so many rows."""
+    array = np.lib.format.open_memmap(path, mode="r")
+    if len(array) != num_rows:
+        raise ValueError(f"{path.name} has {len(array):,} rows, and must have {num_rows:,}")
+    return array
 
 
 def _is_built(directory):
@@ -182,6 +207,10 @@ def _is_built(directory):
     except PermissionError as error:  # Path.exists hides this error from Python 3.14 on
         raise _unreadable(directory, error) from None
     return True
+
+
+def _damaged(directory, error):
+    return ValueError(f"the tokens in {directory} are damaged ({error}): delete that directory")
 
 
 def _unreadable(directory, error):

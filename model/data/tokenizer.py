@@ -2,7 +2,8 @@
 
 A tokenizer trained here (model/data/tokenizer_training.py) has these properties:
 - decode(encode(text)) == text for every string of valid Unicode: a character outside the alphabet becomes byte tokens;
-- no text is encoded as a special token such as [EOS] or a byte token such as <0x41>, even if it spells one;
+- no text is encoded as a control token such as [EOS] (model/data/control_tokens.py) or a byte token such as <0x41>,
+  even if it spells one;
 - behind the byte tokens lie the RESERVED_TOKENS for objectives and conversations; older tokenizers lack them;
 - equal texts in equal order give an equal tokenizer;
 - transformers' AutoTokenizer gives the same ids, and appends [EOS] when add_special_tokens is True.
@@ -15,11 +16,11 @@ import json
 import logging
 import shutil
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from model.data.control_tokens import control_ids, text_encoder
 from model.data.tokenizer_file import library_errors_as_value_errors, load_backend, load_settings
 from model.runtime.atomic_io import open_own
 
@@ -53,12 +54,14 @@ logger = logging.getLogger(__name__)
 class ChatTokenizer:
     """A loaded tokenizer and the ids that training and generation need.
 
+    `encoder` encodes texts, `backend` what a template writes: they differ in the control tokens, which no text gives.
     vocab_size is the highest id plus one: the number of rows that an embedding needs.
     fingerprint covers everything that determines the ids of a text and does not change when the tokenizer is saved
     again.
     """
 
     backend: Tokenizer
+    encoder: Tokenizer
     vocab_size: int
     pad_id: int
     eos_id: int
@@ -66,13 +69,13 @@ class ChatTokenizer:
     directory: Path
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text; adds no EOS and parses no special tokens."""
+        """Ids of the text; adds no EOS, and gives no control token whatever the text spells."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, computed on all cores. Raises ValueError if a text is not a string of valid Unicode."""
         try:
-            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = self.encoder.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError as error:
             raise ValueError(
                 f"a text among {len(texts)} cannot be tokenized: each must be a string without lone surrogates "
@@ -81,12 +84,12 @@ class ChatTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def parse(self, text: str) -> list[int]:
-        """Ids of the text as transformers gives them: special tokens in it are parsed."""
-        return self._parser.encode(text, add_special_tokens=False).ids
+        """Ids of what a template writes, as transformers gives them: added tokens in it are parsed."""
+        return self.backend.encode(text, add_special_tokens=False).ids
 
-    @cached_property
-    def _parser(self) -> Tokenizer:
-        return Tokenizer.from_str(self.backend.to_str())  # a copy, which parses special tokens
+    def control_ids(self) -> set[int]:
+        """Ids of the added tokens that only a template writes."""
+        return control_ids(self.backend)
 
     def reserved_id(self, token: str) -> int:
         """Id of a special token such as <extra_id_0>; raises ValueError if this tokenizer lacks it."""
@@ -115,8 +118,11 @@ def load_tokenizer(directory: str | Path) -> ChatTokenizer:
     pad_id = _special_id(backend, settings, "pad_token", directory)
     eos_id = _special_id(backend, settings, "eos_token", directory)
     vocab_size = 1 + max(backend.get_vocab().values())
-    tokenizer = ChatTokenizer(backend, vocab_size, pad_id, eos_id, _fingerprint(backend), directory)
+    state = json.loads(backend.to_str())
+    fingerprint = _fingerprint(state)
     with library_errors_as_value_errors(directory):
+        encoder = text_encoder(state)
+        tokenizer = ChatTokenizer(backend, encoder, vocab_size, pad_id, eos_id, fingerprint, directory)
         _check_fitness(tokenizer)
     return tokenizer
 
@@ -177,9 +183,8 @@ def _special_id(backend: Tokenizer, settings: dict, role: str, directory: Path) 
     return token_id
 
 
-def _fingerprint(backend: Tokenizer) -> str:
-    # The backend's serialization, not the file's text: older files write the same merges in another form.
-    state = json.loads(backend.to_str())
+def _fingerprint(state: dict) -> str:
+    # of the backend's serialization, not the file's text: older files write the same merges in another form
     parts = {name: state[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -19,8 +19,8 @@ MAX_RULE_TEXTS, MAX_REPLACEMENT_CHARS = 200, 64  # in normalizer, pre-tokenizer,
 def load_backend(path: Path) -> Tokenizer:
     """Load a tokenizer.json as the tokenizers package's Tokenizer.
 
-    The result encodes a text the same way each time, splits the special tokens in it like any other text, and neither
-    truncates nor pads. Raises ValueError for a file that is missing, too large, damaged or outside the limits.
+    The result encodes a text the same way each time, and neither truncates nor pads. Raises ValueError for a file that
+    is missing, too large, damaged or outside the limits.
     """
     if not path.is_file():
         has_sentencepiece = any(path.parent.glob("*.model"))
@@ -43,7 +43,6 @@ def load_backend(path: Path) -> Tokenizer:
     ids = backend.get_vocab().values()
     if len(set(ids)) != len(ids) or max(ids, default=0) >= MAX_VOCAB_SIZE:
         raise ValueError(f"{path} has the same id twice, or an id above {MAX_VOCAB_SIZE - 1:,}: copy it again")
-    backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
     return backend

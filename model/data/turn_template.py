@@ -1,12 +1,13 @@
 """How a decoder-only network reads a dialogue: the chat template of its tokenizer, around the ids of each turn's text.
 
 The template (Jinja, rendered in transformers' sandbox in a process of its own) never sees a text: it is rendered with a
-placeholder for each turn, once for each order of roles. So no text is parsed as a special token, and where each answer
+placeholder for each turn, once for each order of roles. So no text is parsed as a control token, and where each answer
 begins and ends is known. A tokenizer without a template has ChatML's, with its own role marks if it lacks ChatML's
 tokens.
 """
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, pairwise
@@ -18,6 +19,7 @@ from model.data.tokenizer import ChatTokenizer
 from model.data.tokenizer_file import load_settings
 
 TEMPLATE_FILE, MAX_TEMPLATE_CHARS = "chat_template.jinja", 1 << 16
+SURROGATE = re.compile("[\ud800-\udfff]")
 CHATML = "<|im_start|>", "<|im_end|>"
 MAX_TURNS, MAX_KEPT_TURNS = 4096, 128  # of a dialogue, the oldest beyond are left out; of a frame that is kept
 _DEFAULT = """\
@@ -54,9 +56,9 @@ class TurnTemplate:
 
     @property
     def end_id(self) -> int:
-        """The special token that the template puts behind an answer, or the tokenizer's EOS if it puts none."""
+        """The control token that the template puts behind an answer, or the tokenizer's EOS if it puts none."""
         behind = self.frame(("user", "assistant"))[-1]
-        return behind[0] if behind and behind[0] in self._special_ids() else self.tokenizer.eos_id
+        return behind[0] if behind and behind[0] in self.tokenizer.control_ids() else self.tokenizer.eos_id
 
     def frame(self, roles: tuple[str, ...]) -> list[list[int]]:
         """Ids that the template puts before, between and behind turns of these roles, one list more than roles.
@@ -127,10 +129,6 @@ class TurnTemplate:
         frame = self.frame((*(turn.role for turn in turns), "assistant"))
         return _woven(frame[:-1], [ids[turn] for turn in turns])
 
-    def _special_ids(self):
-        added = self.tokenizer.backend.get_added_tokens_decoder().items()
-        return {number for number, token in added if token.special}
-
     def _name(self):
         return f"the chat template of the tokenizer in {self.tokenizer.directory}"
 
@@ -173,8 +171,11 @@ def turn_template(tokenizer: ChatTokenizer) -> TurnTemplate:
             (one.get("template") for one in text if isinstance(one, dict) and one.get("name") == "default"), None
         )
     text = default_template(tokenizer) if text is None else text
-    if not isinstance(text, str) or len(text) > MAX_TEMPLATE_CHARS:
-        raise ValueError(f"{path}: a chat template must be a text of at most {MAX_TEMPLATE_CHARS:,} characters")
+    if not isinstance(text, str) or len(text) > MAX_TEMPLATE_CHARS or SURROGATE.search(text):
+        raise ValueError(
+            f"{path}: a chat template must be a text of at most {MAX_TEMPLATE_CHARS:,} characters, none of them half a "
+            "character (a lone surrogate such as \\ud83d)"
+        )
     return TurnTemplate(tokenizer, text)
 
 

@@ -1,7 +1,7 @@
 """Closed form of the device memory that each phase of a run needs, from the architecture and the examples' lengths.
 
-It counts the tensors that a family's network, model/nn/loss.py and model/train/optim.py hold on a GPU. What counting
-does not give (workspaces of libraries, rounding of the allocator) are the Constants in model/nn/footprint.py, which
+It counts the tensors that a family's network, model/nn/loss.py and the optimizer hold on a GPU. What counting
+does not give (workspaces of libraries, rounding of the allocator) are the Constants in model/nn/memory_spec.py, which
 bench/memory_fit.py fits to 12 cases on an H200.
 """
 
@@ -14,10 +14,6 @@ import numpy as np
 from model.data.length_histogram import Lengths
 from model.nn.flat_params import VOCABULARY_MULTIPLE
 
-# Matrix elements that Muon updates together; its temporaries take 8 bytes per element. 64 matrices of 768 x 768: with
-# 40 in place of chatlm's 60, a quarter more of the GPU is idle in the last wave of tiles.
-BATCH_NUMBERS = 9 * 2**22
-
 WITHOUT_MATRICES = {"loss", "embedding"}  # moments of a step in which no product of a layer makes a matrix
 
 
@@ -29,24 +25,13 @@ class Answers:
     new_tokens: int = 128  # of one, at most
 
 
-def optimizer_bytes(spec):
-    """(bytes of state, bytes of an update's temporaries) of the optimizer."""
-    trained, matrices = spec.trained, spec.trained_matrix_numbers
-    return dict(
-        adamw_rms=(8 * trained, 0),
-        adamw=(8 * trained, 0),
-        adafactor=(0, 0),  # only sums of rows and columns, which are negligible
-        muon=(8 * trained - 4 * matrices, 8 * min(matrices, BATCH_NUMBERS)),
-    )[spec.optimizer]
-
-
 def fixed_bytes(spec):
     """{part: bytes} held from the first step to the last."""
     return dict(
         weights=4 * spec.trained + spec.frozen_bytes,
         bf16_weights=2 * spec.trained if spec.number_bytes == 2 else 0,
         gradients=4 * spec.trained,
-        optimizer=optimizer_bytes(spec)[0],
+        optimizer=spec.state_bytes,
         workspaces=int(spec.constants.workspace_bytes) + spec.sum_bytes,
     )
 
@@ -100,7 +85,7 @@ class Estimate:
     @property
     def num_blocks(self):
         """Blocks of the network, each of which backward may compute again."""
-        return self.spec.family.num_blocks(self.spec.model_config)
+        return self.spec.model_config.num_blocks
 
     @cached_property
     def of_longest_targets(self):
@@ -121,10 +106,10 @@ class Estimate:
             moments[name] += self.spec.product_bytes
         vocabulary = VOCABULARY_MULTIPLE * -(-model_config.vocab_size // VOCABULARY_MULTIPLE)
         # the second gradient of the embedding, which is also the output projection
-        table = 0 if not self.spec.trains_table else 4 * vocabulary * self.spec.family.width(model_config)
+        table = 0 if not self.spec.trains_table else 4 * vocabulary * model_config.width
         moments["loss"] += self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
         moments["embedding"] += table
-        moments["update"] = optimizer_bytes(self.spec)[1]
+        moments["update"] = self.spec.update_bytes
         return moments
 
     def _bounds(self, checkpointing):
@@ -172,7 +157,7 @@ class Estimate:
 
     def recording_bytes(self, *cutting):
         """Bytes of the pool that the CUDA graphs of steps cut this way, and of their update, share."""
-        update_bytes = int(optimizer_bytes(self.spec)[1] * self.spec.constants.reserved)
+        update_bytes = int(self.spec.update_bytes * self.spec.constants.reserved)
         return max(self.forward_bytes(*cutting), update_bytes)
 
     def step_peak(self, *cutting):
@@ -183,4 +168,4 @@ class Estimate:
 def disk_bytes(spec, kept):
     """Bytes on disk of `kept` checkpoints plus one being written, and of best/ and last/ plus one being written."""
     weights = 4 * spec.saved
-    return (kept + 1) * (weights + optimizer_bytes(spec)[0]) + 3 * weights
+    return (kept + 1) * (weights + spec.state_bytes) + 3 * weights

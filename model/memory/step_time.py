@@ -20,9 +20,14 @@ MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of 
 def time_factor(plan, estimate):
     """Predicted time of a step / time of the same step in one forward with unlimited memory and unpacked weights."""
     launch_tokens, tokens = estimate.spec.network_launch_tokens, estimate.share_pairs * estimate.lengths.mean
-    _, recorded = recorded_by(estimate, plan)
+    return step_tokens(plan, estimate) / max(tokens, launch_tokens)
+
+
+def step_tokens(plan, estimate):
+    """Predicted time of a step, recorded or not as `plan` says, in the tokens that the GPU computes in it."""
+    launch_tokens, (_, recorded) = estimate.spec.network_launch_tokens, recorded_by(estimate, plan)
     time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * launch_tokens)
-    return (time + (1 - recorded) * _step_time(plan, estimate, launch_tokens)) / max(tokens, launch_tokens)
+    return time + (1 - recorded) * _step_time(plan, estimate, launch_tokens)
 
 
 def _step_time(plan, estimate, launch_tokens):

@@ -1,1 +1,1 @@
-"""Neural networks: layers, kernels and weights. Knows nothing of data files, optimizers, ranks or runs."""
+"""Everything that is a network: layers, kernels, adapters, and a folder for each family. Knows no file and no run."""

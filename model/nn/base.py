@@ -179,21 +179,18 @@ class Family:
     """A network architecture: functions, none of which knows runs, ranks or files of pairs."""
 
     name: str
-    config_class: type  # a frozen record of sizes, vocab_size among them
-    parts: tuple[str, ...]  # what `--trainable` may name
+    # A frozen record of sizes. Beside vocab_size it has: width (columns of the output table), num_blocks (each holds at
+    # least one tensor), max_tokens (of a sequence, all its sides together; None: no limit), kernel_sizes (that the
+    # attention kernels must support), parts (what `--trainable` may name).
+    config_class: type
     # (model_config, dropout, compute_dtype) -> LanguageModel, whose weights are not drawn yet; ValueError for a dropout
     # above 0 if the network has none
     build: Callable
     collate: Callable  # (Sequences, Packing) -> the batch that the network takes; has `to(device)` and `values`
     first_id: Callable  # (model_config, tokenizer) -> token id that a sequence of targets begins with
-    has_kernels: Callable  # (device, dtype, model_config) -> bool, as LanguageModel.uses_kernels
-    width: Callable  # (model_config) -> columns of the output table
-    count_parameters: Callable  # (model_config, part="all") -> number of weights
-    count_matrix_numbers: Callable  # (model_config, part="all") -> number of weights in the layers' matrices
     step_moments: Callable  # (MemorySpec, tokens (kinds, sides), checkpointing) -> {moment: bytes (kinds,)}
     evaluation_moment: Callable  # (MemorySpec, tokens (kinds, sides)) -> bytes (kinds,)
     cache_bytes: Callable  # (MemorySpec, slots, input_tokens, new_tokens) -> bytes of generation
-    num_blocks: Callable  # (model_config) -> layers of the network; each holds at least one tensor
     config_of: Callable  # (dict of a Hugging Face config.json, its path) -> config_class; ValueError for wrong values
     check_config: Callable  # (that dict, path); raises ValueError for what the network does not compute
     config_with: Callable  # (config_class, own tensors) -> config_class; what only the tensors tell
@@ -203,8 +200,6 @@ class Family:
     adapter_targets: Callable  # (model_config) -> names of the linear layers that `--lora_targets` may name
     adapter_prefix: str = "base_model.model."  # of the network's names in PEFT's files
     task_type: str = "CAUSAL_LM"  # PEFT's name of what such a network does
-    # (model_config) -> most tokens of a sequence, all its sides together; None: no limit
-    max_tokens: Callable = lambda _: None
     # whether it reads dialogues in the tokenizer's chat template (model/data/turn_template.py)
     reads_dialogues: bool = False
     reads_one_stream: bool = False  # whether the sides of an example lie in one sequence

@@ -4,12 +4,12 @@ import json
 from dataclasses import asdict, fields
 
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS
-from model.nn.qwen.family import QWEN
-from model.nn.qwen.sizes import QWEN_TYPES
+from model.nn.decoder.family import DECODER
+from model.nn.decoder.sizes import DECODER_TYPES
 from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5_TYPES
 
-FAMILIES = dict.fromkeys(T5_TYPES, T5) | dict.fromkeys(QWEN_TYPES, QWEN)
+FAMILIES = dict.fromkeys(T5_TYPES, T5) | dict.fromkeys(DECODER_TYPES, DECODER)
 
 
 def family_named(name):

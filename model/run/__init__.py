@@ -1,1 +1,1 @@
-"""What a run leaves on disk and shows on screen. Reads the results of steps and makes no training decision."""
+"""What a run leaves on disk: its directory, journal, checkpoints and state."""

@@ -17,14 +17,13 @@ import ujson
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from model.formats.weights import check_fits, write_tensors
 from model.nn.lora import attach, lora_from
 from model.nn.registry import config_from, family_of
-from model.nn.weights_io import check_fits, write_tensors
 from model.run.train_state import LaterFormat, TrainState, state_of, state_values
 from model.runtime import fault_injection
 from model.runtime.atomic_io import fsync, make_directory, remove_drafts, try_delete, whole_directory, write_file
 from model.runtime.json_stream import read_object
-from model.train.optim import STATE_FIELDS, count_steps
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
@@ -236,7 +235,7 @@ def load_optimizer(optimizer, model, tensors):
             f"the checkpoint has optimizer state for {len(state)} weights, and {len(names)} are trained now: keep "
             "--trainable"
         )
-    if {field for fields in state.values() for field in fields} != STATE_FIELDS[type(optimizer)]:
+    if {field for fields in state.values() for field in fields} != optimizer.fields:
         raise ValueError("the checkpoint is of another optimizer: keep --optimizer, or start with --overwrite=True")
     current = snapshot_of(model, optimizer).optimizer
     wrong = [key for key in {**current, **tensors} if _shape(current, key) != _shape(tensors, key)]
@@ -245,7 +244,7 @@ def load_optimizer(optimizer, model, tensors):
     with torch.no_grad():
         for key, tensor in current.items():
             tensor.copy_(tensors[key])
-    count_steps(optimizer)
+    optimizer.count_steps()
 
 
 def _shape(tensors, key):

@@ -76,6 +76,12 @@ def read_journal(path: str | Path) -> list[dict]:
     return records
 
 
+def last_reason(run_dir: str | Path) -> str:
+    """Why the run's last process ended, as its newest stop line says; "" without one."""
+    stops = [line for line in read_journal(Path(run_dir, "metrics.jsonl")) if line["kind"] == "stop"]
+    return stops[-1].get("reason", "") if stops else ""
+
+
 class JournalTail:
     """Reads what was appended to a journal since the last call, so that following one costs only its new bytes."""
 

@@ -6,7 +6,6 @@ no status.
 """
 
 import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import ujson
 from model.runtime.atomic_io import open_own
 
 MAX_BYTES = 1 << 14  # of a status file; a longer one is none of ours
-MEMINFO = "/proc/meminfo"
 
 
 @dataclass(frozen=True)
@@ -61,19 +59,6 @@ def read_statuses(run_dir: str | Path, world_size: int) -> list[Status]:
     """The status of each rank below `world_size` that has one here, by rank; of several machines, only this disk's."""
     found = [_read(_path(run_dir, rank)) for rank in range(world_size)]
     return [status for status in found if status.time]
-
-
-def host_memory() -> tuple[int, int]:
-    """(used, total) bytes of this machine's memory; used is what no program could get, as `free` counts it."""
-    sizes = {}
-    with suppress(OSError, ValueError), open(MEMINFO) as file:
-        for line in file:
-            name, value, *_ = line.split()
-            sizes[name] = int(value) * 1024
-            if name == "MemAvailable:":
-                break
-    total = sizes.get("MemTotal:", 0)
-    return total - sizes.get("MemAvailable:", total), total
 
 
 def _path(run_dir, rank):

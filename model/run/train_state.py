@@ -6,7 +6,7 @@ from config import DEFAULT_FAMILY, MAX_INT
 from model.memory.oom_policy import PlanRecovery
 from model.memory.plan import CHUNKS, MemoryPlan
 from model.nn.lora import lora_from
-from model.nn.registry import config_from, family_named, family_of
+from model.nn.registry import config_from, family_named
 from model.train.spike_guard import WINDOW
 
 MAX_NUMBER = 2**63 - 1  # ranks vote on int64
@@ -55,12 +55,12 @@ class TrainState:
             growth=vars(recovery) | dict(full=dict(vars(recovery.full))), recent_norms=result.position.recent_norms,
         )  # fmt: skip
 
-    def differs(self, plan, world_size, exact):
+    def differs(self, plan, world_size):
         """What changed since the checkpoint and alters the order of float additions ("plan", "processes")."""
         saved = self.plan and MemoryPlan(**self.plan)
         changed = dict(
             plan=saved and (saved.cutting, saved.graphs) != (plan.cutting, plan.graphs),
-            processes=world_size != self.world_size and not exact,
+            processes=world_size != self.world_size,
         )
         return tuple(name for name, has_changed in changed.items() if has_changed)
 
@@ -144,19 +144,13 @@ def _check_plan(values, shape, what):
     Older files say of gradient checkpointing true (all blocks) or false: this becomes a number of blocks.
     """
     if isinstance(values, dict) and isinstance(values.get("gradient_checkpointing"), bool):
-        values["gradient_checkpointing"] *= _num_blocks(shape)
+        values["gradient_checkpointing"] *= config_from(shape).num_blocks
     _parse_fields(MemoryPlan, values, what)
     limits = dict(micro_batch_tokens=(1, MAX_INT), chunk_tokens=(1, CHUNKS[0]), answers=(1, MAX_INT))
-    limits["gradient_checkpointing"] = 0, _num_blocks(shape)
+    limits["gradient_checkpointing"] = 0, config_from(shape).num_blocks
     for name, (least, most) in limits.items():
         if not least <= values[name] <= most:
             raise ValueError(f"{what} says {name}={values[name]}: it must be from {least} to {most}")
-
-
-def _num_blocks(shape):
-    """Blocks of the network whose configuration has these values."""
-    model_config = config_from(shape)
-    return family_of(model_config).num_blocks(model_config)
 
 
 def _parse_fields(cls, values, what):
@@ -179,4 +173,6 @@ def _has_type(value, expected):
         return expected is bool  # in Python a bool is an int too
     if expected is MemoryPlan:
         return isinstance(value, dict)
+    if expected is tuple:
+        return isinstance(value, tuple | list)
     return isinstance(value, expected) and (not isinstance(value, int | float) or 0 <= value <= MAX_NUMBER)

@@ -5,6 +5,9 @@ from glob import glob
 
 import torch
 
+# what accelerate can be told to shard the weights with: then a step could not be retried
+SHARDING = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "TP")
+
 
 def check_launch():
     """Raise ValueError, naming the command that works, for a launch that cannot work."""
@@ -18,12 +21,12 @@ def check_launch():
     # `torchrun --master_port 0` passes on the 0, and each process then waits at another port
     if os.environ.get("MASTER_PORT") == "0":
         raise ValueError("MASTER_PORT=0: the processes have no common port: type torchrun --standalone")
-    # these would shard the weights, and then a step could not be retried
-    for name in ("DEEPSPEED", "FSDP"):
+    for name in SHARDING:
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise ValueError(
-                f"ACCELERATE_USE_{name} is set, in accelerate's configuration file or the environment: this trainer "
-                "keeps whole weights on each GPU, since models of this size fit; launch with --multi_gpu"
+                f"ACCELERATE_USE_{name} is set, by --use_{name.lower()}, accelerate's configuration file or the "
+                "environment: this trainer keeps whole weights on each GPU, since models of this size fit; launch with "
+                "--multi_gpu"
             )
 
 

@@ -32,7 +32,7 @@ _mine = Heartbeat()
 _stop_asked_at = None  # time of the first request to stop that reached this process
 _signal_thread = _peers = _deadline = None  # _deadline: (time, why the process ends then)
 _send_now = threading.Event()  # set to send a request to stop at once, not at the next heartbeat
-_training = False
+_training, _go_on = False, ""  # _go_on: the command that goes on with the run
 _saving = []  # start time of each block of `saving` that a thread is in
 
 
@@ -103,17 +103,21 @@ def standing():
     return _mine.stop, bool(_saving)
 
 
-def training_begins():
-    """Call when training starts: from then on a stop waits for the end of the step and for its checkpoint."""
-    global _training
-    _training = True
+def training_begins(go_on=""):
+    """Call when training starts: from then on a stop waits for the end of the step and for its checkpoint.
+
+    `go_on` is the command that goes on with the run.
+    """
+    global _training, _go_on
+    _training, _go_on = True, go_on
 
 
 def go_on_hint(error):
-    """What to type after `error`, if it ended a training that another rank had to take part in; else ""."""
-    if not _training or not isinstance(error, CollectiveFailed):
+    """What to type after `error`, on a line of its own, if it ended a training; else ""."""
+    if not _go_on:
         return ""
-    return "; no checkpoint was written now, so go on from the newest: the same command with --is_keep_training=True"
+    lost = "; no checkpoint was written now" if isinstance(error, CollectiveFailed) else ""
+    return f"{lost}\nto go on from the newest checkpoint, type:\n{_go_on}"
 
 
 @contextmanager
@@ -251,5 +255,6 @@ def _end(why):
         faulthandler.dump_traceback(2, all_threads=True)
         if peers := _peers:
             peers.kill_frozen_ranks()
+        _print(go_on_hint(None).strip())
     finally:
         os._exit(1)

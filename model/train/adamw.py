@@ -13,6 +13,8 @@ class AdamW(FlatOptimizer):
     on the device and reads nothing of the host, so that it can be recorded.
     """
 
+    fields = frozenset(("step", "exp_avg", "exp_avg_sq"))
+
     def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
         super().__init__(flat.trained, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.weights, self.gradients = flat.masters, flat.gradients
@@ -22,12 +24,10 @@ class AdamW(FlatOptimizer):
             average, square = (x[: p.numel()].view(p.shape) for x in (average, square))
             self.state[p] = dict(step=count, exp_avg=average, exp_avg_sq=square)
 
-    def next_step(self):
-        """Nothing: the device counts the steps."""
-
-    def step(self, scale=None):
-        """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
-        self.apply(torch.ones_like(self.param_groups[0]["lr"]) if scale is None else scale)
+    @staticmethod
+    def needed_bytes(trained, matrix_numbers):
+        """Two averages in float32, and no temporaries."""
+        return 8 * trained, 0
 
     @torch.no_grad()
     def apply(self, scale):

@@ -20,6 +20,8 @@ class RMSScaledAdamW(FlatOptimizer):
     on the weights' device, so that a step never waits for the host.
     """
 
+    fields = frozenset(("count", "exp_avg", "exp_avg_sq"))
+
     def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, num_params=None):
         """`num_params`: update only the first `num_params` trained tensors; None: all."""
         params, self.sizes = flat.trained[:num_params], flat.trained_sizes[:num_params]
@@ -35,10 +37,19 @@ class RMSScaledAdamW(FlatOptimizer):
         self.num_steps = 0  # host copy of `counts`, which checkpoints hold
         self.corrections = torch.ones(2, device=lr.device)  # copy for the kernels of what `next_step` returns
 
-    def step(self, scale=None):
-        """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
-        self.next_step()
-        self.apply(torch.ones_like(self.param_groups[0]["lr"]) if scale is None else scale)
+    @staticmethod
+    def needed_bytes(trained, matrix_numbers):
+        """Two averages in float32, and no temporaries."""
+        return 8 * trained, 0
+
+    @staticmethod
+    def kernel_shapes(shapes):
+        """One: its kernels do not depend on shapes."""
+        return shapes[:1]
+
+    def count_steps(self):
+        """Set the host's number of steps to that of the state."""
+        self.num_steps = int(self.counts[0])
 
     @torch.no_grad()
     def next_step(self):

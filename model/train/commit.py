@@ -12,8 +12,6 @@ import torch
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
 from model.runtime.distributed import broadcast, vote
-from model.train.fixed_shards import add_in_order
-from model.train.optim import count_steps, is_shared, obeys_scale, update
 from model.train.reduction import sum_gradients
 
 FINITE_TRIES = 2  # attempts at a step whose numbers are not finite, before it is skipped
@@ -58,14 +56,11 @@ def reduce_and_update(context, attempt, work, norm_limit):
     unchanged.
     """
     ranks, flat, options = context.ranks, context.model.flat, context.options
-    if options.exact:
-        add_in_order(ranks, attempt.shards, flat.gradients_and_sums)
-    else:
-        sum_gradients(ranks, context.model, options.reduce_dtype, attempt.ready)
+    sum_gradients(ranks, context.model, options.reduce_dtype, attempt.ready)
     norm, metrics = flat.gradients.norm(), flat.sums.sum()
     is_finite = (norm + metrics).isfinite()
     finite = OnHost(is_finite)  # the same on all ranks, as the sums are
-    obeys = obeys_scale(context.optimizer)
+    obeys = context.optimizer.obeys_scale
     reads_later = obeys and norm_limit == math.inf
     if not reads_later and not finite.read():
         return _not_finite(ranks, attempt, norm)
@@ -74,18 +69,17 @@ def reduce_and_update(context, attempt, work, norm_limit):
     scale = (options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if options.max_grad_norm else torch.ones_like(norm)
     scale, apply = (scale * is_finite, context.graphs and context.graphs.update) if obeys else (scale, None)
     done, _ = within_memory(_update, context, work, scale, apply)
-    if is_shared(context.optimizer):  # all ranks, whatever became of their own parts: none waits for another
-        for rank, part in enumerate(context.optimizer.parts):
-            broadcast(ranks, [part], rank)
+    for rank, part in enumerate(context.optimizer.parts):  # whatever became of a rank's own: none waits for another
+        broadcast(ranks, [part], rank)
     if reads_later and not finite.read():  # the step's only wait for the device; a rank whose update failed votes too
-        count_steps(context.optimizer)
+        context.optimizer.count_steps()
         return replace(_not_finite(ranks, attempt, norm), torn=not done)
     return UpdateResult(norm, torn=not done)
 
 
 def _update(context, work, scale, apply):
     fault_injection.fire("optimizer", work.step)
-    update(context.optimizer, work.learn_rate, scale, apply)
+    context.optimizer.update(work.learn_rate, scale, apply)
     fault_injection.fire("update", work.step)
 
 

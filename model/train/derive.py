@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from model.data.packing import cut
+from model.data.token_store import open_column
 from model.memory.oom_policy import shrink_plan
 from model.runtime.atomic_io import whole_directory
 from model.runtime.distributed import local_main_first, sum_over_ranks, vote
@@ -33,10 +34,13 @@ def with_zeros(examples):
 
 
 def with_derived(examples, reference):
-    """Examples with the derived columns from the disk, memory-mapped."""
+    """Examples with the derived columns from the disk, memory-mapped; raises ValueError for damaged ones."""
     folder = derived_directory(examples, reference)
     names = examples.objective.derived
-    columns = {name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="r") for name in names}
+    try:
+        columns = {name: open_column(folder / f"{name}.npy", len(examples)) for name in names}
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"the columns in {folder} are damaged ({error}): delete that directory") from None
     return replace(examples, store=replace(examples.store, values=examples.store.values | columns))
 
 

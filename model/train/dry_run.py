@@ -17,6 +17,7 @@ from model.memory.estimate import Estimate
 from model.memory.oom_policy import shrink_plan, smaller_plan
 from model.memory.plan import (
     NothingFits,
+    PlanOptions,
     allowed_checkpointing,
     choose_plan,
     keeps_recordings,
@@ -27,10 +28,8 @@ from model.runtime.device_memory import limit_memory, memory_cap, non_torch_byte
 from model.runtime.distributed import vote
 from model.runtime.watchdog import untimed
 from model.train.evaluate import Evaluation, evaluating, generate_answers, metric_sums
-from model.train.footprint import estimate_for, plan_options
 from model.train.gradients import Outcome, attempt_gradients
 from model.train.loader import Work
-from model.train.optim import reset_state, update
 from model.train.reduction import sum_gradients
 from model.train.step import StepContext
 
@@ -53,10 +52,10 @@ def dry_run_update(ranks, model, optimizer, reduce_dtype="float32"):
 
     def reduce_and_update():
         sum_gradients(ranks, model, reduce_dtype)
-        update(optimizer, 0.0, torch.zeros((), device=ranks.device))
+        optimizer.update(0.0, torch.zeros((), device=ranks.device))
 
     seconds = _without_time_limit(ranks, timed, ranks.device, reduce_and_update)
-    reset_state(optimizer)
+    optimizer.reset()
     return seconds
 
 
@@ -76,12 +75,12 @@ def gradient_seconds(context, plan):
     """Seconds for the gradients of a step of mean length on the slowest rank: those of a part of the first, scaled."""
     loader, ranks = context.loader, context.ranks
     work = loader.work_at(0, 0)
-    number, ids = work.shares[0]
+    ids = work.ids
     lengths = loader.examples.lengths(ids, FIRST_EPOCH)
     most = plan.micro_batch_tokens if ranks.device.type == "cuda" else min(plan.micro_batch_tokens, TIMED_TOKENS)
     ids = next(iter(cut(ids, lengths, most)), ids)
     tokens = int(loader.examples.lengths(ids, FIRST_EPOCH).sum())
-    part = replace(work, step=0, all_ids=ids, shares=((number, ids),))
+    part = replace(work, step=0, all_ids=ids, ids=ids)
     plan = replace(plan, graphs=False)
 
     def compute():
@@ -111,6 +110,7 @@ class Trial:
     context: StepContext
     evaluation: Evaluation | None
     estimate: Estimate
+    wanted: PlanOptions
 
     @property
     def ranks(self):
@@ -121,20 +121,19 @@ class Trial:
         return self.context.loader.examples
 
 
-def plan_run(context, evaluation, kept, other_process):
+def plan_run(context, evaluation, estimate, wanted, kept, other_process):
     """(MemoryPlan that fits on all ranks, dict of predicted and measured bytes by phase and of the device's limits).
 
     Without an optimizer in the StepContext, nothing is measured. `evaluation` is None where nothing is evaluated.
-    `kept` is the checkpoint's plan, which is returned while it fits, or None; `other_process` is the number of bytes of
-    the device that other processes hold. Raises NothingFits, or ValueError for options that cannot be met.
+    `estimate` is of the run, `wanted` are its PlanOptions. `kept` is the checkpoint's plan, which is returned while it
+    fits, or None; `other_process` is the number of bytes of the device that other processes hold. Raises NothingFits,
+    or ValueError for options that cannot be met.
     """
-    ranks, config, model, loader = context.ranks, context.options, context.model, context.loader
-    lengths, batch, device = loader.examples.histogram, loader.schedule.global_batch, ranks.device
-    estimate = estimate_for(ranks, config, model.config, model.compute_dtype, lengths, batch)
-    trial = Trial(context, evaluation, estimate)
-    collate_longest(loader.examples)
+    ranks, device = context.ranks, context.ranks.device
+    trial = Trial(context, evaluation, estimate, wanted)
+    collate_longest(context.loader.examples)
     non_torch = non_torch_bytes(device, other_process)
-    usable = limit_memory(device, config.gpu_memory_limit_gb, non_torch)
+    usable = limit_memory(device, wanted.gpu_memory_limit_gb, non_torch)
     usable = None if usable is None else -vote(ranks, -usable)[0]  # the minimum over ranks
     plan, choose = plan_before_probes(trial, kept, usable)
     measured = {}
@@ -145,7 +144,7 @@ def plan_run(context, evaluation, kept, other_process):
     predicted = predicted_peaks(estimate, plan, usable) | {name: unrecorded[name] for name in measured}
     phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}
     return plan, dict(
-        phases=phases, cap_bytes=memory_cap(device, config.gpu_memory_limit_gb), non_torch_bytes=non_torch,
+        phases=phases, cap_bytes=memory_cap(device, wanted.gpu_memory_limit_gb), non_torch_bytes=non_torch,
         other_process_bytes=other_process, allocator_limit_bytes=usable,
         keeps_recordings=keeps_recordings(estimate, plan, usable),
     )  # fmt: skip
@@ -158,13 +157,13 @@ def collate_longest(examples):
     examples.batch(np.unique(longest), FIRST_EPOCH)
 
 
-def _can_keep(kept, config, estimate, usable_bytes):
+def _can_keep(kept, wanted, estimate, usable_bytes):
     """True if the checkpoint's plan is predicted to fit and agrees with the options."""
-    if kept is None or config.micro_batch_tokens:
+    if kept is None or wanted.micro_batch_tokens:
         return False
     step_peak = estimate.of_longest_targets.step_peak
     fits = usable_bytes is None or step_peak(*kept.cutting) <= usable_bytes * KEPT_USABLE
-    return fits and kept.gradient_checkpointing in allowed_checkpointing(config.gradient_checkpointing, estimate)
+    return fits and kept.gradient_checkpointing in allowed_checkpointing(wanted.gradient_checkpointing, estimate)
 
 
 def plan_before_probes(trial, kept, usable_bytes):
@@ -173,15 +172,14 @@ def plan_before_probes(trial, kept, usable_bytes):
     The plan is `kept` while it fits. With compile=auto, a resumed run records CUDA graphs only if it did before:
     padding changes the order of additions and with it the last bits.
     """
-    config, estimate, schedule = trial.context.options, trial.estimate, trial.context.loader.schedule
-    wanted = plan_options(config)
+    wanted, estimate, schedule = trial.wanted, trial.estimate, trial.context.loader.schedule
     asked = recording_asked(wanted, estimate.spec, schedule.total_pairs / schedule.global_batch)
-    if kept and config.compile == "auto":
+    if kept and wanted.compile == "auto":
         asked = kept.graphs and estimate.spec.kernels
-    if _can_keep(kept, config, estimate, usable_bytes):
+    if _can_keep(kept, wanted, estimate, usable_bytes):
         return replace(kept, graphs=bool(asked)), None
     choose = partial(choose_plan, wanted, estimate, usable_bytes, asked)
-    return choose(), None if config.micro_batch_tokens else choose
+    return choose(), None if wanted.micro_batch_tokens else choose
 
 
 def probe_plan(trial, plan, choose):
@@ -233,7 +231,7 @@ def _step_peak(context, plan, ids):
     """Measured peak reserved bytes of forward and backward of these examples, over all ranks; None if any ran out."""
     ranks, examples = context.ranks, context.loader.examples
     tokens, weights = int(examples.lengths(ids, FIRST_EPOCH).sum()), examples.weights(ids, FIRST_EPOCH)
-    work = Work(0, FIRST_EPOCH, ids, tokens, *weights, 0.0, ((ranks.rank, ids),))
+    work = Work(0, FIRST_EPOCH, ids, tokens, *weights, 0.0, ids)
     release_memory()  # what loading left in the cache
     torch.cuda.reset_peak_memory_stats(ranks.device)
     attempt = _without_time_limit(ranks, attempt_gradients, context, replace(plan, graphs=False), work)

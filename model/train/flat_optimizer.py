@@ -1,11 +1,68 @@
-"""What the project's optimizers share with torch's: parameters in one group, and a state for each of them."""
+"""What every optimizer is to the rest of the project: a state over flat weights, its bytes, and an update."""
+
+import torch
+
+from model.nn.flat_params import runs_kernels
 
 
 class FlatOptimizer:
-    """Parameters in one group, and a state for each of them, as torch.optim.Optimizer has.
+    """An optimizer over the trained weights of a FlatParams; one keeps the learning rate in a tensor on the device.
 
-    The constructor of torch's own imports 870 modules in two seconds.
+    An optimizer defines `fields`, `needed_bytes` and `apply`, and what else differs from here. It has `weights` and
+    `gradients`, flat tensors. `param_groups` and `state` are as those of torch.optim.Optimizer, whose constructor
+    imports 870 modules in two seconds.
     """
+
+    fields = frozenset()  # names of the state of a weight
+    parts = ()  # flat weights that one rank each updates, rank by rank, and sends to the others; (): all update all
 
     def __init__(self, params, options):
         self.param_groups, self.state = [options | dict(params=list(params))], {}
+
+    @staticmethod
+    def needed_bytes(trained, matrix_numbers):
+        """(bytes of state, bytes of an update's temporaries) for so many weights, of which some are in matrices."""
+        raise NotImplementedError
+
+    @staticmethod
+    def kernel_shapes(shapes):
+        """Those of the matrices' `shapes` whose updates need kernels of their own."""
+        return []
+
+    @property
+    def obeys_scale(self):
+        """True if an update changes nothing unless its scale is above 0, and can be recorded as a CUDA graph."""
+        return runs_kernels(self.weights)
+
+    def update(self, rate, scale, apply=None):
+        """Update the weights at learning rate `rate` with `scale` times the flat gradients, which may change.
+
+        `scale` is a 0-dim tensor on the device, so the host does not wait for it. `apply` replaces the optimizer's own,
+        as a recording of it does.
+        """
+        for group in self.param_groups:
+            group["lr"].fill_(rate)
+        self.next_step()
+        (apply or self.apply)(scale)
+
+    def step(self, scale=None):
+        """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
+        self.next_step()
+        self.apply(torch.ones_like(self.param_groups[0]["lr"]) if scale is None else scale)
+
+    def next_step(self):
+        """Count a step on the host, where `apply` needs its number."""
+
+    def apply(self, scale):
+        """The update, after `next_step`; where it `obeys_scale`, it reads nothing of the host."""
+        raise NotImplementedError
+
+    def count_steps(self):
+        """Set the host's number of steps, if it has one, to that of the state."""
+
+    def reset(self):
+        """Zero the state in place, as before the first update."""
+        for fields in self.state.values():
+            for value in fields.values():
+                value.zero_()
+        self.count_steps()

@@ -8,7 +8,6 @@ import torch
 
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
-from model.train.optim import obeys_scale
 from model.train.weighted_loss import weighted_loss
 
 
@@ -25,7 +24,6 @@ class Attempt:
     outcome: Outcome
     micro_batches: int = 0
     data_wait_seconds: float = 0.0
-    shards: tuple = ()  # with exact=True, the gradient of each of this rank's shards
     norms: torch.Tensor | None = None  # `_norms`, or a Recording's; held before the vote: nothing may fail after it
     ready: dict = field(default_factory=dict)  # of a Recording; empty: nothing tells when a part is written
 
@@ -49,38 +47,35 @@ def _gradients(context, plan, work, packed):
         model.key_dropout(context.loader.schedule.seed, work.step)
     if packed.bucket and context.graphs:
         recording = _replay(context, plan, work, packed)
-        shards, norms, ready = (), recording.norms, recording.ready
+        norms, ready = recording.norms, recording.ready
     else:
-        shares = tuple(_share_gradients(context, plan, work, packed, place) for place in range(len(packed.shares)))
-        shards = shares if context.loader.exact else ()
-        norms, ready = _norms(context, shards), {}
-    if context.graphs and obeys_scale(context.optimizer):
+        _compute_gradients(context, plan, work, packed)
+        norms, ready = _norms(context), {}
+    if context.graphs and context.optimizer.obeys_scale:
         context.graphs.record_update(context.optimizer)  # here, because memory may run out
     fault_injection.fire("reduce", work.step)
-    return Attempt(Outcome.OK, packed.num_micro_batches, waited, shards, norms, ready)
+    return Attempt(Outcome.OK, len(packed.micro_batches), waited, norms, ready)
 
 
 def _replay(context, plan, work, packed):
     """Write the gradients of a step of one micro-batch by a replay; returns its Recording."""
-    ((_, (micro_batch,)),) = packed.shares
+    (micro_batch,) = packed.micro_batches
     context.model.zero_grad()
     for site in ("forward", "backward_first"):
         fault_injection.fire(site, work.step)
     return context.graphs.gradients(micro_batch, packed.bucket, plan.chunk_tokens, _scales(work))
 
 
-def _norms(context, shards):
-    """Norms of this rank's shards, or (1,) of its gradient; None for a rank alone, whose gradient is the sum."""
-    if context.ranks.world_size == 1 and not shards:
-        return None
-    return torch.stack([x.norm() for x in shards or (context.model.flat.gradients_and_sums,)])
+def _norms(context):
+    """Norm (1,) of this rank's gradient; None for a rank alone, whose gradient is the sum."""
+    return None if context.ranks.world_size == 1 else context.model.flat.gradients_and_sums.norm()[None]
 
 
-def _share_gradients(context, plan, work, packed, place):
-    """Write the gradients and metrics of a share to the model's flat tensor; with exact=True, return a copy of it."""
-    model, graphs, (_, micro_batches) = context.model, context.graphs, packed.shares[place]
-    model.zero_grad()
-    for index, micro_batch in enumerate(micro_batches):
+def _compute_gradients(context, plan, work, packed):
+    """Write the gradients and metrics of the micro-batches to the model's flat tensor."""
+    graphs = context.graphs
+    context.model.zero_grad()
+    for index, micro_batch in enumerate(packed.micro_batches):
         fault_injection.fire("forward", work.step)
         arguments = context, micro_batch, plan.chunk_tokens, _scales(work)
         arguments += (("backward" if index else "backward_first", work.step),)
@@ -88,7 +83,6 @@ def _share_gradients(context, plan, work, packed, place):
             graphs.run(_add_gradients, *arguments)
         else:
             _add_gradients(*arguments)
-    return model.flat.gradients_and_sums.clone() if context.loader.exact else None
 
 
 def _add_gradients(context, micro_batch, chunk_tokens, scales, fault):

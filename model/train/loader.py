@@ -14,7 +14,6 @@ from model.memory.plan import MemoryPlan
 from model.runtime.device_memory import within_memory
 from model.runtime.distributed import Ranks
 from model.train.examples import Examples
-from model.train.fixed_shards import NUM_SHARDS, shards_of_rank
 from model.train.lr_schedule import LearnRate
 
 
@@ -39,12 +38,7 @@ class Work:
     loss_weights: tuple  # what the step's loss sums are divided by, over all ranks
     metric_weights: tuple  # what its metric sums are divided by
     learn_rate: float
-    shares: tuple  # (number, ids) of each of this rank's shares: one, or with exact=True its shards
-
-    @property
-    def ids(self):
-        """This rank's examples."""
-        return np.concatenate([self.all_ids[:0], *(ids for _, ids in self.shares)])
+    ids: np.ndarray  # this rank's examples
 
 
 @dataclass(frozen=True)
@@ -53,11 +47,7 @@ class Packed:
 
     plan: MemoryPlan  # that determined the micro-batches
     bucket: Bucket | None  # size that the only micro-batch is padded to, to replay a recorded step; None: no padding
-    shares: tuple  # (number, micro-batches) of each share
-
-    @property
-    def num_micro_batches(self):
-        return sum(len(micro_batches) for _, micro_batches in self.shares)
+    micro_batches: list
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,6 @@ class Loader:
     ranks: Ranks
     examples: Examples
     schedule: Schedule
-    exact: bool = False
 
     @cached_property
     def buckets(self):
@@ -82,25 +71,18 @@ class Loader:
         most = min(schedule.global_batch, schedule.total_pairs - pairs_seen)
         drawn = step_at(pairs_seen, examples.epoch_pairs, most, schedule.seed, examples.mixture)
         lengths = examples.lengths(drawn.ids, drawn.epoch)
-        numbers, count = (shards_of_rank(ranks), NUM_SHARDS) if self.exact else ([ranks.rank], ranks.world_size)
-        all_shares = shares_of(drawn.ids, lengths, count)
-        shares = tuple((number, all_shares[number]) for number in numbers)
+        ids = shares_of(drawn.ids, lengths, ranks.world_size)[ranks.rank]
         rate = schedule.learn_rate.at(pairs_seen + len(drawn.ids) / 2)
         weights = examples.weights(drawn.ids, drawn.epoch)
-        return Work(step + 1, drawn.epoch, drawn.ids, int(lengths.sum()), *weights, rate, shares)
+        return Work(step + 1, drawn.epoch, drawn.ids, int(lengths.sum()), *weights, rate, ids)
 
     def pack(self, work, plan):
         """`work` cut into the micro-batches of `plan`; a single micro-batch is padded to a bucket if it fits one."""
         examples, epoch = self.examples, work.epoch
-        lengths = [examples.lengths(ids, epoch) for _, ids in work.shares]
-        parts = [
-            (number, cut(ids, own, plan.micro_batch_tokens))
-            for (number, ids), own in zip(work.shares, lengths, strict=True)
-        ]
-        is_single = plan.graphs and [len(share) for _, share in parts] == [1]
-        bucket = self._bucket_of(lengths[0], plan) if is_single else None
-        shares = ((number, [examples.batch(ids, epoch, bucket) for ids in share]) for number, share in parts)
-        return Packed(plan, bucket, tuple(shares))
+        lengths = examples.lengths(work.ids, epoch)
+        parts = cut(work.ids, lengths, plan.micro_batch_tokens)
+        bucket = self._bucket_of(lengths, plan) if plan.graphs and len(parts) == 1 else None
+        return Packed(plan, bucket, [examples.batch(ids, epoch, bucket) for ids in parts])
 
     def _bucket_of(self, lengths, plan):
         """The smallest Bucket within the plan's micro-batch that holds examples of these lengths, or None."""

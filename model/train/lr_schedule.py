@@ -26,3 +26,16 @@ class LearnRate:
             return self.peak * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
         left = max(self.total_pairs - pairs_seen, 0) / self.total_pairs
         return self.peak * min(left / 0.2, 1.0)
+
+
+def warmup_problem(peak, warmup_steps, num_steps):
+    """Error message if a run of `num_steps` to the rate `peak` ends within its warm-up; "" otherwise."""
+    if warmup_steps < num_steps or not warmup_steps:
+        return ""
+    reached = peak * num_steps / warmup_steps
+    whole = math.ceil(num_steps)  # the last step may be smaller
+    return (
+        f"the warm-up of {warmup_steps:.0f} steps must be shorter than the run of {whole}: the learning rate would "
+        f"reach only {reached:.2g} of {peak:g}; leave --warmup_steps out for a tenth of the run, or "
+        f"type --warmup_steps={int(num_steps) // 10}"
+    )

@@ -22,14 +22,15 @@ class TooManySkipped(RuntimeError):
     """More than MAX_SKIPPED_STEPS steps in a row were skipped, or the run's last two steps were not finite."""
 
 
-def too_many_skipped(num_skipped, step, why, ids, config):
-    """Error message after `num_skipped` skipped steps in a row; `ids` are the examples of the last, `step`."""
+def too_many_skipped(num_skipped, work, why, options):
+    """Error message after `num_skipped` skipped steps in a row, of which `work` (Work) is the last."""
+    ids = work.all_ids
     rest = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
-    guard = f", or raise --spike_guard (now {config.spike_guard})" if config.spike_guard else ""
+    guard = f", or raise --spike_guard (now {options.spike_guard})" if options.spike_guard else ""
     return (
-        f"{num_skipped} steps in a row were skipped. The last, step {step}, had {why}; its examples (rows of the token "
-        f"store) are {ids[:SHOWN_IDS].tolist()}{rest}; the journal's skip lines list those of the others. Lower "
-        f"--learn_rate (now {config.learn_rate}), or remove these pairs from the file{guard}. If that fails again and "
-        f"{config.output_dir}/checkpoints holds more than one folder, delete the newest: the run then resumes from the "
+        f"{num_skipped} steps in a row were skipped. The last, step {work.step}, had {why}; its examples (rows of the "
+        f"token store) are {ids[:SHOWN_IDS].tolist()}{rest}; the journal's skip lines list those of the others. Lower "
+        f"--learn_rate (now {options.learn_rate}), or remove these pairs from the file{guard}. If that fails again and "
+        f"the run's checkpoints/ holds more than one folder, delete the newest: the run then resumes from the "
         "one before it"
     )

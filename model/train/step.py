@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from config import TrainConfig
 from model.memory.oom_policy import PlanRecovery, plans_to_try, shrink_plan
 from model.memory.plan import MemoryPlan
 from model.nn.base import LanguageModel
@@ -22,6 +21,7 @@ from model.train.commit import FINITE_TRIES, NOT_FINITE, try_commit
 from model.train.cuda_graphs import StepGraphs
 from model.train.gradients import Attempt, Outcome, attempt_gradients
 from model.train.loader import Loader
+from model.train.optim import UpdateOptions
 from model.train.spike_guard import MAX_SKIPPED_STEPS, WINDOW, TooManySkipped, spike_limit, too_many_skipped
 
 
@@ -52,7 +52,7 @@ class StepContext:
     model: LanguageModel
     optimizer: object | None  # of model/train/optim.py
     loader: Loader
-    options: TrainConfig
+    options: UpdateOptions
     graphs: StepGraphs | None = None  # replay a micro-batch that fits one of their buckets
 
     @property
@@ -152,7 +152,7 @@ def train_steps(context, position):
                 step_seconds=time.perf_counter() - started, data_wait_seconds=waited,
             )  # fmt: skip
             if skipped_in_a_row > MAX_SKIPPED_STEPS or (ended and in_doubt):  # after the caller has journaled the step
-                message = too_many_skipped(skipped_in_a_row, work.step, updated.skipped, work.all_ids, context.options)
+                message = too_many_skipped(skipped_in_a_row, work, updated.skipped, context.options)
                 raise TooManySkipped(message)
 
 
@@ -192,7 +192,7 @@ def _until_agreed(context, plan, work, packed, torn):
     """
     events, failed = [], None
     examples = context.loader.examples
-    sizes = dict(longest_tokens=examples.histogram.longest, num_blocks=examples.family.num_blocks(context.model.config))
+    sizes = dict(longest_tokens=examples.histogram.longest, num_blocks=context.model.config.num_blocks)
     for tried in plans_to_try(plan, partial(shrink_plan, **sizes)):
         if failed is not None:
             values = dict(step=work.step, where="step", rank=failed, before=vars(plan), after=vars(tried))

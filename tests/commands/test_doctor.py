@@ -8,13 +8,14 @@ import torch
 
 from config import load_config
 from model.commands import doctor
-from model.commands.doctor import FIRST_ROWS, as_text, examine
+from model.commands.data_rows import FIRST_ROWS
+from model.commands.doctor import as_text, examine
+from model.commands.objective import OBJECTIVES
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.run.train_state import FORMAT
 from model.runtime.launch import must_use_cpu
 from model.runtime.nccl_check import Verdict
-from model.train.objectives.registry import OBJECTIVES
 from tests.parts import open_pairs
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
 from tests.run.test_checkpoint import change_state
@@ -222,7 +223,7 @@ def test_nccl_that_needs_a_remedy_is_a_note_and_not_a_failure(monkeypatch):
 
 
 def test_the_model_configuration_is_read_as_a_run_reads_it(rows, home):
-    assert rows()["model"].found.startswith("0.0 M weights from random initialisation")
+    assert rows()["model"].found.startswith("13.5 K weights from random initialisation")
     (home / "broken.json").write_text(json.dumps(dict(d_model=16)))
     assert rows(model="broken.json")["tokenizer, model"].fails
 

@@ -8,8 +8,8 @@ import pytest
 
 from config import TrainConfig, load_config
 from model.commands.options import KEEP_TRAINING, exit_early, read_request
+from model.commands.run_length import global_batch
 from model.commands.usage import COMMANDS
-from model.train.run_length import global_batch
 from tests.ranks import ROOT
 
 
@@ -108,6 +108,14 @@ def test_a_damaged_config_json_is_refused_with_its_path_and_what_to_do(tmp_path,
     write_run(tmp_path, stored)
     with pytest.raises(ValueError, match="config.json cannot be read .*delete it"):
         read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
+
+
+def test_a_run_stored_with_exact_is_refused_by_name_and_one_without_it_goes_on(tmp_path):
+    write_run(tmp_path, dict(preset="pretrain", given=dict(exact="True")))
+    with pytest.raises(ValueError, match="was started with --exact=True, which this version does not have"):
+        read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
+    (tmp_path / "config.json").write_text(json.dumps(dict(preset="pretrain", given=dict(exact=False))))
+    assert read_request((), dict(output_dir=str(tmp_path), is_keep_training="True")).preset == "pretrain"
 
 
 def test_control_characters_of_a_config_json_are_printed_as_escapes(tmp_path, capsys):

@@ -12,6 +12,7 @@ import torch
 from config import MODELS, load_config
 from model.commands import length_sample
 from model.commands.plan_report import plan_text, preview, table
+from model.commands.recipe import plan_options
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.data.readers import read_pairs
@@ -19,10 +20,10 @@ from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.memory.plan import NothingFits, choose_plan, predicted_peaks
-from model.nn.t5.footprint import count_parameters
+from model.nn.memory_spec import count_numbers
+from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
-from model.train.footprint import plan_options
 from model.train.objectives.pairs import Pairs
 from tests.parts import make_estimate, open_pairs
 from tests.tiny import furnish, write_pairs
@@ -249,10 +250,20 @@ def test_the_options_of_plan_are_checked_like_those_of_train(home):
     words = dict(gpu_memory_limit_gb="8", model="tiny", vocab_size="500", num_processes="2", json="True")
     values = json.loads(plan_text((), dict(words)))
     assert values["machine"]["num_processes"] == 2
-    assert values["parameters"] == count_parameters(T5ModelConfig(**MODELS["tiny"], vocab_size=500))
+    assert values["parameters"] == count_numbers(T5, T5ModelConfig(**MODELS["tiny"], vocab_size=500)).weights
     with pytest.raises(ValueError, match="--batch_size_per_gp: did you mean --batch_size_per_gpu"):
         plan_text((), dict(words, batch_size_per_gp="3"))
     with pytest.raises(ValueError, match="^--vocab_size=-5: must be at least 0"):
         plan_text((), dict(words, vocab_size="-5"))
     with pytest.raises(ValueError, match="--num_processes=two: this option takes a whole number"):
         plan_text((), dict(words, num_processes="two"))
+
+
+def test_the_expected_time_is_said_for_a_named_card_and_how_to_name_one_is_said_else(home):
+    text = table(preview(load_config("pretrain", dict(max_steps=1000)), (), 2, 8000, "rtx 4090"))
+    assert re.search(r"expected time +about [\dhms ]+ for 1,000 steps, [\d.]+ ms a step on one RTX 4090", text)
+    assert "22.52 GiB for the allocator" in text, "the card's memory less that of CUDA and NCCL"
+    assert "other choices" in text and "A chunk is the targets whose logits exist at once" in text
+    assert "--gpu=NAME" in table(plan()), "this machine has no GPU that is known"
+    with pytest.raises(ValueError, match="--gpu=RTX: choose one of H200, "):
+        plan_text((), dict(gpu="RTX", vocab_size=8000))

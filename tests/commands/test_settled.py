@@ -11,14 +11,14 @@ from model.commands.doctor import _model
 from model.commands.origin import find_origin
 from model.commands.plan_report import preview
 from model.commands.settled import settled
-from model.nn.adapter_io import export_adapter, export_merged, load_merged
+from model.formats.adapters import export_adapter, export_merged, load_merged
+from model.formats.model_card import CARD_FILE, CardFacts
+from model.formats.weights import export_model, load_weights
 from model.nn.lora import LoraConfig, attach, draw
-from model.nn.model_card import CARD_FILE, CardFacts
-from model.nn.weights_io import export_model, load_weights
 from model.runtime.distributed import ALONE
 from tests.tiny import SHORT, journal, train
 
-MUON, ADAMW = ("muon", 5e-3, "muon"), ("adamw", 1e-4, "others")
+MUON, ADAMW = ("muon", 5e-3, "muon"), ("adamw", 1e-3, "others")
 
 
 @pytest.fixture(scope="module")
@@ -110,19 +110,19 @@ def test_train_plan_and_doctor_choose_and_say_the_same_and_a_resume_keeps_it(mad
     options = dict(output_dir="ours", finetune_from_ckp_file="base", model=None, **SHORT)
     stopped = train(made, 1, "forward:0:3:int", **options)
     why = "the default for weights that this trainer's Muon did not train"
-    assert stopped.codes == [0] and stopped.text.count(f"optimizer: adamw, {why}; learning rate up to 0.0001") == 1
+    assert stopped.codes == [0] and stopped.text.count(f"optimizer: adamw, {why}; learning rate up to 0.001") == 1
     monkeypatch.chdir(made)
     config = load_config("pretrain", dict(finetune_from_ckp_file="base", train_file="train.jsonl"))
     planned, (spec, _, rows) = preview(config, ()), _model(config, (), False)
-    assert planned["optimizer"] == dict(name="adamw", learn_rate=1e-4, why=why)
+    assert planned["optimizer"] == dict(name="adamw", learn_rate=1e-3, why=why)
     (found,) = [row.found for row in rows if row.what == "optimizer"]
-    assert found == f"adamw, {why}; peak learning rate 0.0001" and spec.optimizer == "adamw"
+    assert found == f"adamw, {why}; peak learning rate 0.001" and spec.state_bytes == 8 * spec.trained
     shutil.copyfile(made / "muon_run" / "best" / "config.json", made / "base" / "config.json")
     ours = preview(config, ())
     assert ours["optimizer"]["name"] == "muon"
     assert ours["fixed_bytes"]["optimizer"] < planned["fixed_bytes"]["optimizer"]
     resumed = train(made, is_keep_training=True, optimizer="auto", **options)
-    assert "optimizer: adamw, as at the run's first start; learning rate up to 0.0001" in resumed.text, resumed.text
+    assert "optimizer: adamw, as at the run's first start; learning rate up to 0.001" in resumed.text, resumed.text
     assert [line["optimizer"] for line in journal(made / "ours", "start")] == ["adamw", "adamw"]
     absent = preview(load_config("sft", dict(train_file="train.jsonl")), ())["optimizer"]
     assert (absent["name"], absent["learn_rate"]) == ("muon", 5e-3)

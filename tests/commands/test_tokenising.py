@@ -67,6 +67,22 @@ def test_what_the_other_process_refuses_or_fails_at_is_raised_here(tmp_path, tok
         write_beside(source, key, path / "there" / "store", None, lambda: False)
 
 
+@pytest.mark.parametrize("moment", ["before", "while"])
+def test_a_file_that_changes_before_or_while_the_other_process_reads_it_gives_no_store(
+    source, tokenizer, tmp_path, moment
+):
+    def change(*_):
+        write_parquet(tmp_path / "other.parquet", make_pairs(50, seed=8)).replace(source)
+
+    directory, asked = tmp_path / "tokens" / "store", Source((source,), Pairs(), tokenizer, 24)
+    key = asked.key()
+    if moment == "before":
+        change()
+    with pytest.raises(ValueError, match=f"{source}: the file changed while it was read"):
+        write_beside(asked, key, directory, change, lambda: False)
+    assert not directory.exists() and not children()
+
+
 def test_a_killed_process_is_told(source, tokenizer, tmp_path):
     def kill(_):
         os.kill(children()[0].pid, signal.SIGKILL)

@@ -1,11 +1,14 @@
 """What is written of each pair: the columns named, cut to the limit, one EOS a side, and no pair with an empty side."""
 
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from datasets import Dataset
 
+from model.data import store_writer
 from model.data.token_store import describe_store
 from tests.parts import examples_of, make_pairs, open_pairs, write_parquet
 
@@ -54,3 +57,39 @@ def test_named_columns_are_read(tmp_path, tokenizer):
     pq.write_table(pa.table(dict(prompt=["不"], frage=["你好"], antwort=["好"])), path)
     store = open_pairs(path, tokenizer, 32, tmp_path / "tokens", columns=("frage", "antwort"))
     assert examples_of(store, [0])[0][0] == [*tokenizer.encode("你好"), tokenizer.eos_id]
+
+
+def write_as(path, pairs):
+    """Write the pairs in the format of the path's suffix, always in as many bytes."""
+    if path.suffix == ".parquet":
+        return write_parquet(path, pairs)
+    lines = ["prompt,response"] if path.suffix == ".csv" else []
+    lines += [f"{p},{r}" if lines else json.dumps(dict(prompt=p, response=r)) for p, r in pairs]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def rename_over(path, pairs):
+    """Put another file in its place, with the same time."""
+    before = path.stat()
+    write_as(path.with_stem("other"), pairs).replace(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def append(path, pairs):
+    with open(path, "ab") as file:
+        file.write(b"\n")
+
+
+@pytest.mark.parametrize("change", [rename_over, write_as, append, lambda path, pairs: path.unlink()])
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_file_that_changes_while_it_is_read_gives_no_store(tmp_path, tokenizer, monkeypatch, suffix, change):
+    monkeypatch.setattr(store_writer, "ROWS_PER_BATCH", 10)
+    path, pairs = tmp_path / f"pairs{suffix}", [(f"{n:05}", "12") for n in range(600)]
+    write_as(path, pairs)
+    changes = iter([lambda: change(path, pairs[::-1])])
+    with pytest.raises(ValueError, match=f"pairs{suffix}: the file changed while it was read: .*same command again"):
+        open_pairs(path, tokenizer, 32, tmp_path / "tokens", progress=lambda rows: next(changes, lambda: None)())
+    assert [each.suffix for each in (tmp_path / "tokens").iterdir()] == [".lock"]
+    again = open_pairs(write_as(path, pairs), tokenizer, 32, tmp_path / "tokens")
+    assert len(again) == 600 and examples_of(again, [0])[0][0] == [*tokenizer.encode("00000"), tokenizer.eos_id]

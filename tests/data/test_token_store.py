@@ -128,6 +128,32 @@ def test_a_damaged_store_is_refused_and_other_files_can_still_be_tokenised(open_
     assert len(open_pairs(other, tokenizer, 64, tmp_path / "tokens")) == 9
 
 
+def test_a_store_whose_ids_were_cut_anywhere_is_refused_and_not_read(open_it, monkeypatch):
+    monkeypatch.setattr(store_writer, "ROWS_PER_BATCH", 5)
+    ids = open_it().directory / "ids.arrow"
+    content = ids.read_bytes()
+    *messages, _ = [place for place in range(0, len(content), 8) if content.startswith(b"\xff" * 4, place)]
+    assert len(messages) == 7, "the schema and six batches"
+    for cut in sorted([*messages, *(place + 60 for place in messages), len(content) - 60], reverse=True):
+        os.truncate(ids, cut)
+        with pytest.raises(ValueError, match=f"{ids.parent} are damaged .*: delete that directory"):
+            read_store(ids.parent)
+
+
+@pytest.mark.parametrize("name", ["ids.arrow", "lengths.npy"])
+def test_a_store_that_is_cut_short_while_it_is_used_is_told_in_words(open_it, name):
+    store = open_it()
+    child = os.fork()  # the system ends a process that reads where the file was
+    if not child:
+        os.truncate(store.directory / name, 0)
+        try:
+            store.tokens(np.arange(30))
+        except RuntimeError as error:
+            os._exit(42 if str(store.directory) in str(error) and "delete that directory" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+
+
 @pytest.mark.parametrize(
     "name, data",
     [

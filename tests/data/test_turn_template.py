@@ -96,7 +96,9 @@ def test_an_answer_ends_where_the_template_ends_it_whatever_eos_is_named(tmp_pat
     [("{{ messages[0].content }}", "does not show each of"), ("{% for", "cannot show"),
      ("{{ raise_exception('no') }}", "cannot show .*no"), ("x" * 70_000, "at most 65,536 characters"),
      ("{{ messages.__class__.__mro__ }}", "cannot show|does not show"),
-     ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", "does not show each")],
+     ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", "does not show each"),
+     (CHATML + r"{{ '\ud83d' }}", r"cannot show .*half a character, '\\ud83d'"),
+     (CHATML + "\ud83d", "half a character"), (r"{{ raise_exception('\ud83d') }}", "cannot show")],
 )  # fmt: skip
 def test_a_template_that_cannot_show_a_dialogue_is_refused(tmp_path, template, said):
     tokenizer = make_qwen_tokenizer(tmp_path, template)

@@ -14,12 +14,12 @@ import torch
 from config import load_config
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
+from model.formats.weights import LoadedWeights, export_model, load_into
 from model.memory.oom_policy import PlanRecovery, recovery_of
 from model.memory.plan import MemoryPlan
 from model.nn.registry import config_from, family_of
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
-from model.nn.weights_io import LoadedWeights, export_model, load_into
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from transformers import T5Config
 
 from model.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from model.formats.weights import export_model, load_into, load_weights
 from model.nn.t5.huggingface import OTHER_NAMES, SIZES
-from model.nn.weights_io import export_model, load_into, load_weights
 from model.run.journal import Journal, read_journal
 from model.run.run_dir import admit, claim, cut_sample_ids
 from model.runtime.atomic_io import write_json

@@ -6,23 +6,23 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from config import load_config
-from model.commands.answering import answer_all, load_chat_model, prompt_ids
 from model.commands.setup import sampling_of
 from model.data.conversation import Turn
 from model.data.sequences import Sequences
 from model.data.turn_template import turn_template, with_turn_end
+from model.formats.weights import export_model
 from model.generate.sampling import generation_config
 from model.nn.base import Packing
-from model.nn.qwen.network import QwenModel
-from model.nn.qwen.sizes import QwenModelConfig
+from model.nn.decoder.network import DecoderModel
+from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.registry import family_of
-from model.nn.weights_io import export_model
-from model.train.optim import make_optimizer, update
+from model.serve.answering import answer_all, load_chat_model, prompt_ids
+from model.train.optim import make_optimizer
 from tests.parts import make_config, make_model
 
 QUESTION = "国人民大地方今天真好我想和你"
 ANSWER = QUESTION + "好" * 12  # the question again, then a run of one token
-QWEN = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.1)
+DECODER = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.1)
 CONFIG = load_config("pretrain", {})
 
 
@@ -42,7 +42,7 @@ def learnt(model, tokenizer):
         if loss < 0.01:
             break
         loss.backward()
-        update(optimizer, 0.02, torch.tensor(1.0))
+        optimizer.update(0.02, torch.tensor(1.0))
     assert loss < 0.02
     return model
 
@@ -51,7 +51,7 @@ def learnt(model, tokenizer):
 def test_an_answer_known_by_heart_repeats_itself_and_quotes_its_question_in_full(tmp_path, tokenizer, family):
     if family == "qwen":
         tokenizer = with_turn_end(tokenizer)
-        model = QwenModel(QwenModelConfig(**QWEN, vocab_size=tokenizer.vocab_size)).initialise(1)
+        model = DecoderModel(DecoderModelConfig(**DECODER, vocab_size=tokenizer.vocab_size)).initialise(1)
     else:
         model = make_model(tokenizer.vocab_size)
     generation = generation_config(sampling_of(CONFIG), CONFIG.max_new_tokens)

@@ -7,11 +7,11 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from model.data.sequences import Sequences
 from model.data.tokenizer import copy_tokenizer, load_tokenizer
+from model.formats.weights import export_model
 from model.generate.engine import Engine, Limits, Request, generate
 from model.generate.sampling import Sampling
 from model.nn.base import Packing
 from model.nn.t5.batch import collate
-from model.nn.weights_io import export_model
 from model.train.evaluate import answer_questions
 from model.train.objectives.pairs import Pairs
 from model.train.optim import make_optimizer

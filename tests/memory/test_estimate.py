@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from config import MODELS, load_config
+from model.commands.recipe import with_optimizer
 from model.data.length_histogram import histogram
 from model.data.packing import cut
-from model.memory.estimate import Estimate, ForwardCostBound, fixed_bytes, optimizer_bytes
-from model.nn.footprint import MemorySpec
+from model.memory.estimate import Estimate, ForwardCostBound, fixed_bytes
+from model.nn.memory_spec import MemorySpec, count_numbers
 from model.nn.t5.family import T5
-from model.nn.t5.footprint import count_parameters
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
 from model.train.optim import make_optimizer
@@ -18,7 +18,7 @@ TINY = T5ModelConfig(**MODELS["tiny"], vocab_size=500)
 
 SMALL = T5ModelConfig(**MODELS["small"], vocab_size=40_960)
 
-BF16 = MemorySpec(T5, SMALL, 2, kernels=True)
+BF16 = with_optimizer(MemorySpec(T5, SMALL, 2, kernels=True), "adamw_rms")
 
 
 def draw_lengths(num_examples, seed=0, longest=512):
@@ -71,12 +71,13 @@ def test_checkpointing_bf16_adafactor_and_a_frozen_encoder_are_predicted_to_save
 
     assert peak(checkpointing=12) < peak() / 2
     assert peak() < peak(number_bytes=4, kernels=False)
-    assert peak(optimizer="adafactor") < peak() - 7 * count_parameters(SMALL)
-    assert peak(part="decoder") < peak() - 16 * (count_parameters(SMALL) - count_parameters(SMALL, "decoder"))
+    assert peak(state_bytes=0) < peak() - 7 * count_numbers(T5, SMALL).weights
+    frozen = count_numbers(T5, SMALL).weights - count_numbers(T5, SMALL, "decoder").weights
+    assert peak(part="decoder") < peak() - 16 * frozen
 
 
 def test_the_fixed_bytes_are_weights_gradients_optimizer_state_and_bf16_copies():
-    count = count_parameters(SMALL)
+    count = count_numbers(T5, SMALL).weights
     assert fixed_bytes(BF16) | dict(workspaces=0) == dict(
         weights=4 * count, bf16_weights=2 * count, gradients=4 * count, optimizer=8 * count, workspaces=0
     )
@@ -89,8 +90,7 @@ def test_the_predicted_optimizer_state_is_what_the_optimizer_holds(name, part):
     model = TextToTextModel(shape).freeze_all_but(part)
     optimizer = make_optimizer(model, load_config("pretrain", dict(optimizer=name)))
     held = sum(t.nbytes for fields in optimizer.state.values() for t in fields.values() if t.numel() > 1)
-    counted, _ = optimizer_bytes(MemorySpec(T5, shape, 4, False, name, part=part))
-    assert counted == held
+    assert with_optimizer(MemorySpec(T5, shape, 4, False, part=part), name).state_bytes == held
 
 
 def test_every_phase_has_a_peak_and_loading_has_the_smallest():

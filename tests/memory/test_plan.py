@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from config import MODELS
+from model.commands.recipe import plan_options
 from model.data.buckets import buckets_for
 from model.data.length_histogram import Lengths, histogram
 from model.memory.estimate import Estimate
@@ -21,9 +22,8 @@ from model.memory.plan import (
     recording_bytes,
 )
 from model.memory.step_time import time_factor
-from model.nn.qwen.sizes import QwenModelConfig
+from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.t5.sizes import T5ModelConfig
-from model.train.footprint import plan_options
 from tests.parts import make_config, make_estimate
 from tests.sizes import QWEN_VOCAB_SIZE, QWENS, HeavyTail
 
@@ -36,7 +36,7 @@ SMALL = T5ModelConfig(**MODELS["small"], vocab_size=8192)
 CHATLM = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
 
 
-QWEN_7B = QwenModelConfig(**QWENS["qwen1.5-7b"], vocab_size=QWEN_VOCAB_SIZE)
+QWEN_7B = DecoderModelConfig(**QWENS["qwen1.5-7b"], vocab_size=QWEN_VOCAB_SIZE)
 
 
 def heavy_tailed(longest=512, num_examples=2000):

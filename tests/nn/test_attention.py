@@ -4,8 +4,7 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from config import MODELS
-from model.nn.attention import attend, make_layout, score_mask
-from model.nn.t5.network import runs_in_kernels
+from model.nn.attention import attend, has_kernels, make_layout, score_mask
 from model.nn.t5.position_bias import score_bias
 from model.nn.t5.sizes import T5ModelConfig
 
@@ -119,13 +118,13 @@ def test_blocks_have_few_shapes():
 
 
 def test_the_kernels_are_used_only_for_the_sizes_that_they_support():
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    for name in MODELS:
-        shape = T5ModelConfig(**MODELS[name])
-        assert runs_in_kernels(gpu, torch.bfloat16, shape)
-        assert not runs_in_kernels(cpu, torch.bfloat16, shape) and not runs_in_kernels(gpu, torch.float32, shape)
+    def supports(device, dtype=torch.bfloat16, **change):
+        return has_kernels(torch.device(device), dtype, *T5ModelConfig(**MODELS["tiny"] | change).kernel_sizes)
+
+    assert all(supports("cuda", **MODELS[name]) for name in MODELS)
+    assert not supports("cpu") and not supports("cuda", torch.float32)
     for change in (dict(d_kv=48), dict(d_kv=256), dict(relative_attention_num_buckets=48)):
-        assert not runs_in_kernels(gpu, torch.bfloat16, T5ModelConfig(**MODELS["tiny"] | change))
+        assert not supports("cuda", **change)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])

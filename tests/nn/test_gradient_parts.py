@@ -5,11 +5,11 @@ import torch
 
 from model.nn import gradient_parts
 from model.nn.base import Packing
+from model.nn.decoder.batch import collate
+from model.nn.decoder.network import DecoderModel
+from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.gradient_parts import reporting
-from model.nn.qwen.batch import collate
-from model.nn.qwen.network import QwenModel
-from model.nn.qwen.sizes import QwenModelConfig
-from tests.nn.qwen.test_network import LENGTHS, SIZES, sequences_of
+from tests.nn.decoder.test_network import LENGTHS, SIZES, sequences_of
 from tests.parts import batch_of, make_model
 
 
@@ -18,7 +18,7 @@ def case(request, monkeypatch, store, tokenizer):
     """(a network whose gradients have several parts, batches for it)."""
     monkeypatch.setattr(gradient_parts, "LEAST_NUMBERS", 1)
     if request.param == "qwen":
-        model = QwenModel(QwenModelConfig(**SIZES)).initialise(1)
+        model = DecoderModel(DecoderModelConfig(**SIZES)).initialise(1)
         return model, [collate(sequences_of(LENGTHS, seed), Packing(0)) for seed in (0, 1)]
     rate = 0.1 if "dropout" in request.param else 0.0
     model = make_model(tokenizer.vocab_size, dropout=rate)

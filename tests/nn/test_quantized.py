@@ -7,12 +7,12 @@ import torch
 from bitsandbytes import functional
 
 from model.data.sequences import Sequences
+from model.formats.weights import LoadedWeights, load_into
 from model.nn.base import Packing
+from model.nn.decoder.family import DECODER
+from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.lora import LoraConfig, attach, draw, is_factor
 from model.nn.quantized import GROUP, NUMBER_BYTES, Packed, make_packed, merge_packed, steps_on
-from model.nn.qwen.family import QWEN
-from model.nn.qwen.sizes import QwenModelConfig
-from model.nn.weights_io import LoadedWeights, load_into
 from tests.nn.kernels.test_nf4 import CPU, SHAPES, matrices, written
 from tests.nn.test_lora import IDS, adapted, gradients_after
 from tests.parts import batch_of, farthest, make_model
@@ -85,12 +85,12 @@ def test_the_gradients_of_an_adapter_on_packed_matrices_are_those_on_their_numbe
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_a_network_placed_without_memory_reads_its_matrices_into_four_bits(model_type):
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=300)
-    config, gradients = QwenModelConfig(**sizes, num_key_value_heads=2, model_type=model_type), []
-    tensors = QWEN.build(config).initialise(0).state_dict()
+    config, gradients = DecoderModelConfig(**sizes, num_key_value_heads=2, model_type=model_type), []
+    tensors = DECODER.build(config).initialise(0).state_dict()
     for base_precision in ("nf4", "auto"):
-        lora = LoraConfig(rank=4, alpha=8, targets=QWEN.adapter_targets(config), base_precision=base_precision)
+        lora = LoraConfig(rank=4, alpha=8, targets=DECODER.adapter_targets(config), base_precision=base_precision)
         with torch.device("meta"):
-            model = attach(QWEN.build(config), lora)
+            model = attach(DECODER.build(config), lora)
         load_into(draw(model.place("cpu"), 1), LoadedWeights(tensors, config, None), "base")
         for name, p in model.named_parameters():
             if hasattr(p, "packed"):
@@ -99,7 +99,7 @@ def test_a_network_placed_without_memory_reads_its_matrices_into_four_bits(model
                 p.data.fill_(0.01)
         lengths = np.array([[3, 5], [9, 2]])
         sequences = Sequences(tuple(np.arange(side.sum()) + 5 for side in lengths.T), lengths)
-        gradients.append(gradients_after(model, QWEN.collate(sequences, Packing(0))))
+        gradients.append(gradients_after(model, DECODER.collate(sequences, Packing(0))))
     assert farthest(*gradients) <= 1e-6 and len(gradients[0]) == 2 * 2 * 7
 
 

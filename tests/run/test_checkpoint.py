@@ -15,7 +15,7 @@ import ujson
 from safetensors import SafetensorError, safe_open
 
 from model.data.tokenizer import copy_tokenizer
-from model.nn.weights_io import export_model, write_tensors
+from model.formats.weights import export_model, write_tensors
 from model.run import checkpoint
 from model.run.checkpoint import checkpoint_paths, discard_after, load_newest, read_checkpoint
 from model.run.journal import Journal

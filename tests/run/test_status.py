@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from model.run.status import KINDS, Status, host_memory, read_statuses, write_status
+from model.run.status import KINDS, Status, read_statuses, write_status
 
 FULL = Status(time=12.5, rank=1, host="a", pid=7, device="GPU", uuid="u", reserved_bytes=1, peak_bytes=2, limit_bytes=3,
               rss_bytes=4, host_used_bytes=5, host_total_bytes=6, activity="training", done=7, total=8, saving=True,
@@ -40,8 +40,3 @@ def test_links_are_not_followed_and_a_disk_that_refuses_costs_nothing(tmp_path):
     (tmp_path / ".status_rank1.json.tmp").symlink_to(target)
     assert not write_status(tmp_path, FULL) and target.read_text() == "mine"
     assert not write_status(tmp_path / "nowhere", FULL)
-
-
-def test_the_memory_of_this_machine_is_known():
-    used, total = host_memory()
-    assert 0 < used < total

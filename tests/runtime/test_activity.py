@@ -1,6 +1,6 @@
 """What a process does now is known to its other threads."""
 
-from model.run.console import Progress
+from model.display.console import Progress
 from model.runtime.activity import Activity, advance, current_activity, now_doing
 from model.train.evaluate import answer_questions, evaluate_loss
 from tests.parts import PLAN, evaluation_of

@@ -14,10 +14,10 @@ from tests.ranks import run_ranks
 TIMEOUT_S = 10
 
 
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"])
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"])
 def test_a_sharding_configuration_is_refused_and_the_right_launch_named(name, monkeypatch):
-    monkeypatch.setenv(name, "true")
-    with pytest.raises(ValueError, match=f"{name} is set.*--multi_gpu"):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(ValueError, match=f"ACCELERATE_USE_{name} is set.*--multi_gpu"):
         start_ranks()
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from model.commands.answering import load_chat_model
+from model.formats.weights import model_directory
 from model.generate.sampling import Sampling
-from model.nn.weights_io import model_directory
+from model.serve.answering import load_chat_model
 from scripts.chat import Talk, greet, main, respond
 from tests.knowing import PAIRS, write_knowing_model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.test_live import Terminal
+from tests.display.test_live import Terminal
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_training_progress.py"
 MINUTE = 60
@@ -274,5 +274,5 @@ def test_the_same_screen_serves_another_terminal_after_the_run(tmp_path):
         assert shell.is_covered
         shell.type("\x03")
         assert shell.wait_for(r"code=(-?\d+)\.", 10)[1] == "0"
-        shell.wait_for("state +finished at step 9")
+        shell.wait_for("状 ?态 +" + " ?".join("已完成，第 9 步"))
         shell.check_usable()

@@ -6,9 +6,10 @@ import random
 import pytest
 import sentencepiece
 import torch
+from transformers import AutoTokenizer
 
 from model.data.tokenizer import PROBE, load_tokenizer
-from model.nn.weights_io import load_weights
+from model.formats.weights import load_weights
 from scripts.convert_tokenizer import main as convert
 from tests.parts import SHAPE, make_model
 from tests.tiny import SHORT, refused, train
@@ -61,6 +62,49 @@ def test_a_model_whose_embedding_is_larger_than_its_tokenizer_is_trained_and_kee
     assert load_weights(home / "larger" / "best").model_config.vocab_size == 512
     adapter = dict(finetune_from_ckp_file="downloaded", lora_rank=2)
     assert train(home, output_dir="larger_lora", **adapter, **OWN_MODEL).codes == [0]
+
+
+def train_sentencepiece(folder, **options):
+    """A SentencePiece model in `folder`, which falls back to bytes."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(PROBE + "abcde ", k=20)) for _ in range(1000)]
+    settings = dict(vocab_size=520, byte_fallback=True, pad_id=0, eos_id=1, unk_id=2, bos_id=-1) | options
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(folder / "spiece"), character_coverage=1.0, minloglevel=2,
+        **settings,
+    )  # fmt: skip
+    (folder / "spiece.vocab").unlink()
+    named = dict(eos_token="</s>", pad_token="<pad>", unk_token="<unk>", tokenizer_class="T5Tokenizer", extra_ids=100)
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+
+
+@pytest.mark.parametrize("rule", ["nmt_nfkc", "nmt_nfkc_cf", "identity"])
+def test_characters_outside_the_vocabulary_keep_their_bytes_as_transformers_reads_them_too(tmp_path, capsys, rule):
+    theirs = train_sentencepiece(tmp_path, normalization_rule_name=rule)
+    assert convert([str(tmp_path)]) == 0, capsys.readouterr().err
+    ours, stock = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = "😀 é cafe\u0301 龘 か\u3099 👨\u200d👩 a\x85b\n\n  c\n "
+    assert ours.encode(text) == theirs.encode(text) == stock(text, add_special_tokens=False).input_ids
+    assert ours.decode(ours.encode("😀 é龘")) == "😀 é龘"
+    assert ours.encode("a</s>b<0x41><extra_id_0>") == theirs.encode("a</s>b<0x41><extra_id_0>")
+    assert ours.reserved_id("<extra_id_0>") >= 520
+
+
+@pytest.mark.parametrize("options", [dict(model_type="bpe"), dict(add_dummy_prefix=False)])
+def test_a_tokenizer_that_would_give_other_ids_is_refused_and_leaves_nothing(tmp_path, capsys, options):
+    train_sentencepiece(tmp_path, **options)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert convert([str(tmp_path)]) == 2
+    assert "nothing was written" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_tokenizer_that_no_run_would_load_leaves_nothing(tmp_path, capsys):
+    train_sentencepiece(tmp_path, byte_fallback=False, vocab_size=160)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert convert([str(tmp_path)]) == 2 and "at least 300" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.nn.weights_io import export_model
+from model.formats.weights import export_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "export.py"
 

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -155,6 +156,14 @@ def test_the_quick_start_is_the_custom_launcher_with_16_pairs(copy):
     assert quick.stdout == launch(copy / "train_sft_custom.sh", "16", "--epochs=1", cwd=copy.parent).stdout
 
 
+def test_a_run_knows_the_words_that_were_typed_to_the_script(copy):
+    add_python(copy, 'printf "%s" "$CHAT_COMMAND"')
+    done = launch("./run_train.sh", "-t", "stage3", "--model=my model.json", cwd=copy, NUM_PROCESSES="2")
+    assert shlex.split(done.stdout.splitlines()[-1]) == [
+        "NUM_PROCESSES=2", "./run_train.sh", "-t", "stage3", "--model=my model.json",
+    ]  # fmt: skip
+
+
 def test_relative_paths_count_from_the_current_directory(copy, elsewhere):
     add_python(copy, 'printf "%s|" "$@"')
     words = ["--train_file=a b.csv", "--output-dir=../out", "--model=my.json", "--test_file=/t.csv", "--test_file="]
@@ -179,8 +188,8 @@ def test_each_visible_gpu_gets_one_process(copy, tmp_path, visible, processes):
     unset = ["env", "-u", "CUDA_VISIBLE_DEVICES"] if visible is None else ["env"]
     done = launch(*unset, copy / "train_sft_custom.sh", cwd=copy, PATH=path, CUDA_VISIBLE_DEVICES=visible or "")
     words = done.stdout.splitlines()[0].split()
-    assert ("--multi_gpu" in words) == (processes > 1)
-    assert processes == 1 or words[words.index("--num_processes") + 1] == str(processes)
+    assert ("torch.distributed.run" in words) == (processes > 1)
+    assert processes == 1 or words[words.index("--nproc_per_node") + 1] == str(processes)
 
 
 @pytest.mark.parametrize(

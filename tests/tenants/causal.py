@@ -25,6 +25,10 @@ class CausalConfig:
     vocab_size: int = 0
     places: int = 0  # most tokens of a sequence; 0: any number
 
+    parts, kernel_sizes = ("all",), (0,)  # no kernel
+    num_blocks = property(lambda self: self.num_layers)
+    max_tokens = property(lambda self: self.places or None)
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -133,18 +137,15 @@ def step_moments(spec, tokens, checkpointing):
     return dict(loss=kept, embedding=4 * c.width * total)
 
 
-COUNT = lambda c, part="all": sum(p.numel() for p in CausalModel(c).parameters())  # noqa: E731
 CAUSAL = Family(
-    name="causal", config_class=CausalConfig, parts=("all",), build=CausalModel, collate=collate,
-    first_id=lambda _, tokenizer: tokenizer.pad_id, has_kernels=lambda *_: False,
-    width=lambda c: c.width, count_parameters=COUNT, count_matrix_numbers=COUNT,
+    name="causal", config_class=CausalConfig, build=CausalModel, collate=collate,
+    first_id=lambda _, tokenizer: tokenizer.pad_id,
     step_moments=step_moments, evaluation_moment=lambda spec, tokens: step_moments(spec, tokens, False)["loss"],
     cache_bytes=lambda spec, slots, inputs, new: slots * (inputs + new) * 8 * spec.model_config.width,
-    num_blocks=lambda c: c.num_layers, aliases=(), check_config=lambda values, path: None,
+    aliases=(), check_config=lambda values, path: None,
     file_values=lambda model, tokenizer: (asdict(model.config) | dict(model_type="causal"), {}),
     config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
     own_tensors=lambda tensors, path: tensors,
-    max_tokens=lambda c: c.places or None,
     adapter_targets=lambda c: ("q", "k", "v", "o", "up", "down"),
 )  # fmt: skip

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from model.commands.objective import OBJECTIVES
 from model.data.sequences import Sequences
 from model.generate.engine import Limits, generate
 from model.nn.base import Packing
 from model.nn.registry import FAMILIES, family_named
-from model.train.objectives.registry import OBJECTIVES
 from tests.parts import gradients_of
 from tests.tenants.causal import CAUSAL, CausalConfig, CausalModel, collate
 from tests.tenants.preference import Preference

@@ -14,7 +14,7 @@ from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.device_memory import release_memory
 from model.train.cuda_graphs import StepGraphs
 from model.train.objectives.pairs import Pairs
-from model.train.optim import count_steps, make_optimizer, update
+from model.train.optim import make_optimizer
 from tests.parts import farthest, gradients_of, make_config
 from tests.tenants.drawn import Drawn
 
@@ -125,9 +125,9 @@ def weights_after_updates(name, is_recorded):
         if is_recorded:
             graphs.record_update(optimizer)
         scale = torch.tensor(scale, device="cuda")
-        update(optimizer, rate, scale, graphs.update if is_recorded else None)
+        optimizer.update(rate, scale, graphs.update if is_recorded else None)
         if scale.isnan():
-            count_steps(optimizer)
+            optimizer.count_steps()
     state = [x for fields in optimizer.state.values() for x in fields.values()]
     return [model.flat.masters, *state]
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from model.commands.answering import answer_all, load_chat_model, prompt_ids
 from model.data.conversation import Turn
 from model.data.token_store import Source, describe_store, open_store
 from model.data.turn_template import turn_template
+from model.formats.weights import export_model
 from model.generate.sampling import GREEDY
-from model.nn.qwen.family import QWEN
-from model.nn.qwen.network import QwenModel
-from model.nn.qwen.sizes import QwenModelConfig
-from model.nn.weights_io import export_model
+from model.nn.decoder.family import DECODER
+from model.nn.decoder.network import DecoderModel
+from model.nn.decoder.sizes import DecoderModelConfig
+from model.serve.answering import answer_all, load_chat_model, prompt_ids
 from model.train.examples import Examples
 from model.train.objectives.dialogues import Dialogues
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
@@ -43,7 +43,7 @@ def examples_of(tokenizer, folder, max_tokens=100, **options):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     store = open_store(Source((path,), objective, tokenizer, max_tokens), folder / "tokens")
-    return Examples(store, objective, QWEN, tokenizer.pad_id)
+    return Examples(store, objective, DECODER, tokenizer.pad_id)
 
 
 def learnt_texts(examples, tokenizer, row):
@@ -79,7 +79,7 @@ def test_with_single_turn_each_question_is_a_dialogue(tokenizer, tmp_path):
 def test_the_gradient_is_the_same_packed_and_one_by_one(tokenizer, tmp_path):
     examples = examples_of(tokenizer, tmp_path)
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-    model = QwenModel(QwenModelConfig(**sizes, vocab_size=tokenizer.vocab_size)).initialise(0)
+    model = DecoderModel(DecoderModelConfig(**sizes, vocab_size=tokenizer.vocab_size)).initialise(0)
     for ids in ([0, 1, 2], [0], [1], [2]):
         examples.objective.losses(model, examples.batch(np.array(ids), 1), 16)[0].backward()
         if len(ids) == 3:
@@ -99,8 +99,8 @@ def test_an_exported_model_talks_in_its_template_in_chat_and_in_transformers(tok
     import transformers
 
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-    config = QwenModelConfig(**sizes, vocab_size=tokenizer.vocab_size, initializer_range=0.3)
-    export_model(QwenModel(config).initialise(0), tokenizer, tmp_path / "best", dict(max_new_tokens=8))
+    config = DecoderModelConfig(**sizes, vocab_size=tokenizer.vocab_size, initializer_range=0.3)
+    export_model(DecoderModel(config).initialise(0), tokenizer, tmp_path / "best", dict(max_new_tokens=8))
     chat = load_chat_model(tmp_path / "best")
     turns = [("system", "你是医生"), ("user", SAID[0][0]), ("assistant", SAID[0][1]), ("user", SAID[1][0])]
     ids = prompt_ids(chat, turns, 500)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from config import MODELS
+from model.commands.recipe import plan_options
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.data.sampler import step_at
@@ -16,7 +17,7 @@ from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.distributed import start_ranks, stop_ranks, vote
 from model.train import dry_run
 from model.train.dry_run import Trial, collate_longest, dry_run_update, plan_before_probes, probe_plan, worst_examples
-from model.train.footprint import plan_options
+from model.train.flat_optimizer import FlatOptimizer
 from model.train.optim import make_optimizer
 from tests.memory.test_plan import HEAVY_TAIL, heavy_tail
 from tests.parts import ALONE, PLAN, make_config, make_estimate, make_model
@@ -35,7 +36,7 @@ def planned(usable_gib, kept=None, kernels=True, steps=100, launch_tokens=None, 
     estimate.spec = replace(estimate.spec, kernels=kernels)
     schedule = SimpleNamespace(total_pairs=len(LENGTHS), global_batch=len(LENGTHS) / steps)
     context = SimpleNamespace(options=config, loader=SimpleNamespace(schedule=schedule))
-    return plan_before_probes(Trial(context, None, estimate), kept, int(usable_gib * GIB))
+    return plan_before_probes(Trial(context, None, estimate, plan_options(config)), kept, int(usable_gib * GIB))
 
 
 def test_steps_are_recorded_if_the_run_is_long_enough_and_a_whole_step_fits_in_a_forward():
@@ -86,7 +87,7 @@ def probed_plan(estimate, lengths, usable_bytes, asked):
 
 def trial_of(lengths, estimate):
     examples = SimpleNamespace(bounds=lengths, lengths=lambda ids, epoch: lengths[ids])
-    return Trial(SimpleNamespace(ranks=ALONE, loader=SimpleNamespace(examples=examples)), None, estimate)
+    return Trial(SimpleNamespace(ranks=ALONE, loader=SimpleNamespace(examples=examples)), None, estimate, None)
 
 
 def forwards_of(lengths, pairs, plan):
@@ -228,8 +229,8 @@ def compile_slowly():
     """Rank 1 compiles the update for longer than the time limit; rank 0 is done and waits."""
     ranks, model = start_ranks("gloo", TIMEOUT_S), make_model(100)
     if ranks.rank == 1:
-        update = dry_run.update
-        dry_run.update = lambda *args: (time.sleep(COMPILATION_SECONDS), update(*args))
+        update = FlatOptimizer.update
+        FlatOptimizer.update = lambda *args: (time.sleep(COMPILATION_SECONDS), update(*args))
     dry_run_update(ranks, model, make_optimizer(model, make_config()))
     vote(ranks, 0)
     stop_ranks()

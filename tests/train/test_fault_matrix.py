@@ -11,7 +11,7 @@ import torch
 
 import train_low_mem
 from model.runtime.device_memory import monitor_gpu_memory, release_memory
-from model.train import commit
+from model.train.flat_optimizer import FlatOptimizer
 from tests.faulty_runs import RANKS, SITES, calm_run, checks, faulty_run, options
 from tests.tiny import journal, start, train, wait_for
 
@@ -31,20 +31,20 @@ def test_promise_4_out_of_memory_at_every_site_on_any_rank_changes_no_bit(home, 
 
 def tear_the_fifth_update(words):
     """`main`; rank 1 runs out of memory in its fifth update, after half of its weights and all its state changed."""
-    update, calls = commit.update, []
+    update, calls = FlatOptimizer.update, []
 
-    def torn(optimizer, *args):
-        calls.append(True)
+    def torn(optimizer, rate, *args):
+        calls.extend([rate] if rate else [])  # the dry run's rate is 0
         params = [p for group in optimizer.param_groups for p in group["params"]]
         before = [p.detach().clone() for p in params]
-        update(optimizer, *args)
-        if len(calls) == 5 and os.environ["RANK"] == "1":
+        update(optimizer, rate, *args)
+        if rate and len(calls) == 5 and os.environ["RANK"] == "1":
             with torch.no_grad():
                 for p, old in list(zip(params, before, strict=True))[len(params) // 2 :]:
                     p.copy_(old)
             raise torch.OutOfMemoryError("CUDA out of memory, in the middle of an update")
 
-    commit.update = torn
+    FlatOptimizer.update = torn
     return train_low_mem.main(words)
 
 

@@ -30,5 +30,5 @@ def test_a_step_of_several_micro_batches_is_not_padded(store):
         plan = replace(PLAN, micro_batch_tokens=tokens, graphs=True)
         packed = loader.pack(work, replace(plan, graphs=False))
         assert packed.bucket is None
-        assert (packed.num_micro_batches == 1) == (tokens == 10**6)
+        assert (len(packed.micro_batches) == 1) == (tokens == 10**6)
     assert loader.pack(work, plan).bucket is None

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from model.commands.run_length import check_warmup, warmup_pairs
 from model.train.lr_schedule import LearnRate
-from model.train.run_length import check_warmup, warmup_pairs
 from tests.parts import make_config
 
 

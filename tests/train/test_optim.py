@@ -6,9 +6,10 @@ import torch
 from model.nn.flat_params import FlatParams
 from model.run.checkpoint import TrainState, load_optimizer, read_checkpoint, save_checkpoint, snapshot_of
 from model.train import muon
+from model.train.adafactor import Adafactor
 from model.train.adamw_rms import RMSScaledAdamW
 from model.train.dry_run import dry_run_update
-from model.train.optim import Adafactor, make_optimizer, update
+from model.train.optim import make_optimizer
 from model.train.orthogonal import COEFFICIENTS, orthogonal
 from tests.parts import ALONE, batch_of, make_config, make_model
 
@@ -39,7 +40,7 @@ def test_twenty_steps_of_adamw_rms_are_those_of_the_formula(decay):
     for step, rate in enumerate(rates):
         for p, history in zip(params, grads, strict=True):
             p.grad.copy_(history[step])
-        update(optimizer, torch.tensor(rate), torch.tensor(1.0))
+        optimizer.update(torch.tensor(rate), torch.tensor(1.0))
     for p, start, history in zip(params, starts, grads, strict=True):
         expected = naive_steps(start, history, rates, decay)
         assert (p - expected).norm() < 1e-4 * (expected - start).norm()
@@ -54,7 +55,7 @@ def test_adamw_gives_the_bits_of_torch_s(decay, tokenizer):
         for model in (ours, theirs):
             model.flat.gradients.copy_(torch.randn(len(model.flat.gradients), generator=torch.manual_seed(step)))
         rate, scale = 0.01 * (step + 1), torch.tensor(0.3 + step)
-        update(optimizer, rate, scale)
+        optimizer.update(rate, scale)
         other.param_groups[0]["lr"].fill_(rate)
         theirs.flat.gradients.mul_(scale)
         other.step()
@@ -70,7 +71,7 @@ def take_steps(model, optimizer, store, num_steps, rate=0.01):
         micro_batch = batch_of(store, [step, step + 1], 0)
         model.zero_grad()
         (model(micro_batch) / len(micro_batch.labels)).backward()
-        update(optimizer, torch.tensor(rate), torch.tensor(1.0))
+        optimizer.update(torch.tensor(rate), torch.tensor(1.0))
 
 
 def make_allocated(model, **options):
@@ -173,7 +174,7 @@ def test_the_learning_rate_is_a_tensor_that_update_writes(model, store):
         optimizer = make_optimizer(model, make_config(optimizer=name))
         rate = optimizer.param_groups[0]["lr"]
         model(micro_batch).backward()
-        update(optimizer, torch.tensor(0.125), torch.tensor(1.0))
+        optimizer.update(torch.tensor(0.125), torch.tensor(1.0))
         assert isinstance(rate, torch.Tensor)
         assert rate.item() == 0.125
 
@@ -241,7 +242,7 @@ def movement(name, device):
         if step and device == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
-            update(optimizer, 0.01, scale)
+            optimizer.update(0.01, scale)
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
@@ -283,7 +284,7 @@ def test_twenty_steps_of_adafactor_are_those_of_the_formula(decay):
     for step, rate in enumerate(rates):
         for p, history in zip(params, grads, strict=True):
             p.grad.copy_(4 * history[step])
-        update(optimizer, torch.tensor(rate), torch.tensor(0.25))
+        optimizer.update(torch.tensor(rate), torch.tensor(0.25))
     for p, start, history in zip(params, starts, grads, strict=True):
         expected = naive_adafactor(start, history, rates, decay)
         assert (p - expected).norm() < 1e-4 * (expected - start).norm()
@@ -296,7 +297,7 @@ def test_adafactor_equals_torch_s_at_learning_rates_that_torch_does_not_lower():
     reference = torch.optim.Adafactor([theirs], 0.1)
     for grad in grads:
         ours.grad.copy_(grad)
-        update(optimizer, torch.tensor(0.1), torch.tensor(1.0))
+        optimizer.update(torch.tensor(0.1), torch.tensor(1.0))
         theirs.grad = grad
         reference.step()
     assert (ours - theirs).norm() < 1e-5 * (theirs - start).norm()
@@ -307,5 +308,5 @@ def test_adafactor_does_not_change_a_row_without_gradients():
     optimizer = Adafactor(FlatParams([], [weight], [], torch.float32), torch.tensor(0.0))
     for step in range(3):
         weight.grad.copy_(torch.tensor([[1.0, 2.0], [0.0, 0.0], [float(step), 0.0]]))
-        update(optimizer, torch.tensor(0.1), torch.tensor(1.0))
+        optimizer.update(torch.tensor(0.1), torch.tensor(1.0))
     assert weight.isfinite().all() and (weight[1] == 1).all() and (weight[0] < 1).all()

@@ -7,7 +7,7 @@ import torch
 from model.data.sampler import step_at
 from model.memory.plan import MemoryPlan, NothingFits
 from model.runtime import fault_injection
-from model.train import commit, optim
+from model.train.adamw_rms import RMSScaledAdamW
 from model.train.loader import Loader
 from model.train.optim import make_optimizer
 from model.train.spike_guard import MAX_SKIPPED_STEPS
@@ -209,15 +209,15 @@ def test_a_step_whose_loss_is_not_finite_once_is_repeated(store, tokenizer, monk
 def test_an_update_that_is_queued_before_its_check_is_read_changes_nothing_if_the_check_fails(
     store, tokenizer, monkeypatch
 ):
-    def update_obeying_scale(optimizer, rate, scale, apply):
+    apply = RMSScaledAdamW.apply
+
+    def apply_obeying_scale(optimizer, scale):
         if scale > 0:
-            optim.update(optimizer, rate, scale, apply)
-        else:
-            optimizer.next_step()  # the host counts before it knows
+            apply(optimizer, scale)
 
     expected, _ = run(store, tokenizer)
-    monkeypatch.setattr(commit, "obeys_scale", lambda _: True)
-    monkeypatch.setattr(commit, "update", update_obeying_scale)
+    monkeypatch.setattr(RMSScaledAdamW, "obeys_scale", True)
+    monkeypatch.setattr(RMSScaledAdamW, "apply", apply_obeying_scale)
     weights, results = run(store, tokenizer, fault="loss:0:2:nan", monkeypatch=monkeypatch)
     assert same_bits(weights, expected)
     assert results[1].events == (("not_finite", dict(step=2, rank=0)),)

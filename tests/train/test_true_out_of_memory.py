@@ -24,18 +24,18 @@ def train_with_little_memory(spare_mib, name):
 
     No checkpoint is written meanwhile: the limit holds for all threads, and safetensors' writer aborts without memory.
     """
-    share_gradients = gradients._share_gradients
+    compute_gradients = gradients._compute_gradients
 
     def with_little_memory(context, plan, work, *args):
         if work.step == 2:
             limit = data_bytes() + spare_mib * MIB
             resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
         try:
-            return share_gradients(context, plan, work, *args)
+            return compute_gradients(context, plan, work, *args)
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    gradients._share_gradients = with_little_memory
+    gradients._compute_gradients = with_little_memory
     return main(words(
         output_dir=name, global_batch_size=44, warmup_steps=0, model="wide.json", micro_batch_tokens=4096,
         optimizer="adamw_rms", validation_file="", save_steps=1000, epochs=1,
@@ -77,7 +77,7 @@ def test_promise_4_a_run_under_a_cap_of_2_gib_stays_below_it(tmp_path):
 
 def fill_the_gpu_in_step_2(name):
     """A run whose second step finds the GPU full before its first gradients."""
-    share_gradients, ballast = gradients._share_gradients, []
+    compute_gradients, ballast = gradients._compute_gradients, []
 
     def with_little_memory(context, plan, work, *args):
         if work.step == 2 and not ballast:
@@ -87,9 +87,9 @@ def fill_the_gpu_in_step_2(name):
             torch.cuda.set_per_process_memory_fraction(min(cap, 1.0))
             torch.empty(2 * 2**30, dtype=torch.uint8, device="cuda")  # over the cap: raises
             del held
-        return share_gradients(context, plan, work, *args)
+        return compute_gradients(context, plan, work, *args)
 
-    gradients._share_gradients = with_little_memory
+    gradients._compute_gradients = with_little_memory
     return main(words(output_dir=name, global_batch_size=44, warmup_steps=0, epochs=3, gpu_memory_limit_gb=4))
 
 

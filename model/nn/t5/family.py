@@ -3,25 +3,19 @@
 from model.nn.base import Family
 from model.nn.t5 import footprint, huggingface
 from model.nn.t5.batch import collate
-from model.nn.t5.network import TextToTextModel, inner_names, runs_in_kernels
+from model.nn.t5.network import TextToTextModel, inner_names
 from model.nn.t5.sizes import T5ModelConfig
 from model.nn.t5.warm_up import kernel_works
 
 T5 = Family(
     name="t5",
     config_class=T5ModelConfig,
-    parts=("all", "decoder"),
     build=TextToTextModel,
     collate=collate,
     first_id=huggingface.first_id,
-    has_kernels=runs_in_kernels,
-    width=lambda model_config: model_config.d_model,
-    count_parameters=footprint.count_parameters,
-    count_matrix_numbers=footprint.count_matrix_numbers,
     step_moments=footprint.step_moments,
     evaluation_moment=footprint.evaluation_moment,
     cache_bytes=footprint.cache_bytes,
-    num_blocks=lambda model_config: model_config.num_layers + model_config.num_decoder_layers,
     config_of=huggingface.config_of,
     check_config=huggingface.check_config,
     config_with=huggingface.config_with,

@@ -3,38 +3,7 @@
 import numpy as np
 
 from model.nn.attention import round_up
-
-
-def count_parameters(model_config, part="all"):
-    """Number of weights of a T5 of this configuration, or of its decoder alone."""
-    attention = 4 * model_config.d_model * model_config.num_heads * model_config.d_kv
-    feed_forward = _inner_matrices(model_config) * model_config.d_model * model_config.d_ff
-    bias = model_config.relative_attention_num_buckets * model_config.num_heads
-    has_own_bias = model_config.model_type == "umt5"
-    encoder_layers, decoder_layers, d = model_config.num_layers, model_config.num_decoder_layers, model_config.d_model
-    encoder = encoder_layers * (attention + feed_forward + 2 * d) + bias * (encoder_layers if has_own_bias else 1) + d
-    decoder = (
-        decoder_layers * (2 * attention + feed_forward + 3 * d) + bias * (decoder_layers if has_own_bias else 1) + d
-    )
-    table = model_config.vocab_size * d
-    decoder += 0 if model_config.tie_word_embeddings else table
-    return decoder if part == "decoder" else encoder + decoder + table
-
-
-def _inner_matrices(model_config):
-    """Matrices of a feed-forward layer."""
-    return 3 if model_config.is_gated else 2
-
-
-def count_matrix_numbers(model_config, part="all"):
-    """Number of weights in the matrices of the layers, or of the decoder's layers alone."""
-    encoder_layers = 0 if part == "decoder" else model_config.num_layers
-    decoder_layers = model_config.num_decoder_layers
-    attention = (
-        4 * model_config.d_model * model_config.num_heads * model_config.d_kv * (encoder_layers + 2 * decoder_layers)
-    )
-    inner = _inner_matrices(model_config) * model_config.d_model * model_config.d_ff
-    return attention + inner * (encoder_layers + decoder_layers)
+from model.nn.memory_spec import blocks_bytes
 
 
 def _attention(spec, queries, keys):
@@ -75,23 +44,6 @@ def _outside_blocks(spec, queries):
     return (spec.model_config.d_model * spec.number_bytes + 24 + 12 * spec.dropout) * queries + bias
 
 
-def _stack(spec, layers, num_blocks, queries, num_recomputed):
-    """(bytes kept by the blocks of a stack, peak bytes during the backward of its last block).
-
-    `layers` holds (kept, temporaries) of each layer of one block. The first `num_recomputed` blocks keep only their
-    input; their backward recomputes the rest. The last block is the peak unless it is one of them: then it is held
-    beside all inputs, and else beside what other blocks keep too.
-    """
-    kept_by_layer = [kept for kept, _ in layers]
-    num_recomputed = min(max(num_recomputed, 0), num_blocks)
-    stream = spec.model_config.d_model * spec.number_bytes * queries
-    kept, moments = num_recomputed * stream + (num_blocks - num_recomputed) * sum(kept_by_layer), []
-    for i, (_, temporaries) in enumerate(layers):
-        recomputed = sum(kept_by_layer) if num_recomputed == num_blocks else 0
-        moments.append(kept + recomputed - sum(kept_by_layer[i + 1 :]) + temporaries)
-    return kept, np.max(moments, axis=0)
-
-
 def step_moments(spec, tokens, checkpointing):
     """{moment: bytes per example (kinds,)} for each moment that may be the peak of a step; `tokens` (kinds, 2).
 
@@ -105,12 +57,14 @@ def step_moments(spec, tokens, checkpointing):
         _attention(spec, response, prompt),
         _feed_forward(spec, response),
     ]
-    encoder, encoder_backward = _stack(spec, encoder_layers, model_config.num_layers, prompt, checkpointing)
-    in_decoder = checkpointing - model_config.num_layers
-    decoder, decoder_backward = _stack(spec, decoder_layers, model_config.num_decoder_layers, response, in_decoder)
+    stream, layers = model_config.d_model * spec.number_bytes, model_config.num_layers
+    encoder, encoder_backward = blocks_bytes(encoder_layers, layers, stream * prompt, checkpointing)
+    in_decoder = checkpointing - layers
+    decoder, decoder_backward = blocks_bytes(
+        decoder_layers, model_config.num_decoder_layers, stream * response, in_decoder
+    )
     if spec.part == "decoder":
         encoder, encoder_backward = 0, 0  # the frozen encoder keeps nothing for a backward
-    stream = model_config.d_model * spec.number_bytes
     ends = _outside_blocks(spec, prompt) + _outside_blocks(spec, response)
     ends = ends + stream * prompt * (spec.dropout and spec.part != "decoder")  # the encoder's output before dropout
     return dict(

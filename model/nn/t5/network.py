@@ -4,6 +4,9 @@ transformers' T5 cannot run packed examples, because it takes one mask for the e
 are float32; activations and matmuls use `compute_dtype`.
 """
 
+from functools import partial
+from itertools import repeat
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -37,17 +40,19 @@ class Attention(nn.Module):
                 model_config.relative_attention_num_buckets, model_config.num_heads
             )
 
-    def forward(self, x, masks, memory, layout, bias):
-        """Attention output (N, d_model); keys and values come from `memory`, or from x if it is None.
+    def forward(self, x, masks, attention):
+        """Self-attention's output (N, d_model); `attention` is a function of q, k and v, columns of tensors."""
+        qkv = linear(x, self.q.weight, self.k.weight, self.v.weight, masks=masks)
+        return self.o(attention((qkv,)), masks)
 
-        `memory` is (the encoder's output (M, d_model), the masks of its tokens).
-        """
-        q, k, v = self.q.weight, self.k.weight, self.v.weight
-        if memory is None:
-            qkv = (linear(x, q, k, v, masks=masks),)
-        else:
-            qkv = (linear(x, q, masks=masks), linear(memory[0], k, v, masks=memory[1]))
-        return self.o(attend(qkv, layout, bias, self.num_heads), masks)
+    def to_memory(self, x, masks, attention, memory):
+        """Cross-attention's output (N, d_model); without a `memory`, `attention` has its keys and values."""
+        q = linear(x, self.q.weight, masks=masks)
+        return self.o(attention((q,) if memory is None else (q, self.key_values(*memory))), masks)
+
+    def key_values(self, encoded, masks):
+        """Keys and values (M, 2 * H * K) of the encoder's output (M, d_model)."""
+        return linear(encoded, self.k.weight, self.v.weight, masks=masks)
 
 
 class SelfAttentionLayer(nn.Module):
@@ -56,9 +61,9 @@ class SelfAttentionLayer(nn.Module):
         self.SelfAttention = Attention(model_config, has_position_bias)
         self.layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
 
-    def forward(self, x, added, masks, layout, bias):
+    def forward(self, x, added, masks, attention):
         x, normed = self.layer_norm(x, added, masks)
-        return x, self.SelfAttention(normed, masks, None, layout, bias)
+        return x, self.SelfAttention(normed, masks, attention)
 
 
 class CrossAttentionLayer(nn.Module):
@@ -67,9 +72,9 @@ class CrossAttentionLayer(nn.Module):
         self.EncDecAttention = Attention(model_config, has_position_bias=False)
         self.layer_norm = ResidualNorm(model_config.d_model, model_config.layer_norm_epsilon)
 
-    def forward(self, x, added, masks, memory, layout, bias):
+    def forward(self, x, added, masks, attention, memory):
         x, normed = self.layer_norm(x, added, masks)
-        return x, self.EncDecAttention(normed, masks, memory, layout, bias)
+        return x, self.EncDecAttention.to_memory(normed, masks, attention, memory)
 
 
 class Dense(nn.Module):
@@ -125,16 +130,17 @@ class Block(nn.Module):
             [SelfAttentionLayer(model_config, has_position_bias), *cross, FeedForwardLayer(model_config)]
         )
 
-    def forward(self, x, added, masks, self_attention, cross_attention):
-        x, added = self.layer[0](x, added, masks, *self_attention)
-        if cross_attention:
-            x, added = self.layer[1](x, added, masks.at(SECOND), *cross_attention)
+    def forward(self, x, added, masks, attention, cross=None):
+        """`cross` is (function of q, k and v, memory)."""
+        x, added = self.layer[0](x, added, masks, attention)
+        if cross:
+            x, added = self.layer[1](x, added, masks.at(SECOND), *cross)
         return self.layer[-1](x, added, masks.at(LAST), masks.at(HIDDEN))
 
 
-def _block_output(block, x, masks, *attention):
+def _block_output(block, x, masks, attention, cross):
     """The residual stream after `block` as one tensor, the only one that gradient checkpointing keeps per block."""
-    x, added = block(x, None, masks, *attention)
+    x, added = block(x, None, masks, attention, cross)
     return add_dropout(x, added, masks.at(BLOCK_SITES))
 
 
@@ -151,21 +157,28 @@ class Stack(nn.Module):
         self.is_decoder = is_decoder
         self.max_distance = model_config.relative_attention_max_distance
 
-    def forward(self, x, masks, layout, cross_attention, num_recomputed):
-        """Output of the last norm; backward computes the first `num_recomputed` blocks again."""
-        x, added, bias = dropout(x, masks), None, None
-        for number, block in enumerate(self.block):
+    def forward(self, x, masks, attentions, cross, num_recomputed):
+        """Output of the last norm; backward computes the first `num_recomputed` blocks again.
+
+        `attentions` has the self-attention of each block, `cross` the cross-attention of each, None in an encoder.
+        """
+        x, added = dropout(x, masks), None
+        for number, (block, *own) in enumerate(zip(self.block, attentions, cross)):  # noqa: B905 (cross may be endless)
+            if number < num_recomputed and torch.is_grad_enabled():
+                x = checkpoint(_block_output, block, x, masks, *own, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, added = block(x, added, masks, *own)
+            masks = masks.at(BLOCK_SITES)
+        return dropout(self.final_layer_norm(x, added, masks)[1], masks.at(NORMED))
+
+    def packed_attentions(self, layout, dtype):
+        """Yield the self-attention of each block over packed tokens, a function of their q, k and v."""
+        for block in self.block:
             attention = block.layer[0].SelfAttention
             if attention.has_position_bias:
                 weight = attention.relative_attention_bias.weight
-                bias = score_bias(layout, weight, self.max_distance, self.is_decoder, x.dtype)
-            both = (layout, bias), cross_attention
-            if number < num_recomputed and torch.is_grad_enabled():
-                x = checkpoint(_block_output, block, x, masks, *both, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x, added = block(x, added, masks, *both)
-            masks = masks.at(BLOCK_SITES)
-        return dropout(self.final_layer_norm(x, added, masks)[1], masks.at(NORMED))
+                bias = score_bias(layout, weight, self.max_distance, self.is_decoder, dtype)
+            yield partial(attend, layout=layout, bias=bias, num_heads=attention.num_heads)
 
 
 class TextToTextModel(LanguageModel):
@@ -197,7 +210,7 @@ class TextToTextModel(LanguageModel):
 
     @property
     def uses_kernels(self):
-        return runs_in_kernels(self.shared.weight.device, self.compute_dtype, self.config)
+        return has_kernels(self.shared.weight.device, self.compute_dtype, *self.config.kernel_sizes)
 
     def hidden(self, batch):
         """(Decoder output (N, d_model), scaled, labels (N,)) of a MicroBatch."""
@@ -205,18 +218,19 @@ class TextToTextModel(LanguageModel):
         ids = (batch.prompt_ids, batch.decoder_ids)
         prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(side) for side in ids])
         prompt_masks, response_masks = map(self.masks, (batch.prompt_token_keys, batch.decoder_token_keys))
-        again = self.gradient_checkpointing
-        encoded = self.encoder(prompts, prompt_masks, batch.encoder_layout, None, again)
+        encoded = self.encode(prompts, prompt_masks, batch.encoder_layout)
+        mask = score_mask(batch.cross_layout, dtype=self.compute_dtype)
+        cross = partial(attend, layout=batch.cross_layout, bias=mask, num_heads=self.config.num_heads)
+        attentions = self.decoder.packed_attentions(batch.decoder_layout, self.compute_dtype)
+        again = self.gradient_checkpointing - len(self.encoder.block)
         memory = encoded, prompt_masks
-        cross = (memory, batch.cross_layout, score_mask(batch.cross_layout, dtype=self.compute_dtype))
-        again -= len(self.encoder.block)
-        decoded = self.decoder(responses, response_masks, batch.decoder_layout, cross, again)
+        decoded = self.decoder(responses, response_masks, attentions, repeat((cross, memory)), again)
         return decoded * self.output_scale, batch.labels
 
-    def encode(self, ids, layout):
-        """Encoder output (N, d_model) of packed ids, without dropout."""
-        self.flat.refresh()
-        return self.encoder(embed(ids, self.shared.weight), NO_DROPOUT, layout, None, 0)
+    def encode(self, embedded, masks, layout):
+        """Encoder output (N, d_model) of embedded packed tokens (N, d_model)."""
+        attentions = self.encoder.packed_attentions(layout, self.compute_dtype)
+        return self.encoder(embedded, masks, attentions, repeat(None), self.gradient_checkpointing)
 
     def new_cache(self, slots, input_tokens, new_tokens):
         return decode.new_cache(self, slots, input_tokens, new_tokens)
@@ -252,8 +266,3 @@ class TextToTextModel(LanguageModel):
 def inner_names(model_config):
     """Names of the matrices that enter a feed-forward layer."""
     return ("wi_0", "wi_1") if model_config.is_gated else ("wi",)
-
-
-def runs_in_kernels(device, dtype, model_config):
-    """True if the attention of a T5 of this configuration runs in Triton kernels."""
-    return has_kernels(device, dtype, model_config.d_kv, model_config.relative_attention_num_buckets)

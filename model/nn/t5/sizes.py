@@ -50,6 +50,24 @@ class T5ModelConfig:
                 f"relative_attention_max_distance={distance} must be more than half of it"
             )
 
+    parts = ("all", "decoder")  # what `--trainable` may name
+    max_tokens = None  # of a sequence: no limit
+
+    @property
+    def width(self):
+        """Columns of the output table."""
+        return self.d_model
+
+    @property
+    def num_blocks(self):
+        """Blocks of both stacks."""
+        return self.num_layers + self.num_decoder_layers
+
+    @property
+    def kernel_sizes(self):
+        """Sizes that the attention kernels must support: head width, buckets of the position bias."""
+        return self.d_kv, self.relative_attention_num_buckets
+
     @property
     def is_gated(self):
         return self.feed_forward_proj.startswith("gated-")

@@ -1,11 +1,10 @@
 """The kernel of decoding against the plain path in float64: on a CPU in Triton's interpreter, on a GPU as it is."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from model.nn.t5.decode import Cache, _plain_attention
+from model.nn.key_values import KeyValues
+from model.nn.t5.decode import Cache, _plain_attentions
 from tests.nn.kernels.interpreted import interpreted_errors, relative_error
 
 HEADS, LAYERS, TOKENS = 2, 1, 136
@@ -22,14 +21,14 @@ def errors(device, dtype, width):
     bias = torch.randn(LAYERS, HEADS, TOKENS, device=device).to(dtype)
     qkv = torch.randn(len(USED), 3 * HEADS * width, device=device).to(dtype) / width**0.25
     inputs = used.clamp(1, TOKENS)
-    exact = Cache(own.double(), cross.double(), inputs, used.clone(), bias.double(), reads_all=True)
-    attend = _plain_attention(exact, SimpleNamespace(num_heads=HEADS, d_kv=width))
+    exact = Cache(KeyValues(own.double(), used.clone()), KeyValues(cross.double(), inputs), bias.double())
+    to_own, to_inputs = _plain_attentions(exact)
     q, found = qkv[:, : HEADS * width], []
     for layer in range(LAYERS):
         ours = attend_one(qkv, own[layer], used, bias[layer]), attend_one(q, cross[layer], inputs)
-        theirs = attend(qkv.double(), layer, is_own=True), attend(q.double(), layer, is_own=False)
+        theirs = to_own(layer, (qkv.double(),)), to_inputs(layer, (q.double(),))
         found += map(relative_error, ours, theirs)
-    return [*found, relative_error(own, exact.own)]
+    return [*found, relative_error(own, exact.own.kept)]
 
 
 def interpreted():

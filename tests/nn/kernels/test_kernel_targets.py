@@ -207,7 +207,7 @@ def test_what_is_launched_ahead_are_the_kernels_of_an_update(optimizer, monkeypa
         monkeypatch.setattr(module, "runs_kernels", lambda *_: True)
     config, model = make_config(optimizer=optimizer), make_model(500, shape=SHAPE | dict(num_layers=5))
     with compiling_for(86, monkeypatch) as kernels:
-        optim.update(optim.make_optimizer(model, config), 0.1, torch.ones(()))
+        optim.make_optimizer(model, config).update(0.1, torch.ones(()))
         needed = variants(kernels)
         kernels.clear()
         for work in optim.update_works(model.flat, config, torch.device("cpu")):

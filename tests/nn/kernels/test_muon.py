@@ -147,7 +147,7 @@ def test_the_temporaries_of_an_update_on_a_gpu_take_8_bytes_per_element_of_a_bat
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     optimizer.update_in_kernels(*numbers)
-    assert torch.cuda.max_memory_allocated() - before <= 8.02 * optimizer.weights.numel(), "optimizer_bytes counts 8"
+    assert torch.cuda.max_memory_allocated() - before <= 8.02 * optimizer.weights.numel(), "needed_bytes counts 8"
 
 
 @pytest.mark.gpu

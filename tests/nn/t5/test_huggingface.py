@@ -4,9 +4,9 @@ import ujson
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from model.formats.weights import export_model, load_weights
 from model.generate.engine import Limits, generate
 from model.nn.t5.huggingface import first_id
-from model.nn.weights_io import export_model, load_weights
 from model.train.evaluate import evaluate_loss
 from model.train.objectives.pairs import Pairs
 from tests.parts import PLAN, SHAPE, batch_of, evaluation_of, make_model, padded, stock_loss

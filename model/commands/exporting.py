@@ -1,0 +1,111 @@
+"""Exports the model of a run to best/ and last/, with a card of its data, steps and scores, without paths and times."""
+
+import math
+from pathlib import Path
+
+from model.commands.run_events import device_name, versions
+from model.formats.model_card import CardFacts
+from model.nn.registry import config_values
+from model.run.journal import Journal, last_reason, read_journal
+from model.run.run_dir import has_last
+from model.run.saver import try_export
+from model.runtime.laps import laps
+from model.runtime.watchdog import saving
+
+SCORES = ("bleu", "chrf")  # beside the objective's metrics
+
+
+def export(run, state, name, scores=None, weights_files=()):
+    """Write the model to best/ or last/ of the run; returns the error message of a disk or memory error, or "".
+
+    `scores` are those of an evaluation of these weights; None: they are looked for in the journal. `weights_files` are
+    export_model's.
+    """
+    facts = facts_of(run, state, last_scores(run, state) if scores is None else scores)
+    return try_export(run.model, run.tokenizer, run.dir / name, run.generation, facts, weights_files)
+
+
+def export_last(run, state, failure="", weights_files=()):
+    """Export last/; raises RuntimeError if the export fails, or if `failure` says that an earlier write did."""
+    if run.ranks.is_main:
+        with saving():
+            failure = failure or export(run, state, "last", weights_files=weights_files)
+    if failure:
+        raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
+
+
+def complete(run, state):
+    """Write what the end of a run without further steps may lack: its export, or the journal's line that says so."""
+    if not has_last(run.dir):  # its export may have failed
+        export_last(run, state)
+    if run.ranks.is_main and last_reason(run.dir) != "finished":  # a stop may have come after its last step
+        with Journal(run.dir / "metrics.jsonl") as journal:
+            journal.write("stop", step=state.step, reason="finished", early=is_early(run, state), startup=laps())
+
+
+def is_early(run, state):
+    """Whether a run that is finished ends before its last pair."""
+    return state.pairs_seen < run.schedule.total_pairs
+
+
+def facts_of(run, state, scores):
+    """CardFacts of the weights after the step of `state`; `scores` are those of an evaluation of them, or empty."""
+    values, name = config_values(run.model.config), run.dir.resolve().name
+    family = values.get("model_type", values["family"])
+    num_parameters = sum(p.numel() for p in run.model.parameters())
+    steps = f"after {state.step:,} of {run.total_steps(state):,} steps"
+    return CardFacts(
+        title=name,
+        summary=f"A chat model ({family}, {num_parameters:,} parameters), {steps} of the run {name}.",
+        tables={"Data": _data(run), "Training": _training(run, state)},
+        file="" if run.evaluation is None else file_names(run.evaluation.examples),
+        scores={name: value for name, value in scores.items() if math.isfinite(value)},
+        optimizer=run.config.optimizer,
+    )
+
+
+def last_scores(run, state):
+    """The scores in the journal of the weights after the step of `state`; empty if they were not evaluated."""
+    try:
+        records = read_journal(run.dir / "metrics.jsonl")
+    except (OSError, ValueError):  # the model matters more than its card
+        return {}
+    names = (*run.train.objective.metrics, *SCORES)
+    found = [record for record in records if record["kind"] == "eval" and record["step"] == state.step]
+    return {name: found[-1][name] for name in names if isinstance(found[-1].get(name), float)} if found else {}
+
+
+def file_names(examples):
+    """Names of the files of these Examples."""
+    return ", ".join(Path(file["path"]).name for file in examples.store.meta["source"]["files"])
+
+
+def _data(run):
+    train, length = run.train, f"{run.config.max_seq_len} tokens a side"
+    validated = "nothing"
+    if run.evaluation is not None:
+        validated = f"{file_names(run.evaluation.examples)}, {len(run.evaluation.examples):,} pairs"
+    return {
+        "trained on": f"{file_names(train)}, {train.epoch_pairs:,} pairs an epoch",
+        "validated on": validated,
+        "tokens of a pair": f"{train.histogram.mean:.0f} on average, cut to {length}",
+        "tokenizer": f"{run.tokenizer.vocab_size:,} tokens, fingerprint {run.tokenizer.fingerprint}",
+    }
+
+
+def _training(run, state):
+    config, ranks = run.config, run.ranks
+    start = config.finetune_from_ckp_file
+    dtype = str(run.model.compute_dtype).removeprefix("torch.")
+    seen = f"{state.pairs_seen:,} pairs, {state.pairs_seen / run.train.epoch_pairs:.4g} epochs"
+    return {
+        "started from": "/".join(Path(start).parts[-2:]) if start else "random weights",
+        "trained": f"LoRA of rank {config.lora_rank} on {Path(start).name}" if config.lora_rank else config.trainable,
+        "objective": config.objective,
+        "seen": f"{seen}, {run.schedule.global_batch} a step",
+        "optimizer": f"{config.optimizer}, peak learning rate {config.learn_rate:g}, {config.lr_schedule} schedule",
+        "regularisation": f"dropout {config.dropout:g}, weight decay {config.weight_decay:g}",
+        "seed": config.seed,
+        "computed on": f"{ranks.world_size} x {device_name(ranks.device)}, {dtype}",
+        "versions": ", ".join(f"{name} {number}" for name, number in versions().items() if number),
+    }

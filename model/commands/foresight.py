@@ -1,0 +1,86 @@
+"""What would lose a run's result, or make it poor, as far as it is known before the first step.
+
+train and doctor ask the same functions: what they say is the same.
+"""
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from model.commands.space import disk_row
+from model.display.catalogue import texts_here
+from model.runtime.distributed import from_main
+from model.runtime.json_stream import read_object
+
+LOGGER = logging.getLogger("chat_trainer")
+MANY_CUT = 0.1  # share of the answers from which on a model learns to stop in the middle
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What is known of the pairs to train on, and how they are read."""
+
+    names: str  # of their files
+    share_cut: float  # of the answers, to max_seq_len
+    longest: int  # tokens of a prompt
+    pairs: int | None  # of an epoch; None: not known before all files are read
+    max_seq_len: int
+    vocabulary: int  # tokens of the tokenizer
+    source: str  # directory of the model that is trained further, or ""
+
+
+def check_disk(ranks, output_dir, num_kept, spec, resumed):
+    """Raise RuntimeError on every rank if rank 0's disk cannot hold what the run writes; arguments as of disk_row."""
+    from_main(ranks, _check_disk, output_dir, num_kept, spec, resumed)
+
+
+def _check_disk(*run):
+    row = disk_row(*run)
+    if row.fails:
+        raise RuntimeError(f"{row.found}: {row.remedy}")
+
+
+def warn_of_data(train, tokenizer, source, batch):
+    """Log what `data_notes` finds in the Examples `train`; `source` and `batch` as there."""
+    meta, rows = train.store.meta, max(len(train), 1)
+    names = ", ".join(Path(file["path"]).name for file in meta["source"]["files"])
+    facts = DataFacts(
+        names, share_of_cut(meta["cut"], rows), int(train.store.lengths[:, 0].max()), train.epoch_pairs,
+        meta["source"]["max_seq_len"], tokenizer.vocab_size, source,
+    )  # fmt: skip
+    for found, remedy in data_notes(facts, batch):
+        LOGGER.warning("%s: %s", found, remedy)
+
+
+def share_of_cut(num_cut, rows):
+    """Share of the answers that are cut; `num_cut` counts, for each side, those cut of so many `rows`."""
+    return max(num_cut[1:], default=0) / rows  # the first side is what is asked
+
+
+def data_notes(facts, batch):
+    """[(what was found, what to do)] for data that make a poor model; `batch` is the number of pairs of a step."""
+    text, notes, seen = texts_here(), [], seen_tokens(facts.source)
+    if facts.share_cut > MANY_CUT:
+        notes.append("cut")
+    if facts.pairs is not None and batch > facts.pairs:
+        notes.append("batch")
+    if seen and facts.longest > seen:
+        notes.append("seen")
+    values = asdict(facts) | dict(batch=batch, seen=seen)
+    return [(text(f"note.{name}", **values), text(f"note.{name}.remedy", **values)) for name in notes]
+
+
+def seen_tokens(source):
+    """Most tokens that the model in the directory `source` was trained to read; None where nothing there says so."""
+    for folder in (Path(source), Path(source).parent) if source else ():
+        try:
+            values = read_object(folder / "config.json")
+        except (OSError, ValueError):
+            continue
+        if "preset" in values:  # a run's directory, in which best/ and last/ lie
+            values = values.get("config")
+        names = ("max_seq_len", "n_positions", "max_position_embeddings")
+        known = [values[name] for name in names if isinstance(values, dict) and isinstance(values.get(name), int)]
+        if known:
+            return known[0]
+    return None

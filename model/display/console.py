@@ -1,0 +1,195 @@
+"""What a person sees of a run: the text of log lines, and a progress bar.
+
+A run goes on if its terminal is closed.
+"""
+
+import contextlib
+import logging
+import sys
+import time
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from model.runtime.activity import now_doing
+
+LOGGER = logging.getLogger("chat_trainer")
+CONSOLE = Console(stderr=True)
+SAFE_PERCENT, EDGE_PERCENT = 85, 90
+DRAW_SECONDS, LOG_SECONDS = 0.1, 60
+SPEED_WINDOW_SECONDS = 300
+
+
+def padded(text: str, width: int, right: bool = False) -> str:
+    """`text` with spaces up to `width` cells of a terminal, of which a Chinese character takes two."""
+    spaces = " " * (width - cell_len(text))
+    return spaces + text if right else text + spaces
+
+
+def human_bytes(count: int) -> str:
+    """Bytes as readable text: 19.6 GiB, 512.0 MiB."""
+    for size, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= size:
+            return f"{count / size:.1f} {name}"
+    return f"{count / 2**10:.1f} KiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds as readable text, two units at most: 45s, 3m 12s, 5h 04m, 2d 03h."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02d}h"
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def memory_text(used_bytes: int, cap_bytes: int) -> str:
+    """Memory used, the limit, the percentage, and a level: safe below 85 %, edge up to 90 %, dangerous above."""
+    percent = 100 * used_bytes / cap_bytes
+    level = "safe" if percent < SAFE_PERCENT else "edge" if percent <= EDGE_PERCENT else "dangerous"
+    return f"{used_bytes / 2**30:.1f}/{cap_bytes / 2**30:.1f} GiB {percent:.0f}% {level}"
+
+
+COMPACT, LOSS = "{:.4g}".format, "{:.4f}".format
+# label in the log line: (key in the record, format)
+TRAIN_FIELDS = {
+    "epoch": ("epoch", COMPACT),
+    "step": ("step", str),
+    "loss": ("loss", LOSS),
+    "z_loss": ("z_loss", LOSS),
+    "lr": ("learn_rate", "{:.3e}".format),
+    "grad_norm": ("grad_norm", COMPACT),
+    "tokens/s": ("tokens_per_second", "{:.0f}".format),
+    "pairs": ("pairs_seen", str),
+    "step_seconds": ("step_seconds", COMPACT),
+    "micro_batches": ("micro_batches", COMPACT),
+    "peak_memory": ("peak_bytes", human_bytes),
+    "reserved_memory": ("reserved_bytes", human_bytes),
+    "host_memory": ("host_rss_bytes", human_bytes),
+}
+EPOCH_FIELDS = {
+    "epoch": ("epoch", COMPACT),
+    "step": ("step", str),
+    "avg_loss": ("avg_loss", LOSS),
+    "val_loss": ("val_loss", LOSS),
+    "cur_bleu4": ("cur_bleu4", LOSS),
+    "cur_chrf": ("cur_chrf", LOSS),
+    "best_val_loss": ("best_val_loss", LOSS),
+    "best_bleu4": ("best_bleu4", LOSS),
+    "best_epoch": ("best_epoch", COMPACT),
+    "best_step": ("best_step", str),
+}
+
+
+def train_line(values: dict) -> str:
+    """The log line of a train record, with those of TRAIN_FIELDS that are in `values`."""
+    return "training loss: " + _fields(TRAIN_FIELDS, values)
+
+
+def epoch_line(values: dict) -> str:
+    """The log line of an evaluation, with those of EPOCH_FIELDS that are in `values`."""
+    return "epoch log: " + _fields(EPOCH_FIELDS, values)
+
+
+def _fields(fields: dict, values: dict) -> str:
+    return ", ".join(
+        f"{label}:{'none' if values[key] is None else form(values[key])}"
+        for label, (key, form) in fields.items()
+        if key in values
+    )
+
+
+class Progress:
+    """A progress bar: title, bar, count, time left at the recent speed, note. What it shows is this process's activity.
+
+    If stderr is not a terminal, it logs one line per minute instead. If `shown` is false, it does nothing. It draws in
+    `update`, without a thread, at most ten times per second. A `total` of None means unknown.
+    """
+
+    def __init__(self, title: str, total: int | None, unit: str = "steps", done: int = 0, shown: bool = True):
+        self._title, self._total, self._unit, self._drawn_at, self._bar = title, total, unit, 0.0, None
+        self._logs, self._first_update, self._logged_at = shown and not sys.stderr.isatty(), None, time.monotonic()
+        now_doing(title, done, total)
+        if not shown or self._logs:
+            return
+        self._bar = Bar(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=10),
+            TextColumn("{task.fields[count]}", markup=False),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[note]}", markup=False),
+            console=CONSOLE,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),
+            speed_estimate_period=SPEED_WINDOW_SECONDS,
+        )
+        self._task = self._bar.add_task(title, total=total, completed=done, count=self._count(done), note="")
+        self._draw(self._bar.start)
+
+    def update(self, done: int, note: str = "") -> None:
+        """Show that `done` of the total are done, and `note` after it."""
+        now_doing(self._title, done, self._total)
+        if self._bar is None and not self._logs:
+            return
+        now = time.monotonic()
+        # The first update is the reference for the speed: the steps before it may have compiled kernels.
+        self._first_update = self._first_update or (now, done)
+        if self._logs:
+            self._log(done, now)
+            return
+        note = note or self._speed(done, now)
+        self._bar.update(self._task, completed=done, count=self._count(done), note=note)
+        if now - self._drawn_at >= DRAW_SECONDS:
+            self._drawn_at = now
+            self._draw(self._bar.refresh)
+
+    def _log(self, done: int, now: float) -> None:
+        first_at, first_done = self._first_update
+        if now - self._logged_at < LOG_SECONDS:
+            return
+        self._logged_at = now
+        time_left = f", {speed}" if (speed := self._speed(done, now)) else ""
+        if self._total is not None and done > first_done:
+            time_left = f", {human_seconds((self._total - done) * (now - first_at) / (done - first_done))} left"
+        LOGGER.info("%s: %s%s", self._title, self._count(done), time_left)
+
+    def _speed(self, done: int, now: float) -> str:
+        """The speed so far of work whose end is unknown; "" for other work, and before the second update."""
+        first_at, first_done = self._first_update
+        if self._total is not None or done == first_done:
+            return ""
+        return f"{(done - first_done) / max(now - first_at, 1e-3):,.0f} {self._unit}/s"
+
+    def close(self) -> None:
+        """Stop drawing. The last state stays on the screen and the cursor is shown again."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):
+                bar.stop()
+
+    def _count(self, done: int) -> str:
+        return f"{done:,} {self._unit}" if self._total is None else f"{done:,}/{self._total:,} {self._unit}"
+
+    def _draw(self, action) -> None:
+        # Writing to a terminal that was closed (ssh lost, nohup) raises EIO; the run goes on without it.
+        try:
+            action()
+        except OSError:
+            self.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def progress_note(loss: float, tokens_per_second: float, used_bytes: int = 0, cap_bytes: int = 0) -> str:
+    """The note of the training progress bar: loss, memory if there is a limit (`cap_bytes` above 0), speed."""
+    memory = [memory_text(used_bytes, cap_bytes)] if cap_bytes else []
+    return ", ".join([f"loss {loss:.4f}", *memory, f"{tokens_per_second:,.0f} tokens/s"])

@@ -1,0 +1,253 @@
+"""Plots of runs, drawn from their journals and plan.json."""
+
+import io
+import logging
+import os
+from bisect import bisect_left
+from itertools import accumulate
+from pathlib import Path
+
+import ujson
+
+from model.display.figures import Figures
+from model.run.journal import read_journal
+from model.runtime.atomic_io import write_file
+
+GIB = 2**30
+FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei", "SimHei")
+SMOOTHED_PARTS = 40
+RAW = dict(linewidth=0.8, alpha=0.35)
+LEGEND = dict(loc="outside upper center", frameon=False)
+BEST = dict(marker="*", markersize=11, linestyle="", color="tab:red")
+
+
+def plot_run(run_dir: str | Path) -> list[Path]:
+    """Draw loss, speed, memory, learning rate and, where plan.json has them, lengths; returns their paths in plots/.
+
+    Raises ValueError for a damaged journal or plan.json, FileNotFoundError without a journal.
+    """
+    run_dir = Path(run_dir)
+    records, plan = read_journal(run_dir / "metrics.jsonl"), _read_plan(run_dir / "plan.json")
+    pictures = dict(
+        loss=_loss_figure(records),
+        speed=_figure_of(draw_speed, records),
+        memory=_figure_of(draw_memory, records, plan.get("predicted_peak_bytes", 0)),
+        learning_rate=_figure_of(draw_learn_rate, records),
+    )
+    if plan.get("lengths"):
+        pictures["lengths"] = _figure_of(draw_lengths, plan["lengths"])
+    return [_save(figure, run_dir / "plots" / f"{name}.png", run_dir.name) for name, figure in pictures.items()]
+
+
+def load_matplotlib() -> None:
+    """Draw an empty picture, for which matplotlib and its fonts are loaded."""
+    _new_figure(1, 1).savefig(io.BytesIO())
+
+
+def plot_runs(run_dirs: list[Path], out: Path) -> None:
+    """Draw the losses of several runs into the picture `out`: by pairs on the left, by hours on the right.
+
+    Raises ValueError for a damaged journal or an unknown suffix of `out`, OSError if a file cannot be read or written.
+    """
+    figure = _new_figure(13, 8)
+    kinds = figure.canvas.get_supported_filetypes()
+    if out.suffix.lstrip(".").lower() not in ("", *kinds):
+        raise ValueError(f"--plot={out}: no picture of this kind can be drawn: type --plot={out.with_suffix('.png')}")
+    axes = figure.subplots(2, 2, sharey="row", sharex="col")
+    names = _short_names(run_dirs)
+    for run_dir, name in zip(run_dirs, names, strict=True):
+        _draw_run(axes, read_journal(run_dir / "metrics.jsonl"), name)
+    axes[0][0].set_ylabel("training loss, smoothed\n[nats per target token]")
+    axes[1][0].set_ylabel("validation loss\n[nats per target token]")
+    axes[1][0].set_xlabel("pairs seen")
+    axes[1][0].xaxis.set_major_formatter("{x:,.0f}")
+    axes[1][1].set_xlabel("hours of the run, pauses between starts left out")
+    _finish(axes.flat)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), ncols=min(len(names), 4), **LEGEND)
+    _save(figure, out)
+
+
+def draw_losses(axes, records: list[dict]) -> None:
+    """Draw training loss, each line's and smoothed, and validation loss by step on matplotlib `axes`."""
+    steps, losses = _points(records, "train", "loss")
+    axes.plot(steps, losses, color="tab:blue", **RAW)
+    axes.plot(steps, _smoothed(losses), color="tab:blue", label="training loss, smoothed")
+    _curve(axes, records, "eval", "loss", color="tab:orange", label="validation loss", marker="o", markersize=4)
+    if best := _figures_of(records).best:
+        axes.plot(best["step"], best["loss"], label=f"best {best['loss']:.4f} at step {best['step']:,}", **BEST)
+    axes.set(xlabel="optimizer step", ylabel="loss [nats per target token]")
+
+
+def draw_gap(axes, records: list[dict]) -> None:
+    """Draw the over-fit gap: validation loss less mean training loss since the evaluation before."""
+    points = _gaps(records)
+    axes.axhline(0, color="tab:gray", linewidth=0.8)
+    axes.plot([step for step, _ in points], [gap for _, gap in points], color="tab:red", marker="o", markersize=3)
+    axes.set(xlabel="optimizer step", ylabel="over-fit gap\n[nats per token]")
+
+
+def draw_speed(axes, records: list[dict]) -> None:
+    """Draw real tokens a second of all ranks by step, each line's and smoothed."""
+    steps, speeds = _points(records, "train", "tokens_per_second")
+    axes.plot(steps, speeds, color="tab:green", **RAW)
+    axes.plot(steps, _smoothed(speeds), color="tab:green", label="real tokens a second, all ranks")
+    axes.set(xlabel="optimizer step", ylabel="tokens per second", ylim=(0, None))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def draw_memory(axes, records: list[dict], predicted_bytes: int) -> None:
+    """Draw memory by step, and the predicted peak of a GPU where there is one."""
+    curves = (("reserved_bytes", "tab:blue", "reserved on the GPU"), ("peak_bytes", "tab:purple", "peak on the GPU"),
+              ("host_rss_bytes", "tab:orange", "resident on the host (rank 0)"))  # fmt: skip
+    is_on_gpu = any(record.get("reserved_bytes") for record in records)
+    for key, colour, label in curves if is_on_gpu else curves[2:]:
+        scaled = [record | {key: record[key] / GIB} for record in records if record.get(key)]
+        _curve(axes, scaled, "train", key, color=colour, label=label)
+    if is_on_gpu and predicted_bytes:
+        axes.axhline(predicted_bytes / GIB, color="tab:gray", linestyle=":", label="predicted peak on the GPU")
+    axes.set(xlabel="optimizer step", ylabel="memory [GiB]", ylim=(0, None))
+
+
+def draw_learn_rate(axes, records: list[dict]) -> None:
+    _curve(axes, records, "train", "learn_rate", color="tab:gray", label="learning rate")
+    axes.set(xlabel="optimizer step", ylabel="learning rate", ylim=(0, None))
+
+
+def draw_lengths(axes, lengths: dict) -> None:
+    """Draw how many examples have how many tokens, for each side: {side: {"width": tokens, "counts": […]}}."""
+    for side, bins in lengths.items():
+        edges = [place * bins["width"] for place in range(len(bins["counts"]) + 1)]
+        axes.stairs(bins["counts"], edges, fill=True, alpha=0.45, label=side)
+    axes.set(xlabel="tokens of an example", ylabel="training examples", ylim=(0, None), xlim=(0, None))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _draw_run(axes, records, name):
+    """One run in the four panels of `plot_runs`."""
+    hours, pairs = _hours(records), _points(records, "train", "pairs_seen")
+    for row, kind, style in ((0, "train", {}), (1, "eval", dict(marker="o", markersize=4))):
+        lines = [record for record in records if record["kind"] == kind and record.get("loss") is not None]
+        losses = [record["loss"] for record in lines]
+        losses = losses if row else _smoothed(losses)
+        by_pairs = [_between(*pairs, record["step"]) for record in lines]
+        (drawn,) = axes[row][0].plot(by_pairs, losses, label=name, **style)
+        axes[row][1].plot([hours[id(record)] for record in lines], losses, color=drawn.get_color(), **style)
+
+
+def _between(steps, values, step):
+    """The value at `step`, on a straight line between those of the steps around it."""
+    place = min(bisect_left(steps, step), len(steps) - 1)
+    if place <= 0 or steps[place] <= step:
+        return values[place] if steps else 0
+    low, high = steps[place - 1], steps[place]
+    return values[place - 1] + (values[place] - values[place - 1]) * (step - low) / (high - low)
+
+
+def _smoothed(values):
+    """The mean of each value and its neighbours, a fortieth of all, as many before it as behind it."""
+    sums, reach = [0.0, *accumulate(values)], len(values) // 2 // SMOOTHED_PARTS
+    last, means = len(values) - 1, []
+    for place in range(len(values)):
+        side = min(reach, place, last - place)
+        means.append((sums[place + side + 1] - sums[place - side]) / (2 * side + 1))
+    return means
+
+
+def _hours(records):
+    """{id of a record: hours of the run until then}, without the pauses before each start."""
+    hours, total, before = {}, 0.0, None
+    for record in records:
+        if before is not None and record["kind"] != "start":
+            total += max(0.0, record["time"] - before) / 3600
+        hours[id(record)], before = total, record["time"]
+    return hours
+
+
+def _short_names(run_dirs):
+    """The last parts of the paths, as many as tell them apart."""
+    parts = [Path(os.path.abspath(run_dir)).parts for run_dir in run_dirs]
+    for count in range(1, max(map(len, parts))):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(run_dir) for run_dir in run_dirs]
+
+
+def _figures_of(records):
+    figures = Figures()
+    for record in records:
+        figures.add(record)
+    return figures
+
+
+def _gaps(records):
+    evals = _figures_of(records).evals
+    return [(record["step"], record["overfit_gap"]) for record in evals if record["overfit_gap"] is not None]
+
+
+def _loss_figure(records):
+    figure, has_gap = _new_figure(9, 5.5), bool(_gaps(records))
+    upper, *lower = figure.subplots(1 + has_gap, 1, sharex=True, squeeze=False, height_ratios=[3, 1][: 1 + has_gap])[
+        :, 0
+    ]
+    draw_losses(upper, records)
+    if lower:
+        draw_gap(lower[0], records)
+        upper.set_xlabel("")
+    _finish([upper, *lower])
+    figure.legend(ncols=3, **LEGEND)
+    return figure
+
+
+def _figure_of(draw, *values):
+    figure = _new_figure(9, 4)
+    axes = figure.subplots()
+    draw(axes, *values)
+    _finish([axes])
+    figure.legend(ncols=4, **LEGEND)
+    return figure
+
+
+def _new_figure(width, height):
+    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state to close
+
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of each font that this machine lacks
+    matplotlib.rcParams["font.family"] = list(FONTS)
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _finish(panels):
+    for axes in panels:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure, path, title=""):
+    if title:
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=100, format=path.suffix.lstrip(".") or "png")
+    write_file(path, drawn.getvalue())
+    return path
+
+
+def _points(records, kind, key):
+    """(steps, values) of the lines of a kind that have a value."""
+    found = [(record["step"], record[key]) for record in records if record["kind"] == kind and key in record]
+    found = [(step, value) for step, value in found if value is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _curve(axes, records, kind, key, **style):
+    axes.plot(*_points(records, kind, key), **style)
+
+
+def _read_plan(path):
+    try:
+        plan = ujson.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): the next start writes it") from None
+    return plan if isinstance(plan, dict) else {}

@@ -1,0 +1,135 @@
+"""The screen of a run: a view as characters for a terminal of any size. Pure: it reads no file and no clock."""
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.text import Text
+
+from model.display.catalogue import Texts
+from model.display.figures import epochs_of
+from model.display.view import (
+    View,
+    count_of,
+    device_cells,
+    devices_of,
+    event_lines,
+    is_alive,
+    log_line,
+    loss_curve,
+    rows_of,
+    state,
+    status_of_journal,
+)
+from model.runtime.terminal import printable
+
+WIDE = 116  # columns from which the rows stand in two columns
+MAX_EVENT_LINES = 4
+MAX_CURVE_WIDTH = 120
+DEVICE_COLUMNS = ("rank", "memory", "peak", "card", "utilisation", "temperature", "power", "process")
+
+
+def draw(view: View, text: Texts, console: Console) -> str:
+    """The characters that show `view` on all of the terminal of `console`, from its upper left corner on."""
+    blank = [Segment(" " * console.width)]
+    lines = [*lines_of(view, text, console), *[blank] * console.height][: console.height]
+    if view.hint:
+        lines[-1] = _lines([Text(" " + text(view.hint), style="dim", no_wrap=True, overflow="crop")], console)[0]
+    segments = [segment for line in lines for segment in (*line, Segment.line())][:-1]
+    with console.capture() as capture:
+        console.print(Segments(segments), end="")
+    return capture.get().replace("\n", "\r\n")
+
+
+def lines_of(view: View, text: Texts, console: Console) -> list[list[Segment]]:
+    """All that is shown but the last line; of the log the newest lines, as many as there is room for."""
+    rows = {text(f"row.{name}"): value for name, value in rows_of(view, text).items()}
+    curve = loss_curve(view.figures, min(console.width - 2, MAX_CURVE_WIDTH))
+    width = console.width
+    parts = [head(view, text, width), bar(view, text, width), *devices(view, text), *table_of(rows, width)]
+    parts += [Text(" " + curve, style="cyan", no_wrap=True)] if curve else []
+    lines = _lines(parts, console)
+    events = event_lines(view, text)[-MAX_EVENT_LINES:]
+    for title, newest in (("events", events), ("log", [log_line(line) for line in view.log])):
+        room = console.height - len(lines) - 2  # beside the title and the last line of the screen
+        if newest and room > 0:
+            lines += _lines([rule(text(title), console.width), *map(plain, newest[-room:])], console)
+    return lines
+
+
+def _lines(parts, console):
+    options = console.options.update(height=None)
+    return [line for part in parts for line in console.render_lines(part, options)]
+
+
+def plain(line: str) -> Text:
+    return Text(" " + printable(line), no_wrap=True, overflow="ellipsis")
+
+
+def rule(title: str, width: int) -> Text:
+    return Text(f"─ {title} ".ljust(width, "─"), style="dim", no_wrap=True, overflow="crop")
+
+
+def head(view: View, text: Texts, width: int) -> Text:
+    """The run, and to the right what it is doing."""
+    said, start = state(view, text), view.figures.start
+    parts = [view.run_dir]
+    if start.get("parameters"):
+        parts.append(count_of(start["parameters"], text))
+    if start.get("device"):
+        parts.append(devices_of(view.figures.world_size, str(start["device"]), text))
+    run = Text(fitted(" " + printable(" · ".join(parts)), width - said.cell_len - 2) + " ", style="bold")
+    return Text.assemble(run, said, no_wrap=True, overflow="ellipsis")
+
+
+def bar(view: View, text: Texts, width: int) -> Text:
+    """How far the run is: steps and epochs."""
+    figures, total = view.figures, view.figures.start.get("total_steps")
+    key = "progress.of" if total else "progress"
+    count = f" {text(key, step=view.step, total=total, share=view.share)} "
+    done, epochs = epochs_of(figures.start, figures.train) if figures.train else ("", "")
+    epoch = f" {printable(text('epochs', done=done, total=epochs) if epochs else '')} "
+    room = max(0, width - cell_len(count) - cell_len(epoch))
+    done = round(room * view.share)
+    return Text.assemble(count, ("━" * done, "green"), ("─" * (room - done), "dim"), epoch, no_wrap=True)
+
+
+def devices(view: View, text: Texts) -> list[Text]:
+    """A title, and a line for each rank that has a status here, or for what the journal says of the first."""
+    titles = [text(name) for name in DEVICE_COLUMNS]
+    statuses = view.statuses or [status_of_journal(view.figures)]
+    rows = [device_cells(status, view.sensors.get(status.uuid), text) for status in statuses]
+    widths = [
+        max(map(cell_len, column)) if any(column[1:]) else 0  # a column that nothing is known of is left out
+        for column in zip(titles, *([str(cell) for cell in row] for row in rows), strict=True)
+    ]
+    styles = ["" if is_alive(status, view.now) else "dim" for status in statuses]
+    lines = zip([titles, *rows], ["dim", *styles], strict=True)
+    return [_joined(cells, widths, style) for cells, style in lines]
+
+
+def _joined(cells, widths, style):
+    line = Text(style=style, no_wrap=True, overflow="ellipsis")
+    for cell, width in zip(cells, widths, strict=True):
+        if width:
+            line.append(" ").append(cell).append(" " * (width - cell_len(str(cell)) + 1))
+    return line
+
+
+def table_of(rows: dict[str, str], width: int) -> list[Text]:
+    """Names and values, in two columns of rows on a wide terminal."""
+    num_columns = 2 if width >= WIDE else 1
+    name_width = max(map(cell_len, rows))
+    room = width // num_columns - name_width - 4
+    cells = [
+        Text.assemble((f" {fitted(name, name_width)}  ", "dim"), fitted(printable(value), room))
+        for name, value in rows.items()
+    ]
+    return [
+        Text.assemble(*cells[start : start + num_columns], no_wrap=True, overflow="ellipsis")
+        for start in range(0, len(cells), num_columns)
+    ]
+
+
+def fitted(words: str, width: int) -> str:
+    """`words` in exactly `width` columns of the terminal, cut or filled with spaces."""
+    return words if cell_len(words) == width else set_cell_size(words, max(0, width))

@@ -1,0 +1,107 @@
+"""Writes a Hugging Face directory again in another form: bf16 weights, or CTranslate2's files for CPUs."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from model.data.tokenizer import copy_tokenizer
+from model.formats.model_card import CARD_FILE, ctranslate2_card
+from model.formats.tensor_files import read_tensors
+from model.formats.weights import INDEX, WEIGHTS, model_directory, read_config, weights_file
+from model.runtime.atomic_io import whole_directory
+from model.runtime.json_stream import read_object
+
+GENERATION_FILE = "generation_config.json"
+
+
+def to_bf16(source: str | Path, target: str | Path) -> None:
+    """Write the model in `source`, a Hugging Face or run directory, to `target` with bf16 weights: half the bytes.
+
+    Raises ValueError if there is no model that a family computes.
+    """
+    source, _, values = _model_in(source)
+    with whole_directory(target) as draft:
+        copy_tokenizer(source, draft)
+        _halve_weights(source, draft)
+        values.pop("torch_dtype", None)  # an older name of the same field
+        _write_json(draft / "config.json", values | dict(dtype="bfloat16"))
+        if (source / GENERATION_FILE).is_file():
+            _write_json(draft / GENERATION_FILE, read_object(source / GENERATION_FILE))
+        if card := _card_of(source):
+            (draft / CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def to_ctranslate2(source: str | Path, target: str | Path, quantization: str = "int8") -> None:
+    """Write the model in `source`, a Hugging Face or run directory, to `target` for CTranslate2, with its tokenizer.
+
+    Raises ValueError if there is no model that a family computes, or one that CTranslate2 does not, and RuntimeError if
+    CTranslate2 is not installed.
+    """
+    source, model_config, values = _model_in(source)
+    converter = _converter(source, getattr(model_config, "scale_decoder_outputs", None))
+    with whole_directory(target) as draft:
+        try:
+            converter.convert(str(draft), quantization=quantization, force=True)
+        except (KeyError, ValueError) as error:  # an activation, or a type of model
+            refusal = f"{source}: CTranslate2 cannot convert this model ({error}): export it --to bf16"
+            raise ValueError(refusal) from None
+        copy_tokenizer(source, draft)
+        text = _card_of(source) or f"# {source.name}\n"
+        settings = source / GENERATION_FILE  # CTranslate2 reads no such file, so the card says it
+        size = (read_object(settings) if settings.is_file() else {}).get("no_repeat_ngram_size")
+        size = size if type(size) is int else 0
+        card = ctranslate2_card(text, quantization, bool(values.get("is_encoder_decoder")), size)
+        (draft / CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def _halve_weights(source, target):
+    """Write the weights in `source` to `target` in bf16, one file at a time."""
+    files = sorted(source.glob("model*.safetensors"))
+    for file in files or [weights_file(source)]:
+        tensors = load_file(file) if files else read_tensors(file)
+        halved = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        save_file(halved, target / (file.name if files else WEIGHTS), metadata={"format": "pt"})
+    if (source / INDEX).is_file():
+        total = sum((target / file.name).stat().st_size for file in files)
+        _write_json(target / INDEX, read_object(source / INDEX) | dict(metadata=dict(total_size=total)))
+
+
+def _model_in(path):
+    """(its directory, model configuration, all fields of its config.json) of the model in `path`."""
+    directory = model_directory(Path(path))
+    if directory is None:
+        raise ValueError(
+            f"no model in {path}: name a Hugging Face directory (config.json and {WEIGHTS}) or a run directory "
+            "with best/ or last/, for example model_save/sft_fast; an adapter is merged first: scripts/merge_lora.py"
+        )
+    family, model_config, values = read_config(directory / "config.json")
+    family.check_config(values, directory / "config.json")
+    return directory, model_config, values
+
+
+def _card_of(directory):
+    """Text of its model card; empty without one. A link is not followed: it may lead to what is not to be published."""
+    card = directory / CARD_FILE
+    return card.read_text(encoding="utf-8", errors="replace") if card.is_file() and not card.is_symlink() else ""
+
+
+def _write_json(path, values):
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _converter(source, scale_decoder_outputs):
+    """CTranslate2's converter of a model that scales its decoder's output or not; None: it has no such thing."""
+    try:
+        from ctranslate2.converters import TransformersConverter
+    except ImportError:
+        raise RuntimeError("CTranslate2 is not installed: pip install -e '.[ctranslate2]'") from None
+
+    class Converter(TransformersConverter):
+        def load_model(self, model_class, *args, **kwargs):
+            model = super().load_model(model_class, *args, **kwargs)
+            if scale_decoder_outputs is not None:  # which the converter takes from this field of the configuration
+                model.config.tie_word_embeddings = scale_decoder_outputs
+            return model
+
+    return Converter(str(source))

@@ -1,0 +1,176 @@
+"""A trained model as people talk to it: loaded from its directory, text in, text out, piece by piece."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from model.commands.network import compute_dtype
+from model.data.cleaning import clean_text
+from model.data.conversation import Turn, encode_conversation
+from model.data.tokenizer import ChatTokenizer, load_tokenizer
+from model.data.turn_template import turn_template, with_turn_end
+from model.formats.adapters import load_merged, weights_directory
+from model.formats.weights import check_fits, load_into
+from model.generate.engine import Engine, Limits, Request
+from model.generate.sampling import Sampling, sampling_from
+from model.nn.base import LanguageModel
+from model.nn.registry import family_of
+from model.runtime.json_stream import read_object
+
+DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS = 256, 2**20
+MAX_PREFIX_CHARACTERS = 2**14
+MAX_TOKEN_CHARACTERS = 16  # a longer question than so many characters a token is refused unread
+
+
+@dataclass(frozen=True)
+class ChatModel:
+    """A model, its tokenizer, and how its generation_config.json says to answer."""
+
+    directory: Path
+    model: LanguageModel
+    tokenizer: ChatTokenizer
+    sampling: Sampling
+    max_new_tokens: int
+    prefix: str = ""  # before each question, as in training
+
+    def encode(self, turns, max_tokens):
+        """Ids that the network reads to answer the last of `turns`, at most `max_tokens`."""
+        if family_of(self.model.config).reads_dialogues:
+            return turn_template(self.tokenizer).encode_question(turns, max_tokens)
+        return encode_conversation(turns, self.tokenizer, max_tokens, self.prefix)
+
+    def prompt_tokens(self, most, new_tokens):
+        """Most tokens of a prompt with an answer of `new_tokens`: `most`, or fewer where the network has fewer places.
+
+        Raises ValueError if there is no place for a prompt.
+        """
+        places = self.model.config.max_tokens
+        if places is None:
+            return most
+        if places <= new_tokens:
+            raise ValueError(f"max_new_tokens={new_tokens}: this model has {places} places, the prompt's too: lower it")
+        return min(most, places - new_tokens)
+
+    def limits(self, slots, input_tokens, new_tokens):
+        """Limits of an Engine for this model; ValueError for more tokens than the network has places for."""
+        if (most := self.prompt_tokens(input_tokens, new_tokens)) < input_tokens:
+            raise ValueError(
+                f"this model reads {most} tokens before an answer of max_new_tokens={new_tokens}, and a prompt may "
+                f"have {input_tokens}: lower --max_prompt_tokens or --max_new_tokens"
+            )
+        first_id = family_of(self.model.config).first_id(self.model.config, self.tokenizer)
+        return Limits(slots, input_tokens, new_tokens, first_id, self.tokenizer.eos_id)
+
+
+def load_chat_model(path, device=None):
+    """ChatModel of a Hugging Face directory, of an adapter's, or of a run directory (its best/, else its last/).
+
+    It is on the GPU if there is one. An adapter is merged into its base.
+
+    Raises ValueError if there is none, and for damaged or misfit files. The weights are held once, in the dtype that
+    they are computed with.
+    """
+    directory = weights_directory(path)
+    if directory is None:
+        raise ValueError(
+            f"no model in {path}: name a Hugging Face directory (config.json and model.safetensors), an adapter's "
+            "directory, or a run directory with best/ or last/, for example model_save/sft_fast"
+        )
+    weights = load_merged(directory)
+    tokenizer = load_tokenizer(weights.tokenizer_dir)
+    if weights.model_config.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"{directory}: the model has {weights.model_config.vocab_size} tokens and the tokenizer beside it "
+            f"{tokenizer.vocab_size}: copy the tokenizer files that the model was trained with"
+        )
+    if family_of(weights.model_config).reads_dialogues:
+        tokenizer = with_turn_end(tokenizer)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    settings = directory / "generation_config.json"
+    values = read_object(settings) if settings.is_file() else {}
+    new_tokens = values.get("max_new_tokens") or DEFAULT_NEW_TOKENS
+    if type(new_tokens) is not int or not 0 < new_tokens <= MAX_NEW_TOKENS:
+        raise ValueError(f"{settings} says max_new_tokens={new_tokens!r:.80}: it must be from 1 to {MAX_NEW_TOKENS}")
+    prefix = values.get("prefix") or ""
+    if not isinstance(prefix, str) or len(prefix) > MAX_PREFIX_CHARACTERS:
+        raise ValueError(f"{settings} says prefix={prefix!r:.80}: it must be a text of {MAX_PREFIX_CHARACTERS} at most")
+    model = _frozen(weights, directory, device)
+    return ChatModel(directory, model, tokenizer, sampling_from(values), new_tokens, prefix)
+
+
+def _frozen(weights, directory, device):
+    """The model with these LoadedWeights, for generation alone."""
+    family = family_of(weights.model_config)
+    with torch.device("meta"):
+        model = family.build(weights.model_config, 0.0, compute_dtype("auto", device)).requires_grad_(False)
+    check_fits(model, weights, directory)  # before memory is taken for a model that does not fit
+    load_into(model.place(device), weights, directory)
+    return model.eval()
+
+
+def prompt_ids(chat, turns, most_tokens):
+    """Ids of the prompt that these turns, each (role, text), make: at most `most_tokens`, EOS included.
+
+    The oldest turns go where there is no room for all (model/data/conversation.py). Raises ValueError if the last turn
+    is not the user's, is empty, or does not fit.
+    """
+    said = [Turn(role, clean_text(text[-MAX_TOKEN_CHARACTERS * most_tokens :])) for role, text in turns]
+    if not said[-1].text:
+        raise ValueError("the question is empty: write some text")
+    if len(turns[-1][1]) > MAX_TOKEN_CHARACTERS * most_tokens:
+        raise ValueError(
+            f"the question has {len(turns[-1][1]):,} characters, and a prompt at most {most_tokens} tokens: shorten it"
+        )
+    question = chat.encode(said[-1:], most_tokens + 1)
+    if len(question) > most_tokens:
+        raise ValueError(f"the question has more than {most_tokens - 1} tokens: shorten it")
+    return chat.encode(said, most_tokens) if len(said) > 1 else question
+
+
+def stream_answer(chat, input_ids, sampling, max_new_tokens):
+    """Yield the pieces of one answer's text as they are generated."""
+    engine = Engine(chat.model, chat.limits(1, len(input_ids), max_new_tokens))
+    engine.add(Request(input_ids, max_new_tokens, sampling, streams=True))
+    text = TextStream(chat.tokenizer)
+    while not engine.idle:
+        for progress in engine.step():
+            yield text.add(progress.ids)
+
+
+def answer_all(chat, inputs, sampling, max_new_tokens, slots=64):
+    """The text of the answer to each of `inputs`, lists of ids."""
+    engine = Engine(chat.model, chat.limits(min(slots, len(inputs)), max(map(len, inputs)), max_new_tokens))
+    numbers = {engine.add(Request(ids, max_new_tokens, sampling)): place for place, ids in enumerate(inputs)}
+    texts = [""] * len(inputs)
+    while not engine.idle:
+        for progress in engine.step():
+            texts[numbers[progress.number]] = chat.tokenizer.decode(progress.ids)
+    return texts
+
+
+@dataclass
+class TextStream:
+    """Turns ids that come in pieces into text that comes in pieces, each of whole characters.
+
+    The text does not depend on how the ids are divided. As in Hugging Face's text-generation-inference
+    (`decode_token`), a token is decoded beside the one before it, because decoders treat the first token apart.
+    """
+
+    tokenizer: ChatTokenizer
+    ids: list = field(default_factory=list)
+    shown: int = 0  # ids whose text was given
+    before: int = 0  # the id from which on they are decoded with the next ones
+
+    def add(self, ids):
+        """The text that can be shown after these ids, beyond what was given before."""
+        text = self.tokenizer.decode(self.ids[self.before :] + ids)
+        is_whole = not text.endswith("\ufffd")  # else a part of a character may be its end
+        if not is_whole and len(ids) > 1:
+            return "".join(self.add([one]) for one in ids)
+        given = self.tokenizer.decode(self.ids[self.before : self.shown])
+        self.ids += ids
+        if not is_whole or len(text) <= len(given):  # the latter with special tokens alone
+            return ""
+        self.before, self.shown = self.shown, len(self.ids)
+        return text[len(given) :]

@@ -1,0 +1,119 @@
+"""What the plots draw is what the journal says; another process draws them, and none ends a run."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from model.display.drawing import draw_soon, finish_last, start_last
+from model.display.plots import _between, _draw_run, _smoothed, draw_lengths, draw_losses, plot_run
+from model.run.journal import Journal, read_journal
+from tests.tiny import train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def records(tmp_path):
+    """A run of 3 steps with two evaluations, stopped for 10 hours after the first one."""
+    hour = 3600
+    lines = [
+        dict(kind="start", time=0), dict(kind="resume", time=0, step=0),
+        dict(kind="train", time=hour, step=1, loss=3.0, pairs_seen=8, tokens_per_second=5.0, host_rss_bytes=2**30),
+        dict(kind="eval", time=hour, step=1, loss=2.5),
+        dict(kind="start", time=11 * hour), dict(kind="resume", time=11 * hour, step=1, evaluated_step=1),
+        dict(kind="train", time=12 * hour, step=2, loss=None, pairs_seen=16, learn_rate=0.1, reserved_bytes=2**30),
+        dict(kind="train", time=13 * hour, step=3, loss=1.0, pairs_seen=24),
+        dict(kind="eval", time=13 * hour, step=3, loss=2.0, overfit_gap=0.75),
+    ]  # fmt: skip
+    return lines
+
+
+def points(line):
+    return [tuple(map(float, point)) for point in zip(*line.get_data(), strict=True)]
+
+
+def test_losses_are_drawn_by_step_with_the_best_evaluation_and_without_steps_that_are_not_finite(records):
+    axes = Figure().subplots()
+    draw_losses(axes, records)
+    raw, smoothed, validation, best = map(points, axes.lines)
+    assert raw == smoothed == [(1, 3.0), (3, 1.0)]
+    assert validation == [(1, 2.5), (3, 2.0)] and best == [(3, 2.0)]
+
+
+def test_runs_are_compared_by_pairs_and_by_hours_without_the_pauses(records):
+    axes = Figure().subplots(2, 2)
+    _draw_run(axes, records, "a run")
+    by_pairs, by_hours, tested_by_pairs, tested_by_hours = (points(one.lines[0]) for one in axes.flat)
+    assert by_pairs == [(8, 3.0), (24, 1.0)] and by_hours == [(1, 3.0), (3, 1.0)]
+    assert tested_by_pairs == [(8, 2.5), (24, 2.0)] and tested_by_hours == [(1, 2.5), (3, 2.0)]
+
+
+def test_smoothing_takes_as_many_values_before_as_behind_and_an_evaluation_lies_between_its_lines():
+    assert _smoothed(list(range(400))) == list(range(400)), "no lag"
+    assert _smoothed([0.0] * 200 + [1.0] * 200)[195:206] == pytest.approx(
+        [k / 11 for k in range(1, 6)] + [k / 11 for k in range(6, 12)]
+    )
+    assert [_between([10, 20], [100, 300], step) for step in (5, 10, 15, 20, 25)] == [100, 100, 200, 300, 300]
+
+
+def test_lengths_are_drawn_for_each_side():
+    axes = Figure().subplots()
+    draw_lengths(axes, dict(prompt=dict(width=4, counts=[1, 5]), response=dict(width=2, counts=[3])))
+    prompt, response = (patch.get_data() for patch in axes.patches)
+    assert list(prompt.values) == [1, 5] and list(prompt.edges) == [0, 4, 8] and list(response.edges) == [0, 2]
+
+
+def test_a_run_leaves_its_plots(home):
+    assert train(home, output_dir="drawn", plots=True, epochs=1).codes == [0]
+    names = {path.name for path in (home / "drawn" / "plots").glob("*.png")}
+    assert names == {"loss.png", "speed.png", "memory.png", "learning_rate.png", "lengths.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (home / "drawn" / "plots").glob("*.png"))
+
+
+def test_the_trainer_does_not_wait_for_a_drawing_and_starts_one_a_minute(tmp_path, records):
+    write(tmp_path, records)
+    started = time.monotonic()
+    draw_soon(tmp_path)
+    draw_soon(tmp_path)
+    assert time.monotonic() - started < 0.1
+    loss = tmp_path / "plots" / "loss.png"
+    while not loss.exists():
+        assert time.monotonic() < started + 60
+        time.sleep(0.05)
+    loss.unlink()
+    draw_soon(tmp_path)
+    time.sleep(0.5)
+    assert not loss.exists() and [path.name for path in plot_run(tmp_path)][0] == loss.name
+
+
+def test_a_plot_that_fails_is_logged_and_does_not_end_the_run(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text("{\n")
+    finish_last(start_last(tmp_path))
+    assert "no plots: " in caplog.text and "line 1 is damaged" in caplog.text
+
+
+def test_the_last_plots_are_drawn_when_asked_for_and_not_if_the_run_dies_before(tmp_path, records):
+    write(tmp_path, records)
+    abandoned, drawing = start_last(tmp_path), start_last(tmp_path)
+    abandoned.stdin.close()
+    assert abandoned.wait(60) == 0 and not list(tmp_path.glob("plots/*.png"))
+    finish_last(drawing)
+    assert drawing.returncode == 0 and (tmp_path / "plots" / "loss.png").exists()
+
+
+def test_matplotlib_is_imported_only_when_a_plot_is_drawn():
+    code = "import sys, model.display.drawing\nassert not {'matplotlib', 'torch'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+
+
+def write(run_dir, records):
+    with Journal(run_dir / "metrics.jsonl") as journal:
+        for record in records:
+            values = {name: value for name, value in record.items() if name not in ("kind", "time")}
+            journal.write(record["kind"], **values)
+    assert len(read_journal(run_dir / "metrics.jsonl")) == len(records)

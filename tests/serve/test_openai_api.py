@@ -1,0 +1,85 @@
+"""What a client may ask, what is refused and why, and where an answer stops."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from model.generate.sampling import Sampling
+from model.serve.openai_api import Reply, StopFilter, parse_chat, parse_completion
+
+CHAT = SimpleNamespace(sampling=Sampling(no_repeat_ngram_size=8), max_new_tokens=64)
+USER = [dict(role="user", content="hi")]
+
+
+def parse(**fields):
+    return parse_chat(dict(messages=USER) | fields, CHAT, 100)
+
+
+def test_a_request_without_settings_gets_those_of_the_model_and_a_seed_of_its_own():
+    one, other = parse(), parse()
+    assert one.sampling.temperature == 0 and one.sampling.no_repeat_ngram_size == 8 and one.max_new_tokens == 64
+    assert one.sampling.seed != other.sampling.seed and not one.streams
+
+
+def test_settings_of_the_request_are_used():
+    asked = parse(temperature=0.5, top_k=20.0, seed=7, max_tokens=9, stop="x", stream=True, n=1, tools=[])
+    assert (asked.sampling, asked.max_new_tokens) == (Sampling(0.5, 20, no_repeat_ngram_size=8, seed=7), 9)
+    assert asked.stops == ("x",) and asked.streams
+    assert parse(top_p=0.9).sampling.temperature == 1, "a filter asks for a draw"
+
+
+def test_turns_are_read_in_all_their_forms():
+    parts = [dict(type="text", text="a"), dict(type="text", text="b")]
+    messages = [dict(role="developer", content="s"), dict(role="user", content="q"), dict(role="assistant", content="")]
+    asked = parse(messages=[*messages, dict(role="user", content=parts)])
+    assert asked.turns == (("system", "s"), ("user", "q"), ("assistant", ""), ("user", "ab"))
+    assert parse_completion(dict(prompt=["p"]), CHAT, 100).turns == (("user", "p"),)
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        (dict(messages=[]), "messages must be"), (dict(messages="x"), "messages must be"),
+        (dict(messages=[dict(role="tool", content="x")]), "role must be"),
+        (dict(messages=[dict(role=["user"], content="x")]), "role must be"),
+        (dict(messages=[dict(role="user", content=[dict(type="image_url")])]), "content must be text"),
+        (dict(messages=[dict(role="assistant", content="x")]), "the last message"),
+        (dict(n=2), "n=2 is not supported"), (dict(logprobs=True), "logprobs=True"), (dict(tools=[{}]), "tools="),
+        (dict(max_tokens=101), "max_tokens=101"), (dict(max_tokens="5"), "max_tokens='5'"),
+        (dict(max_completion_tokens=True), "max_tokens=True"), (dict(temperature="hot"), "temperature='hot'"),
+        (dict(temperature=-1), "temperature=-1"), (dict(top_k=0.5), "top_k=0.5"), (dict(seed=2**70), "seed="),
+        (dict(stop=[1]), "stop must be"), (dict(stop=["a"] * 5), "at most 4"), (dict(stop=[""]), "stop must be"),
+        (dict(presence_penalty=0.5), "presence_penalty=0.5"), (dict(max_tokens=0), "max_tokens=0"),
+        (dict(top_k=float("inf")), "top_k=inf"), (dict(seed=float("nan")), "seed=nan"),
+        (dict(temperature=10**400), "temperature=1000"), (dict(stream="false"), "stream='false'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_with_the_reason(fields, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse(**fields)
+
+
+@pytest.mark.parametrize("pieces", [["abcdef"], list("abcdef"), ["ab", "cd", "ef"], ["abc", "def"]])
+def test_text_ends_before_a_stop_however_it_comes(pieces):
+    stop = StopFilter(("xx", "de"))
+    shown = "".join(stop.add(piece, piece is pieces[-1]) for piece in pieces if not stop.is_stopped)
+    assert shown == "abc" and stop.is_stopped
+
+
+def test_what_only_looks_like_a_stop_is_shown_in_the_end():
+    stop = StopFilter(("end",))
+    assert [stop.add("an e"), stop.add("n"), stop.add("emy e"), stop.add("n", is_last=True)] == [
+        "an ",
+        "",
+        "enemy ",
+        "en",
+    ]
+    assert not stop.is_stopped
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_frame_around_a_text_is_the_whole_piece(is_chat):
+    reply, text = Reply.to('a"-"b', is_chat), '"-" \n\u2028 字'
+    before, after = reply.frame()
+    assert json.loads(before + json.dumps(text, ensure_ascii=False) + after) == reply.piece(text)
