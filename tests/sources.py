@@ -1,4 +1,4 @@
-"""What the project's Python files say, read with ast and tokenize: their names, imports, words."""
+"""What the project's Python files say, read with ast: their names and imports."""
 
 import ast
 import os

@@ -18,6 +18,11 @@ PAIRS = [("README.md", "README.zh.md")] + [
     (f"docs/guide/en/{path.name}", f"docs/guide/zh/{path.name}") for path in sorted((GUIDE / "en").glob("*.md"))
 ]
 PAGES = [page for pair in PAIRS for page in pair]
+OTHER_PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("docs", "bench/results")
+    for path in sorted((ROOT / folder).glob("*.md"))
+]
 PLAN_WORDS = {"num_processes", "vocab_size", "json"}
 MOST_LINES = 120
 
@@ -73,11 +78,11 @@ def test_both_languages_have_the_same(english, chinese, part):
     assert part(english) == part(chinese)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES + OTHER_PAGES)
 def test_each_link_leads_to_a_file_and_to_a_heading_that_are_there(page):
     for target in re.findall(r"\]\(([^)]+)\)", prose_of(text_of(page))):
         name, _, anchor = target.partition("#")
-        path = (ROOT / page).parent / name
+        path = (ROOT / page).parent / name if name else ROOT / page
         assert path.is_file(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
