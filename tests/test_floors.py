@@ -91,7 +91,7 @@ ROOMS = {
         "origin",
         "length_sample space",
         "setup",
-        "answering data_report connection decoding_thread doctor plan_report server_metrics",
+        "answering data_report connection decoding_thread doctor plan_report request_body server_metrics",
         "openai_api",
         "server",
     ],

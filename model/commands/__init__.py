@@ -11,7 +11,8 @@ setup makes all that a run needs before its first step: data, tokenizer, model, 
 another process tokenise large files.
 plan_report is the command plan: what a run would take; length_sample is what it knows of data not yet tokenised.
 doctor is the command doctor: what would make a run fail; space is its part about memory and disk.
-answering loads a trained model to answer questions in text. server answers them over HTTP: openai_api reads the
-requests, decoding_thread decodes them together, connection ends those that stand still, server_metrics counts.
+answering loads a trained model to answer questions in text. server answers them over HTTP: request_body and
+openai_api read the requests, decoding_thread decodes them together, connection ends those that stand still,
+server_metrics counts.
 data_report says what prepared files hold.
 """
