@@ -4,11 +4,14 @@
     python scripts/chat.py model_save/sft_fast < questions.txt > answers.txt
 
 MODEL_DIR is a Hugging Face directory, an adapter's or a run's; default: the newest model_save/*/best. What is not given
-is what the model's generation_config.json says. In the terminal the model is shown the conversation so far; questions
-from a pipe are answered each by itself.
-In the terminal: /reset begins anew, /undo takes the last question back, /save FILE writes the conversation, /settings
-shows how answers are chosen, /settings temperature 0.7 changes it; cls clears the screen; exit, quit, Ctrl+D and Ctrl+C
-end the program.
+is what the model's generation_config.json says. In the terminal the model is shown the conversation so far, unless it
+was trained on single questions; questions from a pipe are answered each by itself. --single_turn=True or False says
+otherwise.
+/reset begins anew, /undo takes the last question back, /save FILE writes the conversation, /settings shows how answers
+are chosen, /settings temperature 0.7 changes it; exit, quit and Ctrl+D end the program. In the terminal cls clears the
+screen, and Ctrl+C stops an answer, else it ends the program.
+From a pipe each line gets one line: a newline in an answer is written \\n, a carriage return \\r, a backslash \\\\; a
+line without a question, or with one that cannot be read, gets an empty line.
 """
 
 import argparse
@@ -31,7 +34,11 @@ explain_missing_packages()
 limit_threads()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
-from model.commands.option_names import ScriptParser  # noqa: E402
+from model.commands.option_names import (  # noqa: E402
+    ScriptParser,  # noqa: E402
+    true_or_false,
+    with_value,
+)
 from model.data.cleaning import clean_text  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
 from model.generate.sampling import Sampling  # noqa: E402
@@ -46,6 +53,7 @@ MAX_PROMPT_TOKENS = 2048  # the encoder's memory grows with the square of the le
 HARDLY_TRAINED_LOSS = 4.0  # nats per token: answers are hardly better than frequent words
 CLEAR_SCREEN = "\033[2J\033[3J\033[H"
 FILTERS = {"top_k", "top_p", "min_p"}  # of the tokens to draw from: they need a temperature
+ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r"})  # of an answer to a pipe, which is one line
 SETTINGS = {f.name: f.type for f in fields(Sampling)} | dict(max_new_tokens=int)
 
 
@@ -56,18 +64,21 @@ class Talk:
     chat: ChatModel
     sampling: Sampling
     max_new_tokens: int
+    single_turn: bool = False  # what was said before is not shown to the model
     turns: list = field(default_factory=list)  # of (role, text)
 
-    def ask(self, question: str) -> None:
-        """Print the answer while it is generated, and remember both. Raises ValueError if it cannot be read."""
+    def ask(self, question: str) -> Iterator[str]:
+        """Yield the answer in pieces and remember what was given. Raises ValueError if the question cannot be read."""
         most = self.chat.prompt_tokens(MAX_PROMPT_TOKENS, self.max_new_tokens)
-        ids = prompt_ids(self.chat, [*self.turns, ("user", question)], most)
-        pieces = []
-        for piece in stream_answer(self.chat, ids, self.sampling, self.max_new_tokens):
-            print(piece, end="", flush=True)
-            pieces.append(piece)
-        print(flush=True)
-        self.turns += [("user", question), ("assistant", "".join(pieces))]
+        before = [] if self.single_turn else self.turns
+        ids, pieces = prompt_ids(self.chat, [*before, ("user", question)], most), []
+        try:
+            for piece in stream_answer(self.chat, ids, self.sampling, self.max_new_tokens):
+                pieces.append(piece)
+                yield piece
+        finally:  # it may be stopped before its end
+            if answer := "".join(pieces):
+                self.turns += [("user", question), ("assistant", answer)]
 
     def set(self, name: str, text: str) -> None:
         """Change a setting; raises ValueError for an unknown name and for a number out of range."""
@@ -94,14 +105,13 @@ def main(argv: list[str]) -> int:
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         chat = load_chat_model(options.model_dir or newest_model())
-        talk = Talk(chat, chat.sampling, chat.max_new_tokens)
+        single_turn = chat.single_turn or not interactive if options.single_turn is None else options.single_turn
+        talk = Talk(chat, chat.sampling, chat.max_new_tokens, single_turn)
         apply(options, talk)
         prepare_streams()
         if interactive:
-            greet(chat)
+            greet(chat, is_told=options.single_turn is not None)
         for line in read_lines(interactive):
-            if options.single_turn or not interactive:
-                talk.turns.clear()
             respond(talk, line, interactive)
     except ValueError as error:
         print(printable(str(error)), file=sys.stderr)
@@ -115,7 +125,9 @@ def main(argv: list[str]) -> int:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", nargs="?", type=Path)
-    parser.add_argument("--single_turn", action="store_true", help="answer each question by itself")
+    parser.add_argument(
+        "--single_turn", type=true_or_false, metavar="True|False", help="answer each question by itself"
+    )
     parser.add_argument("--temperature", help="0: always the likeliest token; above: tokens are drawn")
     parser.add_argument("--top_k", help="draw from so many of the likeliest tokens; 0: from all")
     parser.add_argument("--top_p", help="draw from the likeliest tokens that have this probability together")
@@ -124,7 +136,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no_repeat_ngram_size", help="no run of so many tokens comes twice; 0: it may")
     parser.add_argument("--seed", help="of the draws; equal seeds give equal answers")
     parser.add_argument("--max_new_tokens", help="most tokens in an answer")
-    return parser.parse_args(argv)
+    return parser.parse_args(with_value(argv, "--single_turn"))
 
 
 def apply(options: argparse.Namespace, talk: Talk) -> None:
@@ -148,9 +160,12 @@ def newest_model() -> Path:
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
-def greet(chat: ChatModel) -> None:
+def greet(chat: ChatModel, is_told: bool = True) -> None:
+    """Print the model and what should be known of it; `is_told` whether to show it the conversation was typed."""
     text = texts_here()
     print(text("chat.greeting", directory=chat.directory, device=chat.model.device))
+    if chat.single_turn and not is_told:
+        print(text("chat.alone"))
     loss = best_loss(chat.directory.parent / "metrics.jsonl")
     if loss is not None and loss > HARDLY_TRAINED_LOSS:
         print(text("chat.hardly", loss=loss))
@@ -173,23 +188,38 @@ def prepare_streams() -> None:
 
 
 def read_lines(interactive: bool) -> Iterator[str]:
-    """Yield each non-empty line until exit or quit. Raises EOFError at the end of the input."""
+    """Yield each line until exit or quit, in the terminal those with text. Raises EOFError at the end of the input."""
     while (line := input("> " if interactive else "").strip()).lower() not in ("exit", "quit"):
-        if line.lower() == "cls":
-            print(CLEAR_SCREEN if interactive else "", end="", flush=True)
-        elif line:
+        if interactive and line.lower() == "cls":
+            print(CLEAR_SCREEN, end="", flush=True)
+        elif line or not interactive:
             yield line
 
 
 def respond(talk: Talk, line: str, interactive: bool) -> None:
-    """Obey a command or answer a question. In the terminal a mistake is told and the conversation goes on."""
-    if interactive and line.startswith("/"):
+    """Obey a command or answer a question. A mistake is told and the conversation goes on."""
+    if line.startswith("/"):
         return obey(talk, *line[1:].split())
+    question, answer = clean_text(line), ""
     try:
-        if question := clean_text(line):
-            talk.ask(question)
+        if interactive and question:
+            show(talk.ask(question))
+        elif question:
+            answer = "".join(talk.ask(question))
     except ValueError as error:
         print(printable(str(error)), file=sys.stdout if interactive else sys.stderr)
+    if not interactive:
+        print(answer.translate(ESCAPES), flush=True)
+
+
+def show(pieces: Iterator[str]) -> None:
+    """Print an answer while it is generated; Ctrl+C ends it."""
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pieces.close()
+    print(flush=True)
 
 
 def obey(talk: Talk, command: str = "", *words: str) -> None:
@@ -216,11 +246,16 @@ def obey(talk: Talk, command: str = "", *words: str) -> None:
 
 
 def save(talk: Talk, name: str) -> None:
-    """Write the conversation as a line of training data. Raises ValueError if the file is there or cannot be made."""
+    """Write the conversation as training data: a line, or one for each question that was asked by itself.
+
+    Raises ValueError if the file is there or cannot be made.
+    """
     messages = [dict(role=role, content=text) for role, text in talk.turns]
+    size = 2 if talk.single_turn else max(len(messages), 1)
+    rows = [messages[start : start + size] for start in range(0, len(messages), size)]
     try:
         with open(name, "x", encoding="utf-8") as file:
-            file.write(json.dumps(dict(messages=messages), ensure_ascii=False) + "\n")
+            file.writelines(json.dumps(dict(messages=row), ensure_ascii=False) + "\n" for row in rows)
     except FileExistsError:
         raise ValueError(f"{name} is there already: name another file") from None
     except OSError as error:

@@ -1,9 +1,12 @@
 """Serve a trained model: OpenAI's HTTP interface, and a page to talk to it.
 
     python scripts/serve.py MODEL_DIR [--run RUN_DIR] [--host 127.0.0.1] [--port 8000] [--api_key KEY]
+        [--single_turn]
 
 MODEL_DIR is a Hugging Face directory or a run directory. The page shows the curves of the run RUN_DIR, live while it
-trains. Needs the extra packages: pip install -e '.[serve]'
+trains. With --single_turn each question is answered by itself, with the system text: the default for a model that was
+trained on single questions; --single_turn=False answers with what was said before. Needs the extra packages:
+pip install -e '.[serve]'
 """
 
 import argparse
@@ -27,13 +30,17 @@ explain_missing_packages()
 limit_threads()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from model.commands.option_names import ScriptParser  # noqa: E402
+from model.commands.option_names import (  # noqa: E402
+    ScriptParser,  # noqa: E402
+    true_or_false,
+    with_value,
+)
 from model.display.catalogue import language_of, texts_here  # noqa: E402
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_CONNECTIONS = 512
 KEEP_ALIVE_SECONDS = 10
-BEFORE_ANSWER_SECONDS = 60  # in which a request's body is there and its prompt read
+BEFORE_ANSWER_SECONDS = 60  # in which a request's body is there
 
 
 def main(argv: list[str]) -> int:
@@ -60,12 +67,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address; another than this machine's needs --api_key")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--api_key", default=os.environ.get("CHAT_API_KEY", ""), help="default: $CHAT_API_KEY")
+    parser.add_argument(
+        "--single_turn", type=true_or_false, metavar="True|False", help="answer each question by itself"
+    )
     parser.add_argument("--slots", type=int, default=0, help="answers at a time; 0: 64 on a GPU, 16 on a CPU")
     parser.add_argument("--max_prompt_tokens", type=int, default=1024)
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="of an answer, at most")
     parser.add_argument("--max_waiting", type=int, default=256, help="requests that may wait for a slot")
     parser.add_argument("--request_seconds", type=float, default=300, help="time limit of an answer")
-    return parser.parse_args(argv)
+    return parser.parse_args(with_value(argv, "--single_turn"))
 
 
 def check(options: argparse.Namespace) -> None:
@@ -131,6 +141,8 @@ def serve(options: argparse.Namespace) -> int:
     port = sockets[0].getsockname()[1]  # one that was free, if 0 was asked for
     address = f"http://{options.host}:{port}"
     print(texts_here()("serve.ready", directory=chat.directory, device=chat.model.device, address=address), flush=True)
+    if chat.single_turn and options.single_turn is None:
+        print(texts_here()("serve.alone"), flush=True)
     server = uvicorn.Server(uvicorn.Config(
         make_app(service_of(chat, options)), log_level="warning", limit_concurrency=MAX_CONNECTIONS, http=connection,
         access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=5,
@@ -152,6 +164,7 @@ def service_of(chat, options: argparse.Namespace):
         name=folder.parent.name if folder.name in ("best", "last") else folder.name,
         input_tokens=options.max_prompt_tokens, new_tokens=options.max_new_tokens, api_key=options.api_key,
         run_dir=options.run, language=language_of(os.environ), hosts=hosts, request_seconds=options.request_seconds,
+        single_turn=chat.single_turn if options.single_turn is None else options.single_turn,
     )  # fmt: skip
 
 

@@ -86,8 +86,8 @@ ROOMS = {
         "live",
     ],
     "model.commands": [
-        "data_report expected_time help_zh launcher_options model_cache objective recipe run_events run_length "
-        "space tokenising",
+        "data_report expected_time help_zh launcher_options model_cache objective recipe request_body run_events "
+        "run_length space tokenising",
         "exporting foresight length_sample network no_model option_names usage",
         "evaluation options",
         "adapter data_rows guide_flags same_run",

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from model.data.readers import read_pairs
 from model.data.token_store import read_store
@@ -141,7 +141,10 @@ def test_an_export_says_how_the_run_answers_and_is_loaded_with_it(prefixed, kind
     typed = {name: PREFIXED[name] for name in ("no_repeat_ngram_size", "max_new_tokens")} | dict(prefix=PREFIX)
     said = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))
     assert said.items() >= (typed | dict(do_sample=False, repetition_penalty=1.0)).items()
+    assert said["chat_trainer"] == dict(single_turn=True), "no pair of its data has anything before it"
+    assert GenerationConfig.from_pretrained(directory).max_new_tokens == typed["max_new_tokens"]
     chat = load_chat_model(directory, "cpu")
+    assert chat.single_turn
     assert chat.sampling == Sampling(no_repeat_ngram_size=typed["no_repeat_ngram_size"])
     assert (chat.max_new_tokens, chat.prefix) == (typed["max_new_tokens"], PREFIX)
 

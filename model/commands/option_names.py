@@ -138,6 +138,24 @@ def why_needless(name):
     return next((why for pattern, why in NEEDLESS.items() if re.fullmatch(pattern, name)), "")
 
 
+def with_value(words, flag):
+    """`words` in which `flag` has its value behind "=": True where none follows, as `train` reads it."""
+    joined = []
+    for word in words:
+        if joined and joined[-1] == flag and word.lower() in ("true", "false"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return [f"{word}=True" if word == flag else word for word in joined]
+
+
+def true_or_false(text):
+    """The bool that a word of the command line spells; raises argparse's error for others."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be True or False")
+    return text.lower() == "true"
+
+
 class ScriptParser(argparse.ArgumentParser):
     """An ArgumentParser of scripts, with a Chinese help; it answers an unknown option with the most similar one."""
 

@@ -89,7 +89,14 @@ class Run:
     def generation(self):
         """What the exported models' generation_config.json says."""
         values = generation_config(sampling_of(self.config), self.config.max_new_tokens)
-        return values | (dict(prefix=self.config.prompt_prefix) if self.config.prompt_prefix else {})
+        values |= dict(prefix=self.config.prompt_prefix) if self.config.prompt_prefix else {}
+        return values | (dict(chat_trainer=dict(single_turn=True)) if self.single_turn else {})
+
+    @property
+    def single_turn(self):
+        """Whether every example is a question with nothing before it, so that the model learns no conversation."""
+        meta = self.train.store.meta
+        return self.config.single_turn or meta["rows"] > 0 and meta.get("single_pairs") == meta["rows"]
 
     @property
     def schedule(self):

@@ -4,14 +4,15 @@ docs/conversations.md describes it. Training, `test`, chat, server and the chat_
 this module, so it knows neither torch nor the options of a run.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 
 from model.data.tokenizer import ROLE_MARKS, ChatTokenizer
 
 FORMAT = "marks 1"  # part of a token store's key: another format needs another name
 ROLES = ("system", "user", "assistant")
+BLOCK_TURNS = 64  # of a long conversation, encoded together
 MARKS = dict(zip(ROLES, ROLE_MARKS, strict=False))  # the fourth, <|end|>, is not needed: the next mark ends a turn
 
 
@@ -49,12 +50,45 @@ def add_turn(turns: list[Turn], role: str, text: str) -> None:
 
     Raises ValueError for an unknown role.
     """
-    if role not in ROLES:
-        raise ValueError(f"a turn of role {role!r}: it must be one of {', '.join(ROLES)}")
+    _check_role(role)
     if turns and turns[-1].role == role and text.strip():
         turns[-1] = Turn(role, turns[-1].text + "\n" + text)
     elif text.strip():
         turns.append(Turn(role, text))
+
+
+def tidy(turns: Iterable[Turn]) -> list[Turn]:
+    """The turns that have text: those of the system first, as one, then the others, those of one side in a row joined.
+
+    Joined texts stand on lines of their own. Raises ValueError for an unknown role.
+    """
+    said = []
+    for turn in turns:
+        _check_role(turn.role)
+        said += [turn] if turn.text.strip() else []
+    said.sort(key=lambda turn: turn.role != "system")
+    sides = groupby(said, key=lambda turn: turn.role)
+    return [Turn(role, "\n".join(turn.text for turn in side)) for role, side in sides]
+
+
+def _check_role(role):
+    if role not in ROLES:
+        raise ValueError(f"a turn of role {role!r}: it must be one of {', '.join(ROLES)}")
+
+
+def encode_newest(turns: list[Turn], encode: Callable, max_tokens: int) -> list[list[int]]:
+    """Ids of the newest of `turns`, oldest first: of all that can be among `max_tokens`, and of at most a block more.
+
+    `encode` gives the ids of each turn of a list. Older turns are never encoded, so a long conversation takes the time
+    of what a network reads of it.
+    """
+    newest_first, num_tokens = [], 0
+    while len(newest_first) < len(turns) and num_tokens <= max_tokens:
+        end = len(turns) - len(newest_first)
+        block = encode(turns[max(0, end - BLOCK_TURNS) : end])
+        newest_first += reversed(block)
+        num_tokens += sum(map(len, block))
+    return newest_first[::-1]
 
 
 def encode_conversation(
@@ -67,14 +101,25 @@ def encode_conversation(
     When there are more, the oldest turns go first, each as a whole; then the system text loses its end, then the
     question. System turns count as one text wherever they stand. Raises ValueError if the last turn is not the user's.
     """
-    system, said = [], []
-    for turn in turns:
-        add_turn(system if turn.role == "system" else said, turn.role, turn.text)
+    said = tidy(turns)
     if not said or said[-1].role != "user":
         raise ValueError("the last turn of a conversation must be the user's, with text in it: it is what is answered")
-    before = Context(said, len(said) - 1, system[0].text if system else "")
-    has_context = before.end or before.system
-    return encode_questions([said[-1].text], [before if has_context else None], tokenizer, max_tokens, prefix).ids[0]
+    question = said.pop().text
+    if not said:
+        return encode_questions([question], [None], tokenizer, max_tokens, prefix).ids[0]
+    system = said.pop(0).text if said[0].role == "system" else ""
+    marks, pieces = marks_of(tokenizer), {}
+
+    def encode(turns):
+        keys = [(turn.role, turn.text) for turn in turns]
+        pieces.update(_encode_pieces(keys, marks, tokenizer, prefix))
+        return [pieces[key] for key in keys]
+
+    encode([Turn("user", question)])
+    encode([Turn("system", system)] if system else [])
+    encode_newest(said, encode, max_tokens)
+    ids, *_ = _fit(question, Context(said, len(said), system), pieces, marks.closer, max_tokens - 1)
+    return [*ids, tokenizer.eos_id]
 
 
 def encode_questions(

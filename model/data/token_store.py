@@ -64,6 +64,7 @@ class Encoded:
     num_cut: list  # for each side, the number of rows that were truncated
     values: dict  # {name of a column of plain values: a number for each row}
     turns_left_out: int = 0  # earlier turns that did not fit, counted for each row
+    single_pairs: int = 0  # rows that are a question with its answer, and nothing before them
 
 
 @dataclass(frozen=True)

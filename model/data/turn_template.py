@@ -8,12 +8,13 @@ tokens.
 
 import json
 import re
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 
-from model.data.conversation import Turn, add_turn, marks_of
+from model.data.conversation import Turn, encode_newest, marks_of, tidy
 from model.data.template_process import render
 from model.data.tokenizer import ChatTokenizer
 from model.data.tokenizer_file import load_settings
@@ -22,6 +23,7 @@ TEMPLATE_FILE, MAX_TEMPLATE_CHARS = "chat_template.jinja", 1 << 16
 SURROGATE = re.compile("[\ud800-\udfff]")
 CHATML = "<|im_start|>", "<|im_end|>"
 MAX_TURNS, MAX_KEPT_TURNS = 4096, 128  # of a dialogue, the oldest beyond are left out; of a frame that is kept
+_PLACE = re.compile("(\ue000[0-9]+\ue001)")
 _DEFAULT = """\
 {%- for message in messages -%}{{- OPENERS[message.role] + message.content + CLOSER -}}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- OPENERS["assistant"] -}}{%- endif -%}
@@ -65,24 +67,23 @@ class TurnTemplate:
 
         Raises ValueError if the template does not show each turn once, in their order.
         """
-        if roles not in self.frames:
-            places = [f"\ue000{number}\ue001" for number in range(len(roles))]
-            shown, pieces = _render(self, roles, places), []
-            for place in places:
-                before, found, shown = shown.partition(place)
-                if not found or place in shown:
-                    raise ValueError(f"{self._name()} does not show each of {', '.join(roles)} once, in this order")
-                pieces.append(before)
-            frame = [self.tokenizer.parse(piece) if piece else [] for piece in [*pieces, shown]]
-            if len(roles) > MAX_KEPT_TURNS:
-                return frame
+        if roles in self.frames:
+            return self.frames[roles]
+        places = [f"\ue000{number}\ue001" for number in range(len(roles))]
+        before, *shown = _PLACE.split(_render(self, roles, places))
+        if shown[::2] != places:
+            raise ValueError(f"{self._name()} does not show each of {', '.join(roles[:4])} once, in this order")
+        pieces = [before, *shown[1::2]]
+        ids = {piece: self.tokenizer.parse(piece) if piece else [] for piece in set(pieces)}
+        frame = [ids[piece] for piece in pieces]
+        if len(roles) <= MAX_KEPT_TURNS:
             self.frames[roles] = frame
-        return self.frames[roles]
+        return frame
 
     def encode_dialogues(self, dialogues: list[list[Turn]]) -> list[EncodedDialogue | None]:
         """Each dialogue, the texts of all of them encoded together; None for one without an answer."""
         dialogues = [_tidy(turns) for turns in dialogues]
-        texts = iter(self.tokenizer.encode_batch([turn.text for turns in dialogues for turn in turns]))
+        texts = iter(self._encode([turn for turns in dialogues for turn in turns]))
         return [self._joined([turn.role for turn in turns], [next(texts) for _ in turns]) for turns in dialogues]
 
     def _joined(self, roles, ids):
@@ -105,7 +106,8 @@ class TurnTemplate:
     def encode_question(self, turns: list[Turn], max_tokens: int) -> list[int]:
         """Ids that a network reads to answer the last of `turns`, at most `max_tokens`.
 
-        When there are more, the oldest turns but the system's go first, then the question loses its end. Raises
+        When there are more, the oldest turns but the system's go first, as many as rendering shows to be needed; then
+        the question loses its end. Only a system text that leaves no room for the question gives more. Raises
         ValueError if the last turn is not the user's.
         """
         turns = _tidy(turns)
@@ -113,21 +115,31 @@ class TurnTemplate:
             raise ValueError(
                 "the last turn of a conversation must be the user's, with text in it: it is what is answered"
             )
-        system = [turn for turn in turns[:1] if turn.role == "system"]
-        said = turns[len(system) :]
-        ids = {
-            turn: text for turn, text in zip(turns, self.tokenizer.encode_batch([t.text for t in turns]), strict=True)
-        }
-        while len(read := self._asked([*system, *said], ids)) > max_tokens and len(said) > 1:
-            said = said[2 if said[1].role == "assistant" and len(said) > 2 else 1 :]
+        num_system = int(turns[0].role == "system")
+        system, said = turns[:num_system], turns[num_system:]
+        system_ids, ids = self._encode(system), encode_newest(said, self._encode, max_tokens)
+        said = said[len(said) - len(ids) :]
+        is_whole = len(system) + len(said) == len(turns)
+        starts = [place for place, turn in enumerate(said) if turn.role == "user" or place == 0 and is_whole]
+
+        def asked(start):
+            return self._asked([*system, *said[start:]], [*system_ids, *ids[start:]])
+
+        read = asked(starts[0])
+        if len(read) > max_tokens:
+            later = starts[1:] or starts
+            read = asked(later[bisect_left(later[:-1], True, key=lambda start: len(asked(start)) <= max_tokens)])
         if (excess := len(read) - max_tokens) > 0:
-            ids[said[-1]] = ids[said[-1]][: max(len(ids[said[-1]]) - excess, 1)]
-            read = self._asked([*system, *said], ids)
+            ids[-1] = ids[-1][: max(len(ids[-1]) - excess, 1)]
+            read = asked(starts[-1])
         return read
+
+    def _encode(self, turns):
+        return self.tokenizer.encode_batch([turn.text for turn in turns])
 
     def _asked(self, turns, ids):
         frame = self.frame((*(turn.role for turn in turns), "assistant"))
-        return _woven(frame[:-1], [ids[turn] for turn in turns])
+        return _woven(frame[:-1], ids)
 
     def _name(self):
         return f"the chat template of the tokenizer in {self.tokenizer.directory}"
@@ -140,10 +152,9 @@ def _woven(frame, ids):
 
 def _tidy(turns):
     """The turns with text, stripped; those of one side in a row are joined, and all system texts come first."""
-    system, said = [], []
-    for turn in turns:
-        add_turn(system if turn.role == "system" else said, turn.role, turn.text.strip())
-    return [*system, *said[-MAX_TURNS:]]
+    turns = tidy(Turn(turn.role, turn.text.strip()) for turn in turns)
+    num_system = sum(turn.role == "system" for turn in turns[:1])
+    return [*turns[:num_system], *turns[num_system:][-MAX_TURNS:]]
 
 
 def _render(template, roles, contents):

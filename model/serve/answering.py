@@ -7,7 +7,7 @@ import torch
 
 from model.commands.network import compute_dtype
 from model.data.cleaning import clean_text
-from model.data.conversation import Turn, encode_conversation
+from model.data.conversation import Turn, encode_conversation, tidy
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import turn_template, with_turn_end
 from model.formats.adapters import load_merged, weights_directory
@@ -19,6 +19,7 @@ from model.nn.registry import family_of
 from model.runtime.json_stream import read_object
 
 DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS = 256, 2**20
+RECORD = "chat_trainer"  # field of generation_config.json: what other software need not know
 MAX_PREFIX_CHARACTERS = 2**14
 MAX_TOKEN_CHARACTERS = 16  # a longer question than so many characters a token is refused unread
 
@@ -33,6 +34,7 @@ class ChatModel:
     sampling: Sampling
     max_new_tokens: int
     prefix: str = ""  # before each question, as in training
+    single_turn: bool = False  # it was trained on single questions, and knows no conversation
 
     def encode(self, turns, max_tokens):
         """Ids that the network reads to answer the last of `turns`, at most `max_tokens`."""
@@ -95,8 +97,10 @@ def load_chat_model(path, device=None):
     prefix = values.get("prefix") or ""
     if not isinstance(prefix, str) or len(prefix) > MAX_PREFIX_CHARACTERS:
         raise ValueError(f"{settings} says prefix={prefix!r:.80}: it must be a text of {MAX_PREFIX_CHARACTERS} at most")
+    record = values.get(RECORD)
+    single_turn = isinstance(record, dict) and record.get("single_turn") is True
     model = _frozen(weights, directory, device)
-    return ChatModel(directory, model, tokenizer, sampling_from(values), new_tokens, prefix)
+    return ChatModel(directory, model, tokenizer, sampling_from(values), new_tokens, prefix, single_turn)
 
 
 def _frozen(weights, directory, device):
@@ -115,17 +119,24 @@ def prompt_ids(chat, turns, most_tokens):
     The oldest turns go where there is no room for all (model/data/conversation.py). Raises ValueError if the last turn
     is not the user's, is empty, or does not fit.
     """
-    said = [Turn(role, clean_text(text[-MAX_TOKEN_CHARACTERS * most_tokens :])) for role, text in turns]
+    most_chars = MAX_TOKEN_CHARACTERS * most_tokens
+    said = [Turn(role, clean_text(text[-most_chars:])) for role, text in turns]
     if not said[-1].text:
         raise ValueError("the question is empty: write some text")
-    if len(turns[-1][1]) > MAX_TOKEN_CHARACTERS * most_tokens:
+    said = tidy(said)
+    question_chars = max(len(turns[-1][1]), len(said[-1].text))
+    if question_chars > most_chars:
         raise ValueError(
-            f"the question has {len(turns[-1][1]):,} characters, and a prompt at most {most_tokens} tokens: shorten it"
+            f"the question has {question_chars:,} characters, and a prompt at most {most_tokens} tokens: shorten it"
         )
+    said = [Turn(turn.role, turn.text[-most_chars:]) for turn in said]
     question = chat.encode(said[-1:], most_tokens + 1)
     if len(question) > most_tokens:
         raise ValueError(f"the question has more than {most_tokens - 1} tokens: shorten it")
-    return chat.encode(said, most_tokens) if len(said) > 1 else question
+    ids = chat.encode(said, most_tokens) if len(said) > 1 else question
+    if len(ids) > most_tokens:
+        raise ValueError(f"system text and question have more than {most_tokens - 1} tokens: shorten them")
+    return ids
 
 
 def stream_answer(chat, input_ids, sampling, max_new_tokens):

@@ -11,11 +11,19 @@ from model.generate.sampling import Sampling
 SAMPLING_FIELDS = {f.name: f.type for f in fields(Sampling)}
 MAX_MESSAGES, MAX_STOPS, MAX_STOP_CHARS = 10_000, 4, 200
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# Fields that would change the answer and are not supported: accepted only with these values.
+# Fields that would change the answer and are not supported: accepted only with these values, which change nothing.
 ONLY = dict(
-    n=1, best_of=1, echo=False, logprobs=(False, 0), top_logprobs=0, presence_penalty=0, frequency_penalty=0,
-    logit_bias={}, tools=[], functions=[], suffix="",
+    n=(1,), best_of=(1,), echo=(False,), logprobs=(False,), top_logprobs=(0,), presence_penalty=(0,),
+    frequency_penalty=(0,), logit_bias=({},), tools=([],), functions=([],), suffix=("",), prediction=(), audio=(),
+    response_format=({"type": "text"},), tool_choice=("none", "auto"), function_call=("none",), modalities=(["text"],),
+    reasoning_effort=("none",), verbosity=("medium",), web_search_options=(),
 )  # fmt: skip
+READ = {*SAMPLING_FIELDS, "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"}
+WITHOUT_EFFECT = {
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "parallel_tool_calls",
+}  # fmt: skip
+NOT_IN_MESSAGES = ("tool_calls", "function_call", "tool_call_id", "audio")
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ def parse_chat(body, chat, most_new_tokens):
     turns = tuple(_turn(message, place) for place, message in enumerate(messages))
     if turns[-1][0] != "user":
         raise ValueError("the last message must have the role user")
-    return _request(turns, body, chat, most_new_tokens)
+    return _request(turns, "messages", body, chat, most_new_tokens)
 
 
 def parse_completion(body, chat, most_new_tokens):
@@ -48,7 +56,7 @@ def parse_completion(body, chat, most_new_tokens):
         prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt:
         raise ValueError("prompt must be a text that is not empty")
-    return _request((("user", prompt),), body, chat, most_new_tokens)
+    return _request((("user", prompt),), "prompt", body, chat, most_new_tokens)
 
 
 def _turn(message, place):
@@ -56,6 +64,9 @@ def _turn(message, place):
     role = ROLES.get(role) if isinstance(role, str) else None
     if role is None:
         raise ValueError(f"messages[{place}].role must be one of {', '.join(ROLES)}")
+    for name in NOT_IN_MESSAGES:
+        if message.get(name):
+            raise ValueError(f"messages[{place}].{name} is not supported: leave it out")
     content = message.get("content")
     if isinstance(content, list):  # parts, of which only text can be read
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
@@ -65,26 +76,55 @@ def _turn(message, place):
     return role, content
 
 
-def _request(turns, body, chat, most_new_tokens):
-    for name, allowed in ONLY.items():
-        allowed = allowed if isinstance(allowed, tuple) else (allowed,)
-        if body.get(name) is not None and body[name] not in allowed:
-            raise ValueError(f"{name}={body[name]!r:.80} is not supported: leave it out")
-    given = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
-    asked = given[0] if given else min(chat.max_new_tokens, most_new_tokens)
-    if type(asked) is not int or not 0 < asked <= most_new_tokens:
-        raise ValueError(f"max_tokens={asked!r:.80}: must be a whole number from 1 to {most_new_tokens}")
-    stops = body.get("stop") or []
+def _request(turns, name_of_turns, body, chat, most_new_tokens):
+    given = {name: value for name, value in body.items() if value is not None and name != name_of_turns}
+    for name, value in given.items():
+        _check_known(name, value)
+    asked = min(chat.max_new_tokens, most_new_tokens)
+    for name in ("max_tokens", "max_completion_tokens"):  # the second is the newer
+        asked = given.get(name, asked)
+        if type(asked) is not int or not 0 < asked <= most_new_tokens:
+            raise ValueError(f"{name}={asked!r:.80}: must be a whole number from 1 to {most_new_tokens}")
+    streams = _flag("stream", given)
+    return ApiRequest(
+        turns, _sampling(given, chat.sampling), asked, _stops(given.get("stop", [])), streams, _wants_usage(given)
+    )
+
+
+def _check_known(name, value):
+    """Raise ValueError for a field that is not known, and for a value that would change the answer and is not read."""
+    if name in ONLY:
+        # True equals 1 in Python, not in JSON
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in ONLY[name]):
+            raise ValueError(f"{name}={value!r:.80} is not supported: leave it out")
+    elif name not in READ | WITHOUT_EFFECT:
+        raise ValueError(f"{name!r:.80} is no field that is read here: leave it out")
+
+
+def _stops(stops):
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stops):
         raise ValueError(f"stop must be a text or a list of texts of 1 to {MAX_STOP_CHARS} characters")
     if len(stops) > MAX_STOPS:
         raise ValueError(f"stop has {len(stops)} texts: at most {MAX_STOPS}")
-    if not isinstance(streams := body.get("stream") or False, bool):
-        raise ValueError(f"stream={streams!r:.80}: must be true or false")
-    options = body.get("stream_options") or {}
-    wants_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    return ApiRequest(turns, _sampling(body, chat.sampling), asked, tuple(stops), streams, wants_usage)
+    return tuple(stops)
+
+
+def _wants_usage(given):
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise ValueError(f"stream_options={options!r:.80}: must be an object with include_usage")
+    options = {name: value for name, value in options.items() if value is not None}
+    if unknown := options.keys() - {"include_usage", "include_obfuscation"}:
+        raise ValueError(f"stream_options.{min(unknown):.80} is not supported: leave it out")
+    _flag("include_obfuscation", options)  # padding against those who watch the sizes of packets; none is sent
+    return _flag("include_usage", options)
+
+
+def _flag(name, given):
+    if type(value := given.get(name, False)) is not bool:
+        raise ValueError(f"{name}={value!r:.80}: must be true or false")
+    return value
 
 
 def _sampling(body, default):

@@ -16,9 +16,11 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from model.commands.request_body import Refused, read_json
 from model.display.catalogue import CATALOGUE
 from model.display.curves import curves_of
 from model.generate.engine import Request
@@ -34,8 +36,6 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
 }
 DISCONNECT_SECONDS = 0.5  # between two looks whether a client that waits for a whole answer is still there
-SHORT_CHARACTERS = 500  # of a prompt, which are read in less time than a thread takes to begin
-BODY_SECONDS = 30  # within which a body must be there
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,13 @@ class Service:
     input_tokens: int  # of a prompt, at most
     new_tokens: int  # of an answer, at most
     api_key: str = ""  # "": none is asked for
+    single_turn: bool = False  # each question is answered by itself
     run_dir: Path | None = None  # whose curves the page shows
     hosts: tuple[str, ...] = ("*",)  # names under which the server may be called
     body_bytes: int = 4 * 2**20
     request_seconds: float = 300.0
     language: str = "en"
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
-
-
-class Refused(Exception):
-    """A request that gets `status` and an error body."""
-
-    def __init__(self, status, message, kind="invalid_request_error", headers=None):
-        super().__init__(message)
-        self.status, self.kind, self.headers = status, kind, headers
 
 
 def make_app(service):
@@ -102,6 +95,9 @@ def guarded(service, endpoint):
         except Refused as error:
             status = error.status
             return JSONResponse(error_body(str(error), error.kind), status, error.headers)
+        except ClientDisconnect:  # before its body was there
+            status = 499
+            return Response(status_code=status)
         finally:
             service.metrics.requests.labels(request.url.path, status).inc()
 
@@ -123,7 +119,7 @@ def page_text(service):
     words = {key.removeprefix("page."): text for key, text in texts if key.startswith("page.")}
     values = dict(
         words=words, model=service.name, language=service.language, hasRun=service.run_dir is not None,
-        needsKey=bool(service.api_key), maxNewTokens=service.new_tokens,
+        needsKey=bool(service.api_key), maxNewTokens=service.new_tokens, singleTurn=service.single_turn,
     )  # fmt: skip
     return PAGE.read_text(encoding="utf-8").replace("{{SETTINGS}}", json.dumps(values).replace("<", "\\u003c"))
 
@@ -159,10 +155,12 @@ def _curves(journal, size, changed):  # the last two say whether the file is sti
 
 async def complete(parse, service, request):
     """Answer a chat or completion request, whole or as server-sent events."""
-    body = await read_json(service, request)
+    body = await read_json(request, service.body_bytes)
+    deadline = asyncio.get_running_loop().time() + service.request_seconds
     try:
         asked = parse(body, service.chat, service.new_tokens)
-        ids = await ids_of(service, asked.turns)
+        turns = alone(asked.turns) if service.single_turn else asked.turns
+        ids = await until_disconnected(request, ids_of(service, turns, deadline))
     except ValueError as error:
         raise Refused(400, str(error)) from None
     try:
@@ -172,51 +170,33 @@ async def complete(parse, service, request):
     except RuntimeError as error:
         raise Refused(503, str(error), "server_error") from None
     service.metrics.prompt_tokens.inc(len(ids))
-    reply, answer = Reply.to(service.name, parse is parse_chat), Answer(service, stream, asked.stops, len(ids))
+    reply = Reply.to(service.name, parse is parse_chat)
+    answer = Answer(service, stream, asked.stops, len(ids), deadline)
     if asked.streams:
         return StreamingResponse(events(answer, reply, asked.wants_usage), media_type="text/event-stream")
     text = "".join(await until_disconnected(request, collect(answer)))
     return JSONResponse(reply.whole(text, answer.reason, answer.usage))
 
 
-async def ids_of(service, turns):
-    """Ids of the prompt; a long one is read in a thread, so that the others need not wait for it."""
-    is_short = sum(len(text) for _, text in turns) <= SHORT_CHARACTERS
-    if is_short:
-        return prompt_ids(service.chat, turns, service.input_tokens)
-    return await asyncio.to_thread(prompt_ids, service.chat, turns, service.input_tokens)
+def alone(turns):
+    """The last of `turns`, and those of the system."""
+    return [*(turn for turn in turns[:-1] if turn[0] == "system"), turns[-1]]
 
 
-async def read_json(service, request):
-    """The JSON object in the body of a request; raises Refused for another one, and for one that is too large."""
-    if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-        raise Refused(415, "send JSON, with the header Content-Type: application/json")
-    parts, size = [], 0
+async def ids_of(service, turns, deadline):
+    """Ids of the prompt, read in a thread, so that the others need not wait for it. A `deadline` of the event loop."""
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                parts.append(part)
-                size += len(part)
-                if size > service.body_bytes:
-                    raise Refused(
-                        413, f"the body has more than {service.body_bytes:,} bytes", headers={"connection": "close"}
-                    )
+        async with asyncio.timeout_at(deadline):
+            return await asyncio.to_thread(prompt_ids, service.chat, turns, service.input_tokens)
     except TimeoutError:
-        raise Refused(408, f"the body was not there within {BODY_SECONDS} s") from None
-    try:
-        body = json.loads(b"".join(parts))
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise Refused(400, "the body must be a JSON object")
-    return body
+        raise Refused(503, f"the prompt was not read within {service.request_seconds:g} s", "server_error") from None
 
 
 class Answer:
     """The text of one answer, piece by piece; `reason` and `usage` say afterwards how it ended and what it took."""
 
-    def __init__(self, service, stream, stops, prompt_tokens):
-        self.service, self.stream, self.stops = service, stream, stops
+    def __init__(self, service, stream, stops, prompt_tokens, deadline):
+        self.service, self.stream, self.stops, self.deadline = service, stream, stops, deadline
         self.prompt_tokens, self.new_tokens, self.reason = prompt_tokens, 0, "length"
         self.is_over = False  # the piece given now is the last one
 
@@ -229,7 +209,7 @@ class Answer:
         metrics, started = self.service.metrics, time.monotonic()
         text, stop = TextStream(self.service.chat.tokenizer), StopFilter(self.stops)
         try:
-            async with asyncio.timeout(self.service.request_seconds):
+            async with asyncio.timeout_at(self.deadline):
                 async for progress in self.stream:
                     if not self.new_tokens:
                         metrics.first_token_seconds.observe(time.monotonic() - started)

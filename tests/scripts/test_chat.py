@@ -1,6 +1,7 @@
 import json
 import os
 import pty
+import re
 import resource
 import select
 import shutil
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from model.formats.weights import model_directory
 from model.generate.sampling import Sampling
 from model.serve.answering import load_chat_model
-from scripts.chat import Talk, greet, main, respond
+from scripts.chat import ESCAPES, Talk, greet, main, respond
 from tests.knowing import PAIRS, write_knowing_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "chat.py"
@@ -30,6 +31,8 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     write_knowing_model(folder / "model_save" / "tiny" / "best")
     (folder / "model_save" / "tiny" / "config.json").write_text("{}")
+    single = shutil.copytree(folder / "model_save" / "tiny" / "best", folder / "single")
+    (single / "generation_config.json").write_text(json.dumps(dict(chat_trainer=dict(single_turn=True))))
     return folder
 
 
@@ -82,23 +85,43 @@ class Terminal:
 
 
 def test_questions_from_a_pipe_are_answered_one_after_the_other_and_nothing_else_is_printed(project):
-    done = chat_through_pipe(project, "\ufeff你好\n\n   \n请说一个字 \r\ncls\nhello\nexit\n你好\n")
+    commands = "/settings top_p 0.9\n/settings temperature 0\n/undo\n/what\n/save talk.jsonl\n"
+    done = chat_through_pipe(
+        project, f"\ufeff你好\n\n   \n请说一个字 \r\nhello\n{commands}{'字' * 40000}\nhello\nexit\n你好\n"
+    )
     assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode() == "".join(f"{expected}\n" for expected in PAIRS.values())
-    assert done.stderr == b""
+    first, second, third = PAIRS.values()
+    third = third.replace("\n", "\\n")
+    lines = done.stdout.decode().split("\n")
+    assert lines[:5] == [first, "", "", second, third]
+    said = "temperature 1, .*", "temperature 0, .*", "2 questions are left", "commands: .*", "2 questions with .*"
+    assert re.fullmatch("\n".join(said), "\n".join(lines[5:10]))
+    assert lines[10:] == ["", third, ""] and "the question has 40,000 characters" in done.stderr.decode()
+    saved = [json.loads(line)["messages"] for line in open(project / "talk.jsonl", encoding="utf-8")]
+    assert [row[1]["content"] for row in saved] == [first, second], "each was asked by itself"
 
 
-def test_an_answer_cut_in_the_middle_of_a_character_shows_none_of_it(project, capsys):
+def test_an_answer_to_a_pipe_is_one_line_from_which_it_can_be_read_again():
+    answer = "a\\n\nb\r\n\\"
+    line = answer.translate(ESCAPES)
+    assert "\n" not in line and "\r" not in line
+    back = {r"\\": "\\", r"\n": "\n", r"\r": "\r"}
+    assert re.sub(r"\\.", lambda found: back[found[0]], line) == answer
+
+
+def test_an_answer_cut_in_the_middle_of_a_character_shows_none_of_it(project):
     chat = load_chat_model(project / "model_save" / "tiny")
-    Talk(chat, Sampling(temperature=0.01, top_p=0.5), 12).ask("请说一个字")
-    assert capsys.readouterr().out == "龘龘🐱\n"  # 3, 3 and 4 of the 12 bytes; the other 2 begin a character
+    assert (
+        "".join(Talk(chat, Sampling(temperature=0.01, top_p=0.5), 12).ask("请说一个字")) == "龘龘🐱"
+    )  # 3, 3 and 4 of the 12 bytes; the other 2 begin a character
 
 
 def test_a_terminal_shows_prompts_and_answers_and_ctrl_d_and_ctrl_c_exit_with_0(project):
     first, second, third = [
-        Terminal(project, *words) for words in (["--single_turn"], ["model_save/tiny"], LONG_ANSWERS)
+        Terminal(project, *words) for words in (["single"], ["--single_turn=False", "single"], LONG_ANSWERS)
     ]
-    assert "model_save/tiny/best on c" in first.wait_for("> ")
+    greeting = first.wait_for("> ")
+    assert "single on c" in greeting and greeting.count("trained on single questions") == 1
     for question, expected in PAIRS.items():
         first.type(question + "\n")
         first.wait_for(question + "\r\n")
@@ -106,14 +129,29 @@ def test_a_terminal_shows_prompts_and_answers_and_ctrl_d_and_ctrl_c_exit_with_0(
     first.type("cls\n")
     first.wait_for("\033[2J")
     first.wait_for("> ")
-    second.wait_for("> ")
+    assert "single questions" not in second.wait_for("> ")
     third.wait_for("> ")
     third.type("你好\n")
     third.wait_for("你好\r\n")
-    time.sleep(0.05)
-    for terminal, key in ((third, "\x03"), (first, "\x04"), (second, "\x03")):  # the third is still answering
+    time.sleep(0.3)
+    third.type("\x03")
+    third.wait_for("> ")  # the answer has ended, not the program
+    third.type("/undo\n")
+    third.wait_for("0 questions are left")  # it was a part of the conversation
+    third.wait_for("> ")
+    for terminal, key in ((third, "\x03"), (first, "\x04"), (second, "\x03")):
         assert terminal.exit_code(key) == 0
         assert b"Traceback" not in terminal.output
+
+
+def test_a_model_of_single_questions_is_asked_each_by_itself(project):
+    chat = load_chat_model(project / "single")
+    assert chat.single_turn and not load_chat_model(project / "model_save" / "tiny").single_turn
+    alone, together = (Talk(chat, chat.sampling, 64, single_turn) for single_turn in (True, False))
+    for question, expected in PAIRS.items():
+        assert "".join(alone.ask(question)) == expected
+    answers = ["".join(together.ask(question)) for question in PAIRS]
+    assert answers != list(PAIRS.values()), "it has learnt no conversation"
 
 
 def test_a_directory_without_a_model_is_refused_with_one_line_and_exit_code_2(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """A model is loaded to answer with its own settings; a prompt holds what was said before, or is refused."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -42,6 +43,17 @@ def test_a_prompt_holds_what_was_said_before_and_loses_its_oldest_turns(chat):
     assert prompt_ids(chat, said, 500) == encode_conversation(turns, chat.tokenizer, 500)
     short = prompt_ids(chat, said, 20)
     assert len(short) <= 20 and short == encode_conversation([turns[0], turns[-1]], chat.tokenizer, 20)
+
+
+def test_the_most_that_a_request_may_hold_is_read_within_a_second(chat):
+    sides = dict(user="天" * 130, system="天" * 130, assistant="好" * 130)
+    for roles in (["system"], ["assistant"], ["user", "assistant"], ["system", "user", "assistant"]):
+        turns = [(roles[place % len(roles)], sides[roles[place % len(roles)]]) for place in range(9_999)]
+        started = time.process_time()
+        assert len(prompt_ids(chat, [*turns, ("user", "好")], 512)) <= 512
+        assert time.process_time() - started < 1
+    with pytest.raises(ValueError, match="the question has 1,309,999 characters"):
+        prompt_ids(chat, [("user", sides["user"])] * 10_000, 512)
 
 
 @pytest.mark.parametrize(

@@ -47,17 +47,47 @@ def test_turns_are_read_in_all_their_forms():
         (dict(messages=[dict(role="assistant", content="x")]), "the last message"),
         (dict(n=2), "n=2 is not supported"), (dict(logprobs=True), "logprobs=True"), (dict(tools=[{}]), "tools="),
         (dict(max_tokens=101), "max_tokens=101"), (dict(max_tokens="5"), "max_tokens='5'"),
-        (dict(max_completion_tokens=True), "max_tokens=True"), (dict(temperature="hot"), "temperature='hot'"),
+        (dict(max_completion_tokens=True), "max_completion_tokens=True"),
+        (dict(temperature="hot"), "temperature='hot'"),
         (dict(temperature=-1), "temperature=-1"), (dict(top_k=0.5), "top_k=0.5"), (dict(seed=2**70), "seed="),
         (dict(stop=[1]), "stop must be"), (dict(stop=["a"] * 5), "at most 4"), (dict(stop=[""]), "stop must be"),
         (dict(presence_penalty=0.5), "presence_penalty=0.5"), (dict(max_tokens=0), "max_tokens=0"),
         (dict(top_k=float("inf")), "top_k=inf"), (dict(seed=float("nan")), "seed=nan"),
         (dict(temperature=10**400), "temperature=1000"), (dict(stream="false"), "stream='false'"),
+        (dict(n=True), "n=True is not"), (dict(stop=0), "stop must be"), (dict(stop=False), "stop must be"),
+        (dict(stop=""), "stop must be"), (dict(stream=0), "stream=0"), (dict(stream="yes"), "stream='yes'"),
+        (dict(max_tokens=True), "max_tokens=True"), (dict(max_completion_tokens=5, max_tokens="x"), "max_tokens='x'"),
+        (dict(seed=True), "seed=True"), (dict(echo=0), "echo=0"), (dict(logprobs=0), "logprobs=0"),
+        (dict(presence_penalty=False), "presence_penalty=False"), (dict(tools={}), "tools="),
+        (dict(response_format=dict(type="json_object")), "response_format="), (dict(response_format="text"), "respons"),
+        (dict(tool_choice="required"), "tool_choice="), (dict(tool_choice=dict(type="function")), "tool_choice="),
+        (dict(function_call="auto"), "function_call="), (dict(functions=[{}]), "functions="),
+        (dict(modalities=["text", "audio"]), "modalities="), (dict(audio=dict(voice="x")), "audio="),
+        (dict(prediction=dict(type="content", content="x")), "prediction="), (dict(verbosity="low"), "verbosity="),
+        (dict(reasoning_effort="high"), "reasoning_effort="), (dict(web_search_options={}), "web_search_options="),
+        (dict(logit_bias={"5": 1}), "logit_bias="), (dict(top_logprobs=2), "top_logprobs="),
+        (dict(best_of=2), "best_of"),
+        (dict(suffix="x"), "suffix="), (dict(temprature=1), "'temprature' is no field"),
+        (dict(stream_options=1), "stream_options=1"), (dict(stream_options=dict(include_usage=1)), "include_usage=1"),
+        (dict(stream_options=dict(more=True)), "stream_options.more"), (dict(prompt="x"), "'prompt' is no field"),
+        (dict(messages=[dict(role="assistant", content="x", tool_calls=[{}]), *USER]), r"messages\[0\].tool_calls"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_reason(fields, reason):
     with pytest.raises(ValueError, match=reason):
         parse(**fields)
+
+
+def test_fields_that_leave_the_answer_as_it_is_pass():
+    neutral = dict(
+        model="m", user="u", metadata={}, store=True, service_tier="auto", parallel_tool_calls=False, n=1, tools=[],
+        response_format=dict(type="text"), tool_choice="auto", function_call="none", modalities=["text"],
+        logprobs=False, presence_penalty=0.0, stop=None, stream_options=dict(include_usage=True),
+        reasoning_effort=None, audio=None,
+    )  # fmt: skip
+    assert parse(seed=1, **neutral).wants_usage
+    said = dict(role="assistant", content="x", refusal=None, tool_calls=None, annotations=[])
+    assert parse(messages=[said, *USER]).turns[0] == ("assistant", "x")
 
 
 @pytest.mark.parametrize("pieces", [["abcdef"], list("abcdef"), ["ab", "cd", "ef"], ["abc", "def"]])

@@ -17,6 +17,7 @@ from model.nn.decoder.sizes import DecoderModelConfig
 from model.serve.answering import answer_all, load_chat_model, prompt_ids
 from model.train.examples import Examples
 from model.train.objectives.dialogues import Dialogues
+from model.train.objectives.pairs import Pairs
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
 from tests.parts import gradients_of
 
@@ -40,6 +41,7 @@ def tokenizer(tmp_path_factory):
 
 def examples_of(tokenizer, folder, max_tokens=100, **options):
     objective = Dialogues(turn_template(tokenizer).text, max_tokens, **options)
+    folder.mkdir(exist_ok=True)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     store = open_store(Source((path,), objective, tokenizer, max_tokens), folder / "tokens")
@@ -87,6 +89,17 @@ def test_the_gradient_is_the_same_packed_and_one_by_one(tokenizer, tmp_path):
             model.zero_grad()
     for name, gradient in gradients_of(model).items():
         assert (gradient - together[name]).norm() <= 1e-5 * together[name].norm(), name
+
+
+def test_pairs_with_nothing_before_them_are_counted(tokenizer, tmp_path):
+    together, alone = (
+        examples_of(tokenizer, tmp_path / str(single_turn), single_turn=single_turn) for single_turn in (False, True)
+    )
+    for examples, expected in ((together, 1), (alone, len(alone))):  # of the whole dialogues, one is a single pair
+        assert examples.store.meta["single_pairs"] == expected
+    path = tmp_path / "False" / "rows.jsonl"
+    store = open_store(Source((path,), Pairs(), tokenizer, 1000), tmp_path / "tokens")
+    assert (store.meta["single_pairs"], store.meta["rows"]) == (3, 7)
 
 
 def test_the_bounds_of_lengths_hold_and_respect_the_most_tokens(tokenizer, tmp_path):

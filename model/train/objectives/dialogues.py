@@ -50,15 +50,17 @@ class Dialogues:
 
     def encode(self, rows, tokenizer, max_seq_len):
         """`rows` are (turns,)."""
-        encoded = [one for one in turn_template(tokenizer).encode_dialogues([turns for (turns,) in rows]) if one]
-        kept = [(one.cut(max_seq_len), one) for one in encoded]
-        kept = [(cut, one) for cut, one in kept if cut.rest]
+        dialogues = [turns for (turns,) in rows]
+        encoded = zip(turn_template(tokenizer).encode_dialogues(dialogues), map(len, dialogues), strict=True)
+        kept = [(one.cut(max_seq_len), one, num_turns) for one, num_turns in encoded if one]
+        single_pairs = sum(num_turns == 2 for cut, _, num_turns in kept if cut.rest)
+        kept = [(cut, one) for cut, one, _ in kept if cut.rest]
         num_cut = [0, sum(len(cut.rest) < len(one.rest) for cut, one in kept), 0]
         left_out = sum(len(one.turn_lengths[::2]) - len(cut.turn_lengths[::2]) for cut, one in kept)
         cuts = [cut for cut, _ in kept]
         columns = [[cut.question for cut in cuts], [cut.rest for cut in cuts], [cut.turn_lengths for cut in cuts]]
         values = dict(target_tokens=[sum(cut.turn_lengths[::2]) for cut in cuts])
-        return Encoded(columns, num_cut, values, left_out)
+        return Encoded(columns, num_cut, values, left_out, single_pairs)
 
     def derive(self, model, batch, chunk_tokens):
         return {}

@@ -47,11 +47,11 @@ class Pairs:
         """`rows` are (prompt, response) or (prompt, response, Context or None)."""
         kept = [row for row in rows if row[0].strip() and row[1].strip()]
         prompts, responses, *contexts = zip(*kept, strict=True) if kept else ([], [])
-        contexts = contexts[0] if contexts else [None] * len(prompts)
+        contexts = list(contexts[0]) if contexts else [None] * len(prompts)
         asked = encode_questions(prompts, contexts, tokenizer, max_seq_len, self.prefix)
         answered = encode_questions(responses, [None] * len(responses), tokenizer, max_seq_len)
         num_cut = [asked.num_cut, answered.num_cut]
-        return Encoded([asked.ids, answered.ids], num_cut, {}, asked.turns_left_out)
+        return Encoded([asked.ids, answered.ids], num_cut, {}, asked.turns_left_out, contexts.count(None))
 
     def derive(self, model, batch, chunk_tokens):
         return {}
