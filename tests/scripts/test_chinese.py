@@ -75,7 +75,7 @@ def test_the_usage_of_each_launcher_is_chinese(launcher):
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node: apt-get install nodejs")
 def test_the_page_says_figures_and_errors_in_chinese():
-    page = (ROOT / "model" / "commands" / "page.html").read_text(encoding="utf-8")
+    page = (ROOT / "model" / "serve" / "page.html").read_text(encoding="utf-8")
     functions = "".join(re.findall(r"^function (?:say|refusal)\(.*?^}\n", page, re.MULTILINE | re.DOTALL))
     words = {key.removeprefix("page."): text for key, text in CATALOGUE["zh"].items() if key.startswith("page.")}
     code = f"""const words = {json.dumps(words)};{functions}
