@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # modules of model.nn that ask for kernels
-ASKED = "layers", "loss", "flat_params", "dropout", "activations", "adapted_product", "qwen.rotary"
+ASKED = "layers", "loss", "flat_params", "dropout", "activations", "adapted_product", "decoder.rotary"
 GROWN = ("loss", "flat_params", "adapted_product")  # those that add products to gradients
 
 

@@ -101,7 +101,7 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
         for width in (512, 768):
             test_norm.norm_errors("cpu", torch.bfloat16, width=width)
             test_dropout.outcomes("cpu", torch.bfloat16, [40, 23], width, kernels=True)
-        test_rotary.turn_errors("cpu", torch.bfloat16, 128)
+        test_rotary.rotary_errors("cpu", torch.bfloat16, 128)
         launch_cross_entropy()
         test_nf4.interpreted()
         test_adamw.update_errors("cpu")
