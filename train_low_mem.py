@@ -49,13 +49,13 @@ from model.commands.exporting import complete, export_last, is_early
 from model.commands.origin import agree_on, broadcast_request
 from model.commands.run_events import begin, log_steps, say, write_events
 from model.commands.setup import prepare_run, prepare_test
+from model.commands.summary import last_words
 from model.data.token_store import describe_store
 from model.display.catalogue import texts_here
 from model.display.console import Progress
 from model.display.drawing import finish_last, start_last
 from model.display.live import Pacing, live
 from model.display.log_file import open_log
-from model.display.summary import last_words
 from model.display.trackers import check_installed
 from model.memory.oom_policy import recovery_of
 from model.memory.plan import NothingFits

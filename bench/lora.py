@@ -26,10 +26,10 @@ from bench.clock import Pace, StepClock
 from bench.corpus import draw_lengths, write_corpus
 from bench.runs import prepare
 from config import MODELS
-from model.commands.recipe import estimate_for
 from model.data.buckets import buckets_for
 from model.data.tokenizer import load_tokenizer
 from model.formats.weights import export_model
+from model.memory.estimate import Estimate
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.device_memory import peak_memory, reset_peak
@@ -125,8 +125,8 @@ def time_cell(name, folder, rehearse):
 
 def predicted_bytes(run, plan, pairs):
     """Predicted peak of the reserved bytes of steps that fit the buckets."""
-    model, lengths = run.model, run.train.histogram
-    estimate = estimate_for(run.ranks, run.config, model.config, model.compute_dtype, lengths, pairs)
+    lengths = run.train.histogram
+    estimate = Estimate(run.recipe.spec, lengths, pairs, run.recipe.answers)
     if not plan.graphs:
         return estimate.step_peak(*plan.cutting)
     tokens = max(bucket.tokens for bucket in buckets_for(lengths.tokens, pairs, lengths.counts))

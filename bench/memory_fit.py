@@ -239,7 +239,7 @@ def measure_packed(name, rehearse):
     )  # fmt: skip
     config = load_config("pretrain", options)
     setting = Setting(config, DecoderModelConfig(**sizes, vocab_size=vocab_size), rehearse, 2, tokens)
-    _, usable = set_memory_limit(config, setting.device)
+    _, usable = set_memory_limit(setting.device, config.gpu_memory_limit_gb)
     plan = choose_plan(plan_options(config), setting.estimate, usable)
     measured, seconds = setting.run(plan, 2 if rehearse else QWEN_STEPS)
     values = dict(shape=name, rank=QWEN_RANK, recomputed_blocks=int(plan.gradient_checkpointing))

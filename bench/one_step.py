@@ -9,7 +9,7 @@ import torch
 
 from bench.runs import context_of, schedule_of
 from config import TrainConfig
-from model.commands.recipe import lora_of, memory_spec
+from model.commands.adapter import lora_of
 from model.data.length_histogram import Lengths
 from model.memory.estimate import Estimate
 from model.memory.plan import MemoryPlan
@@ -21,6 +21,7 @@ from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
+from tests.parts import make_spec
 
 CHUNK_TOKENS = 2048
 
@@ -73,13 +74,13 @@ class Setting:
         return self.estimate_with(Constants())
 
     def estimate_with(self, constants):
-        spec = replace(memory_spec(self.config, self.model_config, self.dtype, self.device.type), constants=constants)
+        spec = replace(make_spec(self.config, self.model_config, self.dtype, self.device.type), constants=constants)
         lengths = Lengths(np.array([[self.tokens, self.tokens]]), np.array([self.pairs]))
         return Estimate(spec, lengths, self.pairs)
 
     def whole_step(self, checkpointing):
         """The plan of a step in one forward, with all blocks computed again or none."""
-        blocks = checkpointing * family_of(self.model_config).num_blocks(self.model_config)
+        blocks = checkpointing * self.model_config.num_blocks
         return MemoryPlan(2 * self.pairs * self.tokens, CHUNK_TOKENS, blocks, 0)
 
     def model(self):

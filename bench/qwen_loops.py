@@ -29,7 +29,8 @@ from bench.memory_fit import TINY_QWEN
 from bench.one_step import Setting
 from bench.runs import context_of, schedule_of
 from config import load_config
-from model.commands.recipe import launch_tokens_here, memory_spec, plan_options
+from model.commands.machine import launch_tokens_here
+from model.commands.recipe import plan_options
 from model.commands.setup import set_memory_limit
 from model.data.length_histogram import histogram
 from model.data.sampler import step_at
@@ -42,6 +43,7 @@ from model.runtime.distributed import Ranks
 from model.train.dry_run import dry_run_update
 from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
+from tests.parts import make_spec
 from tests.sizes import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS
 
 LIMIT_GIB, STEP_EXAMPLES = 16, dict(mixed=8, full=2)
@@ -102,7 +104,7 @@ def time_loop(loop, kinds, rehearse):
         lora_rank=QWEN_RANK, base_precision="nf4", bleu_pairs=0, warmup_steps=0, gpu_memory_limit_gb=LIMIT_GIB,
     ))  # fmt: skip
     sizes = (TINY_QWEN | dict(vocab_size=1000)) if rehearse else QWENS["qwen1.5-7b"] | dict(vocab_size=QWEN_VOCAB_SIZE)
-    _, usable = set_memory_limit(config, device)
+    _, usable = set_memory_limit(device, config.gpu_memory_limit_gb)
     run = Run(loop, config, DecoderModelConfig(**sizes), device, usable, rehearse)
     for data in kinds:
         lengths, step = draw_lengths(data, RECORDING_STEPS + WARM_STEPS + TIMED_STEPS, rehearse), STEP_EXAMPLES[data]
@@ -169,7 +171,7 @@ class Run:
         """Yield the figures of `train_steps`, cut as the plan cuts a step."""
         release_memory()
         step, setting = STEP_EXAMPLES[data], Setting(self.config, self.model_config, self.rehearse, 1, 1)
-        spec = memory_spec(self.config, self.model_config, setting.dtype, self.device.type, launch_tokens_here())
+        spec = make_spec(self.config, self.model_config, setting.dtype, self.device.type, launch_tokens_here())
         estimate = Estimate(spec, histogram(lengths), step)
         asked = None if spec.kernels else False  # as in a run of many steps
         plan = choose_plan(plan_options(self.config), estimate, self.usable_bytes, asked)

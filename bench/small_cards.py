@@ -18,9 +18,10 @@ import torch
 
 from bench.runs import context_of, evaluation_of, schedule_of
 from config import MODELS, load_config
-from model.commands.network import compute_dtype
-from model.commands.recipe import estimate_for, plan_options
+from model.commands.machine import compute_dtype, machine_of
+from model.commands.recipe import answers_wanted, memory_spec, plan_options
 from model.data.length_histogram import histogram
+from model.memory.estimate import Estimate
 from model.memory.plan import STEPS_THAT_REPAY_RECORDING, NothingFits, choose_plan
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
@@ -62,8 +63,10 @@ def make_run(case, device, other_bytes):
     usable = limit_memory(device, case.cap_gib, non_torch_bytes(device, other_bytes))
     model_config = T5ModelConfig(**MODELS[case.model], vocab_size=VOCAB_SIZE)
     ranks, store = Ranks(0, 1, 0, device, "none", None), HeavyTail(case.longest)
-    dtype = compute_dtype(config.mixed_precision, device)
-    estimate = estimate_for(ranks, config, model_config, dtype, histogram(store.lengths), case.batch)
+    machine = machine_of(ranks)
+    dtype = compute_dtype(config.mixed_precision, machine.native_bf16)
+    spec = memory_spec(config, model_config, dtype, machine)
+    estimate = Estimate(spec, histogram(store.lengths), case.batch, answers_wanted(config, machine))
     choose_plan(plan_options(config), estimate, usable)
     with torch.device(device):
         model = TextToTextModel(model_config, compute_dtype=dtype)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from config import load_config
+from model.commands.adapter import lora_of
+from model.commands.machine import Machine
 from model.commands.objective import objective_of
 from model.commands.recipe import answers_wanted, memory_spec
 from model.data.token_store import Source, open_store
@@ -86,10 +88,16 @@ def batch_of(store, ids, first_id=0, bucket=None, **options):
     return examples_in(store, first_id, **options).batch(ids, 1, bucket)
 
 
-def make_estimate(config, model_config, dtype, lengths, share_pairs, launch_tokens=None):
+def make_spec(config, model_config, dtype, device_type="cuda", launch_tokens=0):
+    """MemorySpec of a run of one process."""
+    machine = Machine(device_type=device_type, launch_tokens=launch_tokens)
+    return memory_spec(config, model_config, dtype, machine, lora_of(config, model_config))
+
+
+def make_estimate(config, model_config, dtype, lengths, share_pairs, launch_tokens=0):
     """Estimate of a run on a GPU."""
-    spec = memory_spec(config, model_config, dtype, "cuda", launch_tokens)
-    return Estimate(spec, lengths, share_pairs, answers_wanted(config, 1))
+    spec = make_spec(config, model_config, dtype, launch_tokens=launch_tokens)
+    return Estimate(spec, lengths, share_pairs, answers_wanted(config, Machine(device_type="cuda")))
 
 
 def evaluation_of(model, store, tokenizer, num_answers=0, max_new_tokens=60):

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, replace
 
 from model.commands.no_model import check_source
 from model.commands.options import ANOTHER_RUN
-from model.commands.recipe import lora_of
 from model.formats.adapters import adapter_directory, check_base, identity_of, read_adapter
 from model.formats.weights import model_directory
 from model.nn.lora import LoraConfig, lora_from, lora_values
+from model.nn.registry import family_of
 from model.runtime.distributed import from_main
 
 
@@ -112,6 +112,19 @@ def start_of(config, model_config, base):
         return AdapterStart(replace(base.lora, base_precision=config.base_precision), base.tensors)
     lora = lora_of(config, model_config, *([base.directory, base.sha256] if base else []))
     return lora and AdapterStart(lora)
+
+
+def lora_of(config, model_config, base="", base_sha256=""):
+    """LoraConfig of a new adapter on the weights in the directory `base`; None if the run trains none."""
+    if not config.lora_rank:
+        return None
+    known = family_of(model_config).adapter_targets(model_config)
+    targets = [name.strip() for name in config.lora_targets.split(",") if name.strip()]
+    return LoraConfig(
+        rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank, targets=tuple(targets or known),
+        dropout=config.lora_dropout, use_rslora=config.use_rslora, base=base, base_sha256=base_sha256,
+        base_precision=config.base_precision,
+    )  # fmt: skip
 
 
 def with_adapter(config, start):

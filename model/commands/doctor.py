@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,27 +16,26 @@ import torch
 from packaging.requirements import Requirement
 
 from model.commands.data_rows import data_rows
-from model.commands.expected_time import expected_text
-from model.commands.network import make_model
-from model.commands.objective import objective_for
-from model.commands.options import FILE_OPTIONS
+from model.commands.expected_time import card, expected_text
+from model.commands.length_sample import sample_of
+from model.commands.machine import machine_here
+from model.commands.network import draft_model
 from model.commands.origin import find_origin
-from model.commands.plan_report import preview
-from model.commands.recipe import memory_spec
-from model.commands.same_run import check_same_run
-from model.commands.settled import settled
+from model.commands.plan_report import memory_here, predict
+from model.commands.recipe import resolve
+from model.commands.run_data import source_of
+from model.commands.same_run import check_same_run, new_state
 from model.commands.space import Row, disk_row, memory_rows, output_dir_row, shared_memory_row
-from model.data.file_list import data_files
+from model.data.file_list import data_files, unweighted_files
 from model.data.sampler import mixture_of
-from model.data.token_store import Source, find_store
+from model.data.token_store import find_store
 from model.display.catalogue import texts_here
 from model.display.console import padded
 from model.display.view import count_of
-from model.memory.duration import gpu_named
 from model.memory.plan import NothingFits
 from model.run.checkpoint import checkpoint_paths, load_newest
 from model.run.run_dir import TOKENS_DIR
-from model.run.train_state import LaterFormat, TrainState
+from model.run.train_state import LaterFormat
 from model.runtime.cgroup import num_cpus
 from model.runtime.distributed import ALONE
 from model.runtime.launch import must_use_cpu
@@ -57,12 +57,13 @@ def examine(config, typed=(), overwrite=False):
     yield shared_memory_row()
     yield _locale()
     yield from _round_trips()
-    spec, origin, rows = _model(config, typed, overwrite)
+    recipe, tokenizer, rows = model_rows(config, typed, overwrite)
+    spec = recipe and recipe.spec
     yield from rows
-    yield from data_rows(config, origin)
-    yield from _duration(config, typed, origin)
-    yield from memory_rows(config, spec)
-    yield output_dir_row(config)
+    yield from data_rows(config, recipe, tokenizer)
+    yield from _duration(recipe, tokenizer)
+    yield from memory_rows(config.gpu_memory_limit_gb, spec)
+    yield output_dir_row(config.output_dir)
     resumed = bool(checkpoint_paths(config.output_dir)) and not overwrite
     yield disk_row(config.output_dir, config.keep_latest_n_ckp, spec, resumed)
 
@@ -186,17 +187,19 @@ def _round_trips():
         yield Row("NCCL", found, remedy)
 
 
-def _duration(config, typed, origin):
+def _duration(recipe, tokenizer):
     """Row of the expected time on this machine's GPUs, where their data sheet is known and the run can be planned."""
-    if not origin or not torch.cuda.is_available() or not gpu_named(torch.cuda.get_device_name(0)):
+    name, sheet = card("")
+    if not recipe or not sheet:
         return
     with suppress(ValueError, NothingFits):  # other rows say what is wrong
-        yield Row("expected time", expected_text(**preview(config, typed)["expected"]))
+        predicted = predict(recipe, sample_of(recipe, tokenizer), memory_here(), name, sheet)
+        yield Row("expected time", expected_text(**predicted["expected"]))
 
 
-def _model(config, typed, overwrite):
-    """(MemorySpec or None, Origin or None, Rows) of what a run would start from: checkpoint, tokenizer, weights."""
-    skipped, origin, text = [], None, texts_here()
+def model_rows(config, typed, overwrite):
+    """(Recipe or None, tokenizer or None, Rows) of what a run would start from: checkpoint, tokenizer, weights."""
+    skipped, recipe, tokenizer, text = [], None, None, texts_here()
     paths = [] if overwrite else checkpoint_paths(config.output_dir)
     try:
         found = load_newest(config.output_dir, skipped.append) if paths else None
@@ -209,23 +212,53 @@ def _model(config, typed, overwrite):
     try:
         origin = find_origin(ALONE, config, typed, found)
         tokenizer = origin.tokenizer
-        store, *_ = [_store(config, parse(names), origin) for names, parse in _data_options(config)]
+        recipe, store, mixture = _recipe(config, typed, origin)
         if found:
-            check_same_run(found, config, _new_state(config, tokenizer, store, found.state))
-        config, why = settled(config, typed, origin)
-        model = make_model(ALONE, config, origin.model_config, origin.weights, origin.adapter)
+            check_same_run(found, config.train_file, _new_state(recipe, tokenizer, store, mixture, found.state))
+        draft_model(recipe)
     except (ValueError, OSError) as error:
-        return None, origin, [*rows, Row("tokenizer, model", text("doctor.cannot_start"), str(error), fails=True)]
-    spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
-    return spec, origin, rows + _model_rows(config, tokenizer, spec, found, why)
+        rows.append(Row("tokenizer, model", text("doctor.cannot_start"), str(error), fails=True))
+        return recipe, tokenizer, rows
+    return recipe, tokenizer, rows + _started_from(recipe, tokenizer, found)
 
 
-def _model_rows(config, tokenizer, spec, found, why):
+def _recipe(config, typed, origin):
+    """(Recipe, TokenStore, Mixture) of the run; the last two are None if no run has tokenised its files yet.
+
+    Raises ValueError for a damaged token store, also of the pairs to evaluate on.
+    """
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = machine_here(max(torch.cuda.device_count(), 1), device_type)
+    recipe, files = resolve(config, typed, machine, origin), data_files(config.train_file)
+    store = _store(recipe, origin.tokenizer, files)
+    if config.validation_file:
+        _store(recipe, origin.tokenizer, unweighted_files(config.validation_file))
+    if store is None:
+        return recipe, None, None
+    mixture = mixture_of(store.rows_of_files, [file.weight for file in files])
+    epoch_pairs = mixture.epoch_pairs if mixture else len(store)
+    return resolve(config, typed, machine, origin, epoch_pairs), store, mixture
+
+
+def _store(recipe, tokenizer, files):
+    """TokenStore of these DataFiles; None if no run has tokenised them yet."""
+    exist = all(Path(file.path).is_file() for file in files)
+    return find_store(source_of(recipe, tokenizer, files), TOKENS_DIR) if exist else None
+
+
+def _new_state(recipe, tokenizer, store, mixture, old):
+    """TrainState before the first step; without a TokenStore, with the pairs of the TrainState `old`."""
+    if store:
+        return new_state(recipe, tokenizer, store, mixture)
+    return replace(new_state(recipe, tokenizer, (), None), num_pairs=old.num_pairs, mixture=old.mixture)
+
+
+def _started_from(recipe, tokenizer, found):
     """Rows of what a run can start from, with the Checkpoint `found` or None, and of its optimizer with its reason."""
-    text = texts_here()
+    text, config, spec = texts_here(), recipe.config, recipe.spec
     known = dict(directory=tokenizer.directory, tokens=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
     weights = count_of(spec.parameters, text)
-    optimizer = dict(name=config.optimizer, why=text(f"why.{why}"), learn_rate=config.learn_rate)
+    optimizer = dict(name=config.optimizer, why=text(f"why.{recipe.why_optimizer}"), learn_rate=config.learn_rate)
     rows = [
         Row("tokenizer", text("doctor.tokenizer", **known)),
         Row("model", text("doctor.model", weights=weights, origin=_origin(config, found))),
@@ -234,36 +267,6 @@ def _model_rows(config, tokenizer, spec, found, why):
     if spec.lora:
         rows.append(Row("adapter", text("doctor.adapter", rank=spec.lora.rank, weights=count_of(spec.trained, text))))
     return rows
-
-
-def _data_options(config):
-    """(names, parser) of the files that a run reads: those to train on, and those to evaluate on if there are any."""
-    options = ((getattr(config, name), FILE_OPTIONS[name]) for name in ("train_file", "validation_file"))
-    return [(names, parse) for names, parse in options if names]
-
-
-def _new_state(config, tokenizer, store, old):
-    """TrainState of a new run with these options; without a TokenStore, with the pairs of the TrainState `old`."""
-    pairs = dict(num_pairs=old.num_pairs, mixture=old.mixture)
-    if store:
-        mixture = mixture_of(store.rows_of_files, [file.weight for file in data_files(config.train_file)])
-        pairs = dict(num_pairs=len(store), ids_sha256=store.meta["ids_sha256"])
-        pairs["mixture"] = mixture.identity if mixture else ""
-    return TrainState(
-        seed=config.seed,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        max_seq_len=config.max_seq_len,
-        objective=config.objective,
-        **pairs,
-    )
-
-
-def _store(config, files, origin):
-    """TokenStore of these DataFiles; None if no run has tokenised them yet."""
-    paths, columns = tuple(file.path for file in files), (config.prompt_column, config.response_column)
-    objective = objective_for(config, origin.model_config, origin.tokenizer)
-    source = Source(paths, objective, origin.tokenizer, config.max_seq_len, columns)
-    return find_store(source, TOKENS_DIR) if all(Path(path).is_file() for path in paths) else None
 
 
 def _origin(config, found):

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from model.commands.exporting import export
 from model.commands.run_events import say
@@ -16,17 +16,6 @@ from model.runtime.watchdog import stop_asked
 from model.train.evaluate import measure
 
 LOGGER = logging.getLogger("chat_trainer")
-
-
-@dataclass(frozen=True)
-class Rules:
-    """When a run is evaluated, and what follows."""
-
-    eval_steps: int  # steps between evaluations beside those at the end of each epoch; 0: only those
-    best_metric: str  # loss, bleu, chrf
-    patience: int  # evaluations without a better one until a warning; 0: no warning
-    early_stop: int  # evaluations without a better one until the run ends; 0: never
-    draws_plots: bool  # after an evaluation
 
 
 class TrainingLoss:

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from model.commands.objective import objective_for
+from model.commands.run_data import source_of
 from model.data.file_list import data_files
 from model.data.length_histogram import Lengths, histogram
 from model.data.sampler import Mixture, mixture_of
 from model.data.store_writer import side_lengths
-from model.data.token_store import Source, find_store
+from model.data.token_store import find_store
 from model.run.run_dir import TOKENS_DIR
 from model.train.examples import Examples
 
@@ -31,22 +31,21 @@ class Sample:
     store_bytes: int  # of the token store that the run will write
 
 
-def sample_of(config, origin):
+def sample_of(recipe, tokenizer):
     """Sample of the training pairs: all if they are tokenised, else the first rows, else max_seq_len for every pair."""
-    files, columns = data_files(config.train_file), (config.prompt_column, config.response_column)
-    paths, weights = tuple(file.path for file in files), [file.weight for file in files]
-    tokenizer = origin.tokenizer
-    objective = objective_for(config, origin.model_config, tokenizer)
-    longest = objective.length_bounds(np.full((1, len(objective.sides)), config.max_seq_len))
+    files, objective, max_seq_len = data_files(recipe.config.train_file), recipe.objective, recipe.config.max_seq_len
+    source, weights = source_of(recipe, tokenizer, files), [file.weight for file in files]
+    paths, columns = source.paths, source.columns
+    longest = objective.length_bounds(np.full((1, len(objective.sides)), max_seq_len))
     if tokenizer is None or not all(Path(path).is_file() for path in paths):
         return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), ("assumed", {}), None, 0)
-    store = find_store(Source(paths, objective, tokenizer, config.max_seq_len, columns), TOKENS_DIR)
+    store = find_store(source, TOKENS_DIR)
     if store:
         mixture = mixture_of(store.rows_of_files, weights)
         examples = Examples(store, objective, None, 0, mixture=mixture)
         return Sample(examples.histogram, ("counted", dict(place=str(store.directory))), examples.epoch_pairs, 0)
     rows = [list(islice(objective.read(path, columns, Counter()), SAMPLED_ROWS)) for path in paths]
-    encoded = (objective.encode(some, tokenizer, config.max_seq_len) for some in rows)
+    encoded = (objective.encode(some, tokenizer, max_seq_len) for some in rows)
     lengths = [objective.length_bounds(side_lengths(part)) for part in encoded]
     num_sampled, is_all = sum(map(len, lengths)), all(len(some) < SAMPLED_ROWS for some in rows)
     scales = [_estimated_pairs(Path(path), some) / len(some) for path, some in zip(paths, rows, strict=True)]

@@ -4,55 +4,51 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
-from model.commands.recipe import update_options
 from model.formats.weights import LoadedWeights, load_into
-from model.nn.attention import has_kernels
 from model.nn.lora import attach, draw
-from model.nn.registry import family_of
 from model.runtime.cgroup import num_cpus
 from model.runtime.distributed import broadcast
 from model.runtime.watchdog import untimed
 from model.train.optim import update_works
 
 
-def make_model(ranks, config, model_config, weights=None, adapter=None):
-    """Model on this rank's device, as fill_model gives it."""
-    return fill_model(ranks, config, draft_model(ranks, config, model_config, adapter), weights, adapter)
-
-
-def draft_model(ranks, config, model_config, adapter=None):
-    """Model without memory, of the shapes that the run trains; with an AdapterStart only the adapter is trained."""
-    build, dtype = family_of(model_config).build, compute_dtype(config.mixed_precision, ranks.device)
+def draft_model(recipe):
+    """The network of a Recipe without memory; with an adapter, only that is trained."""
+    spec = recipe.spec
     with torch.device("meta"):
-        model = build(model_config, config.dropout, dtype).freeze_all_but(config.trainable)
-        if adapter:
-            attach(model, adapter.lora)
+        model = spec.family.build(spec.model_config, recipe.config.dropout, recipe.dtype).freeze_all_but(spec.part)
+        if spec.lora:
+            attach(model, spec.lora)
     return model
 
 
-def fill_model(ranks, config, model, weights=None, adapter=None):
-    """Give a model of draft_model memory on this rank's device, with `weights` or random ones; equal on all ranks."""
+def fill_model(ranks, model, recipe, origin):
+    """Give a model of draft_model memory on this rank's device, with the weights of its Origin or random ones.
+
+    They are equal on all ranks.
+    """
+    seed, source = recipe.config.seed, recipe.config.finetune_from_ckp_file
     model.place(ranks.device)
-    if not weights:
-        model.initialise(config.seed)
+    if not origin.weights:
+        model.initialise(seed)
     elif ranks.is_main:  # only rank 0 has the tensors
-        load_into(model, weights, config.finetune_from_ckp_file)
-    if adapter:
-        draw(model, config.seed)
-        if adapter.tensors:  # rank 0 alone has them
-            load_into(model, LoadedWeights(adapter.tensors), config.finetune_from_ckp_file)
+        load_into(model, origin.weights, source)
+    if origin.adapter:
+        draw(model, seed)
+        if origin.adapter.tensors:  # rank 0 alone has them
+            load_into(model, LoadedWeights(origin.adapter.tensors), source)
     broadcast(ranks, model.flat.weights)
     return model
 
 
-def start_kernels(ranks, config, model):
+def start_kernels(ranks, model, recipe):
     """Futures of threads that compile the kernels of network and update, or load them where they were compiled before.
 
     `model` may be without memory. What fails there fails again, with its message, where the kernel is needed.
     """
-    works = update_works(model.flat, update_options(config), ranks.device)
-    if has_kernels(ranks.device, model.compute_dtype, *model.config.kernel_sizes):
-        works += family_of(model.config).kernel_works(model.config, ranks.device, config.dropout)
+    works = update_works(model.flat, recipe.update, ranks.device)
+    if recipe.spec.kernels:
+        works += recipe.family.kernel_works(model.config, ranks.device, recipe.config.dropout)
     if not works:
         return []
     pool = ThreadPoolExecutor(max(num_cpus() // ranks.world_size, 1))
@@ -77,9 +73,3 @@ def wait_for_kernels(kernels):
     """Wait for the futures of start_kernels, without a time limit."""
     with untimed("compiling the network's kernels"):
         wait(kernels)
-
-
-def compute_dtype(mixed_precision, device):
-    """bfloat16 if `mixed_precision` is bf16, or if it is auto and the GPU supports it natively; else float32."""
-    is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if mixed_precision == "bf16" or (mixed_precision == "auto" and is_native) else torch.float32

@@ -263,7 +263,7 @@ def _check_prefix(config, tokenizer):
 
 
 def read_derived(model, ranks, config, found, parts, plan):
-    """(what identifies the weights that the derived columns are of, `parts` (Examples) with these columns).
+    """(what identifies the weights that the derived columns are of, `parts` (Examples or None) with these columns).
 
     `model` has the weights that the run starts from, if they are random; a resumed run reads others again where the
     columns are lost.
@@ -271,7 +271,7 @@ def read_derived(model, ranks, config, found, parts, plan):
     if not parts[0].objective.derived:
         return "", parts
     reference = found.state.reference if found else str(checksum(model))
-    missing = [examples for examples in parts if not is_derived(ranks, examples, reference)]
+    missing = [examples for examples in parts if examples is not None and not is_derived(ranks, examples, reference)]
     if missing and found and config.finetune_from_ckp_file and not model.lora:
         weights = read_weights(ranks, config.finetune_from_ckp_file)
         if ranks.is_main:
@@ -280,4 +280,4 @@ def read_derived(model, ranks, config, found, parts, plan):
     with untimed("computing what the objective needs of the weights at the start"):
         for examples in missing:
             derive(ranks, model, examples, plan, reference)
-    return reference, [with_derived(examples, reference) for examples in parts]
+    return reference, [examples if examples is None else with_derived(examples, reference) for examples in parts]

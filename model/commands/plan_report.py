@@ -2,31 +2,23 @@
 
 import math
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import ujson
-from rich.cells import cell_len
 
 from config import as_type
-from model.commands.expected_time import card, expected_text
+from model.commands.expected_time import card
 from model.commands.length_sample import sample_of
-from model.commands.network import compute_dtype
+from model.commands.machine import machine_here
 from model.commands.options import read_request
 from model.commands.origin import find_origin
-from model.commands.recipe import (
-    answers_wanted,
-    launch_tokens_here,
-    memory_spec,
-    plan_options,
-    with_optimizer,
-)
-from model.commands.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
-from model.commands.settled import settled
+from model.commands.plan_table import GIB, source_text, table
+from model.commands.recipe import resolve, with_optimizer
+from model.commands.run_length import run_pairs, steps_between
 from model.data.length_histogram import Lengths
 from model.display.catalogue import Texts, texts_here
-from model.display.console import padded
 from model.memory.duration import step_seconds
 from model.memory.estimate import Estimate, disk_bytes
 from model.memory.plan import (
@@ -46,26 +38,10 @@ from model.runtime.distributed import ALONE
 from model.train.lr_schedule import warmup_problem
 
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool, gpu=str)
-GIB = 2**30
 COLLECTIVE_BYTES = 400 * 2**20  # NCCL's buffers on each GPU, if there are several
 HOST_BYTES = dict(cuda=int(2.2 * GIB), cpu=int(0.6 * GIB))  # per process: Python, torch, the GPU's libraries
 MANY_PAIRS = 10**6
 SHM_BYTES = 64 * 2**20  # per rank, for NCCL channels in /dev/shm
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine that the run is planned for."""
-
-    num_processes: int
-    memory_bytes: int | None  # of one GPU, as far as the run may use it; None: no GPU
-
-    @property
-    def usable_bytes(self):
-        """Bytes left for the allocator after the CUDA context and NCCL's buffers; None without a GPU."""
-        if self.memory_bytes is None:
-            return None
-        return self.memory_bytes - CONTEXT_BYTES - (COLLECTIVE_BYTES if self.num_processes > 1 else 0)
 
 
 def plan_text(stray, options):
@@ -102,55 +78,78 @@ def preview(config, typed, num_processes=0, vocab_size=0, gpu=""):
     `typed` holds the names of the options on the command line; 0 processes or tokens, no `gpu`: as on this machine.
     Raises ValueError if the vocabulary size or the GPU is unknown, NothingFits if one example does not fit.
     """
-    num_gpus = torch.cuda.device_count()
-    world = num_processes or max(num_gpus, 1)
-    name, known = card(gpu)
-    limit = int((config.gpu_memory_limit_gb or (known.gib if gpu else 0)) * GIB)
-    limit = limit or (num_gpus and torch.cuda.get_device_properties(0).total_memory)
-    machine = Machine(world, limit or None)
+    name, sheet = card(gpu)
+    memory_bytes = int((config.gpu_memory_limit_gb or (sheet.gib if gpu else 0)) * GIB) or memory_here()
+    machine = machine_here(num_processes or max(torch.cuda.device_count(), 1), "cuda" if memory_bytes else "cpu")
+    recipe, sample = planned_recipe(config, typed, machine, vocab_size)
+    return dict(ignored_weights=_ignored_weights(config)) | predict(recipe, sample, memory_bytes, name, sheet)
+
+
+def planned_recipe(config, typed, machine, vocab_size=0):
+    """(Recipe, Sample of the training pairs) of a new run on a Machine; `vocab_size` as of `preview`."""
     origin = _origin(config, vocab_size)
-    config, why = settled(config, typed, origin)
-    model_config, sample = origin.model_config, sample_of(config, origin)
-    lengths, num_pairs = sample.lengths, sample.num_pairs
-    batch = global_batch(config, world, typed)
-    share_pairs = -(-batch // world)
-    device = "cpu" if machine.memory_bytes is None else "cuda"
-    dtype = _dtype_on(device, config.mixed_precision)
-    spec = replace(memory_spec(config, model_config, dtype, device, launch_tokens_here()), num_ranks=world)
-    estimate = Estimate(spec, lengths, share_pairs, answers_wanted(config, world))
-    num_steps = run_pairs(config, num_pairs or int(lengths.counts.sum()), batch) / batch
-    asked = recording_asked(plan_options(config), spec, num_steps)
-    plan = choose_plan(plan_options(config), estimate, machine.usable_bytes, asked)
-    tokens = min(plan.micro_batch_tokens, share_pairs * lengths.longest)
-    steps = _steps(config, typed, batch, num_pairs)
+    recipe = resolve(config, typed, machine, origin)
+    sample = sample_of(recipe, origin.tokenizer)
+    return resolve(config, typed, machine, origin, sample.num_pairs), sample
+
+
+def predict(recipe, sample, memory_bytes, gpu="", sheet=None):
+    """What a run of this Recipe would take on GPUs of `memory_bytes` each (None: a CPU), as plain values.
+
+    `sample` is a Sample of its examples. With the data sheet of a `gpu` the time is among them. Raises NothingFits if
+    one example does not fit.
+    """
+    config, spec, machine, lengths = recipe.config, recipe.spec, recipe.machine, sample.lengths
+    usable, estimate = usable_bytes(memory_bytes, machine.num_processes), recipe.estimate(lengths)
+    asked = recording_asked(recipe.plan, spec, _num_steps(recipe, lengths))
+    plan = choose_plan(recipe.plan, estimate, usable, asked)
+    tokens = min(plan.micro_batch_tokens, recipe.share_pairs * lengths.longest)
+    steps = _steps(recipe, sample.num_pairs)
     return dict(
-        expected=dict(gpu=name, step_seconds=known and step_seconds(plan, estimate, known), steps=steps["count"]),
-        machine=asdict(machine) | dict(usable_bytes=machine.usable_bytes),
-        ignored_weights=_ignored_weights(config), model=config.model,
-        parameters=spec.parameters, trained=spec.trained, dtype=str(dtype).removeprefix("torch."),
+        expected=dict(gpu=gpu, step_seconds=sheet and step_seconds(plan, estimate, sheet), steps=steps["count"]),
+        machine=dict(num_processes=machine.num_processes, memory_bytes=memory_bytes, usable_bytes=usable),
+        model=config.model, parameters=spec.parameters, trained=spec.trained,
+        dtype=str(recipe.dtype).removeprefix("torch."),
         lengths=dict(
-            source=_source_text(sample.source, Texts("en")), origin=sample.source, pairs=int(lengths.counts.sum()),
+            source=source_text(sample.source, Texts("en")), origin=sample.source, pairs=int(lengths.counts.sum()),
             mean=lengths.mean, longest=lengths.longest,
         ),
         steps=steps,
-        optimizer=dict(name=config.optimizer, learn_rate=config.learn_rate, why=texts_here()(f"why.{why}")),
-        share_pairs=share_pairs, fixed_bytes=estimate.fixed,
-        bytes_per_token=_bytes_per_token(spec, lengths, plan, tokens), plan=asdict(plan),
-        forwards=round(estimate.forwards(tokens), 2), phases=_phases(config, estimate, plan, machine.usable_bytes),
-        levers=_levers(config, estimate, machine, plan),
-        largest_block=dict(
-            pairs=config.batch_size_per_gpu, tokens=config.max_seq_len, vocabulary=model_config.vocab_size,
-            bytes=4 * config.batch_size_per_gpu * config.max_seq_len * model_config.vocab_size,
+        optimizer=dict(
+            name=config.optimizer, learn_rate=config.learn_rate, why=texts_here()(f"why.{recipe.why_optimizer}")
         ),
-        host=_host(config, estimate, plan, device, world) | _disk(config, estimate.spec, sample.store_bytes),
+        share_pairs=recipe.share_pairs, fixed_bytes=estimate.fixed,
+        bytes_per_token=_bytes_per_token(spec, lengths, plan, tokens), plan=asdict(plan),
+        forwards=round(estimate.forwards(tokens), 2), phases=_phases(recipe, estimate, plan, usable),
+        levers=_levers(recipe, estimate, usable, plan),
+        largest_block=_padded_logits(config, recipe.model_config.vocab_size),
+        host=_host(recipe, estimate, plan) | _disk(config, spec, sample.store_bytes),
     )  # fmt: skip
 
 
-def _dtype_on(device, mixed_precision):
-    """The compute dtype on a CPU, on this machine's GPUs or, where it has none, on another machine's."""
-    if device == "cpu" or torch.cuda.device_count():
-        return compute_dtype(mixed_precision, torch.device(device))
-    return torch.float32 if mixed_precision == "no" else torch.bfloat16
+def memory_here():
+    """Bytes of one of this machine's GPUs; None if it has none."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def usable_bytes(memory_bytes, num_processes):
+    """Bytes left of a GPU's memory after the CUDA context and NCCL's buffers; None without a GPU."""
+    if memory_bytes is None:
+        return None
+    return memory_bytes - CONTEXT_BYTES - (COLLECTIVE_BYTES if num_processes > 1 else 0)
+
+
+def _num_steps(recipe, lengths):
+    """Steps of the run; where the number of pairs is unknown, of a run on those that were sampled."""
+    if recipe.schedule:
+        return recipe.num_steps
+    return run_pairs(recipe.config, int(lengths.counts.sum()), recipe.global_batch) / recipe.global_batch
+
+
+def _padded_logits(config, vocab_size):
+    """The logits of a whole batch in float32, which a trainer that pads every pair stores."""
+    pairs, tokens = config.batch_size_per_gpu, config.max_seq_len
+    return dict(pairs=pairs, tokens=tokens, vocabulary=vocab_size, bytes=4 * pairs * tokens * vocab_size)
 
 
 def _bytes_per_token(spec, lengths, plan, tokens):
@@ -171,30 +170,26 @@ def _ignored_weights(config):
     return "" if Path(config.finetune_from_ckp_file).exists() else config.finetune_from_ckp_file
 
 
-def _steps(config, typed, batch, num_pairs):
-    """Dict of pairs per step, number of steps, warm-up steps and the warm-up's problem; None if `num_pairs` is unknown.
-
-    Raises ValueError if --warmup_steps was `typed` and is not shorter than the run.
-    """
-    if not num_pairs:
+def _steps(recipe, num_pairs):
+    """Pairs a step, number of steps, warm-up steps and the warm-up's problem; None if `num_pairs` is unknown."""
+    config, batch, schedule = recipe.config, recipe.global_batch, recipe.schedule
+    if not schedule:
         return dict(pairs=batch, count=config.max_steps or num_pairs, warmup=None, problem="")
-    total_pairs = run_pairs(config, num_pairs, batch)
-    full_steps = total_pairs / batch
-    warmup = warmup_pairs(config, total_pairs, batch) / batch
-    check_warmup(config, typed, warmup, full_steps)
-    count = steps_between(0, total_pairs, num_pairs, batch)
-    return dict(pairs=batch, count=count, warmup=warmup, problem=warmup_problem(config.learn_rate, warmup, full_steps))
+    problem = warmup_problem(config.learn_rate, recipe.warmup_steps, recipe.num_steps)
+    count = steps_between(0, schedule.total_pairs, num_pairs, batch)
+    return dict(pairs=batch, count=count, warmup=recipe.warmup_steps, problem=problem)
 
 
-def _phases(config, estimate, plan, usable_bytes):
+def _phases(recipe, estimate, plan, usable):
     """Peak bytes by phase, without those that the run has not."""
-    has = dict(evaluation=bool(config.validation_file), generation=bool(config.validation_file and config.bleu_pairs))
-    return {name: peak for name, peak in predicted_peaks(estimate, plan, usable_bytes).items() if has.get(name, True)}
+    evaluates, generates = bool(recipe.config.validation_file), bool(recipe.config.bleu_pairs)
+    has = dict(evaluation=evaluates, generation=evaluates and generates)
+    return {name: peak for name, peak in predicted_peaks(estimate, plan, usable).items() if has.get(name, True)}
 
 
-def _levers(config, chosen, machine, plan):
+def _levers(recipe, chosen, usable, plan):
     """For each change of an option: peak bytes, largest micro-batch that fits, time relative to the chosen plan."""
-    if machine.usable_bytes is None:
+    if usable is None:
         return []
     tokens, chunk, checkpointing = plan.cutting
     spec = chosen.spec
@@ -211,10 +206,10 @@ def _levers(config, chosen, machine, plan):
     lengths = chosen.lengths
     for kind, value, changed, cutting in rows:
         estimate = Estimate(changed, lengths, chosen.share_pairs, chosen.answers)
-        room = Room(estimate, machine.usable_bytes * USABLE)
+        room = Room(estimate, usable * USABLE)
         largest, changed_plan = fitting_plan(room, all_tokens, *cutting[1:]), room.plan(*cutting, graphs=plan.graphs)
-        phases = _phases(config, estimate, changed_plan, machine.usable_bytes)
-        fits = room.holds(*cutting) and not phase_problem(phases, machine.usable_bytes)
+        phases = _phases(recipe, estimate, changed_plan, usable)
+        fits = room.holds(*cutting) and not phase_problem(phases, usable)
         factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
         levers.append(
             dict(lever=Texts("en")(f"lever.{kind}", value=value), kind=kind, value=value,
@@ -224,10 +219,11 @@ def _levers(config, chosen, machine, plan):
     return levers
 
 
-def _host(config, estimate, plan, device, world):
+def _host(recipe, estimate, plan):
     """Bytes of host memory and /dev/shm that the run needs, and bytes free in /dev/shm."""
     weights, saved = 4 * estimate.spec.parameters, 4 * estimate.spec.saved
-    optimizer_state = estimate.spec.state_bytes
+    optimizer_state, device = estimate.spec.state_bytes, recipe.machine.device_type
+    world = recipe.machine.num_processes
     compute = weights if device == "cuda" else max(estimate.peaks(*plan.cutting, plan.answers).values())
     rank_bytes = HOST_BYTES[device] + compute
     return dict(
@@ -245,68 +241,3 @@ def _disk(config, spec, store_bytes):
         disk_bytes=disk_bytes(spec, config.keep_latest_n_ckp) + store_bytes,
         disk_free_bytes=shutil.disk_usage(disk).free,
     )
-
-
-def table(values):
-    """Text of the table that `plan` prints for the values of `preview`."""
-    plan, block, host, text = values["plan"], values["largest_block"], values["host"], texts_here()
-    limit, lengths = values["machine"]["usable_bytes"], values["lengths"]
-    weights, comma = values["ignored_weights"], text("comma")
-    parts = comma.join(f"{text(f'part.{name}')} {gib(count)}" for name, count in values["fixed_bytes"].items())
-    source = _source_text(lengths["origin"], text)
-    lines = [
-        *[(text("plan.weights"), text("plan.weights.found", weights=weights, model=values["model"]))] * bool(weights),
-        (text("plan.parameters"), text("plan.parameters.found", **_of(values, "parameters trained dtype"))),
-        (text("plan.pairs"), text("plan.pairs.found", source=source, **_of(lengths, "pairs mean longest"))),
-        (text("plan.steps"), _steps_text(text, **values["steps"])),
-        (text("plan.optimizer"), text("plan.optimizer.found", **values["optimizer"])),
-        (text("plan.expected"), expected_text(**values["expected"])),
-        (text("plan.always"), parts),
-        (text("plan.per_token"), f"{values['bytes_per_token'] / 1024:.1f} KiB"),
-        (text("plan.card"),
-         text("plan.card.none") if limit is None else text("plan.card.found", size=gib(limit), share=USABLE)),
-        (text("plan.plan"), text("plan.plan.found", **plan)),
-        (text("plan.recorded"), text("plan.recorded.yes" if plan["graphs"] else "plan.recorded.no")),
-        (text("plan.forwards"), text("plan.forwards.found", count=values["forwards"], pairs=values["share_pairs"])),
-        *((text("plan.peak", phase=text(f"phase.{name}")),
-           gib(count) if count <= (limit or math.inf) else text("plan.too_large", size=gib(count)))
-          for name, count in values["phases"].items()),
-        *[(text("plan.levers"), text("plan.levers.found"))] * bool(values["levers"]),
-        *(_lever_line(text, lever) for lever in values["levers"]),
-        (text("plan.ordinary"), text("plan.ordinary.found", gib=block["bytes"] / GIB, **block)),
-        (text("plan.host"), text("plan.host.found", rank=gib(host["rank_bytes"]), main=gib(host["main_rank_bytes"]))),
-        ("/dev/shm", text("plan.free", size=gib(host["shm_bytes"]), free=gib(host["shm_free_bytes"]))),
-        (text("plan.disk"), text("plan.free", size=gib(host["disk_bytes"]), free=gib(host["disk_free_bytes"]))),
-    ]  # fmt: skip
-    width = max(cell_len(name) for name, _ in lines)
-    return "\n".join(f"{padded(name, width)}  {found}" for name, found in lines)
-
-
-def _of(values, names):
-    return {name: values[name] for name in names.split()}
-
-
-def _source_text(source, text):
-    """Where the lengths of a Sample come from, in words."""
-    kind, values = source
-    return text(f"source.{kind}", **values)
-
-
-def _steps_text(text, pairs, count, warmup, problem):
-    if not count:
-        return text("plan.steps.unknown", pairs=pairs)
-    warm = text("plan.warmup.unknown") if warmup is None else text("plan.warmup", steps=warmup)
-    return text("plan.steps.found", count=count, pairs=pairs, warmup=problem or warm)
-
-
-def _lever_line(text, lever):
-    figures = dict(size=gib(lever["peak_bytes"]), factor=lever["time_factor"])
-    said = text(
-        "plan.lever.fits" if lever["fits"] else "plan.lever.too_large",
-        tokens=lever["largest_micro_batch_tokens"], **figures,
-    )  # fmt: skip
-    return text("plan.with", lever=text(f"lever.{lever['kind']}", value=lever["value"])), said
-
-
-def gib(count):
-    return f"{count / GIB:.2f} GiB"

@@ -1,37 +1,123 @@
-"""The memory estimate of a run, from its options, network and data."""
+"""What a run is: resolved from its options and from what they meet, the same for train, plan, test and doctor."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from config import TrainConfig
+from model.commands.machine import Machine, compute_dtype
+from model.commands.objective import objective_for
+from model.commands.run_length import check_warmup, global_batch, run_pairs, warmup_pairs
+from model.commands.settled import settled
+from model.generate.sampling import Sampling
 from model.memory.estimate import Answers, Estimate
 from model.memory.plan import PlanOptions
 from model.nn.attention import has_kernels
-from model.nn.lora import LoraConfig
 from model.nn.memory_spec import MemorySpec
 from model.nn.registry import family_of
-from model.runtime.distributed import vote
+from model.train.loader import Schedule
+from model.train.lr_schedule import LearnRate
+from model.train.objectives.base import Objective
 from model.train.optim import OPTIMIZERS, UpdateOptions
 from model.train.reduction import buffer_bytes
 
-# MemorySpec.launch_tokens per streaming multiprocessor (SM): from compute capability 9.0 on, and before
-LAUNCH_TOKENS_PER_SM, OLDER_LAUNCH_TOKENS_PER_SM = 250, 75
 CPU_ANSWERS = 128  # at a time on a CPU: 1.2 times as fast as 64, in twice the memory
 
 
-def memory_spec(config, model_config, dtype, device_type="cuda", launch_tokens=None):
-    """MemorySpec of a run with `config` on a device of this type.
+@dataclass(frozen=True)
+class Rules:
+    """When a run is evaluated, and what follows."""
 
-    `launch_tokens`: the value of `launch_tokens_here`; None: MemorySpec's default, that of a small GPU.
+    eval_steps: int  # steps between evaluations beside those at the end of each epoch; 0: only those
+    best_metric: str  # loss, bleu, chrf
+    patience: int  # evaluations without a better one until a warning; 0: no warning
+    early_stop: int  # evaluations without a better one until the run ends; 0: never
+    draws_plots: bool  # after an evaluation
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that is decided of a run before it computes."""
+
+    config: TrainConfig  # the options as the run uses them and as its config.json records them
+    why_optimizer: str  # as `choose_optimizer` says
+    machine: Machine
+    objective: Objective
+    spec: MemorySpec  # network, dtype, kernels, adapter, bytes of the optimizer
+    dtype: torch.dtype  # in which the network computes
+    global_batch: int  # pairs of a step over all ranks
+    schedule: Schedule | None  # None: the number of pairs is unknown
+    answers: Answers  # of a rank's evaluation
+    sampling: Sampling  # of answers
+    update: UpdateOptions
+    plan: PlanOptions
+    rules: Rules
+
+    @property
+    def model_config(self):
+        return self.spec.model_config
+
+    @property
+    def family(self):
+        return self.spec.family
+
+    @property
+    def share_pairs(self):
+        """Most pairs of a step that one rank has."""
+        return -(-self.global_batch // self.machine.num_processes)
+
+    @property
+    def num_steps(self):
+        """Steps of the run if each had a whole batch."""
+        return self.schedule.total_pairs / self.global_batch
+
+    @property
+    def warmup_steps(self):
+        return self.schedule.learn_rate.warmup_pairs / self.global_batch
+
+    def estimate(self, lengths):
+        """The Estimate of this run's memory on examples of these Lengths."""
+        return Estimate(self.spec, lengths, self.share_pairs, self.answers)
+
+
+def resolve(config, typed, machine, origin, epoch_pairs=None):
+    """The Recipe of a run with the options `config` on a Machine, from an Origin; pure, so equal facts give equal ones.
+
+    `typed` holds the names of the options on the command line. `epoch_pairs`: pairs of an epoch; None: not known yet,
+    then there is no schedule. Raises ValueError for options that contradict each other or the facts.
     """
-    family = family_of(model_config)
-    kernels = has_kernels(torch.device(device_type), dtype, *model_config.kernel_sizes)
-    launch = dict(launch_tokens=launch_tokens) if launch_tokens else {}
-    spec = MemorySpec(
-        family, model_config, dtype.itemsize, kernels, has_dropout(config), config.trainable,
-        lora_of(config, model_config), **launch,
+    config, why = settled(config, typed, origin)
+    dtype = compute_dtype(config.mixed_precision, machine.native_bf16)
+    lora = origin.adapter and origin.adapter.lora
+    batch = global_batch(config, machine.num_processes, typed)
+    first_batch = origin.found.state.first_batch if origin.found else batch
+    return Recipe(
+        config=config,
+        why_optimizer=why,
+        machine=machine,
+        objective=objective_for(config, origin.model_config, origin.tokenizer),
+        spec=memory_spec(config, origin.model_config, dtype, machine, lora),
+        dtype=dtype,
+        global_batch=batch,
+        schedule=_schedule(config, typed, epoch_pairs, batch, first_batch) if epoch_pairs else None,
+        answers=answers_wanted(config, machine),
+        sampling=Sampling(no_repeat_ngram_size=config.no_repeat_ngram_size),
+        update=update_options(config),
+        plan=plan_options(config),
+        rules=Rules(config.eval_steps, config.best_metric, config.patience, config.early_stop, config.plots),
+    )
+
+
+def memory_spec(config, model_config, dtype, machine, lora=None):
+    """MemorySpec of a run with these options that trains such a network, or a LoraConfig's adapter of it."""
+    kernels = has_kernels(torch.device(machine.device_type), dtype, *model_config.kernel_sizes)
+    network = MemorySpec(
+        family_of(model_config), model_config, dtype.itemsize, kernels, config.dropout > 0 or config.lora_dropout > 0,
+        config.trainable, lora, num_ranks=machine.num_processes,
     )  # fmt: skip
-    spec = with_optimizer(spec, config.optimizer)
+    spec = with_optimizer(network, config.optimizer)
+    if machine.launch_tokens:
+        spec = replace(spec, launch_tokens=machine.launch_tokens)
     sends_bf16 = config.reduce_dtype == "bf16"  # counted on one rank, too, which has no sum
     return replace(spec, sum_bytes=buffer_bytes(spec.trained)) if sends_bf16 else spec
 
@@ -42,22 +128,13 @@ def with_optimizer(spec, name):
     return replace(spec, state_bytes=state, update_bytes=update)
 
 
-def has_dropout(config):
-    """Whether a run draws masks."""
-    return config.dropout > 0 or config.lora_dropout > 0
-
-
-def lora_of(config, model_config, base="", base_sha256=""):
-    """LoraConfig of a run whose weights are in the directory `base`; None if it trains no adapter."""
-    if not config.lora_rank:
-        return None
-    known = family_of(model_config).adapter_targets(model_config)
-    targets = [name.strip() for name in config.lora_targets.split(",") if name.strip()]
-    return LoraConfig(
-        rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank, targets=tuple(targets or known),
-        dropout=config.lora_dropout, use_rslora=config.use_rslora, base=base, base_sha256=base_sha256,
-        base_precision=config.base_precision,
-    )  # fmt: skip
+def _schedule(config, typed, epoch_pairs, batch, first_batch):
+    """The Schedule of a run; ValueError if a warm-up that was typed is as long as the run."""
+    total_pairs = run_pairs(config, epoch_pairs, first_batch)
+    warmup = warmup_pairs(config, total_pairs, first_batch)
+    check_warmup(config, typed, warmup / batch, total_pairs / batch)
+    rate = LearnRate(config.learn_rate, config.lr_schedule, warmup, total_pairs)
+    return Schedule(total_pairs, batch, config.seed, rate)
 
 
 def update_options(config):
@@ -76,25 +153,8 @@ def plan_options(config):
     )  # fmt: skip
 
 
-def launch_tokens_here():
-    """Tokens that this process's GPU computes in the time that launching a forward and backward takes; 0 on a CPU."""
-    if not torch.cuda.is_available():
-        return 0
-    gpu = torch.cuda.get_device_properties()
-    return gpu.multi_processor_count * (LAUNCH_TOKENS_PER_SM if gpu.major >= 9 else OLDER_LAUNCH_TOKENS_PER_SM)
-
-
-def estimate_for(ranks, config, model_config, dtype, lengths, global_batch):
-    """Estimate of a run on examples of these Lengths, the same on all ranks."""
-    share_pairs = -(-global_batch // ranks.world_size)
-    launch_tokens = -vote(ranks, -launch_tokens_here())[0]  # the minimum over ranks: all must choose the same plan
-    spec = memory_spec(config, model_config, dtype, ranks.device.type, launch_tokens)
-    spec = replace(spec, num_ranks=ranks.world_size)
-    return Estimate(spec, lengths, share_pairs, answers_wanted(config, ranks.world_size, ranks.device.type))
-
-
-def answers_wanted(config, world_size, device_type="cuda"):
+def answers_wanted(config, machine):
     """The Answers of a rank: all of its share of the questions together, if the memory allows."""
     questions = config.bleu_pairs if config.validation_file else 0
-    share = max(-(-questions // world_size), 1)
-    return Answers(share if device_type == "cuda" else min(share, CPU_ANSWERS), config.max_new_tokens)
+    share = max(-(-questions // machine.num_processes), 1)
+    return Answers(share if machine.device_type == "cuda" else min(share, CPU_ANSWERS), config.max_new_tokens)

@@ -9,9 +9,9 @@ from importlib.metadata import version
 
 import torch
 
+from model.commands.summary import device_name, first_words, unused_lines
 from model.display.catalogue import texts_here
 from model.display.console import train_line
-from model.display.summary import device_name, first_words, unused_lines
 from model.run.checkpoint import discard_after
 from model.run.run_dir import cut_sample_ids_everywhere
 from model.runtime.atomic_io import remove_drafts, write_json

@@ -1,117 +1,33 @@
 """Makes all that a run needs before its first step: data, tokenizer, model, optimizer, state and plan."""
 
 import logging
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import torch
 
-from config import TrainConfig
 from model.commands.adapter import without_adapter
-from model.commands.evaluation import Rules
 from model.commands.foresight import check_disk, warn_of_data
-from model.commands.network import (
-    compute_dtype,
-    draft_model,
-    fill_model,
-    make_model,
-    start_kernels,
-    wait_for_kernels,
-)
+from model.commands.machine import machine_of
+from model.commands.network import draft_model, fill_model, start_kernels, wait_for_kernels
 from model.commands.no_model import check_tested
-from model.commands.objective import objective_for
 from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
-from model.commands.recipe import estimate_for, has_dropout, memory_spec, plan_options, update_options
-from model.commands.run_length import check_warmup, global_batch, run_pairs, steps_between, warmup_pairs
-from model.commands.same_run import check_same_run, why_not_compared
-from model.commands.settled import settled
-from model.commands.tokenising import write_beside
-from model.data.file_list import data_files, unweighted_files
-from model.data.row_hashes import describe_shared
-from model.data.sampler import mixture_of
-from model.data.token_store import Source, open_store
-from model.data.tokenizer import ChatTokenizer
-from model.display.console import Progress
-from model.generate.sampling import Sampling, generation_config
+from model.commands.recipe import resolve
+from model.commands.run import Run
+from model.commands.run_data import open_data, open_examples
+from model.commands.same_run import check_same_run, new_state, why_not_compared
+from model.data.file_list import unweighted_files
 from model.memory.plan import MemoryPlan, choose_plan
-from model.nn.attention import has_kernels
-from model.nn.lora import lora_values
-from model.nn.registry import config_values, family_of
-from model.run.run_dir import TOKENS_DIR
-from model.run.train_state import TrainState, kept_recovery, state_values
+from model.run.train_state import kept_recovery, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
-from model.runtime.distributed import agree, from_main, local_main_first
+from model.runtime.distributed import agree, from_main
 from model.runtime.laps import lap
-from model.runtime.watchdog import stop_asked
-from model.train.derive import with_zeros
 from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
 from model.train.evaluate import Evaluation
-from model.train.examples import Examples, check_lengths
-from model.train.loader import Loader, Schedule
-from model.train.lr_schedule import LearnRate
+from model.train.loader import Loader
 from model.train.optim import make_optimizer
 from model.train.step import StepContext
 
 LOGGER = logging.getLogger("chat_trainer")
-
-
-@dataclass(frozen=True)
-class Run:
-    """The parts of a run that do not change between its steps."""
-
-    config: TrainConfig
-    tokenizer: ChatTokenizer
-    context: StepContext
-    evaluation: Evaluation | None  # None: nothing is evaluated
-    rules: Rules
-    memory: dict = field(default_factory=dict)  # predicted and measured bytes, as plan.json has them
-    differs: tuple = ()  # what differs from the checkpoint, so that results may differ in their last bits
-    why_optimizer: str = "typed"  # as `choose_optimizer` says
-
-    @property
-    def dir(self):
-        return Path(self.config.output_dir)
-
-    @property
-    def ranks(self):
-        return self.context.ranks
-
-    @property
-    def model(self):
-        return self.context.model
-
-    @property
-    def optimizer(self):
-        return self.context.optimizer
-
-    @property
-    def generation(self):
-        """What the exported models' generation_config.json says."""
-        values = generation_config(sampling_of(self.config), self.config.max_new_tokens)
-        values |= dict(prefix=self.config.prompt_prefix) if self.config.prompt_prefix else {}
-        return values | (dict(chat_trainer=dict(single_turn=True)) if self.single_turn else {})
-
-    @property
-    def single_turn(self):
-        """Whether every example is a question with nothing before it, so that the model learns no conversation."""
-        meta = self.train.store.meta
-        return self.config.single_turn or meta["rows"] > 0 and meta.get("single_pairs") == meta["rows"]
-
-    @property
-    def schedule(self):
-        return self.context.loader.schedule
-
-    @property
-    def train(self):
-        """The Examples that are trained on."""
-        return self.context.loader.examples
-
-    def total_steps(self, state):
-        """Number of the run's last step, if every step after `state` has the current global batch."""
-        schedule = self.schedule
-        pairs = schedule.total_pairs, self.train.epoch_pairs
-        return state.step + steps_between(state.pairs_seen, *pairs, schedule.global_batch)
 
 
 def prepare_run(ranks, config, typed, resumed):
@@ -121,39 +37,39 @@ def prepare_run(ranks, config, typed, resumed):
     the data or the checkpoint.
     """
     torch.use_deterministic_algorithms(config.deterministic)
-    other_process, usable = set_memory_limit(config, ranks.device)
+    other_process, usable = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
     free = dict(start=free_bytes())
-    batch = global_batch(config, ranks.world_size, typed)
     # errors in tokenizer, weights and model are found before tokenising, which may take hours
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
-    origin = find_origin(ranks, config, typed, found)
-    config, why = settled(config, typed, origin)
+    origin, machine = find_origin(ranks, config, typed, found), machine_of(ranks)
+    tokenizer, recipe = origin.tokenizer, resolve(config, typed, machine, origin)
+    agree(ranks, "the compute dtype (--mixed_precision=no works on every GPU)", str(recipe.dtype))
     lap("weights")
-    model = draft_model(ranks, config, origin.model_config, origin.adapter)
-    spec = memory_spec(config, model.config, model.compute_dtype, "cpu")
-    check_disk(ranks, config.output_dir, config.keep_latest_n_ckp, spec, resumed)
-    kernels = start_kernels(ranks, config, model)
-    train, *validation = _open_data(ranks, config, origin)
-    schedule = _schedule(config, typed, train.epoch_pairs, batch, found)
+    model = draft_model(recipe)
+    check_disk(ranks, config.output_dir, config.keep_latest_n_ckp, recipe.spec, resumed)
+    kernels = start_kernels(ranks, model, recipe)
+    train, validation = open_data(ranks, recipe, tokenizer)
+    recipe = resolve(config, typed, machine, origin, train.epoch_pairs)
     if ranks.is_main:
-        warn_of_data(train, origin.tokenizer, config.finetune_from_ckp_file, batch)
+        warn_of_data(train, tokenizer, config.finetune_from_ckp_file, recipe.global_batch)
     lap("data")
-    plan = first_plan(ranks, config, origin.model_config, train.histogram, batch, usable)
-    fill_model(ranks, config, model, origin.weights, origin.adapter)
-    reference, (train, *validation) = read_derived(model, ranks, config, found, (train, *validation), plan)
+    estimate = recipe.estimate(train.histogram)
+    plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
+    fill_model(ranks, model, recipe, origin)
+    reference, (train, validation) = read_derived(model, ranks, config, found, (train, validation), plan)
     free["model"] = free_bytes()
-    optimizer = make_optimizer(model, update_options(config), (ranks.rank, ranks.world_size))
+    optimizer = make_optimizer(model, recipe.update, (ranks.rank, ranks.world_size))
     free["optimizer"] = free_bytes()
     lap("model")
     update_seconds = dry_run_update(ranks, model, optimizer, config.reduce_dtype)
     lap("update")
     wait_for_kernels(kernels)
     lap("kernels")
-    context = StepContext(ranks, model, optimizer, Loader(ranks, train, schedule), update_options(config))
-    evaluation = _evaluation(config, context, validation[0], origin.tokenizer) if validation else None
-    run = Run(config, origin.tokenizer, context, evaluation, _rules(config), why_optimizer=why)
+    context = StepContext(ranks, model, optimizer, Loader(ranks, train, recipe.schedule), recipe.update)
+    evaluation = _evaluation(recipe, context, validation, tokenizer)
+    run = Run(recipe, tokenizer, context, evaluation)
     state = replace(_initial_state(run, found), reference=reference)
-    run, state, plan = _planned(run, state, found, other_process)
+    run, state, plan = _planned(run, estimate, state, found, other_process)
     run.memory["step_seconds"] = update_seconds + gradient_seconds(context, plan)
     lap("dry run")
     check_gates(free | dict(ready=free_bytes()), plan.predicted_peak_bytes)
@@ -161,45 +77,30 @@ def prepare_run(ranks, config, typed, resumed):
     return run, state, plan
 
 
-def _schedule(config, typed, epoch_pairs, batch, found):
-    """The Schedule of a run; ValueError if a warm-up that was typed is as long as the run."""
-    first_batch = found.state.first_batch if found else batch
-    total_pairs = run_pairs(config, epoch_pairs, first_batch)
-    warmup = warmup_pairs(config, total_pairs, first_batch)
-    check_warmup(config, typed, warmup / batch, total_pairs / batch)
-    rate = LearnRate(config.learn_rate, config.lr_schedule, warmup, total_pairs)
-    return Schedule(total_pairs, batch, config.seed, rate)
+def set_memory_limit(device, limit_gb):
+    """Limit this process's memory on `device`; returns (bytes that other processes use there, bytes usable here)."""
+    other_process = other_process_bytes(device)
+    return other_process, limit_memory(device, limit_gb, non_torch_bytes(device, other_process))
 
 
-def _evaluation(config, context, validation, tokenizer):
-    """The Evaluation of a run."""
-    num_answers = config.bleu_pairs if validation.objective.has_answers else 0
+def _evaluation(recipe, context, validation, tokenizer):
+    """The Evaluation of a run on the Examples `validation`; None without them."""
+    if validation is None:
+        return None
+    config, num_answers = recipe.config, recipe.config.bleu_pairs if recipe.objective.has_answers else 0
     sides = context.ranks, context.model, validation, tokenizer
-    return Evaluation(*sides, num_answers, config.max_new_tokens, sampling_of(config))
+    return Evaluation(*sides, num_answers, config.max_new_tokens, recipe.sampling)
 
 
-def _rules(config):
-    return Rules(config.eval_steps, config.best_metric, config.patience, config.early_stop, config.plots)
-
-
-def sampling_of(config):
-    """How answers are chosen, in evaluations and by whoever loads an exported model."""
-    return Sampling(no_repeat_ngram_size=config.no_repeat_ngram_size)
-
-
-def _planned(run, state, found, other_process):
+def _planned(run, estimate, state, found, other_process):
     """(Run, TrainState, MemoryPlan) once the plan was tried on the device."""
-    config, ranks = run.config, run.ranks
-    stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == ranks.device.type else None
-    estimate = estimate_for(
-        ranks, config, run.model.config, run.model.compute_dtype, run.train.histogram, run.schedule.global_batch
-    )
-    wanted = plan_options(config)
-    plan, memory = plan_run(run.context, run.evaluation, estimate, wanted, stored_plan, other_process)
-    may_record = config.compile != "False" and run.model.uses_kernels
+    device_type = run.recipe.machine.device_type
+    stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == device_type else None
+    plan, memory = plan_run(run.context, run.evaluation, estimate, run.recipe.plan, stored_plan, other_process)
+    may_record = run.recipe.plan.compile != "False" and run.model.uses_kernels
     recovery = kept_recovery(state, plan, may_record)
     differs = found.state.differs(plan, state.world_size) if found else ()
-    state = replace(state, plan=asdict(plan), growth=recovery, device=ranks.device.type)
+    state = replace(state, plan=asdict(plan), growth=recovery, device=device_type)
     return replace(run, memory=memory, differs=differs), state, plan
 
 
@@ -208,85 +109,22 @@ def _initial_state(run, found):
 
     Raises ValueError if the checkpoint belongs to another run.
     """
-    train, validation = run.train.store, run.evaluation and run.evaluation.examples.store
-    fresh = TrainState(
-        first_batch=run.schedule.global_batch, seed=run.config.seed, num_pairs=len(train),
-        ids_sha256=train.meta["ids_sha256"], max_seq_len=run.config.max_seq_len,
-        shape=config_values(run.model.config), lora=run.model.lora and lora_values(run.model.lora),
-        tokenizer_fingerprint=run.tokenizer.fingerprint, world_size=run.ranks.world_size,
-        validation=validation.identity if validation else "", objective=run.config.objective,
-        best_metric=run.config.best_metric, mixture=run.train.mixture.identity if run.train.mixture else "",
-    )  # fmt: skip
+    validation = run.evaluation and run.evaluation.examples.store
+    fresh = new_state(run.recipe, run.tokenizer, run.train.store, run.train.mixture, validation)
     if not found:
         return fresh
-    check_same_run(found, run.config, fresh)
+    check_same_run(found, run.config.train_file, fresh)
     if run.ranks.is_main and (why := why_not_compared(found.state, fresh)):
         LOGGER.info("%s: of the training pairs only their number, %d, is compared", why, fresh.num_pairs)
     state = restore(run.ranks, run.model, run.optimizer, found)
     state = with_validation(validation, run.ranks, state) if validation else state
-    if state.best_metric != run.config.best_metric:
+    if state.best_metric != fresh.best_metric:
         if run.ranks.is_main:
-            LOGGER.info("best_metric was %s and is %s: best/ is chosen anew", state.best_metric, run.config.best_metric)
-        state = replace(state.without_best(), best_metric=run.config.best_metric)
+            LOGGER.info("best_metric was %s and is %s: best/ is chosen anew", state.best_metric, fresh.best_metric)
+        state = replace(state.without_best(), best_metric=fresh.best_metric)
     return replace(
         state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len, shape=fresh.shape, lora=fresh.lora
     )
-
-
-def set_memory_limit(config, device):
-    """Limit this process's memory on `device`; returns (bytes that other processes use there, bytes usable here)."""
-    other_process = other_process_bytes(device)
-    return other_process, limit_memory(device, config.gpu_memory_limit_gb, non_torch_bytes(device, other_process))
-
-
-def _open_data(ranks, config, origin):
-    """[Examples to train on, Examples to evaluate on]; the second is missing where nothing is evaluated.
-
-    Warns of pairs that are in both. Raises ValueError for files that cannot be read.
-    """
-    files = data_files(config.train_file)
-    train = _open_examples(ranks, config, files, origin)
-    mixture = mixture_of(train.store.rows_of_files, [file.weight for file in files])
-    train = replace(train, dropout=has_dropout(config), mixture=mixture)
-    if not config.validation_file:
-        return [train]
-    validation = _open_examples(ranks, config, unweighted_files(config.validation_file), origin, evaluated=True)
-    if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
-        LOGGER.warning(shared)
-    return [train, validation]
-
-
-def _open_examples(ranks, config, files, origin, evaluated=False):
-    """Examples of these DataFiles, tokenised first if needed; the same rows on all ranks.
-
-    Raises ValueError for rows, and answers where they are `evaluated`, that are longer than the network can read.
-    """
-    family = family_of(origin.model_config)
-    objective = objective_for(config, origin.model_config, origin.tokenizer)
-    columns = (config.prompt_column, config.response_column)
-    paths = tuple(file.path for file in files)
-    source = Source(paths, objective, origin.tokenizer, config.max_seq_len, columns)
-    names = ", ".join(paths)
-    with Progress(f"tokenising {names}", None, unit="rows", shown=ranks.is_main) as progress:
-        opened = partial(open_store, source, TOKENS_DIR, progress.update, stop_asked, write_beside)
-        store = local_main_first(ranks, opened)
-    agree(ranks, f"the pairs in {names}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))
-    dtype = compute_dtype(config.mixed_precision, ranks.device)
-    kernels = has_kernels(ranks.device, dtype, *origin.model_config.kernel_sizes)
-    first_id = family.first_id(origin.model_config, origin.tokenizer)
-    examples = Examples(store, objective, family, first_id, config.seed, kernels)
-    examples = with_zeros(examples) if objective.derived else examples
-    answers = evaluated and config.bleu_pairs and objective.has_answers
-    check_lengths(examples, origin.model_config.max_tokens, config.max_new_tokens if answers else 0)
-    return examples
-
-
-def first_plan(ranks, config, model_config, lengths, batch, usable):
-    """A plan by prediction alone, before anything is allocated; raises NothingFits if not one example fits."""
-    dtype = compute_dtype(config.mixed_precision, ranks.device)
-    agree(ranks, "the compute dtype (--mixed_precision=no works on every GPU)", str(dtype))
-    estimate = estimate_for(ranks, config, model_config, dtype, lengths, batch)
-    return choose_plan(plan_options(config), estimate, usable)
 
 
 def prepare_test(ranks, config):
@@ -298,19 +136,19 @@ def prepare_test(ranks, config):
     file = config.test_file or config.validation_file
     if not file:
         raise ValueError("test_file and validation_file are empty: type --test_file=FILE")
-    # the training's options for memory and CUDA graphs do not apply to a test
+    # the training's options for steps, memory and CUDA graphs do not apply to a test
+    steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
     options = without_adapter(config)  # an exported model is merged
-    config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **planned)
-    origin = find_origin(ranks, config, ())
-    config, _ = settled(config, (), origin)
-    examples = _open_examples(ranks, config, unweighted_files(file), origin, evaluated=True)
-    other_process, _ = set_memory_limit(config, ranks.device)
-    model = make_model(ranks, config, origin.model_config, origin.weights)
-    batch = config.batch_size_per_gpu * ranks.world_size
-    schedule = _schedule(replace(config, epochs=1, max_steps=0), (), len(examples), batch, None)
-    context = StepContext(ranks, model, None, Loader(ranks, examples, schedule), update_options(config))
-    evaluation = _evaluation(config, context, examples, origin.tokenizer)
-    run = Run(config, origin.tokenizer, context, evaluation, _rules(config))
-    estimate = estimate_for(ranks, config, model.config, model.compute_dtype, examples.histogram, batch)
-    return run, plan_run(context, evaluation, estimate, plan_options(config), None, other_process)[0]
+    config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **steps, **planned)
+    origin, machine = find_origin(ranks, config, ()), machine_of(ranks)
+    recipe = resolve(config, (), machine, origin)
+    examples = open_examples(ranks, recipe, origin.tokenizer, unweighted_files(file), evaluated=True)
+    recipe = resolve(config, (), machine, origin, examples.epoch_pairs)
+    other_process, _ = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
+    model = fill_model(ranks, draft_model(recipe), recipe, origin)
+    context = StepContext(ranks, model, None, Loader(ranks, examples, recipe.schedule), recipe.update)
+    evaluation = _evaluation(recipe, context, examples, origin.tokenizer)
+    estimate = recipe.estimate(examples.histogram)
+    plan, _ = plan_run(context, evaluation, estimate, recipe.plan, None, other_process)
+    return Run(recipe, origin.tokenizer, context, evaluation), plan

@@ -27,13 +27,16 @@ class Row:
     fails: bool = False  # True: a run would fail
 
 
-def memory_rows(config, spec):
-    """Rows of free memory against what every plan needs: weights, gradients and optimizer state; no `spec`: unknown."""
+def memory_rows(limit_gb, spec):
+    """Rows of free memory, of a GPU at most `limit_gb` GiB (0: all), against what every plan needs; no `spec`: unknown.
+
+    Every plan needs weights, gradients and optimizer state.
+    """
     needed, text = sum(fixed_bytes(spec).values()) if spec else 0, texts_here()
     size = f"{needed / GIB:.2f} GiB" if spec else text("doctor.unknown")
     places = [("host memory", host_memory()[0])]
     if torch.cuda.is_available():
-        limit = config.gpu_memory_limit_gb * GIB
+        limit = limit_gb * GIB
         frees = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
         places = [
             (text("doctor.gpu_memory", index=i), min(free, limit) if limit else free) for i, free in enumerate(frees)
@@ -55,13 +58,13 @@ def shared_memory_row():
     return Row("/dev/shm", text("doctor.free", free=free / GIB), remedy)
 
 
-def output_dir_row(config):
+def output_dir_row(output_dir):
     """Row that says whether output_dir is, or can become, a run's directory."""
-    folder, text = Path(config.output_dir).resolve(), texts_here()
+    folder, text = Path(output_dir).resolve(), texts_here()
     if blocking := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
         return Row("output_dir", text("doctor.is_file", path=blocking[0]), text("doctor.another_dir"), fails=True)
     try:
-        check_name(config.output_dir)
+        check_name(output_dir)
         if folder.exists():
             check_empty_or_run(folder)
     except ValueError as error:

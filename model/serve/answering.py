@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from model.commands.network import compute_dtype
+from model.commands.machine import compute_dtype, has_native_bf16
 from model.data.cleaning import clean_text
 from model.data.conversation import Turn, encode_conversation, tidy
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
@@ -105,9 +105,9 @@ def load_chat_model(path, device=None):
 
 def _frozen(weights, directory, device):
     """The model with these LoadedWeights, for generation alone."""
-    family = family_of(weights.model_config)
+    family, dtype = family_of(weights.model_config), compute_dtype("auto", has_native_bf16(device))
     with torch.device("meta"):
-        model = family.build(weights.model_config, 0.0, compute_dtype("auto", device)).requires_grad_(False)
+        model = family.build(weights.model_config, 0.0, dtype).requires_grad_(False)
     check_fits(model, weights, directory)  # before memory is taken for a model that does not fit
     load_into(model.place(device), weights, directory)
     return model.eval()

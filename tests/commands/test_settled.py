@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from config import load_config
-from model.commands.doctor import _model
+from model.commands.doctor import model_rows
 from model.commands.origin import find_origin
 from model.commands.plan_report import preview
 from model.commands.settled import settled
@@ -113,10 +113,10 @@ def test_train_plan_and_doctor_choose_and_say_the_same_and_a_resume_keeps_it(mad
     assert stopped.codes == [0] and stopped.text.count(f"optimizer: adamw, {why}; learning rate up to 0.001") == 1
     monkeypatch.chdir(made)
     config = load_config("pretrain", dict(finetune_from_ckp_file="base", train_file="train.jsonl"))
-    planned, (spec, _, rows) = preview(config, ()), _model(config, (), False)
+    planned, (recipe, _, rows) = preview(config, ()), model_rows(config, (), False)
     assert planned["optimizer"] == dict(name="adamw", learn_rate=1e-3, why=why)
     (found,) = [row.found for row in rows if row.what == "optimizer"]
-    assert found == f"adamw, {why}; peak learning rate 0.001" and spec.state_bytes == 8 * spec.trained
+    assert found == f"adamw, {why}; peak learning rate 0.001" and recipe.spec.state_bytes == 8 * recipe.spec.trained
     shutil.copyfile(made / "muon_run" / "best" / "config.json", made / "base" / "config.json")
     ours = preview(config, ())
     assert ours["optimizer"]["name"] == "muon"

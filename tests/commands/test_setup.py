@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 
 from config import MODELS, load_config
 from model.commands.no_model import check_source
-from model.commands.setup import first_plan
+from model.commands.recipe import plan_options
 from model.data.length_histogram import histogram
 from model.data.tokenizer_training import train_tokenizer
 from model.memory.oom_policy import PlanRecovery
-from model.memory.plan import NothingFits
+from model.memory.plan import NothingFits, choose_plan
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.checkpoint import TrainState
 from model.run.train_state import kept_recovery
-from tests.parts import ALONE, PLAN
+from tests.parts import PLAN, make_estimate
 from tests.tiny import OPTIONS, SHAPE, SHORT, command, journal, refused, train
 
 RECORDED = replace(PLAN, graphs=True)
@@ -122,6 +122,7 @@ def test_a_model_that_cannot_fit_is_refused_with_its_bytes_before_anything_is_al
     shape = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
     config = load_config("pretrain", dict(optimizer="adamw_rms"))
     lengths = histogram(store.lengths)
-    assert first_plan(ALONE, config, shape, lengths, 16, 8 * 2**30)
+    estimate = make_estimate(config, shape, torch.float32, lengths, 16)
+    assert choose_plan(plan_options(config), estimate, 8 * 2**30)
     with pytest.raises(NothingFits, match="weights 0.73, bf16_weights 0.00, gradients 0.73, optimizer 1.47"):
-        first_plan(ALONE, config, shape, lengths, 16, 3 * 2**30)
+        choose_plan(plan_options(config), estimate, 3 * 2**30)

@@ -10,9 +10,9 @@ import pytest
 
 from config import TrainConfig
 from model.commands.help_zh import HELP_ZH
+from model.commands.summary import rate_text
 from model.display.catalogue import CATALOGUE, SCREEN, Texts, language_of
 from model.display.check_words import CHECKS
-from model.display.summary import rate_text
 from model.display.tool_words import TOOLS
 from model.display.words import WORDS
 from model.train.loader import Schedule

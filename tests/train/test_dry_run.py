@@ -29,7 +29,7 @@ CHATLM = T5ModelConfig(**MODELS["chatlm"], vocab_size=40_960)
 LENGTHS = np.random.default_rng(0).integers(20, 256, (6400, 2)).astype("uint16")
 
 
-def planned(usable_gib, kept=None, kernels=True, steps=100, launch_tokens=None, **options):
+def planned(usable_gib, kept=None, kernels=True, steps=100, launch_tokens=0, **options):
     """(MemoryPlan before any probe, function that chooses another after one), for chatlm in bf16, 64 pairs per step."""
     config = make_config(epochs=1, **options)
     estimate = make_estimate(config, CHATLM, torch.bfloat16, histogram(LENGTHS), 64, launch_tokens=launch_tokens)

@@ -26,7 +26,7 @@ def first_words(run, state, plan, options):
         text("first.tokenizer", directory=run.tokenizer.directory, tokens=run.tokenizer.vocab_size),
         steps_line(run, state, options, text),
         text(
-            "first.optimizer", name=options['optimizer'], why=text(f"why.{run.why_optimizer}"),
+            "first.optimizer", name=options['optimizer'], why=text(f"why.{run.recipe.why_optimizer}"),
             rate=rate_text(schedule, text),
             schedule=text(f"schedule.{options['lr_schedule']}"),
         ),

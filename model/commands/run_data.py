@@ -1,0 +1,63 @@
+"""The examples of a run: its files tokenised, the same rows on all ranks."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+from model.commands.tokenising import write_beside
+from model.data.file_list import data_files, unweighted_files
+from model.data.row_hashes import describe_shared
+from model.data.sampler import mixture_of
+from model.data.token_store import Source, open_store
+from model.display.console import Progress
+from model.run.run_dir import TOKENS_DIR
+from model.runtime.distributed import agree, local_main_first
+from model.runtime.watchdog import stop_asked
+from model.train.derive import with_zeros
+from model.train.examples import Examples, check_lengths
+
+LOGGER = logging.getLogger("chat_trainer")
+
+
+def open_data(ranks, recipe, tokenizer):
+    """(Examples to train on, Examples to evaluate on or None where nothing is evaluated).
+
+    Warns of pairs that are in both. Raises ValueError for files that cannot be read.
+    """
+    files = data_files(recipe.config.train_file)
+    train = open_examples(ranks, recipe, tokenizer, files)
+    mixture = mixture_of(train.store.rows_of_files, [file.weight for file in files])
+    train = replace(train, dropout=recipe.spec.dropout, mixture=mixture)
+    if not recipe.config.validation_file:
+        return train, None
+    validation = open_examples(ranks, recipe, tokenizer, unweighted_files(recipe.config.validation_file), True)
+    if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
+        LOGGER.warning(shared)
+    return train, validation
+
+
+def open_examples(ranks, recipe, tokenizer, files, evaluated=False):
+    """Examples of these DataFiles, tokenised first if needed; the same rows on all ranks.
+
+    Raises ValueError for rows, and answers where they are `evaluated`, that are longer than the network can read.
+    """
+    config, objective = recipe.config, recipe.objective
+    source = source_of(recipe, tokenizer, files)
+    names = ", ".join(source.paths)
+    with Progress(f"tokenising {names}", None, unit="rows", shown=ranks.is_main) as progress:
+        opened = partial(open_store, source, TOKENS_DIR, progress.update, stop_asked, write_beside)
+        store = local_main_first(ranks, opened)
+    agree(ranks, f"the pairs in {names}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))
+    first_id = recipe.family.first_id(recipe.model_config, tokenizer)
+    examples = Examples(store, objective, recipe.family, first_id, config.seed, recipe.spec.kernels)
+    examples = with_zeros(examples) if objective.derived else examples
+    answers = evaluated and config.bleu_pairs and objective.has_answers
+    check_lengths(examples, recipe.model_config.max_tokens, config.max_new_tokens if answers else 0)
+    return examples
+
+
+def source_of(recipe, tokenizer, files):
+    """The Source of a token store of these DataFiles."""
+    columns = (recipe.config.prompt_column, recipe.config.response_column)
+    paths = tuple(file.path for file in files)
+    return Source(paths, recipe.objective, tokenizer, recipe.config.max_seq_len, columns)
