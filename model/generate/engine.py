@@ -6,12 +6,10 @@ the slots and answers in use, because launching its kernels would take several t
 
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from model.generate.sampling import GREEDY, Mode, Sampling, mode_of
-from model.generate.screen import Screen, screens
+from model.generate.sampling import GREEDY, Sampling, mode_of
 from model.generate.slots import Slots
 from model.runtime.recorder import Recorder
 from model.runtime.watchdog import stop_asked
@@ -75,11 +73,6 @@ class Engine:
         self.num_added = 0
         self.recordings = Recordings() if model.device.type == "cuda" else None
 
-    @cached_property
-    def screen(self):
-        """The Screen of the model's output table, if that is faster, else None."""
-        return Screen(self.model.output_weight.copy, self.limits.slots) if screens(self.model) else None
-
     @property
     def idle(self):
         return not (self.waiting or self.running)
@@ -134,10 +127,8 @@ class Engine:
         mode = mode_of([one.request.sampling for one in running], self.model.config.vocab_size)
         view, cache = self.slots.first(size[0]), self.cache.first(*size)
 
-        screen = self.screen if mode == Mode() else None
-
         def advance():
-            view.advance(self.model, cache, mode, limits.eos_id, screen)
+            view.advance(self.model, cache, mode, limits.eos_id)
 
         for _ in range(steps):
             if self.recordings:

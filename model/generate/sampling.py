@@ -151,19 +151,9 @@ def likeliest_of(logits):
     """
     if logits.is_cuda:
         return logits.argmax(dim=1)
-    blocks, step = blocks_of(logits)
-    return first_of_blocks(blocks, blocks.amax(dim=2), step)
-
-
-def blocks_of(logits):
-    """(views (S, blocks, columns) of `logits` (S, V), which overlap, columns from one block to the next)."""
     step = min(BLOCK_COLUMNS, logits.shape[1])
-    return logits.unfold(1, step + logits.shape[1] % step, step), step  # so that the last one ends the row
-
-
-def first_of_blocks(blocks, highest, step):
-    """The column of the first maximum, (S,), of what `blocks_of` gives; `highest` (S, blocks) are the blocks' own."""
-    block = highest.argmax(dim=1)
+    blocks = logits.unfold(1, step + logits.shape[1] % step, step)  # they overlap, so that the last one ends the row
+    block = blocks.amax(dim=2).argmax(dim=1)
     return block * step + blocks[torch.arange(len(blocks)), block].argmax(dim=1)
 
 

@@ -37,17 +37,11 @@ class Slots:
         self.is_done[slots] = False
         self.settings.put(slots, [request.sampling for request in requests])
 
-    def advance(self, model, cache, mode, eos_id, screen=None):
-        """Decode one token in every slot; on a GPU shapes are fixed and nothing is read on the host.
-
-        With a Screen the likeliest token is taken.
-        """
+    def advance(self, model, cache, mode, eos_id):
+        """Decode one token in every slot; on a GPU shapes are fixed and nothing is read on the host."""
         ids = self.history.gather(1, self.count[:, None])[:, 0]
-        hidden = model.decode_one(ids, cache)
-        if screen:
-            ids = screen.likeliest(hidden)
-        else:
-            ids = choose(model.logits(hidden), self.history, self.count, self.settings, mode)
+        logits = model.logits(model.decode_one(ids, cache))
+        ids = choose(logits, self.history, self.count, self.settings, mode)
         column = torch.where(self.is_done, self.history.shape[1] - 1, self.count + 1)
         self.history.scatter_(1, column[:, None], ids[:, None])
         self.count += ~self.is_done
