@@ -30,7 +30,7 @@ KEPT_VALUES = ("optimizer", "learn_rate", "warmup_steps")
 
 
 @dataclass(frozen=True)
-class Request:
+class CommandLine:
     """A parsed command line."""
 
     preset: str
@@ -43,7 +43,7 @@ class Request:
 
 
 def read_request(stray, options, keep_training=False):
-    """Request of a command line: positional words `stray`, dict `options`; a resumed run keeps its stored options.
+    """The CommandLine of positional words `stray`, dict `options`; a resumed run keeps its stored options.
 
     `keep_training` is the command's default for is_keep_training. Raises one ValueError that lists every problem.
     """
@@ -52,7 +52,7 @@ def read_request(stray, options, keep_training=False):
 
 
 def parse_options(stray, options, keep_training=False):
-    """Request of the command line alone; reads no file and raises as `read_request`."""
+    """The CommandLine without what a resumed run stored; reads no file and raises as `read_request`."""
     given = {name: value for name, value in options.items() if name not in FLAGS}
     given = {name: value for name, value in given.items() if (name, value) != ("optimizer", "auto")}  # the default
     flags, preset, problems = _read_flags(stray, {name: options[name] for name in FLAGS if name in options})
@@ -70,7 +70,7 @@ def parse_options(stray, options, keep_training=False):
     keep, overwrite = flags.pop("is_keep_training", keep_training), flags.pop("overwrite", False)
     if overwrite and keep is True:
         raise ValueError("--is_keep_training=True resumes a run, --overwrite=True starts a new one: give only one")
-    return Request(preset, config, given, frozenset(given), False if overwrite else keep, overwrite)
+    return CommandLine(preset, config, given, frozenset(given), False if overwrite else keep, overwrite)
 
 
 def _file_problems(given):
@@ -88,7 +88,7 @@ def _file_problems(given):
 def stored_options(run_dir, keep, keep_training=False):
     """(preset, options given on the command line) stored in `run_dir` if it is resumed, else None.
 
-    `keep` is a Request's keep_training, `keep_training` the command's default.
+    `keep` is a CommandLine's keep_training, `keep_training` the command's default.
     """
     # stored options of a run without checkpoints are ignored
     is_resumed = keep and (keep_training is True or _has_checkpoint(Path(run_dir, "checkpoints")))

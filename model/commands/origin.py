@@ -71,7 +71,7 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
 
 
 def broadcast_request(stray, options, keep_training=False):
-    """Request of a command line, on every rank; rank 0 reads the stored options of a resumed run for all."""
+    """The CommandLine of these words and options, on every rank; rank 0 reads the stored options of a resumed run for all."""
     typed = parse_options(stray, options, keep_training)
     objective_of(typed.config)
     arguments = typed.config.output_dir, typed.keep_training, keep_training
@@ -79,7 +79,7 @@ def broadcast_request(stray, options, keep_training=False):
 
 
 def agree_on(ranks, request):
-    """Raise RuntimeError unless all ranks have the same Request."""
+    """Raise RuntimeError unless all ranks have the same CommandLine."""
     flags = dict(is_keep_training=request.keep_training, overwrite=request.overwrite, typed=sorted(request.typed))
     agree(ranks, "the options", asdict(request.config) | flags)
 

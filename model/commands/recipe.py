@@ -17,7 +17,7 @@ from model.nn.memory_spec import MemorySpec
 from model.nn.registry import family_of
 from model.train.loader import Schedule
 from model.train.lr_schedule import LearnRate
-from model.train.objectives.base import Objective
+from model.train.objectives.protocol import Objective
 from model.train.optim import OPTIMIZERS, UpdateOptions
 from model.train.reduction import buffer_bytes
 

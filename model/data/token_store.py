@@ -31,7 +31,7 @@ META |= {"turns_left_out"}
 class Source:
     """Everything that determines the content of a token store.
 
-    `objective` is an Objective (model/train/objectives/base.py): it names the columns, reads rows and encodes them.
+    `objective` is an Objective (model/train/objectives/protocol.py): it names the columns, reads rows and encodes them.
     """
 
     paths: tuple  # of the files, whose rows follow one another

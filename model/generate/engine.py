@@ -39,8 +39,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What a request got since the last Progress; `ids` are without EOS."""
+class NewTokens:
+    """What a request got since the last NewTokens; `ids` are without EOS."""
 
     number: int
     ids: list[int]
@@ -92,7 +92,7 @@ class Engine:
             self._free(slot)
 
     def step(self):
-        """Fill free slots and decode a few tokens in each; returns a list of Progress."""
+        """Fill free slots and decode a few tokens in each; returns a list of NewTokens."""
         self.launch()
         return self.collect()
 
@@ -154,7 +154,7 @@ class Engine:
 
     @torch.inference_mode()
     def collect(self):
-        """The part of a step that waits for the device; returns a list of Progress."""
+        """The part of a step that waits for the device; returns a list of NewTokens."""
         if not self.running:
             return []
         wanted = {slot for slot, running in self.running.items() if running.request.streams}
@@ -167,7 +167,7 @@ class Engine:
                 self._free(slot)
             if ids and ids[-1] == self.limits.eos_id:
                 ids.pop()
-            progress.append(Progress(running.number, ids, is_done))
+            progress.append(NewTokens(running.number, ids, is_done))
         return progress
 
     def _free(self, slot):

@@ -23,7 +23,7 @@ LEVELS = (
 
 
 @dataclass(frozen=True)
-class Packed:
+class NF4Matrices:
     """Matrices of one shape, one after the other: views of flat tensors. `write` fills one, `read` gives all."""
 
     shape: tuple
@@ -67,16 +67,16 @@ def _nearest(numbers, sorted_values):
 
 
 def merge_packed(parts):
-    """The Packed of adjacent matrices of one shape."""
+    """The NF4Matrices of adjacent matrices of one shape."""
     views = [[getattr(part, name) for part in parts] for name in ("codes", "scales", "groups", "offsets")]
     whole = [one[0].as_strided((sum(map(len, one)),), (1,), one[0].storage_offset()) for one in views]
     assert all(one[-1].storage_offset() == x.storage_offset() + len(x) - len(one[-1])
                for one, x in zip(views, whole, strict=True))  # fmt: skip
-    return Packed(parts[0].shape, *whole)
+    return NF4Matrices(parts[0].shape, *whole)
 
 
 def make_packed(shapes, device):
-    """(flat tensors that hold matrices of these shapes in order, a Packed for each).
+    """(flat tensors that hold matrices of these shapes in order, a NF4Matrices for each).
 
     Raises ValueError for a matrix whose numbers do not fill blocks.
     """
@@ -88,7 +88,7 @@ def make_packed(shapes, device):
     kinds = (torch.uint8, torch.uint8, torch.float32, torch.float32)
     flats = [torch.zeros(sum(own), dtype=kind, device=device) for own, kind in zip(sizes, kinds, strict=True)]
     parts = zip(*(flat.split(own) for flat, own in zip(flats, sizes, strict=True)), strict=True)
-    return flats, [Packed(tuple(shape), *views) for shape, views in zip(shapes, parts, strict=True)]
+    return flats, [NF4Matrices(tuple(shape), *views) for shape, views in zip(shapes, parts, strict=True)]
 
 
 @functools.cache

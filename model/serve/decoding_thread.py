@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from model.generate.engine import Engine, Progress, Request
+from model.generate.engine import Engine, NewTokens, Request
 from model.runtime.device_memory import release_memory, within_memory
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -22,7 +22,7 @@ class TooBusy(RuntimeError):
 
 @dataclass(eq=False)
 class Stream:
-    """The Progress of one request, as it comes; `queue` gets an exception if the request fails."""
+    """The NewTokens of one request, as it comes; `queue` gets an exception if the request fails."""
 
     request: Request
     loop: asyncio.AbstractEventLoop
@@ -31,7 +31,7 @@ class Stream:
     to_skip: int = 0  # ids that a second attempt gives again
 
     async def __aiter__(self):
-        """Yield Progress. What has come since the last one is joined: a busy event loop then sends fewer messages."""
+        """Yield NewTokens. What has come since the last one is joined: a busy event loop then sends fewer messages."""
         while True:
             items = [await self.queue.get()]
             while not self.queue.empty():
@@ -39,13 +39,13 @@ class Stream:
             last = items[-1]
             if isinstance(last, Exception):
                 raise last
-            yield Progress(last.number, [i for item in items for i in item.ids], last.is_finished)
+            yield NewTokens(last.number, [i for item in items for i in item.ids], last.is_finished)
             if last.is_finished:
                 return
 
 
 def put(items):
-    """Give each (Stream, Progress or exception) of `items` to its stream, with one call of an event loop for all."""
+    """Give each (Stream, NewTokens or exception) of `items` to its stream, with one call of an event loop for all."""
     by_loop = {}
     for stream, item in items:
         by_loop.setdefault(stream.loop, []).append((stream.queue, item))
@@ -64,14 +64,14 @@ def launches_ahead(model):
 
 
 class DecodingThread(threading.Thread):
-    """Owns an Engine. `submit` and `cancel` may be called from any thread; the Progress goes to each Stream."""
+    """Owns an Engine. `submit` and `cancel` may be called from any thread; the NewTokens goes to each Stream."""
 
     def __init__(self, model, limits, max_waiting):
         super().__init__(name="decoding", daemon=True)
         self._model, self._limits, self._max_waiting = model, limits, max_waiting
         self._wakes, self._inbox = threading.Condition(), deque()  # (Stream, whether it is cancelled)
         self._streams = {}  # number in the engine to Stream; this thread's own
-        self._to_put = []  # (Stream, Progress) that wait until the device has work
+        self._to_put = []  # (Stream, NewTokens) that wait until the device has work
         self.num_open = 0  # submitted and not finished
         self._is_stopping = self._has_failed = False
         self._launches_ahead = launches_ahead(model)
@@ -184,7 +184,7 @@ class DecodingThread(threading.Thread):
             stream.num_ids += len(ids)
             if each.is_finished:
                 self._close(each.number)
-            self._to_put.append((stream, Progress(each.number, ids, each.is_finished)))
+            self._to_put.append((stream, NewTokens(each.number, ids, each.is_finished)))
 
     def _put(self, items=()):
         """Give the streams what waits for them, and then `items`."""

@@ -171,7 +171,7 @@ async def complete(parse, service, request):
         raise Refused(503, str(error), "server_error") from None
     service.metrics.prompt_tokens.inc(len(ids))
     reply = Reply.to(service.name, parse is parse_chat)
-    answer = Answer(service, stream, asked.stops, len(ids), deadline)
+    answer = AnswerText(service, stream, asked.stops, len(ids), deadline)
     if asked.streams:
         return StreamingResponse(events(answer, reply, asked.wants_usage), media_type="text/event-stream")
     text = "".join(await until_disconnected(request, collect(answer)))
@@ -192,7 +192,7 @@ async def ids_of(service, turns, deadline):
         raise Refused(503, f"the prompt was not read within {service.request_seconds:g} s", "server_error") from None
 
 
-class Answer:
+class AnswerText:
     """The text of one answer, piece by piece; `reason` and `usage` say afterwards how it ended and what it took."""
 
     def __init__(self, service, stream, stops, prompt_tokens, deadline):

@@ -9,7 +9,7 @@ from model.data.length_histogram import histogram, mixed
 from model.data.sampler import Mixture
 from model.data.token_store import TokenStore
 from model.nn.base import Family, Packing
-from model.train.objectives.base import Objective
+from model.train.objectives.protocol import Objective
 
 ROWS_AT_A_TIME = 4096  # whose sequences are made to know their lengths
 

@@ -6,12 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from config import load_config
-from model.commands.setup import sampling_of
 from model.data.conversation import Turn
 from model.data.sequences import Sequences
 from model.data.turn_template import turn_template, with_turn_end
 from model.formats.weights import export_model
-from model.generate.sampling import generation_config
+from model.generate.sampling import Sampling, generation_config
 from model.nn.base import Packing
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
@@ -54,7 +53,7 @@ def test_an_answer_known_by_heart_repeats_itself_and_quotes_its_question_in_full
         model = DecoderModel(DecoderModelConfig(**DECODER, vocab_size=tokenizer.vocab_size)).initialise(1)
     else:
         model = make_model(tokenizer.vocab_size)
-    generation = generation_config(sampling_of(CONFIG), CONFIG.max_new_tokens)
+    generation = generation_config(Sampling(no_repeat_ngram_size=CONFIG.no_repeat_ngram_size), CONFIG.max_new_tokens)
     export_model(learnt(model, tokenizer), tokenizer, tmp_path / "best", generation)
     chat = load_chat_model(tmp_path / "best", "cpu")
     ids = prompt_ids(chat, [("user", QUESTION)], 200)

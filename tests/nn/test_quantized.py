@@ -12,7 +12,7 @@ from model.nn.base import Packing
 from model.nn.decoder.family import DECODER
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.lora import LoraConfig, attach, draw, is_factor
-from model.nn.quantized import GROUP, NUMBER_BYTES, Packed, make_packed, merge_packed, steps_on
+from model.nn.quantized import GROUP, NUMBER_BYTES, NF4Matrices, make_packed, merge_packed, steps_on
 from tests.nn.kernels.test_nf4 import CPU, SHAPES, matrices, written
 from tests.nn.test_lora import IDS, adapted, gradients_after
 from tests.parts import batch_of, farthest, make_model
@@ -46,7 +46,7 @@ def test_the_codes_are_those_of_bitsandbytes(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_numbers_and_products_of_the_same_codes_are_those_of_bitsandbytes(shape, dtype):
     codes, state = theirs(matrices(shape)[0].to(dtype))
-    ours = Packed(shape, codes.view(-1), state.absmax.view(-1), state.state2.absmax, state.offset.view(1))
+    ours = NF4Matrices(shape, codes.view(-1), state.absmax.view(-1), state.state2.absmax, state.offset.view(1))
     numbers = ours.read(dtype, in_kernel=False)
     assert torch.equal(numbers, functional.dequantize_4bit(codes, state))
     x = torch.randn(7, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
