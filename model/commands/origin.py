@@ -71,7 +71,7 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
 
 
 def broadcast_request(stray, options, keep_training=False):
-    """The CommandLine of these words and options, on every rank; rank 0 reads the stored options of a resumed run for all."""
+    """The CommandLine of these words, on every rank; rank 0 reads the stored options of a resumed run for all."""
     typed = parse_options(stray, options, keep_training)
     objective_of(typed.config)
     arguments = typed.config.output_dir, typed.keep_training, keep_training
