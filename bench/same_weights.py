@@ -49,6 +49,7 @@ def main():
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
         furnish(folder)
         if given.resume:
             shutil.copytree(given.resume, folder / "resume")
