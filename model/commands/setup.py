@@ -36,7 +36,8 @@ def prepare_run(ranks, config, typed, resumed):
     `typed` holds the names of the options on the command line. Raises ValueError if the options contradict each other,
     the data or the checkpoint.
     """
-    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:  # False, too, would import torch._inductor, which takes 4 s
+        torch.use_deterministic_algorithms(True)
     other_process, usable = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
     free = dict(start=free_bytes())
     # errors in tokenizer, weights and model are found before tokenising, which may take hours

@@ -1,7 +1,10 @@
 """What a run is set up from: fine-tuning weights, tokenizer and model configuration through real runs, and the plan."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from model.nn.t5.sizes import T5ModelConfig
 from model.run.checkpoint import TrainState
 from model.run.train_state import kept_recovery
 from tests.parts import PLAN, make_estimate
+from tests.ranks import ROOT
 from tests.tiny import OPTIONS, SHAPE, SHORT, command, journal, refused, train
 
 RECORDED = replace(PLAN, graphs=True)
@@ -126,3 +130,14 @@ def test_a_model_that_cannot_fit_is_refused_with_its_bytes_before_anything_is_al
     assert choose_plan(plan_options(config), estimate, 8 * 2**30)
     with pytest.raises(NothingFits, match="weights 0.73, bf16_weights 0.00, gradients 0.73, optimizer 1.47"):
         choose_plan(plan_options(config), estimate, 3 * 2**30)
+
+
+def test_a_start_does_not_import_the_compiler_of_torch_which_takes_seconds(home):
+    code = (
+        "import sys; from config import load_config; from model.commands.setup import prepare_run; "
+        "from model.runtime.distributed import ALONE; "
+        f"prepare_run(ALONE, load_config('pretrain', {OPTIONS | dict(output_dir='plain')}), (), False); "
+        "sys.exit('torch._inductor' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=home, env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    assert done.returncode == 0
