@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from model.commands.run_events import device_name, versions
-from model.formats.model_card import CardFacts
+from model.formats.model_card import CardFacts, model_name
 from model.nn.registry import config_values
 from model.run.journal import Journal, last_reason, read_journal
 from model.run.run_dir import has_last
@@ -61,6 +61,7 @@ def facts_of(run, state, scores):
         file="" if run.evaluation is None else file_names(run.evaluation.examples),
         scores={name: value for name, value in scores.items() if math.isfinite(value)},
         optimizer=run.config.optimizer,
+        base=model_name(run.config.finetune_from_ckp_file) if run.config.finetune_from_ckp_file else "",
     )
 
 
@@ -81,14 +82,16 @@ def file_names(examples):
 
 
 def _data(run):
-    train, length = run.train, f"{run.config.max_seq_len} tokens a side"
+    train, most, is_pair = run.train, run.config.max_seq_len, not run.recipe.family.reads_dialogues
     validated = "nothing"
     if run.evaluation is not None:
         validated = f"{file_names(run.evaluation.examples)}, {len(run.evaluation.examples):,} pairs"
     return {
         "trained on": f"{file_names(train)}, {train.epoch_pairs:,} pairs an epoch",
         "validated on": validated,
-        "tokens of a pair": f"{train.histogram.mean:.0f} on average, cut to {length}",
+        f"tokens of a {'pair' if is_pair else 'dialogue'}": (
+            f"{train.histogram.mean:.0f} on average, cut to {most}{' a side' if is_pair else ''}"
+        ),
         "tokenizer": f"{run.tokenizer.vocab_size:,} tokens, fingerprint {run.tokenizer.fingerprint}",
     }
 

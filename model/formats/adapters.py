@@ -102,8 +102,10 @@ def load_merged(path):
     return replace(base, tokenizer_dir=tokenizer_directory(directory), lora=adapter.lora, factors=adapter.tensors)
 
 
-def export_merged(weights, tokenizer, directory, generation=None):
+def export_merged(weights, tokenizer, directory, generation=None, card=""):
     """Write the LoadedWeights of `load_merged` as a Hugging Face directory, in place of `directory` atomically.
+
+    `card` is the text of the adapter's model card, whose data, training and scores the merged model's says too.
 
     Each tensor has the dtype of the base's, and no more are in memory than one file holds: SHARD_BYTES or one tensor.
     Raises ValueError if they do not fit their configuration, OSError if they cannot be written.
@@ -116,7 +118,7 @@ def export_merged(weights, tokenizer, directory, generation=None):
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
     with whole_directory(directory) as draft:
         dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
-        write_card(write_values(model, tokenizer, draft, generation, dtype), draft)
+        write_card(write_values(model, tokenizer, draft, generation, dtype), draft, adapter=card)
         write_record(draft, weights.optimizer)
         try:
             for file, names in shards.items():
@@ -257,7 +259,8 @@ def export_adapter(model, tokenizer, directory, generation=None, facts=None):
             save_file(tensors, draft / TENSORS[0], {BASE: json.dumps(base)})  # one key: several have no order
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        card = adapter_card(facts or CardFacts(), family.name, family.task_type == "SEQ_2_SEQ_LM", lora.base)
+        model_type, is_encoder_decoder = model.config.model_type, family.task_type == "SEQ_2_SEQ_LM"
+        card = adapter_card(facts or CardFacts(), model_type, is_encoder_decoder, lora.base)
         (draft / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
         add_values(draft / "generation_config.json", _special_ids(family, model.config, tokenizer) | (generation or {}))
         add_tokenizer(family, tokenizer, draft, (generation or {}).get("prefix", ""))

@@ -2,7 +2,8 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 CARD_FILE = "README.md"
 
@@ -17,17 +18,37 @@ class CardFacts:
     file: str = ""  # that the scores were measured on
     scores: dict = field(default_factory=dict)  # {metric: number}
     optimizer: str = ""  # that trained all of the weights last; "": unknown
+    base: str = ""  # name of the model that training started from; "": random weights
 
 
 def model_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool) -> str:
     """Text of a model card with Hugging Face's metadata in its head."""
-    return _card(facts, model_type, "transformers", _USE.format(**_calls(is_encoder_decoder)))
+    use = _USE.format(**_calls(is_encoder_decoder))
+    return _card(facts, _metadata(facts, model_type, is_encoder_decoder, "transformers"), use)
 
 
 def adapter_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool, base: str) -> str:
     """Text of the card of an adapter in PEFT's format; `base` is the directory of the model that it was trained on."""
     use = _USE_ADAPTER.format(**_calls(is_encoder_decoder), base=_quoted(base))
-    return _card(facts, model_type, "peft", use)
+    facts = replace(facts, base=facts.base or model_name(base))
+    return _card(facts, _metadata(facts, model_type, is_encoder_decoder, "peft"), use)
+
+
+def merged_card(card: str, own: str) -> str:
+    """The card of a merged model: `own`, with the summary, data, training and scores of its adapter's `card`."""
+    said = re.sub(r"^## (Use|Limits)\n.*?(?=^## |\Z)", "", card, flags=re.DOTALL | re.MULTILINE)
+    said = said.replace("library_name: peft", "library_name: transformers", 1).rstrip()
+    use = own.find("\n## Use")
+    return f"{said}\n{own[use:]}" if said.startswith("---") and use >= 0 else own
+
+
+def model_name(directory: str) -> str:
+    """ORGANISATION/MODEL of a download in Hugging Face's cache, else the directory's name."""
+    path = Path(directory)
+    for part in path.parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return path.parent.name if path.name in ("best", "last") else path.name
 
 
 def optimizer_of_card(card: str) -> str:
@@ -42,8 +63,8 @@ def _calls(is_encoder_decoder):
     return dict(auto_class=auto_class, ask=_ASK.format(answer=answer))
 
 
-def _card(facts, model_type, library, use):
-    parts = [_metadata(facts, model_type, library), f"# {facts.title}", facts.summary or "Trained with Chat trainer."]
+def _card(facts, metadata, use):
+    parts = [metadata, f"# {facts.title}", facts.summary or "Trained with Chat trainer."]
     for heading, rows in (facts.tables | {"Scores": _score_rows(facts)}).items():
         if rows:
             parts.append(f"## {heading}\n\n{_table(rows)}")
@@ -59,16 +80,18 @@ def ctranslate2_card(card: str, quantization: str, is_encoder_decoder: bool, no_
     return f"{others.rstrip()}\n\n{use}\n"
 
 
-def _metadata(facts, model_type, library):
+def _metadata(facts, model_type, is_encoder_decoder, library):
     """YAML between lines of dashes. Strings are written as JSON, which is YAML too."""
-    lines = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", f"- {_quoted(model_type)}"]
+    task = "text2text-generation" if is_encoder_decoder else "text-generation"
+    lines = [f"library_name: {library}", f"pipeline_tag: {task}", "tags:", f"- {_quoted(model_type)}"]
+    lines += [f"base_model: {_quoted(facts.base)}"] if facts.base else []
     if facts.scores:
         lines += [
-            "model-index:", f"- name: {_quoted(facts.title)}", "  results:", "  - task:", "      type: text-generation",
+            "model-index:", f"- name: {_quoted(facts.title)}", "  results:", "  - task:", f"      type: {task}",
             "    dataset:", "      type: custom", f"      name: {_quoted(facts.file)}", "    metrics:",
         ]  # fmt: skip
         for name, value in facts.scores.items():
-            lines += [f"    - type: {_quoted(name)}", f"      value: {value:.6g}"]
+            lines += [f"    - type: {_quoted(name)}", f"      value: {_rounded(name, value)}"]
     return "\n".join(["---", *lines, "---"])
 
 
@@ -78,8 +101,13 @@ def _quoted(text):
 
 def _score_rows(facts):
     """{label: value} of the scores, after the file that they were measured on."""
-    scores = {_LABELS.get(name, name): f"{value:.4g}" for name, value in facts.scores.items()}
+    scores = {_LABELS.get(name, name): _rounded(name, value) for name, value in facts.scores.items()}
     return {"measured on": facts.file} | scores if scores else {}
+
+
+def _rounded(name, value):
+    """A score as text: BLEU and chrF, which run from 0 to 100, with two places, others with four digits."""
+    return f"{value:.2f}" if name in ("bleu", "chrf") else f"{value:.4g}"
 
 
 def _table(rows):

@@ -15,7 +15,7 @@ from config import DEFAULT_FAMILY, MAX_JSON_BYTES
 from model.data.chat_template import write_chat_template
 from model.data.tokenizer import copy_tokenizer
 from model.data.turn_template import write_turn_template
-from model.formats.model_card import CARD_FILE, CardFacts, model_card, optimizer_of_card
+from model.formats.model_card import CARD_FILE, CardFacts, merged_card, model_card, optimizer_of_card
 from model.formats.tensor_files import read_tensors
 from model.nn.lora import LoraConfig, is_factor, merged
 from model.nn.registry import FAMILIES, family_named, family_of
@@ -45,9 +45,13 @@ def export_model(model, tokenizer, directory, generation=None, facts=None, weigh
         add_tokenizer(family_of(model.config), tokenizer, draft, (generation or {}).get("prefix", ""))
 
 
-def write_card(values, directory, facts=None):
-    """Write the model card of a network whose config.json says `values`."""
+def write_card(values, directory, facts=None, adapter=""):
+    """Write the model card of a network whose config.json says `values`.
+
+    `adapter` is the text of the card of an adapter that was merged into it.
+    """
     card = model_card(facts or CardFacts(), values["model_type"], values.get("is_encoder_decoder", False))
+    card = merged_card(adapter, card) if adapter else card
     (directory / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
 
 
@@ -116,7 +120,7 @@ def write_model(model, tokenizer, directory, generation=None, weights_files=()):
 
 def write_values(model, tokenizer, directory, generation=None, dtype="float32"):
     """Write config.json, for weights of this dtype, and generation_config.json; returns the values of the first."""
-    values, ids = family_of(model.config).file_values(model, tokenizer)
+    values, ids = family_of(model.config).to_hf(model, tokenizer)
     values = values | dict(dtype=dtype)
     for name, content in (("config.json", values), ("generation_config.json", ids | (generation or {}))):
         content = content | dict(transformers_version=version("transformers"))
@@ -164,7 +168,7 @@ def load_weights(path):
     path = Path(path)
     if path.is_file():
         family, optimizer = _made_beside(path)
-        return LoadedWeights(family.own_tensors(read_tensors(path), path), optimizer=optimizer)
+        return LoadedWeights(family.from_hf(read_tensors(path), path), optimizer=optimizer)
     directory = model_directory(path)
     if directory is None:
         raise ValueError(
@@ -173,7 +177,7 @@ def load_weights(path):
         )
     family, model_config, values = read_config(directory / "config.json")
     family.check_config(values, directory / "config.json")
-    tensors = family.own_tensors(_read_files(directory), directory)
+    tensors = family.from_hf(_read_files(directory), directory)
     if model_config.num_blocks > len(tensors):  # before so deep a model is built
         raise ValueError(f"{directory} does not fit its config.json: {len(tensors)} tensors for {model_config}")
     optimizer = read_record(directory, values)

@@ -194,9 +194,9 @@ class Family:
     config_of: Callable  # (dict of a Hugging Face config.json, its path) -> config_class; ValueError for wrong values
     check_config: Callable  # (that dict, path); raises ValueError for what the network does not compute
     config_with: Callable  # (config_class, own tensors) -> config_class; what only the tensors tell
-    own_tensors: Callable  # ({name: tensor} of Hugging Face files, path) -> those of the network
+    from_hf: Callable  # ({name: tensor} of Hugging Face files, path) -> those of the network
     aliases: tuple[str, ...]  # names under which such a file may hold a tensor a second time
-    file_values: Callable  # (model, tokenizer) -> (dict of its config.json, dict of its generation_config.json)
+    to_hf: Callable  # (model, tokenizer) -> (dict of its config.json, dict of its generation_config.json)
     adapter_targets: Callable  # (model_config) -> names of the linear layers that `--lora_targets` may name
     adapter_prefix: str = "base_model.model."  # of the network's names in PEFT's files
     task_type: str = "CAUSAL_LM"  # PEFT's name of what such a network does

@@ -143,9 +143,9 @@ CAUSAL = Family(
     step_moments=step_moments, evaluation_moment=lambda spec, tokens: step_moments(spec, tokens, False)["loss"],
     cache_bytes=lambda spec, slots, inputs, new: slots * (inputs + new) * 8 * spec.model_config.width,
     aliases=(), check_config=lambda values, path: None,
-    file_values=lambda model, tokenizer: (asdict(model.config) | dict(model_type="causal"), {}),
+    to_hf=lambda model, tokenizer: (asdict(model.config) | dict(model_type="causal"), {}),
     config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
-    own_tensors=lambda tensors, path: tensors,
+    from_hf=lambda tensors, path: tensors,
     adapter_targets=lambda c: ("q", "k", "v", "o", "up", "down"),
 )  # fmt: skip

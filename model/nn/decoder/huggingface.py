@@ -22,7 +22,7 @@ ONLY = dict(
 )  # fmt: skip
 
 
-def file_values(model, tokenizer):
+def to_hf(model, tokenizer):
     """What config.json and generation_config.json of an exported model say, as two dicts."""
     c, ids = model.config, dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id)
     config = {name: getattr(c, name) for name in SIZES} | ids
@@ -84,11 +84,11 @@ def check_config(values, path):
 
 
 def config_with(model_config, tensors):
-    """`model_config` with an output projection of its own if `tensors`, those of `own_tensors`, hold one."""
+    """`model_config` with an output projection of its own if `tensors`, those of `from_hf`, hold one."""
     return replace(model_config, tie_word_embeddings=HEAD not in tensors)
 
 
-def own_tensors(tensors, path):
+def from_hf(tensors, path):
     """`tensors` under the network's names, without a copy of the embedding.
 
     Raises ValueError, which names `path`, unless they are those of a decoder.

@@ -20,7 +20,7 @@ SIZES = tuple(f.name for f in fields(T5ModelConfig) if f.type in (int, float))
 CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}  # how transformers' classes begin
 
 
-def file_values(model, tokenizer):
+def to_hf(model, tokenizer):
     """What config.json and generation_config.json of an exported model say, as two dicts."""
     c = model.config
     ids = dict(
@@ -41,7 +41,7 @@ def first_id(model_config, tokenizer):
     return tokenizer.pad_id if start is None else start
 
 
-def own_tensors(tensors, path):
+def from_hf(tensors, path):
     """`tensors` without copies of the shared embedding.
 
     Raises ValueError, which names `path`, unless they are those of a T5 whose encoder and decoder share the embedding.
@@ -61,7 +61,7 @@ def _are_equal(one, other):
 
 
 def config_with(model_config, tensors):
-    """`model_config` with an output projection of its own if `tensors`, those of `own_tensors`, hold one."""
+    """`model_config` with an output projection of its own if `tensors`, those of `from_hf`, hold one."""
     return replace(model_config, tie_word_embeddings=HEAD not in tensors)
 
 
