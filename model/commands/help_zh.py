@@ -20,6 +20,7 @@ HELP_ZH = dict(
     lora_targets="哪些线性层有适配器，例如 q,v；空：全部",
     lora_dropout="适配器输入的丢弃概率",
     use_rslora="按 alpha / sqrt(rank) 缩放",
+    lora_init="适配器的 A 的初始值：uniform（均匀分布）或 gaussian（正态分布），和 PEFT 一样；B 为零",
     base_precision="底座的矩阵：auto（按计算精度保存）、nf4（每个数 4 位）",
     epochs="用 train_file 训练几轮",
     max_steps="训练的步数，代替 epochs；0：由 epochs 决定",

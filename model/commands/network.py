@@ -38,7 +38,7 @@ def fill_model(ranks, config, model, weights=None, adapter=None):
     elif ranks.is_main:  # only rank 0 has the tensors
         load_into(model, weights, config.finetune_from_ckp_file)
     if adapter:
-        draw(model, config.seed)
+        draw(model, config.seed, config.lora_init)
         if adapter.tensors:  # rank 0 alone has them
             load_into(model, LoadedWeights(adapter.tensors), config.finetune_from_ckp_file)
     broadcast(ranks, model.flat.weights)

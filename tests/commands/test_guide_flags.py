@@ -66,6 +66,7 @@ def test_each_flag_of_a_scheme_is_used_and_told_in_one_line(folder, scheme):
         ("--gradient_checkpointing --max_grad_norm 1.0", dict(gradient_checkpointing="True", max_grad_norm="1.0")),
         ("--fp16 False --evaluation_strategy no", dict(validation_file="")),
         ("--max_steps 100 --report_to none", dict(max_steps="100", tracker="")),
+        ("--init_lora_weights gaussian --fp16_full_eval --use_dora False", dict(lora_init="gaussian")),
         ("--gpu_memory_limit_gb=12 --seed 1", dict(gpu_memory_limit_gb="12", seed="1")),
     ],
 )
@@ -85,6 +86,8 @@ def test_all_problems_are_named_at_once_with_what_to_type(folder):
     ):  # fmt: skip
         assert part in text, text
     assert len(text.splitlines()) == 1 + 7
+    text = problems("--use_dora")
+    assert "--use_dora: DoRA is not supported: leave it out for LoRA, or type --use_rslora" in text
     text = problems("--load_in_8bit --qlora --num_train_epochs x")
     assert "--num_train_epochs=x: this option takes" in text
     assert "--load_in_8bit: the base is held in four bits with --use_4bit" in text and text.count("--use_4bit") == 2
