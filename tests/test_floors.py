@@ -81,7 +81,7 @@ ROOMS = {
         "captured_output check_words console curves durations figures log_file sensors tool_words trackers words",
         "catalogue plots",
         "drawing view",
-        "screen summary",
+        "meanwhile screen summary",
         "watch",
         "live",
     ],

@@ -100,7 +100,7 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
     },
     "prepare_data": {
         "": "清洗数据文件，把问答对写成一个 parquet 文件，并按原因统计丢弃的行。",
-        "inputs": FILES,
+        "inputs": f"{FILES}，或文件夹",
         "output": "输出的 parquet 文件",
         "validation_output": "验证数据写到哪个文件",
         "validation_share": "验证数据占全部问答对的比例（0.01）",
@@ -122,7 +122,7 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
         [--prompt_column NAME] [--response_column NAME] [--overwrite]
 
 每一百行留出一行，用来测量每个词元平均有几个字符。""",
-        "files": f"{FILES}，或 txt 文件",
+        "files": f"{FILES}、txt 文件，或文件夹",
         "output_dir": "分词器写到哪个目录",
         "vocab_size": "词表的词元数，至少 400",
         "prompt_column": f"问题所在的列；{BY_NAME}",
