@@ -30,7 +30,7 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "optimizer": "optim optimizer_type optimizer_name",
     "max_grad_norm": "clip_grad clip_grad_norm grad_clip gradient_clipping gradient_clip_val",
     "weight_decay": "wd",
-    "lora_rank": "lora_r lora_dim lora",
+    "lora_rank": "lora_r r lora_dim lora",
     "lora_targets": "lora_target lora_target_modules target_modules",
     "lora_init": "init_lora_weights",
     "epochs": "num_train_epochs num_epochs max_epochs n_epochs train_epochs",
@@ -110,6 +110,7 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     r"(valid|val|validation|eval|test)_(ratio|split|size|share)": "scripts/prepare_data.py splits the data: give it "
     "--validation_share",
     r"max(_train|_eval)?_samples|num_samples|max_examples": "all pairs of the file are used: give a shorter file",
+    r"min_(length|len|seq_len|chars)": "pairs of any length are used: drop short ones from the file",
     r"vocab_size": "the tokenizer sets it: type it for scripts/train_tokenizer.py or for `plan`",
     r"device|gpus?|gpu_ids?|no_cuda|use_cpu|use_cuda": "set CUDA_VISIBLE_DEVICES in the environment, empty for the CPU",
     r"adam_(beta[12]|epsilon)|betas?|beta[12]|momentum": "the value is fixed in model/train: leave it out",

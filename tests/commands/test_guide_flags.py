@@ -58,6 +58,7 @@ def test_each_flag_of_a_scheme_is_used_and_told_in_one_line(folder, scheme):
         ("--optim paged_adamw_8bit", dict(optimizer="adamw")),
         ("--optim=adafactor --learning_rate 1e-2", dict(optimizer="adafactor")),
         ("--lora_target_modules q_proj v_proj", dict(lora_targets="q_proj,v_proj")),
+        ("--target_modules q_proj v_proj --r 4 --bias none --modules_to_save []", dict(lora_rank="4")),
         ("--lora_target_modules all-linear --lora-r 8", dict(lora_targets="", lora_rank="8")),
         ("--use_4bit False --bf16 False", dict(base_precision="auto", mixed_precision="no")),
         ("--save_total_limit 1", dict(keep_latest_n_ckp="2")),
