@@ -1,4 +1,4 @@
-"""The memory estimate of a run, from its options, network and data."""
+"""What a run's options come to: its adapter, optimizer and update, and the memory that it is estimated to take."""
 
 from dataclasses import replace
 
