@@ -45,6 +45,7 @@ class TrainConfig:
     lora_targets: str = ""  # linear layers that get an adapter, for example q,v; empty: all
     lora_dropout: float = 0.0  # probability, of an adapter's input
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
+    lora_init: str = "uniform"  # an adapter's A is drawn uniform or gaussian, as PEFT draws it; B is zero
     base_precision: str = "auto"  # matrices of the frozen weights: auto (in the compute dtype), nf4 (4 bits a number)
     # Optimization
     epochs: int = 6  # passes over train_file
@@ -113,6 +114,7 @@ CHOICES = dict(
     compile=("auto", "True", "False"),
     trainable=("all", "decoder"),
     base_precision=("auto", "nf4"),
+    lora_init=("uniform", "gaussian"),
     reduce_dtype=("float32", "bf16"),
     backend=("auto", "nccl", "gloo"),
     screen=("auto", "on", "off"),
@@ -132,7 +134,7 @@ FINE_TUNED_WIDTH = 512  # of a network that AdamW fine-tunes at that rate; it fa
 # The same for adapters, whose B starts at zero, so that a rate relative to it would leave it there: torch's AdamW takes
 # its rate as it is. Ten times that of all weights (Schulman et al. 2025, LoRA Without Regret), whatever the rank.
 SCRATCH_OPTIMIZER, LORA_OPTIMIZER, LORA_LEARN_RATES = "muon", "adamw", (1e-3, 1e-3, 1e-5, 5e-2)
-LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_dropout", "use_rslora")
+LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_dropout", "use_rslora", "lora_init")
 MAX_LORA_RANK = 4096
 MAX_DEFAULT_WARMUP_STEPS = 1000
 TRACKERS = ("tensorboard", "wandb")
@@ -164,7 +166,7 @@ def _problems(config):
     if config.lora_rank > MAX_LORA_RANK:
         yield f"lora_rank={config.lora_rank}: must be at most {MAX_LORA_RANK}"
     for name in LORA_OPTIONS:
-        if getattr(config, name) and not config.lora_rank:
+        if getattr(config, name) != getattr(TrainConfig, name) and not config.lora_rank:
             yield f"{name}={getattr(config, name)}: belongs to an adapter, so type its rank too, --lora_rank=16"
     if config.base_precision != "auto" and not config.lora_rank:
         yield f"base_precision={config.base_precision}: only frozen weights can be held so: type --lora_rank=16 too"

@@ -40,14 +40,6 @@ TEXT = texts_here()
 
 
 def main() -> int:
-    try:
-        return report()
-    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def report() -> int:
     parser = ScriptParser(description="Show the progress of runs, from their journals.")
     parser.add_argument("run_dirs", nargs="*", help="default: the run under model_save/ with the newest journal line")
     watching = f"a screen until Ctrl+C; with SECONDS, or without a terminal, reports (default: every {WATCH_SECONDS})"
@@ -67,9 +59,9 @@ def report() -> int:
             time.sleep(seconds or WATCH_SECONDS)
             print(flush=True)
             show(run_dirs)
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
         print(printable(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -124,8 +116,11 @@ def rows_of(run_dir: Path) -> dict[str, str]:
     records = read_journal(path) if path.exists() else []
     if not records:
         return {"state": before_the_journal(run_dir)}
+    figures = Figures()
     try:
-        return describe(view_of(run_dir, records, time.time()), records)
+        for record in records:
+            figures.add(record)
+        return describe(View(str(run_dir), figures, time.time(), read_statuses(run_dir, 1)), records)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{path} has a line that no run writes ({error!r}): delete that line") from error
 
@@ -158,14 +153,6 @@ def newest_run() -> Path:
     if not found:
         raise ValueError("no model_save/*/metrics.jsonl here: name the run directory (its output_dir)")
     return max(found, key=lambda path: path.stat().st_mtime).parent
-
-
-def view_of(run_dir: Path, records: list[dict], now: float) -> View:
-    """The run as its screen sees it, at Unix time `now`; `records` are its journal's lines."""
-    figures = Figures()
-    for record in records:
-        figures.add(record)
-    return View(str(run_dir), figures, now, read_statuses(run_dir, 1))
 
 
 def describe(view: View, records: list[dict]) -> dict[str, str]:

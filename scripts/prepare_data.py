@@ -19,6 +19,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,21 +29,19 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 
 explain_missing_packages()
 
-from rich.cells import cell_len  # noqa: E402
-
-from model.commands.data_report import ignored_words, print_report, print_written  # noqa: E402
+from model.commands.data_report import SHORTENED, count_table, print_problems, print_report, print_written  # noqa: E402
 from model.commands.option_names import ScriptParser  # noqa: E402
-from model.data.cleaning import REASONS, clean_pair  # noqa: E402
+from model.data.cleaning import clean_pair  # noqa: E402
 from model.data.columns import find_columns, list_names  # noqa: E402
 from model.data.conversation import Context  # noqa: E402
+from model.data.file_list import files_in  # noqa: E402
 from model.data.prepared_pairs import HasContext, PreparedPair, in_context, write_parquet  # noqa: E402
-from model.data.readers import NoRows, describe_ignored, read_pairs, read_pairs_in_context, read_rows  # noqa: E402
+from model.data.readers import NoRows, read_pairs, read_pairs_in_context, read_rows  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
-from model.display.console import padded  # noqa: E402
-from model.runtime.atomic_io import make_output_directory  # noqa: E402
+from model.display.meanwhile import activity_shown  # noqa: E402
+from model.runtime.activity import advance, now_doing  # noqa: E402
+from model.runtime.atomic_io import output_directory  # noqa: E402
 
-COLUMNS = ("read", "kept", "malformed", *REASONS, "duplicate")
-SHORTENED = "context shortened"
 VALIDATION_SHARE = 0.01
 MAX_PROBLEMS = 3  # malformed rows that are reported per file
 
@@ -68,22 +67,22 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # file names and the terminal may not be UTF-8
     try:
-        inputs, written = prepare(options)
+        with activity_shown("prepare_data"):
+            inputs, written = prepare(options)
     except (ValueError, OSError) as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
-    print(format_counts(inputs))
+    print(count_table(inputs))
     print_problems(inputs)
-    for source in filter(lambda source: source.ignored, inputs):
-        print(f"{source.path}: {describe_ignored(source.ignored, ignored_words(texts_here()))}")
     print_written(written)
     if options.report:
-        print_report(list(written), options.tokenizer_dir, options.max_seq_len)
+        with activity_shown("prepare_data"):
+            print_report(list(written), options.tokenizer_dir, options.max_seq_len)
 
 
 def parse_options() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("inputs", nargs="+", metavar="IN", help="a .json, .jsonl, .csv, .tsv or .parquet file")
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="json, jsonl, csv, tsv and parquet files, or folders")
     parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
     parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="where validation pairs go")
     parser.add_argument("--validation_share", type=float, metavar="SHARE", help=f"of all pairs ({VALIDATION_SHARE})")
@@ -107,18 +106,16 @@ def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, array]
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}={getattr(options, name)}: give at least 1")
     share = check_share(options)
-    inputs = list(map(Input, check_inputs(options.inputs, outputs)))
-    for output in outputs:
-        make_output_directory(output.parent)
+    inputs = list(map(Input, check_inputs(list_files(options.inputs), outputs)))
     partials = [output.with_name(f".{output.name}.{os.getpid()}.partial") for output in outputs]
-    try:
+    with ExitStack() as stack:
+        for partial in partials:
+            stack.enter_context(output_directory(partial.parent))
+            stack.callback(partial.unlink, missing_ok=True)
         prompts = write_readable(inputs, options, partials, share)
         refuse_result(inputs, list(map(len, prompts)), share)
         for partial, output in zip(partials, outputs, strict=True):
             os.replace(partial, output)
-    finally:
-        for partial in partials:
-            partial.unlink(missing_ok=True)
     return inputs, dict(zip(outputs, prompts, strict=True))
 
 
@@ -156,7 +153,7 @@ def refuse_result(inputs: list[Input], counts: list[int], share: float) -> None:
     if not counts[0]:
         reasons = [source.failure for source in inputs if source.failure]
         if len(reasons) < len(inputs):
-            reasons.append("no pair is left, so nothing was written:\n" + format_counts(inputs))
+            reasons.append("no pair is left, so nothing was written:\n" + count_table(inputs))
         raise ValueError("\n".join(reasons))
     if not all(counts):
         raise ValueError(f"--validation_share={share}: none of {counts[0]:,} pairs; give more, nothing was written")
@@ -177,6 +174,18 @@ def check_outputs(options: argparse.Namespace) -> list[Path]:
     if len(set(map(identity, outputs.values()))) < len(outputs):
         raise ValueError(f"--output and --validation_output are both {options.output}: give two names")
     return list(outputs.values())
+
+
+def list_files(paths: list[str]) -> list[str]:
+    """The paths, with the files in a folder for the folder, which are named on stderr."""
+    found = []
+    for path in paths:
+        files = files_in(path)
+        if files != [path]:
+            names = ", ".join(Path(file).name for file in files)
+            print("prepare_data:", texts_here()("prepare.folder", path=path, names=names), file=sys.stderr)
+        found += files
+    return found
 
 
 def check_inputs(paths: list[str], outputs: list[Path]) -> list[str]:
@@ -215,7 +224,10 @@ def check_share(options: argparse.Namespace) -> float:
 def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[PreparedPair]:
     """Yield the cleaned pairs without duplicates over all files; sets the inputs' counts and failures."""
     seen = set()
-    for source in (source for source in inputs if not source.failure):
+    for number, source in enumerate(inputs, start=1):
+        if source.failure:
+            continue
+        now_doing(texts_here()("prepare.reading", path=source.path, number=number, count=len(inputs)))
         try:
             yield from clean_file(source, options, seen)
         except (ValueError, OSError) as error:
@@ -234,6 +246,7 @@ def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> 
             source.counts[SHORTENED] += is_shortened
             cleaned = "duplicate" if (key := pair.key()) in seen else "kept"
         source.counts["read"] += 1
+        advance(1)
         source.counts[cleaned] += 1
         if cleaned == "kept":
             seen.add(key)
@@ -269,35 +282,6 @@ def describe_empty_side(source: Input, has_prompt: bool, options: argparse.Names
         f"{source.path}: the {side} is empty in all {num_rows:,} rows (read from {', '.join(map(repr, used))}; columns "
         f"found: {list_names(names)}); name the right one with --{side}_column=NAME, or leave the file out"
     )
-
-
-def format_counts(inputs: list[Input]) -> str:
-    """A table with one line per input, one for the total, and one column for each of COLUMNS."""
-    total = sum((source.counts for source in inputs), Counter())
-    text = texts_here()
-    rows = [(Path(source.path).name, source.counts) for source in inputs] + [(text("prepare.total"), total)]
-    width = max(cell_len(name) for name, _ in rows)
-    titles = {column: padded(text(f"column.{column}"), 9, right=True) for column in COLUMNS}
-    lines = ["  ".join([" " * width, *titles.values()])]
-    for name, counts in rows:
-        cells = (f"{counts[column]:,}".rjust(cell_len(title)) for column, title in titles.items())
-        lines.append("  ".join([padded(name, width), *cells]))
-    return "\n".join(lines)
-
-
-def print_problems(inputs: list[Input]) -> None:
-    """Print to stderr the first malformed rows of each input and the inputs that could not be read to their end."""
-    text = texts_here()
-    for source in inputs:
-        lines = [text("prepare.left_out", problem=problem) for problem in source.problems]
-        if (others := source.counts["malformed"] - len(source.problems)) > 0:
-            lines.append(text("prepare.more", count=others, path=source.path))
-        if count := source.counts[SHORTENED]:
-            lines.append(text("prepare.shortened", count=count, path=source.path))
-        if source.failure:
-            lines.append(text("prepare.whole_file", problem=source.failure))
-        for line in lines:
-            print(f"prepare_data: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,11 @@ END
 }
 
 [[ $# -ge 2 && $1 == -t ]] || usage
-adafactor=(--optimizer=adafactor --learn_rate=0.01)
 case $2 in # a resumed run keeps its options, so each profile sets all memory options
 deepspeed) levers=(--gpu_memory_limit_gb=0 --gradient_checkpointing=auto) ;;
 stage2_offload) levers=(--gpu_memory_limit_gb=12 --gradient_checkpointing=auto) ;;
-stage3) levers=(--gpu_memory_limit_gb=6 --gradient_checkpointing=auto "${adafactor[@]}") ;;
-minimal) levers=(--gpu_memory_limit_gb=4 --gradient_checkpointing=True "${adafactor[@]}") ;;
+stage3) levers=(--gpu_memory_limit_gb=6 --gradient_checkpointing=auto --optimizer=adafactor) ;;
+minimal) levers=(--gpu_memory_limit_gb=4 --gradient_checkpointing=True --optimizer=adafactor) ;;
 lora | qlora)
     levers=(--is_finetune=True --lora_rank=16 --gpu_memory_limit_gb=0 --gradient_checkpointing=auto)
     [[ $2 == lora ]] || levers+=(--base_precision=nf4)

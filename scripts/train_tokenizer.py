@@ -19,13 +19,16 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 explain_missing_packages()
 
 from model.commands.option_names import ScriptParser  # noqa: E402
+from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.readers import read_pairs  # noqa: E402
 from model.data.text_files import open_text  # noqa: E402
 from model.data.tokenizer import count_merged_tokens, load_tokenizer  # noqa: E402
 from model.data.tokenizer_training import train_tokenizer  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
 from model.display.console import padded  # noqa: E402
-from model.runtime.atomic_io import make_output_directory  # noqa: E402
+from model.display.meanwhile import activity_shown  # noqa: E402
+from model.runtime.activity import advance, now_doing  # noqa: E402
+from model.runtime.atomic_io import output_directory  # noqa: E402
 
 HELD_OUT_EVERY = 100  # rows
 MAX_HELD_OUT_ROWS = 5_000
@@ -42,7 +45,9 @@ def read_lines(path: Path) -> Iterator[str]:
 
 def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     """Yield the texts of each row of all files: one line, or a prompt and a response."""
-    for path in options.files:
+    paths = [Path(file) for path in options.files for file in files_in(str(path), (*SUFFIXES, ".txt"))]
+    for number, path in enumerate(paths, start=1):
+        now_doing(texts_here()("tokenizer.reading", path=path, number=number, count=len(paths)))
         if path.suffix.lower() == ".txt":
             yield from ((line.rstrip("\r\n"),) for line in read_lines(path))
         else:
@@ -53,18 +58,19 @@ def texts_to_learn(rows: Iterator[tuple[str, ...]], held_out: list[str]) -> Iter
     """Yield the texts of the rows; one row in HELD_OUT_EVERY, up to MAX_HELD_OUT_ROWS, goes to `held_out` instead."""
     num_held_out_rows = 0
     for index, row in enumerate(rows):
+        advance(1)
         if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 and num_held_out_rows < MAX_HELD_OUT_ROWS:
             held_out.extend(row)
             num_held_out_rows += 1
         else:
             yield from row
+    now_doing(texts_here()("tokenizer.learning"))
 
 
-def prepare_output(output_dir: Path, overwrite: bool) -> None:
-    """Make the directory before training. Raises ValueError if that fails or the directory has a tokenizer already."""
+def check_output(output_dir: Path, overwrite: bool) -> None:
+    """Raise ValueError if the directory has a tokenizer already."""
     if (output_dir / "tokenizer.json").exists() and not overwrite:
         raise ValueError(f"--output_dir={output_dir}: it has a tokenizer already; give another, or add --overwrite")
-    make_output_directory(output_dir)
 
 
 def print_summary(output_dir: Path, held_out: list[str], seconds: float) -> None:
@@ -84,7 +90,7 @@ def print_summary(output_dir: Path, held_out: list[str], seconds: float) -> None
 
 def parse_arguments() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, help="parquet, json, jsonl, csv, tsv or txt")
+    parser.add_argument("files", nargs="+", type=Path, help="parquet, json, jsonl, csv, tsv and txt files, or folders")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 400")
     parser.add_argument("--prompt_column", default="", help="found by name when not given")
@@ -100,8 +106,10 @@ def main() -> int:
     held_out: list[str] = []
     started = time.perf_counter()
     try:
-        prepare_output(options.output_dir, options.overwrite)
-        train_tokenizer(texts_to_learn(read_rows_of_texts(options), held_out), options.vocab_size, options.output_dir)
+        check_output(options.output_dir, options.overwrite)
+        texts = texts_to_learn(read_rows_of_texts(options), held_out)
+        with output_directory(options.output_dir), activity_shown("train_tokenizer"):
+            train_tokenizer(texts, options.vocab_size, options.output_dir)
         print_summary(options.output_dir, held_out, time.perf_counter() - started)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -67,12 +67,18 @@ def codes_of(page):
     return [sorted(code for code in re.findall(r"`[^`]+`", row) if code.isascii()) for row in rows]
 
 
+def figures_of(page):
+    """The decimal fractions of the page's prose and tables, but for counts in 亿, 万, k and M."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", prose_of(text_of(page)))
+    return set(re.findall(r"\d+\.\d+(?![\d\s]*[亿万kM])", text))
+
+
 def test_both_languages_have_the_same_pages():
     names = [sorted(path.name for path in (GUIDE / language).iterdir()) for language in ("en", "zh")]
     assert names[0] == names[1] and len(names[0]) >= 6
 
 
-@pytest.mark.parametrize("part", [shape_of, commands_of, links_of, codes_of])
+@pytest.mark.parametrize("part", [shape_of, commands_of, links_of, codes_of, figures_of])
 @pytest.mark.parametrize("english, chinese", PAIRS)
 def test_both_languages_have_the_same(english, chinese, part):
     assert part(english) == part(chinese)

@@ -1,4 +1,4 @@
-"""Promises of the README that need several processes or a kill to test."""
+"""Promises of docs/architecture.md that need several processes or a kill to test."""
 
 import functools
 import json

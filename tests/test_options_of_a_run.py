@@ -133,6 +133,7 @@ def test_a_prefix_is_in_training_and_in_the_exported_model(home, prefixed):
     assert refused(changed, f"has trained with prompt_prefix={PREFIX}")
     for key in ("first.tokenizer", "first.random", "next.chat"):  # the words before the first value
         assert CATALOGUE["zh"][key].split("{")[0] in text
+    assert "plots/" not in text, "plots=False draws none"
 
 
 @pytest.mark.parametrize("kind", ["best", "last"])

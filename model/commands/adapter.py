@@ -75,6 +75,8 @@ def _base_of_source(config, typed):
     if directory:
         adapter = read_adapter(directory)
         _check_typed(config, typed, adapter.lora, directory)
+        if "lora_init" in typed:
+            raise ValueError(f"--lora_init={config.lora_init}: the adapter in {directory} has weights: leave it out")
         lora = adapter.lora
         if "lora_dropout" in typed:
             lora = replace(lora, dropout=config.lora_dropout)
@@ -141,7 +143,7 @@ def with_adapter(config, start):
 def without_adapter(config):
     """`config` of a run that trains no adapter."""
     nothing = dict(lora_rank=0, lora_alpha=0.0, lora_targets="", lora_dropout=0.0, use_rslora=False)
-    nothing |= dict(base_precision="auto")
+    nothing |= dict(lora_init="uniform", base_precision="auto")
     return replace(config, **nothing)
 
 

@@ -5,6 +5,7 @@ else), 16 without.
 """
 
 import io
+import sys
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,15 +14,21 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from rich.cells import cell_len
 
+from model.data.cleaning import REASONS
 from model.data.conversation import encode_questions
 from model.data.near_duplicates import SIMILARITY, Signatures
 from model.data.prepared_pairs import PreparedPair
-from model.data.readers import IGNORED_WORDS, read_pairs_in_context
+from model.data.readers import IGNORED_WORDS, describe_ignored, read_pairs_in_context
 from model.data.tokenizer import BYTE_TOKENS, ChatTokenizer, load_tokenizer
-from model.display.catalogue import Texts, texts_here
+from model.display.catalogue import texts_here
+from model.display.console import padded
+from model.runtime.activity import advance, now_doing
 from model.runtime.atomic_io import write_file
 
+COLUMNS = ("read", "kept", "malformed", *REASONS, "duplicate")
+SHORTENED = "context shortened"
 BATCH_ROWS, NO_LIMIT = 2_000, 1 << 40
 PERCENTILES = (50, 90, 95, 99, 100)
 SIDES = ("prompt", "response")
@@ -65,9 +72,36 @@ class Contents:
             self.signatures.add(f"{prompt}\n{response}" for prompt, response in zip(prompts, responses, strict=True))
 
 
-def ignored_words(text: Texts) -> dict[str, str]:
-    """The words of `text` for describe_ignored."""
-    return {name: text(f"ignored.{name}") for name in IGNORED_WORDS}
+def count_table(inputs: list) -> str:
+    """A table with one line per input, one for the total, and one column for each of COLUMNS."""
+    total = sum((source.counts for source in inputs), Counter())
+    text = texts_here()
+    rows = [(Path(source.path).name, source.counts) for source in inputs] + [(text("prepare.total"), total)]
+    width = max(cell_len(name) for name, _ in rows)
+    titles = {column: padded(text(f"column.{column}"), 9, right=True) for column in COLUMNS}
+    lines = ["  ".join([" " * width, *titles.values()])]
+    for name, counts in rows:
+        cells = (f"{counts[column]:,}".rjust(cell_len(title)) for column, title in titles.items())
+        lines.append("  ".join([padded(name, width), *cells]))
+    return "\n".join(lines)
+
+
+def print_problems(inputs: list) -> None:
+    """Print what was left out: to stderr malformed rows and whole files, to stdout what no option asks for."""
+    text = texts_here()
+    ignored = {name: text(f"ignored.{name}") for name in IGNORED_WORDS}
+    for source in inputs:
+        lines = [text("prepare.left_out", problem=problem) for problem in source.problems]
+        if (others := source.counts["malformed"] - len(source.problems)) > 0:
+            lines.append(text("prepare.more", count=others, path=source.path))
+        if count := source.counts[SHORTENED]:
+            lines.append(text("prepare.shortened", count=count, path=source.path))
+        if source.failure:
+            lines.append(text("prepare.whole_file", problem=source.failure))
+        for line in lines:
+            print(f"prepare_data: {line}", file=sys.stderr)
+        if source.ignored:
+            print(f"{source.path}: {describe_ignored(source.ignored, ignored)}")
 
 
 def print_written(written: dict[Path, array]) -> None:
@@ -108,8 +142,10 @@ def read_contents(path: Path, tokenizer: ChatTokenizer | None, near: bool) -> Co
     """Contents of a file, with signatures if `near`. Raises ValueError for an unreadable file."""
     contents = Contents(path, signatures=Signatures() if near else None)
     pairs = read_pairs_in_context(path)
+    now_doing(texts_here()("report.reading", path=path))
     while batch := list(islice(pairs, BATCH_ROWS)):
         contents.add(batch, tokenizer)
+        advance(len(batch))
     return contents
 
 

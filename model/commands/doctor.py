@@ -24,7 +24,8 @@ from model.commands.origin import find_origin
 from model.commands.plan_report import memory_here, predict
 from model.commands.recipe import resolve
 from model.commands.run_data import source_of
-from model.commands.same_run import check_same_run, new_state
+from model.commands.same_run import check_same_run
+from model.commands.setup import new_state
 from model.commands.space import Row, disk_row, memory_rows, output_dir_row, shared_memory_row
 from model.data.file_list import data_files, unweighted_files
 from model.data.sampler import mixture_of

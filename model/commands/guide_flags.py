@@ -48,7 +48,11 @@ VALUES = {
     "overwrite_output_dir": (dict(true="overwrite=True", false=NOTHING), "give no value, or True or False"),
     "lora_bias": ({"none": NOTHING}, "no bias is trained: leave it out"),
     "bias": ({"none": NOTHING}, "no bias is trained: leave it out"),
-    "init_lora_weights": ({"true": NOTHING}, "A is drawn as PEFT draws it by default, B is zero: leave it out"),
+    "init_lora_weights": (
+        {"true": NOTHING, "gaussian": "lora_init=gaussian"}, "give True (uniform) or gaussian: B is zero",
+    ),
+    "use_dora": ({"false": NOTHING}, "DoRA is not supported: leave it out for LoRA, or type --use_rslora"),
+    "modules_to_save": ({"none": NOTHING, "[]": NOTHING, "": NOTHING}, "no other weights are trained: leave it out"),
     "fan_in_fan_out": ({"false": NOTHING}, "it is of Conv1D layers, which no network here has: leave it out"),
     "use_lora": ({"true": NOTHING}, "for all weights, type python train_low_mem.py train"),
     "finetuning_type": ({"lora": NOTHING}, "for all weights, type python train_low_mem.py train"),

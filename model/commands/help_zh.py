@@ -20,6 +20,7 @@ HELP_ZH = dict(
     lora_targets="哪些线性层有适配器，例如 q,v；空：全部",
     lora_dropout="适配器输入的丢弃概率",
     use_rslora="按 alpha / sqrt(rank) 缩放",
+    lora_init="适配器的 A 的初始值：uniform（均匀分布）或 gaussian（正态分布），和 PEFT 一样；B 为零",
     base_precision="底座的矩阵：auto（按计算精度保存）、nf4（每个数 4 位）",
     epochs="用 train_file 训练几轮",
     max_steps="训练的步数，代替 epochs；0：由 epochs 决定",
@@ -99,7 +100,7 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
     },
     "prepare_data": {
         "": "清洗数据文件，把问答对写成一个 parquet 文件，并按原因统计丢弃的行。",
-        "inputs": FILES,
+        "inputs": f"{FILES}，或文件夹",
         "output": "输出的 parquet 文件",
         "validation_output": "验证数据写到哪个文件",
         "validation_share": "验证数据占全部问答对的比例（0.01）",
@@ -121,7 +122,7 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
         [--prompt_column NAME] [--response_column NAME] [--overwrite]
 
 每一百行留出一行，用来测量每个词元平均有几个字符。""",
-        "files": f"{FILES}，或 txt 文件",
+        "files": f"{FILES}、txt 文件，或文件夹",
         "output_dir": "分词器写到哪个目录",
         "vocab_size": "词表的词元数，至少 400",
         "prompt_column": f"问题所在的列；{BY_NAME}",

@@ -34,7 +34,7 @@ def fill_model(ranks, model, recipe, origin):
     elif ranks.is_main:  # only rank 0 has the tensors
         load_into(model, origin.weights, source)
     if origin.adapter:
-        draw(model, seed)
+        draw(model, seed, recipe.config.lora_init)
         if origin.adapter.tensors:  # rank 0 alone has them
             load_into(model, LoadedWeights(origin.adapter.tensors), source)
     broadcast(ranks, model.flat.weights)

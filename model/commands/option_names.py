@@ -30,8 +30,9 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "optimizer": "optim optimizer_type optimizer_name",
     "max_grad_norm": "clip_grad clip_grad_norm grad_clip gradient_clipping gradient_clip_val",
     "weight_decay": "wd",
-    "lora_rank": "lora_r lora_dim lora",
+    "lora_rank": "lora_r r lora_dim lora",
     "lora_targets": "lora_target lora_target_modules target_modules",
+    "lora_init": "init_lora_weights",
     "epochs": "num_train_epochs num_epochs max_epochs n_epochs train_epochs",
     "max_steps": "num_steps total_steps num_train_steps max_train_steps train_steps max_iters num_iters total_iters "
     "train_iters num_iterations max_updates total_updates num_updates",
@@ -80,6 +81,8 @@ NEEDLESS = {  # pattern of option names: why they may be left out
     r"load_best_model_at_end": "best/ always has the best model of the run",
     r"device_map|low_cpu_mem_usage": "weights are read from the mapped file straight to the device",
     r"trust_remote_code": "no code of a model is ever run",
+    r"(fp16|bf16)_full_eval": "an evaluation computes as the training does, in bf16 where the GPU has it, and keeps no "
+    "second copy of the weights",
     r"use_cache": "training keeps no cache of keys and values",
     r"remove_unused_columns|ddp_find_unused_parameters|gradient_checkpointing_kwargs": "it is not needed",
     r"bnb_4bit_(quant_)?storage(_dtype)?|quant_method|llm_int8_\w+|prepare_model_for_kbit_training": "four bits are "
@@ -94,6 +97,8 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     "shows: torchrun or accelerate",
     r"(cpu_)?(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "each GPU holds the whole model: for less memory type "
     "--gpu_memory_limit_gb=G, --optimizer=adafactor or --gradient_checkpointing=True; `plan` shows what each saves",
+    r"(use_)?(dora|pissa|olora|loftq|adalora|loraplus)(_\w+)?": "only LoRA and rsLoRA are supported: leave it out for "
+    "LoRA, or type --use_rslora=True",
     r"use_(lora|peft)|(use_)?(qlora|peft|adapter)(_\w+)?|finetuning_type|quantization_bit|load_in_[48]bit": "an "
     "adapter is trained with --lora_rank=16, on a base that is held in four bits with --base_precision=nf4",
     r"(eval|evaluation)_strategy|do_eval|evaluate": "type --eval_steps=N, 0 for once per epoch, or --validation_file= "
@@ -105,6 +110,7 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     r"(valid|val|validation|eval|test)_(ratio|split|size|share)": "scripts/prepare_data.py splits the data: give it "
     "--validation_share",
     r"max(_train|_eval)?_samples|num_samples|max_examples": "all pairs of the file are used: give a shorter file",
+    r"min_(length|len|seq_len|chars)": "pairs of any length are used: drop short ones from the file",
     r"vocab_size": "the tokenizer sets it: type it for scripts/train_tokenizer.py or for `plan`",
     r"device|gpus?|gpu_ids?|no_cuda|use_cpu|use_cuda": "set CUDA_VISIBLE_DEVICES in the environment, empty for the CPU",
     r"adam_(beta[12]|epsilon)|betas?|beta[12]|momentum": "the value is fixed in model/train: leave it out",

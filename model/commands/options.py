@@ -19,7 +19,7 @@ ANOTHER_RUN = (
     "or start another run, without --is_keep_training=True: --output_dir=DIR keeps both, --overwrite=True moves this "
     "one aside"
 )
-ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "base_precision")
+ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "lora_init", "base_precision")
 FILE_OPTIONS = dict(train_file=data_files, validation_file=unweighted_files, test_file=unweighted_files)
 PRESET_FLAGS = (
     "--is_finetune=True", "--use_small_config=True (fine-tuning)", "--use_fast_config=True (fine-tuning)",
@@ -138,17 +138,12 @@ def _merge_options(preset, stored, typed):
             f"leave it out, {ANOTHER_RUN}"
         )
     before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
-    kept = dict.fromkeys(("optimizer", "trainable"), "the optimizer state of ") | dict(prompt_prefix="trained with ")
+    kept = dict.fromkeys(("optimizer", "trainable"), "has the optimizer state of")
+    kept |= dict(prompt_prefix="has trained with") | dict.fromkeys(ADAPTER_SHAPE, "was started with")
     for name, what in kept.items():
         if before[name] != now[name]:
-            raise ValueError(
-                f"--{name}={now[name]}: this run has {what}{name}={before[name]}: leave it out, {ANOTHER_RUN}"
-            )
-    for name in ADAPTER_SHAPE:
-        if before[name] != now[name]:
-            raise ValueError(
-                f"--{name}={now[name]}: this run was started with {name}={before[name]}: leave it out, {ANOTHER_RUN}"
-            )
+            option, instead = _who_set(name, now[name])
+            raise ValueError(f"{option}: this run {what} {name}={before[name]}: {instead}, {ANOTHER_RUN}")
     for name, other in (("max_steps", "epochs"), ("epochs", "max_steps")):  # the one typed last sets the length
         if name in typed:
             stored = {key: value for key, value in stored.items() if key != other}
@@ -156,6 +151,14 @@ def _merge_options(preset, stored, typed):
         # the product replaces the stored global batch
         stored = {name: value for name, value in stored.items() if name != "global_batch_size"}
     return stored | typed
+
+
+def _who_set(name, value):
+    """(the option as the user knows it, what to do about it); a launcher's profile sets options that nobody typed."""
+    command = os.environ.get("CHAT_COMMAND", "").strip()
+    if not command or f"--{name}" in command.replace("-", "_").replace("__", "--"):
+        return f"--{name}={value}", "leave it out"
+    return f"{command} means --{name}={value}", "go on with the command that started it"
 
 
 def check_learn_rate(config):

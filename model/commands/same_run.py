@@ -1,28 +1,9 @@
 """Whether a checkpoint belongs to a run with these options and data."""
 
 from model.commands.options import ANOTHER_RUN
-from model.nn.lora import lora_values
-from model.nn.registry import config_values
-from model.run.train_state import TrainState
 
 CHECKED = (("objective", "objective"), ("tokenizer", "tokenizer_fingerprint"), ("seed", "seed"))
 CHECKED += (("training pairs", "num_pairs"), ("weights of the training files (pairs an epoch/pairs)", "mixture"))
-
-
-def new_state(recipe, tokenizer, train, mixture, validation=None):
-    """TrainState before the first step of a run on the TokenStore `train`, evaluated on `validation` (or nothing).
-
-    An empty `train` stands for pairs that are unknown.
-    """
-    config, lora = recipe.config, recipe.spec.lora
-    return TrainState(
-        first_batch=recipe.global_batch, seed=config.seed, num_pairs=len(train),
-        ids_sha256=train.meta["ids_sha256"] if train else "", max_seq_len=config.max_seq_len,
-        shape=config_values(recipe.model_config), lora=lora and lora_values(lora),
-        tokenizer_fingerprint=tokenizer.fingerprint, world_size=recipe.machine.num_processes,
-        validation=validation.identity if validation else "", objective=config.objective,
-        best_metric=recipe.rules.best_metric, mixture=mixture.identity if mixture else "",
-    )  # fmt: skip
 
 
 def check_same_run(found, train_file, fresh):

@@ -14,10 +14,12 @@ from model.commands.origin import find_origin, newest_checkpoint, read_derived, 
 from model.commands.recipe import resolve
 from model.commands.run import Run
 from model.commands.run_data import open_data, open_examples
-from model.commands.same_run import check_same_run, new_state, why_not_compared
+from model.commands.same_run import check_same_run, why_not_compared
 from model.data.file_list import unweighted_files
 from model.memory.plan import MemoryPlan, choose_plan
-from model.run.train_state import kept_recovery, state_values
+from model.nn.lora import lora_values
+from model.nn.registry import config_values
+from model.run.train_state import TrainState, kept_recovery, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import agree, from_main
 from model.runtime.laps import lap
@@ -126,6 +128,22 @@ def _initial_state(run, found):
     return replace(
         state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len, shape=fresh.shape, lora=fresh.lora
     )
+
+
+def new_state(recipe, tokenizer, train, mixture, validation=None):
+    """TrainState before the first step of a run on the TokenStore `train`, evaluated on `validation` (or nothing).
+
+    An empty `train` stands for pairs that are unknown.
+    """
+    config, lora = recipe.config, recipe.spec.lora
+    return TrainState(
+        first_batch=recipe.global_batch, seed=config.seed, num_pairs=len(train),
+        ids_sha256=train.meta["ids_sha256"] if train else "", max_seq_len=config.max_seq_len,
+        shape=config_values(recipe.model_config), lora=lora and lora_values(lora),
+        tokenizer_fingerprint=tokenizer.fingerprint, world_size=recipe.machine.num_processes,
+        validation=validation.identity if validation else "", objective=config.objective,
+        best_metric=recipe.rules.best_metric, mixture=mixture.identity if mixture else "",
+    )  # fmt: skip
 
 
 def prepare_test(ranks, config):

@@ -183,7 +183,8 @@ def best_line(run, state, text):
 def next_lines(run, state, text):
     """What to type next."""
     model = run.dir / ("last" if state.best_loss is None else "best")
-    return [text(f"next.{what}", model=model, run_dir=run.dir) for what in ("chat", "serve", "test", "plot")]
+    see = "plot" if run.rules.draws_plots else "curves"
+    return [text(f"next.{what}", model=model, run_dir=run.dir) for what in ("chat", "serve", "test", see)]
 
 
 def device_name(device):

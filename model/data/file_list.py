@@ -28,7 +28,7 @@ def data_files(text):
     for name in names:
         try:
             path, weight = _parse(name)
-            found += [DataFile(each, weight) for each in _files_in(path)]
+            found += [DataFile(each, weight) for each in files_in(path)]
         except ValueError as error:
             problems.append(str(error))
     paths = [file.path for file in found]
@@ -56,14 +56,14 @@ def _parse(name):
     return match["name"], weight
 
 
-def _files_in(path):
-    """The path of a file, or those of the files in a folder."""
+def files_in(path, suffixes=SUFFIXES):
+    """The path of a file, or those of the files in a folder, by name; ValueError for a folder without any."""
     folder = Path(path)
     if not folder.is_dir():
         return [path]
-    found = [str(each) for each in sorted(folder.iterdir()) if each.suffix.lower() in SUFFIXES and each.is_file()]
+    found = [str(each) for each in sorted(folder.iterdir()) if each.suffix.lower() in suffixes and each.is_file()]
     if not found:
-        raise ValueError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file")
+        raise ValueError(f"{path}: the folder holds no {', '.join(suffixes)} file")
     return found
 
 

@@ -173,8 +173,7 @@ def read_rows(
 
 def _rows(path: Path, request: _Request) -> Iterator[tuple[dict, Context | None]]:
     if not path.is_file():
-        folder = f"it is a folder; name a file in it (prepare_data takes several: {path}/*.json)"
-        raise ValueError(f"{path}: {folder if path.is_dir() else 'no such file; check the name'}")
+        raise ValueError(f"{path}: " + ("it is a folder; name a file in it" if path.is_dir() else "no such file"))
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         hint = f"; {PLAIN_TEXT} (scripts/train_tokenizer.py reads it)" if path.suffix.lower() == ".txt" else ""

@@ -74,6 +74,7 @@ WORDS = {
         "next.chat": "talk to it:    python scripts/chat.py {model}",
         "next.serve": "serve it:      python scripts/serve.py {model} --run {run_dir}",
         "next.test": "test it:       python train_low_mem.py test --output_dir={run_dir} --test_file=FILE",
+        "next.curves": "see it:        python scripts/check_training_progress.py {run_dir}",
         "next.plot": "see it:        {run_dir}/plots/loss.png, or python scripts/check_training_progress.py {run_dir}",
         # warnings
         "overfit": "the validation {metric} has not become better for {count} evaluations, the best was at step "
@@ -208,6 +209,7 @@ WORDS = {
         "next.chat": "和它对话：  python scripts/chat.py {model}",
         "next.serve": "提供服务：  python scripts/serve.py {model} --run {run_dir}",
         "next.test": "测试：      python train_low_mem.py test --output_dir={run_dir} --test_file=文件",
+        "next.curves": "看进度：    python scripts/check_training_progress.py {run_dir}",
         "next.plot": "看曲线：    {run_dir}/plots/loss.png，或 python scripts/check_training_progress.py {run_dir}",
         "overfit": "验证{metric}已有 {count} 次评估没有变好，最好的在第 {step:,} 步："
         "模型多半在死记训练数据（过拟合）。best/ 保留最好的模型；可以增加数据、减少 --epochs 或用 --dropout=0.1，"

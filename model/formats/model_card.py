@@ -91,7 +91,7 @@ def _metadata(facts, model_type, is_encoder_decoder, library):
             "    dataset:", "      type: custom", f"      name: {_quoted(facts.file)}", "    metrics:",
         ]  # fmt: skip
         for name, value in facts.scores.items():
-            lines += [f"    - type: {_quoted(name)}", f"      value: {_rounded(name, value)}"]
+            lines += [f"    - type: {_quoted(name)}", f"      value: {_rounded(name, value, 6)}"]
     return "\n".join(["---", *lines, "---"])
 
 
@@ -105,9 +105,9 @@ def _score_rows(facts):
     return {"measured on": facts.file} | scores if scores else {}
 
 
-def _rounded(name, value):
-    """A score as text: BLEU and chrF, which run from 0 to 100, with two places, others with four digits."""
-    return f"{value:.2f}" if name in ("bleu", "chrf") else f"{value:.4g}"
+def _rounded(name, value, digits=4):
+    """A score as text: BLEU and chrF, which run from 0 to 100, with two places, others with so many digits."""
+    return f"{value:.2f}" if name in ("bleu", "chrf") else f"{value:.{digits}g}"
 
 
 def _table(rows):

@@ -1,1 +1,1 @@
-"""Generates token ids from token ids. Knows the network, but no tokenizer and no run."""
+"""Ids to new ids: decoding, sampling, slots. Knows no tokenizer and no run."""

@@ -119,11 +119,16 @@ def attach(model, lora):
 
 
 @torch.no_grad()
-def draw(model, seed):
-    """Draw the adapters' weights as PEFT does: A uniform in ±1 / sqrt(inputs), B zero; returns the model."""
+def draw(model, seed, init="uniform"):
+    """The model with adapters drawn as PEFT draws them: A uniform in ±1 / sqrt(inputs) or gaussian, B zero.
+
+    The standard deviation of a gaussian A is 1 / rank.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
-        if is_factor(name, "lora_A"):
+        if is_factor(name, "lora_A") and init == "gaussian":
+            p.copy_(torch.randn(p.shape, generator=generator) / len(p))
+        elif is_factor(name, "lora_A"):
             p.copy_((torch.rand(p.shape, generator=generator) * 2 - 1) * p.shape[1] ** -0.5)
         elif is_factor(name, "lora_B"):
             p.zero_()

@@ -52,8 +52,24 @@ def make_directory(path):
         fsync(directory.parent)
 
 
-def make_output_directory(path):
-    """Create the directory `path` that a user named; raises ValueError if it cannot be created."""
+@contextmanager
+def output_directory(path):
+    """The directory `path` that a user named, made for the block; where that fails, what was made is gone again.
+
+    Raises ValueError if it cannot be created.
+    """
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    try:
+        _make_output(path)
+        yield
+    except BaseException:
+        for directory in missing:
+            with suppress(OSError):  # it was never made, or holds what another process wrote
+                directory.rmdir()
+        raise
+
+
+def _make_output(path):
     try:
         make_directory(path)
     except OSError as error:

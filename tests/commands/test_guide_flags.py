@@ -58,6 +58,7 @@ def test_each_flag_of_a_scheme_is_used_and_told_in_one_line(folder, scheme):
         ("--optim paged_adamw_8bit", dict(optimizer="adamw")),
         ("--optim=adafactor --learning_rate 1e-2", dict(optimizer="adafactor")),
         ("--lora_target_modules q_proj v_proj", dict(lora_targets="q_proj,v_proj")),
+        ("--target_modules q_proj v_proj --r 4 --bias none --modules_to_save []", dict(lora_rank="4")),
         ("--lora_target_modules all-linear --lora-r 8", dict(lora_targets="", lora_rank="8")),
         ("--use_4bit False --bf16 False", dict(base_precision="auto", mixed_precision="no")),
         ("--save_total_limit 1", dict(keep_latest_n_ckp="2")),
@@ -66,6 +67,7 @@ def test_each_flag_of_a_scheme_is_used_and_told_in_one_line(folder, scheme):
         ("--gradient_checkpointing --max_grad_norm 1.0", dict(gradient_checkpointing="True", max_grad_norm="1.0")),
         ("--fp16 False --evaluation_strategy no", dict(validation_file="")),
         ("--max_steps 100 --report_to none", dict(max_steps="100", tracker="")),
+        ("--init_lora_weights gaussian --fp16_full_eval --use_dora False", dict(lora_init="gaussian")),
         ("--gpu_memory_limit_gb=12 --seed 1", dict(gpu_memory_limit_gb="12", seed="1")),
     ],
 )
@@ -85,6 +87,8 @@ def test_all_problems_are_named_at_once_with_what_to_type(folder):
     ):  # fmt: skip
         assert part in text, text
     assert len(text.splitlines()) == 1 + 7
+    text = problems("--use_dora")
+    assert "--use_dora: DoRA is not supported: leave it out for LoRA, or type --use_rslora" in text
     text = problems("--load_in_8bit --qlora --num_train_epochs x")
     assert "--num_train_epochs=x: this option takes" in text
     assert "--load_in_8bit: the base is held in four bits with --use_4bit" in text and text.count("--use_4bit") == 2

@@ -214,8 +214,12 @@ def test_stored_options_are_used_also_if_a_kill_left_the_checkpoint_aside(tmp_pa
 @pytest.mark.parametrize(
     ("name", "before", "now"), [("optimizer", "muon", "adafactor"), ("trainable", "all", "decoder")]
 )
-def test_a_resumed_run_cannot_change_its_optimizer_or_trainable_weights(tmp_path, name, before, now):
+def test_a_resumed_run_cannot_change_its_optimizer_or_trainable_weights(tmp_path, monkeypatch, name, before, now):
     write_run(tmp_path, dict(preset="pretrain", given={}))
+    monkeypatch.setenv("CHAT_COMMAND", "./run_train.sh -t stage3 ")
+    with pytest.raises(ValueError, match=rf"^\./run_train.sh -t stage3 means --{name}={now}: this run.*started it"):
+        request(tmp_path, "is_keep_training", **{name: now})
+    monkeypatch.setenv("CHAT_COMMAND", f"./run_train.sh -t stage3 --{name}={now}")
     with pytest.raises(
         ValueError,
         match=f"--{name}={now}: this run has the optimizer state of {name}={before}.*leave it out.*overwrite",

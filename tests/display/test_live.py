@@ -25,12 +25,11 @@ import pytest
 import torch
 
 from model.display.live import Pacing
-from model.run.journal import read_journal
 from model.runtime import fault_injection
 from model.runtime.watchdog import watch_signals
-from scripts.check_training_progress import describe, view_of
+from scripts.check_training_progress import rows_of
 from tests.ranks import fork, free_port
-from tests.tiny import words
+from tests.tiny import journal, words
 from train_low_mem import main
 
 ALTERNATE = 1049 << 5  # pyte's number of the private mode
@@ -177,11 +176,6 @@ def terminal(home):
         each.close()
 
 
-def cpu_seconds(process):
-    times = process.cpu_times()
-    return times.user + times.system
-
-
 def count_writes(path, seconds):
     """How often the file was replaced in so many seconds."""
     seen, end = [], time.monotonic() + seconds
@@ -218,9 +212,9 @@ def test_a_run_has_its_screen_until_ctrl_c_and_ends_with_a_checkpoint_and_plain_
         shell.wait_for(row)
     assert shell.is_covered and shell.screen.cursor.hidden
     screen = shell.drawing()
-    spent, started = cpu_seconds(screen), time.monotonic()
+    spent, started = sum(screen.cpu_times()[:2]), time.monotonic()
     writes = count_writes(home / "shown" / "status_rank0.json", MEASURE_SECONDS)
-    share = (cpu_seconds(screen) - spent) / (time.monotonic() - started)
+    share = (sum(screen.cpu_times()[:2]) - spent) / (time.monotonic() - started)
     assert share <= MAX_CPU_SHARE and 2 <= writes <= 2 * MEASURE_SECONDS + 1  # one may fall on each end
     shell.resize(80, 24)
     shell.wait_for(r"(?s)shown · .*incidents.*Ctrl.C stops the run", 5)
@@ -241,9 +235,8 @@ def test_loss_speed_and_time_left_are_shown_before_the_first_train_line_and_that
     shell.wait_for(r" step 4/")
     for row in (r"training loss +\d\.\d{4}\s", r"speed +[\d,]+ tokens/s", r"time left +\d"):
         shell.wait_for(row, 5)
-    records = read_journal(home / "stopping" / "metrics.jsonl")
-    assert not [record for record in records if record["kind"] == "train"]
-    rows = describe(view_of(home / "stopping", records, time.time()), records)
+    assert not journal(home / "stopping", "train")
+    rows = rows_of(home / "stopping")
     assert rows["state"].startswith("training") and rows["step"].startswith("4 of ")
     assert float(rows["training loss"]) > 0 and rows["speed"].endswith(" tokens/s") and rows["time left"]
     shell.type("\x03")
@@ -281,10 +274,10 @@ def test_a_run_goes_on_when_its_terminal_is_gone(home, terminal):
     run, screen = shell.processes()[0], shell.drawing()
     shell.hang_up()
     screen.wait(5)
-    journal = home / "hung_up" / "metrics.jsonl"
+    lines = home / "hung_up" / "metrics.jsonl"
     time.sleep(0.6)  # the run has noticed that
-    size_bytes, deadline = journal.stat().st_size, time.monotonic() + 10
-    while journal.stat().st_size == size_bytes:
+    size_bytes, deadline = lines.stat().st_size, time.monotonic() + 10
+    while lines.stat().st_size == size_bytes:
         assert run.is_running() and time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -69,7 +69,8 @@ def test_lengths_are_drawn_for_each_side():
 
 
 def test_a_run_leaves_its_plots(home):
-    assert train(home, output_dir="drawn", plots=True, epochs=1).codes == [0]
+    done = train(home, output_dir="drawn", plots=True, epochs=1)
+    assert done.codes == [0] and "drawn/plots/loss.png" in done.text
     names = {path.name for path in (home / "drawn" / "plots").glob("*.png")}
     assert names == {"loss.png", "speed.png", "memory.png", "learning_rate.png", "lengths.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (home / "drawn" / "plots").glob("*.png"))

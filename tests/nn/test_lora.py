@@ -169,6 +169,23 @@ def test_an_adapter_of_a_layer_drops_with_masks_of_its_own(tokenizer):
     assert len(set(sites)) == len(sites) == len(model.saved_tensors()) / 2
 
 
+@pytest.mark.parametrize("init", ["uniform", "gaussian"])
+def test_factors_are_drawn_as_peft_draws_them(init, tokenizer):
+    model = make_model(tokenizer.vocab_size)
+    targets, options = targets_in(model), dict(task_type="SEQ_2_SEQ_LM", init_lora_weights=init == "uniform" or init)
+    theirs = peft.get_peft_model(
+        stock_of(tokenizer.vocab_size, tokenizer, SHAPE), peft.LoraConfig(r=4, target_modules=list(targets), **options)
+    )
+    stock = torch.cat([p.flatten() for name, p in theirs.named_parameters() if "lora_A" in name])
+    draw(attach(model, LoraConfig(rank=4, alpha=8, targets=targets)), 0, init)
+    drawn = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    ours = torch.cat([p.flatten() for name, p in drawn.items() if is_factor(name, "lora_A")])
+    assert not any(p.any() for name, p in drawn.items() if is_factor(name, "lora_B"))
+    assert len(ours) == len(stock)
+    for moment in (2, 4):  # the fourth tells a gaussian from a uniform of equal variance
+        assert ours.pow(moment).mean().item() == pytest.approx(stock.pow(moment).mean().item(), rel=0.25)
+
+
 def test_a_target_that_names_no_layer_is_refused_with_the_names_there_are(tokenizer):
     with pytest.raises(ValueError, match="lora_targets=q_proj.*name some of k, o, q, v, wi, wo"):
         attach(make_model(tokenizer.vocab_size), LoraConfig(rank=4, alpha=8, targets=("q", "q_proj")))

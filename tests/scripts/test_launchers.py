@@ -18,7 +18,6 @@ from tests.tiny import command
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = "usage: train_sft_custom.sh [N=16]"
 SECONDS = 120
-ADAFACTOR = dict(optimizer="adafactor", learn_rate="0.01")
 ADAPTER = dict(is_finetune="True", lora_rank="16", gpu_memory_limit_gb="0", gradient_checkpointing="auto")
 
 
@@ -197,8 +196,8 @@ def test_each_visible_gpu_gets_one_process(copy, tmp_path, visible, processes):
     (
         ("deepspeed", dict(gpu_memory_limit_gb="0", gradient_checkpointing="auto")),
         ("stage2_offload", dict(gpu_memory_limit_gb="12", gradient_checkpointing="auto")),
-        ("stage3", dict(gpu_memory_limit_gb="6", gradient_checkpointing="auto", **ADAFACTOR)),
-        ("minimal", dict(gpu_memory_limit_gb="4", gradient_checkpointing="True", **ADAFACTOR)),
+        ("stage3", dict(gpu_memory_limit_gb="6", gradient_checkpointing="auto", optimizer="adafactor")),
+        ("minimal", dict(gpu_memory_limit_gb="4", gradient_checkpointing="True", optimizer="adafactor")),
         ("lora", ADAPTER),
         ("qlora", ADAPTER | dict(base_precision="nf4")),
     ),

@@ -199,7 +199,8 @@ def test_a_folder_or_an_output_that_cannot_be_made_is_refused_in_a_sentence(tmp_
     write_rows(tmp_path / "x.jsonl", ROWS)
     (tmp_path / "f.parquet").mkdir()
     for words, expected in (
-        ([".", "--output=p.parquet"], ".: it is a folder; name a file in it (prepare_data takes several: ./*.json)"),
+        (["f.parquet", "--output=new/deep/p.parquet"], "f.parquet: the folder holds no .parquet, .jsonl, .json, .csv"),
+        (["none.csv", "--output=new/deep/p.parquet", "--validation_output=new/v.parquet"], "none.csv: no such file"),
         (
             ["x.jsonl", "--output=x.jsonl/p.parquet"],
             "x.jsonl: the directory cannot be made (File exists: x.jsonl); give",
@@ -209,6 +210,19 @@ def test_a_folder_or_an_output_that_cannot_be_made_is_refused_in_a_sentence(tmp_
     ):
         code, table, errors = prepare(*words)
         assert (code, table, errors.count("\n")) == (2, "", 1) and expected in errors and "Errno" not in errors
+        assert not (tmp_path / "new").exists(), "a refusal leaves nothing"
+
+
+def test_a_folder_stands_for_the_data_files_in_it_which_are_named(tmp_path, prepare):
+    (tmp_path / "raw" / "inner.json").mkdir(parents=True)
+    for name in ("b.jsonl", "a.jsonl", "notes.md"):
+        write_rows(tmp_path / "raw" / name, [dict(prompt=name, response="r")])
+    code, out, errors = prepare("raw/", "--output=raw/o.parquet")
+    assert (code, errors) == (0, "prepare_data: in raw/: a.jsonl, b.jsonl\n")
+    assert [row["prompt"] for row in pq.read_table(tmp_path / "raw" / "o.parquet").to_pylist()] == [
+        "a.jsonl",
+        "b.jsonl",
+    ]
 
 
 def test_an_unreadable_file_is_left_out_as_a_whole_and_the_others_are_prepared(tmp_path, prepare):

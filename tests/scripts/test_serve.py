@@ -245,13 +245,7 @@ def test_the_page_talks_streams_stops_and_draws_the_run_s_curves(server):
 
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
-    for word in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1300,850",
-    ):
+    for word in "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --window-size=1300,850".split():
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     browser = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))

@@ -23,7 +23,10 @@ def test_the_script_trains_on_pairs_and_lines_and_prints_a_summary(tmp_path):
     pairs = zip(texts[400:800], texts[800:], strict=True)
     lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    done = run_script("lines.txt", "pairs.jsonl", "--output_dir", "out", "--vocab_size", 807, cwd=tmp_path)
+    (tmp_path / "empty").mkdir()
+    done = run_script("empty", ".", "--output_dir", "new/out", cwd=tmp_path)
+    assert done.returncode == 2 and "empty: the folder holds no" in done.stderr and not (tmp_path / "new").exists()
+    done = run_script(".", "--output_dir", "out", "--vocab_size", 807, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in ("vocabulary", "807 tokens", "characters per token", "time"))
     assert load_tokenizer(tmp_path / "out").vocab_size == 807

@@ -108,9 +108,8 @@ def test_a_loaded_optimizer_continues_bit_for_bit(tmp_path, store, tokenizer, na
     other.load_state_dict(checkpoint.tensors)
     addresses = [tensor.data_ptr() for tensor in snapshot_of(other, resumed).optimizer.values()]
     load_optimizer(resumed, other, checkpoint.optimizer)
-    assert addresses == [tensor.data_ptr() for tensor in snapshot_of(other, resumed).optimizer.values()], (
-        "loaded in place"
-    )
+    loaded = [tensor.data_ptr() for tensor in snapshot_of(other, resumed).optimizer.values()]
+    assert loaded == addresses, "loaded in place"
     take_steps(model, optimizer, store, 3)
     take_steps(other, resumed, store, 3)
     for key, weight in model.state_dict().items():
@@ -159,23 +158,12 @@ def test_the_size_of_an_update_is_proportional_to_the_learning_rate(store, token
     assert moves[2] / moves[1] == pytest.approx(10, rel=0.01)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_lowers_the_loss(store, tokenizer, name):
-    model = make_model(tokenizer.vocab_size)
-    micro_batch = batch_of(store, [0, 1], 0)
-    before = model(micro_batch).item()
-    take_steps(model, make_optimizer(model, make_config(optimizer=name)), store, 1)
-    assert model(micro_batch).item() < before
-
-
 def test_the_learning_rate_is_a_tensor_that_update_writes(model, store):
-    micro_batch = batch_of(store, [0, 1], 0)
     for name in OPTIMIZERS:
         optimizer = make_optimizer(model, make_config(optimizer=name))
         rate = optimizer.param_groups[0]["lr"]
-        model(micro_batch).backward()
+        model(batch_of(store, [0, 1], 0)).backward()
         optimizer.update(torch.tensor(0.125), torch.tensor(1.0))
-        assert isinstance(rate, torch.Tensor)
         assert rate.item() == 0.125
 
 

@@ -1,1 +1,1 @@
-"""The decoder-only family of Qwen: Qwen2, which Qwen1.5 is too, and Qwen3."""
+"""The decoder-only family: Qwen2 (which Qwen1.5 is too), Qwen3 and Llama."""

@@ -1,4 +1,4 @@
-"""Micro-batches for Qwen: packed sequences as one stream without padding, with its attention layout."""
+"""Micro-batches of a decoder: packed sequences as one stream without padding, with its attention layout."""
 
 from dataclasses import dataclass, fields
 

@@ -1,4 +1,4 @@
-"""The family Qwen."""
+"""The decoder-only family: Qwen and Llama."""
 
 from model.nn.base import Family
 from model.nn.decoder import footprint, huggingface

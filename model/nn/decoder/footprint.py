@@ -1,4 +1,4 @@
-"""Bytes of a Qwen, counted tensor by tensor; model/memory/estimate adds them up by phase.
+"""Bytes of a decoder, counted tensor by tensor; model/memory/estimate adds them up by phase.
 
 `tokens` (kinds, sides) are the lengths of the sides of each kind of example, which lie in one stream.
 """

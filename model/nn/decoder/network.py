@@ -1,4 +1,4 @@
-"""DecoderModel: the decoder-only network of Qwen2 and Qwen3 over packed sequences, under Hugging Face parameter names.
+"""DecoderModel: the network of Qwen and Llama over packed sequences, under Hugging Face parameter names.
 
 The sequences of a micro-batch lie end to end in one stream; each token attends to those before it in its sequence.
 Weights are float32; activations and matmuls use `compute_dtype`.
@@ -110,12 +110,12 @@ class Decoder(nn.Module):
 
 
 class DecoderModel(LanguageModel):
-    """Qwen2 or Qwen3 over packed sequences. `model_config` is a DecoderModelConfig; only adapters may have dropout."""
+    """A Qwen or a Llama over packed sequences. `model_config` is a DecoderModelConfig; only adapters have dropout."""
 
     def __init__(self, model_config, dropout=0.0, compute_dtype=torch.float32):
         super().__init__(model_config, dropout, compute_dtype)
         if dropout:
-            raise ValueError(f"--dropout={dropout}: a network of the family qwen has none: leave it out")
+            raise ValueError(f"--dropout={dropout}: a decoder-only network has none: leave it out")
         self.model = Decoder(model_config)
         if not model_config.tie_word_embeddings:
             self.lm_head = make_embedding(model_config.vocab_size, model_config.hidden_size)
@@ -176,7 +176,7 @@ class DecoderModel(LanguageModel):
 
     @torch.no_grad()
     def initialise(self, seed):
-        """Draw random weights as transformers initialises Qwen, weight by weight on the CPU."""
+        """Draw random weights as transformers initialises Qwen and Llama, weight by weight on the CPU."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.own_modules():
             if isinstance(module, Linear | nn.Embedding):

@@ -1,4 +1,4 @@
-"""DecoderModelConfig: sizes and variant of a Qwen, under the names of transformers' configurations."""
+"""DecoderModelConfig: sizes and variant of a decoder, under the names of transformers' configurations."""
 
 from dataclasses import dataclass, fields
 
