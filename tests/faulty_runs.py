@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from itertools import cycle
 
 import torch
 
@@ -45,11 +46,12 @@ def calm_run(home, world, kind_options):
 def faulty_run(home, failing, calm, calm_seconds, kind_options):
     """Record of the run in which an error is raised on a rank at every site; `wrong` lists the checks that failed.
 
-    `failing` is (number of processes, rank, kind of error).
+    `failing` is (number of processes, rank, kind of error); several kinds, with + between them, take turns.
     """
     world, rank, kind = failing
     name, started = f"faulty{world}_{rank}_{kind}", time.monotonic()
-    faults = ",".join(f"{site}:{rank}:{step}:{kind}" for site, step in SITES.items())
+    turns = zip(SITES.items(), cycle(kind.split("+")), strict=False)
+    faults = ",".join(f"{site}:{rank}:{step}:{each}" for (site, step), each in turns)
     record = dict(world=world, rank=rank, kind=kind)
     try:
         done = train(

@@ -235,12 +235,22 @@ def _request_stop(what):
         _send_now.set()
         how = "after this step, with a checkpoint" if _training else "before the first step"
         _print(f"{what}: stopping {how}")
-    elif now - _stop_asked_at > REPEAT_SECONDS:
-        _update_saving()
-        heartbeats = [_mine, *(_peers.heartbeats.values() if _peers else ())]
-        if not any(0 < heartbeat.saving_seconds <= MAX_SAVING_SECONDS for heartbeat in heartbeats):
+    elif now - _stop_asked_at > REPEAT_SECONDS and not _a_rank_saves():
+        if _peers:
+            time.sleep(VERDICT_SECONDS)  # a save that another rank has just begun is in its next heartbeats
+        if _mine.ended:  # a rank that fails now would end those that still write
+            os._exit(_exit_code())
+        if not _a_rank_saves():
             _print(f"{what} again: quitting without a checkpoint")
             os._exit(1)
+
+
+def _a_rank_saves():
+    """True if, by the last heartbeats, a rank is writing a checkpoint and does not count as hung."""
+    _update_saving()
+    peers = _peers
+    heartbeats = [_mine, *(peers.heartbeats.values() if peers else ())]
+    return any(0 < heartbeat.saving_seconds <= MAX_SAVING_SECONDS for heartbeat in heartbeats)
 
 
 def _print(text):

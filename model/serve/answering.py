@@ -1,5 +1,6 @@
 """A trained model as people talk to it: loaded from its directory, text in, text out, piece by piece."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,7 +121,7 @@ def prompt_ids(chat, turns, most_tokens):
     is not the user's, is empty, or does not fit.
     """
     most_chars = MAX_TOKEN_CHARACTERS * most_tokens
-    said = [Turn(role, clean_text(text[-most_chars:])) for role, text in turns]
+    said = _newest_cleaned(turns, most_tokens, most_chars)
     if not said[-1].text:
         raise ValueError("the question is empty: write some text")
     said = tidy(said)
@@ -137,6 +138,24 @@ def prompt_ids(chat, turns, most_tokens):
     if len(ids) > most_tokens:
         raise ValueError(f"system text and question have more than {most_tokens - 1} tokens: shorten them")
     return ids
+
+
+def _newest_cleaned(turns, most_tokens, most_chars):
+    """The turns cleaned, oldest first, without those that a prompt of `most_tokens` has no room for; a whole question.
+
+    One that says a lot in a thousand turns is answered as fast as one that says it in three.
+    """
+    kept, chars, side, num_sides = [], Counter(), "", 0
+    for role, text in reversed(turns):
+        place = 0 if role == "system" else num_sides + (role != side)  # turns of one place become one text (tidy)
+        if place > most_tokens or (place != 1 and chars[place] > most_chars):
+            continue
+        text = clean_text(text[-most_chars:])
+        chars[place] += len(text)
+        kept.append(Turn(role, text))
+        if text and place:
+            side, num_sides = role, place
+    return kept[::-1]
 
 
 def stream_answer(chat, input_ids, sampling, max_new_tokens):

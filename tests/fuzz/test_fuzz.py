@@ -16,9 +16,10 @@ INPUTS = 20
 
 @pytest.fixture(autouse=True)
 def own_alarm():
-    before = signal.getsignal(signal.SIGALRM)
+    before = {timer: signal.getsignal(timer) for timer in (signal.SIGALRM, signal.SIGPROF)}
     yield
-    signal.signal(signal.SIGALRM, before)
+    for timer, handler in before.items():
+        signal.signal(timer, handler)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,19 +42,31 @@ def ends_badly(kind):
             assert draw.random() > 1
         elif kind == "traceback":
             dict()["no such key"]
-        elif kind == "hang":
+        elif kind == "wait":
             time.sleep(60)
+        elif kind == "loop":
+            while True:
+                pass
         elif draw.random() < 0.5:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return target
 
 
-@pytest.mark.parametrize("kind", ["wrong", "traceback", "hang"])
-def test_the_harness_detects(kind, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, found, limit",
+    [
+        ("wrong", "wrong", ""),
+        ("traceback", "traceback", ""),
+        ("loop", "hang", "INPUT_SECONDS"),
+        ("wait", "hang", "WAIT_SECONDS"),
+    ],
+)
+def test_the_harness_detects(kind, found, limit, monkeypatch):
     monkeypatch.setitem(TARGETS, "bad", ends_badly(kind))
-    monkeypatch.setattr(module, "INPUT_SECONDS", 1)
-    assert judge("bad", 0)[0] == kind
+    if limit:
+        monkeypatch.setattr(module, limit, 0.2)
+    assert judge("bad", 0)[0] == found
 
 
 def test_a_value_error_raised_in_a_library_counts_as_a_traceback(monkeypatch):
