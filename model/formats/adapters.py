@@ -47,6 +47,14 @@ PLAIN = dict(
     alpha_pattern={}, lora_bias=False, layer_replication=None, use_qalora=False, trainable_token_indices=None,
     target_parameters=None, alora_invocation_tokens=None, arrow_config=None,
 )  # fmt: skip
+READ = "r", "lora_alpha", "lora_dropout", "use_rslora", "base_model_name_or_path"
+# Fields that say nothing of what is computed: whose adapter it is, which layers it names (the tensors tell), how its
+# first values were drawn, sizes of what PLAIN refuses
+UNREAD = (
+    "auto_mapping", "peft_version", "revision", "task_type", "inference_mode", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "eva_config",
+)  # fmt: skip
+INITIALISERS = True, False, "gaussian", "eva", "orthogonal", "mica"  # those of PEFT that leave the base's weights alone
 
 
 @dataclass(frozen=True)
@@ -150,9 +158,7 @@ def read_adapter(directory):
     Raises ValueError if it is damaged or of another kind, or if its base is missing or has changed.
     """
     values = read_object(directory / CONFIG)
-    for name, plain in PLAIN.items():
-        if values.get(name, plain) != plain and (values[name] or plain):
-            raise ValueError(f"{directory / CONFIG} says {name}={values[name]!r:.80}: only {plain!r} can be used here")
+    _check_known(values, directory / CONFIG)
     path = next(directory / name for name in TENSORS if (directory / name).is_file())
     metadata = _metadata(path)
     base = _base_of(directory, values.get("base_model_name_or_path"), metadata)
@@ -169,6 +175,24 @@ def read_adapter(directory):
         raise ValueError(f"{directory / CONFIG} is not a LoRA configuration: {error!s:.500}") from None
     check_base(lora, f"the adapter in {directory}")
     return LoadedAdapter(lora, tensors, directory)
+
+
+def _check_known(values, path):
+    """Raise ValueError if a field of an adapter's configuration asks for what is not computed here, or is not known."""
+    for name, plain in PLAIN.items():
+        if values.get(name, plain) != plain and (values[name] or plain):
+            raise ValueError(f"{path} says {name}={values[name]!r:.80}: only {plain!r} can be used here")
+    initialiser = values.get("init_lora_weights")
+    if initialiser and initialiser not in INITIALISERS:
+        raise ValueError(
+            f"{path} says init_lora_weights={initialiser!r:.80}, which changes the base's weights; {INITIALISERS} "
+            "leave them alone: convert it with PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+        )
+    for name in values.keys() - {*PLAIN, *READ, *UNREAD, "init_lora_weights"}:
+        if values[name]:
+            raise ValueError(
+                f"{path} says {name}={values[name]!r:.80}: this field is not known here, only null or false"
+            )
 
 
 def _metadata(path):
