@@ -49,7 +49,7 @@ ROOMS = {
         "registry",
     ],
     "model.formats": [
-        "model_card tensor_files",
+        "carried model_card tensor_files",
         "weights",
         "adapters conversions",
     ],

@@ -15,13 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from model.formats.carried import generation_values, write_carried, write_json
 from model.formats.model_card import CARD_FILE, CardFacts, adapter_card
 from model.formats.tensor_files import read_tensors
 from model.formats.weights import (
     INDEX,
     WEIGHTS,
     add_tokenizer,
-    add_values,
     check_fits,
     load_weights,
     model_directory,
@@ -93,6 +93,14 @@ def _holds_adapter(directory):
     return (directory / CONFIG).is_file() and any((directory / name).is_file() for name in TENSORS)
 
 
+def keep_base(source, target):
+    """Write to the folder `target` the configurations of the model or adapter in `source`; nothing for a .bin file."""
+    directory = weights_directory(source)
+    if directory:
+        config_dir = read_adapter(directory).lora.base if _holds_adapter(directory) else directory
+        write_carried(config_dir, directory, target)
+
+
 def load_merged(path):
     """LoadedWeights as of `load_weights`, or those of an adapter directory: of its base, to which `read` adds it.
 
@@ -121,10 +129,11 @@ def export_merged(weights, tokenizer, directory, generation=None):
         model = family.build(weights.model_config)
     check_fits(model, weights, directory)
     tensors, shards = weights.tensors, _shards(weights.tensors)
+    base = weights.lora.base if weights.lora else None
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
     with whole_directory(directory) as draft:
         dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
-        write_card(write_values(model, tokenizer, draft, generation, dtype), draft)
+        write_card(write_values(model, tokenizer, draft, generation, dtype, base), draft)
         write_record(draft, weights.optimizer)
         try:
             for file, names in shards.items():
@@ -261,34 +270,28 @@ def identity_of(directory):
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def export_adapter(model, tokenizer, directory, generation=None, facts=None):
+def export_adapter(model, tokenizer, directory, generation=None, facts=None, base=None):
     """Write an adapter directory, tokenizer and model card included, in place of `directory` atomically.
 
-    `generation` is a dict of values for its generation_config.json, `facts` are the CardFacts of its README.md. Raises
-    OSError if it cannot be written.
+    `generation` is a dict of values for its generation_config.json, `facts` are the CardFacts of its README.md, `base`
+    is export_model's, by default the adapter's. Raises OSError if it cannot be written.
     """
     family, lora, directory = family_of(model.config), model.lora, Path(directory)
     values = PLAIN | dict(
         task_type=family.task_type, r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets),
         lora_dropout=lora.dropout, use_rslora=lora.use_rslora, base_model_name_or_path=lora.base, inference_mode=True,
     )  # fmt: skip
-    base = dict(sha256=lora.base_sha256, seen_from_here=os.path.relpath(lora.base, directory.resolve()))
+    origin = dict(sha256=lora.base_sha256, seen_from_here=os.path.relpath(lora.base, directory.resolve()))
     tensors = {family.adapter_prefix + name: t.detach().cpu() for name, t in model.saved_tensors().items()}
     assert all(is_factor(name) for name in tensors)
     with whole_directory(directory) as draft:
-        (draft / CONFIG).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(draft / CONFIG, values)
         try:
-            save_file(tensors, draft / TENSORS[0], {BASE: json.dumps(base)})  # one key: several have no order
+            save_file(tensors, draft / TENSORS[0], {BASE: json.dumps(origin)})  # one key: several have no order
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         card = adapter_card(facts or CardFacts(), family.name, family.task_type == "SEQ_2_SEQ_LM", lora.base)
         (draft / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
-        add_values(draft / "generation_config.json", _special_ids(family, model.config, tokenizer) | (generation or {}))
+        values = generation_values(model, tokenizer, generation or {}, base or lora.base)
+        write_json(draft / "generation_config.json", values)
         add_tokenizer(family, tokenizer, draft, (generation or {}).get("prefix", ""))
-
-
-def _special_ids(family, model_config, tokenizer):
-    ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id)
-    if family.task_type == "SEQ_2_SEQ_LM":
-        ids["decoder_start_token_id"] = family.first_id(model_config, tokenizer)
-    return ids
