@@ -24,6 +24,7 @@ from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.tokenizer import load_tokenizer  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
 from model.formats.adapters import adapter_directory, export_merged, load_merged  # noqa: E402
+from model.formats.model_card import read_card  # noqa: E402
 from model.runtime.json_stream import read_object  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
@@ -42,7 +43,7 @@ def merge(path: str, output: str) -> str:
     weights = load_merged(directory)
     settings = directory / "generation_config.json"
     generation = read_object(settings) if settings.is_file() else {}
-    export_merged(weights, load_tokenizer(weights.tokenizer_dir), output, generation)
+    export_merged(weights, load_tokenizer(weights.tokenizer_dir), output, generation, read_card(directory))
     count = sum(tensor.numel() for tensor in weights.tensors.values())
     return texts_here()("merge.written", output=output, adapter=directory, count=count)
 

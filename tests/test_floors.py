@@ -49,7 +49,7 @@ ROOMS = {
         "registry",
     ],
     "model.formats": [
-        "carried model_card tensor_files",
+        "adapter_fields carried model_card tensor_files",
         "weights",
         "adapters conversions",
     ],

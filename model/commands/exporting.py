@@ -7,8 +7,8 @@ from pathlib import Path
 from config import TrainConfig
 from model.commands.run_events import device_name, versions
 from model.formats.carried import GENERATION_FILE, OF_TRAINING, carried_values
-from model.formats.model_card import CardFacts
-from model.nn.registry import config_values
+from model.formats.model_card import CardFacts, model_name
+from model.nn.registry import config_values, family_of
 from model.run.journal import Journal, last_reason, read_journal
 from model.run.run_dir import has_last
 from model.run.saver import try_export
@@ -82,6 +82,7 @@ def facts_of(run, state, scores):
         file="" if run.evaluation is None else file_names(run.evaluation.examples),
         scores={name: value for name, value in scores.items() if math.isfinite(value)},
         optimizer=run.config.optimizer,
+        base=model_name(run.config.finetune_from_ckp_file) if run.config.finetune_from_ckp_file else "",
     )
 
 
@@ -102,14 +103,16 @@ def file_names(examples):
 
 
 def _data(run):
-    train, length = run.train, f"{run.config.max_seq_len} tokens a side"
+    train, is_whole = run.train, family_of(run.model.config).reads_one_stream
+    unit, side = ("dialogue", "in all") if is_whole else ("pair", "a side")
+    length = f"{run.config.max_seq_len} tokens {side}"
     validated = "nothing"
     if run.evaluation is not None:
         validated = f"{file_names(run.evaluation.examples)}, {len(run.evaluation.examples):,} pairs"
     return {
         "trained on": f"{file_names(train)}, {train.epoch_pairs:,} pairs an epoch",
         "validated on": validated,
-        "tokens of a pair": f"{train.histogram.mean:.0f} on average, cut to {length}",
+        f"tokens of a {unit}": f"{train.histogram.mean:.0f} on average, cut to {length}",
         "tokenizer": f"{run.tokenizer.vocab_size:,} tokens, fingerprint {run.tokenizer.fingerprint}",
     }
 

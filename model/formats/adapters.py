@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from model.formats.adapter_fields import PLAIN, check_known
 from model.formats.carried import generation_values, write_carried, write_json
-from model.formats.model_card import CARD_FILE, CardFacts, adapter_card
+from model.formats.model_card import CARD_FILE, CardFacts, adapter_card, merged_card, model_name
 from model.formats.tensor_files import read_tensors
 from model.formats.weights import (
     INDEX,
@@ -41,20 +42,6 @@ from model.runtime.json_stream import read_object
 CONFIG, TENSORS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 SHARD_BYTES = 2 * 2**30  # of tensors in one file of a merged model
 BASE = "base"  # key in the metadata of TENSORS[0]
-# what PEFT's adapters may also be, and what is computed here
-PLAIN = dict(
-    peft_type="LORA", use_dora=False, bias="none", modules_to_save=None, fan_in_fan_out=False, rank_pattern={},
-    alpha_pattern={}, lora_bias=False, layer_replication=None, use_qalora=False, trainable_token_indices=None,
-    target_parameters=None, alora_invocation_tokens=None, arrow_config=None,
-)  # fmt: skip
-READ = "r", "lora_alpha", "lora_dropout", "use_rslora", "base_model_name_or_path"
-# Fields that say nothing of what is computed: whose adapter it is, which layers it names (the tensors tell), how its
-# first values were drawn, sizes of what PLAIN refuses
-UNREAD = (
-    "auto_mapping", "peft_version", "revision", "task_type", "inference_mode", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "eva_config",
-)  # fmt: skip
-INITIALISERS = True, False, "gaussian", "eva", "orthogonal", "mica"  # those of PEFT that leave the base's weights alone
 
 
 @dataclass(frozen=True)
@@ -118,10 +105,11 @@ def load_merged(path):
     return replace(base, tokenizer_dir=tokenizer_directory(directory), lora=adapter.lora, factors=adapter.tensors)
 
 
-def export_merged(weights, tokenizer, directory, generation=None):
+def export_merged(weights, tokenizer, directory, generation=None, card=""):
     """Write the LoadedWeights of `load_merged` as a Hugging Face directory, in place of `directory` atomically.
 
-    Each tensor has the dtype of the base's, and no more are in memory than one file holds: SHARD_BYTES or one tensor.
+    `card` is the adapter's, of which the merged model's keeps what it says of the training; empty: it has none. Each
+    tensor has the dtype of the base's, and no more are in memory than one file holds: SHARD_BYTES or one tensor.
     Raises ValueError if they do not fit their configuration, OSError if they cannot be written.
     """
     family = family_of(weights.model_config)
@@ -133,7 +121,11 @@ def export_merged(weights, tokenizer, directory, generation=None):
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
     with whole_directory(directory) as draft:
         dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
-        write_card(write_values(model, tokenizer, draft, generation, dtype, base), draft)
+        values = write_values(model, tokenizer, draft, generation, dtype, base)
+        write_card(values, draft, _facts_of_merge(weights.lora) if weights.lora else None)
+        if "library_name: peft" in card:
+            text = merged_card(card, values.get("is_encoder_decoder", False))
+            (draft / CARD_FILE).write_text(text, encoding="utf-8", errors="replace")
         write_record(draft, weights.optimizer)
         try:
             for file, names in shards.items():
@@ -147,6 +139,13 @@ def export_merged(weights, tokenizer, directory, generation=None):
             index |= dict(weight_map={name: file for file, names in shards.items() for name in names})
             (draft / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         add_tokenizer(family, tokenizer, draft, (generation or {}).get("prefix", ""))
+
+
+def _facts_of_merge(lora):
+    """CardFacts of a merged model whose adapter has no card."""
+    name = model_name(lora.base)
+    training = dict(trained=f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {name}, merged")
+    return CardFacts(summary=f"{name} with an adapter merged into it.", tables=dict(Training=training), base=name)
 
 
 def _shards(tensors):
@@ -167,7 +166,7 @@ def read_adapter(directory):
     Raises ValueError if it is damaged or of another kind, or if its base is missing or has changed.
     """
     values = read_object(directory / CONFIG)
-    _check_known(values, directory / CONFIG)
+    check_known(values, directory / CONFIG)
     path = next(directory / name for name in TENSORS if (directory / name).is_file())
     metadata = _metadata(path)
     base = _base_of(directory, values.get("base_model_name_or_path"), metadata)
@@ -184,24 +183,6 @@ def read_adapter(directory):
         raise ValueError(f"{directory / CONFIG} is not a LoRA configuration: {error!s:.500}") from None
     check_base(lora, f"the adapter in {directory}")
     return LoadedAdapter(lora, tensors, directory)
-
-
-def _check_known(values, path):
-    """Raise ValueError if a field of an adapter's configuration asks for what is not computed here, or is not known."""
-    for name, plain in PLAIN.items():
-        if values.get(name, plain) != plain and (values[name] or plain):
-            raise ValueError(f"{path} says {name}={values[name]!r:.80}: only {plain!r} can be used here")
-    initialiser = values.get("init_lora_weights")
-    if initialiser and initialiser not in INITIALISERS:
-        raise ValueError(
-            f"{path} says init_lora_weights={initialiser!r:.80}, which changes the base's weights; {INITIALISERS} "
-            "leave them alone: convert it with PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…)"
-        )
-    for name in values.keys() - {*PLAIN, *READ, *UNREAD, "init_lora_weights"}:
-        if values[name]:
-            raise ValueError(
-                f"{path} says {name}={values[name]!r:.80}: this field is not known here, only null or false"
-            )
 
 
 def _metadata(path):
@@ -290,7 +271,9 @@ def export_adapter(model, tokenizer, directory, generation=None, facts=None, bas
             save_file(tensors, draft / TENSORS[0], {BASE: json.dumps(origin)})  # one key: several have no order
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        card = adapter_card(facts or CardFacts(), family.name, family.task_type == "SEQ_2_SEQ_LM", lora.base)
+        facts = replace(facts or CardFacts(), base=model_name(lora.base))
+        model_type = getattr(model.config, "model_type", family.name)
+        card = adapter_card(facts, model_type, family.task_type == "SEQ_2_SEQ_LM", lora.base)
         (draft / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
         values = generation_values(model, tokenizer, generation or {}, base or lora.base)
         write_json(draft / "generation_config.json", values)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 from model.data.tokenizer import load_tokenizer
@@ -76,6 +77,15 @@ def test_config_json_is_the_base_s_with_the_type_of_the_weights_and_names_for_re
     assert merged == base | rotary_of(base) | turn | dict(dtype="bfloat16", torch_dtype="bfloat16")
     record = dict(chat_trainer=dict(optimizer="adamw"))
     assert full == base | rotary_of(base) | turn | dict(dtype="float32", torch_dtype="float32") | record
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_cards_say_what_was_trained_on_which_model(home, name):
+    for directory in (*written(home, name), home / f"{name}_lora" / "last"):
+        card = ModelCard.load(directory / "README.md")
+        kind = values_of(home / name, "config.json")["model_type"]
+        assert (card.data.base_model, card.data.tags) == (name, [kind]), directory
+        assert f"128 tokens {'in all' if name.startswith('qwen') else 'a side'}" in card.text and "seen" in card.text
 
 
 @pytest.mark.parametrize("name", CONFIGS)

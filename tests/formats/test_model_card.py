@@ -2,7 +2,7 @@ import re
 
 from huggingface_hub import ModelCard
 
-from model.formats.model_card import CardFacts, ctranslate2_card, model_card
+from model.formats.model_card import CardFacts, adapter_card, ctranslate2_card, merged_card, model_card, model_name
 from model.formats.weights import export_model
 
 FACTS = CardFacts("run: \"a|b\" # 'c'", "A model.", {"Data": {"trained on": "a|b\nc"}}, "问答.jsonl", dict(loss=1.25))
@@ -10,7 +10,7 @@ FACTS = CardFacts("run: \"a|b\" # 'c'", "A model.", {"Data": {"trained on": "a|b
 
 def test_hugging_face_reads_the_metadata_whatever_the_names_are():
     data = ModelCard(model_card(FACTS, "t5", True)).data
-    assert (data.library_name, data.pipeline_tag, data.tags) == ("transformers", "text-generation", ["t5"])
+    assert (data.library_name, data.pipeline_tag, data.tags) == ("transformers", "text2text-generation", ["t5"])
     (result,) = data.eval_results
     assert (data.model_name, result.dataset_name) == (FACTS.title, "问答.jsonl")
     assert (result.metric_type, result.metric_value) == ("loss", 1.25)
@@ -19,6 +19,23 @@ def test_hugging_face_reads_the_metadata_whatever_the_names_are():
 def test_a_model_without_scores_has_metadata_too():
     data = ModelCard(model_card(CardFacts(), "t5", True)).data
     assert data.library_name == "transformers" and data.eval_results is None
+
+
+def test_a_decoder_s_adapter_is_tagged_as_what_it_is_with_its_base_and_without_rounding_as_a_score():
+    facts = CardFacts(
+        scores=dict(bleu=6.814e-14), file="v.jsonl", base=model_name("models--Qwen--Qwen3-0.6B/snapshots/1")
+    )
+    card = adapter_card(facts, "qwen3", False, "base")
+    data = ModelCard(card).data
+    assert (data.pipeline_tag, data.tags, data.base_model) == ("text-generation", ["qwen3"], "Qwen/Qwen3-0.6B")
+    assert data.eval_results[0].metric_value == 0 and "| BLEU, 0 to 100 | 0 |" in card
+    assert [model_name(path) for path in ("/home/me/Qwen3-0.6B", "model_save/sft/best")] == ["Qwen3-0.6B", "sft"]
+
+
+def test_a_merged_card_keeps_the_training_and_has_one_use():
+    card = merged_card(adapter_card(FACTS, "t5", True, "base"), True)
+    assert ModelCard(card).data.library_name == "transformers" and "## Data" in card
+    assert card.count("## Use") == card.count("## Limits") == 1 and "peft" not in card
 
 
 def test_a_cell_stays_a_cell():
