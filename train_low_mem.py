@@ -94,7 +94,7 @@ def train(*stray, **options):
     begins = texts_here()("first.resumed", checkpoint=admitted) if admitted else texts_here()("first.new")
     say(ranks, f"{config.output_dir}: {begins}")
     run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
-    with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer.directory):
+    with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer, run.config.finetune_from_ckp_file):
         state = without_lost_best(run, state)
         if is_finished(run, state):
             complete(run, state)

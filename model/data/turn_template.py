@@ -176,11 +176,7 @@ def turn_template(tokenizer: ChatTokenizer) -> TurnTemplate:
     Raises ValueError for one that is damaged or too large.
     """
     path = Path(tokenizer.directory, TEMPLATE_FILE)
-    text = path.read_text(encoding="utf-8") if path.is_file() else load_settings(path.parent).get("chat_template")
-    if isinstance(text, list):  # several, each with a name
-        text = next(
-            (one.get("template") for one in text if isinstance(one, dict) and one.get("name") == "default"), None
-        )
+    text = _own_template(path)
     text = default_template(tokenizer) if text is None else text
     if not isinstance(text, str) or len(text) > MAX_TEMPLATE_CHARS or SURROGATE.search(text):
         raise ValueError(
@@ -188,6 +184,15 @@ def turn_template(tokenizer: ChatTokenizer) -> TurnTemplate:
             "character (a lone surrogate such as \\ud83d)"
         )
     return TurnTemplate(tokenizer, text)
+
+
+def _own_template(path):
+    """The template at `path` or in the tokenizer_config.json beside it; None if there is none."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else load_settings(path.parent).get("chat_template")
+    if isinstance(text, list):  # several, each with a name
+        named = (one.get("template") for one in text if isinstance(one, dict) and one.get("name") == "default")
+        return next(named, None)
+    return text
 
 
 def default_template(tokenizer: ChatTokenizer) -> str:
@@ -209,5 +214,7 @@ def with_turn_end(tokenizer: ChatTokenizer) -> ChatTokenizer:
 
 
 def write_turn_template(tokenizer: ChatTokenizer, directory: str | Path) -> None:
-    """Write the template to a directory that holds a copy of the tokenizer's files."""
-    Path(directory, TEMPLATE_FILE).write_text(turn_template(tokenizer).text, encoding="utf-8")
+    """Write the template to a directory that holds a copy of the tokenizer's files, unless one of them has it."""
+    path = Path(directory, TEMPLATE_FILE)
+    if _own_template(path) is None:
+        path.write_text(turn_template(tokenizer).text, encoding="utf-8")
