@@ -188,8 +188,8 @@ def train_and_save(run, journal, samples, saver, state, plan):
 
 
 def make_ready_to_evaluate(run, context, saver, state, result):
-    """Save, as an evaluation may take longer than save_seconds; delete the recordings if it needs their memory."""
-    if context.graphs and not run.memory["keeps_recordings"]:
+    """Save, as an evaluation may take longer than save_seconds; delete the graphs if it needs their memory."""
+    if context.graphs and not run.memory["keeps_graphs"]:
         context.graphs.clear()
     if not result.in_doubt:
         saver.save(state, run.model, run.optimizer)

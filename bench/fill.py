@@ -3,7 +3,7 @@
     python -m bench.fill FILES... [--tokenizer_dir DIR] [--pairs 64,256,512]
 
 `--pairs` is the number of pairs per rank and step. Computed tokens are counted in the micro-batches that a step would
-run (its examples, the rank's share, cut, collate), padded as in steps recorded as CUDA graphs and as in others. Prints
+run (its examples, the rank's share, cut, collate), padded as in steps captured as CUDA graphs and as in others. Prints
 one JSON line per case.
 """
 
@@ -42,7 +42,7 @@ def main():
 
 
 def fills(store, pairs_a_rank):
-    """Fill on each number of ranks, with recording and without, and the number of recorded sizes."""
+    """Fill on each number of ranks, with CUDA graphs and without, and the number of captured sizes."""
     found = {}
     for world_size in RANKS:
         buckets = buckets_for(store.lengths, pairs_a_rank, num_ranks=world_size)

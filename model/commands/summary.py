@@ -131,7 +131,7 @@ def plan_line(run, plan, options, text):
     share_pairs = -(-run.schedule.global_batch // ranks.world_size)
     tokens = min(plan.micro_batch_tokens, share_pairs * run.train.histogram.longest)
     how = text("how.checkpointing") if plan.gradient_checkpointing else ""
-    how += text("how.recorded") if plan.graphs else ""
+    how += text("how.graphs") if plan.graphs else ""
     sends = ranks.world_size > 1 and options["reduce_dtype"] != "float32"
     peaks = [phase["measured"] or phase["predicted"] for phase in memory["phases"].values()]
     limit = memory["cap_bytes"]
