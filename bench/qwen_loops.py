@@ -5,8 +5,8 @@
 
 The shape of Qwen1.5-7B with random weights in NF4, rank 32 on all layers, under 16 GiB. a: transformers, PEFT and
 bitsandbytes, SDPA, activation checkpointing, fused AdamW, padded batches; b: the same with Liger's kernels and batches
-of similar lengths. Each takes the steps that ours takes last, b in an order of its own. Both are tried with 8 examples a
-forward (full: 2), then with half as many until they get slower.
+of similar lengths. Each takes the steps that ours takes last, b in an order of its own. Both are tried with 8 examples
+a forward (full: 2), then with half as many until they get slower.
 mixed: lengths up to 1,024, mean 300; full: 2,048 tokens. The second half of an example is learnt. Each loop is a
 process of its own; one JSON line a result, and the last line holds the ratios to the best of a and of b. Needs
 bitsandbytes and peft, b liger-kernel 0.8 too.

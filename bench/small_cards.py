@@ -100,9 +100,9 @@ def speeds_by_trying(run, plan, most_tokens, may_capture):
 
     Sizes are tried from the largest down until one is much slower than the best, since smaller ones are slower still.
     With `may_capture` the largest size that fits is also tried with the other choice of CUDA graphs. Plans near the
-    best are timed REPEATS more times, in turn. Plans that cut a step in the same way do the same work, so the fastest time
-    of that step counts for all of them: this removes the machine's noise. A plan faster than `plan` must also train a
-    whole epoch without running out of memory.
+    best are timed REPEATS more times, in turn. Plans that cut a step in the same way do the same work, so the fastest
+    time of that step counts for all of them: this removes the machine's noise. A plan faster than `plan` must also
+    train a whole epoch without running out of memory.
     """
     longest = run.loader.examples.store.longest
     fastest, sizes = {}, range(math.ceil(math.log2(max(most_tokens, 2 * longest))), longest.bit_length() - 1, -1)
