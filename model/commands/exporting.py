@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from config import TrainConfig
-from model.commands.run_events import device_name, versions
 from model.formats.carried import GENERATION_FILE, OF_TRAINING, carried_values
 from model.formats.model_card import CardFacts, model_name
 from model.nn.registry import config_values, family_of
@@ -13,6 +12,7 @@ from model.run.journal import Journal, last_reason, read_journal
 from model.run.run_dir import has_last
 from model.run.saver import try_export
 from model.runtime.laps import laps
+from model.runtime.versions import device_name, versions
 from model.runtime.watchdog import saving
 
 CHOICES = ("max_new_tokens", "no_repeat_ngram_size")  # options of a run that exports tell

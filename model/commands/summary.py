@@ -4,14 +4,13 @@ import math
 import time
 from pathlib import Path
 
-import torch
-
 from model.display.catalogue import texts_here
 from model.display.durations import durations
 from model.display.view import GIB, count_of, devices_of, duration
 from model.nn.registry import config_values
 from model.run.journal import read_journal
 from model.runtime.launcher import command_to_go_on
+from model.runtime.versions import device_name
 
 MAX_NAMES = 3  # of files in one line
 
@@ -185,7 +184,3 @@ def next_lines(run, state, text):
     model = run.dir / ("last" if state.best_loss is None else "best")
     see = "plot" if run.rules.draws_plots else "curves"
     return [text(f"next.{what}", model=model, run_dir=run.dir) for what in ("chat", "serve", "test", see)]
-
-
-def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
