@@ -19,8 +19,10 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 explain_missing_packages()
 
 from model.commands.option_names import ScriptParser  # noqa: E402
+from model.data.conversation import Conversation, Document  # noqa: E402
 from model.data.file_list import SUFFIXES, files_in  # noqa: E402
-from model.data.readers import read_pairs  # noqa: E402
+from model.data.file_request import FileRequest  # noqa: E402
+from model.data.readers import read_items  # noqa: E402
 from model.data.text_files import open_text  # noqa: E402
 from model.data.tokenizer import count_merged_tokens, load_tokenizer  # noqa: E402
 from model.data.tokenizer_training import train_tokenizer  # noqa: E402
@@ -44,14 +46,22 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """Yield the texts of each row of all files: one line, or a prompt and a response."""
+    """Yield the texts of each row of all files: one line, a document, or what is said in a conversation."""
     paths = [Path(file) for path in options.files for file in files_in(str(path), (*SUFFIXES, ".txt"))]
     for number, path in enumerate(paths, start=1):
         now_doing(texts_here()("tokenizer.reading", path=path, number=number, count=len(paths)))
         if path.suffix.lower() == ".txt":
             yield from ((line.rstrip("\r\n"),) for line in read_lines(path))
         else:
-            yield from read_pairs(path, options.prompt_column, options.response_column)
+            asked = FileRequest(options.prompt_column, options.response_column)
+            yield from map(texts_of, read_items(path, asked))
+
+
+def texts_of(item: Conversation | Document) -> tuple[str, ...]:
+    """What is said in one row."""
+    if isinstance(item, Document):
+        return (item.text,)
+    return tuple(text for turn in item.turns for text in (turn.thought, turn.text) if text)
 
 
 def texts_to_learn(rows: Iterator[tuple[str, ...]], held_out: list[str]) -> Iterator[str]:

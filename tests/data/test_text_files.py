@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from model.data.readers import read_pairs
-from tests.data.files import pairs_of, refusal, write
+from tests.data.files import pairs_of, read_pairs, refusal, write
 
 AWKWARD = ["plain", "two\nlines", "a\ttab", 'a "word"', '"', '"open', 'close"', "a\tb\nc", "", "x\r\ny"]
 
