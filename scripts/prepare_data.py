@@ -37,7 +37,7 @@ from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.cleaning import clean_conversation, clean_document  # noqa: E402
 from model.data.columns import find_columns, list_names  # noqa: E402
 from model.data.conversation import Conversation, Document, Turn  # noqa: E402
-from model.data.file_list import files_in  # noqa: E402
+from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.file_request import FileRequest  # noqa: E402
 from model.data.prepared import PAIRS, NeedsForm, key_of, write_parquet  # noqa: E402
 from model.data.readers import NoRows, followed, read_items  # noqa: E402
@@ -89,7 +89,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("inputs", nargs="+", metavar="IN", help="json, jsonl, csv, tsv and parquet files, or folders")
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="json, jsonl, csv, tsv, parquet, txt files, or folders")
     parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
     parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="where validation pairs go")
     parser.add_argument("--validation_share", type=float, metavar="SHARE", help=f"of all pairs ({VALIDATION_SHARE})")
@@ -189,7 +189,7 @@ def list_files(paths: list[str]) -> list[str]:
     """The paths, with the files in a folder for the folder, which are named on stderr."""
     found = []
     for path in paths:
-        files = files_in(path)
+        files = files_in(path, (*SUFFIXES, ".txt"))
         if files != [path]:
             names = ", ".join(Path(file).name for file in files)
             print("prepare_data:", texts_here()("prepare.folder", path=path, names=names), file=sys.stderr)

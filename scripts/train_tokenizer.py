@@ -23,7 +23,6 @@ from model.data.conversation import Conversation, Document  # noqa: E402
 from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.file_request import FileRequest  # noqa: E402
 from model.data.readers import read_items  # noqa: E402
-from model.data.text_files import open_text  # noqa: E402
 from model.data.tokenizer import count_merged_tokens, load_tokenizer  # noqa: E402
 from model.data.tokenizer_training import train_tokenizer  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
@@ -34,27 +33,15 @@ from model.runtime.atomic_io import output_directory  # noqa: E402
 
 HELD_OUT_EVERY = 100  # rows
 MAX_HELD_OUT_ROWS = 5_000
-MAX_LINE_CHARS = 65_536
-
-
-def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file in UTF-8 or GB18030, long ones in parts. Raises ValueError if it is neither."""
-    if not path.is_file():
-        raise ValueError(f"no file at {path}: give paths of parquet, json, jsonl, csv, tsv or txt files")
-    with open_text(path) as file:
-        yield from iter(lambda: file.readline(MAX_LINE_CHARS), "")
 
 
 def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """Yield the texts of each row of all files: one line, a document, or what is said in a conversation."""
+    """Yield the texts of each row of all files: a document, or what is said in a conversation."""
     paths = [Path(file) for path in options.files for file in files_in(str(path), (*SUFFIXES, ".txt"))]
     for number, path in enumerate(paths, start=1):
         now_doing(texts_here()("tokenizer.reading", path=path, number=number, count=len(paths)))
-        if path.suffix.lower() == ".txt":
-            yield from ((line.rstrip("\r\n"),) for line in read_lines(path))
-        else:
-            asked = FileRequest(options.prompt_column, options.response_column)
-            yield from map(texts_of, read_items(path, asked))
+        asked = FileRequest(options.prompt_column, options.response_column)
+        yield from map(texts_of, read_items(path, asked))
 
 
 def texts_of(item: Conversation | Document) -> tuple[str, ...]:

@@ -18,10 +18,11 @@ import pyarrow.parquet as pq
 from rich.cells import cell_len
 
 from model.data.cleaning import REASONS
-from model.data.file_request import IGNORED_WORDS, describe_ignored
+from model.data.conversation import Document
+from model.data.file_request import IGNORED_WORDS, FileRequest, describe_ignored
 from model.data.near_duplicates import SIMILARITY, Signatures
 from model.data.prepared import key_of, prompt_number
-from model.data.readers import read_conversations
+from model.data.readers import read_items
 from model.data.t5_text import encode_questions, exchanges
 from model.data.tokenizer import BYTE_TOKENS, ChatTokenizer, load_tokenizer
 from model.display.catalogue import texts_here
@@ -47,7 +48,7 @@ class Contents:
     path: Path
     chars: list = field(default_factory=lambda: [Counter(), Counter()])
     tokens: list = field(default_factory=lambda: [Counter(), Counter()])
-    num_pairs: int = 0  # learnt answers with their questions
+    num_pairs: int = 0  # learnt answers with their questions, or documents
     with_context: int = 0
     characters: Counter = field(default_factory=Counter)
     rows_seen: array = field(default_factory=lambda: array("Q"))  # a hash of each conversation
@@ -58,15 +59,31 @@ class Contents:
     def rows(self):
         return len(self.rows_seen)
 
-    def add(self, conversations, tokenizer):
-        """Count a batch of conversations."""
-        for conversation in conversations:
-            self.rows_seen.append(_number(key_of(conversation)))
-            self.prompts.append(prompt_number(conversation))
+    @property
+    def sides(self):
+        """The names of what has a length; documents have one."""
+        return SIDES if self.chars[1] else ("text",)
+
+    def add(self, items, tokenizer):
+        """Count a batch of conversations and documents."""
+        for item in items:
+            self.rows_seen.append(_number(key_of(item)))
+            self.prompts.append(prompt_number(item))
+        texts = [item.text for item in items if isinstance(item, Document)]
+        conversations = [item for item in items if not isinstance(item, Document)]
         if self.signatures:
-            self.signatures.add("\n".join(turn.text for turn in one.turns) for one in conversations)
-        pairs = [pair for conversation in conversations for pair in exchanges(conversation, Counter())]
-        self._add_pairs(pairs, tokenizer)
+            self.signatures.add([*texts, *("\n".join(turn.text for turn in one.turns) for one in conversations)])
+        if pairs := [pair for conversation in conversations for pair in exchanges(conversation, Counter())]:
+            self._add_pairs(pairs, tokenizer)
+        self._add_texts(texts, tokenizer)
+
+    def _add_texts(self, texts, tokenizer):
+        self.num_pairs += len(texts)
+        self.chars[0].update(map(len, texts))
+        for text in texts:
+            self.characters.update(text)
+        if tokenizer:
+            self.tokens[0].update(len(ids) + 1 for ids in tokenizer.encode_batch(texts))
 
     def _add_pairs(self, pairs, tokenizer):
         prompts, responses, contexts = zip(*pairs, strict=True)
@@ -154,9 +171,9 @@ def print_report(paths: list[Path], tokenizer_dir: Path, max_seq_len: int) -> No
 def read_contents(path: Path, tokenizer: ChatTokenizer | None, near: bool) -> Contents:
     """Contents of a file, with signatures if `near`. Raises ValueError for an unreadable file."""
     contents = Contents(path, signatures=Signatures() if near else None)
-    conversations = read_conversations(path)
+    items = read_items(path, FileRequest())
     now_doing(texts_here()("report.reading", path=path))
-    while batch := list(islice(conversations, BATCH_ROWS)):
+    while batch := list(islice(items, BATCH_ROWS)):
         contents.add(batch, tokenizer)
         advance(len(batch))
     return contents
@@ -166,16 +183,17 @@ def report_lines(contents: Contents, tokenizer: ChatTokenizer | None, max_seq_le
     """What is worth knowing of one file, a line for each fact."""
     text = texts_here()
     found = dict(count=contents.num_pairs, rows=contents.rows, context=contents.with_context)
-    lines = [text("report.pairs", path=contents.path, **found)]
+    kind = "report.pairs" if contents.sides == SIDES else "report.texts"
+    lines = [text(kind, path=contents.path, **found)]
     for unit, counters in (("characters", contents.chars), ("tokens", contents.tokens)):
-        for side, counter in zip(SIDES, counters, strict=True):
+        for side, counter in zip(contents.sides, counters, strict=False):
             if counter:
                 what = text(f"report.{side}.{unit}")
                 lines.append("  " + text("report.lengths", what=what, percentiles=_percentiles(counter)))
     if tokenizer:
         shares = [
             text(f"report.{side}.cut", share=_above(counter, max_seq_len) / contents.num_pairs)
-            for side, counter in zip(SIDES, contents.tokens, strict=True)
+            for side, counter in zip(contents.sides, contents.tokens, strict=False)
         ]
         lines.append("  " + text("report.cut", most=max_seq_len, shares=text("comma").join(shares)))
         lines.append(f"  {_bytes_line(contents.characters, tokenizer)}")
@@ -196,8 +214,8 @@ def draw_lengths(contents: list[Contents], max_seq_len: int, path: Path) -> None
     from matplotlib.figure import Figure  # takes a second
 
     unit = "tokens" if contents[0].tokens[0] else "characters"
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for place, (side, axes) in enumerate(zip(SIDES, figure.subplots(1, 2), strict=True)):
+    figure, sides = Figure(figsize=(10, 4), layout="constrained"), contents[0].sides
+    for place, (side, axes) in enumerate(zip(sides, figure.subplots(1, len(sides), squeeze=False)[0], strict=True)):
         counters = [getattr(one, _FIELDS[unit])[place] for one in contents]
         edges = np.linspace(0, max(map(max, counters)) + 1, NUM_BARS + 1)  # equal ones for all files
         for one, counter in zip(contents, counters, strict=True):
@@ -205,7 +223,7 @@ def draw_lengths(contents: list[Contents], max_seq_len: int, path: Path) -> None
             axes.hist(list(counter), bins=edges, weights=shares, alpha=0.6, label=one.path.name)
         if unit == "tokens":
             axes.axvline(max_seq_len, color="tab:red", linestyle=":", label=f"max_seq_len={max_seq_len}")
-        axes.set(xlabel=f"{side} [{unit}]", ylabel="share of pairs", yscale="log")
+        axes.set(xlabel=f"{side} [{unit}]", ylabel="share of rows", yscale="log")
         axes.legend()
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120)

@@ -107,7 +107,7 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
         "prompt_column": f"问题所在的列；{BY_NAME}",
         "response_column": f"回答所在的列；{BY_NAME}",
         "max_chars": "问题和回答各自最多的字符数（%(default)s）",
-        "max_context_chars": "上文最多的字符数（%(default)s）",
+        "max_context_chars": "说到这么多字符，就另起一个对话（%(default)s）",
         "single_turn": "不带系统提示和上文",
         "report": "说明输出文件的内容，并画出长度分布",
         "tokenizer_dir": "--report 用的分词器目录",

@@ -20,8 +20,8 @@ SYSTEM_COLUMNS, HISTORY_COLUMN, TOOL_COLUMNS = ("system", "system_prompt"), "his
 LABEL_COLUMNS = ("label", "kto_tag")  # false: the response is one to avoid
 SPECIAL_COLUMNS = {*MESSAGE_COLUMNS, *SYSTEM_COLUMNS, HISTORY_COLUMN, *TOOL_COLUMNS, *LABEL_COLUMNS}
 PLAIN_TEXT = (
-    "plain text does not say what is a prompt and what its response: write them as columns of a .tsv, with prompt and "
-    "response in its first line"
+    "plain text does not say what is a prompt and what its response: to train on pairs, write them as columns of a "
+    ".tsv, with prompt and response in its first line; scripts/prepare_data.py and train_tokenizer.py read texts"
 )
 MAX_NAMES_LISTED, MAX_NAME_CHARS = 12, 40
 
@@ -30,8 +30,6 @@ def describe_missing(missing: dict[str, str], names: Iterable[str]) -> str:
     """The error message for sides without a column; `missing` maps each side to the column name given, or ""."""
     names = list(names)
     absent = f"no {' or '.join(repr(name) if name else side for side, name in missing.items())} column; found "
-    if len(names) == 1:
-        return f"{absent}{list_names(names)} and no other: {PLAIN_TEXT}"
     return (
         f"{absent}{list_names(names)}: name the right one with "
         f"{' '.join(f'--{side}_column=NAME' for side in missing)} (without it: one of "

@@ -24,10 +24,14 @@ class FileRequest:
     response_column: str = ""
     on_malformed: OnMalformed = refuse
     ignored: Counter = field(default_factory=Counter)
+    has_paths: bool = False  # a column is named as OBJECT.KEY
     has_rows: bool = False  # a row with the columns was found
     names: tuple[str, ...] = ()  # the columns of that row
     num_without: int = 0
     without: str = ""  # what the first row without the columns lacks
+
+    def __post_init__(self):
+        self.has_paths = "." in self.prompt_column + self.response_column
 
     def ignore(self, kind: str, name: str, count: int = 1) -> None:
         """Add to the count of (kind, name), or of (kind, "") when MAX_NAMED names are counted already."""

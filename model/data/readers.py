@@ -1,7 +1,7 @@
 """Reads users' data files into conversations and documents; no other module reads them.
 
-Formats: .json, .jsonl, .csv, .tsv and .parquet. Memory is bounded by one buffer, one item of MAX_ITEM_CHARS and one
-parquet batch, whatever the size of the file. Every problem with a file is a ValueError that names the file, what was
+Formats: .json, .jsonl, .csv, .tsv, .parquet and .txt. Memory is bounded by one buffer, one item of MAX_ITEM_CHARS
+and one parquet batch, whatever the size of the file. Every problem with a file is a ValueError that names the file, what was
 found and what to do. All rows are kept, except malformed ones if the caller handles them with `on_malformed`.
 """
 
@@ -17,6 +17,8 @@ from model.data.parquet_rows import parquet_rows
 from model.data.rows import conversations_of
 from model.data.text_files import open_text, table_rows
 from model.runtime.json_stream import JsonText, OnMalformed, refuse
+
+MAX_LINE_CHARS = 1 << 16  # of a document in a .txt
 
 
 class NoRows(ValueError):
@@ -49,7 +51,7 @@ def read_conversations(
 def _only_conversations(path, request):
     for item in read_items(path, request):
         if isinstance(item, Document):
-            raise ValueError(f"{path}: no response column; found 'text' and no other: {PLAIN_TEXT}")
+            raise ValueError(f"{path}: it holds texts without a response: {PLAIN_TEXT}")
         yield item
 
 
@@ -99,8 +101,7 @@ def _items(path: Path, request: FileRequest) -> Iterator[Conversation | Document
         raise ValueError(f"{path}: " + ("it is a folder; name a file in it" if path.is_dir() else "no such file"))
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        hint = f"; {PLAIN_TEXT} (scripts/train_tokenizer.py reads it)" if path.suffix.lower() == ".txt" else ""
-        raise ValueError(f"{path}: unknown suffix {path.suffix!r}; give one of {', '.join(_READERS)}{hint}")
+        raise ValueError(f"{path}: unknown suffix {path.suffix!r}; give one of {', '.join(_READERS)}")
     if not path.stat().st_size:
         raise ValueError(f"{path}: the file is empty (0 bytes); write or download it again")
     yield from reader(path, request)
@@ -128,10 +129,19 @@ def _table_items(path: Path, request: FileRequest) -> Iterator[Conversation | Do
     return conversations_of(table_rows(path, request.on_malformed), lambda: str(path), request)
 
 
+def _text_items(path: Path, request: FileRequest) -> Iterator[Document]:
+    """A document for each line that is not blank, a long one in parts."""
+    with open_text(path) as file:
+        for line in iter(lambda: file.readline(MAX_LINE_CHARS), ""):
+            if line := line.strip("\r\n"):
+                yield Document(line)
+
+
 _READERS = {
     ".json": _json_items,
     ".jsonl": _json_items,
     ".csv": _table_items,
     ".tsv": _table_items,
     ".parquet": _parquet_items,
+    ".txt": _text_items,
 }

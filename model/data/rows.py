@@ -1,5 +1,6 @@
 """The conversations and documents that the rows of a file say, whatever form they have."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from model.data.columns import (
@@ -15,11 +16,12 @@ from model.data.columns import (
 from model.data.conversation import Conversation, Document, Turn
 from model.data.file_request import FileRequest
 from model.data.messages import exchange_turns, history_turns, is_false, is_turn, read_turn
-from model.data.tables import rows_inside
+from model.data.tables import by_columns, rows_inside
 from model.data.values import as_json, as_text, written
 from model.runtime.json_stream import MAX_ITEM_CHARS, refuse
 
 MAX_NESTING = 8
+_MARKS = re.compile(r"(?:\s*<\|im_(?:start|end)\|>\s*)+")
 Place = Callable[[], str]
 Said = Conversation | Document
 
@@ -29,6 +31,8 @@ def conversations_of(items: Iterable, place: Place, request: FileRequest, depth:
     turns = Bare(place)
     for item in items:
         if isinstance(item, dict):
+            if request.has_paths:
+                item = _with_paths(item, request)
             names = tuple(item)
             if not request.has_rows:
                 request.names = names
@@ -50,6 +54,15 @@ def conversations_of(items: Iterable, place: Place, request: FileRequest, depth:
         else:
             (refuse if turns.alternates else request.on_malformed)(_malformed(item, place))
     yield from turns.taken()
+
+
+def _with_paths(row, request):
+    """The row with the columns that the caller names as OBJECT.KEY."""
+    for name in (request.prompt_column, request.response_column):
+        column, _, key = name.partition(".")
+        if name not in row and isinstance(row.get(column), dict) and key in row[column]:
+            row = {**row, name: row[column][key]}
+    return row
 
 
 class Bare:
@@ -113,7 +126,8 @@ def _of_list(items: list, place: Place, request: FileRequest, depth: int) -> Ite
 
 def _of_row(row: dict, layout: Columns, place: Place, request: FileRequest, depth: int) -> Iterator[Said]:
     """What one object says."""
-    pair = _pair_of(row, layout) if layout.prompts and layout.response else None
+    has_pair = layout.response and (layout.prompts or _messages_in(row[layout.response]))
+    pair = _pair_of(row, layout) if has_pair and by_columns(row) is None else None
     if pair and all(any(turn.text.strip() or turn.calls for turn in side) for side in pair[:2]):
         yield _from_pair(row, pair, layout, request)
         return
@@ -132,12 +146,26 @@ def _of_row(row: dict, layout: Columns, place: Place, request: FileRequest, dept
         yield _from_pair(row, pair, layout, request)
     elif "text" in row and isinstance(row["text"], str) and not request.prompt_column and not layout.response:
         request.ignore_columns(row, ("text",))
-        yield Document(as_text(row["text"]))
+        yield Document(_without_marks(as_text(row["text"])))
     else:
         sides = dict(prompt=layout.prompts, response=layout.response)
         given = dict(prompt=request.prompt_column, response=request.response_column)
         missing = {side: given[side] for side, found in sides.items() if not found}
-        request.leave_out(place(), describe_missing(missing, row))
+        request.leave_out(place(), describe_missing(missing, row) + _hint(row))
+
+
+def _hint(row):
+    """What to type for a row whose texts are in an object, such as {"translation": {"en": …, "fr": …}}."""
+    for name, value in row.items():
+        if isinstance(value, dict) and len(texts := [key for key, text in value.items() if isinstance(text, str)]) > 1:
+            first, second = (f"{name}.{key}" for key in texts[:2])
+            return f"; texts in an object have names such as --prompt_column={first} --response_column={second}"
+    return ""
+
+
+def _without_marks(text):
+    """The text without MiniMind's marks around each of its parts, which stand on lines of their own."""
+    return _MARKS.sub("\n", text).strip() if text.startswith("<|im_start|>") else text
 
 
 def _pair_of(row: dict, layout: Columns) -> tuple[list[Turn], list[Turn], tuple[str, ...]]:

@@ -13,6 +13,7 @@ from model.data.conversation import ROLES, Conversation, Document, Turn, encode_
 from model.data.file_request import CONTEXT, PART
 from model.data.tokenizer import ROLE_MARKS, ChatTokenizer
 
+PLAIN_ANSWER = Turn("assistant", "")[2:]
 MOVED = "system texts amid a dialogue, put first"
 FORMAT = "marks 1"  # part of a token store's key: another format needs another name
 MARKS = dict(zip(ROLES, ROLE_MARKS, strict=False))  # the fourth, <|end|>, is not needed: the next mark ends a turn
@@ -80,7 +81,7 @@ def exchanges(conversation: Conversation, ignored: Counter) -> list[tuple[str, s
     text holds from where it stands on; this format puts it first.
     """
     turns = conversation.turns
-    if len(turns) == 2 and turns[0].role == "user" and turns[1].role == "assistant" and turns[1].learnt:
+    if len(turns) == 2 and turns[0].role == "user" and turns[1][2:] == PLAIN_ANSWER and turns[1].role == "assistant":
         return [(turns[0].text, turns[1].text, None)]
     talk, systems, system = [], [], ""
     for turn in said(conversation, ignored):
@@ -143,17 +144,23 @@ def encode_questions(
     tokenizer: ChatTokenizer,
     max_tokens: int,
     prefix: str = "",
+    answers: dict[str, list[int]] | None = None,
 ) -> EncodedQuestions:
     """EncodedQuestions of many questions, each with its Context, or None: then its ids are those of its text and EOS.
 
-    Every text is encoded once, however many contexts it is part of. `prefix` stands before each of the user's turns.
+    Every text is encoded once, however many contexts it is part of, and not at all if `answers` has its ids. `prefix`
+    stands before each of the user's turns.
     """
     if not any(contexts):
         encoded = tokenizer.encode_batch([prefix + question for question in questions])
         num_cut = sum(len(ids) >= max_tokens for ids in encoded)
         return EncodedQuestions([[*ids[: max_tokens - 1], tokenizer.eos_id] for ids in encoded], num_cut, 0)
     marks, rows = marks_of(tokenizer), list(zip(questions, contexts, strict=True))
-    pieces = _encode_pieces(_keys(rows, max_tokens), marks, tokenizer, prefix)
+    keys, pieces = _keys(rows, max_tokens), {}
+    if answers and not marks.prefixes["assistant"]:
+        shown = [text for role, text in keys if role == "assistant" and text in answers]
+        pieces = {("assistant", text): [*marks.openers["assistant"], *answers[text], *marks.closer] for text in shown}
+    pieces |= _encode_pieces([key for key in keys if key not in pieces], marks, tokenizer, prefix)
     fitted = [_fit(question, context, pieces, marks.closer, max_tokens - 1) for question, context in rows]
     ids, is_cut, left_out = zip(*fitted, strict=True)
     return EncodedQuestions([[*row, tokenizer.eos_id] for row in ids], sum(is_cut), sum(left_out))

@@ -188,17 +188,24 @@ def test_named_columns_are_used_and_wrong_options_are_refused(tmp_path, prepare)
         assert code == 2 and words[-1].partition("=")[0] in errors and "Traceback" not in errors
 
 
-def test_the_report_says_what_was_written_and_plain_text_is_refused_with_what_to_do(tmp_path, prepare):
+def test_the_report_says_what_was_written(tmp_path, prepare):
     write_rows(tmp_path / "x.jsonl", ROWS)
-    (tmp_path / "book.txt").write_text("一行文字\n")
-    code, out, errors = prepare("x.jsonl", "book.txt", "--output", "o.parquet", "--report")
-    assert (
-        code == 0
-        and "o.parquet: 3 pairs in 3 conversations, 0 with earlier turns" in out
-        and "exact duplicates: 0 of 3" in out
-    )
+    code, out, errors = prepare("x.jsonl", "--output", "o.parquet", "--report")
+    assert code == 0 and "exact duplicates: 0 of 3" in out
+    assert "o.parquet: 3 pairs in 3 conversations, 0 with earlier turns" in out
     assert (tmp_path / "o_lengths.png").is_file()
-    assert "book.txt: unknown suffix '.txt'" in errors and "write them as columns of a .tsv" in errors
+
+
+def test_plain_text_is_prepared_as_texts_alone(tmp_path, prepare):
+    (tmp_path / "book.txt").write_text("第一行\n\n第二行\u200b\n第一行\n", encoding="utf-8")
+    write_rows(tmp_path / "mind.jsonl", [dict(text="<|im_start|>一<|im_end|> <|im_start|>二<|im_end|>")])
+    code, out, errors = prepare("book.txt", "mind.jsonl", "--output", "o.parquet", "--report")
+    assert (code, errors) == (0, "") and "o.parquet: 3 texts written" in out and "text characters: p50 3" in out
+    assert pq.read_table(tmp_path / "o.parquet")["text"].to_pylist() == ["第一行", "第二行", "一\n二"]
+    write_rows(tmp_path / "x.jsonl", ROWS)
+    for words in (["book.txt", "x.jsonl"], ["x.jsonl", "book.txt"]):
+        code, _, errors = prepare(*words, "--output", "p.parquet")
+        assert code == 2 and "some rows are plain text and some are conversations" in errors
 
 
 def test_a_share_without_a_file_for_it_is_refused(tmp_path, prepare):

@@ -48,10 +48,12 @@ class Pairs:
         """`rows` are (prompt, response, Context or None)."""
         kept = [row for row in rows if row[0].strip() and row[1].strip()]
         prompts, responses, contexts = zip(*kept, strict=True) if kept else ([], [], [])
-        asked = encode_questions(prompts, contexts, tokenizer, max_seq_len, self.prefix)
-        answered = encode_questions(responses, [None] * len(responses), tokenizer, max_seq_len)
-        num_cut = [asked.num_cut, answered.num_cut]
-        return Encoded([asked.ids, answered.ids], num_cut, {}, asked.turns_left_out, contexts.count(None))
+        answers = tokenizer.encode_batch(list(responses))
+        known = dict(zip(responses, answers, strict=True)) if any(contexts) else None
+        asked = encode_questions(prompts, contexts, tokenizer, max_seq_len, self.prefix, known)
+        answered = [[*ids[: max_seq_len - 1], tokenizer.eos_id] for ids in answers]
+        num_cut = [asked.num_cut, sum(len(ids) >= max_seq_len for ids in answers)]
+        return Encoded([asked.ids, answered], num_cut, {}, asked.turns_left_out, contexts.count(None))
 
     def derive(self, model, batch, chunk_tokens):
         return {}
