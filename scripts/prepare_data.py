@@ -2,6 +2,7 @@
 
 python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output VALID.parquet] [--validation_share 0.01]
     [--prompt_column NAME] [--response_column NAME] [--max_chars 2048] [--max_context_chars 8192] [--single_turn]
+    [--encoding NAME]
     [--report [--tokenizer_dir DIR] [--max_seq_len 256]] [--strict] [--overwrite]
 
 Outputs are written atomically. A conversation is a row, in the columns `messages` and `tools`; where all are single
@@ -37,6 +38,7 @@ from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.cleaning import clean_conversation, clean_document  # noqa: E402
 from model.data.columns import find_columns, list_names  # noqa: E402
 from model.data.conversation import Conversation, Document, Turn  # noqa: E402
+from model.data.encodings import check_encoding  # noqa: E402
 from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.file_request import FileRequest  # noqa: E402
 from model.data.prepared import PAIRS, NeedsForm, key_of, write_parquet  # noqa: E402
@@ -95,6 +97,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--validation_share", type=float, metavar="SHARE", help=f"of all pairs ({VALIDATION_SHARE})")
     parser.add_argument("--prompt_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--response_column", default="", metavar="NAME", help="found by its name when not given")
+    parser.add_argument("--encoding", default="", metavar="NAME", help="of text files; found when not given")
     parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
     parser.add_argument(
         "--max_context_chars", default=65536, type=int, help="then a conversation begins anew (%(default)s)"
@@ -114,6 +117,7 @@ def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, array]
     for name in ("max_chars", "max_context_chars", "max_seq_len"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}={getattr(options, name)}: give at least 1")
+    check_encoding(options.encoding or "utf-8")
     share = check_share(options)
     inputs = list(map(Input, check_inputs(list_files(options.inputs), outputs)))
     partials = [output.with_name(f".{output.name}.{os.getpid()}.partial") for output in outputs]
@@ -272,7 +276,7 @@ def is_said(turn: Turn, role: str) -> bool:
 def items_of(source: Input, options: argparse.Namespace) -> Iterator[Conversation | Document]:
     """Yield what readable rows say and count malformed ones. Raises ValueError if no row is readable."""
     columns = options.prompt_column, options.response_column
-    asked = source.asked = FileRequest(*columns, source.drop_malformed, source.ignored)
+    asked = source.asked = FileRequest(*columns, source.drop_malformed, source.ignored, options.encoding)
     try:
         items = followed(read_items(source.path, asked))
         yield from single_pairs(items, source.ignored) if options.single_turn else items

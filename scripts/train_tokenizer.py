@@ -1,7 +1,7 @@
 """Trains a tokenizer on files of pairs, or on text files with one text per line, and prints a summary.
 
     python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
-        [--prompt_column NAME] [--response_column NAME] [--overwrite]
+        [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--overwrite]
 
 One row in a hundred is held out to measure characters per token.
 """
@@ -20,6 +20,7 @@ explain_missing_packages()
 
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.conversation import Conversation, Document  # noqa: E402
+from model.data.encodings import check_encoding  # noqa: E402
 from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.file_request import FileRequest  # noqa: E402
 from model.data.readers import read_items  # noqa: E402
@@ -40,7 +41,7 @@ def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]
     paths = [Path(file) for path in options.files for file in files_in(str(path), (*SUFFIXES, ".txt"))]
     for number, path in enumerate(paths, start=1):
         now_doing(texts_here()("tokenizer.reading", path=path, number=number, count=len(paths)))
-        asked = FileRequest(options.prompt_column, options.response_column)
+        asked = FileRequest(options.prompt_column, options.response_column, encoding=options.encoding)
         yield from map(texts_of, read_items(path, asked))
 
 
@@ -92,6 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 400")
     parser.add_argument("--prompt_column", default="", help="found by name when not given")
     parser.add_argument("--response_column", default="", help="found by name when not given")
+    parser.add_argument("--encoding", default="", help="of text files; found when not given")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
     return parser.parse_args()
 
@@ -103,6 +105,7 @@ def main() -> int:
     held_out: list[str] = []
     started = time.perf_counter()
     try:
+        check_encoding(options.encoding or "utf-8")
         check_output(options.output_dir, options.overwrite)
         texts = texts_to_learn(read_rows_of_texts(options), held_out)
         with output_directory(options.output_dir), activity_shown("train_tokenizer"):

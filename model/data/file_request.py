@@ -7,9 +7,10 @@ from model.runtime.json_stream import OnMalformed, refuse
 
 # Kinds of content that are read but not used.
 TURNS, COLUMN, PART, ROWS, CONTEXT = "turns", "column", "part", "rows", "context"
+READ_AS = "read_as"  # an encoding that was assumed
 IGNORED_WORDS = {
-    "unused": "not used", TURNS: "turns of role", COLUMN: "column", PART: "in conversations", ROWS: "in the file",
-    CONTEXT: "earlier turns", "others": "others", "unit.turns": "turns", "unit.column": "rows", "unit.part": "times",
+    "unused": "not used", READ_AS: "read as", TURNS: "turns of role", COLUMN: "column", PART: "in conversations",
+    ROWS: "in the file", CONTEXT: "earlier turns", "others": "others", "unit.turns": "turns", "unit.column": "rows", "unit.part": "times",
     "unit.rows": "rows", "unit.context": "pairs of longer dialogues",
 }  # fmt: skip
 MAX_NAMED, MAX_NAME_CHARS = 20, 40
@@ -24,6 +25,7 @@ class FileRequest:
     response_column: str = ""
     on_malformed: OnMalformed = refuse
     ignored: Counter = field(default_factory=Counter)
+    encoding: str = ""  # of a text file; found when not given
     has_paths: bool = False  # a column is named as OBJECT.KEY
     has_rows: bool = False  # a row with the columns was found
     names: tuple[str, ...] = ()  # the columns of that row
@@ -60,17 +62,20 @@ class FileRequest:
 
 
 def describe_ignored(ignored: Counter, words: dict[str, str] | None = None) -> str:
-    """The counts in `ignored`, as one phrase for a message; "" if there are none.
+    """The counts and assumptions in `ignored`, as one phrase for a message; "" if there are none.
 
     `words` are those of IGNORED_WORDS in another language.
     """
     words = words or IGNORED_WORDS
     names_by_kind = {kind: [] for kind in (TURNS, COLUMN, PART, ROWS, CONTEXT)}
+    assumed = [f"{words[READ_AS]} {name}" for kind, name in ignored if kind == READ_AS]
     for (kind, name), count in ignored.most_common():
+        if kind == READ_AS:
+            continue
         unit = words[f"unit.{kind}"] if count > 1 else words[f"unit.{kind}"].replace("s", "", 1)
         named = "" if kind == CONTEXT else f"{repr(name) if name else words['others']} "
         if kind in (PART, ROWS):
             named = f"{name or words['others']} "
         names_by_kind[kind].append(f"{named}({count:,} {unit})")
     lines = [f"{words[kind]} {', '.join(names)}".strip() for kind, names in names_by_kind.items() if names]
-    return f"{words['unused']}: {'; '.join(lines)}" if lines else ""
+    return "; ".join([*assumed, *([f"{words['unused']}: {'; '.join(lines)}"] if lines else [])])

@@ -1,8 +1,8 @@
 """Reads users' data files into conversations and documents; no other module reads them.
 
 Formats: .json, .jsonl, .csv, .tsv, .parquet and .txt. Memory is bounded by one buffer, one item of MAX_ITEM_CHARS
-and one parquet batch, whatever the size of the file. Every problem with a file is a ValueError that names the file, what was
-found and what to do. All rows are kept, except malformed ones if the caller handles them with `on_malformed`.
+and one parquet batch, whatever the size of the file. Every problem with a file is a ValueError that names the file,
+what was found and what to do. All rows are kept, except malformed ones if the caller handles them with `on_malformed`.
 """
 
 from collections import Counter
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from model.data.columns import PLAIN_TEXT
 from model.data.conversation import Conversation, Document
-from model.data.file_request import FileRequest, describe_ignored
+from model.data.encodings import find_encoding
+from model.data.file_request import READ_AS, FileRequest, describe_ignored
 from model.data.messages import ASSISTANT_ROLES, USER_ROLES
 from model.data.parquet_rows import parquet_rows
 from model.data.rows import conversations_of
@@ -119,19 +120,28 @@ def _parquet_items(path: Path, request: FileRequest) -> Iterator[Conversation | 
 
 
 def _json_items(path: Path, request: FileRequest) -> Iterator[Conversation | Document]:
-    with open_text(path) as file:
+    with open_text(path, _encoding(path, request)) as file:
         text = JsonText(file)
         for items in text.values(request.on_malformed):
             yield from conversations_of(items, lambda: f"{path} line {text.line():,}", request)
 
 
 def _table_items(path: Path, request: FileRequest) -> Iterator[Conversation | Document]:
-    return conversations_of(table_rows(path, request.on_malformed), lambda: str(path), request)
+    rows = table_rows(path, request.on_malformed, _encoding(path, request))
+    return conversations_of(rows, lambda: str(path), request)
+
+
+def _encoding(path, request):
+    """The encoding of a file; what was assumed is noted."""
+    encoding = request.encoding or find_encoding(path)
+    if not request.encoding and encoding != "utf-8-sig":
+        request.ignored[READ_AS, encoding.upper().replace("GB18030", "GB18030 (Chinese)")] += 1
+    return encoding
 
 
 def _text_items(path: Path, request: FileRequest) -> Iterator[Document]:
     """A document for each line that is not blank, a long one in parts."""
-    with open_text(path) as file:
+    with open_text(path, _encoding(path, request)) as file:
         for line in iter(lambda: file.readline(MAX_LINE_CHARS), ""):
             if line := line.strip("\r\n"):
                 yield Document(line)
