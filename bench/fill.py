@@ -15,11 +15,11 @@ from pathlib import Path
 from bench.runs import kernel_batch, open_pairs
 from model.data.buckets import buckets_for
 from model.data.packing import cut
-from model.data.readers import read_pairs
 from model.data.sampler import shares_of, step_at
 from model.data.tokenizer import load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
 from model.memory.plan import LARGEST_MICRO_BATCH_TOKENS
+from tests.data.files import read_pairs
 
 RANKS = (1, 2, 4)
 SEED = 23333

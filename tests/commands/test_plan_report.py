@@ -15,7 +15,6 @@ from model.commands.plan_report import plan_text, preview, table
 from model.commands.recipe import plan_options
 from model.data.length_histogram import histogram
 from model.data.packing import cut
-from model.data.readers import read_pairs
 from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import PROBE, load_tokenizer
@@ -25,6 +24,7 @@ from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.objectives.pairs import Pairs
+from tests.data.files import read_pairs
 from tests.parts import make_estimate, open_pairs
 from tests.tiny import furnish, write_pairs
 
