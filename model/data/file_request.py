@@ -10,8 +10,8 @@ TURNS, COLUMN, PART, ROWS, CONTEXT = "turns", "column", "part", "rows", "context
 READ_AS = "read_as"  # an encoding that was assumed
 IGNORED_WORDS = {
     "unused": "not used", READ_AS: "read as", TURNS: "turns of role", COLUMN: "column", PART: "in conversations",
-    ROWS: "in the file", CONTEXT: "earlier turns", "others": "others", "unit.turns": "turns", "unit.column": "rows", "unit.part": "times",
-    "unit.rows": "rows", "unit.context": "pairs of longer dialogues",
+    ROWS: "in the file", CONTEXT: "earlier turns", "others": "others", "unit.turns": "turns", "unit.column": "rows",
+    "unit.part": "times", "unit.rows": "rows", "unit.context": "pairs of longer dialogues",
 }  # fmt: skip
 MAX_NAMED, MAX_NAME_CHARS = 20, 40
 MAX_ROWS_WITHOUT = 1000  # rows without the columns, before the first that has them
@@ -29,6 +29,7 @@ class FileRequest:
     has_paths: bool = False  # a column is named as OBJECT.KEY
     has_rows: bool = False  # a row with the columns was found
     names: tuple[str, ...] = ()  # the columns of that row
+    hint: str = ""  # to a file of this kind without the columns
     num_without: int = 0
     without: str = ""  # what the first row without the columns lacks
 
@@ -51,6 +52,7 @@ class FileRequest:
     def leave_out(self, place: str, missing: str) -> None:
         """Count a row without the columns; raises ValueError where a file begins with MAX_ROWS_WITHOUT such rows."""
         self.num_without += 1
+        missing += self.hint
         self.without = self.without or missing
         if not self.has_rows:
             if self.num_without == MAX_ROWS_WITHOUT:

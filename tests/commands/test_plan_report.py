@@ -2,6 +2,7 @@ import json
 import os
 import random
 import re
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,6 @@ from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.objectives.pairs import Pairs
-from tests.data.files import read_pairs
 from tests.parts import make_estimate, open_pairs
 from tests.tiny import furnish, write_pairs
 
@@ -194,7 +194,7 @@ def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
     counted = values["lengths"]
     assert counted["source"].startswith("counted in ")
     assert (counted["pairs"], counted["longest"]) == (44, int(store.lengths.sum(axis=1).max()))
-    encoded = Pairs().encode(list(read_pairs("train.jsonl")), tokenizer, 32)
+    encoded = Pairs().encode(list(Pairs().read("train.jsonl", ("", ""), Counter())), tokenizer, 32)
     assert (side_lengths(encoded) == store.lengths).all()
 
 
