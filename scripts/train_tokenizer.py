@@ -19,6 +19,7 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 explain_missing_packages()
 
 from model.commands.option_names import ScriptParser  # noqa: E402
+from model.data.compressed import data_suffix  # noqa: E402
 from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.readers import read_pairs  # noqa: E402
 from model.data.text_files import open_text  # noqa: E402
@@ -48,7 +49,7 @@ def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]
     paths = [Path(file) for path in options.files for file in files_in(str(path), (*SUFFIXES, ".txt"))]
     for number, path in enumerate(paths, start=1):
         now_doing(texts_here()("tokenizer.reading", path=path, number=number, count=len(paths)))
-        if path.suffix.lower() == ".txt":
+        if data_suffix(path) == ".txt":
             yield from ((line.rstrip("\r\n"),) for line in read_lines(path))
         else:
             yield from read_pairs(path, options.prompt_column, options.response_column)

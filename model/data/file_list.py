@@ -5,7 +5,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
+from model.data.compressed import data_suffix
+
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".arrow")
 WEIGHT = re.compile(r"(?P<name>.+)(?P<sign>[:*])(?P<weight>[^:*/]+)")
 
 
@@ -61,7 +63,7 @@ def files_in(path, suffixes=SUFFIXES):
     folder = Path(path)
     if not folder.is_dir():
         return [path]
-    found = [str(each) for each in sorted(folder.iterdir()) if each.suffix.lower() in suffixes and each.is_file()]
+    found = [str(each) for each in sorted(folder.iterdir()) if data_suffix(each) in suffixes and each.is_file()]
     if not found:
         raise ValueError(f"{path}: the folder holds no {', '.join(suffixes)} file")
     return found

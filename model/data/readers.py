@@ -1,7 +1,7 @@
 """Reads users' data files into pairs of text, with or without what was said before; no other module reads them.
 
-Formats: .json, .jsonl, .csv, .tsv and .parquet, with text in UTF-8 or GB18030. Memory is bounded by one buffer, one
-item of MAX_ITEM_CHARS and one parquet batch, whatever the size of the file. Every problem with a file is a ValueError
+Formats: .json, .jsonl, .csv, .tsv, .parquet and .arrow, also with .gz or .zst, with text in UTF-8 or GB18030. Memory is
+bounded by one buffer, one item of MAX_ITEM_CHARS and one record batch, whatever the size of the file. Every problem with a file is a ValueError
 that names the file, what was found and what to do. All rows are kept, except malformed ones if the caller handles
 them with `on_malformed`; cleaning.clean_pair drops pairs by content.
 """
@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+from model.data.arrow_rows import arrow_rows
 from model.data.columns import PLAIN_TEXT, as_text, describe_missing, find_columns, join_columns
+from model.data.compressed import data_suffix
 from model.data.conversation import Context
 from model.data.dialogue import (
     ASSISTANT_ROLES,
@@ -174,21 +176,21 @@ def read_rows(
 def _rows(path: Path, request: _Request) -> Iterator[tuple[dict, Context | None]]:
     if not path.is_file():
         raise ValueError(f"{path}: " + ("it is a folder; name a file in it" if path.is_dir() else "no such file"))
-    reader = _READERS.get(path.suffix.lower())
+    reader = _READERS.get(data_suffix(path))
     if reader is None:
-        hint = f"; {PLAIN_TEXT} (scripts/train_tokenizer.py reads it)" if path.suffix.lower() == ".txt" else ""
+        hint = f"; {PLAIN_TEXT} (scripts/train_tokenizer.py reads it)" if data_suffix(path) == ".txt" else ""
         raise ValueError(f"{path}: unknown suffix {path.suffix!r}; give one of {', '.join(_READERS)}{hint}")
     if not path.stat().st_size:
         raise ValueError(f"{path}: the file is empty (0 bytes); write or download it again")
     yield from reader(path, request)
 
 
-def _parquet_rows(path: Path, request: _Request) -> Iterator[tuple[dict, Context | None]]:
-    index = 0
+def _column_rows(path: Path, request: _Request) -> Iterator[tuple[dict, Context | None]]:
+    index, read = 0, arrow_rows if data_suffix(path) == ".arrow" else parquet_rows
 
     def rows() -> Iterator[dict]:
         nonlocal index
-        for index, row in parquet_rows(path, request.on_malformed):  # noqa: B007
+        for index, row in read(path, request.on_malformed):  # noqa: B007
             yield row
 
     yield from _flatten(rows(), lambda: f"{path} row {index + 1:,}", request)
@@ -289,5 +291,6 @@ _READERS = {
     ".jsonl": _json_rows,
     ".csv": _table_rows,
     ".tsv": _table_rows,
-    ".parquet": _parquet_rows,
+    ".parquet": _column_rows,
+    ".arrow": _column_rows,
 }

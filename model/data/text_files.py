@@ -1,12 +1,14 @@
-"""Opens text files in UTF-8 or GB18030 and reads csv and tsv tables row by row."""
+"""Opens text files in UTF-8 or GB18030, compressed or not, and reads csv and tsv tables row by row."""
 
 import codecs
 import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
+from model.data.compressed import data_suffix, open_bytes
 from model.runtime.json_stream import MAX_ITEM_CHARS, OnMalformed
 
 ENCODING_SAMPLE_BYTES = 1 << 20
@@ -16,7 +18,7 @@ SEPARATORS = {",": ".csv", "\t": ".tsv", ";": "", "；": "", "|": ""}  # and the
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
     """Open the file as text and keep its line ends. Raises ValueError if it is neither UTF-8 nor GB18030."""
-    with open(path, encoding=_find_encoding(path), newline="") as file:
+    with TextIOWrapper(open_bytes(path), encoding=_find_encoding(path), newline="") as file:
         try:
             yield file
         except UnicodeDecodeError as error:
@@ -27,7 +29,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
 
 
 def _find_encoding(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         sample = file.read(ENCODING_SAMPLE_BYTES)
         is_whole = not file.read(1)
     for encoding in ("utf-8-sig", "gb18030"):
@@ -48,7 +50,7 @@ def table_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
     programs quote such cells, but people who write tsv by hand use a quote as an ordinary character.
     Raises ValueError for a cell or a line that is too long, and for columns with another separator.
     """
-    is_tsv = path.suffix.lower() == ".tsv"
+    is_tsv = data_suffix(path) == ".tsv"
     quoting = csv.QUOTE_NONE if is_tsv and not _is_quoted(path) else csv.QUOTE_MINIMAL
     with open_text(path) as file:
         reader = csv.reader(_lines(file), delimiter="\t" if is_tsv else ",", quoting=quoting)
