@@ -1,9 +1,9 @@
 """Reads users' data files into pairs of text, with or without what was said before; no other module reads them.
 
 Formats: .json, .jsonl, .csv, .tsv, .parquet and .arrow, also with .gz or .zst, with text in UTF-8 or GB18030. Memory is
-bounded by one buffer, one item of MAX_ITEM_CHARS and one record batch, whatever the size of the file. Every problem with a file is a ValueError
-that names the file, what was found and what to do. All rows are kept, except malformed ones if the caller handles
-them with `on_malformed`; cleaning.clean_pair drops pairs by content.
+bounded by one buffer, one item of MAX_ITEM_CHARS and one record batch, whatever the size of the file. Every problem
+with a file is a ValueError that names the file, what was found and what to do. All rows are kept, except malformed ones
+if the caller handles them with `on_malformed`; cleaning.clean_pair drops pairs by content.
 """
 
 from collections import Counter

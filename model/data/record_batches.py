@@ -38,7 +38,7 @@ def rows_of(
             raise expansion_error(path, file_bytes, f"more than {CHARS_PER_BYTE:,} characters per byte")
         for start, end in _runs(chars):
             if is_readable[start]:
-                yield from enumerate(_as_rows(batch.slice(start, end - start)), index + start)
+                yield from enumerate(_as_rows(path, batch.slice(start, end - start)), index + start)
             else:
                 on_malformed(f"{path} row {index + start + 1:,}: a row of {chars[start]:,} characters; "
                              f"at most {MAX_ITEM_CHARS:,} are read")  # fmt: skip
@@ -82,8 +82,8 @@ def count_chars(array: pa.Array) -> np.ndarray:
         lengths = np.append(count_chars(array.dictionary), 1)
         return lengths[array.indices.fill_null(len(lengths) - 1).to_numpy(zero_copy_only=False)]
     if kinds.is_string_view(kind) or kinds.is_binary_view(kind):  # many views may share one text
-        views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)
-        return np.maximum(views[array.offset : array.offset + len(array), 0].astype(np.int64), 1)
+        views = np.frombuffer(array.buffers()[1], np.int32, count=4 * (array.offset + len(array))).reshape(-1, 4)
+        return np.maximum(views[array.offset :, 0].astype(np.int64), 1)
     if kinds.is_string(kind) or kinds.is_large_string(kind):
         return pc.utf8_length(array).fill_null(1).to_numpy(zero_copy_only=False).astype(np.int64)
     if kinds.is_binary(kind) or kinds.is_large_binary(kind):
@@ -113,10 +113,13 @@ def _runs(chars):
         yield start, len(chars)
 
 
-def _as_rows(batch):
-    """The rows of a batch; its dictionaries are decoded first, which makes to_pylist thirty times faster."""
+def _as_rows(path, batch):
+    """The rows of a batch of the file at `path`; its dictionaries are decoded first, which makes to_pylist thirty times faster."""
     columns = [c.dictionary_decode() if kinds.is_dictionary(c.type) else c for c in batch.columns]
-    rows = pa.record_batch(columns, names=batch.schema.names).to_pylist()
+    try:
+        rows = pa.record_batch(columns, names=batch.schema.names).to_pylist()
+    except (ValueError, OverflowError) as error:  # such as a date of the year 10,000
+        raise ValueError(f"{path}: a value cannot be read ({error}); write its column as text") from None
     for field in filter(lambda field: _holds_json(field.type), batch.schema):
         for row in rows:
             row[field.name] = _with_json(row[field.name], field.type)

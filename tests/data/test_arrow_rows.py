@@ -109,3 +109,9 @@ def test_damaged_files_are_refused_and_never_end_the_process(tmp_path):
     values = pa.array([1], pa.int64())
     for array in (pa.RunEndEncodedArray.from_arrays([1], values), pa.array([[1]], pa.list_view(pa.int64()))):
         assert "is not read" in refusal(write_arrow(path, pa.table({"prompt": ["p"], "response": ["r"], "x": array})))
+
+
+def test_a_value_that_python_cannot_hold_is_refused_by_the_file_s_name(tmp_path):
+    dates = pa.array([10**7], pa.int32()).cast(pa.date32())
+    path = write_arrow(tmp_path / "x.arrow", pa.table({"prompt": ["p"], "response": ["r"], "day": dates}))
+    assert "a value cannot be read (date value out of range)" in refusal(path)
