@@ -30,7 +30,8 @@ def open_data(ranks, recipe, tokenizer):
     train = replace(train, dropout=recipe.spec.dropout, mixture=mixture)
     if not recipe.config.validation_file:
         return train, None
-    validation = open_examples(ranks, recipe, tokenizer, unweighted_files(recipe.config.validation_file), True)
+    files = unweighted_files(recipe.config.validation_file, "validation")
+    validation = open_examples(ranks, recipe, tokenizer, files, evaluated=True)
     if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
         LOGGER.warning(shared)
     return train, validation

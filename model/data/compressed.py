@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-import pyarrow as pa
-
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 FREE_BYTES, BYTES_PER_BYTE = 64 << 20, 1000  # a file of any size may expand to the first, else so many times
 
@@ -43,6 +41,8 @@ class _Decompressed(io.RawIOBase):
     """The decompressed bytes of a file; reading raises ValueError if it is damaged, cut, or expands without limit."""
 
     def __init__(self, path, codec):
+        import pyarrow as pa  # reading options, which needs data_suffix, must stay fast
+
         self.name, self.num_read = str(path), 0
         self.source = open(path, "rb")
         self.limit = FREE_BYTES + BYTES_PER_BYTE * path.stat().st_size

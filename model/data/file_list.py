@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.data.compressed import data_suffix
+from model.data.hf_datasets import dataset_files, dataset_reference
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".arrow")
 WEIGHT = re.compile(r"(?P<name>.+)(?P<sign>[:*])(?P<weight>[^:*/]+)")
@@ -19,18 +20,19 @@ class DataFile:
     weight: float = 1.0
 
 
-def data_files(text):
+def data_files(text, split="train"):
     """The DataFile of each name in `text`, which are separated by commas; a folder stands for the files in it, by name.
 
-    A name that ends in :NUMBER or *NUMBER has that weight. A name that exists as it is written is taken as it is.
-    Raises one ValueError that lists every problem; a file that does not exist is not one.
+    A dataset stands for its split of the name `split`, and DATASET[NAME] for another one. A name that ends in :NUMBER
+    or *NUMBER has that weight. A name that exists as it is written is taken as it is. Raises one ValueError that lists
+    every problem; a file that does not exist is not one.
     """
     names = [text] if Path(text).exists() else [name.strip() for name in text.split(",")]
     found, problems = [], []
     for name in names:
         try:
             path, weight = _parse(name)
-            found += [DataFile(each, weight) for each in files_in(path)]
+            found += [DataFile(each, weight) for each in files_in(path, split=split)]
         except ValueError as error:
             problems.append(str(error))
     paths = [file.path for file in found]
@@ -58,9 +60,11 @@ def _parse(name):
     return match["name"], weight
 
 
-def files_in(path, suffixes=SUFFIXES):
-    """The path of a file, or those of the files in a folder, by name; ValueError for a folder without any."""
-    folder = Path(path)
+def files_in(path, suffixes=SUFFIXES, split="train"):
+    """The path of a file, or those of the files in a folder, by name, or in a dataset's split; ValueError for none."""
+    folder, dataset = Path(path), dataset_reference(path, suffixes)
+    if dataset:
+        return dataset_files(dataset, suffixes, split)
     if not folder.is_dir():
         return [path]
     found = [str(each) for each in sorted(folder.iterdir()) if data_suffix(each) in suffixes and each.is_file()]
@@ -69,9 +73,9 @@ def files_in(path, suffixes=SUFFIXES):
     return found
 
 
-def unweighted_files(text):
+def unweighted_files(text, split):
     """The DataFiles of `data_files`; raises ValueError also for a weight."""
-    files = data_files(text)
+    files = data_files(text, split)
     if weighted := [file for file in files if file.weight != 1]:
         raise ValueError(f"{weighted[0].path}: only training files have a weight, and it is {weighted[0].weight:g}")
     return files

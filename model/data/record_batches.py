@@ -81,7 +81,7 @@ def count_chars(array: pa.Array) -> np.ndarray:
     if kinds.is_dictionary(kind):
         lengths = np.append(count_chars(array.dictionary), 1)
         return lengths[array.indices.fill_null(len(lengths) - 1).to_numpy(zero_copy_only=False)]
-    if kinds.is_string_view(kind) or kinds.is_binary_view(kind):  # many views may share one text
+    if len(array) and (kinds.is_string_view(kind) or kinds.is_binary_view(kind)):  # many views may share one text
         views = np.frombuffer(array.buffers()[1], np.int32, count=4 * (array.offset + len(array))).reshape(-1, 4)
         return np.maximum(views[array.offset :, 0].astype(np.int64), 1)
     if kinds.is_string(kind) or kinds.is_large_string(kind):
@@ -114,7 +114,7 @@ def _runs(chars):
 
 
 def _as_rows(path, batch):
-    """The rows of a batch of the file at `path`; its dictionaries are decoded first, which makes to_pylist thirty times faster."""
+    """The rows of a batch of the file at `path`; to_pylist is thirty times faster once dictionaries are decoded."""
     columns = [c.dictionary_decode() if kinds.is_dictionary(c.type) else c for c in batch.columns]
     try:
         rows = pa.record_batch(columns, names=batch.schema.names).to_pylist()

@@ -34,6 +34,6 @@ def test_all_problems_with_the_names_are_told_at_once(tmp_path, monkeypatch):
 
 
 def test_only_training_files_have_weights():
-    assert [file.path for file in unweighted_files("a.json,b.json")] == ["a.json", "b.json"]
+    assert [file.path for file in unweighted_files("a.json,b.json", "test")] == ["a.json", "b.json"]
     with pytest.raises(ValueError, match="a.json: only training files have a weight, and it is 2"):
-        unweighted_files("a.json*2")
+        unweighted_files("a.json*2", "test")
