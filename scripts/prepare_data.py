@@ -82,7 +82,12 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("inputs", nargs="+", metavar="IN", help="json, jsonl, csv, tsv and parquet files, or folders")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="IN",
+        help="json, jsonl, csv, tsv, parquet and arrow files (.gz, .zst), folders, or Hugging Face datasets",
+    )
     parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
     parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="where validation pairs go")
     parser.add_argument("--validation_share", type=float, metavar="SHARE", help=f"of all pairs ({VALIDATION_SHARE})")

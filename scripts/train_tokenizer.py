@@ -39,7 +39,7 @@ MAX_LINE_CHARS = 65_536
 def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file in UTF-8 or GB18030, long ones in parts. Raises ValueError if it is neither."""
     if not path.is_file():
-        raise ValueError(f"no file at {path}: give paths of parquet, json, jsonl, csv, tsv or txt files")
+        raise ValueError(f"no file at {path}: give paths of parquet, json, jsonl, csv, tsv, arrow or txt files")
     with open_text(path) as file:
         yield from iter(lambda: file.readline(MAX_LINE_CHARS), "")
 
@@ -91,7 +91,7 @@ def print_summary(output_dir: Path, held_out: list[str], seconds: float) -> None
 
 def parse_arguments() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, help="parquet, json, jsonl, csv, tsv and txt files, or folders")
+    parser.add_argument("files", nargs="+", type=Path, help="files as of prepare_data.py and txt, folders, or datasets")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 400")
     parser.add_argument("--prompt_column", default="", help="found by name when not given")

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from model.commands.run_events import device_name, versions
+from model.data.file_list import names_of
 from model.formats.model_card import CardFacts, model_name
 from model.nn.registry import config_values
 from model.run.journal import Journal, last_reason, read_journal
@@ -78,7 +79,7 @@ def last_scores(run, state):
 
 def file_names(examples):
     """Names of the files of these Examples."""
-    return ", ".join(Path(file["path"]).name for file in examples.store.meta["source"]["files"])
+    return names_of([Path(file["path"]).name for file in examples.store.meta["source"]["files"]])
 
 
 def _data(run):

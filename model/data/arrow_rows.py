@@ -46,7 +46,7 @@ def arrow_rows(path: Path, on_malformed: OnMalformed) -> Iterator[tuple[int, dic
 def _batches(path, file, mapped):
     """Yield the record batches, valid and in slices of SLICE_BYTES and BATCH_ROWS at most."""
     stream = pa.py_buffer(mapped)[len(FILE_MAGIC) if mapped[: len(FILE_MAGIC)] == FILE_MAGIC else 0 :]
-    _check_uncompressed(path, stream)
+    _check_uncompressed(path, stream, mapped)
     reader = pa.ipc.open_stream(stream)
     check_widths(path, reader.schema)
     _check_kinds(path, reader.schema)
@@ -62,8 +62,13 @@ def _batches(path, file, mapped):
         batch.validate(full=True)
         yield from _slices(batch)
         del batch
-        if hasattr(mmap, "MADV_DONTNEED"):  # the next reader of a page gets it from the disk's cache
-            mapped.madvise(mmap.MADV_DONTNEED)
+        _give_back(mapped)
+
+
+def _give_back(mapped):
+    """Take the pages that were read out of this process; whoever reads one again gets it from the disk's cache."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _next_batch(reader):
@@ -109,7 +114,7 @@ def _repeats(kind):
     return kinds.is_union(kind) or any(_repeats(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def _check_uncompressed(path, stream):
+def _check_uncompressed(path, stream, mapped):
     """Raise ValueError for a stream with compressed buffers, which may claim any size; reads only its metadata."""
     messages = pa.ipc.MessageReader.open_stream(stream)
     while (message := _next_message(messages)) is not None:
@@ -121,6 +126,7 @@ def _check_uncompressed(path, stream):
         if kind in (DICTIONARY_BATCH, RECORD_BATCH) and _field(data, header, COMPRESSION):
             raise ValueError(f"{path}: its record batches are compressed, which is not read: write it again without "
                              "compression, or as parquet")  # fmt: skip
+        _give_back(mapped)  # the system maps sixteen pages where one is read
 
 
 def _next_message(messages):

@@ -8,6 +8,7 @@ from pathlib import Path
 from model.data.compressed import data_suffix
 from model.data.hf_datasets import dataset_files, dataset_reference
 
+MAX_NAMED = 6
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".arrow")
 WEIGHT = re.compile(r"(?P<name>.+)(?P<sign>[:*])(?P<weight>[^:*/]+)")
 
@@ -71,6 +72,12 @@ def files_in(path, suffixes=SUFFIXES, split="train"):
     if not found:
         raise ValueError(f"{path}: the folder holds no {', '.join(suffixes)} file")
     return found
+
+
+def names_of(paths):
+    """The paths as one phrase; of more than MAX_NAMED the first ones, and how many others there are."""
+    first, others = ", ".join(map(str, paths[:MAX_NAMED])), len(paths) - MAX_NAMED
+    return f"{first} and {others:,} more" if others > 0 else first
 
 
 def unweighted_files(text, split):

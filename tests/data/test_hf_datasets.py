@@ -128,16 +128,26 @@ def test_a_plain_folder_of_files_is_all_its_files_as_it_was(here):
     assert [Path(path).name for path in files_in("plain")] == ["test.jsonl.gz", "train.jsonl"]
 
 
-CACHES = "import sys; from model.data.file_list import data_files\nfor f in data_files(sys.argv[1]): print(f.path)"
+CACHES = """
+import json, sys
+from model.data.file_list import data_files
+for text in sys.argv[1:]:
+    try:
+        print(json.dumps([file.path for file in data_files(text)]))
+    except ValueError as error:
+        print(json.dumps(str(error)))
+"""
 
 
-def in_caches(folder, text):
-    """(paths, error) of data_files in a process whose caches are in `folder`, where no connection can be made."""
+def in_caches(folder, *texts):
+    """The paths of each text, or the refusal, in a process whose caches are in `folder`; it can reach no machine."""
     unset = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE")
     env = {name: value for name, value in os.environ.items() if name not in unset}
     env |= dict(HF_HOME=f"{folder}/hf", MODELSCOPE_CACHE=f"{folder}/ms", HF_ENDPOINT="http://127.0.0.1:9")
-    done = subprocess.run([sys.executable, "-c", CACHES, text], cwd=ROOT, env=env, capture_output=True, text=True)
-    return done.stdout.splitlines(), done.stderr
+    command = [sys.executable, "-c", CACHES, *texts]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return map(json.loads, done.stdout.splitlines())
 
 
 def test_a_name_is_found_in_each_cache_and_a_name_that_is_nowhere_says_how_to_download_it(here):
@@ -151,25 +161,23 @@ def test_a_name_is_found_in_each_cache_and_a_name_that_is_nowhere_says_how_to_do
         os.rename(folder, there)
         (there / "json-train.arrow").rename(there / "my_set-train.arrow")
         (there / "dataset_info.json").write_text(json.dumps(info))
-    paths, error = in_caches(here, "org/MySet:zh[train]")
-    assert [prompt for path in paths for prompt, _ in read_pairs(path)] == ["zh.jsonl"], error
-    assert "several subsets: type one of org/MySet:en, org/MySet:zh" in in_caches(here, "org/MySet")[1]
-
     cached = here / "hf" / "hub" / "datasets--org--hub-set"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("c0ffee")
-    repository(cached / "snapshots" / "c0ffee", "", "train.jsonl", "test.jsonl")
-    repository(here / "ms" / "datasets" / "org" / "other", "", "train.jsonl")
-    for name, folder in (("hub-set", cached / "snapshots" / "c0ffee"), ("other", here / "ms" / "datasets/org/other")):
-        assert in_caches(here, f"org/{name}")[0] == [str(folder / "train.jsonl")]
+    snapshot = repository(cached / "snapshots" / "c0ffee", "", "train.jsonl", "test.jsonl")
+    other = repository(here / "ms" / "datasets" / "org" / "other", "", "train.jsonl")
 
-    error = in_caches(here, "org/none")[1]
+    names = ("org/MySet:zh[train]", "org/MySet", "org/hub-set", "org/other", "org/none")
+    (prepared,), ambiguous, in_hub, in_modelscope, nowhere = in_caches(here, *names)
+    assert [prompt for prompt, _ in read_pairs(prepared)] == ["zh.jsonl"]
+    assert "several subsets: type one of org/MySet:en, org/MySet:zh" in ambiguous
+    assert in_hub == [str(snapshot / "train.jsonl")] and in_modelscope == [str(other / "train.jsonl")]
     for part in (
         "no such file or folder here", f"{here}/hf/datasets", f"{here}/hf/hub/datasets--org--none",
         "hf download org/none --repo-type dataset ", "HF_ENDPOINT=ADDRESS hf download org/none --repo-type dataset",
         "modelscope download --dataset org/none --local_dir data/none",
     ):  # fmt: skip
-        assert part in error
+        assert part in nowhere
 
 
 def test_ordinary_files_and_folders_import_no_datasets(saved):
