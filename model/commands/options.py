@@ -1,6 +1,7 @@
 """Parses a command line and reports all its problems at once. Imports no torch and needs no GPU."""
 
 import os
+import re
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -85,7 +86,8 @@ def _file_problems(given):
             if text:
                 FILE_OPTIONS[name](str(text))
         except ValueError as error:
-            problems += [f"--{name}: {line.strip()}" for line in str(error).splitlines()]
+            # a line that goes on with the one before is indented further
+            problems += [f"--{name}: {text.strip()}" for text in re.split(r"\n(?!    )", str(error))]
     return problems
 
 

@@ -39,7 +39,7 @@ def data_files(text, split="train"):
     paths = [file.path for file in found]
     problems += [f"{path} is named twice: write {path}*2" for path in sorted({p for p in paths if paths.count(p) > 1})]
     if problems:
-        raise ValueError("\n  ".join(problems))
+        raise ValueError("\n  ".join(problem.replace("\n", "\n  ") for problem in problems))
     return tuple(found)
 
 

@@ -17,8 +17,9 @@ from model.runtime.json_stream import read_object
 
 REFERENCE = re.compile(r"(?P<place>[^\[\]]+?)(:(?P<subset>[^:/\\\[\]*]+))?(\[(?P<split>[^\[\]]*)\])?")
 SPLIT_NAME = re.compile(r"\w[\w.-]*")
+FILE_NAME = re.compile(r"(?!\.)[^/\\\0]+")
 SAVED, SAVED_DICT, PREPARED, CARD = "state.json", "dataset_dict.json", "dataset_info.json", "README.md"
-MAX_CARD_BYTES = 1 << 20
+MAX_CARD_BYTES, MAX_WILDCARDS = 1 << 20, 4  # more of them, and a name takes minutes to compare
 NO_CODE = (
     "a dataset's own code is never run: download its parquet with hf download NAME --repo-type dataset --revision "
     "refs/convert/parquet --local-dir data/NAME, then type data/NAME"
@@ -113,7 +114,7 @@ def _saved(folder):
     if state.get("_indices_data_files"):
         raise ValueError(f"{folder}: it is saved as a selection of rows: load it with datasets and save_to_disk again")
     files = state.get("_data_files")
-    names = [file.get("filename") if isinstance(file, dict) else None for file in files or ()]
+    names = [file.get("filename") for file in files if isinstance(file, dict)] if isinstance(files, list) else None
     is_part = (folder.parent / SAVED_DICT).is_file()
     split = folder.name if is_part else state.get("_split") or "train"
     return {str(split): [str(folder / name) for name in _plain_names(folder / SAVED, names)]}
@@ -121,7 +122,7 @@ def _saved(folder):
 
 def _plain_names(source, names):
     """The names; raises ValueError unless they are those of files or folders beside `source`."""
-    if not isinstance(names, list) or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and FILE_NAME.fullmatch(name) for name in names):
         raise ValueError(f"{source}: it does not say what is beside it: save the dataset again")
     return names
 
@@ -153,6 +154,8 @@ def _cached_splits(reference, suffixes):
         return _prepared(folders[_chosen(reference, folders, next(iter(folders)) if len(folders) == 1 else "")])
     if downloaded:
         return _repository_splits(downloaded, reference, suffixes)
+    if Path(name.split("/")[0]).is_dir():  # a file's path, and no organisation's name
+        raise ValueError(f"{reference.text}: no such file or folder")
     repository = Path(HF_HUB_CACHE, "datasets--" + name.replace("/", "--"))
     raise ValueError(
         f"{reference.text}: no such file or folder here; no dataset {name} in {HF_DATASETS_CACHE}, {repository}, "
@@ -199,7 +202,9 @@ def _repository_splits(folder, reference, suffixes):
     said = subsets[_chosen(reference, subsets, defaults[0] if defaults else "")]
     base, patterns = _inside(folder, said.get("data_dir") or "."), said.get("data_files")
     try:
-        patterns = _patterns(patterns) if patterns else get_data_patterns(glob.escape(os.path.abspath(base)))
+        patterns = (
+            _patterns(folder / CARD, patterns) if patterns else get_data_patterns(glob.escape(os.path.abspath(base)))
+        )
         return _readable(reference, {split: _matches(base, each) for split, each in patterns.items()}, suffixes)
     except FileNotFoundError:
         raise ValueError(f"{reference.text}: {folder} has no data files: finish its download") from None
@@ -223,14 +228,20 @@ def _subsets(folder):
     return {str(each.get("config_name")): each for each in named} or dict(default={})
 
 
-def _patterns(data_files):
+def _patterns(card, data_files):
     """{split: patterns of files} of what a README.md says in any of the ways that it may."""
     from datasets.data_files import sanitize_patterns
 
     try:
-        return sanitize_patterns(data_files)
+        patterns = sanitize_patterns(data_files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"README.md: its data_files cannot be read ({error}): download it again") from None
+        raise ValueError(f"{card}: its data_files cannot be read ({error}): download it again") from None
+    for pattern in (each for split in patterns.values() for each in split):
+        if len(re.findall(r"\*+", str(pattern))) > MAX_WILDCARDS:
+            raise ValueError(
+                f"{card}: {str(pattern)[:80]!r} has more than {MAX_WILDCARDS} wildcards: type a file's path"
+            )
+    return patterns
 
 
 def _matches(base, patterns):

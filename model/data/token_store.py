@@ -54,7 +54,8 @@ def _file_key(path):
     if not path.is_file():
         raise ValueError(f"{path}: no such file; name a parquet, json, jsonl, csv or tsv file")
     stat = path.stat()
-    return dict(path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+    # a file in the cache of huggingface_hub is a link to one whose name is a hash
+    return dict(path=str(path.parent.resolve() / path.name), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
 @dataclass(frozen=True)

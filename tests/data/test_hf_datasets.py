@@ -74,7 +74,7 @@ def test_a_split_that_is_not_there_is_refused_with_those_that_are(saved):
     assert "a.json is a file, which has no splits" in refusal("a.json[train]")
     Path("dict/train/data-00000-of-00001.arrow").unlink()
     assert "data-00000-of-00001.arrow is missing" in refusal("dict")
-    Path("alone/state.json").write_text('{"_data_files": [{"filename": "../../etc/passwd"}]}')
+    Path("alone/state.json").write_text('{"_data_files": [{"filename": "../other.arrow"}]}')
     assert "does not say what is beside it" in refusal("alone")
 
 
@@ -103,6 +103,7 @@ def test_a_downloaded_repository_is_read_by_its_card_or_by_the_names_of_its_file
         ("hf://datasets/a/b.jsonl", "is not in its folder"),
         ("gone/*.jsonl", "finish its download"),
         ("[unclosed: {", "cannot be read"),
+        ("*a*a*a*a*a.jsonl", "more than 4 wildcards"),
     ],
 )
 def test_a_card_leads_only_to_files_in_its_folder(here, path, reason):
@@ -165,10 +166,13 @@ def test_a_name_is_found_in_each_cache_and_a_name_that_is_nowhere_says_how_to_do
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("c0ffee")
     snapshot = repository(cached / "snapshots" / "c0ffee", "", "train.jsonl", "test.jsonl")
+    (cached / "blobs").mkdir()
+    os.rename(snapshot / "train.jsonl", cached / "blobs" / "5ha1")
+    (snapshot / "train.jsonl").symlink_to("../../blobs/5ha1")
     other = repository(here / "ms" / "datasets" / "org" / "other", "", "train.jsonl")
 
-    names = ("org/MySet:zh[train]", "org/MySet", "org/hub-set", "org/other", "org/none")
-    (prepared,), ambiguous, in_hub, in_modelscope, nowhere = in_caches(here, *names)
+    names = ("org/MySet:zh[train]", "org/MySet", "org/hub-set", "org/other", "org/none", "tests/none")
+    (prepared,), ambiguous, in_hub, in_modelscope, nowhere, mistyped = in_caches(here, *names)
     assert [prompt for prompt, _ in read_pairs(prepared)] == ["zh.jsonl"]
     assert "several subsets: type one of org/MySet:en, org/MySet:zh" in ambiguous
     assert in_hub == [str(snapshot / "train.jsonl")] and in_modelscope == [str(other / "train.jsonl")]
@@ -178,6 +182,7 @@ def test_a_name_is_found_in_each_cache_and_a_name_that_is_nowhere_says_how_to_do
         "modelscope download --dataset org/none --local_dir data/none",
     ):  # fmt: skip
         assert part in nowhere
+    assert mistyped == "tests/none: no such file or folder", "and no organisation's dataset"
 
 
 def test_ordinary_files_and_folders_import_no_datasets(saved):
