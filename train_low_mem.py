@@ -94,7 +94,7 @@ def train(*stray, **options):
     begins = texts_here()("first.resumed", checkpoint=admitted) if admitted else texts_here()("first.new")
     say(ranks, f"{config.output_dir}: {begins}")
     run, state, plan = prepare_run(ranks, config, request.typed, bool(admitted))
-    with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer.directory):
+    with only_writer(ranks, run.dir, admitted, request.overwrite, run.tokenizer, run.config.finetune_from_ckp_file):
         state = without_lost_best(run, state)
         if is_finished(run, state):
             complete(run, state)
@@ -188,8 +188,8 @@ def train_and_save(run, journal, samples, saver, state, plan):
 
 
 def make_ready_to_evaluate(run, context, saver, state, result):
-    """Save, as an evaluation may take longer than save_seconds; delete the recordings if it needs their memory."""
-    if context.graphs and not run.memory["keeps_recordings"]:
+    """Save, as an evaluation may take longer than save_seconds; delete the graphs if it needs their memory."""
+    if context.graphs and not run.memory["keeps_graphs"]:
         context.graphs.clear()
     if not result.in_doubt:
         saver.save(state, run.model, run.optimizer)

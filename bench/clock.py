@@ -78,7 +78,7 @@ class StepClock:
         )
 
     def median_ms(self):
-        """Of the timed steps: a step that is recorded, once for each bucket, does not count."""
+        """Of the timed steps: a step that is captured, once for each bucket, does not count."""
         return 1e3 * median(self._seconds(one, other) for one, other in zip(self.marks, self.marks[1:], strict=False))
 
     def _start(self):

@@ -20,12 +20,12 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from config import MODELS
-from model.data.readers import read_pairs
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
 from model.formats.conversions import to_ctranslate2
 from model.formats.weights import export_model, model_directory
 from model.nn.registry import config_from, family_of
+from tests.data.files import read_pairs
 
 
 def random_model(directory):

@@ -3,7 +3,7 @@
     python -m bench.fill FILES... [--tokenizer_dir DIR] [--pairs 64,256,512]
 
 `--pairs` is the number of pairs per rank and step. Computed tokens are counted in the micro-batches that a step would
-run (its examples, the rank's share, cut, collate), padded as in steps recorded as CUDA graphs and as in others. Prints
+run (its examples, the rank's share, cut, collate), padded as in steps captured as CUDA graphs and as in others. Prints
 one JSON line per case.
 """
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from bench.runs import kernel_batch, open_pairs
 from model.data.buckets import buckets_for
 from model.data.packing import cut
-from model.data.readers import read_pairs
 from model.data.sampler import shares_of, step_at
 from model.data.tokenizer import load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
 from model.memory.plan import LARGEST_MICRO_BATCH_TOKENS
+from tests.data.files import read_pairs
 
 RANKS = (1, 2, 4)
 SEED = 23333
@@ -42,7 +42,7 @@ def main():
 
 
 def fills(store, pairs_a_rank):
-    """Fill on each number of ranks, with recording and without, and the number of recorded sizes."""
+    """Fill on each number of ranks, with CUDA graphs and without, and the number of captured sizes."""
     found = {}
     for world_size in RANKS:
         buckets = buckets_for(store.lengths, pairs_a_rank, num_ranks=world_size)

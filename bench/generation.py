@@ -3,7 +3,7 @@
     python -m bench.generation [--models small,chatlm] [--counts 1,32,100] [--tokens 128] [--stock 100] [--profile]
 
 Random weights, prompts of 8 to 64 random tokens, every answer forced to `--tokens` tokens, greedy. `cold` is the first
-call, recording included, `warm` the best of three more. A JSON line for each case.
+call, capture included, `warm` the best of three more. A JSON line for each case.
 """
 
 import argparse

@@ -128,9 +128,9 @@ def predicted_bytes(run, plan, pairs):
     lengths = run.train.histogram
     estimate = Estimate(run.recipe.spec, lengths, pairs, run.recipe.answers)
     if not plan.graphs:
-        return estimate.step_peak(*plan.cutting)
+        return estimate.step_peak(*plan.batching)
     tokens = max(bucket.tokens for bucket in buckets_for(lengths.tokens, pairs, lengths.counts))
-    return estimate.step_peak(tokens, *plan.cutting[1:])
+    return estimate.step_peak(tokens, *plan.batching[1:])
 
 
 def flops_per_pair(c, lora):

@@ -99,7 +99,7 @@ def setting_of(case):
 def predict(case, constants=CURRENT):
     """Predicted peak of the reserved bytes in the case's step."""
     setting = setting_of(case)
-    return setting.estimate_with(constants).peaks(*setting.whole_step(case.checkpointing).cutting)["step"]
+    return setting.estimate_with(constants).peaks(*setting.whole_step(case.checkpointing).batching)["step"]
 
 
 def measure(case):
@@ -226,7 +226,7 @@ def measure_adapter(case, rehearse):
     setting = Setting(config, T5ModelConfig(**shape_of(shape, rehearse)), rehearse, *size)
     plan = setting.whole_step(checkpointing)
     values = dict(shape=shape, rank=rank, checkpointing=checkpointing, pairs=size[0], tokens=size[1])
-    return values | errors(setting.estimate.peaks(*plan.cutting)["step"], setting.run(plan)[0])
+    return values | errors(setting.estimate.peaks(*plan.batching)["step"], setting.run(plan)[0])
 
 
 def measure_packed(name, rehearse):
@@ -245,7 +245,7 @@ def measure_packed(name, rehearse):
     values = dict(shape=name, rank=QWEN_RANK, recomputed_blocks=int(plan.gradient_checkpointing))
     values |= dict(limit_gib=limit, forward_tokens=plan.micro_batch_tokens, chunk_tokens=plan.chunk_tokens)
     values["tokens_per_second"] = round(4 * tokens / seconds)
-    return values | errors(setting.estimate.peaks(*plan.cutting)["step"], measured)
+    return values | errors(setting.estimate.peaks(*plan.batching)["step"], measured)
 
 
 def measure_adapters(rehearse):

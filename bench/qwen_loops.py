@@ -4,9 +4,9 @@
     python -m bench.qwen_loops --output_dir DIR --rehearse                                 on the CPU, a tiny Qwen
 
 The shape of Qwen1.5-7B with random weights in NF4, rank 32 on all layers, under 16 GiB. a: transformers, PEFT and
-bitsandbytes, SDPA, gradient checkpointing, fused AdamW, padded batches; b: the same with Liger's kernels and batches of
-similar lengths. Each takes the steps that ours takes last, b in an order of its own. Both are tried with 8 examples a
-forward (full: 2), then with half as many until they get slower.
+bitsandbytes, SDPA, activation checkpointing, fused AdamW, padded batches; b: the same with Liger's kernels and batches
+of similar lengths. Each takes the steps that ours takes last, b in an order of its own. Both are tried with 8 examples
+a forward (full: 2), then with half as many until they get slower.
 mixed: lengths up to 1,024, mean 300; full: 2,048 tokens. The second half of an example is learnt. Each loop is a
 process of its own; one JSON line a result, and the last line holds the ratios to the best of a and of b. Needs
 bitsandbytes and peft, b liger-kernel 0.8 too.
@@ -49,7 +49,7 @@ from tests.sizes import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS
 LIMIT_GIB, STEP_EXAMPLES = 16, dict(mixed=8, full=2)
 BATCHES = dict(mixed=(8, 4, 2, 1), full=(2, 1))  # examples in a forward of a and b
 WARM_STEPS, TIMED_STEPS, JOB_SECONDS = 8, 8, 300  # the first steps compile Triton's kernels, Liger's too
-RECORDING_STEPS = 32  # that ours takes before them: each size of a step is recorded when it comes first
+RECORDING_STEPS = 32  # that ours takes before them: each size of a step is captured when it comes first
 
 
 def main():

@@ -7,7 +7,7 @@
 Parts: `scaling` times a step (bench.votes) with so many pairs on each GPU; `backends` runs accelerate's launcher with
 NCCL, with Gloo (ACCELERATE_USE_GLOO=1) and with three processes; `machines` trains under two launchers with a folder
 each, kills one and resumes; `equal` trains with one global batch on each number of GPUs; `faults` and `signals` are
-those benchmarks, and so are `recorded`, faults in recorded steps, and `kills`, signals with --kills; `starts`, only if
+those benchmarks, and so are `recorded`, faults in captured steps, and `kills`, signals with --kills; `starts`, only if
 it is named, starts eight processes in an empty directory ten times, on CPUs. Each job is a process with its own group
 and time limit. Its results are printed when it ends. The folder, $OUT if that is set, gets results.jsonl, table.md,
 faults.md and a log of each job, which is written while it runs. A cell of fewer processes than GPUs is timed on all

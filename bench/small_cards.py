@@ -2,8 +2,8 @@
 
 A case is a memory cap in GiB, a model and a batch size. It trains one epoch of 2,048 pairs, a few of them much longer
 than the rest, with the plan. Then it times the same few steps under the same cap with the plan and with every
-micro-batch size down to one longest pair, with and without gradient checkpointing; with and without recording too, if
-the epoch is long enough to repay recording.
+micro-batch size down to one longest pair, with and without activation checkpointing; with and without CUDA graphs too,
+if the epoch is long enough to repay them.
 """
 
 import gc
@@ -22,7 +22,7 @@ from model.commands.machine import compute_dtype, machine_of
 from model.commands.recipe import answers_wanted, memory_spec, plan_options
 from model.data.length_histogram import histogram
 from model.memory.estimate import Estimate
-from model.memory.plan import STEPS_THAT_REPAY_RECORDING, NothingFits, choose_plan
+from model.memory.plan import STEPS_THAT_REPAY_GRAPHS, NothingFits, choose_plan
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
 from model.runtime.device_memory import limit_memory, non_torch_bytes, other_process_bytes
@@ -94,29 +94,29 @@ def clock(run):
     return time.perf_counter()
 
 
-def speeds_by_trying(run, plan, most_tokens, may_record):
+def speeds_by_trying(run, plan, most_tokens, may_capture):
     """{plan: tokens/s} of `plan` and of micro-batches of 2^n tokens, at most one step of `most_tokens`; 0 if they do
     not fit.
 
     Sizes are tried from the largest down until one is much slower than the best, since smaller ones are slower still.
-    With `may_record` the largest size that fits is also tried with the other choice of recording. Plans near the best
-    are timed REPEATS more times, in turn. Plans that cut a step in the same way do the same work, so the fastest time
-    of that step counts for all of them: this removes the machine's noise. A plan faster than `plan` must also train a
-    whole epoch without running out of memory.
+    With `may_capture` the largest size that fits is also tried with the other choice of CUDA graphs. Plans near the
+    best are timed REPEATS more times, in turn. Plans that cut a step in the same way do the same work, so the fastest
+    time of that step counts for all of them: this removes the machine's noise. A plan faster than `plan` must also
+    train a whole epoch without running out of memory.
     """
     longest = run.loader.examples.store.longest
     fastest, sizes = {}, range(math.ceil(math.log2(max(most_tokens, 2 * longest))), longest.bit_length() - 1, -1)
-    try_plan = partial(tried_ways, run, fastest, RECORDING_STEPS if may_record else WARM_STEPS)
+    try_plan = partial(tried_ways, run, fastest, RECORDING_STEPS if may_capture else WARM_STEPS)
     first, tokens = try_plan(plan)
     ways = {plan: first}
 
     def speeds():
         return {p: tokens / sum(fastest[way] for way in done) if done else 0.0 for p, done in ways.items()}
 
-    recorded = (plan.graphs, not plan.graphs) if may_record else (plan.graphs,)
+    recorded = (plan.graphs, not plan.graphs) if may_capture else (plan.graphs,)
     for again, graphs in product((False, True), recorded):
         for size in sizes:
-            tried = replace(plan.cut_as((2**size, plan.chunk_tokens, again)), graphs=graphs)
+            tried = replace(plan.batched_as((2**size, plan.chunk_tokens, again)), graphs=graphs)
             ways[tried], _ = try_plan(tried)
             if graphs != plan.graphs and ways[tried] or 0 < speeds()[tried] < HOPELESS * max(speeds().values()):
                 break
@@ -146,7 +146,7 @@ def tried_ways(run, fastest, warm, plan):
             results.append(result)
     except (NothingFits, TornUpdate):
         return None, 0
-    ways = [(result.step, result.micro_batches, *plan.cutting[1:], plan.graphs) for result in results[warm:]]
+    ways = [(result.step, result.micro_batches, *plan.batching[1:], plan.graphs) for result in results[warm:]]
     for way, result in zip(ways, results[warm:], strict=True):
         fastest[way] = min(fastest.get(way, math.inf), result.step_seconds)
     return ways, sum(result.tokens for result in results[warm:])
@@ -165,14 +165,14 @@ def measure(case, device, other_bytes, epoch_only=False):
     whole_epoch, events, tokens = train_epoch(run, plan)
     peak = torch.cuda.max_memory_reserved(device) if on_gpu else 0
     record |= dict(
-        plan=plan.cutting, graphs=plan.graphs, predicted_bytes=plan.predicted_peak_bytes, peak_reserved_bytes=peak,
+        plan=plan.batching, graphs=plan.graphs, predicted_bytes=plan.predicted_peak_bytes, peak_reserved_bytes=peak,
         limits={name: memory[name] for name in ("non_torch_bytes", "allocator_limit_bytes")}, steps=len(tokens),
         out_of_memory_events=events, epoch_tokens_per_second=round(whole_epoch), held=not events,
     )  # fmt: skip
     if epoch_only:
         return record
-    may_record = on_gpu and len(tokens) >= STEPS_THAT_REPAY_RECORDING
-    return record | beside_the_best(plan, speeds_by_trying(run, plan, max(tokens), may_record), events)
+    may_capture = on_gpu and len(tokens) >= STEPS_THAT_REPAY_GRAPHS
+    return record | beside_the_best(plan, speeds_by_trying(run, plan, max(tokens), may_capture), events)
 
 
 def beside_the_best(plan, speeds, events):
@@ -180,9 +180,9 @@ def beside_the_best(plan, speeds, events):
     planned, best = speeds[plan], max(speeds, key=speeds.get)
     return dict(
         tokens_per_second=round(planned), best_tokens_per_second=round(speeds[best]),
-        best_plan=[*best.cutting, best.graphs], of_the_best=round(planned / speeds[best], 3) if planned else 0.0,
+        best_plan=[*best.batching, best.graphs], of_the_best=round(planned / speeds[best], 3) if planned else 0.0,
         held=not events and planned >= ENOUGH * speeds[best],
-        tried=[[*tried.cutting, tried.graphs, round(per_second)] for tried, per_second in speeds.items()],
+        tried=[[*tried.batching, tried.graphs, round(per_second)] for tried, per_second in speeds.items()],
     )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def measure_small_cards(given):
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     shard, num_shards = map(int, (given.shard or "0/1").split("/"))
     cases = [GUIDE] if given.guide else [REHEARSAL] if given.rehearse else list(all_cases())[shard::num_shards]
-    if device.type == "cuda":  # as in training: else each recording has its own stream and cuBLAS workspace
+    if device.type == "cuda":  # as in training: else each graph has its own stream and cuBLAS workspace
         torch.cuda.set_stream(torch.cuda.Stream())
     other_bytes = other_process_bytes(device)  # once: later growth belongs to this process
     deadline = time.monotonic() + given.seconds

@@ -7,7 +7,7 @@
 
 DIR is created if it does not exist. Prints one JSON line per model and number of pairs, then its table. Steps are timed
 without the profiler; the busy time is the union of the kernels' intervals under it, and the gaps are the difference to
-the median step, which leaves out the steps that are recorded. On a CPU the groups are those of PyTorch's operators.
+the median step, which leaves out the steps that are captured. On a CPU the groups are those of PyTorch's operators.
 
 The limit is computed, on any machine: a product takes its FLOPs or its bytes, whichever takes longer; what passes over
 memory takes its bytes, each tensor read or written once. Lengths are those of bench.corpus. Padding to a bucket,
@@ -123,7 +123,7 @@ def device_name(device):
 
 def time_steps(steps, device, given):
     """Figures of `steps` as StepClock gives them."""
-    # Recordings made before the timing hold the peak; replaying them allocates nothing.
+    # Graphs captured before the timing hold the peak; replaying them allocates nothing.
     clock, waits = StepClock(device, Pace(given.warm_steps, 0.5, given.seconds), forgets_peak=False), []
     for result in steps:
         waits.append(1e3 * result.data_wait_seconds)
@@ -135,7 +135,7 @@ def time_steps(steps, device, given):
 def time_without_update(run, plan, given):
     """As time_steps, of steps that leave the weights as they are."""
     optimizer, rate = run.optimizer, run.optimizer.param_groups[0]["lr"]
-    optimizer.step = optimizer.apply = lambda *_: rate.add_(0.0)  # not nothing: a recording must not be empty
+    optimizer.step = optimizer.apply = lambda *_: rate.add_(0.0)  # not nothing: a graph must not be empty
     steps = train_steps(run.context, Position(plan))
     figures = time_steps(steps, run.context.ranks.device, given)
     steps.close()
@@ -146,7 +146,7 @@ def time_without_update(run, plan, given):
 def profile_steps(steps, device, given):
     """({kernel: (milliseconds, launches) of a step}, milliseconds of a step in which any kernel ran)."""
     on_gpu, count = device.type == "cuda", given.profiled_steps
-    for _ in range(10 * count):  # until nearly every size of steps is recorded
+    for _ in range(10 * count):  # until nearly every size of steps is captured
         next(steps)
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as profiler:
         for _ in range(count):

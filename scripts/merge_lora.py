@@ -24,7 +24,7 @@ from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.tokenizer import load_tokenizer  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
 from model.formats.adapters import adapter_directory, export_merged, load_merged  # noqa: E402
-from model.formats.model_card import CARD_FILE  # noqa: E402
+from model.formats.model_card import read_card  # noqa: E402
 from model.runtime.json_stream import read_object  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 
@@ -41,10 +41,9 @@ def merge(path: str, output: str) -> str:
     if Path(output).exists():
         raise ValueError(f"{output} exists already: name another directory")
     weights = load_merged(directory)
-    settings, card = directory / "generation_config.json", directory / CARD_FILE
+    settings = directory / "generation_config.json"
     generation = read_object(settings) if settings.is_file() else {}
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() and not card.is_symlink() else ""
-    export_merged(weights, load_tokenizer(weights.tokenizer_dir), output, generation, text)
+    export_merged(weights, load_tokenizer(weights.tokenizer_dir), output, generation, read_card(directory))
     count = sum(tensor.numel() for tensor in weights.tensors.values())
     return texts_here()("merge.written", output=output, adapter=directory, count=count)
 

@@ -1,12 +1,14 @@
-"""Cleans data files and writes their pairs as one parquet file, with a count of what was dropped and why.
+"""Cleans data files and writes their conversations as one parquet file, with a count of what was dropped and why.
 
 python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output VALID.parquet] [--validation_share 0.01]
     [--prompt_column NAME] [--response_column NAME] [--max_chars 2048] [--max_context_chars 8192] [--single_turn]
+    [--encoding NAME]
     [--report [--tokenizer_dir DIR] [--max_seq_len 256]] [--strict] [--overwrite]
 
-Outputs are written atomically. A pair of a dialogue keeps its system text and the turns before it in the columns
-`system` and `history`. A hash of the pair, or of a dialogue's first two, decides if it goes to VALID.parquet, so a pair
-stays there when more data is added. Host memory: about 120 bytes per pair kept, to find duplicates, and one row group.
+Outputs are written atomically. A conversation is a row, in the columns `messages` and `tools`; where all are single
+pairs the columns are `prompt` and `response`, and where all rows are plain text, `text`. A hash of a conversation's
+first texts decides if it goes to VALID.parquet, so it stays there when more data is added. Host memory: about 120 bytes
+per conversation kept, to find duplicates, and one row group.
 An input that cannot be read to its end is left out as a whole, and named; with --strict nothing is written then.
 Exit codes: 0 written, 2 input or options refused or nothing kept, 1 disk or permission.
 A row that cannot be read is malformed: a broken line, a null, more cells than columns. Damaged text contains U+FFFD;
@@ -29,20 +31,26 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 
 explain_missing_packages()
 
+import pyarrow as pa  # noqa: E402
+
 from model.commands.data_report import SHORTENED, count_table, print_problems, print_report, print_written  # noqa: E402
 from model.commands.option_names import ScriptParser  # noqa: E402
-from model.data.cleaning import clean_pair  # noqa: E402
+from model.data.cleaning import clean_conversation, clean_document  # noqa: E402
 from model.data.columns import find_columns, list_names  # noqa: E402
-from model.data.conversation import Context  # noqa: E402
-from model.data.file_list import files_in  # noqa: E402
-from model.data.prepared_pairs import HasContext, PreparedPair, in_context, write_parquet  # noqa: E402
-from model.data.readers import NoRows, read_pairs, read_pairs_in_context, read_rows  # noqa: E402
+from model.data.conversation import Conversation, Document, Turn  # noqa: E402
+from model.data.encodings import check_encoding  # noqa: E402
+from model.data.file_list import SUFFIXES, files_in  # noqa: E402
+from model.data.file_request import FileRequest  # noqa: E402
+from model.data.prepared import PAIRS, NeedsForm, key_of, write_parquet  # noqa: E402
+from model.data.readers import NoRows, followed, read_items  # noqa: E402
+from model.data.t5_text import single_pairs  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
 from model.display.meanwhile import activity_shown  # noqa: E402
 from model.runtime.activity import advance, now_doing  # noqa: E402
 from model.runtime.atomic_io import output_directory  # noqa: E402
 
 VALIDATION_SHARE = 0.01
+SIDES = dict(prompt="user", response="assistant")  # and whose turns they are
 MAX_PROBLEMS = 3  # malformed rows that are reported per file
 
 
@@ -55,6 +63,7 @@ class Input:
     problems: list[str] = field(default_factory=list)
     ignored: Counter = field(default_factory=Counter)
     failure: str = ""
+    asked: FileRequest = field(default_factory=FileRequest)  # what was asked of it when it was last read
 
     def drop_malformed(self, problem: str) -> None:
         self.counts.update(read=1, malformed=1)
@@ -82,20 +91,18 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="IN",
-        help="json, jsonl, csv, tsv, parquet and arrow files (.gz, .zst), folders, or Hugging Face datasets",
-    )
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="data files (.gz, .zst), folders, datasets")
     parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
     parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="where validation pairs go")
     parser.add_argument("--validation_share", type=float, metavar="SHARE", help=f"of all pairs ({VALIDATION_SHARE})")
     parser.add_argument("--prompt_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--response_column", default="", metavar="NAME", help="found by its name when not given")
+    parser.add_argument("--encoding", default="", metavar="NAME", help="of text files; found when not given")
     parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
-    parser.add_argument("--max_context_chars", default=8192, type=int, help="of the turns before a pair (%(default)s)")
-    parser.add_argument("--single_turn", action="store_true", help="leave out system texts and the turns before a pair")
+    parser.add_argument(
+        "--max_context_chars", default=65536, type=int, help="then a conversation begins anew (%(default)s)"
+    )
+    parser.add_argument("--single_turn", action="store_true", help="each answer with its question alone")
     parser.add_argument("--report", action="store_true", help="say what the outputs hold, and draw their lengths")
     parser.add_argument("--tokenizer_dir", default=Path("model_save/tokenizer"), type=Path, help="for --report")
     parser.add_argument("--max_seq_len", default=256, type=int, help="for --report: where training cuts (%(default)s)")
@@ -110,6 +117,7 @@ def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, array]
     for name in ("max_chars", "max_context_chars", "max_seq_len"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}={getattr(options, name)}: give at least 1")
+    check_encoding(options.encoding or "utf-8")
     share = check_share(options)
     inputs = list(map(Input, check_inputs(list_files(options.inputs), outputs)))
     partials = [output.with_name(f".{output.name}.{os.getpid()}.partial") for output in outputs]
@@ -125,25 +133,25 @@ def prepare(options: argparse.Namespace) -> tuple[list[Input], dict[Path, array]
 
 
 def write_readable(
-    inputs: list[Input], options: argparse.Namespace, paths: list[Path], share: float, with_context: bool = False
+    inputs: list[Input], options: argparse.Namespace, paths: list[Path], share: float, form: pa.Schema = PAIRS
 ) -> list[array]:
-    """Write the pairs of all inputs that can be read to their end; returns a hash of each prompt by file.
+    """Write what all inputs that can be read to their end hold; returns a hash of each prompt by file.
 
-    If an input fails after some of its pairs were written, everything is written again without that input; at the first
-    pair with a context, again with columns for it, so that files of plain pairs have none.
+    If an input fails after some of its rows were written, everything is written again without that input; at the first
+    row that does not fit the form of the file, again in one that holds it.
     """
     try:
-        prompts = write_parquet(clean_files(inputs, options), paths, share, with_context)
-    except HasContext:
+        prompts = write_parquet(clean_files(inputs, options), paths, share, form)
+    except NeedsForm as needs:
         forget(inputs)
-        return write_readable(inputs, options, paths, share, with_context=True)
+        return write_readable(inputs, options, paths, share, needs.form)
     failed = [source for source in inputs if source.failure]
     if failed and options.strict:
         raise ValueError("\n".join([*(source.failure for source in failed), "nothing was written (--strict)"]))
     if not any(source.counts["kept"] for source in failed):
         return prompts
     forget(inputs)
-    return write_readable(inputs, options, paths, share, with_context)
+    return write_readable(inputs, options, paths, share, form)
 
 
 def forget(inputs: list[Input]) -> None:
@@ -158,10 +166,10 @@ def refuse_result(inputs: list[Input], counts: list[int], share: float) -> None:
     if not counts[0]:
         reasons = [source.failure for source in inputs if source.failure]
         if len(reasons) < len(inputs):
-            reasons.append("no pair is left, so nothing was written:\n" + count_table(inputs))
+            reasons.append("no row is left, so nothing was written:\n" + count_table(inputs))
         raise ValueError("\n".join(reasons))
     if not all(counts):
-        raise ValueError(f"--validation_share={share}: none of {counts[0]:,} pairs; give more, nothing was written")
+        raise ValueError(f"--validation_share={share}: none of {counts[0]:,} rows; give more, nothing was written")
 
 
 def check_outputs(options: argparse.Namespace) -> list[Path]:
@@ -185,7 +193,7 @@ def list_files(paths: list[str]) -> list[str]:
     """The paths, with the files in a folder for the folder, which are named on stderr."""
     found = []
     for path in paths:
-        files = files_in(path)
+        files = files_in(path, (*SUFFIXES, ".txt"))
         if files != [path]:
             names = ", ".join(Path(file).name for file in files)
             print("prepare_data:", texts_here()("prepare.folder", path=path, names=names), file=sys.stderr)
@@ -226,8 +234,8 @@ def check_share(options: argparse.Namespace) -> float:
     return share
 
 
-def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[PreparedPair]:
-    """Yield the cleaned pairs without duplicates over all files; sets the inputs' counts and failures."""
+def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[Conversation | Document]:
+    """Yield what is kept of all files, without duplicates; sets the inputs' counts and failures."""
     seen = set()
     for number, source in enumerate(inputs, start=1):
         if source.failure:
@@ -239,50 +247,51 @@ def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[Pr
             source.failure = str(error)
 
 
-def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> Iterator[PreparedPair]:
-    """Yield the cleaned pairs not in `seen` and add them to it. Raises ValueError if one side is always empty."""
-    has_prompt = has_response = False
-    for prompt, response, context in pairs_of(source, options):
-        cleaned = clean_pair(prompt, response, options.max_chars)
-        has_prompt = has_prompt or cleaned != "empty prompt"
-        has_response = has_response or bool(response.strip())
-        if not isinstance(cleaned, str):
-            pair, is_shortened = in_context(cleaned, context, options.max_chars, options.max_context_chars)
-            source.counts[SHORTENED] += is_shortened
-            cleaned = "duplicate" if (key := pair.key()) in seen else "kept"
-        source.counts["read"] += 1
-        advance(1)
-        source.counts[cleaned] += 1
-        if cleaned == "kept":
-            seen.add(key)
-            yield pair
-    if not (has_prompt and has_response):
-        raise ValueError(describe_empty_side(source, has_prompt, options))
-
-
-def pairs_of(source: Input, options: argparse.Namespace) -> Iterator[tuple[str, str, Context | None]]:
-    """Yield the pairs of readable rows and count malformed ones. Raises ValueError if no row is readable."""
-    try:
-        columns = options.prompt_column, options.response_column
-        if options.single_turn:
-            pairs = read_pairs(source.path, *columns, source.drop_malformed, source.ignored)
-            yield from ((prompt, response, None) for prompt, response in pairs)
+def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> Iterator[Conversation | Document]:
+    """Yield what is kept of a file and not in `seen`, and add it. Raises ValueError if one side is always empty."""
+    counts, filled = source.counts, set()
+    for item in items_of(source, options):
+        if isinstance(item, Document):
+            parts, reason = clean_document(item)
+            filled.update(SIDES)
         else:
-            yield from read_pairs_in_context(source.path, *columns, source.drop_malformed, source.ignored)
+            parts, reason = clean_conversation(item, options.max_chars, options.max_context_chars)
+            if len(filled) < len(SIDES):
+                filled |= {side for side, role in SIDES.items() if any(is_said(turn, role) for turn in item.turns)}
+        fresh = [part for part in parts if (key := key_of(part)) not in seen and not seen.add(key)]
+        counts["read"] += 1
+        counts["kept" if fresh else "duplicate" if parts else reason] += 1
+        counts[SHORTENED] += bool(fresh and reason)
+        advance(1)
+        yield from fresh
+    for side in SIDES:
+        if side not in filled:
+            raise ValueError(describe_empty_side(source, side, options))
+
+
+def is_said(turn: Turn, role: str) -> bool:
+    return turn.role == role and (not turn.text.isspace() and turn.text != "" or bool(turn.calls))
+
+
+def items_of(source: Input, options: argparse.Namespace) -> Iterator[Conversation | Document]:
+    """Yield what readable rows say and count malformed ones. Raises ValueError if no row is readable."""
+    columns = options.prompt_column, options.response_column
+    asked = source.asked = FileRequest(*columns, source.drop_malformed, source.ignored, options.encoding)
+    try:
+        items = followed(read_items(source.path, asked))
+        yield from single_pairs(items, source.ignored) if options.single_turn else items
     except NoRows:
         if not source.problems:
             raise
         raise ValueError(f"none of {source.counts['malformed']:,} rows can be read: {source.problems[0]}") from None
 
 
-def describe_empty_side(source: Input, has_prompt: bool, options: argparse.Namespace) -> str:
-    """The error message for a file without a prompt, or without a response, in any row."""
-    given = options.prompt_column, options.response_column
-    names = tuple(next(read_rows(source.path, *given, on_malformed=lambda problem: None)))
+def describe_empty_side(source: Input, side: str, options: argparse.Namespace) -> str:
+    """The error message for a file in which one side is empty in every row."""
+    names = source.asked.names
+    prompts, responses = find_columns(names, options.prompt_column, options.response_column)
+    used = responses if side == "response" else dict.fromkeys(name for columns in prompts for name in columns)
     num_rows = source.counts["read"] - source.counts["malformed"]
-    prompts, responses = find_columns(names, *given)
-    side = "response" if has_prompt else "prompt"
-    used = responses if has_prompt else dict.fromkeys(name for columns in prompts for name in columns)
     return (
         f"{source.path}: the {side} is empty in all {num_rows:,} rows (read from {', '.join(map(repr, used))}; columns "
         f"found: {list_names(names)}); name the right one with --{side}_column=NAME, or leave the file out"

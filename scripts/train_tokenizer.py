@@ -1,7 +1,7 @@
 """Trains a tokenizer on files of pairs, or on text files with one text per line, and prints a summary.
 
     python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
-        [--prompt_column NAME] [--response_column NAME] [--overwrite]
+        [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--overwrite]
 
 One row in a hundred is held out to measure characters per token.
 """
@@ -19,10 +19,11 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 explain_missing_packages()
 
 from model.commands.option_names import ScriptParser  # noqa: E402
-from model.data.compressed import data_suffix  # noqa: E402
+from model.data.conversation import Conversation, Document  # noqa: E402
+from model.data.encodings import check_encoding  # noqa: E402
 from model.data.file_list import SUFFIXES, files_in  # noqa: E402
-from model.data.readers import read_pairs  # noqa: E402
-from model.data.text_files import open_text  # noqa: E402
+from model.data.file_request import FileRequest  # noqa: E402
+from model.data.readers import read_items  # noqa: E402
 from model.data.tokenizer import count_merged_tokens, load_tokenizer  # noqa: E402
 from model.data.tokenizer_training import train_tokenizer  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
@@ -33,26 +34,22 @@ from model.runtime.atomic_io import output_directory  # noqa: E402
 
 HELD_OUT_EVERY = 100  # rows
 MAX_HELD_OUT_ROWS = 5_000
-MAX_LINE_CHARS = 65_536
-
-
-def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file in UTF-8 or GB18030, long ones in parts. Raises ValueError if it is neither."""
-    if not path.is_file():
-        raise ValueError(f"no file at {path}: give paths of parquet, json, jsonl, csv, tsv, arrow or txt files")
-    with open_text(path) as file:
-        yield from iter(lambda: file.readline(MAX_LINE_CHARS), "")
 
 
 def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """Yield the texts of each row of all files: one line, or a prompt and a response."""
+    """Yield the texts of each row of all files: a document, or what is said in a conversation."""
     paths = [Path(file) for path in options.files for file in files_in(str(path), (*SUFFIXES, ".txt"))]
     for number, path in enumerate(paths, start=1):
         now_doing(texts_here()("tokenizer.reading", path=path, number=number, count=len(paths)))
-        if data_suffix(path) == ".txt":
-            yield from ((line.rstrip("\r\n"),) for line in read_lines(path))
-        else:
-            yield from read_pairs(path, options.prompt_column, options.response_column)
+        asked = FileRequest(options.prompt_column, options.response_column, encoding=options.encoding)
+        yield from map(texts_of, read_items(path, asked))
+
+
+def texts_of(item: Conversation | Document) -> tuple[str, ...]:
+    """What is said in one row."""
+    if isinstance(item, Document):
+        return (item.text,)
+    return tuple(text for turn in item.turns for text in (turn.thought, turn.text) if text)
 
 
 def texts_to_learn(rows: Iterator[tuple[str, ...]], held_out: list[str]) -> Iterator[str]:
@@ -96,6 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 400")
     parser.add_argument("--prompt_column", default="", help="found by name when not given")
     parser.add_argument("--response_column", default="", help="found by name when not given")
+    parser.add_argument("--encoding", default="", help="of text files; found when not given")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
     return parser.parse_args()
 
@@ -107,6 +105,7 @@ def main() -> int:
     held_out: list[str] = []
     started = time.perf_counter()
     try:
+        check_encoding(options.encoding or "utf-8")
         check_output(options.output_dir, options.overwrite)
         texts = texts_to_learn(read_rows_of_texts(options), held_out)
         with output_directory(options.output_dir), activity_shown("train_tokenizer"):

@@ -70,7 +70,7 @@ def faulty_run(home, failing, calm, calm_seconds, kind_options):
 
 
 def sites_of(kind_options):
-    """The SITES of a run; a recorded step has one backward, so none after the first."""
+    """The SITES of a run; a captured step has one backward, so none after the first."""
     return [site for site in SITES if site != "backward" or not kind_options.get("compile")]
 
 

@@ -143,13 +143,41 @@ def test_an_adapter_made_by_peft_goes_on_here(home, options):
     assert refused(train(home, output_dir="other", **given | dict(lora_rank=8)), "--lora_rank=4", "merge_lora.py")
 
 
+@pytest.mark.parametrize("initialiser", [True, "gaussian", "orthogonal"])
+def test_an_initialiser_that_leaves_the_base_alone_merges_into_peft_s_model(home, initialiser):
+    name = f"drawn_{initialiser}"
+    theirs = made_by_peft(home, name, init_lora_weights=initialiser)
+    assert merge_lora([str(home / name), str(home / f"{name}_merged")]) == 0
+    assert (logits_of(AutoModelForSeq2SeqLM.from_pretrained(home / f"{name}_merged")) - theirs).abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize(
-    "options, words", [(dict(use_dora=True), "use_dora=True"), (dict(modules_to_save=["lm_head"]), "modules_to_save")]
+    "options, words",
+    [
+        (dict(use_dora=True), "use_dora=True"),
+        (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+        (dict(init_lora_weights="pissa"), "init_lora_weights='pissa', which changes the base"),
+        (dict(init_lora_weights="olora"), "init_lora_weights='olora', which changes the base"),
+    ],
 )
-def test_what_an_adapter_made_by_peft_has_and_is_not_computed_here_is_refused(home, options, words):
+def test_what_an_adapter_made_by_peft_has_and_is_not_computed_here_is_refused(home, options, words, capsys):
     made_by_peft(home, "odd", **options)
+    assert merge_lora([str(home / "odd"), str(home / "odd_merged")]) == 2
+    assert words in capsys.readouterr().err and not (home / "odd_merged").exists()
     given = LORA | SHORT | dict(finetune_from_ckp_file="odd", output_dir="odd_on")
-    assert refused(train(home, **given), words)
+    assert "use_dora" not in words or refused(train(home, **given), words)
+
+
+def test_a_field_that_is_not_known_is_refused_by_name_unless_it_is_empty(home, capsys):
+    made_by_peft(home, "unknown")
+    path = home / "unknown" / "adapter_config.json"
+    values = json.loads(path.read_text())
+    for number, empty in enumerate((None, False, {}, "")):
+        path.write_text(json.dumps(values | dict(use_next_idea=empty)))
+        assert merge_lora([str(home / "unknown"), str(home / f"unknown_{number}")]) == 0
+    path.write_text(json.dumps(values | dict(use_next_idea=dict(x=1))))
+    assert merge_lora([str(home / "unknown"), str(home / "unknown_merged")]) == 2
+    assert "use_next_idea={'x': 1}: this field is not known here" in capsys.readouterr().err
 
 
 def test_a_missing_or_changed_base_is_refused_by_name_and_a_moved_one_is_found_again(home):

@@ -67,7 +67,7 @@ def test_a_file_that_holds_no_json_object_is_refused_as_a_model(tmp_path, text):
 
 def test_an_unknown_size_of_a_model_is_refused_with_the_names_that_its_family_knows(tmp_path):
     (tmp_path / "model.json").write_text('{"d_modle": 8}')
-    with pytest.raises(ValueError, match='\'d_modle\': known are d_model, d_ff, .*"family": "NAME"'):
+    with pytest.raises(ValueError, match='\'d_modle\': known are d_model, d_ff, .*"family": "qwen3"'):
         load_model_config(str(tmp_path / "model.json"))
 
 

@@ -11,6 +11,7 @@ from config import TrainConfig, load_config
 from model.commands.guide_flags import VALUES
 from model.commands.option_names import OWN_NAMES
 from model.commands.options import FLAGS, preset_name
+from model.nn.registry import QWEN, load_model_config
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = ROOT / "docs" / "guide"
@@ -140,3 +141,10 @@ def test_chinese_prose_has_one_word_for_each_thing(page):
     for word in ("token", "epoch", "基座", "rank 0", "少估"):  # 词元, 轮, 底座, 进程, 低估
         assert word not in prose, word
     assert not re.search(r"\d %", prose), "a percentage is written without a space"
+
+
+def test_the_example_of_a_qwen_from_scratch_is_a_model_and_what_a_refusal_shows(tmp_path):
+    text = (ROOT / "docs" / "conversations.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(.*\"family\".*)\n```", text)
+    (tmp_path / "qwen.json").write_text(example)
+    assert load_model_config(str(tmp_path / "qwen.json")).model_type == "qwen3" and example == QWEN

@@ -35,7 +35,7 @@ def raised_in(monkeypatch):
         files.append(Path(frames[-1].filename))
         return frames
 
-    def recorded_outcome(function, *args):
+    def captured_outcome(function, *args):
         def call():
             try:
                 return function(*args)
@@ -45,7 +45,7 @@ def raised_in(monkeypatch):
 
         return outcome(call)
 
-    monkeypatch.setattr(distributed, "_outcome", recorded_outcome)
+    monkeypatch.setattr(distributed, "_outcome", captured_outcome)
     monkeypatch.setattr(traceback, "extract_tb", record)
     return files
 

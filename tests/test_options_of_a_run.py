@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from model.data.readers import read_pairs
 from model.data.token_store import read_store
 from model.display.catalogue import CATALOGUE
 from model.generate.sampling import Sampling
 from model.run.train_state import state_of
 from model.serve.answering import load_chat_model, prompt_ids
+from tests.data.files import read_pairs
 from tests.tiny import NUM_PAIRS, journal, refused, train, weights_hash
 
 LONG = dict(save_steps=1000, logging_steps=2)

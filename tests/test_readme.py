@@ -104,7 +104,7 @@ def test_the_table_of_gpus_is_what_plan_predicts(tmp_path, monkeypatch):
             found = preview(load_config("pretrain", options), (), num_processes=1, vocab_size=29_298)
             predicted = f"{max(found['phases'].values()) / GIB:.1f} GiB, {found['forwards']:.0f}"
             predicted += ", computed again" * bool(found["plan"]["gradient_checkpointing"])
-            predicted += ", recorded" * found["plan"]["graphs"]
+            predicted += ", CUDA graph" * found["plan"]["graphs"]
             assert cell.replace(" forwards", "") == predicted
 
 

@@ -83,7 +83,7 @@ class Disturbed:
 
 
 def add_kinds_of_runs(parser):
-    """Add the options of a harness whose runs may record steps or train an adapter."""
+    """Add the options of a harness whose runs may capture steps or train an adapter."""
     parser.add_argument("--recorded", action="store_true", help="each step is recorded; needs GPUs")
     parser.add_argument("--lora_rank", type=int, default=0, help="above 0: the runs train an adapter")
     parser.add_argument("--base_precision", default="auto", help="of its base: auto, nf4")
@@ -93,7 +93,7 @@ def add_kinds_of_runs(parser):
 def kind_of_runs(given):
     """What add_kinds_of_runs' options say, in words; empty if they say nothing."""
     if given.recorded:
-        return "recorded steps"
+        return "captured steps"
     return f"an adapter, base_precision={given.base_precision}" if given.lora_rank else ""
 
 

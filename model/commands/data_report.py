@@ -14,13 +14,16 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 from rich.cells import cell_len
 
 from model.data.cleaning import REASONS
-from model.data.conversation import encode_questions
+from model.data.conversation import Document
+from model.data.file_request import IGNORED_WORDS, FileRequest, describe_ignored
 from model.data.near_duplicates import SIMILARITY, Signatures
-from model.data.prepared_pairs import PreparedPair
-from model.data.readers import IGNORED_WORDS, describe_ignored, read_pairs_in_context
+from model.data.prepared import key_of, prompt_number
+from model.data.readers import read_items
+from model.data.t5_text import encode_questions, exchanges
 from model.data.tokenizer import BYTE_TOKENS, ChatTokenizer, load_tokenizer
 from model.display.catalogue import texts_here
 from model.display.console import padded
@@ -28,7 +31,9 @@ from model.runtime.activity import advance, now_doing
 from model.runtime.atomic_io import write_file
 
 COLUMNS = ("read", "kept", "malformed", *REASONS, "duplicate")
+RARE = {"not learnt"}  # shown where it was counted
 SHORTENED = "context shortened"
+UNITS = dict(prompt="pairs", messages="conversations", text="texts")  # by the first column
 BATCH_ROWS, NO_LIMIT = 2_000, 1 << 40
 PERCENTILES = (50, 90, 95, 99, 100)
 SIDES = ("prompt", "response")
@@ -43,24 +48,48 @@ class Contents:
     path: Path
     chars: list = field(default_factory=lambda: [Counter(), Counter()])
     tokens: list = field(default_factory=lambda: [Counter(), Counter()])
+    num_pairs: int = 0  # learnt answers with their questions, or documents
     with_context: int = 0
     characters: Counter = field(default_factory=Counter)
-    pairs: array = field(default_factory=lambda: array("Q"))  # a hash of each
+    rows_seen: array = field(default_factory=lambda: array("Q"))  # a hash of each conversation
     prompts: array = field(default_factory=lambda: array("Q"))
     signatures: Signatures | None = None
 
     @property
     def rows(self):
-        return len(self.pairs)
+        return len(self.rows_seen)
 
-    def add(self, pairs, tokenizer):
-        """Count a batch of (prompt, response, Context or None)."""
+    @property
+    def sides(self):
+        """The names of what has a length; documents have one."""
+        return SIDES if self.chars[1] else ("text",)
+
+    def add(self, items, tokenizer):
+        """Count a batch of conversations and documents."""
+        for item in items:
+            self.rows_seen.append(_number(key_of(item)))
+            self.prompts.append(prompt_number(item))
+        texts = [item.text for item in items if isinstance(item, Document)]
+        conversations = [item for item in items if not isinstance(item, Document)]
+        if self.signatures:
+            self.signatures.add([*texts, *("\n".join(turn.text for turn in one.turns) for one in conversations)])
+        if pairs := [pair for conversation in conversations for pair in exchanges(conversation, Counter())]:
+            self._add_pairs(pairs, tokenizer)
+        self._add_texts(texts, tokenizer)
+
+    def _add_texts(self, texts, tokenizer):
+        self.num_pairs += len(texts)
+        self.chars[0].update(map(len, texts))
+        for text in texts:
+            self.characters.update(text)
+        if tokenizer:
+            self.tokens[0].update(len(ids) + 1 for ids in tokenizer.encode_batch(texts))
+
+    def _add_pairs(self, pairs, tokenizer):
         prompts, responses, contexts = zip(*pairs, strict=True)
-        for prompt, response, context in pairs:
-            self.pairs.append(_number(PreparedPair(prompt, response, context, ()).key()))
-            self.prompts.append(_number(PreparedPair(prompt, "", None, ()).key()))
-            self.characters.update(prompt)
-            self.characters.update(response)
+        self.num_pairs += len(pairs)
+        for text in (*prompts, *responses):
+            self.characters.update(text)
         self.with_context += sum(context is not None for context in contexts)
         for counter, texts in zip(self.chars, (prompts, responses), strict=True):
             counter.update(map(len, texts))
@@ -68,8 +97,6 @@ class Contents:
             sides = (prompts, contexts), (responses, [None] * len(responses))
             for counter, side in zip(self.tokens, sides, strict=True):
                 counter.update(map(len, encode_questions(*side, tokenizer, NO_LIMIT).ids))
-        if self.signatures:
-            self.signatures.add(f"{prompt}\n{response}" for prompt, response in zip(prompts, responses, strict=True))
 
 
 def count_table(inputs: list) -> str:
@@ -78,7 +105,8 @@ def count_table(inputs: list) -> str:
     text = texts_here()
     rows = [(Path(source.path).name, source.counts) for source in inputs] + [(text("prepare.total"), total)]
     width = max(cell_len(name) for name, _ in rows)
-    titles = {column: padded(text(f"column.{column}"), 9, right=True) for column in COLUMNS}
+    shown = [column for column in COLUMNS if column not in RARE or total[column]]
+    titles = {column: padded(text(f"column.{column}"), 9, right=True) for column in shown}
     lines = ["  ".join([" " * width, *titles.values()])]
     for name, counts in rows:
         cells = (f"{counts[column]:,}".rjust(cell_len(title)) for column, title in titles.items())
@@ -105,14 +133,16 @@ def print_problems(inputs: list) -> None:
 
 
 def print_written(written: dict[Path, array]) -> None:
-    """Print the number of pairs in each output, and how many prompts are distinct or also in the first output."""
+    """Print how much is in each output, and how many prompts are distinct or also in the first output."""
     (output, prompts), *others = ((path, np.frombuffer(hashes, np.uint64)) for path, hashes in written.items())
     distinct = np.unique(prompts)
     text = texts_here()
-    print(text("prepare.written", path=output, count=len(prompts), distinct=len(distinct)))
+    with open(output, "rb") as file:  # pyarrow itself opens only names in UTF-8
+        unit = text(f"unit.{UNITS[pq.read_schema(file).names[0]]}")
+    print(text("prepare.written", path=output, unit=unit, count=len(prompts), distinct=len(distinct)))
     for path, hashes in others:
         shared = int(np.isin(hashes, distinct).sum())
-        print(text("prepare.written_too", path=path, count=len(hashes), shared=shared, other=output))
+        print(text("prepare.written_too", path=path, unit=unit, count=len(hashes), shared=shared, other=output))
 
 
 def print_report(paths: list[Path], tokenizer_dir: Path, max_seq_len: int) -> None:
@@ -141,9 +171,9 @@ def print_report(paths: list[Path], tokenizer_dir: Path, max_seq_len: int) -> No
 def read_contents(path: Path, tokenizer: ChatTokenizer | None, near: bool) -> Contents:
     """Contents of a file, with signatures if `near`. Raises ValueError for an unreadable file."""
     contents = Contents(path, signatures=Signatures() if near else None)
-    pairs = read_pairs_in_context(path)
+    items = read_items(path, FileRequest())
     now_doing(texts_here()("report.reading", path=path))
-    while batch := list(islice(pairs, BATCH_ROWS)):
+    while batch := list(islice(items, BATCH_ROWS)):
         contents.add(batch, tokenizer)
         advance(len(batch))
     return contents
@@ -152,20 +182,22 @@ def read_contents(path: Path, tokenizer: ChatTokenizer | None, near: bool) -> Co
 def report_lines(contents: Contents, tokenizer: ChatTokenizer | None, max_seq_len: int) -> list[str]:
     """What is worth knowing of one file, a line for each fact."""
     text = texts_here()
-    lines = [text("report.pairs", path=contents.path, count=contents.rows, context=contents.with_context)]
+    found = dict(count=contents.num_pairs, rows=contents.rows, context=contents.with_context)
+    kind = "report.pairs" if contents.sides == SIDES else "report.texts"
+    lines = [text(kind, path=contents.path, **found)]
     for unit, counters in (("characters", contents.chars), ("tokens", contents.tokens)):
-        for side, counter in zip(SIDES, counters, strict=True):
+        for side, counter in zip(contents.sides, counters, strict=False):
             if counter:
                 what = text(f"report.{side}.{unit}")
                 lines.append("  " + text("report.lengths", what=what, percentiles=_percentiles(counter)))
     if tokenizer:
         shares = [
-            text(f"report.{side}.cut", share=_above(counter, max_seq_len) / contents.rows)
-            for side, counter in zip(SIDES, contents.tokens, strict=True)
+            text(f"report.{side}.cut", share=_above(counter, max_seq_len) / contents.num_pairs)
+            for side, counter in zip(contents.sides, contents.tokens, strict=False)
         ]
         lines.append("  " + text("report.cut", most=max_seq_len, shares=text("comma").join(shares)))
         lines.append(f"  {_bytes_line(contents.characters, tokenizer)}")
-    num_exact = contents.rows - len(np.unique(np.frombuffer(contents.pairs, np.uint64)))
+    num_exact = contents.rows - len(np.unique(np.frombuffer(contents.rows_seen, np.uint64)))
     lines.append("  " + text("report.exact", share=_share(num_exact, contents.rows)))
     return lines + (_near_lines(contents) if contents.signatures else [])
 
@@ -182,16 +214,16 @@ def draw_lengths(contents: list[Contents], max_seq_len: int, path: Path) -> None
     from matplotlib.figure import Figure  # takes a second
 
     unit = "tokens" if contents[0].tokens[0] else "characters"
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for place, (side, axes) in enumerate(zip(SIDES, figure.subplots(1, 2), strict=True)):
+    figure, sides = Figure(figsize=(10, 4), layout="constrained"), contents[0].sides
+    for place, (side, axes) in enumerate(zip(sides, figure.subplots(1, len(sides), squeeze=False)[0], strict=True)):
         counters = [getattr(one, _FIELDS[unit])[place] for one in contents]
         edges = np.linspace(0, max(map(max, counters)) + 1, NUM_BARS + 1)  # equal ones for all files
         for one, counter in zip(contents, counters, strict=True):
-            shares = np.array(list(counter.values())) / one.rows
+            shares = np.array(list(counter.values())) / one.num_pairs
             axes.hist(list(counter), bins=edges, weights=shares, alpha=0.6, label=one.path.name)
         if unit == "tokens":
             axes.axvline(max_seq_len, color="tab:red", linestyle=":", label=f"max_seq_len={max_seq_len}")
-        axes.set(xlabel=f"{side} [{unit}]", ylabel="share of pairs", yscale="log")
+        axes.set(xlabel=f"{side} [{unit}]", ylabel="share of rows", yscale="log")
         axes.legend()
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120)

@@ -1,18 +1,22 @@
 """Exports the model of a run to best/ and last/, with a card of its data, steps and scores, without paths and times."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
-from model.commands.run_events import device_name, versions
+from config import TrainConfig
 from model.data.file_list import names_of
+from model.formats.carried import GENERATION_FILE, OF_TRAINING, carried_values
 from model.formats.model_card import CardFacts, model_name
-from model.nn.registry import config_values
+from model.nn.registry import config_values, family_of
 from model.run.journal import Journal, last_reason, read_journal
 from model.run.run_dir import has_last
 from model.run.saver import try_export
 from model.runtime.laps import laps
+from model.runtime.versions import device_name, versions
 from model.runtime.watchdog import saving
 
+CHOICES = ("max_new_tokens", "no_repeat_ngram_size")  # options of a run that exports tell
 SCORES = ("bleu", "chrf")  # beside the objective's metrics
 
 
@@ -23,7 +27,24 @@ def export(run, state, name, scores=None, weights_files=()):
     export_model's.
     """
     facts = facts_of(run, state, last_scores(run, state) if scores is None else scores)
-    return try_export(run.model, run.tokenizer, run.dir / name, run.generation, facts, weights_files)
+    kept = run.dir / "tokenizer"  # what lies where the run read its tokenizer may be another by now
+    tokenizer = replace(run.tokenizer, directory=kept) if kept.is_dir() else run.tokenizer
+    return try_export(run.model, tokenizer, run.dir / name, generation_of(run), facts, weights_files, run.dir / "base")
+
+
+def generation_of(run):
+    """What the generation_config.json of the run's exports says, beside what it keeps of the base's.
+
+    That the answers in evaluations are not drawn says nothing of how the model shall answer: of a base's file only what
+    was chosen for the run is replaced, and a guard against repetition, which the model was not measured with.
+    """
+    kept = carried_values(run.dir / "base", GENERATION_FILE)
+    if kept is None:
+        return run.generation
+    config, default = run.config, TrainConfig()
+    chosen = {name for name in CHOICES if getattr(config, name) != getattr(default, name)}
+    names = {*OF_TRAINING, *chosen, *(["no_repeat_ngram_size"] if kept.get("no_repeat_ngram_size") else [])}
+    return {name: value for name, value in run.generation.items() if name in names}
 
 
 def export_last(run, state, failure="", weights_files=()):
@@ -83,16 +104,16 @@ def file_names(examples):
 
 
 def _data(run):
-    train, most, is_pair = run.train, run.config.max_seq_len, not run.recipe.family.reads_dialogues
+    train, is_whole = run.train, family_of(run.model.config).reads_one_stream
+    unit, side = ("dialogue", "in all") if is_whole else ("pair", "a side")
+    length = f"{run.config.max_seq_len} tokens {side}"
     validated = "nothing"
     if run.evaluation is not None:
         validated = f"{file_names(run.evaluation.examples)}, {len(run.evaluation.examples):,} pairs"
     return {
         "trained on": f"{file_names(train)}, {train.epoch_pairs:,} pairs an epoch",
         "validated on": validated,
-        f"tokens of a {'pair' if is_pair else 'dialogue'}": (
-            f"{train.histogram.mean:.0f} on average, cut to {most}{' a side' if is_pair else ''}"
-        ),
+        f"tokens of a {unit}": f"{train.histogram.mean:.0f} on average, cut to {length}",
         "tokenizer": f"{run.tokenizer.vocab_size:,} tokens, fingerprint {run.tokenizer.fingerprint}",
     }
 

@@ -106,8 +106,9 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
         "validation_share": "验证数据占全部问答对的比例（0.01）",
         "prompt_column": f"问题所在的列；{BY_NAME}",
         "response_column": f"回答所在的列；{BY_NAME}",
+        "encoding": "文本文件的编码；不写则自动判断",
         "max_chars": "问题和回答各自最多的字符数（%(default)s）",
-        "max_context_chars": "上文最多的字符数（%(default)s）",
+        "max_context_chars": "说到这么多字符，就另起一个对话（%(default)s）",
         "single_turn": "不带系统提示和上文",
         "report": "说明输出文件的内容，并画出长度分布",
         "tokenizer_dir": "--report 用的分词器目录",
@@ -119,7 +120,7 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
         "": """用问答对文件或纯文本文件（每行一段）训练分词器，并打印概况。
 
     python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
-        [--prompt_column NAME] [--response_column NAME] [--overwrite]
+        [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--overwrite]
 
 每一百行留出一行，用来测量每个词元平均有几个字符。""",
         "files": f"{FILES}、txt 文件，或文件夹",
@@ -127,6 +128,7 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
         "vocab_size": "词表的词元数，至少 400",
         "prompt_column": f"问题所在的列；{BY_NAME}",
         "response_column": f"回答所在的列；{BY_NAME}",
+        "encoding": "文本文件的编码；不写则自动判断",
         "overwrite": "覆盖已有的分词器",
     },
     "serve": {

@@ -61,7 +61,7 @@ def _refused(launched):
     if backend and backend.lower() != "no":
         problems.append(
             f"accelerate's --dynamo_backend {backend.lower()}: the network has kernels of its own and is not compiled "
-            "by torch: leave it out; --compile=True after train records steps as CUDA graphs"
+            "by torch: leave it out; --compile=True after train captures steps as CUDA graphs"
         )
     return problems
 

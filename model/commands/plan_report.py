@@ -28,9 +28,9 @@ from model.memory.plan import (
     Room,
     choose_plan,
     fitting_plan,
+    graphs_asked,
     phase_problem,
     predicted_peaks,
-    recording_asked,
 )
 from model.memory.step_time import time_factor
 from model.runtime.device_memory import CONTEXT_BYTES
@@ -101,7 +101,7 @@ def predict(recipe, sample, memory_bytes, gpu="", sheet=None):
     """
     config, spec, machine, lengths = recipe.config, recipe.spec, recipe.machine, sample.lengths
     usable, estimate = usable_bytes(memory_bytes, machine.num_processes), recipe.estimate(lengths)
-    asked = recording_asked(recipe.plan, spec, _num_steps(recipe, lengths))
+    asked = graphs_asked(recipe.plan, spec, _num_steps(recipe, lengths))
     plan = choose_plan(recipe.plan, estimate, usable, asked)
     tokens = min(plan.micro_batch_tokens, recipe.share_pairs * lengths.longest)
     steps = _steps(recipe, sample.num_pairs)
@@ -156,7 +156,7 @@ def _bytes_per_token(spec, lengths, plan, tokens):
     """By how much a forward pass of 2 * `tokens` exceeds one of `tokens`; a few pairs would not fill both, many do."""
     many = Lengths(lengths.tokens, lengths.counts * math.ceil(2 * tokens / (lengths.mean * lengths.counts.sum())))
     forward_bytes = Estimate(spec, many, MANY_PAIRS).forward_bytes
-    return (forward_bytes(2 * tokens, *plan.cutting[1:]) - forward_bytes(tokens, *plan.cutting[1:])) / tokens
+    return (forward_bytes(2 * tokens, *plan.batching[1:]) - forward_bytes(tokens, *plan.batching[1:])) / tokens
 
 
 def _origin(config, vocab_size):
@@ -191,7 +191,7 @@ def _levers(recipe, chosen, usable, plan):
     """For each change of an option: peak bytes, largest micro-batch that fits, time relative to the chosen plan."""
     if usable is None:
         return []
-    tokens, chunk, checkpointing = plan.cutting
+    tokens, chunk, checkpointing = plan.batching
     spec = chosen.spec
     rows = [("chunk", size, spec, (tokens, size, checkpointing)) for size in CHUNKS]
     longest, all_tokens = chosen.lengths.longest, chosen.share_pairs * chosen.lengths.longest
@@ -201,19 +201,19 @@ def _levers(recipe, chosen, usable, plan):
     blocks = {False: 0, True: chosen.num_blocks}
     rows += [("checkpointing", on, spec, (tokens, chunk, number)) for on, number in blocks.items()]
     for optimizer in () if spec.lora else ("muon", "adamw_rms", "adafactor"):
-        rows.append(("optimizer", optimizer, with_optimizer(spec, optimizer), plan.cutting))
+        rows.append(("optimizer", optimizer, with_optimizer(spec, optimizer), plan.batching))
     levers = []
     lengths = chosen.lengths
-    for kind, value, changed, cutting in rows:
+    for kind, value, changed, batching in rows:
         estimate = Estimate(changed, lengths, chosen.share_pairs, chosen.answers)
         room = Room(estimate, usable * USABLE)
-        largest, changed_plan = fitting_plan(room, all_tokens, *cutting[1:]), room.plan(*cutting, graphs=plan.graphs)
+        largest, changed_plan = fitting_plan(room, all_tokens, *batching[1:]), room.plan(*batching, graphs=plan.graphs)
         phases = _phases(recipe, estimate, changed_plan, usable)
-        fits = room.holds(*cutting) and not phase_problem(phases, usable)
-        factor = time_factor(plan.cut_as(cutting), chosen) / time_factor(plan, chosen)
+        fits = room.holds(*batching) and not phase_problem(phases, usable)
+        factor = time_factor(plan.batched_as(batching), chosen) / time_factor(plan, chosen)
         levers.append(
             dict(lever=Texts("en")(f"lever.{kind}", value=value), kind=kind, value=value,
-                 peak_bytes=estimate.step_peak(*cutting), fits=fits, time_factor=round(factor, 3),
+                 peak_bytes=estimate.step_peak(*batching), fits=fits, time_factor=round(factor, 3),
                  largest_micro_batch_tokens=largest.micro_batch_tokens if largest else 0)
         )  # fmt: skip
     return levers
@@ -224,7 +224,7 @@ def _host(recipe, estimate, plan):
     weights, saved = 4 * estimate.spec.parameters, 4 * estimate.spec.saved
     optimizer_state, device = estimate.spec.state_bytes, recipe.machine.device_type
     world = recipe.machine.num_processes
-    compute = weights if device == "cuda" else max(estimate.peaks(*plan.cutting, plan.answers).values())
+    compute = weights if device == "cuda" else max(estimate.peaks(*plan.batching, plan.answers).values())
     rank_bytes = HOST_BYTES[device] + compute
     return dict(
         rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + saved + optimizer_state,

@@ -31,7 +31,7 @@ def table(values):
         (text("plan.card"),
          text("plan.card.none") if limit is None else text("plan.card.found", size=gib(limit), share=USABLE)),
         (text("plan.plan"), text("plan.plan.found", **plan)),
-        (text("plan.recorded"), text("plan.recorded.yes" if plan["graphs"] else "plan.recorded.no")),
+        (text("plan.graphs"), text("plan.graphs.yes" if plan["graphs"] else "plan.graphs.no")),
         (text("plan.forwards"), text("plan.forwards.found", count=values["forwards"], pairs=values["share_pairs"])),
         *((text("plan.peak", phase=text(f"phase.{name}")),
            gib(count) if count <= (limit or math.inf) else text("plan.too_large", size=gib(count)))

@@ -100,8 +100,8 @@ def _planned(run, estimate, state, found, other_process):
     device_type = run.recipe.machine.device_type
     stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == device_type else None
     plan, memory = plan_run(run.context, run.evaluation, estimate, run.recipe.plan, stored_plan, other_process)
-    may_record = run.recipe.plan.compile != "False" and run.model.uses_kernels
-    recovery = kept_recovery(state, plan, may_record)
+    may_capture = run.recipe.plan.compile != "False" and run.model.uses_kernels
+    recovery = kept_recovery(state, plan, may_capture)
     differs = found.state.differs(plan, state.world_size) if found else ()
     state = replace(state, plan=asdict(plan), growth=recovery, device=device_type)
     return replace(run, memory=memory, differs=differs), state, plan

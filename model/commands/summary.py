@@ -4,14 +4,13 @@ import math
 import time
 from pathlib import Path
 
-import torch
-
 from model.display.catalogue import texts_here
 from model.display.durations import durations
 from model.display.view import GIB, count_of, devices_of, duration
 from model.nn.registry import config_values
 from model.run.journal import read_journal
 from model.runtime.launcher import command_to_go_on
+from model.runtime.versions import device_name
 
 MAX_NAMES = 3  # of files in one line
 
@@ -131,7 +130,7 @@ def plan_line(run, plan, options, text):
     share_pairs = -(-run.schedule.global_batch // ranks.world_size)
     tokens = min(plan.micro_batch_tokens, share_pairs * run.train.histogram.longest)
     how = text("how.checkpointing") if plan.gradient_checkpointing else ""
-    how += text("how.recorded") if plan.graphs else ""
+    how += text("how.graphs") if plan.graphs else ""
     sends = ranks.world_size > 1 and options["reduce_dtype"] != "float32"
     peaks = [phase["measured"] or phase["predicted"] for phase in memory["phases"].values()]
     limit = memory["cap_bytes"]
@@ -185,7 +184,3 @@ def next_lines(run, state, text):
     model = run.dir / ("last" if state.best_loss is None else "best")
     see = "plot" if run.rules.draws_plots else "curves"
     return [text(f"next.{what}", model=model, run_dir=run.dir) for what in ("chat", "serve", "test", see)]
-
-
-def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"

@@ -1,4 +1,4 @@
-"""Buckets: the padded sizes for which a step is recorded as a CUDA graph."""
+"""Buckets: the padded sizes for which a step is captured as a CUDA graph."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import numpy as np
 from model.data.sampler import shares_of
 
 # Standard deviations from a side's mean tokens, of every side but the last and of the last. A batch that fits none runs
-# unrecorded. Found by random search over four kinds of lengths and 8 to 1,024 examples a step: least padding and fewest
-# steps unrecorded, where the largest size takes at most 1 % more memory than (2.5, 2.5) does.
+# uncaptured. Found by random search over four kinds of lengths and 8 to 1,024 examples a step: least padding and fewest
+# steps uncaptured, where the largest size takes at most 1 % more memory than (2.5, 2.5) does.
 LEVELS = ((0.0, -0.7), (0.2, 0.2), (0.5, 0.8), (1.5, -0.5), (2.3, 0.4), (1.3, 1.5), (2.7, 2.5), (4.2, 1.5), (1.0, 3.0))
 STREAM_LEVELS = (-1.2, -0.8, -0.4, 0.0, 0.4, 0.8, 1.4, 2.5)  # of all sides together, where they lie in one stream
 BUCKET_FILL = 2 / 3  # least share of real tokens; the small last step of an epoch is not worth the padding
@@ -20,7 +20,7 @@ DRAWN_EXAMPLES = 2**16  # of steps whose shares are compared
 
 @dataclass(frozen=True)
 class Bucket:
-    """The size to which a micro-batch is padded for a recorded step."""
+    """The size to which a micro-batch is padded for a captured step."""
 
     sides: tuple[int, ...]  # tokens of each side; of a stream: the room beside its last side, and that of its last
     examples: int

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from model.data.conversation import MARKS, marks_of
+from model.data.t5_text import MARKS, marks_of
 from model.data.tokenizer import ChatTokenizer
 from model.runtime.json_stream import read_object
 

@@ -1,12 +1,10 @@
-"""Cleans the text of a pair and of what was said before it, or gives the reason to drop the pair."""
+"""Cleans the texts of a conversation, or gives the reason to leave it out."""
 
 import re
-from functools import lru_cache
 
-from model.data.conversation import Context, Turn
+from model.data.conversation import Conversation, Document, Turn
 
-REASONS = ("empty prompt", "empty response", "damaged text", "private use", "too long")
-NUM_FIRST_TEXTS = 4
+REASONS = ("empty prompt", "empty response", "damaged text", "private use", "too long", "not learnt")
 _EMOJI = "\u203c-\u2bff\u3030\u303d\u3297\u3299\U0001f000-\U0001faff"
 _STRAY_SELECTOR = re.compile(f"(?<![0-9#*\u00a9\u00ae{_EMOJI}])[\ufe0e\ufe0f]")
 _STRAY_JOINER = re.compile(f"(?<![\ufe0f{_EMOJI}])\u200d|\u200d(?![{_EMOJI}])")
@@ -24,45 +22,76 @@ def clean_pair(prompt: str, response: str, max_chars: int) -> tuple[str, str] | 
     both = prompt + response
     is_long = max(len(prompt), len(response)) > max_chars
     has_problem = (not prompt, not response, "\ufffd" in both, _PRIVATE.search(both), is_long)
-    return next((reason for reason, found in zip(REASONS, has_problem, strict=True) if found), (prompt, response))
+    return next((reason for reason, found in zip(REASONS, has_problem, strict=False) if found), (prompt, response))
 
 
-def clean_context(context: Context, max_chars: int, max_context_chars: int) -> tuple[Context | None, bool]:
-    """(the context with every text cleaned, whether texts were left out because of what they hold).
+def clean_conversation(
+    conversation: Conversation, max_chars: int, max_context_chars: int
+) -> tuple[list[Conversation], str]:
+    """(the usable parts of a conversation, cleaned; the reason for which turns of it were left out, or "").
 
-    It begins behind the newest turn for which a pair would be dropped, and has at most `max_context_chars` characters
-    beside the system text. None if nothing is left.
+    A text may have `max_chars` characters. Behind a turn that is unusable a part begins anew, with the next question,
+    and so it does where more than `max_context_chars` characters were said. A part without a learnt answer is left out.
     """
-    system = _clean_turn(context.system, max_chars)
-    turns, is_shortened = [], system is None
-    for turn in reversed(context.turns[max(0, context.end - max_context_chars) : context.end]):
-        text = _clean_turn(turn.text, max_chars)
-        is_shortened = is_shortened or text is None
-        if text is None or (max_context_chars := max_context_chars - len(text)) < 0:
-            break
-        if text:
-            turns.append(Turn(turn.role, text))
-    return (Context(turns[::-1], len(turns), system or "") if turns or system else None), is_shortened
+    turns = conversation.turns
+    if len(turns) == 2 and turns[0].role == "user" and turns[1] == ("assistant", turns[1].text, "", (), True):
+        cleaned = clean_pair(turns[0].text, turns[1].text, max_chars)
+        if isinstance(cleaned, str):
+            return [], cleaned
+        pair = Turn("user", cleaned[0]), Turn("assistant", cleaned[1])
+        return [Conversation(pair, conversation.tools)], ""
+    parts, reason = _usable_parts(turns, max_chars, max_context_chars)
+    parts = [part for part in map(_up_to_last_answer, parts) if part]
+    if not parts and not reason:
+        has_question = any(turn.role == "user" and turn.text.strip() for turn in turns)
+        has_answer = any(turn.role == "assistant" and turn.text.strip() for turn in turns)
+        reason = "not learnt" if has_question and has_answer else "empty response" if has_question else "empty prompt"
+    return [Conversation(part, conversation.tools) for part in parts], reason
 
 
-def first_texts(context: Context, prompt: str, response: str, max_chars: int) -> tuple[str, ...]:
-    """The first NUM_FIRST_TEXTS texts of a cleaned pair's dialogue, cleaned: the same for its pairs but the first.
-
-    More than one exchange, because many dialogues begin with the same greeting.
-    """
-    first = context.turns[: min(context.end, NUM_FIRST_TEXTS)]
-    return (*(clean_text(turn.text[: 4 * max_chars]) for turn in first), prompt, response)[:NUM_FIRST_TEXTS]
+def clean_document(document: Document) -> tuple[list[Document], str]:
+    """([the document, cleaned], "") or ([], the reason to leave it out)."""
+    text = clean_text(document.text)
+    reason = "empty prompt" if not text else _problem(Turn("user", text), len(text))
+    return ([], reason) if reason else ([Document(text)], "")
 
 
-def _clean_turn(text: str, max_chars: int) -> str | None:
-    """The text cleaned, None if it is unusable; cleaning may shorten a text, but hardly by more than three quarters."""
-    return _clean_short(text, max_chars) if len(text) <= 4 * max_chars else None
+def _usable_parts(turns, max_chars, max_context_chars):
+    """(lists of turns, the first reason for which a turn was left out, or "")."""
+    systems, parts, first_reason, num_chars, waits = [], [[]], "", 0, False
+    for turn in turns:
+        turn = turn._replace(text=clean_text(turn.text), thought=clean_text(turn.thought))
+        if reason := _problem(turn, max_chars):
+            first_reason = first_reason or reason
+            if turn.role != "system":
+                parts, num_chars, waits = [*parts, [*systems]], 0, True
+            continue
+        if turn.role == "system" and not any(each.role == "user" for each in parts[-1]):
+            systems.append(turn)
+        if turn.role == "user":
+            waits = False
+            if num_chars > max_context_chars:
+                parts, num_chars = [*parts, [*systems]], 0
+        if not waits and (turn.text or turn.thought or turn.calls):
+            parts[-1].append(turn)
+            num_chars += len(turn.text)
+    return parts, first_reason
 
 
-@lru_cache(maxsize=1024)  # a turn is in the contexts of all questions after it
-def _clean_short(text, max_chars):
-    text = clean_text(text)
-    return None if "\ufffd" in text or _PRIVATE.search(text) or len(text) > max_chars else text
+def _problem(turn, max_chars):
+    texts = turn.text + turn.thought
+    if "\ufffd" in texts:
+        return "damaged text"
+    if _PRIVATE.search(texts):
+        return "private use"
+    return "too long" if max(len(turn.text), len(turn.thought)) > max_chars else ""
+
+
+def _up_to_last_answer(turns):
+    """The turns up to the last answer that is learnt and has a question; [] if there is none."""
+    first = next((place for place, turn in enumerate(turns) if turn.role == "user"), len(turns))
+    ends = [place + 1 for place, turn in enumerate(turns) if place > first and turn.role == "assistant" and turn.learnt]
+    return turns[: ends[-1]] if ends else []
 
 
 def clean_text(text: str) -> str:

@@ -1,17 +1,27 @@
-"""Finds the prompt and response columns of a row and turns their values into text."""
+"""Finds the prompt and response columns of a row."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
-PROMPT_COLUMNS = tuple("prompt instruction question ask query 提问 问题 问 指令 title input text 输入".split())
-RESPONSE_COLUMNS = tuple(
-    "response output answer std_answer target completion reply chosen 回答 答案 答 回复 输出".split()
+from model.data.values import as_text
+
+PROMPT_COLUMNS = tuple(
+    "prompt instruction question ask query problem 提问 问题 问 指令 input text title 输入 user human".split()
 )
-INPUT_OF = {"instruction": "input", "指令": "输入"}  # Alpaca's input belongs to its instruction
-NO_VALUE = frozenset({"<noinput>", "<nooutput>"})  # how Alpaca and its translations write "nothing"
+RESPONSE_COLUMNS = tuple(
+    "response output solution answer std_answer target completion reply chosen answers 回答 答案 答 回复 输出 "
+    "assistant".split()
+)
+# What a prompt is about belongs to it: Alpaca's input, Dolly's and SQuAD's context.
+ADDITIONS = {"instruction": ("input", "context"), "指令": ("输入",), "question": ("context",), "prompt": ("context",)}
+MESSAGE_COLUMNS = tuple("messages conversations conversation dialogue dialog turns data".split())
+SYSTEM_COLUMNS, HISTORY_COLUMN, TOOL_COLUMNS = ("system", "system_prompt"), "history", ("tools", "functions")
+LABEL_COLUMNS = ("label", "kto_tag")  # false: the response is one to avoid
+SPECIAL_COLUMNS = {*MESSAGE_COLUMNS, *SYSTEM_COLUMNS, HISTORY_COLUMN, *TOOL_COLUMNS, *LABEL_COLUMNS}
 PLAIN_TEXT = (
-    "plain text does not say what is a prompt and what its response: write them as columns of a .tsv, with prompt and "
-    "response in its first line"
+    "plain text does not say what is a prompt and what its response: to train on pairs, write them as columns of a "
+    ".tsv, with prompt and response in its first line; scripts/prepare_data.py and train_tokenizer.py read texts"
 )
 MAX_NAMES_LISTED, MAX_NAME_CHARS = 12, 40
 
@@ -20,8 +30,6 @@ def describe_missing(missing: dict[str, str], names: Iterable[str]) -> str:
     """The error message for sides without a column; `missing` maps each side to the column name given, or ""."""
     names = list(names)
     absent = f"no {' or '.join(repr(name) if name else side for side, name in missing.items())} column; found "
-    if len(names) == 1:
-        return f"{absent}{list_names(names)} and no other: {PLAIN_TEXT}"
     return (
         f"{absent}{list_names(names)}: name the right one with "
         f"{' '.join(f'--{side}_column=NAME' for side in missing)} (without it: one of "
@@ -39,15 +47,37 @@ def find_columns(
     """
     known = {str(name).strip().lower(): name for name in names}
     prompts = [(known[name],) for name in PROMPT_COLUMNS if name in known and known[name] != response_column]
-    for name, addition in INPUT_OF.items():
-        if name in known and addition in known:
-            prompts = [(*pick, known[addition]) if pick == (known[name],) else pick for pick in prompts]
+    prompts = [(*pick, *_additions(pick[0], known)) for pick in prompts]
     responses = [known[name] for name in RESPONSE_COLUMNS if name in known and known[name] != prompt_column]
     if prompt_column:
         prompts = [(prompt_column,)] if prompt_column in names else []
     if response_column:
         responses = [response_column] if response_column in names else []
     return tuple(prompts), tuple(responses[:1])
+
+
+def _additions(name, known):
+    added = ADDITIONS.get(str(name).strip().lower(), ())
+    return [known[addition] for addition in added if addition in known]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns of a row are what, by its names."""
+
+    prompts: tuple[tuple[str, ...], ...]  # the best first; the columns of one are joined
+    response: str  # or ""
+    messages: tuple[str, ...]
+    is_plain: bool  # it has a prompt and a response, and nothing that belongs to a conversation
+
+
+@lru_cache(maxsize=256)
+def layout_of(names: tuple[str, ...], prompt_column: str = "", response_column: str = "") -> Columns:
+    """The Columns of a row with these column names."""
+    prompts, responses = find_columns(names, prompt_column, response_column)
+    messages = tuple(name for name in MESSAGE_COLUMNS if name in names)
+    is_plain = bool(prompts and responses and SPECIAL_COLUMNS.isdisjoint(names))
+    return Columns(prompts, responses[0] if responses else "", messages, is_plain)
 
 
 def list_names(names: Iterable[str]) -> str:
@@ -61,22 +91,3 @@ def join_columns(row: dict, columns: tuple[str, ...]) -> str:
     """The texts of these columns of the row, one per line, without blank ones."""
     texts = (as_text(row[name]) for name in columns)
     return "\n".join(text for text in texts if text and not text.isspace())
-
-
-def as_text(value: object) -> str:
-    """The value as text that UTF-8 can encode; a list gives its texts, one per line.
-
-    None, NaN, NO_VALUE and any other nested value give "".
-    """
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:  # json allows a lone surrogate
-            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return "" if value in NO_VALUE else value
-    if isinstance(value, list):
-        parts = (part.get("text") if isinstance(part, dict) else part for part in value)
-        return "\n".join(as_text(part) for part in parts if isinstance(part, str) and part)
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    return str(value) if isinstance(value, int | float) and value == value else ""

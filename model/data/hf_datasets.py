@@ -48,14 +48,14 @@ def dataset_reference(text: str, suffixes: tuple[str, ...]) -> Reference | None:
     path, match = Path(text), REFERENCE.fullmatch(text)
     if path.is_dir():
         return Reference(text, text, "", "") if _is_dataset(path, suffixes) else None
-    if match is None or path.exists() or data_suffix(text) in suffixes:
+    if match is None or path.exists() or data_suffix(text) in (*suffixes, ".txt"):
         return None
     place, subset, split = match["place"], match["subset"] or "", match["split"]
     if split is not None and not SPLIT_NAME.fullmatch(split):
         raise ValueError(f"{text}: [{split}] must be the name of a split, as in {place}[train]; a part is not taken")
     if Path(place).is_file():
         raise ValueError(f"{text}: {place} is a file, which has no splits: type {place}")
-    if Path(place).is_dir() or (HUB_NAME.fullmatch(place) and data_suffix(place) not in suffixes):
+    if Path(place).is_dir() or (HUB_NAME.fullmatch(place) and data_suffix(place) not in (*suffixes, ".txt")):
         return Reference(text, place, subset, split or "")
     return None
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import ujson
 
 from model.data.file_list import names_of
-from model.data.readers import describe_ignored
+from model.data.file_request import describe_ignored
 from model.data.row_hashes import write_hashes
 from model.runtime.atomic_io import whole_directory
 
@@ -42,7 +42,7 @@ def write_store(source, key, directory, progress, stop):
             rows=len(lengths), rows_of_files=[counts["file", place] for place in range(len(source.paths))],
             empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
             cut=[counts["cut", side] for side in range(lengths.shape[1])], turns_left_out=counts["turns"],
-            single_pairs=counts["singles"],
+            single_pairs=counts["singles"], systems_moved=counts["moved"],
         )  # fmt: skip
         (draft / "meta.json").write_text(ujson.dumps(meta))
 
@@ -102,7 +102,7 @@ def _encoded_batches(source, counts, ignored, progress, stop):
         encoded = objective.encode(batch, source.tokenizer, source.max_seq_len)
         num_kept = len(encoded.sides[0])
         counts.update(read=len(batch), empty=len(batch) - num_kept, turns=encoded.turns_left_out)
-        counts.update(singles=encoded.single_pairs)
+        counts.update(singles=encoded.single_pairs, moved=encoded.systems_moved)
         counts.update({("cut", side): num_cut for side, num_cut in enumerate(encoded.num_cut)})
         counts.update({("file", place): num_kept})
         if num_kept:

@@ -1,59 +1,56 @@
-"""Opens text files in UTF-8 or GB18030, compressed or not, and reads csv and tsv tables row by row."""
+"""Opens text files in the encodings of people's data, compressed or not, and reads csv and tsv tables row by row."""
 
-import codecs
 import csv
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
 from model.data.compressed import data_suffix, open_bytes
+from model.data.encodings import find_encoding
 from model.runtime.json_stream import MAX_ITEM_CHARS, OnMalformed
 
-ENCODING_SAMPLE_BYTES = 1 << 20
+EXCEL = re.compile(r"sep=(.)\r?\n?$")
 SEPARATORS = {",": ".csv", "\t": ".tsv", ";": "", "；": "", "|": ""}  # and the suffix of files with them
 
 
 @contextmanager
-def open_text(path: Path) -> Iterator[TextIO]:
-    """Open the file as text and keep its line ends. Raises ValueError if it is neither UTF-8 nor GB18030."""
-    with TextIOWrapper(open_bytes(path), encoding=_find_encoding(path), newline="") as file:
+def open_text(path: Path, encoding: str = "") -> Iterator[TextIO]:
+    """Open the file as text and keep its line ends; without a name its encoding is found (find_encoding).
+
+    Raises ValueError for bytes that are no text in it.
+    """
+    with TextIOWrapper(open_bytes(path), encoding=encoding or find_encoding(path), newline="") as file:
         try:
             yield file
-        except UnicodeDecodeError as error:
+        except UnicodeError as error:
+            reason = getattr(error, "reason", error)
             raise ValueError(
-                f"{path}: it begins as {error.encoding}, but has other bytes before byte {file.buffer.tell():,} "
-                f"({error.reason}); save the whole file as UTF-8"
+                f"{path}: it is read as {file.encoding}, but has other bytes before byte "
+                f"{file.buffer.tell():,} ({reason}); save the whole file as UTF-8"
             ) from None
 
 
-def _find_encoding(path: Path) -> str:
-    with open_bytes(path) as file:
-        sample = file.read(ENCODING_SAMPLE_BYTES)
-        is_whole = not file.read(1)
-    for encoding in ("utf-8-sig", "gb18030"):
-        try:
-            codecs.getincrementaldecoder(encoding)().decode(sample, is_whole)
-            return encoding
-        except UnicodeDecodeError as error:
-            problem = f"byte {error.start:,}: {error.reason}"
-    raise ValueError(
-        f"{path}: neither UTF-8 nor GB18030 ({problem}); save it as UTF-8, or write it again if it was cut"
-    )
-
-
-def table_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
+def table_rows(path: Path, on_malformed: OnMalformed, encoding: str = "") -> Iterator[dict]:
     """Yield each row of a csv or tsv table as {column: text}; a row with too many cells goes to `on_malformed`.
 
     In csv a quoted cell may contain separators and line ends. In tsv this depends on the file (see _is_quoted):
-    programs quote such cells, but people who write tsv by hand use a quote as an ordinary character.
+    programs quote such cells, but people who write tsv by hand use a quote as an ordinary character. A first line
+    `sep=;` names the separator, as Excel reads it, and a csv in UTF-16 may be Excel's Unicode text, which has tabs.
     Raises ValueError for a cell or a line that is too long, and for columns with another separator.
     """
     is_tsv = data_suffix(path) == ".tsv"
-    quoting = csv.QUOTE_NONE if is_tsv and not _is_quoted(path) else csv.QUOTE_MINIMAL
-    with open_text(path) as file:
-        reader = csv.reader(_lines(file), delimiter="\t" if is_tsv else ",", quoting=quoting)
+    encoding = encoding or find_encoding(path)
+    quoting = csv.QUOTE_NONE if is_tsv and not _is_quoted(path, encoding) else csv.QUOTE_MINIMAL
+    with open_text(path, encoding) as file:
+        lines = _lines(file)
+        first = next(lines, "")
+        separator = _separator(first, is_tsv, encoding)
+        lines = lines if EXCEL.match(first) else chain([first], lines)
+        reader = csv.reader(lines, delimiter=separator, quoting=quoting)
         try:
             rows = filter(None, reader)
             header = [name.strip() for name in next(rows, [])]
@@ -73,6 +70,13 @@ def table_rows(path: Path, on_malformed: OnMalformed) -> Iterator[dict]:
             ) from None
 
 
+def _separator(first: str, is_tsv: bool, encoding: str) -> str:
+    """What separates the cells of a table with this first line."""
+    if named := EXCEL.match(first):
+        return named[1]
+    return "\t" if is_tsv or encoding.startswith("utf-16") and "\t" in first else ","
+
+
 def _check_separator(path: Path, header: list[str]) -> None:
     """Raise ValueError for one column whose name holds what separates the columns of other tables."""
     found = [separator for separator in SEPARATORS if len(header) == 1 and separator in header[0]]
@@ -82,27 +86,27 @@ def _check_separator(path: Path, header: list[str]) -> None:
         raise ValueError(f"{path}: its columns are separated by {found[0]!r}: {remedy}")
 
 
-def _is_quoted(path: Path) -> bool:
+def _is_quoted(path: Path, encoding: str) -> bool:
     """True if quotes in a tsv file enclose cells, as Python's csv module and pandas write them.
 
     The file is read both ways. If enclosing quotes are read as characters, a cell with a line end or a tab in it gives
     rows whose number of cells differs from the header's. If a lone quote is read as an opening quote, it joins rows,
     with the same effect. The way with fewer such rows wins; on a tie the way with more rows, then the quoted way.
     """
-    if not _has_opening_quote(path):
+    if not _has_opening_quote(path, encoding):
         return False
-    return _fit(path, csv.QUOTE_MINIMAL) <= _fit(path, csv.QUOTE_NONE)
+    return _fit(path, encoding, csv.QUOTE_MINIMAL) <= _fit(path, encoding, csv.QUOTE_NONE)
 
 
-def _has_opening_quote(path: Path) -> bool:
-    with open_text(path) as file:
+def _has_opening_quote(path: Path, encoding: str) -> bool:
+    with open_text(path, encoding) as file:
         return any(line.startswith('"') or '\t"' in line for line in _lines(file))
 
 
-def _fit(path: Path, quoting: int) -> tuple[int, int]:
+def _fit(path: Path, encoding: str, quoting: int) -> tuple[int, int]:
     """(number of rows that are unreadable or differ from the header's number of cells, minus number of other rows)."""
     num_wrong = num_right = width = 0
-    with open_text(path) as file:
+    with open_text(path, encoding) as file:
         reader = csv.reader(_lines(file), delimiter="\t", quoting=quoting, strict=True)
         while True:
             try:

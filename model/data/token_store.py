@@ -23,7 +23,7 @@ from model.data.tokenizer import ChatTokenizer
 from model.runtime.atomic_io import held_lock, write_file
 from model.runtime.json_stream import read_object
 
-FORMAT = 5  # a store of another format is built again; up to 4, a text that spelled </s> or <think> held that token
+FORMAT = 6  # a store of another format is built again; up to 5, dialogues were taken apart, up to 4, </s> was parsed
 META = {"source", "sha256", "ids_sha256", "ignored", "rows", "rows_of_files", "empty", "tokens", "cut"}
 META |= {"turns_left_out"}
 
@@ -67,6 +67,7 @@ class Encoded:
     values: dict  # {name of a column of plain values: a number for each row}
     turns_left_out: int = 0  # earlier turns that did not fit, counted for each row
     single_pairs: int = 0  # rows that are a question with its answer, and nothing before them
+    systems_moved: int = 0  # rows whose system text stands first, though it was said amid them
 
 
 @dataclass(frozen=True)
@@ -255,5 +256,6 @@ def describe_store(store):
     line = f"{names}: {rows:,} pairs, {means} tokens on average; "
     line += f"cut to {meta['source']['max_seq_len']} tokens: {cut}"
     line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""
+    line += f"; {moved:,} dialogues have a system text put first" if (moved := meta.get("systems_moved", 0)) else ""
     line += f"; {meta['empty']:,} pairs with an empty side left out" if meta["empty"] else ""
     return line + (f"; {meta['ignored']}" if meta["ignored"] else "")

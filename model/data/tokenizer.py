@@ -21,8 +21,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from model.data.control_tokens import control_ids, text_encoder
-from model.data.tokenizer_file import library_errors_as_value_errors, load_backend, load_settings
+from model.data.tokenizer_file import NO_CODE, library_errors_as_value_errors, load_backend, load_settings
 from model.runtime.atomic_io import open_own
+from model.runtime.json_stream import read_object
 
 SPECIAL_TOKENS = ("[PAD]", "[EOS]", "[SEP]", "[BOS]", "[CLS]", "[MASK]", "[UNK]")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
@@ -35,10 +36,14 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
     "spiece.model",
+    "tokenizer.model",
     "chat_template.jinja",
 )
 
+GENERAL_CLASS = "PreTrainedTokenizerFast"  # of transformers: what tokenizer.json says
 MIN_VOCAB_SIZE = 300
 PROBE = (
     "今天天气真好我想和朋友一起去公园走路你们觉得怎么样如果明天下雨就在家里看书听音乐做饭"
@@ -155,6 +160,21 @@ def copy_tokenizer(directory: str | Path, target: str | Path) -> None:
         if source.resolve() != copy.resolve():
             with open_own(source.resolve(), "rb") as theirs, open_own(copy, "wb") as ours:
                 shutil.copyfileobj(theirs, ours)
+
+
+def keep_own_class(tokenizer: ChatTokenizer, directory: str | Path) -> None:
+    """Let AutoTokenizer read this tokenizer from a directory that holds a copy of it beside a model of any type.
+
+    For a qwen2 transformers 5 takes Qwen2Tokenizer, whatever tokenizer_config.json says, unless that names code; it
+    would read every text as bytes that a tokenizer trained here does not have. Empty names make it take the tokenizer
+    as its file has it, and run nothing.
+    """
+    path = Path(directory, "tokenizer_config.json")
+    settings = read_object(path) if path.is_file() else {}
+    if settings.get("tokenizer_class") == GENERAL_CLASS and "auto_map" not in settings:
+        if '"ByteLevel"' not in json.dumps(json.loads(tokenizer.backend.to_str())["pre_tokenizer"]):
+            text = json.dumps(settings | dict(auto_map=NO_CODE), indent=2, ensure_ascii=False)
+            path.write_text(text + "\n", encoding="utf-8")
 
 
 def count_merged_tokens(tokenizer: ChatTokenizer) -> int:

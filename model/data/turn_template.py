@@ -14,7 +14,8 @@ from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 
-from model.data.conversation import Turn, encode_newest, marks_of, tidy
+from model.data.conversation import Turn, encode_newest, join_sides, tidy
+from model.data.t5_text import marks_of
 from model.data.template_process import render
 from model.data.tokenizer import ChatTokenizer
 from model.data.tokenizer_file import load_settings
@@ -32,11 +33,12 @@ _DEFAULT = """\
 
 @dataclass(frozen=True)
 class EncodedDialogue:
-    """A dialogue up to its first answer, and from there on to the end of its last one."""
+    """A dialogue up to its first learnt answer, and from there on to the end of its last one."""
 
     question: list[int]
     rest: list[int]
     turn_lengths: list[int]  # of `rest` in turn: an answer with the token that ends it, what is not learnt, an answer …
+    systems_moved: int = 0  # texts that the template shows only at the beginning
 
     def cut(self, max_tokens: int) -> "EncodedDialogue":
         """Its first `max_tokens` tokens, without what follows the last answer; `rest` is empty if no answer fits."""
@@ -55,6 +57,7 @@ class TurnTemplate:
     tokenizer: ChatTokenizer
     text: str
     frames: dict = field(default_factory=dict, compare=False)  # {roles: ids before, between and behind the turns}
+    refused: set = field(default_factory=set, compare=False)  # roles that the template does not show in their order
 
     @property
     def end_id(self) -> int:
@@ -81,17 +84,20 @@ class TurnTemplate:
         return frame
 
     def encode_dialogues(self, dialogues: list[list[Turn]]) -> list[EncodedDialogue | None]:
-        """Each dialogue, the texts of all of them encoded together; None for one without an answer."""
+        """Each dialogue, the texts of all of them encoded together; None for one without a learnt answer."""
         dialogues = [_tidy(turns) for turns in dialogues]
-        texts = iter(self._encode([turn for turns in dialogues for turn in turns]))
-        return [self._joined([turn.role for turn in turns], [next(texts) for _ in turns]) for turns in dialogues]
+        placed = [self._placed(turns) for turns in dialogues]
+        texts = iter(self._encode([turn for turns in placed for turn in turns]))
+        encoded = [self._joined(turns, [next(texts) for _ in turns]) for turns in placed]
+        moved = [turns is not now for turns, now in zip(dialogues, placed, strict=True)]
+        return [replace(one, systems_moved=1) if one and has else one for one, has in zip(encoded, moved, strict=True)]
 
-    def _joined(self, roles, ids):
-        answers = [place for place, role in enumerate(roles) if role == "assistant"]
+    def _joined(self, turns, ids):
+        answers = [place for place, turn in enumerate(turns) if turn.role == "assistant" and turn.learnt]
         if not answers:
             return None
         first, last = answers[0], answers[-1]
-        frame, end = self.frame(tuple(roles[: last + 1])), self.end_id
+        frame, end = self.frame(tuple(turn.role for turn in turns[: last + 1])), self.end_id
         rest, lengths = [], []
         for place, following in pairwise(answers):
             behind = _woven(frame[place + 1 : following + 1], ids[place + 1 : following])
@@ -103,6 +109,19 @@ class TurnTemplate:
             _woven(frame[: first + 1], ids[:first]), [*rest, *ids[last], end], [*lengths, len(ids[last]) + 1]
         )
 
+    def _placed(self, turns):
+        """The turns as they are or, where the template does not show system texts amid a dialogue, with these first."""
+        roles = tuple(turn.role for turn in turns)
+        if "system" not in roles[1:]:
+            return turns
+        if roles not in self.refused:
+            try:
+                self.frame(roles)
+                return turns
+            except ValueError:
+                self.refused.add(roles)
+        return tidy(turns)
+
     def encode_question(self, turns: list[Turn], max_tokens: int) -> list[int]:
         """Ids that a network reads to answer the last of `turns`, at most `max_tokens`.
 
@@ -110,7 +129,7 @@ class TurnTemplate:
         the question loses its end. Only a system text that leaves no room for the question gives more. Raises
         ValueError if the last turn is not the user's.
         """
-        turns = _tidy(turns)
+        turns = self._placed(_tidy(turns))
         if not turns or turns[-1].role != "user":
             raise ValueError(
                 "the last turn of a conversation must be the user's, with text in it: it is what is answered"
@@ -151,8 +170,9 @@ def _woven(frame, ids):
 
 
 def _tidy(turns):
-    """The turns with text, stripped; those of one side in a row are joined, and all system texts come first."""
-    turns = tidy(Turn(turn.role, turn.text.strip()) for turn in turns)
+    """The turns with text, stripped; those of one side in a row are joined."""
+    stripped = [turn._replace(text=text) for turn in turns if (text := turn.text.strip())]
+    turns = join_sides(stripped)
     num_system = sum(turn.role == "system" for turn in turns[:1])
     return [*turns[:num_system], *turns[num_system:][-MAX_TURNS:]]
 
@@ -176,11 +196,7 @@ def turn_template(tokenizer: ChatTokenizer) -> TurnTemplate:
     Raises ValueError for one that is damaged or too large.
     """
     path = Path(tokenizer.directory, TEMPLATE_FILE)
-    text = path.read_text(encoding="utf-8") if path.is_file() else load_settings(path.parent).get("chat_template")
-    if isinstance(text, list):  # several, each with a name
-        text = next(
-            (one.get("template") for one in text if isinstance(one, dict) and one.get("name") == "default"), None
-        )
+    text = _own_template(path)
     text = default_template(tokenizer) if text is None else text
     if not isinstance(text, str) or len(text) > MAX_TEMPLATE_CHARS or SURROGATE.search(text):
         raise ValueError(
@@ -188,6 +204,15 @@ def turn_template(tokenizer: ChatTokenizer) -> TurnTemplate:
             "character (a lone surrogate such as \\ud83d)"
         )
     return TurnTemplate(tokenizer, text)
+
+
+def _own_template(path):
+    """The template at `path` or in the tokenizer_config.json beside it; None if there is none."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else load_settings(path.parent).get("chat_template")
+    if isinstance(text, list):  # several, each with a name
+        named = (one.get("template") for one in text if isinstance(one, dict) and one.get("name") == "default")
+        return next(named, None)
+    return text
 
 
 def default_template(tokenizer: ChatTokenizer) -> str:
@@ -209,5 +234,7 @@ def with_turn_end(tokenizer: ChatTokenizer) -> ChatTokenizer:
 
 
 def write_turn_template(tokenizer: ChatTokenizer, directory: str | Path) -> None:
-    """Write the template to a directory that holds a copy of the tokenizer's files."""
-    Path(directory, TEMPLATE_FILE).write_text(turn_template(tokenizer).text, encoding="utf-8")
+    """Write the template to a directory that holds a copy of the tokenizer's files, unless one of them has it."""
+    path = Path(directory, TEMPLATE_FILE)
+    if _own_template(path) is None:
+        path.write_text(turn_template(tokenizer).text, encoding="utf-8")

@@ -81,7 +81,7 @@ CHECKS = {
         "plan.per_token": "per packed token",
         "plan.card": "GPU memory",
         "plan.plan": "plan",
-        "plan.recorded": "recorded steps",
+        "plan.graphs": "CUDA graphs",
         "plan.forwards": "forwards per step",
         "plan.peak": "peak: {phase}",
         "plan.with": "with {lever}",
@@ -107,8 +107,8 @@ CHECKS = {
         "plan.card.found": "{size} for the allocator; the plan uses {share:.0%}",
         "plan.plan.found": "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, gradient "
         "checkpointing of {gradient_checkpointing} blocks, {answers} answers at a time",
-        "plan.recorded.yes": "yes: replayed as CUDA graphs",
-        "plan.recorded.no": "no",
+        "plan.graphs.yes": "yes: replayed as CUDA graphs",
+        "plan.graphs.no": "no",
         "plan.forwards.found": "{count} on average, for {pairs} pairs per GPU",
         "plan.too_large": "{size}, does not fit",
         "plan.ordinary.found": "{pairs} x {tokens} x {vocabulary:,} x 4 B = {gib:.2f} GiB of logits in one tensor; "
@@ -123,7 +123,7 @@ CHECKS = {
         "plan.lever.too_large": "{size}, does not fit, time x {factor:.2f}; at most {tokens:,} tokens per forward",
         "lever.chunk": "chunk of {value} targets",
         "lever.micro_batch": "micro-batch of {value}",
-        "lever.checkpointing": "gradient checkpointing {value}",
+        "lever.checkpointing": "activation checkpointing {value}",
         "lever.optimizer": "optimizer {value}",
         "part.weights": "weights",
         "part.bf16_weights": "bf16_weights",
@@ -214,7 +214,7 @@ CHECKS = {
         "plan.per_token": "每个词元",
         "plan.card": "显存",
         "plan.plan": "方案",
-        "plan.recorded": "录制",
+        "plan.graphs": "CUDA 图",
         "plan.forwards": "每步前向次数",
         "plan.peak": "峰值：{phase}",
         "plan.with": "改用{lever}",
@@ -237,8 +237,8 @@ CHECKS = {
         "plan.card.found": "可分配 {size}，方案用其中的 {share:.0%}",
         "plan.plan.found": "每次前向 {micro_batch_tokens} 个词元，损失每块 {chunk_tokens} 个目标，重算 "
         "{gradient_checkpointing} 个块的激活值，同时生成 {answers} 个回答",
-        "plan.recorded.yes": "是：整步作为 CUDA 图重放",
-        "plan.recorded.no": "否",
+        "plan.graphs.yes": "是：整步作为 CUDA 图重放",
+        "plan.graphs.no": "否",
         "plan.forwards.found": "平均 {count} 次，每块 GPU {pairs} 对",
         "plan.too_large": "{size}，放不下",
         "plan.ordinary.found": "{pairs} x {tokens} x {vocabulary:,} x 4 B = {gib:.2f} GiB 的 logits 放在一个张量里；"

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from model.display.catalogue import texts_here
 from model.runtime.activity import Pace, now_doing
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -102,6 +103,20 @@ def _fields(fields: dict, values: dict) -> str:
         for label, (key, form) in fields.items()
         if key in values
     )
+
+
+def event_line(kind, values):
+    """What went wrong in a step, in words; the journal has the numbers."""
+    text = texts_here()
+    known = {name: values[name] for name in ("where", "rank", "why") if name in values}
+    if "where" in known:
+        known["where"] = text.get(f"place.{known['where']}", known["where"])
+    if kind == "oom" and values["before"] and values["after"]:
+        before, now = (values[name]["micro_batch_tokens"] for name in ("before", "after"))
+        said = text("smaller", now=now, before=before, **known) if now < before else text("event.oom", **known)
+    else:
+        said = text(f"event.{kind}", **known)
+    return text("at_step", step=values["step"], said=said)
 
 
 class Progress:

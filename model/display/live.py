@@ -87,7 +87,7 @@ def identity_of(ranks, limit_gb):
 
 
 def status_now(identity, device):
-    """The Status of this rank. It asks PyTorch's allocator, never the device, which may be recording a CUDA graph."""
+    """The Status of this rank. It asks PyTorch's allocator, never the device, which may be capturing a CUDA graph."""
     _, peak_bytes, rss_bytes = peak_memory(device)
     reserved_bytes = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     host_available, host_total = host_memory()

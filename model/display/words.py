@@ -54,7 +54,7 @@ WORDS = {
         "schedule.wsd": "constant, and down to 0 over the last fifth",
         "how.sent": ", gradients are sent in {dtype}",
         "how.checkpointing": ", activations computed twice to save memory",
-        "how.recorded": ", recorded as CUDA graphs",
+        "how.graphs": ", captured as CUDA graphs",
         "memory.card": "at most {peak} of {limit} GiB of GPU memory",
         "memory.host": "{peak} GiB of host memory, the program not counted",
         # last words
@@ -190,7 +190,7 @@ WORDS = {
         "schedule.wsd": "之后保持不变，在最后五分之一的步数里降到 0",
         "how.sent": "，梯度以 {dtype} 发送",
         "how.checkpointing": "，反向时重算激活值以节省显存",
-        "how.recorded": "，录制为 CUDA 图",
+        "how.graphs": "，用 CUDA 图重放",
         "memory.card": "最多占显存 {limit} GiB 中的 {peak} GiB",
         "memory.host": "占内存 {peak} GiB，不含程序本身",
         "last.finished": "已完成，第 {step:,} 步，已训练 {pairs:,} 对",

@@ -15,13 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from model.formats.model_card import CARD_FILE, CardFacts, adapter_card
+from model.formats.adapter_fields import PLAIN, check_known
+from model.formats.carried import generation_values, write_carried, write_json
+from model.formats.model_card import CARD_FILE, CardFacts, adapter_card, merged_card, model_name
 from model.formats.tensor_files import read_tensors
 from model.formats.weights import (
     INDEX,
     WEIGHTS,
     add_tokenizer,
-    add_values,
     check_fits,
     load_weights,
     model_directory,
@@ -41,12 +42,6 @@ from model.runtime.json_stream import read_object
 CONFIG, TENSORS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 SHARD_BYTES = 2 * 2**30  # of tensors in one file of a merged model
 BASE = "base"  # key in the metadata of TENSORS[0]
-# what PEFT's adapters may also be, and what is computed here
-PLAIN = dict(
-    peft_type="LORA", use_dora=False, bias="none", modules_to_save=None, fan_in_fan_out=False, rank_pattern={},
-    alpha_pattern={}, lora_bias=False, layer_replication=None, use_qalora=False, trainable_token_indices=None,
-    target_parameters=None, alora_invocation_tokens=None, arrow_config=None,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,6 +80,14 @@ def _holds_adapter(directory):
     return (directory / CONFIG).is_file() and any((directory / name).is_file() for name in TENSORS)
 
 
+def keep_base(source, target):
+    """Write to the folder `target` the configurations of the model or adapter in `source`; nothing for a .bin file."""
+    directory = weights_directory(source)
+    if directory:
+        config_dir = read_adapter(directory).lora.base if _holds_adapter(directory) else directory
+        write_carried(config_dir, directory, target)
+
+
 def load_merged(path):
     """LoadedWeights as of `load_weights`, or those of an adapter directory: of its base, to which `read` adds it.
 
@@ -105,9 +108,8 @@ def load_merged(path):
 def export_merged(weights, tokenizer, directory, generation=None, card=""):
     """Write the LoadedWeights of `load_merged` as a Hugging Face directory, in place of `directory` atomically.
 
-    `card` is the text of the adapter's model card, whose data, training and scores the merged model's says too.
-
-    Each tensor has the dtype of the base's, and no more are in memory than one file holds: SHARD_BYTES or one tensor.
+    `card` is the adapter's, of which the merged model's keeps what it says of the training; empty: it has none. Each
+    tensor has the dtype of the base's, and no more are in memory than one file holds: SHARD_BYTES or one tensor.
     Raises ValueError if they do not fit their configuration, OSError if they cannot be written.
     """
     family = family_of(weights.model_config)
@@ -115,10 +117,15 @@ def export_merged(weights, tokenizer, directory, generation=None, card=""):
         model = family.build(weights.model_config)
     check_fits(model, weights, directory)
     tensors, shards = weights.tensors, _shards(weights.tensors)
+    base = weights.lora.base if weights.lora else None
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
     with whole_directory(directory) as draft:
         dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
-        write_card(write_values(model, tokenizer, draft, generation, dtype), draft, adapter=card)
+        values = write_values(model, tokenizer, draft, generation, dtype, base)
+        write_card(values, draft, _facts_of_merge(weights.lora) if weights.lora else None)
+        if "library_name: peft" in card:
+            text = merged_card(card, values.get("is_encoder_decoder", False))
+            (draft / CARD_FILE).write_text(text, encoding="utf-8", errors="replace")
         write_record(draft, weights.optimizer)
         try:
             for file, names in shards.items():
@@ -132,6 +139,13 @@ def export_merged(weights, tokenizer, directory, generation=None, card=""):
             index |= dict(weight_map={name: file for file, names in shards.items() for name in names})
             (draft / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         add_tokenizer(family, tokenizer, draft, (generation or {}).get("prefix", ""))
+
+
+def _facts_of_merge(lora):
+    """CardFacts of a merged model whose adapter has no card."""
+    name = model_name(lora.base)
+    training = dict(trained=f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {name}, merged")
+    return CardFacts(summary=f"{name} with an adapter merged into it.", tables=dict(Training=training), base=name)
 
 
 def _shards(tensors):
@@ -152,9 +166,7 @@ def read_adapter(directory):
     Raises ValueError if it is damaged or of another kind, or if its base is missing or has changed.
     """
     values = read_object(directory / CONFIG)
-    for name, plain in PLAIN.items():
-        if values.get(name, plain) != plain and (values[name] or plain):
-            raise ValueError(f"{directory / CONFIG} says {name}={values[name]!r:.80}: only {plain!r} can be used here")
+    check_known(values, directory / CONFIG)
     path = next(directory / name for name in TENSORS if (directory / name).is_file())
     metadata = _metadata(path)
     base = _base_of(directory, values.get("base_model_name_or_path"), metadata)
@@ -239,35 +251,30 @@ def identity_of(directory):
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def export_adapter(model, tokenizer, directory, generation=None, facts=None):
+def export_adapter(model, tokenizer, directory, generation=None, facts=None, base=None):
     """Write an adapter directory, tokenizer and model card included, in place of `directory` atomically.
 
-    `generation` is a dict of values for its generation_config.json, `facts` are the CardFacts of its README.md. Raises
-    OSError if it cannot be written.
+    `generation` is a dict of values for its generation_config.json, `facts` are the CardFacts of its README.md, `base`
+    is export_model's, by default the adapter's. Raises OSError if it cannot be written.
     """
     family, lora, directory = family_of(model.config), model.lora, Path(directory)
     values = PLAIN | dict(
         task_type=family.task_type, r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets),
         lora_dropout=lora.dropout, use_rslora=lora.use_rslora, base_model_name_or_path=lora.base, inference_mode=True,
     )  # fmt: skip
-    base = dict(sha256=lora.base_sha256, seen_from_here=os.path.relpath(lora.base, directory.resolve()))
+    origin = dict(sha256=lora.base_sha256, seen_from_here=os.path.relpath(lora.base, directory.resolve()))
     tensors = {family.adapter_prefix + name: t.detach().cpu() for name, t in model.saved_tensors().items()}
     assert all(is_factor(name) for name in tensors)
     with whole_directory(directory) as draft:
-        (draft / CONFIG).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(draft / CONFIG, values)
         try:
-            save_file(tensors, draft / TENSORS[0], {BASE: json.dumps(base)})  # one key: several have no order
+            save_file(tensors, draft / TENSORS[0], {BASE: json.dumps(origin)})  # one key: several have no order
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        model_type, is_encoder_decoder = model.config.model_type, family.task_type == "SEQ_2_SEQ_LM"
-        card = adapter_card(facts or CardFacts(), model_type, is_encoder_decoder, lora.base)
+        facts = replace(facts or CardFacts(), base=model_name(lora.base))
+        model_type = getattr(model.config, "model_type", family.name)
+        card = adapter_card(facts, model_type, family.task_type == "SEQ_2_SEQ_LM", lora.base)
         (draft / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
-        add_values(draft / "generation_config.json", _special_ids(family, model.config, tokenizer) | (generation or {}))
+        values = generation_values(model, tokenizer, generation or {}, base or lora.base)
+        write_json(draft / "generation_config.json", values)
         add_tokenizer(family, tokenizer, draft, (generation or {}).get("prefix", ""))
-
-
-def _special_ids(family, model_config, tokenizer):
-    ids = dict(pad_token_id=tokenizer.pad_id, eos_token_id=tokenizer.eos_id)
-    if family.task_type == "SEQ_2_SEQ_LM":
-        ids["decoder_start_token_id"] = family.first_id(model_config, tokenizer)
-    return ids

@@ -1,18 +1,18 @@
 """Writes a Hugging Face directory again in another form: bf16 weights, or CTranslate2's files for CPUs."""
 
-import json
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from model.data.tokenizer import copy_tokenizer
-from model.formats.model_card import CARD_FILE, ctranslate2_card
+from model.formats.carried import GENERATION_FILE, with_both_names, write_json
+from model.formats.model_card import CARD_FILE, ctranslate2_card, read_card
 from model.formats.tensor_files import read_tensors
 from model.formats.weights import INDEX, WEIGHTS, model_directory, read_config, weights_file
+from model.nn.decoder.huggingface import rotary_values
+from model.nn.decoder.sizes import DecoderModelConfig
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
-
-GENERATION_FILE = "generation_config.json"
 
 
 def to_bf16(source: str | Path, target: str | Path) -> None:
@@ -20,15 +20,17 @@ def to_bf16(source: str | Path, target: str | Path) -> None:
 
     Raises ValueError if there is no model that a family computes.
     """
-    source, _, values = _model_in(source)
+    source, model_config, values = _model_in(source)
     with whole_directory(target) as draft:
         copy_tokenizer(source, draft)
         _halve_weights(source, draft)
-        values.pop("torch_dtype", None)  # an older name of the same field
-        _write_json(draft / "config.json", values | dict(dtype="bfloat16"))
+        values = with_both_names(
+            values, rotary_values(model_config) if isinstance(model_config, DecoderModelConfig) else {}
+        )
+        write_json(draft / "config.json", values | dict(dtype="bfloat16", torch_dtype="bfloat16"))
         if (source / GENERATION_FILE).is_file():
-            _write_json(draft / GENERATION_FILE, read_object(source / GENERATION_FILE))
-        if card := _card_of(source):
+            write_json(draft / GENERATION_FILE, read_object(source / GENERATION_FILE))
+        if card := read_card(source):
             (draft / CARD_FILE).write_text(card, encoding="utf-8")
 
 
@@ -47,7 +49,7 @@ def to_ctranslate2(source: str | Path, target: str | Path, quantization: str = "
             refusal = f"{source}: CTranslate2 cannot convert this model ({error}): export it --to bf16"
             raise ValueError(refusal) from None
         copy_tokenizer(source, draft)
-        text = _card_of(source) or f"# {source.name}\n"
+        text = read_card(source) or f"# {source.name}\n"
         settings = source / GENERATION_FILE  # CTranslate2 reads no such file, so the card says it
         size = (read_object(settings) if settings.is_file() else {}).get("no_repeat_ngram_size")
         size = size if type(size) is int else 0
@@ -64,7 +66,7 @@ def _halve_weights(source, target):
         save_file(halved, target / (file.name if files else WEIGHTS), metadata={"format": "pt"})
     if (source / INDEX).is_file():
         total = sum((target / file.name).stat().st_size for file in files)
-        _write_json(target / INDEX, read_object(source / INDEX) | dict(metadata=dict(total_size=total)))
+        write_json(target / INDEX, read_object(source / INDEX) | dict(metadata=dict(total_size=total)))
 
 
 def _model_in(path):
@@ -78,16 +80,6 @@ def _model_in(path):
     family, model_config, values = read_config(directory / "config.json")
     family.check_config(values, directory / "config.json")
     return directory, model_config, values
-
-
-def _card_of(directory):
-    """Text of its model card; empty without one. A link is not followed: it may lead to what is not to be published."""
-    card = directory / CARD_FILE
-    return card.read_text(encoding="utf-8", errors="replace") if card.is_file() and not card.is_symlink() else ""
-
-
-def _write_json(path, values):
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _converter(source, scale_decoder_outputs):

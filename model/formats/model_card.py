@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 CARD_FILE = "README.md"
@@ -18,37 +18,39 @@ class CardFacts:
     file: str = ""  # that the scores were measured on
     scores: dict = field(default_factory=dict)  # {metric: number}
     optimizer: str = ""  # that trained all of the weights last; "": unknown
-    base: str = ""  # name of the model that training started from; "": random weights
+    base: str = ""  # name of the model that was trained on; "": none, or unknown
 
 
 def model_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool) -> str:
     """Text of a model card with Hugging Face's metadata in its head."""
-    use = _USE.format(**_calls(is_encoder_decoder))
-    return _card(facts, _metadata(facts, model_type, is_encoder_decoder, "transformers"), use)
+    head = _metadata(facts, model_type, "transformers", is_encoder_decoder)
+    return _card(facts, head, _USE.format(**_calls(is_encoder_decoder)))
 
 
 def adapter_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool, base: str) -> str:
     """Text of the card of an adapter in PEFT's format; `base` is the directory of the model that it was trained on."""
     use = _USE_ADAPTER.format(**_calls(is_encoder_decoder), base=_quoted(base))
-    facts = replace(facts, base=facts.base or model_name(base))
-    return _card(facts, _metadata(facts, model_type, is_encoder_decoder, "peft"), use)
+    return _card(facts, _metadata(facts, model_type, "peft", is_encoder_decoder), use)
 
 
-def merged_card(card: str, own: str) -> str:
-    """The card of a merged model: `own`, with the summary, data, training and scores of its adapter's `card`."""
-    said = re.sub(r"^## (Use|Limits)\n.*?(?=^## |\Z)", "", card, flags=re.DOTALL | re.MULTILINE)
-    said = said.replace("library_name: peft", "library_name: transformers", 1).rstrip()
-    use = own.find("\n## Use")
-    return f"{said}\n{own[use:]}" if said.startswith("---") and use >= 0 else own
+def merged_card(card: str, is_encoder_decoder: bool) -> str:
+    """The text of an adapter's card with the use of a model in place of the adapter's, which is merged."""
+    return _with_use(card, "transformers", _USE.format(**_calls(is_encoder_decoder)), _LIMITS)
 
 
-def model_name(directory: str) -> str:
-    """ORGANISATION/MODEL of a download in Hugging Face's cache, else the directory's name."""
-    path = Path(directory)
-    for part in path.parts:
-        if part.startswith("models--"):
-            return part.removeprefix("models--").replace("--", "/")
-    return path.parent.name if path.name in ("best", "last") else path.name
+def read_card(directory) -> str:
+    """Text of its model card; empty without one. A link is not followed: it may lead to what is not to be published."""
+    card = Path(directory, CARD_FILE)
+    return card.read_text(encoding="utf-8", errors="replace") if card.is_file() and not card.is_symlink() else ""
+
+
+def model_name(directory) -> str:
+    """The name that the model in a directory has on the Hub where Hugging Face's cache tells, else the directory's."""
+    parts = Path(directory).parts
+    cached = [part for part in parts if part.startswith("models--")]
+    if cached:
+        return cached[-1].removeprefix("models--").replace("--", "/")
+    return parts[-2] if parts[-1] in ("best", "last") and len(parts) > 1 else parts[-1]
 
 
 def optimizer_of_card(card: str) -> str:
@@ -63,8 +65,8 @@ def _calls(is_encoder_decoder):
     return dict(auto_class=auto_class, ask=_ASK.format(answer=answer))
 
 
-def _card(facts, metadata, use):
-    parts = [metadata, f"# {facts.title}", facts.summary or "Trained with Chat trainer."]
+def _card(facts, head, use):
+    parts = [head, f"# {facts.title}", facts.summary or "Trained with Chat trainer."]
     for heading, rows in (facts.tables | {"Scores": _score_rows(facts)}).items():
         if rows:
             parts.append(f"## {heading}\n\n{_table(rows)}")
@@ -75,12 +77,18 @@ def ctranslate2_card(card: str, quantization: str, is_encoder_decoder: bool, no_
     """The text of a model card with the use of the model's form for CTranslate2 in place of that with transformers."""
     use = _USE_TRANSLATOR if is_encoder_decoder else _USE_GENERATOR
     use = use.format(quantization=quantization, no_repeat_ngram_size=no_repeat_ngram_size)
-    others = re.sub(r"^## Use\n.*?(?=^## |\Z)", "", card, flags=re.DOTALL | re.MULTILINE)
-    others = others.replace("library_name: transformers", "library_name: ctranslate2", 1)
-    return f"{others.rstrip()}\n\n{use}\n"
+    return _with_use(card, "ctranslate2", use)
 
 
-def _metadata(facts, model_type, is_encoder_decoder, library):
+def _with_use(card, library, *ends):
+    """A card for another library, with `ends` in place of its use, and of what these say too."""
+    titles = "|".join(re.escape(end.partition("\n")[0]) for end in ends)
+    others = re.sub(rf"^(?:{titles})\n.*?(?=^## |\Z)", "", card, flags=re.DOTALL | re.MULTILINE)
+    others = re.sub("^library_name: .*", f"library_name: {library}", others, count=1, flags=re.MULTILINE)
+    return "\n\n".join([others.rstrip(), *ends]) + "\n"
+
+
+def _metadata(facts, model_type, library, is_encoder_decoder):
     """YAML between lines of dashes. Strings are written as JSON, which is YAML too."""
     task = "text2text-generation" if is_encoder_decoder else "text-generation"
     lines = [f"library_name: {library}", f"pipeline_tag: {task}", "tags:", f"- {_quoted(model_type)}"]
@@ -91,8 +99,13 @@ def _metadata(facts, model_type, is_encoder_decoder, library):
             "    dataset:", "      type: custom", f"      name: {_quoted(facts.file)}", "    metrics:",
         ]  # fmt: skip
         for name, value in facts.scores.items():
-            lines += [f"    - type: {_quoted(name)}", f"      value: {_rounded(name, value, 6)}"]
+            lines += [f"    - type: {_quoted(name)}", f"      value: {_number(value, 6)}"]
     return "\n".join(["---", *lines, "---"])
+
+
+def _number(value, digits):
+    """A score with so many digits; what rounding alone left over is 0."""
+    return f"{round(value, 6):.{digits}g}"
 
 
 def _quoted(text):
@@ -101,7 +114,7 @@ def _quoted(text):
 
 def _score_rows(facts):
     """{label: value} of the scores, after the file that they were measured on."""
-    scores = {_LABELS.get(name, name): _rounded(name, value) for name, value in facts.scores.items()}
+    scores = {_LABELS.get(name, name): _number(value, 4) for name, value in facts.scores.items()}
     return {"measured on": facts.file} | scores if scores else {}
 
 

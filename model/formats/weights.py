@@ -1,11 +1,9 @@
 """Reads weights from Hugging Face directories, run directories and .bin files; exports Hugging Face directories."""
 
-import json
 import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -13,9 +11,10 @@ from safetensors.torch import save_file
 
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES
 from model.data.chat_template import write_chat_template
-from model.data.tokenizer import copy_tokenizer
+from model.data.tokenizer import copy_tokenizer, keep_own_class
 from model.data.turn_template import write_turn_template
-from model.formats.model_card import CARD_FILE, CardFacts, merged_card, model_card, optimizer_of_card
+from model.formats.carried import RECORD, config_values, generation_values, write_json
+from model.formats.model_card import CARD_FILE, CardFacts, model_card, optimizer_of_card
 from model.formats.tensor_files import read_tensors
 from model.nn.lora import LoraConfig, is_factor, merged
 from model.nn.registry import FAMILIES, family_named, family_of
@@ -24,34 +23,30 @@ from model.runtime.json_stream import read_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_CARD_CHARACTERS = 2**16  # of a model card, that are read
-RECORD = "chat_trainer"  # field of config.json: what this trainer knows of the weights
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.safetensors")  # in INDEX: no folder, and nothing hidden
 
 
-def export_model(model, tokenizer, directory, generation=None, facts=None, weights_files=()):
+def export_model(model, tokenizer, directory, generation=None, facts=None, weights_files=(), base=None):
     """Write a Hugging Face directory, tokenizer and model card included, in place of `directory` atomically.
 
     `generation` is a dict of values for its generation_config.json, beside the ids that the family writes there; its
     `prefix` stands before each question. `facts` are the CardFacts of its README.md. Of `weights_files`
-    the first that exists has these weights: it is linked to, and they are not written again. Raises OSError if the
-    directory cannot be written.
+    the first that exists has these weights: it is linked to, and they are not written again. `base` is a directory with
+    the configurations of the model that was trained on, which are kept but for what training changed. Raises OSError if
+    the directory cannot be written.
     """
     with whole_directory(directory) as draft:
         try:
-            write_card(write_model(model, tokenizer, draft, generation, weights_files), draft, facts)
+            write_card(write_model(model, tokenizer, draft, generation, weights_files, base), draft, facts)
             write_record(draft, facts.optimizer if facts else "")
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
         add_tokenizer(family_of(model.config), tokenizer, draft, (generation or {}).get("prefix", ""))
 
 
-def write_card(values, directory, facts=None, adapter=""):
-    """Write the model card of a network whose config.json says `values`.
-
-    `adapter` is the text of the card of an adapter that was merged into it.
-    """
+def write_card(values, directory, facts=None):
+    """Write the model card of a network whose config.json says `values`."""
     card = model_card(facts or CardFacts(), values["model_type"], values.get("is_encoder_decoder", False))
-    card = merged_card(adapter, card) if adapter else card
     (directory / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
 
 
@@ -94,6 +89,7 @@ def add_tokenizer(family, tokenizer, directory, prefix=""):
             write_turn_template(tokenizer, directory)
         else:
             write_chat_template(tokenizer, directory, prefix)
+        keep_own_class(tokenizer, directory)
     except ValueError as error:  # the tokenizer was changed during the run; the next export may succeed
         raise OSError(str(error)) from None
 
@@ -101,16 +97,16 @@ def add_tokenizer(family, tokenizer, directory, prefix=""):
 def add_values(path, values):
     """Add `values` to the JSON object in a file, which is made if there is none."""
     known = read_object(path) if path.is_file() else {}
-    path.write_text(json.dumps(known | values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(path, known | values)
 
 
-def write_model(model, tokenizer, directory, generation=None, weights_files=()):
+def write_model(model, tokenizer, directory, generation=None, weights_files=(), base=None):
     """Write a model's configuration, its float32 weights and its generation_config.json into `directory`.
 
     Returns the configuration's values. Arguments are those of export_model. Needs no transformers, whose import takes
     seconds.
     """
-    values = write_values(model, tokenizer, directory, generation)
+    values = write_values(model, tokenizer, directory, generation, base=base)
     file = directory / WEIGHTS
     if not any(_link(existing, file) for existing in weights_files):
         tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in model.state_dict().items()}
@@ -118,14 +114,11 @@ def write_model(model, tokenizer, directory, generation=None, weights_files=()):
     return values
 
 
-def write_values(model, tokenizer, directory, generation=None, dtype="float32"):
+def write_values(model, tokenizer, directory, generation=None, dtype="float32", base=None):
     """Write config.json, for weights of this dtype, and generation_config.json; returns the values of the first."""
-    values, ids = family_of(model.config).to_hf(model, tokenizer)
-    values = values | dict(dtype=dtype)
-    for name, content in (("config.json", values), ("generation_config.json", ids | (generation or {}))):
-        content = content | dict(transformers_version=version("transformers"))
-        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
-        (directory / name).write_text(text + "\n", encoding="utf-8")
+    values = config_values(model, tokenizer, dtype, base)
+    write_json(directory / "config.json", values)
+    write_json(directory / "generation_config.json", generation_values(model, tokenizer, generation or {}, base))
     return values
 
 

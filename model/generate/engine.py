@@ -1,6 +1,6 @@
 """Generation with continuous batching: requests wait in a queue, and a slot that has finished takes the next one.
 
-All slots decode one token at a time, together. On a GPU that step is recorded as a CUDA graph, one for each size of
+All slots decode one token at a time, together. On a GPU that step is captured as a CUDA graph, one for each size of
 the slots and answers in use, because launching its kernels would take several times longer than running them.
 """
 
@@ -11,11 +11,11 @@ import torch
 
 from model.generate.sampling import GREEDY, Sampling, mode_of
 from model.generate.slots import Slots
-from model.runtime.recorder import Recorder
+from model.runtime.graph_capture import GraphCapture
 from model.runtime.watchdog import stop_asked
 
 STEPS_BETWEEN_CHECKS = 8  # reading on the host which slots are done waits for the device
-MIN_SLOTS, MIN_TOKENS, GROWTH = 32, 32, 4  # smallest sizes of a recorded step, and how they grow
+MIN_SLOTS, MIN_TOKENS, GROWTH = 32, 32, 4  # smallest sizes of a captured step, and how they grow
 REFILL_SHARE = 8  # while more requests wait than slots are free, slots / REFILL_SHARE are filled together (no streams)
 
 
@@ -71,7 +71,7 @@ class Engine:
         self.waiting = deque()  # (number, Request)
         self.running = {}  # slot to Running
         self.num_added = 0
-        self.recordings = Recordings() if model.device.type == "cuda" else None
+        self.graphs = DecodingGraphs() if model.device.type == "cuda" else None
 
     @property
     def idle(self):
@@ -131,21 +131,21 @@ class Engine:
             view.advance(self.model, cache, mode, limits.eos_id)
 
         for _ in range(steps):
-            if self.recordings:
-                self.recordings.run((size, mode), advance)
+            if self.graphs:
+                self.graphs.run((size, mode), advance)
             else:
                 advance()
 
     def _size(self, steps):
         """(slots, input tokens, new tokens) of the smallest step that holds the running slots for `steps` tokens.
 
-        Recordings have few sizes; of a cache that is read only where it is used, they need the slots alone.
+        CUDA graphs have few sizes; of a cache that is read only where it is used, they need the slots alone.
         """
         limits, running = self.limits, self.running.values()
         slots = max(self.running) + 1
         inputs = max(len(one.request.input_ids) for one in running)
         new = max(one.decoded for one in running) + steps
-        if not self.recordings:
+        if not self.graphs:
             return slots, inputs, new
         slots = _rounded(slots, MIN_SLOTS, limits.slots)
         if not self.cache.reads_all:
@@ -182,20 +182,20 @@ def _rounded(number, least, most):
     return min(least, most)
 
 
-class Recordings:
+class DecodingGraphs:
     """CUDA graphs by key, of work that is done again and again."""
 
     def __init__(self):
-        self.graphs, self.recorder = {}, Recorder()
+        self.graphs, self.capturer = {}, GraphCapture()
 
     def run(self, key, work):
-        """Do `work`: the first time by calling it, the second time by recording it, then by replaying the recording."""
+        """Do `work`: the first time by calling it, the second time by capturing it, then by replaying the graph."""
         if key not in self.graphs:
             self.graphs[key] = None
-            self.recorder.run(work)
+            self.capturer.run(work)
             return
         if self.graphs[key] is None:
-            self.graphs[key] = self.recorder.record(work)
+            self.graphs[key] = self.capturer.capture(work)
         self.graphs[key].replay()
 
 

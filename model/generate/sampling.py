@@ -1,6 +1,6 @@
 """Chooses each slot's next token from its logits: penalties, temperature, filters, a draw that its seed determines.
 
-Everything is a tensor operation of fixed shape, so that a step can be recorded as a CUDA graph. Letters: S slots,
+Everything is a tensor operation of fixed shape, so that a step can be captured as a CUDA graph. Letters: S slots,
 V vocabulary, W ids of a slot's history.
 """
 
@@ -79,7 +79,7 @@ def sampling_from(values):
 
 @dataclass(frozen=True)
 class Mode:
-    """Which work a step does for its slots together; one recording serves all slots of a mode."""
+    """Which work a step does for its slots together; one graph serves all slots of a mode."""
 
     is_drawn: bool = False  # some slot samples
     candidates: int = 0  # most likely tokens that some slot is filtered to; 0: no slot is filtered

@@ -155,14 +155,14 @@ class Estimate:
         moments = self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing) | dict(update=0)
         return int(max(moments.values()) * self.spec.constants.reserved)
 
-    def recording_bytes(self, *cutting):
+    def graph_bytes(self, *batching):
         """Bytes of the pool that the CUDA graphs of steps cut this way, and of their update, share."""
         update_bytes = int(self.spec.update_bytes * self.spec.constants.reserved)
-        return max(self.forward_bytes(*cutting), update_bytes)
+        return max(self.forward_bytes(*batching), update_bytes)
 
-    def step_peak(self, *cutting):
+    def step_peak(self, *batching):
         """Peak reserved bytes on the device of a training step cut this way."""
-        return self.peaks(*cutting)["step"]
+        return self.peaks(*batching)["step"]
 
 
 def disk_bytes(spec, kept):

@@ -13,7 +13,7 @@ GROW_AFTER_STEPS = 100  # without an out of memory; doubles each time the plan s
 def shrink_plan(plan, longest_tokens, num_blocks=0):
     """The next smaller plan, or None if `plan` is the smallest.
 
-    In this order: drop the recordings, halve the micro-batch (not below `longest_tokens`, the tokens of the longest
+    In this order: drop the CUDA graphs, halve the micro-batch (not below `longest_tokens`, the tokens of the longest
     example), halve the loss's chunk, checkpoint all of the network's `num_blocks`; 0 stands for work without backward.
     """
     if plan.graphs:

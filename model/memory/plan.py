@@ -1,11 +1,11 @@
-"""Chooses the plan: how a step is cut into micro-batches so that it fits the memory, and whether it is recorded."""
+"""Chooses the plan: how a step is cut into micro-batches so that it fits the memory, and whether it is captured."""
 
 import math
 from dataclasses import dataclass, replace
 from itertools import product
 
 from model.memory.estimate import Estimate
-from model.memory.step_time import recorded_sizes, time_factor
+from model.memory.step_time import graph_sizes, time_factor
 
 USABLE = 0.95  # share of memory to plan for without a probe: predictions err by 2 %, varying sizes fragment memory
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
@@ -14,7 +14,7 @@ MIN_CHUNKS_PER_STEP = 16  # a chunk is at most this share of a mean step's token
 LARGE_CHUNK = 2048  # a plan has larger ones only if the peak of its largest forward stays the same
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU
-STEPS_THAT_REPAY_RECORDING = 100  # the recordings take about 1 s and save up to 10 ms per step
+STEPS_THAT_REPAY_GRAPHS = 100  # capturing takes about 1 s and save up to 10 ms per step
 CHECKPOINTED_SHARES = (0, 0.25, 0.5, 0.75, 1)  # of the blocks, from which the fastest plan is chosen first
 
 
@@ -26,17 +26,17 @@ class MemoryPlan:
     chunk_tokens: int  # target tokens whose logits exist at the same time
     gradient_checkpointing: int  # blocks, the first of the network, whose activations backward computes again
     predicted_peak_bytes: int
-    graphs: bool = False  # steps of one micro-batch are recorded as CUDA graphs and replayed
+    graphs: bool = False  # steps of one micro-batch are captured as CUDA graphs and replayed
     answers: int = 1  # generated together
 
     @property
-    def cutting(self):
+    def batching(self):
         return self.micro_batch_tokens, self.chunk_tokens, self.gradient_checkpointing
 
-    def cut_as(self, cutting):
-        """This plan with the `cutting` of another plan."""
+    def batched_as(self, batching):
+        """This plan with the `batching` of another plan."""
         names = ("micro_batch_tokens", "chunk_tokens", "gradient_checkpointing")
-        return replace(self, **dict(zip(names, cutting, strict=True)))
+        return replace(self, **dict(zip(names, batching, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -58,27 +58,27 @@ class NothingFits(RuntimeError):
         self.plan = plan
 
 
-def recording_asked(wanted, spec, num_steps):
-    """Whether to record steps as CUDA graphs: True, False, or None to let choose_plan take the faster plan.
+def graphs_asked(wanted, spec, num_steps):
+    """Whether to capture steps as CUDA graphs: True, False, or None to let choose_plan take the faster plan.
 
     Raises ValueError if compile=True is impossible.
     """
     if wanted.compile == "True" and not spec.kernels:
-        raise ValueError("compile=True records CUDA graphs, which need a GPU and bf16: leave it out")
+        raise ValueError("compile=True captures CUDA graphs, which need a GPU and bf16: leave it out")
     if wanted.compile == "True":
         return True
-    repaid = spec.kernels and num_steps >= STEPS_THAT_REPAY_RECORDING
+    repaid = spec.kernels and num_steps >= STEPS_THAT_REPAY_GRAPHS
     return None if repaid and wanted.compile == "auto" else False
 
 
 def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
     """The MemoryPlan that `wanted` (PlanOptions) asks for, or the fastest that fits `usable_bytes` (None on a CPU).
 
-    `asked` is the result of recording_asked; `calibration` is measured / predicted bytes of a probe. Recordings and the
-    steps that fit none of them share their memory, so a plan needs no more with recordings than without.
+    `asked` is the result of graphs_asked; `calibration` is measured / predicted bytes of a probe. CUDA graphs and the
+    steps that fit none of them share their memory, so a plan needs no more with graphs than without.
 
-    Raises ValueError if the longest example, or a step to record, exceeds wanted.micro_batch_tokens, and NothingFits if
-    the longest example does not fit the memory.
+    Raises ValueError if the longest example, or a step to capture, exceeds wanted.micro_batch_tokens, and NothingFits
+    if the longest example does not fit the memory.
     """
     if 0 < wanted.micro_batch_tokens < estimate.lengths.longest:
         raise ValueError(
@@ -88,9 +88,9 @@ def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
     if usable_bytes is None:
         tokens = _wanted_tokens(wanted, estimate, CPU_MICRO_BATCH_TOKENS)
         return Room(estimate).plan(tokens, 1024, allowed_checkpointing(wanted.gradient_checkpointing, estimate)[0])
-    if wanted.compile == "True" and 0 < wanted.micro_batch_tokens < (size := recorded_sizes(estimate)[0][0]):
+    if wanted.compile == "True" and 0 < wanted.micro_batch_tokens < (size := graph_sizes(estimate)[0][0]):
         raise ValueError(
-            f"--compile=True records a step as one forward of at least {size} tokens ({estimate.share_pairs} pairs), "
+            f"--compile=True captures a step as one forward of at least {size} tokens ({estimate.share_pairs} pairs), "
             f"but --micro_batch_tokens={wanted.micro_batch_tokens} cuts it: leave one of the two out"
         )
     usable_share = PROBED_USABLE / calibration if calibration else USABLE  # of predicted bytes
@@ -98,14 +98,14 @@ def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
     # memory is used, only the forwards with the longest targets must fit.
     planned_for = estimate.of_longest_targets if calibration else estimate
     plain = Room(planned_for, usable_bytes * usable_share)
-    unrecorded = list(_fitting_plans(wanted, plain))
-    if not unrecorded:
+    without_graphs = list(_fitting_plans(wanted, plain))
+    if not without_graphs:
         raise NothingFits(_refusal(wanted, estimate, usable_bytes, usable_share))
-    # the first forward that runs out of memory drops all recordings, so with them the costliest one possible must fit
-    room, kinds = replace(plain, estimate=estimate), [unrecorded]
+    # the first forward that runs out of memory drops all CUDA graphs, so with them the costliest one possible must fit
+    room, kinds = replace(plain, estimate=estimate), [without_graphs]
     if asked is not False:
-        recorded = [list(_recorded_plans(wanted, room, tokens)) for tokens in _recorded_tokens(wanted, estimate)]
-        kinds = recorded if asked and any(recorded) else [unrecorded, *recorded]
+        with_graphs = [list(_plans_with_graphs(wanted, room, tokens)) for tokens in _graph_tokens(wanted, estimate)]
+        kinds = with_graphs if asked and any(with_graphs) else [without_graphs, *with_graphs]
     best = [_fastest(kind, estimate) for kind in kinds if kind]
     if wanted.gradient_checkpointing == "auto":
         best = [_checkpointing_least(plan, room if plan.graphs else plain) for plan in best]
@@ -120,16 +120,16 @@ class Room:
     estimate: Estimate
     limit_bytes: float = math.inf  # predicted bytes
 
-    def holds(self, *cutting):
+    def holds(self, *batching):
         """Whether a step cut this way fits."""
-        return self.estimate.step_peak(*cutting) <= self.limit_bytes
+        return self.estimate.step_peak(*batching) <= self.limit_bytes
 
-    def plan(self, *cutting, graphs=False):
-        """The MemoryPlan of this cutting."""
-        answers, peak = self.estimate.answers.count, self.estimate.step_peak(*cutting)
-        while answers > 1 and self.estimate.peaks(*cutting, answers)["generation"] > self.limit_bytes:
+    def plan(self, *batching, graphs=False):
+        """The MemoryPlan of this batching."""
+        answers, peak = self.estimate.answers.count, self.estimate.step_peak(*batching)
+        while answers > 1 and self.estimate.peaks(*batching, answers)["generation"] > self.limit_bytes:
             answers //= 2
-        return MemoryPlan(*cutting, peak, graphs, answers)
+        return MemoryPlan(*batching, peak, graphs, answers)
 
 
 def _checkpointing_least(plan, room):
@@ -137,11 +137,11 @@ def _checkpointing_least(plan, room):
     least, most = 0, plan.gradient_checkpointing
     while least < most:
         middle = (least + most) // 2
-        if room.holds(*plan.cutting[:2], middle):
+        if room.holds(*plan.batching[:2], middle):
             most = middle
         else:
             least = middle + 1
-    return room.plan(*plan.cutting[:2], most, graphs=plan.graphs)
+    return room.plan(*plan.batching[:2], most, graphs=plan.graphs)
 
 
 def allowed_checkpointing(option, estimate):
@@ -167,11 +167,11 @@ def _variants(wanted, estimate):
     return product(chunks, numbers)
 
 
-def _keeps_peak(cutting, estimate):
+def _keeps_peak(batching, estimate):
     """Whether a step cut this way needs no more memory than with chunks of LARGE_CHUNK tokens."""
-    tokens, chunk, checkpointing = cutting
+    tokens, chunk, checkpointing = batching
     small = min(chunk, LARGE_CHUNK)
-    return chunk == small or estimate.step_peak(*cutting) <= estimate.step_peak(tokens, small, checkpointing)
+    return chunk == small or estimate.step_peak(*batching) <= estimate.step_peak(tokens, small, checkpointing)
 
 
 def _fitting_plans(wanted, room):
@@ -179,23 +179,23 @@ def _fitting_plans(wanted, room):
     tokens = _wanted_tokens(wanted, room.estimate, LARGEST_MICRO_BATCH_TOKENS)
     for variant in _variants(wanted, room.estimate):
         plan = fitting_plan(room, tokens, *variant)
-        if plan and plan.micro_batch_tokens >= wanted.micro_batch_tokens and _keeps_peak(plan.cutting, room.estimate):
+        if plan and plan.micro_batch_tokens >= wanted.micro_batch_tokens and _keeps_peak(plan.batching, room.estimate):
             yield plan
 
 
-def _recorded_tokens(wanted, estimate):
-    """The micro-batches that plans with recordings may have: the sizes to record, and the largest step, in tokens."""
-    sizes = [size for size, _ in recorded_sizes(estimate)]
+def _graph_tokens(wanted, estimate):
+    """The micro-batches that plans with graphs may have: the sizes to capture, and the largest step, in tokens."""
+    sizes = [size for size, _ in graph_sizes(estimate)]
     if wanted.micro_batch_tokens:
         return [wanted.micro_batch_tokens] * (wanted.micro_batch_tokens >= sizes[0])
     largest = _wanted_tokens(wanted, estimate, LARGEST_MICRO_BATCH_TOKENS)
     return sorted({max(size, estimate.lengths.longest) for size in sizes} | {max(largest, sizes[-1])})
 
 
-def _recorded_plans(wanted, room, micro_batch_tokens):
+def _plans_with_graphs(wanted, room, micro_batch_tokens):
     """The plan with micro-batches of so many tokens, for each variant for which they fit."""
     for variant in _variants(wanted, room.estimate):
-        if room.holds(*(cutting := (micro_batch_tokens, *variant))) and _keeps_peak(cutting, room.estimate):
+        if room.holds(*(batching := (micro_batch_tokens, *variant))) and _keeps_peak(batching, room.estimate):
             yield room.plan(micro_batch_tokens, *variant, graphs=True)
 
 
@@ -203,22 +203,22 @@ def _fastest(plans, estimate):
     return min(plans, key=lambda plan: (round(time_factor(plan, estimate), 3), -plan.micro_batch_tokens))
 
 
-def recording_bytes(estimate, plan):
-    """Bytes that the recordings of `plan` hold, and the steps that it does not record; 0 without recordings."""
-    return estimate.recording_bytes(*plan.cutting) if plan.graphs else 0
+def graph_bytes(estimate, plan):
+    """Bytes that the CUDA graphs of `plan` hold, and the steps that it does not capture; 0 without graphs."""
+    return estimate.graph_bytes(*plan.batching) if plan.graphs else 0
 
 
-def keeps_recordings(estimate, plan, usable_bytes):
-    """Whether evaluations fit beside what the recordings of `plan` hold; otherwise these are deleted before each."""
-    peaks = estimate.peaks(*plan.cutting, plan.answers)
-    needed = max(peaks["evaluation"], peaks["generation"]) + recording_bytes(estimate, plan)
+def keeps_graphs(estimate, plan, usable_bytes):
+    """Whether evaluations fit beside what the graphs of `plan` hold; otherwise these are deleted before each."""
+    peaks = estimate.peaks(*plan.batching, plan.answers)
+    needed = max(peaks["evaluation"], peaks["generation"]) + graph_bytes(estimate, plan)
     return usable_bytes is None or needed <= USABLE * usable_bytes
 
 
 def predicted_peaks(estimate, plan, usable_bytes):
-    """{phase: peak reserved bytes on the device}, with the recordings that later phases keep."""
-    peaks, held = estimate.peaks(*plan.cutting, plan.answers), recording_bytes(estimate, plan)
-    keeps = keeps_recordings(estimate, plan, usable_bytes)
+    """{phase: peak reserved bytes on the device}, with the graphs that later phases keep."""
+    peaks, held = estimate.peaks(*plan.batching, plan.answers), graph_bytes(estimate, plan)
+    keeps = keeps_graphs(estimate, plan, usable_bytes)
     return peaks | {phase: peaks[phase] + held for phase in ("save", *("evaluation", "generation") * keeps)}
 
 

@@ -1,4 +1,4 @@
-"""Predicts how long a step takes with a plan beside others, and which steps it records."""
+"""Predicts how long a step takes with a plan beside others, and which steps it captures."""
 
 import math
 from functools import lru_cache
@@ -13,8 +13,8 @@ CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 0.3, 1.2  # of all blocks: more com
 # Tokens computed in the time in which a forward and backward take all matrices out of NF4, twice; to compute the blocks
 # again takes them out a third time. Measured on an H200; by their data sheets 100 to 200 on smaller cards.
 UNPACKING_TOKENS = 200
-RECORDED_LAUNCHES = 0.1  # time of replaying a graph of few tokens / time of launching it
-MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of recorded steps is estimated
+GRAPH_LAUNCHES = 0.1  # time of replaying a graph of few tokens / time of launching it
+MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of captured steps is estimated
 
 
 def time_factor(plan, estimate):
@@ -24,10 +24,10 @@ def time_factor(plan, estimate):
 
 
 def step_tokens(plan, estimate):
-    """Predicted time of a step, recorded or not as `plan` says, in the tokens that the GPU computes in it."""
-    launch_tokens, (_, recorded) = estimate.spec.network_launch_tokens, recorded_by(estimate, plan)
-    time = recorded * _step_time(plan, estimate, RECORDED_LAUNCHES * launch_tokens)
-    return time + (1 - recorded) * _step_time(plan, estimate, launch_tokens)
+    """Predicted time of a step, captured or not as `plan` says, in the tokens that the GPU computes in it."""
+    launch_tokens, (_, captured) = estimate.spec.network_launch_tokens, captured_by(estimate, plan)
+    time = captured * _step_time(plan, estimate, GRAPH_LAUNCHES * launch_tokens)
+    return time + (1 - captured) * _step_time(plan, estimate, launch_tokens)
 
 
 def _step_time(plan, estimate, launch_tokens):
@@ -45,7 +45,7 @@ def _step_time(plan, estimate, launch_tokens):
 
 
 @lru_cache(maxsize=1)
-def recorded_sizes(estimate):
+def graph_sizes(estimate):
     """[(tokens, share of steps that the buckets of at most so many tokens hold)], ascending, from a sample."""
     lengths, share_pairs, num_ranks = estimate.lengths, estimate.share_pairs, estimate.spec.num_ranks
     is_stream, pairs = estimate.spec.family.reads_one_stream, num_ranks * share_pairs
@@ -59,7 +59,7 @@ def recorded_sizes(estimate):
     return [(size, float(np.mean(least <= size))) for size in sorted({bucket.tokens for bucket in buckets})]
 
 
-def recorded_by(estimate, plan):
-    """(tokens of the largest step that `plan` records, share of steps that it records)."""
-    sizes = [pair for pair in recorded_sizes(estimate) if plan.graphs and pair[0] <= plan.micro_batch_tokens]
+def captured_by(estimate, plan):
+    """(tokens of the largest step that `plan` captures, share of steps that it captures)."""
+    sizes = [pair for pair in graph_sizes(estimate) if plan.graphs and pair[0] <= plan.micro_batch_tokens]
     return sizes[-1] if sizes else (0, 0.0)

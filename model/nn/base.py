@@ -146,7 +146,7 @@ class LanguageModel(nn.Module):
         return {name: t for name, t in self.state_dict().items() if self.lora is None or is_factor(name)}
 
     def key_dropout(self, seed, step):
-        """Draw the masks of this step from now on; recorded steps read the key too."""
+        """Draw the masks of this step from now on; captured steps read the key too."""
         for word, value in zip(self.step_key.unbind(), step_key(seed, step), strict=True):
             word.fill_(value)  # unlike a copy from the host, it does not wait for the device
 

@@ -1,8 +1,8 @@
 """Dropout whose masks depend on what a number is (its step, example, token and site), not on where it lies.
 
 A mask is drawn by model/nn/philox.py, so it is the same however a step is cut, padded or dealt to ranks, and when it is
-computed again, by gradient checkpointing or another attempt. No mask is kept: backward draws it again. The seed and the
-step are read from the device, so a CUDA graph recorded once draws the masks of every step.
+computed again, by activation checkpointing or another attempt. No mask is kept: backward draws it again. The seed and
+the step are read from the device, so a CUDA graph captured once draws the masks of every step.
 """
 
 import hashlib

@@ -10,6 +10,10 @@ from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5_TYPES
 
 FAMILIES = dict.fromkeys(T5_TYPES, T5) | dict.fromkeys(DECODER_TYPES, DECODER)
+# all that a Qwen from scratch needs; its other sizes have defaults
+QWEN = json.dumps(
+    dict(family="qwen3", hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8)
+)
 
 
 def family_named(name):
@@ -60,6 +64,5 @@ def load_model_config(name):
     except (OSError, TypeError, ValueError, RecursionError) as error:
         example = json.dumps(MODELS["small"])
         raise ValueError(
-            f"model={name!r} cannot be read ({error}): write a JSON object like {example}, or for another family its "
-            'sizes and "family": "NAME"'
+            f"model={name!r} cannot be read ({error}): write a JSON object like {example}, or for a Qwen {QWEN}"
         ) from None

@@ -5,13 +5,16 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import ujson
 
-from model.data.tokenizer import copy_tokenizer, tokenizer_files
+from model.data.tokenizer import copy_tokenizer, load_tokenizer, tokenizer_files
+from model.formats.adapters import keep_base
 from model.run.checkpoint import checkpoint_paths
 from model.runtime.atomic_io import (
     check_no_link,
@@ -29,7 +32,7 @@ LOGGER = logging.getLogger("chat_trainer")
 RUN_MARKERS = {"run.lock", "metrics.jsonl", "checkpoints"}  # each shows that a run worked here; models have config.json
 RUN_OUTPUTS = re.compile(
     r"run\.lock|(config|plan|trackers|status_rank\w*)\.json|(metrics|samples_rank\w*)\.jsonl|terminal\.log|checkpoints|"
-    r"best|last|tokenizer|plots|tensorboard|wandb"
+    r"best|last|tokenizer|base|plots|tensorboard|wandb"
 )
 IGNORED_NAMES = re.compile(r"\..*|lost\+found|tokenizer|.*\.(log|out|err|txt)")  # allowed before the first start
 
@@ -91,10 +94,10 @@ def check_links(run_dir):
 
 
 @contextmanager
-def only_writer(ranks, run_dir, admitted, overwrite, tokenizer_dir):
+def only_writer(ranks, run_dir, admitted, overwrite, tokenizer, source=""):
     """Hold the lock of `run_dir` inside the block. Rank 0 calls `claim`; its ValueError is raised on every rank."""
     locks = []  # of rank 0; empty on the others
-    from_main(ranks, lambda: locks.append(claim(run_dir, admitted, overwrite, tokenizer_dir)))
+    from_main(ranks, lambda: locks.append(claim(run_dir, admitted, overwrite, tokenizer, source)))
     try:
         yield
     finally:
@@ -102,13 +105,15 @@ def only_writer(ranks, run_dir, admitted, overwrite, tokenizer_dir):
             lock.close()
 
 
-def claim(run_dir, admitted, overwrite, tokenizer_dir):
-    """Lock `run_dir` for this run; a new run first moves the old one aside and copies the tokenizer into `run_dir`.
+def claim(run_dir, admitted, overwrite, tokenizer, source=""):
+    """Lock `run_dir` for this run; a new run first moves the old one aside.
 
-    `admitted` is the result of `admit`. Returns the open lock file: other runs are refused until it is closed or the
-    process dies. Raises ValueError if another run has used the directory since `admit`.
+    It also copies the tokenizer into `run_dir`, and the configurations of the model in `source` that it starts from:
+    its exports have them. `admitted` is the result of `admit`. Returns the open lock file: other runs are refused until
+    it is closed or the process dies. Raises ValueError if another run has used the directory since `admit`, or if the
+    tokenizer has changed.
     """
-    run_dir = Path(run_dir)
+    run_dir, tokenizer_dir = Path(run_dir), tokenizer.directory
     moves_old_run = overwrite and not admitted and run_dir.exists()
     tokenizer_files(tokenizer_dir)  # the exports to come copy them
     lock = _lock(run_dir)
@@ -116,22 +121,41 @@ def claim(run_dir, admitted, overwrite, tokenizer_dir):
     newest = _newest_name(run_dir)
     if newest != admitted and not overwrite:
         raise ValueError(f"another run has used {run_dir} since this one started: start this one again")
-    if moves_old_run:
-        if Path(tokenizer_dir).resolve().is_relative_to(run_dir.resolve()):
-            raise ValueError(
-                f"--overwrite=True would move aside {tokenizer_dir}, the tokenizer that this run reads: copy it "
-                "elsewhere and name the copy in --tokenizer_dir"
-            )
-        lock.close()
-        real = run_dir.resolve() if run_dir.is_symlink() else run_dir  # the link keeps its target
-        old_run = f"{real}.{time.strftime('%Y%m%d_%H%M%S')}.old"
-        os.rename(real, old_run)
-        LOGGER.info("the old run is now %s: delete it when you no longer need it", old_run)
-        lock = _lock(real)
-    if not admitted:
-        with whole_directory(run_dir / "tokenizer") as draft:
-            copy_tokenizer(tokenizer_dir, draft)
+    with ExitStack() as stack:
+        kept = None if admitted else stack.enter_context(TemporaryDirectory())
+        if kept:
+            _keep_start(tokenizer, source, Path(kept))  # read before the old run, which may hold them, moves away
+        if moves_old_run:
+            lock.close()
+            lock = _move_aside(run_dir, tokenizer_dir)
+        for path in sorted(Path(kept).iterdir()) if kept else ():
+            with whole_directory(run_dir / path.name) as draft:
+                shutil.copytree(path, draft, dirs_exist_ok=True)
     return lock
+
+
+def _keep_start(tokenizer, source, folder):
+    """Copy to `folder` what a run's exports need of the tokenizer and of the model that it starts from."""
+    copy_tokenizer(tokenizer.directory, folder / "tokenizer")
+    if load_tokenizer(folder / "tokenizer").fingerprint != tokenizer.fingerprint:
+        raise ValueError(f"the tokenizer in {tokenizer.directory} has changed since this run read it: start it again")
+    if source:
+        (folder / "base").mkdir()
+        keep_base(source, folder / "base")
+
+
+def _move_aside(run_dir, tokenizer_dir):
+    """Rename the old run, and return the open lock file of a new directory in its place."""
+    if Path(tokenizer_dir).resolve().is_relative_to(run_dir.resolve()):
+        raise ValueError(
+            f"--overwrite=True would move aside {tokenizer_dir}, the tokenizer that this run reads: copy it "
+            "elsewhere and name the copy in --tokenizer_dir"
+        )
+    real = run_dir.resolve() if run_dir.is_symlink() else run_dir  # the link keeps its target
+    old_run = f"{real}.{time.strftime('%Y%m%d_%H%M%S')}.old"
+    os.rename(real, old_run)
+    LOGGER.info("the old run is now %s: delete it when you no longer need it", old_run)
+    return _lock(real)
 
 
 def _newest_name(run_dir):

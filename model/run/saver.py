@@ -189,13 +189,14 @@ def retry_after_oom(attempt, free_memory):
     return attempt()
 
 
-def try_export(model, tokenizer, directory, generation, facts, weights_files=()):
+def try_export(model, tokenizer, directory, generation, facts, weights_files=(), base=None):
     """Export a model, or its adapter; returns the error message of a disk or memory error, "" on success.
 
-    `weights_files` are export_model's; an adapter does not use them.
+    `weights_files` and `base` are export_model's; an adapter does not use the former.
     """
     args = model, tokenizer, directory, generation, facts
-    export = partial(export_adapter, *args) if model.lora else partial(export_model, *args, weights_files)
+    args = (*args, base) if model.lora else (*args, weights_files, base)
+    export = partial(export_adapter if model.lora else export_model, *args)
     try:
         retry_after_oom(export, release_memory)
     except (OSError, RuntimeError, MemoryError) as error:

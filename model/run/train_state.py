@@ -59,21 +59,21 @@ class TrainState:
         """What changed since the checkpoint and alters the order of float additions ("plan", "processes")."""
         saved = self.plan and MemoryPlan(**self.plan)
         changed = dict(
-            plan=saved and (saved.cutting, saved.graphs) != (plan.cutting, plan.graphs),
+            plan=saved and (saved.batching, saved.graphs) != (plan.batching, plan.graphs),
             processes=world_size != self.world_size,
         )
         return tuple(name for name, has_changed in changed.items() if has_changed)
 
 
-def kept_recovery(state, plan, may_record):
+def kept_recovery(state, plan, may_capture):
     """Plan recovery of a TrainState as plain values, or None if it has none or `plan` is not its plan.
 
-    It leads back to CUDA graphs only if `may_record`.
+    It leads back to CUDA graphs only if `may_capture`.
     """
     if not state.growth or state.plan != asdict(plan):
         return None
     full = state.growth["full"]
-    return state.growth | dict(full=full | dict(graphs=full["graphs"] and may_record))
+    return state.growth | dict(full=full | dict(graphs=full["graphs"] and may_capture))
 
 
 class LaterFormat(ValueError):
@@ -141,7 +141,7 @@ def _check_lora(values):
 def _check_plan(values, shape, what):
     """Raise ValueError unless the JSON `values` are a MemoryPlan with sizes that a plan can have.
 
-    Older files say of gradient checkpointing true (all blocks) or false: this becomes a number of blocks.
+    Older files say of activation checkpointing true (all blocks) or false: this becomes a number of blocks.
     """
     if isinstance(values, dict) and isinstance(values.get("gradient_checkpointing"), bool):
         values["gradient_checkpointing"] *= config_from(shape).num_blocks

@@ -52,10 +52,10 @@ def non_torch_bytes(device, other_process):
 
 
 def check_allocator(backend):
-    """Raise ValueError if PyTorch allocates GPU memory without pools, which recorded steps share with others."""
+    """Raise ValueError if PyTorch allocates GPU memory without pools, which captured steps share with others."""
     if backend != "native":
         raise ValueError(
-            f"PyTorch's allocator is {backend}, which has no pools for recorded steps: leave backend: out of "
+            f"PyTorch's allocator is {backend}, which has no pools for captured steps: leave backend: out of "
             "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
         )
 

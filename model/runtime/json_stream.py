@@ -149,6 +149,8 @@ class JsonText:
         """The decoder's `problem` with the character `at`, and what to do."""
         if self.text[at : at + 1] in ("\n", "\r") and problem.startswith("Invalid control character"):
             problem = "the line ends within a text"
+        if self.text[at : at + 1] == "'":
+            problem = "a single quote (') where JSON has double quotes (\"), as Python prints objects"
         return f"{problem.removesuffix(' at').removesuffix(' starting')}; repair the file here, or write it again"
 
     def _error(self, problem: str, at: int | None = None) -> MalformedJson:

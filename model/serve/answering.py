@@ -8,7 +8,8 @@ import torch
 
 from model.commands.machine import compute_dtype, has_native_bf16
 from model.data.cleaning import clean_text
-from model.data.conversation import Turn, encode_conversation, tidy
+from model.data.conversation import Turn, tidy
+from model.data.t5_text import encode_conversation
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import turn_template, with_turn_end
 from model.formats.adapters import load_merged, weights_directory

@@ -208,7 +208,7 @@ class DecodingThread(threading.Thread):
             self._fail("out of memory for one answer: lower the most tokens of a prompt or an answer")
         self._halve()
         streams = list(self._streams.values())
-        engine.cache = engine.slots = engine.recordings = None
+        engine.cache = engine.slots = engine.graphs = None
         engine = self._new_engine()
         self._streams = {}
         for stream in streams:

@@ -10,7 +10,7 @@ class AdamW(FlatOptimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) over the trained weights of a FlatParams.
 
     Its results and its state's names are those of torch.optim.AdamW, bit for bit; but on a GPU an update obeys a scale
-    on the device and reads nothing of the host, so that it can be recorded.
+    on the device and reads nothing of the host, so that it can be captured.
     """
 
     fields = frozenset(("step", "exp_avg", "exp_avg_sq"))

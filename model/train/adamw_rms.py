@@ -65,7 +65,7 @@ class RMSScaledAdamW(FlatOptimizer):
 
     @torch.no_grad()
     def apply(self, scale):
-        """The update, after `next_step`; in kernels it reads nothing of the host, so that it can be recorded."""
+        """The update, after `next_step`; in kernels it reads nothing of the host, so that it can be captured."""
         self.counts += scale > 0
         update = self.update_in_one_pass if runs_kernels(self.weights) else self.update_in_passes
         update(self.param_groups[0], scale)

@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch, and the update, as CUDA graphs: recorded once, then replayed in one call.
+"""Forward and backward of a micro-batch, and the update, as CUDA graphs: captured once, then replayed in one call.
 
 A step of the model `small` launches about a thousand kernels. On a fast GPU, with fewer than about 40,000 tokens, the
 launches take longer than the kernels.
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from model.nn.gradient_parts import reporting
-from model.runtime.recorder import Recorder
+from model.runtime.graph_capture import GraphCapture
 from model.train.weighted_loss import weighted_loss
 
 
 @dataclass
-class Recording:
-    """A recorded forward and backward; what the tensors and events say is of its last replay."""
+class CapturedStep:
+    """A captured forward and backward; what the tensors and events say is of its last replay."""
 
     batch: object  # that the graph reads
     norms: torch.Tensor | None  # of the metrics and of the last part, for ranks that send the others while it runs
@@ -36,30 +36,30 @@ class StepGraphs:
         self.model, self.objective = model, objective
         self.parts = model.gradient_parts if in_parts else []
         self.scales = None  # tensors (losses,) and (metrics,) on the device, which the graphs read
-        self.recorded, self.recorded_update, self.recorder = {}, None, Recorder()
+        self.captured, self.captured_update, self.capturer = {}, None, GraphCapture()
 
     def clear(self):
-        """Delete all recorded graphs and free their memory."""
-        self.recorder.stream.synchronize()  # a replay may still be running
-        self.recorded, self.recorded_update, self.recorder = {}, None, Recorder()
+        """Delete all captured graphs and free their memory."""
+        self.capturer.stream.synchronize()  # a replay may still be running
+        self.captured, self.captured_update, self.capturer = {}, None, GraphCapture()
 
     def run(self, work, *args):
         """Do `work(*args)`, which keeps no tensor that it makes, in the memory that the graphs share."""
-        self.recorder.run_in_pool(work, *args)
+        self.capturer.run_in_pool(work, *args)
 
     def gradients(self, micro_batch, bucket, chunk_tokens, scales):
         """Write the gradients and metrics of a micro-batch to the model's flat tensors, which must be zero.
 
-        `scales` holds a factor for each loss sum, and for each metric sum. Returns the Recording.
+        `scales` holds a factor for each loss sum, and for each metric sum. Returns the CapturedStep.
         """
         self._set(scales)
         key = (bucket, chunk_tokens, self.model.gradient_checkpointing)
-        if key not in self.recorded:
-            self.recorded[key] = self._record_gradients(micro_batch, chunk_tokens)
-        recording = self.recorded[key]
-        recording.batch.flat.data.copy_(micro_batch.flat.data, non_blocking=True)
-        recording.graph.replay()
-        return recording
+        if key not in self.captured:
+            self.captured[key] = self._capture_gradients(micro_batch, chunk_tokens)
+        captured = self.captured[key]
+        captured.batch.flat.data.copy_(micro_batch.flat.data, non_blocking=True)
+        captured.graph.replay()
+        return captured
 
     def _set(self, scales):
         if self.scales is None:
@@ -68,48 +68,48 @@ class StepGraphs:
             for element, number in zip(tensor, part, strict=True):
                 element.fill_(number)
 
-    def record_update(self, optimizer):
-        """Record the update of an optimizer that obeys its scale, for `update`, if that is not done yet."""
-        if self.recorded_update is None:
+    def capture_update(self, optimizer):
+        """Capture the update of an optimizer that obeys its scale, for `update`, if that is not done yet."""
+        if self.captured_update is None:
             scale = torch.zeros((), device=self.model.device)  # 0: the first run changes nothing
-            self.recorded_update = scale, self._record(optimizer.apply, scale)
+            self.captured_update = scale, self._capture(optimizer.apply, scale)
 
     def update(self, scale):
         """Replay the optimizer's `apply`."""
-        own_scale, graph = self.recorded_update
+        own_scale, graph = self.captured_update
         own_scale.copy_(scale)
         graph.replay()
 
-    def _record_gradients(self, micro_batch, chunk_tokens):
+    def _capture_gradients(self, micro_batch, chunk_tokens):
         norms = torch.zeros(2, device=self.model.device) if self.parts else None
-        recording = Recording(micro_batch.to(self.model.device), norms, {}, [])
-        recording.graph = self._record(self._run, recording, chunk_tokens)
+        captured = CapturedStep(micro_batch.to(self.model.device), norms, {}, [])
+        captured.graph = self._capture(self._run, captured, chunk_tokens)
         self.model.zero_grad()
-        return recording
+        return captured
 
-    def _record(self, work, *args):
-        self.recorder.run_in_pool(work, *args)
+    def _capture(self, work, *args):
+        self.capturer.run_in_pool(work, *args)
         torch.cuda.synchronize()
-        return self.recorder.record(work, *args)
+        return self.capturer.capture(work, *args)
 
-    def _run(self, recording, chunk_tokens):
-        """Forward and backward, which record the events of the Recording anew."""
+    def _run(self, captured, chunk_tokens):
+        """Forward and backward, which record the events of the CapturedStep anew."""
         flat = self.model.flat.gradients_and_sums
-        recording.ready.clear()
-        recording.events.clear()
+        captured.ready.clear()
+        captured.events.clear()
 
         def report(number):
-            recording.events.append(torch.cuda.Event(external=True))
-            recording.events[-1].record()
-            recording.ready[number] = recording.events[-1]
+            captured.events.append(torch.cuda.Event(external=True))
+            captured.events[-1].record()
+            captured.ready[number] = captured.events[-1]
 
         with reporting(self.parts, report):
-            loss = weighted_loss(self.model, self.objective, recording.batch, chunk_tokens, self.scales)
+            loss = weighted_loss(self.model, self.objective, captured.batch, chunk_tokens, self.scales)
         if self.parts:
-            recording.norms[0] = self.model.flat.sums.norm()  # before they are sent, with another part
+            captured.norms[0] = self.model.flat.sums.norm()  # before they are sent, with another part
         loss.backward()
         if self.parts:  # a number of backward that is not finite reaches the first blocks
             last = [flat[start:stop].norm() for start, stop in self.parts[-1].ranges]
-            recording.norms[1] = torch.stack(last).norm()
-        for number in set(range(len(self.parts))) - set(recording.ready):
+            captured.norms[1] = torch.stack(last).norm()
+        for number in set(range(len(self.parts))) - set(captured.ready):
             report(number)

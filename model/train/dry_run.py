@@ -20,9 +20,9 @@ from model.memory.plan import (
     PlanOptions,
     allowed_checkpointing,
     choose_plan,
-    keeps_recordings,
+    graphs_asked,
+    keeps_graphs,
     predicted_peaks,
-    recording_asked,
 )
 from model.runtime.device_memory import limit_memory, memory_cap, non_torch_bytes, release_memory, within_memory
 from model.runtime.distributed import vote
@@ -37,7 +37,7 @@ LOGGER = logging.getLogger("chat_trainer")
 PROBES = 3
 TIMED_TOKENS = 512  # at most, of the forward and backward that a CPU times
 SAMPLED_EXAMPLES = 2**14  # at most, from which a forward is filled up beside its longest targets
-TRIED_TOKENS = 4  # of an answer: the first compiles, the second is recorded, the third replayed
+TRIED_TOKENS = 4  # of an answer: the first compiles, the second is captured, the third replayed
 FIRST_EPOCH = 1  # whose lengths a probe has
 KEPT_USABLE = 1.1  # a resumed plan may be predicted 10 % over the limit: it was measured before, and is probed again
 
@@ -140,13 +140,13 @@ def plan_run(context, evaluation, estimate, wanted, kept, other_process):
     if usable is not None and context.optimizer is not None:
         plan, measured["step"] = probe_plan(trial, plan, choose)
         measured |= probe_evaluation(evaluation, plan) if evaluation else {}
-    unrecorded = estimate.peaks(*plan.cutting, plan.answers)  # probes run without CUDA graphs
-    predicted = predicted_peaks(estimate, plan, usable) | {name: unrecorded[name] for name in measured}
+    without_graphs = estimate.peaks(*plan.batching, plan.answers)  # probes run without CUDA graphs
+    predicted = predicted_peaks(estimate, plan, usable) | {name: without_graphs[name] for name in measured}
     phases = {name: dict(predicted=count, measured=measured.get(name)) for name, count in predicted.items()}
     return plan, dict(
         phases=phases, cap_bytes=memory_cap(device, wanted.gpu_memory_limit_gb), non_torch_bytes=non_torch,
         other_process_bytes=other_process, allocator_limit_bytes=usable,
-        keeps_recordings=keeps_recordings(estimate, plan, usable),
+        keeps_graphs=keeps_graphs(estimate, plan, usable),
     )  # fmt: skip
 
 
@@ -162,18 +162,18 @@ def _can_keep(kept, wanted, estimate, usable_bytes):
     if kept is None or wanted.micro_batch_tokens:
         return False
     step_peak = estimate.of_longest_targets.step_peak
-    fits = usable_bytes is None or step_peak(*kept.cutting) <= usable_bytes * KEPT_USABLE
+    fits = usable_bytes is None or step_peak(*kept.batching) <= usable_bytes * KEPT_USABLE
     return fits and kept.gradient_checkpointing in allowed_checkpointing(wanted.gradient_checkpointing, estimate)
 
 
 def plan_before_probes(trial, kept, usable_bytes):
     """(MemoryPlan, function of a probe's calibration that chooses another; None if the plan is fixed).
 
-    The plan is `kept` while it fits. With compile=auto, a resumed run records CUDA graphs only if it did before:
+    The plan is `kept` while it fits. With compile=auto, a resumed run captures CUDA graphs only if it did before:
     padding changes the order of additions and with it the last bits.
     """
     wanted, estimate, schedule = trial.wanted, trial.estimate, trial.context.loader.schedule
-    asked = recording_asked(wanted, estimate.spec, schedule.total_pairs / schedule.global_batch)
+    asked = graphs_asked(wanted, estimate.spec, schedule.total_pairs / schedule.global_batch)
     if kept and wanted.compile == "auto":
         asked = kept.graphs and estimate.spec.kernels
     if _can_keep(kept, wanted, estimate, usable_bytes):
@@ -197,7 +197,7 @@ def probe_plan(trial, plan, choose):
             break
         if measured is None:
             shrink = partial(shrink_plan, longest_tokens=estimate.lengths.longest, num_blocks=estimate.num_blocks)
-            smaller = smaller_plan(replace(plan, graphs=False), shrink)  # the cutting shrinks; probes record nothing
+            smaller = smaller_plan(replace(plan, graphs=False), shrink)  # the batching shrinks; probes capture nothing
             plan, choose = replace(smaller, graphs=plan.graphs), None
             continue
         calibration = measured / _predicted(estimate, examples.lengths(ids, FIRST_EPOCH), plan)
@@ -207,9 +207,9 @@ def probe_plan(trial, plan, choose):
         except NothingFits:  # not with the margin, but this plan ran
             break
         is_last = number == PROBES - 1
-        takes_less = estimate.step_peak(*better.cutting) < estimate.step_peak(*plan.cutting)
+        takes_less = estimate.step_peak(*better.batching) < estimate.step_peak(*plan.batching)
         # after the last probe, only a smaller plan is taken, where the costliest forward would not fit with CUDA graphs
-        if better.cutting == plan.cutting or is_last and plan.graphs and takes_less:
+        if better.batching == plan.batching or is_last and plan.graphs and takes_less:
             return better, measured
         if is_last:
             break
@@ -224,7 +224,7 @@ def probe_plan(trial, plan, choose):
 def _predicted(estimate, lengths, plan):
     """Predicted peak reserved bytes of forward and backward of examples of these lengths in one micro-batch."""
     own = Estimate(estimate.spec, histogram(lengths), len(lengths))
-    return own.step_peak(int(lengths.sum(dtype=np.int64)), *plan.cutting[1:])
+    return own.step_peak(int(lengths.sum(dtype=np.int64)), *plan.batching[1:])
 
 
 def _step_peak(context, plan, ids):

@@ -94,7 +94,7 @@ def evaluate_loss(evaluation, plan, step=0, note=lambda kind, **values: None):
         return cut(ids, examples.lengths(ids, EPOCH), plan.micro_batch_tokens)
 
     def shrink(plan):
-        return shrink_plan(replace(plan, graphs=False), examples.histogram.longest)  # without backward none is recorded
+        return shrink_plan(replace(plan, graphs=False), examples.histogram.longest)  # without backward none is captured
 
     share_ids = np.arange(ranks.rank, len(examples), ranks.world_size)
     note = partial(note, step=step, where="evaluate")

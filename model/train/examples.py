@@ -46,6 +46,14 @@ class Examples:
         """Lengths of `bounds`, each as often as an epoch takes it."""
         return mixed(self.bounds, self.mixture) if self.mixture else histogram(self.bounds)
 
+    @property
+    def binned_lengths(self):
+        """{side: Lengths.binned of it}, for plots."""
+        names, num_sides = self.objective.sides, self.histogram.tokens.shape[1]
+        if len(names) != num_sides:  # a network may take several columns as one side
+            names = [f"side {place}" for place in range(num_sides)]
+        return {name.removesuffix("_ids"): self.histogram.binned(place) for place, name in enumerate(names)}
+
     def lengths(self, ids, epoch):
         """Tokens of each side of the rows `ids` in this epoch, int64 (rows, sides)."""
         return self.objective.lengths(self.store, ids, self.seed, epoch)

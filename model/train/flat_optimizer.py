@@ -31,14 +31,14 @@ class FlatOptimizer:
 
     @property
     def obeys_scale(self):
-        """True if an update changes nothing unless its scale is above 0, and can be recorded as a CUDA graph."""
+        """True if an update changes nothing unless its scale is above 0, and can be captured as a CUDA graph."""
         return runs_kernels(self.weights)
 
     def update(self, rate, scale, apply=None):
         """Update the weights at learning rate `rate` with `scale` times the flat gradients, which may change.
 
         `scale` is a 0-dim tensor on the device, so the host does not wait for it. `apply` replaces the optimizer's own,
-        as a recording of it does.
+        as a CUDA graph of it does.
         """
         for group in self.param_groups:
             group["lr"].fill_(rate)

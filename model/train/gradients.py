@@ -24,8 +24,8 @@ class Attempt:
     outcome: Outcome
     micro_batches: int = 0
     data_wait_seconds: float = 0.0
-    norms: torch.Tensor | None = None  # `_norms`, or a Recording's; held before the vote: nothing may fail after it
-    ready: dict = field(default_factory=dict)  # of a Recording; empty: nothing tells when a part is written
+    norms: torch.Tensor | None = None  # `_norms`, or a CapturedStep's; held before the vote: nothing may fail after it
+    ready: dict = field(default_factory=dict)  # of a CapturedStep; empty: nothing tells when a part is written
 
 
 def attempt_gradients(context, plan, work, packed=None):
@@ -46,19 +46,19 @@ def _gradients(context, plan, work, packed):
     if model.has_dropout:
         model.key_dropout(context.loader.schedule.seed, work.step)
     if packed.bucket and context.graphs:
-        recording = _replay(context, plan, work, packed)
-        norms, ready = recording.norms, recording.ready
+        graph = _replay(context, plan, work, packed)
+        norms, ready = graph.norms, graph.ready
     else:
         _compute_gradients(context, plan, work, packed)
         norms, ready = _norms(context), {}
     if context.graphs and context.optimizer.obeys_scale:
-        context.graphs.record_update(context.optimizer)  # here, because memory may run out
+        context.graphs.capture_update(context.optimizer)  # here, because memory may run out
     fault_injection.fire("reduce", work.step)
     return Attempt(Outcome.OK, len(packed.micro_batches), waited, norms, ready)
 
 
 def _replay(context, plan, work, packed):
-    """Write the gradients of a step of one micro-batch by a replay; returns its Recording."""
+    """Write the gradients of a step of one micro-batch by a replay; returns its CapturedStep."""
     (micro_batch,) = packed.micro_batches
     context.model.zero_grad()
     for site in ("forward", "backward_first"):

@@ -46,7 +46,7 @@ class Packed:
     """A rank's micro-batches of a step, in host memory."""
 
     plan: MemoryPlan  # that determined the micro-batches
-    bucket: Bucket | None  # size that the only micro-batch is padded to, to replay a recorded step; None: no padding
+    bucket: Bucket | None  # size that the only micro-batch is padded to, to replay a captured step; None: no padding
     micro_batches: list
 
 
@@ -60,7 +60,7 @@ class Loader:
 
     @cached_property
     def buckets(self):
-        """Buckets for the steps that are recorded."""
+        """Buckets for the steps that are captured."""
         lengths, num_ranks = self.examples.histogram, self.ranks.world_size
         share_pairs, is_stream = -(-self.schedule.global_batch // num_ranks), self.examples.family.reads_one_stream
         return buckets_for(lengths.tokens, share_pairs, lengths.counts, is_stream, num_ranks)

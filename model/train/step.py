@@ -60,7 +60,7 @@ class StepContext:
         return self.loader.examples.objective
 
     def with_graphs(self):
-        """This StepContext with a StepGraphs, for plans that record steps."""
+        """This StepContext with a StepGraphs, for plans that capture steps."""
         in_parts = self.ranks.world_size > 1
         return self if self.graphs else replace(self, graphs=StepGraphs(self.model, self.objective, in_parts))
 

@@ -19,7 +19,7 @@ def train(tmp_path):
 
 def test_lengths_cuts_bytes_and_duplicates_are_counted(train, tokenizer):
     (head, *lines) = report_lines(read_contents(train, tokenizer, near=False), tokenizer, 101)
-    assert head == f"{train}: 102 pairs, 1 with earlier turns or a system text"
+    assert head == f"{train}: 102 pairs in 102 conversations, 1 with earlier turns or a system text"
     assert lines[0] == "  prompt characters: p50 49, p90 90, p95 95, p99 99, p100 100"
     assert lines[1] == "  response characters: p50 98, p90 180, p95 190, p99 198, p100 200"
     assert "  exact duplicates: 1 of 102 (0.98%)" in lines

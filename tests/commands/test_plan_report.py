@@ -15,7 +15,6 @@ from model.commands.plan_report import plan_text, preview, table
 from model.commands.recipe import plan_options
 from model.data.length_histogram import histogram
 from model.data.packing import cut
-from model.data.readers import read_pairs
 from model.data.store_writer import side_lengths
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import PROBE, load_tokenizer
@@ -25,6 +24,7 @@ from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.objectives.pairs import Pairs
+from tests.data.files import read_pairs
 from tests.parts import make_estimate, open_pairs
 from tests.tiny import furnish, write_pairs
 
@@ -105,15 +105,15 @@ def test_the_predicted_evaluation_peak_covers_every_forward_pass():
         chosen = choose_plan(plan_options(config), estimate, 19 * GIB)
         for part in cut(np.arange(2000), lengths[:2000], chosen.micro_batch_tokens):
             own = make_estimate(config, shape, torch.bfloat16, histogram(lengths[part]), len(part))
-            needed = own.peaks(int(lengths[part].sum()), *chosen.cutting[1:])["evaluation"]
+            needed = own.peaks(int(lengths[part].sum()), *chosen.batching[1:])["evaluation"]
             assert needed <= predicted_peaks(estimate, chosen, 19 * GIB)["evaluation"]
 
 
 def test_cuda_graphs_are_counted_in_every_phase_after_their_recording(home):
     given = dict(model="small", gpu_memory_limit_gb=20, max_seq_len=128, batch_size_per_gpu=32)
-    with_recordings, without = plan(compile="True", **given), plan(compile="False", **given)
-    assert with_recordings["plan"]["graphs"] and not without["plan"]["graphs"]
-    held = {name: with_recordings["phases"][name] - peak for name, peak in without["phases"].items()}
+    with_graphs, without = plan(compile="True", **given), plan(compile="False", **given)
+    assert with_graphs["plan"]["graphs"] and not without["plan"]["graphs"]
+    held = {name: with_graphs["phases"][name] - peak for name, peak in without["phases"].items()}
     assert held["step"] == held["load"] == 0 < held["save"] == held["evaluation"] == held["generation"]
 
 
@@ -123,7 +123,7 @@ def test_recordings_are_deleted_for_evaluations_that_need_their_memory(home):
         planned = plan(gpu_memory_limit_gb=limit_gb, **given)
         evaluation, save = (planned["phases"][name] for name in ("evaluation", "save"))
         assert planned["plan"]["graphs"] and max(evaluation, save) <= limit_gb * GIB
-        assert (evaluation > save) == (limit_gb == 20), "a save keeps the recordings"
+        assert (evaluation > save) == (limit_gb == 20), "a save keeps the graphs"
 
 
 def test_the_case_of_the_second_guide_fits_its_card_in_one_forward():
@@ -131,7 +131,7 @@ def test_the_case_of_the_second_guide_fits_its_card_in_one_forward():
     assert values["parameters"] == 196_648_704
     assert values["forwards"] == 1 and not values["plan"]["gradient_checkpointing"]
     assert max(values["phases"].values()) < 19.58 * GIB
-    assert {lever["lever"] for lever in values["levers"]} >= {"optimizer adafactor", "gradient checkpointing True"}
+    assert {lever["lever"] for lever in values["levers"]} >= {"optimizer adafactor", "activation checkpointing True"}
 
 
 def test_a_model_too_large_for_one_pair_is_refused_with_its_bytes():
@@ -159,7 +159,7 @@ def test_a_phase_that_does_not_fit_is_reported_with_what_to_type(capsys):
         plan_text((), dict(words))
     shown = capsys.readouterr().out
     assert re.search(r"^peak: generation +3.58 GiB, does not fit$", shown, re.MULTILINE)
-    assert re.search(r"^with gradient checkpointing True .* does not fit", shown, re.MULTILINE)
+    assert re.search(r"^with activation checkpointing True .* does not fit", shown, re.MULTILINE)
     with pytest.raises(NothingFits):
         plan_text((), words | dict(json="True"))
     values = json.loads(capsys.readouterr().out)

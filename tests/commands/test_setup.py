@@ -117,9 +117,9 @@ def test_config_json_holds_the_options_that_were_typed(home, done_run):
 def test_a_plan_without_cuda_graphs_recovers_them_only_if_the_resumed_run_may_record():
     growth = asdict(PlanRecovery(RECORDED, calm_steps=3))
     state = TrainState(plan=asdict(PLAN), growth=growth)
-    assert kept_recovery(state, PLAN, may_record=True) == growth
-    assert kept_recovery(state, PLAN, may_record=False) == asdict(PlanRecovery(PLAN, calm_steps=3))
-    assert kept_recovery(state, RECORDED, may_record=True) is None
+    assert kept_recovery(state, PLAN, may_capture=True) == growth
+    assert kept_recovery(state, PLAN, may_capture=False) == asdict(PlanRecovery(PLAN, calm_steps=3))
+    assert kept_recovery(state, RECORDED, may_capture=True) is None
 
 
 def test_a_model_that_cannot_fit_is_refused_with_its_bytes_before_anything_is_allocated(store):

@@ -2,11 +2,13 @@
 
 import json
 import string
+from collections import Counter
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from model.data.readers import read_pairs
+from model.data.readers import read_conversations
+from model.data.t5_text import pairs_of as learnt_pairs
 from model.data.tokenizer import PROBE, load_tokenizer
 
 
@@ -22,6 +24,13 @@ def write_json(path, value):
 
 def write_json_lines(path, rows):
     return write(path, "\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+
+
+def read_pairs(path, *columns, ignored=None, **options):
+    """Yield (question, answer) of each learnt answer of a file."""
+    ignored = Counter() if ignored is None else ignored
+    pairs = learnt_pairs(read_conversations(path, *columns, ignored=ignored, **options), ignored, single_turn=True)
+    return ((question, answer) for question, answer, _ in pairs)
 
 
 def pairs_of(path, **columns):

@@ -7,14 +7,13 @@ import sys
 import numpy as np
 import pyarrow as pa
 
-from model.data.readers import read_pairs, read_rows
 from model.runtime.json_stream import MAX_ITEM_CHARS
-from tests.data.files import pairs_of, refusal, write
+from tests.data.files import pairs_of, read_pairs, refusal, write
 
 MEASURE = """
 import sys
 from resource import RUSAGE_SELF, getrusage
-from model.data.readers import read_pairs
+from tests.data.files import read_pairs
 list(read_pairs(sys.argv[1]))
 before = getrusage(RUSAGE_SELF).ru_maxrss
 for path in sys.argv[2:]:
@@ -102,7 +101,7 @@ def test_damaged_files_are_refused_and_never_end_the_process(tmp_path):
         for place in random.integers(0, len(data), 3):
             data[place] = random.integers(256)
         try:
-            list(read_rows(write(path, bytes(data[: len(data) - random.integers(2) * 40]))))
+            pairs_of(write(path, bytes(data[: len(data) - random.integers(2) * 40])))
         except ValueError as error:
             assert str(path) in str(error)
     assert "damaged or not arrow" in refusal(write(path, b"no arrow at all"))

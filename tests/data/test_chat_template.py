@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from model.data.chat_template import write_chat_template
-from model.data.conversation import Turn, encode_conversation
+from model.data.conversation import Turn
+from model.data.t5_text import encode_conversation
 from model.data.tokenizer import PROBE, copy_tokenizer, load_tokenizer
 from tests.data.files import save_unigram
 from tests.data.test_tokenizer import ROOT

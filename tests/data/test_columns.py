@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from model.data.columns import as_text
-from model.data.readers import describe_ignored, read_pairs
-from tests.data.files import pairs_of, refusal, write, write_json, write_json_lines
+from model.data.file_request import describe_ignored
+from model.data.values import as_text
+from tests.data.files import pairs_of, read_pairs, refusal, write, write_json, write_json_lines
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ from tests.data.files import pairs_of, refusal, write, write_json, write_json_li
         ({"title": "t", "提问": "q", "答案": "a"}, ("q", "a")),
         ({"问": "q", "答": "a"}, ("q", "a")),
         ({"指令": "翻译", "输入": "hello", "输出": "a"}, ("翻译\nhello", "a")),
-        ({"Prompt": 12, "Response ": True}, ("12", "True")),
-        ({"prompt": ["x", {"text": "y"}, None], "response": {"deep": 1}}, ("x\ny", "")),
+        ({"Prompt": 12, "Response ": True}, ("12", "true")),
+        ({"prompt": ["x", {"text": "y"}, None], "response": {"deep": 1}}, ("x\ny", '{"deep": 1}')),
         ({"prompt": float("nan"), "response": 1.5}, ("", "1.5")),
         ({"prompt": "\ud800x", "response": "\ud83d\ude00"}, ("\ufffdx", "\U0001f600")),
     ],
@@ -46,8 +46,20 @@ def test_named_columns_are_used_and_a_missing_one_is_refused_with_the_columns_fo
 
 
 def test_every_value_becomes_text_that_utf8_can_encode():
-    values = [None, 3, False, 0.5, float("nan"), b"\xe6\xb1\x89\xff", "\udc00", {"a": 1}, [[1]], ["a", {"text": "b"}]]
-    assert [as_text(value) for value in values] == ["", "3", "False", "0.5", "", "汉\ufffd", "\ufffd", "", "", "a\nb"]
+    values = [
+        None,
+        3,
+        False,
+        0.5,
+        float("nan"),
+        b"\xe6\xb1\x89\xff",
+        "\udc00",
+        {"a": "汉"},
+        [[1]],
+        ["a", {"text": "b"}],
+    ]
+    texts = ["", "3", "false", "0.5", "", "汉\ufffd", "\ufffd", '{"a": "汉"}', "[[1]]", "a\nb"]
+    assert [as_text(value) for value in values] == texts
 
 
 def test_messages_stay_short_however_many_columns_a_file_has(tmp_path):

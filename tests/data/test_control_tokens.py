@@ -8,7 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from model.data.control_tokens import is_control
-from model.data.conversation import Context, Turn, encode_conversation, encode_questions
+from model.data.conversation import Turn
+from model.data.t5_text import Context, encode_conversation, encode_questions
 from model.data.tokenizer import BYTE_TOKENS, PROBE, RESERVED_TOKENS, SPECIAL_TOKENS, load_tokenizer
 from model.data.turn_template import turn_template, with_turn_end
 from tests.data.files import save_unigram

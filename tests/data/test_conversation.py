@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from model.data.conversation import Context, Turn, encode_conversation, encode_questions
+from model.data.conversation import Turn
+from model.data.t5_text import Context, encode_conversation, encode_questions
 from model.data.tokenizer import PROBE, load_tokenizer
 from tests.data.files import save_unigram
 

@@ -8,16 +8,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from model.data.conversation import Turn
-from model.data.dialogue import MAX_KEPT_CHARS, Dialogue
-from model.data.readers import describe_ignored, read_pairs, read_pairs_in_context
-from tests.data.files import write_json, write_json_lines
+from model.data.file_request import describe_ignored
+from model.data.readers import read_conversations
+from model.data.t5_text import pairs_of
+from tests.data.files import read_pairs, write_json, write_json_lines
 
 
 def said_before(path, ignored=None):
     """(system text, earlier texts, prompt, response) of each pair; both None without a context."""
-    found = []
-    for prompt, response, context in read_pairs_in_context(path, ignored=ignored):
+    found, ignored = [], Counter() if ignored is None else ignored
+    for prompt, response, context in pairs_of(read_conversations(path, ignored=ignored), ignored):
         turns = [turn.text for turn in context.turns[: context.end]] if context else None
         found.append((context and context.system, turns, prompt, response))
     return found
@@ -83,26 +83,16 @@ def test_turns_of_other_roles_are_left_out_and_counted_and_unanswered_questions_
     turns = [Q1, A1, dict(role="tool", content="t"), dict(role="assistant", content="c"), Q2, Q2, A2, Q1]
     ignored = Counter()
     found = said_before(write_json_lines(tmp_path / "x.jsonl", [{"messages": turns}]), ignored)
-    assert [pair[2:] for pair in found] == [("q", "a"), ("", "c"), ("b\nb", "u"), ("q", "")]
-    assert found[2][1] == ["q", "a\nc"]
-    assert describe_ignored(ignored) == "not used: turns of role 'tool' (1 turn)"
+    assert [pair[2:] for pair in found] == [("q", "a\nc"), ("b\nb", "u"), ("q", "")]
+    assert found[1][1] == ["q", "a\nc"]
+    assert describe_ignored(ignored) == "not used: in conversations results of tools (1 time)"
 
 
-def test_a_dialogue_of_100000_turns_is_read_in_linear_time_and_keeps_its_newest_turns(tmp_path):
+def test_a_dialogue_of_100000_turns_is_read_in_linear_time(tmp_path):
     turns = [dict(role=("user", "assistant")[place % 2], content=f"{place:06} {'x' * 20}") for place in range(100_000)]
     (tmp_path / "x.json").write_text(json.dumps(turns))
-    started, chars = time.perf_counter(), 0
-    for prompt, _, context in read_pairs_in_context(tmp_path / "x.json"):
-        if context:
-            assert int(context.turns[context.end - 1].text[:6]) == int(prompt[:6]) - 1
-            chars = max(chars, sum(len(turn.text) for turn in context.turns[:9]) * len(context.turns) // 9)
-    assert chars < 2 * MAX_KEPT_CHARS
-    assert time.perf_counter() - started < 20
-
-
-def test_a_dialogue_forgets_its_oldest_turns_and_contexts_given_before_keep_theirs():
-    dialogue, half = Dialogue(), "x" * (MAX_KEPT_CHARS // 4)
-    contexts = [dialogue.next_context(f"{place}{half}", f"{place}") for place in range(9)]
-    assert len(dialogue.turns) < 9
-    for place, context in enumerate(contexts[1:], 1):
-        assert context.turns[context.end - 1] == Turn("assistant", f"{place - 1}")
+    started = time.perf_counter()
+    pairs = list(pairs_of(read_conversations(tmp_path / "x.json"), Counter()))
+    assert len(pairs) == 50_000 and time.perf_counter() - started < 20
+    for prompt, _, context in pairs[1:]:
+        assert int(context.turns[context.end - 1].text[:6]) == int(prompt[:6]) - 1

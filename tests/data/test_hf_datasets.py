@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset, DatasetDict, load_dataset
 
 from model.data.file_list import data_files, files_in, unweighted_files
-from model.data.readers import read_pairs
+from tests.data.files import read_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 

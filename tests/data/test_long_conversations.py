@@ -6,7 +6,8 @@ from itertools import chain
 
 import pytest
 
-from model.data.conversation import Turn, encode_conversation, marks_of
+from model.data.conversation import Turn
+from model.data.t5_text import encode_conversation, marks_of
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
 from model.data.turn_template import turn_template

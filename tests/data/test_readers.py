@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from model.data.readers import describe_ignored, read_pairs, read_rows
-from tests.data.files import pairs_of, refusal, write, write_json, write_json_lines
+from model.data.file_request import describe_ignored
+from tests.data.files import pairs_of, read_pairs, refusal, write, write_json, write_json_lines
 
 
 def turns(speaker, content, **texts):
@@ -38,10 +38,10 @@ def test_each_question_of_a_dialogue_with_its_answer_is_a_pair(tmp_path, dialogu
     assert pairs_of(write(tmp_path / "lines.jsonl", lines)) == once * 2
 
 
-def test_a_question_without_an_answer_and_an_answer_without_a_question_keep_their_place(tmp_path):
+def test_what_one_side_says_in_a_row_is_one_turn_and_a_last_question_has_no_answer(tmp_path):
     said = [("user", "q1"), ("user", "q2"), ("assistant", "a"), ("assistant", "b"), ("tool", "x"), ("user", "q3")]
     path = write_json(tmp_path / "d.json", [{"messages": [{"role": role, "content": text} for role, text in said]}])
-    assert pairs_of(path) == [("q1\nq2", "a"), ("", "b"), ("q3", "")]
+    assert pairs_of(path) == [("q1\nq2", "a\nb"), ("q3", "")]
 
 
 def test_messages_in_parquet_are_dialogues_too(tmp_path):
@@ -52,7 +52,11 @@ def test_messages_in_parquet_are_dialogues_too(tmp_path):
 
 def test_rows_with_different_columns_are_mapped_independently(tmp_path):
     rows = [{"prompt": "p", "response": "r"}, {"question": "q", "answer": "a"}, {"id": 3}]
-    assert pairs_of(write_json(tmp_path / "r.json", rows)) == [("p", "r"), ("q", "a"), ("", "")]
+    pairs, message = read_and_describe(tmp_path / "r.jsonl", rows)
+    assert (pairs, message) == (
+        [("p", "r"), ("q", "a")],
+        "not used: in the file rows without a prompt and a response (1 row)",
+    )
 
 
 def test_json_lines_are_read_under_both_suffixes_and_nul_characters_are_kept(tmp_path):
@@ -72,7 +76,8 @@ GOOD_ITEM = '{"prompt": "p", "response": "r"}'
         ("x.json", "[]", "no rows"),
         ("x.jsonl", "\n \n", "no rows"),
         ("x.csv", "prompt,response\n", "no rows"),
-        ("x.txt", "hello", ".json, .jsonl, .csv, .tsv, .parquet"),
+        ("x.txt", "hello", "it holds texts without a response: plain text does not say"),
+        ("x.doc", "hello", ".json, .jsonl, .csv, .tsv, .parquet, .txt"),
         ("x.json", f"[{GOOD_ITEM},\n{GOOD_ITEM},\n]", "line 3 (character 69): malformed JSON: a comma before the clos"),
         ("x.json", f"[{GOOD_ITEM},\n{GOOD_ITEM[:-2]}", "line 2 (character 63): malformed JSON: Unterminated string"),
         ("x.json", f"[{GOOD_ITEM}", "line 1 (character 33): malformed JSON: no , or ]"),
@@ -83,7 +88,7 @@ GOOD_ITEM = '{"prompt": "p", "response": "r"}'
         ("x.json", "[" * 50 + "]" * 50, "nested more than 8 deep"),
         ("x.json", '[{"prompt": ' + "9" * 5000 + "}]", "malformed JSON: Exceeds the limit"),
         ("x.json", '{"a": 1, "b": 2}', "no prompt or response column; found 'a', 'b'"),
-        ("x.json", '[{"text": "p"}]', "no response column; found 'text' and no other: plain text does not say"),
+        ("x.json", '[{"text": "p"}]', "it holds texts without a response: plain text does not say"),
         ("x.jsonl", f'{{"prompt": "cut\n{GOOD_ITEM}', "malformed JSON: the line ends within a text; repair"),
         ("x.jsonl", '{"prompt": "\0"}', "malformed JSON: Invalid control character; repair"),
         ("x.csv", "标题;正文\na,b;c\n", "separated by ';': save it with commas as .csv, or with tabs as .tsv"),
@@ -180,11 +185,6 @@ def test_a_damaged_file_gives_pairs_or_a_value_error(tmp_path):
     assert num_refused > 100 and num_read > 30
 
 
-def test_read_rows_keeps_every_column(tmp_path):
-    row = {"prompt": "p", "response": "r", "score": 3}
-    assert list(read_rows(write_json(tmp_path / "r.json", [row, row]))) == [row, row]
-
-
 ROW = {"prompt": "p", "response": "r"}
 TURNS = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "tool", "user", "assistant")]
 
@@ -203,7 +203,7 @@ def read_and_describe(path, rows, **columns):
         {"from": "human", "value": "c"},
         {"data": ["q", "a"]},
         {"messages": TURNS},
-        {"history": [["q", "a"]], "system": "s", "rejected": "x"},
+        {"rejected": "x", "history": "q a"},
     ],
 )
 def test_a_row_with_a_prompt_and_a_response_is_a_pair_whatever_other_columns_it_has(tmp_path, more):
@@ -218,7 +218,7 @@ def test_a_dialogue_is_read_when_the_row_has_no_text_in_its_pair_columns(tmp_pat
     row = {"prompt": "p", "chosen": [{"role": "user", "content": "x"}], "messages": TURNS, "tools": []}
     pairs, message = read_and_describe(tmp_path / "x.jsonl", [row])
     assert pairs == [("u", "a"), ("u", "a")]
-    assert "column 'prompt' (1 row), 'chosen' (1 row)" in message and "tools" not in message
+    assert "column 'prompt' (1 row), 'chosen' (1 row)" in message and "column 'tools'" not in message
 
 
 def test_turns_of_other_roles_and_earlier_turns_are_counted_as_not_used(tmp_path):
@@ -226,11 +226,11 @@ def test_turns_of_other_roles_and_earlier_turns_are_counted_as_not_used(tmp_path
     pairs, message = read_and_describe(tmp_path / "x.jsonl", rows)
     assert pairs == [("u", "a"), ("u", "a"), ("p", "r"), ("p", "r")]
     assert message == (
-        "not used: turns of role 'system' (1 turn), 'tool' (1 turn); column 'id' (1 row), 'n' (1 row); "
-        "earlier turns (2 pairs of longer dialogues)"
+        "not used: column 'id' (1 row), 'n' (1 row); in conversations results of tools (1 time), "
+        "system texts (1 time); earlier turns (2 pairs of longer dialogues)"
     )
-    with pytest.raises(ValueError, match=r"no rows found \(not used: turns of role 'tool' \(2 turns\)\)"):
-        read_and_describe(tmp_path / "y.jsonl", [TURNS[3]] * 2)
+    with pytest.raises(ValueError, match=r"no rows found \(not used: turns of role 'judge' \(2 turns\)\)"):
+        read_and_describe(tmp_path / "y.jsonl", [{"role": "judge", "content": "x"}] * 2)
 
 
 def test_empty_columns_and_malformed_dialogues_are_not_counted_as_not_used(tmp_path):

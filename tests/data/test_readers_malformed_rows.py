@@ -2,7 +2,8 @@
 
 import pytest
 
-from model.data.readers import NoRows, read_pairs
+from model.data.readers import NoRows
+from tests.data.files import read_pairs
 
 ITEM = '{"prompt": "p", "response": "r"}'
 DIALOGUE = '{"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": ["r"]}]}'

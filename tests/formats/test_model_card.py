@@ -2,7 +2,7 @@ import re
 
 from huggingface_hub import ModelCard
 
-from model.formats.model_card import CardFacts, adapter_card, ctranslate2_card, merged_card, model_card
+from model.formats.model_card import CardFacts, adapter_card, ctranslate2_card, merged_card, model_card, model_name
 from model.formats.weights import export_model
 
 FACTS = CardFacts("run: \"a|b\" # 'c'", "A model.", {"Data": {"trained on": "a|b\nc"}}, "问答.jsonl", dict(loss=1.25))
@@ -21,18 +21,21 @@ def test_a_model_without_scores_has_metadata_too():
     assert data.library_name == "transformers" and data.eval_results is None
 
 
-def test_an_adapter_s_card_names_its_base_and_the_merged_model_s_says_what_the_adapter_was_trained_on():
-    facts = CardFacts("run", "An adapter.", {"Data": {"trained on": "a"}}, "b", dict(bleu=6.814e-14, loss=1.23456))
-    card = adapter_card(facts, "qwen3", False, "/cache/models--Qwen--Qwen3-0.6B/snapshots/ab12")
+def test_a_decoder_s_adapter_is_tagged_as_what_it_is_with_its_base_and_without_rounding_as_a_score():
+    facts = CardFacts(
+        scores=dict(bleu=6.814e-14), file="v.jsonl", base=model_name("models--Qwen--Qwen3-0.6B/snapshots/1")
+    )
+    card = adapter_card(facts, "qwen3", False, "base")
     data = ModelCard(card).data
-    assert (data.base_model, data.tags, data.pipeline_tag) == ("Qwen/Qwen3-0.6B", ["qwen3"], "text-generation")
-    assert "| BLEU, 0 to 100 | 0.00 |" in card and "| loss, nats a target token | 1.235 |" in card
-    assert ModelCard(adapter_card(facts, "t5", True, "model_save/old/best")).data.base_model == "old"
-    merged = merged_card(card, model_card(CardFacts(), "qwen3", False))
-    data = ModelCard(merged).data
-    assert (data.library_name, data.base_model) == ("transformers", "Qwen/Qwen3-0.6B")
-    assert "| trained on | a |" in merged and "peft" not in merged
-    assert merged.count("## Use") == merged.count("## Limits") == 1 and "BLEU" in merged
+    assert (data.pipeline_tag, data.tags, data.base_model) == ("text-generation", ["qwen3"], "Qwen/Qwen3-0.6B")
+    assert data.eval_results[0].metric_value == 0 and "| BLEU, 0 to 100 | 0 |" in card
+    assert [model_name(path) for path in ("/home/me/Qwen3-0.6B", "model_save/sft/best")] == ["Qwen3-0.6B", "sft"]
+
+
+def test_a_merged_card_keeps_the_training_and_has_one_use():
+    card = merged_card(adapter_card(FACTS, "t5", True, "base"), True)
+    assert ModelCard(card).data.library_name == "transformers" and "## Data" in card
+    assert card.count("## Use") == card.count("## Limits") == 1 and "peft" not in card
 
 
 def test_a_cell_stays_a_cell():

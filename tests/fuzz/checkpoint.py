@@ -93,7 +93,7 @@ def check_changed_state(draw, path):
     assert asdict(found.state) == expected | dict(recent_norms=tuple(expected["recent_norms"]))
     plan = MemoryPlan(**found.state.plan) if found.state.plan else WHOLE
     plan = replace(plan, graphs=False)  # a CPU has no CUDA graphs
-    losses = [_step_after(found, *cutting) for cutting in ((plan, found.state.growth), (WHOLE, None))]
+    losses = [_step_after(found, *batching) for batching in ((plan, found.state.growth), (WHOLE, None))]
     assert math.isclose(*losses, rel_tol=1e-5)
 
 

@@ -228,7 +228,7 @@ def _replace_by_link(path, target):
 def _write_run(run_dir, tokenizer, model, overwrite):
     """Write what a run writes, in the same order."""
     admitted = admit(run_dir, "auto", overwrite)
-    with claim(run_dir, admitted, overwrite, tokenizer.directory):
+    with claim(run_dir, admitted, overwrite, tokenizer):
         write_json(run_dir / "config.json", {})
         write_json(run_dir / "plan.json", {})
         cut_sample_ids(run_dir, 0)

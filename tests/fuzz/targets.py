@@ -27,13 +27,13 @@ from fire.decorators import SetParseFn
 from config import TrainConfig
 from model.commands.options import FLAGS, read_request
 from model.data.columns import PROMPT_COLUMNS, RESPONSE_COLUMNS
-from model.data.readers import read_pairs
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.data.tokenizer_file import MAX_VOCAB_SIZE
 from model.formats.weights import load_into, load_weights
 from model.nn.registry import load_model_config
 from model.nn.t5.network import TextToTextModel
 from model.run.journal import read_journal
+from tests.data.files import read_pairs
 from tests.fuzz.checkpoint import check_checkpoint, tiny_run
 from tests.fuzz.mutations import mutate, mutate_tree
 from tests.fuzz.strangers import STRANGERS

@@ -50,9 +50,9 @@ def test_the_estimate_for_the_longest_responses_is_that_of_those_examples():
     longest = lengths[np.lexsort((-lengths.sum(axis=1), -lengths[:, 1]))]
     for count in (20, 64):
         own = Estimate(BF16, histogram(longest[:count]), count)
-        cutting = int(longest[:count].sum()), 512, False
-        assert estimate.of_longest_targets.step_peak(*cutting) == pytest.approx(own.step_peak(*cutting), rel=1e-6)
-        assert estimate.of_longest_targets.step_peak(*cutting) <= estimate.step_peak(*cutting)
+        batching = int(longest[:count].sum()), 512, False
+        assert estimate.of_longest_targets.step_peak(*batching) == pytest.approx(own.step_peak(*batching), rel=1e-6)
+        assert estimate.of_longest_targets.step_peak(*batching) <= estimate.step_peak(*batching)
 
 
 @pytest.mark.parametrize("checkpointing", (0, 12))

@@ -17,7 +17,7 @@ def test_shrinking_makes_each_plan_smaller_and_ends(start):
         assert smaller.micro_batch_tokens <= plans[-1].micro_batch_tokens
         assert smaller.chunk_tokens <= plans[-1].chunk_tokens
         assert smaller.gradient_checkpointing >= plans[-1].gradient_checkpointing
-        assert not smaller.graphs, "recordings are given up first"
+        assert not smaller.graphs, "graphs are given up first"
         plans.append(smaller)
         assert len(plans) < 20
     assert plans[-1] == MemoryPlan(512, 128, 12, 0)

@@ -19,7 +19,7 @@ from model.memory.plan import (
     Room,
     choose_plan,
     fitting_plan,
-    recording_bytes,
+    graph_bytes,
 )
 from model.memory.step_time import time_factor
 from model.nn.decoder.sizes import DecoderModelConfig
@@ -80,7 +80,7 @@ def test_a_plan_fits_the_memory_and_holds_its_predicted_peak(shape):
     plans = [choose(gib, shape, share_pairs=512, optimizer="adafactor") for gib in (4, 8, 12, 20, 40)]
     for gib, plan in zip((4, 8, 12, 20, 40), plans, strict=True):
         estimate = estimate_of(shape, share_pairs=512, optimizer="adafactor")
-        assert plan.predicted_peak_bytes == estimate.step_peak(*plan.cutting) <= gib * GIB * USABLE * (1 + 1 / 64)
+        assert plan.predicted_peak_bytes == estimate.step_peak(*plan.batching) <= gib * GIB * USABLE * (1 + 1 / 64)
     factors = [round(time_factor(plan, estimate), 6) for plan in plans]
     assert factors == sorted(factors, reverse=True)
 
@@ -138,7 +138,7 @@ def test_no_more_blocks_are_checkpointed_than_the_memory_needs():
         plan = choose(gib, lengths=long, share_pairs=1)
         numbers.append(plan.gradient_checkpointing)
         if numbers[-1]:
-            tokens, chunk, number = plan.cutting
+            tokens, chunk, number = plan.batching
             assert estimate.step_peak(tokens, chunk, number) <= gib * GIB * USABLE
             assert estimate.step_peak(tokens, chunk, number - 1) > gib * GIB * USABLE
     assert len(set(numbers)) > 3 and numbers[-1] == 0, numbers
@@ -196,12 +196,12 @@ def test_checkpointing_is_not_used_for_cuda_graphs_that_replay_few_steps():
 
 @pytest.mark.parametrize("calibration", [None, 0.93, 1.02])
 def test_only_small_steps_are_recorded_if_larger_ones_would_not_fit(calibration):
-    estimate, graph_bytes = heavy_tail(8), []
+    estimate, sizes = heavy_tail(8), []
     for usable_gib in (2.4, 3.2, 8.0):
         plan = choose_plan(plan_options(make_config()), estimate, int(usable_gib * GIB), None, calibration)
-        graph_bytes.append(recording_bytes(estimate, plan))
-        assert estimate.step_peak(*plan.cutting) * (calibration or 1) <= PROBED_USABLE * usable_gib * GIB
-    assert 0 < graph_bytes[0] < graph_bytes[1] < graph_bytes[2], "more memory holds more CUDA graphs"
+        sizes.append(graph_bytes(estimate, plan))
+        assert estimate.step_peak(*plan.batching) * (calibration or 1) <= PROBED_USABLE * usable_gib * GIB
+    assert 0 < sizes[0] < sizes[1] < sizes[2], "more memory holds more CUDA graphs"
 
 
 def qwen_estimate(lengths, pairs, **options):
@@ -236,8 +236,8 @@ def test_a_large_step_has_larger_chunks_where_they_leave_its_peak_as_it_is():
     chunks = {pairs: choose(80, share_pairs=pairs, lengths=lengths).chunk_tokens for pairs in (64, 256, 1024)}
     assert chunks == {64: 512, 256: 2048, 1024: 8192}
     estimate = estimate_of(share_pairs=1024, lengths=lengths)
-    cutting = choose(80, share_pairs=1024, lengths=lengths).cutting
-    assert estimate.step_peak(*cutting) == estimate.step_peak(cutting[0], 2048, cutting[2])
+    batching = choose(80, share_pairs=1024, lengths=lengths).batching
+    assert estimate.step_peak(*batching) == estimate.step_peak(batching[0], 2048, batching[2])
     many_words = replace(SMALL, vocab_size=250_112)  # the logits are the peak
     assert choose(80, many_words, share_pairs=1024, lengths=lengths).chunk_tokens == 2048
 
@@ -246,19 +246,19 @@ HALVINGS = (200, 100, 50, 25, 12, 6, 3, 1)  # of the answers wanted
 
 
 def test_all_wanted_answers_are_generated_together_or_the_largest_halving_of_them_that_fits():
-    estimate, cutting = estimate_of(bleu_pairs=HALVINGS[0]), (2048, 512, 0)
-    assert choose(80, bleu_pairs=HALVINGS[0]).answers == Room(estimate).plan(*cutting).answers == HALVINGS[0]
+    estimate, batching = estimate_of(bleu_pairs=HALVINGS[0]), (2048, 512, 0)
+    assert choose(80, bleu_pairs=HALVINGS[0]).answers == Room(estimate).plan(*batching).answers == HALVINGS[0]
     for answers, fewer in zip(HALVINGS, (*HALVINGS[1:], 1), strict=True):
-        needed = estimate.peaks(*cutting, answers)["generation"]
-        assert Room(estimate, needed).plan(*cutting).answers == answers
-        assert Room(estimate, needed - 1).plan(*cutting).answers == fewer
+        needed = estimate.peaks(*batching, answers)["generation"]
+        assert Room(estimate, needed).plan(*batching).answers == answers
+        assert Room(estimate, needed - 1).plan(*batching).answers == fewer
 
 
 def test_a_plan_for_less_memory_generates_fewer_long_answers_together():
     long, planned = dict(bleu_pairs=HALVINGS[0], max_new_tokens=4000, optimizer="adafactor"), []
     for gib in (0.8, 4, 40):
         plan = choose(gib, **long)
-        peaks = {number: estimate_of(**long).peaks(*plan.cutting, number)["generation"] for number in HALVINGS}
+        peaks = {number: estimate_of(**long).peaks(*plan.batching, number)["generation"] for number in HALVINGS}
         planned.append(max(number for number in HALVINGS if peaks[number] <= gib * GIB * USABLE))
         assert plan.answers == planned[-1]
     assert planned[0] < planned[1] < planned[2] == HALVINGS[0]

@@ -2,15 +2,18 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ujson
 
+from model.data.tokenizer import copy_tokenizer, load_tokenizer
 from model.run import run_dir
 from model.run.checkpoint import checkpoint_paths
 from model.run.run_dir import admit, claim, cut_sample_ids, only_writer
 from model.runtime import atomic_io
+from tests.data.qwen_tokenizer import make_qwen_tokenizer
 from tests.parts import ALONE
 from tests.ranks import kill_all, wait_for
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, start, train
@@ -20,14 +23,14 @@ from train_low_mem import main
 @pytest.fixture
 def old_run(tmp_path, tokenizer):
     """A run directory with its tokenizer and one checkpoint, an empty directory."""
-    claim(tmp_path / "run", "", False, tokenizer.directory).close()
+    claim(tmp_path / "run", "", False, tokenizer).close()
     (tmp_path / "run" / "checkpoints" / "step_00000007").mkdir(parents=True)
     return tmp_path / "run"
 
 
 def test_a_second_run_in_a_directory_is_refused_until_the_first_process_dies(old_run, tokenizer):
     if (child := os.fork()) == 0:
-        held = claim(old_run, "step_00000007", False, tokenizer.directory)  # noqa: F841  closing the file would release the lock
+        held = claim(old_run, "step_00000007", False, tokenizer)  # noqa: F841  closing the file would release the lock
         (old_run / "claimed").touch()
         time.sleep(60)
         os._exit(0)
@@ -39,7 +42,7 @@ def test_a_second_run_in_a_directory_is_refused_until_the_first_process_dies(old
         for refused in (
             lambda: admit(old_run, True, False),
             lambda: admit(old_run, False, True),
-            lambda: claim(old_run, "step_00000007", False, tokenizer.directory),
+            lambda: claim(old_run, "step_00000007", False, tokenizer),
         ):
             with pytest.raises(ValueError, match=rf"another run is using .*run \(process {child} on .*output_dir"):
                 refused()
@@ -47,21 +50,21 @@ def test_a_second_run_in_a_directory_is_refused_until_the_first_process_dies(old
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert admit(old_run, True, False) == "step_00000007"
-    claim(old_run, "step_00000007", False, tokenizer.directory).close()
+    claim(old_run, "step_00000007", False, tokenizer).close()
 
 
 def test_a_run_is_refused_if_another_run_used_the_directory_during_its_setup(old_run, tokenizer):
     admitted = admit(old_run, True, False)
     (old_run / "checkpoints" / "step_00000008").mkdir()
     with pytest.raises(ValueError, match="another run has used"):
-        claim(old_run, admitted, False, tokenizer.directory)
+        claim(old_run, admitted, False, tokenizer)
 
 
 def test_a_run_holds_the_lock_of_its_directory_until_it_ends(tmp_path, tokenizer):
-    with only_writer(ALONE, tmp_path / "run", "", False, tokenizer.directory):
+    with only_writer(ALONE, tmp_path / "run", "", False, tokenizer):
         with pytest.raises(ValueError, match="another run is using"):
-            claim(tmp_path / "run", "", False, tokenizer.directory)
-    claim(tmp_path / "run", "", False, tokenizer.directory).close()
+            claim(tmp_path / "run", "", False, tokenizer)
+    claim(tmp_path / "run", "", False, tokenizer).close()
 
 
 def test_a_checkpoint_that_a_kill_left_aside_is_restored_and_resumed_from(old_run):
@@ -74,22 +77,32 @@ def test_a_checkpoint_that_a_kill_left_aside_is_restored_and_resumed_from(old_ru
 def test_overwrite_moves_the_old_run_aside_and_copies_the_tokenizer(old_run, tokenizer):
     assert admit(old_run, False, True) == ""
     assert checkpoint_paths(old_run), "admit moves nothing"
-    claim(old_run, "", True, tokenizer.directory).close()
+    claim(old_run, "", True, tokenizer).close()
     (aside,) = old_run.parent.glob("run.*.old")
     assert checkpoint_paths(aside) and not checkpoint_paths(old_run)
     assert (old_run / "tokenizer" / "tokenizer.json").exists()
 
 
-def test_overwrite_refuses_to_move_aside_the_tokenizer_that_the_run_reads(old_run):
+def test_a_tokenizer_that_was_replaced_since_the_run_read_it_is_refused(tmp_path, tokenizer):
+    there = tmp_path / "there"
+    copy_tokenizer(tokenizer.directory, there)
+    read = load_tokenizer(there)
+    make_qwen_tokenizer(there)
+    with pytest.raises(ValueError, match="there has changed since this run read it"):
+        claim(tmp_path / "run", "", False, read)
+    assert not (tmp_path / "run" / "tokenizer").exists()
+
+
+def test_overwrite_refuses_to_move_aside_the_tokenizer_that_the_run_reads(old_run, tokenizer):
     with pytest.raises(ValueError, match="would move aside .*tokenizer.*copy it elsewhere"):
-        claim(old_run, "", True, old_run / "tokenizer")
+        claim(old_run, "", True, replace(tokenizer, directory=old_run / "tokenizer"))
     assert checkpoint_paths(old_run)
 
 
 def test_a_start_after_an_aborted_one_replaces_its_tokenizer(tmp_path, tokenizer):
-    claim(tmp_path / "run", "", False, tokenizer.directory).close()
+    claim(tmp_path / "run", "", False, tokenizer).close()
     (tmp_path / "run" / "tokenizer" / "special_tokens_map.json").write_text("{}")
-    claim(tmp_path / "run", "", False, tokenizer.directory).close()
+    claim(tmp_path / "run", "", False, tokenizer).close()
     assert not (tmp_path / "run" / "tokenizer" / "special_tokens_map.json").exists()
 
 
@@ -155,7 +168,7 @@ def test_a_link_in_place_of_a_run_output_is_refused_by_name_and_not_followed(old
     with pytest.raises(ValueError, match=f"{link} is a link to .*: delete it, or put in its place"):
         admit(old_run, "auto", False)
     with pytest.raises(ValueError, match="link"):
-        claim(old_run, "step_00000007", False, tokenizer.directory)
+        claim(old_run, "step_00000007", False, tokenizer)
     assert (tmp_path / "theirs" / "file").read_text() == "kept"
 
 
@@ -178,9 +191,9 @@ def test_a_run_directory_may_be_a_link_and_overwrite_moves_the_old_run_aside_bes
     disk, run_dir = tmp_path / "disk" / "run", tmp_path / "run"
     disk.mkdir(parents=True)
     run_dir.symlink_to(disk)
-    claim(run_dir, admit(run_dir, "auto", False), False, tokenizer.directory).close()
+    claim(run_dir, admit(run_dir, "auto", False), False, tokenizer).close()
     (disk / "checkpoints" / "step_00000007").mkdir(parents=True)
-    claim(run_dir, admit(run_dir, False, True), True, tokenizer.directory).close()
+    claim(run_dir, admit(run_dir, False, True), True, tokenizer).close()
     (aside,) = disk.parent.glob("run.*.old")
     assert checkpoint_paths(aside) and not checkpoint_paths(run_dir)
     assert run_dir.is_symlink() and (disk / "tokenizer" / "tokenizer.json").exists()

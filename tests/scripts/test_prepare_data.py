@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
+from model.data.cleaning import REASONS
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 ROWS = [
     {"prompt": "问一", "response": "答一"},
@@ -53,7 +55,13 @@ def test_rows_are_cleaned_dropped_by_reason_and_counted_over_all_inputs(tmp_path
     (tmp_path / "medical.csv").write_bytes('title,ask,answer\n标题,"问\n三",答三\n问一,,答一\n'.encode("gb18030"))
     code, table, errors = prepare("messy.jsonl", "medical.csv", "--output", "out/pairs.parquet", "--max_chars=50")
     assert (code, errors) == (0, "")
-    dropped = {"empty prompt": 1, "empty response": 1, "damaged text": 1, "private use": 1, "too long": 1}
+    dropped = {
+        "empty prompt": 1,
+        "empty response": 1,
+        "damaged text": 1,
+        "private use": 1,
+        "too long": 1,
+    }
     assert counts_in(table, "messy.jsonl") == {"read": 8, "kept": 2, "malformed": 0, **dropped, "duplicate": 1}
     none = dict.fromkeys(["malformed", *dropped], 0)
     assert counts_in(table, "medical.csv") == {"read": 2, "kept": 1, **none, "duplicate": 1}
@@ -70,7 +78,7 @@ def test_malformed_rows_are_left_out_and_counted_and_the_first_ones_reported(tmp
     (tmp_path / "b.csv").write_text("prompt,response\n问,答,多\n问二,答\n", encoding="utf-8")
     code, out, errors = prepare("a.jsonl", "b.csv", "--output", "out.parquet")
     assert code == 0, errors
-    rest = dict.fromkeys(["empty prompt", "empty response", "damaged text", "private use", "too long", "duplicate"], 0)
+    rest = dict.fromkeys([*REASONS[:5], "duplicate"], 0)
     table = out.partition("\nout.parquet")[0]
     assert counts_in(table, "a.jsonl") == {"read": 7, "kept": 2, "malformed": 5, **rest}
     assert counts_in(table, "b.csv") == {"read": 2, "kept": 1, "malformed": 1, **rest}
@@ -112,7 +120,7 @@ def test_a_file_with_one_side_always_empty_is_refused_by_name(tmp_path, prepare)
     write_rows(tmp_path / "good.jsonl", ROWS)
     code, table, errors = prepare("good.jsonl", "belle.jsonl", "--output", "out.parquet", "--strict")
     assert (code, table) == (2, "")
-    assert "belle.jsonl: the response is empty in all 2 rows (read from 'std_answer'; " in errors
+    assert "belle.jsonl: the response is empty in all 1 rows (read from 'std_answer'; " in errors
     assert "'question', 'std_answer', 'class'" in errors and "--response_column=NAME" in errors
     write_rows(tmp_path / "noprompt.jsonl", [{"instruction": " ", "input": "", "output": "a"}])
     code, _, errors = prepare("noprompt.jsonl", "--output", "out.parquet")
@@ -125,7 +133,7 @@ def test_a_file_with_one_side_always_empty_is_refused_by_name(tmp_path, prepare)
     [
         ("", "0 bytes"),
         ('[{"prompt": "p", "response": "r"},\n]', "line 2 (character 35): malformed JSON: a comma before"),
-        ('[{"prompt": "p", "response": "\\ufffd"}]', "no pair is left"),
+        ('[{"prompt": "p", "response": "\\ufffd"}]', "no row is left"),
         ('[{"a": "p"}]', "no prompt or response column; found 'a'"),
     ],
 )
@@ -165,7 +173,7 @@ def test_a_share_of_the_pairs_goes_to_validation_and_stays_there_when_data_is_ad
     assert validation_prompts[0] == {prompt for prompt in validation_prompts[1] if int(prompt[1:]) < 300}
     words = ["few.jsonl", "--output", "a.parquet", "--validation_output", "b.parquet"]
     code, _, err = prepare(*words, "--validation_share", "1e-9")
-    assert code == 2 and "none of 300 pairs" in err and not list(tmp_path.glob("[ab].parquet"))
+    assert code == 2 and "none of 300 rows" in err and not list(tmp_path.glob("[ab].parquet"))
 
 
 def test_named_columns_are_used_and_wrong_options_are_refused(tmp_path, prepare):
@@ -181,13 +189,24 @@ def test_named_columns_are_used_and_wrong_options_are_refused(tmp_path, prepare)
         assert code == 2 and words[-1].partition("=")[0] in errors and "Traceback" not in errors
 
 
-def test_the_report_says_what_was_written_and_plain_text_is_refused_with_what_to_do(tmp_path, prepare):
+def test_the_report_says_what_was_written(tmp_path, prepare):
     write_rows(tmp_path / "x.jsonl", ROWS)
-    (tmp_path / "book.txt").write_text("一行文字\n")
-    code, out, errors = prepare("x.jsonl", "book.txt", "--output", "o.parquet", "--report")
-    assert code == 0 and "o.parquet: 3 pairs, 0 with earlier turns" in out and "exact duplicates: 0 of 3" in out
+    code, out, errors = prepare("x.jsonl", "--output", "o.parquet", "--report")
+    assert code == 0 and "exact duplicates: 0 of 3" in out
+    assert "o.parquet: 3 pairs in 3 conversations, 0 with earlier turns" in out
     assert (tmp_path / "o_lengths.png").is_file()
-    assert "book.txt: unknown suffix '.txt'" in errors and "write them as columns of a .tsv" in errors
+
+
+def test_plain_text_is_prepared_as_texts_alone(tmp_path, prepare):
+    (tmp_path / "book.txt").write_text("第一行\n\n第二行\u200b\n第一行\n", encoding="utf-8")
+    write_rows(tmp_path / "mind.jsonl", [dict(text="<|im_start|>一<|im_end|> <|im_start|>二<|im_end|>")])
+    code, out, errors = prepare("book.txt", "mind.jsonl", "--output", "o.parquet", "--report")
+    assert (code, errors) == (0, "") and "o.parquet: 3 texts written" in out and "text characters: p50 3" in out
+    assert pq.read_table(tmp_path / "o.parquet")["text"].to_pylist() == ["第一行", "第二行", "一\n二"]
+    write_rows(tmp_path / "x.jsonl", ROWS)
+    for words in (["book.txt", "x.jsonl"], ["x.jsonl", "book.txt"]):
+        code, _, errors = prepare(*words, "--output", "p.parquet")
+        assert code == 2 and "some rows are plain text and some are conversations" in errors
 
 
 def test_a_share_without_a_file_for_it_is_refused(tmp_path, prepare):

@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from model.data.conversation import Turn, encode_conversation, tidy
+from model.data.conversation import Turn, tidy
+from model.data.t5_text import encode_conversation
 from model.generate.sampling import Sampling
 from model.nn.t5.sizes import T5ModelConfig
 from model.serve.answering import TextStream, answer_all, load_chat_model, prompt_ids

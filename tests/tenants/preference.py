@@ -1,12 +1,13 @@
 """An objective for tests: prefer the chosen response to the rejected one (DPO; Rafailov et al. 2023)."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from model.data.readers import read_rows
 from model.data.sequences import Sequences
 from model.data.token_store import Encoded
 
@@ -23,7 +24,8 @@ class Preference:
     needs = "a prompt, a chosen and a rejected response"
 
     def read(self, path, columns, ignored):
-        return ((row["prompt"], row["chosen"], row["rejected"]) for row in read_rows(path))
+        rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+        return ((row["prompt"], row["chosen"], row["rejected"]) for row in rows)
 
     def encode(self, rows, tokenizer, max_seq_len):
         ids = [tokenizer.encode_batch(list(side)) for side in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Steps recorded as CUDA graphs; they need a GPU."""
+"""Steps captured as CUDA graphs; they need a GPU."""
 
 import numpy as np
 import pytest
@@ -43,13 +43,13 @@ def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpo
         model.key_dropout(0, seed)
         model.zero_grad()
         graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.25, 0.5)))
-        recorded, recorded_sums = gradients_of(model), model.flat.sums[:2].clone()
+        recorded, captured_sums = gradients_of(model), model.flat.sums[:2].clone()
         model.zero_grad()
         loss, parts = model.cross_entropy(random_micro_batch(20 + seed, None, seed).to("cuda"), 512, 1e-4)
         (loss * 0.25).backward()
-        torch.testing.assert_close(recorded_sums, parts * torch.tensor([0.25, 0.5], device="cuda"), rtol=1e-3, atol=0)
+        torch.testing.assert_close(captured_sums, parts * torch.tensor([0.25, 0.5], device="cuda"), rtol=1e-3, atol=0)
         assert farthest(recorded, gradients_of(model)) < 1e-2
-    assert len(graphs.recorded) == 1
+    assert len(graphs.captured) == 1
 
 
 @pytest.mark.gpu
@@ -70,12 +70,12 @@ def test_a_replay_tells_when_each_part_of_the_gradients_is_written(objective, gr
     for seed in range(6):
         model.zero_grad()
         torch.cuda._sleep(100_000_000)  # cycles: the copies wait before the replay begins, however slow the host is
-        recording = graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, scales)
+        graph = graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, scales)
         (first, end), seen = [torch.cuda.Event(enable_timing=True) for _ in range(2)], []
         end.record()
         with torch.cuda.stream(beside):
             for number, part in enumerate(model.gradient_parts):
-                recording.ready[number].wait()
+                graph.ready[number].wait()
                 seen.append(copies(part))
                 if len(seen) == 1:
                     first.record()
@@ -83,12 +83,12 @@ def test_a_replay_tells_when_each_part_of_the_gradients_is_written(objective, gr
         assert first.elapsed_time(end) > 0, "the first part is there before the replay has ended"
         for part, seen_then in zip(model.gradient_parts, seen, strict=True):
             assert all(torch.equal(then, now) for then, now in zip(seen_then, copies(part), strict=True))
-        torch.testing.assert_close(recording.norms, torch.stack([model.flat.sums.norm(), torch.cat(seen[-1]).norm()]))
+        torch.testing.assert_close(graph.norms, torch.stack([model.flat.sums.norm(), torch.cat(seen[-1]).norm()]))
     assert len(model.gradient_parts) == 4
     with torch.no_grad():
         model.encoder.final_layer_norm.weight[0] = float("inf")
-    recording.graph.replay()
-    assert recording.norms.isfinite().tolist() == [False, False]
+    graph.graph.replay()
+    assert graph.norms.isfinite().tolist() == [False, False]
 
 
 @pytest.mark.gpu
@@ -115,17 +115,17 @@ def test_a_forward_that_fits_no_bucket_runs_in_the_memory_of_the_recordings_and_
     assert torch.cuda.memory_reserved() < held[0][1]
 
 
-def weights_after_updates(name, is_recorded):
+def weights_after_updates(name, is_captured):
     """The weights and the averages or momenta after three updates, the second of which has a scale that is NaN."""
     model = TextToTextModel(SHAPE, 0.0, torch.bfloat16).initialise(0).to("cuda")
     optimizer, graphs = make_optimizer(model, make_config(optimizer=name)), StepGraphs(model, Pairs())
     generator = torch.Generator("cuda").manual_seed(0)
     for rate, scale in ((0.01, 0.5), (0.01, float("nan")), (0.02, 0.25)):
         model.flat.gradients.normal_(generator=generator)
-        if is_recorded:
-            graphs.record_update(optimizer)
+        if is_captured:
+            graphs.capture_update(optimizer)
         scale = torch.tensor(scale, device="cuda")
-        optimizer.update(rate, scale, graphs.update if is_recorded else None)
+        optimizer.update(rate, scale, graphs.update if is_captured else None)
         if scale.isnan():
             optimizer.count_steps()
     state = [x for fields in optimizer.state.values() for x in fields.values()]
@@ -141,7 +141,7 @@ def test_a_recorded_update_gives_the_bits_of_the_update_itself_and_obeys_its_sca
 
 
 class AllocateTooMuch(torch.autograd.Function):
-    """Allocates more than any GPU has, in forward or in backward, while a step is recorded."""
+    """Allocates more than any GPU has, in forward or in backward, while a step is captured."""
 
     @staticmethod
     def forward(ctx, x, where):

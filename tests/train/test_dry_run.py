@@ -69,7 +69,7 @@ def test_every_step_of_an_epoch_fits_on_a_small_gpu_with_cuda_graphs(monkeypatch
     lengths, usable, estimate = HEAVY_TAIL, int(usable_gib * GIB), heavy_tail(8)
 
     def step_bytes(_run, plan, ids):
-        peak = heavy_tail(len(ids), lengths[ids]).step_peak(int(lengths[ids].sum()), *plan.cutting[1:])
+        peak = heavy_tail(len(ids), lengths[ids]).step_peak(int(lengths[ids].sum()), *plan.batching[1:])
         return int(share * peak)
 
     monkeypatch.setattr(dry_run, "_step_peak", step_bytes)
@@ -110,7 +110,7 @@ def test_attention_scores_of_long_prompts_fit_without_kernels_in_any_micro_batch
 
     def step_bytes(_run, plan, ids):
         chosen = lengths[ids]
-        return int(share * estimate_of(chosen, len(ids)).step_peak(int(chosen.sum()), *plan.cutting[1:]))
+        return int(share * estimate_of(chosen, len(ids)).step_peak(int(chosen.sum()), *plan.batching[1:]))
 
     monkeypatch.setattr(dry_run, "_step_peak", step_bytes)
     plan = probed_plan(estimate_of(lengths, pairs), lengths, usable, asked=False)
@@ -129,7 +129,7 @@ def test_a_resumed_run_records_cuda_graphs_as_before_whatever_its_memory_and_len
 def test_the_compile_option_is_obeyed_or_refused():
     assert planned(5, PLAN, steps=10, compile="True")[0].graphs
     assert not planned(100, RECORDED, compile="False")[0].graphs
-    with pytest.raises(ValueError, match="compile=True records CUDA graphs"):
+    with pytest.raises(ValueError, match="compile=True captures CUDA graphs"):
         planned(100, kernels=False, compile="True")
     with pytest.raises(ValueError, match=r"at least \d+ tokens \(64 pairs\).*micro_batch_tokens=4096 cuts it"):
         planned(100, compile="True", micro_batch_tokens=4096)
@@ -184,7 +184,7 @@ def run_probes(monkeypatch, *shares_of_prediction, usable_gib=4, asked=False):
     def probe(_run, plan, _ids):
         probed.append(plan)
         share = next(shares)
-        return share and int(share * estimate.peaks(*plan.cutting)["step"])
+        return share and int(share * estimate.peaks(*plan.batching)["step"])
 
     monkeypatch.setattr(dry_run, "_step_peak", probe)
     return first, probed, probe_plan(trial_of(lengths, estimate), first, choose)

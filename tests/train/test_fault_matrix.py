@@ -191,7 +191,7 @@ def test_plan_json_holds_the_predicted_bytes_by_phase_and_the_limits(home, basel
     assert all(phase["predicted"] > 0 for phase in stored["phases"].values())
     assert stored["micro_batch_tokens"] == 64
     limits = journal(baseline_dir, "start")[0]["memory"]
-    assert limits.pop("step_seconds") > 0 and limits.pop("keeps_recordings")
+    assert limits.pop("step_seconds") > 0 and limits.pop("keeps_graphs")
     assert limits == dict(cap_bytes=0, non_torch_bytes=0, other_process_bytes=0, allocator_limit_bytes=None), (
         "none on a CPU"
     )

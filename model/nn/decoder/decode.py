@@ -42,7 +42,7 @@ def prefill(model, inputs, cache, slots):
 def decode_one(model, ids, cache):
     """Hidden states (S, D) for the token after `ids` (S,), the newest token of each slot.
 
-    Shapes are fixed and nothing is read on the host, so that it can be recorded as a CUDA graph.
+    Shapes are fixed and nothing is read on the host, so that it can be captured as a CUDA graph.
     """
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     positions = cache.lengths.clamp(max=cache.last)  # a slot that nobody uses may have gone on further

@@ -29,9 +29,15 @@ def to_hf(model, tokenizer):
     config |= dict(
         model_type=c.model_type, architectures=[f"{CLASSES[c.model_type]}ForCausalLM"], dtype="float32",
         hidden_act="silu",
-        rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta) | dict(c.rope_scaling),
     )  # fmt: skip
-    return config, ids
+    return config | rotary_values(c), ids
+
+
+def rotary_values(model_config):
+    """The fields of config.json on rotary positions: as transformers 5 reads them, and as transformers 4 does."""
+    theta, scaling = model_config.rope_theta, dict(model_config.rope_scaling)
+    values = dict(rope_parameters=dict(rope_type="default", rope_theta=theta) | scaling, rope_theta=theta)
+    return values | (dict(rope_scaling=scaling) if scaling else {})
 
 
 def config_of(values, path):

@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 def _block_output(block, x, masks, rotary, attention):
-    """The residual stream after `block` as one tensor, the only one that gradient checkpointing keeps per block."""
+    """The residual stream after `block` as one tensor, the only one that activation checkpointing keeps per block."""
     x, added = block(x, None, masks, rotary, attention)
     return x + added
 

@@ -32,7 +32,7 @@ def rotary_at(positions, model_config):
     return Rotary(angles.cos(), angles.sin())
 
 
-@functools.cache  # once: transformers computes them on the host, which a CUDA graph cannot record
+@functools.cache  # once: transformers computes them on the host, which a CUDA graph cannot capture
 def scaled_frequencies(model_config, device):
     """(frequencies (K / 2,) on `device`, factor of cosine and sine) of positions that are scaled, from transformers."""
     from transformers import LlamaConfig  # imported late: a run needs no other part of transformers

@@ -1,6 +1,6 @@
 """Triton kernel: attention of each slot's newest token over the keys and values that the slot has in a cache.
 
-Only the keys in use are read, so one recording of a step serves every length. A slot's head is one program; no two
+Only the keys in use are read, so one graph of a step serves every length. A slot's head is one program; no two
 programs write to the same address. Letters: S slots, H heads, N keys per load, D head width. Scores are not scaled.
 """
 

@@ -74,7 +74,7 @@ def prefill(model, inputs, cache, slots):
 def decode_one(model, ids, cache):
     """Hidden states (S, D) for the token after `ids` (S,), the newest token of each slot.
 
-    Shapes are fixed and nothing is read on the host, so that it can be recorded as a CUDA graph.
+    Shapes are fixed and nothing is read on the host, so that it can be captured as a CUDA graph.
     """
     layers = range(len(cache.own.kept))
     own, cross = (_plain_attentions if cache.reads_all else _kernel_attentions)(cache)

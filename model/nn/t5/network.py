@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 
 def _block_output(block, x, masks, attention, cross):
-    """The residual stream after `block` as one tensor, the only one that gradient checkpointing keeps per block."""
+    """The residual stream after `block` as one tensor, the only one that activation checkpointing keeps per block."""
     x, added = block(x, None, masks, attention, cross)
     return add_dropout(x, added, masks.at(BLOCK_SITES))
 

@@ -2,13 +2,13 @@
 
 import hashlib
 from dataclasses import dataclass
-from itertools import chain, pairwise
 
 import numpy as np
 
-from model.data.conversation import Turn
-from model.data.readers import read_pairs, read_pairs_in_context
+from model.data.conversation import Turn, said
+from model.data.readers import read_conversations
 from model.data.sequences import Sequences
+from model.data.t5_text import pairs_of
 from model.data.token_store import Encoded
 from model.data.turn_template import turn_template
 
@@ -44,9 +44,11 @@ class Dialogues:
 
     def read(self, path, columns, ignored):
         """Yield (turns,) of each dialogue."""
+        conversations = read_conversations(path, *columns, ignored=ignored)
         if self.single_turn:
-            return ((_turns(*row, None),) for row in read_pairs(path, *columns, ignored=ignored))
-        return _whole(read_pairs_in_context(path, *columns, ignored=ignored))
+            pairs = pairs_of(conversations, ignored, single_turn=True)
+            return (([Turn("user", question), Turn("assistant", answer)],) for question, answer, _ in pairs)
+        return ((list(said(conversation, ignored)),) for conversation in conversations)
 
     def encode(self, rows, tokenizer, max_seq_len):
         """`rows` are (turns,)."""
@@ -60,7 +62,8 @@ class Dialogues:
         cuts = [cut for cut, _ in kept]
         columns = [[cut.question for cut in cuts], [cut.rest for cut in cuts], [cut.turn_lengths for cut in cuts]]
         values = dict(target_tokens=[sum(cut.turn_lengths[::2]) for cut in cuts])
-        return Encoded(columns, num_cut, values, left_out, single_pairs)
+        moved = sum(one.systems_moved for _, one in kept)
+        return Encoded(columns, num_cut, values, left_out, single_pairs, moved)
 
     def derive(self, model, batch, chunk_tokens):
         return {}
@@ -100,25 +103,3 @@ class Dialogues:
 def _ends(store, ids):
     """Where each row but the last ends in the concatenated ids, for each column."""
     return np.cumsum(store.lengths[ids].astype(np.int64), axis=0)[:-1].T
-
-
-def _turns(question, answer, context):
-    """The turns of a question with its answer, after its Context."""
-    system = [Turn("system", context.system)] if context and context.system else []
-    said = context.turns[: context.end] if context else []
-    return [*system, *said, Turn("user", question), Turn("assistant", answer)]
-
-
-def _whole(rows):
-    """Yield (turns,) of each dialogue, from the rows of its questions, of which each has what was said before it."""
-    for last, following in pairwise(chain(rows, [None])):
-        if following is None or not _goes_on(last, following[2]):
-            yield (_turns(*last),)
-
-
-def _goes_on(last, context):
-    """Whether a Context ends with this (question, answer, Context)."""
-    if context is None or context.end < 2:
-        return False
-    before = context.turns[context.end - 2 : context.end]
-    return [turn.text for turn in before] == [last[0], last[1]]

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.data.conversation import FORMAT, encode_questions
-from model.data.readers import read_pairs, read_pairs_in_context
+from model.data.readers import read_conversations
 from model.data.sequences import Sequences
+from model.data.t5_text import FORMAT, encode_questions, pairs_of
 from model.data.token_store import Encoded
 
 
@@ -41,17 +41,19 @@ class Pairs:
         return ("loss", "z_loss") if self.z_loss else ("loss",)
 
     def read(self, path, columns, ignored):
-        return (read_pairs if self.single_turn else read_pairs_in_context)(path, *columns, ignored=ignored)
+        """Yield (prompt, response, Context or None) of each learnt answer."""
+        return pairs_of(read_conversations(path, *columns, ignored=ignored), ignored, self.single_turn)
 
     def encode(self, rows, tokenizer, max_seq_len):
-        """`rows` are (prompt, response) or (prompt, response, Context or None)."""
+        """`rows` are (prompt, response, Context or None)."""
         kept = [row for row in rows if row[0].strip() and row[1].strip()]
-        prompts, responses, *contexts = zip(*kept, strict=True) if kept else ([], [])
-        contexts = list(contexts[0]) if contexts else [None] * len(prompts)
-        asked = encode_questions(prompts, contexts, tokenizer, max_seq_len, self.prefix)
-        answered = encode_questions(responses, [None] * len(responses), tokenizer, max_seq_len)
-        num_cut = [asked.num_cut, answered.num_cut]
-        return Encoded([asked.ids, answered.ids], num_cut, {}, asked.turns_left_out, contexts.count(None))
+        prompts, responses, contexts = zip(*kept, strict=True) if kept else ([], [], [])
+        answers = tokenizer.encode_batch(list(responses))
+        known = dict(zip(responses, answers, strict=True)) if any(contexts) else None
+        asked = encode_questions(prompts, contexts, tokenizer, max_seq_len, self.prefix, known)
+        answered = [[*ids[: max_seq_len - 1], tokenizer.eos_id] for ids in answers]
+        num_cut = [asked.num_cut, sum(len(ids) >= max_seq_len for ids in answers)]
+        return Encoded([asked.ids, answered], num_cut, {}, asked.turns_left_out, contexts.count(None))
 
     def derive(self, model, batch, chunk_tokens):
         return {}

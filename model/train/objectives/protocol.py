@@ -51,7 +51,7 @@ class Objective(Protocol):
     def losses(self, model, batch, chunk_tokens):
         """(loss sums (losses,) with a gradient, metric sums (metrics,) without one) of a batch.
 
-        Shapes are fixed and nothing is read on the host, so that a step can be recorded as a CUDA graph.
+        Shapes are fixed and nothing is read on the host, so that a step can be captured as a CUDA graph.
         """
 
     def questions(self, store, ids):

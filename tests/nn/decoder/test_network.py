@@ -126,7 +126,7 @@ def test_tokens_that_are_no_targets_are_read_and_not_predicted(model):
 
 
 def test_promise_1_greedy_answers_are_those_of_transformers(model, monkeypatch):
-    """Guards against repetition are shown generated ids alone, and count the same in the sizes of recorded steps."""
+    """Guards against repetition are shown generated ids alone, and count the same in the sizes of captured steps."""
     draw = np.random.default_rng(0)
     inputs = [draw.integers(2, SIZES["vocab_size"], draw.integers(1, 20)) for _ in range(40)]
     limits = Limits(9, 20, 12, 0, IDS.eos_id)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.generate.engine import Engine, Limits, Recordings, Request, generate
+from model.generate.engine import DecodingGraphs, Engine, Limits, Request, generate
 from model.generate.sampling import GREEDY, Sampling
 from tests.parts import batch_of, examples_of, make_model
 from tests.stock import as_hugging_face, guards_of
@@ -99,12 +99,12 @@ def test_a_slot_that_is_filled_again_forgets_what_it_held(model, tokenizer):
         assert torch.allclose(again, model.decode_one(torch.tensor([token]), alone)[0], atol=1e-5)
 
 
-class Unrecorded(Recordings):
-    """Calls the work each time, where others replay a recording of it."""
+class Unrecorded(DecodingGraphs):
+    """Calls the work each time, where others replay a CUDA graph of it."""
 
     def run(self, key, work):
         self.graphs[key] = None
-        self.recorder.run(work)
+        self.capturer.run(work)
 
 
 def model_and_inputs(tokenizer, **options):
@@ -119,10 +119,10 @@ def model_and_inputs(tokenizer, **options):
     return model, [draw.integers(7, tokenizer.vocab_size, length) for length in lengths]
 
 
-def long_answers(model, tokenizer, inputs, penalties, recordings=None):
+def long_answers(model, tokenizer, inputs, penalties, graphs=None):
     """(answers of at most 30 to 150 tokens, the Engine): 20 are generated together, then 180 in its 40 slots."""
     engine = Engine(model.eval(), Limits(40, 140, 150, tokenizer.pad_id, tokenizer.eos_id))
-    engine.recordings, answers = recordings or engine.recordings, [[] for _ in inputs]
+    engine.graphs, answers = graphs or engine.graphs, [[] for _ in inputs]
     requests = [Request(own, 150 - 20 * (i % 7), Sampling(**penalties)) for i, own in enumerate(inputs)]
     for part in (requests[:20], requests[20:]):
         for request in part:
@@ -136,10 +136,10 @@ def long_answers(model, tokenizer, inputs, penalties, recordings=None):
     return answers, engine
 
 
-def check_recorded(engine, *expected):
+def check_captured(engine, *expected):
     """Each size was recorded; those of slots, of input tokens and of new tokens are the sets `expected`."""
-    sizes = zip(*(size for size, _ in engine.recordings.graphs), strict=True)
-    assert tuple(map(set, sizes)) == expected and all(engine.recordings.graphs.values())
+    sizes = zip(*(size for size, _ in engine.graphs.graphs), strict=True)
+    assert tuple(map(set, sizes)) == expected and all(engine.graphs.graphs.values())
 
 
 @pytest.mark.gpu
@@ -148,7 +148,7 @@ def test_recorded_decoding_gives_the_answers_of_the_cpu(tokenizer, penalties):
     model, inputs = model_and_inputs(tokenizer)
     hf_model, (theirs, _) = as_hugging_face(model, tokenizer), long_answers(model, tokenizer, inputs, penalties)
     ours, engine = long_answers(model.to("cuda"), tokenizer, inputs, penalties)
-    check_recorded(engine, {32, 40}, {32, 128, 140}, {32, 128, 150})
+    check_captured(engine, {32, 40}, {32, 128, 140}, {32, 128, 150})
     assert count_ties(hf_model, tokenizer, inputs, ours, theirs, penalties) <= len(inputs) / 50
 
 
@@ -157,5 +157,5 @@ def test_recorded_decoding_in_bf16_gives_the_answers_of_the_same_steps_unrecorde
     model, inputs = model_and_inputs(tokenizer, compute_dtype=torch.bfloat16)
     model.to("cuda")
     recorded, engine = long_answers(model, tokenizer, inputs, {})
-    check_recorded(engine, {32, 40}, {140}, {150})  # the kernel reads only what is there
+    check_captured(engine, {32, 40}, {140}, {150})  # the kernel reads only what is there
     assert long_answers(model, tokenizer, inputs, {}, Unrecorded())[0] == recorded

@@ -1,14 +1,14 @@
-"""Work of the device recorded as CUDA graphs, which replay all of its kernels in one call."""
+"""Work of the device captured as CUDA graphs, which replay all of its kernels in one call."""
 
 import functools
 
 import torch
 
 
-class Recorder:
-    """Records CUDA graphs that share one pool of memory, because they run one after the other.
+class GraphCapture:
+    """Captures CUDA graphs that share one pool of memory, because they run one after the other.
 
-    What a graph allocates belongs to the pool until the Recorder and its graphs are gone; what a graph leaves is in
+    What a graph allocates belongs to the pool until the GraphCapture and its graphs are gone; what a graph leaves is in
     tensors of others.
     """
 
@@ -19,7 +19,7 @@ class Recorder:
         self.pool = torch.cuda.MemPool()
 
     def run(self, work, *args):
-        """Do `work(*args)` where it will be recorded: this compiles kernels and sets up libraries outside the pool."""
+        """Do `work(*args)` where it will be captured: this compiles kernels and sets up libraries outside the pool."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             work(*args)
@@ -35,13 +35,13 @@ class Recorder:
         with torch.cuda.use_mem_pool(self.pool), torch.autograd.set_multithreading_enabled(False):
             self.run(work, *args)
 
-    def record(self, work, *args):
+    def capture(self, work, *args):
         """The CUDA graph of `work(*args)`, which must have been run before."""
         graph = torch.cuda.CUDAGraph()
-        self.run(self._capture, graph, work, *args)
+        self.run(self._capture_into, graph, work, *args)
         return graph
 
-    def _capture(self, graph, work, *args):
+    def _capture_into(self, graph, work, *args):
         graph.capture_begin(self.pool.id, capture_error_mode="thread_local")  # other threads may use the device
         try:
             work(*args)

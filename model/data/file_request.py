@@ -1,0 +1,81 @@
+"""What a caller asks of a file, and what is counted of it that is not used."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from model.runtime.json_stream import OnMalformed, refuse
+
+# Kinds of content that are read but not used.
+TURNS, COLUMN, PART, ROWS, CONTEXT = "turns", "column", "part", "rows", "context"
+READ_AS = "read_as"  # an encoding that was assumed
+IGNORED_WORDS = {
+    "unused": "not used", READ_AS: "read as", TURNS: "turns of role", COLUMN: "column", PART: "in conversations",
+    ROWS: "in the file", CONTEXT: "earlier turns", "others": "others", "unit.turns": "turns", "unit.column": "rows", "unit.part": "times",
+    "unit.rows": "rows", "unit.context": "pairs of longer dialogues",
+}  # fmt: skip
+MAX_NAMED, MAX_NAME_CHARS = 20, 40
+MAX_ROWS_WITHOUT = 1000  # rows without the columns, before the first that has them
+
+
+@dataclass
+class FileRequest:
+    """The caller's options for one file; `ignored` counts by (kind, name) the content that is not used."""
+
+    prompt_column: str = ""
+    response_column: str = ""
+    on_malformed: OnMalformed = refuse
+    ignored: Counter = field(default_factory=Counter)
+    encoding: str = ""  # of a text file; found when not given
+    has_paths: bool = False  # a column is named as OBJECT.KEY
+    has_rows: bool = False  # a row with the columns was found
+    names: tuple[str, ...] = ()  # the columns of that row
+    num_without: int = 0
+    without: str = ""  # what the first row without the columns lacks
+
+    def __post_init__(self):
+        self.has_paths = "." in self.prompt_column + self.response_column
+
+    def ignore(self, kind: str, name: str, count: int = 1) -> None:
+        """Add to the count of (kind, name), or of (kind, "") when MAX_NAMED names are counted already."""
+        key = kind, name[:MAX_NAME_CHARS]
+        if count > 0:
+            self.ignored[key if key in self.ignored or len(self.ignored) < MAX_NAMED else (kind, "")] += count
+
+    def ignore_columns(self, row: dict, used: tuple[str, ...]) -> None:
+        """Count the columns of the row that have a value and are not in `used`."""
+        if len(row) > len(used):
+            for name, value in row.items():
+                if name not in used and value is not None and value not in ("", [], {}):
+                    self.ignore(COLUMN, name)
+
+    def leave_out(self, place: str, missing: str) -> None:
+        """Count a row without the columns; raises ValueError where a file begins with MAX_ROWS_WITHOUT such rows."""
+        self.num_without += 1
+        self.without = self.without or missing
+        if not self.has_rows:
+            if self.num_without == MAX_ROWS_WITHOUT:
+                raise ValueError(f"{place}: {self.without}")
+        if self.on_malformed is not refuse:
+            self.on_malformed(f"{place}: {missing}")
+        else:
+            self.ignore(ROWS, "rows without a prompt and a response")
+
+
+def describe_ignored(ignored: Counter, words: dict[str, str] | None = None) -> str:
+    """The counts and assumptions in `ignored`, as one phrase for a message; "" if there are none.
+
+    `words` are those of IGNORED_WORDS in another language.
+    """
+    words = words or IGNORED_WORDS
+    names_by_kind = {kind: [] for kind in (TURNS, COLUMN, PART, ROWS, CONTEXT)}
+    assumed = [f"{words[READ_AS]} {name}" for kind, name in ignored if kind == READ_AS]
+    for (kind, name), count in ignored.most_common():
+        if kind == READ_AS:
+            continue
+        unit = words[f"unit.{kind}"] if count > 1 else words[f"unit.{kind}"].replace("s", "", 1)
+        named = "" if kind == CONTEXT else f"{repr(name) if name else words['others']} "
+        if kind in (PART, ROWS):
+            named = f"{name or words['others']} "
+        names_by_kind[kind].append(f"{named}({count:,} {unit})")
+    lines = [f"{words[kind]} {', '.join(names)}".strip() for kind, names in names_by_kind.items() if names]
+    return "; ".join([*assumed, *([f"{words['unused']}: {'; '.join(lines)}"] if lines else [])])
