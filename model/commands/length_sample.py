@@ -68,6 +68,13 @@ def _estimated_pairs(path, rows, are_all):
     if path.suffix == ".parquet":
         with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
             return pq.ParquetFile(file).metadata.num_rows
-    text_bytes = sum(len(value.encode()) for row in rows for value in row if isinstance(value, str))
+    text_bytes = sum(map(_text_bytes, rows))
     file_bytes = path.stat().st_size * (TIMES_SMALLER if path.suffix.lower() in CODECS else 1)
     return len(rows) * file_bytes / max(text_bytes, 1)
+
+
+def _text_bytes(value):
+    """UTF-8 bytes of the texts in a row, which may hold tuples and lists of texts."""
+    if isinstance(value, str):
+        return len(value.encode(errors="replace"))
+    return sum(map(_text_bytes, value)) if isinstance(value, list | tuple) else 0

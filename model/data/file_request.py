@@ -10,8 +10,8 @@ TURNS, COLUMN, PART, ROWS, CONTEXT = "turns", "column", "part", "rows", "context
 READ_AS = "read_as"  # an encoding that was assumed
 IGNORED_WORDS = {
     "unused": "not used", READ_AS: "read as", TURNS: "turns of role", COLUMN: "column", PART: "in conversations",
-    ROWS: "in the file", CONTEXT: "earlier turns", "others": "others", "unit.turns": "turns", "unit.column": "rows", "unit.part": "times",
-    "unit.rows": "rows", "unit.context": "pairs of longer dialogues",
+    ROWS: "in the file", CONTEXT: "earlier turns", "others": "others", "unit.turns": "turns", "unit.column": "rows",
+    "unit.part": "times", "unit.rows": "rows", "unit.context": "pairs of longer dialogues",
 }  # fmt: skip
 MAX_NAMED, MAX_NAME_CHARS = 20, 40
 MAX_ROWS_WITHOUT = 1000  # rows without the columns, before the first that has them

@@ -2,6 +2,7 @@ import json
 import os
 import random
 import re
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from config import MODELS, load_config
 from model.commands import length_sample
 from model.commands.plan_report import plan_text, preview, table
 from model.commands.recipe import plan_options
+from model.data.conversation import Turn
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.data.store_writer import side_lengths
@@ -24,7 +26,6 @@ from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.objectives.pairs import Pairs
-from tests.data.files import read_pairs
 from tests.parts import make_estimate, open_pairs
 from tests.tiny import furnish, write_pairs
 
@@ -194,7 +195,7 @@ def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
     counted = values["lengths"]
     assert counted["source"].startswith("counted in ")
     assert (counted["pairs"], counted["longest"]) == (44, int(store.lengths.sum(axis=1).max()))
-    encoded = Pairs().encode(list(read_pairs("train.jsonl")), tokenizer, 32)
+    encoded = Pairs().encode(list(Pairs().read("train.jsonl", ("", ""), Counter())), tokenizer, 32)
     assert (side_lengths(encoded) == store.lengths).all()
 
 
@@ -267,3 +268,12 @@ def test_the_expected_time_is_said_for_a_named_card_and_how_to_name_one_is_said_
     assert "--gpu=NAME" in table(plan()), "this machine has no GPU that is known"
     with pytest.raises(ValueError, match="--gpu=RTX: choose one of H200, "):
         plan_text((), dict(gpu="RTX", vocab_size=8000))
+
+
+def test_the_pairs_of_a_long_file_are_estimated_from_its_texts_in_pairs_and_in_dialogues(tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text("x" * 4_000_000)
+    pairs = [("问" * 10, "答" * 10, None)] * length_sample.SAMPLED_ROWS
+    turns = [([Turn("user", "问" * 10), Turn("assistant", "答" * 10)],)] * length_sample.SAMPLED_ROWS
+    estimates = [length_sample._estimated_pairs(path, rows) for rows in (pairs, turns)]
+    assert 60_000 < estimates[0] < 70_000 and 40_000 < estimates[1] < estimates[0]
