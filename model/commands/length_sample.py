@@ -52,7 +52,8 @@ def sample_of(recipe, tokenizer):
     lengths = [objective.length_bounds(side_lengths(part)) for part in encoded]
     num_sampled, is_all = sum(map(len, lengths)), all(len(some) < most for some in rows)
     scales = [
-        _estimated_pairs(Path(path), some, len(some) < most) / len(some) for path, some in zip(paths, rows, strict=True)
+        _estimated_pairs(Path(path), some) / len(some) if len(some) == most else 1
+        for path, some in zip(paths, rows, strict=True)
     ]
     store_bytes = sum(int(part.sum() * TOKEN_BYTES * scale) for part, scale in zip(lengths, scales, strict=True))
     counts = [len(part) for part in lengths]
@@ -61,10 +62,8 @@ def sample_of(recipe, tokenizer):
     return Sample(histogram(np.concatenate([*lengths, longest])), source, pairs, store_bytes)
 
 
-def _estimated_pairs(path, rows, are_all):
+def _estimated_pairs(path, rows):
     """Number of pairs in a file that begins with `rows`: exact for parquet, else an estimate that errs high."""
-    if are_all:
-        return len(rows)
     if path.suffix == ".parquet":
         with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
             return pq.ParquetFile(file).metadata.num_rows
