@@ -24,7 +24,7 @@ class TrainConfig:
     """Options of one training run. Each field is a command-line option, --name=value; a step is an optimizer step."""
 
     # Data
-    train_file: str = "data/pretrain_train.parquet"  # parquet, json, jsonl, csv, tsv; FILE,FOLDER,FILE:0.5,FILE*2
+    train_file: str = "data/pretrain_train.parquet"  # files, folders, datasets: FILE,FOLDER,NAME[SPLIT],FILE:0.5,FILE*2
     validation_file: str = "data/pretrain_valid.parquet"  # best/ is the best model on it; empty: no evaluation
     test_file: str = ""  # for the command test; empty: validation_file
     prompt_column: str = ""  # empty: found by name

@@ -91,7 +91,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("inputs", nargs="+", metavar="IN", help="json, jsonl, csv, tsv, parquet, txt files, or folders")
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="data files (.gz, .zst), folders, datasets")
     parser.add_argument("--output", required=True, type=Path, metavar="OUT.parquet")
     parser.add_argument("--validation_output", type=Path, metavar="VALID.parquet", help="where validation pairs go")
     parser.add_argument("--validation_share", type=float, metavar="SHARE", help=f"of all pairs ({VALIDATION_SHARE})")

@@ -88,7 +88,7 @@ def print_summary(output_dir: Path, held_out: list[str], seconds: float) -> None
 
 def parse_arguments() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, help="parquet, json, jsonl, csv, tsv and txt files, or folders")
+    parser.add_argument("files", nargs="+", type=Path, help="files as of prepare_data.py and txt, folders, or datasets")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 400")
     parser.add_argument("--prompt_column", default="", help="found by name when not given")

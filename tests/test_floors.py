@@ -36,7 +36,7 @@ ALLOWED_IMPORTERS = {
     "tokenizers": "model.data.control_tokens model.data.tokenizer model.data.tokenizer_file "
     "model.data.tokenizer_training",
     "ctranslate2": "model.formats.conversions bench",
-    "datasets": "bench",
+    "datasets": "model.data.hf_datasets bench",
     "rensa": "model.data.near_duplicates",
     "starlette": "model.serve.server",
     "prometheus_client": "model.serve.server_metrics",

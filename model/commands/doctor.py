@@ -233,7 +233,7 @@ def _recipe(config, typed, origin):
     recipe, files = resolve(config, typed, machine, origin), data_files(config.train_file)
     store = _store(recipe, origin.tokenizer, files)
     if config.validation_file:
-        _store(recipe, origin.tokenizer, unweighted_files(config.validation_file))
+        _store(recipe, origin.tokenizer, unweighted_files(config.validation_file, "validation"))
     if store is None:
         return recipe, None, None
     mixture = mixture_of(store.rows_of_files, [file.weight for file in files])

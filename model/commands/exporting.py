@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from config import TrainConfig
+from model.data.file_list import names_of
 from model.formats.carried import GENERATION_FILE, OF_TRAINING, carried_values
 from model.formats.model_card import CardFacts, model_name
 from model.nn.registry import config_values, family_of
@@ -99,7 +100,7 @@ def last_scores(run, state):
 
 def file_names(examples):
     """Names of the files of these Examples."""
-    return ", ".join(Path(file["path"]).name for file in examples.store.meta["source"]["files"])
+    return names_of([Path(file["path"]).name for file in examples.store.meta["source"]["files"]])
 
 
 def _data(run):

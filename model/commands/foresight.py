@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from model.commands.space import disk_row
+from model.data.file_list import names_of
 from model.display.catalogue import texts_here
 from model.runtime.distributed import from_main
 from model.runtime.json_stream import read_object
@@ -43,7 +44,7 @@ def _check_disk(*run):
 def warn_of_data(train, tokenizer, source, batch):
     """Log what `data_notes` finds in the Examples `train`; `source` and `batch` as there."""
     meta, rows = train.store.meta, max(len(train), 1)
-    names = ", ".join(Path(file["path"]).name for file in meta["source"]["files"])
+    names = names_of([Path(file["path"]).name for file in meta["source"]["files"]])
     facts = DataFacts(
         names, share_of_cut(meta["cut"], rows), int(train.store.lengths[:, 0].max()), train.epoch_pairs,
         meta["source"]["max_seq_len"], tokenizer.vocab_size, source,

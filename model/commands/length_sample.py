@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from model.commands.run_data import source_of
+from model.data.compressed import CODECS
 from model.data.file_list import data_files
 from model.data.length_histogram import Lengths, histogram
 from model.data.sampler import Mixture, mixture_of
@@ -17,7 +18,8 @@ from model.data.token_store import find_store
 from model.run.run_dir import TOKENS_DIR
 from model.train.examples import Examples
 
-SAMPLED_ROWS = 20_000
+SAMPLED_ROWS, MOST_SHARES = 20_000, 20  # rows in all; of more files, each gives one of so many shares
+TIMES_SMALLER = 10  # text with .gz or .zst, at most; more is repetition
 TOKEN_BYTES = 2.4  # per token in a token store, with its share of lengths and offsets
 
 
@@ -44,11 +46,15 @@ def sample_of(recipe, tokenizer):
         mixture = mixture_of(store.rows_of_files, weights)
         examples = Examples(store, objective, None, 0, mixture=mixture)
         return Sample(examples.histogram, ("counted", dict(place=str(store.directory))), examples.epoch_pairs, 0)
-    rows = [list(islice(objective.read(path, columns, Counter()), SAMPLED_ROWS)) for path in paths]
+    most = SAMPLED_ROWS // min(len(paths), MOST_SHARES)
+    rows = [list(islice(objective.read(path, columns, Counter()), most)) for path in paths]
     encoded = (objective.encode(some, tokenizer, max_seq_len) for some in rows)
     lengths = [objective.length_bounds(side_lengths(part)) for part in encoded]
-    num_sampled, is_all = sum(map(len, lengths)), all(len(some) < SAMPLED_ROWS for some in rows)
-    scales = [_estimated_pairs(Path(path), some) / len(some) for path, some in zip(paths, rows, strict=True)]
+    num_sampled, is_all = sum(map(len, lengths)), all(len(some) < most for some in rows)
+    scales = [
+        _estimated_pairs(Path(path), some) / len(some) if len(some) == most else 1
+        for path, some in zip(paths, rows, strict=True)
+    ]
     store_bytes = sum(int(part.sum() * TOKEN_BYTES * scale) for part, scale in zip(lengths, scales, strict=True))
     counts = [len(part) for part in lengths]
     pairs = sum((mixture_of(counts, weights) or Mixture((), tuple(counts))).taken) if is_all else None
@@ -58,13 +64,12 @@ def sample_of(recipe, tokenizer):
 
 def _estimated_pairs(path, rows):
     """Number of pairs in a file that begins with `rows`: exact for parquet, else an estimate that errs high."""
-    if len(rows) < SAMPLED_ROWS:
-        return len(rows)
     if path.suffix == ".parquet":
         with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
             return pq.ParquetFile(file).metadata.num_rows
     text_bytes = sum(map(_text_bytes, rows))
-    return len(rows) * path.stat().st_size / max(text_bytes, 1)
+    file_bytes = path.stat().st_size * (TIMES_SMALLER if path.suffix.lower() in CODECS else 1)
+    return len(rows) * file_bytes / max(text_bytes, 1)
 
 
 def _text_bytes(value):

@@ -1,10 +1,9 @@
 """Finds a model by its name on Hugging Face or ModelScope among what was downloaded before. Connects to nothing."""
 
-import os
-import re
 from pathlib import Path
 
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # ORGANISATION/MODEL, or MODEL alone for old ones
+from model.data.hub_names import HUB_NAME, folder_for, how_to_download, modelscope_hub
+
 MARKERS = ("config.json", "adapter_config.json")  # a model's directory has one of them
 WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -22,9 +21,9 @@ def find_model(name: str) -> str:
     found = next((place for place in places if any((place / marker).is_file() for marker in MARKERS)), None)
     if found is None:
         where = f"here; no download of it in {', '.join(map(str, places))}"
-        raise ValueError(f"{name}: no such directory {where}\n{_how_to_download(name)}")
+        raise ValueError(f"{name}: no such directory {where}\n{how_to_download(name, 'model')}")
     if not any(path for pattern in WEIGHTS for path in found.glob(pattern)):
-        raise ValueError(f"{name}: its download in {found} has no weights: finish it\n{_how_to_download(name)}")
+        raise ValueError(f"{name}: its download in {found} has no weights: finish it\n{how_to_download(name, 'model')}")
     return str(found)
 
 
@@ -35,7 +34,7 @@ def how_to_get(name: str) -> str:
     try:
         return f"its download is in {find_model(name)}: type that directory"
     except ValueError:
-        folder = _folder(name)
+        folder = folder_for(name, "model")
         return "\n".join([
             f"if it is a model's name on Hugging Face, download it, then type {folder}:",
             f"    hf download {name} --local-dir {folder}    (older: huggingface-cli download)",
@@ -61,20 +60,5 @@ def _hugging_face_place(name):
 
 def _modelscope_places(name):
     """The directories in which ModelScope's versions keep a model, which has ___ for a dot there."""
-    cache = os.environ.get("MODELSCOPE_CACHE")
-    hub = Path(cache) if cache else Path.home() / ".cache" / "modelscope" / "hub"
+    hub = modelscope_hub()
     return [hub / "models" / name.replace(".", "___"), hub / name.replace(".", "___")]
-
-
-def _how_to_download(name):
-    folder = _folder(name)
-    return "\n".join([
-        "  download it, then type the same again:",
-        f"    hf download {name}    (HF_HOME or HF_HUB_CACHE says where to; older: huggingface-cli download {name})",
-        f"    HF_ENDPOINT=ADDRESS hf download {name}    (from a mirror)",
-        f"    pip install modelscope && modelscope download --model {name} --local_dir {folder}  (then type {folder})",
-    ])  # fmt: skip
-
-
-def _folder(name):
-    return f"models/{name.rsplit('/', 1)[-1]}"

@@ -1,8 +1,10 @@
 """Parses a command line and reports all its problems at once. Imports no torch and needs no GPU."""
 
 import os
+import re
 import sys
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from config import PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, rates_of
@@ -20,7 +22,10 @@ ANOTHER_RUN = (
     "one aside"
 )
 ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "lora_init", "base_precision")
-FILE_OPTIONS = dict(train_file=data_files, validation_file=unweighted_files, test_file=unweighted_files)
+FILE_OPTIONS = dict(
+    train_file=data_files, validation_file=partial(unweighted_files, split="validation"),
+    test_file=partial(unweighted_files, split="test"),
+)  # fmt: skip
 PRESET_FLAGS = (
     "--is_finetune=True", "--use_small_config=True (fine-tuning)", "--use_fast_config=True (fine-tuning)",
     "--use_large_config=True (pre-training)",
@@ -74,14 +79,15 @@ def parse_options(stray, options, keep_training=False):
 
 
 def _file_problems(given):
-    """Messages about the names in the `given` options of FILE_OPTIONS; whether the files exist is not asked."""
+    """Messages about the names in the `given` options of FILE_OPTIONS; whether a file exists is not asked."""
     problems = []
     for name, text in given.items():
         try:
             if text:
                 FILE_OPTIONS[name](str(text))
         except ValueError as error:
-            problems += [f"--{name}: {line.strip()}" for line in str(error).splitlines()]
+            # a line that goes on with the one before is indented further
+            problems += [f"--{name}: {text.strip()}" for text in re.split(r"\n(?!    )", str(error))]
     return problems
 
 

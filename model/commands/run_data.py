@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from model.commands.tokenising import write_beside
-from model.data.file_list import data_files, unweighted_files
+from model.data.file_list import data_files, names_of, unweighted_files
 from model.data.row_hashes import describe_shared
 from model.data.sampler import mixture_of
 from model.data.token_store import Source, open_store
@@ -30,7 +30,8 @@ def open_data(ranks, recipe, tokenizer):
     train = replace(train, dropout=recipe.spec.dropout, mixture=mixture)
     if not recipe.config.validation_file:
         return train, None
-    validation = open_examples(ranks, recipe, tokenizer, unweighted_files(recipe.config.validation_file), True)
+    files = unweighted_files(recipe.config.validation_file, "validation")
+    validation = open_examples(ranks, recipe, tokenizer, files, evaluated=True)
     if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
         LOGGER.warning(shared)
     return train, validation
@@ -43,7 +44,7 @@ def open_examples(ranks, recipe, tokenizer, files, evaluated=False):
     """
     config, objective = recipe.config, recipe.objective
     source = source_of(recipe, tokenizer, files)
-    names = ", ".join(source.paths)
+    names = names_of(source.paths)
     with Progress(f"tokenising {names}", None, unit="rows", shown=ranks.is_main) as progress:
         opened = partial(open_store, source, TOKENS_DIR, progress.update, stop_asked, write_beside)
         store = local_main_first(ranks, opened)

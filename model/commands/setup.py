@@ -155,6 +155,7 @@ def prepare_test(ranks, config):
     file = config.test_file or config.validation_file
     if not file:
         raise ValueError("test_file and validation_file are empty: type --test_file=FILE")
+    files = unweighted_files(file, "test" if config.test_file else "validation")
     # the training's options for steps, memory and CUDA graphs do not apply to a test
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
@@ -162,7 +163,7 @@ def prepare_test(ranks, config):
     config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **steps, **planned)
     origin, machine = find_origin(ranks, config, ()), machine_of(ranks)
     recipe = resolve(config, (), machine, origin)
-    examples = open_examples(ranks, recipe, origin.tokenizer, unweighted_files(file), evaluated=True)
+    examples = open_examples(ranks, recipe, origin.tokenizer, files, evaluated=True)
     recipe = resolve(config, (), machine, origin, examples.epoch_pairs)
     other_process, _ = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
     model = fill_model(ranks, draft_model(recipe), recipe, origin)

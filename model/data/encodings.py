@@ -4,6 +4,8 @@ import codecs
 import re
 from pathlib import Path
 
+from model.data.compressed import open_bytes
+
 SAMPLE_BYTES, SAMPLE_CHARS = 1 << 20, 1 << 16
 MIN_SHARE = 0.3  # of FREQUENT among the letters beyond ASCII; other encodings read as GB18030 give rare characters
 # Characters that Chinese texts consist of, for the most part.
@@ -25,7 +27,7 @@ LIKELY_OTHERS = ("big5", "shift_jis", "euc_kr", "cp1252")  # are named where the
 
 def find_encoding(path: Path) -> str:
     """The name of a file's encoding, for `open`; raises ValueError if it is none of UTF-8, UTF-16 and GB18030."""
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         sample = file.read(SAMPLE_BYTES)
         is_whole = not file.read(1)
     if sample[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):

@@ -5,7 +5,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
+from model.data.compressed import data_suffix
+from model.data.hf_datasets import dataset_files, dataset_reference
+
+MAX_NAMED = 6
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".arrow")
 WEIGHT = re.compile(r"(?P<name>.+)(?P<sign>[:*])(?P<weight>[^:*/]+)")
 
 
@@ -17,24 +21,25 @@ class DataFile:
     weight: float = 1.0
 
 
-def data_files(text):
+def data_files(text, split="train"):
     """The DataFile of each name in `text`, which are separated by commas; a folder stands for the files in it, by name.
 
-    A name that ends in :NUMBER or *NUMBER has that weight. A name that exists as it is written is taken as it is.
-    Raises one ValueError that lists every problem; a file that does not exist is not one.
+    A dataset stands for its split of the name `split`, and DATASET[NAME] for another one. A name that ends in :NUMBER
+    or *NUMBER has that weight. A name that exists as it is written is taken as it is. Raises one ValueError that lists
+    every problem; a file that does not exist is not one.
     """
     names = [text] if Path(text).exists() else [name.strip() for name in text.split(",")]
     found, problems = [], []
     for name in names:
         try:
             path, weight = _parse(name)
-            found += [DataFile(each, weight) for each in files_in(path)]
+            found += [DataFile(each, weight) for each in files_in(path, split=split)]
         except ValueError as error:
             problems.append(str(error))
     paths = [file.path for file in found]
     problems += [f"{path} is named twice: write {path}*2" for path in sorted({p for p in paths if paths.count(p) > 1})]
     if problems:
-        raise ValueError("\n  ".join(problems))
+        raise ValueError("\n  ".join(problem.replace("\n", "\n  ") for problem in problems))
     return tuple(found)
 
 
@@ -56,20 +61,28 @@ def _parse(name):
     return match["name"], weight
 
 
-def files_in(path, suffixes=SUFFIXES):
-    """The path of a file, or those of the files in a folder, by name; ValueError for a folder without any."""
-    folder = Path(path)
+def files_in(path, suffixes=SUFFIXES, split="train"):
+    """The path of a file, or those of the files in a folder, by name, or in a dataset's split; ValueError for none."""
+    folder, dataset = Path(path), dataset_reference(path, suffixes)
+    if dataset:
+        return dataset_files(dataset, suffixes, split)
     if not folder.is_dir():
         return [path]
-    found = [str(each) for each in sorted(folder.iterdir()) if each.suffix.lower() in suffixes and each.is_file()]
+    found = [str(each) for each in sorted(folder.iterdir()) if data_suffix(each) in suffixes and each.is_file()]
     if not found:
         raise ValueError(f"{path}: the folder holds no {', '.join(suffixes)} file")
     return found
 
 
-def unweighted_files(text):
+def names_of(paths):
+    """The paths as one phrase; of more than MAX_NAMED the first ones, and how many others there are."""
+    first, others = ", ".join(map(str, paths[:MAX_NAMED])), len(paths) - MAX_NAMED
+    return f"{first} and {others:,} more" if others > 0 else first
+
+
+def unweighted_files(text, split):
     """The DataFiles of `data_files`; raises ValueError also for a weight."""
-    files = data_files(text)
+    files = data_files(text, split)
     if weighted := [file for file in files if file.weight != 1]:
         raise ValueError(f"{weighted[0].path}: only training files have a weight, and it is {weighted[0].weight:g}")
     return files

@@ -5,24 +5,22 @@ however many rows repeat it, or in batches, which are smaller the larger the dic
 are counted before it becomes Python objects.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from model.runtime.json_stream import MAX_ITEM_CHARS, OnMalformed
+from model.data.compressed import open_seekable
+from model.data.record_batches import BATCH_ROWS, FREE_BYTES, check_widths, expansion_error, max_values, rows_of
+from model.runtime.json_stream import OnMalformed
 
-BATCH_ROWS, BATCH_BYTES = 1000, 128 << 20
+BATCH_BYTES = 128 << 20
 SMALL_CHUNK_BYTES = 8 << 20  # pyarrow copies a dictionary for each batch
 MAX_COMPRESSION = 50  # how many times smaller text becomes at most; beyond that it is repetition
-FREE_BYTES, FREE_VALUES, VALUES_PER_BYTE = 64 << 20, 2_000_000, 4  # a file of any size may expand to the first two
-LONG_ROW_CHARS = 1 << 20  # counted for a row that is too long to be read
-CHARS_PER_BYTE = 1000  # limit for all rows per byte of the file; a repeated value counts each time
-MAX_WIDTH = 1 << 14  # bytes or values in a fixed-size cell, which a null takes up too
 MAX_NESTED_DELTA_BYTES = 1 << 28
 MAX_FOOTER_BYTES, MAX_FOOTER_ITEMS = 16 << 20, 1_000_000
 
@@ -34,7 +32,7 @@ def parquet_rows(path: Path, on_malformed: OnMalformed) -> Iterator[tuple[int, d
     and for a file that expands to far more than text does.
     """
     try:
-        with open(path, "rb") as source:  # pyarrow itself opens only names in UTF-8
+        with open_seekable(path) as source:  # pyarrow itself opens only names in UTF-8
             yield from _rows(path, source, on_malformed)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0]
@@ -43,63 +41,36 @@ def parquet_rows(path: Path, on_malformed: OnMalformed) -> Iterator[tuple[int, d
 
 def _rows(path, source, on_malformed):
     limits = dict(thrift_string_size_limit=MAX_FOOTER_BYTES, thrift_container_size_limit=MAX_FOOTER_ITEMS)
-    footer = pq.ParquetFile(source, **limits)
-    file_bytes, schema, index = path.stat().st_size, footer.schema, 0
+    footer, file_bytes = pq.ParquetFile(source, **limits), os.fstat(source.fileno()).st_size
     _check_size(path, file_bytes, footer)
-    chars_left = FREE_BYTES + CHARS_PER_BYTE * file_bytes
+    yield from rows_of(path, file_bytes, _batches(path, source, footer), on_malformed)
+
+
+def _batches(path, source, footer):
     for group in range(footer.num_row_groups):
-        chunks = _chunks(source, footer.metadata.row_group(group), schema)
+        chunks = _chunks(source, footer.metadata.row_group(group), footer.schema)
         as_dictionary = [chunk.path for chunk in chunks if chunk.is_dictionary]
         # Without pre_buffer pyarrow reads a row group page by page, so a large row group needs no more memory.
         file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False, buffer_size=1 << 20,
                               read_dictionary=as_dictionary)  # fmt: skip
-        for batch in file.iter_batches(_batch_rows(path, chunks), row_groups=[group], use_threads=False):
-            chars = sum(map(_count_chars, batch.columns), np.zeros(len(batch), np.int64))
-            is_readable = chars <= MAX_ITEM_CHARS
-            chars_left -= int(np.where(is_readable, chars, LONG_ROW_CHARS).sum())
-            if chars_left < 0:
-                raise _expansion_error(path, file_bytes, f"more than {CHARS_PER_BYTE:,} characters per byte")
-            for start, end in _runs(chars):
-                if is_readable[start]:
-                    yield from enumerate(_dense(batch.slice(start, end - start)).to_pylist(), index + start)
-                else:
-                    on_malformed(f"{path} row {index + start + 1:,}: a row of {chars[start]:,} characters; "
-                                 f"at most {MAX_ITEM_CHARS:,} are read")  # fmt: skip
-            index += len(batch)
-
-
-def _expansion_error(path, file_bytes, expanded):
-    return ValueError(
-        f"{path}: its {file_bytes:,} bytes expand to {expanded}, far more than a file of texts does; write it again"
-    )
+        yield from file.iter_batches(_batch_rows(path, chunks), row_groups=[group], use_threads=False)
 
 
 def _check_size(path, file_bytes, file):
     """Raise ValueError if the footer claims more rows, values or bytes than a file of texts of this size has."""
-    metadata, max_values = file.metadata, FREE_VALUES + VALUES_PER_BYTE * file_bytes
-    if not 0 <= metadata.num_rows <= max_values:
-        raise _expansion_error(path, file_bytes, f"{metadata.num_rows:,} rows")
+    metadata, most = file.metadata, max_values(file_bytes)
+    if not 0 <= metadata.num_rows <= most:
+        raise expansion_error(path, file_bytes, f"{metadata.num_rows:,} rows")
     num_values, num_bytes = np.zeros(metadata.num_columns), 0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         chunks = list(map(group.column, range(group.num_columns)))
         num_values += [abs(chunk.num_values) for chunk in chunks]
         num_bytes += sum(abs(chunk.total_uncompressed_size) for chunk in chunks)
-    if num_values.max(initial=0) > max_values:
-        raise _expansion_error(path, file_bytes, f"{num_values.max():,.0f} values in a column")
+    if num_values.max(initial=0) > most:
+        raise expansion_error(path, file_bytes, f"{num_values.max():,.0f} values in a column")
     if num_bytes > FREE_BYTES + MAX_COMPRESSION * file_bytes:
-        raise _expansion_error(path, file_bytes, f"{num_bytes:,}")
-    for field in file.schema_arrow:
-        if (width := _width(field.type)) > MAX_WIDTH:
-            raise ValueError(f"{path}: column {field.name!r} has cells of {width:,} values, at most {MAX_WIDTH:,} are "
-                             "read; write the file without this column")  # fmt: skip
-
-
-def _width(kind):
-    """Bytes or values that each cell of this Arrow type takes, nulls included; 1 if cells differ in size."""
-    if pa.types.is_fixed_size_binary(kind):
-        return kind.byte_width
-    size = kind.list_size if pa.types.is_fixed_size_list(kind) else 1
-    return size * sum(_width(kind.field(i).type) for i in range(kind.num_fields)) if kind.num_fields else 1
+        raise expansion_error(path, file_bytes, f"{num_bytes:,}")
+    check_widths(path, file.schema_arrow)
 
 
 @dataclass(frozen=True)
@@ -166,42 +137,3 @@ def _batch_rows(path, chunks):
             rows = min(rows, BATCH_BYTES * chunk.num_values // max(1, chunk.num_bytes))
             rows = min(rows, BATCH_BYTES // max(1, chunk.repeated_bytes))
     return max(1, rows)
-
-
-def _count_chars(array):
-    """int64 (rows,): characters of text or bytes of binary values in each row of an Arrow array; others count 1."""
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        lengths = np.append(_count_chars(array.dictionary), 1)
-        return lengths[array.indices.fill_null(len(lengths) - 1).to_numpy(zero_copy_only=False)]
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-        return _count_chars(array.cast(pa.large_binary()))
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return pc.utf8_length(array).fill_null(1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return pc.binary_length(array).fill_null(1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if pa.types.is_struct(kind):
-        return sum(map(_count_chars, array.flatten()), np.ones(len(array), np.int64))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
-        before = np.concatenate([[0], np.cumsum(_count_chars(array.values))])
-        offsets = array.offsets.to_numpy()
-        return before[offsets[1:]] - before[offsets[:-1]] + 1
-    return np.full(len(array), _width(kind))
-
-
-def _runs(chars):
-    """Yield (start, end) of consecutive rows with at most MAX_ITEM_CHARS in total; a longer row is alone."""
-    start = total = 0
-    for end, size in enumerate(chars.tolist()):
-        if total + size > MAX_ITEM_CHARS and end > start:
-            yield start, end
-            start, total = end, 0
-        total += size
-    if start < len(chars):
-        yield start, len(chars)
-
-
-def _dense(batch):
-    """The batch with its dictionaries decoded, which makes to_pylist thirty times faster."""
-    columns = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
-    return pa.record_batch(columns, names=batch.schema.names)

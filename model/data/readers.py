@@ -1,15 +1,18 @@
 """Reads users' data files into conversations and documents; no other module reads them.
 
-Formats: .json, .jsonl, .csv, .tsv, .parquet and .txt. Memory is bounded by one buffer, one item of MAX_ITEM_CHARS
-and one parquet batch, whatever the size of the file. Every problem with a file is a ValueError that names the file,
-what was found and what to do. All rows are kept, except malformed ones if the caller handles them with `on_malformed`.
+Formats: .json, .jsonl, .csv, .tsv, .parquet, .arrow and .txt, also with .gz or .zst. Memory is bounded by one buffer,
+one item of MAX_ITEM_CHARS and one record batch, whatever the size of the file. Every problem with a file is a
+ValueError that names the file, what was found and what to do. All rows are kept, except malformed ones if the caller
+handles them with `on_malformed`.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from model.data.arrow_rows import arrow_rows
 from model.data.columns import PLAIN_TEXT
+from model.data.compressed import data_suffix
 from model.data.conversation import Conversation, Document
 from model.data.encodings import find_encoding
 from model.data.file_request import READ_AS, FileRequest, describe_ignored
@@ -102,7 +105,7 @@ def _items(path: Path, request: FileRequest) -> Iterator[Conversation | Document
     if not path.is_file():
         raise ValueError(f"{path}: " + ("it is a folder; name a file in it" if path.is_dir() else "no such file"))
     check_signature(path)
-    reader = _READERS.get(path.suffix.lower())
+    reader = _READERS.get(data_suffix(path))
     if reader is None:
         raise ValueError(f"{path}: unknown suffix {path.suffix!r}; give one of {', '.join(_READERS)}")
     if not path.stat().st_size:
@@ -110,12 +113,12 @@ def _items(path: Path, request: FileRequest) -> Iterator[Conversation | Document
     yield from reader(path, request)
 
 
-def _parquet_items(path: Path, request: FileRequest) -> Iterator[Conversation | Document]:
-    index = 0
+def _column_items(path: Path, request: FileRequest) -> Iterator[Conversation | Document]:
+    index, read = 0, arrow_rows if data_suffix(path) == ".arrow" else parquet_rows
 
     def rows() -> Iterator[dict]:
         nonlocal index
-        for index, row in parquet_rows(path, request.on_malformed):  # noqa: B007
+        for index, row in read(path, request.on_malformed):  # noqa: B007
             yield row
 
     yield from conversations_of(rows(), lambda: f"{path} row {index + 1:,}", request)
@@ -155,6 +158,7 @@ _READERS = {
     ".jsonl": _json_items,
     ".csv": _table_items,
     ".tsv": _table_items,
-    ".parquet": _parquet_items,
+    ".parquet": _column_items,
     ".txt": _text_items,
+    ".arrow": _column_items,
 }

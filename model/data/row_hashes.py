@@ -17,7 +17,7 @@ def write_hashes(directory, num_rows, values):
     Returns the sha256 of all ids, lengths and `values` ({name: list of arrays}) in order, which does not depend on how
     the rows were batched.
     """
-    with open(directory / "hashes.npy", "wb") as out, pa.memory_map(str(directory / "ids.arrow")) as file:
+    with open(directory / "hashes.npy", "wb") as out, pa.OSFile(str(directory / "ids.arrow")) as file:
         np.lib.format.write_array_header_1_0(out, dict(descr="<u8", fortran_order=False, shape=(num_rows, 2)))
         reader = pa.ipc.open_stream(file)
         whole = [hashlib.sha256() for _ in range(2 * len(reader.schema))]  # lengths and ids of each side

@@ -3,15 +3,17 @@
 import json
 from pathlib import Path
 
-SIGNATURES = (
-    (b"\x1f\x8b", "it is compressed by gzip: unpack it with gunzip"),
-    (b"\x28\xb5\x2f\xfd", "it is compressed by zstd: unpack it with unzstd"),
-    (b"BZh", "it is compressed by bzip2: unpack it with bunzip2"),
-    (b"\xfd7zXZ", "it is compressed by xz: unpack it with unxz"),
-    (b"PK\x03\x04", "it is a zip archive, as .xlsx is: unpack it, or save the table as .csv"),
-    (b"PAR1", "it is parquet: give it the suffix .parquet"),
-    (b"ARROW1", "it is an Arrow file: write it as parquet"),
-    (b"version https://git-lfs", "it is Git LFS's pointer to a file: fetch the file with git lfs pull"),
+from model.data.compressed import data_suffix, open_bytes
+
+SIGNATURES = (  # first bytes, what it is, the suffix with which it is read
+    (b"\x1f\x8b", "it is compressed by gzip: add .gz to its name", ""),
+    (b"\x28\xb5\x2f\xfd", "it is compressed by zstd: add .zst to its name", ""),
+    (b"BZh", "it is compressed by bzip2: unpack it with bunzip2", ""),
+    (b"\xfd7zXZ", "it is compressed by xz: unpack it with unxz", ""),
+    (b"PK\x03\x04", "it is a zip archive, as .xlsx is: unpack it, or save the table as .csv", ""),
+    (b"PAR1", "it is parquet: give it the suffix .parquet", ".parquet"),
+    (b"ARROW1", "it is an Arrow file: give it the suffix .arrow", ".arrow"),
+    (b"version https://git-lfs", "it is Git LFS's pointer to a file: fetch the file with git lfs pull", ""),
 )
 TABLES = (".csv", ".tsv")
 LINE_BYTES = 1 << 16
@@ -19,11 +21,11 @@ LINE_BYTES = 1 << 16
 
 def check_signature(path: Path) -> None:
     """Raise ValueError for a file that is something else than its name says."""
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         line = file.readline(LINE_BYTES)
-    suffix = path.suffix.lower()
-    for begin, what in SIGNATURES:
-        if line.startswith(begin) and not (begin == b"PAR1" and suffix == ".parquet"):
+    suffix = data_suffix(path)
+    for begin, what, own_suffix in SIGNATURES:
+        if line.startswith(begin) and suffix != own_suffix:
             raise ValueError(f"{path}: {what}")
     if suffix in TABLES and _is_json(line):
         raise ValueError(f"{path}: it holds JSON: give it the suffix .jsonl")

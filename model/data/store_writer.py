@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import ujson
 
+from model.data.file_list import names_of
 from model.data.file_request import describe_ignored
 from model.data.row_hashes import write_hashes
 from model.runtime.atomic_io import whole_directory
@@ -27,7 +28,7 @@ def write_store(source, key, directory, progress, stop):
         batches = _encoded_batches(source, counts, ignored, progress, stop)
         lengths, values = _write_ids(source, draft / "ids.arrow", batches)
         if not lengths:
-            names = ", ".join(map(str, source.paths))
+            names = names_of(source.paths)
             columns = ", ".join(filter(None, source.columns))
             asked = f" (columns asked for: {columns})" if columns else ""
             raise ValueError(f"{names}: none of its {counts['empty']} rows has {source.objective.needs}{asked}")

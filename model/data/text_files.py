@@ -1,13 +1,15 @@
-"""Opens text files in the encodings of people's data and reads csv and tsv tables row by row."""
+"""Opens text files in the encodings of people's data, compressed or not, and reads csv and tsv tables row by row."""
 
 import csv
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
+from model.data.compressed import data_suffix, open_bytes
 from model.data.encodings import find_encoding
 from model.runtime.json_stream import MAX_ITEM_CHARS, OnMalformed
 
@@ -21,7 +23,7 @@ def open_text(path: Path, encoding: str = "") -> Iterator[TextIO]:
 
     Raises ValueError for bytes that are no text in it.
     """
-    with open(path, encoding=encoding or find_encoding(path), newline="") as file:
+    with TextIOWrapper(open_bytes(path), encoding=encoding or find_encoding(path), newline="") as file:
         try:
             yield file
         except UnicodeError as error:
@@ -40,7 +42,7 @@ def table_rows(path: Path, on_malformed: OnMalformed, encoding: str = "") -> Ite
     `sep=;` names the separator, as Excel reads it, and a csv in UTF-16 may be Excel's Unicode text, which has tabs.
     Raises ValueError for a cell or a line that is too long, and for columns with another separator.
     """
-    is_tsv = path.suffix.lower() == ".tsv"
+    is_tsv = data_suffix(path) == ".tsv"
     encoding = encoding or find_encoding(path)
     quoting = csv.QUOTE_NONE if is_tsv and not _is_quoted(path, encoding) else csv.QUOTE_MINIMAL
     with open_text(path, encoding) as file:

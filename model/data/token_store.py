@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import ujson
 
+from model.data.file_list import names_of
 from model.data.store_writer import sha256_of, write_store
 from model.data.tokenizer import ChatTokenizer
 from model.runtime.atomic_io import held_lock, write_file
@@ -53,7 +54,8 @@ def _file_key(path):
     if not path.is_file():
         raise ValueError(f"{path}: no such file; name a parquet, json, jsonl, csv or tsv file")
     stat = path.stat()
-    return dict(path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+    # a file in the cache of huggingface_hub is a link to one whose name is a hash
+    return dict(path=str(path.parent.resolve() / path.name), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ def describe_store(store):
     sides = [(name.removesuffix("_ids"), tokens, num) for name, tokens, num in columns if name.endswith("_ids")]
     means = " + ".join(f"{tokens / rows:.1f}" for _, tokens, _ in sides)
     cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, _, num_cut in sides)
-    names = ", ".join(file["path"] for file in meta["source"]["files"])
+    names = names_of([file["path"] for file in meta["source"]["files"]])
     line = f"{names}: {rows:,} pairs, {means} tokens on average; "
     line += f"cut to {meta['source']['max_seq_len']} tokens: {cut}"
     line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""

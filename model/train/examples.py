@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
+from model.data.file_list import names_of
 from model.data.length_histogram import histogram, mixed
 from model.data.sampler import Mixture
 from model.data.token_store import TokenStore
@@ -85,7 +86,7 @@ def check_lengths(examples, max_tokens, new_tokens=0):
     """
     if max_tokens is None:
         return
-    files = ", ".join(file["path"] for file in examples.store.meta["source"]["files"])
+    files = names_of([file["path"] for file in examples.store.meta["source"]["files"]])
     room = f"the network has places for {max_tokens}"
     if (longest := _longest_sequence(examples, max_tokens)) > max_tokens:
         raise ValueError(f"{files}: a sequence has {longest} tokens, and {room}: lower --max_seq_len")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.data.file_list import DataFile, data_files, unweighted_files
+from model.data.file_list import DataFile, data_files, names_of, unweighted_files
 
 
 def test_files_folders_and_weights_are_told_apart(tmp_path, monkeypatch):
@@ -34,6 +34,10 @@ def test_all_problems_with_the_names_are_told_at_once(tmp_path, monkeypatch):
 
 
 def test_only_training_files_have_weights():
-    assert [file.path for file in unweighted_files("a.json,b.json")] == ["a.json", "b.json"]
+    assert [file.path for file in unweighted_files("a.json,b.json", "test")] == ["a.json", "b.json"]
     with pytest.raises(ValueError, match="a.json: only training files have a weight, and it is 2"):
-        unweighted_files("a.json*2")
+        unweighted_files("a.json*2", "test")
+
+
+def test_of_many_files_the_first_are_named_and_the_others_counted():
+    assert names_of(["a", "b"]) == "a, b" and names_of([*"abcdefgh"]) == "a, b, c, d, e, f and 2 more"

@@ -15,8 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
 from model.data import store_writer
+from model.data.file_list import data_files
 from model.data.token_store import Source, open_store, read_store
 from model.train.objectives.pairs import Pairs
 from tests.parts import examples_of, make_pairs, open_pairs, write_parquet
@@ -56,6 +58,20 @@ def test_tokens_are_the_tokenizer_s_ids_and_one_eos_for_any_batch_size_and_id_ty
         assert tokens.dtype == np.int64 and tokens.tolist() == sum(expected, [])
     assert store.rows.schema.field("prompt_ids").type.value_type == id_type
     assert [len(tokens) for tokens in store.tokens(ids[:0])] == [0, 0]
+
+
+def test_a_saved_dataset_whose_file_or_split_is_another_makes_a_new_store(tmp_path, tokenizer):
+    def store_of(split):
+        paths = tuple(file.path for file in data_files(f"{tmp_path}/saved[{split}]"))
+        return open_store(Source(paths, Pairs(), tokenizer, 64), tmp_path / "tokens")
+
+    pairs = [dict(prompt=prompt, response=response) for prompt, response in make_pairs(9, seed=7)]
+    DatasetDict(a=Dataset.from_list(pairs), b=Dataset.from_list(pairs[:5])).save_to_disk(tmp_path / "saved")
+    before, other = store_of("a"), store_of("b")
+    assert (len(before), len(other)) == (9, 5) and store_of("a").directory == before.directory != other.directory
+    Dataset.from_list(pairs[:7]).save_to_disk(tmp_path / "new")
+    os.replace(*(f"{tmp_path}/{name}/data-00000-of-00001.arrow" for name in ("new", "saved/a")))
+    assert len(store_of("a")) == 7
 
 
 def test_ids_take_two_bytes_each_on_disk(open_it):

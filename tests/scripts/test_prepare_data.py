@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
 from model.data.cleaning import REASONS
 
@@ -242,6 +243,11 @@ def test_a_folder_stands_for_the_data_files_in_it_which_are_named(tmp_path, prep
         "a.jsonl",
         "b.jsonl",
     ]
+    DatasetDict(train=Dataset.from_dict(dict(prompt=["p"], response=["r"]))).save_to_disk(tmp_path / "saved")
+    code, out, errors = prepare("saved[train]", "--output=o.parquet")
+    assert (code, errors) == (0, "prepare_data: in saved[train]: data-00000-of-00001.arrow\n")
+    code, out, errors = prepare("saved[dev]", "--output=new.parquet")
+    assert code == 2 and "saved[dev]: it has no split 'dev': type one of saved[train]" in errors
 
 
 def test_an_unreadable_file_is_left_out_as_a_whole_and_the_others_are_prepared(tmp_path, prepare):

@@ -1,10 +1,13 @@
 """scripts/train_tokenizer.py as a process: what it trains on, prints and refuses."""
 
+import gzip
 import json
 import random
 import subprocess
 import sys
 from pathlib import Path
+
+from datasets import Dataset
 
 from model.data.tokenizer import PROBE, load_tokenizer
 
@@ -19,14 +22,15 @@ def run_script(*arguments, cwd):
 def test_the_script_trains_on_pairs_and_lines_and_prints_a_summary(tmp_path):
     draw = random.Random(0)
     texts = ["".join(draw.choices(PROBE, k=20)) for _ in range(1200)]
-    (tmp_path / "lines.txt").write_text("\n".join(texts[:400]), encoding="gb18030")
+    (tmp_path / "lines.txt.gz").write_bytes(gzip.compress("\n".join(texts[:400]).encode("gb18030")))
     pairs = zip(texts[400:800], texts[800:], strict=True)
     lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines), encoding="utf-8")
     (tmp_path / "empty").mkdir()
     done = run_script("empty", ".", "--output_dir", "new/out", cwd=tmp_path)
     assert done.returncode == 2 and "empty: the folder holds no" in done.stderr and not (tmp_path / "new").exists()
-    done = run_script(".", "--output_dir", "out", "--vocab_size", 807, cwd=tmp_path)
+    Dataset.from_json(str(tmp_path / "pairs.jsonl")).save_to_disk(tmp_path / "saved")
+    done = run_script("lines.txt.gz", "saved[train]", "--output_dir", "out", "--vocab_size", 807, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in ("vocabulary", "807 tokens", "characters per token", "time"))
     assert load_tokenizer(tmp_path / "out").vocab_size == 807
