@@ -8,10 +8,12 @@ from model.runtime.json_stream import OnMalformed, refuse
 # Kinds of content that are read but not used.
 TURNS, COLUMN, PART, ROWS, CONTEXT = "turns", "column", "part", "rows", "context"
 READ_AS = "read_as"  # an encoding that was assumed
+CHARS, ALL_CHARS = "chars", "all chars"  # of a column that is not used, and of all columns in its rows
 IGNORED_WORDS = {
     "unused": "not used", READ_AS: "read as", TURNS: "turns of role", COLUMN: "column", PART: "in conversations",
-    ROWS: "in the file", CONTEXT: "earlier turns", "others": "others", "unit.turns": "turns", "unit.column": "rows",
-    "unit.part": "times", "unit.rows": "rows", "unit.context": "pairs of longer dialogues",
+    ROWS: "in the file", CONTEXT: "earlier turns", "others": "others", "share": "of their characters",
+    "unit.turns": "turns", "unit.column": "rows", "unit.part": "times", "unit.rows": "rows",
+    "unit.context": "pairs of longer dialogues",
 }  # fmt: skip
 MAX_NAMED, MAX_NAME_CHARS = 20, 40
 MAX_ROWS_WITHOUT = 1000  # rows without the columns, before the first that has them
@@ -36,18 +38,24 @@ class FileRequest:
     def __post_init__(self):
         self.has_paths = "." in self.prompt_column + self.response_column
 
-    def ignore(self, kind: str, name: str, count: int = 1) -> None:
-        """Add to the count of (kind, name), or of (kind, "") when MAX_NAMED names are counted already."""
+    def ignore(self, kind: str, name: str, count: int = 1) -> str:
+        """Add to the count of (kind, name), or of (kind, "") if MAX_NAMED names are counted; returns the name or ""."""
         key = kind, name[:MAX_NAME_CHARS]
-        if count > 0:
-            self.ignored[key if key in self.ignored or len(self.ignored) < MAX_NAMED else (kind, "")] += count
+        if key not in self.ignored and sum(each not in (CHARS, ALL_CHARS) for each, _ in self.ignored) >= MAX_NAMED:
+            key = kind, ""
+        self.ignored[key] += count
+        return key[1]
 
     def ignore_columns(self, row: dict, used: tuple[str, ...]) -> None:
-        """Count the columns of the row that have a value and are not in `used`."""
+        """Count the columns of the row that have a value and are not in `used`, and their characters."""
         if len(row) > len(used):
+            num_chars = 0
             for name, value in row.items():
                 if name not in used and value is not None and value not in ("", [], {}):
-                    self.ignore(COLUMN, name)
+                    num_chars = num_chars or _num_chars(row)
+                    shown = self.ignore(COLUMN, name)
+                    self.ignored[CHARS, shown] += _num_chars(value)
+                    self.ignored[ALL_CHARS, shown] += num_chars
 
     def leave_out(self, place: str, missing: str) -> None:
         """Count a row without the columns; raises ValueError where a file begins with MAX_ROWS_WITHOUT such rows."""
@@ -63,6 +71,15 @@ class FileRequest:
             self.ignore(ROWS, "rows without a prompt and a response")
 
 
+def _num_chars(value):
+    """The characters of all texts in a value, and one for each other value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 1
+
+
 def describe_ignored(ignored: Counter, words: dict[str, str] | None = None) -> str:
     """The counts and assumptions in `ignored`, as one phrase for a message; "" if there are none.
 
@@ -72,12 +89,14 @@ def describe_ignored(ignored: Counter, words: dict[str, str] | None = None) -> s
     names_by_kind = {kind: [] for kind in (TURNS, COLUMN, PART, ROWS, CONTEXT)}
     assumed = [f"{words[READ_AS]} {name}" for kind, name in ignored if kind == READ_AS]
     for (kind, name), count in ignored.most_common():
-        if kind == READ_AS:
+        if kind in (READ_AS, CHARS, ALL_CHARS):
             continue
         unit = words[f"unit.{kind}"] if count > 1 else words[f"unit.{kind}"].replace("s", "", 1)
         named = "" if kind == CONTEXT else f"{repr(name) if name else words['others']} "
         if kind in (PART, ROWS):
             named = f"{name or words['others']} "
+        if kind == COLUMN and (total := ignored[ALL_CHARS, name]):
+            unit += f", {ignored[CHARS, name] / total:.0%} {words['share']}"
         names_by_kind[kind].append(f"{named}({count:,} {unit})")
     lines = [f"{words[kind]} {', '.join(names)}".strip() for kind, names in names_by_kind.items() if names]
     return "; ".join([*assumed, *([f"{words['unused']}: {'; '.join(lines)}"] if lines else [])])

@@ -225,6 +225,7 @@ def relu_product(x, matrix):
 
 
 @functools.cache
+@torch.inference_mode(False)  # what an answer makes first, training uses too
 def _no_bias(width, dtype, device):
     return torch.zeros(width, dtype=dtype, device=device)
 

@@ -92,11 +92,13 @@ def make_packed(shapes, device):
 
 
 @functools.cache
+@torch.inference_mode(False)  # what an answer makes first, training uses too
 def levels_on(device):
     return torch.tensor(LEVELS, device=device)
 
 
 @functools.cache
+@torch.inference_mode(False)  # what an answer makes first, training uses too
 def steps_on(device):
     """The 256 values of an 8-bit number, ascending: a sign, an exponent of ten, a fraction of the other bits."""
     steps = [0.0, 1.0]

@@ -1,6 +1,7 @@
 """Writes small data files and reads them, for the tests of this folder."""
 
 import json
+import re
 import string
 from collections import Counter
 
@@ -31,6 +32,11 @@ def read_pairs(path, *columns, ignored=None, **options):
     ignored = Counter() if ignored is None else ignored
     pairs = learnt_pairs(read_conversations(path, *columns, ignored=ignored, **options), ignored, single_turn=True)
     return ((question, answer) for question, answer, _ in pairs)
+
+
+def without_shares(message):
+    """What describe_ignored says, without the shares of the characters."""
+    return re.sub(r", \d+% of their characters", "", message)
 
 
 def pairs_of(path, **columns):

@@ -67,6 +67,14 @@ def test_messages_stay_short_however_many_columns_a_file_has(tmp_path):
     rows = [pair | {f"column {i} {j}" * 9: 1 for j in range(200)} for i in range(9)]
     assert list(read_pairs(write_json_lines(tmp_path / "x.jsonl", rows), ignored=ignored)) == [("p", "r")] * 9
     message = describe_ignored(ignored)
-    assert len(message) < 2_000 and "others (1,780 rows)" in message
+    assert len(message) < 2_000 and "others (1,780 rows, " in message
     message = refusal(write_json_lines(tmp_path / "y.jsonl", [{f"what is {i}?": f"it is {i}" for i in range(300)}]))
     assert "'what is 11?' and 288 more: name" in message and len(message) < 800
+
+
+def test_a_column_that_is_not_used_is_named_with_its_share_of_the_characters(tmp_path):
+    rows, ignored = [dict(prompt="p" * 10, response="r" * 10, note="n" * 60, tags=["t" * 10, "t" * 10])] * 3, Counter()
+    assert len(list(read_pairs(write_json_lines(tmp_path / "x.jsonl", rows), ignored=ignored))) == 3
+    assert describe_ignored(ignored) == (
+        "not used: column 'note' (3 rows, 60% of their characters), 'tags' (3 rows, 20% of their characters)"
+    )

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from model.data.file_request import describe_ignored
-from tests.data.files import pairs_of, read_pairs, refusal, write, write_json, write_json_lines
+from tests.data.files import pairs_of, read_pairs, refusal, without_shares, write, write_json, write_json_lines
 
 
 def turns(speaker, content, **texts):
@@ -192,7 +192,9 @@ TURNS = [{"role": role, "content": role[0]} for role in ("system", "user", "assi
 def read_and_describe(path, rows, **columns):
     """(pairs of a file of these rows, description of the content that is not used)."""
     ignored = Counter()
-    return list(read_pairs(write_json_lines(path, rows), **columns, ignored=ignored)), describe_ignored(ignored)
+    return list(read_pairs(write_json_lines(path, rows), **columns, ignored=ignored)), without_shares(
+        describe_ignored(ignored)
+    )
 
 
 @pytest.mark.parametrize(

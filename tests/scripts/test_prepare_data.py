@@ -13,6 +13,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from model.data.cleaning import REASONS
+from model.data.readers import read_conversations
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 ROWS = [
@@ -197,6 +198,58 @@ def test_the_report_says_what_was_written(tmp_path, prepare):
     assert (tmp_path / "o_lengths.png").is_file()
 
 
+def test_a_conversation_is_written_as_one_row_and_read_back_as_it_was(tmp_path, prepare):
+    call = dict(name="area", arguments=dict(a=5))
+    turns = [
+        dict(role="user", content="面积？"),
+        dict(role="assistant", content="", reasoning_content="要算", tool_calls=[call]),
+        dict(role="tool", content="25"),
+        dict(role="assistant", content="是 25"),
+        dict(role="system", content="说英语"),
+        dict(role="user", content="再见"),
+        dict(role="assistant", content="坏", weight=0),
+        dict(role="user", content="再见"),
+        dict(role="assistant", content="Bye"),
+    ]
+    path = write_rows(tmp_path / "x.jsonl", [dict(messages=turns, tools=[call]), dict(prompt="问", response="答")])
+    code, out, errors = prepare("x.jsonl", "--output", "o.parquet")
+    assert (code, errors) == (0, "") and "o.parquet: 2 conversations written" in out
+    assert list(map(plain, read_conversations(tmp_path / "o.parquet"))) == list(map(plain, read_conversations(path)))
+    assert pq.read_schema(tmp_path / "o.parquet").names == ["messages", "tools"]
+    assert prepare("x.jsonl", "--output", "s.parquet", "--single_turn")[0] == 0
+    singles = [("面积？", "是 25"), ("再见", "Bye"), ("问", "答")]
+    assert [tuple(row.values()) for row in pq.read_table(tmp_path / "s.parquet").to_pylist()] == singles
+
+
+def plain(conversation):
+    return [tuple(turn) for turn in conversation.turns], conversation.tools
+
+
+def test_a_turn_that_is_of_no_use_costs_what_it_was_said_in_and_not_the_rest(tmp_path, prepare):
+    said = ["问", "答", "坏\ufffd", "丢", "又问", "又答"]
+    turns = [dict(role=("user", "assistant")[place % 2], content=text) for place, text in enumerate(said)]
+    write_rows(tmp_path / "x.jsonl", [dict(messages=turns), dict(messages=turns[2:4]), dict(messages=turns)])
+    code, out, errors = prepare("x.jsonl", "--output", "o.parquet")
+    assert code == 0 and "1 conversations lost turns that hold damaged text" in errors
+    counts = counts_in(out.partition("\no.parquet")[0], "x.jsonl")
+    assert (counts["read"], counts["kept"], counts["damaged text"], counts["duplicate"]) == (3, 1, 1, 1)
+    assert [tuple(row.values()) for row in pq.read_table(tmp_path / "o.parquet").to_pylist()] == [
+        ("问", "答"),
+        ("又问", "又答"),
+    ]
+
+
+def test_the_parts_of_a_dialogue_that_goes_on_stay_in_one_file(tmp_path, prepare):
+    turns = [[dict(role="user", content=f"问{i}"), dict(role="assistant", content="答")] * 2 for i in range(300)]
+    write_rows(tmp_path / "a.jsonl", [dict(messages=each) for each in turns])
+    write_rows(tmp_path / "b.jsonl", [dict(messages=each * 2) for each in turns])
+    for name in "ab":
+        words = [f"{name}.jsonl", f"--output={name}.parquet", f"--validation_output={name}_valid.parquet"]
+        assert prepare(*words, "--validation_share=0.1")[0] == 0
+    valid = [pq.read_table(tmp_path / f"{name}_valid.parquet")["messages"].to_pylist() for name in "ab"]
+    assert valid[0] and [each[0] for each in valid[0]] == [each[0] for each in valid[1]]
+
+
 def test_plain_text_is_prepared_as_texts_alone(tmp_path, prepare):
     (tmp_path / "book.txt").write_text("第一行\n\n第二行\u200b\n第一行\n", encoding="utf-8")
     write_rows(tmp_path / "mind.jsonl", [dict(text="<|im_start|>一<|im_end|> <|im_start|>二<|im_end|>")])
@@ -295,7 +348,7 @@ def test_unused_columns_and_prompts_in_both_outputs_are_reported(tmp_path, prepa
     rows = [dict(prompt=f"问{i % 10}", response=f"答{i}", rejected="x", history="q a") for i in range(200)]
     write_rows(tmp_path / "a.jsonl", rows)
     code, out, _ = prepare("a.jsonl", "--output=t.parquet", "--validation_output=v.parquet", "--validation_share=0.2")
-    assert code == 0 and "a.jsonl: not used: column 'rejected' (200 rows), 'history' (200 rows)" in out
+    assert code == 0 and "a.jsonl: not used: column 'rejected' (200 rows, 1" in out and "'history' (200 rows, 3" in out
     train, valid = (pq.read_table(tmp_path / name)["prompt"].to_pylist() for name in ("t.parquet", "v.parquet"))
     shared = sum(prompt in train for prompt in valid)
     assert out.splitlines()[-2:] == [

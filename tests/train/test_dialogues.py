@@ -8,7 +8,7 @@ import torch
 
 from model.data.conversation import Turn
 from model.data.token_store import Source, describe_store, open_store
-from model.data.turn_template import turn_template
+from model.data.turn_template import TurnTemplate, turn_template
 from model.formats.weights import export_model
 from model.generate.sampling import GREEDY
 from model.nn.decoder.family import DECODER
@@ -69,6 +69,37 @@ def test_a_dialogue_is_one_example_whose_answers_are_learnt(tokenizer, tmp_path)
     assert "2 pairs with an empty side left out" in describe_store(examples.store)
     weights = examples.weights(np.arange(3), 1)[0][0]
     assert weights == sum(examples.sequences([row], 1).is_target.sum() for row in range(3))
+
+
+def test_each_answer_is_learnt_once_and_what_must_not_be_learnt_is_context(tokenizer, tmp_path):
+    user, assistant = dict(role="user", content="天气"), dict(role="assistant", content="很好")
+    rows = [
+        [assistant, user, dict(role="assistant", content="下雨")],
+        [user, assistant, dict(role="assistant", content="下雨"), user, assistant],
+        [user, assistant | dict(weight=0), user, dict(role="assistant", content="下雨")],
+        [user, assistant | dict(content=None, tool_calls=[dict(name="f")]), dict(role="tool", content="1"), assistant],
+        [user, assistant, dict(role="system", content="你是医生"), user, assistant],
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(dict(messages=row)) + "\n" for row in rows))
+    objective = Dialogues(turn_template(tokenizer).text, 100)
+    store = open_store(Source((path,), objective, tokenizer, 100), tmp_path / "tokens")
+    examples = Examples(store, objective, DECODER, tokenizer.pad_id)
+    learnt = [[text.removesuffix("<|im_end|>") for text in learnt_texts(examples, tokenizer, row)] for row in range(5)]
+    assert learnt == [["下雨"], ["很好\n下雨", "很好"], ["下雨"], ["很好"], ["很好", "很好"]]
+    first, rest = (tokenizer.backend.decode(side.tolist()) for side in store.tokens(np.array([4]))[:2])
+    assert "医生" not in first and rest.index("很好") < rest.index("医生"), "a system text stands where it was said"
+    assert "calls of tools (1 time), results of tools (1 time)" in describe_store(store)
+
+
+def test_a_template_that_shows_system_texts_only_first_has_them_there_and_it_is_counted(tokenizer, tmp_path):
+    is_amid = "messages[1:] | selectattr('role', 'equalto', 'system') | list"
+    strict = f"{{% if {is_amid} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+    template = TurnTemplate(tokenizer, strict + turn_template(tokenizer).text)
+    said = [("user", "天气"), ("assistant", "很好"), ("system", "医生"), ("user", "明天"), ("assistant", "下雨")]
+    turns = [Turn(*turn) for turn in said]
+    moved, first = template.encode_dialogues([turns, [turns[2], *turns[:2], *turns[3:]]])
+    assert (moved.systems_moved, first.systems_moved) == (1, 0) and moved.question == first.question
 
 
 def test_with_single_turn_each_question_is_a_dialogue(tokenizer, tmp_path):

@@ -22,6 +22,7 @@ def score_bias(layout, weight, max_distance=128, causal=False, dtype=torch.float
 
 
 @functools.cache
+@torch.inference_mode(False)  # what an answer makes first, training uses too
 def _distance_buckets(num_buckets, max_distance, bidirectional, device):
     """Buckets of the distances -max_distance to max_distance, int32; larger distances share the outermost bucket."""
     distances = torch.arange(-max_distance, max_distance + 1, device=device)
