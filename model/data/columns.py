@@ -18,7 +18,8 @@ ADDITIONS = {"instruction": ("input", "context"), "指令": ("输入",), "questi
 MESSAGE_COLUMNS = tuple("messages conversations conversation dialogue dialog turns data".split())
 SYSTEM_COLUMNS, HISTORY_COLUMN, TOOL_COLUMNS = ("system", "system_prompt"), "history", ("tools", "functions")
 LABEL_COLUMNS = ("label", "kto_tag")  # false: the response is one to avoid
-SPECIAL_COLUMNS = {*MESSAGE_COLUMNS, *SYSTEM_COLUMNS, HISTORY_COLUMN, *TOOL_COLUMNS, *LABEL_COLUMNS}
+CHOICE_COLUMNS = ("choices", "options")  # of a question, whose answer may be the number of one
+SPECIAL_COLUMNS = {*CHOICE_COLUMNS, *MESSAGE_COLUMNS, *SYSTEM_COLUMNS, HISTORY_COLUMN, *TOOL_COLUMNS, *LABEL_COLUMNS}
 PLAIN_TEXT = (
     "plain text does not say what is a prompt and what its response: to train on pairs, write them as columns of a "
     ".tsv, with prompt and response in its first line; scripts/prepare_data.py and train_tokenizer.py read texts"

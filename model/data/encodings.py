@@ -1,6 +1,7 @@
 """Which encoding the text of a file is in: UTF-8, UTF-16 or, where it reads as Chinese, GB18030."""
 
 import codecs
+import re
 from pathlib import Path
 
 from model.data.compressed import open_bytes
@@ -43,7 +44,9 @@ def find_encoding(path: Path) -> str:
         if isinstance(as_gb, str)
         else (f"byte {as_gb.start:,}: {as_gb.reason}")
     )
-    others = [name for name in LIKELY_OTHERS if isinstance(_decoded(sample, name, is_whole), str)]
+    are_single = not re.search(rb"[\x80-\xff]{2}", sample)  # as in European languages
+    likely = sorted(LIKELY_OTHERS, key=lambda name: are_single and name != "cp1252")
+    others = [name for name in likely if isinstance(_decoded(sample, name, is_whole), str)]
     guess = f"--encoding={others[0]} ({', '.join(others)}: it may be one of these)" if others else "--encoding=NAME"
     raise ValueError(
         f"{path}: neither UTF-8 nor GB18030 ({why}; not UTF-8 from byte {problem.start:,} on); save it as UTF-8, or "

@@ -29,6 +29,7 @@ class FileRequest:
     has_paths: bool = False  # a column is named as OBJECT.KEY
     has_rows: bool = False  # a row with the columns was found
     names: tuple[str, ...] = ()  # the columns of that row
+    hint: str = ""  # to a file of this kind without the columns
     num_without: int = 0
     without: str = ""  # what the first row without the columns lacks
 
@@ -51,6 +52,7 @@ class FileRequest:
     def leave_out(self, place: str, missing: str) -> None:
         """Count a row without the columns; raises ValueError where a file begins with MAX_ROWS_WITHOUT such rows."""
         self.num_without += 1
+        missing += self.hint
         self.without = self.without or missing
         if not self.has_rows:
             if self.num_without == MAX_ROWS_WITHOUT:

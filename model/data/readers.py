@@ -19,6 +19,7 @@ from model.data.file_request import READ_AS, FileRequest, describe_ignored
 from model.data.messages import ASSISTANT_ROLES, USER_ROLES
 from model.data.parquet_rows import parquet_rows
 from model.data.rows import conversations_of
+from model.data.signatures import check_signature
 from model.data.text_files import open_text, table_rows
 from model.runtime.json_stream import JsonText, OnMalformed, refuse
 
@@ -103,6 +104,7 @@ def read_items(path: str | Path, request: FileRequest) -> Iterator[Conversation 
 def _items(path: Path, request: FileRequest) -> Iterator[Conversation | Document]:
     if not path.is_file():
         raise ValueError(f"{path}: " + ("it is a folder; name a file in it" if path.is_dir() else "no such file"))
+    check_signature(path)
     reader = _READERS.get(data_suffix(path))
     if reader is None:
         raise ValueError(f"{path}: unknown suffix {path.suffix!r}; give one of {', '.join(_READERS)}")
@@ -130,6 +132,7 @@ def _json_items(path: Path, request: FileRequest) -> Iterator[Conversation | Doc
 
 
 def _table_items(path: Path, request: FileRequest) -> Iterator[Conversation | Document]:
+    request.hint = "; the first line of a table must name its columns"
     rows = table_rows(path, request.on_malformed, _encoding(path, request))
     return conversations_of(rows, lambda: str(path), request)
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from model.data.columns import (
+    CHOICE_COLUMNS,
     HISTORY_COLUMN,
     LABEL_COLUMNS,
     SYSTEM_COLUMNS,
@@ -21,6 +22,7 @@ from model.data.values import as_json, as_text, written
 from model.runtime.json_stream import MAX_ITEM_CHARS, refuse
 
 MAX_NESTING = 8
+CHOSEN = "the number of one of its {!r}: write the question with these as the prompt and the right one as the response"
 _MARKS = re.compile(r"(?:\s*<\|im_(?:start|end)\|>\s*)+")
 Place = Callable[[], str]
 Said = Conversation | Document
@@ -126,6 +128,10 @@ def _of_list(items: list, place: Place, request: FileRequest, depth: int) -> Ite
 
 def _of_row(row: dict, layout: Columns, place: Place, request: FileRequest, depth: int) -> Iterator[Said]:
     """What one object says."""
+    if (name := next((name for name in CHOICE_COLUMNS if isinstance(row.get(name), list)), "")) and layout.response:
+        if type(row[layout.response]) is int:
+            request.leave_out(place(), f"{layout.response!r} is {row[layout.response]}, {CHOSEN.format(name)}")
+            return
     has_pair = layout.response and (layout.prompts or _messages_in(row[layout.response]))
     pair = _pair_of(row, layout) if has_pair and by_columns(row) is None else None
     if pair and all(any(turn.text.strip() or turn.calls for turn in side) for side in pair[:2]):

@@ -18,6 +18,19 @@ OnMalformed = Callable[[str], None]  # called with the problem of a row; if it r
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SIDE_BY_SIDE = re.compile(r"\}\s*\{")
 _decode = json.JSONDecoder().raw_decode
+NUM_CHECKED = 64  # values in which a name may come once; the check doubles the time
+
+
+def _unique(items):
+    """The object of these (name, value); ValueError for a name that comes twice."""
+    found = dict(items)
+    if len(found) < len(items):
+        names = [name for name, _ in items]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} twice in one object")
+    return found
+
+
+_decode_checked = json.JSONDecoder(object_pairs_hook=_unique).raw_decode
 
 
 def read_object(path: Path) -> dict:
@@ -52,7 +65,7 @@ class JsonText:
     def __init__(self, file: TextIO):
         self.file, self.text, self.at = file, "", 0
         self.lines_before = self.chars_before = 0
-        self.begins_line = True
+        self.begins_line, self.num_values = True, 0
 
     def values(self, on_malformed: OnMalformed = refuse) -> Iterator[Iterable]:
         """Yield an iterable for each top-level value: the items of an array, lazily, or a tuple of the value itself.
@@ -109,7 +122,7 @@ class JsonText:
         self.peek()
         while True:
             try:
-                value, end = _decode(self.text, self.at)
+                value, end = (_decode_checked if self.num_values < NUM_CHECKED else _decode)(self.text, self.at)
             except RecursionError:
                 raise self._error("brackets nested too deep; give a list of rows", self.at) from None
             except ValueError as error:
@@ -121,6 +134,7 @@ class JsonText:
             else:
                 if end < len(self.text) or not self._read_on():
                     self.at, self.begins_line = end, False
+                    self.num_values += 1
                     return value
 
     def take_line(self) -> str:
