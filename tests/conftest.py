@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+import torch
 
 from model.data.tokenizer import load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
@@ -38,7 +39,7 @@ def optimizer(model, store):
     """AdamW-RMS after one real step."""
     optimizer = make_optimizer(model, make_config(optimizer="adamw_rms"))
     model(batch_of(store, [0, 1])).backward()
-    optimizer.step()
+    optimizer.update(optimizer.param_groups[0]["lr"], torch.ones(()))
     return optimizer
 
 

@@ -1,6 +1,6 @@
 """Makes the network of a run on this rank's device, in the way that the options ask for its numbers."""
 
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -8,7 +8,6 @@ from model.formats.weights import LoadedWeights, load_into
 from model.nn.lora import attach, draw
 from model.runtime.cgroup import num_cpus
 from model.runtime.distributed import broadcast
-from model.runtime.watchdog import untimed
 from model.train.optim import update_works
 
 
@@ -67,9 +66,3 @@ def _launch(work, device, ready):
     ready.result()
     with torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):  # backward on this thread too
         work()
-
-
-def wait_for_kernels(kernels):
-    """Wait for the futures of start_kernels, without a time limit."""
-    with untimed("compiling the network's kernels"):
-        wait(kernels)

@@ -1,6 +1,7 @@
 """Makes all that a run needs before its first step: data, tokenizer, model, optimizer, state and plan."""
 
 import logging
+from concurrent.futures import wait
 from dataclasses import asdict, replace
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from model.commands.adapter import without_adapter
 from model.commands.foresight import check_disk, warn_of_data
 from model.commands.machine import machine_of
-from model.commands.network import draft_model, fill_model, start_kernels, wait_for_kernels
+from model.commands.network import draft_model, fill_model, start_kernels
 from model.commands.no_model import check_tested
 from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
 from model.commands.recipe import resolve
@@ -23,6 +24,7 @@ from model.run.train_state import TrainState, kept_recovery, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
 from model.runtime.distributed import agree, from_main
 from model.runtime.laps import lap
+from model.runtime.watchdog import untimed
 from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
 from model.train.evaluate import Evaluation
 from model.train.loader import Loader
@@ -66,7 +68,8 @@ def prepare_run(ranks, config, typed, resumed):
     lap("model")
     update_seconds = dry_run_update(ranks, model, optimizer, config.reduce_dtype)
     lap("update")
-    wait_for_kernels(kernels)
+    with untimed("compiling the network's kernels"):
+        wait(kernels)
     lap("kernels")
     context = StepContext(ranks, model, optimizer, Loader(ranks, train, recipe.schedule), recipe.update)
     evaluation = _evaluation(recipe, context, validation, tokenizer)

@@ -5,17 +5,16 @@ from pathlib import Path
 
 from model.data.compressed import data_suffix, open_bytes
 
-SIGNATURES = (
-    (b"\x1f\x8b", "it is compressed by gzip: add .gz to its name"),
-    (b"\x28\xb5\x2f\xfd", "it is compressed by zstd: add .zst to its name"),
-    (b"BZh", "it is compressed by bzip2: unpack it with bunzip2"),
-    (b"\xfd7zXZ", "it is compressed by xz: unpack it with unxz"),
-    (b"PK\x03\x04", "it is a zip archive, as .xlsx is: unpack it, or save the table as .csv"),
-    (b"PAR1", "it is parquet: give it the suffix .parquet"),
-    (b"ARROW1", "it is an Arrow file: give it the suffix .arrow"),
-    (b"version https://git-lfs", "it is Git LFS's pointer to a file: fetch the file with git lfs pull"),
+SIGNATURES = (  # first bytes, what it is, the suffix with which it is read
+    (b"\x1f\x8b", "it is compressed by gzip: add .gz to its name", ""),
+    (b"\x28\xb5\x2f\xfd", "it is compressed by zstd: add .zst to its name", ""),
+    (b"BZh", "it is compressed by bzip2: unpack it with bunzip2", ""),
+    (b"\xfd7zXZ", "it is compressed by xz: unpack it with unxz", ""),
+    (b"PK\x03\x04", "it is a zip archive, as .xlsx is: unpack it, or save the table as .csv", ""),
+    (b"PAR1", "it is parquet: give it the suffix .parquet", ".parquet"),
+    (b"ARROW1", "it is an Arrow file: give it the suffix .arrow", ".arrow"),
+    (b"version https://git-lfs", "it is Git LFS's pointer to a file: fetch the file with git lfs pull", ""),
 )
-OWN = ((b"PAR1", ".parquet"), (b"ARROW1", ".arrow"))
 TABLES = (".csv", ".tsv")
 LINE_BYTES = 1 << 16
 
@@ -25,8 +24,8 @@ def check_signature(path: Path) -> None:
     with open_bytes(path) as file:
         line = file.readline(LINE_BYTES)
     suffix = data_suffix(path)
-    for begin, what in SIGNATURES:
-        if line.startswith(begin) and (begin, suffix) not in OWN:
+    for begin, what, own_suffix in SIGNATURES:
+        if line.startswith(begin) and suffix != own_suffix:
             raise ValueError(f"{path}: {what}")
     if suffix in TABLES and _is_json(line):
         raise ValueError(f"{path}: it holds JSON: give it the suffix .jsonl")

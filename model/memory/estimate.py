@@ -106,7 +106,8 @@ class Estimate:
             moments[name] += self.spec.product_bytes
         vocabulary = VOCABULARY_MULTIPLE * -(-model_config.vocab_size // VOCABULARY_MULTIPLE)
         # the second gradient of the embedding, which is also the output projection
-        table = 0 if not self.spec.trains_table else 4 * vocabulary * model_config.width
+        is_trained = self.spec.part == "all" and self.spec.lora is None
+        table = 4 * vocabulary * model_config.width if is_trained else 0
         moments["loss"] += self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
         moments["embedding"] += table
         moments["update"] = self.spec.update_bytes

@@ -146,8 +146,7 @@ def _checkpointing_least(plan, room):
 
 def allowed_checkpointing(option, estimate):
     """The numbers of checkpointed blocks, ascending, that a plan may have by the value of the option."""
-    numbers = dict(auto=range(estimate.num_blocks + 1), True_=[estimate.num_blocks], False_=[0])
-    return numbers["auto" if option == "auto" else f"{option}_"]
+    return {"auto": range(estimate.num_blocks + 1), "True": [estimate.num_blocks], "False": [0]}[option]
 
 
 def _wanted_tokens(wanted, estimate, largest):

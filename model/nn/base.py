@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from model.nn.attention import has_kernels
 from model.nn.dropout import NO_DROPOUT, Masks, step_key
 from model.nn.flat_params import FlatParams, product, with_padding
 from model.nn.gradient_parts import gradient_parts
@@ -35,13 +36,13 @@ class LanguageModel(nn.Module):
 
     @property
     def tables(self):
-        """The matrices with a row for each token: the output projection, and the embedding if it is another one."""
-        return [self.output_weight]
+        """The matrices with a row for each token: the embedding, then the output projection if it is another one."""
+        raise NotImplementedError
 
     @property
     def output_weight(self):
         """The table that turns hidden states into logits: logits = hidden @ output_weight.T."""
-        raise NotImplementedError
+        return self.tables[-1]
 
     @property
     def all_blocks(self):
@@ -54,7 +55,7 @@ class LanguageModel(nn.Module):
     @property
     def uses_kernels(self):
         """True if attention runs in Triton kernels, which need batches made for them."""
-        return False
+        return has_kernels(self.output_weight.device, self.compute_dtype, *self.config.kernel_sizes)
 
     def hidden(self, batch):
         """(hidden states (targets, width) in the compute dtype, labels (targets,)); a label below 0 is padding."""
@@ -80,8 +81,17 @@ class LanguageModel(nn.Module):
         """Logits (slots, vocabulary) of hidden states (slots, width)."""
         return product(hidden, with_padding(self.output_weight.copy))[:, : len(self.output_weight)]
 
+    @torch.no_grad()
     def initialise(self, seed):
-        """Draw random weights, the same on every rank for the same seed; returns the model."""
+        """Draw random weights one by one on the CPU, the same on every rank for the same seed; returns the model."""
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.own_modules():
+            if isinstance(module, Linear | nn.Embedding):
+                module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * self.init_std(module))
+        return self
+
+    def init_std(self, module):
+        """Standard deviation of the random weights of a Linear or an nn.Embedding."""
         raise NotImplementedError
 
     def freeze_all_but(self, part):

@@ -119,11 +119,6 @@ class MemorySpec:
         return self.lora is not None and self.lora.base_precision == "nf4"
 
     @property
-    def trains_table(self):
-        """Whether the table that is the embedding, or the output projection, or both, is trained in part or whole."""
-        return self.part == "all" and self.lora is None
-
-    @property
     def saved(self):
         """Number of weights that a checkpoint and an export hold."""
         return self.trained if self.lora else self.parameters

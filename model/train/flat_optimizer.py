@@ -1,7 +1,5 @@
 """What every optimizer is to the rest of the project: a state over flat weights, its bytes, and an update."""
 
-import torch
-
 from model.nn.flat_params import runs_kernels
 
 
@@ -44,11 +42,6 @@ class FlatOptimizer:
             group["lr"].fill_(rate)
         self.next_step()
         (apply or self.apply)(scale)
-
-    def step(self, scale=None):
-        """Update the weights with `scale` (0-dim, on the device; None: 1) times the gradients, which may change."""
-        self.next_step()
-        self.apply(torch.ones_like(self.param_groups[0]["lr"]) if scale is None else scale)
 
     def next_step(self):
         """Count a step on the host, where `apply` needs its number."""

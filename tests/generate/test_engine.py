@@ -138,6 +138,6 @@ def over_fit(model, store, tokenizer):
         loss = model(micro_batch) / len(micro_batch.labels)
         model.zero_grad()
         loss.backward()
-        optimizer.step()
+        optimizer.update(0.02, torch.ones(()))
     assert loss < 0.05
     return model

@@ -88,7 +88,7 @@ class CausalModel(LanguageModel):
         self.norm = ResidualNorm(model_config.width, 1e-6)
         self.make_flat()
 
-    output_weight = property(lambda self: self.embedding.weight)
+    tables = property(lambda self: [self.embedding.weight])
 
     def hidden(self, batch):
         self.flat.refresh()

@@ -144,12 +144,10 @@ def test_the_dry_run_of_an_update_does_not_change_later_updates(tokenizer, name)
         optimizer = make_optimizer(model, make_config(optimizer=name))
         if with_dry_run:
             dry_run_update(ALONE, model, optimizer)
-        for group in optimizer.param_groups:
-            group["lr"].fill_(0.01)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             model.flat.gradients.copy_(torch.randn(model.flat.gradients.shape, generator=generator))
-            optimizer.step()
+            optimizer.update(0.01, torch.ones(()))
         ends.append(model.flat.masters)
     assert torch.equal(*ends)
 

@@ -16,14 +16,14 @@ from model.nn.flat_params import split_qkv
 
 
 @torch.no_grad()
-def prefill(model, inputs, cache, slots):
-    """Read `inputs` (arrays of ids) but for their last tokens into `slots` (list of numbers)."""
+def prefill(model, inputs, cache, slots, first_id):
+    """Read `inputs` (arrays of ids) but for their last tokens, which are returned, into `slots` (list of numbers)."""
     model.flat.refresh()
     lengths = np.array([len(ids) - 1 for ids in inputs])
     cache.lengths[torch.tensor(slots, device=model.device)] = torch.from_numpy(lengths).to(model.device)
-    longer = np.flatnonzero(lengths)
+    longer, last_ids = np.flatnonzero(lengths), [int(ids[-1]) for ids in inputs]
     if not len(longer):
-        return
+        return last_ids
     lengths = lengths[longer]
     ids = torch.cat([torch.as_tensor(inputs[place])[:-1] for place in longer]).to(model.device)
     positions = torch.from_numpy(positions_of(lengths)).to(model.device)
@@ -36,6 +36,7 @@ def prefill(model, inputs, cache, slots):
         return packed(qkv)
 
     model.states(ids, positions, NO_DROPOUT, [partial(attention, layer) for layer in range(len(cache.kept))])
+    return last_ids
 
 
 @torch.no_grad()

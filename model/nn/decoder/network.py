@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from model.nn.activations import gate
-from model.nn.attention import attend, has_kernels, score_mask
+from model.nn.attention import attend, score_mask
 from model.nn.base import LanguageModel
 from model.nn.decoder import decode
 from model.nn.decoder.rotary import apply_rotary, rotary_at
@@ -127,16 +127,8 @@ class DecoderModel(LanguageModel):
         return [embedding] if self.config.tie_word_embeddings else [embedding, self.lm_head.weight]
 
     @property
-    def output_weight(self):
-        return self.tables[-1]
-
-    @property
     def all_blocks(self):
         return list(self.model.layers)
-
-    @property
-    def uses_kernels(self):
-        return has_kernels(self.output_weight.device, self.compute_dtype, *self.config.kernel_sizes)
 
     def hidden(self, batch):
         """(hidden states (targets, hidden_size), labels (targets,)) of a Stream."""
@@ -163,23 +155,13 @@ class DecoderModel(LanguageModel):
                 x, added = block(x, added, *shared)
         return self.model.norm(x, added)[1]
 
+    prefill = decode.prefill
+    decode_one = decode.decode_one
+
     def new_cache(self, slots, input_tokens, new_tokens):
         c, tokens = self.config, input_tokens + new_tokens
         return new_key_values(self, c.num_hidden_layers, slots, c.num_key_value_heads, tokens, c.head_dim)
 
-    def prefill(self, inputs, cache, slots, first_id):
-        decode.prefill(self, inputs, cache, slots)
-        return [int(ids[-1]) for ids in inputs]
-
-    def decode_one(self, ids, cache):
-        return decode.decode_one(self, ids, cache)
-
-    @torch.no_grad()
-    def initialise(self, seed):
-        """Draw random weights as transformers initialises Qwen and Llama, weight by weight on the CPU."""
-        generator = torch.Generator().manual_seed(seed)
-        for module in self.own_modules():
-            if isinstance(module, Linear | nn.Embedding):
-                std = self.config.initializer_range
-                module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * std)
-        return self
+    def init_std(self, module):
+        """As transformers initialises Qwen and Llama."""
+        return self.config.initializer_range

@@ -44,7 +44,10 @@ def collate(sequences, packing):
     decoder_ids[np.cumsum(response_lengths) - response_lengths] = packing.first_id
     if sequences.is_target is not None:
         labels = np.where(sequences.is_target, labels, -1)
-    keys = _token_keys(sequences) if packing.dropout else {}
+    keys = {}
+    if packing.dropout:
+        for side, name in enumerate(TOKEN_KEYS):
+            keys[name] = token_keys(sequences.ids, sequences.lengths[:, side], side)
     if packing.kernels:
         return _for_kernels((prompt_ids, decoder_ids, labels), sequences, keys, packing)
     values = {name: torch.from_numpy(x) for name, x in (sequences.token_values | sequences.values).items()}
@@ -56,11 +59,6 @@ def collate(sequences, packing):
         values=values,
         **{name: torch.from_numpy(x) for name, x in keys.items()},
     )
-
-
-def _token_keys(sequences):
-    """{field of MicroBatch: keys of the tokens of that side} for dropout."""
-    return {name: token_keys(sequences.ids, sequences.lengths[:, side], side) for side, name in enumerate(TOKEN_KEYS)}
 
 
 def _for_kernels(ids, sequences, dropout_keys, packing):

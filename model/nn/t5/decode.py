@@ -53,8 +53,8 @@ def new_cache(model, slots, input_tokens, new_tokens):
 
 
 @torch.no_grad()
-def prefill(model, inputs, cache, slots):
-    """Encode `inputs` (arrays of ids) into `slots` (list of numbers), whose decoded tokens are forgotten."""
+def prefill(model, inputs, cache, slots, first_id):
+    """Encode `inputs` (arrays of ids) into `slots` (list of numbers), each of which decodes from `first_id` on anew."""
     model.flat.refresh()
     lengths = torch.tensor([len(ids) for ids in inputs])
     layout = make_layout(lengths.numpy(), lengths.numpy(), model.device, model.uses_kernels)
@@ -68,6 +68,7 @@ def prefill(model, inputs, cache, slots):
     for layer, block in enumerate(model.decoder.block):
         both = block.layer[1].EncDecAttention.key_values(encoded, NO_DROPOUT).chunk(2, dim=1)
         cache.cross.fill(layer, both, rows, columns)
+    return [first_id] * len(slots)
 
 
 @torch.no_grad()

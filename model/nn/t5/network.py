@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from model.nn.activations import activate, gate
-from model.nn.attention import attend, has_kernels, score_mask
+from model.nn.attention import attend, score_mask
 from model.nn.base import LanguageModel
 from model.nn.dropout import NO_DROPOUT, add_dropout, dropout, relu_dropout
 from model.nn.flat_params import embed, linear, relu_linear
@@ -201,16 +201,12 @@ class TextToTextModel(LanguageModel):
         return [self.shared.weight] if self.config.tie_word_embeddings else [self.shared.weight, self.lm_head.weight]
 
     @property
-    def output_weight(self):
-        return self.tables[-1]
-
-    @property
     def all_blocks(self):
         return [*self.encoder.block, *self.decoder.block]
 
-    @property
-    def uses_kernels(self):
-        return has_kernels(self.shared.weight.device, self.compute_dtype, *self.config.kernel_sizes)
+    new_cache = decode.new_cache
+    prefill = decode.prefill
+    decode_one = decode.decode_one
 
     def hidden(self, batch):
         """(Decoder output (N, d_model), scaled, labels (N,)) of a MicroBatch."""
@@ -232,27 +228,11 @@ class TextToTextModel(LanguageModel):
         attentions = self.encoder.packed_attentions(layout, self.compute_dtype)
         return self.encoder(embedded, masks, attentions, repeat(None), self.gradient_checkpointing)
 
-    def new_cache(self, slots, input_tokens, new_tokens):
-        return decode.new_cache(self, slots, input_tokens, new_tokens)
-
-    def prefill(self, inputs, cache, slots, first_id):
-        decode.prefill(self, inputs, cache, slots)
-        return [first_id] * len(slots)
-
-    def decode_one(self, ids, cache):
-        return decode.decode_one(self, ids, cache)
-
-    @torch.no_grad()
-    def initialise(self, seed):
-        """Draw random weights as transformers initialises T5; an output projection of its own starts small."""
-        generator = torch.Generator().manual_seed(seed)
-        for module in self.own_modules():
-            if isinstance(module, Linear):
-                module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * module.init_std)
-            elif isinstance(module, nn.Embedding):
-                std = 1.0 if module is self.shared else self.config.d_model**-0.5  # of biases, and of lm_head
-                module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * std)
-        return self
+    def init_std(self, module):
+        """As transformers initialises T5; an output projection of its own starts small."""
+        if isinstance(module, Linear):
+            return module.init_std
+        return 1.0 if module is self.shared else self.config.d_model**-0.5  # of biases, and of lm_head
 
     def freeze_all_but(self, part):
         """Freeze the encoder and the embedding, which may be the output projection too, if `part` is decoder."""

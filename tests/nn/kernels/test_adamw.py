@@ -22,9 +22,9 @@ def update_errors(device, sizes=(5000, 16, 4096)):
             optimizer.update_in_passes = optimizer.update_in_one_pass
         for step, gradients in enumerate(history):
             optimizer.gradients.copy_(gradients)
-            optimizer.step(torch.tensor(0.5 if step else 1e-30, device=where))
+            optimizer.update(0.01, torch.tensor(0.5 if step else 1e-30, device=where))
         if kernel:  # changes nothing
-            optimizer.step(torch.tensor(float("nan"), device=where))
+            optimizer.update(0.01, torch.tensor(float("nan"), device=where))
         outcomes.append([x.cpu() for x in (optimizer.weights, optimizer.averages, optimizer.squares)])
     return [relative_error(*pair) for pair in zip(*outcomes, strict=True)]
 

@@ -30,7 +30,7 @@ def outcome(shapes, device, kernels, scale=0.5):
     before, momenta = flat.masters.clone(), optimizer.momenta
     is_run = dict(runs_kernels=lambda _: kernels)
     with mock.patch.multiple(muon, **is_run), mock.patch.multiple(adamw_rms, **is_run):
-        optimizer.step(torch.tensor(scale, device=device))
+        optimizer.update(optimizer.param_groups[0]["lr"], torch.tensor(scale, device=device))
     return [x.cpu() for x in (flat.masters - before, momenta)]
 
 
