@@ -19,7 +19,7 @@ REFERENCE = re.compile(r"(?P<place>[^\[\]]+?)(:(?P<subset>[^:/\\\[\]*]+))?(\[(?P
 SPLIT_NAME = re.compile(r"\w[\w.-]*")
 FILE_NAME = re.compile(r"(?!\.)[^/\\\0]+")
 SAVED, SAVED_DICT, PREPARED, CARD = "state.json", "dataset_dict.json", "dataset_info.json", "README.md"
-MAX_CARD_BYTES, MAX_WILDCARDS = 1 << 20, 4  # more of them, and a name takes minutes to compare
+MAX_CARD_CHARS, MAX_WILDCARDS = 1 << 20, 4  # more of them, and a name takes minutes to compare
 NO_CODE = (
     "a dataset's own code is never run: download its parquet with hf download NAME --repo-type dataset --revision "
     "refs/convert/parquet --local-dir data/NAME, then type data/NAME"
@@ -62,7 +62,8 @@ def dataset_reference(text: str, suffixes: tuple[str, ...]) -> Reference | None:
 
 def _is_dataset(folder, suffixes):
     """True for a folder that `datasets` or a hub laid out, or that has data files only in folders below it."""
-    if any((folder / name).is_file() for name in (SAVED, SAVED_DICT, PREPARED, CARD, ".gitattributes")):
+    is_laid_out = any((folder / name).is_file() for name in (SAVED_DICT, PREPARED, ".gitattributes"))
+    if is_laid_out or _card_text(folder):
         return True
     has_files = any(data_suffix(each) in suffixes for each in folder.iterdir() if each.is_file())
     return not has_files and any(each.is_dir() and not each.name.startswith(".") for each in folder.iterdir())
@@ -214,11 +215,8 @@ def _subsets(folder):
     """{subset: what README.md says of it}; one named default if it says nothing."""
     from huggingface_hub import DatasetCard
 
-    card = folder / CARD
-    if not card.is_file() or card.stat().st_size > MAX_CARD_BYTES:
-        return dict(default={})
-    text = card.read_text(encoding="utf-8", errors="replace")
-    if not text.startswith("---"):
+    card, text = folder / CARD, _card_text(folder)
+    if not text:
         return dict(default={})
     try:
         configs = DatasetCard(text, ignore_metadata_errors=True).data.to_dict().get("configs")
@@ -226,6 +224,16 @@ def _subsets(folder):
         raise ValueError(f"{card}: its first lines cannot be read ({error}): download it again") from None
     named = [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
     return {str(each.get("config_name")): each for each in named} or dict(default={})
+
+
+def _card_text(folder):
+    """The text of a README.md that begins as the hubs' do, with a block of YAML; "" of any other."""
+    try:
+        with open(folder / CARD, encoding="utf-8", errors="replace") as file:
+            text = file.read(MAX_CARD_CHARS)
+    except (FileNotFoundError, IsADirectoryError):
+        return ""
+    return text if text.startswith("---") else ""
 
 
 def _patterns(card, data_files):

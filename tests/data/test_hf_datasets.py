@@ -53,6 +53,7 @@ def repository(folder, card, *names):
         else:
             path.write_text(json.dumps(dict(prompt=name, response="r")))
     (folder / "README.md").write_text(card)
+    (folder / ".gitattributes").touch()
     return folder
 
 
@@ -117,16 +118,16 @@ def test_a_card_leads_only_to_files_in_its_folder(here, path, reason):
 def test_a_repository_of_code_is_refused_and_the_code_is_not_run(here):
     (here / "scripted").mkdir()
     (here / "scripted" / "scripted.py").write_text("open('ran', 'w')")
-    (here / "scripted" / "README.md").write_text("")
+    (here / "scripted" / "README.md").write_text("---\nlicense: mit\n---\n")
     assert "own code is never run" in refusal("scripted") and "refs/convert/parquet" in refusal("scripted")
     assert not Path("ran").exists()
 
 
 def test_a_plain_folder_of_files_is_all_its_files_as_it_was(here):
-    for name in ("train.jsonl", "test.jsonl.gz", "notes.md"):
+    for name in ("train.csv", "test.jsonl.gz", "README.md"):
         (here / "plain" / name).parent.mkdir(exist_ok=True)
         (here / "plain" / name).write_text("")
-    assert [Path(path).name for path in files_in("plain")] == ["test.jsonl.gz", "train.jsonl"]
+    assert [Path(path).name for path in files_in("plain")] == ["test.jsonl.gz", "train.csv"]
 
 
 CACHES = """
