@@ -10,10 +10,12 @@ import pyarrow.parquet as pq
 
 from model.commands.run_data import source_of
 from model.data.compressed import CODECS
+from model.data.conversation import Turn
 from model.data.file_list import data_files
 from model.data.length_histogram import Lengths, histogram
 from model.data.sampler import Mixture, mixture_of
 from model.data.store_writer import side_lengths
+from model.data.t5_text import Context
 from model.data.token_store import find_store
 from model.run.run_dir import TOKENS_DIR
 from model.train.examples import Examples
@@ -63,17 +65,25 @@ def sample_of(recipe, tokenizer):
 
 
 def _estimated_pairs(path, rows):
-    """Number of pairs in a file that begins with `rows`: exact for parquet, else an estimate that errs high."""
+    """Number of pairs in a file that begins with `rows`: exact for a parquet of pairs, else an estimate."""
     if path.suffix == ".parquet":
         with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
-            return pq.ParquetFile(file).metadata.num_rows
-    text_bytes = sum(map(_text_bytes, rows))
+            num_conversations = pq.ParquetFile(file).metadata.num_rows
+        return num_conversations * len(rows) / sum(map(_begins, rows))
+    text_bytes = sum(len(text.encode(errors="replace")) for row in rows for text in _texts(row))
     file_bytes = path.stat().st_size * (TIMES_SMALLER if path.suffix.lower() in CODECS else 1)
     return len(rows) * file_bytes / max(text_bytes, 1)
 
 
-def _text_bytes(value):
-    """UTF-8 bytes of the texts in a row, which may hold tuples and lists of texts."""
-    if isinstance(value, str):
-        return len(value.encode(errors="replace"))
-    return sum(map(_text_bytes, value)) if isinstance(value, list | tuple) else 0
+def _begins(row):
+    """Whether a row of an objective is the first of its conversation, as far as is known."""
+    return not (isinstance(row[-1], Context) and row[-1].end)
+
+
+def _texts(row):
+    """The texts of a row of an objective: its own, and those of turns."""
+    for value in row:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield from (turn.text for turn in value if isinstance(turn, Turn))

@@ -21,8 +21,9 @@ def check_same_run(found, train_file, fresh):
     if not why_not_compared(then, fresh) and then.ids_sha256 != fresh.ids_sha256:
         raise ValueError(
             f"{found.path} was written on other training pairs, or in another order, than {train_file} holds "
-            "now, or by a version that encoded control tokens such as </s> or <think> in a text as tokens, where this "
-            f"one encodes them as text: resume with the same pairs (--train_file=) or that version, {ANOTHER_RUN}"
+            "now, or by a version that encoded control tokens such as </s> or <think> in a text as tokens, or took "
+            "dialogues apart, where this one does not: resume with the same pairs (--train_file=) or that version, "
+            f"{ANOTHER_RUN}"
         )
 
 

@@ -57,16 +57,15 @@ class FileRequest:
                     self.ignored[CHARS, shown] += _num_chars(value)
                     self.ignored[ALL_CHARS, shown] += num_chars
 
-    def leave_out(self, place: str, missing: str) -> None:
+    def leave_out(self, place: str, problem: str, remedy: str = "") -> None:
         """Count a row without the columns; raises ValueError where a file begins with MAX_ROWS_WITHOUT such rows."""
         self.num_without += 1
-        missing += self.hint
-        self.without = self.without or missing
+        self.without = self.without or problem + remedy + self.hint
         if not self.has_rows:
             if self.num_without == MAX_ROWS_WITHOUT:
                 raise ValueError(f"{place}: {self.without}")
         if self.on_malformed is not refuse:
-            self.on_malformed(f"{place}: {missing}")
+            self.on_malformed(f"{place}: {problem}")
         else:
             self.ignore(ROWS, "rows without a prompt and a response")
 

@@ -157,7 +157,8 @@ def _of_row(row: dict, layout: Columns, place: Place, request: FileRequest, dept
         sides = dict(prompt=layout.prompts, response=layout.response)
         given = dict(prompt=request.prompt_column, response=request.response_column)
         missing = {side: given[side] for side, found in sides.items() if not found}
-        request.leave_out(place(), describe_missing(missing, row) + _hint(row))
+        problem, remedy = describe_missing(missing, row)
+        request.leave_out(place(), problem, remedy + _hint(row))
 
 
 def _hint(row):
