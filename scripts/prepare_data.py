@@ -37,7 +37,7 @@ from model.commands.data_report import SHORTENED, count_table, print_problems, p
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.cleaning import clean_conversation, clean_document  # noqa: E402
 from model.data.columns import find_columns, list_names  # noqa: E402
-from model.data.conversation import Conversation, Document, Turn  # noqa: E402
+from model.data.conversation import Conversation, Document  # noqa: E402
 from model.data.encodings import check_encoding  # noqa: E402
 from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.file_request import FileRequest  # noqa: E402
@@ -257,7 +257,8 @@ def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> 
         else:
             parts, reason = clean_conversation(item, options.max_chars, options.max_context_chars)
             if len(filled) < len(SIDES):
-                filled |= {side for side, role in SIDES.items() if any(is_said(turn, role) for turn in item.turns)}
+                roles = {turn.role for turn in item.turns if turn.text.strip() or turn.calls}
+                filled |= {side for side, role in SIDES.items() if role in roles}
         fresh = [part for part in parts if (key := key_of(part)) not in seen and not seen.add(key)]
         counts["read"] += 1
         counts["kept" if fresh else "duplicate" if parts else reason] += 1
@@ -267,10 +268,6 @@ def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> 
     for side in SIDES:
         if side not in filled:
             raise ValueError(describe_empty_side(source, side, options))
-
-
-def is_said(turn: Turn, role: str) -> bool:
-    return turn.role == role and (not turn.text.isspace() and turn.text != "" or bool(turn.calls))
 
 
 def items_of(source: Input, options: argparse.Namespace) -> Iterator[Conversation | Document]:

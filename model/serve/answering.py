@@ -8,7 +8,7 @@ import torch
 
 from model.commands.machine import compute_dtype, has_native_bf16
 from model.data.cleaning import clean_text
-from model.data.conversation import Turn, tidy
+from model.data.conversation import Turn, join_sides, tidy
 from model.data.t5_text import encode_conversation
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import turn_template, with_turn_end
@@ -125,7 +125,8 @@ def prompt_ids(chat, turns, most_tokens):
     said = _newest_cleaned(turns, most_tokens, most_chars)
     if not said[-1].text:
         raise ValueError("the question is empty: write some text")
-    said = tidy(said)
+    in_place = family_of(chat.model.config).reads_dialogues
+    said = join_sides(turn for turn in said if turn.text) if in_place else tidy(said)
     question_chars = max(len(turns[-1][1]), len(said[-1].text))
     if question_chars > most_chars:
         raise ValueError(

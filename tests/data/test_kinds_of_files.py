@@ -75,6 +75,15 @@ READ = {
         rows(dict(prompt="q", response="a"), dict(prompt="b", response="u", history=[["q", "a"]])),
         [TALK],
     ),
+    "what prepare_data wrote before": (
+        "x.jsonl",
+        rows(
+            dict(prompt="q", response="a", system="s", history=[["", "hi"]]),
+            dict(prompt="b", response="u", system="s", history=[["", "hi"], ["q", "a"]]),
+            dict(prompt="q", response="a", system=None, history=None),
+        ),
+        [[("system", "s"), ("assistant", "hi", "not learnt"), *TALK], PAIR],
+    ),
     "rows with an equal last exchange": (
         "x.jsonl",
         rows(

@@ -152,6 +152,10 @@ def test_an_exported_model_talks_in_its_template_in_chat_and_in_transformers(tok
     messages = [dict(role=role, content=text) for role, text in turns]
     asked = stock.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert asked.input_ids[0].tolist() == ids
+    amid = [*turns[1:3], turns[0], turns[3]]
+    messages = [dict(role=role, content=text) for role, text in amid]
+    shown = stock.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert prompt_ids(chat, amid, 500) == shown, "a system text stands where it was said, as in training"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "best")
     out = theirs.generate(**asked, do_sample=False, max_new_tokens=8)[0, len(ids) :]
     assert answer_all(chat, [ids], GREEDY, 8) == [stock.decode(out, skip_special_tokens=True)]
