@@ -111,7 +111,7 @@ CHECKS = (faults_of, long_signatures, options_below)
 
 
 @pytest.mark.parametrize("path", sources(ROOT), ids=lambda path: name_of(path, ROOT))
-def test_a_module_keeps_to_its_floor_and_its_words(path):
+def test_a_module_keeps_to_its_room(path):
     assert not [fault for check in CHECKS for fault in check(path, ROOT)]
 
 
