@@ -54,10 +54,7 @@ def begin(run, journal, request, state, plan):
         lines = first_words(run, state, plan, config_values) + unused_lines(run, request.typed, config_values)
         for line in lines:
             say(ranks, line)
-    warmup_steps, num_steps = (
-        pairs / schedule.global_batch for pairs in (schedule.learn_rate.warmup_pairs, schedule.total_pairs)
-    )
-    say(ranks, warmup_problem(schedule.learn_rate.peak, warmup_steps, num_steps))
+    say(ranks, warmup_problem(schedule.learn_rate.peak, run.recipe.warmup_steps, run.recipe.num_steps))
 
 
 def write_events(run, journal, samples, result):
