@@ -29,6 +29,7 @@ class TrainConfig:
     test_file: str = ""  # for the command test; empty: validation_file
     prompt_column: str = ""  # empty: found by name
     response_column: str = ""  # empty: found by name
+    learn_empty_thoughts: bool = False  # learn a thought without text, too, where a chat template writes one
     single_turn: bool = False  # ask each question of a conversation by itself, without system text and earlier turns
     prompt_prefix: str = ""  # a task's words before each question, also in chat and server
     tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer

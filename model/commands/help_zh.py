@@ -6,6 +6,7 @@ HELP_ZH = dict(
     test_file="命令 test 用的数据；空：validation_file",
     prompt_column="问题所在的列；空：按列名识别",
     response_column="回答所在的列；空：按列名识别",
+    learn_empty_thoughts="聊天模板在回答前写的空思考也参与学习",
     single_turn="对话里的每个问题单独成对，不带系统提示和上文",
     prompt_prefix="任务前缀，放在每个问题之前，对话和服务时也一样",
     tokenizer_dir="分词器目录；空：微调时用检查点的，否则 model_save/tokenizer",

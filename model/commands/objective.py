@@ -21,7 +21,7 @@ def objective_for(config, model_config, tokenizer):
             "leave it out, and give the task as the system text of each dialogue"
         )
     template = turn_template(tokenizer).text if tokenizer else ""
-    return Dialogues(template, config.max_seq_len, config.z_loss, config.single_turn)
+    return Dialogues(template, config.max_seq_len, config.z_loss, config.single_turn, config.learn_empty_thoughts)
 
 
 def objective_of(config):

@@ -11,28 +11,50 @@ TEMPLATE_FILE = "chat_template.jinja"
 _TEMPLATE = """\
 {%- set talk = namespace(system="", before="", text="", text_of=none) -%}
 {%- for message in messages -%}
-  {%- set part = namespace(text="") -%}
+  {%- set part = namespace(text="", role="user" if message.role == "tool" else message.role) -%}
   {%- if message.content is string -%}
     {%- set part.text = message.content -%}
   {%- elif message.content is iterable -%}
     {%- set part.text = message.content | selectattr("text", "defined") | map(attribute="text") | join("\\n") -%}
   {%- endif -%}
+  {%- if part.role == "assistant" -%}
+    {%- set thought = part.text.split("</think>")[0].split("<think>") -%}
+    {%- if "</think>" in part.text and (thought | length == 1 or not thought[0].strip()) -%}
+      {%- set part.text = (part.text.split("</think>")[1:] | join("</think>")).lstrip("\\n") -%}
+    {%- endif -%}
+    {%- for call in message.tool_calls or [] -%}
+      {%- set said = call.function.arguments -%}
+      {%- set said = said if said is string else said | tojson -%}
+      {%- set said = '{"name": ' + (call.function.name | tojson) + ', "arguments": ' + said + "}" -%}
+      {%- set part.text = part.text + ("\\n" if part.text else "") + "<tool_call>\\n" + said + "\\n</tool_call>" -%}
+    {%- endfor -%}
+  {%- elif message.role == "tool" -%}
+    {%- set part.text = "<tool_response>\\n" + part.text + "\\n</tool_response>" -%}
+  {%- endif -%}
   {%- for token, harmless in SPECIAL -%}
     {%- set part.text = part.text | replace(token, harmless) -%}
   {%- endfor -%}
   {%- if not part.text.strip() -%}
-  {%- elif message.role in ("system", "developer") -%}
+  {%- elif part.role in ("system", "developer") -%}
     {%- set talk.system = talk.system + ("\\n" if talk.system else "") + part.text -%}
-  {%- elif message.role == talk.text_of -%}
+  {%- elif part.role == talk.text_of -%}
     {%- set talk.text = talk.text + "\\n" + part.text -%}
-  {%- elif message.role in ("user", "assistant") -%}
+  {%- elif part.role in ("user", "assistant") -%}
     {%- if talk.text_of -%}
       {%- set talk.before = talk.before + OPENERS[talk.text_of] + talk.text + CLOSER -%}
     {%- endif -%}
-    {%- set talk.text = (PREFIX if message.role == "user" else "") + part.text -%}
-    {%- set talk.text_of = message.role -%}
+    {%- set talk.text = (PREFIX if part.role == "user" else "") + part.text -%}
+    {%- set talk.text_of = part.role -%}
   {%- endif -%}
 {%- endfor -%}
+{%- if tools -%}
+  {%- set listed = namespace(text="<tools>") -%}
+  {%- for tool in tools -%}{%- set listed.text = listed.text + "\\n" + (tool | tojson) -%}{%- endfor -%}
+  {%- set talk.system = talk.system + ("\\n\\n" if talk.system else "") + listed.text + "\\n</tools>" -%}
+{%- endif -%}
+{%- if enable_thinking is defined and enable_thinking -%}
+  {%- set talk.text = talk.text + "\\n/think" -%}
+{%- endif -%}
 {%- if talk.text_of != "user" -%}
   {{- raise_exception("the last message must be the user's, with text in it: it is what is answered") -}}
 {%- endif -%}

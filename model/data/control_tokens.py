@@ -36,6 +36,13 @@ def control_ids(backend: Tokenizer) -> set[int]:
     return {number for number, token in added if is_control(token.content, token.special)}
 
 
+def control_texts(backend: Tokenizer) -> set[str]:
+    """The texts that this tokenizer gives control tokens for."""
+    added = backend.get_added_tokens_decoder().values()
+    pieces = _control_pieces(json.loads(backend.to_str())["model"])
+    return pieces | {token.content for token in added if is_control(token.content, token.special)}
+
+
 def text_encoder(state: dict) -> Tokenizer:
     """A tokenizer that gives texts the ids of the one of this `state` (its tokenizer.json), and never a control token.
 

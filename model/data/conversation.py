@@ -3,12 +3,9 @@
 Training, `test`, chat and server share this module, so it knows neither torch nor the options of a run.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
-
-from model.data.file_request import PART
 
 ROLES = ("system", "user", "assistant")  # a Turn of a conversation that is read may also be a tool's
 TOOL = "tool"
@@ -38,25 +35,6 @@ class Document(NamedTuple):
     text: str
 
 
-def said(conversation: Conversation, ignored: Counter) -> Iterator[Turn]:
-    """The turns with text, without what a format of plain texts cannot say, which is counted in `ignored`."""
-    if conversation.tools:
-        ignored[PART, "lists of tools"] += 1
-    asked = False
-    for turn in conversation.turns:
-        asked = asked or turn.role == "user"
-        if turn.calls:
-            ignored[PART, "calls of tools"] += len(turn.calls)
-        if turn.thought:
-            ignored[PART, "thoughts"] += 1
-        if turn.role == TOOL:
-            ignored[PART, "results of tools"] += 1
-        elif turn.text and not turn.text.isspace():
-            yield turn if asked or turn.role != "assistant" else turn._replace(learnt=False)  # a greeting answers none
-        elif not (turn.calls or turn.thought) and len(conversation.turns) > 2:
-            ignored[PART, "empty turns"] += 1
-
-
 def join_sides(turns: Iterable[Turn]) -> list[Turn]:
     """The turns, those of one side in a row as one: their texts on lines of their own, learnt only if all are."""
     sides = (list(side) for _, side in groupby(turns, key=lambda turn: turn.role))
@@ -64,7 +42,9 @@ def join_sides(turns: Iterable[Turn]) -> list[Turn]:
 
 
 def _joined(turns):
-    return turns[0]._replace(text="\n".join(turn.text for turn in turns), learnt=all(turn.learnt for turn in turns))
+    texts, thoughts = ("\n".join(filter(None, parts)) for parts in zip(*(turn[1:3] for turn in turns), strict=True))
+    calls = tuple(call for turn in turns for call in turn.calls)
+    return Turn(turns[0].role, texts, thoughts, calls, all(turn.learnt for turn in turns))
 
 
 def tidy(turns: Iterable[Turn]) -> list[Turn]:

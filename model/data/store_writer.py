@@ -101,6 +101,7 @@ def _encoded_batches(source, counts, ignored, progress, stop):
             raise KeyboardInterrupt
         encoded = objective.encode(batch, source.tokenizer, source.max_seq_len)
         num_kept = len(encoded.sides[0])
+        ignored.update(encoded.ignored)
         counts.update(read=len(batch), empty=len(batch) - num_kept, turns=encoded.turns_left_out)
         counts.update(singles=encoded.single_pairs, moved=encoded.systems_moved)
         counts.update({("cut", side): num_cut for side, num_cut in enumerate(encoded.num_cut)})

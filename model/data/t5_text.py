@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from model.data.conversation import ROLES, Conversation, Document, Turn, encode_newest, join_sides, said, tidy
+from model.data.conversation import ROLES, Conversation, Document, Turn, encode_newest, join_sides, tidy
 from model.data.file_request import CONTEXT, PART
+from model.data.t5_turns import THINK, text_turns
+from model.data.thoughts import CLOSES, with_thought
 from model.data.tokenizer import ROLE_MARKS, ChatTokenizer
 
 PLAIN_ANSWER = Turn("assistant", "")[2:]
@@ -81,10 +83,11 @@ def exchanges(conversation: Conversation, ignored: Counter) -> list[tuple[str, s
     text holds from where it stands on; this format puts it first.
     """
     turns = conversation.turns
-    if len(turns) == 2 and turns[0].role == "user" and turns[1][2:] == PLAIN_ANSWER and turns[1].role == "assistant":
-        return [(turns[0].text, turns[1].text, None)]
+    if len(turns) == 2 and turns[0].role == "user" and turns[1].role == "assistant" and not conversation.tools:
+        if turns[1][2:] == PLAIN_ANSWER and CLOSES not in turns[1].text:
+            return [(turns[0].text, turns[1].text, None)]
     talk, systems, system = [], [], ""
-    for turn in said(conversation, ignored):
+    for turn in text_turns(conversation, ignored):
         if turn.role == "system":
             if talk:
                 ignored[PART, MOVED] += 1
@@ -101,26 +104,33 @@ def exchanges(conversation: Conversation, ignored: Counter) -> list[tuple[str, s
         if turn.role == "assistant" and turn.learnt:
             begun = systems[place - 1]
             context = Context(spoken, place - 1, begun) if place > 1 or begun else None
-            rows.append((spoken[place - 1].text, turn.text, context))
+            asked = spoken[place - 1].text + (THINK if turn.thought else "")
+            rows.append((asked, with_thought(turn.thought, turn.text), context))
     if spoken and spoken[-1].role == "user":
         rows.append((spoken[-1].text, "", None))
     return rows or [("", "", None)]
 
 
 def encode_conversation(
-    turns: Iterable[Turn], tokenizer: ChatTokenizer, max_tokens: int, prefix: str = ""
+    turns: Iterable[Turn],
+    tokenizer: ChatTokenizer,
+    max_tokens: int,
+    prefix: str = "",
+    tools: str = "",
+    thinking: bool = False,
 ) -> list[int]:
     """Ids that a network reads to answer the last of `turns`, at most `max_tokens`, EOS included.
 
-    `prefix` stands before each of the user's turns, as its text does.
+    `prefix` stands before each of the user's turns, as its text does. `tools` is the JSON text of those that may be
+    called; `thinking` asks for a thought before the answer.
 
     When there are more, the oldest turns go first, each as a whole; then the system text loses its end, then the
     question. System turns count as one text wherever they stand. Raises ValueError if the last turn is not the user's.
     """
-    before = tidy(turns)
+    before = tidy(text_turns(Conversation(list(turns), tools), Counter()))
     if not before or before[-1].role != "user":
         raise ValueError("the last turn of a conversation must be the user's, with text in it: it is what is answered")
-    question = before.pop().text
+    question = before.pop().text + (THINK if thinking else "")
     if not before:
         return encode_questions([question], [None], tokenizer, max_tokens, prefix).ids[0]
     system = before.pop(0).text if before[0].role == "system" else ""

@@ -6,6 +6,7 @@ file, this is that process: a line of JSON in, a line out; it imports nothing of
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -13,18 +14,28 @@ import sys
 import threading
 from functools import cache
 
-RENDER_SECONDS, RENDER_BYTES, MAX_RENDERED_CHARS = 10, 2**30, 2**20  # real templates take milliseconds
+RENDER_SECONDS, RENDER_BYTES, MAX_RENDERED_CHARS = 10, 2**30, 2**20  # of a line; real templates take milliseconds
+MOST_GROWTH = 8  # times the characters of the messages, beside MAX_RENDERED_CHARS
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' block around an answer
+TOO_MUCH = (
+    "it takes more than {} seconds or {:.0f} GiB: put another template in its place, or remove it to use ChatML's"
+)
 _LOCK = threading.Lock()
 
 
-def render(template: str, messages: list[dict], tokens: dict) -> str:
-    """The text that a Jinja `template` makes of messages; raises ValueError with the reason if it makes none."""
+def render_all(template: str, requests: list[dict], tokens: dict) -> list[dict]:
+    """What a Jinja `template` makes of each request: dict(text, spans) or, with the reason, dict(error).
+
+    A request is dict(messages, tools, prompt, thinking): a list or None, whether the beginning of an answer follows,
+    and True, False or, for the template's own choice, None. `spans` are the characters [start, end) of the answers,
+    where the template marks them, else None. `tokens` are its variables, such as bos_token.
+    """
     limits = dict(seconds=RENDER_SECONDS, held=RENDER_BYTES)
-    request = json.dumps(dict(template=template, messages=messages, tokens=tokens, limits=limits))
+    line = json.dumps(dict(template=template, requests=requests, tokens=tokens, limits=limits))
     with _LOCK:
         child = _child(os.getpid())
         try:
-            child.stdin.write(request + "\n")
+            child.stdin.write(line + "\n")
             child.stdin.flush()
             answer = child.stdout.readline()
         except BrokenPipeError:
@@ -32,15 +43,11 @@ def render(template: str, messages: list[dict], tokens: dict) -> str:
         if not answer:
             _child.cache_clear()
             child.communicate()
-    if not answer:
-        raise ValueError(
-            f"it takes more than {RENDER_SECONDS} seconds or {RENDER_BYTES / 2**30:.0f} GiB: put another template in "
-            "its place, or remove it to use ChatML's"
-        )
-    answer = json.loads(answer)
-    if "error" in answer:
-        raise ValueError(answer["error"])
-    return answer["text"]
+    return (
+        json.loads(answer)
+        if answer
+        else [dict(error=TOO_MUCH.format(RENDER_SECONDS, RENDER_BYTES / 2**30))] * len(requests)
+    )
 
 
 @cache
@@ -56,13 +63,14 @@ def _serve():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the other process
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # nothing else writes among the answers
-    from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
+    from transformers.utils.chat_template_utils import render_jinja_template as render  # takes seconds
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in open(0, encoding="utf-8"):
         request = json.loads(line)
         _limit(**request["limits"])
-        answers.write(json.dumps(_answer(request, render_jinja_template)) + "\n")
+        shown = (_answer(one, request["template"], request["tokens"], render) for one in request["requests"])
+        answers.write(json.dumps(list(shown)) + "\n")
         answers.flush()
 
 
@@ -77,10 +85,16 @@ def _limit(seconds, held):
         resource.setrlimit(resource.RLIMIT_AS, (held, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _answer(request, render_jinja_template):
+def _answer(request, template, tokens, render_jinja_template):
+    options = dict(tools=request["tools"], add_generation_prompt=request["prompt"], **tokens)
+    if request["thinking"] is not None:
+        options["enable_thinking"] = request["thinking"]
+    marks = GENERATION.search(template) is not None
     try:
-        shown, _ = render_jinja_template([request["messages"]], chat_template=request["template"], **request["tokens"])
-        shown[0].encode()
+        (text,), spans = render_jinja_template(
+            [request["messages"]], chat_template=template, return_assistant_tokens_mask=marks, **options
+        )
+        text.encode()
     except MemoryError:
         return dict(error=f"it takes more than {RENDER_BYTES / 2**30:.0f} GiB: put another template in its place")
     except UnicodeEncodeError as error:
@@ -88,9 +102,9 @@ def _answer(request, render_jinja_template):
         return dict(error=f"it shows half a character, {half} (a lone surrogate): write the whole character there")
     except Exception as error:  # a template may raise whatever it likes
         return dict(error=f"{error!s:.200}")
-    if len(shown[0]) > MAX_RENDERED_CHARS:
-        return dict(error=f"it gives {len(shown[0]):,} characters for {len(request['messages'])} empty turns")
-    return dict(text=shown[0])
+    if len(text) > MAX_RENDERED_CHARS + MOST_GROWTH * len(json.dumps(request, ensure_ascii=False)):
+        return dict(error=f"it gives {len(text):,} characters for {len(request['messages'])} turns")
+    return dict(text=text, spans=spans[0] if marks else None)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ and atomically; every rank maps it without a copy in memory.
 import hashlib
 import mmap
 import os
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tokenize import TokenError
@@ -68,6 +69,7 @@ class Encoded:
     turns_left_out: int = 0  # earlier turns that did not fit, counted for each row
     single_pairs: int = 0  # rows that are a question with its answer, and nothing before them
     systems_moved: int = 0  # rows whose system text stands first, though it was said amid them
+    ignored: Counter = field(default_factory=Counter)  # what the form of these ids cannot say (file_request)
 
 
 @dataclass(frozen=True)

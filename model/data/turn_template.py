@@ -1,196 +1,145 @@
-"""How a decoder-only network reads a dialogue: the chat template of its tokenizer, around the ids of each turn's text.
+"""How a decoder-only network reads a dialogue: the chat template of its tokenizer.
 
-The template (Jinja, rendered in transformers' sandbox in a process of its own) never sees a text: it is rendered with a
-placeholder for each turn, once for each order of roles. So no text is parsed as a control token, and where each answer
-begins and ends is known. A tokenizer without a template has ChatML's, with its own role marks if it lacks ChatML's
-tokens.
+The template (Jinja, rendered in transformers' sandbox in a process of its own) seldom sees a text. For plain dialogues
+it is rendered with a placeholder for each turn, once for each order of roles, around the ids of each turn's text.
+Conversations with thoughts, calls or tools, and texts that the template looks into, are rendered as they are. Either
+way no text is parsed as a control token, the ids are those of apply_chat_template, and where each answer begins and
+ends is known.
 """
 
-import json
 import re
-from bisect import bisect_left
-from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import chain, pairwise
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 
-from model.data.conversation import Turn, encode_newest, join_sides, tidy
-from model.data.t5_text import marks_of
-from model.data.template_process import render
+from model.data.conversation import TOOL, Conversation, Turn
+from model.data.default_template import default_template
+from model.data.encoded_dialogue import EncodedDialogue
+from model.data.file_request import PART
+from model.data.framed import encode_framed, framed_question
+from model.data.rendered import encode_talks, rendered_question
+from model.data.template_frames import TemplateFrames
+from model.data.thoughts import CLOSES, split_thought
 from model.data.tokenizer import ChatTokenizer
 from model.data.tokenizer_file import load_settings
 
 TEMPLATE_FILE, MAX_TEMPLATE_CHARS = "chat_template.jinja", 1 << 16
 SURROGATE = re.compile("[\ud800-\udfff]")
-CHATML = "<|im_start|>", "<|im_end|>"
-MAX_TURNS, MAX_KEPT_TURNS = 4096, 128  # of a dialogue, the oldest beyond are left out; of a frame that is kept
-_PLACE = re.compile("(\ue000[0-9]+\ue001)")
-_DEFAULT = """\
-{%- for message in messages -%}{{- OPENERS[message.role] + message.content + CLOSER -}}{%- endfor -%}
-{%- if add_generation_prompt -%}{{- OPENERS["assistant"] -}}{%- endif -%}
-"""
-
-
-@dataclass(frozen=True)
-class EncodedDialogue:
-    """A dialogue up to its first learnt answer, and from there on to the end of its last one."""
-
-    question: list[int]
-    rest: list[int]
-    turn_lengths: list[int]  # of `rest` in turn: an answer with the token that ends it, what is not learnt, an answer …
-    systems_moved: int = 0  # texts that the template shows only at the beginning
-
-    def cut(self, max_tokens: int) -> "EncodedDialogue":
-        """Its first `max_tokens` tokens, without what follows the last answer; `rest` is empty if no answer fits."""
-        room, lengths = max(max_tokens - len(self.question), 0), []
-        for length in self.turn_lengths:
-            lengths.append(min(length, room - sum(lengths)))
-        lengths = [length for length in lengths if length]
-        lengths = lengths if len(lengths) % 2 else lengths[:-1]
-        return EncodedDialogue(self.question, self.rest[: sum(lengths)], lengths)
+MAX_TURNS = 4096  # of a dialogue, the oldest beyond are left out
 
 
 @dataclass(frozen=True)
 class TurnTemplate:
-    """A tokenizer's chat template; `end_id` is the token that ends an answer."""
+    """A tokenizer's chat template, in which dialogues become ids; with `learn_empty_thoughts` these are learnt too."""
 
     tokenizer: ChatTokenizer
     text: str
-    frames: dict = field(default_factory=dict, compare=False)  # {roles: ids before, between and behind the turns}
-    refused: set = field(default_factory=set, compare=False)  # roles that the template does not show in their order
+    learn_empty_thoughts: bool = False
+
+    @cached_property
+    def frames(self) -> TemplateFrames:
+        return TemplateFrames(self.tokenizer, self.text, self.learn_empty_thoughts)
 
     @property
     def end_id(self) -> int:
-        """The control token that the template puts behind an answer, or the tokenizer's EOS if it puts none."""
-        behind = self.frame(("user", "assistant"))[-1]
-        return behind[0] if behind and behind[0] in self.tokenizer.control_ids() else self.tokenizer.eos_id
+        """The token that ends an answer."""
+        return self.frames.end_id
 
-    def frame(self, roles: tuple[str, ...]) -> list[list[int]]:
-        """Ids that the template puts before, between and behind turns of these roles, one list more than roles.
+    def encode_dialogues(
+        self, conversations: list[Conversation], ignored: Counter | None = None
+    ) -> list[EncodedDialogue | None]:
+        """Each conversation, the texts of all of them encoded together; None for one without a learnt answer.
 
-        Raises ValueError if the template does not show each turn once, in their order.
+        What the template cannot say is left out and counted in `ignored`. Raises ValueError for a template that shows
+        no dialogue.
         """
-        if roles in self.frames:
-            return self.frames[roles]
-        places = [f"\ue000{number}\ue001" for number in range(len(roles))]
-        before, *shown = _PLACE.split(_render(self, roles, places))
-        if shown[::2] != places:
-            raise ValueError(f"{self._name()} does not show each of {', '.join(roles[:4])} once, in this order")
-        pieces = [before, *shown[1::2]]
-        ids = {piece: self.tokenizer.parse(piece) if piece else [] for piece in set(pieces)}
-        frame = [ids[piece] for piece in pieces]
-        if len(roles) <= MAX_KEPT_TURNS:
-            self.frames[roles] = frame
-        return frame
+        self.frames.frame(("user", "assistant"))
+        ignored = Counter() if ignored is None else ignored
+        talks = [(self.said(one, ignored), one.tools if self.frames.can.tools else "") for one in conversations]
+        ignored[PART, "lists of tools"] += sum(bool(one.tools) for one in conversations if not self.frames.can.tools)
+        plain, rendered = [], []
+        for place, (turns, tools) in enumerate(talks):
+            if any(turn.role == "assistant" and turn.learnt for turn in turns):
+                (plain if self._is_plain(turns, tools) else rendered).append(place)
+        found = dict(zip(plain, encode_framed(self.frames, [talks[place][0] for place in plain]), strict=True))
+        found |= zip(rendered, encode_talks(self.frames, [talks[place] for place in rendered], ignored), strict=True)
+        return [found.get(place) for place in range(len(talks))]
 
-    def encode_dialogues(self, dialogues: list[list[Turn]]) -> list[EncodedDialogue | None]:
-        """Each dialogue, the texts of all of them encoded together; None for one without a learnt answer."""
-        dialogues = [_tidy(turns) for turns in dialogues]
-        placed = [self._placed(turns) for turns in dialogues]
-        texts = iter(self._encode([turn for turns in placed for turn in turns]))
-        encoded = [self._joined(turns, [next(texts) for _ in turns]) for turns in placed]
-        moved = [turns is not now for turns, now in zip(dialogues, placed, strict=True)]
-        return [replace(one, systems_moved=1) if one and has else one for one, has in zip(encoded, moved, strict=True)]
+    def said(self, conversation: Conversation, ignored: Counter) -> list[Turn]:
+        """The turns that the template can show, without what it cannot, which is counted in `ignored`.
 
-    def _joined(self, turns, ids):
-        answers = [place for place, turn in enumerate(turns) if turn.role == "assistant" and turn.learnt]
-        if not answers:
-            return None
-        first, last = answers[0], answers[-1]
-        frame, end = self.frame(tuple(turn.role for turn in turns[: last + 1])), self.end_id
-        rest, lengths = [], []
-        for place, following in pairwise(answers):
-            behind = _woven(frame[place + 1 : following + 1], ids[place + 1 : following])
-            has_end = behind[:1] == [end]
-            parts = [*ids[place], *behind[:has_end]], behind[has_end:]
-            rest += chain(*parts)
-            lengths += map(len, parts)
-        return EncodedDialogue(
-            _woven(frame[: first + 1], ids[:first]), [*rest, *ids[last], end], [*lengths, len(ids[last]) + 1]
-        )
-
-    def _placed(self, turns):
-        """The turns as they are or, where the template does not show system texts amid a dialogue, with these first."""
-        roles = tuple(turn.role for turn in turns)
-        if "system" not in roles[1:]:
-            return turns
-        if roles not in self.refused:
-            try:
-                self.frame(roles)
-                return turns
-            except ValueError:
-                self.refused.add(roles)
-        return tidy(turns)
-
-    def encode_question(self, turns: list[Turn], max_tokens: int) -> list[int]:
-        """Ids that a network reads to answer the last of `turns`, at most `max_tokens`.
-
-        When there are more, the oldest turns but the system's go first, as many as rendering shows to be needed; then
-        the question loses its end. Only a system text that leaves no room for the question gives more. Raises
-        ValueError if the last turn is not the user's.
+        An answer before the first question answers none and is not learnt.
         """
-        turns = self._placed(_tidy(turns))
-        if not turns or turns[-1].role != "user":
+        can, shown, asked = self.frames.can, [], False
+        for turn in conversation.turns:
+            if turn.role == "assistant":
+                turn = self._answer(turn, asked, ignored)
+            elif not can.header:
+                turn = turn._replace(text=turn.text.strip())
+            asked = asked or turn.role == "user"
+            if turn.role == TOOL and not can.results:
+                ignored[PART, "results of tools"] += 1
+            elif turn.calls or turn.thought or turn.text and not turn.text.isspace():
+                shown.append(turn)
+            elif len(conversation.turns) > 2:
+                ignored[PART, "empty turns"] += 1
+        num_system = sum(turn.role == "system" for turn in shown[:1])
+        return [*shown[:num_system], *shown[num_system:][-MAX_TURNS:]]
+
+    def _answer(self, turn, asked, ignored):
+        can, (text, thought, calls) = self.frames.can, (turn.text, turn.thought, turn.calls)
+        if can.thoughts and CLOSES in text:
+            found, text = split_thought(text)
+            thought = thought or found
+        if thought and not (can.thoughts and can.header):
+            ignored[PART, "thoughts"] += 1
+            thought = ""
+        if calls and not (can.calls and can.header):
+            ignored[PART, "calls of tools"] += len(calls)
+            calls = ()
+        text = text if can.header else text.strip()
+        return Turn("assistant", text, thought, calls, turn.learnt and asked)
+
+    def _is_plain(self, turns, tools):
+        """Whether the frame of the turns' roles shows them as the template would."""
+        if not self.frames.can.header:
+            return True
+        return self.frames.has_plain_frames and not tools and all(map(self._is_plain_turn, turns))
+
+    def _is_plain_turn(self, turn):
+        text = turn.text
+        is_text = not (turn.thought or turn.calls or turn.role == TOOL)
+        return is_text and text == text.strip() and not self.frames.looked_for.search(text)
+
+    def encode_question(
+        self, turns: list[Turn], max_tokens: int, tools: str = "", thinking: bool | None = None
+    ) -> list[int]:
+        """Ids that a network reads to answer the last of `turns`, the user's or a tool's, at most `max_tokens`.
+
+        `tools` is the JSON text of those that may be called; `thinking` asks for a thought or against one, where the
+        template has a switch for it. When there are more ids, the oldest turns but the system's go first, as many as
+        rendering shows to be needed; then the question loses its end. Only a system text that leaves no room for the
+        question gives more. Raises ValueError if the last turn is an answer.
+        """
+        turns = self.said(Conversation(turns), Counter())
+        if not turns or turns[-1].role not in ("user", TOOL):
             raise ValueError(
                 "the last turn of a conversation must be the user's, with text in it: it is what is answered"
             )
-        num_system = int(turns[0].role == "system")
-        system, said = turns[:num_system], turns[num_system:]
-        system_ids, ids = self._encode(system), encode_newest(said, self._encode, max_tokens)
-        said = said[len(said) - len(ids) :]
-        is_whole = len(system) + len(said) == len(turns)
-        starts = [place for place, turn in enumerate(said) if turn.role == "user" or place == 0 and is_whole]
+        tools = tools if self.frames.can.tools else ""
+        if self._is_plain(turns, tools) and not (thinking and self.frames.can.has_switch):
+            return framed_question(self.frames, turns, max_tokens)
+        thinking = bool(thinking) if self.frames.can.has_switch else None
+        return rendered_question(self.frames, turns, max_tokens, tools, thinking)
 
-        def asked(start):
-            return self._asked([*system, *said[start:]], [*system_ids, *ids[start:]])
-
-        read = asked(starts[0])
-        if len(read) > max_tokens:
-            later = starts[1:] or starts
-            read = asked(later[bisect_left(later[:-1], True, key=lambda start: len(asked(start)) <= max_tokens)])
-        if (excess := len(read) - max_tokens) > 0:
-            ids[-1] = ids[-1][: max(len(ids[-1]) - excess, 1)]
-            read = asked(starts[-1])
-        return read
-
-    def _encode(self, turns):
-        return self.tokenizer.encode_batch([turn.text for turn in turns])
-
-    def _asked(self, turns, ids):
-        frame = self.frame((*(turn.role for turn in turns), "assistant"))
-        return _woven(frame[:-1], ids)
-
-    def _name(self):
-        return f"the chat template of the tokenizer in {self.tokenizer.directory}"
-
-
-def _woven(frame, ids):
-    """The first list of `frame`, the first of `ids`, the second of `frame` …; `frame` has one more."""
-    return [*chain.from_iterable(chain(*zip(frame, ids, strict=False))), *frame[-1]]
-
-
-def _tidy(turns):
-    """The turns with text, stripped; those of one side in a row are joined."""
-    stripped = [turn._replace(text=text) for turn in turns if (text := turn.text.strip())]
-    turns = join_sides(stripped)
-    num_system = sum(turn.role == "system" for turn in turns[:1])
-    return [*turns[:num_system], *turns[num_system:][-MAX_TURNS:]]
-
-
-def _render(template, roles, contents):
-    """The text of these messages; raises ValueError for whatever the template raises."""
-    messages = [dict(role=role, content=content) for role, content in zip(roles, contents, strict=True)]
-    tokenizer = template.tokenizer
-    names = dict(eos_token=tokenizer.eos_id, pad_token=tokenizer.pad_id)
-    tokens = {name: tokenizer.backend.id_to_token(number) for name, number in names.items()} | dict(bos_token="")
-    try:
-        return render(template.text, messages, tokens)
-    except ValueError as error:
-        raise ValueError(f"{template._name()} cannot show {', '.join(roles[:4])}: {error}") from None
+    def opens_thought(self, thinking: bool | None) -> bool:
+        """Whether an answer begins inside a thought, which the template opens itself."""
+        return self.frames.can.opens_thought[bool(thinking)]
 
 
 @cache
-def turn_template(tokenizer: ChatTokenizer) -> TurnTemplate:
+def turn_template(tokenizer: ChatTokenizer, learn_empty_thoughts: bool = False) -> TurnTemplate:
     """The TurnTemplate of a tokenizer: of its chat_template.jinja, its tokenizer_config.json, or the default.
 
     Raises ValueError for one that is damaged or too large.
@@ -203,7 +152,7 @@ def turn_template(tokenizer: ChatTokenizer) -> TurnTemplate:
             f"{path}: a chat template must be a text of at most {MAX_TEMPLATE_CHARS:,} characters, none of them half a "
             "character (a lone surrogate such as \\ud83d)"
         )
-    return TurnTemplate(tokenizer, text)
+    return TurnTemplate(tokenizer, text, learn_empty_thoughts)
 
 
 def _own_template(path):
@@ -213,19 +162,6 @@ def _own_template(path):
         named = (one.get("template") for one in text if isinstance(one, dict) and one.get("name") == "default")
         return next(named, None)
     return text
-
-
-def default_template(tokenizer: ChatTokenizer) -> str:
-    """ChatML's template, or one of the tokenizer's role marks and EOS if it lacks ChatML's tokens."""
-    if all(tokenizer.backend.token_to_id(token) is not None for token in CHATML):
-        openers = {role: f"{CHATML[0]}{role}\n" for role in ("system", "user", "assistant")}
-        closer = CHATML[1] + "\n"
-    else:
-        marks, closer = marks_of(tokenizer), tokenizer.backend.id_to_token(tokenizer.eos_id)
-        shown = {role: "".join(map(tokenizer.backend.id_to_token, ids)) for role, ids in marks.openers.items()}
-        openers = {role: shown[role] + marks.prefixes[role] for role in shown}
-    values = dict(OPENERS=openers, CLOSER=closer)
-    return "".join(f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in values.items()) + _DEFAULT
 
 
 def with_turn_end(tokenizer: ChatTokenizer) -> ChatTokenizer:

@@ -38,11 +38,14 @@ class ChatModel:
     prefix: str = ""  # before each question, as in training
     single_turn: bool = False  # it was trained on single questions, and knows no conversation
 
-    def encode(self, turns, max_tokens):
-        """Ids that the network reads to answer the last of `turns`, at most `max_tokens`."""
+    def encode(self, turns, max_tokens, tools="", thinking=None):
+        """Ids that the network reads to answer the last of `turns`, at most `max_tokens`.
+
+        `tools` is the JSON text of those that may be called; `thinking` asks for a thought or against one.
+        """
         if family_of(self.model.config).reads_dialogues:
-            return turn_template(self.tokenizer).encode_question(turns, max_tokens)
-        return encode_conversation(turns, self.tokenizer, max_tokens, self.prefix)
+            return turn_template(self.tokenizer).encode_question(turns, max_tokens, tools, thinking)
+        return encode_conversation(turns, self.tokenizer, max_tokens, self.prefix, tools, bool(thinking))
 
     def prompt_tokens(self, most, new_tokens):
         """Most tokens of a prompt with an answer of `new_tokens`: `most`, or fewer where the network has fewer places.

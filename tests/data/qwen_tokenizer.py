@@ -19,8 +19,11 @@ CHATML = (
 )
 
 
-def make_qwen_tokenizer(directory, template=CHATML, eos="<|im_end|>"):
-    """The ChatTokenizer in `directory`, written as Qwen's are; without a template if that is None."""
+def make_qwen_tokenizer(directory, template=CHATML, end="<|im_end|>", special=SPECIAL, marks=()):
+    """The ChatTokenizer in `directory`, written as Qwen's are; without a template if that is None.
+
+    `special` are its special tokens, `end` the one that ends an answer, `marks` tokens such as <think>.
+    """
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence([
@@ -32,10 +35,13 @@ def make_qwen_tokenizer(directory, template=CHATML, eos="<|im_end|>"):
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator([PROBE, "system user assistant\nYou are a helpful assistant"] * 3, trainer)
-    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in marks])
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
-    settings = dict(eos_token=eos, pad_token="<|endoftext|>", tokenizer_class="Qwen2Tokenizer", model_max_length=32768)
+    settings = dict(eos_token=end, pad_token=special[0], tokenizer_class="Qwen2Tokenizer", model_max_length=32768)
+    if special != SPECIAL:
+        settings |= dict(bos_token=special[0], tokenizer_class="PreTrainedTokenizerFast")
     if template is not None:
         settings["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -74,7 +74,11 @@ def test_a_message_that_spells_a_special_token_stays_text(tokenizer, tmp_path):
 def test_parts_of_a_message_are_joined_and_other_roles_left_out(tokenizer, tmp_path):
     stock = exported(tokenizer, tmp_path)
     parts = [dict(type="text", text="天"), dict(type="image"), dict(type="text", text="好")]
-    messages = [dict(role="developer", content="医"), dict(role="tool", content="x"), dict(role="user", content=parts)]
+    messages = [
+        dict(role="developer", content="医"),
+        dict(role="critic", content="x"),
+        dict(role="user", content=parts),
+    ]
     expected = encode_conversation([Turn("system", "医"), Turn("user", "天\n好")], tokenizer, 99)
     assert stock.apply_chat_template(messages)["input_ids"] == expected
     with pytest.raises(Exception, match="the last message must be the user's"):

@@ -2,12 +2,13 @@
 
 import random
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from model.data.conversation import Turn
-from model.data.t5_text import Context, encode_conversation, encode_questions
+from model.data.conversation import TOOL, Conversation, Turn
+from model.data.t5_text import Context, encode_conversation, encode_questions, exchanges
 from model.data.tokenizer import PROBE, load_tokenizer
 from tests.data.files import save_unigram
 
@@ -166,8 +167,8 @@ def test_a_conversation_that_asks_nothing_is_refused(tokenizer, turns):
 
 
 def test_an_unknown_role_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="role 'tool': it must be one of system, user, assistant"):
-        encode_conversation([Turn("tool", "x"), Turn("user", "好")], tokenizer, 99)
+    with pytest.raises(ValueError, match="role 'critic': it must be one of system, user, assistant"):
+        encode_conversation([Turn("critic", "x"), Turn("user", "好")], tokenizer, 99)
 
 
 def test_a_tokenizer_that_cannot_tell_the_roles_apart_is_refused(tmp_path):
@@ -175,3 +176,26 @@ def test_a_tokenizer_that_cannot_tell_the_roles_apart_is_refused(tmp_path):
     assert encode_conversation([Turn("user", "天")], alike, 9)
     with pytest.raises(ValueError, match="encodes system, user, assistant alike: .*--single_turn=True"):
         encode_conversation(talk("天", "好", "天"), alike, 99)
+
+
+def test_thoughts_calls_and_tools_are_text_in_a_documented_form(tokenizer):
+    call, tools = '{"name": "f", "arguments": {}}', '[{"name": "f"}, {"name": "g"}]'
+    turns = [
+        Turn("user", "q"), Turn("assistant", "", "t", (call,)), Turn(TOOL, "25"),
+        Turn("assistant", "<think>\nu\n</think>\n\na"), Turn("user", "b"),
+        Turn("assistant", "<think>\n\n</think>\n\nc"),
+    ]  # fmt: skip
+    rows = exchanges(Conversation(turns, tools), Counter())
+    called = f"<tool_call>\n{call}\n</tool_call>"
+    assert [row[:2] for row in rows] == [
+        ("q\n/think", f"<think>\nt\n</think>\n\n{called}"),
+        ("<tool_response>\n25\n</tool_response>\n/think", "<think>\nu\n</think>\n\na"),
+        ("b", "c"),
+    ]
+    assert rows[2][2].system == '<tools>\n{"name": "f"}\n{"name": "g"}\n</tools>'
+    before = [turn.text for turn in rows[2][2].turns[: rows[2][2].end]]
+    assert before == ["q", called, "<tool_response>\n25\n</tool_response>", "a"], "earlier thoughts are not shown again"
+    for number, (asked, thinking) in enumerate([(turns[:1], True), (turns[:3], True), (turns[:5], False)]):
+        question, _, context = rows[number]
+        (expected,) = encode_questions([question], [context], tokenizer, 999).ids
+        assert encode_conversation(asked, tokenizer, 999, tools=tools, thinking=thinking) == expected

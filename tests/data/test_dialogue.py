@@ -33,7 +33,7 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"fr
     "row",
     [
         {"messages": [SYSTEM, Q1, A1, Q2, A2]},
-        {"messages": [dict(role="tool", content="t"), Q1, A1, Q2, A2], "system": "s"},
+        {"messages": [dict(role="critic", content="t"), Q1, A1, Q2, A2], "system": "s"},
         {"conversations": SHAREGPT, "system": "s"},
         {"conversations": [{"from": "system", "value": "s"}, *SHAREGPT]},
         {"conversation": [{"system": "s", "input": "q", "output": "a"}, {"input": "b", "output": "u"}]},
@@ -79,13 +79,13 @@ def test_dialogues_and_rows_without_a_dialogue_around_them_do_not_follow_from_on
     assert {before for _, before, *_ in said_before(write_json(tmp_path / "x.json", rows))} == {None}
 
 
-def test_turns_of_other_roles_are_left_out_and_counted_and_unanswered_questions_stay_pairs(tmp_path):
-    turns = [Q1, A1, dict(role="tool", content="t"), dict(role="assistant", content="c"), Q2, Q2, A2, Q1]
+def test_turns_of_unknown_roles_are_left_out_and_counted_and_unanswered_questions_stay_pairs(tmp_path):
+    turns = [Q1, A1, dict(role="critic", content="t"), dict(role="assistant", content="c"), Q2, Q2, A2, Q1]
     ignored = Counter()
     found = said_before(write_json_lines(tmp_path / "x.jsonl", [{"messages": turns}]), ignored)
     assert [pair[2:] for pair in found] == [("q", "a\nc"), ("b\nb", "u"), ("q", "")]
     assert found[1][1] == ["q", "a\nc"]
-    assert describe_ignored(ignored) == "not used: in conversations results of tools (1 time)"
+    assert describe_ignored(ignored) == "not used: turns of role 'critic' (1 turn)"
 
 
 def test_a_dialogue_of_100000_turns_is_read_in_linear_time(tmp_path):

@@ -22,7 +22,11 @@ def turns(speaker, content, **texts):
     "dialogue",
     [
         {"conversation": [{"system": "医生", "input": "q1", "output": "a1"}, {"input": "q2", "output": "a2"}]},
-        {"messages": turns("role", "content", system="s", user="q", assistant="a", tool="t", USER="b", Assistant="u")},
+        {
+            "messages": turns(
+                "role", "content", system="s", user="q", assistant="a", critic="t", USER="b", Assistant="u"
+            )
+        },
         {"id": 7, "conversations": turns("from", "value", human="q", gpt="a", Human="b", bot="u")},
         turns("role", "content", user="q", assistant="a"),
         ["q", "a", "b", "u"],
@@ -39,7 +43,7 @@ def test_each_question_of_a_dialogue_with_its_answer_is_a_pair(tmp_path, dialogu
 
 
 def test_what_one_side_says_in_a_row_is_one_turn_and_a_last_question_has_no_answer(tmp_path):
-    said = [("user", "q1"), ("user", "q2"), ("assistant", "a"), ("assistant", "b"), ("tool", "x"), ("user", "q3")]
+    said = [("user", "q1"), ("user", "q2"), ("assistant", "a"), ("assistant", "b"), ("critic", "x"), ("user", "q3")]
     path = write_json(tmp_path / "d.json", [{"messages": [{"role": role, "content": text} for role, text in said]}])
     assert pairs_of(path) == [("q1\nq2", "a\nb"), ("q3", "")]
 
@@ -186,7 +190,7 @@ def test_a_damaged_file_gives_pairs_or_a_value_error(tmp_path):
 
 
 ROW = {"prompt": "p", "response": "r"}
-TURNS = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "tool", "user", "assistant")]
+TURNS = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "critic", "user", "assistant")]
 
 
 def read_and_describe(path, rows, **columns):
@@ -228,8 +232,8 @@ def test_turns_of_other_roles_and_earlier_turns_are_counted_as_not_used(tmp_path
     pairs, message = read_and_describe(tmp_path / "x.jsonl", rows)
     assert pairs == [("u", "a"), ("u", "a"), ("p", "r"), ("p", "r")]
     assert message == (
-        "not used: column 'id' (1 row), 'n' (1 row); in conversations results of tools (1 time), "
-        "system texts (1 time); earlier turns (2 pairs of longer dialogues)"
+        "not used: turns of role 'critic' (1 turn); column 'id' (1 row), 'n' (1 row); "
+        "in conversations system texts (1 time); earlier turns (2 pairs of longer dialogues)"
     )
     with pytest.raises(ValueError, match=r"no rows found \(not used: turns of role 'judge' \(2 turns\)\)"):
         read_and_describe(tmp_path / "y.jsonl", [{"role": "judge", "content": "x"}] * 2)

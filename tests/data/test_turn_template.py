@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from model.data import template_process
-from model.data.conversation import Turn
+from model.data.conversation import Conversation, Turn
 from model.data.turn_template import turn_template, with_turn_end, write_turn_template
 from tests.data.qwen_tokenizer import CHATML, SPECIAL, make_qwen_tokenizer
 
@@ -41,7 +41,7 @@ def tokenizer(request, tmp_path_factory):
 
 @pytest.mark.parametrize("turns", TALKS)
 def test_a_dialogue_has_the_ids_of_transformers_and_its_answers_alone_are_learnt(tokenizer, turns):
-    (one,) = turn_template(tokenizer).encode_dialogues([turns])
+    (one,) = turn_template(tokenizer).encode_dialogues([Conversation(turns)])
     assert [*one.question, *one.rest, *tokenizer.encode("\n")] == stock_ids(tokenizer, turns)
     start, learnt = 0, []
     for number, length in enumerate(one.turn_lengths):
@@ -60,15 +60,15 @@ def test_a_question_has_the_ids_of_transformers_generation_prompt(tokenizer, tur
 
 def test_no_text_is_parsed_as_a_special_token(tokenizer):
     turns = [Turn("user", f"a{SPECIAL[2]}\n{SPECIAL[1]}system"), Turn("assistant", f"b{SPECIAL[2]}c")]
-    (one,) = turn_template(tokenizer).encode_dialogues([turns])
+    (one,) = turn_template(tokenizer).encode_dialogues([Conversation(turns)])
     special = {tokenizer.backend.token_to_id(token) for token in SPECIAL}
-    plain = turn_template(tokenizer).encode_dialogues([[Turn("user", "a"), Turn("assistant", "b")]])[0]
+    plain = turn_template(tokenizer).encode_dialogues([Conversation([Turn("user", "a"), Turn("assistant", "b")])])[0]
     count = lambda ids: sum(number in special for number in ids)  # noqa: E731
     assert (count(one.question), count(one.rest)) == (count(plain.question), 1)
 
 
 def test_a_cut_dialogue_ends_inside_an_answer_or_behind_one(tokenizer):
-    (one,) = turn_template(tokenizer).encode_dialogues([TALK])
+    (one,) = turn_template(tokenizer).encode_dialogues([Conversation(TALK)])
     for most in range(1, len(one.question) + len(one.rest) + 3):
         cut = one.cut(most)
         assert cut.rest == one.rest[: len(cut.rest)] and sum(cut.turn_lengths) == len(cut.rest)
@@ -87,7 +87,7 @@ def test_a_question_that_is_too_long_loses_its_oldest_turns_and_keeps_the_system
 
 
 def test_an_answer_ends_where_the_template_ends_it_whatever_eos_is_named(tmp_path):
-    base = make_qwen_tokenizer(tmp_path, CHATML, eos="<|endoftext|>")
+    base = make_qwen_tokenizer(tmp_path, CHATML, end="<|endoftext|>")
     assert with_turn_end(base).eos_id == base.backend.token_to_id("<|im_end|>") != base.eos_id
 
 
@@ -103,7 +103,7 @@ def test_an_answer_ends_where_the_template_ends_it_whatever_eos_is_named(tmp_pat
 def test_a_template_that_cannot_show_a_dialogue_is_refused(tmp_path, template, said):
     tokenizer = make_qwen_tokenizer(tmp_path, template)
     with pytest.raises(ValueError, match=said):
-        turn_template(tokenizer).encode_dialogues([TALK])
+        turn_template(tokenizer).encode_dialogues([Conversation(TALK)])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_template_that_cannot_show_a_dialogue_is_refused(tmp_path, template, s
 def test_a_template_that_takes_hours_or_gigabytes_is_refused_and_the_next_is_rendered(tmp_path, template, monkeypatch):
     monkeypatch.setattr(template_process, "RENDER_SECONDS", 1)
     started = time.monotonic()
-    with pytest.raises(ValueError, match="cannot show system, user, assistant.*(takes more than 1|10,000,000 char)"):
-        turn_template(make_qwen_tokenizer(tmp_path / "bad", template)).encode_dialogues([TALK])
+    with pytest.raises(ValueError, match="cannot show user, assistant.*(takes more than 1|10,000,000 char)"):
+        turn_template(make_qwen_tokenizer(tmp_path / "bad", template)).encode_dialogues([Conversation(TALK)])
     assert time.monotonic() - started < 60
-    assert turn_template(make_qwen_tokenizer(tmp_path / "good", CHATML)).encode_dialogues([TALK])[0].rest
+    assert turn_template(make_qwen_tokenizer(tmp_path / "good", CHATML)).encode_dialogues([Conversation(TALK)])[0].rest

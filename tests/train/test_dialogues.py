@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.data.conversation import Turn
+from model.data.conversation import Conversation, Turn
 from model.data.token_store import Source, describe_store, open_store
 from model.data.turn_template import TurnTemplate, turn_template
 from model.formats.weights import export_model
@@ -86,10 +86,10 @@ def test_each_answer_is_learnt_once_and_what_must_not_be_learnt_is_context(token
     store = open_store(Source((path,), objective, tokenizer, 100), tmp_path / "tokens")
     examples = Examples(store, objective, DECODER, tokenizer.pad_id)
     learnt = [[text.removesuffix("<|im_end|>") for text in learnt_texts(examples, tokenizer, row)] for row in range(5)]
-    assert learnt == [["下雨"], ["很好\n下雨", "很好"], ["下雨"], ["很好"], ["很好", "很好"]]
+    assert learnt == [["下雨"], ["很好", "下雨", "很好"], ["下雨"], ["很好"], ["很好", "很好"]]
     first, rest = (tokenizer.backend.decode(side.tolist()) for side in store.tokens(np.array([4]))[:2])
     assert "医生" not in first and rest.index("很好") < rest.index("医生"), "a system text stands where it was said"
-    assert "calls of tools (1 time), results of tools (1 time)" in describe_store(store)
+    assert "calls of tools (1 time)" in describe_store(store)
 
 
 def test_a_template_that_shows_system_texts_only_first_has_them_there_and_it_is_counted(tokenizer, tmp_path):
@@ -98,7 +98,7 @@ def test_a_template_that_shows_system_texts_only_first_has_them_there_and_it_is_
     template = TurnTemplate(tokenizer, strict + turn_template(tokenizer).text)
     said = [("user", "天气"), ("assistant", "很好"), ("system", "医生"), ("user", "明天"), ("assistant", "下雨")]
     turns = [Turn(*turn) for turn in said]
-    moved, first = template.encode_dialogues([turns, [turns[2], *turns[:2], *turns[3:]]])
+    moved, first = template.encode_dialogues([Conversation(turns), Conversation([turns[2], *turns[:2], *turns[3:]])])
     assert (moved.systems_moved, first.systems_moved) == (1, 0) and moved.question == first.question
 
 

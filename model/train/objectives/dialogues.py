@@ -1,11 +1,12 @@
 """The objective `pairs` for networks that read whole dialogues: predict every answer, given all that is before it."""
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
-from model.data.conversation import Turn, said
+from model.data.conversation import Conversation, Turn
 from model.data.readers import read_conversations
 from model.data.sequences import Sequences
 from model.data.t5_text import pairs_of
@@ -25,6 +26,7 @@ class Dialogues:
     max_tokens: int
     z_loss: float = 0.0
     single_turn: bool = False
+    learn_empty_thoughts: bool = False
 
     name = "dialogues"
     sides = ("question_ids", "dialogue_ids", "turn_lengths")  # the third says which parts of the second are learnt
@@ -36,24 +38,26 @@ class Dialogues:
     @property
     def encoding(self):
         template = hashlib.sha256(self.template.encode()).hexdigest()
-        return f"{'single turns' if self.single_turn else 'dialogues'} {template}"
+        kind = "single turns" if self.single_turn else "dialogues"
+        return f"{kind} {template}{' empty thoughts' if self.learn_empty_thoughts else ''}"
 
     @property
     def metrics(self):
         return ("loss", "z_loss") if self.z_loss else ("loss",)
 
     def read(self, path, columns, ignored):
-        """Yield (turns,) of each dialogue."""
+        """Yield (Conversation,) of each dialogue."""
         conversations = read_conversations(path, *columns, ignored=ignored)
         if self.single_turn:
             pairs = pairs_of(conversations, ignored, single_turn=True)
-            return (([Turn("user", question), Turn("assistant", answer)],) for question, answer, _ in pairs)
-        return ((list(said(conversation, ignored)),) for conversation in conversations)
+            return ((Conversation((Turn("user", asked), Turn("assistant", said))),) for asked, said, _ in pairs)
+        return ((conversation,) for conversation in conversations)
 
     def encode(self, rows, tokenizer, max_seq_len):
-        """`rows` are (turns,)."""
-        dialogues = [turns for (turns,) in rows]
-        encoded = zip(turn_template(tokenizer).encode_dialogues(dialogues), map(len, dialogues), strict=True)
+        """`rows` are (Conversation,)."""
+        conversations, ignored = [row[0] for row in rows], Counter()
+        dialogues = turn_template(tokenizer, self.learn_empty_thoughts).encode_dialogues(conversations, ignored)
+        encoded = zip(dialogues, [len(one.turns) for one in conversations], strict=True)
         kept = [(one.cut(max_seq_len), one, num_turns) for one, num_turns in encoded if one]
         single_pairs = sum(num_turns == 2 for cut, _, num_turns in kept if cut.rest)
         kept = [(cut, one) for cut, one, _ in kept if cut.rest]
@@ -63,7 +67,7 @@ class Dialogues:
         columns = [[cut.question for cut in cuts], [cut.rest for cut in cuts], [cut.turn_lengths for cut in cuts]]
         values = dict(target_tokens=[sum(cut.turn_lengths[::2]) for cut in cuts])
         moved = sum(one.systems_moved for _, one in kept)
-        return Encoded(columns, num_cut, values, left_out, single_pairs, moved)
+        return Encoded(columns, num_cut, values, left_out, single_pairs, moved, ignored)
 
     def derive(self, model, batch, chunk_tokens):
         return {}
