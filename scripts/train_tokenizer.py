@@ -19,7 +19,7 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 explain_missing_packages()
 
 from model.commands.option_names import ScriptParser  # noqa: E402
-from model.data.conversation import Conversation, Document  # noqa: E402
+from model.data.documents import texts_of  # noqa: E402
 from model.data.encodings import check_encoding  # noqa: E402
 from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.file_request import FileRequest  # noqa: E402
@@ -43,13 +43,6 @@ def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]
         now_doing(texts_here()("tokenizer.reading", path=path, number=number, count=len(paths)))
         asked = FileRequest(options.prompt_column, options.response_column, encoding=options.encoding)
         yield from map(texts_of, read_items(path, asked))
-
-
-def texts_of(item: Conversation | Document) -> tuple[str, ...]:
-    """What is said in one row."""
-    if isinstance(item, Document):
-        return (item.text,)
-    return tuple(text for turn in item.turns for text in (turn.thought, turn.text) if text)
 
 
 def texts_to_learn(rows: Iterator[tuple[str, ...]], held_out: list[str]) -> Iterator[str]:

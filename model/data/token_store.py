@@ -40,6 +40,7 @@ class Source:
     tokenizer: ChatTokenizer
     max_seq_len: int  # most tokens of a side, EOS included
     columns: tuple = ("", "")  # of the file, as the user named them; empty: found by name
+    readers: tuple = ()  # for each file, what reads and encodes its rows; (): `objective`
 
     def key(self):
         """Plain values that differ for stores of different content; raises ValueError if a file is missing."""
@@ -68,6 +69,7 @@ class Encoded:
     turns_left_out: int = 0  # earlier turns that did not fit, counted for each row
     single_pairs: int = 0  # rows that are a question with its answer, and nothing before them
     systems_moved: int = 0  # rows whose system text stands first, though it was said amid them
+    texts: int | None = None  # that the rows are chunks of; None: each row is one of the file
 
 
 @dataclass(frozen=True)
@@ -248,14 +250,18 @@ def _without_times(key):
 def describe_store(store):
     """One line: number of examples, their mean lengths, and the share that was truncated."""
     meta, rows = store.meta, store.meta["rows"]
+    names = names_of([file["path"] for file in meta["source"]["files"]])
+    ignored = f"; {meta['ignored']}" if meta["ignored"] else ""
+    if meta.get("texts") is not None:
+        line = f"{names}: {rows:,} chunks of {meta['texts']:,} texts, {meta['tokens'][0] / rows:.1f} tokens on average"
+        return line + (f"; {meta['empty']:,} texts without a second token left out" if meta["empty"] else "") + ignored
     columns = zip(store.rows.column_names, meta["tokens"], meta["cut"], strict=True)
     sides = [(name.removesuffix("_ids"), tokens, num) for name, tokens, num in columns if name.endswith("_ids")]
     means = " + ".join(f"{tokens / rows:.1f}" for _, tokens, _ in sides)
     cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, _, num_cut in sides)
-    names = names_of([file["path"] for file in meta["source"]["files"]])
     line = f"{names}: {rows:,} pairs, {means} tokens on average; "
     line += f"cut to {meta['source']['max_seq_len']} tokens: {cut}"
     line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""
     line += f"; {moved:,} dialogues have a system text put first" if (moved := meta.get("systems_moved", 0)) else ""
     line += f"; {meta['empty']:,} pairs with an empty side left out" if meta["empty"] else ""
-    return line + (f"; {meta['ignored']}" if meta["ignored"] else "")
+    return line + ignored

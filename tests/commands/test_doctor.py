@@ -115,7 +115,7 @@ def test_a_data_file_without_usable_rows_fails(rows, home, text):
 
 
 def test_a_data_file_is_read_as_the_objective_reads_it(rows, home, monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "preference", lambda config: Preference())
+    monkeypatch.setitem(OBJECTIVES, "preference", lambda *_: Preference())
     line = dict(prompt="你好", chosen="今天", rejected="天气", response="")
     (home / "preferences.jsonl").write_text(json.dumps(line) + "\n")
     assert rows(train_file="preferences.jsonl")["train_file"].fails

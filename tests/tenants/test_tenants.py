@@ -28,7 +28,7 @@ CONFIG = CausalConfig(vocab_size=60)
 def main_with_tenants(line):
     """`main`, in a process that knows the tenants."""
     FAMILIES[CAUSAL.name] = CAUSAL
-    OBJECTIVES["preference"] = lambda config: Preference()
+    OBJECTIVES["preference"] = lambda *_: Preference()
     return main(line)
 
 
@@ -110,7 +110,7 @@ def test_a_tenant_is_planned(tenant, capsys, monkeypatch):
     home, name = tenant
     monkeypatch.chdir(home)
     options = OPTIONS | TENANTS[name] | dict(gpu_memory_limit_gb=1, json=True)
-    for known, mine in ((FAMILIES, {"causal": CAUSAL}), (OBJECTIVES, {"preference": lambda config: Preference()})):
+    for known, mine in ((FAMILIES, {"causal": CAUSAL}), (OBJECTIVES, {"preference": lambda *_: Preference()})):
         for key, value in mine.items():
             monkeypatch.setitem(known, key, value)
     assert main(words("plan", **options)) == 0
