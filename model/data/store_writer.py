@@ -42,7 +42,7 @@ def write_store(source, key, directory, progress, stop):
             rows=len(lengths), rows_of_files=[counts["file", place] for place in range(len(source.paths))],
             empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
             cut=[counts["cut", side] for side in range(lengths.shape[1])], turns_left_out=counts["turns"],
-            single_pairs=counts["singles"], systems_moved=counts["moved"], texts=counts.get("texts"),
+            single_pairs=counts["singles"], systems_moved=counts["moved"], texts=counts["texts"], chunks=counts["chunks"],
         )  # fmt: skip
         (draft / "meta.json").write_text(ujson.dumps(meta))
 
@@ -102,7 +102,7 @@ def _encoded_batches(source, counts, ignored, progress, stop):
         num_kept = len(encoded.sides[0])
         num_used = num_kept if encoded.texts is None else encoded.texts
         counts.update(read=len(batch), empty=len(batch) - num_used, turns=encoded.turns_left_out)
-        counts.update({} if encoded.texts is None else dict(texts=num_used))
+        counts.update({} if encoded.texts is None else dict(texts=num_used, chunks=num_kept))
         counts.update(singles=encoded.single_pairs, moved=encoded.systems_moved)
         counts.update({("cut", side): num_cut for side, num_cut in enumerate(encoded.num_cut)})
         counts.update({("file", place): num_kept})

@@ -250,18 +250,18 @@ def _without_times(key):
 def describe_store(store):
     """One line: number of examples, their mean lengths, and the share that was truncated."""
     meta, rows = store.meta, store.meta["rows"]
-    names = names_of([file["path"] for file in meta["source"]["files"]])
-    ignored = f"; {meta['ignored']}" if meta["ignored"] else ""
-    if meta.get("texts") is not None:
-        line = f"{names}: {rows:,} chunks of {meta['texts']:,} texts, {meta['tokens'][0] / rows:.1f} tokens on average"
-        return line + (f"; {meta['empty']:,} texts without a second token left out" if meta["empty"] else "") + ignored
     columns = zip(store.rows.column_names, meta["tokens"], meta["cut"], strict=True)
     sides = [(name.removesuffix("_ids"), tokens, num) for name, tokens, num in columns if name.endswith("_ids")]
     means = " + ".join(f"{tokens / rows:.1f}" for _, tokens, _ in sides)
     cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, _, num_cut in sides)
-    line = f"{names}: {rows:,} pairs, {means} tokens on average; "
-    line += f"cut to {meta['source']['max_seq_len']} tokens: {cut}"
+    pairs, chunks = rows - meta.get("chunks", 0), meta.get("chunks", 0)
+    counted = [f"{pairs:,} pairs"] if pairs else []
+    counted += [f"{chunks:,} chunks of {meta['texts']:,} texts"] if chunks else []
+    line = f"{names_of([file['path'] for file in meta['source']['files']])}: {', '.join(counted)}"
+    line += f", {means} tokens on average" if not (pairs and chunks) else ""
+    line += f"; cut to {meta['source']['max_seq_len']} tokens: {cut}" if not chunks else ""
     line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""
     line += f"; {moved:,} dialogues have a system text put first" if (moved := meta.get("systems_moved", 0)) else ""
-    line += f"; {meta['empty']:,} pairs with an empty side left out" if meta["empty"] else ""
-    return line + ignored
+    if meta["empty"]:
+        line += f"; {meta['empty']:,} {'pairs with an empty side' if pairs else 'texts of less than two tokens'} left out"
+    return line + (f"; {meta['ignored']}" if meta["ignored"] else "")
