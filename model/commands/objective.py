@@ -5,6 +5,7 @@ from dataclasses import replace
 from config import TrainConfig
 from model.commands.run_files import named_objectives
 from model.data.span_noise import Noise
+from model.data.tokenizer import SENTINEL
 from model.data.turn_template import turn_template
 from model.nn.registry import family_of
 from model.train.objectives.dialogues import Dialogues
@@ -59,7 +60,7 @@ OBJECTIVES = {"pairs": _pairs, "text": _text, "span": _span, "prefix": _prefix}
 def _sentinels(tokenizer, spans):
     """Ids of the sentinels of the longest chunk; ValueError where the tokenizer has fewer."""
     needed = int(spans.noise.amounts([spans.chunk_tokens])[1][0])
-    ids = [tokenizer.backend.token_to_id(f"<extra_id_{number}>") for number in range(needed)]
+    ids = [tokenizer.backend.token_to_id(SENTINEL.format(number)) for number in range(needed)]
     if None not in ids:
         return tuple(ids)
     raise ValueError(

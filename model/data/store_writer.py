@@ -42,7 +42,8 @@ def write_store(source, key, directory, progress, stop):
             rows=len(lengths), rows_of_files=[counts["file", place] for place in range(len(source.paths))],
             empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
             cut=[counts["cut", side] for side in range(lengths.shape[1])], turns_left_out=counts["turns"],
-            single_pairs=counts["singles"], systems_moved=counts["moved"], texts=counts["texts"], chunks=counts["chunks"],
+            single_pairs=counts["singles"], systems_moved=counts["moved"], texts=counts["texts"],
+            chunks=counts["chunks"],
         )  # fmt: skip
         (draft / "meta.json").write_text(ujson.dumps(meta))
 

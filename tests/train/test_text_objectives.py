@@ -25,7 +25,8 @@ TEXTS = ["".join(pair) for pair in make_pairs(14)] + ["", " \n", "好"]
 PAIRS = make_pairs(9, seed=1, longest=8)
 # network, objectives of texts.jsonl, of pairs.jsonl
 CASES = dict(
-    text=("decoder", ["text"]), span=("t5", ["span"]), prefix=("t5", ["prefix"]), decoder_prefix=("decoder", ["prefix"]),
+    text=("decoder", ["text"]), span=("t5", ["span"]), prefix=("t5", ["prefix"]),
+    decoder_prefix=("decoder", ["prefix"]),
     mix=("t5", ["span", "pairs", "prefix"]), decoder_mix=("decoder", ["text", "pairs", "prefix"]),
 )  # fmt: skip
 
