@@ -263,7 +263,6 @@ def describe_store(store):
     line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""
     line += f"; {moved:,} dialogues have a system text put first" if (moved := meta.get("systems_moved", 0)) else ""
     if meta["empty"]:
-        line += (
-            f"; {meta['empty']:,} {'pairs with an empty side' if pairs else 'texts of less than two tokens'} left out"
-        )
+        what = "pairs with an empty side" if pairs else "texts of less than two tokens"
+        line += f"; {meta['empty']:,} {what} left out"
     return line + (f"; {meta['ignored']}" if meta["ignored"] else "")
