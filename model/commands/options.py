@@ -149,9 +149,9 @@ def _merge_options(preset, stored, typed):
         if before[name] != now[name]:
             option, instead = _who_set(name, now[name])
             raise ValueError(f"{option}: this run {what} {name}={before[name]}: {instead}, {ANOTHER_RUN}")
-    for name, other in (("max_steps", "epochs"), ("epochs", "max_steps")):  # the one typed last sets the length
-        if name in typed:
-            stored = {key: value for key, value in stored.items() if key != other}
+    for names in EXCLUSIVE:  # the one typed last counts
+        if set(names) & typed.keys():
+            stored = {name: value for name, value in stored.items() if name not in names}
     if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
         # the product replaces the stored global batch
         stored = {name: value for name, value in stored.items() if name != "global_batch_size"}

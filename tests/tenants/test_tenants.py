@@ -130,6 +130,23 @@ def test_a_run_of_another_objective_is_refused(tenants_home):
     assert done.codes == [2] and "was written with objective preference, now pairs" in done.text, done.text
 
 
+@pytest.mark.parametrize("kind", ["text", "span"])
+def test_a_network_learns_text_and_then_pairs(tenants_home, kind):
+    """From scratch on plain text, then fine-tuned on pairs; what a resumed run must not change is refused."""
+    long = dict(epochs=8, save_steps=100, train_file="train.jsonl,valid.jsonl")
+    learnt = train(tenants_home, f"{kind}_first", 1, **long)
+    assert learnt.codes == [0] and " chunks of 54 texts; " in learnt.text, learnt.text
+    done = train(tenants_home, f"{kind}_first", 1, is_keep_training=True, **long | dict(objective="prefix"))
+    assert done.codes == [2] and f"was written with objective {kind}" in done.text, done.text
+    scratch, losses = dict(model=TENANTS[kind].get("model", "shape.json")), []
+    for number, source in enumerate((dict(model=None, finetune_from_ckp_file=f"{kind}_first/last"), scratch)):
+        options = OPTIONS | source | dict(output_dir=f"{kind}_then_{number}")
+        done = wait_for(start(tenants_home, function=main_with_tenants, **options), tenants_home)
+        assert done.codes == [0], done.text
+        losses.append(journal(tenants_home / f"{kind}_then_{number}", "eval")[-1]["loss"])
+    assert losses[0] < losses[1], "what it read helps it with the pairs"
+
+
 def test_an_unknown_objective_is_refused_before_a_run_begins(tenants_home):
     done = train(tenants_home, "qwen_unknown", 2, objective="denoise")
     assert done.codes == [2, 2] and "--objective=denoise: choose one of" in done.text, done.text
