@@ -21,7 +21,7 @@ from model.run.run_dir import TOKENS_DIR
 from model.train.examples import Examples
 
 SAMPLED_ROWS, MOST_SHARES = 20_000, 20  # rows in all; of more files, each gives one of so many shares
-SAMPLED_CHARS, ALL = 4 << 20, 1.0  # of long texts, from a file
+SAMPLED_CHARS = 4 << 20  # of long texts, from a file
 TIMES_SMALLER = 10  # text with .gz or .zst, at most; more is repetition
 TOKEN_BYTES = 2.4  # per token in a token store, with its share of lengths and offsets
 
@@ -53,7 +53,7 @@ def sample_of(recipe, tokenizer):
     lengths = on_rows(source.objective, counts).length_bounds(np.concatenate([part.lengths for part in parts]))
     tokens = np.split(lengths.sum(axis=1, dtype=np.int64), np.cumsum(counts)[:-1])
     store_bytes = sum(int(each.sum() * TOKEN_BYTES * part.scale) for each, part in zip(tokens, parts, strict=True))
-    is_all = all(part.scale is ALL for part in parts)
+    is_all = all(part.is_all for part in parts)
     pairs = sum((mixture_of(counts, weights) or Mixture((), tuple(counts))).taken) if is_all else None
     found = "sampled", dict(count=sum(counts))
     return Sample(histogram(np.concatenate([lengths, longest])), found, pairs, store_bytes)
@@ -71,7 +71,8 @@ class FirstRows:
     """The first rows of a file, encoded."""
 
     lengths: np.ndarray  # (rows, sides) as in a store
-    scale: float  # how many times as many the file has; ALL: these are all
+    is_all: bool  # whether the file has no others
+    scale: float  # how many times as many it has
 
 
 def _first_rows(source, place):
@@ -82,7 +83,7 @@ def _first_rows(source, place):
     taken = taken_rows(rows, most, SAMPLED_CHARS)
     lengths = side_lengths(reader.encode(taken, source.tokenizer, source.max_seq_len))
     is_all = not taken or next(rows, None) is None
-    return FirstRows(lengths, ALL if is_all else _estimated_pairs(Path(path), taken) / len(taken))
+    return FirstRows(lengths, is_all, 1.0 if is_all else _estimated_pairs(Path(path), taken) / len(taken))
 
 
 def _estimated_pairs(path, rows):
