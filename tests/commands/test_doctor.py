@@ -122,7 +122,7 @@ def test_a_data_file_is_read_as_the_objective_reads_it(rows, home, monkeypatch):
     both = dict.fromkeys(("train_file", "validation_file"), "preferences.jsonl")
     table = rows(objective="preference", **both)
     assert not any(table[what].fails for what in both) and " tokens" in table["train_file"].found
-    assert "choose one of" in rows(objective="prefix")["train_file"].remedy
+    assert "choose one of" in rows(objective="denoise")["train_file"].remedy
 
 
 def test_empty_pairs_at_the_start_of_a_data_file_are_only_a_note(rows, home):
