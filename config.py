@@ -34,7 +34,10 @@ class TrainConfig:
     prompt_prefix: str = ""  # a task's words before each question, also in chat and server
     tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer
     max_seq_len: int = 256  # most tokens of a prompt and of a response, or of a whole dialogue for a Qwen, EOS included
-    objective: str = "pairs"  # what a step is for: pairs (predict the response, given the prompt)
+    objective: str = "pairs"  # what is learnt: pairs; of plain text: text (a decoder), span (a T5), prefix
+    mix: str = ""  # in place of train_file and objective: files with an objective each, span:FILE*0.5,pairs:FILE
+    span_density: float = 0.15  # span: share of a text's tokens that is taken out
+    span_mean: float = 3.0  # span: tokens of a gap, on average
     # Model
     model: str = "small"  # tiny, small, chatlm or a JSON file of sizes; {"family": "qwen3", …}: another family
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch

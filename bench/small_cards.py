@@ -66,7 +66,8 @@ def make_run(case, device, other_bytes):
     machine = machine_of(ranks)
     dtype = compute_dtype(config.mixed_precision, machine.native_bf16)
     spec = memory_spec(config, model_config, dtype, machine)
-    estimate = Estimate(spec, histogram(store.lengths), case.batch, answers_wanted(config, machine))
+    answers = answers_wanted(config.bleu_pairs, config.max_new_tokens, machine)
+    estimate = Estimate(spec, histogram(store.lengths), case.batch, answers)
     choose_plan(plan_options(config), estimate, usable)
     with torch.device(device):
         model = TextToTextModel(model_config, compute_dtype=dtype)

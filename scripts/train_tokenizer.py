@@ -1,7 +1,7 @@
 """Trains a tokenizer on files of pairs, or on text files with one text per line, and prints a summary.
 
     python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
-        [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--overwrite]
+        [--sentinels N] [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--overwrite]
 
 One row in a hundred is held out to measure characters per token.
 """
@@ -19,12 +19,12 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 explain_missing_packages()
 
 from model.commands.option_names import ScriptParser  # noqa: E402
-from model.data.conversation import Conversation, Document  # noqa: E402
+from model.data.documents import texts_of  # noqa: E402
 from model.data.encodings import check_encoding  # noqa: E402
 from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.file_request import FileRequest  # noqa: E402
 from model.data.readers import read_items  # noqa: E402
-from model.data.tokenizer import count_merged_tokens, load_tokenizer  # noqa: E402
+from model.data.tokenizer import NUM_SENTINELS, count_merged_tokens, load_tokenizer  # noqa: E402
 from model.data.tokenizer_training import train_tokenizer  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
 from model.display.console import padded  # noqa: E402
@@ -43,13 +43,6 @@ def read_rows_of_texts(options: argparse.Namespace) -> Iterator[tuple[str, ...]]
         now_doing(texts_here()("tokenizer.reading", path=path, number=number, count=len(paths)))
         asked = FileRequest(options.prompt_column, options.response_column, encoding=options.encoding)
         yield from map(texts_of, read_items(path, asked))
-
-
-def texts_of(item: Conversation | Document) -> tuple[str, ...]:
-    """What is said in one row."""
-    if isinstance(item, Document):
-        return (item.text,)
-    return tuple(text for turn in item.turns for text in (turn.thought, turn.text) if text)
 
 
 def texts_to_learn(rows: Iterator[tuple[str, ...]], held_out: list[str]) -> Iterator[str]:
@@ -90,7 +83,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, help="files as of prepare_data.py and txt, folders, or datasets")
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 400")
+    parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 400 with 100 sentinels")
+    parser.add_argument(
+        "--sentinels",
+        type=int,
+        default=NUM_SENTINELS,
+        help="tokens that stand for the gaps of objective=span",
+    )
     parser.add_argument("--prompt_column", default="", help="found by name when not given")
     parser.add_argument("--response_column", default="", help="found by name when not given")
     parser.add_argument("--encoding", default="", help="of text files; found when not given")
@@ -109,7 +108,7 @@ def main() -> int:
         check_output(options.output_dir, options.overwrite)
         texts = texts_to_learn(read_rows_of_texts(options), held_out)
         with output_directory(options.output_dir), activity_shown("train_tokenizer"):
-            train_tokenizer(texts, options.vocab_size, options.output_dir)
+            train_tokenizer(texts, options.vocab_size, options.output_dir, options.sentinels)
         print_summary(options.output_dir, held_out, time.perf_counter() - started)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from config import load_config
 from model.commands.adapter import lora_of
 from model.commands.machine import Machine
-from model.commands.objective import objective_of
+from model.commands.objective import objectives_for
 from model.commands.recipe import answers_wanted, memory_spec
 from model.data.token_store import Source, open_store
 from model.data.tokenizer import PROBE
@@ -97,7 +97,8 @@ def make_spec(config, model_config, dtype, device_type="cuda", launch_tokens=0):
 def make_estimate(config, model_config, dtype, lengths, share_pairs, launch_tokens=0):
     """Estimate of a run on a GPU."""
     spec = make_spec(config, model_config, dtype, launch_tokens=launch_tokens)
-    return Estimate(spec, lengths, share_pairs, answers_wanted(config, Machine(device_type="cuda")))
+    answers = answers_wanted(config.bleu_pairs, config.max_new_tokens, Machine(device_type="cuda"))
+    return Estimate(spec, lengths, share_pairs, answers)
 
 
 def evaluation_of(model, store, tokenizer, num_answers=0, max_new_tokens=60):
@@ -107,7 +108,8 @@ def evaluation_of(model, store, tokenizer, num_answers=0, max_new_tokens=60):
 def context_of(model, optimizer, store, config, **schedule):
     """StepContext of one process on the CPU; for `schedule` see `schedule_of`."""
     family = family_of(model.config)
-    examples = Examples(store, objective_of(config), family, 0, config.seed, model.uses_kernels, model.dropout > 0)
+    (objective,), kernels = objectives_for(config).values(), model.uses_kernels
+    examples = Examples(store, objective, family, 0, config.seed, kernels, model.dropout > 0)
     return StepContext(ALONE, model, optimizer, Loader(ALONE, examples, schedule_of(config, **schedule)), config)
 
 

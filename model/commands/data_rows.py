@@ -2,37 +2,36 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from model.commands.foresight import DataFacts, data_notes, share_of_cut
-from model.commands.objective import objective_of
-from model.commands.options import FILE_OPTIONS
+from model.commands.objective import objectives_for
+from model.commands.run_files import files_of, train_option
 from model.commands.space import Row
-from model.data.store_writer import side_lengths
+from model.data.store_writer import side_lengths, taken_rows
 from model.display.catalogue import texts_here
 
-FIRST_ROWS = 2000  # of each data file are read
+FIRST_ROWS, FIRST_CHARS = 2000, 4 << 20  # of each data file are read
 
 
 def data_rows(config, recipe, tokenizer):
     """Rows of the data files that the options name; without a Recipe they are read and not encoded."""
-    for what, parse in FILE_OPTIONS.items():
+    for what in (train_option(config), "validation_file", "test_file"):
         names = getattr(config, what)
         if not names:
             continue
         try:
-            files = parse(names)
+            files = files_of(config, what)
         except ValueError as error:
             yield Row(what, names, str(error), fails=True)
             continue
         known = []
         for file in files:
-            row, facts = _first_rows(what, file.path, config, recipe, tokenizer)
+            row, facts = _first_rows(what, file, config, recipe, tokenizer)
             known += [facts] if facts else []
             weighted = texts_here()("doctor.weight", found=row.found, weight=file.weight)
             yield row if file.weight == 1 else replace(row, found=weighted)
-        if what == "train_file":
+        if what == train_option(config):
             yield from _notes(known, recipe and recipe.global_batch)
 
 
@@ -45,12 +44,15 @@ def _notes(known, batch):
     return [Row("pairs", found, remedy) for found, remedy in rows]
 
 
-def _first_rows(what, file, config, recipe, tokenizer):
-    """(Row, DataFacts or None) of the first rows of a data file."""
+def _first_rows(what, named, config, recipe, tokenizer):
+    """(Row, DataFacts or None) of the first rows of a DataFile."""
+    file = named.path
     try:
-        objective = recipe.objective if recipe else objective_of(config)
+        objective = (recipe.objectives if recipe else objectives_for(config))[named.objective]
         columns = config.prompt_column, config.response_column
-        rows = list(islice(objective.read(file, columns, Counter()), FIRST_ROWS))
+        left = objective.read(file, columns, Counter())
+        rows = taken_rows(left, FIRST_ROWS, FIRST_CHARS)
+        is_all = next(left, None) is None
     except ValueError as error:
         return Row(what, file, str(error), fails=True), None
     text = texts_here()
@@ -60,12 +62,12 @@ def _first_rows(what, file, config, recipe, tokenizer):
     encoded = objective.encode(rows, tokenizer, config.max_seq_len)
     if not encoded.sides[0]:
         remedy = text("doctor.no_rows", count=len(rows), needs=objective.needs)
-        return Row(what, file, remedy, fails=len(rows) < FIRST_ROWS), None  # else later rows may be usable
+        return Row(what, file, remedy, fails=is_all), None  # else later rows may be usable
     lengths = side_lengths(encoded)
-    tokens = " + ".join(map(str, objective.length_bounds(lengths)[0]))
+    bounds = objective.length_bounds(lengths)
     facts = DataFacts(
-        Path(file).name, share_of_cut(encoded.num_cut, len(lengths)), int(lengths[:, 0].max()),
-        len(lengths) if len(rows) < FIRST_ROWS else None,
+        Path(file).name, share_of_cut(encoded.num_cut, len(lengths)), int(bounds[:, 0].max()),
+        len(lengths) if is_all else None,
         config.max_seq_len, tokenizer.vocab_size, config.finetune_from_ckp_file,
     )  # fmt: skip
-    return Row(what, text("doctor.first_example", found=found, tokens=tokens)), facts
+    return Row(what, text("doctor.first_example", found=found, tokens=" + ".join(map(str, bounds[0])))), facts

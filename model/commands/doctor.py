@@ -24,10 +24,10 @@ from model.commands.origin import find_origin
 from model.commands.plan_report import memory_here, predict
 from model.commands.recipe import resolve
 from model.commands.run_data import source_of
+from model.commands.run_files import files_of, train_files, train_option
 from model.commands.same_run import check_same_run
 from model.commands.setup import new_state
 from model.commands.space import Row, disk_row, memory_rows, output_dir_row, shared_memory_row
-from model.data.file_list import data_files, unweighted_files
 from model.data.sampler import mixture_of
 from model.data.token_store import find_store
 from model.display.catalogue import texts_here
@@ -215,7 +215,7 @@ def model_rows(config, typed, overwrite):
         tokenizer = origin.tokenizer
         recipe, store, mixture = _recipe(config, typed, origin)
         if found:
-            check_same_run(found, config.train_file, _new_state(recipe, tokenizer, store, mixture, found.state))
+            check_same_run(found, train_option(config), _new_state(recipe, tokenizer, store, mixture, found.state))
         draft_model(recipe)
     except (ValueError, OSError) as error:
         rows.append(Row("tokenizer, model", text("doctor.cannot_start"), str(error), fails=True))
@@ -230,10 +230,10 @@ def _recipe(config, typed, origin):
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     machine = machine_here(max(torch.cuda.device_count(), 1), device_type)
-    recipe, files = resolve(config, typed, machine, origin), data_files(config.train_file)
+    recipe, files = resolve(config, typed, machine, origin), train_files(config)
     store = _store(recipe, origin.tokenizer, files)
     if config.validation_file:
-        _store(recipe, origin.tokenizer, unweighted_files(config.validation_file, "validation"))
+        _store(recipe, origin.tokenizer, files_of(config, "validation_file"))
     if store is None:
         return recipe, None, None
     mixture = mixture_of(store.rows_of_files, [file.weight for file in files])

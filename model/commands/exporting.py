@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from config import TrainConfig
+from model.commands.run_files import described_objective
 from model.data.file_list import names_of
 from model.formats.carried import GENERATION_FILE, OF_TRAINING, carried_values
 from model.formats.model_card import CardFacts, model_name
@@ -126,7 +127,7 @@ def _training(run, state):
     return {
         "started from": "/".join(Path(start).parts[-2:]) if start else "random weights",
         "trained": f"LoRA of rank {config.lora_rank} on {Path(start).name}" if config.lora_rank else config.trainable,
-        "objective": config.objective,
+        "objective": described_objective(config),
         "seen": f"{seen}, {run.schedule.global_batch} a step",
         "optimizer": f"{config.optimizer}, peak learning rate {config.learn_rate:g}, {config.lr_schedule} schedule",
         "regularisation": f"dropout {config.dropout:g}, weight decay {config.weight_decay:g}",

@@ -46,7 +46,7 @@ def warn_of_data(train, tokenizer, source, batch):
     meta, rows = train.store.meta, max(len(train), 1)
     names = names_of([Path(file["path"]).name for file in meta["source"]["files"]])
     facts = DataFacts(
-        names, share_of_cut(meta["cut"], rows), int(train.store.lengths[:, 0].max()), train.epoch_pairs,
+        names, share_of_cut(meta["cut"], rows), int(train.bounds[:, 0].max()), train.epoch_pairs,
         meta["source"]["max_seq_len"], tokenizer.vocab_size, source,
     )  # fmt: skip
     for found, remedy in data_notes(facts, batch):

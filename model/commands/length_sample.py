@@ -2,25 +2,26 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 
+from model.commands.objective import on_rows
 from model.commands.run_data import source_of
+from model.commands.run_files import train_files
 from model.data.compressed import CODECS
 from model.data.conversation import Turn
-from model.data.file_list import data_files
 from model.data.length_histogram import Lengths, histogram
 from model.data.sampler import Mixture, mixture_of
-from model.data.store_writer import side_lengths
+from model.data.store_writer import side_lengths, taken_rows
 from model.data.t5_text import Context
 from model.data.token_store import find_store
 from model.run.run_dir import TOKENS_DIR
 from model.train.examples import Examples
 
 SAMPLED_ROWS, MOST_SHARES = 20_000, 20  # rows in all; of more files, each gives one of so many shares
+SAMPLED_CHARS = 4 << 20  # of long texts, from a file
 TIMES_SMALLER = 10  # text with .gz or .zst, at most; more is repetition
 TOKEN_BYTES = 2.4  # per token in a token store, with its share of lengths and offsets
 
@@ -37,31 +38,52 @@ class Sample:
 
 def sample_of(recipe, tokenizer):
     """Sample of the training pairs: all if they are tokenised, else the first rows, else max_seq_len for every pair."""
-    files, objective, max_seq_len = data_files(recipe.config.train_file), recipe.objective, recipe.config.max_seq_len
+    files = train_files(recipe.config)
     source, weights = source_of(recipe, tokenizer, files), [file.weight for file in files]
-    paths, columns = source.paths, source.columns
-    longest = objective.length_bounds(np.full((1, len(objective.sides)), max_seq_len))
-    if tokenizer is None or not all(Path(path).is_file() for path in paths):
-        return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), ("assumed", {}), None, 0)
+    longest = _longest_rows(recipe, source.objective, files)
+    if tokenizer is None or not all(Path(path).is_file() for path in source.paths):
+        return Sample(Lengths(longest, np.full(len(longest), SAMPLED_ROWS)), ("assumed", {}), None, 0)
     store = find_store(source, TOKENS_DIR)
     if store:
         mixture = mixture_of(store.rows_of_files, weights)
-        examples = Examples(store, objective, None, 0, mixture=mixture)
+        examples = Examples(store, on_rows(source.objective, store.rows_of_files), None, 0, mixture=mixture)
         return Sample(examples.histogram, ("counted", dict(place=str(store.directory))), examples.epoch_pairs, 0)
-    most = SAMPLED_ROWS // min(len(paths), MOST_SHARES)
-    rows = [list(islice(objective.read(path, columns, Counter()), most)) for path in paths]
-    encoded = (objective.encode(some, tokenizer, max_seq_len) for some in rows)
-    lengths = [objective.length_bounds(side_lengths(part)) for part in encoded]
-    num_sampled, is_all = sum(map(len, lengths)), all(len(some) < most for some in rows)
-    scales = [
-        _estimated_pairs(Path(path), some) / len(some) if len(some) == most else 1
-        for path, some in zip(paths, rows, strict=True)
-    ]
-    store_bytes = sum(int(part.sum() * TOKEN_BYTES * scale) for part, scale in zip(lengths, scales, strict=True))
-    counts = [len(part) for part in lengths]
+    parts = [_first_rows(source, place) for place in range(len(files))]
+    counts = [len(part.lengths) for part in parts]
+    lengths = on_rows(source.objective, counts).length_bounds(np.concatenate([part.lengths for part in parts]))
+    tokens = np.split(lengths.sum(axis=1, dtype=np.int64), np.cumsum(counts)[:-1])
+    store_bytes = sum(int(each.sum() * TOKEN_BYTES * part.scale) for each, part in zip(tokens, parts, strict=True))
+    is_all = all(part.is_all for part in parts)
     pairs = sum((mixture_of(counts, weights) or Mixture((), tuple(counts))).taken) if is_all else None
-    source = "sampled", dict(count=num_sampled)
-    return Sample(histogram(np.concatenate([*lengths, longest])), source, pairs, store_bytes)
+    found = "sampled", dict(count=sum(counts))
+    return Sample(histogram(np.concatenate([lengths, longest])), found, pairs, store_bytes)
+
+
+def _longest_rows(recipe, objective, files):
+    """Lengths of the longest row that each file may have, (files, sides)."""
+    tokens = [recipe.objectives[file.objective].row_tokens(recipe.config.max_seq_len) for file in files]
+    rows = np.repeat(np.array(tokens)[:, None], len(objective.sides), axis=1)
+    return np.unique(on_rows(objective, [1] * len(files)).length_bounds(rows), axis=0)
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """The first rows of a file, encoded."""
+
+    lengths: np.ndarray  # (rows, sides) as in a store
+    is_all: bool  # whether the file has no others
+    scale: float  # how many times as many it has
+
+
+def _first_rows(source, place):
+    """The FirstRows of the file at this place of a Source."""
+    path, most = source.paths[place], SAMPLED_ROWS // min(len(source.paths), MOST_SHARES)
+    reader = source.readers[place] if source.readers else source.objective
+    rows = reader.read(path, source.columns, Counter())
+    taken = taken_rows(rows, most, SAMPLED_CHARS)
+    lengths = side_lengths(reader.encode(taken, source.tokenizer, source.max_seq_len))
+    is_all = not taken or next(rows, None) is None
+    return FirstRows(lengths, is_all, 1.0 if is_all else _estimated_pairs(Path(path), taken) / len(taken))
 
 
 def _estimated_pairs(path, rows):

@@ -1,20 +1,27 @@
 """The objectives by name."""
 
+from dataclasses import replace
+
+from config import TrainConfig
+from model.commands.run_files import named_objectives
+from model.data.span_noise import Noise
+from model.data.tokenizer import SENTINEL
 from model.data.turn_template import turn_template
 from model.nn.registry import family_of
 from model.train.objectives.dialogues import Dialogues
+from model.train.objectives.mixed import Mixed
 from model.train.objectives.pairs import Pairs
+from model.train.objectives.prefix import Prefix
+from model.train.objectives.spans import Spans
+from model.train.objectives.text import Text
 
-OBJECTIVES = {"pairs": lambda config: Pairs(config.z_loss, config.single_turn, config.prompt_prefix)}
+OPTIONS_OF = dict(pairs=("prompt_prefix", "single_turn"), span=("span_density", "span_mean"))  # no other uses them
 
 
-def objective_for(config, model_config, tokenizer):
-    """The Objective for a network of this configuration; where its family reads dialogues, `pairs` is Dialogues.
-
-    The tokenizer may be None: then nothing can be encoded.
-    """
-    if not family_of(model_config).reads_dialogues or config.objective != "pairs":
-        return objective_of(config)
+def _pairs(config, family=None, tokenizer=None):
+    """Pairs or, where the family reads dialogues, Dialogues."""
+    if not (family and family.reads_dialogues):
+        return Pairs(config.z_loss, config.single_turn, config.prompt_prefix)
     if config.prompt_prefix:
         raise ValueError(
             f"--prompt_prefix={config.prompt_prefix}: this network reads dialogues in its tokenizer's chat template: "
@@ -24,8 +31,70 @@ def objective_for(config, model_config, tokenizer):
     return Dialogues(template, config.max_seq_len, config.z_loss, config.single_turn, config.learn_empty_thoughts)
 
 
-def objective_of(config):
-    """The Objective that `config.objective` names; raises ValueError for an unknown name."""
-    if config.objective not in OBJECTIVES:
-        raise ValueError(f"--objective={config.objective}: choose one of {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[config.objective](config)
+def _text(config, family=None, tokenizer=None):
+    if family and not family.reads_one_stream:
+        raise ValueError(
+            "objective text: this network has an encoder, which would read what the decoder is to predict: take span, "
+            "or prefix"
+        )
+    return Text(config.z_loss)
+
+
+def _span(config, family=None, tokenizer=None):
+    if family and family.reads_one_stream:
+        raise ValueError("objective span: this network has no encoder to read a text with gaps: take text, or prefix")
+    spans = Spans(config.z_loss, Noise(config.span_density, config.span_mean), config.max_seq_len)
+    if tokenizer is None:
+        return spans
+    return replace(spans, sentinels=_sentinels(tokenizer, spans), eos_id=tokenizer.eos_id)
+
+
+def _prefix(config, family=None, tokenizer=None):
+    has_encoder = family is not None and not family.reads_one_stream
+    return Prefix(config.z_loss, (tokenizer.eos_id if tokenizer else 0) if has_encoder else None)
+
+
+OBJECTIVES = {"pairs": _pairs, "text": _text, "span": _span, "prefix": _prefix}
+
+
+def _sentinels(tokenizer, spans):
+    """Ids of the sentinels of the longest chunk; ValueError where the tokenizer has fewer."""
+    needed = int(spans.noise.amounts([spans.chunk_tokens])[1][0])
+    ids = [tokenizer.backend.token_to_id(SENTINEL.format(number)) for number in range(needed)]
+    if None not in ids:
+        return tuple(ids)
+    raise ValueError(
+        f"the tokenizer in {tokenizer.directory} has {ids.index(None)} sentinels (<extra_id_0>, …), and a text of "
+        f"{spans.chunk_tokens} tokens needs {needed}, one for each span: train one with python "
+        f"scripts/train_tokenizer.py FILES --output_dir DIR --sentinels={needed}, or lower --max_seq_len"
+    )
+
+
+def objectives_for(config, model_config=None, tokenizer=None):
+    """{name: the Objective of this name, for a network of this configuration} of all that the options name.
+
+    Without a tokenizer nothing can be encoded; without a network either, files can be read. Raises ValueError for
+    unknown names, and for options that none of the objectives uses.
+    """
+    names, family = named_objectives(config), model_config and family_of(model_config)
+    if unknown := [name for name in names if name not in OBJECTIVES]:
+        raise ValueError(f"--objective={unknown[0]}: choose one of {', '.join(OBJECTIVES)}")
+    for owner, options in OPTIONS_OF.items():
+        for name in options:
+            if owner not in names and getattr(config, name) != getattr(TrainConfig, name):
+                raise ValueError(
+                    f"--{name}={getattr(config, name)}: the objective {owner} uses it, and here is only "
+                    f"{', '.join(names)}: leave it out"
+                )
+    return {name: OBJECTIVES[name](config, family, tokenizer) for name in names}
+
+
+def objective_on(objectives, files):
+    """The objective of these DataFiles; that of several with different ones is Mixed."""
+    parts = tuple(objectives[file.objective] for file in files)
+    return parts[0] if len({file.objective for file in files}) == 1 else Mixed(parts)
+
+
+def on_rows(objective, rows_of_files):
+    """The objective of the rows of files, of which each has so many."""
+    return replace(objective, rows=tuple(rows_of_files)) if isinstance(objective, Mixed) else objective

@@ -4,14 +4,13 @@ import os
 import re
 import sys
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 
 from config import PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, rates_of
 from model.commands.launcher_options import taken_over
 from model.commands.option_names import unknown_option
+from model.commands.run_files import FILE_OPTIONS
 from model.commands.usage import FLAGS, HELP, commands_text, usage, with_command
-from model.data.file_list import data_files, unweighted_files
 from model.display.catalogue import texts_here
 from model.runtime.json_stream import read_object
 
@@ -21,11 +20,8 @@ ANOTHER_RUN = (
     "or start another run, without --is_keep_training=True: --output_dir=DIR keeps both, --overwrite=True moves this "
     "one aside"
 )
+EXCLUSIVE = (("max_steps", "epochs"), ("mix", "train_file"), ("mix", "objective"))
 ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "lora_init", "base_precision")
-FILE_OPTIONS = dict(
-    train_file=data_files, validation_file=partial(unweighted_files, split="validation"),
-    test_file=partial(unweighted_files, split="test"),
-)  # fmt: skip
 PRESET_FLAGS = (
     "--is_finetune=True", "--use_small_config=True (fine-tuning)", "--use_fast_config=True (fine-tuning)",
     "--use_large_config=True (pre-training)",
@@ -68,8 +64,11 @@ def parse_options(stray, options, keep_training=False):
     except ValueError as error:
         problems += str(error).splitlines()[1:]
     problems += _file_problems({name: given[name] for name in FILE_OPTIONS if name in given})
-    if "max_steps" in given and "epochs" in given:
-        problems.append(f"--max_steps={given['max_steps']} and --epochs={given['epochs']}: give only one of them")
+    problems += [
+        f"--{one}={given[one]} and --{other}={given[other]}: give only one of them"
+        for one, other in EXCLUSIVE
+        if given.get(one) and given.get(other)
+    ]
     if problems:
         raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
     keep, overwrite = flags.pop("is_keep_training", keep_training), flags.pop("overwrite", False)
@@ -150,9 +149,9 @@ def _merge_options(preset, stored, typed):
         if before[name] != now[name]:
             option, instead = _who_set(name, now[name])
             raise ValueError(f"{option}: this run {what} {name}={before[name]}: {instead}, {ANOTHER_RUN}")
-    for name, other in (("max_steps", "epochs"), ("epochs", "max_steps")):  # the one typed last sets the length
-        if name in typed:
-            stored = {key: value for key, value in stored.items() if key != other}
+    for names in EXCLUSIVE:  # the one typed last counts
+        if set(names) & typed.keys():
+            stored = {name: value for name, value in stored.items() if name not in names}
     if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
         # the product replaces the stored global batch
         stored = {name: value for name, value in stored.items() if name != "global_batch_size"}

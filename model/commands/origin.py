@@ -12,7 +12,7 @@ import torch
 
 from model.commands.adapter import AdapterStart, check_adapter_of, find_base, start_of
 from model.commands.no_model import check_source
-from model.commands.objective import objective_of
+from model.commands.objective import objectives_for
 from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import with_turn_end
@@ -73,7 +73,7 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
 def broadcast_request(stray, options, keep_training=False):
     """The CommandLine of these words, on every rank; rank 0 reads the stored options of a resumed run for all."""
     typed = parse_options(stray, options, keep_training)
-    objective_of(typed.config)
+    objectives_for(typed.config)
     arguments = typed.config.output_dir, typed.keep_training, keep_training
     return with_stored_options(typed, from_main_before_joining(typed.config.ddp_timeout_s, stored_options, *arguments))
 

@@ -182,7 +182,7 @@ def _steps(recipe, num_pairs):
 
 def _phases(recipe, estimate, plan, usable):
     """Peak bytes by phase, without those that the run has not."""
-    evaluates, generates = bool(recipe.config.validation_file), bool(recipe.config.bleu_pairs)
+    evaluates, generates = bool(recipe.config.validation_file), bool(recipe.num_answers)
     has = dict(evaluation=evaluates, generation=evaluates and generates)
     return {name: peak for name, peak in predicted_peaks(estimate, plan, usable).items() if has.get(name, True)}
 

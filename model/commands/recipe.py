@@ -6,7 +6,8 @@ import torch
 
 from config import TrainConfig
 from model.commands.machine import Machine, compute_dtype
-from model.commands.objective import objective_for
+from model.commands.objective import objective_on, objectives_for
+from model.commands.run_files import judged_objectives
 from model.commands.run_length import check_warmup, global_batch, run_pairs, warmup_pairs
 from model.commands.settled import settled
 from model.generate.sampling import Sampling
@@ -42,11 +43,12 @@ class Recipe:
     config: TrainConfig  # the options as the run uses them and as its config.json records them
     why_optimizer: str  # as `choose_optimizer` says
     machine: Machine
-    objective: Objective
+    objectives: dict[str, Objective]  # those that the options name
     spec: MemorySpec  # network, dtype, kernels, adapter, bytes of the optimizer
     dtype: torch.dtype  # in which the network computes
     global_batch: int  # pairs of a step over all ranks
     schedule: Schedule | None  # None: the number of pairs is unknown
+    num_answers: int  # that an evaluation generates; 0: none
     answers: Answers  # of a rank's evaluation
     sampling: Sampling  # of answers
     update: UpdateOptions
@@ -75,6 +77,10 @@ class Recipe:
     def warmup_steps(self):
         return self.schedule.learn_rate.warmup_pairs / self.global_batch
 
+    def objective_on(self, files):
+        """The objective of these DataFiles."""
+        return objective_on(self.objectives, files)
+
     def estimate(self, lengths):
         """The Estimate of this run's memory on examples of these Lengths."""
         return Estimate(self.spec, lengths, self.share_pairs, self.answers)
@@ -89,18 +95,21 @@ def resolve(config, typed, machine, origin, epoch_pairs=None):
     config, why = settled(config, typed, origin)
     dtype = compute_dtype(config.mixed_precision, machine.native_bf16)
     lora = origin.adapter and origin.adapter.lora
+    objectives = objectives_for(config, origin.model_config, origin.tokenizer)
+    num_answers = answers_asked(config, objectives)
     batch = global_batch(config, machine.num_processes, typed)
     first_batch = origin.found.state.first_batch if origin.found else batch
     return Recipe(
         config=config,
         why_optimizer=why,
         machine=machine,
-        objective=objective_for(config, origin.model_config, origin.tokenizer),
+        objectives=objectives,
         spec=memory_spec(config, origin.model_config, dtype, machine, lora),
         dtype=dtype,
         global_batch=batch,
         schedule=_schedule(config, typed, epoch_pairs, batch, first_batch) if epoch_pairs else None,
-        answers=answers_wanted(config, machine),
+        num_answers=num_answers,
+        answers=answers_wanted(num_answers, config.max_new_tokens, machine),
         sampling=Sampling(no_repeat_ngram_size=config.no_repeat_ngram_size),
         update=update_options(config),
         plan=plan_options(config),
@@ -153,8 +162,22 @@ def plan_options(config):
     )  # fmt: skip
 
 
-def answers_wanted(config, machine):
-    """The Answers of a rank: all of its share of the questions together, if the memory allows."""
-    questions = config.bleu_pairs if config.validation_file else 0
-    share = max(-(-questions // machine.num_processes), 1)
-    return Answers(share if machine.device_type == "cuda" else min(share, CPU_ANSWERS), config.max_new_tokens)
+def answers_asked(config, objectives):
+    """Answers that an evaluation generates; ValueError if best/ is to be chosen by them and there are none."""
+    if not config.validation_file or not config.bleu_pairs:
+        return 0
+    names = judged_objectives(config)
+    if len(names) == 1 and objectives[names[0]].has_answers:
+        return config.bleu_pairs
+    if config.best_metric != "loss":
+        raise ValueError(
+            f"--best_metric={config.best_metric}: {', '.join(names)} of the validation file has no answers to compare: "
+            "leave it out, or give a file of pairs, --validation_file=pairs:FILE"
+        )
+    return 0
+
+
+def answers_wanted(count, new_tokens, machine):
+    """The Answers of a rank: all of its share of the `count` questions together, if the memory allows."""
+    share = max(-(-count // machine.num_processes), 1)
+    return Answers(share if machine.device_type == "cuda" else min(share, CPU_ANSWERS), new_tokens)

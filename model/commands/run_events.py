@@ -20,24 +20,23 @@ LOGGER = logging.getLogger("chat_trainer")
 
 def begin(run, journal, request, state, plan):
     """Write config.json, plan.json and the start and resume lines; remove what the steps after `state` write again."""
-    config, ranks, schedule = run.config, run.ranks, run.schedule
-    config_values = asdict(config)
+    ranks, schedule, options = run.ranks, run.schedule, asdict(run.config)
     if ranks.is_main:
         remove_drafts(run.dir, run.dir / "checkpoints")
         discard_after(run.dir, state.step)
-        write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=config_values))
+        write_json(run.dir / "config.json", dict(preset=request.preset, given=request.given, config=options))
         write_json(run.dir / "plan.json", asdict(plan) | run.memory | dict(lengths=run.train.binned_lengths))
     cut_sample_ids_everywhere(ranks, run.dir, state.step)
     journal.write(
-        "start", preset=request.preset, config_hash=hashlib.sha256(repr(config_values).encode()).hexdigest()[:16],
+        "start", preset=request.preset, config_hash=hashlib.sha256(repr(options).encode()).hexdigest()[:16],
         world=ranks.world_size, backend=ranks.backend, device=device_name(ranks.device),
         dtype=str(run.model.compute_dtype).removeprefix("torch."), versions=versions(),
         tokenizer_fingerprint=run.tokenizer.fingerprint, parameters=sum(p.numel() for p in run.model.parameters()),
         global_batch=schedule.global_batch, total_pairs=schedule.total_pairs, epoch_pairs=run.train.epoch_pairs,
-        epochs=schedule.total_pairs / run.train.epoch_pairs if config.max_steps else config.epochs,
-        best_metric=config.best_metric,
+        epochs=schedule.total_pairs / run.train.epoch_pairs if options["max_steps"] else options["epochs"],
+        best_metric=options["best_metric"],
         total_steps=run.total_steps(state), startup_seconds=seconds_since_start(), startup=laps(),
-        optimizer=config.optimizer, learn_rate=config.learn_rate,
+        optimizer=options["optimizer"], learn_rate=options["learn_rate"],
         warmup_pairs=schedule.learn_rate.warmup_pairs, memory={k: v for k, v in run.memory.items() if k != "phases"},
     )  # fmt: skip
     reset_peak(ranks.device)
@@ -51,7 +50,7 @@ def begin(run, journal, request, state, plan):
     if request.changed:
         say(ranks, f"options changed since the previous start: {', '.join(request.changed)}")
     if ranks.is_main:
-        lines = first_words(run, state, plan, config_values) + unused_lines(run, request.typed, config_values)
+        lines = first_words(run, state, plan, options) + unused_lines(run, request.typed, options)
         for line in lines:
             say(ranks, line)
     say(ranks, warmup_problem(schedule.learn_rate.peak, run.recipe.warmup_steps, run.recipe.num_steps))

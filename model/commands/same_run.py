@@ -6,10 +6,11 @@ CHECKED = (("objective", "objective"), ("tokenizer", "tokenizer_fingerprint"), (
 CHECKED += (("training pairs", "num_pairs"), ("weights of the training files (pairs an epoch/pairs)", "mixture"))
 
 
-def check_same_run(found, train_file, fresh):
-    """Raise ValueError if the Checkpoint `found` does not belong to a run on `train_file` that begins as `fresh`.
+def check_same_run(found, option, fresh):
+    """Raise ValueError if the Checkpoint `found` does not belong to a run that begins as `fresh`.
 
-    `fresh` is the TrainState of a new run; without ids_sha256 only the number of pairs is compared.
+    `option` names the training files, `fresh` is the TrainState of a new run; without ids_sha256 only the number of
+    pairs is compared.
     """
     then = found.state
     for what, name in CHECKED:
@@ -20,9 +21,9 @@ def check_same_run(found, train_file, fresh):
             )
     if not why_not_compared(then, fresh) and then.ids_sha256 != fresh.ids_sha256:
         raise ValueError(
-            f"{found.path} was written on other training pairs, or in another order, than {train_file} holds "
+            f"{found.path} was written on other training pairs, or in another order, than --{option} names "
             "now, or by a version that encoded control tokens such as </s> or <think> in a text as tokens, or took "
-            "dialogues apart, where this one does not: resume with the same pairs (--train_file=) or that version, "
+            f"dialogues apart, where this one does not: resume with the same pairs (--{option}=) or that version, "
             f"{ANOTHER_RUN}"
         )
 

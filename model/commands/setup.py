@@ -15,8 +15,8 @@ from model.commands.origin import find_origin, newest_checkpoint, read_derived, 
 from model.commands.recipe import resolve
 from model.commands.run import Run
 from model.commands.run_data import open_data, open_examples
+from model.commands.run_files import described_objective, files_of, train_option
 from model.commands.same_run import check_same_run, why_not_compared
-from model.data.file_list import unweighted_files
 from model.memory.plan import MemoryPlan, choose_plan
 from model.nn.lora import lora_values
 from model.nn.registry import config_values
@@ -93,9 +93,8 @@ def _evaluation(recipe, context, validation, tokenizer):
     """The Evaluation of a run on the Examples `validation`; None without them."""
     if validation is None:
         return None
-    config, num_answers = recipe.config, recipe.config.bleu_pairs if recipe.objective.has_answers else 0
     sides = context.ranks, context.model, validation, tokenizer
-    return Evaluation(*sides, num_answers, config.max_new_tokens, recipe.sampling)
+    return Evaluation(*sides, recipe.num_answers, recipe.config.max_new_tokens, recipe.sampling)
 
 
 def _planned(run, estimate, state, found, other_process):
@@ -119,7 +118,7 @@ def _initial_state(run, found):
     fresh = new_state(run.recipe, run.tokenizer, run.train.store, run.train.mixture, validation)
     if not found:
         return fresh
-    check_same_run(found, run.config.train_file, fresh)
+    check_same_run(found, train_option(run.config), fresh)
     if run.ranks.is_main and (why := why_not_compared(found.state, fresh)):
         LOGGER.info("%s: of the training pairs only their number, %d, is compared", why, fresh.num_pairs)
     state = restore(run.ranks, run.model, run.optimizer, found)
@@ -144,7 +143,7 @@ def new_state(recipe, tokenizer, train, mixture, validation=None):
         ids_sha256=train.meta["ids_sha256"] if train else "", max_seq_len=config.max_seq_len,
         shape=config_values(recipe.model_config), lora=lora and lora_values(lora),
         tokenizer_fingerprint=tokenizer.fingerprint, world_size=recipe.machine.num_processes,
-        validation=validation.identity if validation else "", objective=config.objective,
+        validation=validation.identity if validation else "", objective=described_objective(config),
         best_metric=recipe.rules.best_metric, mixture=mixture.identity if mixture else "",
     )  # fmt: skip
 
@@ -158,7 +157,7 @@ def prepare_test(ranks, config):
     file = config.test_file or config.validation_file
     if not file:
         raise ValueError("test_file and validation_file are empty: type --test_file=FILE")
-    files = unweighted_files(file, "test" if config.test_file else "validation")
+    files = files_of(config, "test_file" if config.test_file else "validation_file")
     # the training's options for steps, memory and CUDA graphs do not apply to a test
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")

@@ -11,6 +11,7 @@ from model.nn.registry import config_values
 from model.run.journal import read_journal
 from model.runtime.launcher import command_to_go_on
 from model.runtime.versions import device_name
+from model.train.objectives.mixed import Mixed
 
 MAX_NAMES = 3  # of files in one line
 
@@ -97,15 +98,22 @@ def data_text(examples, text):
         text("data.side", side=text.get(f"side.{side}", side), mean=tokens / rows, share=num_cut / rows, most=most)
         for side, tokens, num_cut in sides
     )
-    said = text("data", names=names_text(examples, text), rows=rows, sides=parts)
+    chunks, names = meta.get("chunks", 0), names_text(examples, text)
+    said = text("data", names=names, rows=rows, sides=parts)
+    if chunks:
+        counted = text("data.pairs", count=rows - chunks) if rows > chunks else ""
+        counted += text("data.chunks", count=chunks, texts=meta["texts"])
+        said = text("data.texts", names=names, counted=counted, mean=sum(side[1] for side in sides) / rows)
     said += text("data.turns", count=meta["turns_left_out"]) if meta["turns_left_out"] else ""
-    said += text("data.empty", count=meta["empty"]) if meta["empty"] else ""
+    said += text("data.blank" if chunks == rows else "data.empty", count=meta["empty"]) if meta["empty"] else ""
     return said + (f"; {meta['ignored']}" if meta["ignored"] else "")
 
 
 def names_text(examples, text):
-    """Names of the files, each with its weight if it is not 1."""
+    """Names of the files, each with its objective where they have several, and its weight if it is not 1."""
     names = [Path(file["path"]).name for file in examples.store.meta["source"]["files"]]
+    if isinstance(examples.objective, Mixed):
+        names = [f"{part.name}:{name}" for part, name in zip(examples.objective.parts, names, strict=True)]
     if mixture := examples.mixture:
         weights = (f"*{taken / max(rows, 1):.3g}" for taken, rows in zip(mixture.taken, mixture.rows, strict=True))
         names = [f"{name}{'' if weight == '*1' else weight}" for name, weight in zip(names, weights, strict=True)]

@@ -12,22 +12,30 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from model.data.span_noise import Noise
 from model.data.store_writer import write_store
 from model.data.token_store import Source
 from model.data.tokenizer import load_tokenizer
 from model.runtime.module_process import start_module
+from model.train.objectives.dialogues import Dialogues
+from model.train.objectives.mixed import Mixed
 from model.train.objectives.pairs import Pairs
+from model.train.objectives.prefix import Prefix
+from model.train.objectives.spans import Spans
+from model.train.objectives.text import Text
 
+KINDS = Pairs, Text, Spans, Prefix  # that can be sent
 LARGE_BYTES = 4 << 20  # smaller files are tokenised in two seconds or less, and a process takes half a second to start
 
 
 def write_beside(source, key, directory, progress, stop):
-    """Do as `write_store`, in a process of its own if the files are large and hold pairs.
+    """Do as `write_store`, in a process of its own if the files are large and no objective needs a template.
 
     Raises as `write_store`, and ChildProcessError if that process is killed.
     """
     is_small = sum(file["size"] for file in key["files"]) < LARGE_BYTES
-    if is_small or not isinstance(source.objective, Pairs):  # dialogues need another process, for their template
+    parts = source.objective.parts if isinstance(source.objective, Mixed) else [source.objective]
+    if is_small or any(isinstance(part, Dialogues) for part in parts):  # their template is in another process already
         write_store(source, key, directory, progress, stop)
         return
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -48,10 +56,25 @@ def write_beside(source, key, directory, progress, stop):
 
 def _request(source, key, directory):
     values = dict(
-        paths=list(map(str, source.paths)), objective=asdict(source.objective), columns=source.columns, key=key,
+        paths=list(map(str, source.paths)), objective=_described(source.objective), columns=source.columns, key=key,
         tokenizer=str(source.tokenizer.directory), max_seq_len=source.max_seq_len, directory=str(directory),
     )  # fmt: skip
     return json.dumps(values)
+
+
+def _described(objective):
+    """Plain values of an objective, for `_objective_of`."""
+    if isinstance(objective, Mixed):
+        return dict(parts=[_described(part) for part in objective.parts])
+    return dict(kind=type(objective).__name__, values=asdict(objective))
+
+
+def _objective_of(described):
+    if "parts" in described:
+        return Mixed(tuple(map(_objective_of, described["parts"])))
+    (kind,) = (kind for kind in KINDS if kind.__name__ == described["kind"])
+    values = described["values"]
+    return kind(**values | (dict(noise=Noise(**values["noise"])) if "noise" in values else {}))
 
 
 def _pass_on(said, progress):
@@ -83,8 +106,9 @@ def main():
 
 
 def _write(request):
-    objective, tokenizer = Pairs(**request["objective"]), load_tokenizer(request["tokenizer"])
-    source = Source(request["paths"], objective, tokenizer, request["max_seq_len"], request["columns"])
+    objective, tokenizer = _objective_of(request["objective"]), load_tokenizer(request["tokenizer"])
+    readers = objective.readers if isinstance(objective, Mixed) else ()
+    source = Source(request["paths"], objective, tokenizer, request["max_seq_len"], request["columns"], readers)
     write_store(source, request["key"], Path(request["directory"]), lambda rows: _tell(rows=rows), lambda: False)
 
 

@@ -21,8 +21,9 @@ LABEL_COLUMNS = ("label", "kto_tag")  # false: the response is one to avoid
 CHOICE_COLUMNS = ("choices", "options")  # of a question, whose answer may be the number of one
 SPECIAL_COLUMNS = {*CHOICE_COLUMNS, *MESSAGE_COLUMNS, *SYSTEM_COLUMNS, HISTORY_COLUMN, *TOOL_COLUMNS, *LABEL_COLUMNS}
 PLAIN_TEXT = (
-    "plain text does not say what is a prompt and what its response: to train on pairs, write them as columns of a "
-    ".tsv, with prompt and response in its first line; scripts/prepare_data.py and train_tokenizer.py read texts"
+    "plain text does not say what is a prompt and what its response: to learn it as text, type --objective=span (a T5) "
+    "or --objective=text (a decoder); to train on pairs, write them as columns of a .tsv, with prompt and response in "
+    "its first line"
 )
 MAX_NAMES_LISTED, MAX_NAME_CHARS = 12, 40
 

@@ -19,25 +19,30 @@ class DataFile:
 
     path: str
     weight: float = 1.0
+    objective: str = ""  # what its rows are learnt for; "": nothing was said
 
 
-def data_files(text, split="train"):
+def data_files(text, split="train", objectives=()):
     """The DataFile of each name in `text`, which are separated by commas; a folder stands for the files in it, by name.
 
-    A dataset stands for its split of the name `split`, and DATASET[NAME] for another one. A name that ends in :NUMBER
-    or *NUMBER has that weight. A name that exists as it is written is taken as it is. Raises one ValueError that lists
-    every problem; a file that does not exist is not one.
+    One of the `objectives` may stand before a name, as in span:FILE. A dataset stands for its split of the name
+    `split`, and DATASET[NAME] for another one. A name that ends in :NUMBER or *NUMBER has that weight. A name that
+    exists as it is written is taken as it is. Raises one ValueError that lists every problem; a file that does not
+    exist is not one.
     """
     names = [text] if Path(text).exists() else [name.strip() for name in text.split(",")]
     found, problems = [], []
     for name in names:
         try:
+            objective, sign, rest = name.partition(":")
+            objective, name = (objective, rest.strip()) if sign and objective in objectives else ("", name)
             path, weight = _parse(name)
-            found += [DataFile(each, weight) for each in files_in(path, split=split)]
+            found += [DataFile(each, weight, objective) for each in files_in(path, split=split)]
         except ValueError as error:
             problems.append(str(error))
-    paths = [file.path for file in found]
-    problems += [f"{path} is named twice: write {path}*2" for path in sorted({p for p in paths if paths.count(p) > 1})]
+    names = [(file.objective, file.path) for file in found]
+    twice = sorted({path for objective, path in names if names.count((objective, path)) > 1})
+    problems += [f"{path} is named twice: write {path}*2" for path in twice]
     if problems:
         raise ValueError("\n  ".join(problem.replace("\n", "\n  ") for problem in problems))
     return tuple(found)
@@ -80,9 +85,9 @@ def names_of(paths):
     return f"{first} and {others:,} more" if others > 0 else first
 
 
-def unweighted_files(text, split):
+def unweighted_files(text, split, objectives=()):
     """The DataFiles of `data_files`; raises ValueError also for a weight."""
-    files = data_files(text, split)
+    files = data_files(text, split, objectives)
     if weighted := [file for file in files if file.weight != 1]:
         raise ValueError(f"{weighted[0].path}: only training files have a weight, and it is {weighted[0].weight:g}")
     return files

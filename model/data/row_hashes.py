@@ -71,7 +71,9 @@ def describe_shared(validation, train):
     pairs, firsts = shared_rows(validation, train)
     if not pairs and not firsts:
         return ""
+    what = "chunks of text" if validation.meta.get("chunks") else "pairs"
+    also = f", {firsts:,} more share a prompt with it" if what == "pairs" else ""
     return (
-        f"{pairs:,} of {len(validation):,} validation pairs are also in the training file, {firsts:,} more share a "
-        "prompt with it: the validation loss is lower than on unseen pairs"
+        f"{pairs:,} of {len(validation):,} validation {what} are also in the training file{also}: the validation loss "
+        f"is lower than on unseen {what}"
     )

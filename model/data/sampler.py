@@ -11,6 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
+from model.data.row_draws import mixed_bits
+
 FEISTEL_ROUNDS = 6
 
 
@@ -102,15 +104,8 @@ def _feistel(values, half_bits, round_keys):
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     left, right = values >> half_bits, values & mask
     for key in round_keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (mixed_bits(right ^ key) & mask)
     return left << half_bits | right
-
-
-def _mix(values):
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): each output bit depends on all input bits."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def shares_of(ids, lengths, num_shares):

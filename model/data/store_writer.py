@@ -15,7 +15,7 @@ from model.data.file_request import describe_ignored
 from model.data.row_hashes import write_hashes
 from model.runtime.atomic_io import whole_directory
 
-ROWS_PER_BATCH = 4096
+ROWS_PER_BATCH, CHARS_PER_BATCH = 4096, 1 << 24  # the latter of plain texts, which may be long
 
 
 def write_store(source, key, directory, progress, stop):
@@ -42,7 +42,8 @@ def write_store(source, key, directory, progress, stop):
             rows=len(lengths), rows_of_files=[counts["file", place] for place in range(len(source.paths))],
             empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
             cut=[counts["cut", side] for side in range(lengths.shape[1])], turns_left_out=counts["turns"],
-            single_pairs=counts["singles"], systems_moved=counts["moved"],
+            single_pairs=counts["singles"], systems_moved=counts["moved"], texts=counts["texts"],
+            chunks=counts["chunks"],
         )  # fmt: skip
         (draft / "meta.json").write_text(ujson.dumps(meta))
 
@@ -95,14 +96,15 @@ def sha256_of(files):
 
 def _encoded_batches(source, counts, ignored, progress, stop):
     """Yield an Encoded for each ROWS_PER_BATCH rows of a file; adds to `counts` and `ignored`."""
-    objective = source.objective
-    for place, batch in _row_batches(source, ignored):
+    for place, reader, batch in _row_batches(source, ignored):
         if stop():
             raise KeyboardInterrupt
-        encoded = objective.encode(batch, source.tokenizer, source.max_seq_len)
+        encoded = reader.encode(batch, source.tokenizer, source.max_seq_len)
         num_kept = len(encoded.sides[0])
         ignored.update(encoded.ignored)
-        counts.update(read=len(batch), empty=len(batch) - num_kept, turns=encoded.turns_left_out)
+        num_used = num_kept if encoded.texts is None else encoded.texts
+        counts.update(read=len(batch), empty=len(batch) - num_used, turns=encoded.turns_left_out)
+        counts.update({} if encoded.texts is None else dict(texts=num_used, chunks=num_kept))
         counts.update(singles=encoded.single_pairs, moved=encoded.systems_moved)
         counts.update({("cut", side): num_cut for side, num_cut in enumerate(encoded.num_cut)})
         counts.update({("file", place): num_kept})
@@ -113,11 +115,23 @@ def _encoded_batches(source, counts, ignored, progress, stop):
 
 
 def _row_batches(source, ignored):
-    """Yield (place of the file, list of ROWS_PER_BATCH rows at most) of all files in their order."""
-    for place, path in enumerate(source.paths):
-        rows = source.objective.read(path, source.columns, ignored)
-        while batch := list(islice(rows, ROWS_PER_BATCH)):
-            yield place, batch
+    """Yield (place of the file, what reads it, list of its next rows) of all files in their order."""
+    readers = source.readers or [source.objective] * len(source.paths)
+    for place, (path, reader) in enumerate(zip(source.paths, readers, strict=True)):
+        rows = reader.read(path, source.columns, ignored)
+        while batch := taken_rows(rows, ROWS_PER_BATCH, CHARS_PER_BATCH):
+            yield place, reader, batch
+
+
+def taken_rows(rows, most, most_chars):
+    """The next rows, `most` of them, fewer where they are long texts."""
+    taken, num_chars = [], 0
+    for row in islice(rows, most):
+        taken.append(row)
+        num_chars += len(row[0])  # of a text, or the turns of a dialogue
+        if num_chars > most_chars:
+            break
+    return taken
 
 
 def store_schema(sides, vocab_size):

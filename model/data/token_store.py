@@ -41,6 +41,7 @@ class Source:
     tokenizer: ChatTokenizer
     max_seq_len: int  # most tokens of a side, EOS included
     columns: tuple = ("", "")  # of the file, as the user named them; empty: found by name
+    readers: tuple = ()  # for each file, what reads and encodes its rows; (): `objective`
 
     def key(self):
         """Plain values that differ for stores of different content; raises ValueError if a file is missing."""
@@ -70,6 +71,7 @@ class Encoded:
     single_pairs: int = 0  # rows that are a question with its answer, and nothing before them
     systems_moved: int = 0  # rows whose system text stands first, though it was said amid them
     ignored: Counter = field(default_factory=Counter)  # what the form of these ids cannot say (file_request)
+    texts: int | None = None  # that the rows are chunks of; None: each row is one of the file
 
 
 @dataclass(frozen=True)
@@ -254,10 +256,15 @@ def describe_store(store):
     sides = [(name.removesuffix("_ids"), tokens, num) for name, tokens, num in columns if name.endswith("_ids")]
     means = " + ".join(f"{tokens / rows:.1f}" for _, tokens, _ in sides)
     cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, _, num_cut in sides)
-    names = names_of([file["path"] for file in meta["source"]["files"]])
-    line = f"{names}: {rows:,} pairs, {means} tokens on average; "
-    line += f"cut to {meta['source']['max_seq_len']} tokens: {cut}"
+    pairs, chunks = rows - meta.get("chunks", 0), meta.get("chunks", 0)
+    counted = [f"{pairs:,} pairs"] if pairs else []
+    counted += [f"{chunks:,} chunks of {meta['texts']:,} texts"] if chunks else []
+    line = f"{names_of([file['path'] for file in meta['source']['files']])}: {', '.join(counted)}"
+    line += f", {means} tokens on average" if not (pairs and chunks) else ""
+    line += f"; cut to {meta['source']['max_seq_len']} tokens: {cut}" if not chunks else ""
     line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""
     line += f"; {moved:,} dialogues have a system text put first" if (moved := meta.get("systems_moved", 0)) else ""
-    line += f"; {meta['empty']:,} pairs with an empty side left out" if meta["empty"] else ""
+    if meta["empty"]:
+        what = "pairs with an empty side" if pairs else "texts of less than two tokens"
+        line += f"; {meta['empty']:,} {what} left out"
     return line + (f"; {meta['ignored']}" if meta["ignored"] else "")

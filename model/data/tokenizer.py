@@ -27,7 +27,8 @@ from model.runtime.json_stream import read_object
 
 SPECIAL_TOKENS = ("[PAD]", "[EOS]", "[SEP]", "[BOS]", "[CLS]", "[MASK]", "[UNK]")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
-SENTINELS = tuple(f"<extra_id_{number}>" for number in range(100))  # stand for the spans that span corruption takes out
+SENTINEL, NUM_SENTINELS = "<extra_id_{}>", 100  # stand for the spans that span corruption takes out; T5 has so many
+SENTINELS = tuple(map(SENTINEL.format, range(NUM_SENTINELS)))
 ROLE_MARKS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")  # whose turn of a conversation follows; its end
 MODE_TOKENS = ("[NLU]", "[NLG]", "[S2S]")  # kinds of denoising (Tay et al. 2022, UL2, arXiv 2205.05131)
 RESERVED_TOKENS = (*SENTINELS, *ROLE_MARKS, *MODE_TOKENS)  # of tokenizers trained here; no text is encoded as one
@@ -179,11 +180,8 @@ def keep_own_class(tokenizer: ChatTokenizer, directory: str | Path) -> None:
 
 def count_merged_tokens(tokenizer: ChatTokenizer) -> int:
     """Number of tokens of more than one character."""
-    learnt = tokenizer.backend.get_vocab(with_added_tokens=False).keys() - {
-        *SPECIAL_TOKENS,
-        *BYTE_TOKENS,
-        *RESERVED_TOKENS,
-    }
+    added = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values()}
+    learnt = tokenizer.backend.get_vocab(with_added_tokens=False).keys() - added - {*BYTE_TOKENS}
     return sum(len(token) > 1 for token in learnt)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from model.data.tokenizer import BYTE_TOKENS, RESERVED_TOKENS, SPECIAL_TOKENS
+from model.data.tokenizer import BYTE_TOKENS, MODE_TOKENS, NUM_SENTINELS, ROLE_MARKS, SENTINEL, SPECIAL_TOKENS
+from model.data.tokenizer_file import MAX_VOCAB_SIZE
 
-FIRST_TOKENS = (*SPECIAL_TOKENS, *BYTE_TOKENS, *RESERVED_TOKENS)  # have the first ids, in this order
-MIN_TRAINED_SIZE = 400  # tokens, the first ones included
+MIN_LEARNT = 30  # tokens beside the first ones
 MAX_ALPHABET = 8_000
 # The merge table takes about 110 bytes of host memory per character of Chinese text.
 MAX_TRAINING_CHARS = 32_000_000
@@ -28,18 +28,28 @@ SPLIT_PATTERN = r"[<>\[\]]|\p{N}|\p{Han}++|[\p{L}\p{M}&&[^\p{Han}]]++|\s++|[^\s\
 logger = logging.getLogger(__name__)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, output_dir: str | Path) -> None:
+def first_tokens(sentinels: int) -> list[str]:
+    """The tokens that have the first ids, in this order."""
+    return [*SPECIAL_TOKENS, *BYTE_TOKENS, *map(SENTINEL.format, range(sentinels)), *ROLE_MARKS, *MODE_TOKENS]
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, output_dir: str | Path, sentinels: int = NUM_SENTINELS
+) -> None:
     """Train a character-level BPE tokenizer with byte fallback on the texts and write it to output_dir.
 
     Reads the texts once, in at most about 4 GiB of memory: it trains on a uniform sample if there are more than
     MAX_TRAINING_CHARS characters. Raises ValueError if vocab_size or the amount of text is too small.
     """
-    if vocab_size < MIN_TRAINED_SIZE:
-        raise ValueError(f"vocab_size is {vocab_size}: it must be at least {MIN_TRAINED_SIZE}, for example 8000")
-    backend = _learn(_sample_slices(texts), vocab_size)
-    if backend.get_vocab_size() < MIN_TRAINED_SIZE:
+    if not 0 <= sentinels < MAX_VOCAB_SIZE:
+        raise ValueError(f"sentinels is {sentinels}: it must be from 0 on, for example {NUM_SENTINELS}")
+    first = first_tokens(sentinels)
+    if vocab_size < (least := len(first) + MIN_LEARNT):
+        raise ValueError(f"vocab_size is {vocab_size}: it must be at least {least}, for example 8000")
+    backend = _learn(_sample_slices(texts), vocab_size, first)
+    if backend.get_vocab_size() < least:
         raise ValueError(
-            f"the text is enough for only {backend.get_vocab_size()} tokens: at least {MIN_TRAINED_SIZE} are needed, "
+            f"the text is enough for only {backend.get_vocab_size()} tokens: at least {least} are needed, "
             "give more text"
         )
     _save(backend, Path(output_dir))
@@ -79,25 +89,25 @@ def _sample_slices(texts: Iterable[str], max_chars: int = MAX_TRAINING_CHARS, se
     return [piece for _, piece in kept]
 
 
-def _alphabet(slices: list[str], vocab_size: int) -> list[str]:
+def _alphabet(slices: list[str], num_learnt: int) -> list[str]:
     """The most frequent characters, most frequent first; at most 45 % of the learnt tokens, so that most are merges."""
-    size = (vocab_size - len(FIRST_TOKENS)) * 45 // 100
+    size = num_learnt * 45 // 100
     counts = Counter(chain.from_iterable(slices))
     # The trainer's own limit breaks ties at random; sorting ties by character makes the result repeatable.
     return sorted(counts, key=lambda character: (-counts[character], character))[: min(size, MAX_ALPHABET)]
 
 
-def _learn(slices: list[str], vocab_size: int) -> Tokenizer:
+def _learn(slices: list[str], vocab_size: int, first: list[str]) -> Tokenizer:
     backend = Tokenizer(models.BPE(unk_token="[UNK]", byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     backend.post_processor = processors.TemplateProcessing(
         single="$A [EOS]", pair="$A [EOS] $B [EOS]", special_tokens=[("[EOS]", SPECIAL_TOKENS.index("[EOS]"))]
     )
-    alphabet = _alphabet(slices, vocab_size)
+    alphabet = _alphabet(slices, vocab_size - len(first))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*FIRST_TOKENS],
+        special_tokens=first,
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         show_progress=False,

@@ -115,14 +115,14 @@ def test_a_data_file_without_usable_rows_fails(rows, home, text):
 
 
 def test_a_data_file_is_read_as_the_objective_reads_it(rows, home, monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "preference", lambda config: Preference())
+    monkeypatch.setitem(OBJECTIVES, "preference", lambda *_: Preference())
     line = dict(prompt="你好", chosen="今天", rejected="天气", response="")
     (home / "preferences.jsonl").write_text(json.dumps(line) + "\n")
     assert rows(train_file="preferences.jsonl")["train_file"].fails
     both = dict.fromkeys(("train_file", "validation_file"), "preferences.jsonl")
     table = rows(objective="preference", **both)
     assert not any(table[what].fails for what in both) and " tokens" in table["train_file"].found
-    assert "choose one of" in rows(objective="prefix")["train_file"].remedy
+    assert "choose one of" in rows(objective="denoise")["train_file"].remedy
 
 
 def test_empty_pairs_at_the_start_of_a_data_file_are_only_a_note(rows, home):

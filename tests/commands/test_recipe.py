@@ -50,11 +50,10 @@ def test_a_sum_in_bf16_holds_no_more_than_what_is_trained_takes():
 
 
 def test_a_rank_wants_its_share_of_the_answers_together_and_a_cpu_not_too_many():
-    config = make_config(bleu_pairs=1000, max_new_tokens=30)
     one, three = Machine(1, "cuda"), Machine(3, "cuda")
-    assert answers_wanted(config, one) == Answers(1000, 30) and answers_wanted(config, three) == Answers(334, 30)
-    assert [answers_wanted(config, Machine(number)).count for number in (3, 100)] == [CPU_ANSWERS, 10]
-    assert answers_wanted(make_config(bleu_pairs=0), one).count == 1
+    assert answers_wanted(1000, 30, one) == Answers(1000, 30) and answers_wanted(1000, 30, three) == Answers(334, 30)
+    assert [answers_wanted(1000, 30, Machine(number)).count for number in (3, 100)] == [CPU_ANSWERS, 10]
+    assert answers_wanted(0, 30, one).count == 1
 
 
 def recipes(home, **options):

@@ -4,7 +4,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from model.data import tokenizer_training
-from model.data.tokenizer import BYTE_TOKENS, RESERVED_TOKENS, SPECIAL_TOKENS
+from model.data.tokenizer import (
+    BYTE_TOKENS,
+    RESERVED_TOKENS,
+    SPECIAL_TOKENS,
+    count_merged_tokens,
+    load_tokenizer,
+)
 from model.data.tokenizer_training import train_tokenizer
 from tests.data.test_tokenizer import synthetic_texts
 
@@ -19,12 +25,12 @@ def test_at_least_half_of_the_learnt_tokens_are_merges_when_characters_abound(tm
 
 def test_at_least_half_of_8000_tokens_are_left_to_merges():
     text = "".join(chr(0x4E00 + n) for n in range(9000))
-    assert 8000 - 370 - len(tokenizer_training._alphabet([text], 8000)) >= 4000
+    assert 8000 - 370 - len(tokenizer_training._alphabet([text], 8000 - 370)) >= 4000
 
 
 def test_equally_frequent_characters_enter_the_alphabet_in_a_fixed_order():
     text = "".join(chr(0x4E00 + n) for n in range(5000))
-    assert tokenizer_training._alphabet([text], 1000) == tokenizer_training._alphabet([text[::-1]], 1000)
+    assert tokenizer_training._alphabet([text], 630) == tokenizer_training._alphabet([text[::-1]], 630)
 
 
 def test_huge_input_is_sampled_uniformly_and_repeatably_with_a_warning(caplog):
@@ -48,3 +54,15 @@ def test_training_refuses_too_few_tokens_or_texts(tmp_path, vocab_size, num_text
     with pytest.raises(ValueError, match="400"):
         train_tokenizer(["你好"] * num_texts, vocab_size, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_there_are_as_many_sentinels_as_asked_for_and_no_text_spells_one(tmp_path):
+    with pytest.raises(ValueError, match="vocab_size is 457: it must be at least 550"):
+        train_tokenizer(synthetic_texts(300, num_characters=10), 457, tmp_path, sentinels=250)
+    train_tokenizer(synthetic_texts(300, num_characters=10), 607, tmp_path, sentinels=250)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = [tokenizer.reserved_id(f"<extra_id_{number}>") for number in (0, 249)]
+    assert ids == [263, 512] and count_merged_tokens(tokenizer) < 607 - 520
+    assert not set(tokenizer.encode("<extra_id_0><extra_id_249>")) & set(ids)
+    with pytest.raises(ValueError, match="<extra_id_250>"):
+        tokenizer.reserved_id("<extra_id_250>")

@@ -35,6 +35,9 @@ class Preference:
         chosen, rejected = _log_probs(model, batch, chunk_tokens).T
         return dict(reference_margin=chosen - rejected)
 
+    def row_tokens(self, max_seq_len):
+        return max_seq_len
+
     def length_bounds(self, lengths):
         prompt, chosen, rejected = np.asarray(lengths).astype(np.int64).T
         return np.stack([2 * prompt, chosen + rejected], axis=1)

@@ -72,6 +72,9 @@ class Dialogues:
     def derive(self, model, batch, chunk_tokens):
         return {}
 
+    def row_tokens(self, max_seq_len):
+        return max_seq_len
+
     def length_bounds(self, lengths):
         bounds = np.array(lengths[:, :2])
         excess = bounds.sum(axis=1, dtype=np.int64) - self.max_tokens

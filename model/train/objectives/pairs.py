@@ -58,6 +58,9 @@ class Pairs:
     def derive(self, model, batch, chunk_tokens):
         return {}
 
+    def row_tokens(self, max_seq_len):
+        return max_seq_len
+
     def length_bounds(self, lengths):
         return lengths
 

@@ -33,6 +33,9 @@ class Objective(Protocol):
     def derive(self, model, batch, chunk_tokens):
         """{name: float32 (rows,)} of the `derived` columns for the rows of a batch, whose derived columns are zeros."""
 
+    def row_tokens(self, max_seq_len):
+        """Most tokens of a side of a row, as it is stored."""
+
     def length_bounds(self, lengths):
         """Most tokens of each side of a row in any epoch, (rows, sides of the network); `lengths` are the store's."""
 
