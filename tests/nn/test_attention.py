@@ -122,12 +122,11 @@ def test_the_kernels_are_used_only_for_the_sizes_that_they_support():
     def supports(device, dtype=torch.bfloat16, **change):
         return has_kernels(torch.device(device), dtype, *T5ModelConfig(**MODELS["tiny"] | change).kernel_sizes)
 
-    known = set(MODELS) - {"mini"}
-    assert all(
-        has_kernels(torch.device("cuda"), torch.bfloat16, *load_model_config(name).kernel_sizes) for name in known
-    )
+    presets = [load_model_config(name) for name in MODELS]
+    assert all(has_kernels(torch.device("cuda"), torch.bfloat16, *preset.kernel_sizes) for preset in presets)
+    assert supports("cuda", d_kv=96)
     assert not supports("cpu") and not supports("cuda", torch.float32)
-    for change in (dict(d_kv=48), dict(d_kv=256), dict(relative_attention_num_buckets=48)):
+    for change in (dict(d_kv=48), dict(d_kv=256), dict(relative_attention_num_buckets=96)):
         assert not supports("cuda", **change)
 
 

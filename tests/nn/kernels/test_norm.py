@@ -42,4 +42,5 @@ def test_the_interpreted_norm_gives_the_same_as_pytorch():
 def test_the_norm_in_bf16_is_within_one_percent_of_float64():
     assert max(norm_errors("cuda", torch.bfloat16, rows=5000, width=512)) < 1e-2
     assert max(norm_errors("cuda", torch.bfloat16, rows=333, width=768, has_added=False)) < 1e-2
+    assert max(norm_errors("cuda", torch.bfloat16, rows=5000, width=96, has_added=False)) < 1e-2
     assert max(norm_errors("cuda", torch.bfloat16, rows=333, width=4096)) < 1e-2
