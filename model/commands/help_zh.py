@@ -120,12 +120,15 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
         "": """用问答对文件或纯文本文件（每行一段）训练分词器，并打印概况。
 
     python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
-        [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--overwrite]
+        [--kind byte_level] [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--overwrite]
 
+--kind=character 用于 T5：汉字、其他文字和符号不会合成一个词元。
+--kind=byte_level 用于解码器（--model=mini）：和 Qwen 同类，其他引擎都能读。
 每一百行留出一行，用来测量每个词元平均有几个字符。""",
         "files": f"{FILES}、txt 文件，或文件夹",
         "output_dir": "分词器写到哪个目录",
         "vocab_size": "词表的词元数，至少 400",
+        "kind": "character 用于 T5，byte_level 用于解码器",
         "prompt_column": f"问题所在的列；{BY_NAME}",
         "response_column": f"回答所在的列；{BY_NAME}",
         "encoding": "文本文件的编码；不写则自动判断",

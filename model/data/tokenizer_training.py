@@ -1,22 +1,24 @@
-"""Trains a tokenizer: character-level BPE with byte fallback."""
+"""Trains a tokenizer: character-level BPE with byte fallback, or byte-level BPE (model/data/byte_level.py)."""
 
 import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from model.data.byte_level import SETTINGS, learn_byte_level
 from model.data.tokenizer import BYTE_TOKENS, RESERVED_TOKENS, SPECIAL_TOKENS
 
 FIRST_TOKENS = (*SPECIAL_TOKENS, *BYTE_TOKENS, *RESERVED_TOKENS)  # have the first ids, in this order
 MIN_TRAINED_SIZE = 400  # tokens, the first ones included
 MAX_ALPHABET = 8_000
-# The merge table takes about 110 bytes of host memory per character of Chinese text.
-MAX_TRAINING_CHARS = 32_000_000
+# What merging begins with are symbols: characters, or bytes. The merge table takes about 110 bytes of host memory for
+# each in Chinese text; the time grows with them too.
+MAX_TRAINING_SYMBOLS = 32_000_000
 # The trainer searches a whole run of letters again at every merge; slices bound its length.
 MAX_SLICE_CHARS = 512
 
@@ -28,21 +30,25 @@ SPLIT_PATTERN = r"[<>\[\]]|\p{N}|\p{Han}++|[\p{L}\p{M}&&[^\p{Han}]]++|\s++|[^\s\
 logger = logging.getLogger(__name__)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, output_dir: str | Path) -> None:
-    """Train a character-level BPE tokenizer with byte fallback on the texts and write it to output_dir.
+def train_tokenizer(texts: Iterable[str], vocab_size: int, output_dir: str | Path, kind: str = "character") -> None:
+    """Train a tokenizer of one of KINDS on the texts and write it to output_dir.
 
     Reads the texts once, in at most about 4 GiB of memory: it trains on a uniform sample if there are more than
-    MAX_TRAINING_CHARS characters. Raises ValueError if vocab_size or the amount of text is too small.
+    MAX_TRAINING_SYMBOLS. Raises ValueError if vocab_size or the amount of text is too small.
     """
     if vocab_size < MIN_TRAINED_SIZE:
         raise ValueError(f"vocab_size is {vocab_size}: it must be at least {MIN_TRAINED_SIZE}, for example 8000")
-    backend = _learn(_sample_slices(texts), vocab_size)
+    learn, settings, count_symbols = KINDS[kind]
+    backend = learn(_sample_slices(texts, count_symbols), vocab_size)
     if backend.get_vocab_size() < MIN_TRAINED_SIZE:
         raise ValueError(
             f"the text is enough for only {backend.get_vocab_size()} tokens: at least {MIN_TRAINED_SIZE} are needed, "
             "give more text"
         )
-    _save(backend, Path(output_dir))
+    output_dir = Path(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    backend.save(str(output_dir / "tokenizer.json"))
+    (output_dir / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _slices(texts: Iterable[str]) -> Iterator[str]:
@@ -52,31 +58,40 @@ def _slices(texts: Iterable[str]) -> Iterator[str]:
             yield text[start : start + MAX_SLICE_CHARS]
 
 
-def _sample_slices(texts: Iterable[str], max_chars: int = MAX_TRAINING_CHARS, seed: int = 0) -> list[str]:
-    """All slices of the texts, or a uniform sample of max_chars/2 to max_chars characters if there are more.
+def _sample_slices(
+    texts: Iterable[str],
+    count_symbols: Callable[[str], int] = len,
+    max_symbols: int = MAX_TRAINING_SYMBOLS,
+    seed: int = 0,
+) -> list[str]:
+    """All slices of the texts, or a uniform sample of max_symbols/2 to max_symbols symbols if there are more.
 
     Each slice draws a random number in [0, 1) and stays in the sample while its number is below the sampling rate,
-    which halves whenever the sample exceeds max_chars.
+    which halves whenever the sample exceeds max_symbols.
     """
     draw = random.Random(seed).random
-    kept, kept_chars, seen_chars, rate = [], 0, 0, 1.0
+    kept, kept_symbols, seen_chars, rate = [], 0, 0, 1.0
     for piece in _slices(texts):
         seen_chars += len(piece)
         if (number := draw()) < rate:
             kept.append((number, piece))
-            kept_chars += len(piece)
-        while kept_chars > max_chars:
+            kept_symbols += count_symbols(piece)
+        while kept_symbols > max_symbols:
             rate /= 2
             kept = [entry for entry in kept if entry[0] < rate]
-            kept_chars = sum(len(piece) for _, piece in kept)
+            kept_symbols = sum(count_symbols(piece) for _, piece in kept)
     if rate < 1:
         logger.warning(
             "tokenizer learns from a sample of %s of %s characters (seed %d)",
-            f"{kept_chars:,}",
+            f"{sum(len(piece) for _, piece in kept):,}",
             f"{seen_chars:,}",
             seed,
         )
     return [piece for _, piece in kept]
+
+
+def _count_bytes(piece: str) -> int:
+    return len(piece.encode())
 
 
 def _alphabet(slices: list[str], vocab_size: int) -> list[str]:
@@ -87,7 +102,7 @@ def _alphabet(slices: list[str], vocab_size: int) -> list[str]:
     return sorted(counts, key=lambda character: (-counts[character], character))[: min(size, MAX_ALPHABET)]
 
 
-def _learn(slices: list[str], vocab_size: int) -> Tokenizer:
+def _learn_characters(slices: list[str], vocab_size: int) -> Tokenizer:
     backend = Tokenizer(models.BPE(unk_token="[UNK]", byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -116,14 +131,15 @@ def _without_special_bytes(backend: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(state))
 
 
-def _save(backend: Tokenizer, output_dir: Path) -> None:
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **{f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS},
-        "split_special_tokens": True,
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    output_dir.mkdir(parents=True, exist_ok=True)
-    backend.save(str(output_dir / "tokenizer.json"))
-    (output_dir / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+CHARACTER_SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    **{f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS},
+    "split_special_tokens": True,
+    "clean_up_tokenization_spaces": False,
+    "model_input_names": ["input_ids", "attention_mask"],
+}
+# how each kind learns from slices of texts, its tokenizer_config.json, and how many symbols a slice has
+KINDS = {
+    "character": (_learn_characters, CHARACTER_SETTINGS, len),
+    "byte_level": (learn_byte_level, SETTINGS, _count_bytes),
+}
