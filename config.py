@@ -12,10 +12,14 @@ MAX_JSON_BYTES = 1 << 20  # of a model's JSON file
 MAX_INT, MAX_SEED = 2**31 - 1, 2**63 - 1  # of the whole-number options
 
 DEFAULT_FAMILY = "t5"
+# what MiniMind's decoders of 64 and 26 M (with its vocabulary of 6,400) share, as Qwen3
+MINIMIND = dict(family="qwen3", num_hidden_layers=8, num_attention_heads=8, tie_word_embeddings=True)
 MODELS = {
     "tiny": dict(d_model=128, d_ff=512, num_heads=2, d_kv=64, num_layers=2, num_decoder_layers=2),
     "small": dict(d_model=512, d_ff=2048, num_heads=8, d_kv=64, num_layers=6, num_decoder_layers=6),
     "chatlm": dict(d_model=768, d_ff=3072, num_heads=12, d_kv=64, num_layers=10, num_decoder_layers=10),
+    "mini": MINIMIND | dict(hidden_size=768, intermediate_size=2432, num_key_value_heads=4),
+    "mini_26m": MINIMIND | dict(hidden_size=512, intermediate_size=1408, num_key_value_heads=2),
 }
 
 
@@ -39,7 +43,7 @@ class TrainConfig:
     span_density: float = 0.15  # span: share of a text's tokens that is taken out
     span_mean: float = 3.0  # span: tokens of a gap, on average
     # Model
-    model: str = "small"  # tiny, small, chatlm or a JSON file of sizes; {"family": "qwen3", …}: another family
+    model: str = "small"  # tiny, small, chatlm (T5), mini, mini_26m (decoders), or a JSON file of sizes
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch
     trainable: str = "all"  # weights that are trained: all, decoder
     dropout: float = 0.0  # probability

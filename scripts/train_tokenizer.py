@@ -1,9 +1,12 @@
 """Trains a tokenizer on files of pairs, or on text files with one text per line, and prints a summary.
 
     python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
-        [--sentinels N] [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--overwrite]
+        [--kind byte_level] [--sentinels N] [--prompt_column NAME] [--response_column NAME] [--encoding NAME]
+        [--overwrite]
 
-One row in a hundred is held out to measure characters per token.
+--kind=character is for a T5: Han, other letters and signs never share a token. --kind=byte_level is for a decoder
+(--model=mini): it is Qwen's kind, which other engines read. One row in a hundred is held out to measure characters per
+token.
 """
 
 import argparse
@@ -25,7 +28,8 @@ from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.file_request import FileRequest  # noqa: E402
 from model.data.readers import read_items  # noqa: E402
 from model.data.tokenizer import NUM_SENTINELS, count_merged_tokens, load_tokenizer  # noqa: E402
-from model.data.tokenizer_training import train_tokenizer  # noqa: E402
+from model.data.tokenizer_training import KINDS, train_tokenizer  # noqa: E402
+from model.data.turn_template import write_turn_template  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
 from model.display.console import padded  # noqa: E402
 from model.display.meanwhile import activity_shown  # noqa: E402
@@ -85,6 +89,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--vocab_size", type=int, default=8000, help="tokens, at least 400 with 100 sentinels")
     parser.add_argument(
+        "--kind", default="character", choices=KINDS, help="character for a T5, byte_level for a decoder"
+    )
+    parser.add_argument(
         "--sentinels",
         type=int,
         default=NUM_SENTINELS,
@@ -108,7 +115,9 @@ def main() -> int:
         check_output(options.output_dir, options.overwrite)
         texts = texts_to_learn(read_rows_of_texts(options), held_out)
         with output_directory(options.output_dir), activity_shown("train_tokenizer"):
-            train_tokenizer(texts, options.vocab_size, options.output_dir, options.sentinels)
+            train_tokenizer(texts, options.vocab_size, options.output_dir, options.kind, options.sentinels)
+            if options.kind == "byte_level":  # ChatML with thoughts and tools
+                write_turn_template(load_tokenizer(options.output_dir), options.output_dir)
         print_summary(options.output_dir, held_out, time.perf_counter() - started)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -33,7 +33,7 @@ ALLOWED_IMPORTERS = {
     "accelerate": "model.runtime.distributed model.display.trackers",
     "matplotlib": "model.display.plots model.commands.data_report bench",
     "transformers": "model.nn.t5.huggingface model.nn.decoder model.data.template_process scripts bench",
-    "tokenizers": "model.data.control_tokens model.data.tokenizer model.data.tokenizer_file "
+    "tokenizers": "model.data.byte_level model.data.control_tokens model.data.tokenizer model.data.tokenizer_file "
     "model.data.tokenizer_training",
     "ctranslate2": "model.formats.conversions bench",
     "datasets": "model.data.hf_datasets bench",

@@ -15,7 +15,7 @@ HELP_ZH = dict(
     mix="代替 train_file 和 objective：每个文件各有目标，例如 span:文件*0.5,pairs:文件",
     span_density="span：文本中被挖去的词元的比例",
     span_mean="span：每个空平均的词元数",
-    model="tiny、small、chatlm，或含 T5ModelConfig 各字段的 JSON 文件",
+    model="tiny、small、chatlm（T5），mini、mini_26m（解码器），或写明各尺寸的 JSON 文件",
     finetune_from_ckp_file="Hugging Face 目录、训练目录或 .bin 权重；空：从零开始",
     trainable="训练哪些权重：all、decoder",
     dropout="丢弃概率",
@@ -124,13 +124,16 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
         "": """用问答对文件或纯文本文件（每行一段）训练分词器，并打印概况。
 
     python scripts/train_tokenizer.py data/train.parquet more.jsonl --output_dir model_save/tokenizer --vocab_size 8000
-        [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--overwrite]
+        [--kind byte_level] [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--overwrite]
 
+--kind=character 用于 T5：汉字、其他文字和符号不会合成一个词元。
+--kind=byte_level 用于解码器（--model=mini）：和 Qwen 同类，其他引擎都能读。
 每一百行留出一行，用来测量每个词元平均有几个字符。""",
         "files": f"{FILES}、txt 文件，或文件夹",
         "output_dir": "分词器写到哪个目录",
         "vocab_size": "词表的词元数，有 100 个哨兵时至少 400",
         "sentinels": "objective=span 的空用的词元数",
+        "kind": "character 用于 T5，byte_level 用于解码器",
         "prompt_column": f"问题所在的列；{BY_NAME}",
         "response_column": f"回答所在的列；{BY_NAME}",
         "encoding": "文本文件的编码；不写则自动判断",

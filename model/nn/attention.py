@@ -58,9 +58,9 @@ class Layout:
         return max(max(block.shape[1:]) for block in self.blocks)
 
 
-def has_kernels(device, dtype, *sizes):
-    """True if the Triton kernels support this: bf16 on a GPU, and `sizes`, the head width and the buckets of a bias."""
-    sizes_fit = all(size in (16, 32, 64, 128) for size in sizes)
+def has_kernels(device, dtype, head_width, num_buckets=16):
+    """True if the Triton kernels support this: bf16 on a GPU, a head width, and a number of buckets of a bias."""
+    sizes_fit = head_width in (16, 32, 64, 96, 128) and num_buckets in (16, 32, 64, 128)
     return device.type == "cuda" and dtype == torch.bfloat16 and sizes_fit and has_triton()
 
 

@@ -35,9 +35,9 @@ def test_equally_frequent_characters_enter_the_alphabet_in_a_fixed_order():
 
 def test_huge_input_is_sampled_uniformly_and_repeatably_with_a_warning(caplog):
     texts = [f"{n:08d}" for n in range(20_000)]
-    sample = tokenizer_training._sample_slices(iter(texts), max_chars=8_000)
+    sample = tokenizer_training._sample_slices(iter(texts), max_symbols=8_000)
     assert 4_000 <= sum(map(len, sample)) <= 8_000
-    assert sample == tokenizer_training._sample_slices(iter(texts), max_chars=8_000)
+    assert sample == tokenizer_training._sample_slices(iter(texts), max_symbols=8_000)
     assert 8_000 < sum(map(int, sample)) / len(sample) < 12_000
     assert "of 160,000 characters" in caplog.text
 

@@ -5,6 +5,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from config import MODELS
 from model.nn.attention import attend, has_kernels, make_layout, score_mask
+from model.nn.registry import load_model_config
 from model.nn.t5.position_bias import score_bias
 from model.nn.t5.sizes import T5ModelConfig
 
@@ -121,9 +122,11 @@ def test_the_kernels_are_used_only_for_the_sizes_that_they_support():
     def supports(device, dtype=torch.bfloat16, **change):
         return has_kernels(torch.device(device), dtype, *T5ModelConfig(**MODELS["tiny"] | change).kernel_sizes)
 
-    assert all(supports("cuda", **MODELS[name]) for name in MODELS)
+    presets = [load_model_config(name) for name in MODELS]
+    assert all(has_kernels(torch.device("cuda"), torch.bfloat16, *preset.kernel_sizes) for preset in presets)
+    assert supports("cuda", d_kv=96)
     assert not supports("cpu") and not supports("cuda", torch.float32)
-    for change in (dict(d_kv=48), dict(d_kv=256), dict(relative_attention_num_buckets=48)):
+    for change in (dict(d_kv=48), dict(d_kv=256), dict(relative_attention_num_buckets=96)):
         assert not supports("cuda", **change)
 
 

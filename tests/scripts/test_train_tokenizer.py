@@ -46,7 +46,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
         assert arguments[0] in done.stderr
 
 
-def test_an_existing_tokenizer_is_replaced_only_with_overwrite(tmp_path):
+def test_an_existing_tokenizer_is_replaced_only_with_overwrite_by_one_of_the_kind_asked_for(tmp_path):
     (tmp_path / "lines.txt").write_text(PROBE, encoding="utf-8")
     (tmp_path / "out").mkdir()
     there = tmp_path / "out" / "tokenizer.json"
@@ -55,8 +55,9 @@ def test_an_existing_tokenizer_is_replaced_only_with_overwrite(tmp_path):
     done = run_script(*words, cwd=tmp_path)
     assert done.returncode == 2 and "--output_dir=out" in done.stderr and "--overwrite" in done.stderr
     assert there.read_text() == "old"
-    assert run_script(*words, "--overwrite", cwd=tmp_path).returncode == 0
-    assert load_tokenizer(tmp_path / "out").vocab_size == 457
+    assert run_script(*words, "--overwrite", "--kind", "byte_level", cwd=tmp_path).returncode == 0
+    written = load_tokenizer(tmp_path / "out")
+    assert written.vocab_size == 457 and written.reserved_id("<|im_end|>") == written.eos_id
 
 
 def test_an_output_dir_that_cannot_be_made_is_refused_before_the_files_are_read(tmp_path):

@@ -4,7 +4,8 @@ The kernels need no padding and no mask or bias matrix: offsets locate the token
 the bias of each distance. Each program of the queries' pass sums the gradient of the bias by bucket inside its own
 tiles. No two programs write to the same address, so results are bit-identical in every run.
 
-Letters: M queries and N keys per tile, D head width. Scores are not scaled here: scale Q.
+Letters: M queries and N keys per tile, D head width, W the power of two that holds it: columns beyond D exist in
+registers alone, as zeros. Scores are not scaled here: scale Q.
 """
 
 import torch
@@ -26,18 +27,29 @@ def _load_tile(TILES, tile):
 
 
 @triton.jit
-def _load_rows(X, rows, row_is_real, stride, head, D: tl.constexpr):
-    """`rows` (rows, D) of one head of X; zeros where `row_is_real` is false."""
-    columns = head * D + tl.arange(0, D)
-    return tl.load(X + rows[:, None].to(tl.int64) * stride + columns[None, :], mask=row_is_real[:, None], other=0.0)
+def _is_real(row_is_real, D: tl.constexpr, W: tl.constexpr):
+    """Which numbers (rows, W) of rows of a head exist; (rows, 1) if all columns do, so that these need no mask."""
+    if W == D:
+        is_real = row_is_real[:, None]
+    else:
+        is_real = row_is_real[:, None] & (tl.arange(0, W) < D)[None, :]
+    return is_real
 
 
 @triton.jit
-def _store_rows(X, rows, row_is_real, stride, head, values, D: tl.constexpr):
-    """Store `values` (rows, D) as the rows of one head of X where `row_is_real`."""
-    columns = head * D + tl.arange(0, D)
+def _load_rows(X, rows, row_is_real, stride, head, D: tl.constexpr, W: tl.constexpr):
+    """`rows` (rows, W) of one head of X; zeros where `row_is_real` is false and beyond D."""
+    columns = head * D + tl.arange(0, W)
     pointers = X + rows[:, None].to(tl.int64) * stride + columns[None, :]
-    tl.store(pointers, values.to(X.dtype.element_ty), mask=row_is_real[:, None])
+    return tl.load(pointers, mask=_is_real(row_is_real, D, W), other=0.0)
+
+
+@triton.jit
+def _store_rows(X, rows, row_is_real, stride, head, values, D: tl.constexpr, W: tl.constexpr):
+    """Store `values` (rows, W), but for those beyond D, as the rows of one head of X where `row_is_real`."""
+    columns = head * D + tl.arange(0, W)
+    pointers = X + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    tl.store(pointers, values.to(X.dtype.element_ty), mask=_is_real(row_is_real, D, W))
 
 
 @triton.jit
@@ -62,22 +74,22 @@ def attention_forward(
     Q, K, V, OUT, LSE, BIAS, TILES,
     stride_q, stride_k, stride_v, stride_out, num_queries_total, centre,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """OUT = softmax(Q K^T + bias) V and LSE (heads, N) = log2 of the softmax's denominator, for one tile of queries."""
     head = tl.program_id(1)
     first, start_q, num_queries, start_k, num_keys = _load_tile(TILES, tl.program_id(0))
     queries = first + tl.arange(0, M)
     is_real = queries < num_queries
-    q = _load_rows(Q, start_q + queries, is_real, stride_q, head, D)
+    q = _load_rows(Q, start_q + queries, is_real, stride_q, head, D, W)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
-    out = tl.zeros([M, D], tl.float32)
+    out = tl.zeros([M, W], tl.float32)
     last = tl.minimum(num_keys, first + M) if CAUSAL else num_keys
     for first_key in range(0, last, N):
         keys = first_key + tl.arange(0, N)
-        k = _load_rows(K, start_k + keys, keys < num_keys, stride_k, head // GROUP, D)
-        v = _load_rows(V, start_k + keys, keys < num_keys, stride_v, head // GROUP, D)
+        k = _load_rows(K, start_k + keys, keys < num_keys, stride_k, head // GROUP, D, W)
+        v = _load_rows(V, start_k + keys, keys < num_keys, stride_v, head // GROUP, D, W)
         scores = _scores(q, k, queries, keys, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS)
         new_row_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_row_max[:, None])
@@ -86,7 +98,7 @@ def attention_forward(
         out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
         row_max = new_row_max
     out = out / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # padding attends to no key; its output is zero
-    _store_rows(OUT, start_q + queries, is_real, stride_out, head, out, D)
+    _store_rows(OUT, start_q + queries, is_real, stride_out, head, out, D, W)
     tl.store(LSE + head * num_queries_total + start_q + queries, row_max + tl.log2(row_sum), mask=is_real)
 
 
@@ -126,9 +138,9 @@ def _to_buckets(sums, distance, BUCKETS, centre, NUM_BUCKETS: tl.constexpr):
 
 
 @triton.jit
-def _delta(OUT, grad_out, rows, row_is_real, stride, head, D: tl.constexpr):
+def _delta(OUT, grad_out, rows, row_is_real, stride, head, D: tl.constexpr, W: tl.constexpr):
     """Sums (rows,) of OUT * grad_out, which the gradient of softmax subtracts."""
-    out = _load_rows(OUT, rows, row_is_real, stride, head, D)
+    out = _load_rows(OUT, rows, row_is_real, stride, head, D, W)
     return tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
 
 
@@ -137,7 +149,7 @@ def attention_backward_queries(
     Q, K, V, OUT, GRAD_OUT, LSE, DELTA, BIAS, BUCKETS, GRAD_Q, GRAD_BIAS, TILES,
     stride_q, stride_k, stride_v, stride_grad, stride_out, stride_grad_q, num_queries_total, centre,
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, ONE_PASS: tl.constexpr, NUM_BUCKETS: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """GRAD_Q of one tile of queries, and DELTA (heads, queries), `_delta` of each head, for the keys' pass.
 
@@ -151,25 +163,25 @@ def attention_backward_queries(
             return
     queries = first + tl.arange(0, M)
     is_real = queries < num_queries
-    q = _load_rows(Q, start_q + queries, is_real, stride_q, head, D)
-    grad_out = _load_rows(GRAD_OUT, start_q + queries, is_real, stride_grad, head, D)
+    q = _load_rows(Q, start_q + queries, is_real, stride_q, head, D, W)
+    grad_out = _load_rows(GRAD_OUT, start_q + queries, is_real, stride_grad, head, D, W)
     lse = tl.load(LSE + head * num_queries_total + start_q + queries, mask=is_real, other=float("inf"))
-    delta = _delta(OUT, grad_out, start_q + queries, is_real, stride_out, head, D)
+    delta = _delta(OUT, grad_out, start_q + queries, is_real, stride_out, head, D, W)
     tl.store(DELTA + head * num_queries_total + start_q + queries, delta, mask=is_real)
-    grad_q = tl.zeros([M, D], tl.float32)
+    grad_q = tl.zeros([M, W], tl.float32)
     grad_bias = tl.zeros([NUM_BUCKETS], tl.float32)
     last = tl.minimum(num_keys, first + M) if CAUSAL else num_keys
     for first_key in range(0, last, N):
         keys = first_key + tl.arange(0, N)
-        k = _load_rows(K, start_k + keys, keys < num_keys, stride_k, head // GROUP, D)
-        v = _load_rows(V, start_k + keys, keys < num_keys, stride_v, head // GROUP, D)
+        k = _load_rows(K, start_k + keys, keys < num_keys, stride_k, head // GROUP, D, W)
+        v = _load_rows(V, start_k + keys, keys < num_keys, stride_v, head // GROUP, D, W)
         _, grad_scores = _weights_and_score_grads(
             q, k, v, grad_out, lse, delta, queries, keys, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS
         )
         grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q)
         if HAS_BIAS:
             grad_bias += _sums_by_bucket(grad_scores, first_key - first, BUCKETS, centre, NUM_BUCKETS, N)
-    _store_rows(GRAD_Q, start_q + queries, is_real, stride_grad_q, head, grad_q, D)
+    _store_rows(GRAD_Q, start_q + queries, is_real, stride_grad_q, head, grad_q, D, W)
     if HAS_BIAS:
         rows = tl.program_id(0) * NUM_BUCKETS + tl.arange(0, NUM_BUCKETS)
         tl.store(GRAD_BIAS + rows * tl.num_programs(1) + head, grad_bias)
@@ -180,7 +192,7 @@ def attention_backward_keys(
     Q, K, V, OUT, GRAD_OUT, LSE, DELTA, BIAS, GRAD_Q, GRAD_K, GRAD_V, TILES,
     stride_q, stride_k, stride_v, stride_grad, stride_out, stride_grad_q, stride_grad_k, stride_grad_v,
     num_queries_total, centre, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, ONE_PASS: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """GRAD_K and GRAD_V of one tile of keys, summed over the GROUP heads of Q that share them.
 
@@ -190,21 +202,21 @@ def attention_backward_keys(
     first, start_q, num_queries, start_k, num_keys = _load_tile(TILES, tl.program_id(0))
     keys = first + tl.arange(0, N)
     is_real = keys < num_keys
-    k = _load_rows(K, start_k + keys, is_real, stride_k, kv_head, D)
-    v = _load_rows(V, start_k + keys, is_real, stride_v, kv_head, D)
-    grad_k, grad_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    k = _load_rows(K, start_k + keys, is_real, stride_k, kv_head, D, W)
+    v = _load_rows(V, start_k + keys, is_real, stride_v, kv_head, D, W)
+    grad_k, grad_v = tl.zeros([N, W], tl.float32), tl.zeros([N, W], tl.float32)
     for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
         for start in range(first // M * M if CAUSAL else 0, num_queries, M):
             queries = start + tl.arange(0, M)
             query_is_real = queries < num_queries
-            q = _load_rows(Q, start_q + queries, query_is_real, stride_q, head, D)
-            grad_out = _load_rows(GRAD_OUT, start_q + queries, query_is_real, stride_grad, head, D)
+            q = _load_rows(Q, start_q + queries, query_is_real, stride_q, head, D, W)
+            grad_out = _load_rows(GRAD_OUT, start_q + queries, query_is_real, stride_grad, head, D, W)
             rows = head * num_queries_total + start_q + queries
             lse = tl.load(LSE + rows, mask=query_is_real, other=float("inf"))
             delta = tl.load(DELTA + rows, mask=query_is_real, other=0.0)
             if ONE_PASS:
                 if num_keys <= N:  # the queries' pass left DELTA unset
-                    delta = _delta(OUT, grad_out, start_q + queries, query_is_real, stride_out, head, D)
+                    delta = _delta(OUT, grad_out, start_q + queries, query_is_real, stride_out, head, D, W)
             weights, grad_scores = _weights_and_score_grads(
                 q, k, v, grad_out, lse, delta, queries, keys, num_keys, BIAS, head, centre, CAUSAL, HAS_BIAS
             )
@@ -213,9 +225,9 @@ def attention_backward_keys(
             if ONE_PASS:
                 if num_keys <= N:
                     grad_q = tl.dot(grad_scores.to(k.dtype), k)
-                    _store_rows(GRAD_Q, start_q + queries, query_is_real, stride_grad_q, head, grad_q, D)
-    _store_rows(GRAD_K, start_k + keys, is_real, stride_grad_k, kv_head, grad_k, D)
-    _store_rows(GRAD_V, start_k + keys, is_real, stride_grad_v, kv_head, grad_v, D)
+                    _store_rows(GRAD_Q, start_q + queries, query_is_real, stride_grad_q, head, grad_q, D, W)
+    _store_rows(GRAD_K, start_k + keys, is_real, stride_grad_k, kv_head, grad_k, D, W)
+    _store_rows(GRAD_V, start_k + keys, is_real, stride_grad_v, kv_head, grad_v, D, W)
 
 
 def launch_options(head_width, has_bias, is_backward, device):
@@ -236,7 +248,7 @@ def launch_options(head_width, has_bias, is_backward, device):
 
 
 def packed_attention(qkv, layout, bias, num_heads, num_kv_heads):
-    """softmax(q k^T + bias) v within each example, (N, heads * D); D is a power of two, at least 16.
+    """softmax(q k^T + bias) v within each example, (N, heads * D); D is at least 16.
 
     `qkv` holds one to three tensors whose concatenated columns are q, k and v; each head of k and v serves
     num_heads / num_kv_heads heads of q. `bias` is a ScoreBias of model/nn/attention.py: its `weight` (buckets, heads)
@@ -251,10 +263,11 @@ class _PackedAttention(torch.autograd.Function):
     def forward(ctx, layout, bias_weight, bias, num_heads, num_kv_heads, *qkv):
         q, k, v = split_qkv(qkv, num_heads, num_kv_heads)
         out, lse = q.new_empty(q.shape), torch.empty(num_heads, len(q), device=q.device)
+        head_width = q.shape[1] // num_heads
         ctx.centre = 0 if bias.buckets is None else len(bias.buckets) // 2
         ctx.options = dict(
             CAUSAL=bias.causal, HAS_BIAS=bias.table is not None, GROUP=num_heads // num_kv_heads,
-            D=q.shape[1] // num_heads, M=TILE, N=TILE,
+            D=head_width, W=triton.next_power_of_2(head_width), M=TILE, N=TILE,
         )  # fmt: skip
         attention_forward[len(layout.query_tiles), num_heads](
             q, k, v, out, lse, bias.table, layout.query_tiles,

@@ -13,8 +13,9 @@ from model.nn.kernels.sums import add_to_gradient
 # At most, in backward; each sums the weight's gradient over its share of the rows. Four on each of an H200's 132
 # multiprocessors: with two, too few loads are under way to use its memory's bandwidth.
 NORM_PROGRAMS = 512
-ROWS_AT_ONCE = 4  # rows that a program loads together, at most
-NUMBERS_AT_ONCE = 4096  # of wider rows it loads fewer: more numbers do not fit its registers
+# Rows that a program loads together where they have 512 to 1,024 numbers. Of narrower rows (heads) it loads as many
+# numbers, or too few loads are under way; of wider ones it loads fewer rows: more do not fit its registers.
+ROWS_AT_ONCE, LEAST_NUMBERS, MOST_NUMBERS = 4, 2048, 4096
 LEAST_WEIGHT = tl.constexpr(1e-30)  # smaller norm weights are clamped, so that backward can divide by the weight
 
 
@@ -52,9 +53,11 @@ def norm_forward(
 def norm_backward(
     NORMED, WEIGHT, RSTD, GRAD_SUM, GRAD_NORMED, GRAD_X, GRAD_ADDED, GRAD_WEIGHT, STEP_KEY, TOKEN_KEYS,
     num_rows, width, site, threshold, scale,
-    HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_GRAD_SUM: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """GRAD_X = GRAD_SUM + the gradient through the norm; GRAD_WEIGHT (programs, width) = each program's partial sum.
+
+    Without HAS_GRAD_SUM only the norm was used, as in the norms of heads, and GRAD_SUM is not read.
 
     GRAD_ADDED, written with dropout only, is GRAD_X through the mask; without, the two gradients are equal.
 
@@ -75,7 +78,8 @@ def norm_backward(
         grad_weight += tl.sum(grad_normed * unit, 0)
         grad_unit = grad_normed * weight[None, :]
         grad = rstd * (grad_unit - unit * (tl.sum(grad_unit * unit, 1) / width)[:, None])
-        grad += tl.load(GRAD_SUM + offsets, mask=is_real, other=0.0).to(tl.float32)
+        if HAS_GRAD_SUM:
+            grad += tl.load(GRAD_SUM + offsets, mask=is_real, other=0.0).to(tl.float32)
         tl.store(GRAD_X + offsets, grad.to(GRAD_X.dtype.element_ty), mask=is_real)
         if HAS_DROPOUT:
             is_kept = _is_kept(STEP_KEY, TOKEN_KEYS, rows, num_rows, 0, site, threshold, ROWS, WIDTH)
@@ -107,18 +111,23 @@ class _AddNorm(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(normed, rstd)
         ctx.weight, ctx.has_added = weight, has_added
+        ctx.set_materialize_grads(False)
         return total, normed
 
     @staticmethod
     def backward(ctx, grad_total, grad_normed):
         (normed, rstd), weight = ctx.saved_tensors, ctx.weight
+        if grad_total is None and ctx.has_added:  # once in a network, behind its last block: no kernel of its own
+            grad_total = torch.zeros_like(normed)
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        grad_normed = torch.zeros_like(normed) if grad_normed is None else grad_normed.contiguous()
         grad_x = torch.empty_like(normed)
         grad_added = torch.empty_like(normed) if ctx.tile["HAS_DROPOUT"] else grad_x
         num_programs = min(NORM_PROGRAMS, triton.cdiv(len(normed), ctx.tile["ROWS"]))
         parts = torch.empty(num_programs, len(weight), device=normed.device)
         norm_backward[(num_programs,)](
-            normed, weight, rstd, grad_total.contiguous(), grad_normed.contiguous(), grad_x, grad_added, parts,
-            *ctx.keys, *normed.shape, *ctx.drawn, **ctx.tile,
+            normed, weight, rstd, grad_total, grad_normed, grad_x, grad_added, parts,
+            *ctx.keys, *normed.shape, *ctx.drawn, HAS_GRAD_SUM=grad_total is not None, **ctx.tile,
         )  # fmt: skip
         grad_weight = add_to_gradient(weight, parts) if ctx.needs_input_grad[2] else None
         return grad_x, grad_added if ctx.has_added else None, grad_weight, None, None
@@ -127,7 +136,7 @@ class _AddNorm(torch.autograd.Function):
 def _tile(width):
     """The rows and columns that a program loads together."""
     columns = padded_width(width)
-    return dict(ROWS=max(min(NUMBERS_AT_ONCE // columns, ROWS_AT_ONCE), 1), WIDTH=columns)
+    return dict(ROWS=max(min(MOST_NUMBERS // columns, max(ROWS_AT_ONCE, LEAST_NUMBERS // columns)), 1), WIDTH=columns)
 
 
 def _arguments(masks):

@@ -1,16 +1,23 @@
 """Qwen directories of Hugging Face: read, in one file or several, and refused by the field that is not computed."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
-from model.formats.weights import load_weights
+from model.data.sequences import Sequences
+from model.formats.weights import load_weights, write_model
+from model.nn.base import Packing
+from model.nn.decoder.batch import collate
+from model.nn.decoder.family import DECODER
 from model.nn.decoder.huggingface import check_config, config_of
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
-from model.nn.registry import config_from, config_values
+from model.nn.memory_spec import count_numbers
+from model.nn.registry import config_from, config_values, load_model_config
 from model.serve.answering import _frozen
 from tests.nn.decoder.test_network import IDS, SIZES, VARIANTS
 from tests.stock import as_hugging_face
@@ -36,6 +43,22 @@ def test_a_directory_of_one_file_or_several_is_read_as_it_was_written(tmp_path, 
     assert theirs.config.tie_word_embeddings == model.config.tie_word_embeddings
     ids = torch.arange(2, 30)[None]
     assert torch.equal(theirs(ids).logits, as_hugging_face(model, IDS)(ids).logits)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("mini", 63_912_192), ("mini_26m", 25_830_912)])
+def test_minimind_s_sizes_begin_as_transformers_draws_qwen3_and_are_read_as_it(tmp_path, name, parameters):
+    sizes = replace(load_model_config(name), vocab_size=6400)
+    assert count_numbers(DECODER, sizes).weights == parameters
+    model = DecoderModel(replace(sizes, vocab_size=90, num_hidden_layers=1)).initialise(1)
+    write_model(model, IDS, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(theirs) is transformers.Qwen3ForCausalLM
+    ids = torch.arange(2, 60)[None]
+    ours = model.hidden(collate(Sequences((ids[0].numpy(),), np.array([[58]]), ids=np.array([0])), Packing(0)))[0]
+    torch.testing.assert_close(ours @ model.output_weight.T, theirs(ids).logits[0, :-1])
+    drawn = transformers.Qwen3ForCausalLM(theirs.config).state_dict()
+    deviations = {name: (x.std().item(), drawn[name].std().item()) for name, x in model.state_dict().items()}
+    assert all(one == pytest.approx(other, rel=0.05) for one, other in deviations.values())
 
 
 def test_a_placed_network_holds_its_weights_in_the_flat_tensors_alone():

@@ -26,7 +26,10 @@ SIZES = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=16, vocab_size=90,
     initializer_range=0.2,
 )  # fmt: skip
-VARIANTS = (dict(), dict(num_key_value_heads=2), dict(model_type="qwen3", num_key_value_heads=2))
+VARIANTS = (
+    dict(), dict(num_key_value_heads=2), dict(model_type="qwen3", num_key_value_heads=2),
+    dict(model_type="qwen3", num_key_value_heads=2, head_dim=96),
+)  # fmt: skip
 BUCKET = Bucket((64, 128), 6)
 
 

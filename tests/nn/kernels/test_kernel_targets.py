@@ -95,7 +95,7 @@ OTHER_GPUS = [pytest.param(capability, marks=pytest.mark.gpu) for capability in 
 def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability, monkeypatch):
     with compiling_for(capability, monkeypatch) as kernels:
         attention_cases = [(name, 64) for name in test_attention.CASES]
-        attention_cases += [("grouped", 128), *(("decoder", head_width) for head_width in (16, 32, 128))]
+        attention_cases += [("grouped", 96), ("grouped", 128), *(("decoder", width) for width in (16, 32, 96, 128))]
         for name, head_width in attention_cases:
             test_attention.outcome(*test_attention.CASES[name], 8, head_width, torch.bfloat16, "cpu", 0, kernels=True)
         for width in (512, 768):
@@ -108,7 +108,7 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
         test_gate.gate_errors("cpu", torch.bfloat16, "gelu", width=1024)
         test_lora.adapter_errors("cpu", torch.bfloat16, 500, 768, 768, 3, (0, 1, 2), 64)
         launch_muon()
-        for head_width in (16, 32, 64, 128):
+        for head_width in (16, 32, 64, 96, 128):
             test_decode_attention.errors("cpu", torch.bfloat16, head_width)
     assert kernels.keys() == kernel_names()
     for name, compiled in kernels.items():

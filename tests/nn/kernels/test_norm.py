@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.nn.kernels.interpreted import interpreted_errors, relative_error
 
 
-def norm_errors(device, dtype, rows=37, width=24, has_added=True):
+def norm_errors(device, dtype, rows=37, width=24, has_added=True, uses_sum=True):
     """Relative errors of add_norm's two outputs and of the gradients of its inputs, against float64."""
     from model.nn.kernels.norm import add_norm
 
@@ -22,19 +22,21 @@ def norm_errors(device, dtype, rows=37, width=24, has_added=True):
             normed = F.rms_norm(total, (width,), inputs[2], 1e-6)
         else:
             total, normed = add_norm(inputs[0], inputs[1] if has_added else None, inputs[2], 1e-6)
-        torch.autograd.backward([total, normed], [grad_total.to(total.dtype), grad_normed.to(normed.dtype)])
+        grads = [grad_total.to(total.dtype), grad_normed.to(normed.dtype)]
+        torch.autograd.backward([total, normed][not uses_sum :], grads[not uses_sum :])
         outcomes.append([total.detach(), normed.detach(), *(t.grad for t in inputs if t.grad is not None)])
     return [relative_error(*pair) for pair in zip(*outcomes, strict=True)]
 
 
 def interpreted():
-    cases = dict(), dict(rows=3, has_added=False), dict(rows=3, width=1500), dict(rows=3, width=2500)
+    cases = [dict(), *(dict(rows=3, has_added=False, uses_sum=uses) for uses in (True, False))]
+    cases += [dict(rows=3, width=1500), dict(rows=3, width=2500)]
     return [error for case in cases for error in norm_errors("cpu", torch.float32, **case)]
 
 
 def test_the_interpreted_norm_gives_the_same_as_pytorch():
     errors = interpreted_errors()["tests.nn.kernels.test_norm"]
-    assert len(errors) == 5 + 4 + 5 + 5
+    assert len(errors) == 5 + 4 + 4 + 5 + 5
     assert max(errors) < 1e-5
 
 
@@ -42,4 +44,5 @@ def test_the_interpreted_norm_gives_the_same_as_pytorch():
 def test_the_norm_in_bf16_is_within_one_percent_of_float64():
     assert max(norm_errors("cuda", torch.bfloat16, rows=5000, width=512)) < 1e-2
     assert max(norm_errors("cuda", torch.bfloat16, rows=333, width=768, has_added=False)) < 1e-2
+    assert max(norm_errors("cuda", torch.bfloat16, rows=5000, width=96, has_added=False, uses_sum=False)) < 1e-2
     assert max(norm_errors("cuda", torch.bfloat16, rows=333, width=4096)) < 1e-2
