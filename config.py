@@ -62,6 +62,7 @@ class TrainConfig:
     weight_decay: float = 0.0  # each step shrinks the weights by learning rate times this
     max_grad_norm: float = 1.0  # 0: no clipping
     z_loss: float = 0.0  # weight of the squared log-normaliser in the loss
+    label_smoothing: float = 0.0  # share of a target's probability that is spread over the vocabulary
     spike_guard: float = 0.0  # skip steps whose gradient norm exceeds the median by this factor; 0: off
     seed: int = 23333  # of the initial weights, the order of pairs and dropout
     # Memory and speed
@@ -160,7 +161,7 @@ def _problems(config):
     yield from _outside_tables(config)
     if not 0 <= config.learn_rate <= 1:
         yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1, or 0 for the optimizer's default"
-    for name in ("dropout", "lora_dropout"):
+    for name in ("dropout", "lora_dropout", "label_smoothing"):
         if not 0 <= getattr(config, name) < 1:
             yield f"{name}={getattr(config, name)}: must be in [0, 1)"
     if config.lora_rank > MAX_LORA_RANK:

@@ -36,6 +36,7 @@ HELP_ZH = dict(
     weight_decay="权重衰减：每步把权重缩小 学习率 x 此值",
     max_grad_norm="梯度裁剪；0：不裁剪",
     z_loss="损失中归一化项平方的权重",
+    label_smoothing="标签平滑：目标概率中均分给整个词表的份额",
     spike_guard="梯度范数超过中位数这么多倍的步会跳过；0：关闭",
     seed="初始权重、数据顺序和 dropout 的随机种子",
     mixed_precision="auto（GPU 支持时用 bf16）、bf16、no",

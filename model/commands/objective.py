@@ -5,7 +5,9 @@ from model.nn.registry import family_of
 from model.train.objectives.dialogues import Dialogues
 from model.train.objectives.pairs import Pairs
 
-OBJECTIVES = {"pairs": lambda config: Pairs(config.z_loss, config.single_turn, config.prompt_prefix)}
+OBJECTIVES = {
+    "pairs": lambda config: Pairs(config.z_loss, config.single_turn, config.prompt_prefix, config.label_smoothing)
+}
 
 
 def objective_for(config, model_config, tokenizer):
@@ -21,7 +23,7 @@ def objective_for(config, model_config, tokenizer):
             "leave it out, and give the task as the system text of each dialogue"
         )
     template = turn_template(tokenizer).text if tokenizer else ""
-    return Dialogues(template, config.max_seq_len, config.z_loss, config.single_turn)
+    return Dialogues(template, config.max_seq_len, config.z_loss, config.single_turn, config.label_smoothing)
 
 
 def objective_of(config):
