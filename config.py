@@ -59,7 +59,7 @@ class TrainConfig:
     warmup_steps: int = -1  # steps; -1: a tenth of the run, at most 1000
     warmup_ratio: float = -1.0  # the warm-up's share of the run, in place of warmup_steps; -1: by warmup_steps
     lr_schedule: str = "cosine"  # cosine, wsd (constant, then down to zero over the last fifth)
-    weight_decay: float = 0.0  # each step shrinks the weights by learning rate times this
+    weight_decay: float = 0.0  # each step shrinks the layers' matrices by their own learning rate times this
     max_grad_norm: float = 1.0  # 0: no clipping
     z_loss: float = 0.0  # weight of the squared log-normaliser in the loss
     label_smoothing: float = 0.0  # share of a target's probability that is spread over the vocabulary
