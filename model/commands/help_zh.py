@@ -34,6 +34,7 @@ HELP_ZH = dict(
     warmup_ratio="预热占总步数的比例，代替 warmup_steps；-1：由 warmup_steps 决定",
     lr_schedule="学习率曲线：cosine、wsd（保持不变，最后五分之一降到 0）",
     weight_decay="权重衰减：每步把各层的矩阵缩小 该矩阵自己的学习率 x 此值",
+    average="另存一份权重的滑动平均，平均年龄占已训练步数的这个比例；0：不要",
     max_grad_norm="梯度裁剪；0：不裁剪",
     z_loss="损失中归一化项平方的权重",
     label_smoothing="标签平滑：目标概率中均分给整个词表的份额",

@@ -19,6 +19,7 @@ class FlatOptimizer:
     """
 
     fields = frozenset()  # names of the state of a weight
+    average = None  # WeightAverage of the weights, where one is wanted; a step's commit updates it
     parts = ()  # flat weights that one rank each updates, rank by rank, and sends to the others; (): all update all
 
     def __init__(self, params, options):
