@@ -176,6 +176,16 @@ ADAPTER_DIR 是适配器的目录，或其训练目录（用 best/，没有就�
         "adapter": "适配器目录或训练目录",
         "output": "写到哪个目录",
     },
+    "average": {
+        "": """把几个同样大小的模型取平均，写成普通的模型目录。
+
+    python scripts/average.py MODEL MODEL [MODEL…] --output DIR
+
+MODEL 是训练的检查点（RUN_DIR/checkpoints/step_…）、Hugging Face 目录或训练目录（用 best/，没有就用 last/）。分词器和
+生成设置用第一个的。逐个张量以 float32 取平均。退出码：0 已写出，2 拒绝，1 磁盘错误。""",
+        "models": "检查点、模型目录或训练目录，至少两个",
+        "output": "写到哪个目录",
+    },
     "convert_tokenizer": {
         "": """把模型的 SentencePiece 分词器转换成训练能读的 tokenizer.json，只需一次，不联网。
 
