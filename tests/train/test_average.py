@@ -1,6 +1,7 @@
 """The average of the weights: what it is, in a run, across resumes and numbers of ranks, and when memory runs out."""
 
 import functools
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
 import pytest
@@ -8,22 +9,37 @@ import torch
 from safetensors.torch import load_file
 
 from config import load_config
+from model.commands import evaluation
+from model.memory.estimate import disk_bytes, fixed_bytes
+from model.memory.plan import NothingFits
 from model.run.checkpoint import TrainState, load_average, read_checkpoint, save_checkpoint, snapshot_of
+from model.runtime import fault_injection
 from model.train.average import WeightAverage
+from model.train.evaluate import measure
 from model.train.optim import make_optimizer
-from tests.parts import make_config, make_model, make_spec
+from tests.parts import PLAN, evaluation_of, make_config, make_model, make_spec
 from tests.tiny import SHORT, journal, refused, train
 
 OPTIONS = dict(average=0.2, epochs=2, save_steps=4, optimizer="muon", dropout=0.1)
 
 
-def averaged_weights(steps, share):
+@contextmanager
+def waiting_refused():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def averaged_weights(steps, share, device="cpu"):
     """(WeightAverage after so many steps, the weights of each step)."""
-    model, draw = make_model(60), torch.Generator().manual_seed(0)
-    average, weights = WeightAverage(model.flat, share), []
+    model, draw = make_model(60).to(device), torch.Generator().manual_seed(0)
+    average, weights, scale = WeightAverage(model.flat, share), [], torch.tensor(0.3, device=device)
     for step in range(1, steps + 1):
         model.flat.masters.copy_(torch.randn(model.flat.masters.shape, generator=draw))
-        average.update(step, torch.tensor(0.3))
+        with waiting_refused() if device == "cuda" else nullcontext():
+            average.update(step, scale)
         weights.append(model.flat.masters.clone())
     return average, weights
 
@@ -40,6 +56,18 @@ def test_the_mean_age_of_the_average_is_its_share_of_the_steps_so_far(share):
         age = (age + 1) * (1 - 1 / step) ** (1 / share - 1)
         if step in (500, 2000):
             assert age / step == pytest.approx(share, rel=0.05)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_average_is_that_of_the_cpu_does_not_wait_for_the_device_and_changes_places_without_memory():
+    (average, (*_, weights)), (on_cpu, _) = averaged_weights(20, 0.1, "cuda"), averaged_weights(20, 0.1)
+    torch.testing.assert_close(average.values.cpu(), on_cpu.values, rtol=1e-5, atol=1e-6)
+    before = average.values.clone()
+    torch.cuda.reset_peak_memory_stats()
+    with average.in_place_of_weights():
+        assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+        assert torch.equal(average.flat.masters, before)
+    assert torch.equal(average.flat.masters, weights)
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan")])
@@ -81,8 +109,6 @@ def test_a_checkpoint_has_the_average_under_the_names_of_all_weights_and_loads_i
 
 
 def test_memory_and_disk_are_predicted_with_the_average():
-    from model.memory.estimate import disk_bytes, fixed_bytes
-
     shape = make_model(60).config
     plain, averaged = (make_spec(make_config(average=x), shape, torch.bfloat16) for x in (0.0, 0.1))
     assert fixed_bytes(averaged) == fixed_bytes(plain) | dict(average=4 * plain.trained)
@@ -146,14 +172,35 @@ def test_the_average_on_two_ranks_is_that_of_one(calm):
     assert gap < 0.05 * sum((one[name] - raw[name]).norm() ** 2 for name in one) ** 0.5
 
 
-def test_memory_that_runs_out_while_the_average_is_evaluated_leaves_the_weights_and_changes_no_bit(home, calm):
+@pytest.mark.parametrize("count", [0, 2, 1000])
+def test_memory_that_runs_out_while_the_average_is_in_place_leaves_the_weights(monkeypatch, store, tokenizer, count):
+    model, seen = make_model(tokenizer.vocab_size), []
+    average = WeightAverage(model.flat, 0.1)
+    average.values.mul_(0.5)
+    before = model.flat.masters.clone(), average.values.clone()
+
+    def measure_short_of_memory(*args):
+        monkeypatch.setattr(fault_injection, "_faults", fault_injection.parse_faults(f"evaluate:0:5:oom:{count}"))
+        seen.append(model.flat.masters.clone())
+        return measure(*args)
+
+    monkeypatch.setattr(evaluation, "measure", measure_short_of_memory if count else measure)
+    given = evaluation_of(model, store, tokenizer), average, PLAN, 5
+    with pytest.raises(NothingFits) if count == 1000 else nullcontext():
+        scores, losses = evaluation.measure_better(*given, lambda kind, **values: seen.append(kind))
+        assert scores["loss"] == min(losses["weights_loss"], losses["average_loss"]) and "oom" in seen or not count
+    assert not count or torch.equal(seen[0], before[1])
+    assert torch.equal(model.flat.masters, before[0]) and torch.equal(average.values, before[1])
+
+
+def test_memory_that_runs_out_in_evaluations_of_a_run_with_an_average_changes_no_bit(home, calm):
     done = train(home, 2, "evaluate:1:6:oom:3,evaluate:0:12:oom:2", output_dir="short", **OPTIONS)
     assert done.codes == [0, 0], done.text
     assert {line["where"] for line in journal(home / "short", "oom")} == {"evaluate"}
     assert equal(newest(home / "short"), newest(calm(2)))
 
 
-def test_an_average_that_does_not_fit_its_evaluation_leaves_a_checkpoint_of_the_weights(home, calm):
+def test_evaluations_that_never_fit_leave_a_checkpoint_from_which_weights_and_average_go_on(home, calm):
     done = train(home, 1, "evaluate:0:6:oom:1000", output_dir="never", **OPTIONS)
     assert done.codes == [1], done.text
     done = train(home, 1, output_dir="never", is_keep_training=True, **OPTIONS)
