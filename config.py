@@ -67,9 +67,11 @@ class TrainConfig:
     warmup_steps: int = -1  # steps; -1: a tenth of the run, at most 1000
     warmup_ratio: float = -1.0  # the warm-up's share of the run, in place of warmup_steps; -1: by warmup_steps
     lr_schedule: str = "cosine"  # cosine, wsd (constant, then down to zero over the last fifth)
-    weight_decay: float = 0.0  # each step shrinks the weights by learning rate times this
+    weight_decay: float = 0.0  # each step shrinks the layers' matrices by their own learning rate times this
+    average: float = 0.0  # also keep an average of the weights, so old on average, as a share of the steps so far
     max_grad_norm: float = 1.0  # 0: no clipping
     z_loss: float = 0.0  # weight of the squared log-normaliser in the loss
+    label_smoothing: float = 0.0  # share of a target's probability that is spread over the vocabulary
     spike_guard: float = 0.0  # skip steps whose gradient norm exceeds the median by this factor; 0: off
     seed: int = 23333  # of the initial weights, the order of pairs and dropout
     # Memory and speed
@@ -168,9 +170,11 @@ def _problems(config):
     yield from _outside_tables(config)
     if not 0 <= config.learn_rate <= 1:
         yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1, or 0 for the optimizer's default"
-    for name in ("dropout", "lora_dropout"):
+    for name in ("dropout", "lora_dropout", "label_smoothing"):
         if not 0 <= getattr(config, name) < 1:
             yield f"{name}={getattr(config, name)}: must be in [0, 1)"
+    if not 0 <= config.average <= 0.5:
+        yield f"average={config.average}: must be at most 0.5 (the mean of all steps), or 0 for no average"
     if config.lora_rank > MAX_LORA_RANK:
         yield f"lora_rank={config.lora_rank}: must be at most {MAX_LORA_RANK}"
     for name in LORA_OPTIONS:
@@ -206,7 +210,7 @@ def _contradictions(config):
     if config.best_metric in ("bleu", "chrf") and not config.bleu_pairs:
         yield f"best_metric={config.best_metric} needs generated answers, and bleu_pairs=0: give bleu_pairs=100"
     if not config.validation_file:
-        for name in ("eval_steps", "early_stop"):
+        for name in ("eval_steps", "early_stop", "average"):
             if getattr(config, name):
                 yield f"{name}={getattr(config, name)}: validation_file is empty, so nothing is evaluated: give a file"
 

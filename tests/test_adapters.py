@@ -43,13 +43,20 @@ def test_an_adapter_learns_and_checkpoints_hold_nothing_but_it(home):
         assert all(".lora_" in name for name in load_file(path))
 
 
-def test_promise_3_an_adapter_killed_and_resumed_in_a_moved_directory_is_the_same(home):
-    done = train(home, 1, "update:0:4:kill", output_dir="killed", **LORA)
+def test_promise_3_an_adapter_killed_and_resumed_in_a_moved_directory_is_the_same_also_with_an_average(home):
+    done = train(home, 1, "update:0:4:kill", output_dir="killed", average=0.2, **LORA)
     assert done.codes != [0]
     shutil.move(home / "killed", home / "moved")
     done = command(home, "train", "--output_dir=moved", "--is_keep_training=True")
     assert done.codes == [0], done.text
     assert weights_hash(home / "moved") == weights_hash(home / "calm")
+    newest = home / "moved" / "checkpoints" / (home / "moved" / "checkpoints" / "LATEST").read_text()
+    best = load_file(home / "moved" / "best" / "adapter_model.safetensors")
+    is_average = journal(home / "moved", "eval")[-1]["averaged"]
+    weights = load_file(newest / ("average.safetensors" if is_average else "model.safetensors"))
+    assert {name.split("base_model.model.")[-1]: t.tolist() for name, t in best.items()} == {
+        name: tensor.tolist() for name, tensor in weights.items()
+    }
 
 
 def test_promise_5_out_of_memory_leaves_no_trace_in_an_adapter(home):

@@ -13,7 +13,7 @@ NUM_STEPS = 20
 
 
 def losses_of(store, tokenizer):
-    config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.02, weight_decay=0.01, z_loss=1e-4)
+    config = make_config(seed=3, optimizer="adamw_rms", learn_rate=0.02, weight_decay=1.0, z_loss=1e-4)
     model = make_model(tokenizer.vocab_size)
     schedule = dict(total_pairs=len(store) * 6, global_batch=16, warmup_pairs=48)
     steps = steps_of(model, make_optimizer(model, config), store, PLAN, config, **schedule)

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 from model.commands.exporting import export
@@ -13,7 +14,7 @@ from model.display.drawing import draw_soon
 from model.run.run_dir import is_exported
 from model.runtime.distributed import from_main, vote
 from model.runtime.watchdog import stop_asked
-from model.train.evaluate import measure
+from model.train.evaluate import evaluate_loss, measure
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -84,19 +85,23 @@ def evaluate(run, journal, saver, state, plan, training_loss):
 
     `training_loss` is that of the steps since the last evaluation, None if unknown.
     """
-    ranks, started = run.ranks, time.monotonic()
-    scores = measure(run.evaluation, plan, state.step, journal.write)
+    ranks, started, average = run.ranks, time.monotonic(), run.optimizer.average
+    scores, losses = measure_better(run.evaluation, average, plan, state.step, journal.write)
     if scores is None:
         return state, True
+    averaged = bool(losses and losses["averaged"])
     seconds, epoch = time.monotonic() - started, state.pairs_seen / run.train.epoch_pairs
     is_best = ranks.is_main and is_better(run, state, scores)
     since_best = 0 if is_best else state.evaluations_since_best + 1
     gap = None if training_loss is None else scores["loss"] - training_loss
-    values = dict(overfit_gap=gap, evaluations_since_best=since_best, seconds=seconds)
+    values = losses | dict(overfit_gap=gap, evaluations_since_best=since_best, seconds=seconds)
     journal.write("eval", step=state.step, epoch=epoch, **scores, **values)
     if ranks.is_main and run.rules.draws_plots and state.pairs_seen < run.schedule.total_pairs:
         draw_soon(run.dir)  # not at the end, when all is drawn once more
-    failure = export(run, state, "best", scores, saver.weights_files(state)) if is_best else ""
+    failure = ""
+    if is_best:
+        with average.in_place_of_weights() if averaged else nullcontext():
+            failure = export(run, state, "best", scores, saver.weights_files(state, averaged))
     stop, is_best, failed = vote(ranks, stop_asked(), is_best, bool(failure))
     if not failed:  # else the next evaluation or the next start tries again
         since_best = 0 if is_best else state.evaluations_since_best + 1
@@ -111,6 +116,25 @@ def evaluate(run, journal, saver, state, plan, training_loss):
     )))  # fmt: skip
     warn_of_no_gain(run, state)
     return state, bool(stop)
+
+
+def measure_better(evaluation, average, plan, step, note):
+    """(`measure` of the weights or of their average, whichever has the lower loss, a dict of what tells them apart).
+
+    The dict is empty without an `average`; the scores are None if a stop was asked.
+    """
+    if average is None:
+        return measure(evaluation, plan, step, note), {}
+    own = evaluate_loss(evaluation, plan, step, note)
+    if own is None:
+        return None, {}
+    with average.in_place_of_weights():
+        scores = measure(evaluation, plan, step, note)
+    if scores is None:
+        return None, {}
+    (averaged,) = vote(evaluation.ranks, evaluation.ranks.is_main and scores["loss"] < own["loss"])
+    losses = dict(averaged=bool(averaged), weights_loss=own["loss"], average_loss=scores["loss"])
+    return scores if averaged else measure(evaluation, plan, step, note), losses
 
 
 def is_better(run, state, scores):

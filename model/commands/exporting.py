@@ -96,7 +96,9 @@ def last_scores(run, state):
         return {}
     names = (*run.train.objective.metrics, *SCORES)
     found = [record for record in records if record["kind"] == "eval" and record["step"] == state.step]
-    return {name: found[-1][name] for name in names if isinstance(found[-1].get(name), float)} if found else {}
+    if not found or found[-1].get("averaged"):  # the scores are those of their average
+        return {"loss": found[-1]["weights_loss"]} if found else {}
+    return {name: found[-1][name] for name in names if isinstance(found[-1].get(name), float)}
 
 
 def file_names(examples):
@@ -130,7 +132,8 @@ def _training(run, state):
         "objective": described_objective(config),
         "seen": f"{seen}, {run.schedule.global_batch} a step",
         "optimizer": f"{config.optimizer}, peak learning rate {config.learn_rate:g}, {config.lr_schedule} schedule",
-        "regularisation": f"dropout {config.dropout:g}, weight decay {config.weight_decay:g}",
+        "regularisation": f"dropout {config.dropout:g}, weight decay {config.weight_decay:g}, "
+        f"label smoothing {config.label_smoothing:g}, average of the weights {config.average:g}",
         "seed": config.seed,
         "computed on": f"{ranks.world_size} x {device_name(ranks.device)}, {dtype}",
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items() if number),

@@ -37,9 +37,11 @@ HELP_ZH = dict(
     warmup_steps="预热步数；-1：总步数的十分之一，最多 1000",
     warmup_ratio="预热占总步数的比例，代替 warmup_steps；-1：由 warmup_steps 决定",
     lr_schedule="学习率曲线：cosine、wsd（保持不变，最后五分之一降到 0）",
-    weight_decay="权重衰减：每步把权重缩小 学习率 x 此值",
+    weight_decay="权重衰减：每步把各层的矩阵缩小 该矩阵自己的学习率 x 此值",
+    average="另存一份权重的滑动平均，平均年龄占已训练步数的这个比例；0：不要",
     max_grad_norm="梯度裁剪；0：不裁剪",
     z_loss="损失中归一化项平方的权重",
+    label_smoothing="标签平滑：目标概率中均分给整个词表的份额",
     spike_guard="梯度范数超过中位数这么多倍的步会跳过；0：关闭",
     seed="初始权重、数据顺序和 dropout 的随机种子",
     mixed_precision="auto（GPU 支持时用 bf16）、bf16、no",
@@ -180,6 +182,16 @@ MODEL_DIR 是 Hugging Face 目录或训练目录。网页显示训练目录 RUN_
 ADAPTER_DIR 是适配器的目录，或其训练目录（用 best/，没有就用 last/）。底座的位置由适配器记录；分词器用适配器的，
 没有就用底座的。逐个矩阵以 float32 相加，再按底座的精度写出，所以比内存大的模型也能合并。""",
         "adapter": "适配器目录或训练目录",
+        "output": "写到哪个目录",
+    },
+    "average": {
+        "": """把几个同样大小的模型取平均，写成普通的模型目录。
+
+    python scripts/average.py MODEL MODEL [MODEL…] --output DIR
+
+MODEL 是训练的检查点（RUN_DIR/checkpoints/step_…）、Hugging Face 目录或训练目录（用 best/，没有就用 last/）。分词器和
+生成设置用第一个的。逐个张量以 float32 取平均。退出码：0 已写出，2 拒绝，1 磁盘错误。""",
+        "models": "检查点、模型目录或训练目录，至少两个",
         "output": "写到哪个目录",
     },
     "convert_tokenizer": {

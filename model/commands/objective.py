@@ -15,20 +15,29 @@ from model.train.objectives.prefix import Prefix
 from model.train.objectives.spans import Spans
 from model.train.objectives.text import Text
 
-OPTIONS_OF = dict(pairs=("prompt_prefix", "single_turn"), span=("span_density", "span_mean"))  # no other uses them
+OPTIONS_OF = dict(
+    pairs=("prompt_prefix", "single_turn", "learn_empty_thoughts"), span=("span_density", "span_mean")
+)  # no other uses them
 
 
 def _pairs(config, family=None, tokenizer=None):
     """Pairs or, where the family reads dialogues, Dialogues."""
     if not (family and family.reads_dialogues):
-        return Pairs(config.z_loss, config.single_turn, config.prompt_prefix)
+        return Pairs(config.z_loss, config.single_turn, config.prompt_prefix, config.label_smoothing)
     if config.prompt_prefix:
         raise ValueError(
             f"--prompt_prefix={config.prompt_prefix}: this network reads dialogues in its tokenizer's chat template: "
             "leave it out, and give the task as the system text of each dialogue"
         )
     template = turn_template(tokenizer).text if tokenizer else ""
-    return Dialogues(template, config.max_seq_len, config.z_loss, config.single_turn, config.learn_empty_thoughts)
+    return Dialogues(
+        template,
+        config.max_seq_len,
+        config.z_loss,
+        config.single_turn,
+        config.learn_empty_thoughts,
+        config.label_smoothing,
+    )
 
 
 def _text(config, family=None, tokenizer=None):
@@ -37,13 +46,14 @@ def _text(config, family=None, tokenizer=None):
             "objective text: this network has an encoder, which would read what the decoder is to predict: take span, "
             "or prefix"
         )
-    return Text(config.z_loss)
+    return Text(config.z_loss, config.label_smoothing)
 
 
 def _span(config, family=None, tokenizer=None):
     if family and family.reads_one_stream:
         raise ValueError("objective span: this network has no encoder to read a text with gaps: take text, or prefix")
-    spans = Spans(config.z_loss, Noise(config.span_density, config.span_mean), config.max_seq_len)
+    noise = Noise(config.span_density, config.span_mean)
+    spans = Spans(config.z_loss, config.label_smoothing, noise, config.max_seq_len)
     if tokenizer is None:
         return spans
     return replace(spans, sentinels=_sentinels(tokenizer, spans), eos_id=tokenizer.eos_id)
@@ -51,7 +61,8 @@ def _span(config, family=None, tokenizer=None):
 
 def _prefix(config, family=None, tokenizer=None):
     has_encoder = family is not None and not family.reads_one_stream
-    return Prefix(config.z_loss, (tokenizer.eos_id if tokenizer else 0) if has_encoder else None)
+    eos_id = (tokenizer.eos_id if tokenizer else 0) if has_encoder else None
+    return Prefix(config.z_loss, config.label_smoothing, eos_id)
 
 
 OBJECTIVES = {"pairs": _pairs, "text": _text, "span": _span, "prefix": _prefix}

@@ -30,6 +30,7 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "optimizer": "optim optimizer_type optimizer_name",
     "max_grad_norm": "clip_grad clip_grad_norm grad_clip gradient_clipping gradient_clip_val",
     "weight_decay": "wd",
+    "label_smoothing": "label_smoothing_factor",
     "lora_rank": "lora_r r lora_dim lora",
     "lora_targets": "lora_target lora_target_modules target_modules",
     "lora_init": "init_lora_weights",
@@ -114,7 +115,6 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     r"vocab_size": "the tokenizer sets it: type it for scripts/train_tokenizer.py or for `plan`",
     r"device|gpus?|gpu_ids?|no_cuda|use_cpu|use_cuda": "set CUDA_VISIBLE_DEVICES in the environment, empty for the CPU",
     r"adam_(beta[12]|epsilon)|betas?|beta[12]|momentum": "the value is fixed in model/train: leave it out",
-    r"label_smoothing(_factor)?": "there is no label smoothing; --z_loss keeps the log-normaliser near 0",
     r"(push_to_)?hub\w*": "nothing is uploaded: best/ and last/ are ordinary Hugging Face directories",
 }
 

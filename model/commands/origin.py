@@ -20,7 +20,7 @@ from model.formats.adapters import adapter_directory, load_merged, tokenizer_dir
 from model.formats.weights import LoadedWeights, check_fits, load_into
 from model.nn.lora import attach
 from model.nn.registry import config_from, config_values, family_of, load_model_config
-from model.run.checkpoint import Checkpoint, load_newest, load_optimizer, snapshot_of
+from model.run.checkpoint import Checkpoint, load_average, load_newest, load_optimizer, snapshot_of
 from model.run.run_dir import TOKENIZER_DIR
 from model.run.saver import checksum
 from model.run.train_state import state_of, state_values
@@ -230,7 +230,8 @@ def restore(ranks, model, optimizer, found):
     fit.
     """
     from_main(ranks, _load, model, optimizer, found)
-    broadcast(ranks, [*model.flat.weights, *snapshot_of(model, optimizer).optimizer.values()])
+    averages = [optimizer.average.values] if optimizer.average else []
+    broadcast(ranks, [*model.flat.weights, *averages, *snapshot_of(model, optimizer).optimizer.values()])
     optimizer.count_steps()
     if ranks.is_main:
         LOGGER.info("resuming from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)
@@ -240,6 +241,10 @@ def restore(ranks, model, optimizer, found):
 def _load(model, optimizer, found):
     load_into(model, LoadedWeights(found.tensors), found.path)
     load_optimizer(optimizer, model, found.optimizer)
+    if optimizer.average:
+        load_average(optimizer.average, model, found.average)
+        if not found.average:
+            LOGGER.info("%s holds no average of the weights: it begins with them", found.path)
 
 
 def with_validation(validation, ranks, state):

@@ -227,7 +227,7 @@ def _host(recipe, estimate, plan):
     compute = weights if device == "cuda" else max(estimate.peaks(*plan.batching, plan.answers).values())
     rank_bytes = HOST_BYTES[device] + compute
     return dict(
-        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + saved + optimizer_state,
+        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + saved + optimizer_state + estimate.spec.average_bytes,
         shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
     )  # fmt: skip

@@ -124,7 +124,7 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
         family_of(model_config), model_config, dtype.itemsize, kernels, config.dropout > 0 or config.lora_dropout > 0,
         config.trainable, lora, num_ranks=machine.num_processes,
     )  # fmt: skip
-    spec = with_optimizer(network, config.optimizer)
+    spec = with_optimizer(replace(network, averages=config.average > 0), config.optimizer)
     if machine.launch_tokens:
         spec = replace(spec, launch_tokens=machine.launch_tokens)
     sends_bf16 = config.reduce_dtype == "bf16"  # counted on one rank, too, which has no sum
@@ -150,7 +150,7 @@ def update_options(config):
     """The UpdateOptions of a TrainConfig."""
     return UpdateOptions(
         config.optimizer, config.learn_rate, config.weight_decay, config.max_grad_norm, config.spike_guard,
-        config.reduce_dtype, config.share_update,
+        config.reduce_dtype, config.share_update, config.average,
     )  # fmt: skip
 
 

@@ -94,6 +94,7 @@ TOOLS = {
         "tokenizer.converted": "{path}: {count} tokens, {fingerprint}",
         "export.written": "{directory}: {size:.1f} MiB, {form}; how to use it: {readme}",
         "merge.written": "{output}: {adapter}, merged; {count:,} weights",
+        "average.written": "{output}: the mean of {models} models; {count:,} weights",
         "serve.alone": "this model was trained on single questions: each is answered by itself; --single_turn=False "
         "answers with what was said before",
         "chat.alone": "this model was trained on single questions: each is asked by itself; --single_turn=False shows "
@@ -222,6 +223,7 @@ TOOLS = {
         "tokenizer.converted": "{path}：{count} 个词元，{fingerprint}",
         "export.written": "{directory}：{size:.1f} MiB，{form}；用法见 {readme}",
         "merge.written": "{output}：已合并 {adapter}；{count:,} 个权重",
+        "average.written": "{output}：{models} 个模型的平均；{count:,} 个权重",
         "serve.alone": "这个模型只学过单独的问题：每个问题单独提问；--single_turn=False 会带上整段对话",
         "chat.alone": "这个模型只学过单独的问题：每个问题单独提问；--single_turn=False 会带上整段对话",
         "serve.ready": "{directory}，在 {device} 上：{address}",

@@ -27,11 +27,13 @@ class Answers:
 
 def fixed_bytes(spec):
     """{part: bytes} held from the first step to the last."""
+    average = dict(average=spec.average_bytes) if spec.averages else {}
     return dict(
         weights=4 * spec.trained + spec.frozen_bytes,
         bf16_weights=2 * spec.trained if spec.number_bytes == 2 else 0,
         gradients=4 * spec.trained,
         optimizer=spec.state_bytes,
+        **average,
         workspaces=int(spec.constants.workspace_bytes) + spec.sum_bytes,
     )
 
@@ -126,7 +128,7 @@ class Estimate:
         step = max(self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing).values())
         inputs, matrix = int(self.lengths.tokens[:, 0].max()), self.spec.product_bytes
         extra_bytes = dict(
-            load=-self.fixed["gradients"] - self.fixed["optimizer"],
+            load=-self.fixed["gradients"] - self.fixed["optimizer"] - self.fixed.get("average", 0),
             first_step=step,
             step=step,
             evaluation=matrix
@@ -169,4 +171,4 @@ class Estimate:
 def disk_bytes(spec, kept):
     """Bytes on disk of `kept` checkpoints plus one being written, and of best/ and last/ plus one being written."""
     weights = 4 * spec.saved
-    return (kept + 1) * (weights + spec.state_bytes) + 3 * weights
+    return (kept + 1) * (weights * (2 if spec.averages else 1) + spec.state_bytes) + 3 * weights

@@ -167,11 +167,12 @@ class LanguageModel(nn.Module):
         assert token_keys is not None, "dropout needs a batch whose tokens have keys: Packing.dropout"
         return Masks(self.dropout, self.step_key, token_keys)
 
-    def cross_entropy(self, batch, chunk_tokens=2048, z_loss=0.0):
-        """(loss, parts (2,)) as in linear_cross_entropy: cross-entropy and z-loss, summed over target tokens."""
+    def cross_entropy(self, batch, chunk_tokens=2048, z_loss=0.0, label_smoothing=0.0):
+        """(loss, parts (3,)) as in linear_cross_entropy, summed over target tokens; the first is the cross-entropy."""
         hidden, labels = self.hidden(batch)
         weight = self.output_weight
-        return linear_cross_entropy(hidden, weight, labels, chunk_tokens, z_loss, with_padding(weight.copy))
+        penalties = chunk_tokens, z_loss, label_smoothing
+        return linear_cross_entropy(hidden, weight, labels, *penalties, with_padding(weight.copy))
 
     def token_log_probs(self, batch, chunk_tokens=2048):
         """Log-probability of each target token in nats, (targets,) float32; 0 for padding."""

@@ -10,36 +10,43 @@ from model.nn.flat_params import add_matmul, runs_kernels
 ROWS_AT_ONCE = 64  # in cross_entropy_: its temporaries then stay in the CPU's cache
 
 
-def linear_cross_entropy(hidden_ND, weight_VD, labels_N, chunk_tokens=2048, z_loss=0.0, copy_WD=None):
-    """(loss, parts): parts (2,) are the cross-entropy and z_loss * log(Z)^2, each summed over target tokens.
+def linear_cross_entropy(
+    hidden_ND, weight_VD, labels_N, chunk_tokens=2048, z_loss=0.0, label_smoothing=0.0, copy_WD=None
+):  # fmt: skip
+    """(loss, parts): parts (3,) are the cross-entropy, z_loss * log(Z)^2 and what label smoothing adds to them, each
+    summed over target tokens.
 
-    In nats, float32; a label below 0 counts nothing. `loss` is the sum of the two parts and carries the gradient;
-    `parts` carries none. They are sums, not means, so that micro-batches and ranks add up. One chunk of `chunk_tokens`
-    * V logits exists at a time; the forward pass computes the gradients chunk by chunk. `copy_WD` is the weight in
-    hidden's dtype, cast here if None; it may end with padding rows of zeros.
+    In nats, float32; a label below 0 counts nothing. `loss` is the sum of the parts and carries the gradient; `parts`
+    carries none. They are sums, not means, so that micro-batches and ranks add up. With `label_smoothing` the loss has
+    (1 - label_smoothing) times the cross-entropy plus label_smoothing times the mean of -log p over the vocabulary
+    (Szegedy et al. 2016, arXiv 1512.00567). One chunk of `chunk_tokens` * V logits exists at a time; the forward pass
+    computes the gradients chunk by chunk. `copy_WD` is the weight in hidden's dtype, cast here if None; it may end with
+    padding rows of zeros.
     """
-    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, z_loss, copy_WD)
+    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, (z_loss, label_smoothing), copy_WD)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, z_loss, copy_WD):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, penalties, copy_WD):
         copy_WD = weight_VD.to(hidden_ND.dtype) if copy_WD is None else copy_WD
         needs_hidden_grad, needs_weight_grad = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden_grad else None
         grad_weight = torch.zeros(copy_WD.shape, device=copy_WD.device) if needs_weight_grad else None
         parts = []
-        for chunk, grad_CW, losses_2C in _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, len(weight_VD), z_loss):
-            parts.append(losses_2C.sum(1))
+        for chunk, grad_CW, losses_3C in _chunks_of(
+            hidden_ND, labels_N, copy_WD, chunk_tokens, len(weight_VD), *penalties
+        ):
+            parts.append(losses_3C.sum(1))
             if needs_hidden_grad:
                 torch.mm(grad_CW, copy_WD, out=grad_hidden[chunk])
             if needs_weight_grad:
                 add_matmul(grad_weight, grad_CW.T, hidden_ND[chunk])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight = weight_VD
-        parts_2 = torch.stack(parts).sum(0)
-        ctx.mark_non_differentiable(parts_2)
-        return parts_2.sum(), parts_2
+        parts_3 = torch.stack(parts).sum(0)
+        ctx.mark_non_differentiable(parts_3)
+        return parts_3.sum(), parts_3
 
     @staticmethod
     def backward(ctx, grad_loss, _):
@@ -74,7 +81,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden_ND, labels_N)
         ctx.copy, ctx.chunk_tokens, ctx.vocabulary = copy_WD, chunk_tokens, len(weight_VD)
         chunks = _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, ctx.vocabulary)
-        return torch.cat([-losses_2C[0] for _, _, losses_2C in chunks])
+        return torch.cat([-losses_3C[0] for _, _, losses_3C in chunks])
 
     @staticmethod
     def backward(ctx, grad_N):
@@ -91,8 +98,8 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight[: ctx.vocabulary], None, None, None
 
 
-def _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, vocabulary, z_loss=0.0):
-    """Yield (slice of the tokens, gradient of their cross-entropy by logits (C, W), cross_entropy_'s losses (2, C)).
+def _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, vocabulary, z_loss=0.0, label_smoothing=0.0):
+    """Yield (slice of the tokens, gradient of their losses by logits (C, W), cross_entropy_'s losses (3, C)).
 
     The gradients of all chunks share one buffer.
     """
@@ -102,7 +109,7 @@ def _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, vocabulary, z_loss=0.
         chunk = slice(start, start + chunk_tokens)
         labels_C = labels_N[chunk]
         logits_CW = torch.mm(hidden_ND[chunk], copy_WD.T, out=buffer_CW[: len(labels_C)])
-        yield chunk, logits_CW, cross_entropy_(logits_CW, labels_C, vocabulary, z_loss)
+        yield chunk, logits_CW, cross_entropy_(logits_CW, labels_C, vocabulary, z_loss, label_smoothing)
 
 
 def _cross_entropy_of(tensor):
@@ -113,27 +120,32 @@ def _cross_entropy_of(tensor):
     return kernel
 
 
-def cross_entropy_(logits_CW, labels_C, vocabulary, z_loss):
-    """(cross-entropy, z-loss) in nats, (2, C) float32, of each row of `logits_CW` over its first `vocabulary` columns.
+def cross_entropy_(logits_CW, labels_C, vocabulary, z_loss, label_smoothing=0.0):
+    """(cross-entropy, z-loss, what label smoothing adds) in nats, (3, C) float32, of each row of `logits_CW` over its
+    first `vocabulary` columns.
 
     Overwrites `logits_CW` with the gradient of their sum; it is zero in the other columns. Rows whose label is below 0
-    get zeros in both.
+    get zeros in all.
     """
-    losses_2C = logits_CW.new_empty(2, len(labels_C), dtype=torch.float32)
+    losses_3C = logits_CW.new_zeros(3, len(labels_C), dtype=torch.float32)
     for start in range(0, len(labels_C), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         logits, labels = logits_CW[rows, :vocabulary], labels_C[rows, None].clamp(min=0)
         grad = logits.float()  # no copy if the logits are float32: then the gradient is computed in place
-        log_z = grad.logsumexp(dim=1, keepdim=True)
-        losses_2C[0, rows] = (log_z - grad.gather(1, labels))[:, 0]
-        losses_2C[1, rows] = z_loss * log_z.square()[:, 0]
+        log_z, label_logits = grad.logsumexp(dim=1, keepdim=True), grad.gather(1, labels)
+        losses_3C[0, rows] = (log_z - label_logits)[:, 0]
+        losses_3C[1, rows] = z_loss * log_z.square()[:, 0]
+        if label_smoothing:
+            losses_3C[2, rows] = label_smoothing * (label_logits[:, 0] - grad.mean(dim=1))
         torch.exp(grad.sub_(log_z), out=grad)
         if z_loss:
             grad *= 1 + 2 * z_loss * log_z
-        grad.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=grad.dtype))
+        if label_smoothing:
+            grad -= label_smoothing / vocabulary
+        grad.scatter_add_(1, labels, torch.full_like(labels, label_smoothing - 1, dtype=grad.dtype))
         if len(without := (labels_C[rows] < 0).nonzero()):
-            losses_2C[:, start + without[:, 0]], grad[without[:, 0]] = 0, 0
+            losses_3C[:, start + without[:, 0]], grad[without[:, 0]] = 0, 0
         if grad.dtype != logits.dtype:
             logits.copy_(grad)
     logits_CW[:, vocabulary:] = 0
-    return losses_2C
+    return losses_3C

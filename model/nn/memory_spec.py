@@ -69,6 +69,7 @@ class MemorySpec:
     lora: LoraConfig | None = None  # an adapter that is trained instead
     state_bytes: int = 0  # the optimizer's state
     update_bytes: int = 0  # temporaries of its update
+    averages: bool = False  # whether an average of the trained weights is held beside them
     sum_bytes: int = 0  # buffers of the sum of gradients over ranks
     num_ranks: int = 1  # that share a step
     # tokens of a network of small blocks that the GPU computes in the time that launching a forward and backward takes
@@ -94,6 +95,11 @@ class MemorySpec:
         if self.lora:
             return count_adapter_numbers(self.family, self.model_config, self.lora)
         return count_numbers(self.family, self.model_config, self.part).weights
+
+    @property
+    def average_bytes(self):
+        """Bytes of the trained weights' average, on the device and again in a save's host memory."""
+        return 4 * self.trained if self.averages else 0
 
     @cached_property
     def trained_matrix_numbers(self):

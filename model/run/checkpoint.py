@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,21 +27,29 @@ from model.runtime.json_stream import read_object
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
+AVERAGE_FILE = "average.safetensors"  # the weights again, with the average of those that are trained; not in every run
 SPARE_BYTES = 2**20  # for the JSON files and the file headers
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """The tensors of a checkpoint: weights by parameter name (an adapter's alone, if there is one), optimizer state by
-    <parameter name>/<field>.
+    <parameter name>/<field>, the weights' average by parameter name, if there is one.
     """
 
     weights: dict
     optimizer: dict
+    average: dict = field(default_factory=dict)
+
+    @property
+    def files(self):
+        """{name of a file: its tensors by name}."""
+        files = dict(zip(TENSOR_FILES, (self.weights, self.optimizer), strict=True))
+        return files | ({AVERAGE_FILE: self.average} if self.average else {})
 
     @property
     def bytes(self):
-        return sum(t.nbytes for tensors in (self.weights, self.optimizer) for t in tensors.values())
+        return sum(t.nbytes for tensors in self.files.values() for t in tensors.values())
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Checkpoint:
     state: TrainState
     tensors: dict  # weights by parameter name
     optimizer: dict  # state by <parameter name>/<field>
+    average: dict = field(default_factory=dict)  # of the weights, by parameter name; empty: there is none
 
 
 def snapshot_of(model, optimizer):
@@ -63,14 +72,22 @@ def snapshot_of(model, optimizer):
         for field, value in fields.items()
         if value is not None
     }
-    return Snapshot(model.saved_tensors(), moments)
+    weights, average = model.saved_tensors(), {}
+    if optimizer.average:
+        average = weights | _named_average(optimizer.average, names)
+    return Snapshot(weights, moments, average)
 
 
-def save_checkpoint(run_dir, state, snapshot, keep, weights_draft=None):
+def _named_average(average, names):
+    """{parameter name: its average} of a WeightAverage; `names` are those of the parameters."""
+    return {names[p]: tensor for p, tensor in zip(average.flat.trained, average.tensors(), strict=True)}
+
+
+def save_checkpoint(run_dir, state, snapshot, keep, drafts=None):
     """Write checkpoints/step_<step>/, then point LATEST at it and delete all but the newest `keep` checkpoints.
 
-    Returns its path. `weights_draft` is a Future that is given the file of the weights once it is written, still in its
-    draft. Raises OSError when the disk fails or is full; earlier checkpoints then stay as they were.
+    Returns its path. `drafts` are Futures by name of a file, which are given its path once it is written, still in the
+    checkpoint's draft. Raises OSError when the disk fails or is full; earlier checkpoints then stay as they were.
     """
     path = checkpoint_path(run_dir, state.step)
     folder = path.parent
@@ -78,7 +95,7 @@ def save_checkpoint(run_dir, state, snapshot, keep, weights_draft=None):
     remove_drafts(folder)  # left by killed processes
     _check_space(folder, snapshot.bytes + SPARE_BYTES)
     with whole_directory(path) as draft:
-        identities = _write_tensors(draft, snapshot, weights_draft)
+        identities = _write_tensors(draft, snapshot, drafts or {})
         fault_injection.fire("save", state.step)
         _write_state(draft, state, identities)
     write_file(folder / "LATEST", path.name.encode())
@@ -94,11 +111,12 @@ def save_state(run_dir, state):
     """
     path = checkpoint_path(run_dir, state.step)
     manifest = read_object(path / "manifest.json")
+    names = *TENSOR_FILES, *({AVERAGE_FILE} & manifest.keys())
     with whole_directory(path) as draft:
-        for name in TENSOR_FILES:
+        for name in names:
             os.link(path / name, draft / name)
         fault_injection.fire("save", state.step)
-        _write_state(draft, state, {name: manifest[name] for name in TENSOR_FILES})
+        _write_state(draft, state, {name: manifest[name] for name in names})
     return path
 
 
@@ -134,19 +152,19 @@ def _check_space(folder, needed_bytes):
         )  # fmt: skip
 
 
-def _write_tensors(draft, snapshot, weights_draft):
+def _write_tensors(draft, snapshot, drafts):
     """Write the files of tensors at the same time, and fsync them; returns their identities by name."""
-    files, identities = zip(TENSOR_FILES, (snapshot.weights, snapshot.optimizer), strict=True), {}
-    with ThreadPoolExecutor(len(TENSOR_FILES)) as threads:
-        writes = {threads.submit(_write_file, tensors, draft / name): name for name, tensors in files}
+    files, identities = snapshot.files, {}
+    with ThreadPoolExecutor(len(files)) as threads:
+        writes = {threads.submit(_write_file, tensors, draft / name): name for name, tensors in files.items()}
         for write in as_completed(writes):
-            identities[writes[write]] = threads.submit(_identity, write.result())
-            is_weights = writes[write] == TENSOR_FILES[0]
-            if is_weights and weights_draft is not None and not weights_draft.done():  # done: the second attempt
-                weights_draft.set_result(write.result())
-        for name in TENSOR_FILES:
+            name = writes[write]
+            identities[name] = threads.submit(_identity, write.result())
+            if name in drafts and not drafts[name].done():  # done: the second attempt
+                drafts[name].set_result(write.result())
+        for name in files:
             fsync(draft / name)  # the disk writes while the files are hashed
-        return {name: identities[name].result() for name in TENSOR_FILES}
+        return {name: identities[name].result() for name in files}
 
 
 def _write_file(tensors, path):
@@ -192,23 +210,27 @@ def read_checkpoint(path):
     """
     files = (*TENSOR_FILES, "state.json")
     try:
-        paths = [path / name for name in (*files, "manifest.json")]
+        paths = [path / name for name in (*files, AVERAGE_FILE, "manifest.json")]
         if irregular := [file.name for file in paths if file.is_symlink() or (file.exists() and not file.is_file())]:
             raise ValueError(f"{irregular[0]} is a link or not a regular file")
         manifest = read_object(path / "manifest.json")
-        if set(manifest) != set(files):
+        if set(manifest) - {AVERAGE_FILE} != set(files):
             raise ValueError(f"its manifest names {', '.join(map(repr, manifest))}; it must name {', '.join(files)}")
-        for name in files:
+        for name in manifest:
             if not isinstance(manifest[name], dict) or manifest[name].get("sha256") != _sha256(path / name):
                 raise ValueError(f"{name} has changed since it was written")
         state = state_of(read_object(path / "state.json"))
         if path.name != f"step_{state.step:08d}":
             raise ValueError(f"state.json is of step {state.step}")
-        checkpoint = Checkpoint(path, state, load_file(path / files[0]), load_file(path / files[1]))
+        tensors = [load_file(path / name) for name in (*TENSOR_FILES, AVERAGE_FILE) if name in manifest]
+        checkpoint = Checkpoint(path, state, *tensors)
         model_config = config_from(state.shape)
         with torch.device("meta"):  # takes no memory, however large the shape in state.json is
             model = family_of(model_config).build(model_config)
-            check_fits(attach(model, lora_from(state.lora)) if state.lora else model, checkpoint, files[0])
+            model = attach(model, lora_from(state.lora)) if state.lora else model
+            check_fits(model, checkpoint, files[0])
+            if checkpoint.average:
+                check_fits(model, replace(checkpoint, tensors=checkpoint.average), AVERAGE_FILE)
         return checkpoint
     except LaterFormat as error:
         raise LaterFormat(f"checkpoint {path} {error}") from None
@@ -245,6 +267,17 @@ def load_optimizer(optimizer, model, tensors):
         for key, tensor in current.items():
             tensor.copy_(tensors[key])
     optimizer.count_steps()
+
+
+def load_average(average, model, tensors):
+    """Copy into a WeightAverage that of a Checkpoint; without one it begins with the weights of `model`."""
+    if not tensors:
+        average.restart()
+        return
+    names = {p: name for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, tensor in _named_average(average, names).items():
+            tensor.copy_(tensors[name])
 
 
 def _shape(tensors, key):

@@ -17,7 +17,15 @@ import torch
 
 from model.formats.adapters import export_adapter
 from model.formats.weights import export_model
-from model.run.checkpoint import Snapshot, checkpoint_path, save_checkpoint, save_state, snapshot_of
+from model.run.checkpoint import (
+    AVERAGE_FILE,
+    TENSOR_FILES,
+    Snapshot,
+    checkpoint_path,
+    save_checkpoint,
+    save_state,
+    snapshot_of,
+)
 from model.runtime.device_memory import release_memory, within_memory
 from model.runtime.distributed import gather_json, vote
 from model.runtime.watchdog import saving
@@ -33,7 +41,10 @@ class Taken:
     snapshot: Snapshot
     copied: torch.cuda.Event | None  # marks the copies as done; None on a CPU
     seconds: float  # that taking the snapshot took
-    weights_draft: Future = field(default_factory=Future)  # of the file with the weights, before the rest is written
+    drafts: dict = field(init=False)  # {name of a file of tensors: Future of its path, before the rest is written}
+
+    def __post_init__(self):
+        object.__setattr__(self, "drafts", {name: Future() for name in self.snapshot.files})
 
 
 class Saver:
@@ -83,8 +94,8 @@ class Saver:
         self._newest = Taken(state.step, snapshot, copied, time.monotonic() - started)
         return self._newest
 
-    def weights_files(self, state):
-        """Two paths of the file with the float32 weights at `state`; empty if there is none.
+    def weights_files(self, state, averaged=False):
+        """Two paths of the file with the float32 weights at `state`, or with their average; empty if there is none.
 
         Waits until the weights are written. The file is at the first path until its checkpoint is whole, then at the
         second. Exports link to it, so that the same bytes are not written twice.
@@ -92,8 +103,9 @@ class Saver:
         taken = self._newest
         if taken is None or taken.step != state.step:
             return ()
-        draft, tensors = taken.weights_draft.result(), taken.snapshot.weights.values()
-        if draft is None or any(tensor.dtype != torch.float32 for tensor in tensors):
+        name = AVERAGE_FILE if averaged else TENSOR_FILES[0]
+        draft = taken.drafts[name].result()
+        if draft is None or any(tensor.dtype != torch.float32 for tensor in taken.snapshot.files[name].values()):
             return ()
         return draft, checkpoint_path(self._run_dir, state.step) / draft.name
 
@@ -111,7 +123,10 @@ class Saver:
     def _snapshot(self, model, optimizer):
         """(Snapshot in host memory, CUDA event that marks the copies as done, or None on a CPU)."""
         source = snapshot_of(model, optimizer)
-        snapshot = Snapshot(self._copy("weights", source.weights), self._copy("optimizer", source.optimizer))
+        weights = self._copy("weights", source.weights)
+        trained = {name: t for name, t in source.average.items() if t is not source.weights[name]}
+        average = weights | self._copy("average", trained) if trained else {}
+        snapshot = Snapshot(weights, self._copy("optimizer", source.optimizer), average)
         copied = torch.cuda.Event() if torch.cuda.is_initialized() else None
         if copied is not None:
             copied.record()  # the next update runs on this stream, so after the copies; only the thread waits
@@ -141,15 +156,16 @@ class Saver:
                 if taken.copied is not None:
                     taken.copied.synchronize()
                 path = retry_after_oom(
-                    lambda: save_checkpoint(self._run_dir, state, taken.snapshot, self._keep, taken.weights_draft),
+                    lambda: save_checkpoint(self._run_dir, state, taken.snapshot, self._keep, taken.drafts),
                     lambda: self._free_memory(state),
                 )
         except (OSError, RuntimeError, MemoryError) as error:
             self._report_failure(state, error)
             return
         finally:
-            if not taken.weights_draft.done():
-                taken.weights_draft.set_result(None)
+            for draft in taken.drafts.values():
+                if not draft.done():
+                    draft.set_result(None)
         self._saved_state, self.failure = state, ""
         self._journal.write(
             "save", step=state.step, path=str(path), bytes=taken.snapshot.bytes, snapshot_seconds=taken.seconds,

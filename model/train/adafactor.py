@@ -25,7 +25,8 @@ class Adafactor(FlatOptimizer):
     def __init__(self, flat, lr, weight_decay=0.0):
         super().__init__(flat.trained, dict(lr=lr, weight_decay=weight_decay))
         self.counts, self.num_steps, self.batches = torch.zeros(len(flat.trained), device=lr.device), 0, []
-        for shape, same in groupby(enumerate(flat.trained), key=lambda item: item[1].shape):
+        kinds = groupby(enumerate(flat.trained), key=lambda item: (item[1].shape, item[0] >= flat.num_others))
+        for (shape, decays), same in kinds:
             numbers, params = zip(*same, strict=True)
             batch, start = (len(params), *shape), sum(flat.trained_sizes[: numbers[0]])
             weights, gradients = (
@@ -35,7 +36,7 @@ class Adafactor(FlatOptimizer):
             means = {name: torch.zeros(sizes, device=lr.device) for name, sizes in shapes.items()}
             for place, (number, p) in enumerate(zip(numbers, params, strict=True)):
                 self.state[p] = dict(count=self.counts[number]) | {name: mean[place] for name, mean in means.items()}
-            self.batches.append((weights, gradients, means))
+            self.batches.append((weights, gradients, means, weight_decay if decays else 0.0))
 
     @staticmethod
     def needed_bytes(trained, matrix_numbers):
@@ -53,15 +54,17 @@ class Adafactor(FlatOptimizer):
     @torch.no_grad()
     def apply(self, scale):
         """The update, after `next_step`; the gradients change."""
-        rate, weight_decay = (self.param_groups[0][name] for name in ("lr", "weight_decay"))
+        rate = self.param_groups[0]["lr"]
         self.counts += 1
-        for weights, gradients, means in self.batches:
+        for weights, gradients, means, weight_decay in self.batches:
             direction = gradients.mul_(scale)
             _divide_by_root_mean_squares(direction, means, self.num_steps**-0.8)
-            factors = _rms(weights).clamp(min=RMS_FLOOR) * -rate / _rms(direction).clamp(min=1.0)
+            rates = _rms(weights).clamp(min=RMS_FLOOR) * rate
+            of_each = -1, *[1] * (weights.dim() - 1)
+            factors = (-rates / _rms(direction).clamp(min=1.0)).view(of_each)
             if weight_decay:
-                weights.mul_(1 - rate * weight_decay)
-            weights.addcmul_(direction, factors.view(-1, *[1] * (weights.dim() - 1)))
+                weights.mul_(1 - weight_decay * rates.view(of_each))
+            weights.addcmul_(direction, factors)
 
 
 def _divide_by_root_mean_squares(gradients, means, share):

@@ -9,7 +9,8 @@ from model.train.flat_optimizer import FlatOptimizer
 class AdamW(FlatOptimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) over the trained weights of a FlatParams.
 
-    Its results and its state's names are those of torch.optim.AdamW, bit for bit; but on a GPU an update obeys a scale
+    Its results and its state's names are those of torch.optim.AdamW, bit for bit, with weight decay for the layers'
+    matrices alone; but on a GPU an update obeys a scale
     on the device and reads nothing of the host, so that it can be captured.
     """
 
@@ -17,7 +18,7 @@ class AdamW(FlatOptimizer):
 
     def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
         super().__init__(flat.trained, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.weights, self.gradients = flat.masters, flat.gradients
+        self.weights, self.gradients, self.num_others = flat.masters, flat.gradients, flat.num_others
         self.counts = torch.zeros(len(flat.trained), device=lr.device)
         averages, squares = (torch.zeros_like(self.gradients).split(flat.trained_sizes) for _ in range(2))
         for p, count, average, square in zip(flat.trained, self.counts.unbind(), averages, squares, strict=True):
@@ -32,19 +33,26 @@ class AdamW(FlatOptimizer):
     @torch.no_grad()
     def apply(self, scale):
         """The update; in kernels a scale that is not above 0 changes nothing, the gradients included."""
-        group, params = self.param_groups[0], self.param_groups[0]["params"]
-        scales = {}
+        params, weight_decay, scales = *(self.param_groups[0][name] for name in ("params", "weight_decay")), {}
         if runs_kernels(self.weights):
             scales = dict(grad_scale=scale.reciprocal(), found_inf=(~(scale > 0)).float())
             self.counts += scale > 0
         else:
             self.gradients.mul_(scale)
             self.counts += 1
+        first_decayed = self.num_others if weight_decay else 0
+        for part, decay in ((params[:first_decayed], 0.0), (params[first_decayed:], weight_decay)):
+            if part:
+                self.update_part(part, decay, scales)
+
+    def update_part(self, params, weight_decay, scales):
+        """The update of some tensors; `scales` are those of torch's kernel."""
+        group = self.param_groups[0]
         averages, squares, counts = (
             [self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")
         )
         torch._fused_adamw_(
             params, [p.grad for p in params], averages, squares, [], counts, lr=group["lr"], beta1=group["betas"][0],
-            beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False,
-            maximize=False, **scales,
+            beta2=group["betas"][1], weight_decay=weight_decay, eps=group["eps"], amsgrad=False, maximize=False,
+            **scales,
         )  # fmt: skip

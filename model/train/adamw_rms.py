@@ -25,6 +25,7 @@ class RMSScaledAdamW(FlatOptimizer):
     def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, num_params=None):
         """`num_params`: update only the first `num_params` trained tensors; None: all."""
         params, self.sizes = flat.trained[:num_params], flat.trained_sizes[:num_params]
+        self.num_others = flat.num_others  # the first, which do not decay
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.weights, self.gradients = flat.masters[: sum(self.sizes)], flat.gradients[: sum(self.sizes)]
         self.averages, self.squares = torch.zeros_like(self.gradients), torch.zeros_like(self.gradients)
@@ -76,19 +77,21 @@ class RMSScaledAdamW(FlatOptimizer):
         self.averages.lerp_(gradients, 1 - beta1)
         self.squares.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
         updates = self.averages / (self.squares.sqrt().div_(math.sqrt(correction2)).add_(group["eps"]))
-        rms = torch.stack(torch._foreach_norm(group["params"])) / self.root_sizes
-        rates = rms.clamp(min=RMS_FLOOR) * (-rate / correction1)
-        torch._foreach_mul_(updates.split(self.sizes), list(rates.unbind()))
-        self.weights.mul_(1 - rate * group["weight_decay"]).add_(updates)
+        rms = (torch.stack(torch._foreach_norm(group["params"])) / self.root_sizes).clamp(min=RMS_FLOOR)
+        torch._foreach_mul_(updates.split(self.sizes), list((rms * (-rate / correction1)).unbind()))
+        decayed = self.weights.split(self.sizes)[self.num_others :]
+        if decayed and group["weight_decay"]:
+            kept = 1 - group["weight_decay"] * rate * rms[self.num_others :]
+            torch._foreach_mul_(decayed, list(kept.unbind()))
+        self.weights.add_(updates)
 
     def update_in_one_pass(self, group, scale):
         from model.nn.kernels.adamw import update_adamw_rms  # imported late: CPU builds of torch have no Triton
 
         tensors = (self.weights, self.gradients, self.averages, self.squares)
         on_device = (group["lr"], scale, self.corrections)
-        update_adamw_rms(
-            *tensors, self.tiles, on_device, (*group["betas"], group["eps"], group["weight_decay"], RMS_FLOOR)
-        )
+        numbers = *group["betas"], group["eps"], group["weight_decay"], RMS_FLOOR
+        update_adamw_rms(*tensors, self.tiles, self.num_others, on_device, numbers)
 
     @functools.cached_property
     def tiles(self):

@@ -71,6 +71,8 @@ def reduce_and_update(context, attempt, work, norm_limit):
     done, _ = within_memory(_update, context, work, scale, apply)
     for rank, part in enumerate(context.optimizer.parts):  # whatever became of a rank's own: none waits for another
         broadcast(ranks, [part], rank)
+    if context.optimizer.average:  # after the weights that other ranks have updated are here
+        context.optimizer.average.update(work.step, scale)
     if reads_later and not finite.read():  # the step's only wait for the device; a rank whose update failed votes too
         context.optimizer.count_steps()
         return replace(_not_finite(ranks, attempt, norm), torn=not done)

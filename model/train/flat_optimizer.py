@@ -6,12 +6,20 @@ from model.nn.flat_params import runs_kernels
 class FlatOptimizer:
     """An optimizer over the trained weights of a FlatParams; one keeps the learning rate in a tensor on the device.
 
+    Weight decay is decoupled (Loshchilov and Hutter 2019, arXiv 1711.05101): w <- w - r (u + weight_decay w), where r u
+    is the update. r is the learning rate of the tensor: `lr`, times max(1e-3, RMS of the tensor) where an optimizer's
+    steps are relative to it. So a number means the same in all of them, and the decay weakens as a tensor shrinks; `lr`
+    alone would shrink it e-fold every 1 / (lr weight_decay) steps, while steps that shrink with it change it as much as
+    ever. Only the layers' matrices decay: norms and biases are few and have their scale to learn, and in the embedding
+    a rare token has nothing but decay between two updates (OLMo 2, arXiv 2501.00656, leaves it out too).
+
     An optimizer defines `fields`, `needed_bytes` and `apply`, and what else differs from here. It has `weights` and
     `gradients`, flat tensors. `param_groups` and `state` are as those of torch.optim.Optimizer, whose constructor
     imports 870 modules in two seconds.
     """
 
     fields = frozenset()  # names of the state of a weight
+    average = None  # WeightAverage of the weights, where one is wanted; a step's commit updates it
     parts = ()  # flat weights that one rank each updates, rank by rank, and sends to the others; (): all update all
 
     def __init__(self, params, options):

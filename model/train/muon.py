@@ -20,7 +20,8 @@ class Muon(FlatOptimizer):
 
     The update of a matrix is its orthogonalised momentum, with all singular values near 1 (Jordan et al. 2024,
     github.com/KellerJordan/Muon), times 0.2 sqrt(longer side), which matches the RMS of Adam's update (Liu et al. 2025,
-    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as in RMSScaledAdamW. Matrices of the same shape are updated
+    arXiv 2502.16982), times max(1e-3, RMS of the matrix) as in RMSScaledAdamW; with weight decay it is theirs at the
+    learning rate `lr` times that RMS. Matrices of the same shape are updated
     as one batch. With `place` (rank, ranks) each rank updates only its own part of the matrices, and all momenta: the
     ranks then exchange `parts`, the weights of each rank's matrices.
     """
@@ -29,7 +30,7 @@ class Muon(FlatOptimizer):
 
     def __init__(self, flat, lr, momentum=0.95, weight_decay=0.0, place=(0, 1)):
         super().__init__(flat.trained, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.rest = RMSScaledAdamW(flat, lr, weight_decay=weight_decay, num_params=flat.num_others)
+        self.rest = RMSScaledAdamW(flat, lr, num_params=flat.num_others)
         start, sizes = len(self.rest.gradients), flat.trained_sizes[flat.num_others :]
         self.gradients = flat.gradients[start:]
         self.weights = flat.masters[start : start + len(self.gradients)]
@@ -92,10 +93,10 @@ class Muon(FlatOptimizer):
         """Update B matrices of shape (M, N) along their orthogonalised momenta."""
         _, m, n = weights_BMN.shape
         rms = weights_BMN.norm(dim=(1, 2)) / (m * n) ** 0.5
-        factors = rms.clamp(min=RMS_FLOOR) * (-0.2 * max(m, n) ** 0.5 * rate)
+        rms = rms.clamp(min=RMS_FLOOR)[:, None, None]
         if weight_decay:
-            weights_BMN.mul_(1 - rate * weight_decay)
-        weights_BMN.add_(orthogonal(momenta_BMN) * factors[:, None, None])
+            weights_BMN.mul_(1 - weight_decay * rate * rms)
+        weights_BMN.add_(orthogonal(momenta_BMN) * (rms * (-0.2 * max(m, n) ** 0.5 * rate)))
 
     def update_in_kernels(self, rate, scale, momentum, weight_decay):
         from model.nn.kernels.muon import Subtraction, nesterov_directions
@@ -104,9 +105,10 @@ class Muon(FlatOptimizer):
         for owner, num_batches in self.groups:
             parts = []
             for weights, *gradients_and_momenta in islice(views, num_batches):
-                numbers = (momentum, 0.2 * max(weights.shape[1:]) ** 0.5, RMS_FLOOR)
+                step_rms = 0.2 * max(weights.shape[1:]) ** 0.5
+                numbers = momentum, step_rms, RMS_FLOOR
                 *directions, factors = nesterov_directions(weights, *gradients_and_momenta, rate, scale, numbers)
-                parts.append((*directions, Subtraction(weights, factors, rate, scale, weight_decay)))
+                parts.append((*directions, Subtraction(weights, factors, scale, weight_decay / step_rms)))
             if owner == self.rank:
                 orthogonalise_(parts)
 

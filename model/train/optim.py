@@ -11,6 +11,7 @@ from model.nn.flat_params import FlatParams, runs_kernels
 from model.train.adafactor import Adafactor
 from model.train.adamw import AdamW
 from model.train.adamw_rms import RMSScaledAdamW
+from model.train.average import WeightAverage
 from model.train.muon import Muon
 
 OPTIMIZERS = dict(muon=Muon, adamw_rms=RMSScaledAdamW, adamw=AdamW, adafactor=Adafactor)
@@ -27,16 +28,20 @@ class UpdateOptions:
     spike_guard: float
     reduce_dtype: str
     share_update: bool
+    average: float
 
 
 def make_optimizer(model, options, place=(0, 1)):
     """The optimizer of these UpdateOptions, over the trainable weights, of the process `place` (rank, ranks).
 
-    Its learning rate is a tensor on the weights' device, which `update` writes.
+    Their average, if one is wanted, is a state of it. Its learning rate is a tensor on the weights' device, which
+    `update` writes.
     """
     rate = torch.tensor(options.learn_rate, device=model.device)
     shared = dict(place=place) if options.share_update else {}
-    return OPTIMIZERS[options.optimizer](model.flat, rate, weight_decay=options.weight_decay, **shared)
+    optimizer = OPTIMIZERS[options.optimizer](model.flat, rate, weight_decay=options.weight_decay, **shared)
+    optimizer.average = WeightAverage(model.flat, options.average) if options.average else None
+    return optimizer
 
 
 def update_works(flat, options, device):

@@ -11,7 +11,7 @@ from model.data.control_tokens import control_ids
 from model.data.conversation import Turn
 from model.data.tokenizer import load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
-from model.data.turn_template import turn_template, write_turn_template
+from model.data.turn_template import turn_template, with_turn_end, write_turn_template
 from tests.data.test_tokenizer import BLANKS, SIGNS, random_strings, synthetic_texts
 
 ODD = [

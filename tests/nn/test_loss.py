@@ -34,23 +34,25 @@ def random_inputs(dtype=torch.float32):
     return hidden, weight, torch.randint(VOCABULARY, (TOKENS,), generator=generator)
 
 
-def plain_loss(hidden, weight, labels, z_loss=0.0):
-    return sum(plain_parts(hidden, weight, labels, z_loss))
+def plain_loss(hidden, weight, labels, z_loss=0.0, smoothing=0.0):
+    return sum(plain_parts(hidden, weight, labels, z_loss, smoothing))
 
 
-def plain_parts(hidden, weight, labels, z_loss):
+def plain_parts(hidden, weight, labels, z_loss, smoothing):
     logits = hidden.float() @ weight.T
-    return F.cross_entropy(logits, labels, reduction="sum"), z_loss * logits.logsumexp(1).square().sum()
+    nll, smooth = (F.cross_entropy(logits, labels, reduction="sum", label_smoothing=x) for x in (0.0, smoothing))
+    return nll, z_loss * logits.logsumexp(1).square().sum(), smooth - nll
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("z_loss, smoothing", [(0.0, 0.0), (1e-2, 0.0), (0.0, 0.1), (1e-2, 0.3)])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 36, 37, 64, 2048])
-def test_loss_and_gradients_are_those_of_pytorch_for_every_chunk_size(chunk_tokens, z_loss):
+def test_loss_and_gradients_are_those_of_pytorch_for_every_chunk_size(chunk_tokens, z_loss, smoothing):
     ours, reference = random_inputs(), random_inputs()
-    loss, parts = linear_cross_entropy(*ours, chunk_tokens, z_loss)
-    expected = plain_loss(*reference, z_loss)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(parts, torch.stack(plain_parts(*reference, z_loss)).detach())
+    loss, parts = linear_cross_entropy(*ours, chunk_tokens, z_loss, smoothing)
+    expected = plain_loss(*reference, z_loss, smoothing)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    plain = torch.stack(plain_parts(*reference, z_loss, smoothing)).detach()
+    torch.testing.assert_close(parts, plain, rtol=2e-6, atol=1e-6 * expected.item())
     (loss * 0.3).backward()
     (expected * 0.3).backward()
     for mine, theirs in zip(ours[:2], reference[:2], strict=True):
@@ -99,9 +101,11 @@ def train_line_of_a_step(store, tokenizer, folder, **options):
     return read_journal(folder / "metrics.jsonl")[-1]
 
 
-def test_the_journal_has_cross_entropy_and_z_loss_separately(store, tokenizer, tmp_path):
-    plain, both = (train_line_of_a_step(store, tokenizer, tmp_path, z_loss=z) for z in (0.0, 0.01))
-    assert both["loss"] == plain["loss"] and "z_loss" not in plain
+def test_the_journal_has_plain_cross_entropy_as_its_loss_and_z_loss_separately(store, tokenizer, tmp_path):
+    options = {}, dict(z_loss=0.01), dict(label_smoothing=0.1)
+    plain, both, smooth = (train_line_of_a_step(store, tokenizer, tmp_path, **chosen) for chosen in options)
+    assert smooth["loss"] == both["loss"] == plain["loss"] and "z_loss" not in plain
+    assert smooth["grad_norm"] != plain["grad_norm"]
     assert 0.1 < both["z_loss"] < 1, "0.01 times the square of log(400)"
 
 
@@ -111,7 +115,7 @@ def test_promise_5_no_step_holds_an_fp32_tensor_of_batch_by_length_by_vocabulary
     store, tokenizer, compute_dtype, gradient_checkpointing
 ):
     model = make_model(tokenizer.vocab_size, compute_dtype=compute_dtype)
-    config = make_config(global_batch_size=len(store), z_loss=1e-4)
+    config = make_config(global_batch_size=len(store), z_loss=1e-4, label_smoothing=0.1)
     plan = dict(micro_batch_tokens=10**6, chunk_tokens=64, gradient_checkpointing=gradient_checkpointing)
     plan = type(PLAN)(**plan, predicted_peak_bytes=0)
     schedule = dict(total_pairs=len(store), global_batch=len(store))
@@ -156,15 +160,15 @@ def test_token_log_probs_hold_the_logits_of_one_chunk_at_a_time():
     assert 0 < largest.numel < 4096 * 300 / 4
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.01])
-def test_labels_below_zero_count_nothing(z_loss):
+@pytest.mark.parametrize("z_loss, smoothing", [(0.0, 0.0), (0.01, 0.1)])
+def test_labels_below_zero_count_nothing(z_loss, smoothing):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (90, 30))
     labels = torch.randint(30, (90,), generator=generator)
     labels[::3] = -1
     outcomes = []
     for rows in (torch.arange(90), (labels >= 0).nonzero()[:, 0]):
-        loss, parts = linear_cross_entropy(hidden[rows], weight, labels[rows], 40, z_loss)
+        loss, parts = linear_cross_entropy(hidden[rows], weight, labels[rows], 40, z_loss, smoothing)
         outcomes.append((loss.detach(), parts, *torch.autograd.grad(loss, (hidden, weight))))
     for one, other in zip(*outcomes, strict=True):
         torch.testing.assert_close(one, other)

@@ -66,18 +66,18 @@ def test_parts_are_summed_in_float32_with_equal_bits_on_all_ranks_also_where_the
 def shared_update():
     """Two ranks that share Muon's update, the second time out of memory on rank 1; 0 if all is as it should be."""
     ranks, work = start_ranks("gloo", 60), SimpleNamespace(step=1, learn_rate=0.1)
-    config, outcomes = make_config(optimizer="muon", share_update=True), []
+    config, outcomes = make_config(optimizer="muon", share_update=True, average=0.25), []
     for place in ((0, 1), (ranks.rank, 2)):
         model = make_model(100)
         optimizer = make_optimizer(model, config, place)
         context = SimpleNamespace(ranks=ranks, model=model, optimizer=optimizer, options=config, graphs=None)
-        for seed in (0, 1):
+        for work.step, seed in ((1, 0), (2, 1)):
             model.flat.gradients.copy_(torch.randn(model.flat.gradients.shape, generator=torch.manual_seed(seed)))
             reduce_and_update(context, Attempt(Outcome.OK), work, math.inf)
-        outcomes.append(model.flat.masters.clone())
+        outcomes.append(torch.stack([model.flat.masters, optimizer.average.values]))
     expected, ours = outcomes
     agree(ranks, "weights", ours.tolist())
-    fault_injection._faults = fault_injection.parse_faults("update:1:1:oom")
+    fault_injection._faults = fault_injection.parse_faults("update:1:2:oom")
     torn = reduce_and_update(context, Attempt(Outcome.OK), work, math.inf).torn
     stop_ranks()
     is_close = (expected - ours).abs().max() < 1e-5 * expected.abs().max()

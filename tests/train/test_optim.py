@@ -23,12 +23,11 @@ def naive_steps(p, grads, rates, decay, betas=(0.9, 0.999), eps=1e-6):
         m = betas[0] * m + (1 - betas[0]) * g
         v = betas[1] * v + (1 - betas[1]) * g**2
         direction = m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
-        scale = max(1e-3, p.square().mean().sqrt().item())
-        p = p - rate * decay * p - rate * scale * direction
+        p = p - rate * max(1e-3, p.square().mean().sqrt().item()) * (direction + decay * p)
     return p
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("decay", [0.0, 1.0])
 def test_twenty_steps_of_adamw_rms_are_those_of_the_formula(decay):
     generator = torch.Generator().manual_seed(0)
     shapes, sizes = [(7, 5), (11,), (3, 2), (1,)], [1.0, 1e-5, 30.0, 0.1]
@@ -36,13 +35,14 @@ def test_twenty_steps_of_adamw_rms_are_those_of_the_formula(decay):
     grads = [[torch.randn(shape, generator=generator) for _ in range(20)] for shape in shapes]
     rates = [0.01 * (1 + step % 3) for step in range(20)]
     params = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = RMSScaledAdamW(FlatParams(params, [], [], torch.float32), torch.tensor(0.0), weight_decay=decay)
+    flat = FlatParams(params[1::2], params[::2], [], torch.float32)
+    optimizer = RMSScaledAdamW(flat, torch.tensor(0.0), weight_decay=decay)
     for step, rate in enumerate(rates):
         for p, history in zip(params, grads, strict=True):
             p.grad.copy_(history[step])
         optimizer.update(torch.tensor(rate), torch.tensor(1.0))
     for p, start, history in zip(params, starts, grads, strict=True):
-        expected = naive_steps(start, history, rates, decay)
+        expected = naive_steps(start, history, rates, decay if p.dim() == 2 else 0.0)
         assert (p - expected).norm() < 1e-4 * (expected - start).norm()
 
 
@@ -50,13 +50,16 @@ def test_twenty_steps_of_adamw_rms_are_those_of_the_formula(decay):
 def test_adamw_gives_the_bits_of_torch_s(decay, tokenizer):
     ours, theirs = make_model(tokenizer.vocab_size), make_model(tokenizer.vocab_size)
     optimizer = make_optimizer(ours, make_config(optimizer="adamw", weight_decay=decay))
-    other = torch.optim.AdamW(theirs.flat.trained, torch.tensor(0.0), weight_decay=decay, fused=True)
+    parts = theirs.flat.trained[: theirs.flat.num_others], theirs.flat.trained[theirs.flat.num_others :]
+    groups = [dict(params=part, weight_decay=kept) for part, kept in zip(parts, (0.0, decay), strict=True)]
+    other = torch.optim.AdamW(groups, torch.tensor(0.0), fused=True)
     for step in range(4):
         for model in (ours, theirs):
             model.flat.gradients.copy_(torch.randn(len(model.flat.gradients), generator=torch.manual_seed(step)))
         rate, scale = 0.01 * (step + 1), torch.tensor(0.3 + step)
         optimizer.update(rate, scale)
-        other.param_groups[0]["lr"].fill_(rate)
+        for group in other.param_groups:
+            group["lr"].fill_(rate)
         theirs.flat.gradients.mul_(scale)
         other.step()
     for one, another in zip(ours.flat.trained, theirs.flat.trained, strict=True):
@@ -198,6 +201,19 @@ def test_muon_gives_the_same_update_whatever_the_size_of_its_batches(monkeypatch
         torch.testing.assert_close(one_by_one[key], batched[key], rtol=1e-4, atol=1e-6)
 
 
+def test_muons_weight_decay_is_moonlights_at_the_learning_rate_times_the_rms_of_a_matrix(store, tokenizer):
+    models, rate, decay = [make_model(tokenizer.vocab_size) for _ in range(2)], 0.02, 0.3
+    before = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+    for model, chosen in zip(models, (0.0, decay), strict=True):
+        take_steps(model, make_optimizer(model, make_config(optimizer="muon", weight_decay=chosen)), store, 1, rate)
+    plain, decayed = (dict(model.named_parameters()) for model in models)
+    matrices = {id(p) for p in models[0].flat.trained[models[0].flat.num_others :]}
+    assert matrices
+    for name, start in before.items():
+        shrunk = rate * start.square().mean().sqrt() * decay * start if id(plain[name]) in matrices else 0 * start
+        torch.testing.assert_close(plain[name] - decayed[name], shrunk, rtol=1e-3, atol=1e-7)
+
+
 def test_muon_changes_every_tensor_by_about_the_learning_rate_times_its_norm(model, store):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     take_steps(model, make_optimizer(model, make_config(optimizer="muon")), store, 1, rate=0.01)
@@ -255,11 +271,11 @@ def naive_adafactor(p, grads, rates, decay):
             columns = kept * columns + (1 - kept) * (g**2).mean(0)
         direction = g / (torch.outer(rows, columns) / rows.mean() if g.dim() == 2 else squares).sqrt()
         direction /= max(1.0, direction.square().mean().sqrt().item())
-        p = p - rate * decay * p - rate * max(1e-3, p.square().mean().sqrt().item()) * direction
+        p = p - rate * max(1e-3, p.square().mean().sqrt().item()) * (direction + decay * p)
     return p
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("decay", [0.0, 1.0])
 def test_twenty_steps_of_adafactor_are_those_of_the_formula(decay):
     generator = torch.Generator().manual_seed(0)
     shapes = [(70, 5), (11,), (11,), (3, 2), (4, 6), (4, 6), (6, 4)]  # adjacent tensors of one shape are one batch
@@ -273,8 +289,8 @@ def test_twenty_steps_of_adafactor_are_those_of_the_formula(decay):
         for p, history in zip(params, grads, strict=True):
             p.grad.copy_(4 * history[step])
         optimizer.update(torch.tensor(rate), torch.tensor(0.25))
-    for p, start, history in zip(params, starts, grads, strict=True):
-        expected = naive_adafactor(start, history, rates, decay)
+    for number, (p, start, history) in enumerate(zip(params, starts, grads, strict=True)):
+        expected = naive_adafactor(start, history, rates, decay if number >= 4 else 0.0)
         assert (p - expected).norm() < 1e-4 * (expected - start).norm()
 
 

@@ -26,23 +26,25 @@ def sums_of_squares(X, TILES, SUMS, TILE: tl.constexpr, ALIGNMENT: tl.constexpr)
     tl.store(SUMS + tl.program_id(0), tl.sum(x * x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_decayed"])
 def adamw_rms(
     WEIGHTS, GRADIENTS, AVERAGES, SQUARES, TILES, TENSORS, SIZES, SUMS, RATE, SCALE, CORRECTIONS,
-    beta1, beta2, epsilon, weight_decay, rms_floor,
+    first_decayed, beta1, beta2, epsilon, weight_decay, rms_floor,
     TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """RMSScaledAdamW's update of one tile. SUMS (tiles,) holds the sum of squares of each tile of WEIGHTS.
 
-    CORRECTIONS (2,) = what AVERAGES and the root of SQUARES are divided by. Nothing is written unless SCALE is above 0.
+    CORRECTIONS (2,) = what AVERAGES and the root of SQUARES are divided by. Tensors below number `first_decayed` do not
+    decay. Nothing is written unless SCALE is above 0.
     """
     tensor = tl.load(TILES + 3 * tl.program_id(0))
     total, last_tile = 0.0, tl.load(TENSORS + tensor + 1)
     for first_tile in range(tl.load(TENSORS + tensor), last_tile, 1024):
         tiles = first_tile + tl.arange(0, 1024)
         total += tl.sum(tl.load(SUMS + tiles, mask=tiles < last_tile, other=0.0))
-    rate, correction1, root_correction2 = tl.load(RATE), tl.load(CORRECTIONS), tl.load(CORRECTIONS + 1)
-    step = rate * tl.maximum(tl.sqrt(total / tl.load(SIZES + tensor)), rms_floor) / correction1
+    rate = tl.load(RATE) * tl.maximum(tl.sqrt(total / tl.load(SIZES + tensor)), rms_floor)
+    correction1, root_correction2 = tl.load(CORRECTIONS), tl.load(CORRECTIONS + 1)
+    kept = 1 - rate * tl.where(tensor < first_decayed, 0.0, weight_decay)
     offsets, end = _places(TILES, TILE, ALIGNMENT)
     is_real, scale = offsets < end, tl.load(SCALE)
     gradient = tl.load(GRADIENTS + offsets, mask=is_real, other=0.0) * scale
@@ -52,7 +54,7 @@ def adamw_rms(
     update = average / (tl.sqrt(square) / root_correction2 + epsilon)
     weight = tl.load(WEIGHTS + offsets, mask=is_real, other=0.0)
     is_written = offsets < tl.where(scale > 0, end, 0)
-    tl.store(WEIGHTS + offsets, weight * (1 - rate * weight_decay) - step * update, mask=is_written)
+    tl.store(WEIGHTS + offsets, weight * kept - rate / correction1 * update, mask=is_written)
     tl.store(AVERAGES + offsets, average, mask=is_written)
     tl.store(SQUARES + offsets, square, mask=is_written)
 
@@ -81,8 +83,8 @@ def update_tiles(padded_sizes, sizes, device):
     return UpdateTiles(*tensors, torch.tensor(sizes, dtype=torch.float32, device=device), alignment)
 
 
-def update_adamw_rms(weights, gradients, averages, squares, tiles, on_device, numbers):
-    """Update flat tensors in place as RMSScaledAdamW does.
+def update_adamw_rms(weights, gradients, averages, squares, tiles, first_decayed, on_device, numbers):
+    """Update flat tensors in place as RMSScaledAdamW does; those before number `first_decayed` do not decay.
 
     `on_device` are tensors, so that no value is read on the host: the rate, the scale of the gradients (one that is not
     above 0 changes nothing), and what the averages and the roots of the squares are divided by. `numbers`: both betas,
@@ -92,6 +94,7 @@ def update_adamw_rms(weights, gradients, averages, squares, tiles, on_device, nu
     sums = torch.empty(len(tiles.tiles), device=weights.device)
     sums_of_squares[grid](weights, tiles.tiles, sums, **options)
     adamw_rms[grid](
-        weights, gradients, averages, squares, tiles.tiles, tiles.tensors, tiles.sizes, sums, *on_device, *numbers,
+        weights, gradients, averages, squares, tiles.tiles, tiles.tensors, tiles.sizes, sums, *on_device,
+        first_decayed, *numbers,
         **options,
     )  # fmt: skip

@@ -156,11 +156,11 @@ def matrix_products(
 
 @triton.jit(do_not_specialize=["power"])
 def subtract_products(
-    LEFT, RIGHT, ADDEND, WEIGHTS, SCALES, FACTORS, RATE, SCALE, num_rows, num_columns, num_terms,
-    stride_left_row, stride_left_term, stride_right_column, stride_right_term, beta, power, weight_decay,
+    LEFT, RIGHT, ADDEND, WEIGHTS, SCALES, FACTORS, SCALE, num_rows, num_columns, num_terms,
+    stride_left_row, stride_left_term, stride_right_column, stride_right_term, beta, power, decay,
     IS_EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of WEIGHTS = (1 - rate * weight_decay) * WEIGHTS - FACTORS * (a product as in matrix_products).
+    """One tile of WEIGHTS = (1 - FACTORS * decay) * WEIGHTS - FACTORS * (a product as in matrix_products).
 
     Nothing is written unless SCALE is above 0.
     """
@@ -170,23 +170,23 @@ def subtract_products(
         LEFT, RIGHT, ADDEND, SCALES, rows, columns, num_rows, num_columns, num_terms, stride_left_row,
         stride_left_term, stride_right_column, stride_right_term, 1.0, beta, power, IS_EVEN, M, N, K,
     )  # fmt: skip
-    weights = tl.load(WEIGHTS + places, mask=is_real, other=0.0) * (1 - tl.load(RATE) * weight_decay)
+    factor = tl.load(FACTORS + tl.program_id(1))
+    weights = tl.load(WEIGHTS + places, mask=is_real, other=0.0) * (1 - factor * decay)
     is_written = is_real & (rows < tl.where(tl.load(SCALE) > 0, num_rows, 0))[:, None]
-    tl.store(WEIGHTS + places, weights - tl.load(FACTORS + tl.program_id(1)) * sums, mask=is_written)
+    tl.store(WEIGHTS + places, weights - factor * sums, mask=is_written)
 
 
 @dataclass(frozen=True)
 class Subtraction:
-    """What is subtracted from weights (B, M, N): their matrix's factor times a product, after decay.
+    """What is subtracted from weights (B, M, N): their matrix's factor times a product and `decay` times the weight.
 
-    `factors` (B,), `rate` and `scale` are on the device; a `scale` that is not above 0 leaves the weights unchanged.
+    `factors` (B,) and `scale` are on the device; a `scale` that is not above 0 leaves the weights unchanged.
     """
 
     weights: torch.Tensor
     factors: torch.Tensor
-    rate: torch.Tensor
     scale: torch.Tensor
-    weight_decay: float
+    decay: float
 
 
 def nesterov_directions(weights_BMN, gradients_BMN, momenta_BMN, rate, scale, numbers):
@@ -243,8 +243,8 @@ def _launch(out, left, right, addend, alpha, beta, scales, power, symmetric):
 def _subtract(target, left, right, addend, beta, scales):
     addend, scales, power = left if addend is None else addend, *_scales_or_none(scales, 1, target.factors)
     subtract_products[_grid(left, right, PRODUCT_TILES, symmetric=False)](
-        left, right, addend, target.weights, scales, target.factors, target.rate, target.scale,
-        *_sizes_and_strides(left, right), beta, power, target.weight_decay,
+        left, right, addend, target.weights, scales, target.factors, target.scale,
+        *_sizes_and_strides(left, right), beta, power, target.decay,
         IS_EVEN=_is_even(left, right, PRODUCT_TILES), **PRODUCT_TILES,
     )  # fmt: skip
     return target.weights

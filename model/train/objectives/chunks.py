@@ -13,6 +13,7 @@ class Chunks:
     """
 
     z_loss: float = 0.0
+    label_smoothing: float = 0.0
 
     sides = ("text_ids",)
     values = derived = ()
@@ -31,5 +32,5 @@ class Chunks:
         return {}
 
     def losses(self, model, batch, chunk_tokens):
-        loss, parts = model.cross_entropy(batch, chunk_tokens, self.z_loss)
+        loss, parts = model.cross_entropy(batch, chunk_tokens, self.z_loss, self.label_smoothing)
         return loss[None], parts[: len(self.metrics)]

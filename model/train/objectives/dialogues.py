@@ -27,6 +27,7 @@ class Dialogues:
     z_loss: float = 0.0
     single_turn: bool = False
     learn_empty_thoughts: bool = False
+    label_smoothing: float = 0.0
 
     name = "dialogues"
     sides = ("question_ids", "dialogue_ids", "turn_lengths")  # the third says which parts of the second are learnt
@@ -96,7 +97,7 @@ class Dialogues:
         return (target_tokens,), (target_tokens,) * len(self.metrics)
 
     def losses(self, model, batch, chunk_tokens):
-        loss, parts = model.cross_entropy(batch, chunk_tokens, self.z_loss)
+        loss, parts = model.cross_entropy(batch, chunk_tokens, self.z_loss, self.label_smoothing)
         return loss[None], parts[: len(self.metrics)]
 
     def questions(self, store, ids):

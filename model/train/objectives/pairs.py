@@ -21,6 +21,7 @@ class Pairs:
     z_loss: float = 0.0
     single_turn: bool = False
     prefix: str = ""
+    label_smoothing: float = 0.0
 
     name = "pairs"
     sides = ("prompt_ids", "response_ids")
@@ -75,7 +76,7 @@ class Pairs:
         return (target_tokens,), (target_tokens,) * len(self.metrics)
 
     def losses(self, model, batch, chunk_tokens):
-        loss, parts = model.cross_entropy(batch, chunk_tokens, self.z_loss)
+        loss, parts = model.cross_entropy(batch, chunk_tokens, self.z_loss, self.label_smoothing)
         return loss[None], parts[: len(self.metrics)]
 
     def questions(self, store, ids):

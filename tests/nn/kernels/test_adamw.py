@@ -17,7 +17,8 @@ def update_errors(device, sizes=(5000, 16, 4096)):
         where = device if kernel else "cpu"
         params = [torch.nn.Parameter(start.clone().to(where)) for start in starts]
         rate = torch.tensor(0.01, device=where)
-        optimizer = RMSScaledAdamW(FlatParams(params, [], [], torch.float32), rate, weight_decay=0.1)
+        flat = FlatParams(params[:2], params[2:], [], torch.float32)  # the first two do not decay
+        optimizer = RMSScaledAdamW(flat, rate, weight_decay=10.0)
         if kernel:
             optimizer.update_in_passes = optimizer.update_in_one_pass
         for step, gradients in enumerate(history):

@@ -150,7 +150,7 @@ def launch_muon():
     for shape in ((2, 512, 512), (1, 2048, 512), (1, 512, 2048)):
         weights, directions = torch.zeros(shape), torch.zeros(shape, dtype=torch.bfloat16)
         _, norms, factors = nesterov_directions(weights, weights, weights, one, one, (0.95, 0.2, 1e-3))
-        orthogonalise_([(directions, norms, Subtraction(weights, factors, one, one, 0.1))])
+        orthogonalise_([(directions, norms, Subtraction(weights, factors, one, 0.1))])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

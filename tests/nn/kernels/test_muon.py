@@ -18,7 +18,7 @@ def make_muon(shapes, device, generator):
     starts = [10.0 ** -(i % 4) * torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)]
     params = [torch.nn.Parameter(start.to(device)) for start in starts]
     flat = FlatParams([torch.nn.Parameter(torch.ones(5, device=device))], params, [], torch.float32)
-    optimizer = muon.Muon(flat, torch.tensor(0.01, device=device), weight_decay=0.1)
+    optimizer = muon.Muon(flat, torch.tensor(0.01, device=device), weight_decay=10.0)
     for x in (flat.gradients, optimizer.momenta):
         x.copy_(torch.randn(x.shape, generator=generator))
     return flat, optimizer
