@@ -242,8 +242,9 @@ def test(*stray, **options):
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, request.config.output_dir)
     run, plan = prepare_test(ranks, request.config)
-    scores = measure(run.evaluation, plan)
-    if scores:
+    measured = measure(run.evaluation, plan)
+    if measured:
+        scores, _ = measured
         say(ranks, f"test {describe_store(run.evaluation.examples.store)}")
         figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
         say(ranks, f"test {run.config.finetune_from_ckp_file}: {figures}")

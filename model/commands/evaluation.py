@@ -8,12 +8,12 @@ from dataclasses import replace
 from model.commands.exporting import export
 from model.commands.run_events import say
 from model.display.catalogue import texts_here
-from model.display.console import epoch_line
+from model.display.console import epoch_line, sample_line
 from model.display.drawing import draw_soon
 from model.run.run_dir import is_exported
 from model.runtime.distributed import from_main, vote
 from model.runtime.watchdog import stop_asked
-from model.train.evaluate import measure
+from model.train.evaluate import measure, samples_of
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -85,14 +85,16 @@ def evaluate(run, journal, saver, state, plan, training_loss):
     `training_loss` is that of the steps since the last evaluation, None if unknown.
     """
     ranks, started = run.ranks, time.monotonic()
-    scores = measure(run.evaluation, plan, state.step, journal.write)
-    if scores is None:
+    measured = measure(run.evaluation, plan, state.step, journal.write)
+    if measured is None:
         return state, True
+    scores, answers = measured
     seconds, epoch = time.monotonic() - started, state.pairs_seen / run.train.epoch_pairs
     is_best = ranks.is_main and is_better(run, state, scores)
     since_best = 0 if is_best else state.evaluations_since_best + 1
     gap = None if training_loss is None else scores["loss"] - training_loss
     values = dict(overfit_gap=gap, evaluations_since_best=since_best, seconds=seconds)
+    values |= dict(samples=samples_of(answers)) if answers else {}
     journal.write("eval", step=state.step, epoch=epoch, **scores, **values)
     if ranks.is_main and run.rules.draws_plots and state.pairs_seen < run.schedule.total_pairs:
         draw_soon(run.dir)  # not at the end, when all is drawn once more
@@ -105,10 +107,11 @@ def evaluate(run, journal, saver, state, plan, training_loss):
         metric = run.rules.best_metric
         score = None if metric == "loss" else scores[metric]
         state = replace(state, best_loss=scores["loss"], best_score=score, best_step=state.step)
-    say(ranks, epoch_line(dict(
-        epoch=epoch, step=state.step, val_loss=scores["loss"], cur_bleu4=scores.get("bleu"),
-        cur_chrf=scores.get("chrf"), best_val_loss=state.best_loss, best_step=state.best_step,
-    )))  # fmt: skip
+    told = dict(val_loss=scores["loss"], cur_bleu4=scores.get("bleu"), cur_chrf=scores.get("chrf"))
+    best = dict(best_val_loss=state.best_loss, best_step=state.best_step)
+    say(ranks, epoch_line(scores | told | best | dict(epoch=epoch, step=state.step)))
+    for sample in values.get("samples", ()):
+        say(ranks, sample_line(sample))
     warn_of_no_gain(run, state)
     return state, bool(stop)
 
