@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 
 def measured(ranks, store_dir, tokenizer_dir):
-    """(Figures, answers) of 5 questions to a model whose answers differ; its tied embedding would repeat every token."""
+    """(Figures, answers) of 5 questions to a model."""
     store, tokenizer = read_store(Path(store_dir)), load_tokenizer(tokenizer_dir)
     model = make_model(tokenizer.vocab_size)
     with torch.no_grad():
