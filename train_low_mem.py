@@ -233,7 +233,7 @@ def finish(run, journal, state, reason, saver, drawing):
 
 @SetParseFn(str)
 def test(*stray, **options):
-    """Print the loss, BLEU and chrF of a run's best/ model on test_file."""
+    """Print the loss of a run's best/ model on test_file, and what its answers are like."""
     request = broadcast_request(stray, options, KEEP_TRAINING["test"])
     watch_signals()
     backend = request.config.backend if "backend" in request.typed else "auto"  # training may have used another machine
