@@ -233,7 +233,7 @@ def finish(run, journal, state, reason, saver, drawing):
 
 @SetParseFn(str)
 def test(*stray, **options):
-    """Print the loss, BLEU and chrF of a run's best/ model on test_file."""
+    """Print the loss of a run's best/ model on test_file, and what its answers are like."""
     request = broadcast_request(stray, options, KEEP_TRAINING["test"])
     watch_signals()
     backend = request.config.backend if "backend" in request.typed else "auto"  # training may have used another machine
@@ -242,8 +242,9 @@ def test(*stray, **options):
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, request.config.output_dir)
     run, plan = prepare_test(ranks, request.config)
-    scores = measure(run.evaluation, plan)
-    if scores:
+    measured = measure(run.evaluation, plan)
+    if measured:
+        scores, _ = measured
         say(ranks, f"test {describe_store(run.evaluation.examples.store)}")
         figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
         say(ranks, f"test {run.config.finetune_from_ckp_file}: {figures}")

@@ -23,6 +23,7 @@ explain_missing_packages()
 from rich.cells import cell_len  # noqa: E402
 
 from model.commands.option_names import ScriptParser  # noqa: E402
+from model.display.answers import figures_text, sample_text, told  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
 from model.display.console import human_bytes, padded  # noqa: E402
 from model.display.figures import Figures, epochs_of  # noqa: E402
@@ -257,7 +258,17 @@ def evaluation_rows(evaluated: list[dict]) -> dict[str, str]:
         scored = [record for record in evaluated if record.get(key) is not None]
         if scored:
             rows[name] = at_step(scored[-1], key)
+    if losses:
+        answered = figures_text(losses[-1], ("loops", "ended", "length_ratio", "distinct_2"), TEXT)
+        said = {TEXT("row.answers"): answered, TEXT("row.nats"): told(losses[-1], "nats_per_char")}
+        rows |= {name: words for name, words in said.items() if words} | sample_rows(losses[-1])
     return rows
+
+
+def sample_rows(evaluation: dict) -> dict[str, str]:
+    """What the model answered to the fixed questions at its newest evaluation, a row for each."""
+    samples = evaluation.get("samples") or []
+    return {TEXT("journal.sample", number=number): sample_text(each) for number, each in enumerate(samples, start=1)}
 
 
 def at_step(record: dict, key: str) -> str:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from model.commands.exporting import export
 from model.commands.run_events import say
 from model.display.catalogue import texts_here
-from model.display.console import epoch_line
+from model.display.console import epoch_line, sample_line
 from model.display.drawing import draw_soon
 from model.run.run_dir import is_exported
 from model.runtime.distributed import from_main, vote
 from model.runtime.watchdog import stop_asked
-from model.train.evaluate import evaluate_loss, measure
+from model.train.evaluate import evaluate_loss, measure, samples_of
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -86,15 +86,17 @@ def evaluate(run, journal, saver, state, plan, training_loss):
     `training_loss` is that of the steps since the last evaluation, None if unknown.
     """
     ranks, started, average = run.ranks, time.monotonic(), run.optimizer.average
-    scores, losses = measure_better(run.evaluation, average, plan, state.step, journal.write)
-    if scores is None:
+    measured, losses = measure_better(run.evaluation, average, plan, state.step, journal.write)
+    if measured is None:
         return state, True
+    scores, answers = measured
     averaged = bool(losses and losses["averaged"])
     seconds, epoch = time.monotonic() - started, state.pairs_seen / run.train.epoch_pairs
     is_best = ranks.is_main and is_better(run, state, scores)
     since_best = 0 if is_best else state.evaluations_since_best + 1
     gap = None if training_loss is None else scores["loss"] - training_loss
     values = losses | dict(overfit_gap=gap, evaluations_since_best=since_best, seconds=seconds)
+    values |= dict(samples=samples_of(answers)) if answers else {}
     journal.write("eval", step=state.step, epoch=epoch, **scores, **values)
     if ranks.is_main and run.rules.draws_plots and state.pairs_seen < run.schedule.total_pairs:
         draw_soon(run.dir)  # not at the end, when all is drawn once more
@@ -110,10 +112,11 @@ def evaluate(run, journal, saver, state, plan, training_loss):
         metric = run.rules.best_metric
         score = None if metric == "loss" else scores[metric]
         state = replace(state, best_loss=scores["loss"], best_score=score, best_step=state.step)
-    say(ranks, epoch_line(dict(
-        epoch=epoch, step=state.step, val_loss=scores["loss"], cur_bleu4=scores.get("bleu"),
-        cur_chrf=scores.get("chrf"), best_val_loss=state.best_loss, best_step=state.best_step,
-    )))  # fmt: skip
+    told = dict(val_loss=scores["loss"], cur_bleu4=scores.get("bleu"), cur_chrf=scores.get("chrf"))
+    best = dict(best_val_loss=state.best_loss, best_step=state.best_step)
+    say(ranks, epoch_line(scores | told | best | dict(epoch=epoch, step=state.step)))
+    for sample in values.get("samples", ()):
+        say(ranks, sample_line(sample))
     warn_of_no_gain(run, state)
     return state, bool(stop)
 
@@ -121,7 +124,7 @@ def evaluate(run, journal, saver, state, plan, training_loss):
 def measure_better(evaluation, average, plan, step, note):
     """(`measure` of the weights or of their average, whichever has the lower loss, a dict of what tells them apart).
 
-    The dict is empty without an `average`; the scores are None if a stop was asked.
+    The dict is empty without an `average`; the first is None if a stop was asked.
     """
     if average is None:
         return measure(evaluation, plan, step, note), {}
@@ -129,12 +132,13 @@ def measure_better(evaluation, average, plan, step, note):
     if own is None:
         return None, {}
     with average.in_place_of_weights():
-        scores = measure(evaluation, plan, step, note)
-    if scores is None:
+        measured = measure(evaluation, plan, step, note)
+    if measured is None:
         return None, {}
-    (averaged,) = vote(evaluation.ranks, evaluation.ranks.is_main and scores["loss"] < own["loss"])
-    losses = dict(averaged=bool(averaged), weights_loss=own["loss"], average_loss=scores["loss"])
-    return scores if averaged else measure(evaluation, plan, step, note), losses
+    loss = measured[0]["loss"]
+    (averaged,) = vote(evaluation.ranks, evaluation.ranks.is_main and loss < own["loss"])
+    losses = dict(averaged=bool(averaged), weights_loss=own["loss"], average_loss=loss)
+    return measured if averaged else measure(evaluation, plan, step, note), losses
 
 
 def is_better(run, state, scores):

@@ -18,7 +18,7 @@ from model.runtime.versions import device_name, versions
 from model.runtime.watchdog import saving
 
 CHOICES = ("max_new_tokens", "no_repeat_ngram_size")  # options of a run that exports tell
-SCORES = ("bleu", "chrf")  # beside the objective's metrics
+SCORES = ("nats_per_char", "bleu", "chrf", "loops", "ended", "length_ratio", "distinct_2")  # beside the metrics
 
 
 def export(run, state, name, scores=None, weights_files=()):
@@ -82,7 +82,7 @@ def facts_of(run, state, scores):
         summary=f"A chat model ({family}, {num_parameters:,} parameters), {steps} of the run {name}.",
         tables={"Data": _data(run), "Training": _training(run, state)},
         file="" if run.evaluation is None else file_names(run.evaluation.examples),
-        scores={name: value for name, value in scores.items() if math.isfinite(value)},
+        scores={name: scores[name] for name in score_names(run) if math.isfinite(scores.get(name, math.nan))},
         optimizer=run.config.optimizer,
         base=model_name(run.config.finetune_from_ckp_file) if run.config.finetune_from_ckp_file else "",
     )
@@ -94,11 +94,15 @@ def last_scores(run, state):
         records = read_journal(run.dir / "metrics.jsonl")
     except (OSError, ValueError):  # the model matters more than its card
         return {}
-    names = (*run.train.objective.metrics, *SCORES)
     found = [record for record in records if record["kind"] == "eval" and record["step"] == state.step]
     if not found or found[-1].get("averaged"):  # the scores are those of their average
         return {"loss": found[-1]["weights_loss"]} if found else {}
-    return {name: found[-1][name] for name in names if isinstance(found[-1].get(name), float)}
+    return {name: found[-1][name] for name in score_names(run) if isinstance(found[-1].get(name), float)}
+
+
+def score_names(run):
+    """The figures of an evaluation that a card tells, the loss first."""
+    return (*run.train.objective.metrics, *SCORES)
 
 
 def file_names(examples):

@@ -111,6 +111,10 @@ class ChatTokenizer:
         """Text of the ids, without special tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
+    def decode_batch(self, rows) -> list[str]:
+        """`decode` of each of `rows`, lists or arrays of ids, computed on all cores."""
+        return self.backend.decode_batch([list(ids) for ids in rows], skip_special_tokens=True)
+
 
 def load_tokenizer(directory: str | Path) -> ChatTokenizer:
     """Load the tokenizer in a directory: one trained here, one from Hugging Face, or the tokenizer files of a model.

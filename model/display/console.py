@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from model.display.answers import sample_text
 from model.display.catalogue import texts_here
 from model.runtime.activity import Pace, now_doing
 
@@ -21,6 +22,7 @@ CONSOLE = Console(stderr=True)
 SAFE_PERCENT, EDGE_PERCENT = 85, 90
 DRAW_SECONDS, LOG_SECONDS = 0.1, 60
 SPEED_WINDOW_SECONDS = 300
+TRAIN, EPOCH, SAMPLE = "training loss: ", "epoch log: ", "sample: "  # how these log lines begin
 
 
 def padded(text: str, width: int, right: bool = False) -> str:
@@ -80,6 +82,11 @@ EPOCH_FIELDS = {
     "val_loss": ("val_loss", LOSS),
     "cur_bleu4": ("cur_bleu4", LOSS),
     "cur_chrf": ("cur_chrf", LOSS),
+    "nats_per_char": ("nats_per_char", LOSS),
+    "loops": ("loops", LOSS),
+    "ended": ("ended", LOSS),
+    "length_ratio": ("length_ratio", LOSS),
+    "distinct_2": ("distinct_2", LOSS),
     "best_val_loss": ("best_val_loss", LOSS),
     "best_bleu4": ("best_bleu4", LOSS),
     "best_epoch": ("best_epoch", COMPACT),
@@ -89,12 +96,17 @@ EPOCH_FIELDS = {
 
 def train_line(values: dict) -> str:
     """The log line of a train record, with those of TRAIN_FIELDS that are in `values`."""
-    return "training loss: " + _fields(TRAIN_FIELDS, values)
+    return TRAIN + _fields(TRAIN_FIELDS, values)
 
 
 def epoch_line(values: dict) -> str:
     """The log line of an evaluation, with those of EPOCH_FIELDS that are in `values`."""
-    return "epoch log: " + _fields(EPOCH_FIELDS, values)
+    return EPOCH + _fields(EPOCH_FIELDS, values)
+
+
+def sample_line(sample: dict) -> str:
+    """The log line of a sample of an evaluation: a question and the model's answer."""
+    return SAMPLE + sample_text(sample)
 
 
 def _fields(fields: dict, values: dict) -> str:

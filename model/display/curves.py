@@ -3,18 +3,23 @@
 from model.run.journal import read_journal
 
 MAX_POINTS = 400
+EVAL_FIELDS = (
+    "step", "loss", "nats_per_char", "bleu", "chrf", "loops", "ended", "length_ratio", "distinct_2",
+)  # fmt: skip
 TRAIN_FIELDS = ("step", "loss", "tokens_per_second", "learn_rate", "grad_norm", "reserved_bytes")
 
 
 def curves_of(journal, most=MAX_POINTS):
-    """Dict with `train` and `eval`, lists of points; `best`, the evaluation of lowest loss; steps done and in all."""
+    """Dict with `train` and `eval`, lists of points; `best`, that of lowest loss; the newest `samples`; steps."""
     lines = read_journal(journal)
     trained = [line for line in lines if line["kind"] == "train"]
-    evaluated = [_point(line, ("step", "loss", "bleu", "chrf")) for line in lines if line["kind"] == "eval"]
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    evaluated = [_point(line, EVAL_FIELDS) for line in evaluations]
     starts = [line for line in lines if line["kind"] == "start"]
     return dict(
         train=[_point(line, TRAIN_FIELDS) for line in thinned(trained, most)],
         eval=thinned(evaluated, most),
+        samples=evaluations[-1].get("samples", []) if evaluations else [],
         best=min((point for point in evaluated if point["loss"] is not None), key=lambda p: p["loss"], default=None),
         step=trained[-1]["step"] if trained else 0,
         total_steps=starts[-1].get("total_steps") if starts else None,

@@ -123,6 +123,8 @@ class Figures:
             return
         total, weight = self._since_eval
         derived = record["loss"] - total / weight if weight else None  # as runs write it
+        if self.evals:  # the samples of the newest evaluation are all that is shown
+            self.evals[-1].pop("samples", None)
         self.evals.append({"overfit_gap": derived} | record)
         self._since_eval = 0.0, 0
 

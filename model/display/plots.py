@@ -15,14 +15,16 @@ from model.runtime.atomic_io import write_file
 
 GIB = 2**30
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei", "SimHei")
+STEPS, PAIRS = "optimizer step", "pairs seen"
 SMOOTHED_PARTS = 40
+LOG_RATIO = 4  # highest to lowest loss of a run, above which the axis is logarithmic
 RAW = dict(linewidth=0.8, alpha=0.35)
 LEGEND = dict(loc="outside upper center", frameon=False)
 BEST = dict(marker="*", markersize=11, linestyle="", color="tab:red")
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Draw loss, speed, memory, learning rate and, where plan.json has them, lengths; returns their paths in plots/.
+    """Draw loss, speed, memory, learning rate and, where there are any, lengths and answers; returns paths in plots/.
 
     Raises ValueError for a damaged journal or plan.json, FileNotFoundError without a journal.
     """
@@ -36,6 +38,8 @@ def plot_run(run_dir: str | Path) -> list[Path]:
     )
     if plan.get("lengths"):
         pictures["lengths"] = _figure_of(draw_lengths, plan["lengths"])
+    if _points(records, "eval", "loops")[0]:
+        pictures["answers"] = _figure_of(draw_answers, records)
     return [_save(figure, run_dir / "plots" / f"{name}.png", run_dir.name) for name, figure in pictures.items()]
 
 
@@ -59,7 +63,7 @@ def plot_runs(run_dirs: list[Path], out: Path) -> None:
         _draw_run(axes, read_journal(run_dir / "metrics.jsonl"), name)
     axes[0][0].set_ylabel("training loss, smoothed\n[nats per target token]")
     axes[1][0].set_ylabel("validation loss\n[nats per target token]")
-    axes[1][0].set_xlabel("pairs seen")
+    axes[1][0].set_xlabel(PAIRS)
     axes[1][0].xaxis.set_major_formatter("{x:,.0f}")
     axes[1][1].set_xlabel("hours of the run, pauses between starts left out")
     _finish(axes.flat)
@@ -75,7 +79,29 @@ def draw_losses(axes, records: list[dict]) -> None:
     _curve(axes, records, "eval", "loss", color="tab:orange", label="validation loss", marker="o", markersize=4)
     if best := _figures_of(records).best:
         axes.plot(best["step"], best["loss"], label=f"best {best['loss']:.4f} at step {best['step']:,}", **BEST)
-    axes.set(xlabel="optimizer step", ylabel="loss [nats per target token]")
+    axes.set(xlabel=STEPS, ylabel="loss [nats per target token]")
+    if losses and min(losses) > 0 and max(losses) > LOG_RATIO * min(losses):
+        _log_scale(axes)
+
+
+def _log_scale(axes):
+    """A logarithmic axis with plain numbers on it, also where the values lie within a power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_answers(axes, records: list[dict]) -> None:
+    """Draw what generated answers to validation questions are like: shares, and the length to the references'."""
+    curves = dict(loops="loops", reference_loops="loops of the references", ended="ended by themselves",
+                  length_ratio="length to the references'", distinct_2="distinct-2")  # fmt: skip
+    for key, label in curves.items():
+        style = dict(color="tab:gray", linestyle=":") if key == "reference_loops" else dict(marker="o", markersize=3)
+        _curve(axes, records, "eval", key, label=label, **style)
+    axes.set(xlabel=STEPS, ylabel="share of the answers", ylim=(0, None))
 
 
 def draw_gap(axes, records: list[dict]) -> None:
@@ -83,7 +109,7 @@ def draw_gap(axes, records: list[dict]) -> None:
     points = _gaps(records)
     axes.axhline(0, color="tab:gray", linewidth=0.8)
     axes.plot([step for step, _ in points], [gap for _, gap in points], color="tab:red", marker="o", markersize=3)
-    axes.set(xlabel="optimizer step", ylabel="over-fit gap\n[nats per token]")
+    axes.set(xlabel=STEPS, ylabel="over-fit gap\n[nats per token]")
 
 
 def draw_speed(axes, records: list[dict]) -> None:
@@ -91,7 +117,7 @@ def draw_speed(axes, records: list[dict]) -> None:
     steps, speeds = _points(records, "train", "tokens_per_second")
     axes.plot(steps, speeds, color="tab:green", **RAW)
     axes.plot(steps, _smoothed(speeds), color="tab:green", label="real tokens a second, all ranks")
-    axes.set(xlabel="optimizer step", ylabel="tokens per second", ylim=(0, None))
+    axes.set(xlabel=STEPS, ylabel="tokens per second", ylim=(0, None))
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
@@ -105,12 +131,12 @@ def draw_memory(axes, records: list[dict], predicted_bytes: int) -> None:
         _curve(axes, scaled, "train", key, color=colour, label=label)
     if is_on_gpu and predicted_bytes:
         axes.axhline(predicted_bytes / GIB, color="tab:gray", linestyle=":", label="predicted peak on the GPU")
-    axes.set(xlabel="optimizer step", ylabel="memory [GiB]", ylim=(0, None))
+    axes.set(xlabel=STEPS, ylabel="memory [GiB]", ylim=(0, None))
 
 
 def draw_learn_rate(axes, records: list[dict]) -> None:
     _curve(axes, records, "train", "learn_rate", color="tab:gray", label="learning rate")
-    axes.set(xlabel="optimizer step", ylabel="learning rate", ylim=(0, None))
+    axes.set(xlabel=STEPS, ylabel="learning rate", ylim=(0, None))
 
 
 def draw_lengths(axes, lengths: dict) -> None:
@@ -194,7 +220,7 @@ def _loss_figure(records):
     if lower:
         draw_gap(lower[0], records)
         upper.set_xlabel("")
-    _finish([upper, *lower])
+    _finish([*lower, upper])
     figure.legend(ncols=3, **LEGEND)
     return figure
 
@@ -219,6 +245,8 @@ def _new_figure(width, height):
 
 def _finish(panels):
     for axes in panels:
+        if axes.get_xlabel() in (STEPS, PAIRS):
+            axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
 

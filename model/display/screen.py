@@ -5,8 +5,10 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.text import Text
 
+from model.display.answers import sample_text
 from model.display.catalogue import Texts
 from model.display.figures import epochs_of
+from model.display.loss_curve import loss_curve
 from model.display.view import (
     View,
     count_of,
@@ -15,7 +17,6 @@ from model.display.view import (
     event_lines,
     is_alive,
     log_line,
-    loss_curve,
     rows_of,
     state,
     status_of_journal,
@@ -24,7 +25,8 @@ from model.runtime.terminal import printable
 
 WIDE = 116  # columns from which the rows stand in two columns
 MAX_EVENT_LINES = 4
-MAX_CURVE_WIDTH = 120
+MAX_CURVE_WIDTH, MAX_CURVE_HEIGHT = 120, 6
+CURVE_SHARE = 4  # of the lines below the figures one of so many is the curve's
 DEVICE_COLUMNS = ("rank", "memory", "peak", "card", "utilisation", "temperature", "power", "process")
 
 
@@ -42,18 +44,34 @@ def draw(view: View, text: Texts, console: Console) -> str:
 
 def lines_of(view: View, text: Texts, console: Console) -> list[list[Segment]]:
     """All that is shown but the last line; of the log the newest lines, as many as there is room for."""
-    rows = {text(f"row.{name}"): value for name, value in rows_of(view, text).items()}
-    curve = loss_curve(view.figures, min(console.width - 2, MAX_CURVE_WIDTH))
-    width = console.width
+    rows, width = {text(f"row.{name}"): value for name, value in rows_of(view, text).items()}, console.width
     parts = [head(view, text, width), bar(view, text, width), *devices(view, text), *table_of(rows, width)]
-    parts += [Text(" " + curve, style="cyan", no_wrap=True)] if curve else []
+    parts += curve(view, text, width, (console.height - len(parts)) // CURVE_SHARE)
     lines = _lines(parts, console)
-    events = event_lines(view, text)[-MAX_EVENT_LINES:]
-    for title, newest in (("events", events), ("log", [log_line(line) for line in view.log])):
+    for title, newest in sections(view, text).items():
         room = console.height - len(lines) - 2  # beside the title and the last line of the screen
         if newest and room > 0:
-            lines += _lines([rule(text(title), console.width), *map(plain, newest[-room:])], console)
+            lines += _lines([rule(title, width), *map(plain, newest[-room:])], console)
     return lines
+
+
+def curve(view: View, text: Texts, width: int, height: int) -> list[Text]:
+    """The loss below its title, in `height` lines; one of MAX_CURVE_HEIGHT at most, at least one."""
+    drawn = loss_curve(view.figures, min(width - 2, MAX_CURVE_WIDTH), min(max(height, 1), MAX_CURVE_HEIGHT))
+    if not drawn:
+        return []
+    steps = view.figures.losses.steps
+    title = rule(text("curve", first=steps[0], last=steps[-1]), width)
+    return [title, *(Text(" " + line, style="cyan", no_wrap=True, overflow="crop") for line in drawn)]
+
+
+def sections(view: View, text: Texts) -> dict[str, list[str]]:
+    """What stands below the figures, lines by title: what the model says now, the events, the log."""
+    evals, titled = view.figures.evals, {}
+    if evals and (samples := evals[-1].get("samples")):
+        titled[text("samples", step=evals[-1]["step"])] = [sample_text(sample) for sample in samples]
+    titled[text("events")] = event_lines(view, text)[-MAX_EVENT_LINES:]
+    return titled | {text("log"): [log_line(line) for line in view.log]}
 
 
 def _lines(parts, console):

@@ -1,23 +1,22 @@
 """What the screen says, as text: a view of a run and its rows. Pure: it reads no file and no clock."""
 
-import math
 import re
 import time
 from dataclasses import dataclass, field
 
 from rich.text import Text
 
+from model.display.answers import answer_rows
 from model.display.catalogue import COUNTS, Texts
-from model.display.console import human_seconds, memory_text
-from model.display.figures import Figures
+from model.display.console import EPOCH, SAMPLE, TRAIN, human_seconds, memory_text
+from model.display.figures import EVENT_KINDS, Figures
 from model.display.sensors import Sensors
 from model.run.status import Status
 from model.runtime.terminal import printable
 
 GIB = 2**30
-BARS = "▁▂▃▄▅▆▇█"
-TINY_LOSS = 1e-6
 LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d)\.\d{3}\] \[(\w+)\]: ")  # how a line of the log begins
+SHOWN = (TRAIN, EPOCH, SAMPLE, *(f"{kind}: " for kind in EVENT_KINDS))
 ALIVE_SECONDS = 30  # a status is written twice a second, but not while a library call keeps all threads waiting
 SILENT_SECONDS = 600  # for runs without a status
 LEVEL_STYLES = dict(safe="green", edge="yellow", dangerous="bold red")
@@ -168,7 +167,7 @@ def rows_of(view: View, text: Texts) -> dict[str, str]:
         best = figures.best
         scores = dict(last=number(figures.evals[-1]["loss"], text), best=number(best["loss"], text), step=best["step"])
         rows["validation"] = text("validation", **scores)
-        rows |= gap(figures, text)
+        rows |= gap(figures, text) | answer_rows(figures.evals[-1], text)
     if not figures.stop:
         rows |= time_left(view, text)
     rows["save"] = last_save(figures, view.now, text)
@@ -279,18 +278,7 @@ def log_line(line: str) -> str:
     return LOG_LINE.sub(lambda begins: f"{begins[1]}  " + (f"{begins[2]}: " if begins[2] != "INFO" else ""), line, 1)
 
 
-def loss_curve(figures: Figures, width: int) -> str:
-    """The smoothed training loss as bars on a logarithmic scale, `width` characters at most.
-
-    Empty for fewer than two points.
-    """
-    values = figures.losses.values
-    if len(values) < 2 or width < 2:
-        return ""
-    width = min(width, len(values))
-    edges = [index * len(values) // width for index in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
-    heights = [math.log(max(mean, TINY_LOSS)) for mean in means]
-    low, high = min(heights), max(heights)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0
-    return "".join(BARS[round((height - low) * scale)] for height in heights)
+def is_shown(line: str) -> bool:
+    """Whether the screen shows elsewhere what a line of the log says: the figures, the samples, the events."""
+    begins = LOG_LINE.match(line)
+    return bool(begins) and begins[2] == "INFO" and line[begins.end() :].startswith(SHOWN)

@@ -23,7 +23,7 @@ from model.display.catalogue import Texts, language_of
 from model.display.figures import Figures
 from model.display.screen import draw
 from model.display.sensors import Driver
-from model.display.view import View, is_alive
+from model.display.view import View, is_alive, is_shown
 from model.run.journal import JournalTail
 from model.run.status import read_statuses
 from model.runtime.atomic_io import open_own
@@ -33,7 +33,7 @@ DRAW_SECONDS = 1.0
 ENTER = b"\x1b[?1049h\x1b[?25l\x1b[2J"  # the alternate screen, without a cursor, empty
 LEAVE = b"\x1b[0m\x1b[?25h\x1b[?1049l"
 HOME = b"\x1b[H"  # also after a frame: a line that the terminal echoes there does not scroll the screen
-LOG_LINES = 50
+READ_LINES, LOG_LINES = 500, 50  # read of the log's end, and shown of them
 DEFAULT_SIZE = (80, 24)  # of a terminal that does not tell
 ENDS = {signal.SIGTERM, signal.SIGHUP}
 
@@ -80,8 +80,8 @@ class Follower:
 
     def _log(self):
         with suppress(OSError), open_own(self._run_dir / NAME, "rb") as file:
-            lines, _ = last_lines(file, LOG_LINES)
-            return [line.decode(errors="replace") for line in lines]
+            lines = [line.decode(errors="replace") for line in last_lines(file, READ_LINES)[0]]
+            return [line for line in lines if not is_shown(line)][-LOG_LINES:]
         return []
 
 

@@ -128,7 +128,12 @@ def _table(rows):
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in cells)])
 
 
-_LABELS = {"loss": "loss, nats a target token", "bleu": "BLEU, 0 to 100", "chrf": "chrF, 0 to 100"}
+_LABELS = {
+    "loss": "loss, nats a target token", "nats_per_char": "loss, nats a character", "bleu": "BLEU, 0 to 100",
+    "chrf": "chrF, 0 to 100", "loops": "greedy answers that repeat themselves, share",
+    "ended": "greedy answers that end by themselves, share", "length_ratio": "length of answers to references'",
+    "distinct_2": "distinct-2",
+}  # fmt: skip
 _READ = {  # {is_encoder_decoder: (transformers' class, what is the answer)}
     True: ("AutoModelForSeq2SeqLM", "output[0]"),
     False: ("AutoModelForCausalLM", 'output[0, inputs["input_ids"].shape[1] :]'),

@@ -1,4 +1,4 @@
-"""Evaluation: loss over a file; BLEU and chrF of generated answers to a fixed part of it.
+"""Evaluation: loss over a file; what generated answers to a fixed part of it are like.
 
 Each rank evaluates a share, and the results are reduced once, at the end. When a rank runs out of memory, all ranks
 go on with the rest of their shares in smaller parts.
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch
 from model.data.packing import cut
 from model.data.sampler import permute
 from model.data.tokenizer import ChatTokenizer
+from model.generate.answer_quality import LOOP_TOKENS, Answer, measures, repeats
 from model.generate.engine import Limits, generate
 from model.generate.sampling import GREEDY, Sampling
 from model.memory.oom_policy import plans_to_try, shrink_plan
@@ -25,9 +26,11 @@ from model.runtime.activity import advance, now_doing
 from model.runtime.device_memory import within_memory
 from model.runtime.distributed import Ranks, gather_json, sum_over_ranks, vote
 from model.runtime.watchdog import stop_asked
-from model.train.examples import Examples
+from model.train.examples import ROWS_AT_A_TIME, Examples
 
 ROUNDS_A_PART = 8  # answers in a slot, one after the other, that an out of memory can lose
+NUM_SAMPLES = 3  # answers that are shown
+SAMPLE_CHARACTERS = 400  # most of a text in a journal, which keeps all samples of a run
 EPOCH = 0  # of an evaluation: what an objective draws at random is the same each time
 
 
@@ -43,12 +46,15 @@ class Evaluation:
     max_new_tokens: int  # of one answer
     sampling: Sampling = GREEDY
 
+    @property
+    def share_ids(self):
+        """The rows whose loss this rank computes."""
+        return np.arange(self.ranks.rank, len(self.examples), self.ranks.world_size)
 
-@dataclass(frozen=True)
-class Answer:
-    question: str
-    answer: str
-    reference: str
+    @cached_property
+    def share_characters(self):
+        """Characters of the targets of the rank's share, counted once; 0 if its loss is no mean over target tokens."""
+        return target_characters(self.examples, self.share_ids, self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,26 @@ def metric_sums(model, examples, ids, chunk_tokens):
     return torch.stack([sums.double().cpu(), torch.tensor(weights, dtype=torch.float64)])
 
 
+def target_characters(examples, ids, tokenizer):
+    """Characters of the decoded targets of the rows `ids`; 0 where the loss is not divided by their tokens."""
+    characters = 0
+    for start in range(0, len(ids), ROWS_AT_A_TIME):
+        part = ids[start : start + ROWS_AT_A_TIME]
+        sequences = examples.sequences(part, EPOCH)
+        targets, ends = sequences.sides[-1], np.cumsum(sequences.lengths[:, -1])[:-1]
+        is_target = np.ones(len(targets), bool) if sequences.is_target is None else sequences.is_target
+        if examples.weights(part, EPOCH)[1][0] != is_target.sum():
+            return 0
+        sides = (np.split(each, ends) for each in (targets, is_target))
+        characters += sum(map(len, tokenizer.decode_batch([ids[kept] for ids, kept in zip(*sides, strict=True)])))
+    return characters
+
+
 def evaluate_loss(evaluation, plan, step=0, note=lambda kind, **values: None):
-    """{metric: its mean over the examples, each counted once}; None if a stop was asked.
+    """{metric: its mean over the examples, each counted once}, and nats_per_char; None if a stop was asked.
+
+    nats_per_char is the loss of all target tokens, the EOS among them, divided by the characters of their text, so it
+    compares models of any vocabulary. It is left out where the loss is no mean over target tokens.
 
     `note(kind, **values)` is called for each out of memory. Raises NothingFits if the smallest plan does not fit.
     """
@@ -96,7 +120,7 @@ def evaluate_loss(evaluation, plan, step=0, note=lambda kind, **values: None):
     def shrink(plan):
         return shrink_plan(replace(plan, graphs=False), examples.histogram.longest)  # without backward none is captured
 
-    share_ids = np.arange(ranks.rank, len(examples), ranks.world_size)
+    share_ids = evaluation.share_ids
     note = partial(note, step=step, where="evaluate")
     now_doing("evaluating", total=len(share_ids))
     with evaluating(model):
@@ -105,8 +129,10 @@ def evaluate_loss(evaluation, plan, step=0, note=lambda kind, **values: None):
         return None
     names = examples.objective.metrics
     total = torch.stack([torch.zeros(2, len(names), dtype=torch.float64), *values]).sum(0)
-    sums, weights = sum_over_ranks(ranks, total.to(ranks.device)).cpu()
-    return dict(zip(names, (sums / weights).tolist(), strict=True))
+    characters = torch.full((2, 1), evaluation.share_characters, dtype=torch.float64)
+    sums, weights = sum_over_ranks(ranks, torch.cat([total, characters], 1).to(ranks.device)).cpu()
+    means = dict(zip(names, (sums / weights).tolist(), strict=False))
+    return means | (dict(nats_per_char=(sums[0] / sums[-1]).item()) if sums[-1] else {})
 
 
 def values_of_share(ranks, ids, plan, parts, note=lambda kind, **values: None):
@@ -153,7 +179,7 @@ def generate_answers(evaluation, inputs, slots, most=None):
 
 
 def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None):
-    """List of Answer to a fixed choice of questions; None if a stop was asked.
+    """List of Answer to a fixed choice of questions, in its order; None if a stop was asked.
 
     The questions are the same at every call, and every rank gets all answers. `plan.answers` are generated together.
     `note` is called for each out of memory. Raises NothingFits if an answer by itself does not fit.
@@ -163,8 +189,12 @@ def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None)
     def answers_of(part, plan):
         fault_injection.fire("generate", step)
         inputs, references = examples.objective.questions(examples.store, part)
-        sides = inputs, generate_answers(evaluation, inputs, plan.answers), references
-        return list(zip(*([evaluation.tokenizer.decode(list(ids)) for ids in side] for side in sides), strict=True))
+        answers = generate_answers(evaluation, inputs, plan.answers)
+        texts = (evaluation.tokenizer.decode_batch(side) for side in (inputs, answers, references))
+        loops = ([repeats(ids, LOOP_TOKENS) for ids in side] for side in (answers, references))
+        ended = [len(ids) < evaluation.max_new_tokens for ids in answers]
+        looped, reference_loops = loops
+        return list(zip(map(int, part), *texts, looped, ended, reference_loops, strict=True))
 
     def cut_up(ids, plan):
         size = ROUNDS_A_PART * plan.answers
@@ -174,6 +204,7 @@ def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None)
         return replace(plan, answers=plan.answers // 2) if plan.answers > 1 else None
 
     chosen = permute(np.arange(min(evaluation.num_answers, len(examples))), len(examples), "answers")
+    places = {int(row): place for place, row in enumerate(chosen)}
     share_ids = chosen[ranks.rank :: ranks.world_size]
     share_ids = share_ids[np.argsort(examples.lengths(share_ids, EPOCH)[:, 0], kind="stable")]
     note = partial(note, step=step, where="generate")
@@ -181,31 +212,43 @@ def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None)
     answers = values_of_share(ranks, share_ids, plan, Parts(cut_up, answers_of, shrink), note)
     if answers is None:
         return None
-    return [Answer(*fields) for rank in gather_json(ranks, answers) for part in rank for fields in part]
+    answered = [Answer(*fields) for rank in gather_json(ranks, answers) for part in rank for fields in part]
+    return sorted(answered, key=lambda answer: places[answer.row])
 
 
 def score(answers):
-    """Dict of BLEU-4 on characters and chrF of `answers`, both 0 to 100 (sacrebleu)."""
+    """Dict of the answers' `measures`, and of BLEU-4 on characters and chrF, both 0 to 100 (sacrebleu)."""
     from sacrebleu.metrics import BLEU, CHRF  # imported here: the first step need not wait for it
 
     hypotheses, references = [a.answer for a in answers], [[a.reference for a in answers]]
-    return dict(
+    return measures(answers) | dict(
         bleu=BLEU(tokenize="char").corpus_score(hypotheses, references).score,
         chrf=CHRF().corpus_score(hypotheses, references).score,
     )
 
 
-def measure(evaluation, plan, step=0, note=lambda kind, **values: None):
-    """Dict of the objective's metrics, and of BLEU, chrF and answer_seconds if answers are generated.
+def samples_of(answers):
+    """The first answers, the same questions at every evaluation, as plain values: question, answer and reference."""
+    names = ("question", "answer", "reference")
+    return [{name: _shortened(getattr(each, name)) for name in names} for each in answers[:NUM_SAMPLES]]
 
-    None if a stop was asked. `note(kind, **values)` is called for each out of memory. Raises NothingFits if the
-    smallest plan does not fit.
+
+def _shortened(text):
+    return text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + "…"
+
+
+def measure(evaluation, plan, step=0, note=lambda kind, **values: None):
+    """({name: number} of the model, list of Answer); None if a stop was asked.
+
+    The numbers are the objective's metrics and nats_per_char, and, if answers are generated, what `score` says of them
+    and answer_seconds. `note(kind, **values)` is called for each out of memory. Raises NothingFits if the smallest plan
+    does not fit.
     """
     metrics = evaluate_loss(evaluation, plan, step, note)
     if metrics is None or not evaluation.num_answers:
-        return metrics
+        return metrics and (metrics, [])
     started = time.monotonic()
     answers = answer_questions(evaluation, plan, step, note)
     if answers is None:
         return None
-    return metrics | score(answers) | dict(answer_seconds=time.monotonic() - started)
+    return metrics | score(answers) | dict(answer_seconds=time.monotonic() - started), answers

@@ -10,7 +10,16 @@ import pytest
 from matplotlib.figure import Figure
 
 from model.display.drawing import draw_soon, finish_last, start_last
-from model.display.plots import _between, _draw_run, _smoothed, draw_lengths, draw_losses, plot_run
+from model.display.plots import (
+    _between,
+    _draw_run,
+    _loss_figure,
+    _smoothed,
+    draw_answers,
+    draw_lengths,
+    draw_losses,
+    plot_run,
+)
 from model.run.journal import Journal, read_journal
 from tests.tiny import train
 
@@ -43,6 +52,24 @@ def test_losses_are_drawn_by_step_with_the_best_evaluation_and_without_steps_tha
     raw, smoothed, validation, best = map(points, axes.lines)
     assert raw == smoothed == [(1, 3.0), (3, 1.0)]
     assert validation == [(1, 2.5), (3, 2.0)] and best == [(3, 2.0)]
+
+
+def test_the_axis_of_steps_has_whole_numbers_and_a_loss_that_fell_far_a_logarithmic_scale(records):
+    for lowest, scale in ((2.9, "linear"), (0.5, "log")):
+        upper, lower = _loss_figure(
+            [*records, dict(kind="train", time=50_000, step=4, loss=lowest, pairs_seen=32)]
+        ).axes
+        assert upper.get_yscale() == scale and lower.get_yscale() == "linear"
+        assert all(step == int(step) for step in upper.get_xticks())
+
+
+def test_answers_are_drawn_by_step_where_there_are_any(records):
+    axes = Figure().subplots()
+    draw_answers(axes, [line | dict(loops=0.5, ended=1.0) if line["kind"] == "eval" else line for line in records])
+    assert [points(line) for line in axes.lines if len(line.get_xdata())] == [
+        [(1, 0.5), (3, 0.5)],
+        [(1, 1.0), (3, 1.0)],
+    ]
 
 
 def test_runs_are_compared_by_pairs_and_by_hours_without_the_pauses(records):

@@ -9,10 +9,12 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from model.display.catalogue import CATALOGUE, Texts
+from model.display.console import sample_line, train_line
 from model.display.figures import Figures
+from model.display.loss_curve import loss_curve
 from model.display.screen import draw
 from model.display.sensors import Driver, Sensors
-from model.display.view import ALIVE_SECONDS, View, log_line, loss_curve, rows_of, state
+from model.display.view import ALIVE_SECONDS, View, is_shown, log_line, rows_of, state
 from model.run.status import Status
 
 NOW, GIB = 1_000_000.0, 2**30
@@ -32,7 +34,17 @@ def run_view(**changes):
                  data_wait_seconds=0.002)
         )  # fmt: skip
         if step % 200 == 0:
-            lines.append(dict(kind="eval", time=NOW - 1410 + 2 * step, step=step, loss=4 + step / 1000))
+            answered = dict(loops=0.44, ended=0.81, length_ratio=0.931, distinct_2=0.4, nats_per_char=2.75, bleu=3.2)
+            lines.append(
+                dict(
+                    kind="eval",
+                    time=NOW - 1410 + 2 * step,
+                    step=step,
+                    loss=4 + step / 1000,
+                    **answered,
+                    samples=[dict(question="1+1等于几？", answer=f"等于{step}。", reference="2")],
+                )
+            )
     lines.append(dict(kind="oom", time=NOW - 50, step=680, where="step", rank=1, before={}, after={}))
     lines.append(dict(kind="skip", time=NOW - 40, step=690, why="a spike", ids=[1]))
     lines.append(dict(kind="save", time=NOW - 30, step=700, path="checkpoints/step_00000700"))
@@ -63,6 +75,9 @@ def test_the_rows_of_a_running_run():
         "wait": "2.0 ms a step (0.1%)",
         "validation": "4.6000, best 4.2000 (step 200)",
         "gap": "+0.1100, best 2 evaluations ago",
+        "answers": "loops 44.0%, ended 81.0%, length ratio 0.93",
+        "scores": "distinct-2 0.400, BLEU 3.20",
+        "nats": "2.7500",
         "left": "9m 50s, of this epoch 9m 50s",
         "next": "in 95 steps, 3m 10s",
         "save": "step 700, 30s ago",
@@ -174,10 +189,27 @@ def test_control_characters_of_strangers_do_not_reach_the_terminal():
     assert sum(r"\x1b]0;title\x07" in line for line in shown) >= 4
 
 
-def test_the_curve_falls_with_the_loss():
-    curve = loss_curve(run_view().figures, 30)
-    assert len(curve) == 30 and curve[0] == "█" and curve[-1] == "▁" and list(curve) == sorted(curve, reverse=True)
-    assert loss_curve(Figures(), 30) == ""
+def test_the_curve_falls_with_the_loss_between_its_labels_in_as_many_lines_as_there_is_room_for():
+    (curve,) = loss_curve(run_view().figures, 44)
+    label, bars = curve.split()
+    assert label == "4.4735" and len(bars) == 35
+    assert bars[0] == "█" and bars[-1] == "▁" and list(bars) == sorted(bars, reverse=True)
+    high, *between, low = loss_curve(run_view().figures, 80, height=4)
+    assert high.startswith("  4.9800 █") and low.startswith("  4.4735 █") and low.endswith("▁") and len(between) == 2
+    assert {len(line) for line in (high, low)} == {80}
+    assert loss_curve(Figures(), 30) == []
+    heights = [sum("█" in line for line in drawn(run_view(), 130, lines)) for lines in (24, 36, 60)]
+    assert heights == sorted(heights) and heights[0] >= 2 and heights[-1] == 6
+
+
+def test_the_screen_shows_the_newest_answers_and_says_nothing_twice():
+    lines = drawn(run_view(), 130, 40)
+    assert sum("→" in line for line in lines) == 1 and " 1+1等于几？ → 等于600。 " in "".join(lines)
+    said = [f"[2026-01-02 03:04:05.678] [INFO]: {line}" for line in (
+        train_line(dict(loss=1.0)), sample_line(dict(question="q", answer="a")), "oom: step 3: done again", "a warning"
+    )]  # fmt: skip
+    assert [is_shown(line) for line in said] == [True, True, True, False]
+    assert not is_shown(said[2].replace("INFO", "ERROR"))
 
 
 def test_without_a_driver_or_for_an_unknown_gpu_there_are_no_sensors():

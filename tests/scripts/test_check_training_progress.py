@@ -49,7 +49,9 @@ def run_lines(now):
     yield start | {"time": now - 900}
     yield {"kind": "resume", "time": now - 900, "step": 300}
     yield from (train(step, now - 500 * 2 + 2 * step) for step in range(320, 501, 20))
-    yield {"kind": "eval", "time": now, "step": 500, "loss": 4.1, "bleu": None, "chrf": None}
+    answered = {"loops": 0.44, "ended": 0.81, "length_ratio": 0.5, "distinct_2": 0.4, "nats_per_char": 2.75}
+    answered["samples"] = [{"question": "how\nmany?", "answer": "two", "reference": "2"}]
+    yield {"kind": "eval", "time": now, "step": 500, "loss": 4.1, "bleu": None, "chrf": None} | answered
 
 
 @pytest.fixture
@@ -80,6 +82,9 @@ def test_the_report_of_a_running_run_has_every_row(run_dir, tmp_path):
         "validation loss": "best 3.9000 (step 300), last 4.1000 (step 500)",
         "BLEU": "10.5000 (step 300)",
         "chrF": "20.2500 (step 300)",
+        "answers": "loops 44.0%, ended 81.0%, length ratio 0.50, distinct-2 0.400",
+        "nats a character": "2.7500",
+        "answer 1": "how many? → two",
         "out of memory": "1, last at step 260 in backward",
         "skipped steps": "0",
         "resumes": "1, last at step 300",
