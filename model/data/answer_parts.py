@@ -7,6 +7,8 @@ and is none stays text.
 """
 
 import json
+from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 THOUGHT = "<think>", "</think>"
@@ -133,6 +135,12 @@ def answer_parts(text: str, in_thought: bool = False, reads_calls: bool = True, 
     return AnswerParts(in_thought, reads_calls, has_tools).add(text, is_last=True)
 
 
+def join_parts(parts: Iterable[Parts]) -> Parts:
+    """The Parts of an answer whose pieces gave these."""
+    thoughts, texts, calls = zip(Parts(), *parts, strict=True)
+    return Parts("".join(thoughts), "".join(texts), tuple(chain.from_iterable(calls)))
+
+
 def overlap(text: str, mark: str) -> int:
     """Length of the longest end of `text`, shorter than `mark`, with which `mark` begins."""
     return next(size for size in range(min(len(mark) - 1, len(text)), -1, -1) if text.endswith(mark[:size]))
@@ -141,7 +149,7 @@ def overlap(text: str, mark: str) -> int:
 def _call_text(text):
     """The JSON text of the call that `text` is; None if it is none."""
     try:
-        return _written(json.loads(text))
+        return written_call(json.loads(text))
     except (ValueError, RecursionError):
         return None
 
@@ -152,14 +160,14 @@ def _bare_calls(text):
     try:
         while text := text.lstrip(" \t\r\n;"):
             value, end = decoder.raw_decode(text)
-            calls.append(_written(value))
+            calls.append(written_call(value))
             text = text[end:]
     except (ValueError, RecursionError):
         return []
     return calls
 
 
-def _written(call):
+def written_call(call: object) -> str:
     """The JSON text of a call; ValueError for what is no call, or cannot be said in JSON and UTF-8."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"].strip():
         raise ValueError(f"{call!r:.80} has no name")

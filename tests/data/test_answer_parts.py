@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from model.data.answer_parts import AnswerParts, Parts, answer_parts
+from model.data.answer_parts import AnswerParts, Parts, answer_parts, join_parts
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "北京"}}\n</tool_call>'
 WRITTEN = '{"name": "weather", "arguments": {"city": "北京"}}'
@@ -41,9 +41,7 @@ NO_CALLS = (
 def read(pieces, **how):
     """The Parts that reading the pieces one by one gives together."""
     reader, last = AnswerParts(**how), len(pieces) - 1
-    new = [reader.add(piece, place == last) for place, piece in enumerate(pieces)]
-    return Parts("".join(part.thought for part in new), "".join(part.text for part in new), sum(
-        (part.calls for part in new), ()))  # fmt: skip
+    return join_parts(reader.add(piece, place == last) for place, piece in enumerate(pieces))
 
 
 def cut(text, draw):
