@@ -113,9 +113,9 @@ def tools_of(tools):
     return text if tools else ""
 
 
-def message_of(parts):
-    """An assistant's message that says these Parts; its content is null where it says nothing but calls."""
-    message = dict(role="assistant", content=parts.text if parts.text or not parts.calls else None)
+def message_of(parts, role="assistant"):
+    """The message that says these Parts, or a Turn; its content is null where it says nothing but calls."""
+    message = dict(role=role, content=parts.text if parts.text or not parts.calls else None)
     if parts.thought:
         message |= dict(reasoning_content=parts.thought)
     return message | (dict(tool_calls=[call_of(text) for text in parts.calls]) if parts.calls else {})
