@@ -40,7 +40,7 @@ from model.commands.option_names import (  # noqa: E402
     true_or_false,
     with_value,
 )
-from model.data.answer_parts import Parts, join_parts  # noqa: E402
+from model.data.answer_parts import Said, join_parts  # noqa: E402
 from model.data.cleaning import clean_text  # noqa: E402
 from model.data.conversation import Turn  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
@@ -74,7 +74,7 @@ class Talk:
     thinking: bool | None = None  # before an answer; None: as the model's template has it
     turns: list[Turn] = field(default_factory=list)
 
-    def ask(self, question: str) -> Iterator[Parts]:
+    def ask(self, question: str) -> Iterator[Said]:
         """Yield the answer in pieces and remember what was given. Raises ValueError if the question cannot be read."""
         most = self.chat.prompt_tokens(MAX_PROMPT_TOKENS, self.max_new_tokens)
         asked = [*([] if self.single_turn else self.turns), Turn("user", question)]
@@ -226,7 +226,7 @@ def respond(talk: Talk, line: str, interactive: bool) -> None:
         print(answer.translate(ESCAPES), flush=True)
 
 
-def spoken(parts: Parts) -> list[str]:
+def spoken(parts: Said) -> list[str]:
     """The text of an answer, if there is any, and a line for each call of a tool."""
     return [*([parts.text] if parts.text or not parts.calls else []), *map(call_line, parts.calls)]
 
@@ -237,7 +237,7 @@ def call_line(text: str) -> str:
     return printable(texts_here()("chat.call", name=call["name"], arguments=arguments))
 
 
-def show(answer: Iterator[Parts]) -> None:
+def show(answer: Iterator[Said]) -> None:
     """Print an answer while it is generated, its thought dimmed, a call on a line of its own; Ctrl+C ends it."""
     kind = ""  # of what is on the line
     try:

@@ -17,7 +17,7 @@ BARE_CALLS = '{"name"', '{"type"'  # with which Llama-3's calls begin, white spa
 BARE_CHARS = 64  # within which such a beginning stands
 
 
-class Parts(NamedTuple):
+class Said(NamedTuple):
     """What of an answer is read; `calls` are JSON texts of {"name", "arguments"}."""
 
     thought: str = ""
@@ -38,12 +38,12 @@ class AnswerParts:
         self._stage = self._begin
         self._thought, self._text, self._calls = "", "", []  # what is new
 
-    def add(self, piece: str, is_last: bool = False) -> Parts:
+    def add(self, piece: str, is_last: bool = False) -> Said:
         """What is new with the next piece of the answer's text; with `is_last` nothing is held back any more."""
         self._held += piece
         while self._stage(is_last):
             pass
-        new = Parts(self._thought, self._text, tuple(self._calls))
+        new = Said(self._thought, self._text, tuple(self._calls))
         self._thought, self._text, self._calls = "", "", []
         return new
 
@@ -130,15 +130,15 @@ class AnswerParts:
         return beginning
 
 
-def answer_parts(text: str, in_thought: bool = False, reads_calls: bool = True, has_tools: bool = False) -> Parts:
-    """The Parts of a whole answer; see AnswerParts."""
+def answer_parts(text: str, in_thought: bool = False, reads_calls: bool = True, has_tools: bool = False) -> Said:
+    """The Said of a whole answer; see AnswerParts."""
     return AnswerParts(in_thought, reads_calls, has_tools).add(text, is_last=True)
 
 
-def join_parts(parts: Iterable[Parts]) -> Parts:
-    """The Parts of an answer whose pieces gave these."""
-    thoughts, texts, calls = zip(Parts(), *parts, strict=True)
-    return Parts("".join(thoughts), "".join(texts), tuple(chain.from_iterable(calls)))
+def join_parts(parts: Iterable[Said]) -> Said:
+    """The Said of an answer whose pieces gave these."""
+    thoughts, texts, calls = zip(Said(), *parts, strict=True)
+    return Said("".join(thoughts), "".join(texts), tuple(chain.from_iterable(calls)))
 
 
 def overlap(text: str, mark: str) -> int:

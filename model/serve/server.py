@@ -25,7 +25,7 @@ from model.data.answer_parts import join_parts
 from model.display.catalogue import CATALOGUE
 from model.display.curves import curves_of
 from model.generate.engine import Request
-from model.serve.answer import Answer, as_text, collect, reader
+from model.serve.answer_stream import AnswerStream, as_text, collect, reader
 from model.serve.answering import ChatModel, prompt_ids, question_start
 from model.serve.decoding_thread import DecodingThread, TooBusy
 from model.serve.openai_api import Reply, error_body, parse_chat, parse_completion
@@ -173,7 +173,7 @@ async def complete(parse, service, request):
     service.metrics.prompt_tokens.inc(len(ids))
     reply = Reply.to(service.name, parse is parse_chat)
     read = reader(service.chat, asked) if reply.is_chat else as_text
-    answer = Answer(service, stream, asked, read, len(ids), deadline)
+    answer = AnswerStream(service, stream, asked, read, len(ids), deadline)
     if asked.streams:
         return StreamingResponse(events(answer, reply, asked.wants_usage), media_type="text/event-stream")
     parts = join_parts(await until_disconnected(request, collect(answer)))

@@ -5,30 +5,30 @@ import random
 
 import pytest
 
-from model.data.answer_parts import AnswerParts, Parts, answer_parts, join_parts
+from model.data.answer_parts import AnswerParts, Said, answer_parts, join_parts
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "北京"}}\n</tool_call>'
 WRITTEN = '{"name": "weather", "arguments": {"city": "北京"}}'
 NOW = '{"name": "now", "arguments": {}}'
 ANSWERS = {  # text of the answer: its parts
-    "": Parts(),
-    " 你好 \n": Parts(text=" 你好 \n"),
-    "<think>\n想一想\n\n再想\n</think>\n\n你好": Parts("想一想\n\n再想", "你好"),
-    "\n<think> sure </think> yes": Parts("sure", "yes"),
-    "<think>\n\n</think>\n\n你好\n": Parts("", "你好\n"),
-    "<think>\nit goes on </thi": Parts("it goes on </thi"),
-    "<think>": Parts(),
-    "a < b, <thin ice, <tool_cal": Parts(text="a < b, <thin ice, <tool_cal"),
-    "I write <think>\nx\n</think> so": Parts(text="I write <think>\nx\n</think> so"),
-    "<think>\none\n</think>\n\n<think> is a mark": Parts("one", "<think> is a mark"),
-    "</think> alone": Parts(text="</think> alone"),
-    CALL: Parts(calls=(WRITTEN,)),
-    f"Let me look.\n{CALL}": Parts(text="Let me look.", calls=(WRITTEN,)),
-    f"<think>\nI call <tool_call>.\n</think>\n\n{CALL}\n{CALL} \n": Parts("I call <tool_call>.", "", (WRITTEN,) * 2),
-    f"{CALL}\nThat was it.": Parts(text="That was it.", calls=(WRITTEN,)),
-    CALL[: -len("</tool_call>")]: Parts(calls=(WRITTEN,)),
-    '<tool_call>{"name": "now"}</tool_call>': Parts(calls=(NOW,)),
-    f"say <tool_call> or {CALL}": Parts(text="say <tool_call> or", calls=(WRITTEN,)),
+    "": Said(),
+    " 你好 \n": Said(text=" 你好 \n"),
+    "<think>\n想一想\n\n再想\n</think>\n\n你好": Said("想一想\n\n再想", "你好"),
+    "\n<think> sure </think> yes": Said("sure", "yes"),
+    "<think>\n\n</think>\n\n你好\n": Said("", "你好\n"),
+    "<think>\nit goes on </thi": Said("it goes on </thi"),
+    "<think>": Said(),
+    "a < b, <thin ice, <tool_cal": Said(text="a < b, <thin ice, <tool_cal"),
+    "I write <think>\nx\n</think> so": Said(text="I write <think>\nx\n</think> so"),
+    "<think>\none\n</think>\n\n<think> is a mark": Said("one", "<think> is a mark"),
+    "</think> alone": Said(text="</think> alone"),
+    CALL: Said(calls=(WRITTEN,)),
+    f"Let me look.\n{CALL}": Said(text="Let me look.", calls=(WRITTEN,)),
+    f"<think>\nI call <tool_call>.\n</think>\n\n{CALL}\n{CALL} \n": Said("I call <tool_call>.", "", (WRITTEN,) * 2),
+    f"{CALL}\nThat was it.": Said(text="That was it.", calls=(WRITTEN,)),
+    CALL[: -len("</tool_call>")]: Said(calls=(WRITTEN,)),
+    '<tool_call>{"name": "now"}</tool_call>': Said(calls=(NOW,)),
+    f"say <tool_call> or {CALL}": Said(text="say <tool_call> or", calls=(WRITTEN,)),
 }
 NO_CALLS = (
     '{"name": "f", "arguments": {"x": 1}', '{"name": 3, "arguments": {}}', '{"name": " ", "arguments": {}}', "[]", "",
@@ -39,7 +39,7 @@ NO_CALLS = (
 
 
 def read(pieces, **how):
-    """The Parts that reading the pieces one by one gives together."""
+    """The Said that reading the pieces one by one gives together."""
     reader, last = AnswerParts(**how), len(pieces) - 1
     return join_parts(reader.add(piece, place == last) for place, piece in enumerate(pieces))
 
@@ -60,14 +60,14 @@ def test_an_answer_has_the_same_parts_however_it_is_cut(text):
 @pytest.mark.parametrize("inside", NO_CALLS)
 def test_what_is_no_call_stays_text_in_every_character(inside):
     text = f"so \n\n<tool_call>\n{inside}\n</tool_call>\n"
-    assert read([text], reads_calls=True) == read(text, reads_calls=True) == Parts(text=text)
-    assert answer_parts(text + CALL) == Parts(text=text.rstrip(), calls=(WRITTEN,)), "the next one is read"
+    assert read([text], reads_calls=True) == read(text, reads_calls=True) == Said(text=text)
+    assert answer_parts(text + CALL) == Said(text=text.rstrip(), calls=(WRITTEN,)), "the next one is read"
 
 
 def test_an_answer_may_begin_inside_the_thought():
     for text in ("\nhm\n</think>\n\nyes", "<think>\nhm\n</think>\n\nyes"):
-        assert read(text, in_thought=True) == Parts("hm", "yes")
-    assert read("hm\n", in_thought=True) == Parts("hm")
+        assert read(text, in_thought=True) == Said("hm", "yes")
+    assert read("hm\n", in_thought=True) == Said("hm")
 
 
 def test_llama_3_s_bare_calls_are_read_where_there_are_tools():
@@ -78,22 +78,22 @@ def test_llama_3_s_bare_calls_are_read_where_there_are_tools():
     ):  # fmt: skip
         assert read(text, reads_calls=True, has_tools=True).calls == tuple(calls)
     for text in (f"{bare} is a call", bare[:-1], '{"name": "Li"', '{"a": 1}', "{", f"so: {bare}", f"{bare}; [1]"):
-        assert read(text, reads_calls=True, has_tools=True) == Parts(text=text)
-    assert read(bare, reads_calls=True) == Parts(text=bare)
-    assert read(CALL, reads_calls=True, has_tools=True) == Parts(calls=(WRITTEN,))
+        assert read(text, reads_calls=True, has_tools=True) == Said(text=text)
+    assert read(bare, reads_calls=True) == Said(text=bare)
+    assert read(CALL, reads_calls=True, has_tools=True) == Said(calls=(WRITTEN,))
 
 
 def test_calls_stay_text_where_none_are_read():
-    assert read(f"<think>\nx\n</think>\n\n{CALL}") == Parts("x", CALL)
+    assert read(f"<think>\nx\n</think>\n\n{CALL}") == Said("x", CALL)
 
 
 def test_what_is_no_part_of_a_mark_is_given_at_once():
     reader = AnswerParts(reads_calls=True)
     assert [reader.add(piece) for piece in ("<think>\n", "a ", "b", "</", "x")] == [
-        Parts(), Parts("a"), Parts(" b"), Parts(), Parts("</x"),
+        Said(), Said("a"), Said(" b"), Said(), Said("</x"),
     ]  # fmt: skip
     assert [reader.add(piece) for piece in ("</think>", "\n\n", "你", "好<", "b")] == [
-        Parts(), Parts(), Parts(text="你"), Parts(text="好"), Parts(text="<b"),
+        Said(), Said(), Said(text="你"), Said(text="好"), Said(text="<b"),
     ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from model.data.answer_parts import Parts
+from model.data.answer_parts import Said
 from model.data.conversation import Turn
 from model.generate.sampling import Sampling
 from model.serve.openai_api import Reply, StopFilter, parse_chat, parse_completion
@@ -58,10 +58,10 @@ def test_thoughts_calls_and_results_are_turns_and_the_results_stand_in_the_order
     assert parse(messages=[*USER, said, *results]).turns == (Turn("user", "hi"), *shown)
     again = [*USER, said, *results, *USER, said, *results[::-1], *USER]
     assert parse(messages=again).turns == (Turn("user", "hi"), *shown) * 2 + (Turn("user", "hi"),)
-    whole = message_of(Parts("hm", "", calls))
+    whole = message_of(Said("hm", "", calls))
     assert parse(messages=[whole, *USER]).turns[0] == shown[0], "an answer can be sent back"
     assert whole["content"] is None and len({call["id"] for call in whole["tool_calls"]}) == 2
-    assert message_of(Parts(text="")) == dict(role="assistant", content="")
+    assert message_of(Said(text="")) == dict(role="assistant", content="")
 
 
 def test_tools_are_shown_and_calls_read_as_tool_choice_says():

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from model.data.answer_parts import AnswerParts, Parts
+from model.data.answer_parts import AnswerParts, Said
 from model.serve.answering import TextStream
 from model.serve.openai_api import StopFilter, usage_of
 
@@ -14,14 +14,14 @@ def reader(chat, asked):
 
 
 def as_text(piece, is_last):
-    """The Parts of an answer that is given as it comes, marks and all."""
-    return Parts(text=piece)
+    """The Said of an answer that is given as it comes, marks and all."""
+    return Said(text=piece)
 
 
-class Answer:
+class AnswerStream:
     """One answer, piece by piece; `reason` and `usage` say afterwards how it ended and what it took.
 
-    `read` gives the Parts of each piece of text. The stops count in the text alone, not in thoughts and calls.
+    `read` gives the Said of each piece of text. The stops count in the text alone, not in thoughts and calls.
     """
 
     def __init__(self, service, stream, asked, read, prompt_tokens, deadline):
@@ -35,7 +35,7 @@ class Answer:
         return usage_of(self.prompt_tokens, self.new_tokens)
 
     async def pieces(self):
-        """Yield Parts that can be shown. Frees the slot when it ends, fails or is left."""
+        """Yield Said that can be shown. Frees the slot when it ends, fails or is left."""
         metrics, started = self.service.metrics, time.monotonic()
         text = TextStream(self.service.chat.tokenizer)
         try:
@@ -56,7 +56,7 @@ class Answer:
             metrics.request_seconds.observe(time.monotonic() - started)
 
     def _shown(self, piece, is_last):
-        """The Parts to show of a piece of text; sets `is_over` and `reason`."""
+        """The Said to show of a piece of text; sets `is_over` and `reason`."""
         thought, text, calls = self.read(piece, is_last)
         if self.asked.one_call:
             calls = calls[:1]
@@ -66,7 +66,7 @@ class Answer:
         self.is_over = is_stopped or is_last
         if is_stopped or (is_last and self._ended_itself()):
             self.reason = "tool_calls" if self._has_calls else "stop"
-        return Parts(thought, text, calls)
+        return Said(thought, text, calls)
 
     def _ended_itself(self):
         return self.new_tokens < self.stream.request.max_new_tokens
