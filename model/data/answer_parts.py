@@ -131,12 +131,12 @@ class AnswerParts:
 
 
 def answer_parts(text: str, in_thought: bool = False, reads_calls: bool = True, has_tools: bool = False) -> Said:
-    """The Said of a whole answer; see AnswerParts."""
+    """What a whole answer says; see AnswerParts."""
     return AnswerParts(in_thought, reads_calls, has_tools).add(text, is_last=True)
 
 
 def join_parts(parts: Iterable[Said]) -> Said:
-    """The Said of an answer whose pieces gave these."""
+    """What an answer says whose pieces gave these."""
     thoughts, texts, calls = zip(Said(), *parts, strict=True)
     return Said("".join(thoughts), "".join(texts), tuple(chain.from_iterable(calls)))
 

@@ -14,7 +14,7 @@ def reader(chat, asked):
 
 
 def as_text(piece, is_last):
-    """The Said of an answer that is given as it comes, marks and all."""
+    """A piece of an answer that is given as it comes, marks and all, as Said."""
     return Said(text=piece)
 
 
@@ -35,7 +35,7 @@ class AnswerStream:
         return usage_of(self.prompt_tokens, self.new_tokens)
 
     async def pieces(self):
-        """Yield Said that can be shown. Frees the slot when it ends, fails or is left."""
+        """Yield what can be shown, each a Said. Frees the slot when it ends, fails or is left."""
         metrics, started = self.service.metrics, time.monotonic()
         text = TextStream(self.service.chat.tokenizer)
         try:
@@ -56,7 +56,7 @@ class AnswerStream:
             metrics.request_seconds.observe(time.monotonic() - started)
 
     def _shown(self, piece, is_last):
-        """The Said to show of a piece of text; sets `is_over` and `reason`."""
+        """What to show of a piece of text, a Said; sets `is_over` and `reason`."""
         thought, text, calls = self.read(piece, is_last)
         if self.asked.one_call:
             calls = calls[:1]

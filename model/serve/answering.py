@@ -192,7 +192,7 @@ def _newest_cleaned(turns, most_tokens, most_chars):
 
 
 def stream_answer(chat, input_ids, sampling, max_new_tokens, thinking=None):
-    """Yield the Said of one answer that are new as its tokens are generated."""
+    """Yield what is new of one answer (Said) as its tokens are generated."""
     engine = Engine(chat.model, chat.limits(1, len(input_ids), max_new_tokens))
     engine.add(Request(input_ids, max_new_tokens, sampling, streams=True))
     text, parts = TextStream(chat.tokenizer), AnswerParts(chat.opens_thought(thinking), reads_calls=True)

@@ -114,7 +114,7 @@ def tools_of(tools):
 
 
 def message_of(parts, role="assistant"):
-    """The message that says a Said or a Turn; its content is null where it says nothing but calls."""
+    """The message that says what a Said or a Turn holds; its content is null where it says nothing but calls."""
     message = dict(role=role, content=parts.text if parts.text or not parts.calls else None)
     if parts.thought:
         message |= dict(reasoning_content=parts.thought)
