@@ -1,10 +1,10 @@
 """Does a small model learn to call tools, and to think only when asked to? Trains one, and asks it through the server.
 
-    python -m bench.calls [--conversations 2000] [--epochs 6] [--folder DIR]
+    python -m bench.calls [--conversations 2000] [--epochs 4] [--folder DIR]
 
 2,000 made-up conversations: half call one of three tools with one of 50 cities as their question names it, half answer
-a sum, each with a thought and without. The 200 calls asked for are of a tool with a city that training never had
-together; the sums asked for were not in it either. Everything runs as people run it: train_tokenizer.py,
+a question about a sum, every other one with a thought. The 200 calls asked for are of a tool with a city that training
+never had together; the sums asked for were not in it either. Everything runs as people run it: train_tokenizer.py,
 train_low_mem.py on the CPU, serve.py and OpenAI's client. Exit code 1 below 95 % of the calls, or if one thought comes
 unasked or stays away.
 """
@@ -62,7 +62,7 @@ TEMPLATE = r"""
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--conversations", type=int, default=2000)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--folder", type=Path, help="keep what is written here")
     options = parser.parse_args()
@@ -74,11 +74,9 @@ def main():
         seconds, weights = time.monotonic() - started, num_weights(folder / "run" / "best" / "model.safetensors")
         calls, on, off = asked_through_the_server(folder / "run", options.port)
     print(f"{weights:,} weights, trained in {seconds:.0f} s on the CPU, with its tokenizer")
-    print(
-        f"right calls: {calls:.1%} of {NUM_TESTED}; right with a thought when on: {on[0]:.1%} ({on[1]:.1%} think); ",
-        end="",
-    )
-    print(f"right when off: {off[0]:.1%} ({off[1]:.1%} think)")
+    print(f"right calls: {calls:.1%} of {NUM_TESTED}")
+    for name, (right, thinks) in (("on", on), ("off", off)):
+        print(f"thinking {name}: {right:.1%} of {NUM_TESTED // 2} right, {thinks:.1%} with a thought")
     return 0 if calls >= MIN_SHARE and on[1] == 1 and off[1] == 0 and weights <= MAX_WEIGHTS else 1
 
 
