@@ -23,7 +23,9 @@ from pathlib import Path
 
 import openai
 from safetensors import safe_open
-from tokenizers import AddedToken, Tokenizer
+
+from model.data.answer_parts import CALL, THOUGHT
+from model.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CITIES = (
@@ -136,10 +138,9 @@ def train(folder, conversations, epochs):
 
 def with_marks(directory):
     """Give the tokenizer ChatML's tokens, the marks of thoughts and calls, and TEMPLATE."""
-    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    backend.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in ("<|im_start|>", "<|im_end|>")])
-    marks = "<think>", "</think>", "<tool_call>", "</tool_call>"
-    backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+    backend = load_tokenizer(directory).backend
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.add_tokens([*THOUGHT, *CALL])
     backend.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
