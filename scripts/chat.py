@@ -8,10 +8,11 @@ is what the model's generation_config.json says. In the terminal the model is sh
 was trained on single questions; questions from a pipe are answered each by itself. --single_turn=True or False says
 otherwise.
 /reset begins anew, /undo takes the last question back, /save FILE writes the conversation, /settings shows how answers
-are chosen, /settings temperature 0.7 changes it; exit, quit and Ctrl+D end the program. In the terminal cls clears the
-screen, and Ctrl+C stops an answer, else it ends the program.
-From a pipe each line gets one line: a newline in an answer is written \\n, a carriage return \\r, a backslash \\\\; a
-line without a question, or with one that cannot be read, gets an empty line.
+are chosen, /settings temperature 0.7 changes it, /settings thinking on (off, default) whether it thinks first; exit,
+quit and Ctrl+D end the program. In the terminal a thought is dimmed, cls clears the screen, and Ctrl+C stops an answer,
+else it ends the program. Tools that the model calls are shown, and not run.
+From a pipe each line gets one line, without the thought: a newline in an answer is written \\n, a carriage return
+\\r, a backslash \\\\; a line without a question, or with one that cannot be read, gets an empty line.
 """
 
 import argparse
@@ -39,12 +40,15 @@ from model.commands.option_names import (  # noqa: E402
     true_or_false,
     with_value,
 )
+from model.data.answer_parts import Said, join_parts  # noqa: E402
 from model.data.cleaning import clean_text  # noqa: E402
+from model.data.conversation import Turn  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
 from model.generate.sampling import Sampling  # noqa: E402
 from model.run.journal import read_journal  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
 from model.serve.answering import ChatModel, load_chat_model, prompt_ids, stream_answer  # noqa: E402
+from model.serve.openai_messages import message_of  # noqa: E402
 
 with suppress(ImportError):
     import readline  # noqa: F401  # gives input() a history and correct deletion of wide characters
@@ -52,9 +56,11 @@ with suppress(ImportError):
 MAX_PROMPT_TOKENS = 2048  # the encoder's memory grows with the square of the length
 HARDLY_TRAINED_LOSS = 4.0  # nats per token: answers are hardly better than frequent words
 CLEAR_SCREEN = "\033[2J\033[3J\033[H"
+DIM, NOT_DIM = "\033[2m", "\033[22m"
 FILTERS = {"top_k", "top_p", "min_p"}  # of the tokens to draw from: they need a temperature
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r"})  # of an answer to a pipe, which is one line
-SETTINGS = {f.name: f.type for f in fields(Sampling)} | dict(max_new_tokens=int)
+SETTINGS = {f.name: f.type for f in fields(Sampling)} | dict(max_new_tokens=int, thinking=str)
+THINKING = dict(on=True, off=False, default=None)
 
 
 @dataclass
@@ -65,20 +71,22 @@ class Talk:
     sampling: Sampling
     max_new_tokens: int
     single_turn: bool = False  # what was said before is not shown to the model
-    turns: list = field(default_factory=list)  # of (role, text)
+    thinking: bool | None = None  # before an answer; None: as the model's template has it
+    turns: list[Turn] = field(default_factory=list)
 
-    def ask(self, question: str) -> Iterator[str]:
+    def ask(self, question: str) -> Iterator[Said]:
         """Yield the answer in pieces and remember what was given. Raises ValueError if the question cannot be read."""
         most = self.chat.prompt_tokens(MAX_PROMPT_TOKENS, self.max_new_tokens)
-        before = [] if self.single_turn else self.turns
-        ids, pieces = prompt_ids(self.chat, [*before, ("user", question)], most), []
+        asked = [*([] if self.single_turn else self.turns), Turn("user", question)]
+        ids, given = prompt_ids(self.chat, asked, most, thinking=self.thinking), []
         try:
-            for piece in stream_answer(self.chat, ids, self.sampling, self.max_new_tokens):
-                pieces.append(piece)
-                yield piece
+            for part in stream_answer(self.chat, ids, self.sampling, self.max_new_tokens, self.thinking):
+                given.append(part)
+                yield part
         finally:  # it may be stopped before its end
-            if answer := "".join(pieces):
-                self.turns += [("user", question), ("assistant", answer)]
+            answer = join_parts(given)
+            if any(answer):
+                self.turns += [asked[-1], Turn("assistant", answer.text, answer.thought, answer.calls)]
 
     def set(self, name: str, text: str) -> None:
         """Change a setting; raises ValueError for an unknown name and for a number out of range."""
@@ -92,12 +100,17 @@ class Talk:
             if value < 1:
                 raise ValueError(f"max_new_tokens={value}: must be at least 1")
             self.max_new_tokens = value
+        elif name == "thinking":
+            if value not in THINKING:
+                raise ValueError(f"thinking={value}: must be on, off or default")
+            self.thinking = THINKING[value]
         else:
             self.sampling = replace(self.sampling, **{name: value})
 
     def settings(self) -> str:
         values = asdict(self.sampling) | dict(max_new_tokens=self.max_new_tokens)
-        return ", ".join(f"{name} {value:g}" for name, value in values.items())
+        thinking = next(name for name, value in THINKING.items() if value is self.thinking)
+        return ", ".join([*(f"{name} {value:g}" for name, value in values.items()), f"thinking {thinking}"])
 
 
 def main(argv: list[str]) -> int:
@@ -136,6 +149,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no_repeat_ngram_size", help="no run of so many tokens comes twice; 0: it may")
     parser.add_argument("--seed", help="of the draws; equal seeds give equal answers")
     parser.add_argument("--max_new_tokens", help="most tokens in an answer")
+    parser.add_argument("--thinking", help="on or off: whether to think first, for a model that has learnt both")
     return parser.parse_args(with_value(argv, "--single_turn"))
 
 
@@ -205,20 +219,36 @@ def respond(talk: Talk, line: str, interactive: bool) -> None:
         if interactive and question:
             show(talk.ask(question))
         elif question:
-            answer = "".join(talk.ask(question))
+            answer = "\n".join(spoken(join_parts(talk.ask(question))))
     except ValueError as error:
         print(printable(str(error)), file=sys.stdout if interactive else sys.stderr)
     if not interactive:
         print(answer.translate(ESCAPES), flush=True)
 
 
-def show(pieces: Iterator[str]) -> None:
-    """Print an answer while it is generated; Ctrl+C ends it."""
+def spoken(parts: Said) -> list[str]:
+    """The text of an answer, if there is any, and a line for each call of a tool."""
+    return [*([parts.text] if parts.text or not parts.calls else []), *map(call_line, parts.calls)]
+
+
+def call_line(text: str) -> str:
+    call = json.loads(text)
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    return printable(texts_here()("chat.call", name=call["name"], arguments=arguments))
+
+
+def show(answer: Iterator[Said]) -> None:
+    """Print an answer while it is generated, its thought dimmed, a call on a line of its own; Ctrl+C ends it."""
+    kind = ""  # of what is on the line
     try:
-        for piece in pieces:
-            print(piece, end="", flush=True)
+        for part in answer:
+            shown = [("thought", f"{DIM}{part.thought}{NOT_DIM}")] if part.thought else []
+            shown += [("text", part.text)] if part.text else []
+            for now, text in [*shown, *(("call", call_line(call)) for call in part.calls)]:
+                print("\n" * (bool(kind) and now != kind or kind == "call") + text, end="", flush=True)
+                kind = now
     except KeyboardInterrupt:
-        pieces.close()
+        answer.close()
     print(flush=True)
 
 
@@ -250,7 +280,7 @@ def save(talk: Talk, name: str) -> None:
 
     Raises ValueError if the file is there or cannot be made.
     """
-    messages = [dict(role=role, content=text) for role, text in talk.turns]
+    messages = [message_of(turn, turn.role) for turn in talk.turns]
     size = 2 if talk.single_turn else max(len(messages), 1)
     rows = [messages[start : start + size] for start in range(0, len(messages), size)]
     try:

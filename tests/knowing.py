@@ -8,11 +8,13 @@ from model.data.tokenizer_training import train_tokenizer
 
 # 🐱, 👍 and 龘 are not in the tokenizer's alphabet: each becomes several byte tokens.
 PAIRS = {"你好": "今天天气真好，谢谢你。", "请说一个字": "龘龘🐱👍", "hello": "how are you? 好 龘 ok\n你好"}
+CALLING = {"想": '<think>\n你\n</think>\n\n好\n<tool_call>{"name": "f", "arguments": {"x": "天"}}</tool_call>'}
 
 
-def write_knowing_model(directory):
-    """Write a Hugging Face directory of a model overfitted on PAIRS, and its tokenizer."""
-    train_tokenizer([PROBE + "，。?how are you hello ok\n"] * 3, 507, directory)
+def write_knowing_model(directory, pairs=None):
+    """Write a Hugging Face directory of a model overfitted on `pairs`, else PAIRS, and its tokenizer."""
+    texts = [PROBE + "，。?how are you hello ok\n", *(pairs or {}).values()]
+    train_tokenizer(texts * 3, 600 if pairs else 507, directory)
     tokenizer = load_tokenizer(directory)
     torch.manual_seed(0)
     config = T5Config(
@@ -22,21 +24,22 @@ def write_knowing_model(directory):
     model = T5ForConditionalGeneration(config)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    over_fit(model, tokenizer)
+    over_fit(model, tokenizer, pairs or PAIRS)
     torch.set_num_threads(num_threads)
     model.save_pretrained(directory)
 
 
-def over_fit(model, tokenizer):
-    """Train on PAIRS until the loss is near zero."""
+def over_fit(model, tokenizer, pairs):
+    """Train on `pairs` until the loss is near zero."""
     prompts, answers = (
         [torch.tensor([*tokenizer.encode(text), tokenizer.eos_id]) for text in side]
-        for side in (PAIRS.keys(), PAIRS.values())
+        for side in (pairs.keys(), pairs.values())
     )
     ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=tokenizer.pad_id)
     labels = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=-100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(400):
+    for step in range(800):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step / 200)
         loss = model(input_ids=ids, attention_mask=ids != tokenizer.pad_id, labels=labels).loss
         if loss < 0.01:
             return

@@ -92,7 +92,8 @@ SCRIPTS_ZH = {
 MODEL_DIR 是 Hugging Face 目录、适配器目录或训练目录；不写时用最新的 model_save/*/best。没有写的选项以模型的
 generation_config.json 为准。在终端里，模型能看到前面的对话；从管道读入的问题各答各的。
 在终端里：/reset 开始新的对话，/undo 撤回上一个问题，/save 文件 保存对话，/settings 显示设置，
-/settings temperature 0.7 修改设置；cls 清屏；exit、quit、Ctrl+D 和 Ctrl+C 退出。""",
+/settings temperature 0.7 修改设置，/settings thinking on（off、default）决定是否先思考；cls 清屏；exit、quit、Ctrl+D 和
+Ctrl+C 退出。思考过程显示为暗色，从管道读入时不输出；模型调用的工具只显示，不执行。""",
         "model_dir": "模型目录",
         "single_turn": "每个问题单独回答，不带上文",
         "temperature": "温度；0：总选概率最高的词元；大于 0：按概率抽取",
@@ -103,6 +104,7 @@ generation_config.json 为准。在终端里，模型能看到前面的对话；
         "no_repeat_ngram_size": "禁止重复的片段长度（词元数，0：不限）",
         "seed": "抽取用的随机种子；种子相同，回答相同",
         "max_new_tokens": "回答最多的词元数",
+        "thinking": "on 或 off：是否先思考，用于两种方式都学过的模型",
     },
     "prepare_data": {
         "": "清洗数据文件，把问答对写成一个 parquet 文件，并按原因统计丢弃的行。",

@@ -36,9 +36,9 @@ class Document(NamedTuple):
 
 
 def join_sides(turns: Iterable[Turn]) -> list[Turn]:
-    """The turns, those of one side in a row as one: their texts on lines of their own, learnt only if all are."""
-    sides = (list(side) for _, side in groupby(turns, key=lambda turn: turn.role))
-    return [side[0] if len(side) == 1 else _joined(side) for side in sides]
+    """The turns, those of one side in a row as one, learnt only if all are; the results of calls stay apart."""
+    sides = ([*side] for _, side in groupby(turns, key=lambda turn: turn.role))
+    return [turn for side in sides for turn in (side if len(side) == 1 or side[0].role == TOOL else [_joined(side)])]
 
 
 def _joined(turns):

@@ -16,10 +16,12 @@ import json
 import logging
 import shutil
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from model.data.answer_parts import CALL, THOUGHT
 from model.data.control_tokens import control_ids, text_encoder
 from model.data.tokenizer_file import NO_CODE, library_errors_as_value_errors, load_backend, load_settings
 from model.runtime.atomic_io import open_own
@@ -108,8 +110,18 @@ class ChatTokenizer:
         return token_id
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the ids, without special tokens."""
-        return self.backend.decode(ids, skip_special_tokens=True)
+        """Text of the ids, without special tokens but the marks of thoughts and calls, special or not."""
+        if self._hidden_ids:
+            ids = [token_id for token_id in ids if token_id not in self._hidden_ids]
+        return self.backend.decode(ids, skip_special_tokens=not self._hidden_ids)
+
+    @cached_property
+    def _hidden_ids(self):
+        """The special tokens that `decode` leaves out; none where the library's own choice is the same."""
+        added = self.backend.get_added_tokens_decoder().items()
+        special = {token_id: token.content for token_id, token in added if token.special}
+        hidden = {token_id for token_id, content in special.items() if content not in (*THOUGHT, *CALL)}
+        return frozenset(hidden if len(hidden) < len(special) else ())
 
     def decode_batch(self, rows) -> list[str]:
         """`decode` of each of `rows`, lists or arrays of ids, computed on all cores."""

@@ -128,10 +128,14 @@ class TurnTemplate:
                 "the last turn of a conversation must be the user's, with text in it: it is what is answered"
             )
         tools = tools if self.frames.can.tools else ""
-        if self._is_plain(turns, tools) and not (thinking and self.frames.can.has_switch):
+        if self._is_plain(turns, tools) and not self._changes_beginning(thinking):
             return framed_question(self.frames, turns, max_tokens)
         thinking = bool(thinking) if self.frames.can.has_switch else None
         return rendered_question(self.frames, turns, max_tokens, tools, thinking)
+
+    def _changes_beginning(self, thinking):
+        """Whether an answer begins otherwise than those of the frames, which have no thought."""
+        return bool(thinking) and self.frames.can.has_switch or self.opens_thought(thinking)
 
     def opens_thought(self, thinking: bool | None) -> bool:
         """Whether an answer begins inside a thought, which the template opens itself."""

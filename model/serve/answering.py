@@ -1,4 +1,4 @@
-"""A trained model as people talk to it: loaded from its directory, text in, text out, piece by piece."""
+"""A trained model as people talk to it: loaded from its directory, turns in, thought, text and calls out, in pieces."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from model.commands.machine import compute_dtype, has_native_bf16
+from model.data.answer_parts import AnswerParts
 from model.data.cleaning import clean_text
-from model.data.conversation import Turn, join_sides, tidy
+from model.data.conversation import TOOL, Turn
 from model.data.t5_text import encode_conversation
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import turn_template, with_turn_end
@@ -46,6 +47,11 @@ class ChatModel:
         if family_of(self.model.config).reads_dialogues:
             return turn_template(self.tokenizer).encode_question(turns, max_tokens, tools, thinking)
         return encode_conversation(turns, self.tokenizer, max_tokens, self.prefix, tools, bool(thinking))
+
+    def opens_thought(self, thinking=None):
+        """Whether a prompt ends inside the thought, so that the answer begins there."""
+        reads_dialogues = family_of(self.model.config).reads_dialogues
+        return reads_dialogues and turn_template(self.tokenizer).opens_thought(thinking)
 
     def prompt_tokens(self, most, new_tokens):
         """Most tokens of a prompt with an answer of `new_tokens`: `most`, or fewer where the network has fewer places.
@@ -118,31 +124,47 @@ def _frozen(weights, directory, device):
     return model.eval()
 
 
-def prompt_ids(chat, turns, most_tokens):
-    """Ids of the prompt that these turns, each (role, text), make: at most `most_tokens`, EOS included.
+def prompt_ids(chat, turns, most_tokens, tools="", thinking=None):
+    """Ids of the prompt that these turns, each a Turn or (role, text), make: at most `most_tokens`, EOS included.
 
     The oldest turns go where there is no room for all (model/data/conversation.py). Raises ValueError if the last turn
-    is not the user's, is empty, or does not fit.
+    is neither the user's nor a tool's, and for a question (from the user's last turn on) that is empty or does not fit.
     """
     most_chars = MAX_TOKEN_CHARACTERS * most_tokens
+    turns = [Turn(*turn) for turn in turns]
     said = _newest_cleaned(turns, most_tokens, most_chars)
-    if not said[-1].text:
+    if said[-1].role != TOOL and not said[-1].text:
         raise ValueError("the question is empty: write some text")
-    in_place = family_of(chat.model.config).reads_dialogues
-    said = join_sides(turn for turn in said if turn.text) if in_place else tidy(said)
-    question_chars = max(len(turns[-1][1]), len(said[-1].text))
-    if question_chars > most_chars:
-        raise ValueError(
-            f"the question has {question_chars:,} characters, and a prompt at most {most_tokens} tokens: shorten it"
-        )
-    said = [Turn(turn.role, turn.text[-most_chars:]) for turn in said]
-    question = chat.encode(said[-1:], most_tokens + 1)
+    said = list(filter(_says_something, said))
+    start = question_start(said)
+    question_chars = max(len(turns[-1].text), sum(map(_num_chars, said[start:])))
+    for what, chars in (("question", question_chars), ("list of tools", len(tools))):
+        if chars > most_chars:
+            raise ValueError(
+                f"the {what} has {chars:,} characters, and a prompt at most {most_tokens} tokens: shorten it"
+            )
+    said = [turn._replace(text=turn.text[-most_chars:], thought=turn.thought[-most_chars:]) for turn in said]
+    question = chat.encode(said[start:], most_tokens + 1, thinking=thinking)
     if len(question) > most_tokens:
         raise ValueError(f"the question has more than {most_tokens - 1} tokens: shorten it")
-    ids = chat.encode(said, most_tokens) if len(said) > 1 else question
+    ids = chat.encode(said, most_tokens, tools, thinking) if start or tools else question
     if len(ids) > most_tokens:
-        raise ValueError(f"system text and question have more than {most_tokens - 1} tokens: shorten them")
+        what = "system text, tools" if tools else "system text"
+        raise ValueError(f"{what} and question have more than {most_tokens - 1} tokens: shorten them")
     return ids
+
+
+def question_start(turns):
+    """The place of the user's last turn, from which on the results of calls belong to the question."""
+    return max((place for place, turn in enumerate(turns) if turn.role == "user"), default=len(turns) - 1)
+
+
+def _says_something(turn):
+    return bool(turn.text or turn.thought or turn.calls) or turn.role == TOOL
+
+
+def _num_chars(turn):
+    return len(turn.text) + len(turn.thought) + sum(map(len, turn.calls))
 
 
 def _newest_cleaned(turns, most_tokens, most_chars):
@@ -151,26 +173,28 @@ def _newest_cleaned(turns, most_tokens, most_chars):
     One that says a lot in a thousand turns is answered as fast as one that says it in three.
     """
     kept, chars, side, num_sides = [], Counter(), "", 0
-    for role, text in reversed(turns):
-        place = 0 if role == "system" else num_sides + (role != side)  # turns of one place become one text (tidy)
+    for turn in reversed(turns):
+        # turns of one place become one text (tidy)
+        place = 0 if turn.role == "system" else num_sides + (turn.role != side)
         if place > most_tokens or (place != 1 and chars[place] > most_chars):
             continue
-        text = clean_text(text[-most_chars:])
-        chars[place] += len(text)
-        kept.append(Turn(role, text))
-        if text and place:
-            side, num_sides = role, place
+        text, thought = (clean_text(part[-most_chars:]) if part else "" for part in (turn.text, turn.thought))
+        turn = turn._replace(text=text, thought=thought)
+        chars[place] += _num_chars(turn)
+        kept.append(turn)
+        if place and _says_something(turn):
+            side, num_sides = turn.role, place
     return kept[::-1]
 
 
-def stream_answer(chat, input_ids, sampling, max_new_tokens):
-    """Yield the pieces of one answer's text as they are generated."""
+def stream_answer(chat, input_ids, sampling, max_new_tokens, thinking=None):
+    """Yield what is new of one answer (Said) as its tokens are generated."""
     engine = Engine(chat.model, chat.limits(1, len(input_ids), max_new_tokens))
     engine.add(Request(input_ids, max_new_tokens, sampling, streams=True))
-    text = TextStream(chat.tokenizer)
+    text, parts = TextStream(chat.tokenizer), AnswerParts(chat.opens_thought(thinking), reads_calls=True)
     while not engine.idle:
         for progress in engine.step():
-            yield text.add(progress.ids)
+            yield parts.add(text.add(progress.ids), progress.is_finished)
 
 
 def answer_all(chat, inputs, sampling, max_new_tokens, slots=64):

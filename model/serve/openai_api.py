@@ -6,47 +6,54 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
+from model.data.answer_parts import overlap
+from model.data.conversation import Turn
 from model.generate.sampling import Sampling
+from model.serve.openai_messages import call_of, message_of, tools_of, turns_of
 
 SAMPLING_FIELDS = {f.name: f.type for f in fields(Sampling)}
-MAX_MESSAGES, MAX_STOPS, MAX_STOP_CHARS = 10_000, 4, 200
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MAX_STOPS, MAX_STOP_CHARS = 4, 200
 # Fields that would change the answer and are not supported: accepted only with these values, which change nothing.
 ONLY = dict(
     n=(1,), best_of=(1,), echo=(False,), logprobs=(False,), top_logprobs=(0,), presence_penalty=(0,),
-    frequency_penalty=(0,), logit_bias=({},), tools=([],), functions=([],), suffix=("",), prediction=(), audio=(),
+    frequency_penalty=(0,), logit_bias=({},), functions=([],), suffix=("",), prediction=(), audio=(),
     response_format=({"type": "text"},), tool_choice=("none", "auto"), function_call=("none",), modalities=(["text"],),
     reasoning_effort=("none",), verbosity=("medium",), web_search_options=(),
 )  # fmt: skip
+CHAT_ONLY = {"tools", "parallel_tool_calls", "enable_thinking", "chat_template_kwargs"}
 READ = {*SAMPLING_FIELDS, "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"}
 WITHOUT_EFFECT = {
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "parallel_tool_calls",
+    "prompt_cache_retention",
 }  # fmt: skip
-NOT_IN_MESSAGES = ("tool_calls", "function_call", "tool_call_id", "audio")
 
 
 @dataclass(frozen=True)
 class ApiRequest:
     """What a client asks for."""
 
-    turns: tuple  # of (role, text)
+    turns: tuple[Turn, ...]
     sampling: Sampling
     max_new_tokens: int
     stops: tuple[str, ...]
     streams: bool
     wants_usage: bool  # at the end of a stream
+    tools: str = ""  # that are shown to the model: JSON text of their list
+    reads_calls: bool = False  # of the answer; else they stay text
+    one_call: bool = False  # it ends with its first call
+    thinking: bool | None = None  # before the answer; None: as the model's template has it
 
 
 def parse_chat(body, chat, most_new_tokens):
     """ApiRequest of the JSON body of /v1/chat/completions; ValueError with the reason if it cannot be served."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
-        raise ValueError(f"messages must be a list of 1 to {MAX_MESSAGES:,} objects with role and content")
-    turns = tuple(_turn(message, place) for place, message in enumerate(messages))
-    if turns[-1][0] != "user":
-        raise ValueError("the last message must have the role user")
-    return _request(turns, "messages", body, chat, most_new_tokens)
+    turns = turns_of(body.get("messages"))
+    given = _given(body, "messages", CHAT_ONLY)
+    tools, parallel = tools_of(given.get("tools", [])), _flag("parallel_tool_calls", given, True)
+    reads_calls = given.get("tool_choice", "auto" if tools else "none") == "auto"
+    return replace(
+        _request(turns, given, chat, most_new_tokens), tools=tools if reads_calls else "", reads_calls=reads_calls,
+        one_call=not parallel, thinking=_thinking(given),
+    )  # fmt: skip
 
 
 def parse_completion(body, chat, most_new_tokens):
@@ -56,30 +63,19 @@ def parse_completion(body, chat, most_new_tokens):
         prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt:
         raise ValueError("prompt must be a text that is not empty")
-    return _request((("user", prompt),), "prompt", body, chat, most_new_tokens)
+    return _request((Turn("user", prompt),), _given(body, "prompt"), chat, most_new_tokens)
 
 
-def _turn(message, place):
-    role = message.get("role") if isinstance(message, dict) else None
-    role = ROLES.get(role) if isinstance(role, str) else None
-    if role is None:
-        raise ValueError(f"messages[{place}].role must be one of {', '.join(ROLES)}")
-    for name in NOT_IN_MESSAGES:
-        if message.get(name):
-            raise ValueError(f"messages[{place}].{name} is not supported: leave it out")
-    content = message.get("content")
-    if isinstance(content, list):  # parts, of which only text can be read
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        content = "".join(texts) if len(texts) == len(content) and all(isinstance(t, str) for t in texts) else None
-    if not isinstance(content, str):
-        raise ValueError(f"messages[{place}].content must be text")
-    return role, content
-
-
-def _request(turns, name_of_turns, body, chat, most_new_tokens):
+def _given(body, name_of_turns, more=frozenset()):
+    """The fields of a body but its turns, all of which are read here, or `more`, or have no effect."""
     given = {name: value for name, value in body.items() if value is not None and name != name_of_turns}
     for name, value in given.items():
-        _check_known(name, value)
+        if name not in more:
+            _check_known(name, value)
+    return given
+
+
+def _request(turns, given, chat, most_new_tokens):
     asked = min(chat.max_new_tokens, most_new_tokens)
     for name in ("max_tokens", "max_completion_tokens"):  # the second is the newer
         asked = given.get(name, asked)
@@ -89,6 +85,20 @@ def _request(turns, name_of_turns, body, chat, most_new_tokens):
     return ApiRequest(
         turns, _sampling(given, chat.sampling), asked, _stops(given.get("stop", [])), streams, _wants_usage(given)
     )
+
+
+def _thinking(given):
+    """What a request says of thinking, in whichever way; None if nothing. Raises ValueError if it says both."""
+    inside = given.get("chat_template_kwargs", {})
+    if not isinstance(inside, dict):
+        raise ValueError(f"chat_template_kwargs={inside!r:.80}: must be an object with enable_thinking")
+    if unknown := inside.keys() - {"enable_thinking"}:
+        raise ValueError(f"chat_template_kwargs.{min(unknown):.80} is not supported: leave it out")
+    said = {_flag("enable_thinking", one) for one in (given, inside) if one.get("enable_thinking") is not None}
+    said |= {False} if "reasoning_effort" in given else set()  # none, which is the one that is taken
+    if len(said) > 1:
+        raise ValueError("enable_thinking is both true and false, the latter by reasoning_effort=none too: leave one")
+    return said.pop() if said else None
 
 
 def _check_known(name, value):
@@ -121,8 +131,8 @@ def _wants_usage(given):
     return _flag("include_usage", options)
 
 
-def _flag(name, given):
-    if type(value := given.get(name, False)) is not bool:
+def _flag(name, given, default=False):
+    if type(value := given.get(name, default)) is not bool:
         raise ValueError(f"{name}={value!r:.80}: must be true or false")
     return value
 
@@ -159,14 +169,9 @@ class StopFilter:
         if places:
             self.is_stopped, self.held = True, ""
             return held[: min(places)]
-        keep = 0 if is_last else max((_overlap(held, stop) for stop in self.stops), default=0)
+        keep = 0 if is_last else max((overlap(held, stop) for stop in self.stops), default=0)
         self.held = held[len(held) - keep :]
         return held[: len(held) - keep]
-
-
-def _overlap(text, stop):
-    """Length of the longest end of `text` with which `stop` begins."""
-    return next(size for size in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:size]))
 
 
 @dataclass(frozen=True)
@@ -182,19 +187,24 @@ class Reply:
     def to(model, is_chat):
         return Reply(model, is_chat, ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12), int(time.time()))
 
-    def whole(self, text, reason, usage):
-        part = dict(message=dict(role="assistant", content=text)) if self.is_chat else dict(text=text)
+    def whole(self, parts, reason, usage):
+        part = dict(message=message_of(parts)) if self.is_chat else dict(text=parts.text)
         return self._object("", [dict(index=0, **part, logprobs=None, finish_reason=reason)], usage=usage)
 
-    def piece(self, text, reason=None, is_first=False):
-        delta = (dict(role="assistant") if is_first else {}) | (dict(content=text) if text or is_first else {})
+    def piece(self, text="", reason=None, **delta):
+        """A part of a stream with this text; `delta` is what else a chat's says."""
+        delta |= dict(content=text) if text or "role" in delta else {}
         part = dict(delta=delta) if self.is_chat else dict(text=text)
         return self._object(".chunk", [dict(index=0, **part, logprobs=None, finish_reason=reason)])
 
-    def frame(self):
-        """JSON before and after the text of a piece, so that a stream has only its texts to encode."""
-        before, _, after = json.dumps(self.piece("-"), ensure_ascii=False).rpartition('"-"')
-        return before, after
+    def call(self, text, number):
+        """A part of a stream with a whole call, the answer's `number`-th."""
+        return self.piece(tool_calls=[dict(index=number, **call_of(text))])
+
+    def frames(self):
+        """JSON before and after a thought, and a text, of a piece, so that a stream has only these to encode."""
+        pieces = self.piece(reasoning_content="-"), self.piece("-")
+        return [json.dumps(piece, ensure_ascii=False).rpartition('"-"')[::2] for piece in pieces]
 
     def usage(self, usage):
         return self._object(".chunk", [], usage=usage)

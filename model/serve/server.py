@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import hmac
 import json
-import time
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import count
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -21,12 +21,14 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from model.commands.request_body import Refused, read_json
+from model.data.answer_parts import join_parts
 from model.display.catalogue import CATALOGUE
 from model.display.curves import curves_of
 from model.generate.engine import Request
-from model.serve.answering import ChatModel, TextStream, prompt_ids
+from model.serve.answer_stream import AnswerStream, as_text, collect, reader
+from model.serve.answering import ChatModel, prompt_ids, question_start
 from model.serve.decoding_thread import DecodingThread, TooBusy
-from model.serve.openai_api import Reply, StopFilter, error_body, parse_chat, parse_completion, usage_of
+from model.serve.openai_api import Reply, error_body, parse_chat, parse_completion
 from model.serve.server_metrics import ServerMetrics
 
 PAGE = Path(__file__).with_name("page.html")
@@ -159,8 +161,7 @@ async def complete(parse, service, request):
     deadline = asyncio.get_running_loop().time() + service.request_seconds
     try:
         asked = parse(body, service.chat, service.new_tokens)
-        turns = alone(asked.turns) if service.single_turn else asked.turns
-        ids = await until_disconnected(request, ids_of(service, turns, deadline))
+        ids = await until_disconnected(request, ids_of(service, asked, deadline))
     except ValueError as error:
         raise Refused(400, str(error)) from None
     try:
@@ -171,69 +172,29 @@ async def complete(parse, service, request):
         raise Refused(503, str(error), "server_error") from None
     service.metrics.prompt_tokens.inc(len(ids))
     reply = Reply.to(service.name, parse is parse_chat)
-    answer = AnswerText(service, stream, asked.stops, len(ids), deadline)
+    read = reader(service.chat, asked) if reply.is_chat else as_text
+    answer = AnswerStream(service, stream, asked, read, len(ids), deadline)
     if asked.streams:
         return StreamingResponse(events(answer, reply, asked.wants_usage), media_type="text/event-stream")
-    text = "".join(await until_disconnected(request, collect(answer)))
-    return JSONResponse(reply.whole(text, answer.reason, answer.usage))
+    parts = join_parts(await until_disconnected(request, collect(answer)))
+    return JSONResponse(reply.whole(parts, answer.reason, answer.usage))
 
 
 def alone(turns):
-    """The last of `turns`, and those of the system."""
-    return [*(turn for turn in turns[:-1] if turn[0] == "system"), turns[-1]]
+    """The last question of `turns`, and those of the system before it."""
+    start = question_start(turns)
+    return [*(turn for turn in turns[:start] if turn.role == "system"), *turns[start:]]
 
 
-async def ids_of(service, turns, deadline):
+async def ids_of(service, asked, deadline):
     """Ids of the prompt, read in a thread, so that the others need not wait for it. A `deadline` of the event loop."""
+    turns = alone(asked.turns) if service.single_turn else asked.turns
+    said = turns, service.input_tokens, asked.tools, asked.thinking
     try:
         async with asyncio.timeout_at(deadline):
-            return await asyncio.to_thread(prompt_ids, service.chat, turns, service.input_tokens)
+            return await asyncio.to_thread(prompt_ids, service.chat, *said)
     except TimeoutError:
         raise Refused(503, f"the prompt was not read within {service.request_seconds:g} s", "server_error") from None
-
-
-class AnswerText:
-    """The text of one answer, piece by piece; `reason` and `usage` say afterwards how it ended and what it took."""
-
-    def __init__(self, service, stream, stops, prompt_tokens, deadline):
-        self.service, self.stream, self.stops, self.deadline = service, stream, stops, deadline
-        self.prompt_tokens, self.new_tokens, self.reason = prompt_tokens, 0, "length"
-        self.is_over = False  # the piece given now is the last one
-
-    @property
-    def usage(self):
-        return usage_of(self.prompt_tokens, self.new_tokens)
-
-    async def pieces(self):
-        """Yield text that can be shown. Frees the slot when it ends, fails or is left."""
-        metrics, started = self.service.metrics, time.monotonic()
-        text, stop = TextStream(self.service.chat.tokenizer), StopFilter(self.stops)
-        try:
-            async with asyncio.timeout_at(self.deadline):
-                async for progress in self.stream:
-                    if not self.new_tokens:
-                        metrics.first_token_seconds.observe(time.monotonic() - started)
-                    self.new_tokens += len(progress.ids)
-                    metrics.new_tokens.inc(len(progress.ids))
-                    piece = stop.add(text.add(progress.ids), progress.is_finished)
-                    self.is_over = stop.is_stopped or progress.is_finished
-                    if stop.is_stopped or (progress.is_finished and self._ended_itself()):
-                        self.reason = "stop"
-                    yield piece
-                    if self.is_over:
-                        return
-        except TimeoutError:
-            pass  # what is there is the answer: its reason stays "length"
-        finally:
-            self.service.decoder.cancel(self.stream)
-            metrics.request_seconds.observe(time.monotonic() - started)
-
-    def _ended_itself(self):
-        return self.new_tokens < self.stream.request.max_new_tokens
-
-
-async def collect(answer):
-    return [piece async for piece in answer.pieces()]
 
 
 async def until_disconnected(request, work):
@@ -257,20 +218,25 @@ async def until_disconnected(request, work):
 
 async def events(answer, reply, wants_usage):
     """Server-sent events of an answer: one part for each step, the first and the last words together with its text."""
-    before, after = reply.frame()
-    part = event(reply.piece("", is_first=True))
+    (thought, text), numbers = reply.frames(), count()
+    part = event(reply.piece(role="assistant"))
     try:
-        async for piece in answer.pieces():
-            part += f"data: {before}{json.dumps(piece, ensure_ascii=False)}{after}\n\n" if piece else ""
+        async for new in answer.pieces():
+            part += framed(thought, new.thought) + framed(text, new.text)
+            part += "".join(event(reply.call(call, next(numbers))) for call in new.calls)
             if part and not answer.is_over:
                 yield part
                 part = ""
     except RuntimeError as error:
         yield part + event(error_body(str(error), "server_error"))
         return
-    part += event(reply.piece("", answer.reason))
+    part += event(reply.piece(reason=answer.reason))
     part += event(reply.usage(answer.usage)) if wants_usage else ""
     yield part + "data: [DONE]\n\n"
+
+
+def framed(frame, text):
+    return f"data: {frame[0]}{json.dumps(text, ensure_ascii=False)}{frame[1]}\n\n" if text else ""
 
 
 def event(value):

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from model.data.answer_parts import join_parts
 from model.formats.weights import model_directory
 from model.generate.sampling import Sampling
 from model.serve.answering import load_chat_model
-from scripts.chat import ESCAPES, Talk, greet, main, respond
+from scripts.chat import DIM, ESCAPES, NOT_DIM, Talk, greet, main, respond
 from tests.knowing import PAIRS, write_knowing_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "chat.py"
@@ -41,6 +43,11 @@ def chat_through_pipe(folder, questions, *arguments):
         [sys.executable, SCRIPT, *arguments], cwd=folder, env=ENVIRONMENT, input=questions.encode(),
         capture_output=True, timeout=SECONDS,
     )  # fmt: skip
+
+
+def said(talk, question):
+    """The text of the answer."""
+    return join_parts(talk.ask(question)).text
 
 
 class Terminal:
@@ -112,7 +119,7 @@ def test_an_answer_to_a_pipe_is_one_line_from_which_it_can_be_read_again():
 def test_an_answer_cut_in_the_middle_of_a_character_shows_none_of_it(project):
     chat = load_chat_model(project / "model_save" / "tiny")
     assert (
-        "".join(Talk(chat, Sampling(temperature=0.01, top_p=0.5), 12).ask("请说一个字")) == "龘龘🐱"
+        said(Talk(chat, Sampling(temperature=0.01, top_p=0.5), 12), "请说一个字") == "龘龘🐱"
     )  # 3, 3 and 4 of the 12 bytes; the other 2 begin a character
 
 
@@ -149,8 +156,8 @@ def test_a_model_of_single_questions_is_asked_each_by_itself(project):
     assert chat.single_turn and not load_chat_model(project / "model_save" / "tiny").single_turn
     alone, together = (Talk(chat, chat.sampling, 64, single_turn) for single_turn in (True, False))
     for question, expected in PAIRS.items():
-        assert "".join(alone.ask(question)) == expected
-    answers = ["".join(together.ask(question)) for question in PAIRS]
+        assert said(alone, question) == expected
+    answers = [said(together, question) for question in PAIRS]
     assert answers != list(PAIRS.values()), "it has learnt no conversation"
 
 
@@ -206,16 +213,60 @@ def test_the_conversation_can_be_undone_saved_and_begun_anew_and_settings_change
     for line in ("你好", "hello", "/undo", f"/save {file}", f"/save {file}", f"/save {file}/x", "/settings top_p 0.9"):
         respond(talk, line, interactive=True)
     assert (talk.sampling.temperature, talk.sampling.top_p) == (1, 0.9)  # top_p has no effect without a temperature
-    for line in ("/settings temperature 0.5", "/settings x 1"):
+    for line in ("/settings temperature 0.5", "/settings x 1", "/settings thinking on", "/settings thinking 1"):
         respond(talk, line, interactive=True)
     saved = json.loads(file.read_text())["messages"]
     assert saved == [dict(role="user", content="你好"), dict(role="assistant", content=PAIRS["你好"])]
-    assert talk.sampling.temperature == 0.5
+    assert talk.sampling.temperature == 0.5 and talk.thinking is True
     respond(talk, "/reset", interactive=True)
     respond(talk, "/what", interactive=True)
     out = capsys.readouterr().out
     assert "talk.json is there already: name another file" in out and "cannot be written: Not a directory" in out
-    assert not talk.turns and "x is no setting: temperature" in out and "commands: /reset" in out
+    assert (
+        not talk.turns
+        and "x is no setting: temperature" in out
+        and "thinking=1: must be on, off" in out
+        and "commands: /reset" in out
+    )
+
+
+def test_a_thought_is_dimmed_left_out_of_a_pipe_s_answer_and_saved_with_the_calls(
+    project, tmp_path, capsys, monkeypatch
+):
+    chat, file = load_chat_model(project / "model_save" / "tiny"), tmp_path / "talk.jsonl"
+    call = '{"name": "weather", "arguments": {"city": "北京\\u001b"}}'
+    answer = [*"<think>\n想", "想\n</think>", "\n\n好。", *[f"\n<tool_call>{call}</tool_call>"] * 2]
+    monkeypatch.setattr("model.serve.answering.Engine", lambda model, limits: Scripted(answer))
+    monkeypatch.setattr("model.serve.answering.TextStream", lambda tokenizer: SimpleNamespace(add=lambda piece: piece))
+    talk = Talk(chat, chat.sampling, 64)
+    respond(talk, "hello", interactive=True)
+    shown = capsys.readouterr().out
+    line = r'call of weather: {"city": "北京\u001b"}'
+    assert shown.replace(f"{NOT_DIM}{DIM}", "") == f"{DIM}想想{NOT_DIM}\n好。\n{line}\n{line}\n"
+    respond(talk, "hello", interactive=False)
+    respond(talk, f"/save {file}", interactive=True)
+    piped = capsys.readouterr().out.split("\n")[0]
+    assert "想" not in piped and piped.count("call of weather") == 2
+    message = json.loads(file.read_text())["messages"][1]
+    assert message["reasoning_content"] == "想想" and len(message["tool_calls"]) == 2
+
+
+class Scripted:
+    """An engine that gives these pieces, each as the ids of a step."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces[::-1]
+
+    def add(self, request):
+        return 0
+
+    @property
+    def idle(self):
+        return not self.pieces
+
+    def step(self):
+        piece = self.pieces.pop()
+        return [SimpleNamespace(ids=piece, is_finished=not self.pieces)]
 
 
 def test_a_model_that_has_hardly_been_trained_is_named_so(project, capsys):

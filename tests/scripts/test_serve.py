@@ -21,7 +21,7 @@ import pytest
 
 from scripts.serve import check, main, parse_arguments
 from tests.clients import measure
-from tests.knowing import PAIRS, write_knowing_model
+from tests.knowing import CALLING, PAIRS, write_knowing_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "serve.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -38,9 +38,9 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A run directory with a model that knows PAIRS and a journal of 60 train lines."""
+    """A run directory with a model that knows PAIRS and CALLING, and a journal of 60 train lines."""
     folder = tmp_path_factory.mktemp("home") / "known"
-    write_knowing_model(folder / "best")
+    write_knowing_model(folder / "best", PAIRS | CALLING)
     single = dict(chat_trainer=dict(single_turn=True))  # it is so
     (folder / "best" / "generation_config.json").write_text(json.dumps(single))
     lines = [dict(kind="start", time=0.0, total_steps=100), dict(kind="resume", step=0, time=0.0)]
@@ -111,6 +111,27 @@ def test_openai_s_client_gets_answers_whole_and_streamed(server):
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 0
     completion = client.completions.create(model="known", prompt="hello", max_tokens=3, stop=["are"])
     assert completion.choices[0].text == "how "
+
+
+def test_openai_s_client_gets_thought_and_calls_whole_and_streamed(server):
+    client, asked = client_of(server), dict(model="known", messages=messages("想"), max_tokens=400)
+    whole = client.chat.completions.create(tool_choice="auto", **asked).choices[0]
+    assert (whole.message.content, whole.message.reasoning_content, whole.finish_reason) == ("好", "你", "tool_calls")
+    (call,) = whole.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "f", {"x": "天"})
+    with client.chat.completions.stream(tool_choice="auto", **asked) as stream:  # it puts the parts together itself
+        assert "tool_calls.function.arguments.done" in [event.type for event in stream]
+        again = stream.get_final_completion().choices[0]
+    (call_again,) = again.message.tool_calls
+    assert call_again.function.arguments == call.function.arguments and call_again.id.startswith("call_")
+    assert (again.message.content, again.finish_reason) == ("好", "tool_calls")
+    chunks = list(client.chat.completions.create(stream=True, stop="你", **asked))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "你", "no stop in a thought"
+    text = "".join(delta.content or "" for delta in deltas)
+    assert text == CALLING["想"].split("\n\n")[1] and chunks[-1].choices[0].finish_reason == "stop"
+    raw = client.completions.create(model="known", prompt="想", max_tokens=400).choices[0].text
+    assert raw == CALLING["想"]
 
 
 def test_answers_are_cut_at_max_tokens_and_at_a_stop(server):
@@ -277,6 +298,12 @@ def test_the_page_talks_streams_stops_and_draws_the_run_s_curves(server):
         ask("请说一个字")  # the model knows the answer only without a context
         wait_until(lambda: turns()[2:] == ["请说一个字", PAIRS["请说一个字"]])
         browser.find_element(By.ID, "undo").click()  # it puts the question back
+        browser.find_element(By.ID, "question").clear()
+        ask("想")
+        wait_until(lambda: turns()[2:] == ["想", 'Thought你好calls f {"x": "天"}'])
+        thought = browser.find_element(By.CSS_SELECTOR, ".turn details")
+        assert thought.get_attribute("open") is None and browser.find_element(By.CSS_SELECTOR, ".turn code")
+        browser.find_element(By.ID, "undo").click()
         browser.find_element(By.ID, "question").clear()
         change_settings(max_tokens=4000, **REPEATS)
         ask("hello")

@@ -105,8 +105,8 @@ def metric(server, name):
 
 def test_fields_that_change_the_answer_are_refused_as_openai_s_client_expects(qwen):
     client = client_of(qwen, api_key="k")
-    tool = dict(type="function", function=dict(name="f", parameters={}))
-    for more in (dict(response_format=dict(type="json_object")), dict(tools=[tool]), dict(n=True), dict(stop=0)):
+    choice = dict(tool_choice="required")
+    for more in (dict(response_format=dict(type="json_object")), choice, dict(n=True), dict(stop=0)):
         with pytest.raises(openai.BadRequestError, match=next(iter(more))) as refused:
             client.chat.completions.create(model="", messages=messages("天"), **more)
         assert refused.value.body["type"] == "invalid_request_error"

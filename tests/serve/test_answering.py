@@ -5,9 +5,12 @@ import time
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
+from model.data.answer_parts import CALL, THOUGHT
 from model.data.conversation import Turn, tidy
 from model.data.t5_text import encode_conversation
+from model.data.tokenizer import copy_tokenizer, load_tokenizer
 from model.generate.sampling import Sampling
 from model.nn.t5.sizes import T5ModelConfig
 from model.serve.answering import TextStream, answer_all, load_chat_model, prompt_ids
@@ -91,6 +94,19 @@ def test_text_comes_in_whole_characters_however_the_ids_are_divided(chat):
         cuts = sorted(draw.integers(0, len(valid), 5))
         parts = [valid[start:end] for start, end in zip([0, *cuts], [*cuts, len(valid)], strict=True)]
         assert "".join(map(TextStream(chat.tokenizer).add, parts)) == chat.tokenizer.decode(valid)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_marks_of_thoughts_and_calls_come_as_text_special_or_not(chat, tmp_path, special):
+    backend = Tokenizer.from_file(str(chat.directory / "tokenizer.json"))
+    backend.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in (*THOUGHT, *CALL)])
+    copy_tokenizer(chat.directory, tmp_path)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    text = '<think>\n好 a\n</think>\n\n你好\n<tool_call>\n{"name": "f"}\n</tool_call>'
+    ids = [*tokenizer.parse(text), tokenizer.eos_id]
+    stream = TextStream(tokenizer)
+    assert "".join(stream.add([one]) for one in ids) == tokenizer.decode(ids) == text
 
 
 def test_a_network_with_so_many_places_is_not_given_more(chat, monkeypatch):

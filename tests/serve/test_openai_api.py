@@ -5,11 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from model.data.answer_parts import Said
+from model.data.conversation import Turn
 from model.generate.sampling import Sampling
 from model.serve.openai_api import Reply, StopFilter, parse_chat, parse_completion
+from model.serve.openai_messages import message_of
 
 CHAT = SimpleNamespace(sampling=Sampling(no_repeat_ngram_size=8), max_new_tokens=64)
 USER = [dict(role="user", content="hi")]
+
+
+TOOL = dict(type="function", function=dict(name="f", parameters={}))
+
+
+def said(**fields):
+    return dict(messages=[dict(role="assistant", content="x") | fields, *USER])
 
 
 def parse(**fields):
@@ -33,19 +43,54 @@ def test_turns_are_read_in_all_their_forms():
     parts = [dict(type="text", text="a"), dict(type="text", text="b")]
     messages = [dict(role="developer", content="s"), dict(role="user", content="q"), dict(role="assistant", content="")]
     asked = parse(messages=[*messages, dict(role="user", content=parts)])
-    assert asked.turns == (("system", "s"), ("user", "q"), ("assistant", ""), ("user", "ab"))
-    assert parse_completion(dict(prompt=["p"]), CHAT, 100).turns == (("user", "p"),)
+    assert asked.turns == tuple(Turn(*t) for t in (("system", "s"), ("user", "q"), ("assistant", ""), ("user", "ab")))
+    assert parse_completion(dict(prompt=["p"]), CHAT, 100).turns == (Turn("user", "p"),)
+
+
+def test_thoughts_calls_and_results_are_turns_and_the_results_stand_in_the_order_of_their_calls():
+    said = dict(role="assistant", content=None, reasoning_content="hm", tool_calls=[
+        dict(id="a", type="function", function=dict(name="now", arguments="")),
+        dict(id="b", type="function", function=dict(name="sum", arguments='{"x": "一"}')),
+    ])  # fmt: skip
+    results = [dict(role="tool", tool_call_id=one, content=f"of {one}") for one in "ba"]
+    calls = '{"name": "now", "arguments": {}}', '{"name": "sum", "arguments": {"x": "一"}}'
+    shown = [Turn("assistant", "", "hm", calls), Turn("tool", "of a"), Turn("tool", "of b")]
+    assert parse(messages=[*USER, said, *results]).turns == (Turn("user", "hi"), *shown)
+    again = [*USER, said, *results, *USER, said, *results[::-1], *USER]
+    assert parse(messages=again).turns == (Turn("user", "hi"), *shown) * 2 + (Turn("user", "hi"),)
+    whole = message_of(Said("hm", "", calls))
+    assert parse(messages=[whole, *USER]).turns[0] == shown[0], "an answer can be sent back"
+    assert whole["content"] is None and len({call["id"] for call in whole["tool_calls"]}) == 2
+    assert message_of(Said(text="")) == dict(role="assistant", content="")
+
+
+def test_tools_are_shown_and_calls_read_as_tool_choice_says():
+    assert (parse().tools, parse().reads_calls) == ("", False)
+    asked = parse(tools=[TOOL])
+    assert (json.loads(asked.tools), asked.reads_calls, asked.one_call) == ([TOOL], True, False)
+    assert parse(tools=[TOOL], parallel_tool_calls=False).one_call
+    asked = parse(tools=[TOOL], tool_choice="none")
+    assert (asked.tools, asked.reads_calls) == ("", False)
+    asked = parse(tool_choice="auto")
+    assert (asked.tools, asked.reads_calls) == ("", True), "a model may know its tools by heart"
+
+
+def test_thinking_is_asked_for_in_any_of_its_forms():
+    assert parse().thinking is parse(chat_template_kwargs={}).thinking is None
+    assert parse(enable_thinking=True).thinking and parse(chat_template_kwargs=dict(enable_thinking=True)).thinking
+    for fields in (dict(enable_thinking=False), dict(reasoning_effort="none")):
+        assert parse(**fields).thinking is False
 
 
 @pytest.mark.parametrize(
     "fields, reason",
     [
         (dict(messages=[]), "messages must be"), (dict(messages="x"), "messages must be"),
-        (dict(messages=[dict(role="tool", content="x")]), "role must be"),
+        (dict(messages=[dict(role="function", content="x")]), "role must be"),
         (dict(messages=[dict(role=["user"], content="x")]), "role must be"),
         (dict(messages=[dict(role="user", content=[dict(type="image_url")])]), "content must be text"),
         (dict(messages=[dict(role="assistant", content="x")]), "the last message"),
-        (dict(n=2), "n=2 is not supported"), (dict(logprobs=True), "logprobs=True"), (dict(tools=[{}]), "tools="),
+        (dict(n=2), "n=2 is not supported"), (dict(logprobs=True), "logprobs=True"), (dict(tools=[{}]), r"tools\[0\]="),
         (dict(max_tokens=101), "max_tokens=101"), (dict(max_tokens="5"), "max_tokens='5'"),
         (dict(max_completion_tokens=True), "max_completion_tokens=True"),
         (dict(temperature="hot"), "temperature='hot'"),
@@ -70,7 +115,23 @@ def test_turns_are_read_in_all_their_forms():
         (dict(suffix="x"), "suffix="), (dict(temprature=1), "'temprature' is no field"),
         (dict(stream_options=1), "stream_options=1"), (dict(stream_options=dict(include_usage=1)), "include_usage=1"),
         (dict(stream_options=dict(more=True)), "stream_options.more"), (dict(prompt="x"), "'prompt' is no field"),
-        (dict(messages=[dict(role="assistant", content="x", tool_calls=[{}]), *USER]), r"messages\[0\].tool_calls"),
+        (dict(tools=[TOOL | dict(type="custom")]), r"tools\[0\]="), (dict(tools=[TOOL] * 129), "at most 128"),
+        (dict(tools=[dict(type="function", function=dict(name="f", parameters=[1]))]), "parameters must be"),
+        (dict(tools=[dict(type="function", function=dict(name="f", description="\ud83d"))]), "as JSON"),
+        (dict(parallel_tool_calls=1), "parallel_tool_calls=1"), (dict(enable_thinking="yes"), "enable_thinking='yes'"),
+        (dict(chat_template_kwargs=1), "chat_template_kwargs=1"),
+        (dict(chat_template_kwargs=dict(x=1)), "chat_template_kwargs.x is not"),
+        (dict(chat_template_kwargs=dict(enable_thinking=0)), "enable_thinking=0"),
+        (dict(enable_thinking=True, reasoning_effort="none"), "both true and false"),
+        (said(tool_calls=[{}]), r"messages\[0\].tool_calls\[0\] must be"), (said(tool_calls=1), "must be a list"),
+        (said(tool_calls=[dict(function=dict(name="f", arguments="x"))]), "a JSON object"),
+        (said(tool_calls=[dict(function=dict(name="f", arguments="[]"))]), "a JSON object"),
+        (said(tool_calls=[dict(function=dict(arguments="{}"))]), "must have a name"),
+        (said(tool_calls=[dict(id=1, function=dict(name="f"))]), "with id, type"),
+        (said(reasoning_content=1), "reasoning_content must be text"), (said(content=None), "content must be text"),
+        (said(function_call={"name": "f"}), r"messages\[0\].function_call is not"),
+        (dict(messages=[dict(role="user", content="x", reasoning_content="y")]), "only an assistant's"),
+        (dict(messages=[*USER, dict(role="tool", content="1", tool_call_id="z")]), "tool_call_id='z'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_reason(fields, reason):
@@ -80,14 +141,14 @@ def test_what_cannot_be_served_is_refused_with_the_reason(fields, reason):
 
 def test_fields_that_leave_the_answer_as_it_is_pass():
     neutral = dict(
-        model="m", user="u", metadata={}, store=True, service_tier="auto", parallel_tool_calls=False, n=1, tools=[],
+        model="m", user="u", metadata={}, store=True, service_tier="auto", parallel_tool_calls=True, n=1, tools=[],
         response_format=dict(type="text"), tool_choice="auto", function_call="none", modalities=["text"],
         logprobs=False, presence_penalty=0.0, stop=None, stream_options=dict(include_usage=True),
-        reasoning_effort=None, audio=None,
+        reasoning_effort=None, audio=None, enable_thinking=None,
     )  # fmt: skip
     assert parse(seed=1, **neutral).wants_usage
-    said = dict(role="assistant", content="x", refusal=None, tool_calls=None, annotations=[])
-    assert parse(messages=[said, *USER]).turns[0] == ("assistant", "x")
+    neutral = said(refusal=None, tool_calls=None, reasoning_content=None, annotations=[])
+    assert parse(**neutral).turns[0] == Turn("assistant", "x")
 
 
 @pytest.mark.parametrize("pieces", [["abcdef"], list("abcdef"), ["ab", "cd", "ef"], ["abc", "def"]])
@@ -111,5 +172,6 @@ def test_what_only_looks_like_a_stop_is_shown_in_the_end():
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_frame_around_a_text_is_the_whole_piece(is_chat):
     reply, text = Reply.to('a"-"b', is_chat), '"-" \n\u2028 字'
-    before, after = reply.frame()
-    assert json.loads(before + json.dumps(text, ensure_ascii=False) + after) == reply.piece(text)
+    (thought, (before, after)), shown = reply.frames(), json.dumps(text, ensure_ascii=False)
+    assert json.loads(before + shown + after) == reply.piece(text)
+    assert not is_chat or json.loads(thought[0] + shown + thought[1]) == reply.piece(reasoning_content=text)
