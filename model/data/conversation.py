@@ -47,6 +47,11 @@ def _joined(turns):
     return Turn(turns[0].role, texts, thoughts, calls, all(turn.learnt for turn in turns))
 
 
+def system_first(turns: Iterable[Turn]) -> list[Turn]:
+    """The turns with the system's first, those of one side in a row joined."""
+    return join_sides(sorted(turns, key=lambda turn: turn.role != "system"))
+
+
 def tidy(turns: Iterable[Turn]) -> list[Turn]:
     """The turns that have text: those of the system first, as one, then the others, those of one side in a row joined.
 
@@ -57,7 +62,7 @@ def tidy(turns: Iterable[Turn]) -> list[Turn]:
         if turn.role not in ROLES:
             raise ValueError(f"a turn of role {turn.role!r}: it must be one of {', '.join(ROLES)}")
         with_text += [turn] if turn.text.strip() else []
-    return join_sides(sorted(with_text, key=lambda turn: turn.role != "system"))
+    return system_first(with_text)
 
 
 def encode_newest(turns: list[Turn], encode: Callable, max_tokens: int) -> list[list[int]]:

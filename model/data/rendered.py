@@ -4,11 +4,11 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
 
-from model.data.conversation import Turn
+from model.data.conversation import Turn, system_first
 from model.data.encoded_dialogue import EncodedDialogue
 from model.data.file_request import PART
 from model.data.rendered_text import answer_spans, encode_rendered, is_inside
-from model.data.template_frames import TemplateFrames, system_first
+from model.data.template_frames import TemplateFrames
 
 RENDERED_TOGETHER = 64  # conversations in a line to the template's process
 REFUSED = "conversations that the template refuses"

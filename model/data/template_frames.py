@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain, pairwise
 
-from model.data.conversation import Turn, join_sides
+from model.data.conversation import Turn, join_sides, system_first
 from model.data.rendered_text import Guard
 from model.data.template_abilities import TEXTS, Abilities, abilities, looked_for, marks_answers, probes
 from model.data.template_process import render_all
@@ -120,11 +120,6 @@ class TemplateFrames:
     def name(self) -> str:
         """The template in a message."""
         return f"the chat template of the tokenizer in {self.tokenizer.directory}"
-
-
-def system_first(turns: list[Turn]) -> list[Turn]:
-    """The turns with the system's first, those of one side in a row joined."""
-    return join_sides(sorted(turns, key=lambda turn: turn.role != "system"))
 
 
 WAYS = (list, join_sides, system_first)  # in which a template may show turns

@@ -9,7 +9,7 @@ import torch
 from model.commands.machine import compute_dtype, has_native_bf16
 from model.data.answer_parts import AnswerParts
 from model.data.cleaning import clean_text
-from model.data.conversation import TOOL, Turn
+from model.data.conversation import TOOL, Turn, system_first
 from model.data.t5_text import encode_conversation
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import turn_template, with_turn_end
@@ -136,6 +136,8 @@ def prompt_ids(chat, turns, most_tokens, tools="", thinking=None):
     if said[-1].role != TOOL and not said[-1].text:
         raise ValueError("the question is empty: write some text")
     said = list(filter(_says_something, said))
+    if not family_of(chat.model.config).reads_dialogues:
+        said = system_first(said)
     start = question_start(said)
     question_chars = max(len(turns[-1].text), sum(map(_num_chars, said[start:])))
     for what, chars in (("question", question_chars), ("list of tools", len(tools))):

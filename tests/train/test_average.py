@@ -187,8 +187,8 @@ def test_memory_that_runs_out_while_the_average_is_in_place_leaves_the_weights(m
     monkeypatch.setattr(evaluation, "measure", measure_short_of_memory if count else measure)
     given = evaluation_of(model, store, tokenizer), average, PLAN, 5
     with pytest.raises(NothingFits) if count == 1000 else nullcontext():
-        scores, losses = evaluation.measure_better(*given, lambda kind, **values: seen.append(kind))
-        assert scores["loss"] == min(losses["weights_loss"], losses["average_loss"]) and "oom" in seen or not count
+        measured, losses = evaluation.measure_better(*given, lambda kind, **values: seen.append(kind))
+        assert measured[0]["loss"] == min(losses["weights_loss"], losses["average_loss"]) and "oom" in seen or not count
     assert not count or torch.equal(seen[0], before[1])
     assert torch.equal(model.flat.masters, before[0]) and torch.equal(average.values, before[1])
 

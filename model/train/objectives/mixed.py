@@ -1,12 +1,11 @@
 """Files of several objectives in one run: each row is learnt as its file's objective says."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from model.data.sequences import Sequences
-from model.data.token_store import Encoded
 
 
 @dataclass(frozen=True)
@@ -118,10 +117,7 @@ class Reader:
         num_rows, missing = len(encoded.sides[0]), self.num_sides - len(encoded.sides)
         values = {name: encoded.values.get(name, [0] * num_rows) for name in self.values}
         sides = [*encoded.sides, *([[0]] * num_rows for _ in range(missing))]
-        return Encoded(
-            sides, [*encoded.num_cut, *[0] * missing], values, encoded.turns_left_out, encoded.single_pairs,
-            encoded.systems_moved, encoded.texts,
-        )  # fmt: skip
+        return replace(encoded, sides=sides, num_cut=[*encoded.num_cut, *[0] * missing], values=values)
 
 
 def _joined(parts, num_sides):
