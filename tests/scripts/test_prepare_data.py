@@ -217,7 +217,11 @@ def test_a_conversation_is_written_as_one_row_and_read_back_as_it_was(tmp_path, 
     assert list(map(plain, read_conversations(tmp_path / "o.parquet"))) == list(map(plain, read_conversations(path)))
     assert pq.read_schema(tmp_path / "o.parquet").names == ["messages", "tools"]
     assert prepare("x.jsonl", "--output", "s.parquet", "--single_turn")[0] == 0
-    singles = [("面积？", "是 25"), ("再见", "Bye"), ("问", "答")]
+    called = '<tool_call>\n{"name": "area", "arguments": {"a": 5}}\n</tool_call>'
+    singles = [
+        ("面积？\n/think", f"<think>\n要算\n</think>\n\n{called}"),
+        ("<tool_response>\n25\n</tool_response>", "是 25"), ("再见", "Bye"), ("问", "答"),
+    ]  # fmt: skip
     assert [tuple(row.values()) for row in pq.read_table(tmp_path / "s.parquet").to_pylist()] == singles
 
 
