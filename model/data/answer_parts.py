@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
 
-THOUGHT = "<think>", "</think>"
+from model.data.thoughts import CLOSES, OPENS
+
+THOUGHT = OPENS, CLOSES
 CALL = "<tool_call>", "</tool_call>"
 BARE_CALLS = '{"name"', '{"type"'  # with which Llama-3's calls begin, white space aside
 BARE_CHARS = 64  # within which such a beginning stands

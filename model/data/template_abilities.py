@@ -15,7 +15,7 @@ _QUESTION, _ANSWER = dict(role="user", content=WORDS[0]), dict(role="assistant",
 # What a template compares a content with, or looks for in it: texts without these take the way that placeholders take.
 _LITERAL = r"""('(?:[^'\\\n]|\\.)+'|"(?:[^"\\\n]|\\.)+")"""
 _LOOKS_FOR = re.compile(
-    rf"{_LITERAL}\s+(?:not\s+)?in\b|\.(?:startswith|endswith|r?split|replace|r?find|r?index|count|r?partition)"
+    rf"{_LITERAL}\s+(?:not\s+)?in\b|[.|]\s*(?:startswith|endswith|r?split|replace|r?find|r?index|count|r?partition)"
     rf"\(\s*{_LITERAL}|==\s*{_LITERAL}"
 )
 TEXTS = (

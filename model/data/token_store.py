@@ -6,6 +6,7 @@ and atomically; every rank maps it without a copy in memory.
 """
 
 import hashlib
+import logging
 import mmap
 import os
 from collections import Counter
@@ -24,9 +25,13 @@ from model.data.tokenizer import ChatTokenizer
 from model.runtime.atomic_io import held_lock, write_file
 from model.runtime.json_stream import read_object
 
-FORMAT = 6  # a store of another format is built again; up to 5, dialogues were taken apart, up to 4, </s> was parsed
+# A store of another format is built again: up to 6, thoughts and tools were left out, up to 5, dialogues were taken
+# apart, up to 4, </s> was parsed.
+FORMAT = 7
 META = {"source", "sha256", "ids_sha256", "ignored", "rows", "rows_of_files", "empty", "tokens", "cut"}
 META |= {"turns_left_out"}
+OLDER = "the tokens of {} in {} are of another version and are made anew: that directory can be deleted"
+LOGGER = logging.getLogger("chat_trainer")
 
 
 @dataclass(frozen=True)
@@ -227,13 +232,16 @@ def _unreadable(directory, error):
 
 def _adopt(key, directory):
     """Rename the store of files that differ only in mtime, with equal content; returns whether there was one."""
-    content = None
+    content, paths = None, [file["path"] for file in key["files"]]
     for meta_path in directory.parent.glob("[!.]*/meta.json"):
         try:
             meta = read_object(meta_path)
         except (OSError, ValueError):
             continue  # damaged; opening that store reports it
-        if _without_times(meta.get("source", {})) != _without_times(key):
+        source = meta.get("source", {})
+        if source.get("format") != FORMAT and [file.get("path") for file in source.get("files", ())] == paths:
+            LOGGER.info(OLDER.format(names_of(paths), meta_path.parent))
+        if _without_times(source) != _without_times(key):
             continue
         content = content or sha256_of(key["files"])
         if content == meta.get("sha256"):

@@ -176,7 +176,7 @@ def _newest_cleaned(turns, most_tokens, most_chars):
     """
     kept, chars, side, num_sides = [], Counter(), "", 0
     for turn in reversed(turns):
-        # turns of one place become one text (tidy)
+        # turns of one place become one text
         place = 0 if turn.role == "system" else num_sides + (turn.role != side)
         if place > most_tokens or (place != 1 and chars[place] > most_chars):
             continue

@@ -141,6 +141,23 @@ def test_what_a_text_spells_is_plain_text_in_thoughts_calls_and_tools_too(tmp_pa
     assert forged in tokenizer.backend.decode([*one.question, *one.rest], skip_special_tokens=False)
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["message.content | upper", "message.content[:5]", "message.content | replace('weather', 'w')",
+     "('!' if 'weather' in message.content else '') + message.content"],
+)  # fmt: skip
+def test_a_template_that_changes_or_looks_into_texts_is_shown_them(tmp_path, content):
+    form = "'<|im_start|>' + message.role + '\n' + (CONTENT) + '<|im_end|>\n'".replace("CONTENT", content)
+    prompt = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    template = "{% for message in messages %}{{ " + form + " }}{% endfor %}" + prompt
+    tokenizer = make_qwen_tokenizer(tmp_path, template)
+    stock = transformers.AutoTokenizer.from_pretrained(tokenizer.directory)
+    talk = Conversation([Turn("user", "the weather today"), Turn("assistant", "no weather at all")])
+    (one,) = turn_template(tokenizer).encode_dialogues([talk])
+    ids = [*one.question, *one.rest]
+    assert ids == stock_ids(stock, talk)["input_ids"][: len(ids)] and ids[-1] == tokenizer.eos_id
+
+
 def test_what_a_template_cannot_say_is_left_out_and_counted(tmp_path):
     template, ignored = turn_template(make_qwen_tokenizer(tmp_path)), Counter()
     turns = [

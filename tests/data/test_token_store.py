@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from model.data import store_writer
+from model.data import store_writer, token_store
 from model.data.file_list import data_files
 from model.data.token_store import Source, open_store, read_store
 from model.train.objectives.pairs import Pairs
@@ -309,3 +309,13 @@ def test_promise_6_memory_does_not_grow_with_the_corpus_nor_with_time(source, to
     assert store_bytes > 6e6
     assert opening_kib < 4096
     assert reading_kib < 1024
+
+
+def test_a_store_of_another_version_is_made_anew_and_a_line_says_so(tmp_path, tokenizer, caplog, monkeypatch):
+    source = Source((write_parquet(tmp_path / "x.parquet", make_pairs(3)),), Pairs(), tokenizer, 50)
+    monkeypatch.setattr(token_store, "FORMAT", 6)
+    older = open_store(source, tmp_path / "tokens")
+    monkeypatch.undo()
+    with caplog.at_level("INFO", "chat_trainer"):
+        assert open_store(source, tmp_path / "tokens").directory != older.directory
+    assert f"{older.directory} are of another version and are made anew" in caplog.text

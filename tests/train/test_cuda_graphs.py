@@ -47,7 +47,9 @@ def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpo
         model.zero_grad()
         loss, parts = model.cross_entropy(random_micro_batch(20 + seed, None, seed).to("cuda"), 512, 1e-4)
         (loss * 0.25).backward()
-        torch.testing.assert_close(captured_sums, parts[:2] * torch.tensor([0.25, 0.5], device="cuda"), rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            captured_sums, parts[:2] * torch.tensor([0.25, 0.5], device="cuda"), rtol=1e-3, atol=0
+        )
         assert farthest(recorded, gradients_of(model)) < 1e-2
     assert len(graphs.captured) == 1
 

@@ -15,7 +15,7 @@ class Pairs:
     """Cross-entropy of the responses, plus `z_loss` times the squared log-normaliser (arXiv 2204.02311).
 
     With `single_turn` each question of a conversation is a prompt by itself; otherwise its context is in the prompt,
-    in the format of model/data/conversation.py. `prefix` stands before each question.
+    in the format of model/data/t5_text.py. `prefix` stands before each question.
     """
 
     z_loss: float = 0.0
