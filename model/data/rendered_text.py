@@ -37,12 +37,12 @@ def messages_of(turns: Sequence[Turn]) -> list[dict]:
         if turn.thought:
             message["reasoning_content"] = turn.thought
         if turn.calls:
-            message["tool_calls"] = [dict(type="function", function=call_of(text)) for text in turn.calls]
+            message["tool_calls"] = [dict(type="function", function=function_of(text)) for text in turn.calls]
         messages.append(message)
     return messages
 
 
-def call_of(text: str) -> dict:
+def function_of(text: str) -> dict:
     """The name and arguments of a call's JSON text; a text that is none is a call of that name."""
     try:
         call = ujson.loads(text)
