@@ -9,7 +9,7 @@ from model.commands.foresight import DataFacts, data_notes, share_of_cut
 from model.commands.objective import objective_of
 from model.commands.options import FILE_OPTIONS
 from model.commands.space import Row
-from model.data.store_writer import side_lengths
+from model.data.store_writer import column_lengths
 from model.display.catalogue import texts_here
 
 FIRST_ROWS = 2000  # of each data file are read
@@ -58,10 +58,10 @@ def _first_rows(what, file, config, recipe, tokenizer):
     if not recipe:
         return Row(what, found), None
     encoded = objective.encode(rows, tokenizer, config.max_seq_len)
-    if not encoded.sides[0]:
+    if not encoded.columns[0]:
         remedy = text("doctor.no_rows", count=len(rows), needs=objective.needs)
         return Row(what, file, remedy, fails=len(rows) < FIRST_ROWS), None  # else later rows may be usable
-    lengths = side_lengths(encoded)
+    lengths = column_lengths(encoded)
     tokens = " + ".join(map(str, objective.length_bounds(lengths)[0]))
     facts = DataFacts(
         Path(file).name, share_of_cut(encoded.num_cut, len(lengths)), int(lengths[:, 0].max()),

@@ -14,7 +14,7 @@ from model.data.conversation import Turn
 from model.data.file_list import data_files
 from model.data.length_histogram import Lengths, histogram
 from model.data.sampler import Mixture, mixture_of
-from model.data.store_writer import side_lengths
+from model.data.store_writer import column_lengths
 from model.data.t5_text import Context
 from model.data.token_store import find_store
 from model.run.run_dir import TOKENS_DIR
@@ -40,7 +40,7 @@ def sample_of(recipe, tokenizer):
     files, objective, max_seq_len = data_files(recipe.config.train_file), recipe.objective, recipe.config.max_seq_len
     source, weights = source_of(recipe, tokenizer, files), [file.weight for file in files]
     paths, columns = source.paths, source.columns
-    longest = objective.length_bounds(np.full((1, len(objective.sides)), max_seq_len))
+    longest = objective.length_bounds(np.full((1, len(objective.columns)), max_seq_len))
     if tokenizer is None or not all(Path(path).is_file() for path in paths):
         return Sample(Lengths(longest, np.array([SAMPLED_ROWS])), ("assumed", {}), None, 0)
     store = find_store(source, TOKENS_DIR)
@@ -51,7 +51,7 @@ def sample_of(recipe, tokenizer):
     most = SAMPLED_ROWS // min(len(paths), MOST_SHARES)
     rows = [list(islice(objective.read(path, columns, Counter()), most)) for path in paths]
     encoded = (objective.encode(some, tokenizer, max_seq_len) for some in rows)
-    lengths = [objective.length_bounds(side_lengths(part)) for part in encoded]
+    lengths = [objective.length_bounds(column_lengths(part)) for part in encoded]
     num_sampled, is_all = sum(map(len, lengths)), all(len(some) < most for some in rows)
     scales = [
         _estimated_pairs(Path(path), some) / len(some) if len(some) == most else 1

@@ -94,8 +94,9 @@ def _evaluation(recipe, context, validation, tokenizer):
     if validation is None:
         return None
     config, num_answers = recipe.config, recipe.config.bleu_pairs if recipe.objective.has_answers else 0
-    sides = context.ranks, context.model, validation, tokenizer
-    return Evaluation(*sides, num_answers, config.max_new_tokens, recipe.sampling)
+    return Evaluation(
+        context.ranks, context.model, validation, tokenizer, num_answers, config.max_new_tokens, recipe.sampling
+    )
 
 
 def _planned(run, estimate, state, found, other_process):
