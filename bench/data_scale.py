@@ -52,14 +52,14 @@ def main():
 
 def build_store(directory, num_pairs, pool_tokens=TOKEN_POOL):
     """Write a store of `num_pairs` synthetic pairs in the project's format."""
-    rng, schema, lengths = np.random.default_rng(0), store_schema(Pairs.sides, VOCAB_SIZE), []
+    rng, schema, lengths = np.random.default_rng(0), store_schema(Pairs.columns, VOCAB_SIZE), []
     pool = draw_ids(pool_tokens, VOCAB_SIZE, rng).astype(np.uint16)
     with pa.OSFile(str(directory / "ids.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for start in range(0, num_pairs, ROWS_PER_BATCH):
             lengths.append(draw_lengths(min(ROWS_PER_BATCH, num_pairs - start), rng))
             columns = []
-            for side in (0, 1):
-                offsets = np.append(0, np.cumsum(lengths[-1][:, side])).astype(np.int32)
+            for column in (0, 1):
+                offsets = np.append(0, np.cumsum(lengths[-1][:, column])).astype(np.int32)
                 first = rng.integers(len(pool) - offsets[-1])
                 columns.append(pa.ListArray.from_arrays(offsets, pool[first : first + offsets[-1]]))
             writer.write_batch(pa.record_batch(columns, schema=schema))

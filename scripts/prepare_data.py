@@ -50,7 +50,7 @@ from model.runtime.activity import advance, now_doing  # noqa: E402
 from model.runtime.atomic_io import output_directory  # noqa: E402
 
 VALIDATION_SHARE = 0.01
-SIDES = dict(prompt="user", response="assistant")  # and whose turns they are
+PARTS = dict(prompt="user", response="assistant")  # of a pair, and whose turns they are
 MAX_PROBLEMS = 3  # malformed rows that are reported per file
 
 
@@ -98,7 +98,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompt_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--response_column", default="", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--encoding", default="", metavar="NAME", help="of text files; found when not given")
-    parser.add_argument("--max_chars", default=2048, type=int, help="longest side kept, in characters (%(default)s)")
+    parser.add_argument("--max_chars", default=2048, type=int, help="longest text kept, in characters (%(default)s)")
     parser.add_argument(
         "--max_context_chars", default=65536, type=int, help="then a conversation begins anew (%(default)s)"
     )
@@ -248,26 +248,26 @@ def clean_files(inputs: list[Input], options: argparse.Namespace) -> Iterator[Co
 
 
 def clean_file(source: Input, options: argparse.Namespace, seen: set[bytes]) -> Iterator[Conversation | Document]:
-    """Yield what is kept of a file and not in `seen`, and add it. Raises ValueError if one side is always empty."""
+    """Yield what is kept of a file and not in `seen`, and add it. Raises ValueError if one part is always empty."""
     counts, filled = source.counts, set()
     for item in items_of(source, options):
         if isinstance(item, Document):
             parts, reason = clean_document(item)
-            filled.update(SIDES)
+            filled.update(PARTS)
         else:
             parts, reason = clean_conversation(item, options.max_chars, options.max_context_chars)
-            if len(filled) < len(SIDES):
+            if len(filled) < len(PARTS):
                 roles = {turn.role for turn in item.turns if turn.text.strip() or turn.calls}
-                filled |= {side for side, role in SIDES.items() if role in roles}
+                filled |= {part for part, role in PARTS.items() if role in roles}
         fresh = [part for part in parts if (key := key_of(part)) not in seen and not seen.add(key)]
         counts["read"] += 1
         counts["kept" if fresh else "duplicate" if parts else reason] += 1
         counts[SHORTENED] += bool(fresh and reason)
         advance(1)
         yield from fresh
-    for side in SIDES:
-        if side not in filled:
-            raise ValueError(describe_empty_side(source, side, options))
+    for part in PARTS:
+        if part not in filled:
+            raise ValueError(describe_empty_part(source, part, options))
 
 
 def items_of(source: Input, options: argparse.Namespace) -> Iterator[Conversation | Document]:
@@ -283,15 +283,15 @@ def items_of(source: Input, options: argparse.Namespace) -> Iterator[Conversatio
         raise ValueError(f"none of {source.counts['malformed']:,} rows can be read: {source.problems[0]}") from None
 
 
-def describe_empty_side(source: Input, side: str, options: argparse.Namespace) -> str:
-    """The error message for a file in which one side is empty in every row."""
+def describe_empty_part(source: Input, part: str, options: argparse.Namespace) -> str:
+    """The error message for a file in which one part is empty in every row."""
     names = source.asked.names
     prompts, responses = find_columns(names, options.prompt_column, options.response_column)
-    used = responses if side == "response" else dict.fromkeys(name for columns in prompts for name in columns)
+    used = responses if part == "response" else dict.fromkeys(name for columns in prompts for name in columns)
     num_rows = source.counts["read"] - source.counts["malformed"]
     return (
-        f"{source.path}: the {side} is empty in all {num_rows:,} rows (read from {', '.join(map(repr, used))}; columns "
-        f"found: {list_names(names)}); name the right one with --{side}_column=NAME, or leave the file out"
+        f"{source.path}: the {part} is empty in all {num_rows:,} rows (read from {', '.join(map(repr, used))}; columns "
+        f"found: {list_names(names)}); name the right one with --{part}_column=NAME, or leave the file out"
     )
 
 

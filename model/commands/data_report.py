@@ -36,14 +36,14 @@ SHORTENED = "context shortened"
 UNITS = dict(prompt="pairs", messages="conversations", text="texts")  # by the first column
 BATCH_ROWS, NO_LIMIT = 2_000, 1 << 40
 PERCENTILES = (50, 90, 95, 99, 100)
-SIDES = ("prompt", "response")
+PARTS = ("prompt", "response")  # of a pair
 NUM_SHOWN = 10  # characters, and near duplicates
 NUM_BARS = 60
 
 
 @dataclass
 class Contents:
-    """What was found in one file. Lengths are {length: rows} for each side."""
+    """What was found in one file. Lengths are {length: rows} for each part."""
 
     path: Path
     chars: list = field(default_factory=lambda: [Counter(), Counter()])
@@ -60,9 +60,9 @@ class Contents:
         return len(self.rows_seen)
 
     @property
-    def sides(self):
+    def parts(self):
         """The names of what has a length; documents have one."""
-        return SIDES if self.chars[1] else ("text",)
+        return PARTS if self.chars[1] else ("text",)
 
     def add(self, items, tokenizer):
         """Count a batch of conversations and documents."""
@@ -94,9 +94,9 @@ class Contents:
         for counter, texts in zip(self.chars, (prompts, responses), strict=True):
             counter.update(map(len, texts))
         if tokenizer:
-            sides = (prompts, contexts), (responses, [None] * len(responses))
-            for counter, side in zip(self.tokens, sides, strict=True):
-                counter.update(map(len, encode_questions(*side, tokenizer, NO_LIMIT).ids))
+            parts = (prompts, contexts), (responses, [None] * len(responses))
+            for counter, part in zip(self.tokens, parts, strict=True):
+                counter.update(map(len, encode_questions(*part, tokenizer, NO_LIMIT).ids))
 
 
 def count_table(inputs: list) -> str:
@@ -183,17 +183,17 @@ def report_lines(contents: Contents, tokenizer: ChatTokenizer | None, max_seq_le
     """What is worth knowing of one file, a line for each fact."""
     text = texts_here()
     found = dict(count=contents.num_pairs, rows=contents.rows, context=contents.with_context)
-    kind = "report.pairs" if contents.sides == SIDES else "report.texts"
+    kind = "report.pairs" if contents.parts == PARTS else "report.texts"
     lines = [text(kind, path=contents.path, **found)]
     for unit, counters in (("characters", contents.chars), ("tokens", contents.tokens)):
-        for side, counter in zip(contents.sides, counters, strict=False):
+        for part, counter in zip(contents.parts, counters, strict=False):
             if counter:
-                what = text(f"report.{side}.{unit}")
+                what = text(f"report.{part}.{unit}")
                 lines.append("  " + text("report.lengths", what=what, percentiles=_percentiles(counter)))
     if tokenizer:
         shares = [
-            text(f"report.{side}.cut", share=_above(counter, max_seq_len) / contents.num_pairs)
-            for side, counter in zip(contents.sides, contents.tokens, strict=False)
+            text(f"report.{part}.cut", share=_above(counter, max_seq_len) / contents.num_pairs)
+            for part, counter in zip(contents.parts, contents.tokens, strict=False)
         ]
         lines.append("  " + text("report.cut", most=max_seq_len, shares=text("comma").join(shares)))
         lines.append(f"  {_bytes_line(contents.characters, tokenizer)}")
@@ -210,12 +210,12 @@ def shared_line(contents: Contents, other: Contents) -> str:
 
 
 def draw_lengths(contents: list[Contents], max_seq_len: int, path: Path) -> None:
-    """Write a PNG of the lengths of both sides: of tokens if they were counted, else of characters."""
+    """Write a PNG of the lengths of all parts: of tokens if they were counted, else of characters."""
     from matplotlib.figure import Figure  # takes a second
 
     unit = "tokens" if contents[0].tokens[0] else "characters"
-    figure, sides = Figure(figsize=(10, 4), layout="constrained"), contents[0].sides
-    for place, (side, axes) in enumerate(zip(sides, figure.subplots(1, len(sides), squeeze=False)[0], strict=True)):
+    figure, parts = Figure(figsize=(10, 4), layout="constrained"), contents[0].parts
+    for place, (part, axes) in enumerate(zip(parts, figure.subplots(1, len(parts), squeeze=False)[0], strict=True)):
         counters = [getattr(one, _FIELDS[unit])[place] for one in contents]
         edges = np.linspace(0, max(map(max, counters)) + 1, NUM_BARS + 1)  # equal ones for all files
         for one, counter in zip(contents, counters, strict=True):
@@ -223,7 +223,7 @@ def draw_lengths(contents: list[Contents], max_seq_len: int, path: Path) -> None
             axes.hist(list(counter), bins=edges, weights=shares, alpha=0.6, label=one.path.name)
         if unit == "tokens":
             axes.axvline(max_seq_len, color="tab:red", linestyle=":", label=f"max_seq_len={max_seq_len}")
-        axes.set(xlabel=f"{side} [{unit}]", ylabel="share of rows", yscale="log")
+        axes.set(xlabel=f"{part} [{unit}]", ylabel="share of rows", yscale="log")
         axes.legend()
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120)

@@ -8,7 +8,7 @@ from model.commands.foresight import DataFacts, data_notes, share_of_cut
 from model.commands.objective import objectives_for
 from model.commands.run_files import files_of, train_option
 from model.commands.space import Row
-from model.data.store_writer import side_lengths, taken_rows
+from model.data.store_writer import column_lengths, taken_rows
 from model.display.catalogue import texts_here
 
 FIRST_ROWS, FIRST_CHARS = 2000, 4 << 20  # of each data file are read
@@ -60,10 +60,10 @@ def _first_rows(what, named, config, recipe, tokenizer):
     if not recipe:
         return Row(what, found), None
     encoded = objective.encode(rows, tokenizer, config.max_seq_len)
-    if not encoded.sides[0]:
+    if not encoded.columns[0]:
         remedy = text("doctor.no_rows", count=len(rows), needs=objective.needs)
         return Row(what, file, remedy, fails=is_all), None  # else later rows may be usable
-    lengths = side_lengths(encoded)
+    lengths = column_lengths(encoded)
     bounds = objective.length_bounds(lengths)
     facts = DataFacts(
         Path(file).name, share_of_cut(encoded.num_cut, len(lengths)), int(bounds[:, 0].max()),

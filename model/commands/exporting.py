@@ -112,8 +112,8 @@ def file_names(examples):
 
 def _data(run):
     train, is_whole = run.train, family_of(run.model.config).reads_one_stream
-    unit, side = ("dialogue", "in all") if is_whole else ("pair", "a side")
-    length = f"{run.config.max_seq_len} tokens {side}"
+    unit, where = ("dialogue", "in all") if is_whole else ("pair", "a column")
+    length = f"{run.config.max_seq_len} tokens {where}"
     validated = "nothing"
     if run.evaluation is not None:
         validated = f"{file_names(run.evaluation.examples)}, {len(run.evaluation.examples):,} pairs"

@@ -54,8 +54,8 @@ def warn_of_data(train, tokenizer, source, batch):
 
 
 def share_of_cut(num_cut, rows):
-    """Share of the answers that are cut; `num_cut` counts, for each side, those cut of so many `rows`."""
-    return max(num_cut[1:], default=0) / rows  # the first side is what is asked
+    """Share of the answers that are cut; `num_cut` counts, for each column, those cut of so many `rows`."""
+    return max(num_cut[1:], default=0) / rows  # the first column is what is asked
 
 
 def data_notes(facts, batch):

@@ -14,7 +14,7 @@ from model.data.compressed import CODECS
 from model.data.conversation import Turn
 from model.data.length_histogram import Lengths, histogram
 from model.data.sampler import Mixture, mixture_of
-from model.data.store_writer import side_lengths, taken_rows
+from model.data.store_writer import column_lengths, taken_rows
 from model.data.t5_text import Context
 from model.data.token_store import find_store
 from model.run.run_dir import TOKENS_DIR
@@ -60,9 +60,9 @@ def sample_of(recipe, tokenizer):
 
 
 def _longest_rows(recipe, objective, files):
-    """Lengths of the longest row that each file may have, (files, sides)."""
+    """Lengths of the longest row that each file may have, (files, columns)."""
     tokens = [recipe.objectives[file.objective].row_tokens(recipe.config.max_seq_len) for file in files]
-    rows = np.repeat(np.array(tokens)[:, None], len(objective.sides), axis=1)
+    rows = np.repeat(np.array(tokens)[:, None], len(objective.columns), axis=1)
     return np.unique(on_rows(objective, [1] * len(files)).length_bounds(rows), axis=0)
 
 
@@ -70,7 +70,7 @@ def _longest_rows(recipe, objective, files):
 class FirstRows:
     """The first rows of a file, encoded."""
 
-    lengths: np.ndarray  # (rows, sides) as in a store
+    lengths: np.ndarray  # (rows, columns) as in a store
     is_all: bool  # whether the file has no others
     scale: float  # how many times as many it has
 
@@ -81,7 +81,7 @@ def _first_rows(source, place):
     reader = source.readers[place] if source.readers else source.objective
     rows = reader.read(path, source.columns, Counter())
     taken = taken_rows(rows, most, SAMPLED_CHARS)
-    lengths = side_lengths(reader.encode(taken, source.tokenizer, source.max_seq_len))
+    lengths = column_lengths(reader.encode(taken, source.tokenizer, source.max_seq_len))
     is_all = not taken or next(rows, None) is None
     return FirstRows(lengths, is_all, 1.0 if is_all else _estimated_pairs(Path(path), taken) / len(taken))
 

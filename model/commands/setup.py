@@ -93,8 +93,10 @@ def _evaluation(recipe, context, validation, tokenizer):
     """The Evaluation of a run on the Examples `validation`; None without them."""
     if validation is None:
         return None
-    sides = context.ranks, context.model, validation, tokenizer
-    return Evaluation(*sides, recipe.num_answers, recipe.config.max_new_tokens, recipe.sampling)
+    return Evaluation(
+        context.ranks, context.model, validation, tokenizer,
+        recipe.num_answers, recipe.config.max_new_tokens, recipe.sampling,
+    )  # fmt: skip
 
 
 def _planned(run, estimate, state, found, other_process):

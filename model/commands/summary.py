@@ -90,20 +90,21 @@ def model_line(run, state, options, text):
 
 
 def data_text(examples, text):
-    """Files and pairs of these Examples, the mean length of each side with the share that was cut, what is left out."""
+    """Files and pairs of these Examples, mean lengths with the share that was cut, what is left out."""
     meta, rows, most = examples.store.meta, len(examples), examples.store.meta["source"]["max_seq_len"]
-    columns = zip(examples.store.rows.column_names, meta["tokens"], meta["cut"], strict=True)
-    sides = [(name.removesuffix("_ids"), *counts) for name, *counts in columns if name.endswith("_ids")]
+    counted = zip(examples.store.rows.column_names, meta["tokens"], meta["cut"], strict=True)
+    columns = [(name.removesuffix("_ids"), *counts) for name, *counts in counted if name.endswith("_ids")]
     parts = text("comma").join(
-        text("data.side", side=text.get(f"side.{side}", side), mean=tokens / rows, share=num_cut / rows, most=most)
-        for side, tokens, num_cut in sides
+        text("data.column", column=text.get(f"column.{name}", name), mean=tokens / rows, share=cut / rows, most=most)
+        for name, tokens, cut in columns
     )
     chunks, names = meta.get("chunks", 0), names_text(examples, text)
-    said = text("data", names=names, rows=rows, sides=parts)
+    said = text("data", names=names, rows=rows, columns=parts)
     if chunks:
         counted = text("data.pairs", count=rows - chunks) if rows > chunks else ""
         counted += text("data.chunks", count=chunks, texts=meta["texts"])
-        said = text("data.texts", names=names, counted=counted, mean=sum(side[1] for side in sides) / rows)
+        mean = sum(tokens for _, tokens, _ in columns) / rows
+        said = text("data.texts", names=names, counted=counted, mean=mean)
     said += text("data.turns", count=meta["turns_left_out"]) if meta["turns_left_out"] else ""
     said += text("data.blank" if chunks == rows else "data.empty", count=meta["empty"]) if meta["empty"] else ""
     return said + (f"; {meta['ignored']}" if meta["ignored"] else "")

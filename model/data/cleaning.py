@@ -17,7 +17,7 @@ _PRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U0010ffff]")
 
 
 def clean_pair(prompt: str, response: str, max_chars: int) -> tuple[str, str] | str:
-    """The pair with both sides cleaned, or one of REASONS to drop it; a side may have `max_chars` characters."""
+    """The pair with both texts cleaned, or one of REASONS to drop it; a text may have `max_chars` characters."""
     prompt, response = clean_text(prompt), clean_text(response)
     both = prompt + response
     is_long = max(len(prompt), len(response)) > max_chars

@@ -29,10 +29,10 @@ MAX_NAMES_LISTED, MAX_NAME_CHARS = 12, 40
 
 
 def describe_missing(missing: dict[str, str], names: Iterable[str]) -> tuple[str, str]:
-    """(what sides lack, what to do); `missing` maps each side without a column to the column name given, or ""."""
-    absent = " or ".join(repr(name) if name else side for side, name in missing.items())
+    """(what the pair lacks, what to do); `missing` maps each part without a column to the column name given, or ""."""
+    absent = " or ".join(repr(name) if name else part for part, name in missing.items())
     return f"no {absent} column; found {list_names(list(names))}", (
-        f": name the right one with {' '.join(f'--{side}_column=NAME' for side in missing)} (without it: one of "
+        f": name the right one with {' '.join(f'--{part}_column=NAME' for part in missing)} (without it: one of "
         f"{', '.join(PROMPT_COLUMNS)} for the prompt, {', '.join(RESPONSE_COLUMNS)} for the response)"
     )
 

@@ -13,7 +13,7 @@ BLOCK_TURNS = 64  # of a long conversation, encoded together
 
 
 class Turn(NamedTuple):
-    """What one side says; `role` is one of ROLES, or TOOL for the result of a call."""
+    """What one speaker says; `role` is one of ROLES, or TOOL for the result of a call."""
 
     role: str
     text: str
@@ -36,9 +36,9 @@ class Document(NamedTuple):
 
 
 def join_sides(turns: Iterable[Turn]) -> list[Turn]:
-    """The turns, those of one side in a row as one, learnt only if all are; the results of calls stay apart."""
-    sides = ([*side] for _, side in groupby(turns, key=lambda turn: turn.role))
-    return [turn for side in sides for turn in (side if len(side) == 1 or side[0].role == TOOL else [_joined(side)])]
+    """The turns, those of one role in a row as one, learnt only if all are; the results of calls stay apart."""
+    runs = ([*run] for _, run in groupby(turns, key=lambda turn: turn.role))
+    return [turn for run in runs for turn in (run if len(run) == 1 or run[0].role == TOOL else [_joined(run)])]
 
 
 def _joined(turns):
@@ -48,12 +48,12 @@ def _joined(turns):
 
 
 def system_first(turns: Iterable[Turn]) -> list[Turn]:
-    """The turns with the system's first, those of one side in a row joined."""
+    """The turns with the system's first, those of one role in a row joined."""
     return join_sides(sorted(turns, key=lambda turn: turn.role != "system"))
 
 
 def tidy(turns: Iterable[Turn]) -> list[Turn]:
-    """The turns that have text: those of the system first, as one, then the others, those of one side in a row joined.
+    """The turns that have text: those of the system first, as one, then the others, those of one role in a row joined.
 
     Joined texts stand on lines of their own. Raises ValueError for an unknown role.
     """

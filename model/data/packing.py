@@ -8,9 +8,9 @@ MAX_FIRST_FIT_WORK = 2**20  # examples times micro-batches; up to this first fit
 
 
 def cut(ids, lengths, micro_batch_tokens):
-    """Cut `ids` into micro-batches of at most `micro_batch_tokens` tokens, all sides together.
+    """Cut `ids` into micro-batches of at most `micro_batch_tokens` tokens, all columns together.
 
-    `lengths` (len(ids), sides) in tokens. Examples of similar lengths stay together, unless first fit needs fewer
+    `lengths` (len(ids), columns) in tokens. Examples of similar lengths stay together, unless first fit needs fewer
     micro-batches. An example longer than the limit is a micro-batch of its own: the plan has reserved memory for it.
     """
     order = np.lexsort((ids, *lengths.T))

@@ -128,7 +128,7 @@ def _row(item, form):
 
 
 def fingerprint(*texts: str) -> bytes:
-    """16-byte hash of the texts; clean text has no NUL, so NUL can separate the sides."""
+    """16-byte hash of the texts; clean text has no NUL, so NUL can separate them."""
     return blake2b("\0".join(texts).encode(), digest_size=16).digest()
 
 

@@ -1,4 +1,4 @@
-"""Hashes of the rows in a token store: one of all rows in order, and one of each first side and row."""
+"""Hashes of the rows in a token store: one of all rows in order, and one of each first column and row."""
 
 import hashlib
 
@@ -12,7 +12,7 @@ MULTIPLIERS = np.random.default_rng(0).integers(2**64, size=2**16, dtype=np.uint
 
 
 def write_hashes(directory, num_rows, values):
-    """Write hashes.npy for the rows in ids.arrow: uint64 (rows, 2), the hash of the first side and of the whole row.
+    """Write hashes.npy for the rows in ids.arrow: uint64 (rows, 2), the hash of the first column and of the whole row.
 
     Returns the sha256 of all ids, lengths and `values` ({name: list of arrays}) in order, which does not depend on how
     the rows were batched.
@@ -20,15 +20,15 @@ def write_hashes(directory, num_rows, values):
     with open(directory / "hashes.npy", "wb") as out, pa.OSFile(str(directory / "ids.arrow")) as file:
         np.lib.format.write_array_header_1_0(out, dict(descr="<u8", fortran_order=False, shape=(num_rows, 2)))
         reader = pa.ipc.open_stream(file)
-        whole = [hashlib.sha256() for _ in range(2 * len(reader.schema))]  # lengths and ids of each side
+        whole = [hashlib.sha256() for _ in range(2 * len(reader.schema))]  # lengths and ids of each column
         for batch in reader:
-            sides = [(np.asarray(side.offsets), np.asarray(side.values)) for side in batch.columns]
-            for part, data in zip(whole, (x for offsets, ids in sides for x in (np.diff(offsets), ids)), strict=True):
+            columns = [(np.asarray(column.offsets), np.asarray(column.values)) for column in batch.columns]
+            for part, data in zip(whole, (x for offsets, ids in columns for x in (np.diff(offsets), ids)), strict=True):
                 part.update(data)
-            first, *rest = (_hash_rows(*side) for side in sides)
+            first, *rest = (_hash_rows(*column) for column in columns)
             row = first
-            for side in rest:
-                row = row * MULTIPLIERS[0] + side
+            for column in rest:
+                row = row * MULTIPLIERS[0] + column
             out.write(np.stack([first, row], axis=1))
     whole += [hashlib.sha256(np.concatenate(parts)) for parts in values.values()]
     return hashlib.sha256(b"".join(part.digest() for part in whole)).hexdigest()
@@ -42,13 +42,13 @@ def _hash_rows(offsets, ids):
 
 
 def shared_rows(validation, train):
-    """(rows in both TokenStores, number of other `validation` rows whose first side is in `train`)."""
+    """(rows in both TokenStores, number of other `validation` rows whose first column is in `train`)."""
     rows = firsts = 0
     for mine in _chunks(validation.hashes):
         is_shared = np.zeros(mine.shape, bool)
         for theirs in _chunks(train.hashes):
-            for side in (0, 1):
-                is_shared[:, side] |= _is_member(mine[:, side], theirs[:, side])
+            for column in (0, 1):
+                is_shared[:, column] |= _is_member(mine[:, column], theirs[:, column])
         rows += int(is_shared[:, 1].sum())
         firsts += int((is_shared[:, 0] & ~is_shared[:, 1]).sum())
     return rows, firsts

@@ -74,9 +74,9 @@ class Bare:
         self.turns, self.num_chars, self.place, self.alternates = [], 0, place, False
 
     def add(self, item: dict | str, request: FileRequest) -> None:
-        """Add a turn, or a text, whose side is the other one's; ValueError for a conversation that is too long."""
+        """Add a turn, or a text, whose role is the other one's; ValueError for a conversation that is too long."""
         if isinstance(item, str):
-            self.alternates = True  # if one was left out, the later ones would change sides
+            self.alternates = True  # if one was left out, the later ones would change roles
             turn = Turn("assistant" if self.turns and self.turns[-1].role == "user" else "user", as_text(item))
         else:
             turn = read_turn(item, request.ignore)
@@ -134,7 +134,7 @@ def _of_row(row: dict, layout: Columns, place: Place, request: FileRequest, dept
             return
     has_pair = layout.response and (layout.prompts or _messages_in(row[layout.response]))
     pair = _pair_of(row, layout) if has_pair and by_columns(row) is None else None
-    if pair and all(any(turn.text.strip() or turn.calls for turn in side) for side in pair[:2]):
+    if pair and all(any(turn.text.strip() or turn.calls for turn in part) for part in pair[:2]):
         yield _from_pair(row, pair, layout, request)
         return
     for name in layout.messages:
@@ -154,9 +154,9 @@ def _of_row(row: dict, layout: Columns, place: Place, request: FileRequest, dept
         request.ignore_columns(row, ("text",))
         yield Document(_without_marks(as_text(row["text"])))
     else:
-        sides = dict(prompt=layout.prompts, response=layout.response)
+        found = dict(prompt=layout.prompts, response=layout.response)
         given = dict(prompt=request.prompt_column, response=request.response_column)
-        missing = {side: given[side] for side, found in sides.items() if not found}
+        missing = {name: given[name] for name, columns in found.items() if not columns}
         problem, remedy = describe_missing(missing, row)
         request.leave_out(place(), problem, remedy + _hint(row))
 

@@ -109,19 +109,19 @@ def _feistel(values, half_bits, round_keys):
 
 
 def shares_of(ids, lengths, num_shares):
-    """The examples of `ids` in `num_shares` shares of equal numbers to within one, with similar tokens of each side.
+    """The examples of `ids` in `num_shares` shares of equal numbers to within one, with similar tokens of each column.
 
-    `lengths` (len(ids), sides) in tokens. Examples of similar length are dealt together, one to each share: that with
-    the longest first side to the share that has the fewest tokens on this side so far.
+    `lengths` (len(ids), columns) in tokens. Examples of similar length are dealt together, one to each share: that with
+    the longest source to the share that has the fewest tokens of sources so far.
     """
     if num_shares == 1:
         return [ids]
     order = np.lexsort((ids, lengths.sum(axis=1, dtype=np.int64)))[::-1].tolist()
-    first_side, shares, tokens = lengths[:, 0].tolist(), [[] for _ in range(num_shares)], [0] * num_shares
+    sources, shares, tokens = lengths[:, 0].tolist(), [[] for _ in range(num_shares)], [0] * num_shares
     for start in range(0, len(order), num_shares):
-        dealt = sorted(order[start : start + num_shares], key=first_side.__getitem__, reverse=True)
+        dealt = sorted(order[start : start + num_shares], key=sources.__getitem__, reverse=True)
         emptiest = sorted(range(num_shares), key=tokens.__getitem__)
         for share, example in zip(emptiest, dealt, strict=False):  # the last deal may be for some shares only
             shares[share].append(example)
-            tokens[share] += first_side[example]
+            tokens[share] += sources[example]
     return [ids[share] for share in shares]

@@ -1,4 +1,4 @@
-"""What an objective hands to a network: token ids of one or two sides, which of them are targets, and plain values."""
+"""What an objective hands to a network: token ids of source and target, or of targets alone, and plain values."""
 
 from dataclasses import dataclass, field
 
@@ -9,13 +9,14 @@ import numpy as np
 class Sequences:
     """Sequences in order, without padding.
 
-    The last side holds the targets. A network with an encoder reads the side before it; a decoder-only network reads
-    all sides as one stream. `token_values` and `values` reach the objective's `losses` as tensors of the batch.
+    The last column holds the targets. A network with an encoder reads the one before it, the source; a decoder-only
+    network reads all columns as one stream. `token_values` and `values` reach the objective's `losses` as tensors of
+    the batch.
     """
 
-    sides: tuple[np.ndarray, ...]  # int64 (tokens,) each: the ids of all sequences, one after the other
-    lengths: np.ndarray  # int64 (sequences, sides) in tokens
-    is_target: np.ndarray | None = None  # bool (tokens of the last side,); None: all of them are targets
-    token_values: dict = field(default_factory=dict)  # {name: float32 or int32 (tokens of the last side,)}
+    columns: tuple[np.ndarray, ...]  # int64 (tokens,) each: the ids of all sequences, one after the other
+    lengths: np.ndarray  # int64 (sequences, columns) in tokens
+    is_target: np.ndarray | None = None  # bool (tokens of the last column,); None: all of them are targets
+    token_values: dict = field(default_factory=dict)  # {name: float32 or int32 (tokens of the last column,)}
     values: dict = field(default_factory=dict)  # {name: float32 or int32 (sequences,)}
     ids: np.ndarray | None = None  # int64 (sequences,): a number for each, by which dropout draws its masks

@@ -36,15 +36,15 @@ class Noise:
         spans = np.clip(np.rint(taken / self.mean_span), 1, np.minimum(taken, lengths - taken)).astype(np.int64)
         return taken, spans
 
-    def side_lengths(self, lengths):
+    def column_tokens(self, lengths):
         """int64 (chunks, 2): tokens that are read and written for chunks of these lengths, EOS included."""
         taken, spans = self.amounts(lengths)
         return np.stack([lengths - taken + spans + 1, taken + spans + 1], axis=1)
 
     def chunk_tokens(self, max_tokens):
-        """The longest chunk of which neither side has more than `max_tokens`."""
+        """The longest chunk of which neither source nor target has more than `max_tokens`."""
         lengths = np.arange(2, MAX_CHUNK_TOKENS + 1)
-        return int(lengths[(self.side_lengths(lengths) <= max_tokens).all(axis=1)].max())
+        return int(lengths[(self.column_tokens(lengths) <= max_tokens).all(axis=1)].max())
 
     def draw(self, lengths, bits):
         """(first place, length) of each span; places are those in the chunks of these lengths, end to end.
@@ -83,7 +83,7 @@ def corrupt(tokens, lengths, noise, bits, sentinels, eos_id):
     """
     starts, parts = noise.draw(lengths, bits)
     marks = np.asarray(sentinels, np.int64)[places(noise.amounts(lengths)[1])]
-    sides = noise.side_lengths(lengths)
+    closed_tokens = noise.column_tokens(lengths)
     is_taken = taken_out(starts, parts, len(tokens))
     read, stays = tokens.copy(), ~is_taken
     read[starts], stays[starts] = marks, True
@@ -91,7 +91,7 @@ def corrupt(tokens, lengths, noise, bits, sentinels, eos_id):
     is_mark = np.zeros(len(written), bool)
     is_mark[np.cumsum(parts) - parts + np.arange(len(marks))] = True
     written[is_mark], written[~is_mark] = marks, tokens[is_taken]
-    return _closed(read[stays], sides[:, 0], eos_id), _closed(written, sides[:, 1], eos_id)
+    return _closed(read[stays], closed_tokens[:, 0], eos_id), _closed(written, closed_tokens[:, 1], eos_id)
 
 
 def taken_out(starts, parts, num_tokens):

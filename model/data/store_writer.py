@@ -41,7 +41,7 @@ def write_store(source, key, directory, progress, stop):
             source=key, sha256=sha256, ids_sha256=ids_sha256, ignored=describe_ignored(ignored),
             rows=len(lengths), rows_of_files=[counts["file", place] for place in range(len(source.paths))],
             empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
-            cut=[counts["cut", side] for side in range(lengths.shape[1])], turns_left_out=counts["turns"],
+            cut=[counts["cut", column] for column in range(lengths.shape[1])], turns_left_out=counts["turns"],
             single_pairs=counts["singles"], systems_moved=counts["moved"], texts=counts["texts"],
             chunks=counts["chunks"],
         )  # fmt: skip
@@ -100,13 +100,13 @@ def _encoded_batches(source, counts, ignored, progress, stop):
         if stop():
             raise KeyboardInterrupt
         encoded = reader.encode(batch, source.tokenizer, source.max_seq_len)
-        num_kept = len(encoded.sides[0])
+        num_kept = len(encoded.columns[0])
         ignored.update(encoded.ignored)
         num_used = num_kept if encoded.texts is None else encoded.texts
         counts.update(read=len(batch), empty=len(batch) - num_used, turns=encoded.turns_left_out)
         counts.update({} if encoded.texts is None else dict(texts=num_used, chunks=num_kept))
         counts.update(singles=encoded.single_pairs, moved=encoded.systems_moved)
-        counts.update({("cut", side): num_cut for side, num_cut in enumerate(encoded.num_cut)})
+        counts.update({("cut", column): num_cut for column, num_cut in enumerate(encoded.num_cut)})
         counts.update({("file", place): num_kept})
         if num_kept:
             yield encoded
@@ -134,27 +134,27 @@ def taken_rows(rows, most, most_chars):
     return taken
 
 
-def store_schema(sides, vocab_size):
-    """Arrow schema of ids.arrow: a list of token ids for each side, of two bytes each if vocab_size allows."""
+def store_schema(columns, vocab_size):
+    """Arrow schema of ids.arrow: a list of token ids for each column, of two bytes each if vocab_size allows."""
     kind = pa.uint16() if vocab_size <= 2**16 else pa.int32()
-    return pa.schema([(name, pa.list_(kind)) for name in sides])
+    return pa.schema([(name, pa.list_(kind)) for name in columns])
 
 
-def side_lengths(encoded):
-    """(rows, sides): tokens of each side of the rows of an Encoded, as in a store."""
-    return np.array([[len(ids) for ids in side] for side in encoded.sides]).reshape(len(encoded.sides), -1).T
+def column_lengths(encoded):
+    """(rows, columns): tokens of each column of the rows of an Encoded, as in a store."""
+    return np.array([[len(ids) for ids in column] for column in encoded.columns]).reshape(len(encoded.columns), -1).T
 
 
 def _write_ids(source, path, batches):
     """Write the ids of all Encoded as an Arrow stream; returns lists of the batches' lengths, and of their values."""
     objective = source.objective
-    schema = store_schema(objective.sides, source.tokenizer.vocab_size)
+    schema = store_schema(objective.columns, source.tokenizer.vocab_size)
     lengths, values = [], {name: [] for name in objective.values}
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for encoded in batches:
-            columns = [_list_array(side, kind) for side, kind in zip(encoded.sides, schema.types, strict=True)]
+            columns = [_list_array(column, kind) for column, kind in zip(encoded.columns, schema.types, strict=True)]
             writer.write_batch(pa.record_batch(columns, schema=schema))
-            lengths.append(side_lengths(encoded).astype(np.uint16))
+            lengths.append(column_lengths(encoded).astype(np.uint16))
             for name, parts in values.items():
                 parts.append(np.asarray(encoded.values[name], np.float32))
     return lengths, values

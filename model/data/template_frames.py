@@ -99,7 +99,7 @@ class TemplateFrames:
         return frame
 
     def placed(self, turns):
-        """The turns as the template shows them: as they are, else those of one side joined, else the system's first."""
+        """The turns as the template shows them: as they are, else those of one role joined, else the system's first."""
         roles = tuple(turn.role for turn in turns)
         if roles not in self.arranged:
             self.arranged[roles] = next((way for way in WAYS if self._shows(way(turns))), WAYS[-1])

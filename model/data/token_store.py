@@ -44,7 +44,7 @@ class Source:
     paths: tuple  # of the files, whose rows follow one another
     objective: object
     tokenizer: ChatTokenizer
-    max_seq_len: int  # most tokens of a side, EOS included
+    max_seq_len: int  # most tokens of a column, EOS included
     columns: tuple = ("", "")  # of the file, as the user named them; empty: found by name
     readers: tuple = ()  # for each file, what reads and encodes its rows; (): `objective`
 
@@ -69,8 +69,8 @@ def _file_key(path):
 class Encoded:
     """Token ids and values of a batch of rows."""
 
-    sides: list  # for each side, the ids of each row: a list of lists
-    num_cut: list  # for each side, the number of rows that were truncated
+    columns: list  # for each column, the ids of each row: a list of lists
+    num_cut: list  # for each column, the number of rows that were truncated
     values: dict  # {name of a column of plain values: a number for each row}
     turns_left_out: int = 0  # earlier turns that did not fit, counted for each row
     single_pairs: int = 0  # rows that are a question with its answer, and nothing before them
@@ -84,8 +84,8 @@ class TokenStore:
     """Tokenized examples on disk, addressed by row number."""
 
     rows: pa.Table  # memory-mapped; datasets.Dataset.from_file reads its file too
-    lengths: np.ndarray  # (rows, sides) in tokens; memory-mapped
-    hashes: np.ndarray  # uint64 (rows, 2): hash of the first side and of the whole row; memory-mapped
+    lengths: np.ndarray  # (rows, columns) in tokens; memory-mapped
+    hashes: np.ndarray  # uint64 (rows, 2): hash of the first column and of the whole row; memory-mapped
     values: dict  # {name: float32 (rows,)}; memory-mapped
     meta: dict
     directory: Path
@@ -111,7 +111,7 @@ class TokenStore:
         return f"{self.meta['sha256']} {source['max_seq_len']} {source['columns']}"
 
     def tokens(self, ids):
-        """The ids of each side of the examples `ids`, in that order: a tuple of int64 (tokens,), concatenated.
+        """The ids of each column of the examples `ids`, in that order: a tuple of int64 (tokens,), concatenated.
 
         Raises RuntimeError if a file became shorter since it was opened: reading it would end this process (SIGBUS).
         """
@@ -120,10 +120,10 @@ class TokenStore:
                 f"the tokens in {self.directory} were cut short while they were in use: delete that directory, then "
                 "resume"
             )
-        firsts, token_ids, offsets, sides = self._on_disk
+        firsts, token_ids, offsets, first_places = self._on_disk
         batches = np.searchsorted(firsts, ids, side="right") - 1
         rows, flat = ids - firsts[batches], []
-        for (first_offset, first_id), lengths in zip(sides, self.lengths[ids].astype(np.int64).T, strict=True):
+        for (first_offset, first_id), lengths in zip(first_places, self.lengths[ids].astype(np.int64).T, strict=True):
             starts = first_id[batches] + offsets[first_offset[batches] + rows]
             before = np.cumsum(lengths) - lengths
             flat.append(token_ids[np.arange(lengths.sum()) + np.repeat(starts - before, lengths)].astype(np.int64))
@@ -133,7 +133,7 @@ class TokenStore:
     def _on_disk(self):
         """What `tokens` needs to gather any rows in one look-up, without slicing a table for each row.
 
-        (first row of each batch, the mapped file as token ids, the mapped file as int32 offsets, and for each side
+        (first row of each batch, the mapped file as token ids, the mapped file as int32 offsets, and for each column
         where its offsets and its ids begin in every batch).
         """
         columns = [column.chunks for column in self.rows.columns]
@@ -143,11 +143,11 @@ class TokenStore:
         mapped = pa.foreign_buffer(first, end - first, base=self.rows)
         token_ids = np.frombuffer(mapped, np.dtype(str(columns[0][0].type.value_type)))
         offsets = np.frombuffer(mapped, np.int32, count=(end - first) // 4)
-        sides = [
+        first_places = [
             (_addresses(column, 1, first) // 4, _addresses(column, 3, first) // token_ids.itemsize)
             for column in buffers
         ]
-        return np.cumsum([0, *map(len, columns[0])])[:-1], token_ids, offsets, sides
+        return np.cumsum([0, *map(len, columns[0])])[:-1], token_ids, offsets, first_places
 
 
 def _addresses(column, index, first):
@@ -260,10 +260,10 @@ def _without_times(key):
 def describe_store(store):
     """One line: number of examples, their mean lengths, and the share that was truncated."""
     meta, rows = store.meta, store.meta["rows"]
-    columns = zip(store.rows.column_names, meta["tokens"], meta["cut"], strict=True)
-    sides = [(name.removesuffix("_ids"), tokens, num) for name, tokens, num in columns if name.endswith("_ids")]
-    means = " + ".join(f"{tokens / rows:.1f}" for _, tokens, _ in sides)
-    cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, _, num_cut in sides)
+    counts = zip(store.rows.column_names, meta["tokens"], meta["cut"], strict=True)
+    columns = [(name.removesuffix("_ids"), tokens, num) for name, tokens, num in counts if name.endswith("_ids")]
+    means = " + ".join(f"{tokens / rows:.1f}" for _, tokens, _ in columns)
+    cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, _, num_cut in columns)
     pairs, chunks = rows - meta.get("chunks", 0), meta.get("chunks", 0)
     counted = [f"{pairs:,} pairs"] if pairs else []
     counted += [f"{chunks:,} chunks of {meta['texts']:,} texts"] if chunks else []
@@ -273,6 +273,6 @@ def describe_store(store):
     line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""
     line += f"; {moved:,} dialogues have a system text put first" if (moved := meta.get("systems_moved", 0)) else ""
     if meta["empty"]:
-        what = "pairs with an empty side" if pairs else "texts of less than two tokens"
+        what = "pairs with an empty prompt or response" if pairs else "texts of less than two tokens"
         line += f"; {meta['empty']:,} {what} left out"
     return line + (f"; {meta['ignored']}" if meta["ignored"] else "")

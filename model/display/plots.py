@@ -140,10 +140,10 @@ def draw_learn_rate(axes, records: list[dict]) -> None:
 
 
 def draw_lengths(axes, lengths: dict) -> None:
-    """Draw how many examples have how many tokens, for each side: {side: {"width": tokens, "counts": […]}}."""
-    for side, bins in lengths.items():
+    """Draw how many examples have how many tokens, for each column: {name: {"width": tokens, "counts": […]}}."""
+    for name, bins in lengths.items():
         edges = [place * bins["width"] for place in range(len(bins["counts"]) + 1)]
-        axes.stairs(bins["counts"], edges, fill=True, alpha=0.45, label=side)
+        axes.stairs(bins["counts"], edges, fill=True, alpha=0.45, label=name)
     axes.set(xlabel="tokens of an example", ylabel="training examples", ylim=(0, None), xlim=(0, None))
     axes.yaxis.set_major_formatter("{x:,.0f}")
 

@@ -59,15 +59,15 @@ def step_seconds(plan, estimate, gpu):
 
 
 def _token_flops(spec, lengths):
-    """Floating-point operations of the products of a token, forward and backward, on average over both sides."""
+    """Floating-point operations of the products of a token, forward and backward, on average over columns."""
     family, config = spec.family, spec.model_config
     matrices = count_numbers(family, config).matrices
-    per_side = (lengths.tokens * lengths.counts[:, None]).sum(axis=0) / lengths.counts.sum()
-    targets = per_side[-1]
+    per_column = (lengths.tokens * lengths.counts[:, None]).sum(axis=0) / lengths.counts.sum()
+    targets = per_column[-1]
     if family.reads_one_stream:
         passed = matrices * lengths.mean
     else:
         decoder = count_numbers(family, config, "decoder").matrices
-        passed = (matrices - decoder) * per_side[:-1].sum() + decoder * targets
+        passed = (matrices - decoder) * per_column[:-1].sum() + decoder * targets
     passed += config.vocab_size * config.width * targets
     return (4 if spec.lora else 6) * passed / lengths.mean

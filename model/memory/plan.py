@@ -10,7 +10,7 @@ from model.memory.step_time import graph_sizes, time_factor
 USABLE = 0.95  # share of memory to plan for without a probe: predictions err by 2 %, varying sizes fragment memory
 PROBED_USABLE = 0.98  # the same after a probe measured the plan
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)  # target tokens whose logits exist at the same time
-MIN_CHUNKS_PER_STEP = 16  # a chunk is at most this share of a mean step's tokens of all sides, or 512
+MIN_CHUNKS_PER_STEP = 16  # a chunk is at most this share of a mean step's tokens of all columns, or 512
 LARGE_CHUNK = 2048  # a plan has larger ones only if the peak of its largest forward stays the same
 CPU_MICRO_BATCH_TOKENS = 8192  # larger ones are not faster on a CPU
 LARGEST_MICRO_BATCH_TOKENS = 262_144  # larger ones are not faster on a GPU
@@ -22,7 +22,7 @@ CHECKPOINTED_SHARES = (0, 0.25, 0.5, 0.75, 1)  # of the blocks, from which the f
 class MemoryPlan:
     """How each step is cut. A plan changes neither the examples of a step nor, except for rounding, its gradient."""
 
-    micro_batch_tokens: int  # tokens of all sides per forward
+    micro_batch_tokens: int  # tokens of all columns per forward
     chunk_tokens: int  # target tokens whose logits exist at the same time
     gradient_checkpointing: int  # blocks, the first of the network, whose activations backward computes again
     predicted_peak_bytes: int
@@ -83,7 +83,7 @@ def choose_plan(wanted, estimate, usable_bytes, asked=False, calibration=None):
     if 0 < wanted.micro_batch_tokens < estimate.lengths.longest:
         raise ValueError(
             f"micro_batch_tokens={wanted.micro_batch_tokens}: the longest example has {estimate.lengths.longest} "
-            "tokens on both sides: type at least that, or lower --max_seq_len"
+            "tokens, source and target together: type at least that, or lower --max_seq_len"
         )
     if usable_bytes is None:
         tokens = _wanted_tokens(wanted, estimate, CPU_MICRO_BATCH_TOKENS)

@@ -1,4 +1,4 @@
-"""The two sides of a network family: LanguageModel, what its network computes, and Family, what the other rooms need.
+"""The two parts of a network family: LanguageModel, what its network computes, and Family, what the other rooms need.
 
 A family's folder has a network (a LanguageModel), a batch (how it packs sequences), a footprint (how many bytes that
 takes), and its Hugging Face form; its Family record names them. No other room knows any of these.
@@ -191,7 +191,7 @@ class Family:
 
     name: str
     # A frozen record of sizes. Beside vocab_size it has: width (columns of the output table), num_blocks (each holds at
-    # least one tensor), max_tokens (of a sequence, all its sides together; None: no limit), kernel_sizes (that the
+    # least one tensor), max_tokens (of a sequence, all its columns together; None: no limit), kernel_sizes (that the
     # attention kernels must support), parts (what `--trainable` may name).
     config_class: type
     # (model_config, dropout, compute_dtype) -> LanguageModel, whose weights are not drawn yet; ValueError for a dropout
@@ -199,8 +199,8 @@ class Family:
     build: Callable
     collate: Callable  # (Sequences, Packing) -> the batch that the network takes; has `to(device)` and `values`
     first_id: Callable  # (model_config, tokenizer) -> token id that a sequence of targets begins with
-    step_moments: Callable  # (MemorySpec, tokens (kinds, sides), checkpointing) -> {moment: bytes (kinds,)}
-    evaluation_moment: Callable  # (MemorySpec, tokens (kinds, sides)) -> bytes (kinds,)
+    step_moments: Callable  # (MemorySpec, tokens (kinds, columns), checkpointing) -> {moment: bytes (kinds,)}
+    evaluation_moment: Callable  # (MemorySpec, tokens (kinds, columns)) -> bytes (kinds,)
     cache_bytes: Callable  # (MemorySpec, slots, input_tokens, new_tokens) -> bytes of generation
     config_of: Callable  # (dict of a Hugging Face config.json, its path) -> config_class; ValueError for wrong values
     check_config: Callable  # (that dict, path); raises ValueError for what the network does not compute
@@ -213,7 +213,7 @@ class Family:
     task_type: str = "CAUSAL_LM"  # PEFT's name of what such a network does
     # whether it reads dialogues in the tokenizer's chat template (model/data/turn_template.py)
     reads_dialogues: bool = False
-    reads_one_stream: bool = False  # whether the sides of an example lie in one sequence
+    reads_one_stream: bool = False  # whether the columns of an example lie in one sequence
     # (model_config, device, dropout) -> functions that launch a part of the network's Triton kernels each, on small
     # tensors, so that they are compiled at the same time
     kernel_works: Callable = lambda *_: ()

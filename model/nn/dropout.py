@@ -58,17 +58,17 @@ def step_key(seed, step):
     return np.frombuffer(digest[:8], "<i4").tolist()
 
 
-def token_keys(ids, lengths, side):
-    """int32 (tokens, 3): a key for each token of one side of the packed examples `ids`, the counter's last three words.
+def token_keys(ids, lengths, column):
+    """int32 (tokens, 3): a key for each token of a column of the packed `ids`: the last three words of the counter.
 
-    `lengths` are in tokens; `side` is 0 or 1. The words are 2 * (position in the example's side) + side, and the low
-    and high half of the example's id.
+    `lengths` are in tokens; `column` is 0 or 1. The words are 2 * (position in the example's column) + column, and the
+    low and high half of the example's id.
     """
     lengths = np.asarray(lengths, np.int64)
     starts = np.cumsum(lengths) - lengths
     position = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     ids = np.repeat(np.asarray(ids, np.int64), lengths)
-    words = np.stack([2 * position + side, ids & MASK, ids >> 32], axis=1)
+    words = np.stack([2 * position + column, ids & MASK, ids >> 32], axis=1)
     return words.astype(np.uint32).view(np.int32)
 
 

@@ -36,7 +36,7 @@ def packed_tiles(query_lengths, key_lengths, bucket=None):
 
 
 def _tiles(own, other, bucket_tokens, bucket_pairs):
-    """Tiles (tiles, 5) of one side: (first row, own start, own length, other start, other length)."""
+    """Tiles (tiles, 5) of queries or keys: (first row, own start, own length, other start, other length)."""
     starts, other_starts = np.cumsum(own) - own, np.cumsum(other) - other
     columns = [starts, own, other_starts, other]
     if bucket_tokens:

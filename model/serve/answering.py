@@ -174,10 +174,10 @@ def _newest_cleaned(turns, most_tokens, most_chars):
 
     One that says a lot in a thousand turns is answered as fast as one that says it in three.
     """
-    kept, chars, side, num_sides = [], Counter(), "", 0
+    kept, chars, role, num_runs = [], Counter(), "", 0
     for turn in reversed(turns):
         # turns of one place become one text
-        place = 0 if turn.role == "system" else num_sides + (turn.role != side)
+        place = 0 if turn.role == "system" else num_runs + (turn.role != role)
         if place > most_tokens or (place != 1 and chars[place] > most_chars):
             continue
         text, thought = (clean_text(part[-most_chars:]) if part else "" for part in (turn.text, turn.thought))
@@ -185,7 +185,7 @@ def _newest_cleaned(turns, most_tokens, most_chars):
         chars[place] += _num_chars(turn)
         kept.append(turn)
         if place and _says_something(turn):
-            side, num_sides = turn.role, place
+            role, num_runs = turn.role, place
     return kept[::-1]
 
 

@@ -151,7 +151,7 @@ def plan_run(context, evaluation, estimate, wanted, kept, other_process):
 
 
 def collate_longest(examples):
-    """Make a batch of the longest row and of those with the longest sides: what the network refuses is found here."""
+    """Make a batch of the longest row and those of the longest columns: what the network refuses is found here."""
     bounds = examples.bounds
     longest = [*bounds.argmax(axis=0), bounds.sum(axis=1, dtype=np.int64).argmax()]
     examples.batch(np.unique(longest), FIRST_EPOCH)
@@ -244,7 +244,7 @@ def _step_peak(context, plan, ids):
 def worst_examples(lengths, micro_batch_tokens, share_pairs):
     """Ids of the examples of the costliest forward: the longest targets, at least one, and others that fit beside.
 
-    `lengths` is (examples, sides); at most `share_pairs` examples and, beyond the first, `micro_batch_tokens` tokens.
+    `lengths` is (examples, columns); at most `share_pairs` examples and, beyond the first, `micro_batch_tokens` tokens.
     """
     ids = _longest_targets(lengths, micro_batch_tokens, share_pairs)
     tokens_left, pairs_left = micro_batch_tokens - int(lengths[ids].sum(dtype=np.int64)), share_pairs - len(ids)
@@ -258,7 +258,7 @@ def worst_examples(lengths, micro_batch_tokens, share_pairs):
 
 
 def _longest_targets(lengths, micro_batch_tokens, share_pairs):
-    """Ids of the longest last sides, longest first, as many as fit in one forward, at least one."""
+    """Ids of the longest targets, longest first, as many as fit in one forward, at least one."""
     targets, first = lengths[:, -1], max(len(lengths) - share_pairs, 0)
     long = np.flatnonzero(targets >= np.partition(targets, first)[first])  # sorts only these, few of millions
     totals = lengths[long].sum(axis=1, dtype=np.int64)

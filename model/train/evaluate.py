@@ -91,12 +91,12 @@ def target_characters(examples, ids, tokenizer):
     for start in range(0, len(ids), ROWS_AT_A_TIME):
         part = ids[start : start + ROWS_AT_A_TIME]
         sequences = examples.sequences(part, EPOCH)
-        targets, ends = sequences.sides[-1], np.cumsum(sequences.lengths[:, -1])[:-1]
+        targets, ends = sequences.columns[-1], np.cumsum(sequences.lengths[:, -1])[:-1]
         is_target = np.ones(len(targets), bool) if sequences.is_target is None else sequences.is_target
         if examples.weights(part, EPOCH)[1][0] != is_target.sum():
             return 0
-        sides = (np.split(each, ends) for each in (targets, is_target))
-        characters += sum(map(len, tokenizer.decode_batch([ids[kept] for ids, kept in zip(*sides, strict=True)])))
+        split = (np.split(each, ends) for each in (targets, is_target))
+        characters += sum(map(len, tokenizer.decode_batch([ids[kept] for ids, kept in zip(*split, strict=True)])))
     return characters
 
 
@@ -190,8 +190,8 @@ def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None)
         fault_injection.fire("generate", step)
         inputs, references = examples.objective.questions(examples.store, part)
         answers = generate_answers(evaluation, inputs, plan.answers)
-        texts = (evaluation.tokenizer.decode_batch(side) for side in (inputs, answers, references))
-        loops = ([repeats(ids, LOOP_TOKENS) for ids in side] for side in (answers, references))
+        texts = (evaluation.tokenizer.decode_batch(ids) for ids in (inputs, answers, references))
+        loops = ([repeats(ids, LOOP_TOKENS) for ids in batch] for batch in (answers, references))
         ended = [len(ids) < evaluation.max_new_tokens for ids in answers]
         looped, reference_loops = loops
         return list(zip(map(int, part), *texts, looped, ended, reference_loops, strict=True))

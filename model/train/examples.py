@@ -38,7 +38,7 @@ class Examples:
 
     @cached_property
     def bounds(self):
-        """Most tokens of each side of every row in any epoch, (rows, sides)."""
+        """Most tokens of each column of every row in any epoch, (rows, columns)."""
         return self.objective.length_bounds(self.store.lengths)
 
     @cached_property
@@ -48,14 +48,14 @@ class Examples:
 
     @property
     def binned_lengths(self):
-        """{side: Lengths.binned of it}, for plots."""
-        names, num_sides = self.objective.sides, self.histogram.tokens.shape[1]
-        if len(names) != num_sides:  # a network may take several columns as one side
-            names = [f"side {place}" for place in range(num_sides)]
+        """{column: Lengths.binned of it}, for plots."""
+        names, num_columns = self.objective.columns, self.histogram.tokens.shape[1]
+        if len(names) != num_columns:  # a network may take several columns as one
+            names = [f"column {place}" for place in range(num_columns)]
         return {name.removesuffix("_ids"): self.histogram.binned(place) for place, name in enumerate(names)}
 
     def lengths(self, ids, epoch):
-        """Tokens of each side of the rows `ids` in this epoch, int64 (rows, sides)."""
+        """Tokens of each column of the rows `ids` in this epoch, int64 (rows, columns)."""
         return self.objective.lengths(self.store, ids, self.seed, epoch)
 
     def weights(self, ids, epoch):
@@ -67,7 +67,7 @@ class Examples:
         return self.objective.sequences(self.store, ids, self.seed, epoch)
 
     def longest_questions(self, count):
-        """The ids of the inputs that answers follow, for the rows with the longest first side."""
+        """The ids of the inputs that answers follow, for the rows with the longest source."""
         ids = np.argsort(-self.bounds[:, 0].astype(np.int64), kind="stable")[:count]
         return self.objective.questions(self.store, ids)[0]
 
@@ -82,7 +82,7 @@ class Examples:
 def check_lengths(examples, max_tokens, new_tokens=0):
     """Raise ValueError if a sequence has more than the `max_tokens` of the network; None: any length is right.
 
-    A sequence has all its sides; so has a question with an answer of `new_tokens`, above 0 where answers are generated.
+    A sequence has all its columns; so has a question with an answer of `new_tokens` (0: no answers are generated).
     """
     if max_tokens is None:
         return
@@ -98,7 +98,7 @@ def check_lengths(examples, max_tokens, new_tokens=0):
 
 
 def _longest_sequence(examples, limit):
-    """Most tokens of a sequence, all its sides together; exact where a row with several has more than `limit`."""
+    """Most tokens of a sequence, all its columns together; exact where a row with several has more than `limit`."""
     totals = examples.bounds.sum(axis=1, dtype=np.int64)
     if examples.objective.sequences_per_row == 1 or totals.max() <= limit:
         return int(totals.max())

@@ -34,7 +34,7 @@ class Work:
     step: int  # from 1, as in the journal
     epoch: int  # from 1
     all_ids: np.ndarray  # the step's examples, over all ranks
-    tokens: int  # of all sides, over all ranks
+    tokens: int  # of sources and targets, over all ranks
     loss_weights: tuple  # what the step's loss sums are divided by, over all ranks
     metric_weights: tuple  # what its metric sums are divided by
     learn_rate: float

@@ -85,7 +85,7 @@ class StepResult:
     weights: tuple  # what each metric's sum was divided by
     grad_norm: torch.Tensor  # before clipping; on the device
     learn_rate: float
-    tokens: int  # of all sides, over all ranks
+    tokens: int  # of sources and targets, over all ranks
     micro_batches: int  # of this rank
     ids: list  # this rank's examples
     events: tuple  # (kind, values) journal lines of what failed in this step

@@ -17,7 +17,7 @@ from model.commands.recipe import plan_options
 from model.data.conversation import Turn
 from model.data.length_histogram import histogram
 from model.data.packing import cut
-from model.data.store_writer import side_lengths
+from model.data.store_writer import column_lengths
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.memory.plan import NothingFits, choose_plan, predicted_peaks
@@ -196,7 +196,7 @@ def test_lengths_are_sampled_until_the_store_exists_and_then_counted(home):
     assert counted["source"].startswith("counted in ")
     assert (counted["pairs"], counted["longest"]) == (44, int(store.lengths.sum(axis=1).max()))
     encoded = Pairs().encode(list(Pairs().read("train.jsonl", ("", ""), Counter())), tokenizer, 32)
-    assert (side_lengths(encoded) == store.lengths).all()
+    assert (column_lengths(encoded) == store.lengths).all()
 
 
 def test_the_number_of_steps_is_not_shown_if_the_pairs_are_not_counted(home, monkeypatch):

@@ -26,14 +26,14 @@ def test_pairs_of_one_length_need_one_bucket():
     assert buckets_for(np.full((100, 1), 32, dtype="uint16"), 10) == [Bucket((320,), 10)]
 
 
-@pytest.mark.parametrize("num_sides", [1, 2])
-def test_a_bucket_holds_what_fits_every_side_and_leaves_little_padding(num_sides):
-    bucket = Bucket((32_000,) * num_sides, 1000)
-    assert bucket.tokens == 32_000 * num_sides
-    held = {n: bucket.holds(np.full((n, num_sides), 32, dtype="uint16")) for n in (666, 667, 1000)}
+@pytest.mark.parametrize("num_columns", [1, 2])
+def test_a_bucket_holds_what_fits_every_column_and_leaves_little_padding(num_columns):
+    bucket = Bucket((32_000,) * num_columns, 1000)
+    assert bucket.tokens == 32_000 * num_columns
+    held = {n: bucket.holds(np.full((n, num_columns), 32, dtype="uint16")) for n in (666, 667, 1000)}
     assert held == {666: False, 667: True, 1000: True}
-    assert not bucket.holds(np.full((1001, num_sides), 31, dtype="uint16")), "more examples, within the tokens"
-    too_long = np.full((1000, num_sides), 32, dtype="uint16")
+    assert not bucket.holds(np.full((1001, num_columns), 31, dtype="uint16")), "more examples, within the tokens"
+    too_long = np.full((1000, num_columns), 32, dtype="uint16")
     too_long[0, -1] = 33
     assert not bucket.holds(too_long)
     small = Bucket((2000,), 10)
@@ -59,6 +59,6 @@ def test_the_sides_of_a_stream_share_the_room_of_its_buckets():
         fills.append(drawn.sum() / held.tokens if held else 0)
     assert len(buckets) <= 8 and np.count_nonzero(fills) > 380 and np.mean([fill for fill in fills if fill]) > 0.92
     bucket = Bucket((100, 200), 2, is_stream=True)
-    assert bucket.holds(np.array([[150, 50], [0, 100]])), "the first side takes what the last leaves"
-    assert not bucket.holds(np.array([[0, 150], [0, 60]])), "the last side has places of its own"
+    assert bucket.holds(np.array([[150, 50], [0, 100]])), "the first column takes what the last leaves"
+    assert not bucket.holds(np.array([[0, 150], [0, 60]])), "the last column has places of its own"
     assert not bucket.holds(np.array([[151, 50], [0, 100]]))

@@ -93,7 +93,7 @@ def test_shares_are_disjoint_complete_and_balanced(num_examples, world_size):
     if num_examples >= 192:
         lengths_of = dict(zip(ids.tolist(), lengths.astype(int), strict=True))
         tokens = np.array([sum(lengths_of[i] for i in share.tolist()) for share in shares])
-        assert (tokens.max(axis=0) / tokens.min(axis=0) < 1.05).all(), "ranks with unequal sides wait for each other"
+        assert (tokens.max(axis=0) / tokens.min(axis=0) < 1.05).all(), "ranks with unequal columns wait for each other"
 
 
 def test_shares_do_not_depend_on_the_order_of_the_ids():

@@ -49,7 +49,7 @@ def test_ids_are_those_of_the_published_collator_on_the_same_masks(length, noise
     read, written = corrupt(ids.ravel(), lengths, noise, bits, sentinels, EOS)
     np.testing.assert_array_equal(read.reshape(count, -1), peers_side(ids, mask))
     np.testing.assert_array_equal(written.reshape(count, -1), peers_side(ids, 1 - mask))
-    sides = noise.side_lengths(lengths)
+    sides = noise.column_tokens(lengths)
     assert (sides == [len(read) / count, len(written) / count]).all()
 
 
@@ -57,12 +57,12 @@ def test_ids_are_those_of_the_published_collator_on_the_same_masks(length, noise
 def test_a_chunk_is_as_long_as_the_published_function_says(max_tokens):
     tokens, target = peers_lengths(max_tokens, 0.15, 3.0)
     assert USUAL.chunk_tokens(max_tokens) == tokens
-    assert USUAL.side_lengths([tokens]).tolist() == [[max_tokens, target]]
+    assert USUAL.column_tokens([tokens]).tolist() == [[max_tokens, target]]
 
 
 def test_neither_side_is_longer_than_asked_whatever_the_noise():
     for noise in (Noise(0.5, 3), Noise(0.8, 2), Noise(0.05, 10), Noise(0.95, 1)):
-        assert 0 <= 100 - noise.side_lengths([noise.chunk_tokens(100)]).max() <= 2
+        assert 0 <= 100 - noise.column_tokens([noise.chunk_tokens(100)]).max() <= 2
     for wrong in ((0, 3), (1, 3), (0.15, 0.5)):
         with pytest.raises(ValueError, match="--span_"):
             Noise(*wrong)

@@ -1,4 +1,4 @@
-"""What is written of each pair: the columns named, cut to the limit, one EOS a side, and no pair with an empty side."""
+"""What is written of each pair: columns as named, cut to the limit, with one EOS, and no pair with an empty text."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_pairs_with_an_empty_side_are_left_out_and_counted(tmp_path, tokenizer):
     by_hand = Dataset.from_file(str(store.directory / "ids.arrow"))
     assert len(store) == len(store.rows) == len(by_hand) == store.meta["rows"] == 2
     assert examples_of(store, [1])[0][0] == [*tokenizer.encode("再见"), tokenizer.eos_id]
-    assert "3 pairs with an empty side left out" in describe_store(store)
+    assert "3 pairs with an empty prompt or response left out" in describe_store(store)
 
 
 def test_columns_that_are_not_used_are_reported(tokenizer, tmp_path):

@@ -53,8 +53,8 @@ def test_tokens_are_the_tokenizer_s_ids_and_one_eos_for_any_batch_size_and_id_ty
     store = open_pairs(source, tokenizer, 512, tmp_path / "tokens")
     ids = np.random.default_rng(0).permutation(np.append(np.arange(30), 29))
     texts = zip(*(make_pairs(30, seed=7)[i] for i in ids), strict=True)
-    for side, tokens in zip(texts, store.tokens(ids), strict=True):
-        expected = [[*tokenizer.encode(text), tokenizer.eos_id] for text in side]
+    for column, tokens in zip(texts, store.tokens(ids), strict=True):
+        expected = [[*tokenizer.encode(text), tokenizer.eos_id] for text in column]
         assert tokens.dtype == np.int64 and tokens.tolist() == sum(expected, [])
     assert store.rows.schema.field("prompt_ids").type.value_type == id_type
     assert [len(tokens) for tokens in store.tokens(ids[:0])] == [0, 0]

@@ -88,7 +88,7 @@ def test_smoothing_takes_as_many_values_before_as_behind_and_an_evaluation_lies_
     assert [_between([10, 20], [100, 300], step) for step in (5, 10, 15, 20, 25)] == [100, 100, 200, 300, 300]
 
 
-def test_lengths_are_drawn_for_each_side():
+def test_lengths_are_drawn_for_each_column():
     axes = Figure().subplots()
     draw_lengths(axes, dict(prompt=dict(width=4, counts=[1, 5]), response=dict(width=2, counts=[3])))
     prompt, response = (patch.get_data() for patch in axes.patches)

@@ -85,7 +85,7 @@ def test_the_cards_say_what_was_trained_on_which_model(home, name):
         card = ModelCard.load(directory / "README.md")
         kind = values_of(home / name, "config.json")["model_type"]
         assert (card.data.base_model, card.data.tags) == (name, [kind]), directory
-        assert f"128 tokens {'in all' if name.startswith('qwen') else 'a side'}" in card.text and "seen" in card.text
+        assert f"128 tokens {'in all' if name.startswith('qwen') else 'a column'}" in card.text and "seen" in card.text
 
 
 @pytest.mark.parametrize("name", CONFIGS)

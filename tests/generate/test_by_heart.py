@@ -31,9 +31,9 @@ def learnt(model, tokenizer):
     prompt = [*tokenizer.encode(QUESTION), tokenizer.eos_id]
     if family.reads_dialogues:
         prompt = turn_template(tokenizer).encode_question([Turn("user", QUESTION)], 200)
-    sides = np.array(prompt), np.array([*tokenizer.encode(ANSWER), tokenizer.eos_id])
-    lengths = np.array([[len(side) for side in sides]])
-    batch = family.collate(Sequences(sides, lengths, ids=np.arange(1)), Packing(tokenizer.pad_id))
+    columns = np.array(prompt), np.array([*tokenizer.encode(ANSWER), tokenizer.eos_id])
+    lengths = np.array([[len(column) for column in columns]])
+    batch = family.collate(Sequences(columns, lengths, ids=np.arange(1)), Packing(tokenizer.pad_id))
     optimizer = make_optimizer(model, make_config(optimizer="muon", learn_rate=0.02))
     for _ in range(250):
         model.zero_grad()

@@ -91,9 +91,9 @@ def test_each_token_of_a_long_answer_has_the_logits_of_the_packed_network(model,
     decode_one, decoded = model.decode_one, []
     monkeypatch.setattr(model, "decode_one", lambda *args: decoded.append(decode_one(*args)) or decoded[-1])
     (answer,) = generate(model, inputs[:1], limits(inputs, 1, 150), 150, Sampling(temperature=2, seed=1))
-    sides = np.array(inputs[0], np.int64), np.array(answer)
+    columns = np.array(inputs[0], np.int64), np.array(answer)
     with torch.inference_mode():
-        batch = collate(Sequences(sides, np.array([[len(side) for side in sides]])), Packing(0))
+        batch = collate(Sequences(columns, np.array([[len(column) for column in columns]])), Packing(0))
         packed = model.eval().hidden(batch)[0] @ model.output_weight.T
         logits = model.logits(torch.cat(decoded))
     torch.testing.assert_close(logits, packed, rtol=1e-4, atol=1e-4)

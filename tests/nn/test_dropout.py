@@ -22,9 +22,9 @@ from model.nn.dropout import (
 WIDTH = 256
 
 
-def masks_of(ids, lengths, probability=0.1, side=0, site=0, seed=1, step=1):
+def masks_of(ids, lengths, probability=0.1, column=0, site=0, seed=1, step=1):
     key = torch.tensor(step_key(seed, step), dtype=torch.int32)
-    return Masks(probability, key, torch.from_numpy(token_keys(ids, lengths, side)), site)
+    return Masks(probability, key, torch.from_numpy(token_keys(ids, lengths, column)), site)
 
 
 def correlation(one, other):
@@ -54,7 +54,7 @@ def test_the_random_bits_are_uniform():
 def test_masks_of_another_step_seed_side_site_example_or_position_are_independent():
     lengths, given = [40] * 100, dict(probability=0.5)
     one = is_kept(masks_of(range(100), lengths, **given), WIDTH)
-    for change in (dict(step=2), dict(seed=2), dict(side=1), dict(site=1), dict(site=2**16 - 1)):
+    for change in (dict(step=2), dict(seed=2), dict(column=1), dict(site=1), dict(site=2**16 - 1)):
         assert correlation(one, is_kept(masks_of(range(100), lengths, **given, **change), WIDTH)) < 5, change
     for first in (100, 2**31, 2**32, 2**40):
         assert correlation(one, is_kept(masks_of(range(first, first + 100), lengths, **given), WIDTH)) < 5, first
@@ -85,7 +85,7 @@ def test_narrower_tensors_get_the_first_columns_of_the_mask():
 
 
 def test_keys_tell_examples_positions_and_sides_apart():
-    keys = [token_keys([2**32 + 3, 4], [2, 3], side) for side in (0, 1)]
+    keys = [token_keys([2**32 + 3, 4], [2, 3], column) for column in (0, 1)]
     assert keys[0].dtype == np.int32
     assert keys[0].tolist() == [[0, 3, 1], [2, 3, 1], [0, 4, 0], [2, 4, 0], [4, 4, 0]]
     assert (keys[1] - keys[0]).tolist() == [[1, 0, 0]] * 5

@@ -128,7 +128,7 @@ def test_layers_with_biases_and_without_kernels_have_adapters_too():
     factors = model.saved_tensors()
     tensors = {name: merged(name, weight, factors, model.lora) for name, weight in plain.state_dict().items()}
     lengths = np.array([[3, 5], [9, 2]])
-    sequences = Sequences(tuple(np.arange(side.sum()) for side in lengths.T), lengths)
+    sequences = Sequences(tuple(np.arange(column.sum()) for column in lengths.T), lengths)
     batch = collate(sequences, Packing(0))
     before = plain.hidden(batch)[0].detach().clone()
     plain.load_state_dict(tensors)

@@ -98,7 +98,7 @@ def test_a_network_placed_without_memory_reads_its_matrices_into_four_bits(model
             elif is_factor(name, "lora_B"):
                 p.data.fill_(0.01)
         lengths = np.array([[3, 5], [9, 2]])
-        sequences = Sequences(tuple(np.arange(side.sum()) + 5 for side in lengths.T), lengths)
+        sequences = Sequences(tuple(np.arange(column.sum()) + 5 for column in lengths.T), lengths)
         gradients.append(gradients_after(model, DECODER.collate(sequences, Packing(0))))
     assert farthest(*gradients) <= 1e-6 and len(gradients[0]) == 2 * 2 * 7
 

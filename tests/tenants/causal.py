@@ -48,13 +48,13 @@ class Stream:
 
 
 def collate(sequences, packing):
-    """The Stream of Sequences: each one's sides are joined, and the last side's tokens are its targets."""
+    """The Stream of Sequences: each one's columns are joined, and the last column's tokens are its targets."""
     totals, last = sequences.lengths.sum(axis=1), sequences.lengths[:, -1]
     place = np.concatenate([np.arange(total) for total in totals])
     in_last = place >= np.repeat(totals - last, totals)
     ids = np.empty(len(place), np.int64)
-    ids[in_last] = sequences.sides[-1]
-    ids[~in_last] = np.concatenate(sequences.sides[:-1] or [ids[:0]])
+    ids[in_last] = sequences.columns[-1]
+    ids[~in_last] = np.concatenate(sequences.columns[:-1] or [ids[:0]])
     wanted = np.ones(in_last.sum(), bool) if sequences.is_target is None else sequences.is_target
     rows = np.flatnonzero(in_last)[wanted] - 1
     values = {name: value[wanted] for name, value in sequences.token_values.items()} | sequences.values

@@ -11,7 +11,7 @@ from model.train.objectives.pairs import Pairs
 
 @dataclass(frozen=True)
 class Drawn(Pairs):
-    """Pairs without a beginning of each side: cross-entropy, a mean over tokens, and z-loss, a mean over rows."""
+    """Pairs without a beginning of each column: cross-entropy, a mean over tokens, and z-loss, a mean over rows."""
 
     z_loss: float = 0.1
 
@@ -19,7 +19,7 @@ class Drawn(Pairs):
     metrics = ("loss", "z_loss")
 
     def _starts(self, store, ids, seed, epoch):
-        """Tokens that each side of the rows lacks in this epoch, (rows, sides)."""
+        """Tokens that each column of the rows lacks in this epoch, (rows, columns)."""
         draws = [np.random.default_rng([seed, epoch, int(row)]).random(2) for row in ids]
         return (np.reshape(draws, (-1, 2)) * store.lengths[ids]).astype(np.int64)
 
@@ -28,11 +28,11 @@ class Drawn(Pairs):
 
     def sequences(self, store, ids, seed, epoch):
         whole, starts = store.lengths[ids].astype(np.int64), self._starts(store, ids, seed, epoch)
-        sides = []
+        columns = []
         for flat, lengths, first in zip(store.tokens(ids), whole.T, starts.T, strict=True):
             place = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            sides.append(flat[place >= np.repeat(first, lengths)])
-        return Sequences(tuple(sides), whole - starts, ids=np.asarray(ids, np.int64))
+            columns.append(flat[place >= np.repeat(first, lengths)])
+        return Sequences(tuple(columns), whole - starts, ids=np.asarray(ids, np.int64))
 
     def weights(self, store, ids, seed, epoch):
         tokens = int(self.lengths(store, ids, seed, epoch)[:, 1].sum())

@@ -19,7 +19,7 @@ class Preference:
     beta: float = 0.5
 
     name, encoding = "preference", ""
-    sides, values, derived = ("prompt_ids", "chosen_ids", "rejected_ids"), (), ("reference_margin",)
+    columns, values, derived = ("prompt_ids", "chosen_ids", "rejected_ids"), (), ("reference_margin",)
     metrics, sequences_per_row, has_answers = ("loss", "accuracy"), 2, True
     needs = "a prompt, a chosen and a rejected response"
 
@@ -28,8 +28,8 @@ class Preference:
         return ((row["prompt"], row["chosen"], row["rejected"]) for row in rows)
 
     def encode(self, rows, tokenizer, max_seq_len):
-        ids = [tokenizer.encode_batch(list(side)) for side in zip(*rows, strict=True)]
-        return Encoded([[[*x[: max_seq_len - 1], tokenizer.eos_id] for x in side] for side in ids], [0, 0, 0], {})
+        ids = [tokenizer.encode_batch(list(column)) for column in zip(*rows, strict=True)]
+        return Encoded([[[*x[: max_seq_len - 1], tokenizer.eos_id] for x in column] for column in ids], [0, 0, 0], {})
 
     def derive(self, model, batch, chunk_tokens):
         chosen, rejected = _log_probs(model, batch, chunk_tokens).T
@@ -53,7 +53,7 @@ class Preference:
         each = np.repeat(np.asarray(ids, np.int64), 2)
         prompts = [prompt for prompt in parts[0] for _ in range(2)]
         answers = [answer for both in zip(parts[1], parts[2], strict=True) for answer in both]
-        lengths = np.array([[len(x) for x in side] for side in (prompts, answers)]).T
+        lengths = np.array([[len(x) for x in column] for column in (prompts, answers)]).T
         margins = np.asarray(store.values["reference_margin"][ids], np.float32)
         return Sequences(
             (np.concatenate(prompts), np.concatenate(answers)), lengths,
@@ -73,8 +73,8 @@ class Preference:
         return loss[None], torch.stack([loss.detach(), ((margins > 0) * is_real).sum()])
 
     def questions(self, store, ids):
-        sides = zip(store.tokens(ids), store.lengths[ids].astype(np.int64).T, strict=True)
-        return [np.split(flat, np.cumsum(lengths)[:-1]) for flat, lengths in sides][:2]
+        columns = zip(store.tokens(ids), store.lengths[ids].astype(np.int64).T, strict=True)
+        return [np.split(flat, np.cumsum(lengths)[:-1]) for flat, lengths in columns][:2]
 
 
 def _log_probs(model, batch, chunk_tokens):

@@ -192,8 +192,8 @@ def test_the_other_ranks_say_why_one_of_them_has_ended(tenants_home):
 
 def batch(lengths, seed=0):
     draw = np.random.default_rng(seed)
-    sides = tuple(draw.integers(3, 60, sum(side)) for side in zip(*lengths, strict=True))
-    return Sequences(sides, np.array(lengths), ids=np.arange(len(lengths)))
+    columns = tuple(draw.integers(3, 60, sum(column)) for column in zip(*lengths, strict=True))
+    return Sequences(columns, np.array(lengths), ids=np.arange(len(lengths)))
 
 
 @pytest.mark.parametrize("dropout, checkpointing", [(0.0, 0), (0.3, 0), (0.3, 2)])
@@ -207,8 +207,8 @@ def test_packed_sequences_in_one_stream_have_the_gradient_of_each_alone(dropout,
     model.gradient_checkpointing = checkpointing
     starts = np.cumsum([(0, 0), *lengths], axis=0)
     for number, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
-        sides = tuple(side[a:b] for side, a, b in zip(whole.sides, first, last, strict=True))
-        alone = Sequences(sides, np.array([lengths[number]]), ids=np.array([number]))
+        columns = tuple(column[a:b] for column, a, b in zip(whole.columns, first, last, strict=True))
+        alone = Sequences(columns, np.array([lengths[number]]), ids=np.array([number]))
         model(collate(alone, packing)).backward()
     for name, gradient in gradients_of(model).items():
         torch.testing.assert_close(gradient, together[name], rtol=1e-4, atol=1e-6)
@@ -240,7 +240,7 @@ def test_generation_in_one_stream_follows_the_packed_network():
         model.embedding.weight.mul_(8)
     inputs = [[5, 6, 7, 8], [9], [11, 12]]
     for own, answer in zip(inputs, generate(model, inputs, Limits(2, 4, 6, 0, -1), 6), strict=True):
-        sides = (np.array(own), np.array(answer))
-        stream = collate(Sequences(sides, np.array([[len(own), len(answer)]])), Packing(0))
+        columns = (np.array(own), np.array(answer))
+        stream = collate(Sequences(columns, np.array([[len(own), len(answer)]])), Packing(0))
         hidden, labels = model.hidden(stream)
         assert (hidden @ model.embedding.weight.T).argmax(1).tolist() == labels.tolist() == answer

@@ -27,9 +27,9 @@ BUCKET = Bucket((1024, 1280), 32)
 def random_micro_batch(num_pairs, bucket, seed):
     draw = np.random.default_rng(seed)
     lengths = draw.integers(2, 60, size=(2, num_pairs))
-    sides = tuple(draw.integers(1, 500, size=side.sum()) for side in lengths)
+    columns = tuple(draw.integers(1, 500, size=column.sum()) for column in lengths)
     packing = Packing(0, True, bucket, bucket.examples if bucket else 0, dropout=True)
-    return collate(Sequences(sides, lengths.T, ids=np.arange(num_pairs)), packing)
+    return collate(Sequences(columns, lengths.T, ids=np.arange(num_pairs)), packing)
 
 
 @pytest.mark.gpu

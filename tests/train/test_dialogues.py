@@ -50,7 +50,7 @@ def examples_of(tokenizer, folder, max_tokens=100, **options):
 
 def learnt_texts(examples, tokenizer, row):
     sequences = examples.sequences([row], 1)
-    ids, is_target = sequences.sides[1], sequences.is_target
+    ids, is_target = sequences.columns[1], sequences.is_target
     edges = np.flatnonzero(np.diff(is_target.astype(int))) + 1
     parts = zip(np.split(ids, edges), np.split(is_target, edges), strict=True)
     return [
@@ -66,7 +66,7 @@ def test_a_dialogue_is_one_example_whose_answers_are_learnt(tokenizer, tmp_path)
     assert len(learnt) == 3 and "读书听音乐".startswith(learnt[2][0][:3]), "the last one is cut"
     lengths = examples.lengths(np.arange(3), 1)
     assert lengths[2].sum() == 100 and (lengths.sum(axis=1) <= 100).all()
-    assert "2 pairs with an empty side left out" in describe_store(examples.store)
+    assert "2 pairs with an empty prompt or response left out" in describe_store(examples.store)
     weights = examples.weights(np.arange(3), 1)[0][0]
     assert weights == sum(examples.sequences([row], 1).is_target.sum() for row in range(3))
 
@@ -87,7 +87,7 @@ def test_each_answer_is_learnt_once_and_what_must_not_be_learnt_is_context(token
     examples = Examples(store, objective, DECODER, tokenizer.pad_id)
     learnt = [[text.removesuffix("<|im_end|>") for text in learnt_texts(examples, tokenizer, row)] for row in range(5)]
     assert learnt == [["下雨"], ["很好", "下雨", "很好"], ["下雨"], ["很好"], ["很好", "很好"]]
-    first, rest = (tokenizer.backend.decode(side.tolist()) for side in store.tokens(np.array([4]))[:2])
+    first, rest = (tokenizer.backend.decode(ids.tolist()) for ids in store.tokens(np.array([4]))[:2])
     assert "医生" not in first and rest.index("很好") < rest.index("医生"), "a system text stands where it was said"
     assert "calls of tools (1 time)" in describe_store(store)
 

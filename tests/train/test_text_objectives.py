@@ -65,8 +65,8 @@ def test_a_row_s_sequences_have_its_lengths_whatever_is_drawn_beside_it_and_stay
         alone = [examples.sequences(ids[[place]], epoch) for place in range(len(ids))]
         order = np.argsort([list(together.ids).index(row) for row in ids])
         for side in range(lengths.shape[1]):
-            parts = [alone[place].sides[side] for place in order]
-            np.testing.assert_array_equal(together.sides[side], np.concatenate(parts))
+            parts = [alone[place].columns[side] for place in order]
+            np.testing.assert_array_equal(together.columns[side], np.concatenate(parts))
         np.testing.assert_array_equal(together.lengths, lengths[order])
     assert examples.histogram.longest >= examples.bounds.sum(axis=1).max()
 
@@ -76,7 +76,7 @@ def test_each_epoch_draws_anew_and_an_evaluation_does_not(case):
     ids = np.arange(len(examples))
     first, second, again = (examples.sequences(ids, epoch) for epoch in (1, 2, 1))
     targets = [
-        (x.sides[-1].tolist(), None if x.is_target is None else x.is_target.tolist()) for x in (first, second, again)
+        (x.columns[-1].tolist(), None if x.is_target is None else x.is_target.tolist()) for x in (first, second, again)
     ]
     assert targets[0] == targets[2] and (targets[0] != targets[1] or name == "text")
 
@@ -120,7 +120,7 @@ def test_what_a_text_gives_is_counted_in_chunks_and_the_file_in_texts(case, toke
 def test_each_token_of_a_document_but_its_first_is_predicted_once(tokenizer, tmp_path):
     examples, _ = make_examples("text", tokenizer, tmp_path)
     sequences = examples.sequences(np.arange(len(examples)), 1)
-    chunks = np.split(sequences.sides[0], np.cumsum(sequences.lengths[:, 0])[:-1])
+    chunks = np.split(sequences.columns[0], np.cumsum(sequences.lengths[:, 0])[:-1])
     documents = [[]]
     for chunk in chunks:
         documents[-1] += chunk[bool(documents[-1]) :].tolist()

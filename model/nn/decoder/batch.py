@@ -35,17 +35,17 @@ class Stream:
 
 
 def collate(sequences, packing):
-    """The Stream of Sequences: the sides of each are joined, and the tokens of its last side are its targets.
+    """The Stream of Sequences: the columns of each are joined, and the tokens of its last column are its targets.
 
-    With Sequences of one side, every token but the first of each sequence is a target.
+    With Sequences of one column, every token but the first of each sequence is a target.
     """
     totals = sequences.lengths.sum(axis=1)
     positions = positions_of(totals)
     is_target = positions >= np.repeat(totals - sequences.lengths[:, -1], totals)
     ids = np.empty(len(positions), np.int64)
-    ids[is_target] = sequences.sides[-1]
-    if len(sequences.sides) > 1:
-        ids[~is_target] = np.concatenate(sequences.sides[:-1])
+    ids[is_target] = sequences.columns[-1]
+    if len(sequences.columns) > 1:
+        ids[~is_target] = np.concatenate(sequences.columns[:-1])
     wanted = positions[is_target] > 0
     if sequences.is_target is not None:
         wanted &= sequences.is_target
@@ -70,7 +70,7 @@ def positions_of(lengths):
 def _for_kernels(arrays, token_arrays, sequences, packing):
     """The Stream in one flat tensor, padded to the bucket if there is one."""
     bucket, num_sequences = packing.bucket, packing.num_sequences
-    tokens, targets = (bucket.tokens, bucket.sides[-1]) if bucket else (len(arrays["ids"]), len(arrays["rows"]))
+    tokens, targets = (bucket.tokens, bucket.columns[-1]) if bucket else (len(arrays["ids"]), len(arrays["rows"]))
     totals = sequences.lengths.sum(axis=1)
     tiles = packed_tiles(totals, totals, bucket and (tokens, tokens, num_sequences))
     flat = dict(queries=tiles[0], keys=tiles[1])

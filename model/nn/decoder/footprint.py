@@ -1,6 +1,6 @@
 """Bytes of a decoder, counted tensor by tensor; model/memory/estimate adds them up by phase.
 
-`tokens` (kinds, sides) are the lengths of the sides of each kind of example, which lie in one stream.
+`tokens` (kinds, columns) are the lengths of the columns of each kind of example, which lie in one stream.
 """
 
 import numpy as np

@@ -37,8 +37,8 @@ class MicroBatch:
 
 
 def collate(sequences, packing):
-    """MicroBatch of Sequences of two sides: the encoder reads the first, the decoder predicts the second."""
-    prompt_ids, labels = sequences.sides
+    """MicroBatch of Sequences of two columns: the encoder reads the first, the decoder predicts the second."""
+    prompt_ids, labels = sequences.columns
     prompt_lengths, response_lengths = sequences.lengths.T
     decoder_ids = np.roll(labels, 1)
     decoder_ids[np.cumsum(response_lengths) - response_lengths] = packing.first_id
@@ -46,8 +46,8 @@ def collate(sequences, packing):
         labels = np.where(sequences.is_target, labels, -1)
     keys = {}
     if packing.dropout:
-        for side, name in enumerate(TOKEN_KEYS):
-            keys[name] = token_keys(sequences.ids, sequences.lengths[:, side], side)
+        for column, name in enumerate(TOKEN_KEYS):
+            keys[name] = token_keys(sequences.ids, sequences.lengths[:, column], column)
     if packing.kernels:
         return _for_kernels((prompt_ids, decoder_ids, labels), sequences, keys, packing)
     values = {name: torch.from_numpy(x) for name, x in (sequences.token_values | sequences.values).items()}
@@ -64,13 +64,13 @@ def collate(sequences, packing):
 def _for_kernels(ids, sequences, dropout_keys, packing):
     """MicroBatch of (encoder ids, decoder ids, labels) in one flat tensor, padded to the bucket if there is one."""
     bucket, num_sequences = packing.bucket, packing.num_sequences
-    prompts, responses = bucket.sides if bucket else (len(ids[0]), len(ids[1]))
-    sides = [(lengths, size) for lengths, size in zip(sequences.lengths.T, (prompts, responses), strict=True)]
+    prompts, responses = bucket.columns if bucket else (len(ids[0]), len(ids[1]))
+    columns = [(lengths, size) for lengths, size in zip(sequences.lengths.T, (prompts, responses), strict=True)]
     arrays = dict(
         prompt_ids=pad_to(ids[0], prompts), decoder_ids=pad_to(ids[1], responses), labels=pad_to(ids[2], responses, -1)
     )
     for name, queries, keys in (("encoder", 0, 0), ("decoder", 1, 1), ("cross", 1, 0)):
-        (query_lengths, num_queries), (key_lengths, num_keys) = sides[queries], sides[keys]
+        (query_lengths, num_queries), (key_lengths, num_keys) = columns[queries], columns[keys]
         tiles = packed_tiles(query_lengths, key_lengths, bucket and (num_queries, num_keys, num_sequences))
         arrays |= {f"{name}_queries": tiles[0], f"{name}_keys": tiles[1]}
     arrays |= {name: pad_to(x, responses) for name, x in sequences.token_values.items()}

@@ -212,7 +212,7 @@ class TextToTextModel(LanguageModel):
         """(Decoder output (N, d_model), scaled, labels (N,)) of a MicroBatch."""
         self.flat.refresh()
         ids = (batch.prompt_ids, batch.decoder_ids)
-        prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(side) for side in ids])
+        prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(column) for column in ids])
         prompt_masks, response_masks = map(self.masks, (batch.prompt_token_keys, batch.decoder_token_keys))
         encoded = self.encode(prompts, prompt_masks, batch.encoder_layout)
         mask = score_mask(batch.cross_layout, dtype=self.compute_dtype)

@@ -9,13 +9,13 @@ from model.data.documents import NEEDS, read_texts
 class Chunks:
     """Cross-entropy of the learnt tokens, plus `z_loss` times the squared log-normaliser (arXiv 2204.02311).
 
-    A row of the token store is a chunk of a document, on its only side; a store may have other sides behind it.
+    A row of the token store is a chunk of a document, in its only column; a store may have other columns behind it.
     """
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
 
-    sides = ("text_ids",)
+    columns = ("text_ids",)
     values = derived = ()
     sequences_per_row, has_answers = 1, False
     needs = NEEDS

@@ -30,7 +30,7 @@ class Dialogues:
     label_smoothing: float = 0.0
 
     name = "dialogues"
-    sides = ("question_ids", "dialogue_ids", "turn_lengths")  # the third says which parts of the second are learnt
+    columns = ("question_ids", "dialogue_ids", "turn_lengths")  # the third says which parts of the second are learnt
     values = ("target_tokens",)
     derived = ()
     sequences_per_row, has_answers = 1, True
@@ -86,11 +86,12 @@ class Dialogues:
         return store.lengths[ids, :2].astype(np.int64)
 
     def sequences(self, store, ids, seed, epoch):
-        *sides, turn_lengths = store.tokens(ids)
+        *columns, turn_lengths = store.tokens(ids)
         counts = store.lengths[ids, 2].astype(np.int64)
         place = np.arange(len(turn_lengths)) - np.repeat(np.cumsum(counts) - counts, counts)
         is_target = np.repeat(place % 2 == 0, turn_lengths)
-        return Sequences(tuple(sides), self.lengths(store, ids, seed, epoch), is_target, ids=np.asarray(ids, np.int64))
+        lengths = self.lengths(store, ids, seed, epoch)
+        return Sequences(tuple(columns), lengths, is_target, ids=np.asarray(ids, np.int64))
 
     def weights(self, store, ids, seed, epoch):
         target_tokens = int(np.asarray(store.values["target_tokens"][ids], np.int64).sum())

@@ -27,9 +27,9 @@ class Mixed:
         return " + ".join(f"{part.name} {part.encoding}" for part in self.parts)
 
     @property
-    def sides(self):
-        """Those of the part that has most; rows of the others have one id in the sides that they lack."""
-        return max((part.sides for part in self.parts), key=len)
+    def columns(self):
+        """Those of the part that has most; rows of the others have one id in the columns that they lack."""
+        return max((part.columns for part in self.parts), key=len)
 
     @property
     def values(self):
@@ -46,7 +46,7 @@ class Mixed:
     @property
     def readers(self):
         """What reads and encodes each file."""
-        return tuple(Reader(part, len(self.sides), self.values) for part in self.parts)
+        return tuple(Reader(part, len(self.columns), self.values) for part in self.parts)
 
     def derive(self, model, batch, chunk_tokens):
         return {}
@@ -74,8 +74,8 @@ class Mixed:
 
     @cached_property
     def _network_sides(self):
-        """How many sides the network reads, of the part that has most."""
-        row = np.full((1, len(self.sides)), 2)
+        """How many columns the network reads, of the part that has most."""
+        row = np.full((1, len(self.columns)), 2)
         return max(part.length_bounds(row).shape[1] for part in self.parts)
 
     def _places(self, ids):
@@ -91,7 +91,7 @@ class Mixed:
         return [(part, own) for number, part in enumerate(different) if len(own := ids[places == number])]
 
     def _by_row(self, ids, lengths_of):
-        """int64 (rows, sides of the network): what `lengths_of(part, ids)` gives for the rows of each part."""
+        """int64 (rows, columns of the network): what `lengths_of(part, ids)` gives for the rows of each part."""
         places, different = self._places(ids)
         lengths = np.zeros((len(ids), self._network_sides), np.int64)
         for number, part in enumerate(different):
@@ -103,10 +103,10 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads and encodes a file for a part of a Mixed, to rows of so many sides with these values."""
+    """Reads and encodes a file for a part of a Mixed, to rows of so many columns with these values."""
 
     part: object
-    num_sides: int
+    num_columns: int
     values: tuple
 
     def read(self, path, columns, ignored):
@@ -114,19 +114,19 @@ class Reader:
 
     def encode(self, rows, tokenizer, max_seq_len):
         encoded = self.part.encode(rows, tokenizer, max_seq_len)
-        num_rows, missing = len(encoded.sides[0]), self.num_sides - len(encoded.sides)
+        num_rows, missing = len(encoded.columns[0]), self.num_columns - len(encoded.columns)
         values = {name: encoded.values.get(name, [0] * num_rows) for name in self.values}
-        sides = [*encoded.sides, *([[0]] * num_rows for _ in range(missing))]
-        return replace(encoded, sides=sides, num_cut=[*encoded.num_cut, *[0] * missing], values=values)
+        columns = [*encoded.columns, *([[0]] * num_rows for _ in range(missing))]
+        return replace(encoded, columns=columns, num_cut=[*encoded.num_cut, *[0] * missing], values=values)
 
 
-def _joined(parts, num_sides):
-    """Sequences of several objectives end to end; those of fewer sides, in one stream, have empty ones before these."""
+def _joined(parts, num_columns):
+    """Sequences of several objectives end to end; those of fewer columns, in one stream, have empty ones in front."""
     empty = np.zeros(0, np.int64)
-    sides = zip(*([empty] * (num_sides - len(part.sides)) + [*part.sides] for part in parts), strict=True)
-    lengths = [np.pad(part.lengths, ((0, 0), (num_sides - part.lengths.shape[1], 0))) for part in parts]
-    is_target = [np.ones(len(part.sides[-1]), bool) if part.is_target is None else part.is_target for part in parts]
+    columns = zip(*([empty] * (num_columns - len(part.columns)) + [*part.columns] for part in parts), strict=True)
+    lengths = [np.pad(part.lengths, ((0, 0), (num_columns - part.lengths.shape[1], 0))) for part in parts]
+    is_target = [np.ones(len(part.columns[-1]), bool) if part.is_target is None else part.is_target for part in parts]
     return Sequences(
-        tuple(np.concatenate(side) for side in sides), np.concatenate(lengths), np.concatenate(is_target),
+        tuple(np.concatenate(column) for column in columns), np.concatenate(lengths), np.concatenate(is_target),
         ids=np.concatenate([part.ids for part in parts]),
     )  # fmt: skip

@@ -24,12 +24,12 @@ class Pairs:
     label_smoothing: float = 0.0
 
     name = "pairs"
-    sides = ("prompt_ids", "response_ids")
+    columns = ("prompt_ids", "response_ids")
     values = derived = ()
     sequences_per_row, has_answers = 1, True
     needs = (
-        "text on both sides; name the columns with --prompt_column and --response_column, or clean the file with "
-        "scripts/prepare_data.py"
+        "text in prompt and response; name the columns with --prompt_column and --response_column, or clean the file "
+        "with scripts/prepare_data.py"
     )
 
     @property
@@ -84,5 +84,5 @@ class Pairs:
 
 
 def _ends(store, ids):
-    """Where each row but the last ends in the concatenated ids, for each side."""
+    """Where each row but the last ends in the concatenated ids, for each column."""
     return np.cumsum(store.lengths[ids].astype(np.int64), axis=0)[:-1].T

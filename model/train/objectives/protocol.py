@@ -13,7 +13,7 @@ class Objective(Protocol):
 
     name: str
     encoding: str  # names the form of the stored ids; part of a token store's key
-    sides: tuple[str, ...]  # columns of token ids in the token store, at least one token in each row
+    columns: tuple[str, ...]  # names of token ids in the token store, at least one token in each row
     values: tuple[str, ...]  # columns of a float32 for each row; `encode` gives them
     derived: tuple[str, ...]  # columns of a float32 for each row; `derive` gives them, from the weights at the start
     metrics: tuple[str, ...]  # names of the metric sums, at most NUM_SUMS; the first is the loss that best/ minimises
@@ -34,13 +34,13 @@ class Objective(Protocol):
         """{name: float32 (rows,)} of the `derived` columns for the rows of a batch, whose derived columns are zeros."""
 
     def row_tokens(self, max_seq_len):
-        """Most tokens of a side of a row, as it is stored."""
+        """Most tokens of a column of a row, as it is stored."""
 
     def length_bounds(self, lengths):
-        """Most tokens of each side of a row in any epoch, (rows, sides of the network); `lengths` are the store's."""
+        """Most tokens of a row in any epoch, (rows, columns of the network); `lengths` are the store's."""
 
     def lengths(self, store, ids, seed, epoch):
-        """Tokens of each side of the rows `ids` in this epoch, all sequences of a row together; int64 (rows, sides)."""
+        """Tokens of the rows `ids` in this epoch, all sequences of a row together; int64 (rows, columns)."""
 
     def sequences(self, store, ids, seed, epoch):
         """Sequences of the rows `ids` in this epoch. What is drawn at random depends on (seed, epoch, id) alone.

@@ -14,7 +14,7 @@ from model.train.objectives.chunks import Chunks
 
 @dataclass(frozen=True)
 class Spans(Chunks):
-    """The spans of a chunk are drawn anew in each epoch; neither side has more than `max_tokens`, EOS included.
+    """The spans of a chunk are drawn anew in each epoch; source and target have at most `max_tokens`, EOS included.
 
     `sentinels` are the ids of <extra_id_0>, <extra_id_1>, …, one for each span of the longest chunk.
     """
@@ -43,7 +43,7 @@ class Spans(Chunks):
         return self.chunk_tokens
 
     def length_bounds(self, lengths):
-        return self.noise.side_lengths(np.asarray(lengths[:, 0], np.int64))
+        return self.noise.column_tokens(np.asarray(lengths[:, 0], np.int64))
 
     def lengths(self, store, ids, seed, epoch):
         return self.length_bounds(store.lengths[ids])
@@ -51,8 +51,8 @@ class Spans(Chunks):
     def sequences(self, store, ids, seed, epoch):
         chunk_lengths = store.lengths[ids, 0].astype(np.int64)
         bits = row_bits(f"spans/{seed}/{epoch}", ids)
-        sides = corrupt(store.tokens(ids)[0], chunk_lengths, self.noise, bits, self.sentinels, self.eos_id)
-        return Sequences(sides, self.noise.side_lengths(chunk_lengths), ids=np.asarray(ids, np.int64))
+        columns = corrupt(store.tokens(ids)[0], chunk_lengths, self.noise, bits, self.sentinels, self.eos_id)
+        return Sequences(source_and_target, self.noise.column_tokens(chunk_lengths), ids=np.asarray(ids, np.int64))
 
     def weights(self, store, ids, seed, epoch):
         target_tokens = int(self.lengths(store, ids, seed, epoch)[:, 1].sum())

@@ -63,15 +63,15 @@ def model(request):
 
 def sequences_of(lengths, seed=0):
     draw = np.random.default_rng(seed)
-    sides = tuple(draw.integers(2, SIZES["vocab_size"], sum(side)) for side in zip(*lengths, strict=True))
-    return Sequences(sides, np.array(lengths), ids=np.arange(len(lengths)))
+    columns = tuple(draw.integers(2, SIZES["vocab_size"], sum(column)) for column in zip(*lengths, strict=True))
+    return Sequences(columns, np.array(lengths), ids=np.arange(len(lengths)))
 
 
 def each_alone(sequences):
     """(ids of the whole sequence, number of its targets) of each."""
     ends = np.cumsum(sequences.lengths, axis=0)[:-1]
-    sides = [np.split(side, ends[:, number]) for number, side in enumerate(sequences.sides)]
-    return [(torch.from_numpy(np.concatenate(own)), len(own[-1])) for own in zip(*sides, strict=True)]
+    columns = [np.split(column, ends[:, number]) for number, column in enumerate(sequences.columns)]
+    return [(torch.from_numpy(np.concatenate(own)), len(own[-1])) for own in zip(*columns, strict=True)]
 
 
 def gradients_after(model, sequences, checkpointed=0):
@@ -120,7 +120,7 @@ def test_each_recomputed_block_keeps_fewer_activations(model):
 def test_tokens_that_are_no_targets_are_read_and_not_predicted(model):
     sequences = sequences_of(LENGTHS)
     wanted = np.arange(sum(targets for _, targets in LENGTHS)) % 3 > 0
-    some = Sequences(sequences.sides, sequences.lengths, wanted)
+    some = Sequences(sequences.columns, sequences.lengths, wanted)
     log_probs = model.token_log_probs(collate(sequences, Packing(0)))
     torch.testing.assert_close(model.token_log_probs(collate(some, Packing(0))), log_probs[torch.from_numpy(wanted)])
 

@@ -68,8 +68,8 @@ def network_errors():
     from tests.parts import farthest, gradients_of, make_model
 
     lengths = np.array([[3, 5], [9, 2], [4, 11]])
-    sides = tuple(np.random.default_rng(0).integers(1, 500, side.sum()) for side in lengths.T)
-    sequences, model = Sequences(sides, lengths, ids=np.array(IDS)), make_model(500, shape=SHAPE, dropout=0.2)
+    columns = tuple(np.random.default_rng(0).integers(1, 500, column.sum()) for column in lengths.T)
+    sequences, model = Sequences(columns, lengths, ids=np.array(IDS)), make_model(500, shape=SHAPE, dropout=0.2)
     model.key_dropout(3, 2**40)
 
     def gradients(kernels, bucket=None, checkpointing=0):

@@ -220,7 +220,7 @@ def test_what_is_launched_ahead_are_the_kernels_of_an_update(optimizer, monkeypa
 def packed(num_pairs):
     """MicroBatch of pairs of random lengths."""
     lengths = np.random.default_rng(num_pairs).integers(2, 20, size=(2, num_pairs))
-    prompts, labels = (np.ones(side.sum(), dtype=np.int64) for side in lengths)
+    prompts, labels = (np.ones(column.sum(), dtype=np.int64) for column in lengths)
     sequences = Sequences((prompts, labels), lengths.T, ids=np.arange(num_pairs))
     return collate(sequences, Packing(0, kernels=True, dropout=True))
 

@@ -23,8 +23,8 @@ def test_only_with_dropout_the_tokens_have_keys_and_they_tell_where_each_came_fr
     ids = [9, 2, 33]
     assert batch_of(store, ids, tokenizer.pad_id).prompt_token_keys is None
     micro_batch = batch_of(store, ids, tokenizer.pad_id, dropout=True)
-    for side, keys in enumerate((micro_batch.prompt_token_keys, micro_batch.decoder_token_keys)):
-        expected = [[2 * place + side, i, 0] for i in ids for place in range(store.lengths[i, side])]
+    for column, keys in enumerate((micro_batch.prompt_token_keys, micro_batch.decoder_token_keys)):
+        expected = [[2 * place + column, i, 0] for i in ids for place in range(store.lengths[i, column])]
         assert keys.dtype == torch.int32
         assert keys.tolist() == expected
 
@@ -51,8 +51,8 @@ def test_no_pad_token_is_computed(store, tokenizer):
     ids = np.arange(len(store))
     for part in cut(ids, store.lengths, 500):
         micro_batch = batch_of(store, part, tokenizer.pad_id)
-        sides = (micro_batch.prompt_ids, micro_batch.labels)
-        assert sum(map(len, sides)) == store.lengths[part].sum()
-        assert all((side != tokenizer.pad_id).all() for side in sides)
+        columns = (micro_batch.prompt_ids, micro_batch.labels)
+        assert sum(map(len, columns)) == store.lengths[part].sum()
+        assert all((column != tokenizer.pad_id).all() for column in columns)
         assert (micro_batch.decoder_ids == tokenizer.pad_id).sum() == len(part)
-        assert all(side.dtype == torch.int64 for side in sides)
+        assert all(column.dtype == torch.int64 for column in columns)
