@@ -48,7 +48,7 @@ class Contents:
     path: Path
     chars: list = field(default_factory=lambda: [Counter(), Counter()])
     tokens: list = field(default_factory=lambda: [Counter(), Counter()])
-    num_pairs: int = 0  # learnt answers with their questions, or documents
+    num_pairs: int = 0  # learnt responses with their questions, or documents
     with_context: int = 0
     characters: Counter = field(default_factory=Counter)
     rows_seen: array = field(default_factory=lambda: array("Q"))  # a hash of each conversation

@@ -14,7 +14,7 @@ from model.runtime.distributed import from_main
 from model.runtime.json_stream import read_object
 
 LOGGER = logging.getLogger("chat_trainer")
-MANY_CUT = 0.1  # share of the answers from which on a model learns to stop in the middle
+MANY_CUT = 0.1  # share of the responses from which on a model learns to stop in the middle
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DataFacts:
     """What is known of the pairs to train on, and how they are read."""
 
     names: str  # of their files
-    share_cut: float  # of the answers, to max_seq_len
+    share_cut: float  # of the responses, to max_seq_len
     longest: int  # tokens of a prompt
     pairs: int | None  # of an epoch; None: not known before all files are read
     max_seq_len: int
@@ -54,7 +54,7 @@ def warn_of_data(train, tokenizer, source, batch):
 
 
 def share_of_cut(num_cut, rows):
-    """Share of the answers that are cut; `num_cut` counts, for each column, those cut of so many `rows`."""
+    """Share of the responses that are cut; `num_cut` counts, for each column, those cut of so many `rows`."""
     return max(num_cut[1:], default=0) / rows  # the first column is what is asked
 
 

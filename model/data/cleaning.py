@@ -31,7 +31,7 @@ def clean_conversation(
     """(the usable parts of a conversation, cleaned; the reason for which turns of it were left out, or "").
 
     A text may have `max_chars` characters. Behind a turn that is unusable a part begins anew, with the next question,
-    and so it does where more than `max_context_chars` characters were said. A part without a learnt answer is left out.
+    and so it does where more than `max_context_chars` characters were said. One without a learnt response is left out.
     """
     turns = conversation.turns
     if len(turns) == 2 and turns[0].role == "user" and turns[1] == ("assistant", turns[1].text, "", (), True):
@@ -41,11 +41,11 @@ def clean_conversation(
         pair = Turn("user", cleaned[0]), Turn("assistant", cleaned[1])
         return [Conversation(pair, conversation.tools)], ""
     parts, reason = _usable_parts(turns, max_chars, max_context_chars)
-    parts = [part for part in map(_up_to_last_answer, parts) if part]
+    parts = [part for part in map(_up_to_last_response, parts) if part]
     if not parts and not reason:
         has_question = any(turn.role == "user" and turn.text.strip() for turn in turns)
-        has_answer = any(turn.role == "assistant" and turn.text.strip() for turn in turns)
-        reason = "not learnt" if has_question and has_answer else "empty response" if has_question else "empty prompt"
+        has_response = any(turn.role == "assistant" and turn.text.strip() for turn in turns)
+        reason = "not learnt" if has_question and has_response else "empty response" if has_question else "empty prompt"
     return [Conversation(part, conversation.tools) for part in parts], reason
 
 
@@ -87,8 +87,8 @@ def _problem(turn, max_chars):
     return "too long" if max(len(turn.text), len(turn.thought)) > max_chars else ""
 
 
-def _up_to_last_answer(turns):
-    """The turns up to the last answer that is learnt and has a question; [] if there is none."""
+def _up_to_last_response(turns):
+    """The turns up to the last response that is learnt and has a question; [] if there is none."""
     first = next((place for place, turn in enumerate(turns) if turn.role == "user"), len(turns))
     ends = [place + 1 for place, turn in enumerate(turns) if place > first and turn.role == "assistant" and turn.learnt]
     return turns[: ends[-1]] if ends else []

@@ -185,20 +185,20 @@ def _pair_of(row: dict, layout: Columns) -> tuple[list[Turn], list[Turn], tuple[
             used = pick[:1] if messages else pick
             break
     messages = _messages_in(row[layout.response])
-    answer = messages or [Turn("assistant", _answer_text(row[layout.response]))]
-    if answer[0].role in ("user", "system"):  # the whole conversation
-        begin = _num_shared(answer, _messages_in(row.get("rejected")))
-        prompt, answer = [turn._replace(learnt=False) for turn in answer[:begin]], answer[begin:]
-    return prompt, answer, (*used, layout.response)
+    response = messages or [Turn("assistant", _response_text(row[layout.response]))]
+    if response[0].role in ("user", "system"):  # the whole conversation
+        begin = _num_shared(response, _messages_in(row.get("rejected")))
+        prompt, response = [turn._replace(learnt=False) for turn in response[:begin]], response[begin:]
+    return prompt, response, (*used, layout.response)
 
 
 def _num_shared(chosen, rejected):
-    """How many turns of a conversation are its prompt: those of the rejected one too, or those before an answer."""
+    """How many turns of a conversation are its prompt: those of the rejected one too, or those before a response."""
     shared = next((place for place, both in enumerate(zip(chosen, rejected, strict=False)) if both[0] != both[1]), 0)
     return shared or next((place for place, turn in enumerate(chosen) if turn.role == "assistant"), len(chosen))
 
 
-def _answer_text(value: object) -> str:
+def _response_text(value: object) -> str:
     """The text of a response; SQuAD's answers give the first."""
     if isinstance(value, dict) and isinstance(value.get("text"), list) and "answer_start" in value:
         value = next(iter(value["text"]), "")
@@ -218,10 +218,10 @@ def _messages_in(value: object) -> list[Turn]:
 
 
 def _from_pair(row, pair, layout, request):
-    prompt, answer, used = pair
+    prompt, response, used = pair
     history = history_turns(written(row[HISTORY_COLUMN])) if row.get(HISTORY_COLUMN) else None
     used += (HISTORY_COLUMN,) if history is not None else ()
-    return _whole(row, [*(history or ()), *prompt, *answer], used, request)
+    return _whole(row, [*(history or ()), *prompt, *response], used, request)
 
 
 def _of_messages(row: dict, name: str, messages: list, place: Place, request: FileRequest) -> Iterator[Conversation]:
@@ -238,8 +238,8 @@ def _of_messages(row: dict, name: str, messages: list, place: Place, request: Fi
         return
     used, beside = (name,) if name else (), {}
     for column in ("chosen", "completion", "response"):
-        if turns[-1].role == "user" and (answer := _messages_in(row.get(column))):
-            turns += answer
+        if turns[-1].role == "user" and (response := _messages_in(row.get(column))):
+            turns += response
             used += (column,)
     beside = row if not tools else {**row, TOOL_COLUMNS[0]: tools}
     yield _whole(beside, turns, used, request)
@@ -281,7 +281,7 @@ def _whole(row: dict, turns: list[Turn], used: tuple[str, ...], request: FileReq
         if isinstance(label, bool) or isinstance(label, str) and label.lower() in ("true", "false"):
             used += (name,)
             if is_false(label):
-                request.ignore("part", f"answers of {name}=false")
+                request.ignore("part", f"responses of {name}=false")
                 turns = [turn._replace(learnt=False) for turn in turns]
     request.ignore_columns(row, used)
     return Conversation(turns, tools)

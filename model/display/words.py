@@ -89,7 +89,7 @@ WORDS = {
         "smaller": "out of memory in {where} on rank {rank}: done again in forward passes of {now:,} "
         "tokens, not {before:,}",
         # what train and doctor foresee
-        "note.cut": "{share_cut:.0%} of the answers in {names} are cut at --max_seq_len={max_seq_len}, so the "
+        "note.cut": "{share_cut:.0%} of the responses in {names} are cut at --max_seq_len={max_seq_len}, so the "
         "model learns to stop in the middle",
         "note.cut.remedy": "raise --max_seq_len, or train a tokenizer of more tokens than {vocabulary:,}",
         "note.batch": "a step takes {batch:,} pairs and an epoch of {names} has {pairs:,}, so a step is an epoch",

@@ -46,7 +46,7 @@ def test_train_and_doctor_say_the_same_of_cut_answers_a_large_batch_and_prompts_
         notes = [row for row in rows_of_doctor(home, monkeypatch, **given) if row.what == "pairs"]
         assert notes and all(f"WARNING]: {row.found}: {row.remedy}" in done.text for row in notes), done.text
         assert done.text.count("WARNING]") == len(notes)
-    assert "of the answers in train.jsonl are cut at --max_seq_len=8" in cut.text
+    assert "of the responses in train.jsonl are cut at --max_seq_len=8" in cut.text
     assert "a step takes 88 pairs and an epoch of train.jsonl has 44" in cut.text
     assert "prompts in train.jsonl have up to 12 tokens, and cut/last was trained on at most 8" in longer.text
 

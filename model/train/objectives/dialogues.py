@@ -1,4 +1,4 @@
-"""The objective `pairs` for networks that read whole dialogues: predict every answer, given all that is before it."""
+"""The objective `pairs` for networks that read whole dialogues: predict every response, given all that is before it."""
 
 import hashlib
 from collections import Counter
@@ -34,7 +34,7 @@ class Dialogues:
     values = ("target_tokens",)
     derived = ()
     sequences_per_row, has_answers = 1, True
-    needs = "an answer that begins within --max_seq_len tokens; name the columns, or clean the file"
+    needs = "a response that begins within --max_seq_len tokens; name the columns, or clean the file"
 
     @property
     def encoding(self):
@@ -102,7 +102,7 @@ class Dialogues:
         return loss[None], parts[: len(self.metrics)]
 
     def questions(self, store, ids):
-        """The dialogues up to their first answers, and these."""
+        """The dialogues up to their first responses, and these."""
         questions, rests, turn_lengths = (
             np.split(flat, ends) for flat, ends in zip(store.tokens(ids), _ends(store, ids), strict=True)
         )

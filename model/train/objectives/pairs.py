@@ -42,19 +42,19 @@ class Pairs:
         return ("loss", "z_loss") if self.z_loss else ("loss",)
 
     def read(self, path, columns, ignored):
-        """Yield (prompt, response, Context or None) of each learnt answer."""
+        """Yield (prompt, response, Context or None) of each learnt response."""
         return pairs_of(read_conversations(path, *columns, ignored=ignored), ignored, self.single_turn)
 
     def encode(self, rows, tokenizer, max_seq_len):
         """`rows` are (prompt, response, Context or None)."""
         kept = [row for row in rows if row[0].strip() and row[1].strip()]
         prompts, responses, contexts = zip(*kept, strict=True) if kept else ([], [], [])
-        answers = tokenizer.encode_batch(list(responses))
-        known = dict(zip(responses, answers, strict=True)) if any(contexts) else None
-        asked = encode_questions(prompts, contexts, tokenizer, max_seq_len, self.prefix, known)
-        answered = [[*ids[: max_seq_len - 1], tokenizer.eos_id] for ids in answers]
-        num_cut = [asked.num_cut, sum(len(ids) >= max_seq_len for ids in answers)]
-        return Encoded([asked.ids, answered], num_cut, {}, asked.turns_left_out, contexts.count(None))
+        encoded = tokenizer.encode_batch(list(responses))
+        known = dict(zip(responses, encoded, strict=True)) if any(contexts) else None
+        sources = encode_questions(prompts, contexts, tokenizer, max_seq_len, self.prefix, known)
+        targets = [[*ids[: max_seq_len - 1], tokenizer.eos_id] for ids in encoded]
+        num_cut = [sources.num_cut, sum(len(ids) >= max_seq_len for ids in encoded)]
+        return Encoded([sources.ids, targets], num_cut, {}, sources.turns_left_out, contexts.count(None))
 
     def derive(self, model, batch, chunk_tokens):
         return {}

@@ -52,7 +52,7 @@ class Spans(Chunks):
         chunk_lengths = store.lengths[ids, 0].astype(np.int64)
         bits = row_bits(f"spans/{seed}/{epoch}", ids)
         columns = corrupt(store.tokens(ids)[0], chunk_lengths, self.noise, bits, self.sentinels, self.eos_id)
-        return Sequences(source_and_target, self.noise.column_tokens(chunk_lengths), ids=np.asarray(ids, np.int64))
+        return Sequences(columns, self.noise.column_tokens(chunk_lengths), ids=np.asarray(ids, np.int64))
 
     def weights(self, store, ids, seed, epoch):
         target_tokens = int(self.lengths(store, ids, seed, epoch)[:, 1].sum())
