@@ -7,13 +7,19 @@ from itertools import chain, pairwise
 from model.data.conversation import Turn, encode_newest
 from model.data.encoded_dialogue import EncodedDialogue
 from model.data.template_frames import TemplateFrames
+from model.data.thought_frame import frame_roles
 
 
 def encode_framed(frames: TemplateFrames, dialogues: list[list[Turn]]) -> list[EncodedDialogue]:
     """The EncodedDialogue of each of `dialogues`, which have a learnt answer."""
     placed = [frames.placed(turns) for turns in dialogues]
-    texts = iter(_encode(frames, [turn for turns in placed for turn in turns]))
-    encoded = [_joined(frames, turns, [next(texts) for _ in turns]) for turns in placed]
+    around, shown = frames.thought_frame, [frames.without_hidden_thoughts(turns) for turns in placed]
+    texts = [text for turns in shown for turn in turns for text in around.texts(turn)]
+    ids = iter(frames.tokenizer.encode_batch(texts))
+    encoded = [
+        _joined(frames, turns, [around.ids(turn, ids) for turn in seen])
+        for turns, seen in zip(placed, shown, strict=True)
+    ]
     moved = [_has_moved(turns, now) for turns, now in zip(dialogues, placed, strict=True)]
     return [replace(one, systems_moved=1) if has else one for one, has in zip(encoded, moved, strict=True)]
 
@@ -21,7 +27,7 @@ def encode_framed(frames: TemplateFrames, dialogues: list[list[Turn]]) -> list[E
 def _joined(frames, turns, ids):
     answers = [place for place, turn in enumerate(turns) if turn.role == "assistant" and turn.learnt]
     first, last = answers[0], answers[-1]
-    frame, end = frames.frame(tuple(turn.role for turn in turns)), frames.end_id
+    frame, end = frames.frame(frame_roles(turns)), frames.end_id
     rest, lengths = [], []
     for place, following in pairwise(answers):
         behind = _woven(frame[place + 1 : following + 1], ids[place + 1 : following])

@@ -35,6 +35,7 @@ class Abilities:
     has_switch: bool  # enable_thinking changes how an answer begins
     header: str  # what it writes before each answer; "" if answers cannot be found by it
     openings: tuple[str, ...]  # what may follow the header before an answer, longest first
+    prompts: tuple[str, str]  # how a prompt ends with thinking off and on; "" where a template has none
     opens_thought: tuple[bool, bool]  # whether an answer begins inside a thought, with thinking off and on
 
 
@@ -70,6 +71,7 @@ def abilities(shown: list[dict], is_control) -> Abilities:
         has_switch=begins[1] != begins[2],
         header=header,
         openings=tuple(sorted(found, key=len, reverse=True)),
+        prompts=tuple(begins[1:]),
         opens_thought=tuple(text.rstrip().endswith("<think>") for text in begins[1:]),
     )
 

@@ -58,11 +58,11 @@ class TurnTemplate:
         ignored = Counter() if ignored is None else ignored
         talks = [(self.said(one, ignored), one.tools if self.frames.can.tools else "") for one in conversations]
         ignored[PART, "lists of tools"] += sum(bool(one.tools) for one in conversations if not self.frames.can.tools)
-        plain, rendered = [], []
+        framed, rendered = [], []
         for place, (turns, tools) in enumerate(talks):
             if any(turn.role == "assistant" and turn.learnt for turn in turns):
-                (plain if self._is_plain(turns, tools) else rendered).append(place)
-        found = dict(zip(plain, encode_framed(self.frames, [talks[place][0] for place in plain]), strict=True))
+                (framed if self._is_framed(turns, tools) else rendered).append(place)
+        found = dict(zip(framed, encode_framed(self.frames, [talks[place][0] for place in framed]), strict=True))
         found |= zip(rendered, encode_talks(self.frames, [talks[place] for place in rendered], ignored), strict=True)
         return [found.get(place) for place in range(len(talks))]
 
@@ -101,6 +101,16 @@ class TurnTemplate:
         text = text if can.header else text.strip()
         return Turn("assistant", text, thought, calls, turn.learnt and asked)
 
+    def _is_framed(self, turns, tools):
+        """Whether the frame of the turns' roles, and of their thoughts, shows them as the template would."""
+        if not any(turn.thought for turn in turns):
+            return self._is_plain(turns, tools)
+        without = [turn._replace(thought="") for turn in turns]
+        thoughts = [Turn(turn.role, turn.thought) for turn in turns if turn.thought]
+        has_texts = all(turn.text for turn in without)
+        is_plain = has_texts and self._is_plain(without, tools) and self._is_plain(thoughts, "")
+        return is_plain and self.frames.has_thought_frames and self.frames.shows(turns)
+
     def _is_plain(self, turns, tools):
         """Whether the frame of the turns' roles shows them as the template would."""
         if not self.frames.can.header:
@@ -134,8 +144,8 @@ class TurnTemplate:
         return rendered_question(self.frames, turns, max_tokens, tools, thinking)
 
     def _changes_beginning(self, thinking):
-        """Whether an answer begins otherwise than those of the frames, which have no thought."""
-        return bool(thinking) and self.frames.can.has_switch or self.opens_thought(thinking)
+        """Whether a prompt ends otherwise than what stands before an answer in the frames."""
+        return not self.frames.beginning.endswith(self.frames.can.prompts[bool(thinking)])
 
     def opens_thought(self, thinking: bool | None) -> bool:
         """Whether an answer begins inside a thought, which the template opens itself."""

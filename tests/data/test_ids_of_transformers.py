@@ -4,7 +4,9 @@ import json
 import os
 import random
 from collections import Counter
+from functools import cache
 
+import pyarrow.parquet as pq
 import pytest
 import transformers
 
@@ -18,6 +20,7 @@ MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"
 LLAMA_MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 COUNT = int(os.environ.get("NUM_CONVERSATIONS", 40))  # of each template; 10,000 in bench/results
 TOOLS = [dict(type="function", function=dict(name="天气", description="d <x>", parameters=dict(type="object")))]
+TEXTS_FILE = os.environ.get("CONVERSATION_TEXTS")  # a parquet file whose texts are drawn too
 WORDS = "今天|weather| |\n|\n\n|  |\t|'s|42|!?|é|😀|user|assistant|{}|<b>".split("|")
 
 
@@ -28,13 +31,20 @@ def tokenizer(request, tmp_path_factory):
     return make_qwen_tokenizer(directory, TEMPLATES[request.param], **marks)
 
 
+@cache
+def published_texts():
+    return [text for column in pq.read_table(TEXTS_FILE).columns for text in column.to_pylist()]
+
+
 def drawn_text(draw, least=1):
     text = "".join(draw.choice(WORDS) for _ in range(draw.randint(least, 9)))
+    if TEXTS_FILE and draw.random() < 0.7:
+        text = draw.choice(published_texts()) + (text if draw.random() < 0.2 else "")
     return text if text.strip() else "x" + text
 
 
 def drawn_conversation(draw, can):
-    """Turns in an order that files have, some of it odd."""
+    """Turns in an order that files have, some of it odd; half of them have no white space around their texts."""
     turns = [Turn("system", drawn_text(draw))] if draw.random() < 0.4 else []
     for _ in range(draw.randint(1, 4)):
         turns += [Turn("user", drawn_text(draw)) for _ in range(1 + (draw.random() < 0.1))]
@@ -47,6 +57,8 @@ def drawn_conversation(draw, can):
             turns += [Turn("tool", drawn_text(draw)) for _ in calls]
         thought = drawn_text(draw).strip("\n") if can.thoughts and draw.random() < 0.4 else ""
         turns.append(Turn("assistant", drawn_text(draw), thought, learnt=draw.random() < 0.9))
+    if draw.random() < 0.5:
+        turns = [turn._replace(text=turn.text.strip(), thought=turn.thought.strip()) for turn in turns]
     return Conversation(turns, json.dumps(TOOLS, ensure_ascii=False) if can.tools and draw.random() < 0.4 else "")
 
 
