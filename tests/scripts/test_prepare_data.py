@@ -1,19 +1,14 @@
 """scripts/prepare_data.py as a process: what it writes, counts and refuses; outputs are written atomically."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
 
 from model.data.cleaning import REASONS
 from model.data.readers import read_conversations
+from tests.data.files import write_json_lines
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 ROWS = [
@@ -28,23 +23,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def prepare(tmp_path):
-    """A function that runs the script in tmp_path and returns (exit code, stdout, stderr)."""
-
-    def run(*words):
-        command = [sys.executable, SCRIPT, *map(str, words)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60)
-        return done.returncode, done.stdout, done.stderr
-
-    return run
-
-
-def write_rows(path, rows):
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
-    return path
-
-
 def counts_in(table, name):
     header, *lines = (re.split(r"\s{2,}", line.strip()) for line in table.splitlines())
     numbers = next(line[1:] for line in lines if line[0] == name)
@@ -52,7 +30,7 @@ def counts_in(table, name):
 
 
 def test_rows_are_cleaned_dropped_by_reason_and_counted_over_all_inputs(tmp_path, prepare):
-    write_rows(tmp_path / "messy.jsonl", ROWS)
+    write_json_lines(tmp_path / "messy.jsonl", ROWS)
     (tmp_path / "medical.csv").write_bytes('title,ask,answer\n标题,"问\n三",答三\n问一,,答一\n'.encode("gb18030"))
     code, table, errors = prepare("messy.jsonl", "medical.csv", "--output", "out/pairs.parquet", "--max_chars=50")
     assert (code, errors) == (0, "")
@@ -107,7 +85,7 @@ def test_a_file_without_a_readable_row_is_refused(tmp_path, prepare, name, text)
 
 
 def test_the_output_is_zstd_with_row_groups_of_20000_pairs_and_can_be_an_input(tmp_path, prepare):
-    write_rows(tmp_path / "many.jsonl", ({"prompt": f"问{i}", "response": "答"} for i in range(20_001)))
+    write_json_lines(tmp_path / "many.jsonl", ({"prompt": f"问{i}", "response": "答"} for i in range(20_001)))
     assert prepare("many.jsonl", "--output", "a.parquet")[0] == 0
     assert prepare("a.parquet", "--output", "b.parquet")[0] == 0
     file = pq.ParquetFile(tmp_path / "b.parquet")
@@ -117,13 +95,15 @@ def test_the_output_is_zstd_with_row_groups_of_20000_pairs_and_can_be_an_input(t
 
 
 def test_a_file_with_one_side_always_empty_is_refused_by_name(tmp_path, prepare):
-    write_rows(tmp_path / "belle.jsonl", [None, {"question": "q", "std_answer": "", "class": "c"}, {"question": ""}])
-    write_rows(tmp_path / "good.jsonl", ROWS)
+    write_json_lines(
+        tmp_path / "belle.jsonl", [None, {"question": "q", "std_answer": "", "class": "c"}, {"question": ""}]
+    )
+    write_json_lines(tmp_path / "good.jsonl", ROWS)
     code, table, errors = prepare("good.jsonl", "belle.jsonl", "--output", "out.parquet", "--strict")
     assert (code, table) == (2, "")
     assert "belle.jsonl: the response is empty in all 1 rows (read from 'std_answer'; " in errors
     assert "'question', 'std_answer', 'class'" in errors and "--response_column=NAME" in errors
-    write_rows(tmp_path / "noprompt.jsonl", [{"instruction": " ", "input": "", "output": "a"}])
+    write_json_lines(tmp_path / "noprompt.jsonl", [{"instruction": " ", "input": "", "output": "a"}])
     code, _, errors = prepare("noprompt.jsonl", "--output", "out.parquet")
     assert code == 2 and "the prompt is empty in all 1 rows (read from 'instruction', 'input'; " in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["belle.jsonl", "good.jsonl", "noprompt.jsonl"]
@@ -148,7 +128,7 @@ def test_an_unusable_input_is_refused_in_one_message_and_nothing_is_written(tmp_
 def test_an_existing_output_stays_unchanged_until_a_complete_one_replaces_it(tmp_path, prepare):
     output = tmp_path / "out.parquet"
     output.write_bytes(b"old")
-    write_rows(tmp_path / "good.jsonl", ROWS)
+    write_json_lines(tmp_path / "good.jsonl", ROWS)
     (tmp_path / "bad.json").write_text("[1", encoding="utf-8")
     code, _, errors = prepare("good.jsonl", "--output", output)
     assert code == 2 and "--overwrite" in errors
@@ -162,7 +142,7 @@ def test_a_share_of_the_pairs_goes_to_validation_and_stays_there_when_data_is_ad
     rows = [dict(prompt=f"问{i}", response=f"答{i}") for i in range(600)]
     validation_prompts = []
     for name, count in (("few", 300), ("all", 600)):
-        write_rows(tmp_path / f"{name}.jsonl", rows[:count])
+        write_json_lines(tmp_path / f"{name}.jsonl", rows[:count])
         words = [f"{name}.jsonl", "--output", f"{name}.parquet", "--validation_output", f"{name}_valid.parquet"]
         code, out, err = prepare(*words, "--validation_share", "0.1")
         assert code == 0, err
@@ -178,7 +158,7 @@ def test_a_share_of_the_pairs_goes_to_validation_and_stays_there_when_data_is_ad
 
 
 def test_named_columns_are_used_and_wrong_options_are_refused(tmp_path, prepare):
-    write_rows(tmp_path / "x.jsonl", [{"a": "p", "b": "r"}])
+    write_json_lines(tmp_path / "x.jsonl", [{"a": "p", "b": "r"}])
     assert prepare("x.jsonl", "--output", "o.parquet", "--prompt_column=b", "--response_column", "a")[0] == 0
     assert pq.read_table(tmp_path / "o.parquet").to_pylist() == [{"prompt": "r", "response": "p"}]
     for words in (
@@ -191,7 +171,7 @@ def test_named_columns_are_used_and_wrong_options_are_refused(tmp_path, prepare)
 
 
 def test_the_report_says_what_was_written(tmp_path, prepare):
-    write_rows(tmp_path / "x.jsonl", ROWS)
+    write_json_lines(tmp_path / "x.jsonl", ROWS)
     code, out, errors = prepare("x.jsonl", "--output", "o.parquet", "--report")
     assert code == 0 and "exact duplicates: 0 of 3" in out
     assert "o.parquet: 3 pairs in 3 conversations, 0 with earlier turns" in out
@@ -211,7 +191,9 @@ def test_a_conversation_is_written_as_one_row_and_read_back_as_it_was(tmp_path, 
         dict(role="user", content="再见"),
         dict(role="assistant", content="Bye"),
     ]
-    path = write_rows(tmp_path / "x.jsonl", [dict(messages=turns, tools=[call]), dict(prompt="问", response="答")])
+    path = write_json_lines(
+        tmp_path / "x.jsonl", [dict(messages=turns, tools=[call]), dict(prompt="问", response="答")]
+    )
     code, out, errors = prepare("x.jsonl", "--output", "o.parquet")
     assert (code, errors) == (0, "") and "o.parquet: 2 conversations written" in out
     assert list(map(plain, read_conversations(tmp_path / "o.parquet"))) == list(map(plain, read_conversations(path)))
@@ -232,7 +214,7 @@ def plain(conversation):
 def test_a_turn_that_is_of_no_use_costs_what_it_was_said_in_and_not_the_rest(tmp_path, prepare):
     said = ["问", "答", "坏\ufffd", "丢", "又问", "又答"]
     turns = [dict(role=("user", "assistant")[place % 2], content=text) for place, text in enumerate(said)]
-    write_rows(tmp_path / "x.jsonl", [dict(messages=turns), dict(messages=turns[2:4]), dict(messages=turns)])
+    write_json_lines(tmp_path / "x.jsonl", [dict(messages=turns), dict(messages=turns[2:4]), dict(messages=turns)])
     code, out, errors = prepare("x.jsonl", "--output", "o.parquet")
     assert code == 0 and "1 conversations lost turns that hold damaged text" in errors
     counts = counts_in(out.partition("\no.parquet")[0], "x.jsonl")
@@ -245,8 +227,8 @@ def test_a_turn_that_is_of_no_use_costs_what_it_was_said_in_and_not_the_rest(tmp
 
 def test_the_parts_of_a_dialogue_that_goes_on_stay_in_one_file(tmp_path, prepare):
     turns = [[dict(role="user", content=f"问{i}"), dict(role="assistant", content="答")] * 2 for i in range(300)]
-    write_rows(tmp_path / "a.jsonl", [dict(messages=each) for each in turns])
-    write_rows(tmp_path / "b.jsonl", [dict(messages=each * 2) for each in turns])
+    write_json_lines(tmp_path / "a.jsonl", [dict(messages=each) for each in turns])
+    write_json_lines(tmp_path / "b.jsonl", [dict(messages=each * 2) for each in turns])
     for name in "ab":
         words = [f"{name}.jsonl", f"--output={name}.parquet", f"--validation_output={name}_valid.parquet"]
         assert prepare(*words, "--validation_share=0.1")[0] == 0
@@ -256,124 +238,17 @@ def test_the_parts_of_a_dialogue_that_goes_on_stay_in_one_file(tmp_path, prepare
 
 def test_plain_text_is_prepared_as_texts_alone(tmp_path, prepare):
     (tmp_path / "book.txt").write_text("第一行\n\n第二行\u200b\n第一行\n", encoding="utf-8")
-    write_rows(tmp_path / "mind.jsonl", [dict(text="<|im_start|>一<|im_end|> <|im_start|>二<|im_end|>")])
+    write_json_lines(tmp_path / "mind.jsonl", [dict(text="<|im_start|>一<|im_end|> <|im_start|>二<|im_end|>")])
     code, out, errors = prepare("book.txt", "mind.jsonl", "--output", "o.parquet", "--report")
     assert (code, errors) == (0, "") and "o.parquet: 3 texts written" in out and "text characters: p50 3" in out
     assert pq.read_table(tmp_path / "o.parquet")["text"].to_pylist() == ["第一行", "第二行", "一\n二"]
-    write_rows(tmp_path / "x.jsonl", ROWS)
+    write_json_lines(tmp_path / "x.jsonl", ROWS)
     for words in (["book.txt", "x.jsonl"], ["x.jsonl", "book.txt"]):
         code, _, errors = prepare(*words, "--output", "p.parquet")
         assert code == 2 and "some rows are plain text and some are conversations" in errors
 
 
 def test_a_share_without_a_file_for_it_is_refused(tmp_path, prepare):
-    write_rows(tmp_path / "x.jsonl", ROWS)
+    write_json_lines(tmp_path / "x.jsonl", ROWS)
     code, _, errors = prepare("x.jsonl", "--output=p.parquet", "--validation_share=0.05")
     assert code == 2 and "--validation_share=0.05" in errors and "add --validation_output VALID.parquet" in errors
-
-
-def test_a_folder_or_an_output_that_cannot_be_made_is_refused_in_a_sentence(tmp_path, prepare):
-    write_rows(tmp_path / "x.jsonl", ROWS)
-    (tmp_path / "f.parquet").mkdir()
-    for words, expected in (
-        (["f.parquet", "--output=new/deep/p.parquet"], "f.parquet: the folder holds no .parquet, .jsonl, .json, .csv"),
-        (["none.csv", "--output=new/deep/p.parquet", "--validation_output=new/v.parquet"], "none.csv: no such file"),
-        (
-            ["x.jsonl", "--output=x.jsonl/p.parquet"],
-            "x.jsonl: the directory cannot be made (File exists: x.jsonl); give",
-        ),
-        (["x.jsonl", "--output=x.jsonl/y/p.parquet"], "x.jsonl/y: the directory cannot be made (Not a directory: x.js"),
-        (["x.jsonl", "--output=f.parquet", "--overwrite"], "--output=f.parquet: it is a folder; name a file, for ex"),
-    ):
-        code, table, errors = prepare(*words)
-        assert (code, table, errors.count("\n")) == (2, "", 1) and expected in errors and "Errno" not in errors
-        assert not (tmp_path / "new").exists(), "a refusal leaves nothing"
-
-
-def test_a_folder_stands_for_the_data_files_in_it_which_are_named(tmp_path, prepare):
-    (tmp_path / "raw" / "inner.json").mkdir(parents=True)
-    for name in ("b.jsonl", "a.jsonl", "notes.md"):
-        write_rows(tmp_path / "raw" / name, [dict(prompt=name, response="r")])
-    code, out, errors = prepare("raw/", "--output=raw/o.parquet")
-    assert (code, errors) == (0, "prepare_data: in raw/: a.jsonl, b.jsonl\n")
-    assert [row["prompt"] for row in pq.read_table(tmp_path / "raw" / "o.parquet").to_pylist()] == [
-        "a.jsonl",
-        "b.jsonl",
-    ]
-    DatasetDict(train=Dataset.from_dict(dict(prompt=["p"], response=["r"]))).save_to_disk(tmp_path / "saved")
-    code, out, errors = prepare("saved[train]", "--output=o.parquet")
-    assert (code, errors) == (0, "prepare_data: in saved[train]: data-00000-of-00001.arrow\n")
-    code, out, errors = prepare("saved[dev]", "--output=new.parquet")
-    assert code == 2 and "saved[dev]: it has no split 'dev': type one of saved[train]" in errors
-
-
-def test_an_unreadable_file_is_left_out_as_a_whole_and_the_others_are_prepared(tmp_path, prepare):
-    write_rows(tmp_path / "good.jsonl", ROWS)
-    (tmp_path / "empty.json").touch()
-    (tmp_path / "cut.json").write_text('[{"prompt": "p", "response": "r"},\n{"prompt": "问一", "response": "答一"}, {')
-    (tmp_path / "belle.jsonl").write_text('{"question": "q", "std_answer": ""}')
-    bad = ["empty.json", "cut.json", "belle.jsonl"]
-    code, out, errors = prepare(bad[1], "good.jsonl", *bad[::2], "--output=out.parquet", "--max_chars=50")
-    assert code == 0 and errors.count("left out: the whole file: ") == 3 and all(name in errors for name in bad)
-    table = out.partition("\nout.parquet")[0]
-    assert counts_in(table, "cut.json")["read"] == 0 and counts_in(table, "good.jsonl") == counts_in(out, "total") | {
-        "read": 8, "empty response": 1
-    }  # fmt: skip
-    assert [row["prompt"] for row in pq.read_table(tmp_path / "out.parquet").to_pylist()] == ["问一", "问二"]
-    for words in (["good.jsonl", *bad, "--strict"], bad):
-        code, out, errors = prepare(*words, "--output=none.parquet")
-        assert (code, out) == (2, "") and all(f"{name}" in errors for name in bad)
-    assert not list(tmp_path.glob("*none*"))
-
-
-def test_a_file_given_under_several_names_is_read_once_and_an_input_is_never_overwritten(tmp_path, prepare):
-    write_rows(tmp_path / "a.jsonl", ROWS)
-    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
-    (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "a.jsonl")
-    code, out, errors = prepare("a.jsonl", "./a.jsonl", "link.jsonl", "hard.jsonl", "--output=o.parquet")
-    assert code == 0 and errors.count("the same file as a.jsonl, read once") == 3
-    assert counts_in(out.partition("\no.parquet")[0], "total")["read"] == 8
-    before = (tmp_path / "o.parquet").read_bytes()
-    (tmp_path / "dir").symlink_to(".")
-    for words, expected in (
-        (["o.parquet", "--output=dir/o.parquet"], "o.parquet: it is also the output dir/o.parquet"),
-        (
-            ["a.jsonl", "o.parquet", "--output=b.parquet", "--validation_output=./o.parquet"],
-            "it is also the output o.parq",
-        ),
-        (["a.jsonl", "--output=v.parquet", "--validation_output=dir/v.parquet"], "are both v.parquet"),
-    ):
-        code, _, errors = prepare(*words, "--overwrite")
-        assert code == 2 and expected in errors
-    assert (tmp_path / "o.parquet").read_bytes() == before and not (tmp_path / "v.parquet").exists()
-
-
-def test_unused_columns_and_prompts_in_both_outputs_are_reported(tmp_path, prepare):
-    rows = [dict(prompt=f"问{i % 10}", response=f"答{i}", rejected="x", history="q a") for i in range(200)]
-    write_rows(tmp_path / "a.jsonl", rows)
-    code, out, _ = prepare("a.jsonl", "--output=t.parquet", "--validation_output=v.parquet", "--validation_share=0.2")
-    assert code == 0 and "a.jsonl: not used: column 'rejected' (200 rows, 1" in out and "'history' (200 rows, 3" in out
-    train, valid = (pq.read_table(tmp_path / name)["prompt"].to_pylist() for name in ("t.parquet", "v.parquet"))
-    shared = sum(prompt in train for prompt in valid)
-    assert out.splitlines()[-2:] == [
-        f"t.parquet: {len(train)} pairs written, {len(set(train))} different prompts",
-        f"v.parquet: {len(valid)} pairs written, {shared} with a prompt that is also in t.parquet",
-    ]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv", "parquet"])
-def test_a_file_name_that_is_not_utf8_is_read_written_and_printed(tmp_path, prepare, suffix):
-    name = os.fsdecode(b"\xd6\xd0." + suffix.encode())
-    if suffix == "jsonl":
-        write_rows(tmp_path / name, [{"prompt": "p", "response": "r"}, None])
-    elif suffix == "parquet":
-        with open(tmp_path / name, "wb") as file:
-            pq.write_table(pa.table({"prompt": ["p"], "response": ["r"]}), file)
-    else:
-        (tmp_path / name).write_text("prompt,response\np,r\n".replace(",", "\t" if suffix == "tsv" else ","))
-    bad, output = os.fsdecode(b"\xff.json"), os.fsdecode(b"\xd6\xd0_out.parquet")
-    (tmp_path / bad).write_text("[")
-    code, out, errors = prepare(name, bad, "--output", output)
-    assert code == 0 and "1 pairs written" in out and "Traceback" not in errors and "\\udcff.json line 1" in errors
-    with open(tmp_path / output, "rb") as file:
-        assert pq.read_table(file).to_pylist() == [{"prompt": "p", "response": "r"}]
