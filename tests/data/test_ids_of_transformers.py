@@ -10,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import transformers
 
+from model.data import template_frames
 from model.data.conversation import Conversation, Turn
 from model.data.rendered_text import messages_of
+from model.data.template_process import render_all
 from model.data.turn_template import turn_template
 from tests.data.chat_templates import QWEN3, TEMPLATES
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
@@ -98,6 +100,17 @@ def test_a_question_has_the_ids_of_transformers_with_thinking_on_and_off(tokeniz
         for thinking in (False, True):
             theirs = stock_ids(stock, asked, add_generation_prompt=True, enable_thinking=thinking)["input_ids"]
             assert template.encode_question(list(asked.turns), 9999, asked.tools, thinking) == theirs, asked
+
+
+def test_plain_thoughts_are_put_in_frames_and_those_the_template_looks_into_are_rendered(tmp_path, monkeypatch):
+    template, rendered = turn_template(make_qwen_tokenizer(tmp_path, QWEN3, marks=MARKS)), []
+    talk = [Turn("user", "今天"), Turn("assistant", "好", "想"), Turn("user", "明天"), Turn("assistant", "雨", "ab。")]
+    template.encode_dialogues([Conversation(talk)])
+    monkeypatch.setattr(template_frames, "render_all", lambda *given: rendered.append(given) or render_all(*given))
+    template.encode_dialogues([Conversation([turn._replace(text=f"{turn.text}{n}") for turn in talk]) for n in (1, 2)])
+    assert not rendered
+    template.encode_dialogues([Conversation([*talk[:3], Turn("assistant", "雨", " ab")])])
+    assert len(rendered) == 1
 
 
 def learnt_texts(tokenizer, one):
