@@ -25,9 +25,9 @@ import pytest
 import torch
 
 from model.display.live import Pacing
+from model.display.run_report import rows_of
 from model.runtime import fault_injection
 from model.runtime.watchdog import watch_signals
-from scripts.check_training_progress import rows_of
 from tests.ranks import fork, free_port
 from tests.tiny import journal, words
 from train_low_mem import main
