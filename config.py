@@ -1,10 +1,9 @@
 """Every option of a run, in flat frozen dataclasses. Standard library only.
 
 A preset holds only its differences from the defaults, and the command line only the differences from the preset.
-`load_config` uses every value as it was given, or raises ValueError.
+`load_config` (model/commands/option_values.py) uses every value as it was given, or raises ValueError.
 """
 
-import math
 from dataclasses import dataclass, fields, replace
 
 MAX_WIDTH, MAX_LAYERS, MAX_VOCAB_SIZE = 65_536, 256, 1 << 20  # a file with more is taken for damaged
@@ -228,31 +227,6 @@ PRESETS = {
 }
 
 
-def load_config(preset, overrides):
-    """TrainConfig of `preset` with the dict `overrides` (option name to text or value) applied.
-
-    Where all weights of a model are trained further, the optimizer stays auto, and a learning rate that is not given 0,
-    until the model is read (model/commands/settled.py). Raises one ValueError that lists every problem: unknown
-    options, values of the wrong type or out of range.
-    """
-    kinds = {f.name: f.type for f in fields(TrainConfig)}
-    values, problems = dict(PRESETS[preset]), []
-    for name, value in overrides.items():
-        try:
-            values[name] = as_type(name, value, kinds)
-        except ValueError as error:
-            problems.append(str(error))
-    try:
-        config = TrainConfig(**{name: value for name, value in values.items() if name in kinds})
-    except ValueError as error:
-        problems += str(error).splitlines()[1:]
-    if problems:
-        raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
-    if config.optimizer == "auto" and (config.lora_rank or not config.finetune_from_ckp_file):
-        return with_optimizer(config, LORA_OPTIMIZER if config.lora_rank else SCRATCH_OPTIMIZER)
-    return config if config.optimizer == "auto" else with_optimizer(config, config.optimizer)
-
-
 def with_optimizer(config, name):
     """`config` with this optimizer, and with its default learning rate if none is given."""
     config = replace(config, optimizer=name)
@@ -269,38 +243,3 @@ def rates_of(config):
     """Default peak from scratch and for fine-tuning, lowest and highest learning rate of config's optimizer."""
     is_adapter = config.lora_rank and config.optimizer == LORA_OPTIMIZER
     return LORA_LEARN_RATES if is_adapter else LEARN_RATES[config.optimizer]
-
-
-BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
-
-def as_bool(name, text):
-    """Parse True, 1, yes, False, 0 or no, in any case; raises ValueError for anything else."""
-    if (word := str(text).strip().lower()) in BOOLEANS:
-        return BOOLEANS[word]
-    raise ValueError(f"--{name}={text}: this option takes True or False")
-
-
-def as_type(name, value, kinds):
-    """Convert `value` of the option `name` to its type in `kinds`; raises ValueError if that changes the value."""
-    if name not in kinds:
-        raise ValueError(f"unknown option --{name}")
-    kind, text = kinds[name], str(value).strip()
-    if kind is bool:
-        return as_bool(name, text)
-    if kind is str and text in ("True", "False") and "True" not in CHOICES.get(name, ()):
-        raise ValueError(f"--{name} has no value: write --{name}=VALUE")
-    if kind is str:
-        is_choice = "True" in CHOICES.get(name, ()) and text.lower() in BOOLEANS
-        return str(BOOLEANS[text.lower()]) if is_choice else str(value)
-    try:
-        if kind is int and text.removeprefix("-").isdecimal():
-            return int(text)
-        number = float(text)
-        if kind is float and math.isfinite(number):
-            return number
-        if kind is int and number == int(number):
-            return int(number)
-    except (ValueError, OverflowError):
-        pass
-    raise ValueError(f"--{name}={text}: this option takes a {'whole ' if kind is int else ''}number")

@@ -33,7 +33,8 @@ import torch
 from bench.lora import RANK, shape_of
 from bench.one_step import Setting, errors
 from bench.small_cards import measure_small_cards
-from config import MODELS, load_config
+from config import MODELS
+from model.commands.option_values import load_config
 from model.commands.recipe import plan_options
 from model.commands.setup import set_memory_limit
 from model.memory.plan import choose_plan

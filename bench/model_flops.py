@@ -21,8 +21,9 @@ import torch
 
 from bench.one_step import Setting
 from bench.runs import context_of, schedule_of
-from config import MODELS, load_config
+from config import MODELS
 from model.commands.machine import launch_tokens_here
+from model.commands.option_values import load_config
 from model.commands.recipe import plan_options
 from model.commands.setup import set_memory_limit
 from model.data.length_histogram import Lengths

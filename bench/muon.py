@@ -18,7 +18,8 @@ from unittest import mock
 
 import torch
 
-from config import MODELS, load_config
+from config import MODELS
+from model.commands.option_values import load_config
 from model.nn.kernels import muon as kernels
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig

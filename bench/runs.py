@@ -1,6 +1,6 @@
 """Parts of a run for measurements: stores of pairs, a run on the corpus, a step's context without data files."""
 
-from config import load_config
+from model.commands.option_values import load_config
 from model.commands.setup import prepare_run
 from model.data.token_store import Source, open_store
 from model.nn.base import Packing

@@ -17,8 +17,9 @@ from itertools import islice, product
 import torch
 
 from bench.runs import context_of, evaluation_of, schedule_of
-from config import MODELS, load_config
+from config import MODELS
 from model.commands.machine import compute_dtype, machine_of
+from model.commands.option_values import load_config
 from model.commands.recipe import answers_wanted, memory_spec, plan_options
 from model.data.length_histogram import histogram
 from model.memory.estimate import Estimate

@@ -5,7 +5,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import load_config
+from model.commands.option_values import load_config
 from model.commands.plan_report import GIB, preview
 from model.memory.plan import NothingFits, phase_problem
 from tests.sizes import QWEN_VOCAB_SIZE, QWENS

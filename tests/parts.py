@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 
-from config import load_config
 from model.commands.adapter import lora_of
 from model.commands.machine import Machine
 from model.commands.objective import objectives_for
+from model.commands.option_values import load_config
 from model.commands.recipe import answers_wanted, memory_spec
 from model.data.token_store import Source, open_store
 from model.data.tokenizer import PROBE

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from config import LEARN_RATES, MODELS, PRESETS, TrainConfig, as_bool, load_config
+from config import LEARN_RATES, MODELS, PRESETS, TrainConfig
+from model.commands.option_values import as_bool, load_config
 from model.commands.options import preset_name as name_of
 from model.commands.run_length import global_batch
 from model.nn.registry import load_model_config

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from config import TrainConfig, load_config
+from config import TrainConfig
 from model.commands.guide_flags import VALUES
 from model.commands.option_names import OWN_NAMES
+from model.commands.option_values import load_config
 from model.commands.options import FLAGS, preset_name
 from model.nn.registry import QWEN, load_model_config
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from config import load_config
+from model.commands.option_values import load_config
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENS_DIR
 from model.train.lr_schedule import LearnRate

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import config
-from config import PRESETS, TrainConfig, load_config
+from config import PRESETS, TrainConfig
+from model.commands.option_values import load_config
 from model.commands.plan_report import GIB, preview
 from model.formats.weights import export_model
 from model.run.run_dir import TOKENIZER_DIR

@@ -7,7 +7,8 @@ it was typed on the launcher's command line; in a configuration file it may be t
 import os
 from dataclasses import fields
 
-from config import TrainConfig, as_type
+from config import TrainConfig
+from model.commands.option_values import as_type
 from model.runtime.launcher import launcher_options, read_options
 
 SAME_HERE = dict(

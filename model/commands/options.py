@@ -6,9 +6,10 @@ import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from config import PRESETS, TrainConfig, as_bool, default_learn_rate, load_config, rates_of
+from config import PRESETS, TrainConfig, default_learn_rate, rates_of
 from model.commands.launcher_options import taken_over
 from model.commands.option_names import unknown_option
+from model.commands.option_values import as_bool, load_config
 from model.commands.run_files import FILE_OPTIONS
 from model.commands.usage import FLAGS, HELP, commands_text, usage, with_command
 from model.display.catalogue import texts_here

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 import ujson
 
-from config import as_type
 from model.commands.expected_time import card
 from model.commands.length_sample import sample_of
 from model.commands.machine import machine_here
+from model.commands.option_values import as_type
 from model.commands.options import read_request
 from model.commands.origin import find_origin
 from model.commands.plan_table import GIB, source_text, table

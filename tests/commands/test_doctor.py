@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-from config import load_config
 from model.commands import doctor
 from model.commands.data_rows import FIRST_ROWS
 from model.commands.doctor import as_text, examine
 from model.commands.objective import OBJECTIVES
+from model.commands.option_values import load_config
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.run.train_state import FORMAT

@@ -2,9 +2,9 @@
 
 import os
 
-from config import load_config
 from model.commands.doctor import examine
 from model.commands.foresight import seen_tokens
+from model.commands.option_values import load_config
 from model.commands.space import disk_row
 from tests.tiny import OPTIONS, train
 

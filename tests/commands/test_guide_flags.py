@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
-from config import load_config
 from model.commands.guide_flags import VALUES, read_guide
 from model.commands.option_names import OWN_NAMES
+from model.commands.option_values import load_config
 
 SCHEMES = """\
 --model_name_or_path MODEL --data_path DATA --output_dir ./output --use_4bit --bf16 --num_train_epochs 3

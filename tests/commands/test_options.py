@@ -6,7 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from config import TrainConfig, load_config
+from config import TrainConfig
+from model.commands.option_values import load_config
 from model.commands.options import KEEP_TRAINING, exit_early, read_request
 from model.commands.run_length import global_batch
 from model.commands.usage import COMMANDS

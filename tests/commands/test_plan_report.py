@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from config import MODELS, load_config
+from config import MODELS
 from model.commands import length_sample
+from model.commands.option_values import load_config
 from model.commands.plan_report import plan_text, preview, table
 from model.commands.recipe import plan_options
 from model.data.conversation import Turn

@@ -2,10 +2,11 @@ from dataclasses import replace
 
 import torch
 
-from config import MODELS, load_config
+from config import MODELS
 from model.commands import machine
 from model.commands.doctor import model_rows
 from model.commands.machine import Machine, machine_of
+from model.commands.option_values import load_config
 from model.commands.plan_report import planned_recipe
 from model.commands.recipe import CPU_ANSWERS, answers_wanted
 from model.commands.setup import prepare_run

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from config import load_config
+from model.commands.option_values import load_config
 from model.commands.run_length import run_pairs, steps_between, warmup_pairs
 from model.data.sampler import step_at
 

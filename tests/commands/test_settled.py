@@ -6,8 +6,8 @@ import shutil
 import pytest
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from config import load_config
 from model.commands.doctor import model_rows
+from model.commands.option_values import load_config
 from model.commands.origin import find_origin
 from model.commands.plan_report import preview
 from model.commands.settled import settled

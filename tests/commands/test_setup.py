@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from config import MODELS, load_config
+from config import MODELS
 from model.commands.no_model import check_source
+from model.commands.option_values import load_config
 from model.commands.recipe import plan_options
 from model.data.length_histogram import histogram
 from model.data.tokenizer_training import train_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from config import load_config
+from model.commands.option_values import load_config
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
 from model.formats.weights import LoadedWeights, export_model, load_into

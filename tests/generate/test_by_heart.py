@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
-from config import load_config
+from model.commands.option_values import load_config
 from model.data.conversation import Turn
 from model.data.sequences import Sequences
 from model.data.turn_template import turn_template, with_turn_end

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from config import load_config
+from model.commands.option_values import load_config
 from model.commands.recipe import plan_options
 from model.data.length_histogram import histogram
 from model.memory.duration import GPUS, gpu_named, step_seconds

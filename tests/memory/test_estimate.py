@@ -3,7 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from config import MODELS, load_config
+from config import MODELS
+from model.commands.option_values import load_config
 from model.commands.recipe import with_optimizer
 from model.data.length_histogram import histogram
 from model.data.packing import cut

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from config import load_config
 from model.commands import evaluation
+from model.commands.option_values import load_config
 from model.memory.estimate import disk_bytes, fixed_bytes
 from model.memory.plan import NothingFits
 from model.run.checkpoint import TrainState, load_average, read_checkpoint, save_checkpoint, snapshot_of

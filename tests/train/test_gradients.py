@@ -4,7 +4,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from config import load_config
+from model.commands.option_values import load_config
 from model.commands.setup import prepare_run
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.train.step import Position, train_steps
