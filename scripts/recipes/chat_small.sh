@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# A T5 of 48 M parameters that chats, from your files: text, pairs, fine-tuning, its scores and twenty answers.
+set -euo pipefail
+recipe=chat_small model=small kind=character vocab_size=8000
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/stages.sh"
+
+usage() {
+    cat >&2 <<'END'
+usage: chat_small.sh --pairs=FILE[,FILE] --sft=FILE[,FILE] [--text=FILE[,FILE]] [--out=DIR] [--any_field=value ...]
+  --pairs   pairs or conversations to pre-train on      --text  plain text, learnt before them
+  --sft     conversations to fine-tune on               --out   directory of the result (model_save/chat_small)
+  --any_field=value  options of train_low_mem.py train for every training
+NUM_PROCESSES=2 before the command starts that many processes instead of one for each visible GPU.
+Run it again to go on where it stopped.
+END
+    exit 2
+}
+
+read_words "$@"
+prepare text "$text" --max_chars=1000000 # a document becomes many chunks
+prepare pairs "$pairs"
+prepare sft "$sft"
+make_tokenizer
+runs=()
+start=(--model=small --tokenizer_dir="$out/tokenizer")
+if [[ -n $text ]]; then
+    train_stage 1_text text "${start[@]}" --objective=span --epochs=3
+    runs+=("$out/1_text")
+    start=(--finetune_from_ckp_file="$out/1_text/best")
+fi
+train_stage 2_pairs pairs "${start[@]}" --epochs=4 --dropout=0.1 --average=0.1
+train_stage 3_sft sft --finetune_from_ckp_file="$out/2_pairs/best" --epochs=3 --dropout=0.1
+show_results "${runs[@]}" "$out/2_pairs" "$out/3_sft"
