@@ -63,7 +63,7 @@ class Mixed:
     def sequences(self, store, ids, seed, epoch):
         """Those of one objective after those of another."""
         shared = [part.sequences(store, own, seed, epoch) for part, own in self._shares(ids)]
-        return _joined(shared, self._network_sides)
+        return _joined(shared, self._network_columns)
 
     def weights(self, store, ids, seed, epoch):
         shares = [part.weights(store, own, seed, epoch) for part, own in self._shares(ids)]
@@ -73,7 +73,7 @@ class Mixed:
         return self.parts[0].losses(model, batch, chunk_tokens)
 
     @cached_property
-    def _network_sides(self):
+    def _network_columns(self):
         """How many columns the network reads, of the part that has most."""
         row = np.full((1, len(self.columns)), 2)
         return max(part.length_bounds(row).shape[1] for part in self.parts)
@@ -93,7 +93,7 @@ class Mixed:
     def _by_row(self, ids, lengths_of):
         """int64 (rows, columns of the network): what `lengths_of(part, ids)` gives for the rows of each part."""
         places, different = self._places(ids)
-        lengths = np.zeros((len(ids), self._network_sides), np.int64)
+        lengths = np.zeros((len(ids), self._network_columns), np.int64)
         for number, part in enumerate(different):
             if (is_own := places == number).any():
                 own = lengths_of(part, ids[is_own])
