@@ -71,6 +71,12 @@ class TrainConfig:
     max_grad_norm: float = 1.0  # 0: no clipping
     z_loss: float = 0.0  # weight of the squared log-normaliser in the loss
     label_smoothing: float = 0.0  # share of a target's probability that is spread over the vocabulary
+    against_loops: str = "none"  # learn not to repeat oneself: none, unlikelihood, scalegrad, contrastive
+    loops_weight: float = 1.0  # of against_loops
+    loops_ngram: int = 1  # against_loops: 1: what stands in the answer; 2: what writes a pair of its tokens again
+    teacher: str = ""  # models of the same tokenizer whose predictions are learnt too: DIR,DIR; several are averaged
+    distill_weight: float = 0.5  # share of the loss that compares with the teachers; the rest is that of the targets
+    distill_temperature: float = 1.0  # by which the logits of teachers and student are divided to compare them
     spike_guard: float = 0.0  # skip steps whose gradient norm exceeds the median by this factor; 0: off
     seed: int = 23333  # of the initial weights, the order of pairs and dropout
     # Memory and speed
@@ -113,10 +119,11 @@ MINIMUM = dict(
     warmup_steps=-1, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
     no_repeat_ngram_size=0, ddp_timeout_s=30, spike_guard=0, lora_rank=0, lora_alpha=0, max_steps=0, patience=0,
-    early_stop=0,
+    early_stop=0, loops_weight=0, loops_ngram=1,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("auto", "muon", "adamw_rms", "adamw", "adafactor"),
+    against_loops=("none", "unlikelihood", "scalegrad", "contrastive"),
     lr_schedule=("cosine", "wsd"),
     mixed_precision=("auto", "bf16", "no"),
     gradient_checkpointing=("auto", "True", "False"),
@@ -143,6 +150,7 @@ FINE_TUNED_WIDTH = 512  # of a network that AdamW fine-tunes at that rate; it fa
 # The same for adapters, whose B starts at zero, so that a rate relative to it would leave it there: torch's AdamW takes
 # its rate as it is. Ten times that of all weights (Schulman et al. 2025, LoRA Without Regret), whatever the rank.
 SCRATCH_OPTIMIZER, LORA_OPTIMIZER, LORA_LEARN_RATES = "muon", "adamw", (1e-3, 1e-3, 1e-5, 5e-2)
+OPTIONS_WITH = dict(teacher=("distill_weight", "distill_temperature"), against_loops=("loops_weight", "loops_ngram"))
 LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_dropout", "use_rslora", "lora_init")
 MAX_LORA_RANK = 4096
 MAX_DEFAULT_WARMUP_STEPS = 1000
@@ -206,6 +214,17 @@ def _contradictions(config):
         yield f"warmup_ratio={config.warmup_ratio}: must be in [0, 1), or -1 for warmup_steps"
     elif config.warmup_ratio >= 0 and config.warmup_steps >= 0:
         yield f"warmup_ratio={config.warmup_ratio} contradicts warmup_steps={config.warmup_steps}: -1 turns one off"
+    for owner, options in OPTIONS_WITH.items():
+        for name in options:
+            is_off = getattr(config, owner) == getattr(TrainConfig, owner)
+            if is_off and getattr(config, name) != getattr(TrainConfig, name):
+                yield f"{name}={getattr(config, name)}: only {owner} uses it: type --{owner} too, or leave it out"
+    if not 0 < config.distill_weight <= 1:
+        yield f"distill_weight={config.distill_weight}: must be above 0 and at most 1"
+    if not 0.1 <= config.distill_temperature <= 100:
+        yield f"distill_temperature={config.distill_temperature}: must be from 0.1 to 100"
+    if config.loops_ngram > 8:
+        yield f"loops_ngram={config.loops_ngram}: must be at most 8"
     if config.best_metric in ("bleu", "chrf") and not config.bleu_pairs:
         yield f"best_metric={config.best_metric} needs generated answers, and bleu_pairs=0: give bleu_pairs=100"
     if not config.validation_file:

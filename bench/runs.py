@@ -4,6 +4,7 @@ from model.commands.option_values import load_config
 from model.commands.setup import prepare_run
 from model.data.token_store import Source, open_store
 from model.nn.base import Packing
+from model.nn.loss_terms import LossTerms
 from model.nn.registry import family_of
 from model.nn.t5.batch import collate
 from model.nn.t5.family import T5
@@ -39,7 +40,7 @@ def prepare(ranks, options):
 
 def context_of(ranks, model, optimizer, store, config, schedule):
     """StepContext of a run on `store`, anything with lengths and tokens like a TokenStore."""
-    objective, family = Pairs(config.z_loss), family_of(model.config)
+    objective, family = Pairs(LossTerms(config.z_loss)), family_of(model.config)
     examples = Examples(store, objective, family, 0, config.seed, model.uses_kernels, model.dropout > 0)
     return StepContext(ranks, model, optimizer, Loader(ranks, examples, schedule), config)
 

@@ -7,6 +7,7 @@ from model.commands.run_files import named_objectives
 from model.data.span_noise import Noise
 from model.data.tokenizer import SENTINEL
 from model.data.turn_template import turn_template
+from model.nn.loss_terms import LossTerms
 from model.nn.registry import family_of
 from model.train.objectives.dialogues import Dialogues
 from model.train.objectives.mixed import Mixed
@@ -20,24 +21,26 @@ OPTIONS_OF = dict(
 )  # no other uses them
 
 
+def loss_terms(config):
+    """The LossTerms of a TrainConfig."""
+    against_loops = "" if config.against_loops == "none" else config.against_loops
+    return LossTerms(
+        config.z_loss, config.label_smoothing, config.distill_weight if config.teacher else 0.0,
+        config.distill_temperature, against_loops, config.loops_weight, config.loops_ngram,
+    )  # fmt: skip
+
+
 def _pairs(config, family=None, tokenizer=None):
     """Pairs or, where the family reads dialogues, Dialogues."""
     if not (family and family.reads_dialogues):
-        return Pairs(config.z_loss, config.single_turn, config.prompt_prefix, config.label_smoothing)
+        return Pairs(loss_terms(config), config.single_turn, config.prompt_prefix)
     if config.prompt_prefix:
         raise ValueError(
             f"--prompt_prefix={config.prompt_prefix}: this network reads dialogues in its tokenizer's chat template: "
             "leave it out, and give the task as the system text of each dialogue"
         )
     template = turn_template(tokenizer).text if tokenizer else ""
-    return Dialogues(
-        template,
-        config.max_seq_len,
-        config.z_loss,
-        config.single_turn,
-        config.learn_empty_thoughts,
-        config.label_smoothing,
-    )
+    return Dialogues(template, config.max_seq_len, loss_terms(config), config.single_turn, config.learn_empty_thoughts)
 
 
 def _text(config, family=None, tokenizer=None):
@@ -46,14 +49,14 @@ def _text(config, family=None, tokenizer=None):
             "objective text: this network has an encoder, which would read what the decoder is to predict: take span, "
             "or prefix"
         )
-    return Text(config.z_loss, config.label_smoothing)
+    return Text(loss_terms(config))
 
 
 def _span(config, family=None, tokenizer=None):
     if family and family.reads_one_stream:
         raise ValueError("objective span: this network has no encoder to read a text with gaps: take text, or prefix")
     noise = Noise(config.span_density, config.span_mean)
-    spans = Spans(config.z_loss, config.label_smoothing, noise, config.max_seq_len)
+    spans = Spans(loss_terms(config), noise, config.max_seq_len)
     if tokenizer is None:
         return spans
     return replace(spans, sentinels=_sentinels(tokenizer, spans), eos_id=tokenizer.eos_id)
@@ -62,7 +65,7 @@ def _span(config, family=None, tokenizer=None):
 def _prefix(config, family=None, tokenizer=None):
     has_encoder = family is not None and not family.reads_one_stream
     eos_id = (tokenizer.eos_id if tokenizer else 0) if has_encoder else None
-    return Prefix(config.z_loss, config.label_smoothing, eos_id)
+    return Prefix(loss_terms(config), eos_id)
 
 
 OBJECTIVES = {"pairs": _pairs, "text": _text, "span": _span, "prefix": _prefix}

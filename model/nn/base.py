@@ -17,6 +17,7 @@ from model.nn.gradient_parts import gradient_parts
 from model.nn.layers import Linear, ResidualNorm
 from model.nn.lora import FACTORS, factor_kind, is_factor
 from model.nn.loss import linear_cross_entropy, token_log_probs
+from model.nn.loss_terms import PLAIN, Guides, TeacherOutput
 
 
 class LanguageModel(nn.Module):
@@ -33,6 +34,7 @@ class LanguageModel(nn.Module):
         # pass, because backward begins at the last ones. So at most one of them is held beside all that is kept.
         self.gradient_checkpointing = 0
         self.lora = None  # LoraConfig of its adapters, which model.nn.lora.attach adds
+        self.teachers = ()  # LanguageModels in evaluation mode that read the same batches; they are no part of it
 
     @property
     def tables(self):
@@ -167,12 +169,23 @@ class LanguageModel(nn.Module):
         assert token_keys is not None, "dropout needs a batch whose tokens have keys: Packing.dropout"
         return Masks(self.dropout, self.step_key, token_keys)
 
-    def cross_entropy(self, batch, chunk_tokens=2048, z_loss=0.0, label_smoothing=0.0):
+    def cross_entropy(self, batch, chunk_tokens=2048, terms=PLAIN):
         """(loss, parts (3,)) as in linear_cross_entropy, summed over target tokens; the first is the cross-entropy."""
+        guides = self._guides(batch, terms)  # before `hidden`: the teachers' temporaries are free when it begins
         hidden, labels = self.hidden(batch)
         weight = self.output_weight
-        penalties = chunk_tokens, z_loss, label_smoothing
-        return linear_cross_entropy(hidden, weight, labels, *penalties, with_padding(weight.copy))
+        return linear_cross_entropy(hidden, weight, labels, chunk_tokens, terms, with_padding(weight.copy), guides)
+
+    def _guides(self, batch, terms):
+        """The Guides of a batch in training: what the teachers make of it, and places if the batch has them."""
+        teachers = self.teachers if terms.distill_weight and self.training else ()
+        return Guides(tuple(teacher.output(batch) for teacher in teachers), batch.values.get("places"))
+
+    @torch.no_grad()
+    def output(self, batch):
+        """What this network makes of a batch, for another one to learn."""
+        table = self.output_weight
+        return TeacherOutput(self.hidden(batch)[0], with_padding(table.copy), len(table))
 
     def token_log_probs(self, batch, chunk_tokens=2048):
         """Log-probability of each target token in nats, (targets,) float32; 0 for padding."""

@@ -6,36 +6,38 @@ Letters: N target tokens, C tokens per chunk, D width, V vocabulary size, W voca
 import torch
 
 from model.nn.flat_params import add_matmul, runs_kernels
+from model.nn.guided_loss import guided_cross_entropy_
+from model.nn.loss_terms import NO_GUIDES, PLAIN, seen_ids, teacher_logits
 
 ROWS_AT_ONCE = 64  # in cross_entropy_: its temporaries then stay in the CPU's cache
 
 
 def linear_cross_entropy(
-    hidden_ND, weight_VD, labels_N, chunk_tokens=2048, z_loss=0.0, label_smoothing=0.0, copy_WD=None
+    hidden_ND, weight_VD, labels_N, chunk_tokens=2048, terms=PLAIN, copy_WD=None, guides=NO_GUIDES
 ):  # fmt: skip
-    """(loss, parts): parts (3,) are the cross-entropy, z_loss * log(Z)^2 and what label smoothing adds to them, each
+    """(loss, parts): parts (3,) are the cross-entropy, z_loss * log(Z)^2 and what the other LossTerms add to them, each
     summed over target tokens.
 
     In nats, float32; a label below 0 counts nothing. `loss` is the sum of the parts and carries the gradient; `parts`
     carries none. They are sums, not means, so that micro-batches and ranks add up. With `label_smoothing` the loss has
     (1 - label_smoothing) times the cross-entropy plus label_smoothing times the mean of -log p over the vocabulary
-    (Szegedy et al. 2016, arXiv 1512.00567). One chunk of `chunk_tokens` * V logits exists at a time; the forward pass
-    computes the gradients chunk by chunk. `copy_WD` is the weight in hidden's dtype, cast here if None; it may end with
-    padding rows of zeros.
+    (Szegedy et al. 2016, arXiv 1512.00567). Terms that look at Guides are off without them. Of each network
+    `chunk_tokens` * V logits exist at a time; the forward pass computes the gradients chunk by chunk. `copy_WD` is the
+    weight in hidden's dtype, cast here if None; it may end with padding rows of zeros.
     """
-    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, (z_loss, label_smoothing), copy_WD)
+    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD, (terms, guides))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, penalties, copy_WD):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD, terms_and_guides):
         copy_WD = weight_VD.to(hidden_ND.dtype) if copy_WD is None else copy_WD
         needs_hidden_grad, needs_weight_grad = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden_grad else None
         grad_weight = torch.zeros(copy_WD.shape, device=copy_WD.device) if needs_weight_grad else None
         parts = []
         for chunk, grad_CW, losses_3C in _chunks_of(
-            hidden_ND, labels_N, copy_WD, chunk_tokens, len(weight_VD), *penalties
+            hidden_ND, labels_N, copy_WD, chunk_tokens, len(weight_VD), *terms_and_guides
         ):
             parts.append(losses_3C.sum(1))
             if needs_hidden_grad:
@@ -98,26 +100,40 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight[: ctx.vocabulary], None, None, None
 
 
-def _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, vocabulary, z_loss=0.0, label_smoothing=0.0):
+def _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, vocabulary, terms=PLAIN, guides=NO_GUIDES):
     """Yield (slice of the tokens, gradient of their losses by logits (C, W), cross_entropy_'s losses (3, C)).
 
     The gradients of all chunks share one buffer.
     """
-    cross_entropy_ = _cross_entropy_of(copy_WD)
+    cross_entropy_, guided_cross_entropy_ = _functions_of(copy_WD)
     buffer_CW = hidden_ND.new_empty(min(chunk_tokens, len(labels_N)), len(copy_WD))
     for start in range(0, len(labels_N), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         labels_C = labels_N[chunk]
         logits_CW = torch.mm(hidden_ND[chunk], copy_WD.T, out=buffer_CW[: len(labels_C)])
-        yield chunk, logits_CW, cross_entropy_(logits_CW, labels_C, vocabulary, z_loss, label_smoothing)
+        if guides:
+            guided = _guided(guides, labels_N, chunk, vocabulary, terms)
+            yield chunk, logits_CW, guided_cross_entropy_(logits_CW, labels_C, vocabulary, terms, guided)
+        else:
+            losses_3C = cross_entropy_(logits_CW, labels_C, vocabulary, terms.z_loss, terms.label_smoothing)
+            yield chunk, logits_CW, losses_3C
 
 
-def _cross_entropy_of(tensor):
+def _guided(guides, labels_N, chunk, vocabulary, terms):
+    """(logits of the teachers, ids seen before each target) of a chunk, as guided_cross_entropy_ takes them."""
+    logits = teacher_logits(guides.teachers, chunk, vocabulary) if guides.teachers else None
+    if guides.places_N is None:
+        return logits, None
+    return logits, seen_ids(labels_N, guides.places_N, chunk, terms.loops_ngram)
+
+
+def _functions_of(tensor):
+    """`cross_entropy_` and `guided_cross_entropy_`, as kernels where these run."""
     if not runs_kernels(tensor):
-        return cross_entropy_
-    from model.nn.kernels.cross_entropy import cross_entropy_ as kernel  # a CPU build of torch comes without Triton
+        return cross_entropy_, guided_cross_entropy_
+    from model.nn.kernels import cross_entropy, guided_cross_entropy  # a CPU build of torch comes without Triton
 
-    return kernel
+    return cross_entropy.cross_entropy_, guided_cross_entropy.guided_cross_entropy_
 
 
 def cross_entropy_(logits_CW, labels_C, vocabulary, z_loss, label_smoothing=0.0):

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from model.commands.run_events import log_steps
 from model.nn.loss import linear_cross_entropy, token_log_probs
+from model.nn.loss_terms import LossTerms
 from model.run.journal import Journal, read_journal
 from model.train.optim import make_optimizer
 from tests.parts import ALONE, PLAN, batch_of, make_config, make_model, steps_of
@@ -48,7 +49,7 @@ def plain_parts(hidden, weight, labels, z_loss, smoothing):
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 36, 37, 64, 2048])
 def test_loss_and_gradients_are_those_of_pytorch_for_every_chunk_size(chunk_tokens, z_loss, smoothing):
     ours, reference = random_inputs(), random_inputs()
-    loss, parts = linear_cross_entropy(*ours, chunk_tokens, z_loss, smoothing)
+    loss, parts = linear_cross_entropy(*ours, chunk_tokens, LossTerms(z_loss, smoothing))
     expected = plain_loss(*reference, z_loss, smoothing)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     plain = torch.stack(plain_parts(*reference, z_loss, smoothing)).detach()
@@ -168,7 +169,7 @@ def test_labels_below_zero_count_nothing(z_loss, smoothing):
     labels[::3] = -1
     outcomes = []
     for rows in (torch.arange(90), (labels >= 0).nonzero()[:, 0]):
-        loss, parts = linear_cross_entropy(hidden[rows], weight, labels[rows], 40, z_loss, smoothing)
+        loss, parts = linear_cross_entropy(hidden[rows], weight, labels[rows], 40, LossTerms(z_loss, smoothing))
         outcomes.append((loss.detach(), parts, *torch.autograd.grad(loss, (hidden, weight))))
     for one, other in zip(*outcomes, strict=True):
         torch.testing.assert_close(one, other)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from model.data.sequences import Sequences
+from model.nn.loss_terms import LossTerms
 from model.train.objectives.pairs import Pairs
 
 
@@ -40,5 +41,5 @@ class Drawn(Pairs):
 
     def losses(self, model, batch, chunk_tokens):
         loss, parts = model.cross_entropy(batch, chunk_tokens)
-        total, _ = model.cross_entropy(batch, chunk_tokens, self.z_loss)
+        total, _ = model.cross_entropy(batch, chunk_tokens, LossTerms(self.z_loss))
         return torch.stack([loss, total - loss]), torch.stack([parts[0], (total - loss).detach()])

@@ -8,6 +8,7 @@ from model.data.buckets import Bucket
 from model.data.sequences import Sequences
 from model.nn import gradient_parts
 from model.nn.base import Packing
+from model.nn.loss_terms import LossTerms
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
@@ -38,14 +39,14 @@ def random_micro_batch(num_pairs, bucket, seed):
 def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpointing, dropout):
     model = TextToTextModel(SHAPE, dropout, torch.bfloat16).initialise(0).to("cuda")
     model.gradient_checkpointing = gradient_checkpointing
-    graphs = StepGraphs(model, Pairs(z_loss=1e-4))
+    graphs = StepGraphs(model, Pairs(LossTerms(z_loss=1e-4)))
     for seed in range(4):
         model.key_dropout(0, seed)
         model.zero_grad()
         graphs.gradients(random_micro_batch(20 + seed, BUCKET, seed), BUCKET, 512, ((0.25,), (0.25, 0.5)))
         recorded, captured_sums = gradients_of(model), model.flat.sums[:2].clone()
         model.zero_grad()
-        loss, parts = model.cross_entropy(random_micro_batch(20 + seed, None, seed).to("cuda"), 512, 1e-4)
+        loss, parts = model.cross_entropy(random_micro_batch(20 + seed, None, seed).to("cuda"), 512, LossTerms(1e-4))
         (loss * 0.25).backward()
         torch.testing.assert_close(
             captured_sums, parts[:2] * torch.tensor([0.25, 0.5], device="cuda"), rtol=1e-3, atol=0

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from model.memory.plan import MemoryPlan
+from model.nn.loss_terms import LossTerms
 from model.runtime.distributed import ALONE
 from model.train.gradients import attempt_gradients
 from model.train.loader import Loader
@@ -57,7 +58,7 @@ def test_two_loss_sums_with_a_divisor_each_have_one_gradient_however_the_step_is
     for row in work.all_ids:
         batch = examples.batch(np.array([row]), 2)
         loss = model.cross_entropy(batch)[0]
-        penalty = model.cross_entropy(batch, 2048, 0.1)[0] - loss
+        penalty = model.cross_entropy(batch, 2048, LossTerms(0.1))[0] - loss
         (loss / tokens + penalty / NUM_PAIRS).backward()
     alone = gradients_of(model)
 

@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 
 from model.data.documents import NEEDS, read_texts
+from model.nn.loss_terms import PLAIN, LossTerms
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Cross-entropy of the learnt tokens, plus `z_loss` times the squared log-normaliser (arXiv 2204.02311).
+    """Cross-entropy of the learnt tokens, and the LossTerms.
 
     A row of the token store is a chunk of a document, in its only column; a store may have other columns behind it.
     """
 
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0
+    terms: LossTerms = PLAIN
 
     columns = ("text_ids",)
     values = derived = ()
@@ -22,7 +22,7 @@ class Chunks:
 
     @property
     def metrics(self):
-        return ("loss", "z_loss") if self.z_loss else ("loss",)
+        return self.terms.metrics
 
     def read(self, path, columns, ignored):
         """Yield (text,) of each document."""
@@ -32,5 +32,5 @@ class Chunks:
         return {}
 
     def losses(self, model, batch, chunk_tokens):
-        loss, parts = model.cross_entropy(batch, chunk_tokens, self.z_loss, self.label_smoothing)
+        loss, parts = model.cross_entropy(batch, chunk_tokens, self.terms)
         return loss[None], parts[: len(self.metrics)]

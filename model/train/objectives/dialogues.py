@@ -12,11 +12,12 @@ from model.data.sequences import Sequences
 from model.data.t5_text import pairs_of
 from model.data.token_store import Encoded
 from model.data.turn_template import turn_template
+from model.nn.loss_terms import PLAIN, LossTerms
 
 
 @dataclass(frozen=True)
 class Dialogues:
-    """Cross-entropy of the assistant's turns, plus `z_loss` times the squared log-normaliser (arXiv 2204.02311).
+    """Cross-entropy of the assistant's turns, and the LossTerms.
 
     An example is a dialogue in the chat template of the tokenizer, whose text is `template`; it has at most
     `max_tokens`. With `single_turn` each question is a dialogue by itself.
@@ -24,10 +25,9 @@ class Dialogues:
 
     template: str
     max_tokens: int
-    z_loss: float = 0.0
+    terms: LossTerms = PLAIN
     single_turn: bool = False
     learn_empty_thoughts: bool = False
-    label_smoothing: float = 0.0
 
     name = "dialogues"
     columns = ("question_ids", "dialogue_ids", "turn_lengths")  # the third says which parts of the second are learnt
@@ -44,7 +44,7 @@ class Dialogues:
 
     @property
     def metrics(self):
-        return ("loss", "z_loss") if self.z_loss else ("loss",)
+        return self.terms.metrics
 
     def read(self, path, columns, ignored):
         """Yield (Conversation,) of each dialogue."""
@@ -98,7 +98,7 @@ class Dialogues:
         return (target_tokens,), (target_tokens,) * len(self.metrics)
 
     def losses(self, model, batch, chunk_tokens):
-        loss, parts = model.cross_entropy(batch, chunk_tokens, self.z_loss, self.label_smoothing)
+        loss, parts = model.cross_entropy(batch, chunk_tokens, self.terms)
         return loss[None], parts[: len(self.metrics)]
 
     def questions(self, store, ids):

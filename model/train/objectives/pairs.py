@@ -8,20 +8,20 @@ from model.data.readers import read_conversations
 from model.data.sequences import Sequences
 from model.data.t5_text import FORMAT, encode_questions, pairs_of
 from model.data.token_store import Encoded
+from model.nn.loss_terms import PLAIN, LossTerms
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Cross-entropy of the responses, plus `z_loss` times the squared log-normaliser (arXiv 2204.02311).
+    """Cross-entropy of the responses, and the LossTerms.
 
     With `single_turn` each question of a conversation is a prompt by itself; otherwise its context is in the prompt,
     in the format of model/data/t5_text.py. `prefix` stands before each question.
     """
 
-    z_loss: float = 0.0
+    terms: LossTerms = PLAIN
     single_turn: bool = False
     prefix: str = ""
-    label_smoothing: float = 0.0
 
     name = "pairs"
     columns = ("prompt_ids", "response_ids")
@@ -39,7 +39,7 @@ class Pairs:
 
     @property
     def metrics(self):
-        return ("loss", "z_loss") if self.z_loss else ("loss",)
+        return self.terms.metrics
 
     def read(self, path, columns, ignored):
         """Yield (prompt, response, Context or None) of each learnt response."""
@@ -76,7 +76,7 @@ class Pairs:
         return (target_tokens,), (target_tokens,) * len(self.metrics)
 
     def losses(self, model, batch, chunk_tokens):
-        loss, parts = model.cross_entropy(batch, chunk_tokens, self.z_loss, self.label_smoothing)
+        loss, parts = model.cross_entropy(batch, chunk_tokens, self.terms)
         return loss[None], parts[: len(self.metrics)]
 
     def questions(self, store, ids):

@@ -15,6 +15,7 @@ from model.data.sequences import Sequences
 from model.nn import activations, flat_params, layers, loss
 from model.nn import dropout as dropout_module
 from model.nn.base import Packing
+from model.nn.loss_terms import WINDOW, LossTerms
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
@@ -45,6 +46,7 @@ def kernel_names():
         decode_attention,
         dropout,
         gate,
+        guided_cross_entropy,
         lora,
         muon,
         nf4,
@@ -53,7 +55,8 @@ def kernel_names():
         sums,
     )
 
-    modules = (adamw, attention, cross_entropy, decode_attention, dropout, gate, lora, muon, nf4, norm, rotary, sums)
+    modules = (adamw, attention, cross_entropy, decode_attention, dropout, gate, guided_cross_entropy)
+    modules += (lora, muon, nf4, norm, rotary, sums)
     functions = {name: f for module in modules for name, f in vars(module).items()}
     return {name for name, f in functions.items() if isinstance(f, triton.JITFunction) and not name.startswith("_")}
 
@@ -103,6 +106,7 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
             test_dropout.outcomes("cpu", torch.bfloat16, [40, 23], width, kernels=True)
         test_rotary.rotary_errors("cpu", torch.bfloat16, 128)
         launch_cross_entropy()
+        launch_guided_cross_entropy()
         test_nf4.interpreted()
         test_adamw.update_errors("cpu")
         test_gate.gate_errors("cpu", torch.bfloat16, "gelu", width=1024)
@@ -132,6 +136,16 @@ def launch_cross_entropy():
     from model.nn.kernels.cross_entropy import cross_entropy_
 
     cross_entropy_(torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), 29_298, 0.0)
+
+
+def launch_guided_cross_entropy():
+    from model.nn.kernels.guided_cross_entropy import guided_cross_entropy_
+
+    logits, labels = torch.zeros(4, 29_312, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    teachers, seen = torch.zeros(2, 4, 29_312, dtype=torch.bfloat16), torch.zeros(4, WINDOW, dtype=torch.int64)
+    for kind in ("unlikelihood", "scalegrad", "contrastive"):
+        guided_cross_entropy_(logits, labels, 29_298, LossTerms(against_loops=kind), (teachers, seen))
+    guided_cross_entropy_(logits, labels, 29_298, LossTerms(), (teachers, None))
 
 
 def test_muons_products_compile_for_an_h100_so_that_two_programs_share_a_multiprocessor(monkeypatch):
