@@ -133,7 +133,7 @@ def _training(run, state):
     return {
         "started from": "/".join(Path(start).parts[-2:]) if start else "random weights",
         "trained": f"LoRA of rank {config.lora_rank} on {Path(start).name}" if config.lora_rank else config.trainable,
-        "objective": described_objective(config),
+        "objective": described_objective(config, run.recipe.teachers),
         "seen": f"{seen}, {run.schedule.global_batch} a step",
         "optimizer": f"{config.optimizer}, peak learning rate {config.learn_rate:g}, {config.lr_schedule} schedule",
         "regularisation": f"dropout {config.dropout:g}, weight decay {config.weight_decay:g}, "

@@ -14,6 +14,7 @@ from model.commands.adapter import AdapterStart, check_adapter_of, find_base, st
 from model.commands.no_model import check_source
 from model.commands.objective import objectives_for
 from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
+from model.commands.teachers import read_teachers
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import with_turn_end
 from model.formats.adapters import adapter_directory, load_merged, tokenizer_directory
@@ -40,6 +41,7 @@ class Origin:
     tokenizer: ChatTokenizer | None  # None: missing, where that is allowed
     model_config: object  # of its family's config_class
     adapter: AdapterStart | None = None  # None: the run trains the weights themselves
+    teachers: tuple = ()  # of TeacherStart
 
 
 def find_origin(ranks, config, typed, found=None, vocab_size=None):
@@ -66,6 +68,8 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
     origin = replace(origin, adapter=start_of(config, origin.model_config, base))
     if not vocab_size:
         _check_model_config(ranks, config, typed, origin)
+    teachers = read_teachers(ranks, config.teacher, origin.model_config, origin.tokenizer)
+    origin = replace(origin, teachers=teachers)
     agree(ranks, "the model's configuration", config_values(origin.model_config))
     return origin
 

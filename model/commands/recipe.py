@@ -54,6 +54,7 @@ class Recipe:
     update: UpdateOptions
     plan: PlanOptions
     rules: Rules
+    teachers: tuple = ()  # sha256 of the weights of each
 
     @property
     def model_config(self):
@@ -104,7 +105,7 @@ def resolve(config, typed, machine, origin, epoch_pairs=None):
         why_optimizer=why,
         machine=machine,
         objectives=objectives,
-        spec=memory_spec(config, origin.model_config, dtype, machine, lora),
+        spec=taught(memory_spec(config, origin.model_config, dtype, machine, lora), origin.teachers, machine, dtype),
         dtype=dtype,
         global_batch=batch,
         schedule=_schedule(config, typed, epoch_pairs, batch, first_batch) if epoch_pairs else None,
@@ -114,6 +115,7 @@ def resolve(config, typed, machine, origin, epoch_pairs=None):
         update=update_options(config),
         plan=plan_options(config),
         rules=Rules(config.eval_steps, config.best_metric, config.patience, config.early_stop, config.plots),
+        teachers=tuple(teacher.identity for teacher in origin.teachers),
     )
 
 
@@ -129,6 +131,22 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
         spec = replace(spec, launch_tokens=machine.launch_tokens)
     sends_bf16 = config.reduce_dtype == "bf16"  # counted on one rank, too, which has no sum
     return replace(spec, sum_bytes=buffer_bytes(spec.trained)) if sends_bf16 else spec
+
+
+def taught(spec, teachers, machine, dtype):
+    """`spec` with the MemorySpecs of these TeacherStarts; ValueError for one that cannot read its batches."""
+    specs = []
+    for teacher in teachers:
+        config = teacher.model_config
+        kernels = has_kernels(torch.device(machine.device_type), dtype, *config.kernel_sizes)
+        if kernels != spec.kernels:
+            without = f"--teacher={teacher.source}" if spec.kernels else "the network that is trained"
+            raise ValueError(
+                f"the attention kernels do not support the heads of {without} ({config.kernel_sizes}, and "
+                f"{spec.model_config.kernel_sizes}), so the two read different batches: type --mixed_precision=no"
+            )
+        specs.append(MemorySpec(spec.family, config, spec.number_bytes, kernels))
+    return replace(spec, teachers=tuple(specs))
 
 
 def with_optimizer(spec, name):

@@ -46,8 +46,12 @@ def judged_objectives(config):
     return named_objectives(replace(config, mix="", test_file="", objective=default_objective(config)))
 
 
-def described_objective(config):
-    """The objectives of the training files with their options: what a resumed run must not change."""
+def described_objective(config, teachers=()):
+    """The objectives of the training files with their options: what a resumed run must not change.
+
+    `teachers` are the sha256s of the weights of the models that it learns from.
+    """
     names = [file.objective for file in train_files(config)] if config.mix else [config.objective]
     noise = f" {config.span_density:g} {config.span_mean:g}"
-    return ", ".join(name + noise * (name == "span") for name in names)
+    taught = " taught by " + " and ".join(sha256[:16] for sha256 in teachers) if teachers else ""
+    return ", ".join(name + noise * (name == "span") for name in names) + taught

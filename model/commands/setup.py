@@ -17,6 +17,7 @@ from model.commands.run import Run
 from model.commands.run_data import open_data, open_examples
 from model.commands.run_files import described_objective, files_of, train_option
 from model.commands.same_run import check_same_run, why_not_compared
+from model.commands.teachers import place_teachers, without_teacher
 from model.memory.plan import MemoryPlan, choose_plan
 from model.nn.lora import lora_values
 from model.nn.registry import config_values
@@ -27,6 +28,7 @@ from model.runtime.laps import lap
 from model.runtime.watchdog import untimed
 from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
 from model.train.evaluate import Evaluation
+from model.train.examples import check_lengths
 from model.train.loader import Loader
 from model.train.optim import make_optimizer
 from model.train.step import StepContext
@@ -61,6 +63,9 @@ def prepare_run(ranks, config, typed, resumed):
     estimate = recipe.estimate(train.histogram)
     plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
     fill_model(ranks, model, recipe, origin)
+    model.teachers = place_teachers(ranks, origin.teachers, recipe.dtype)
+    for teacher in model.teachers:
+        check_lengths(train, teacher.config.max_tokens)
     reference, (train, validation) = read_derived(model, ranks, config, found, (train, validation), plan)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, recipe.update, (ranks.rank, ranks.world_size))
@@ -145,7 +150,7 @@ def new_state(recipe, tokenizer, train, mixture, validation=None):
         ids_sha256=train.meta["ids_sha256"] if train else "", max_seq_len=config.max_seq_len,
         shape=config_values(recipe.model_config), lora=lora and lora_values(lora),
         tokenizer_fingerprint=tokenizer.fingerprint, world_size=recipe.machine.num_processes,
-        validation=validation.identity if validation else "", objective=described_objective(config),
+        validation=validation.identity if validation else "", objective=described_objective(config, recipe.teachers),
         best_metric=recipe.rules.best_metric, mixture=mixture.identity if mixture else "",
     )  # fmt: skip
 
@@ -163,7 +168,7 @@ def prepare_test(ranks, config):
     # the training's options for steps, memory and CUDA graphs do not apply to a test
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
-    options = without_adapter(config)  # an exported model is merged
+    options = without_teacher(without_adapter(config))  # an exported model is merged
     config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **steps, **planned)
     origin, machine = find_origin(ranks, config, ()), machine_of(ranks)
     recipe = resolve(config, (), machine, origin)

@@ -21,6 +21,7 @@ def first_words(run, state, plan, options):
     text, schedule = texts_here(), run.schedule
     return [
         model_line(run, state, options, text),
+        *taught_lines(options, text),
         text("first.training", data=data_text(run.train, text)),
         validation_line(run, text),
         text("first.tokenizer", directory=run.tokenizer.directory, tokens=run.tokenizer.vocab_size),
@@ -87,6 +88,14 @@ def model_line(run, state, options, text):
         origin=origin,
         parameters=count_of(sum(p.numel() for p in run.model.parameters()), text),
     )
+
+
+def taught_lines(options, text):
+    """The line about teachers; none without them."""
+    if not options["teacher"]:
+        return []
+    share, temperature = options["distill_weight"], options["distill_temperature"]
+    return [text("first.taught", names=options["teacher"], share=share, temperature=temperature)]
 
 
 def data_text(examples, text):

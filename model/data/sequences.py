@@ -1,6 +1,6 @@
 """What an objective hands to a network: token ids of source and target, or of targets alone, and plain values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,3 +20,18 @@ class Sequences:
     token_values: dict = field(default_factory=dict)  # {name: float32 or int32 (tokens of the last column,)}
     values: dict = field(default_factory=dict)  # {name: float32 or int32 (sequences,)}
     ids: np.ndarray | None = None  # int64 (sequences,): a number for each, by which dropout draws its masks
+
+
+def with_places(sequences):
+    """The Sequences with `places` among their token_values: how many targets stand directly before each, in a row.
+
+    The first token of a sequence without a source is no target: nothing predicts it.
+    """
+    last = sequences.lengths[:, -1]
+    starts, rows = np.cumsum(last) - last, np.arange(last.sum())
+    is_target = np.ones(len(rows), bool) if sequences.is_target is None else sequences.is_target.copy()
+    is_target[starts[(sequences.lengths[:, :-1].sum(axis=1) == 0) & (last > 0)]] = False
+    begins = np.where(is_target, 0, rows + 1)
+    begins[starts[last > 0]] = np.maximum(begins[starts[last > 0]], starts[last > 0])
+    places = np.maximum(rows - np.maximum.accumulate(begins), 0).astype(np.int32)
+    return replace(sequences, token_values=sequences.token_values | dict(places=places))

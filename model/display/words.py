@@ -13,6 +13,8 @@ WORDS = {
         "first.adapter": "{text}; trained is an adapter of rank {rank} with {trained} weights, the base is "
         "frozen{packed}",
         "adapter.nf4": ", its matrices in NF4",
+        "first.taught": "teachers: {names}; {share:.0%} of the loss compares with what they predict, temperature "
+        "{temperature:g}",
         "first.training": "training data: {data}",
         "first.validation": "validation data: {data}; evaluated {when}, best/ keeps the best {metric}",
         "first.unvalidated": "validation data: none, so nothing is evaluated and no best/ is written",
@@ -160,6 +162,7 @@ WORDS = {
         "first.partly": "{text}，只训练 {part}",
         "first.adapter": "{text}；训练的是秩为 {rank} 的适配器，{trained}参数，底座冻结{packed}",
         "adapter.nf4": "，其矩阵以 NF4 保存",
+        "first.taught": "教师：{names}；损失的 {share:.0%} 是与教师预测的差距，温度 {temperature:g}",
         "first.training": "训练数据：{data}",
         "first.validation": "验证数据：{data}；{when}评估，best/ 保留{metric}最好的模型",
         "first.unvalidated": "验证数据：无，因此不评估，也不写 best/",

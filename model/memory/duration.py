@@ -53,13 +53,15 @@ def step_seconds(plan, estimate, gpu):
     spec = estimate.spec
     if spec.number_bytes != 2:
         return None
-    products = step_tokens(plan, estimate) * _token_flops(spec, estimate.lengths)
+    flops = _token_flops(spec, estimate.lengths, 4 if spec.lora else 6)
+    flops += sum(_token_flops(teacher, estimate.lengths, 2) for teacher in spec.teachers)
+    products = step_tokens(plan, estimate) * flops
     update_bytes = spec.trained * UPDATE_BYTES
     return BASE_SECONDS + update_bytes / (gpu.terabytes * 1e12) + products / (EFFICIENCY * gpu.tflops * 1e12)
 
 
-def _token_flops(spec, lengths):
-    """Floating-point operations of the products of a token, forward and backward, on average over columns."""
+def _token_flops(spec, lengths, per_weight):
+    """Floating-point operations of the products of a token, `per_weight` that it passes, on average over columns."""
     family, config = spec.family, spec.model_config
     matrices = count_numbers(family, config).matrices
     per_column = (lengths.tokens * lengths.counts[:, None]).sum(axis=0) / lengths.counts.sum()
@@ -70,4 +72,4 @@ def _token_flops(spec, lengths):
         decoder = count_numbers(family, config, "decoder").matrices
         passed = (matrices - decoder) * per_column[:-1].sum() + decoder * targets
     passed += config.vocab_size * config.width * targets
-    return (4 if spec.lora else 6) * passed / lengths.mean
+    return per_weight * passed / lengths.mean

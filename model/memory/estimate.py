@@ -28,12 +28,14 @@ class Answers:
 def fixed_bytes(spec):
     """{part: bytes} held from the first step to the last."""
     average = dict(average=spec.average_bytes) if spec.averages else {}
+    teachers = dict(teachers=spec.teacher_bytes) if spec.teachers else {}
     return dict(
         weights=4 * spec.trained + spec.frozen_bytes,
         bf16_weights=2 * spec.trained if spec.number_bytes == 2 else 0,
         gradients=4 * spec.trained,
         optimizer=spec.state_bytes,
         **average,
+        **teachers,
         workspaces=int(spec.constants.workspace_bytes) + spec.sum_bytes,
     )
 
@@ -110,7 +112,8 @@ class Estimate:
         # the second gradient of the embedding, which is also the output projection
         is_trained = self.spec.part == "all" and self.spec.lora is None
         table = 4 * vocabulary * model_config.width if is_trained else 0
-        moments["loss"] += self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
+        networks = 1 + len(self.spec.teachers)
+        moments["loss"] += networks * self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
         moments["embedding"] += table
         moments["update"] = self.spec.update_bytes
         return moments
@@ -119,8 +122,18 @@ class Estimate:
         """{moment: ForwardCostBound} of a step in which backward computes so many blocks again."""
         if checkpointing not in self._step:
             costs = self.spec.family.step_moments(self.spec, self.lengths.tokens, checkpointing)
+            if self.spec.teachers:
+                costs |= self._with_teachers(costs["loss"])
             self._step[checkpointing] = {name: self._bound(cost) for name, cost in costs.items()}
         return self._step[checkpointing]
+
+    def _with_teachers(self, loss):
+        """The moments in which teachers hold something: each one's forward, and the loss, which needs their outputs."""
+        spec, tokens = self.spec, self.lengths.tokens
+        forwards = [spec.family.evaluation_moment(teacher, tokens) for teacher in spec.teachers]
+        widths = sum(teacher.model_config.width for teacher in spec.teachers)
+        outputs = widths * spec.number_bytes * tokens[:, -1]
+        return dict(loss=loss + outputs, teachers=np.max(forwards, axis=0) + outputs)
 
     def peaks(self, micro_batch_tokens, chunk_tokens, checkpointing, answers=1):
         """{phase: peak reserved bytes on the device}, with so many `answers` generated together."""

@@ -72,6 +72,7 @@ class MemorySpec:
     averages: bool = False  # whether an average of the trained weights is held beside them
     sum_bytes: int = 0  # buffers of the sum of gradients over ranks
     num_ranks: int = 1  # that share a step
+    teachers: tuple = ()  # MemorySpecs of networks that only run forward, in training
     # tokens of a network of small blocks that the GPU computes in the time that launching a forward and backward takes
     launch_tokens: int = 5000
     constants: Constants = Constants()
@@ -119,6 +120,11 @@ class MemorySpec:
     def product_bytes(self):
         """Bytes of the largest matrix that a product makes: with its adapters added, taken out of NF4 or not."""
         return largest_product(self.family, self.model_config) * self.number_bytes if self.lora else 0
+
+    @property
+    def teacher_bytes(self):
+        """Bytes of the teachers' weights."""
+        return sum(teacher.parameters * teacher.number_bytes for teacher in self.teachers)
 
     @property
     def is_packed(self):

@@ -8,6 +8,7 @@ import numpy as np
 from model.data.file_list import names_of
 from model.data.length_histogram import histogram, mixed
 from model.data.sampler import Mixture
+from model.data.sequences import with_places
 from model.data.token_store import TokenStore
 from model.nn.base import Family, Packing
 from model.train.objectives.protocol import Objective
@@ -26,6 +27,7 @@ class Examples:
     seed: int = 0
     kernels: bool = False  # batches are for the Triton kernels
     dropout: bool = False  # batches are for training with dropout
+    places: bool = False  # batches are for training against loops
     mixture: Mixture | None = None  # what an epoch takes of the files; None: each row once
 
     def __len__(self):
@@ -64,7 +66,8 @@ class Examples:
 
     def sequences(self, ids, epoch):
         """Sequences of the rows `ids` in this epoch."""
-        return self.objective.sequences(self.store, ids, self.seed, epoch)
+        sequences = self.objective.sequences(self.store, ids, self.seed, epoch)
+        return with_places(sequences) if self.places else sequences
 
     def longest_questions(self, count):
         """The ids of the inputs that answers follow, for the rows with the longest source."""

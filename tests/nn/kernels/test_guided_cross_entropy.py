@@ -45,7 +45,7 @@ def interpreted():
 
 def test_the_interpreted_kernel_gives_the_same_as_pytorch():
     errors = interpreted_errors()["tests.nn.kernels.test_guided_cross_entropy"]
-    assert len(errors) == 2 * len(CASES) + 5 and max(errors) < 1e-5
+    assert len(errors) == 3 * len(CASES) + 2 and max(errors) < 1e-5
 
 
 @pytest.mark.gpu
