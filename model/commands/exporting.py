@@ -137,7 +137,8 @@ def _training(run, state):
         "seen": f"{seen}, {run.schedule.global_batch} a step",
         "optimizer": f"{config.optimizer}, peak learning rate {config.learn_rate:g}, {config.lr_schedule} schedule",
         "regularisation": f"dropout {config.dropout:g}, weight decay {config.weight_decay:g}, "
-        f"label smoothing {config.label_smoothing:g}, average of the weights {config.average:g}",
+        f"label smoothing {config.label_smoothing:g}, average of the weights {config.average:g}, "
+        f"against loops {config.against_loops}",
         "seed": config.seed,
         "computed on": f"{ranks.world_size} x {device_name(ranks.device)}, {dtype}",
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items() if number),

@@ -1,11 +1,13 @@
 """Steps captured as CUDA graphs; they need a GPU."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from model.data.buckets import Bucket
-from model.data.sequences import Sequences
+from model.data.sequences import Sequences, with_places
 from model.nn import gradient_parts
 from model.nn.base import Packing
 from model.nn.loss_terms import LossTerms
@@ -25,12 +27,13 @@ SHAPE = T5ModelConfig(
 BUCKET = Bucket((1024, 1280), 32)
 
 
-def random_micro_batch(num_pairs, bucket, seed):
+def random_micro_batch(num_pairs, bucket, seed, places=False):
     draw = np.random.default_rng(seed)
     lengths = draw.integers(2, 60, size=(2, num_pairs))
     columns = tuple(draw.integers(1, 500, size=column.sum()) for column in lengths)
     packing = Packing(0, True, bucket, bucket.examples if bucket else 0, dropout=True)
-    return collate(Sequences(columns, lengths.T, ids=np.arange(num_pairs)), packing)
+    sequences = Sequences(columns, lengths.T, ids=np.arange(num_pairs))
+    return collate(with_places(sequences) if places else sequences, packing)
 
 
 @pytest.mark.gpu
@@ -51,6 +54,26 @@ def test_a_recorded_step_gives_the_gradients_of_the_step_itself(gradient_checkpo
         torch.testing.assert_close(
             captured_sums, parts[:2] * torch.tensor([0.25, 0.5], device="cuda"), rtol=1e-3, atol=0
         )
+        assert farthest(recorded, gradients_of(model)) < 1e-2
+    assert len(graphs.captured) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["unlikelihood", "scalegrad", "contrastive"])
+def test_a_recorded_step_with_teachers_and_against_loops_gives_the_gradients_of_the_step_itself(kind):
+    model = TextToTextModel(SHAPE, 0.1, torch.bfloat16).initialise(0).to("cuda")
+    teacher = TextToTextModel(replace(SHAPE, d_model=192, d_kv=32), 0.0, torch.bfloat16).initialise(1)
+    model.teachers = (teacher.requires_grad_(False).to("cuda").eval(),)
+    terms = LossTerms(distill_weight=0.5, against_loops=kind, loops_weight=1.0, loops_ngram=2)
+    graphs = StepGraphs(model, Pairs(terms))
+    for seed in range(3):
+        model.key_dropout(0, seed)
+        model.zero_grad()
+        graphs.gradients(random_micro_batch(20, BUCKET, seed, places=True), BUCKET, 512, ((0.25,), (0.25,)))
+        recorded = gradients_of(model)
+        model.zero_grad()
+        batch = random_micro_batch(20, None, seed, places=True).to("cuda")
+        (model.cross_entropy(batch, 512, terms)[0] * 0.25).backward()
         assert farthest(recorded, gradients_of(model)) < 1e-2
     assert len(graphs.captured) == 1
 

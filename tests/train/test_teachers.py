@@ -23,6 +23,7 @@ from model.nn.loss_terms import LossTerms
 from model.train.evaluate import evaluate_loss
 from model.train.gradients import attempt_gradients
 from model.train.objectives.pairs import Pairs
+from tests.nn.test_loss import LargestFloat32
 from tests.parts import (
     context_of,
     evaluation_of,
@@ -74,6 +75,15 @@ def test_the_gradient_of_a_taught_step_is_one_packed_split_or_on_several_ranks(s
     )
     assert farthest(plain, whole) > 0.1
     torch.testing.assert_close(sums[0], plain_sums[0], rtol=1e-5, atol=0)  # the journal's loss is the hard one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_promise_5_a_taught_step_holds_no_fp32_tensor_of_batch_by_length_by_vocabulary(store, tokenizer, dtype):
+    model, config = taught_model(tokenizer.vocab_size, dtype), make_config(**TERMS)
+    targets = int(store.lengths[:, 1].sum())
+    with LargestFloat32() as largest:
+        _, micro_batches, _ = gradients(store, model, config, MemoryPlan(10**6, 64, 0, 0))
+    assert micro_batches == 1 and 0 < largest.numel < targets * tokenizer.vocab_size / 4
 
 
 def test_an_evaluation_is_of_the_hard_loss_and_runs_no_teacher(store, tokenizer):
