@@ -6,9 +6,9 @@
 DIR of --data has pretrain_train.parquet and pretrain_valid.parquet. A run is `train` with the model small, a vocabulary
 of 8,000 and the options of its NAME, in <output_dir>/runs/NAME-SEED; in the options {runs} stands for the directory of
 all runs and {seed} for the seed: --teacher={runs}/drop-1/best,{runs}/drop-2/best learns from two runs of the name drop.
-Names whose options have {runs} are trained after all others. --ensemble evaluates the mean of the probabilities of best/
-of these runs. After --seconds, runs are killed; the same command then goes on where they were. Figures are those of the
-evaluation with the lowest loss, a number for each seed: loss in nats a token, and which evaluation that was; nats a
+Names whose options have {runs} are trained after all others. --ensemble evaluates the mean of the probabilities of the
+best/ of these runs. After --seconds, runs are killed; the same command goes on where they were. Figures are those of
+the evaluation with the lowest loss, a number for each seed: loss in nats a token, and which evaluation that was; nats a
 character; share of greedy answers that loop and that ended; distinct-2; seconds of the whole run.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from bench.children import ROOT, Job, gpu_slots, run_jobs
-from config import load_config
+from model.commands.option_values import load_config
 from model.commands.setup import prepare_test
 from model.data.packing import cut
 from model.run.journal import read_journal
