@@ -15,10 +15,11 @@ character; share of greedy answers that loop and that ended; distinct-2; seconds
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -69,6 +70,7 @@ def main():
                 print(f"{done.job.name}: {done.problem}\n{done.text[-2000:]}", file=sys.stderr, flush=True)
         for arm in stage:
             print(row(arm, [folder / "runs" / f"{arm.name}-{seed}" for seed in seeds]), flush=True)
+    os.chdir(folder)  # where the runs keep their tokens
     for names in options.ensemble:
         figures = ensemble([folder / "runs" / name for name in names.split(",")], data)
         print(f"| ensemble | {names} | {figures['loss']:.3f} | | {figures['nats_per_char']:.3f} | | | | |", flush=True)
@@ -136,7 +138,8 @@ def seconds_of(file):
 
 def ensemble(run_dirs, data):
     """{loss, nats_per_char} of the validation file by the mean of the runs' probabilities."""
-    prepared = [prepare_test(ALONE, stored_config(run_dir, data)) for run_dir in run_dirs]
+    ranks = replace(ALONE, device=torch.device("cuda", 0)) if torch.cuda.is_available() else ALONE
+    prepared = [prepare_test(ranks, stored_config(run_dir, data)) for run_dir in run_dirs]
     models, plans = [run.model for run, _ in prepared], [plan for _, plan in prepared]
     evaluation, chunk_tokens = prepared[0][0].evaluation, min(plan.chunk_tokens for plan in plans)
     examples, ids, total, count = evaluation.examples, evaluation.share_ids, 0.0, 0
