@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from config import OPTIONS_WITH, TrainConfig
+from model.commands.model_cache import how_to_get
 from model.data.tokenizer import load_tokenizer
 from model.formats.adapters import TENSORS, adapter_directory, identity_of, load_merged, tokenizer_directory
 from model.formats.weights import LoadedWeights, load_into
@@ -46,7 +47,8 @@ def _read(source, fingerprint, loaded):
     """(model configuration as plain values, sha256) of the model in `source`; its weights are appended to `loaded`."""
     folder = tokenizer_directory(source)
     if folder is None:
-        raise ValueError(f"--teacher={source}: no model there; give a Hugging Face directory or a run directory")
+        hint = how_to_get(source) or "give a Hugging Face directory or a run directory"
+        raise ValueError(f"--teacher={source}: no model there; {hint}")
     known = load_tokenizer(folder).fingerprint
     if fingerprint and known != fingerprint:
         raise ValueError(
