@@ -2,18 +2,24 @@
 
     python -m bench.loss [--tokens 32768] [--width 512] [--vocab 29298]
 
-Prints one JSON line per loss; the last line has the ratios. bf16 on a GPU, float32 on a CPU.
+Prints one JSON line per loss, those with a teacher and against loops too; the last line has the ratios of the first
+two. bf16 on a GPU, float32 on a CPU.
 """
 
 import argparse
 import json
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from bench.clock import memory_of_call, time_call
+from config import CHOICES
 from model.nn.flat_params import FlatParams, with_padding
 from model.nn.loss import linear_cross_entropy
+from model.nn.loss_terms import NO_GUIDES, PLAIN, Guides, LossTerms, TeacherOutput
+
+ANSWER_TOKENS = 80
 
 
 def main():
@@ -45,11 +51,18 @@ def compare(tokens, width, vocab):
     flat = FlatParams([weight], [], [weight], dtype)  # like the model's: a copy in bf16 with padded rows
     labels = torch.randint(vocab, (tokens,), device=device)
 
-    def ours(hidden, weight, labels):
+    def ours(hidden, weight, labels, terms=PLAIN, guides=NO_GUIDES):
         flat.refresh()
-        return linear_cross_entropy(hidden, weight, labels, copy_WD=with_padding(weight.copy))[0]
+        copy = with_padding(weight.copy)
+        return linear_cross_entropy(hidden, weight, labels, terms=terms, copy_WD=copy, guides=guides)[0]
 
     ways = {"linear_cross_entropy": ours, "plain, compiled": torch.compile(plain_loss, dynamic=False)}
+    teacher = TeacherOutput(torch.randn_like(hidden).detach(), with_padding(weight.copy), vocab)
+    places = torch.arange(tokens, device=device) % ANSWER_TOKENS
+    ways["with a teacher"] = partial(ours, terms=LossTerms(distill_weight=0.5), guides=Guides((teacher,)))
+    for kind in CHOICES["against_loops"][1:]:
+        terms = LossTerms(against_loops=kind, loops_weight=1.0)
+        ways[kind] = partial(ours, terms=terms, guides=Guides(places_N=places))
     return {name: measure(way, hidden, weight, labels, device) for name, way in ways.items()}
 
 

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from model.commands.machine import Machine
+from model.commands.recipe import taught as taught_spec
+from model.commands.teachers import TeacherStart
 from model.data.sequences import Sequences, with_places
 from model.data.tokenizer import load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
@@ -147,6 +150,16 @@ def test_a_decoders_gradient_against_loops_is_one_packed_and_one_by_one(kind):
             model.cross_entropy(collate(with_places(part), Packing(0)), 16, terms)[0].backward()
         found.append(gradients_of(model))
     assert farthest(*found) < 1e-5
+
+
+def test_a_teacher_whose_heads_the_attention_kernels_do_not_support_is_refused_where_they_run():
+    config = make_model(60).config
+    spec = make_spec(make_config(), config, torch.bfloat16)
+    teacher = TeacherStart("other", replace(config, d_kv=20), "", None)
+    assert spec.kernels
+    with pytest.raises(ValueError, match="do not support the heads of --teacher=other.*--mixed_precision=no"):
+        taught_spec(spec, (teacher,), Machine(device_type="cuda"), torch.bfloat16)
+    assert taught_spec(spec, (replace(teacher, model_config=config),), Machine(device_type="cuda"), torch.bfloat16)
 
 
 TAUGHT = dict(teacher="teacher,larger", distill_weight=0.5, distill_temperature=1.5, against_loops="unlikelihood")
