@@ -12,6 +12,7 @@ import torch
 from model.nn.decoder.rotary import scaled_frequencies
 
 TYPES = ("f32", "f16", "bf16", "q8_0")
+MAX_F16 = 65504
 BLOCK = 32  # numbers of a row that share a scale in q8_0
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -152,10 +153,10 @@ def _stored(gguf, c, name, tensor, kind):
         tensor = _interleaved(tensor, c.num_attention_heads)
     if c.model_type == "llama" and ".self_attn.k_proj." in name:
         tensor = _interleaved(tensor, c.num_key_value_heads)
-    stored = gguf.quants.quantize(tensor.float().contiguous().numpy(), _type_of(gguf, tensor.shape, kind))
-    if stored.dtype == np.float16 and not np.isfinite(stored).all() and torch.isfinite(tensor).all():
-        raise ValueError(f"{name} has a number of {tensor.abs().max():.3g}, and f16 holds up to 65504: --type bf16")
-    return stored
+    stored = _type_of(gguf, tensor.shape, kind)
+    if stored.name == "F16" and MAX_F16 < tensor.abs().max() < math.inf:
+        raise ValueError(f"{name} has a number of {tensor.abs().max():.3g}, and f16 holds up to {MAX_F16}: --type bf16")
+    return gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)
 
 
 def _interleaved(tensor, num_heads):
