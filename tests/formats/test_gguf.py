@@ -16,13 +16,13 @@ from model.data.turn_template import write_turn_template
 from model.formats.conversions import to_gguf
 from model.formats.gguf_vocabulary import CONTROL, RULES, UNUSED, USER_DEFINED, GgufVocabulary, texts_for
 from model.formats.weights import add_values, export_model, load_weights
-from model.generate.engine import Engine, Request
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.rotary import rotary_at
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.serve.answering import load_chat_model, prompt_ids
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
 from tests.data.test_tokenizer import random_strings
+from tests.llama import answers_of, asked_of, first_difference, greedy_of, open_in_llama_cpp
 from tests.nn.decoder.test_network import SIZES, VARIANTS
 
 gguf = pytest.importorskip("gguf")
@@ -30,7 +30,7 @@ NAMES = {"qwen2": "qwen2 tied, grouped", "qwen3": "qwen3", "llama3": "llama 3", 
 MODELS = (*NAMES, "trained_here")
 SPARE = 5  # rows of the embedding beyond the tokenizer's
 TALKS = [(PROBE * 2)[start : start + 1 + start % 9] for start in range(0, 128, 2)]
-NEAR_TIE, NEW_TOKENS = 0.05, 24  # nats; tokens
+NEAR_TIE = 0.05  # nats
 
 
 def write_decoder(directory, tokenizer, **changes):
@@ -210,12 +210,6 @@ def test_the_modelfile_says_chatml_its_system_text_and_the_settings_or_passes_pr
     assert 'TEMPLATE """{{ .Prompt }}"""' in (written(tmp_path / "other").parent / "Modelfile").read_text()
 
 
-def open_in_llama_cpp(path, **options):
-    llama_cpp = pytest.importorskip("llama_cpp")
-    given = dict(n_ctx=256, n_batch=256, n_threads=1, type_k=0, type_v=0, verbose=False)  # 0: float32
-    return llama_cpp.Llama(str(path), **given | options)
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_llama_cpp_gives_the_ids_of_each_text(tmp_path, name):
     pytest.importorskip("llama_cpp")
@@ -225,35 +219,6 @@ def test_llama_cpp_gives_the_ids_of_each_text(tmp_path, name):
     odd = [unicodedata.normalize("NFC", text) for text in random_strings(1000)]
     for text in [*texts_for(tokenizer), *odd]:
         assert engine.tokenize(text.encode(), add_bos=False, special=True) == tokenizer.parse(text), ascii(text)
-
-
-def asked_of(engine, talks):
-    """Ids that llama.cpp reads for each question, through the chat template in its file."""
-    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-    shown = Jinja2ChatFormatter(template=engine.metadata["tokenizer.chat_template"], eos_token="", bos_token="")
-    prompts = [shown(messages=[dict(role="user", content=text)]).prompt for text in talks]
-    return [engine.tokenize(prompt.encode(), add_bos=False, special=True) for prompt in prompts]
-
-
-def greedy_of(engine, ids):
-    """llama.cpp's greedy ids behind these, the one that ends an answer included."""
-    found = []
-    for token in engine.generate(ids, temp=0.0, repeat_penalty=1.0):
-        found.append(token)
-        if token == engine.token_eos() or len(found) == NEW_TOKENS:
-            return found
-
-
-def answers_of(chat, inputs):
-    """Our greedy ids behind each of `inputs`, the one that ends an answer included."""
-    engine = Engine(chat.model, chat.limits(len(inputs), max(map(len, inputs)), NEW_TOKENS))
-    places = {engine.add(Request(ids, NEW_TOKENS)): place for place, ids in enumerate(inputs)}
-    found = {}
-    while not engine.idle:
-        found |= {places[new.number]: new.ids for new in engine.step()}
-    ids = [found[place] for place in range(len(inputs))]
-    return [row if len(row) == NEW_TOKENS else [*row, chat.tokenizer.eos_id] for row in ids]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -266,15 +231,5 @@ def test_llama_cpp_gives_64_of_64_greedy_answers_in_float32_and_leaves_them_at_n
     assert asked_of(whole, TALKS) == inputs and len(TALKS) == 64 and len(set(map(tuple, answers))) > 50
     assert [greedy_of(whole, ids) for ids in inputs] == answers
     theirs = AutoModelForCausalLM.from_pretrained(home / name).eval()
-    for ids, answer in zip(inputs, answers, strict=True):
-        other = greedy_of(half, ids)
-        if (
-            same := next(
-                (place for place, pair in enumerate(zip(answer, other, strict=False)) if len({*pair}) > 1), None
-            )
-        ) is None:
-            assert other == answer
-            continue
-        with torch.no_grad():
-            scores = theirs(torch.tensor([[*ids, *answer[:same]]])).logits[0, -1].log_softmax(-1)
-        assert 0 <= scores[answer[same]] - scores[other[same]] <= NEAR_TIE
+    gaps = [first_difference(theirs, ids, row, greedy_of(half, ids)) for ids, row in zip(inputs, answers, strict=True)]
+    assert all(0 <= gap <= NEAR_TIE for gap in gaps if gap is not None)
