@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from model.data.tokenizer import copy_tokenizer, load_tokenizer
@@ -13,8 +14,9 @@ from model.formats.gguf_vocabulary import GgufVocabulary
 from model.formats.model_card import CARD_FILE, ctranslate2_card, gguf_card, model_name, read_card
 from model.formats.ollama import modelfile
 from model.formats.tensor_files import read_tensors
-from model.formats.weights import INDEX, WEIGHTS, load_weights, model_directory, read_config, weights_file
+from model.formats.weights import INDEX, WEIGHTS, check_fits, load_weights, model_directory, read_config, weights_file
 from model.nn.decoder.huggingface import rotary_values
+from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
@@ -74,6 +76,8 @@ def to_gguf(source: str | Path, target: str | Path, kind: str = "f16") -> None:
     if not isinstance(model_config, DecoderModelConfig):
         raise ValueError(f"{source} is a {values['model_type']}: llama.cpp's programs run no encoder: --to ctranslate2")
     tokenizer, weights = load_tokenizer(source), load_weights(source)
+    with torch.device("meta"):  # takes no memory
+        check_fits(DecoderModel(weights.model_config), weights, source)
     template = turn_template(tokenizer)
     settings = read_object(source / GENERATION_FILE) if (source / GENERATION_FILE).is_file() else {}
     ends = _ends_of_answers(template, settings)

@@ -8,8 +8,9 @@ import json
 import re
 
 OPENER, CLOSER = "<|im_start|>", "<|im_end|>"
-CHATML = "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n"
-SYSTEM = re.compile(r"(?:<\|im_start\|>system\n(.*?)<\|im_end\|>\n)?(.*)", re.DOTALL)
+CHATML = "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}"
+SYSTEM = re.compile(r"(?:<\|im_start\|>system\n(.*?)<\|im_end\|>\n)?", re.DOTALL)
+UNSAID = re.compile('"""|[{}]{2}')  # what would end or change a text of a Modelfile
 # settings of generation_config.json, and their names there
 DRAWN = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p")
 TALKS = (("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
@@ -21,14 +22,15 @@ def modelfile(file_name, frames, settings, ends):
     `frames` are the TemplateFrames of the chat template, `settings` the values of generation_config.json, `ends` the
     texts that end an answer.
     """
-    system, lines = _system_of_chatml(frames), [f"FROM ./{file_name}"]
-    if system is None:
+    shown, lines = _as_chatml(frames), [f"FROM ./{file_name}"]
+    if shown is None:
         lines += [
             "# The chat template is not ChatML: a prompt is passed on as it is typed, and needs the template's marks.",
             'TEMPLATE """{{ .Prompt }}"""',
         ]
     else:
-        lines += [f'TEMPLATE """{CHATML}"""', *([f'SYSTEM """{system}"""'] if system else [])]
+        system, beginning = shown
+        lines += [f'TEMPLATE """{CHATML}{beginning}"""', *([f'SYSTEM """{system}"""'] if system else [])]
     lines += [f"PARAMETER {name} {value}" for name, value in _parameters(settings).items()]
     lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in ends]
     return "\n".join(lines) + "\n"
@@ -48,19 +50,20 @@ def _is_number(value):
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _system_of_chatml(frames):
-    """The system text that a template which writes ChatML adds where none is given ("": none); None: another one."""
+def _as_chatml(frames):
+    """(system text where none is given, beginning of an answer) of a template that writes ChatML; None: it does not."""
     talks = [[dict(role=role, content=f"w{number}") for number, role in enumerate(roles)] for roles in TALKS]
     shown = frames.render([dict(messages=talk, tools=None, prompt=True, thinking=None) for talk in talks])
-    systems = set()
+    systems, beginnings = set(), set()
     for talk, one in zip(talks, shown, strict=True):
-        wanted = (
-            "".join(f"{OPENER}{turn['role']}\n{turn['content']}{CLOSER}\n" for turn in talk) + f"{OPENER}assistant\n"
-        )
-        given = talk[0]["role"] == "system"
-        system, rest = (None, one.get("text")) if given else SYSTEM.fullmatch(one.get("text", "")).groups()
-        if rest != wanted:
+        turns = "".join(f"{OPENER}{turn['role']}\n{turn['content']}{CLOSER}\n" for turn in talk)
+        before, found, beginning = one.get("text", "").partition(turns)
+        if not (found and beginning.startswith(f"{OPENER}assistant\n") and (system := SYSTEM.fullmatch(before))):
             return None
-        systems |= set() if given else {system or ""}
-    (system, *others) = systems
-    return None if others or '"""' in system else system
+        beginnings.add(beginning)
+        if talk[0]["role"] != "system":
+            systems.add(system[1] or "")
+        elif before:
+            return None
+    said = "".join((*systems, *beginnings))
+    return (*systems, *beginnings) if len(systems) == len(beginnings) == 1 and not UNSAID.search(said) else None

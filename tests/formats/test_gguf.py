@@ -7,6 +7,7 @@ import unicodedata
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +21,7 @@ from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.rotary import rotary_at
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.serve.answering import load_chat_model, prompt_ids
+from tests.data.chat_templates import MINIMIND
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
 from tests.data.test_tokenizer import random_strings
 from tests.llama import answers_of, asked_of, first_difference, greedy_of, open_in_llama_cpp
@@ -142,9 +144,11 @@ def write_with_rules(directory, name):
     """A byte-level tokenizer that cuts texts by the rules of this name, with merges of digits where they allow them."""
     tokenizer = make_qwen_tokenizer(directory, marks=("<think>",))
     state, (pattern, whole) = json.loads(tokenizer.backend.to_str()), RULES.get(name, (name, False))
-    split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
-    bytes_only = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    state["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[split, bytes_only])
+    own = name == "gpt-2"  # ByteLevel's own rules, as MiniMind's tokenizer has them
+    steps = [dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=own)]
+    if not own:
+        steps.insert(0, dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False))
+    state["pre_tokenizer"] = dict(type="Sequence", pretokenizers=steps)
     backend = tokenizer.backend.from_str(json.dumps(state))
     backend.model = models.BPE(ignore_merges=whole)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -191,6 +195,12 @@ def test_what_such_a_file_cannot_hold_is_refused_before_it_stands_there(tmp_path
     export_model(large, qwen, tmp_path / "large")
     with pytest.raises(ValueError, match="f16 holds up to 65504: --type bf16"):
         to_gguf(tmp_path / "large", tmp_path / "out")
+    tensors = load_file(home / "qwen3" / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    shutil.copytree(home / "qwen3", tmp_path / "damaged")
+    save_file(tensors, tmp_path / "damaged" / "model.safetensors")
+    with pytest.raises(ValueError, match="1 tensors missing"):
+        to_gguf(tmp_path / "damaged", tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
@@ -204,6 +214,10 @@ def test_the_modelfile_says_chatml_its_system_text_and_the_settings_or_passes_pr
         assert text.startswith(f'FROM ./{name}-f32.gguf\nTEMPLATE """{chatml}"""\n') and 'stop "<|im_end|>"\n' in text
     assert 'SYSTEM """You are a helpful assistant"""\nPARAMETER temperature 0\nPARAMETER repeat_penalty 1.0\n' in plain
     assert "SYSTEM" not in drawn and "PARAMETER top_p 0.9\nPARAMETER repeat_penalty 1.1\n" in drawn
+    shutil.copytree(home / "qwen3", tmp_path / "minimind")
+    add_values(tmp_path / "minimind" / "tokenizer_config.json", dict(chat_template=MINIMIND))
+    text = (written(tmp_path / "minimind").parent / "Modelfile").read_text()
+    assert '<|im_start|>assistant\n<think>\n\n</think>\n\n"""\nSYSTEM """You are a helpful assistant"""' in text
     other = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
     shutil.copytree(home / "qwen3", tmp_path / "other")
     add_values(tmp_path / "other" / "tokenizer_config.json", dict(chat_template=other))
