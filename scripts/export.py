@@ -1,9 +1,10 @@
-"""Writes a trained model again with bf16 weights, or for CTranslate2, which is fast on CPUs.
+"""Writes a trained model again: with bf16 weights, for CTranslate2, fast on CPUs, or for llama.cpp and Ollama (gguf).
 
-python scripts/export.py MODEL_DIR --to bf16|ctranslate2 [--output_dir DIR] [--quantization int8] [--overwrite]
+python scripts/export.py MODEL_DIR --to bf16|ctranslate2|gguf [--output_dir DIR] [--quantization int8] [--type f16]
+    [--overwrite]
 
 MODEL_DIR is a Hugging Face directory or a run directory (its best/, else its last/). Exit codes: 0 written, 2 refused,
-1 disk, or CTranslate2 is not installed.
+1 disk, or CTranslate2 or gguf is not installed.
 """
 
 import argparse
@@ -21,15 +22,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # reads only local files
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
 
+FORMS = ("bf16", "ctranslate2", "gguf")
+TYPES = ("f32", "f16", "bf16", "q8_0")
 QUANTIZATIONS = ("int8", "int8_float32", "int16", "float16", "bfloat16", "float32")
 
 
 def parse_options() -> argparse.Namespace:
     parser = ScriptParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR")
-    parser.add_argument("--to", required=True, choices=("bf16", "ctranslate2"))
-    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="default: MODEL_DIR with -bf16 or -ctranslate2")
+    parser.add_argument("--to", required=True, choices=FORMS)
+    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="default: MODEL_DIR-FORM")
     parser.add_argument("--quantization", default="int8", choices=QUANTIZATIONS, help="of ctranslate2 (%(default)s)")
+    parser.add_argument("--type", default="f16", choices=TYPES, help="of the weights of gguf (%(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
     return parser.parse_args()
 
@@ -42,10 +46,12 @@ def export(options: argparse.Namespace) -> Path:
         raise ValueError(f"--output_dir={target}: it is there already; give another name, or add --overwrite")
     if target.resolve() in (source, *source.parents):
         raise ValueError(f"--output_dir={target}: the model itself lies there; give another name")
-    from model.formats.conversions import to_bf16, to_ctranslate2  # takes seconds
+    from model.formats.conversions import to_bf16, to_ctranslate2, to_gguf  # takes seconds
 
     if options.to == "bf16":
         to_bf16(source, target)
+    elif options.to == "gguf":
+        to_gguf(source, target, options.type)
     else:
         from transformers.utils.logging import disable_progress_bar
 

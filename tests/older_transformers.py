@@ -15,12 +15,15 @@ import sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, __version__
-from tests.published import TEXT, logits_of
+from tests.published import ASKED, TEXT, logits_of
 assert __version__.startswith("4.57")
 found = {}
 for directory in map(Path, sys.argv[2:]):
     found[str(directory)] = logits_of(directory)
-    found[f"{directory} ids"] = torch.tensor(AutoTokenizer.from_pretrained(directory)(TEXT).input_ids)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    found[f"{directory} ids"] = torch.tensor(tokenizer(TEXT).input_ids)
+    if tokenizer.chat_template:
+        found[f"{directory} asked"] = torch.tensor(tokenizer.apply_chat_template(ASKED, add_generation_prompt=True))
 save_file(found, sys.argv[1])
 """
 
@@ -43,7 +46,8 @@ def install():
 
 
 def read_by_older(directories, path):
-    """What transformers 4.57 reads in these directories, written to `path`: {directory: logits, "… ids": ids}."""
+    """What transformers 4.57 reads in these directories, written to `path`: {directory: logits, "… ids": of TEXT,
+    "… asked": ids of ASKED}."""
     from safetensors.torch import load_file
 
     install()

@@ -8,6 +8,7 @@ from tests.data.files import save_unigram, write_json
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
 
 TEXT = "你好 how are you"
+ASKED = [dict(role="user", content=TEXT)]
 QWEN = dict(
     attention_dropout=0.0, hidden_act="silu", hidden_size=16, initializer_range=0.02, intermediate_size=32,
     max_window_layers=1, num_attention_heads=4, num_hidden_layers=2, rms_norm_eps=1e-6, torch_dtype="bfloat16",
@@ -40,6 +41,21 @@ CONFIGS = dict(
 CHAT = dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
 BASE = dict(do_sample=False, max_new_tokens=2048)
 DERIVED = dict(_from_model_config=True, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
+
+
+# fields of the published Qwen3's tokenizer_config.json, and names of its tensors, with N for a layer's number
+QWEN3_TOKENIZER = dict(
+    add_bos_token=False, add_prefix_space=False, bos_token=None, clean_up_tokenization_spaces=False,
+    eos_token="<|im_end|>", errors="replace", model_max_length=131072, pad_token="<|endoftext|>",
+    split_special_tokens=False, tokenizer_class="Qwen2Tokenizer", unk_token=None,
+)  # fmt: skip
+QWEN3_LAYER = (
+    "input_layernorm mlp.down_proj mlp.gate_proj mlp.up_proj post_attention_layernorm self_attn.k_norm "
+    "self_attn.k_proj self_attn.o_proj self_attn.q_norm self_attn.q_proj self_attn.v_proj"
+)
+QWEN3_TENSORS = {"model.embed_tokens.weight", "model.norm.weight"} | {
+    f"model.layers.N.{name}.weight" for name in QWEN3_LAYER.split()
+}
 
 
 def write_published(folder, name):

@@ -34,9 +34,10 @@ ALLOWED_IMPORTERS = {
     "matplotlib": "model.display.plots model.commands.data_report bench",
     "transformers": "model.nn.t5.huggingface model.nn.decoder model.data.template_process scripts bench",
     "tokenizers": "model.data.byte_level model.data.control_tokens model.data.tokenizer model.data.tokenizer_file "
-    "model.data.tokenizer_training",
+    "model.data.tokenizer_training model.formats.gguf_vocabulary",
     "ctranslate2": "model.formats.conversions bench",
     "datasets": "model.data.hf_datasets bench",
+    "gguf": "model.formats.gguf_file",
     "rensa": "model.data.near_duplicates",
     "starlette": "model.serve.server",
     "prometheus_client": "model.serve.server_metrics",

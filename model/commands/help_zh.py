@@ -175,11 +175,12 @@ MODEL_DIR 是 Hugging Face 目录或训练目录。网页显示训练目录 RUN_
         "plot": "画出损失随问答对和时间的变化",
     },
     "export": {
-        "": "把训练好的模型再导出一份：bf16 权重，或者在 CPU 上很快的 CTranslate2 格式。",
+        "": "把训练好的模型再导出一份：bf16 权重、在 CPU 上很快的 CTranslate2，或 llama.cpp 和 Ollama 用的 gguf。",
         "model_dir": "Hugging Face 目录，或训练目录（用 best/，没有就用 last/）",
         "to": "导出成哪种格式",
-        "output_dir": "写到哪个目录；默认：MODEL_DIR 后面加 -bf16 或 -ctranslate2",
+        "output_dir": "写到哪个目录；默认：MODEL_DIR 后面加格式的名字",
         "quantization": "ctranslate2 的数值格式（%(default)s）",
+        "type": "gguf 的权重格式（%(default)s）",
         "overwrite": "覆盖已有的目录",
     },
     "merge_lora": {
@@ -201,6 +202,20 @@ MODEL 是训练的检查点（RUN_DIR/checkpoints/step_…）、Hugging Face 目
 生成设置用第一个的。逐个张量以 float32 取平均。退出码：0 已写出，2 拒绝，1 磁盘错误。""",
         "models": "检查点、模型目录或训练目录，至少两个",
         "output": "写到哪个目录",
+    },
+    "push": {
+        "": """把模型发送到 Hugging Face Hub；仓库是私有的，除非给出 --public。
+
+    python scripts/push.py DIR USER/NAME [--public] [--dry_run] [--yes]
+
+DIR 是模型目录、适配器目录、scripts/export.py 写出的目录，或训练目录（用 best/，没有就用 last/）。先列出要发送的
+文件，再询问。检查点、词元库和日志从不发送。先登录：`hf auth login`。
+退出码：0 已发送或已列出，2 拒绝，1 Hub 或网络错误。""",
+        "directory": "模型目录",
+        "repo": "Hub 上的仓库",
+        "public": "所有人都能读",
+        "dry_run": "只列出会发送什么，不发送",
+        "yes": "不询问，直接发送",
     },
     "convert_tokenizer": {
         "": """把模型的 SentencePiece 分词器转换成训练能读的 tokenizer.json，只需一次，不联网。

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from model.data.answer_parts import CALL, THOUGHT
 from model.data.control_tokens import control_ids, text_encoder
-from model.data.tokenizer_file import NO_CODE, library_errors_as_value_errors, load_backend, load_settings
+from model.data.tokenizer_file import NO_CODE, NO_CODES, library_errors_as_value_errors, load_backend, load_settings
 from model.runtime.atomic_io import open_own
 from model.runtime.json_stream import read_object
 
@@ -183,15 +183,22 @@ def keep_own_class(tokenizer: ChatTokenizer, directory: str | Path) -> None:
     """Let AutoTokenizer read this tokenizer from a directory that holds a copy of it beside a model of any type.
 
     For a qwen2 transformers 5 takes Qwen2Tokenizer, whatever tokenizer_config.json says, unless that names code; it
-    would read every text as bytes that a tokenizer trained here does not have. Empty names make it take the tokenizer
-    as its file has it, and run nothing.
+    would read every text as bytes that a tokenizer trained here does not have. With NO_CODE it takes the tokenizer as
+    its file has it, and runs nothing; asked to trust code, it says that there is no such file.
     """
-    path = Path(directory, "tokenizer_config.json")
+    path, model_config = Path(directory, "tokenizer_config.json"), Path(directory, "config.json")
     settings = read_object(path) if path.is_file() else {}
-    if settings.get("tokenizer_class") == GENERAL_CLASS and "auto_map" not in settings:
-        if '"ByteLevel"' not in json.dumps(json.loads(tokenizer.backend.to_str())["pre_tokenizer"]):
-            text = json.dumps(settings | dict(auto_map=NO_CODE), indent=2, ensure_ascii=False)
-            path.write_text(text + "\n", encoding="utf-8")
+    kept = {name: value for name, value in settings.items() if name != "auto_map" or value not in NO_CODES}
+    is_qwen2 = model_config.is_file() and read_object(model_config).get("model_type") == "qwen2"
+    if is_qwen2 and settings.get("tokenizer_class") == GENERAL_CLASS and not _cuts_bytes(tokenizer):
+        kept |= dict(auto_map=NO_CODE)
+    if kept != settings:
+        path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _cuts_bytes(tokenizer):
+    """Whether a tokenizer's pieces are bytes, as Qwen's are."""
+    return '"ByteLevel"' in json.dumps(json.loads(tokenizer.backend.to_str())["pre_tokenizer"])
 
 
 def count_merged_tokens(tokenizer: ChatTokenizer) -> int:

@@ -13,7 +13,9 @@ from tokenizers import Tokenizer
 from model.runtime.json_stream import read_object
 
 MAX_VOCAB_SIZE = 1 << 20
-NO_CODE = {"AutoTokenizer": ["", ""]}  # an auto_map that names none (model/data/tokenizer.py, keep_own_class)
+# an auto_map that names no code: a file that is nowhere (model/data/tokenizer.py, keep_own_class)
+NO_CODE = {"AutoTokenizer": [None, "load_without_trust_remote_code.NoCode"]}
+NO_CODES = None, NO_CODE, {"AutoTokenizer": ["", ""]}  # the last in earlier exports
 MAX_RULE_TEXTS, MAX_REPLACEMENT_CHARS = 200, 64  # in normalizer, pre-tokenizer, post-processor and decoder
 
 
@@ -90,6 +92,6 @@ def load_settings(directory: Path) -> dict:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).is_file():
             settings |= {key: value for key, value in read_object(directory / name).items() if value is not None}
-    if settings.get("auto_map", NO_CODE) != NO_CODE:
+    if settings.get("auto_map") not in NO_CODES:
         raise ValueError(f"the tokenizer in {directory} needs custom code (auto_map), which is not run; use another")
     return settings

@@ -48,7 +48,7 @@ def config_values(model, tokenizer, dtype, base=None):
 
 def with_both_names(values, own):
     """`values` of a config.json with those rotary fields that they lack and `own` has."""
-    return values | {name: own[name] for name in ROTARY if name in own and not values.get(name)}
+    return values | {name: own[name] for name in ROTARY if own.get(name) and not values.get(name)}
 
 
 def generation_values(model, tokenizer, generation, base=None):

@@ -1,18 +1,27 @@
-"""Writes a Hugging Face directory again in another form: bf16 weights, or CTranslate2's files for CPUs."""
+"""Writes a Hugging Face directory again in another form: bf16 weights, CTranslate2's files for CPUs, or GGUF."""
 
+import re
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
-from model.data.tokenizer import copy_tokenizer
-from model.formats.carried import GENERATION_FILE, with_both_names, write_json
-from model.formats.model_card import CARD_FILE, ctranslate2_card, read_card
+from model.data.tokenizer import copy_tokenizer, load_tokenizer
+from model.data.turn_template import turn_template
+from model.formats.carried import EOS, GENERATION_FILE, with_both_names, write_json
+from model.formats.gguf_file import write_gguf
+from model.formats.gguf_vocabulary import GgufVocabulary
+from model.formats.model_card import CARD_FILE, ctranslate2_card, gguf_card, model_name, read_card
+from model.formats.ollama import modelfile
 from model.formats.tensor_files import read_tensors
-from model.formats.weights import INDEX, WEIGHTS, model_directory, read_config, weights_file
+from model.formats.weights import INDEX, WEIGHTS, check_fits, load_weights, model_directory, read_config, weights_file
 from model.nn.decoder.huggingface import rotary_values
+from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
+
+MODELFILE = "Modelfile"  # of Ollama
 
 
 def to_bf16(source: str | Path, target: str | Path) -> None:
@@ -55,6 +64,41 @@ def to_ctranslate2(source: str | Path, target: str | Path, quantization: str = "
         size = size if type(size) is int else 0
         card = ctranslate2_card(text, quantization, bool(values.get("is_encoder_decoder")), size)
         (draft / CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def to_gguf(source: str | Path, target: str | Path, kind: str = "f16") -> None:
+    """Write the decoder in `source`, a Hugging Face or run directory, to `target` for llama.cpp, with a Modelfile.
+
+    `kind` is the type of the weights. Raises ValueError if there is no decoder, or one that llama.cpp would answer
+    otherwise with, and RuntimeError if the package gguf is not installed.
+    """
+    source, model_config, values = _model_in(source)
+    if not isinstance(model_config, DecoderModelConfig):
+        raise ValueError(f"{source} is a {values['model_type']}: llama.cpp's programs run no encoder: --to ctranslate2")
+    tokenizer, weights = load_tokenizer(source), load_weights(source)
+    with torch.device("meta"):  # takes no memory
+        check_fits(DecoderModel(weights.model_config), weights, source)
+    template = turn_template(tokenizer)
+    settings = read_object(source / GENERATION_FILE) if (source / GENERATION_FILE).is_file() else {}
+    ends = _ends_of_answers(template, settings)
+    name = model_name(source)
+    file_name = re.sub(r"[^\w.-]+", "-", f"{name}-{kind}.gguf")
+    vocabulary = GgufVocabulary(tokenizer, weights.model_config.vocab_size)
+    with whole_directory(target) as draft:
+        write_gguf(draft / file_name, weights, vocabulary, dict(template=template.text, ends=ends), kind, name)
+        texts = [tokenizer.backend.id_to_token(number) for number in ends]
+        written = modelfile(file_name, template.frames, settings, texts)
+        (draft / MODELFILE).write_text(written, encoding="utf-8")
+        card = gguf_card(read_card(source) or f"# {name}\n", file_name, settings)
+        (draft / CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def _ends_of_answers(template, settings):
+    """Ids that end an answer: the chat template's, then those of a generation_config.json that the tokenizer has."""
+    listed = settings.get(EOS)
+    others = listed if isinstance(listed, list) else [listed]
+    known = [number for number in others if type(number) is int and template.tokenizer.backend.id_to_token(number)]
+    return list(dict.fromkeys([template.end_id, *known]))
 
 
 def _halve_weights(source, target):

@@ -80,6 +80,13 @@ def ctranslate2_card(card: str, quantization: str, is_encoder_decoder: bool, no_
     return _with_use(card, "ctranslate2", use)
 
 
+def gguf_card(card: str, file_name: str, settings: dict) -> str:
+    """The text of a model card with the use of its GGUF file; `settings` are those of generation_config.json."""
+    size = settings.get("no_repeat_ngram_size")
+    unsaid = f"\n\nllama.cpp has nothing for no_repeat_ngram_size={size} of generation_config.json." if size else ""
+    return _with_use(card, "gguf", _USE_GGUF.format(file_name=file_name) + unsaid)
+
+
 def _with_use(card, library, *ends):
     """A card for another library, with `ends` in place of its use, and of what these say too."""
     titles = "|".join(re.escape(end.partition("\n")[0]) for end in ends)
@@ -212,6 +219,29 @@ settings = dict(no_repeat_ngram_size={no_repeat_ngram_size}, max_length=64)
 result = model.generate_batch([tokens], sampling_topk=1, include_prompt_in_result=False, **settings)
 print(tokenizer.decode(result[0].sequences_ids[0], skip_special_tokens=True))
 ```"""
+_USE_GGUF = """\
+## Use
+
+With llama.cpp, whose server has a page and OpenAI's HTTP interface, and with Ollama:
+
+```bash
+llama-server -m {file_name} --jinja
+llama-cli -m {file_name} --jinja
+ollama create my-model -f Modelfile && ollama run my-model
+```
+
+From Python (`pip install llama-cpp-python`):
+
+```python
+from llama_cpp import Llama
+
+model = Llama("{file_name}", n_ctx=2048, verbose=False)
+messages = [{{"role": "user", "content": "你好"}}]
+result = model.create_chat_completion(messages, temperature=0, repeat_penalty=1, max_tokens=64)
+print(result["choices"][0]["message"]["content"])
+```
+
+llama.cpp does not compose characters: give it text in NFC, as almost all text is."""
 _LIMITS = """\
 ## Limits
 

@@ -1,20 +1,23 @@
 """What is trained here and merged or exported is the base's model in other software, but for what training changed."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from model.data.tokenizer import load_tokenizer
-from model.formats.weights import export_model
+from model.data.tokenizer import PROBE, load_tokenizer
+from model.data.tokenizer_training import train_tokenizer
+from model.formats.weights import add_values, export_model
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
 from scripts.merge_lora import main as merge_lora
 from tests.older_transformers import read_by_older
-from tests.published import CONFIGS, TEXT, logits_of, write_published
+from tests.published import ASKED, CONFIGS, QWEN3_TENSORS, QWEN3_TOKENIZER, TEXT, logits_of, write_published
 from tests.tiny import furnish, train
 
 SHORT = dict(
@@ -27,10 +30,24 @@ SHORT = dict(
     warmup_steps=0,
     max_seq_len=128,
 )
+SIZES = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 SCRATCH = dict(
     plain={}, yarn=dict(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)),
-    theta=dict(model_type="qwen3", rope_theta=5e5),
+    theta=dict(model_type="qwen3", rope_theta=5e5), own=dict(model_type="qwen3", tie_word_embeddings=True, head_dim=8),
 )  # fmt: skip
+# Fields of the published Qwen3's files: which a decoder from scratch says as they do, has of its own, leaves out
+CONFIG_FIELDS = dict(
+    same="architectures attention_bias attention_dropout hidden_act initializer_range model_type rms_norm_eps "
+    "rope_scaling sliding_window tie_word_embeddings use_cache use_sliding_window",
+    own="eos_token_id head_dim hidden_size intermediate_size max_position_embeddings max_window_layers "
+    "num_attention_heads num_hidden_layers num_key_value_heads rope_theta torch_dtype transformers_version vocab_size",
+    absent="bos_token_id",  # nothing begins with one
+)
+GENERATION_FIELDS = dict(
+    same="do_sample", own="eos_token_id pad_token_id transformers_version",
+    absent="bos_token_id temperature top_k top_p",  # as the run was told
+)  # fmt: skip
+TOKENIZER_FIELDS = dict(same=" ".join(QWEN3_TOKENIZER.keys() - {"model_max_length"}), own="model_max_length", absent="")
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +62,11 @@ def home(tmp_path_factory):
             assert done.codes == [0], done.text
         assert merge_lora([str(home / f"{name}_lora"), str(home / f"{name}_merged")]) == 0
     tokenizer = load_tokenizer(home / "model_save" / "tokenizer")
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    train_tokenizer([PROBE, TEXT] * 20, 500, home / "own", "byte_level")
     for name, changes in SCRATCH.items():
-        config = DecoderModelConfig(**sizes | changes, vocab_size=tokenizer.vocab_size)
-        export_model(DecoderModel(config).initialise(0), tokenizer, home / f"scratch_{name}")
+        reads = load_tokenizer(home / "own") if name == "own" else tokenizer
+        config = DecoderModelConfig(**SIZES | changes, vocab_size=reads.vocab_size)
+        export_model(DecoderModel(config).initialise(0), reads, home / f"scratch_{name}", dict(do_sample=True))
     return home
 
 
@@ -77,6 +95,35 @@ def test_config_json_is_the_base_s_with_the_type_of_the_weights_and_names_for_re
     assert merged == base | rotary_of(base) | turn | dict(dtype="bfloat16", torch_dtype="bfloat16")
     record = dict(chat_trainer=dict(optimizer="adamw"))
     assert full == base | rotary_of(base) | turn | dict(dtype="float32", torch_dtype="float32") | record
+
+
+def tensors_of(directory):
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        return {re.sub(r"layers\.\d+", "layers.N", name) for name in file.keys()}
+
+
+def check_fields(found, published, fields):
+    same, own, absent = (set(fields[kind].split()) for kind in ("same", "own", "absent"))
+    assert published.keys() == same | own | absent
+    assert {name: found[name] for name in same} == {name: published[name] for name in same}
+    assert own <= found.keys() and not absent & found.keys()
+
+
+def test_a_decoder_from_scratch_says_each_field_that_a_published_qwen3_has(home):
+    ours, published = home / "scratch_own", home / "qwen3"
+    check_fields(values_of(ours, "config.json"), values_of(published, "config.json"), CONFIG_FIELDS)
+    settings = values_of(published, "generation_config.json") | dict(temperature=0.6, top_k=20, top_p=0.95)
+    del settings["repetition_penalty"]
+    check_fields(values_of(ours, "generation_config.json"), settings, GENERATION_FIELDS)
+    check_fields(values_of(ours, "tokenizer_config.json"), QWEN3_TOKENIZER, TOKENIZER_FIELDS)
+    assert (ours / "chat_template.jinja").is_file()
+
+
+def test_tensors_have_the_published_names(home):
+    assert tensors_of(home / "scratch_own") == QWEN3_TENSORS
+    for name in CONFIGS:
+        assert all(tensors_of(directory) == tensors_of(home / name) for directory in written(home, name))
+    assert tensors_of(home / "qwen3_full" / "last") == QWEN3_TENSORS
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -113,17 +160,37 @@ def test_transformers_4_and_5_compute_equal_logits_and_ids(home, tmp_path):
     older = read_by_older(directories, tmp_path / "older.safetensors")
     for directory in directories:
         assert (logits_of(directory) - older[str(directory)]).abs().max() <= 1e-4, directory
-        ids = AutoTokenizer.from_pretrained(directory)(TEXT).input_ids
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        ids = tokenizer(TEXT).input_ids
         assert ids == older[f"{directory} ids"].tolist(), directory
+        if (asked := older.get(f"{directory} asked")) is not None:
+            theirs = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
+            assert theirs == asked.tolist(), directory
         assert ids[: len(ids) - 1] == load_tokenizer(directory).encode(TEXT)[: len(ids) - 1] and len(ids) > 4, directory
 
 
 def test_a_tokenizer_trained_here_is_read_by_autotokenizer_beside_each_type_of_model(home):
     tokenizer = load_tokenizer(home / "model_save" / "tokenizer")
-    for name in SCRATCH:
-        theirs = AutoTokenizer.from_pretrained(home / f"scratch_{name}")
-        assert theirs(TEXT).input_ids == [*tokenizer.encode(TEXT), tokenizer.eos_id]
-        assert load_tokenizer(home / f"scratch_{name}").fingerprint == tokenizer.fingerprint
+    for name in ("plain", "yarn", "theta"):
+        directory = home / f"scratch_{name}"
+        is_qwen2 = values_of(directory, "config.json")["model_type"] == "qwen2"
+        for trusts in (False, True):
+            if is_qwen2 and trusts:
+                with pytest.raises(OSError, match="no.* file named load_without_trust_remote_code.py"):
+                    AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+                continue
+            theirs = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts)
+            assert theirs(TEXT).input_ids == [*tokenizer.encode(TEXT), tokenizer.eos_id]
+        assert load_tokenizer(directory).fingerprint == tokenizer.fingerprint
+
+
+def test_an_earlier_export_s_empty_names_of_code_are_read_and_not_kept(home, tmp_path):
+    shutil.copytree(home / "scratch_theta", tmp_path / "earlier")
+    add_values(tmp_path / "earlier" / "tokenizer_config.json", dict(auto_map={"AutoTokenizer": ["", ""]}))
+    earlier = load_tokenizer(tmp_path / "earlier")
+    config = DecoderModelConfig(**SIZES | dict(model_type="qwen3", vocab_size=earlier.vocab_size))
+    export_model(DecoderModel(config).initialise(0), earlier, tmp_path / "new")
+    assert "auto_map" not in values_of(tmp_path / "new", "tokenizer_config.json")
 
 
 def test_what_was_chosen_for_a_run_replaces_what_its_base_says(home):

@@ -31,6 +31,8 @@ def test_a_run_is_written_beside_itself_and_not_over_what_is_there(run_dir):
     assert (target / "model.bin").is_file() and (target / "tokenizer.json").is_file()
     again = export(run_dir, "--to", "ctranslate2")
     assert again.returncode == 2 and "add --overwrite" in again.stderr
+    other = export(run_dir, "--to", "gguf", "--type", "q8_0")
+    assert other.returncode == 2 and "run no encoder: --to ctranslate2" in other.stderr
     over = export(run_dir / "best", "--to", "bf16", "--output_dir", run_dir / "best", "--overwrite")
     assert over.returncode == 2 and "the model itself lies there" in over.stderr
     assert not list(run_dir.parent.glob(".*"))

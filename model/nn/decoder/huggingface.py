@@ -28,8 +28,10 @@ def to_hf(model, tokenizer):
     config = {name: getattr(c, name) for name in SIZES} | ids
     config |= dict(
         model_type=c.model_type, architectures=[f"{CLASSES[c.model_type]}ForCausalLM"], dtype="float32",
-        hidden_act="silu",
+        hidden_act="silu", attention_bias=False, attention_dropout=0.0, use_cache=True, rope_scaling=None,
     )  # fmt: skip
+    if c.model_type != "llama":
+        config |= dict(use_sliding_window=False, sliding_window=None, max_window_layers=c.num_hidden_layers)
     return config | rotary_values(c), ids
 
 

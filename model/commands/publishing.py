@@ -1,0 +1,89 @@
+"""Which files of a model directory go to the Hugging Face Hub, and their way there.
+
+Only files that a model is made of are named here: no checkpoint, token store, log or other file of a run is sent.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.data.hub_names import HUB_NAME
+from model.data.tokenizer import TOKENIZER_FILES
+from model.formats.adapters import weights_directory
+
+# besides TOKENIZER_FILES, which vocabulary.json and shared_vocabulary.json of CTranslate2 are as well
+SENT = re.compile(
+    r"README\.md|LICENSE(\.\w+)?|Modelfile|(generation_|adapter_)?config\.json|(adapter_)?model\.safetensors"
+    r"|model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json|[\w.-]+\.gguf|model\.bin|(shared_)?vocabulary\.json"
+)
+# what holds the weights: of Hugging Face's directories, adapters, GGUF, CTranslate2
+WEIGHTS = re.compile(r".*\.safetensors|.*\.gguf|model\.bin")
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The files of a directory that are sent, and the names of what stays behind."""
+
+    directory: Path
+    files: list[Path]
+    left: list[str]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(path.stat().st_size for path in self.files)
+
+
+def parcel_of(path: str | Path) -> Parcel:
+    """What of a model, adapter, export or run directory (its best/, else its last/) is sent.
+
+    Raises ValueError if there is no model.
+    """
+    path = Path(path)
+    directory = weights_directory(path) or path
+    names = sorted(directory.iterdir()) if directory.is_dir() else []
+    files = [one for one in names if _is_sent(one)]
+    if not any(WEIGHTS.fullmatch(one.name) for one in files) or (directory / "state.json").exists():
+        raise ValueError(
+            f"no model in {path}: name a model's directory, an adapter's, what scripts/export.py wrote, or a run "
+            "directory with best/ or last/, for example model_save/sft_fast"
+        )
+    return Parcel(directory, files, [one.name for one in names if one not in files])
+
+
+def _is_sent(path):
+    """Whether this is one of a model's files; a link may lead to what is not to be published."""
+    named = path.name in TOKENIZER_FILES or SENT.fullmatch(path.name)
+    return bool(named) and path.is_file() and not path.is_symlink()
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for what is not USER/NAME."""
+    if not HUB_NAME.fullmatch(name) or "/" not in name:
+        raise ValueError(f"REPO={name!r}: it must be USER/NAME, for example ada/my-chat-model")
+
+
+def send(parcel: Parcel, name: str, is_public: bool) -> str:
+    """Create the repository where there is none, send the files in one commit, and return its address.
+
+    Raises ValueError if it exists and is public though that was not asked for, or nobody is logged in, and RuntimeError
+    for what the Hub or the network refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi  # takes a second
+    from huggingface_hub.errors import LocalTokenNotFoundError
+    from huggingface_hub.utils import httpx  # the one that this version of it stands on
+
+    api = HfApi(token=True)  # the one of hf auth login, without which it raises
+    try:
+        address = api.create_repo(name, private=not is_public, exist_ok=True)
+        if not is_public and not api.repo_info(name).private:
+            raise ValueError(
+                f"{address} is public: add --public to send this for everybody, or name another repository"
+            )
+        files = [CommitOperationAdd(path.name, str(path)) for path in parcel.files]
+        api.create_commit(name, files, commit_message="Model files")
+    except LocalTokenNotFoundError:
+        raise ValueError("nobody is logged in: hf auth login, with a token that may write") from None
+    except (httpx.HTTPError, OSError) as error:
+        raise RuntimeError(f"the Hub did not take it: {error}") from None
+    return str(address)
