@@ -4,6 +4,8 @@ HELP_ZH = dict(
     train_file="训练数据：parquet、json、jsonl、csv、tsv；可以写成 文件,文件夹,文件:0.5,文件*2",
     validation_file="验证数据，best/ 是在它上面最好的模型；空：不评估",
     test_file="命令 test 用的数据；空：validation_file",
+    choices_file="命令 test 用的选择题：C-Eval、CMMLU、MMLU 的 csv 文件或文件夹，代替 test_file",
+    num_shots="choices_file 每题前给几道 dev 文件里的例题；公开成绩用 5",
     prompt_column="问题所在的列；空：按列名识别",
     response_column="回答所在的列；空：按列名识别",
     learn_empty_thoughts="聊天模板在回答前写的空思考也参与学习",
@@ -238,6 +240,14 @@ eos、pad、unk 词元名称会补上，其余不变。""",
 第一个参数写 plan 或 doctor，就只估算或检查，不训练。先打印每个参数在这里是什么，再用这些选项运行 train_low_mem.py；
 它自己的选项在这里也能用，见 docs/options.md。停下之后再输入同一条命令就接着训练。模型名如果不是目录，就在
 Hugging Face 和 ModelScope 已下载的模型里找；不会下载任何东西。""",
+    },
+    "lm_eval_model": {
+        "": """用 lm-evaluation-harness 评测这里训练的模型（T5 也可以），它在其中的名字是 chat_trainer。
+
+    python scripts/lm_eval_model.py --model_args pretrained=MODEL_DIR --tasks TASK[,TASK…] [lm_eval 的选项]
+
+MODEL_DIR 是 Hugging Face 目录或训练目录。所有选项都是 lm_eval 自己的，见 lm_eval run --help。
+先 pip install -e '.[eval]'。""",
     },
     "demo_data": {
         "": "写出演示用的 train.parquet、valid.parquet 和 test.parquet。",

@@ -76,13 +76,13 @@ class ChatModel:
         return Limits(slots, input_tokens, new_tokens, first_id, self.tokenizer.eos_id)
 
 
-def load_chat_model(path, device=None):
+def load_chat_model(path, device=None, mixed_precision="auto"):
     """ChatModel of a Hugging Face directory, of an adapter's, or of a run directory (its best/, else its last/).
 
     It is on the GPU if there is one. An adapter is merged into its base.
 
     Raises ValueError if there is none, and for damaged or misfit files. The weights are held once, in the dtype that
-    they are computed with.
+    they are computed with, as the option `mixed_precision` has it.
     """
     directory = weights_directory(path)
     if directory is None:
@@ -110,13 +110,14 @@ def load_chat_model(path, device=None):
         raise ValueError(f"{settings} says prefix={prefix!r:.80}: it must be a text of {MAX_PREFIX_CHARACTERS} at most")
     record = values.get(RECORD)
     single_turn = isinstance(record, dict) and record.get("single_turn") is True
-    model = _frozen(weights, directory, device)
+    dtype = compute_dtype(mixed_precision, has_native_bf16(device))
+    model = _frozen(weights, directory, device, dtype)
     return ChatModel(directory, model, tokenizer, sampling_from(values), new_tokens, prefix, single_turn)
 
 
-def _frozen(weights, directory, device):
+def _frozen(weights, directory, device, dtype):
     """The model with these LoadedWeights, for generation alone."""
-    family, dtype = family_of(weights.model_config), compute_dtype("auto", has_native_bf16(device))
+    family = family_of(weights.model_config)
     with torch.device("meta"):
         model = family.build(weights.model_config, 0.0, dtype).requires_grad_(False)
     check_fits(model, weights, directory)  # before memory is taken for a model that does not fit
@@ -196,7 +197,7 @@ def stream_answer(chat, input_ids, sampling, max_new_tokens, thinking=None):
     text, parts = TextStream(chat.tokenizer), AnswerParts(chat.opens_thought(thinking), reads_calls=True)
     while not engine.idle:
         for progress in engine.step():
-            yield parts.add(text.add(progress.ids), progress.is_finished)
+            yield parts.add(text.add(progress.ids, progress.is_finished), progress.is_finished)
 
 
 def answer_all(chat, inputs, sampling, max_new_tokens, slots=64):
@@ -223,14 +224,16 @@ class TextStream:
     shown: int = 0  # ids whose text was given
     before: int = 0  # the id from which on they are decoded with the next ones
 
-    def add(self, ids):
-        """The text that can be shown after these ids, beyond what was given before."""
+    def add(self, ids, is_last=False):
+        """The text that can be shown after these ids, beyond what was given before; of the last ones all characters."""
         text = self.tokenizer.decode(self.ids[self.before :] + ids)
         is_whole = not text.endswith("\ufffd")  # else a part of a character may be its end
         if not is_whole and len(ids) > 1:
-            return "".join(self.add([one]) for one in ids)
+            return "".join(self.add([one]) for one in ids[:-1]) + self.add(ids[-1:], is_last)
         given = self.tokenizer.decode(self.ids[self.before : self.shown])
         self.ids += ids
+        if is_last and not is_whole:  # tokens may end amid characters, one after the other
+            return text[len(given) :].rstrip("\ufffd")
         if not is_whole or len(text) <= len(given):  # the latter with special tokens alone
             return ""
         self.before, self.shown = self.shown, len(self.ids)
