@@ -35,6 +35,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 import fire
 from fire.decorators import SetParseFn
 
+from model.commands.comparison import compare, test_run
+from model.commands.decoding import choose_decoding
 from model.commands.evaluation import (
     TrainingLoss,
     ends_early,
@@ -49,9 +51,9 @@ from model.commands.exporting import complete, export_last, is_early
 from model.commands.origin import agree_on, broadcast_request
 from model.commands.run_events import begin, log_steps, say, write_events
 from model.commands.scored_choices import score_choices
-from model.commands.setup import prepare_run, prepare_test
+from model.commands.setup import prepare_run
 from model.commands.summary import last_words
-from model.data.token_store import describe_store
+from model.commands.tested_models import check_comparison, shown_answers
 from model.display.catalogue import texts_here
 from model.display.choice_table import choice_lines
 from model.display.console import Progress
@@ -70,7 +72,6 @@ from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
 from model.runtime.laps import laps
 from model.runtime.launcher import command_to_go_on
 from model.runtime.terminal import printable_lines
-from model.train.evaluate import measure
 from model.train.spike_guard import TooManySkipped
 from model.train.step import Position, TornUpdate, confirm, train_steps
 
@@ -220,40 +221,45 @@ def give_up(run, journal, saver, state, error, last):
 
 
 def finish(run, journal, state, reason, saver, drawing):
-    """Journal the end, export last/ and wait for the curves; raises RuntimeError if the end is not on the disk."""
-    ended_early = reason == "finished" and is_early(run, state)
-    journal.write("stop", step=state.step, reason=reason, early=ended_early, startup=laps())
+    """Export last/, choose how the models answer, journal the end; raises RuntimeError if that is not on the disk."""
+    ended_early, decoding = reason == "finished" and is_early(run, state), None
     failure = saver.failure
     if reason == "finished" and lacks_evaluation(run, state):
         failure = failure or f"{run.dir / 'best'} could not be written"
-    export_last(run, state, failure, saver.weights_files(state))
+    try:
+        export_last(run, state, failure, saver.weights_files(state))
+        decoding = choose_decoding(run, state) if reason == "finished" else None
+    finally:
+        journal.write("stop", step=state.step, reason=reason, early=ended_early, startup=laps(), decoding=decoding)
     if run.ranks.is_main:
         finish_last(drawing)
-        for line in last_words(run, state, "early" if ended_early else reason):
+        for line in last_words(run, state, "early" if ended_early else reason, decoding):
             say(run.ranks, line)
 
 
 @SetParseFn(str)
-def test(*stray, **options):
-    """Print the loss of a run's best/ model on test_file and what its answers are like, or its accuracy on choices."""
-    request = broadcast_request(stray, options, KEEP_TRAINING["test"])
+def test(*models, **options):
+    """Print the loss of a run's best/ model on test_file and what its answers are like, or its accuracy on choices.
+
+    Of several models a table.
+    """
+    shown, options = shown_answers(options)
+    if models:
+        check_comparison(models, options)
+    request = broadcast_request((), options, False if models else KEEP_TRAINING["test"])
     watch_signals()
     backend = request.config.backend if "backend" in request.typed else "auto"  # training may have used another machine
     ranks = start_ranks(backend, request.config.ddp_timeout_s)
     agree_on(ranks, request)
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, request.config.output_dir)
-    if request.config.choices_file:
+    if models:
+        compare(ranks, models, options, shown)
+    elif request.config.choices_file:
         for line in choice_lines(*score_choices(ranks, request.config)):
             say(ranks, line)
-        return
-    run, plan = prepare_test(ranks, request.config)
-    measured = measure(run.evaluation, plan)
-    if measured:
-        scores, _ = measured
-        say(ranks, f"test {describe_store(run.evaluation.examples.store)}")
-        figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
-        say(ranks, f"test {run.config.finetune_from_ckp_file}: {figures}")
+    else:
+        test_run(ranks, request, shown)
 
 
 @SetParseFn(str)

@@ -11,6 +11,7 @@ from model.commands.launcher_options import taken_over
 from model.commands.option_names import unknown_option
 from model.commands.option_values import as_bool, load_config
 from model.commands.run_files import FILE_OPTIONS
+from model.commands.tested_models import without_models
 from model.commands.usage import FLAGS, HELP, commands_text, usage, with_command
 from model.display.catalogue import texts_here
 from model.runtime.json_stream import read_object
@@ -275,7 +276,7 @@ def exit_early(words):
             if is_main:
                 print(commands_text() if command in asked else usage(command))
             sys.exit(0)
-        _check_early(command, rest)
+        _check_early(command, without_models(command, rest))
         if is_main and (taken := [word for word in rest if word not in words]):
             print(texts_here()("launcher.taken", options=" ".join(taken)), file=sys.stderr)
     except ValueError as error:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import torch
 
 from model.commands.adapter import without_adapter
+from model.commands.exporting import DECODING
 from model.commands.foresight import check_disk, warn_of_data
 from model.commands.machine import machine_of
 from model.commands.network import draft_model, fill_model, start_kernels
@@ -155,20 +156,23 @@ def new_state(recipe, tokenizer, train, mixture, validation=None):
     )  # fmt: skip
 
 
-def prepare_test(ranks, config):
-    """(Run, MemoryPlan) to evaluate a run's model on test_file, which is used for both data files.
+def prepare_test(ranks, config, typed, directory=None):
+    """(Run, MemoryPlan) to evaluate a model on test_file, which is used for both data files.
 
-    The model is best/, and last/ of a run without evaluations. Raises ValueError if there is none.
+    The model is that in `directory`, else best/ of the run, and last/ of one without evaluations. Raises ValueError if
+    there is none. Answers are greedy, unless the option names `typed` on the command line say how they are decoded.
     """
     file = config.test_file or config.validation_file
     if not file:
         raise ValueError("test_file and validation_file are empty: type --test_file=FILE")
     files = files_of(config, "test_file" if config.test_file else "validation_file")
-    config = replace(options_of_test(ranks, config), validation_file=file)
+    config = replace(options_of_test(config, directory or from_main(ranks, check_tested, config)), validation_file=file)
     origin, machine = find_origin(ranks, config, ()), machine_of(ranks)
     recipe = resolve(config, (), machine, origin)
     examples = open_examples(ranks, recipe, origin.tokenizer, files, evaluated=True)
     recipe = resolve(config, (), machine, origin, examples.epoch_pairs)
+    if typed & set(DECODING):
+        recipe = replace(recipe, sampling=recipe.decoding)
     other_process, _ = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
     model = fill_model(ranks, draft_model(recipe), recipe, origin)
     context = StepContext(ranks, model, None, Loader(ranks, examples, recipe.schedule), recipe.update)
@@ -178,9 +182,8 @@ def prepare_test(ranks, config):
     return Run(recipe, origin.tokenizer, context, evaluation), plan
 
 
-def options_of_test(ranks, config):
-    """The options of a test of a run's model, in place of the training's for steps, memory and CUDA graphs."""
-    tested = from_main(ranks, check_tested, config)
+def options_of_test(config, tested):
+    """The options of a test of the model in `tested`, in place of the training's for steps, memory and CUDA graphs."""
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
     own = without_teacher(without_adapter(config))  # an exported model is merged
@@ -189,7 +192,7 @@ def options_of_test(ranks, config):
 
 def load_tested(ranks, config):
     """(Recipe, tokenizer, network) of a test without a file of pairs."""
-    config = options_of_test(ranks, config)
+    config = options_of_test(config, from_main(ranks, check_tested, config))
     origin = find_origin(ranks, config, ())
     recipe = resolve(config, (), machine_of(ranks), origin)
     set_memory_limit(ranks.device, config.gpu_memory_limit_gb)

@@ -1,12 +1,13 @@
 """What people read, in each language: one catalogue, chosen by CHAT_LANG or the locale.
 
-The screen's texts stand here, those of scripts in tool_words.py, of doctor and plan
-in check_words.py, the others in words.py.
+The screen's texts stand here, those of scripts in tool_words.py, of doctor and plan in check_words.py, of how models
+answer in answer_words.py, the others in words.py.
 """
 
 import os
 from collections.abc import Mapping
 
+from model.display.answer_words import ANSWERS
 from model.display.check_words import CHECKS
 from model.display.tool_words import TOOLS
 from model.display.words import WORDS
@@ -54,7 +55,7 @@ SCREEN = {
         "row.validation": "validation loss",
         "row.answers": "answers",
         "row.scores": "scores",
-        "row.nats": "nats a character",
+        "row.nats": "nats/character",
         "row.gap": "over-fit gap",
         "row.rate": "learning rate",
         "row.speed": "speed",
@@ -70,6 +71,8 @@ SCREEN = {
         "epochs": "{done} of {total} epochs",
         "smoothed": "{loss} (smoothed {smoothed})",
         "validation": "{last}, best {best} (step {step:,})",
+        "of.average": " (average)",
+        "of.weights": " (weights)",
         "gap": "{gap:+.4f} (validation less training)",
         "gap.rising": "{gap:+.4f}, best {count} evaluations ago",
         "speed": "{tokens:,.0f} tokens/s, {pairs:,.4g} pairs/s",
@@ -92,7 +95,7 @@ SCREEN = {
         "measure.loops": "loops",
         "measure.loops_chars": "loops of characters",
         "measure.ended": "ended",
-        "measure.length_ratio": "length ratio",
+        "measure.length_ratio": "length/ref",
         "measure.distinct_2": "distinct-2",
         "measure.exact_match": "exact",
         "measure.bleu": "BLEU",
@@ -173,6 +176,8 @@ SCREEN = {
         "epochs": "共 {total} 轮，已训练 {done} 轮",
         "smoothed": "{loss}（平滑 {smoothed}）",
         "validation": "{last}，最好 {best}（第 {step:,} 步）",
+        "of.average": "（平均）",
+        "of.weights": "（权重）",
         "gap": "{gap:+.4f}（验证减训练）",
         "gap.rising": "{gap:+.4f}，最好的在 {count} 次评估之前",
         "speed": "{tokens:,.0f} 词元/秒，{pairs:,.4g} 对/秒",
@@ -226,7 +231,7 @@ SCREEN = {
         "earlier": "（更早的行在日志文件里）",
     },
 }
-CATALOGUE = {name: SCREEN[name] | WORDS[name] | TOOLS[name] | CHECKS[name] for name in SCREEN}
+CATALOGUE = {name: SCREEN[name] | WORDS[name] | ANSWERS[name] | TOOLS[name] | CHECKS[name] for name in SCREEN}
 
 
 class Texts:
