@@ -139,7 +139,7 @@ def seconds_of(file):
 def ensemble(run_dirs, data):
     """{loss, nats_per_char} of the validation file by the mean of the runs' probabilities."""
     ranks = replace(ALONE, device=torch.device("cuda", 0)) if torch.cuda.is_available() else ALONE
-    prepared = [prepare_test(ranks, stored_config(run_dir, data)) for run_dir in run_dirs]
+    prepared = [prepare_test(ranks, stored_config(run_dir, data), set()) for run_dir in run_dirs]
     models, plans = [run.model for run, _ in prepared], [plan for _, plan in prepared]
     evaluation, chunk_tokens = prepared[0][0].evaluation, min(plan.chunk_tokens for plan in plans)
     examples, ids, total, count = evaluation.examples, evaluation.share_ids, 0.0, 0
