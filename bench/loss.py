@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from bench.clock import memory_of_call, time_call
 from config import CHOICES
 from model.nn.flat_params import FlatParams, with_padding
+from model.nn.guides import NO_GUIDES, Guides, TeacherOutput
 from model.nn.loss import linear_cross_entropy
-from model.nn.loss_terms import NO_GUIDES, PLAIN, Guides, LossTerms, TeacherOutput
+from model.nn.loss_terms import PLAIN, LossTerms
 
 ANSWER_TOKENS = 80
 

@@ -7,7 +7,8 @@ import torch
 
 from model.nn.flat_params import add_matmul, runs_kernels
 from model.nn.guided_loss import guided_cross_entropy_
-from model.nn.loss_terms import NO_GUIDES, PLAIN, seen_ids, teacher_logits
+from model.nn.guides import NO_GUIDES, seen_ids, teacher_logits
+from model.nn.loss_terms import PLAIN
 
 ROWS_AT_ONCE = 64  # in cross_entropy_: its temporaries then stay in the CPU's cache
 

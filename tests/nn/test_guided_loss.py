@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from model.nn.guides import WINDOW, Guides, TeacherOutput, seen_ids
 from model.nn.loss import linear_cross_entropy
-from model.nn.loss_terms import WINDOW, Guides, LossTerms, TeacherOutput, seen_ids
+from model.nn.loss_terms import LossTerms
 from tests.nn.test_loss import LargestFloat32
 
 TOKENS, WIDTH, VOCABULARY = 150, 16, 41

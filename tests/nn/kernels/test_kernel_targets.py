@@ -15,7 +15,8 @@ from model.data.sequences import Sequences
 from model.nn import activations, flat_params, layers, loss
 from model.nn import dropout as dropout_module
 from model.nn.base import Packing
-from model.nn.loss_terms import WINDOW, LossTerms
+from model.nn.guides import WINDOW
+from model.nn.loss_terms import LossTerms
 from model.nn.t5.batch import collate
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
