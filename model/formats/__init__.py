@@ -1,1 +1,1 @@
-"""What stands on disk for other software: Hugging Face directories, adapters, cards; files of strangers, read."""
+"""What stands on disk for other software: Hugging Face directories, adapters, GGUF, cards; files of strangers, read."""

@@ -62,7 +62,8 @@ def optimizer_of_card(card: str) -> str:
 def _calls(is_encoder_decoder):
     """What a page with transformers' calls is filled with."""
     auto_class, answer = _READ[is_encoder_decoder]
-    return dict(auto_class=auto_class, ask=_ASK.format(answer=answer))
+    or_gguf = "" if is_encoder_decoder else ", `--to gguf` writes it for llama.cpp and Ollama"
+    return dict(auto_class=auto_class, ask=_ASK.format(answer=answer), or_gguf=or_gguf)
 
 
 def _card(facts, head, use):
@@ -165,7 +166,7 @@ tokenizer = AutoTokenizer.from_pretrained(directory)
 model = {auto_class}.from_pretrained(directory)
 {ask}
 With Chat trainer: `python scripts/chat.py DIRECTORY` talks to it in a terminal, `python scripts/serve.py DIRECTORY`
-serves it, `python scripts/export.py DIRECTORY --to ctranslate2` makes it fast on CPUs."""
+serves it, `python scripts/export.py DIRECTORY --to ctranslate2` makes it fast on CPUs{or_gguf}."""
 _USE_ADAPTER = """\
 ## Use
 
