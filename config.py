@@ -95,6 +95,10 @@ class TrainConfig:
     bleu_pairs: int = 100  # validation pairs that BLEU and chrF are computed on; 0: none
     max_new_tokens: int = 128  # of one generated answer, at most
     no_repeat_ngram_size: int = 0  # answers repeat no run of so many of their own tokens; 0: they may
+    temperature: float = -1.0  # of the exported models' answers, 0: always the likeliest; -1: chosen at the end
+    top_p: float = 1.0  # with a temperature: draw from the likeliest tokens that together have this probability
+    min_p: float = 0.0  # with a temperature: draw from tokens at least this times as likely as the likeliest
+    repetition_penalty: float = 0.0  # above 1: tokens that an answer has become less likely; 0: chosen at the end
     log_sample_ids: bool = False  # write the example ids of each step to samples_rank<r>.jsonl
     backend: str = "auto"  # auto (NCCL on GPUs, Gloo on CPUs), nccl, gloo
     screen: str = "auto"  # a full screen while training: auto (on a terminal), on, off (plain lines)
@@ -189,6 +193,14 @@ def _problems(config):
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
     if config.no_repeat_ngram_size > 16:
         yield f"no_repeat_ngram_size={config.no_repeat_ngram_size}: must be at most 16"
+    if not 0 <= config.temperature <= 100 and config.temperature != -1:
+        yield f"temperature={config.temperature}: must be from 0 to 100, or -1 to have it chosen on the validation file"
+    if not 0 < config.top_p <= 1:
+        yield f"top_p={config.top_p}: must be above 0 and at most 1"
+    if not 0 <= config.min_p < 1:
+        yield f"min_p={config.min_p}: must be from 0 to below 1"
+    if config.repetition_penalty and not 0.01 <= config.repetition_penalty <= 100:
+        yield f"repetition_penalty={config.repetition_penalty}: must be from 0.01 to 100, or 0 to have it chosen"
     if config.max_seq_len > 65_535:
         yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
     if config.model not in MODELS and not config.model.endswith(".json"):
@@ -208,6 +220,9 @@ def _contradictions(config):
         yield f"warmup_ratio={config.warmup_ratio} contradicts warmup_steps={config.warmup_steps}: -1 turns one off"
     if config.best_metric in ("bleu", "chrf") and not config.bleu_pairs:
         yield f"best_metric={config.best_metric} needs generated answers, and bleu_pairs=0: give bleu_pairs=100"
+    for name in ("top_p", "min_p"):
+        if getattr(config, name) != getattr(TrainConfig, name) and config.temperature <= 0:
+            yield f"{name}={getattr(config, name)} belongs to a temperature above 0: type --temperature=0.7 too"
     if not config.validation_file:
         for name in ("eval_steps", "early_stop", "average"):
             if getattr(config, name):

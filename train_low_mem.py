@@ -35,6 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 import fire
 from fire.decorators import SetParseFn
 
+from model.commands.decoding import choose_decoding
 from model.commands.evaluation import (
     TrainingLoss,
     ends_early,
@@ -219,15 +220,18 @@ def give_up(run, journal, saver, state, error, last):
 
 def finish(run, journal, state, reason, saver, drawing):
     """Journal the end, export last/ and wait for the curves; raises RuntimeError if the end is not on the disk."""
-    ended_early = reason == "finished" and is_early(run, state)
-    journal.write("stop", step=state.step, reason=reason, early=ended_early, startup=laps())
+    ended_early, decoding = reason == "finished" and is_early(run, state), None
     failure = saver.failure
     if reason == "finished" and lacks_evaluation(run, state):
         failure = failure or f"{run.dir / 'best'} could not be written"
-    export_last(run, state, failure, saver.weights_files(state))
+    try:
+        export_last(run, state, failure, saver.weights_files(state))
+        decoding = choose_decoding(run, state) if reason == "finished" else None
+    finally:
+        journal.write("stop", step=state.step, reason=reason, early=ended_early, startup=laps(), decoding=decoding)
     if run.ranks.is_main:
         finish_last(drawing)
-        for line in last_words(run, state, "early" if ended_early else reason):
+        for line in last_words(run, state, "early" if ended_early else reason, decoding):
             say(run.ranks, line)
 
 

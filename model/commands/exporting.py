@@ -2,13 +2,23 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from config import TrainConfig
 from model.commands.run_files import described_objective
 from model.data.file_list import names_of
-from model.formats.carried import GENERATION_FILE, OF_TRAINING, carried_values
+from model.formats.carried import (
+    CHOSEN,
+    GENERATION_FILE,
+    OF_TRAINING,
+    RECORD,
+    carried_values,
+    record_of,
+    with_settings,
+)
 from model.formats.model_card import CardFacts, model_name
+from model.generate.sampling import sampling_from
 from model.nn.registry import config_values, family_of
 from model.run.journal import Journal, last_reason, read_journal
 from model.run.run_dir import has_last
@@ -18,6 +28,7 @@ from model.runtime.versions import device_name, versions
 from model.runtime.watchdog import saving
 
 CHOICES = ("max_new_tokens", "no_repeat_ngram_size")  # options of a run that exports tell
+DECODING = ("temperature", "repetition_penalty")  # options of which one that is given leaves nothing to choose
 SCORES = ("nats_per_char", "bleu", "chrf", "loops", "ended", "length_ratio", "distinct_2")  # beside the metrics
 
 
@@ -37,15 +48,41 @@ def generation_of(run):
     """What the generation_config.json of the run's exports says, beside what it keeps of the base's.
 
     That the answers in evaluations are not drawn says nothing of how the model shall answer: of a base's file only what
-    was chosen for the run is replaced, and a guard against repetition, which the model was not measured with.
+    was chosen for the run is replaced, what was chosen for another run, and a guard against repetition, which the model
+    was not measured with.
     """
-    kept = carried_values(run.dir / "base", GENERATION_FILE)
+    kept, chosen = carried_values(run.dir / "base", GENERATION_FILE), chosen_before(run)
+    generation = with_settings(run.generation, chosen_settings(run, chosen)) if chosen else run.generation
     if kept is None:
-        return run.generation
-    config, default = run.config, TrainConfig()
-    chosen = {name for name in CHOICES if getattr(config, name) != getattr(default, name)}
-    names = {*OF_TRAINING, *chosen, *(["no_repeat_ngram_size"] if kept.get("no_repeat_ngram_size") else [])}
-    return {name: value for name, value in run.generation.items() if name in names}
+        return generation
+    names = {*OF_TRAINING, *filter(partial(is_typed, run.config), CHOICES)}
+    if chosen or record_of(kept).get(CHOSEN) or any(is_typed(run.config, name) for name in DECODING):
+        names |= generation.keys() - {"max_new_tokens"}
+    elif kept.get("no_repeat_ngram_size"):
+        names.add("no_repeat_ngram_size")
+    return {name: value for name, value in generation.items() if name in names}
+
+
+def is_typed(config, name):
+    """Whether the option `name` is not left at its default."""
+    return getattr(config, name) != getattr(TrainConfig, name)
+
+
+def chosen_settings(run, sampling):
+    """What a generation_config.json says of answers with a Sampling that was chosen on validation questions."""
+    values = run.settings(sampling)
+    return values | {RECORD: record_of(values) | {CHOSEN: True}}
+
+
+def chosen_before(run):
+    """The Sampling that an earlier end of this run chose for its exports; None: none did, or another is asked for."""
+    if any(is_typed(run.config, name) for name in DECODING):
+        return None
+    try:
+        values = carried_values(run.dir / "best", GENERATION_FILE) or {}
+        return sampling_from(values) if record_of(values).get(CHOSEN) else None
+    except ValueError:  # a damaged file is written anew
+        return None
 
 
 def export_last(run, state, failure="", weights_files=()):

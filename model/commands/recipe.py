@@ -50,7 +50,8 @@ class Recipe:
     schedule: Schedule | None  # None: the number of pairs is unknown
     num_answers: int  # that an evaluation generates; 0: none
     answers: Answers  # of a rank's evaluation
-    sampling: Sampling  # of answers
+    sampling: Sampling  # of answers in evaluations
+    decoding: Sampling  # of answers of the exported models, unless it is chosen on the validation questions
     update: UpdateOptions
     plan: PlanOptions
     rules: Rules
@@ -111,10 +112,19 @@ def resolve(config, typed, machine, origin, epoch_pairs=None):
         num_answers=num_answers,
         answers=answers_wanted(num_answers, config.max_new_tokens, machine),
         sampling=Sampling(no_repeat_ngram_size=config.no_repeat_ngram_size),
+        decoding=decoding_of(config),
         update=update_options(config),
         plan=plan_options(config),
         rules=Rules(config.eval_steps, config.best_metric, config.patience, config.early_stop, config.plots),
     )
+
+
+def decoding_of(config):
+    """The Sampling that the options ask for; greedy where they leave the choice open."""
+    return Sampling(
+        temperature=max(config.temperature, 0.0), top_p=config.top_p, min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty or 1.0, no_repeat_ngram_size=config.no_repeat_ngram_size,
+    )  # fmt: skip
 
 
 def memory_spec(config, model_config, dtype, machine, lora=None):

@@ -6,7 +6,9 @@ from pathlib import Path
 from model.commands.recipe import Recipe
 from model.commands.run_length import steps_between
 from model.data.tokenizer import ChatTokenizer
+from model.formats.carried import RECORD, record_of
 from model.generate.sampling import generation_config
+from model.nn.registry import family_of
 from model.train.evaluate import Evaluation
 from model.train.step import StepContext
 
@@ -65,9 +67,15 @@ class Run:
     @property
     def generation(self):
         """What the exported models' generation_config.json says."""
-        values = generation_config(self.recipe.sampling, self.config.max_new_tokens)
+        values = self.settings(self.recipe.decoding)
         values |= dict(prefix=self.config.prompt_prefix) if self.config.prompt_prefix else {}
-        return values | (dict(chat_trainer=dict(single_turn=True)) if self.single_turn else {})
+        record = record_of(values) | (dict(single_turn=True) if self.single_turn else {})
+        return values | ({RECORD: record} if record else {})
+
+    def settings(self, sampling):
+        """What a generation_config.json says of answers with this Sampling."""
+        reads_one_stream = family_of(self.model.config).reads_one_stream
+        return generation_config(sampling, self.config.max_new_tokens, reads_one_stream)
 
     def total_steps(self, state):
         """Number of the run's last step, if every step after `state` has the current global batch."""

@@ -4,6 +4,7 @@ import math
 import time
 from pathlib import Path
 
+from model.commands.decoding import decoding_line
 from model.display.catalogue import texts_here
 from model.display.durations import durations
 from model.display.view import GIB, count_of, devices_of, duration
@@ -162,8 +163,11 @@ def expected_text(run, state, text):
     return text("expected", time=duration(seconds * steps, text), steps=steps)
 
 
-def last_words(run, state, reason):
-    """The lines that say how the run ended, what is best, where the time went and what to type next."""
+def last_words(run, state, reason, decoding=None):
+    """The lines that say how the run ended, what is best, where the time went and what to type next.
+
+    `decoding` is what `choose_decoding` gives.
+    """
     text = texts_here()
     ended = text(f"last.{reason}", step=state.step, pairs=state.pairs_seen, run_dir=run.dir)
     spent = durations(read_journal(run.dir / "metrics.jsonl"), time.time())
@@ -172,7 +176,7 @@ def last_words(run, state, reason):
         text("last.part", kind=text(f"kind.{kind}"), time=duration(seconds, text), percent=100 * seconds / (total or 1))
         for kind, seconds in spent.items()
     )
-    lines = [f"{run.dir}: {ended}", *best_line(run, state, text)]
+    lines = [f"{run.dir}: {ended}", *best_line(run, state, text), *filter(None, [decoding_line(run, decoding)])]
     lines.append(text("last.time", total=duration(total, text), parts=parts))
     if reason == "asked":
         return [*lines, text("next.resume", command=command_to_go_on(run.dir))]

@@ -1,12 +1,13 @@
 """What people read, in each language: one catalogue, chosen by CHAT_LANG or the locale.
 
-The screen's texts stand here, those of scripts in tool_words.py, of doctor and plan
-in check_words.py, the others in words.py.
+The screen's texts stand here, those of scripts in tool_words.py, of doctor and plan in check_words.py, of how models
+answer in answer_words.py, the others in words.py.
 """
 
 import os
 from collections.abc import Mapping
 
+from model.display.answer_words import ANSWERS
 from model.display.check_words import CHECKS
 from model.display.tool_words import TOOLS
 from model.display.words import WORDS
@@ -226,7 +227,7 @@ SCREEN = {
         "earlier": "（更早的行在日志文件里）",
     },
 }
-CATALOGUE = {name: SCREEN[name] | WORDS[name] | TOOLS[name] | CHECKS[name] for name in SCREEN}
+CATALOGUE = {name: SCREEN[name] | WORDS[name] | ANSWERS[name] | TOOLS[name] | CHECKS[name] for name in SCREEN}
 
 
 class Texts:

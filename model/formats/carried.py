@@ -15,6 +15,10 @@ from model.runtime.json_stream import read_object
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 RECORD = "chat_trainer"  # field of both files: what this trainer knows of the weights
 OF_TRAINING = RECORD, "prefix"  # fields of GENERATION_FILE that say how the newest training was
+# settings of GENERATION_FILE that greedy decoding has no use for
+ONLY_DRAWN = "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"
+GUARDS = "repetition_penalty", "no_repeat_ngram_size"  # those against repetition
+CHOSEN = "chosen_decoding"  # in RECORD of GENERATION_FILE: its settings were chosen on the run's validation questions
 ROTARY = "rope_parameters", "rope_theta", "rope_scaling"  # transformers 5 reads the first, 4 the others
 EOS, TIED = "eos_token_id", "tie_word_embeddings"
 
@@ -58,8 +62,24 @@ def generation_values(model, tokenizer, generation, base=None):
     if kept is None:
         return dict(sorted((ids | generation | dict(transformers_version=version("transformers"))).items()))
     kept = {name: value for name, value in kept.items() if name not in OF_TRAINING}
-    values = kept | generation | {EOS: kept.get(EOS, generation.get(EOS))}
+    values = with_settings(kept, generation) | {EOS: kept.get(EOS, generation.get(EOS))}
     return values | _eos_of(values, generation) | _eos_of(values, ids)
+
+
+def with_settings(values, settings):
+    """`values` of a generation_config.json with `settings`; if these say how to decode, with nothing else that does."""
+    if "do_sample" not in settings:
+        return values | settings
+    kept = {name: value for name, value in record_of(values).items() if name not in (*GUARDS, CHOSEN)}
+    record = kept | record_of(settings)
+    values = {name: value for name, value in values.items() if name not in (RECORD, *ONLY_DRAWN, *GUARDS)}
+    return values | settings | ({RECORD: record} if record else {})
+
+
+def record_of(values):
+    """What this trainer alone reads of the dict in a CONFIG_FILE or GENERATION_FILE; {} without it."""
+    record = values.get(RECORD)
+    return record if isinstance(record, dict) else {}
 
 
 def _eos_of(values, own):

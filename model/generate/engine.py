@@ -204,16 +204,21 @@ def generate(model, inputs, limits, max_new_tokens, sampling=GREEDY):
 
     Generates at most `max_new_tokens` tokens each. Once a stop is requested, unfinished answers are empty.
     """
+    return answer_requests(model, [Request(ids, max_new_tokens, sampling) for ids in inputs], limits)
+
+
+def answer_requests(model, requests, limits, is_over=stop_asked):
+    """The ids that answer each of `requests`, without EOS; once `is_over()`, unfinished answers are empty."""
     was_training = model.training
     model.eval()
-    answers = [[] for _ in inputs]
+    answers = [[] for _ in requests]
     # neighbouring slots get inputs of similar length: a CPU reads those of a group of slots up to the longest
-    shortest_first = sorted(range(len(inputs)), key=lambda place: len(inputs[place]))
+    shortest_first = sorted(range(len(requests)), key=lambda place: len(requests[place].input_ids))
     try:
         engine = Engine(model, limits)
         for place in shortest_first:
-            engine.add(Request(inputs[place], max_new_tokens, sampling))
-        while not engine.idle and not stop_asked():
+            engine.add(requests[place])
+        while not engine.idle and not is_over():
             for progress in engine.step():
                 answers[shortest_first[progress.number]] = progress.ids
     finally:

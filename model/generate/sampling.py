@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, fields
 import torch
 import torch.nn.functional as F
 
+from model.formats.carried import GUARDS, ONLY_DRAWN, RECORD, record_of
+
 MAX_NGRAM = 16
 BLOCK_COLUMNS = 256  # of logits, whose maximum says whether the likeliest token is among them
-ONLY_DRAWN = ("temperature", "top_k", "top_p", "min_p")  # settings that greedy decoding has no use for
 GOLDEN_GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
@@ -55,11 +56,19 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def generation_config(sampling, max_new_tokens):
-    """Values of a generation_config.json that stand for these settings."""
+def generation_config(sampling, max_new_tokens, reads_one_stream=False):
+    """Values of a generation_config.json that stand for these settings.
+
+    Of a network that `reads_one_stream` transformers holds the prompt, too, against an answer that repeats it. So what
+    guards against repetition there stands in RECORD, which this trainer alone reads.
+    """
     values = asdict(sampling) | dict(do_sample=bool(sampling.temperature), max_new_tokens=max_new_tokens)
     del values["seed"]
-    return {name: value for name, value in values.items() if values["do_sample"] or name not in ONLY_DRAWN}
+    values = {name: value for name, value in values.items() if values["do_sample"] or name not in ONLY_DRAWN}
+    guards = {name: values[name] for name in GUARDS if values[name] != getattr(GREEDY, name)}
+    if not reads_one_stream or not guards:
+        return values
+    return values | {name: getattr(GREEDY, name) for name in guards} | {RECORD: guards}
 
 
 def sampling_from(values):
@@ -67,6 +76,7 @@ def sampling_from(values):
 
     Raises ValueError for values that it cannot have.
     """
+    values = values | {name: guard for name, guard in record_of(values).items() if name in GUARDS}
     given = {f.name: values[f.name] for f in fields(Sampling) if values.get(f.name) is not None}
     try:
         numbers = {f.name: f.type(given[f.name]) for f in fields(Sampling) if f.name in given}

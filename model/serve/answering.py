@@ -14,6 +14,7 @@ from model.data.t5_text import encode_conversation
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import turn_template, with_turn_end
 from model.formats.adapters import load_merged, weights_directory
+from model.formats.carried import record_of
 from model.formats.weights import check_fits, load_into
 from model.generate.engine import Engine, Limits, Request
 from model.generate.sampling import Sampling, sampling_from
@@ -22,7 +23,6 @@ from model.nn.registry import family_of
 from model.runtime.json_stream import read_object
 
 DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS = 256, 2**20
-RECORD = "chat_trainer"  # field of generation_config.json: what other software need not know
 MAX_PREFIX_CHARACTERS = 2**14
 MAX_TOKEN_CHARACTERS = 16  # a longer question than so many characters a token is refused unread
 
@@ -108,8 +108,7 @@ def load_chat_model(path, device=None):
     prefix = values.get("prefix") or ""
     if not isinstance(prefix, str) or len(prefix) > MAX_PREFIX_CHARACTERS:
         raise ValueError(f"{settings} says prefix={prefix!r:.80}: it must be a text of {MAX_PREFIX_CHARACTERS} at most")
-    record = values.get(RECORD)
-    single_turn = isinstance(record, dict) and record.get("single_turn") is True
+    single_turn = record_of(values).get("single_turn") is True
     model = _frozen(weights, directory, device)
     return ChatModel(directory, model, tokenizer, sampling_from(values), new_tokens, prefix, single_turn)
 

@@ -178,6 +178,19 @@ def generate_answers(evaluation, inputs, slots, most=None):
     return generate(evaluation.model, inputs, limits, min(most or new_tokens, new_tokens), evaluation.sampling)
 
 
+def question_rows(examples, count):
+    """So many rows of the Examples, fewer if there are not: the first of one order in which questions are asked."""
+    return permute(np.arange(min(count, len(examples))), len(examples), "answers")
+
+
+def fields_of(evaluation, rows, inputs, references, answers):
+    """For each of `rows`, the values of its Answer; the others are the ids of question, right answer and answer."""
+    texts = (evaluation.tokenizer.decode_batch(ids) for ids in (inputs, answers, references))
+    looped, reference_loops = ([repeats(ids, LOOP_TOKENS) for ids in batch] for batch in (answers, references))
+    ended = [len(ids) < evaluation.max_new_tokens for ids in answers]
+    return list(zip(map(int, rows), *texts, looped, ended, reference_loops, strict=True))
+
+
 def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None):
     """List of Answer to a fixed choice of questions, in its order; None if a stop was asked.
 
@@ -189,12 +202,7 @@ def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None)
     def answers_of(part, plan):
         fault_injection.fire("generate", step)
         inputs, references = examples.objective.questions(examples.store, part)
-        answers = generate_answers(evaluation, inputs, plan.answers)
-        texts = (evaluation.tokenizer.decode_batch(ids) for ids in (inputs, answers, references))
-        loops = ([repeats(ids, LOOP_TOKENS) for ids in batch] for batch in (answers, references))
-        ended = [len(ids) < evaluation.max_new_tokens for ids in answers]
-        looped, reference_loops = loops
-        return list(zip(map(int, part), *texts, looped, ended, reference_loops, strict=True))
+        return fields_of(evaluation, part, inputs, references, generate_answers(evaluation, inputs, plan.answers))
 
     def cut_up(ids, plan):
         size = ROUNDS_A_PART * plan.answers
@@ -203,7 +211,7 @@ def answer_questions(evaluation, plan, step=0, note=lambda kind, **values: None)
     def shrink(plan):
         return replace(plan, answers=plan.answers // 2) if plan.answers > 1 else None
 
-    chosen = permute(np.arange(min(evaluation.num_answers, len(examples))), len(examples), "answers")
+    chosen = question_rows(examples, evaluation.num_answers)
     places = {int(row): place for place, row in enumerate(chosen)}
     share_ids = chosen[ranks.rank :: ranks.world_size]
     share_ids = share_ids[np.argsort(examples.lengths(share_ids, EPOCH)[:, 0], kind="stable")]

@@ -11,6 +11,7 @@ import pytest
 from config import TrainConfig
 from model.commands.help_zh import HELP_ZH
 from model.commands.summary import rate_text
+from model.display.answer_words import ANSWERS
 from model.display.catalogue import CATALOGUE, SCREEN, Texts, language_of
 from model.display.check_words import CHECKS
 from model.display.tool_words import TOOLS
@@ -90,4 +91,4 @@ def test_a_warm_up_that_rounds_to_no_steps_is_not_told():
 
 
 def test_no_part_of_the_catalogue_hides_a_text_of_another():
-    assert len(CATALOGUE["en"]) == sum(len(part["en"]) for part in (SCREEN, WORDS, TOOLS, CHECKS))
+    assert len(CATALOGUE["en"]) == sum(len(part["en"]) for part in (SCREEN, WORDS, ANSWERS, TOOLS, CHECKS))

@@ -1,0 +1,93 @@
+"""Measures a model's answers to validation questions with several ways of choosing tokens, within a time."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+from sacrebleu.metrics import CHRF
+
+from model.generate.answer_quality import LOOP_CHARACTERS, LOOP_TOKENS, Answer, measures, repeats
+from model.generate.decoding_choice import References, Tried
+from model.generate.engine import Limits, Request, answer_requests
+from model.runtime.activity import advance, now_doing
+from model.runtime.device_memory import release_memory, within_memory
+from model.runtime.watchdog import stop_asked
+from model.train.evaluate import fields_of, question_rows
+
+ROUND, ROUNDS = 64, 2  # questions that are asked in each way together; how often that is done, if the time allows
+
+
+def try_ways(evaluation, ways, slots, seconds):
+    """(a Tried for each Sampling of `ways`, the References, the number of questions); None if none could be tried.
+
+    At most `slots` answers are generated together, fewer if the memory does not allow so many, for at most so many
+    `seconds`. It needs no other rank. None if memory or time ran out in the first round, or a stop was asked.
+    """
+    rows, started = question_rows(evaluation.examples, ROUND * ROUNDS), time.monotonic()
+    now_doing("answering", total=len(rows) * len(ways))
+    asked, answers = [], [[] for _ in ways]
+    for part in np.split(rows, range(ROUND, len(rows), ROUND)):
+        if asked and time.monotonic() - started > seconds / 2:
+            break
+        of_part, slots = _answer_in_memory(evaluation, ways, part, slots, started + seconds)
+        if of_part is None:
+            break
+        asked.extend(part)
+        answers = [[*before, *more] for before, more in zip(answers, of_part, strict=True)]
+        advance(len(part) * len(ways))
+    if not asked or stop_asked():
+        return None
+    tried = [_measured(way, of_way) for way, of_way in zip(ways, answers, strict=True)]
+    return tried, _references(evaluation, np.array(asked)), len(asked)
+
+
+def _answer_in_memory(evaluation, ways, rows, slots, until):
+    """(for each of `ways`, the Answers to `rows`, or None if they could not be had, slots that memory allows)."""
+    while slots:
+        fits, answers = within_memory(_answer, evaluation, ways, rows, slots, until)
+        if fits:
+            return answers, slots
+        release_memory()
+        slots //= 2
+    return None, slots
+
+
+def _answer(evaluation, ways, rows, slots, until):
+    examples, most = evaluation.examples, evaluation.max_new_tokens
+
+    def is_over():
+        return stop_asked() or time.monotonic() > until
+
+    inputs, references = examples.objective.questions(examples.store, rows)
+    requests = [
+        Request(ids, most, replace(way, seed=place)) for way in ways for place, ids in enumerate(inputs)
+    ]  # each question has a seed of its own: equal ones would draw alike
+    limits = Limits(
+        min(slots, len(requests)), max(map(len, inputs)), most, examples.first_id, evaluation.tokenizer.eos_id
+    )
+    ids = answer_requests(evaluation.model, requests, limits, is_over)
+    if is_over():
+        return None
+    parts = (ids[start : start + len(rows)] for start in range(0, len(ids), len(rows)))
+    return [[Answer(*each) for each in fields_of(evaluation, rows, inputs, references, part)] for part in parts]
+
+
+def _measured(way, answers):
+    figures = measures(answers)
+    chrf = CHRF().corpus_score([a.answer for a in answers], [[a.reference for a in answers]]).score
+    loops = max(figures["loops"], figures["loops_chars"])
+    return Tried(way, loops, figures["ended"], figures["exact_match"], chrf)
+
+
+def _references(evaluation, rows):
+    """The References of these rows; a text that loops by tokens or by characters loops."""
+    examples = evaluation.examples
+    _, references = examples.objective.questions(examples.store, rows)
+    lengths = np.array([len(ids) for ids in references])  # the token that ends them included
+    by_tokens = [repeats(list(ids), LOOP_TOKENS) for ids in references]
+    by_characters = [repeats(text, LOOP_CHARACTERS) for text in evaluation.tokenizer.decode_batch(references)]
+    return References(
+        float(np.median(lengths)),
+        max(np.mean(by_tokens), np.mean(by_characters)),
+        float(np.mean(lengths <= evaluation.max_new_tokens)),
+    )  # fmt: skip
