@@ -4,7 +4,6 @@ import time
 from dataclasses import replace
 
 import numpy as np
-from sacrebleu.metrics import CHRF
 
 from model.generate.answer_quality import LOOP_CHARACTERS, LOOP_TOKENS, Answer, measures, repeats
 from model.generate.decoding_choice import References, Tried
@@ -73,6 +72,8 @@ def _answer(evaluation, ways, rows, slots, until):
 
 
 def _measured(way, answers):
+    from sacrebleu.metrics import CHRF  # imported here: the first step need not wait for it
+
     figures = measures(answers)
     chrf = CHRF().corpus_score([a.answer for a in answers], [[a.reference for a in answers]]).score
     loops = max(figures["loops"], figures["loops_chars"])

@@ -59,3 +59,8 @@ def test_where_memory_runs_out_fewer_answers_are_generated_together(evaluation, 
     assert try_ways(evaluation, [GREEDY], 6, 60)[2] > 3 and sizes == [6, 3, 1]
     most = 0
     assert try_ways(evaluation, [GREEDY], 4, 60) is None
+
+
+def test_a_stop_ends_the_trial(evaluation, monkeypatch):
+    monkeypatch.setattr(decoding_trial, "stop_asked", lambda: True)
+    assert try_ways(evaluation, [GREEDY], 4, 60) is None
