@@ -114,7 +114,7 @@ def evaluate(run, journal, saver, state, plan, training_loss):
         state = replace(state, best_loss=scores["loss"], best_score=score, best_step=state.step)
     told = dict(val_loss=scores["loss"], cur_bleu4=scores.get("bleu"), cur_chrf=scores.get("chrf"))
     best = dict(best_val_loss=state.best_loss, best_step=state.best_step)
-    say(ranks, epoch_line(scores | told | best | dict(epoch=epoch, step=state.step)))
+    say(ranks, epoch_line(scores | losses | told | best | dict(epoch=epoch, step=state.step)))
     for sample in values.get("samples", ()):
         say(ranks, sample_line(sample))
     warn_of_no_gain(run, state)

@@ -78,6 +78,7 @@ TRAIN_FIELDS = {
 EPOCH_FIELDS = {
     "epoch": ("epoch", COMPACT),
     "step": ("step", str),
+    "of": ("averaged", lambda averaged: "average" if averaged else "weights"),  # whose figures these are
     "avg_loss": ("avg_loss", LOSS),
     "val_loss": ("val_loss", LOSS),
     "cur_bleu4": ("cur_bleu4", LOSS),

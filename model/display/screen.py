@@ -27,6 +27,9 @@ WIDE = 116  # columns from which the rows stand in two columns
 MAX_EVENT_LINES = 4
 MAX_CURVE_WIDTH, MAX_CURVE_HEIGHT = 120, 6
 CURVE_SHARE = 4  # of the lines below the figures one of so many is the curve's
+ROOM_BELOW = 9  # lines for the curve, what the model says and the last line
+# rows that give way on a low terminal, the first of them first
+LEAST_NEEDED = ("wait", "rate", "memory", "next", "nats", "scores", "save")
 DEVICE_COLUMNS = ("rank", "memory", "peak", "card", "utilisation", "temperature", "power", "process")
 
 
@@ -44,8 +47,10 @@ def draw(view: View, text: Texts, console: Console) -> str:
 
 def lines_of(view: View, text: Texts, console: Console) -> list[list[Segment]]:
     """All that is shown but the last line; of the log the newest lines, as many as there is room for."""
-    rows, width = {text(f"row.{name}"): value for name, value in rows_of(view, text).items()}, console.width
-    parts = [head(view, text, width), bar(view, text, width), *devices(view, text), *table_of(rows, width)]
+    width = console.width
+    parts = [head(view, text, width), bar(view, text, width), *devices(view, text)]
+    rows = rows_for(rows_of(view, text), console.height - len(parts) - ROOM_BELOW, width)
+    parts += table_of({text(f"row.{name}"): value for name, value in rows.items()}, width)
     parts += curve(view, text, width, (console.height - len(parts)) // CURVE_SHARE)
     lines = _lines(parts, console)
     for title, newest in sections(view, text).items():
@@ -133,18 +138,29 @@ def _joined(cells, widths, style):
     return line
 
 
+def rows_for(rows: dict[str, str], room: int, width: int) -> dict[str, str]:
+    """`rows` without so many of LEAST_NEEDED that `room` lines hold the others, or without all of those."""
+    too_many = max(len(rows) - max(room, 0) * num_columns(width), 0)
+    dropped = [name for name in LEAST_NEEDED if name in rows][:too_many]
+    return {name: value for name, value in rows.items() if name not in dropped}
+
+
+def num_columns(width: int) -> int:
+    """In how many columns the rows stand."""
+    return 2 if width >= WIDE else 1
+
+
 def table_of(rows: dict[str, str], width: int) -> list[Text]:
     """Names and values, in two columns of rows on a wide terminal."""
-    num_columns = 2 if width >= WIDE else 1
-    name_width = max(map(cell_len, rows))
-    room = width // num_columns - name_width - 4
+    name_width, columns = max(map(cell_len, rows)), num_columns(width)
+    room = width // columns - name_width - 3
     cells = [
         Text.assemble((f" {fitted(name, name_width)}  ", "dim"), fitted(printable(value), room))
         for name, value in rows.items()
     ]
     return [
-        Text.assemble(*cells[start : start + num_columns], no_wrap=True, overflow="ellipsis")
-        for start in range(0, len(cells), num_columns)
+        Text.assemble(*cells[start : start + columns], no_wrap=True, overflow="ellipsis")
+        for start in range(0, len(cells), columns)
     ]
 
 

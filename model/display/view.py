@@ -164,8 +164,9 @@ def rows_of(view: View, text: Texts) -> dict[str, str]:
     figures = view.figures
     rows = training_rows(view, text)
     if figures.evals:
-        best = figures.best
-        scores = dict(last=number(figures.evals[-1]["loss"], text), best=number(best["loss"], text), step=best["step"])
+        best, last = figures.best, figures.evals[-1]
+        of = "" if last.get("averaged") is None else text("of.average" if last["averaged"] else "of.weights")
+        scores = dict(last=number(last["loss"], text) + of, best=number(best["loss"], text), step=best["step"])
         rows["validation"] = text("validation", **scores)
         rows |= gap(figures, text) | answer_rows(figures.evals[-1], text)
     if not figures.stop:

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from model.display.catalogue import CATALOGUE, Texts
-from model.display.console import sample_line, train_line
+from model.display.console import epoch_line, sample_line, train_line
 from model.display.figures import Figures
 from model.display.loss_curve import loss_curve
 from model.display.screen import draw
@@ -75,7 +75,7 @@ def test_the_rows_of_a_running_run():
         "wait": "2.0 ms a step (0.1%)",
         "validation": "4.6000, best 4.2000 (step 200)",
         "gap": "+0.1100, best 2 evaluations ago",
-        "answers": "loops 44.0%, ended 81.0%, length ratio 0.93",
+        "answers": "loops 44.0%, ended 81.0%, length/ref 0.93",
         "scores": "distinct-2 0.400, BLEU 3.20",
         "nats": "2.7500",
         "left": "9m 50s, of this epoch 9m 50s",
@@ -84,6 +84,14 @@ def test_the_rows_of_a_running_run():
         "memory": "12.0/32.0 GiB 38%, this run 6.0 GiB",
         "events": "1 out of memory, 1 left out, 0 resumes",
     }
+
+
+@pytest.mark.parametrize(("averaged", "said"), [(True, " (the average)"), (False, " (the weights)")])
+def test_an_evaluation_says_whether_its_figures_are_those_of_the_weights_or_of_their_average(averaged, said):
+    view = run_view()
+    view.figures.evals[-1]["averaged"] = averaged
+    assert rows_of(view, Texts())["validation"] == f"4.6000{said}, best 4.2000 (step 200)"
+    assert f"step:3, of:{said[6:-1]}, val_loss" in epoch_line(dict(step=3, averaged=averaged, val_loss=4.6))
 
 
 def test_after_a_resume_with_another_batch_the_bar_shows_the_share_of_pairs():
@@ -119,6 +127,15 @@ def test_the_screen_has_each_rank_with_what_the_driver_tells():
     assert lines[4].split() == "1 17.0/20.0 85% edge 18.0 3.0".split()
     assert any("out of memory in step on rank 1: done again" in line for line in lines)
     assert lines[-1].strip() == "Ctrl+C stops the run with a checkpoint" and "a line" in "".join(lines)
+
+
+def test_a_usual_terminal_has_room_for_a_curve_and_three_answers_as_less_needed_figures_give_way():
+    view = run_view(log=["log line"])
+    view.figures.evals[-1]["samples"] = [dict(question=f"q{i}", answer=f"a{i}") for i in range(3)]
+    low, high = drawn(view, 80, 24), "\n".join(drawn(view, 120, 40))
+    assert [line.strip() for line in low if " → " in line] == ["q0 → a0", "q1 → a1", "q2 → a2"]
+    assert sum("█" in line for line in low) == 2 and "incidents" in "".join(low)
+    assert "data wait" in high and "length/ref 0.93" in high and "data wait" not in "".join(low)
 
 
 @pytest.mark.parametrize("language", CATALOGUE)
