@@ -83,7 +83,7 @@ def test_the_report_of_a_running_run_has_every_row(run_dir, tmp_path):
         "BLEU": "10.5000 (step 300)",
         "chrF": "20.2500 (step 300)",
         "answers": "loops 44.0%, ended 81.0%, length/ref 0.50, distinct-2 0.400",
-        "nats a character": "2.7500",
+        "nats/character": "2.7500",
         "answer 1": "how many? → two",
         "out of memory": "1, last at step 260 in backward",
         "skipped steps": "0",
