@@ -1,5 +1,7 @@
 """What an evaluation says of a model's answers, in words: figures and samples."""
 
+from rich.cells import cell_len
+
 from model.display.catalogue import Texts
 from model.runtime.terminal import printable
 
@@ -9,7 +11,8 @@ FORMATS = dict(
     length_ratio="{:.2f}", distinct_2="{:.3f}", exact_match="{:.1%}", bleu="{:.2f}", chrf="{:.2f}", rouge_l="{:.3f}",
 )  # fmt: skip
 ROWS = dict(answers=("loops", "ended", "length_ratio"), scores=("distinct_2", "bleu", "chrf"))
-QUESTION_CHARACTERS, ANSWER_CHARACTERS = 60, 200  # of a sample in one line
+QUESTION_COLUMNS, ANSWER_CHARACTERS = 120, 200  # of a sample in one line; most Chinese characters take two columns
+QUESTION_SHARE = 3  # a question has at most a third of a line
 
 
 def answer_rows(evaluation: dict, text: Texts) -> dict[str, str]:
@@ -30,9 +33,19 @@ def told(values: dict, name: str) -> str:
     return "" if values.get(name) is None else FORMATS[name].format(values[name])
 
 
-def sample_text(sample: dict) -> str:
-    """A question and its answer in one line: of a long question the end, of a long answer the beginning."""
+def sample_text(sample: dict, columns: int = QUESTION_SHARE * QUESTION_COLUMNS) -> str:
+    """A question and its answer in a line of `columns`: of a long question the end, of a long answer the beginning."""
     question, answer = (" ".join(str(sample.get(name, "")).split()) for name in ("question", "answer"))
-    asked = question if len(question) <= QUESTION_CHARACTERS else "…" + question[-QUESTION_CHARACTERS:]
+    asked = _end_of(question, columns // QUESTION_SHARE)
     said = answer if len(answer) <= ANSWER_CHARACTERS else answer[:ANSWER_CHARACTERS] + "…"
     return printable(f"{asked} → {said}")
+
+
+def _end_of(words: str, columns: int) -> str:
+    """`words`, or their end behind an ellipsis, in so many columns of a terminal."""
+    if cell_len(words) <= columns:
+        return words
+    start = max(len(words) - columns, 0)
+    while start < len(words) and cell_len(words[start:]) >= columns:
+        start += 1
+    return "…" + words[start:]

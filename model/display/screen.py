@@ -53,7 +53,7 @@ def lines_of(view: View, text: Texts, console: Console) -> list[list[Segment]]:
     parts += table_of({text(f"row.{name}"): value for name, value in rows.items()}, width)
     parts += curve(view, text, width, (console.height - len(parts)) // CURVE_SHARE)
     lines = _lines(parts, console)
-    for title, newest in sections(view, text).items():
+    for title, newest in sections(view, text, width).items():
         room = console.height - len(lines) - 2  # beside the title and the last line of the screen
         if newest and room > 0:
             lines += _lines([rule(title, width), *map(plain, newest[-room:])], console)
@@ -70,11 +70,11 @@ def curve(view: View, text: Texts, width: int, height: int) -> list[Text]:
     return [title, *(Text(" " + line, style="cyan", no_wrap=True, overflow="crop") for line in drawn)]
 
 
-def sections(view: View, text: Texts) -> dict[str, list[str]]:
+def sections(view: View, text: Texts, width: int) -> dict[str, list[str]]:
     """What stands below the figures, lines by title: what the model says now, the events, the log."""
     evals, titled = view.figures.evals, {}
     if evals and (samples := evals[-1].get("samples")):
-        titled[text("samples", step=evals[-1]["step"])] = [sample_text(sample) for sample in samples]
+        titled[text("samples", step=evals[-1]["step"])] = [sample_text(sample, width) for sample in samples]
     titled[text("events")] = event_lines(view, text)[-MAX_EVENT_LINES:]
     return titled | {text("log"): [log_line(line) for line in view.log]}
 

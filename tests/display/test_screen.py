@@ -131,9 +131,15 @@ def test_the_screen_has_each_rank_with_what_the_driver_tells():
 
 def test_a_usual_terminal_has_room_for_a_curve_and_three_answers_as_less_needed_figures_give_way():
     view = run_view(log=["log line"])
-    view.figures.evals[-1]["samples"] = [dict(question=f"q{i}", answer=f"a{i}") for i in range(3)]
+    view.figures.evals[-1]["samples"] = [
+        dict(question="很长的问题" * 20 * (i == 1) + f"q{i}", answer=f"a{i}") for i in range(3)
+    ]
     low, high = drawn(view, 80, 24), "\n".join(drawn(view, 120, 40))
-    assert [line.strip() for line in low if " → " in line] == ["q0 → a0", "q1 → a1", "q2 → a2"]
+    assert [line.strip() for line in low if " → " in line] == [
+        "q0 → a0",
+        "…" + "的问题很长的问题很长的问题"[-11:] + "q1 → a1",
+        "q2 → a2",
+    ]
     assert sum("█" in line for line in low) == 2 and "incidents" in "".join(low)
     assert "data wait" in high and "length/ref 0.93" in high and "data wait" not in "".join(low)
 
