@@ -35,6 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 import fire
 from fire.decorators import SetParseFn
 
+from model.commands.comparison import compare, test_run
 from model.commands.decoding import choose_decoding
 from model.commands.evaluation import (
     TrainingLoss,
@@ -49,9 +50,9 @@ from model.commands.evaluation import (
 from model.commands.exporting import complete, export_last, is_early
 from model.commands.origin import agree_on, broadcast_request
 from model.commands.run_events import begin, log_steps, say, write_events
-from model.commands.setup import prepare_run, prepare_test
+from model.commands.setup import prepare_run
 from model.commands.summary import last_words
-from model.data.token_store import describe_store
+from model.commands.tested_models import check_comparison, shown_answers
 from model.display.catalogue import texts_here
 from model.display.console import Progress
 from model.display.drawing import finish_last, start_last
@@ -69,7 +70,6 @@ from model.runtime.distributed import from_main, start_ranks, stop_ranks, vote
 from model.runtime.laps import laps
 from model.runtime.launcher import command_to_go_on
 from model.runtime.terminal import printable_lines
-from model.train.evaluate import measure
 from model.train.spike_guard import TooManySkipped
 from model.train.step import Position, TornUpdate, confirm, train_steps
 
@@ -236,22 +236,22 @@ def finish(run, journal, state, reason, saver, drawing):
 
 
 @SetParseFn(str)
-def test(*stray, **options):
-    """Print the loss of a run's best/ model on test_file, and what its answers are like."""
-    request = broadcast_request(stray, options, KEEP_TRAINING["test"])
+def test(*models, **options):
+    """Print the loss of a run's best/ model on test_file and what its answers are like; of several models a table."""
+    shown, options = shown_answers(options)
+    if models:
+        check_comparison(models, options)
+    request = broadcast_request((), options, False if models else KEEP_TRAINING["test"])
     watch_signals()
     backend = request.config.backend if "backend" in request.typed else "auto"  # training may have used another machine
     ranks = start_ranks(backend, request.config.ddp_timeout_s)
     agree_on(ranks, request)
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, request.config.output_dir)
-    run, plan = prepare_test(ranks, request.config)
-    measured = measure(run.evaluation, plan)
-    if measured:
-        scores, _ = measured
-        say(ranks, f"test {describe_store(run.evaluation.examples.store)}")
-        figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
-        say(ranks, f"test {run.config.finetune_from_ckp_file}: {figures}")
+    if models:
+        compare(ranks, models, options, shown)
+    else:
+        test_run(ranks, request.config, shown)
 
 
 @SetParseFn(str)

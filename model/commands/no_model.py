@@ -5,7 +5,7 @@ from pathlib import Path
 from model.commands.model_cache import how_to_get
 from model.formats.adapters import weights_directory
 from model.run.checkpoint import checkpoint_paths
-from model.run.run_dir import RUN_MARKERS, is_exported
+from model.run.run_dir import is_exported, is_run
 
 
 def check_source(source):
@@ -14,12 +14,8 @@ def check_source(source):
     if path.is_file() or weights_directory(path):
         return
     run_dir = path.parent if path.name in ("best", "last") else path
-    if hint := _of_run(run_dir) if _is_run(run_dir) else how_to_get(source):
+    if hint := _of_run(run_dir) if is_run(run_dir) else how_to_get(source):
         raise ValueError(f"finetune_from_ckp_file={source}: no model there; {hint}")
-
-
-def _is_run(folder):
-    return folder.is_dir() and bool(RUN_MARKERS & {path.name for path in folder.iterdir()})
 
 
 def _of_run(run_dir):

@@ -11,6 +11,7 @@ from model.commands.launcher_options import taken_over
 from model.commands.option_names import unknown_option
 from model.commands.option_values import as_bool, load_config
 from model.commands.run_files import FILE_OPTIONS
+from model.commands.tested_models import without_models
 from model.commands.usage import FLAGS, HELP, commands_text, usage, with_command
 from model.display.catalogue import texts_here
 from model.runtime.json_stream import read_object
@@ -288,6 +289,7 @@ def exit_early(words):
 
 def _check_early(command, rest):
     """Raise ValueError if the options `rest`, if all are written --name=value, have problems."""
+    rest = without_models(command, rest)
     pairs = [word[2:].split("=", 1) for word in rest if word.startswith("--") and "=" in word]
     stray = [word for word in rest if not word.startswith("-")]
     if command == "plan" or len(pairs) + len(stray) < len(rest):

@@ -150,12 +150,13 @@ def new_state(recipe, tokenizer, train, mixture, validation=None):
     )  # fmt: skip
 
 
-def prepare_test(ranks, config):
-    """(Run, MemoryPlan) to evaluate a run's model on test_file, which is used for both data files.
+def prepare_test(ranks, config, directory=None):
+    """(Run, MemoryPlan) to evaluate a model on test_file, which is used for both data files.
 
-    The model is best/, and last/ of a run without evaluations. Raises ValueError if there is none.
+    The model is that in `directory`, else best/ of the run, and last/ of one without evaluations. Raises ValueError if
+    there is none.
     """
-    tested = from_main(ranks, check_tested, config)
+    tested = directory or from_main(ranks, check_tested, config)
     file = config.test_file or config.validation_file
     if not file:
         raise ValueError("test_file and validation_file are empty: type --test_file=FILE")

@@ -45,5 +45,5 @@ def usage(command):
     comments = HELP_ZH if language == "zh" else comments
     options = (f"  --{f.name}={f.default}".ljust(48) + comments[f.name] for f in fields(TrainConfig))
     flags = " ".join(f"--{name}=True" for name in FLAGS)
-    plan_options = [text("usage.plan")] if command == "plan" else []
-    return "\n".join([text("usage", command=command), *options, text("usage.flags", flags=flags), *plan_options])
+    own = [text(f"usage.{command}")] if command in ("plan", "test") else []
+    return "\n".join([text("usage", command=command), *options, text("usage.flags", flags=flags), *own])

@@ -16,6 +16,9 @@ ANSWERS = {
         "decoding.brief": "too short a run to try other ways in 3 % of its time; --temperature=0.7 --top_p=0.95 draws",
         "decoding.cut": "time, memory or a stop ended the trial of other ways",
         "decoding.failed": "the trial of other ways failed",
+        "usage.test": "  test MODEL ... --test_file=FILE: a table of several models; --show=N: prints N of the answers",
+        "test.reference": "right answer",
+        "test.unlike": "the models were not asked the same questions: each reads a file in its own way",
     },
     "zh": {
         "decoding": "回答方式：{how}（{why}{figures}）",
@@ -32,5 +35,8 @@ ANSWERS = {
         "decoding.brief": "训练太短，用它 3% 的时间来不及比较其他方式；--temperature=0.7 --top_p=0.95 可按概率抽取",
         "decoding.cut": "比较其他方式时超时、内存不足或收到停止请求",
         "decoding.failed": "比较其他方式时出错",
+        "usage.test": "  test 模型 ... --test_file=文件：多个模型并列成表；--show=N：打印 N 个回答",
+        "test.reference": "参考回答",
+        "test.unlike": "各模型被问的问题不完全相同：同一个文件，它们的读法不同",
     },
 }

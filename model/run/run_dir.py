@@ -85,6 +85,11 @@ def check_empty_or_run(run_dir):
         )
 
 
+def is_run(folder):
+    """Whether a run worked in `folder`."""
+    return folder.is_dir() and bool(RUN_MARKERS & {path.name for path in folder.iterdir()})
+
+
 def check_links(run_dir):
     """Raise ValueError if a file or directory that a run writes in `run_dir` is a link."""
     with _os_error_as_value_error(run_dir):

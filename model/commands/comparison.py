@@ -1,0 +1,90 @@
+"""The command test: one model's figures on a file, or those of several beside each other, with their answers."""
+
+from dataclasses import asdict, replace
+
+from config import TrainConfig
+from model.commands.options import parse_options, read_request
+from model.commands.run_events import say
+from model.commands.setup import prepare_test
+from model.data.token_store import describe_store
+from model.display.catalogue import texts_here
+from model.display.model_table import answer_lines, comparison_lines
+from model.formats.adapters import weights_directory
+from model.formats.carried import GENERATION_FILE, carried_values, record_of
+from model.run.run_dir import is_run
+from model.runtime.device_memory import release_memory
+from model.runtime.distributed import from_main
+from model.train.evaluate import measure
+
+ALIKE = ("bleu_pairs", "max_new_tokens", "no_repeat_ngram_size")  # of all models the same: their figures depend on it
+
+
+def test_run(ranks, config, shown):
+    """Say the figures of a run's model on its test_file, and print the first `shown` answers."""
+    name, measured = measure_model(ranks, config)
+    if measured:
+        scores, answers = measured
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        say(ranks, f"test {name}: {figures}")
+        _print(ranks, answer_lines({name: answers}, shown, texts_here()) if shown else [])
+
+
+def compare(ranks, models, options, shown):
+    """Print a table of the `models`, names of directories, on one file, and the first `shown` of their answers.
+
+    `options` are those of the command line as texts. Prints nothing if a stop was asked.
+    """
+    scores, answers = {}, {}
+    for name in models:
+        values, directory = from_main(ranks, options_of, name, options)
+        _, measured = measure_model(ranks, TrainConfig(**values), directory)
+        if measured is None:
+            return
+        scores[name], answers[name] = measured
+        release_memory()
+    text, references = texts_here(), [{each.reference for each in of_model} for of_model in answers.values()]
+    lines = comparison_lines(scores, text)
+    if any(of_model != references[0] for of_model in references):
+        lines.append(text("test.unlike"))
+    _print(ranks, lines + answer_lines(answers, shown, text))
+
+
+def measure_model(ranks, config, directory=None):
+    """(name of the model's directory, what `measure` gives of it), and says of which data."""
+    run, plan = prepare_test(ranks, config, directory)
+    measured = measure(run.evaluation, plan)
+    if measured:
+        say(ranks, f"test {describe_store(run.evaluation.examples.store)}")
+    return run.config.finetune_from_ckp_file, measured
+
+
+def options_of(name, options):
+    """(values of the TrainConfig that the model `name` is tested with, its directory).
+
+    Those of its run if it is of one, else the defaults and what its generation_config.json says of questions; what was
+    typed replaces both. Raises ValueError if there is no model.
+    """
+    directory = weights_directory(name)
+    if directory is None:
+        raise ValueError(
+            f"{name}: no model is there to test: name a run directory with best/ or last/, or a model's directory"
+        )
+    run_dir = next((folder for folder in (directory, directory.parent) if is_run(folder)), None)
+    if run_dir:
+        config = read_request((), options | dict(output_dir=str(run_dir)), True).config
+    else:
+        config = _config_of_model(directory, options)
+    fresh = {field: getattr(TrainConfig, field) for field in ALIKE if field not in options}
+    return asdict(replace(config, output_dir=str(run_dir or directory), **fresh)), str(directory)
+
+
+def _config_of_model(directory, options):
+    """The TrainConfig of a model that no run is known of."""
+    values = carried_values(directory, GENERATION_FILE) or {}
+    known = dict(prompt_prefix=values.get("prefix") or "", single_turn=record_of(values).get("single_turn") is True)
+    return parse_options((), {name: str(value) for name, value in known.items()} | options).config
+
+
+def _print(ranks, lines):
+    if ranks.is_main and lines:
+        print("\n".join(lines), flush=True)
