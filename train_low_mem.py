@@ -251,7 +251,7 @@ def test(*models, **options):
     if models:
         compare(ranks, models, options, shown)
     else:
-        test_run(ranks, request.config, shown)
+        test_run(ranks, request, shown)
 
 
 @SetParseFn(str)

@@ -57,6 +57,8 @@ def test_a_directory_that_no_run_is_known_of_is_tested_and_a_decoder_beside_a_t5
     done = command(home, "test", "decoder", "one", "--show=1", *ANSWERED)
     assert done.codes == [0], done.text
     assert len(table(done.text, ["decoder", "one"])["chrF"]) == 2 and "1. " in done.text
+    drawn = command(home, "test", "one", "--show=1", "--temperature=50", *ANSWERED)
+    assert table(drawn.text, ["one"])["chrF"] != table(done.text, ["decoder", "one"])["chrF"][1:]
     alone = command(home, "test", "--output_dir=one", "--show=1", *ANSWERED)
     assert alone.codes == [0] and "test one/best: loss" in alone.text and "  right answer  " in alone.text
 

@@ -19,9 +19,9 @@ from model.train.evaluate import measure
 ALIKE = ("bleu_pairs", "max_new_tokens", "no_repeat_ngram_size")  # of all models the same: their figures depend on it
 
 
-def test_run(ranks, config, shown):
-    """Say the figures of a run's model on its test_file, and print the first `shown` answers."""
-    name, measured = measure_model(ranks, config)
+def test_run(ranks, request, shown):
+    """Say the figures of the model of a CommandLine's run on its test_file, and print the first `shown` answers."""
+    name, measured = measure_model(ranks, request.config, request.typed)
     if measured:
         scores, answers = measured
         figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
@@ -37,7 +37,7 @@ def compare(ranks, models, options, shown):
     scores, answers = {}, {}
     for name in models:
         values, directory = from_main(ranks, options_of, name, options)
-        _, measured = measure_model(ranks, TrainConfig(**values), directory)
+        _, measured = measure_model(ranks, TrainConfig(**values), options.keys(), directory)
         if measured is None:
             return
         scores[name], answers[name] = measured
@@ -49,9 +49,9 @@ def compare(ranks, models, options, shown):
     _print(ranks, lines + answer_lines(answers, shown, text))
 
 
-def measure_model(ranks, config, directory=None):
+def measure_model(ranks, config, typed, directory=None):
     """(name of the model's directory, what `measure` gives of it), and says of which data."""
-    run, plan = prepare_test(ranks, config, directory)
+    run, plan = prepare_test(ranks, config, typed, directory)
     measured = measure(run.evaluation, plan)
     if measured:
         say(ranks, f"test {describe_store(run.evaluation.examples.store)}")

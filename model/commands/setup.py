@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import torch
 
 from model.commands.adapter import without_adapter
+from model.commands.exporting import DECODING
 from model.commands.foresight import check_disk, warn_of_data
 from model.commands.machine import machine_of
 from model.commands.network import draft_model, fill_model, start_kernels
@@ -150,11 +151,11 @@ def new_state(recipe, tokenizer, train, mixture, validation=None):
     )  # fmt: skip
 
 
-def prepare_test(ranks, config, directory=None):
+def prepare_test(ranks, config, typed, directory=None):
     """(Run, MemoryPlan) to evaluate a model on test_file, which is used for both data files.
 
     The model is that in `directory`, else best/ of the run, and last/ of one without evaluations. Raises ValueError if
-    there is none.
+    there is none. Answers are greedy, unless the option names `typed` on the command line say how they are decoded.
     """
     tested = directory or from_main(ranks, check_tested, config)
     file = config.test_file or config.validation_file
@@ -170,6 +171,8 @@ def prepare_test(ranks, config, directory=None):
     recipe = resolve(config, (), machine, origin)
     examples = open_examples(ranks, recipe, origin.tokenizer, files, evaluated=True)
     recipe = resolve(config, (), machine, origin, examples.epoch_pairs)
+    if typed & set(DECODING):
+        recipe = replace(recipe, sampling=recipe.decoding)
     other_process, _ = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
     model = fill_model(ranks, draft_model(recipe), recipe, origin)
     context = StepContext(ranks, model, None, Loader(ranks, examples, recipe.schedule), recipe.update)
