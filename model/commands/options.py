@@ -276,7 +276,7 @@ def exit_early(words):
             if is_main:
                 print(commands_text() if command in asked else usage(command))
             sys.exit(0)
-        _check_early(command, rest)
+        _check_early(command, without_models(command, rest))
         if is_main and (taken := [word for word in rest if word not in words]):
             print(texts_here()("launcher.taken", options=" ".join(taken)), file=sys.stderr)
     except ValueError as error:
@@ -289,7 +289,6 @@ def exit_early(words):
 
 def _check_early(command, rest):
     """Raise ValueError if the options `rest`, if all are written --name=value, have problems."""
-    rest = without_models(command, rest)
     pairs = [word[2:].split("=", 1) for word in rest if word.startswith("--") and "=" in word]
     stray = [word for word in rest if not word.startswith("-")]
     if command == "plan" or len(pairs) + len(stray) < len(rest):

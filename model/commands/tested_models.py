@@ -1,6 +1,6 @@
 """Which models the command test is asked to compare. Imports no torch."""
 
-from config import as_type
+from model.commands.option_values import as_type
 
 SHOW = "show"  # the option that says how many answers are printed
 
