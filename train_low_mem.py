@@ -219,7 +219,7 @@ def give_up(run, journal, saver, state, error, last):
 
 
 def finish(run, journal, state, reason, saver, drawing):
-    """Journal the end, export last/ and wait for the curves; raises RuntimeError if the end is not on the disk."""
+    """Export last/, choose how the models answer, journal the end; raises RuntimeError if that is not on the disk."""
     ended_early, decoding = reason == "finished" and is_early(run, state), None
     failure = saver.failure
     if reason == "finished" and lacks_evaluation(run, state):

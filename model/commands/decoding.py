@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from model.commands.exporting import DECODING, chosen_settings, is_typed
 from model.display.catalogue import texts_here
-from model.display.durations import durations
+from model.display.durations import spent_by
 from model.formats.adapters import read_adapter
 from model.formats.carried import CHOSEN, GENERATION_FILE, carried_values, record_of, with_settings
 from model.formats.weights import LoadedWeights, load_into, load_weights
@@ -20,7 +20,7 @@ from model.runtime.json_stream import read_object
 from model.train.decoding_trial import ROUND, try_ways
 
 LOGGER = logging.getLogger("chat_trainer")
-SHARE = 0.03  # of the run's time that the choice may take
+SHARE, MOST_SECONDS = 0.03, 120  # of the run's time that the choice may take, while other ranks have ended
 GPU_SLOTS = 512  # answers that a GPU generates about as fast as a tenth of them
 
 
@@ -59,7 +59,7 @@ def _choose(run, state):
     """(why, what else the journal says) of a choice."""
     ways = ways_to_try(run.config.no_repeat_ngram_size)
     lines = read_journal(run.dir / "metrics.jsonl")
-    seconds = SHARE * sum(durations(lines, time.time()).values())
+    seconds = min(SHARE * sum(spent_by(lines).values()), MOST_SECONDS)
     plan, on_gpu = MemoryPlan(**state.plan), run.ranks.device.type == "cuda"
     if seconds_of_round(run, lines, plan, len(ways)) > seconds:
         return "brief", {}

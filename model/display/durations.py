@@ -7,10 +7,18 @@ def durations(lines, now):
     `lines` are those of read_journal, `now` is in Unix seconds. Saves count for the time in which they held up steps.
     """
     first = max((i for i, line in enumerate(lines) if line["kind"] == "start"), default=len(lines))
-    lines, spent = lines[first:], {"start-up": 0.0, "steps": 0.0, "evaluation": 0.0, "saves": 0.0}
+    lines = lines[first:]
+    spent = {"start-up": 0.0} | spent_by(lines)
     if not lines:
         return spent | dict(rest=0.0)
-    step = 0
+    spent["start-up"] = lines[0].get("startup_seconds", 0.0)
+    total = spent["start-up"] + now - lines[0]["time"]
+    return spent | dict(rest=max(total - sum(spent.values()), 0.0))
+
+
+def spent_by(lines):
+    """{kind: seconds} of steps, evaluations and saves in these lines, also those of several starts."""
+    spent, step = {"steps": 0.0, "evaluation": 0.0, "saves": 0.0}, 0
     for line in lines:
         if line["kind"] == "resume":
             step = line["step"]
@@ -21,6 +29,4 @@ def durations(lines, now):
             spent["evaluation"] += line.get("seconds", 0.0)
         elif line["kind"] == "save":
             spent["saves"] += line.get("snapshot_seconds", 0.0)
-    spent["start-up"] = lines[0].get("startup_seconds", 0.0)
-    total = spent["start-up"] + now - lines[0]["time"]
-    return spent | dict(rest=max(total - sum(spent.values()), 0.0))
+    return spent

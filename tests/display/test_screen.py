@@ -86,12 +86,12 @@ def test_the_rows_of_a_running_run():
     }
 
 
-@pytest.mark.parametrize(("averaged", "said"), [(True, " (the average)"), (False, " (the weights)")])
+@pytest.mark.parametrize(("averaged", "said"), [(True, " (average)"), (False, " (weights)")])
 def test_an_evaluation_says_whether_its_figures_are_those_of_the_weights_or_of_their_average(averaged, said):
     view = run_view()
     view.figures.evals[-1]["averaged"] = averaged
     assert rows_of(view, Texts())["validation"] == f"4.6000{said}, best 4.2000 (step 200)"
-    assert f"step:3, of:{said[6:-1]}, val_loss" in epoch_line(dict(step=3, averaged=averaged, val_loss=4.6))
+    assert f"step:3, of:{said[2:-1]}, val_loss" in epoch_line(dict(step=3, averaged=averaged, val_loss=4.6))
 
 
 def test_after_a_resume_with_another_batch_the_bar_shows_the_share_of_pairs():
