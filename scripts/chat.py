@@ -75,7 +75,10 @@ class Talk:
     turns: list[Turn] = field(default_factory=list)
 
     def ask(self, question: str) -> Iterator[Said]:
-        """Yield the answer in pieces and remember what was given. Raises ValueError if the question cannot be read."""
+        """Yield the answer in pieces and remember what was given. Raises ValueError if the question cannot be read.
+
+        The next answer has the next seed, so that a question that is asked again gets another answer.
+        """
         most = self.chat.prompt_tokens(MAX_PROMPT_TOKENS, self.max_new_tokens)
         asked = [*([] if self.single_turn else self.turns), Turn("user", question)]
         ids, given = prompt_ids(self.chat, asked, most, thinking=self.thinking), []
@@ -84,6 +87,7 @@ class Talk:
                 given.append(part)
                 yield part
         finally:  # it may be stopped before its end
+            self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % 2**63)
             answer = join_parts(given)
             if any(answer):
                 self.turns += [asked[-1], Turn("assistant", answer.text, answer.thought, answer.calls)]
@@ -147,7 +151,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--min_p", help="draw from tokens at least this times as likely as the likeliest")
     parser.add_argument("--repetition_penalty", help="above 1: tokens that the answer has become less likely")
     parser.add_argument("--no_repeat_ngram_size", help="no run of so many tokens comes twice; 0: it may")
-    parser.add_argument("--seed", help="of the draws; equal seeds give equal answers")
+    parser.add_argument("--seed", help="of the first answer's draws, each next has the next; equal seeds give equal answers")
     parser.add_argument("--max_new_tokens", help="most tokens in an answer")
     parser.add_argument("--thinking", help="on or off: whether to think first, for a model that has learnt both")
     return parser.parse_args(with_value(argv, "--single_turn"))
