@@ -151,7 +151,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--min_p", help="draw from tokens at least this times as likely as the likeliest")
     parser.add_argument("--repetition_penalty", help="above 1: tokens that the answer has become less likely")
     parser.add_argument("--no_repeat_ngram_size", help="no run of so many tokens comes twice; 0: it may")
-    parser.add_argument("--seed", help="of the first answer's draws, each next has the next; equal seeds give equal answers")
+    parser.add_argument("--seed", help="of the first answer, the next one has the next; equal seeds draw equally")
     parser.add_argument("--max_new_tokens", help="most tokens in an answer")
     parser.add_argument("--thinking", help="on or off: whether to think first, for a model that has learnt both")
     return parser.parse_args(with_value(argv, "--single_turn"))

@@ -21,6 +21,7 @@ from model.train.decoding_trial import ROUND, try_ways
 
 LOGGER = logging.getLogger("chat_trainer")
 SHARE, MOST_SECONDS = 0.03, 120  # of the run's time that the choice may take, while other ranks have ended
+DRAWING = 1.5  # time of answers that are drawn on a CPU, to that of the likeliest tokens
 GPU_SLOTS = 512  # answers that a GPU generates about as fast as a tenth of them
 
 
@@ -61,7 +62,7 @@ def _choose(run, state):
     lines = read_journal(run.dir / "metrics.jsonl")
     seconds = min(SHARE * sum(spent_by(lines).values()), MOST_SECONDS)
     plan, on_gpu = MemoryPlan(**state.plan), run.ranks.device.type == "cuda"
-    if seconds_of_round(run, lines, plan, len(ways)) > seconds:
+    if seconds_of_round(run, lines, plan, len(ways[0])) > seconds:
         return "brief", {}
     _take_best(run, state)
     result = try_ways(run.evaluation, ways, GPU_SLOTS if on_gpu else plan.answers, seconds)
@@ -84,7 +85,7 @@ def seconds_of_round(run, lines, plan, num_ways):
         return float("inf")
     if run.ranks.device.type == "cuda":
         return known[-1] / -(-answers // plan.answers) * -(-ROUND * num_ways // GPU_SLOTS)
-    return known[-1] / answers * ROUND * num_ways
+    return DRAWING * known[-1] / answers * ROUND * num_ways
 
 
 def _take_best(run, state):

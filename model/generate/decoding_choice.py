@@ -45,10 +45,10 @@ class Tried:
     chrf: float
 
 
-def ways_to_try(guard: int = 0) -> list[Sampling]:
-    """The ways that are tried, greedy decoding first; `guard` is the no_repeat_ngram_size of each."""
+def ways_to_try(guard: int = 0) -> tuple[list[Sampling], list[Sampling]]:
+    """The ways that are tried, without and with a penalty, greedy first; `guard`: their no_repeat_ngram_size."""
     plain = [replace(way, no_repeat_ngram_size=guard) for way in (GREEDY, *DRAWN)]
-    return [*plain, *(replace(way, repetition_penalty=PENALTY) for way in plain)]
+    return plain, [replace(way, repetition_penalty=PENALTY) for way in plain]
 
 
 def choose_way(tried: list[Tried], references: References) -> tuple[Tried, str]:

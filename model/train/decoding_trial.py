@@ -13,31 +13,35 @@ from model.runtime.device_memory import release_memory, within_memory
 from model.runtime.watchdog import stop_asked
 from model.train.evaluate import fields_of, question_rows
 
-ROUND, ROUNDS = 64, 2  # questions that are asked in each way together; how often that is done, if the time allows
+ROUND, ROUNDS = 64, 2  # questions that are asked together; how often that is done, if the time allows
 
 
-def try_ways(evaluation, ways, slots, seconds):
-    """(a Tried for each Sampling of `ways`, the References, the number of questions); None if none could be tried.
+def try_ways(evaluation, groups, slots, seconds):
+    """(a Tried for each way that was tried, the References, the number of questions); None if none could be tried.
 
-    At most `slots` answers are generated together, fewer if the memory does not allow so many, for at most so many
-    `seconds`. It needs no other rank. None if memory or time ran out in the first round, or a stop was asked.
+    Each of the `groups`, lists of Samplings, is asked a round of questions, then all are asked more, as far as so many
+    `seconds` allow. At most `slots` answers are generated together, fewer if the memory does not allow so
+    many. It needs no other rank. None if memory or time ran out in the first round, or a stop was asked.
     """
-    rows, started = question_rows(evaluation.examples, ROUND * ROUNDS), time.monotonic()
-    now_doing("answering", total=len(rows) * len(ways))
-    asked, answers = [], [[] for _ in ways]
-    for part in np.split(rows, range(ROUND, len(rows), ROUND)):
-        if asked and time.monotonic() - started > seconds / 2:
+    rows, until = question_rows(evaluation.examples, ROUND * ROUNDS), time.monotonic() + seconds
+    every = [way for group in groups for way in group]
+    first, *others = np.split(rows, range(ROUND, len(rows), ROUND))
+    asked, answers, pace = first, {}, 0.0  # seconds of an answer, as the last ones took
+    now_doing("answering", total=len(rows) * len(every))
+    for ways, part in [*((group, first) for group in groups), *((every, part) for part in others)]:
+        started = time.monotonic()
+        if started + pace * len(ways) * len(part) > until:
             break
-        of_part, slots = _answer_in_memory(evaluation, ways, part, slots, started + seconds)
-        if of_part is None:
+        more, slots = _answer_in_memory(evaluation, ways, part, slots, until)
+        if more is None:
             break
-        asked.extend(part)
-        answers = [[*before, *more] for before, more in zip(answers, of_part, strict=True)]
+        pace = (time.monotonic() - started) / (len(ways) * len(part))
+        answers |= {way: answers.get(way, []) + of_way for way, of_way in zip(ways, more, strict=True)}
+        asked = asked if part is first else np.concatenate([asked, part])
         advance(len(part) * len(ways))
-    if not asked or stop_asked():
+    if not answers or stop_asked():
         return None
-    tried = [_measured(way, of_way) for way, of_way in zip(ways, answers, strict=True)]
-    return tried, _references(evaluation, np.array(asked)), len(asked)
+    return [_measured(*each) for each in answers.items()], _references(evaluation, asked), len(asked)
 
 
 def _answer_in_memory(evaluation, ways, rows, slots, until):

@@ -16,7 +16,8 @@ GUARDED = replace(WARM, sampling=replace(DRAWN[0], repetition_penalty=PENALTY))
 
 
 def test_greedy_decoding_is_tried_first_and_each_way_with_a_penalty_too():
-    ways = ways_to_try(4)
+    plain, guarded = ways_to_try(4)
+    ways = [*plain, *guarded]
     assert ways[0] == replace(GREEDY, no_repeat_ngram_size=4) and {way.no_repeat_ngram_size for way in ways} == {4}
     assert [way.repetition_penalty for way in ways] == [1.0] * 4 + [PENALTY] * 4
 

@@ -21,7 +21,7 @@ def evaluation(model, store, tokenizer):
 
 def test_each_way_is_measured_on_the_questions_of_evaluations(evaluation, monkeypatch):
     monkeypatch.setattr(decoding_trial, "ROUND", 3)
-    tried, references, asked = try_ways(evaluation, [GREEDY, Sampling(temperature=5.0)], 4, 60)
+    tried, references, asked = try_ways(evaluation, [[GREEDY], [Sampling(temperature=5.0)]], 4, 60)
     answers = answer_questions(evaluation, PLAN)
     figures = measures(answers)
     assert asked == 6 and [one.sampling.temperature for one in tried] == [0, 5]
@@ -31,18 +31,24 @@ def test_each_way_is_measured_on_the_questions_of_evaluations(evaluation, monkey
     assert tried[1].chrf != tried[0].chrf
 
 
-def test_without_time_for_a_round_nothing_is_tried_and_with_some_only_the_first(evaluation, monkeypatch):
+def test_as_much_is_tried_as_the_time_allows_and_nothing_is_begun_that_would_take_longer(evaluation, monkeypatch):
     monkeypatch.setattr(decoding_trial, "ROUND", 3)
     assert try_ways(evaluation, ways_to_try(), 4, 0) is None
     now, answer = [0], decoding_trial.answer_requests
 
-    def slow(*args):
-        now[0] += 11
-        return answer(*args)
+    def slow(model, requests, *rest):
+        now[0] += len(requests)
+        return answer(model, requests, *rest)
+
+    def tried_in(seconds):
+        now[0] = 0
+        tried, _, asked = try_ways(evaluation, [[GREEDY], [Sampling(temperature=5.0)]], 4, seconds)
+        return len(tried), asked, now[0]
 
     monkeypatch.setattr(decoding_trial, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(decoding_trial, "answer_requests", slow)
-    assert try_ways(evaluation, [GREEDY], 4, 20)[2] == 3, "half of the time is over after the first round"
+    tried = {seconds: tried_in(seconds) for seconds in (3, 5, 6, 11, 12)}  # (ways, questions, seconds taken)
+    assert tried == {3: (1, 3, 3), 5: (1, 3, 3), 6: (2, 3, 6), 11: (2, 3, 6), 12: (2, 6, 12)}
 
 
 def test_where_memory_runs_out_fewer_answers_are_generated_together(evaluation, monkeypatch):
@@ -56,11 +62,11 @@ def test_where_memory_runs_out_fewer_answers_are_generated_together(evaluation, 
 
     monkeypatch.setattr(decoding_trial, "answer_requests", short_of_memory)
     most = 2
-    assert try_ways(evaluation, [GREEDY], 6, 60)[2] > 3 and sizes == [6, 3, 1]
+    assert try_ways(evaluation, [[GREEDY]], 6, 60)[2] > 3 and sizes == [6, 3, 1]
     most = 0
-    assert try_ways(evaluation, [GREEDY], 4, 60) is None
+    assert try_ways(evaluation, [[GREEDY]], 4, 60) is None
 
 
 def test_a_stop_ends_the_trial(evaluation, monkeypatch):
     monkeypatch.setattr(decoding_trial, "stop_asked", lambda: True)
-    assert try_ways(evaluation, [GREEDY], 4, 60) is None
+    assert try_ways(evaluation, [[GREEDY]], 4, 60) is None
