@@ -104,6 +104,7 @@ class TrainConfig:
     max_new_tokens: int = 128  # of one generated answer, at most
     no_repeat_ngram_size: int = 0  # answers repeat no run of so many of their own tokens; 0: they may
     temperature: float = -1.0  # of the exported models' answers, 0: always the likeliest; -1: chosen at the end
+    top_k: int = 0  # with a temperature: draw from so many of the likeliest tokens; 0: from all
     top_p: float = 1.0  # with a temperature: draw from the likeliest tokens that together have this probability
     min_p: float = 0.0  # with a temperature: draw from tokens at least this times as likely as the likeliest
     repetition_penalty: float = 0.0  # above 1: tokens that an answer has become less likely; 0: chosen at the end
@@ -124,8 +125,8 @@ MINIMUM = dict(
     epochs=1, batch_size_per_gpu=1, gradient_accumulation_steps=1, global_batch_size=0, max_seq_len=8, seed=0,
     warmup_steps=-1, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
-    no_repeat_ngram_size=0, ddp_timeout_s=30, spike_guard=0, lora_rank=0, lora_alpha=0, max_steps=0, patience=0,
-    early_stop=0, loops_weight=0, loops_ngram=1, num_shots=0,
+    no_repeat_ngram_size=0, top_k=0, ddp_timeout_s=30, spike_guard=0, lora_rank=0, lora_alpha=0, max_steps=0,
+    patience=0, early_stop=0, loops_weight=0, loops_ngram=1, num_shots=0,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("auto", "muon", "adamw_rms", "adamw", "adafactor"),
@@ -241,7 +242,7 @@ def _contradictions(config):
         yield f"loops_ngram={config.loops_ngram}: must be at most 8"
     if config.best_metric in ("bleu", "chrf") and not config.bleu_pairs:
         yield f"best_metric={config.best_metric} needs generated answers, and bleu_pairs=0: give bleu_pairs=100"
-    for name in ("top_p", "min_p"):
+    for name in ("top_k", "top_p", "min_p"):
         if getattr(config, name) != getattr(TrainConfig, name) and config.temperature <= 0:
             yield f"{name}={getattr(config, name)} belongs to a temperature above 0: type --temperature=0.7 too"
     if not config.validation_file:

@@ -81,10 +81,13 @@ def test_a_run_chooses_on_its_validation_questions_and_a_longer_one_keeps_that_u
 
 
 def test_what_stands_against_a_choice_is_said_and_what_was_typed_is_used(home):
-    typed = dict(temperature=0.7, top_p=0.9, repetition_penalty=1.2, output_dir="typed", epochs=1)
+    typed = dict(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.2, output_dir="typed", epochs=1)
     done = train(home, **ANSWERED | typed)
-    assert done.codes == [0] and "drawn, temperature 0.7, top_p 0.9, repetition_penalty 1.2 (as typed)" in done.text
-    assert load_chat_model(home / "typed", "cpu").sampling == Sampling(0.7, top_p=0.9, repetition_penalty=1.2)
+    assert (
+        done.codes == [0]
+        and "drawn, temperature 0.7, top_k 20, top_p 0.9, repetition_penalty 1.2 (as typed)" in done.text
+    )
+    assert load_chat_model(home / "typed", "cpu").sampling == Sampling(0.7, 20, 0.9, repetition_penalty=1.2)
     few = train(home, **ANSWERED | dict(validation_file="valid.jsonl", output_dir="few", epochs=1))
     assert few.codes == [0] and "too few validation questions" in few.text
     assert load_chat_model(home / "few", "cpu").sampling == Sampling()

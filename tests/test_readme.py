@@ -112,4 +112,6 @@ def test_the_table_of_gpus_is_what_plan_predicts(tmp_path, monkeypatch):
 def test_the_documents_stay_short():
     pages = ["README.md", "README.zh.md", *(ROOT / "docs").rglob("*.md")]
     assert len(text_of("README.md").splitlines()) <= 170
-    assert sum(len(text_of(page).splitlines()) for page in pages) <= 3200  # the guides of preferences, other engines, MiniMind and judging are 400 of them
+    assert (
+        sum(len(text_of(page).splitlines()) for page in pages) <= 3200
+    )  # the guides of preferences, other engines, MiniMind and judging are 400 of them

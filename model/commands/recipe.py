@@ -124,7 +124,7 @@ def resolve(config, typed, machine, origin, epoch_pairs=None):
 def decoding_of(config):
     """The Sampling that the options ask for; greedy where they leave the choice open."""
     return Sampling(
-        temperature=max(config.temperature, 0.0), top_p=config.top_p, min_p=config.min_p,
+        temperature=max(config.temperature, 0.0), top_k=config.top_k, top_p=config.top_p, min_p=config.min_p,
         repetition_penalty=config.repetition_penalty or 1.0, no_repeat_ngram_size=config.no_repeat_ngram_size,
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ def test_the_message_for_a_missing_feature_says_what_to_do_instead(typed, instea
     assert instead in str(refusal.value) and "did you mean" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("typed", ["depth", "key", "search", "stats", "smart", "train", "step_size", "mu"])
+@pytest.mark.parametrize("typed", ["depth", "key", "search", "stats", "smart", "train", "step_size", "mu", "beams"])
 def test_the_message_for_an_unlike_name_suggests_no_option(typed):
     with pytest.raises(ValueError, match=f"--{typed}; --help shows all options$"):
         parse_options((), {typed: "1"})
