@@ -28,16 +28,22 @@ class AnswerStream:
         self.service, self.stream, self.asked, self.read, self.deadline = service, stream, asked, read, deadline
         self.prompt_tokens, self.new_tokens, self.reason = prompt_tokens, 0, "length"
         self.is_over = False  # the piece given now is the last one
+        self.has_ended_itself = False  # with EOS
         self._stop, self._has_calls = StopFilter(asked.stops), False
+        self._text = TextStream(service.chat.tokenizer)
 
     @property
     def usage(self):
         return usage_of(self.prompt_tokens, self.new_tokens)
 
+    @property
+    def ids(self):
+        """The ids of the answer so far; a few stand behind a stop."""
+        return self._text.ids
+
     async def pieces(self):
         """Yield what can be shown, each a Said. Frees the slot when it ends, fails or is left."""
         metrics, started = self.service.metrics, time.monotonic()
-        text = TextStream(self.service.chat.tokenizer)
         try:
             async with asyncio.timeout_at(self.deadline):
                 async for progress in self.stream:
@@ -45,7 +51,7 @@ class AnswerStream:
                         metrics.first_token_seconds.observe(time.monotonic() - started)
                     self.new_tokens += len(progress.ids)
                     metrics.new_tokens.inc(len(progress.ids))
-                    yield self._shown(text.add(progress.ids), progress.is_finished)
+                    yield self._shown(self._text.add(progress.ids), progress.is_finished)
                     if self.is_over:
                         return
         except TimeoutError:  # what is there is the answer
@@ -64,12 +70,10 @@ class AnswerStream:
         self._has_calls = self._has_calls or bool(calls)
         is_stopped = self._stop.is_stopped or bool(calls) and self.asked.one_call
         self.is_over = is_stopped or is_last
-        if is_stopped or (is_last and self._ended_itself()):
+        self.has_ended_itself = is_last and not is_stopped and self.new_tokens < self.stream.request.max_new_tokens
+        if is_stopped or self.has_ended_itself:
             self.reason = "tool_calls" if self._has_calls else "stop"
         return Said(thought, text, calls)
-
-    def _ended_itself(self):
-        return self.new_tokens < self.stream.request.max_new_tokens
 
 
 async def collect(answer):

@@ -1,4 +1,7 @@
-"""An Engine on a thread of its own, which answers the requests of many connections together."""
+"""An Engine on a thread of its own, which answers the requests of many connections together.
+
+Between its steps the thread scores texts (model/serve/scoring_queue.py).
+"""
 
 import asyncio
 import logging
@@ -7,7 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from model.generate.engine import Engine, NewTokens, Request
+from model.generate.scoring import ScoreRequest
 from model.runtime.device_memory import release_memory, within_memory
+from model.serve.scoring_queue import ScoringQueue
 
 LOGGER = logging.getLogger("chat_trainer")
 STOP_SECONDS = 20  # in which a step of the largest model on a CPU ends
@@ -22,9 +27,12 @@ class TooBusy(RuntimeError):
 
 @dataclass(eq=False)
 class Stream:
-    """The NewTokens of one request, as it comes; `queue` gets an exception if the request fails."""
+    """The NewTokens of one request, as it comes, or the TokenScores of a ScoreRequest.
 
-    request: Request
+    `queue` gets an exception if the request fails.
+    """
+
+    request: Request | ScoreRequest
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue = field(default_factory=asyncio.Queue)
     num_ids: int = 0  # given to `queue`
@@ -42,6 +50,13 @@ class Stream:
             yield NewTokens(last.number, [i for item in items for i in item.ids], last.is_finished)
             if last.is_finished:
                 return
+
+    async def scores(self):
+        """The TokenScores of a ScoreRequest."""
+        result = await self.queue.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 def put(items):
@@ -71,13 +86,14 @@ class DecodingThread(threading.Thread):
         self._model, self._limits, self._max_waiting = model, limits, max_waiting
         self._wakes, self._inbox = threading.Condition(), deque()  # (Stream, whether it is cancelled)
         self._streams = {}  # number in the engine to Stream; this thread's own
+        self._scoring = ScoringQueue(model, limits.first_id)  # this thread's own, too
         self._to_put = []  # (Stream, NewTokens) that wait until the device has work
         self.num_open = 0  # submitted and not finished
         self._is_stopping = self._has_failed = False
         self._launches_ahead = launches_ahead(model)
 
     def submit(self, request):
-        """The Stream of a Request, to be read in the running event loop.
+        """The Stream of a Request or a ScoreRequest, to be read in the running event loop.
 
         Raises TooBusy, and RuntimeError if the thread has ended.
         """
@@ -116,7 +132,7 @@ class DecodingThread(threading.Thread):
             with self._wakes:
                 self._has_failed = True
                 left = [stream for stream, is_cancelled in self._inbox if not is_cancelled]
-            self._put((stream, RuntimeError(ENDED)) for stream in (*self._streams.values(), *left))
+            self._put((stream, RuntimeError(ENDED)) for stream in (*self._streams.values(), *self._scoring, *left))
 
     def _decode(self):
         engine = self._new_engine()
@@ -135,6 +151,14 @@ class DecodingThread(threading.Thread):
                     self._put()
             else:
                 engine = self._smaller(engine)
+            self._score()
+
+    def _score(self):
+        """Score some of the texts that wait."""
+        items = self._scoring.step()
+        with self._wakes:
+            self.num_open -= len(items)
+        put(items)
 
     def _step(self, engine):
         """A step of the engine. On a GPU the event loop gets what the last step gave while the device works.
@@ -164,17 +188,26 @@ class DecodingThread(threading.Thread):
     def _admit(self, engine):
         """Take what `submit` and `cancel` left, waiting while there is nothing to do; False if the thread is to end."""
         with self._wakes:
-            while not (self._inbox or self._is_stopping or not engine.idle):
+            while not (self._inbox or self._is_stopping or self._scoring or not engine.idle):
                 self._wakes.wait()
             inbox, self._inbox = self._inbox, deque()
         for stream, is_cancelled in inbox:
-            if not is_cancelled:
+            if isinstance(stream.request, ScoreRequest):
+                self._admit_scored(stream, is_cancelled)
+            elif not is_cancelled:
                 self._streams[engine.add(stream.request)] = stream
             else:
                 for number in [number for number, other in self._streams.items() if other is stream]:
                     engine.cancel(number)
                     self._close(number)
         return not self._is_stopping
+
+    def _admit_scored(self, stream, is_cancelled):
+        if not is_cancelled:
+            self._scoring.add(stream)
+        elif self._scoring.cancel(stream):
+            with self._wakes:
+                self.num_open -= 1
 
     def _deliver(self, progress):
         for each in progress:

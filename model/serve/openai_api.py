@@ -12,7 +12,7 @@ from model.generate.sampling import Sampling
 from model.serve.openai_messages import call_of, message_of, tools_of, turns_of
 
 SAMPLING_FIELDS = {f.name: f.type for f in fields(Sampling)}
-MAX_STOPS, MAX_STOP_CHARS = 4, 200
+MAX_STOPS, MAX_STOP_CHARS = 16, 200  # OpenAI takes 4; tasks of lm-evaluation-harness have more
 # Fields that would change the answer and are not supported: accepted only with these values, which change nothing.
 ONLY = dict(
     n=(1,), best_of=(1,), echo=(False,), logprobs=(False,), top_logprobs=(0,), presence_penalty=(0,),
@@ -47,26 +47,16 @@ class ApiRequest:
 def parse_chat(body, chat, most_new_tokens):
     """ApiRequest of the JSON body of /v1/chat/completions; ValueError with the reason if it cannot be served."""
     turns = turns_of(body.get("messages"))
-    given = _given(body, "messages", CHAT_ONLY)
-    tools, parallel = tools_of(given.get("tools", [])), _flag("parallel_tool_calls", given, True)
+    given = given_fields(body, "messages", CHAT_ONLY)
+    tools, parallel = tools_of(given.get("tools", [])), flag_of("parallel_tool_calls", given, True)
     reads_calls = given.get("tool_choice", "auto" if tools else "none") == "auto"
     return replace(
-        _request(turns, given, chat, most_new_tokens), tools=tools if reads_calls else "", reads_calls=reads_calls,
+        request_of(turns, given, chat, most_new_tokens), tools=tools if reads_calls else "", reads_calls=reads_calls,
         one_call=not parallel, thinking=_thinking(given),
     )  # fmt: skip
 
 
-def parse_completion(body, chat, most_new_tokens):
-    """ApiRequest of the JSON body of /v1/completions; ValueError with the reason if it cannot be served."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError("prompt must be a text that is not empty")
-    return _request((Turn("user", prompt),), _given(body, "prompt"), chat, most_new_tokens)
-
-
-def _given(body, name_of_turns, more=frozenset()):
+def given_fields(body, name_of_turns, more=frozenset()):
     """The fields of a body but its turns, all of which are read here, or `more`, or have no effect."""
     given = {name: value for name, value in body.items() if value is not None and name != name_of_turns}
     for name, value in given.items():
@@ -75,13 +65,14 @@ def _given(body, name_of_turns, more=frozenset()):
     return given
 
 
-def _request(turns, given, chat, most_new_tokens):
+def request_of(turns, given, chat, most_new_tokens, least=1):
+    """ApiRequest of these turns and the other fields of a body, with `least` new tokens at least."""
     asked = min(chat.max_new_tokens, most_new_tokens)
     for name in ("max_tokens", "max_completion_tokens"):  # the second is the newer
         asked = given.get(name, asked)
-        if type(asked) is not int or not 0 < asked <= most_new_tokens:
-            raise ValueError(f"{name}={asked!r:.80}: must be a whole number from 1 to {most_new_tokens}")
-    streams = _flag("stream", given)
+        if type(asked) is not int or not least <= asked <= most_new_tokens:
+            raise ValueError(f"{name}={asked!r:.80}: must be a whole number from {least} to {most_new_tokens}")
+    streams = flag_of("stream", given)
     return ApiRequest(
         turns, _sampling(given, chat.sampling), asked, _stops(given.get("stop", [])), streams, _wants_usage(given)
     )
@@ -94,7 +85,7 @@ def _thinking(given):
         raise ValueError(f"chat_template_kwargs={inside!r:.80}: must be an object with enable_thinking")
     if unknown := inside.keys() - {"enable_thinking"}:
         raise ValueError(f"chat_template_kwargs.{min(unknown):.80} is not supported: leave it out")
-    said = {_flag("enable_thinking", one) for one in (given, inside) if one.get("enable_thinking") is not None}
+    said = {flag_of("enable_thinking", one) for one in (given, inside) if one.get("enable_thinking") is not None}
     said |= {False} if "reasoning_effort" in given else set()  # none, which is the one that is taken
     if len(said) > 1:
         raise ValueError("enable_thinking is both true and false, the latter by reasoning_effort=none too: leave one")
@@ -127,11 +118,12 @@ def _wants_usage(given):
     options = {name: value for name, value in options.items() if value is not None}
     if unknown := options.keys() - {"include_usage", "include_obfuscation"}:
         raise ValueError(f"stream_options.{min(unknown):.80} is not supported: leave it out")
-    _flag("include_obfuscation", options)  # padding against those who watch the sizes of packets; none is sent
-    return _flag("include_usage", options)
+    flag_of("include_obfuscation", options)  # padding against those who watch the sizes of packets; none is sent
+    return flag_of("include_usage", options)
 
 
-def _flag(name, given, default=False):
+def flag_of(name, given, default=False):
+    """The bool `name` of a body's fields; ValueError for anything else."""
     if type(value := given.get(name, default)) is not bool:
         raise ValueError(f"{name}={value!r:.80}: must be true or false")
     return value
@@ -187,9 +179,8 @@ class Reply:
     def to(model, is_chat):
         return Reply(model, is_chat, ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12), int(time.time()))
 
-    def whole(self, parts, reason, usage):
-        part = dict(message=message_of(parts)) if self.is_chat else dict(text=parts.text)
-        return self._object("", [dict(index=0, **part, logprobs=None, finish_reason=reason)], usage=usage)
+    def whole(self, choices, usage):
+        return self._object("", choices, usage=usage)
 
     def piece(self, text="", reason=None, **delta):
         """A part of a stream with this text; `delta` is what else a chat's says."""
@@ -212,6 +203,11 @@ class Reply:
     def _object(self, suffix, choices, **more):
         kind = f"chat.completion{suffix}" if self.is_chat else "text_completion"
         return dict(id=self.id, object=kind, created=self.created, model=self.model, choices=choices) | more
+
+
+def message_choice(parts, reason):
+    """The one choice of a whole chat answer, of a Said and why it ended."""
+    return dict(index=0, message=message_of(parts), logprobs=None, finish_reason=reason)
 
 
 def usage_of(prompt_tokens, new_tokens):

@@ -27,8 +27,10 @@ from model.display.curves import curves_of
 from model.generate.engine import Request
 from model.serve.answer_stream import AnswerStream, as_text, collect, reader
 from model.serve.answering import ChatModel, prompt_ids, question_start
+from model.serve.completions import continue_all, ids_of_prompt
 from model.serve.decoding_thread import DecodingThread, TooBusy
-from model.serve.openai_api import Reply, error_body, parse_chat, parse_completion
+from model.serve.openai_api import Reply, error_body, message_choice, parse_chat
+from model.serve.openai_completions import parse_completion
 from model.serve.server_metrics import ServerMetrics
 
 PAGE = Path(__file__).with_name("page.html")
@@ -65,8 +67,8 @@ def make_app(service):
         Route("/", partial(page, service)),
         Route("/health", partial(health, service)),
         Route("/v1/models", guarded(service, models)),
-        Route("/v1/chat/completions", guarded(service, partial(complete, parse_chat)), methods=["POST"]),
-        Route("/v1/completions", guarded(service, partial(complete, parse_completion)), methods=["POST"]),
+        Route("/v1/chat/completions", guarded(service, answer_chat), methods=["POST"]),
+        Route("/v1/completions", guarded(service, complete), methods=["POST"]),
         Route("/metrics", guarded(service, metrics)),
         Route("/run.json", guarded(service, run_curves)),
     ]
@@ -155,29 +157,57 @@ def _curves(journal, size, changed):  # the last two say whether the file is sti
     return curves_of(journal)
 
 
-async def complete(parse, service, request):
-    """Answer a chat or completion request, whole or as server-sent events."""
+async def answer_chat(service, request):
+    """Answer a chat request, whole or as server-sent events."""
     body = await read_json(request, service.body_bytes)
     deadline = asyncio.get_running_loop().time() + service.request_seconds
-    try:
-        asked = parse(body, service.chat, service.new_tokens)
+    with refusing():
+        asked = parse_chat(body, service.chat, service.new_tokens)
         ids = await until_disconnected(request, ids_of(service, asked, deadline))
+        answer = begin(service, asked, reader(service.chat, asked), ids, deadline)
+    reply = Reply.to(service.name, is_chat=True)
+    if asked.streams:
+        return StreamingResponse(events(answer, reply, asked.wants_usage), media_type="text/event-stream")
+    with refusing():
+        parts = join_parts(await until_disconnected(request, collect(answer)))
+    return JSONResponse(reply.whole([message_choice(parts, answer.reason)], answer.usage))
+
+
+async def complete(service, request):
+    """Continue the prompts of a completion request, whole or, if it is one, as server-sent events."""
+    body = await read_json(request, service.body_bytes)
+    deadline = asyncio.get_running_loop().time() + service.request_seconds
+    reply = Reply.to(service.name, is_chat=False)
+    with refusing():
+        asked = parse_completion(body, service.chat, service.new_tokens)
+        reading = in_thread(service, deadline, lambda: [ids_of_prompt(service, prompt) for prompt in asked.prompts])
+        prompts = await until_disconnected(request, reading)
+        if asked.asked.streams:
+            answer = begin(service, asked.asked, as_text, prompts[0], deadline)
+            return StreamingResponse(events(answer, reply, asked.asked.wants_usage), media_type="text/event-stream")
+        service.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        whole = reply.whole(*await until_disconnected(request, continue_all(service, asked, prompts, deadline)))
+        return await asyncio.to_thread(JSONResponse, whole)  # log-probabilities of many tokens take a while to write
+
+
+@contextlib.contextmanager
+def refusing():
+    """Context manager: what cannot be served, or not now, is Refused."""
+    try:
+        yield
     except ValueError as error:
         raise Refused(400, str(error)) from None
-    try:
-        stream = service.decoder.submit(Request(ids, asked.max_new_tokens, asked.sampling, streams=True))
     except TooBusy as error:
         raise Refused(429, str(error), "rate_limit_error", {"retry-after": "1"}) from None
     except RuntimeError as error:
         raise Refused(503, str(error), "server_error") from None
+
+
+def begin(service, asked, read, ids, deadline):
+    """The AnswerStream of a prompt's ids. Raises TooBusy, and RuntimeError if the decoder has ended."""
+    stream = service.decoder.submit(Request(ids, asked.max_new_tokens, asked.sampling, streams=True))
     service.metrics.prompt_tokens.inc(len(ids))
-    reply = Reply.to(service.name, parse is parse_chat)
-    read = reader(service.chat, asked) if reply.is_chat else as_text
-    answer = AnswerStream(service, stream, asked, read, len(ids), deadline)
-    if asked.streams:
-        return StreamingResponse(events(answer, reply, asked.wants_usage), media_type="text/event-stream")
-    parts = join_parts(await until_disconnected(request, collect(answer)))
-    return JSONResponse(reply.whole(parts, answer.reason, answer.usage))
+    return AnswerStream(service, stream, asked, read, len(ids), deadline)
 
 
 def alone(turns):
@@ -187,12 +217,17 @@ def alone(turns):
 
 
 async def ids_of(service, asked, deadline):
-    """Ids of the prompt, read in a thread, so that the others need not wait for it. A `deadline` of the event loop."""
+    """Ids of the prompt of a chat request, read by a `deadline` of the event loop."""
     turns = alone(asked.turns) if service.single_turn else asked.turns
     said = turns, service.input_tokens, asked.tools, asked.thinking
+    return await in_thread(service, deadline, partial(prompt_ids, service.chat, *said))
+
+
+async def in_thread(service, deadline, read):
+    """What `read` gives, called in a thread, so that others need not wait for it."""
     try:
         async with asyncio.timeout_at(deadline):
-            return await asyncio.to_thread(prompt_ids, service.chat, *said)
+            return await asyncio.to_thread(read)
     except TimeoutError:
         raise Refused(503, f"the prompt was not read within {service.request_seconds:g} s", "server_error") from None
 
@@ -212,8 +247,6 @@ async def until_disconnected(request, work):
         return await task
     except asyncio.CancelledError:
         raise Refused(499, "the client has left") from None
-    except RuntimeError as error:
-        raise Refused(503, str(error), "server_error") from None
 
 
 async def events(answer, reply, wants_usage):

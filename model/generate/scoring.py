@@ -1,0 +1,83 @@
+"""Log-probabilities of given tokens after given contexts, through packed forward passes; knows no run.
+
+Letters: N target tokens, K ids looked at for each, V vocabulary size.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from model.data.sequences import Sequences
+from model.nn.base import Packing
+from model.nn.registry import family_of
+
+NUMBERS_AT_ONCE = 2**24  # float32 log-probabilities that exist together, of all N * V
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Tokens to score: `targets` after `context`, each of at least one id."""
+
+    context: object  # array or list of ids
+    targets: object
+    top: int = 1  # ids that are named at the place of each target, the likeliest first
+
+    @property
+    def num_tokens(self):
+        return len(self.context) + len(self.targets)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities in nats at the places of one request's targets."""
+
+    log_probs: np.ndarray  # float32 (targets,) of the targets
+    top_ids: np.ndarray  # int64 (targets, top) the likeliest ids
+    top_log_probs: np.ndarray  # float32 (targets, top)
+
+    @property
+    def is_greedy(self):
+        """Whether greedy decoding would give these targets: none is less likely than the likeliest id."""
+        return bool((self.log_probs == self.top_log_probs[:, 0]).all())
+
+
+@torch.inference_mode()
+def score_tokens(model, first_id, requests):
+    """The TokenScores of each of `requests`, all in one forward pass; `first_id` begins a sequence of targets."""
+    hidden, labels = _hidden(model, first_id, [r.context for r in requests], [r.targets for r in requests])
+    most, parts = max(request.top for request in requests), []
+    for rows, log_probs_CV in _log_prob_chunks(model, hidden):
+        of_labels = log_probs_CV.gather(1, labels[rows, None])
+        values, ids = log_probs_CV.topk(most, dim=1)
+        parts.append((torch.cat([of_labels, values], 1), ids))
+    numbers, ids = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
+    ends = np.cumsum([len(request.targets) for request in requests])[:-1]
+    each = zip(requests, np.split(numbers, ends), np.split(ids, ends), strict=True)
+    return [TokenScores(n[:, 0], i[:, : r.top], n[:, 1 : r.top + 1]) for r, n, i in each]
+
+
+@torch.inference_mode()
+def score_next(model, first_id, contexts, candidates_NK):
+    """Log-probabilities (N, K) float32 of the candidates' ids as the token after each context; one forward pass."""
+    candidates_NK = np.asarray(candidates_NK, np.int64)
+    hidden, _ = _hidden(model, first_id, contexts, candidates_NK[:, :1])  # which token it is changes nothing before it
+    ids = torch.from_numpy(candidates_NK).to(hidden.device)
+    parts = [log_probs_CV.gather(1, ids[rows]) for rows, log_probs_CV in _log_prob_chunks(model, hidden)]
+    return torch.cat(parts).cpu().numpy()
+
+
+def _hidden(model, first_id, contexts, targets):
+    """(hidden states (N, width), labels (N,)) of all targets."""
+    lengths = np.array([[len(c), len(t)] for c, t in zip(contexts, targets, strict=True)])
+    sides = tuple(np.concatenate([np.asarray(ids, np.int64) for ids in side]) for side in (contexts, targets))
+    packing = Packing(first_id, model.uses_kernels)
+    return model.hidden(family_of(model.config).collate(Sequences(sides, lengths), packing).to(model.device))
+
+
+def _log_prob_chunks(model, hidden):
+    """Yield (slice of the rows of `hidden`, their log-probabilities (C, V) float32)."""
+    chunk = max(NUMBERS_AT_ONCE // model.config.vocab_size, 1)
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        yield rows, model.logits(hidden[rows]).float().log_softmax(dim=1)
