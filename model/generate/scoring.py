@@ -3,6 +3,7 @@
 Letters: N target tokens, K ids looked at for each, V vocabulary size.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from model.data.sequences import Sequences
 from model.nn.base import Packing
 from model.nn.registry import family_of
+from model.runtime.device_memory import release_memory, within_memory
 
+TOKENS_AT_ONCE = dict(cuda=32_768, cpu=2048)  # of a forward pass, where nobody waits for other work
 NUMBERS_AT_ONCE = 2**24  # float32 log-probabilities that exist together, of all N * V
 
 
@@ -81,3 +84,36 @@ def _log_prob_chunks(model, hidden):
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
         yield rows, model.logits(hidden[rows]).float().log_softmax(dim=1)
+
+
+def score_all(model, first_id, requests, tokens):
+    """The TokenScores of each of `requests`, of which a forward pass takes about so many `tokens`.
+
+    A pass that runs out of memory is done again in halves; raises RuntimeError if one request by itself does not fit.
+    """
+    done, left = [], deque(packed(requests, tokens))
+    while left:
+        part = left.popleft()
+        fits, scores = within_memory(score_tokens, model, first_id, part)
+        if fits:
+            done += scores
+            continue
+        release_memory()
+        if len(part) == 1:
+            raise RuntimeError(f"out of memory for one text of {part[0].num_tokens} tokens: shorten it")
+        half = len(part) // 2
+        left.extendleft((part[half:], part[:half]))
+    return done
+
+
+def packed(requests, tokens):
+    """Yield lists of neighbouring `requests` that together have at most so many `tokens`, or are one request."""
+    part, size = [], 0
+    for request in requests:
+        if part and size + request.num_tokens > tokens:
+            yield part
+            part, size = [], 0
+        part.append(request)
+        size += request.num_tokens
+    if part:
+        yield part

@@ -76,13 +76,13 @@ class ChatModel:
         return Limits(slots, input_tokens, new_tokens, first_id, self.tokenizer.eos_id)
 
 
-def load_chat_model(path, device=None):
+def load_chat_model(path, device=None, mixed_precision="auto"):
     """ChatModel of a Hugging Face directory, of an adapter's, or of a run directory (its best/, else its last/).
 
     It is on the GPU if there is one. An adapter is merged into its base.
 
     Raises ValueError if there is none, and for damaged or misfit files. The weights are held once, in the dtype that
-    they are computed with.
+    they are computed with, as the option `mixed_precision` has it.
     """
     directory = weights_directory(path)
     if directory is None:
@@ -110,13 +110,14 @@ def load_chat_model(path, device=None):
         raise ValueError(f"{settings} says prefix={prefix!r:.80}: it must be a text of {MAX_PREFIX_CHARACTERS} at most")
     record = values.get(RECORD)
     single_turn = isinstance(record, dict) and record.get("single_turn") is True
-    model = _frozen(weights, directory, device)
+    dtype = compute_dtype(mixed_precision, has_native_bf16(device))
+    model = _frozen(weights, directory, device, dtype)
     return ChatModel(directory, model, tokenizer, sampling_from(values), new_tokens, prefix, single_turn)
 
 
-def _frozen(weights, directory, device):
+def _frozen(weights, directory, device, dtype):
     """The model with these LoadedWeights, for generation alone."""
-    family, dtype = family_of(weights.model_config), compute_dtype("auto", has_native_bf16(device))
+    family = family_of(weights.model_config)
     with torch.device("meta"):
         model = family.build(weights.model_config, 0.0, dtype).requires_grad_(False)
     check_fits(model, weights, directory)  # before memory is taken for a model that does not fit

@@ -1,0 +1,40 @@
+"""lm-evaluation-harness with models that were trained here, T5s among them, as its model chat_trainer.
+
+    python scripts/lm_eval_model.py --model_args pretrained=MODEL_DIR --tasks TASK[,TASK…] [options of lm_eval]
+
+MODEL_DIR is a Hugging Face directory or a run directory. All options are lm_eval's own (its --help lists them). Needs
+the extra packages: pip install -e '.[eval]'
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.runtime.environment import explain_missing_packages  # noqa: E402
+
+explain_missing_packages()
+
+
+def main(words: list[str]) -> int:
+    if find_spec("lm_eval") is None:
+        print("the package lm_eval is missing: type pip install -e '.[eval]'", file=sys.stderr)
+        return 2
+    from lm_eval.__main__ import cli_evaluate
+
+    from model.serve.lm_eval_model import ChatTrainerLM  # registers itself  # noqa: F401
+
+    sys.argv = ["lm_eval", "run", "--model", "chat_trainer", *words]
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        from model.runtime.terminal import printable_lines
+
+        print(printable_lines(str(error)), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
