@@ -2,9 +2,10 @@
 
     python -m bench.judged [--questions 500]
 
-Needs the extra packages [eval] and [serve]. A random decoder is asked through scripts/serve.py (its model
-local-completions) and through our model chat_trainer, a T5 that knows three answers through chat_trainer. One line for
-each task: questions, how many are answered otherwise, the largest difference of two log-likelihoods, seconds of both.
+Needs the extra packages [eval] and [serve]. A decoder that has learnt a text is asked through scripts/serve.py (by
+lm_eval's local-completions) and through our model chat_trainer, a T5 that knows three answers through the latter. One
+line for each task: questions, how many are answered otherwise, the largest difference of two log-likelihoods, seconds of
+both.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 import model.serve.lm_eval_model  # registers chat_trainer  # noqa: F401
-from tests.judged import TASKS, differences, responses, served, write_drawn_decoder, write_tasks
+from tests.judged import TASKS, differences, responses, served, write_reciting_decoder, write_tasks
 from tests.knowing import write_knowing_model
 
 
@@ -24,7 +25,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         tasks = Path(folder, "tasks")
         write_tasks(tasks, count)
-        decoder, t5 = write_drawn_decoder(Path(folder, "decoder")), Path(folder, "t5")
+        decoder, t5 = write_reciting_decoder(Path(folder, "decoder")), Path(folder, "t5")
         write_knowing_model(t5)
         theirs = dict(dtype="float32", device="cpu")
         with served(decoder) as address:

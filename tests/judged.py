@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from model.data.sequences import Sequences
 from model.data.tokenizer import PROBE
 from model.formats.weights import export_model
+from model.nn.base import Packing
+from model.nn.decoder.family import DECODER
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
@@ -100,15 +103,22 @@ def responses(model, folder, tasks, model_args):
     return samples, result["results"]
 
 
-def write_drawn_decoder(directory):
-    """A Hugging Face directory of a random Qwen, large enough in its weights that its answers differ."""
-    tokenizer = make_qwen_tokenizer(Path(directory, "tokenizer"))
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+def write_reciting_decoder(directory, steps=150):
+    """A Hugging Face directory of a tiny Qwen with a byte-level tokenizer that has learnt to go on with PROBE."""
+    tokenizer, draw = make_qwen_tokenizer(Path(directory, "tokenizer")), random.Random(0)
+    sizes = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
     model = DecoderModel(DecoderModelConfig(**sizes, vocab_size=tokenizer.vocab_size)).initialise(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(6 if weight.dim() > 1 else 1)
-    export_model(model, tokenizer, Path(directory, "best"), dict(max_new_tokens=8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        starts = draw.sample(range(len(PROBE) - 20), 24)
+        lines = [tokenizer.encode(text(draw, 0, 8) + PROBE[start : start + 20]) for start in starts]
+        sides = (np.concatenate(lines).astype(np.int64),)
+        batch = DECODER.collate(Sequences(sides, np.array([[len(line)] for line in lines])), Packing(0))
+        model.zero_grad()
+        (model(batch) / sum(map(len, lines))).backward()
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
+        optimizer.step()
+    export_model(model, tokenizer, Path(directory, "best"))
     return Path(directory, "best")
 
 
@@ -138,7 +148,8 @@ def differences(one, other):
     """(answers that differ, largest difference of two log-likelihoods) of two models' `responses` to one task."""
     flat = [[given for (given,) in question] for question in one], [[g for (g,) in question] for question in other]
     if isinstance(flat[0][0][0], str):
-        return sum(a != b for a, b in zip(*flat, strict=True)), 0.0
+        whole = [[each.rstrip("\ufffd") for (each,) in side] for side in flat]  # we give no part of a character
+        return sum(a != b for a, b in zip(*whole, strict=True)), 0.0
     if isinstance(flat[0][0][0], float):  # of whole texts
         return 0, float(abs(np.array(flat[0]) - np.array(flat[1])).max())
     values = [np.array([[each[0] for each in question] for question in side]) for side in flat]
