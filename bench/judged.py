@@ -4,8 +4,8 @@
 
 Needs the extra packages [eval] and [serve]. A decoder that has learnt a text is asked through scripts/serve.py (by
 lm_eval's local-completions) and through our model chat_trainer, a T5 that knows three answers through the latter. One
-line for each task: questions, how many are answered otherwise, the largest difference of two log-likelihoods, seconds of
-both.
+line for each task: questions, how many are answered otherwise, the largest difference of two log-likelihoods, seconds
+of both.
 """
 
 import argparse

@@ -51,11 +51,11 @@ class AnswerStream:
                         metrics.first_token_seconds.observe(time.monotonic() - started)
                     self.new_tokens += len(progress.ids)
                     metrics.new_tokens.inc(len(progress.ids))
-                    yield self._shown(self._text.add(progress.ids), progress.is_finished)
+                    yield self._shown(self._text.add(progress.ids, progress.is_finished), progress.is_finished)
                     if self.is_over:
                         return
         except TimeoutError:  # what is there is the answer
-            shown, self.reason = self._shown("", True), "length"
+            shown, self.reason = self._shown(self._text.add([], is_last=True), True), "length"
             yield shown
         finally:
             self.service.decoder.cancel(self.stream)

@@ -197,7 +197,7 @@ def stream_answer(chat, input_ids, sampling, max_new_tokens, thinking=None):
     text, parts = TextStream(chat.tokenizer), AnswerParts(chat.opens_thought(thinking), reads_calls=True)
     while not engine.idle:
         for progress in engine.step():
-            yield parts.add(text.add(progress.ids), progress.is_finished)
+            yield parts.add(text.add(progress.ids, progress.is_finished), progress.is_finished)
 
 
 def answer_all(chat, inputs, sampling, max_new_tokens, slots=64):
@@ -224,14 +224,16 @@ class TextStream:
     shown: int = 0  # ids whose text was given
     before: int = 0  # the id from which on they are decoded with the next ones
 
-    def add(self, ids):
-        """The text that can be shown after these ids, beyond what was given before."""
+    def add(self, ids, is_last=False):
+        """The text that can be shown after these ids, beyond what was given before; of the last ones all characters."""
         text = self.tokenizer.decode(self.ids[self.before :] + ids)
         is_whole = not text.endswith("\ufffd")  # else a part of a character may be its end
         if not is_whole and len(ids) > 1:
-            return "".join(self.add([one]) for one in ids)
+            return "".join(self.add([one]) for one in ids[:-1]) + self.add(ids[-1:], is_last)
         given = self.tokenizer.decode(self.ids[self.before : self.shown])
         self.ids += ids
+        if is_last and not is_whole:  # tokens may end amid characters, one after the other
+            return text[len(given) :].rstrip("\ufffd")
         if not is_whole or len(text) <= len(given):  # the latter with special tokens alone
             return ""
         self.before, self.shown = self.shown, len(self.ids)

@@ -89,7 +89,7 @@ async def _likeliest(service, request, ids, deadline):
     token_id, tokenizer = int(scores.top_ids[-1, 0]), service.chat.tokenizer
     scores.log_probs[-1] = scores.top_log_probs[-1, 0]
     stop, is_end = StopFilter(request.asked.stops), token_id == tokenizer.eos_id
-    text = "" if is_end else stop.add(TextStream(tokenizer).add([token_id]), True)
+    text = "" if is_end else stop.add(TextStream(tokenizer).add([token_id], is_last=True), True)
     return Continued(text, "stop" if is_end or stop.is_stopped else "length", int(not is_end), [token_id], scores)
 
 

@@ -139,4 +139,4 @@ class _Answer:
 
     def add(self, progress):
         if not self.stop.is_stopped:
-            self.text += self.stop.add(self._stream.add(progress.ids), progress.is_finished)
+            self.text += self.stop.add(self._stream.add(progress.ids, progress.is_finished), progress.is_finished)

@@ -237,7 +237,9 @@ def test_a_thought_is_dimmed_left_out_of_a_pipe_s_answer_and_saved_with_the_call
     call = '{"name": "weather", "arguments": {"city": "北京\\u001b"}}'
     answer = [*"<think>\n想", "想\n</think>", "\n\n好。", *[f"\n<tool_call>{call}</tool_call>"] * 2]
     monkeypatch.setattr("model.serve.answering.Engine", lambda model, limits: Scripted(answer))
-    monkeypatch.setattr("model.serve.answering.TextStream", lambda tokenizer: SimpleNamespace(add=lambda piece: piece))
+    monkeypatch.setattr(
+        "model.serve.answering.TextStream", lambda tokenizer: SimpleNamespace(add=lambda piece, is_last: piece)
+    )
     talk = Talk(chat, chat.sampling, 64)
     respond(talk, "hello", interactive=True)
     shown = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,6 +95,14 @@ def test_text_comes_in_whole_characters_however_the_ids_are_divided(chat):
         cuts = sorted(draw.integers(0, len(valid), 5))
         parts = [valid[start:end] for start, end in zip([0, *cuts], [*cuts, len(valid)], strict=True)]
         assert "".join(map(TextStream(chat.tokenizer).add, parts)) == chat.tokenizer.decode(valid)
+
+
+def test_an_answer_that_is_cut_amid_a_character_keeps_all_before_it():
+    def decode(ids):  # each token ends with a part of the next character
+        return "".join("今天气"[one] for one in ids) + "\ufffd" * bool(ids)
+
+    stream = TextStream(SimpleNamespace(decode=decode))
+    assert [stream.add([place], is_last=place == 2) for place in range(3)] == ["", "", "今天气"]
 
 
 @pytest.mark.parametrize("special", [True, False])
