@@ -61,11 +61,16 @@ def score_tokens(model, first_id, requests):
 
 
 @torch.inference_mode()
-def score_next(model, first_id, contexts, candidates_NK):
-    """Log-probabilities (N, K) float32 of the candidates' ids as the token after each context; one forward pass."""
-    candidates_NK = np.asarray(candidates_NK, np.int64)
-    hidden, _ = _hidden(model, first_id, contexts, candidates_NK[:, :1])  # which token it is changes nothing before it
-    ids = torch.from_numpy(candidates_NK).to(hidden.device)
+def score_next(model, first_id, contexts, prefixes, candidates_NK):
+    """Log-probabilities (N, K) float32 of the ids `candidates_NK` after each context; one forward pass.
+
+    Of each context, `prefixes` has the ids that every candidate begins with.
+    """
+    # which candidate stands at the end changes nothing before it
+    targets = [[*prefix, candidates[0]] for prefix, candidates in zip(prefixes, candidates_NK, strict=True)]
+    hidden, _ = _hidden(model, first_id, contexts, targets)
+    last = torch.from_numpy(np.cumsum([len(ids) for ids in targets]) - 1).to(hidden.device)
+    hidden, ids = hidden[last], torch.from_numpy(np.asarray(candidates_NK, np.int64)).to(hidden.device)
     parts = [log_probs_CV.gather(1, ids[rows]) for rows, log_probs_CV in _log_prob_chunks(model, hidden)]
     return torch.cat(parts).cpu().numpy()
 
