@@ -30,6 +30,8 @@ class TrainConfig:
     train_file: str = "data/pretrain_train.parquet"  # files, folders, datasets: FILE,FOLDER,NAME[SPLIT],FILE:0.5,FILE*2
     validation_file: str = "data/pretrain_valid.parquet"  # best/ is the best model on it; empty: no evaluation
     test_file: str = ""  # for the command test; empty: validation_file
+    choices_file: str = ""  # for the command test: a csv file or folder of C-Eval, CMMLU or MMLU, in place of test_file
+    num_shots: int = 0  # examples of its dev file before each question of choices_file; published results have 5
     prompt_column: str = ""  # empty: found by name
     response_column: str = ""  # empty: found by name
     learn_empty_thoughts: bool = False  # learn a thought without text, too, where a chat template writes one
@@ -113,7 +115,7 @@ MINIMUM = dict(
     warmup_steps=-1, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
     no_repeat_ngram_size=0, ddp_timeout_s=30, spike_guard=0, lora_rank=0, lora_alpha=0, max_steps=0, patience=0,
-    early_stop=0,
+    early_stop=0, num_shots=0,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("auto", "muon", "adamw_rms", "adamw", "adafactor"),

@@ -35,6 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 import fire
 from fire.decorators import SetParseFn
 
+from model.commands.choices import score_choices
 from model.commands.evaluation import (
     TrainingLoss,
     ends_early,
@@ -52,6 +53,7 @@ from model.commands.setup import prepare_run, prepare_test
 from model.commands.summary import last_words
 from model.data.token_store import describe_store
 from model.display.catalogue import texts_here
+from model.display.choice_table import choice_lines
 from model.display.console import Progress
 from model.display.drawing import finish_last, start_last
 from model.display.live import Pacing, live
@@ -233,7 +235,7 @@ def finish(run, journal, state, reason, saver, drawing):
 
 @SetParseFn(str)
 def test(*stray, **options):
-    """Print the loss of a run's best/ model on test_file, and what its answers are like."""
+    """Print the loss of a run's best/ model on test_file and what its answers are like, or its accuracy on choices."""
     request = broadcast_request(stray, options, KEEP_TRAINING["test"])
     watch_signals()
     backend = request.config.backend if "backend" in request.typed else "auto"  # training may have used another machine
@@ -241,6 +243,10 @@ def test(*stray, **options):
     agree_on(ranks, request)
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, request.config.output_dir)
+    if request.config.choices_file:
+        for line in choice_lines(*score_choices(ranks, request.config)):
+            say(ranks, line)
+        return
     run, plan = prepare_test(ranks, request.config)
     measured = measure(run.evaluation, plan)
     if measured:

@@ -21,7 +21,7 @@ ANOTHER_RUN = (
     "or start another run, without --is_keep_training=True: --output_dir=DIR keeps both, --overwrite=True moves this "
     "one aside"
 )
-EXCLUSIVE = (("max_steps", "epochs"), ("mix", "train_file"), ("mix", "objective"))
+EXCLUSIVE = (("max_steps", "epochs"), ("mix", "train_file"), ("mix", "objective"), ("choices_file", "test_file"))
 ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "lora_init", "base_precision")
 PRESET_FLAGS = (
     "--is_finetune=True", "--use_small_config=True (fine-tuning)", "--use_fast_config=True (fine-tuning)",

@@ -155,16 +155,11 @@ def prepare_test(ranks, config):
 
     The model is best/, and last/ of a run without evaluations. Raises ValueError if there is none.
     """
-    tested = from_main(ranks, check_tested, config)
     file = config.test_file or config.validation_file
     if not file:
         raise ValueError("test_file and validation_file are empty: type --test_file=FILE")
     files = files_of(config, "test_file" if config.test_file else "validation_file")
-    # the training's options for steps, memory and CUDA graphs do not apply to a test
-    steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
-    planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
-    options = without_adapter(config)  # an exported model is merged
-    config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **steps, **planned)
+    config = replace(options_of_test(ranks, config), validation_file=file)
     origin, machine = find_origin(ranks, config, ()), machine_of(ranks)
     recipe = resolve(config, (), machine, origin)
     examples = open_examples(ranks, recipe, origin.tokenizer, files, evaluated=True)
@@ -176,3 +171,20 @@ def prepare_test(ranks, config):
     estimate = recipe.estimate(examples.histogram)
     plan, _ = plan_run(context, evaluation, estimate, recipe.plan, None, other_process)
     return Run(recipe, origin.tokenizer, context, evaluation), plan
+
+
+def options_of_test(ranks, config):
+    """The options of a test of a run's model, in place of the training's for steps, memory and CUDA graphs."""
+    tested = from_main(ranks, check_tested, config)
+    steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
+    planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
+    return replace(without_adapter(config), finetune_from_ckp_file=tested, **steps, **planned)  # an export is merged
+
+
+def load_tested(ranks, config):
+    """(Recipe, tokenizer, network) of a test without a file of pairs."""
+    config = options_of_test(ranks, config)
+    origin = find_origin(ranks, config, ())
+    recipe = resolve(config, (), machine_of(ranks), origin)
+    set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
+    return recipe, origin.tokenizer, fill_model(ranks, draft_model(recipe), recipe, origin)

@@ -80,6 +80,12 @@ WORDS = {
         "next.test": "test it:       python train_low_mem.py test --output_dir={run_dir} --test_file=FILE",
         "next.curves": "see it:        python scripts/check_training_progress.py {run_dir}",
         "next.plot": "see it:        {run_dir}/plots/loss.png, or python scripts/check_training_progress.py {run_dir}",
+        # the command test
+        "choices.subject": "test {name}: {percent:.1f} % of {questions:,} questions",
+        "choices.all": "test {model}: accuracy {percent:.1f} % of {questions:,} questions (± {error:.1f}), "
+        "mean of {subjects} subjects {mean:.1f} %; 25 % by chance",
+        "choices.shortened": "{fewer:,} questions were asked with fewer examples, and {cut:,} without their beginning, "
+        "as they did not fit",
         # warnings
         "overfit": "the validation {metric} has not become better for {count} evaluations, the best was at step "
         "{step:,}: usually the model now learns its training pairs by heart. best/ keeps the best model; train "
@@ -225,6 +231,10 @@ WORDS = {
         "next.test": "测试：      python train_low_mem.py test --output_dir={run_dir} --test_file=文件",
         "next.curves": "看进度：    python scripts/check_training_progress.py {run_dir}",
         "next.plot": "看曲线：    {run_dir}/plots/loss.png，或 python scripts/check_training_progress.py {run_dir}",
+        "choices.subject": "测试 {name}：{percent:.1f} %，共 {questions:,} 题",
+        "choices.all": "测试 {model}：正确率 {percent:.1f} %（± {error:.1f}），共 {questions:,} 题；"
+        "{subjects} 个科目平均 {mean:.1f} %；随机为 25 %",
+        "choices.shortened": "放不下：{fewer:,} 题少给了例题，{cut:,} 题去掉了开头",
         "overfit": "验证{metric}已有 {count} 次评估没有变好，最好的在第 {step:,} 步："
         "模型多半在死记训练数据（过拟合）。best/ 保留最好的模型；可以增加数据、减少 --epochs 或用 --dropout=0.1，"
         "也可以加 --early_stop={count} 让训练到此结束",

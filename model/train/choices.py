@@ -13,20 +13,6 @@ from model.train.evaluate import Parts, evaluating, values_of_share
 
 
 @dataclass(frozen=True)
-class AskedChoices:
-    """Questions as token ids: what the network reads, then ids that all choices begin with, then one for each choice."""
-
-    contexts: list  # arrays of ids
-    prefixes: list  # lists of ids, most of them empty
-    candidates: np.ndarray  # int64 (questions, choices)
-
-    @property
-    def lengths(self):
-        """Tokens of what is read and of what is predicted, int64 (questions, 2)."""
-        return np.array([[len(c), len(p) + 1] for c, p in zip(self.contexts, self.prefixes, strict=True)])
-
-
-@dataclass(frozen=True)
 class PassSize:
     """Tokens of a forward pass."""
 
