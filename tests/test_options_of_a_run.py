@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -62,6 +63,18 @@ def test_weights_say_how_often_a_row_comes_and_a_resume_keeps_them(home):
     assert "train.jsonl*2, valid.jsonl*0.5" in done.text
 
 
+CHOICES = dict(law=5, logic=4)  # questions of each subject
+
+
+def write_choices(folder):
+    """Write C-Eval's files of the subjects of CHOICES to val/ and dev/ of `folder`."""
+    for part, name in product(("val", "dev"), CHOICES):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        rows = [f"{place},问{place}天气,甲,乙,丙,丁,{'ABCD'[place % 4]}" for place in range(CHOICES[name])]
+        text = "\n".join(["id,question,A,B,C,D,answer", *rows])
+        (folder / part / f"{name}_{part}.csv").write_text(text + "\n", encoding="utf-8")
+
+
 def test_a_run_without_validation_has_no_best_and_is_tested_on_last(home):
     options = dict(validation_file="", epochs=1, **LONG)
     done = train(home, output_dir="unseen", **options)
@@ -71,6 +84,15 @@ def test_a_run_without_validation_has_no_best_and_is_tested_on_last(home):
     assert "unseen is finished" in train(home, output_dir="unseen", is_keep_training=True, **options).text
     tested = train(home, command="test", output_dir="unseen", validation_file=None, test_file="valid.jsonl")
     assert "test unseen/last: loss" in tested.text, tested.text
+    write_choices(home / "choices")
+    asked = dict(command="test", output_dir="unseen", validation_file=None, num_shots=1)
+    tested = train(home, world=2, choices_file="choices/val", **asked)
+    assert "test law: " in tested.text and "test logic: " in tested.text, tested.text
+    right = sum(float(share) * count / 100 for share, count in (
+        (re.search(rf"test {name}: ([\d.]+) % of", tested.text)[1], count) for name, count in CHOICES.items()
+    ))  # fmt: skip
+    assert f"accuracy {100 * right / sum(CHOICES.values()):.1f} % of 9 questions" in tested.text
+    assert refused(train(home, choices_file="choices/val", test_file="valid.jsonl", **asked), "give only one of them")
     assert refused(train(home, output_dir="unseen2", validation_file="", early_stop=2, eval_steps=3),
                    "early_stop=2: validation_file is empty", "eval_steps=3")  # fmt: skip
 

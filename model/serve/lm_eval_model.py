@@ -5,6 +5,7 @@ Its model `local-completions` cannot evaluate a T5, whose prompt and answer lie 
 
 from dataclasses import fields
 
+import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
@@ -36,6 +37,7 @@ class ChatTrainerLM(TemplateLM):
         precisions = dict(auto="auto", bfloat16="bf16", float32="no")
         if dtype not in precisions:
             raise ValueError(f"dtype={dtype!r:.80}: must be one of {', '.join(precisions)}")
+        device = device if torch.cuda.is_available() else "cpu"  # lm_eval gives cuda wherever it runs
         self.chat = load_chat_model(pretrained, device, precisions[dtype])
         self._reads_on = family_of(self.chat.model.config).reads_one_stream
         self.backend = "causal" if self._reads_on else "seq2seq"

@@ -1,0 +1,74 @@
+"""lm-evaluation-harness itself: its answers through our server and our model class are its own backend's.
+
+Skipped only where it is not installed: pip install -e '.[eval]'.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+lm_eval = pytest.importorskip("lm_eval")
+
+from model.serve.lm_eval_model import ChatTrainerLM  # noqa: E402
+from tests.judged import TASKS, differences, responses, served, write_reciting_decoder, write_tasks  # noqa: E402
+from tests.knowing import write_knowing_model  # noqa: E402
+
+COUNT, MOST = 40, 1e-3  # questions; difference of two log-likelihoods
+ROOT = Path(__file__).resolve().parents[2]
+THEIRS = dict(dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    write_tasks(folder, COUNT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return write_reciting_decoder(tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t5")
+    write_knowing_model(folder)
+    return folder
+
+
+def equal(ours, theirs):
+    for task, answers in ours.items():
+        differ, most = differences(answers, theirs[task])
+        assert len(answers) == COUNT and not differ and most < MOST, (task, differ, most)
+    return True
+
+
+def test_a_decoder_is_judged_through_the_server_and_the_class_as_by_the_harness_s_own_backend(tasks, decoder):
+    theirs, _ = responses("hf", tasks, TASKS, THEIRS | dict(pretrained=str(decoder)))
+    with served(decoder) as address:
+        options = dict(base_url=address, model=str(decoder), tokenizer_backend="huggingface", max_length=1024)
+        for batch in (1, 16):
+            assert equal(responses("local-completions", tasks, TASKS, options | dict(batch_size=batch))[0], theirs)
+    assert equal(responses("chat_trainer", tasks, TASKS, dict(pretrained=str(decoder)))[0], theirs)
+
+
+def test_a_t5_is_judged_by_the_class_as_by_the_harness_s_own_backend(tasks, t5):
+    theirs, _ = responses("hf", tasks, TASKS[:3], THEIRS | dict(pretrained=str(t5), backend="seq2seq"))
+    assert equal(responses("chat_trainer", tasks, TASKS[:3], dict(pretrained=str(t5)))[0], theirs)
+
+
+def test_what_a_t5_cannot_say_and_settings_that_nobody_reads_are_refused(tasks, t5):
+    words = ["--model_args", f"pretrained={t5}", "--tasks", "made_up_rolling", "--include_path", tasks, "--limit", 1]
+    ended = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "lm_eval_model.py", *map(str, words)], capture_output=True, text=True
+    )
+    assert ended.returncode == 2 and ended.stderr.strip().endswith("choose a task with choices or generated answers"), (
+        ended.stderr[-2000:]
+    )
+    with pytest.raises(ValueError, match="dtype='int8': must be one of"):
+        ChatTrainerLM(t5, dtype="int8")
+    with pytest.raises(ValueError, match="num_beams in generation_kwargs is not supported"):
+        ChatTrainerLM(t5)._generate(["你好"], dict(num_beams=4))
