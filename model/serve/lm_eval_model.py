@@ -115,7 +115,7 @@ class ChatTrainerLM(TemplateLM):
         new_tokens = given.pop("max_gen_toks")
         if unknown := given.keys() - SETTINGS:
             raise ValueError(
-                f"{min(unknown)} of the task's generation_kwargs is not supported: only {sorted(SETTINGS)}"
+                f"{min(unknown)} of the task's generation_kwargs is not supported: only {', '.join(sorted(SETTINGS))}"
             )
         room = self.max_length - (new_tokens if self._reads_on else 0)
         inputs = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
