@@ -148,9 +148,9 @@ def differences(one, other):
     """(answers that differ, largest difference of two log-likelihoods) of two models' `responses` to one task."""
     flat = [[given for (given,) in question] for question in one], [[g for (g,) in question] for question in other]
     if isinstance(flat[0][0][0], str):
-        whole = [[each.rstrip("\ufffd") for (each,) in side] for side in flat]  # we give no part of a character
-        # where bytes are no text, one that is streamed shows other signs than one that is decoded at once
-        return sum(a != b and "\ufffd" not in b for a, b in zip(*whole, strict=True)), 0.0
+        # ours have no part of a character at their end, and bytes that are no text show other signs amid them
+        pairs = [(ours, theirs.rstrip("\ufffd")) for (ours,), (theirs,) in zip(*flat, strict=True)]
+        return sum(ours != theirs and bool(theirs) and "\ufffd" not in theirs for ours, theirs in pairs), 0.0
     if isinstance(flat[0][0][0], float):  # of whole texts
         return 0, float(abs(np.array(flat[0]) - np.array(flat[1])).max())
     values = [np.array([[each[0] for each in question] for question in side]) for side in flat]
