@@ -40,6 +40,7 @@ ALLOWED_IMPORTERS = {
     "rensa": "model.data.near_duplicates",
     "starlette": "model.serve.server",
     "prometheus_client": "model.serve.server_metrics",
+    "lm_eval": "model.serve.lm_eval_model scripts.lm_eval_model",
     "uvicorn": "scripts.serve model.serve.connection",
     "fire": "train_low_mem scripts bench",
     "pickle": "",
