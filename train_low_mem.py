@@ -35,7 +35,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 import fire
 from fire.decorators import SetParseFn
 
-from model.commands.choices import score_choices
 from model.commands.evaluation import (
     TrainingLoss,
     ends_early,
@@ -49,6 +48,7 @@ from model.commands.evaluation import (
 from model.commands.exporting import complete, export_last, is_early
 from model.commands.origin import agree_on, broadcast_request
 from model.commands.run_events import begin, log_steps, say, write_events
+from model.commands.scored_choices import score_choices
 from model.commands.setup import prepare_run, prepare_test
 from model.commands.summary import last_words
 from model.data.token_store import describe_store

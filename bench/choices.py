@@ -22,7 +22,7 @@ import torch
 from bench.corpus import ALPHABET, write_tokenizer
 from config import MODELS
 from model.commands.machine import compute_dtype, has_native_bf16
-from model.data.choice_encoding import MAX_PROMPT_TOKENS, Reader, encode_choices
+from model.data.choice_encoding import MAX_PROMPT_TOKENS, QuestionReader, encode_choices
 from model.data.choice_files import LETTERS, read_subjects
 from model.data.tokenizer import load_tokenizer
 from model.generate.scoring import TOKENS_AT_ONCE
@@ -86,7 +86,7 @@ def measure(folder, num_shots, model, tokenizer, passes):
     family, laps = family_of(model.config), [time.monotonic()]
     subjects = read_subjects(folder, num_shots)
     laps.append(time.monotonic())
-    asked = encode_choices(subjects, num_shots, Reader(tokenizer, family.reads_one_stream, MAX_PROMPT_TOKENS))
+    asked = encode_choices(subjects, num_shots, QuestionReader(tokenizer, family.reads_one_stream, MAX_PROMPT_TOKENS))
     laps.append(time.monotonic())
     tokens, per_pass = int(asked.lengths.sum()), TOKENS_AT_ONCE[model.device.type]
     if passes:

@@ -2,10 +2,11 @@
 
     python scripts/lm_eval_model.py --model_args pretrained=MODEL_DIR --tasks TASK[,TASK…] [options of lm_eval]
 
-MODEL_DIR is a Hugging Face directory or a run directory. All options are lm_eval's own (its --help lists them). Needs
-the extra packages: pip install -e '.[eval]'
+MODEL_DIR is a Hugging Face directory or a run directory. All options are lm_eval's own: lm_eval run --help lists them.
+Needs the extra packages: pip install -e '.[eval]'
 """
 
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +17,15 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 
 explain_missing_packages()
 
+from model.commands.help_zh import SCRIPTS_ZH  # noqa: E402
+from model.display.catalogue import language_of  # noqa: E402
+from model.runtime.terminal import printable_lines  # noqa: E402
+
 
 def main(words: list[str]) -> int:
+    if {"-h", "--help"} & set(words):
+        print(SCRIPTS_ZH["lm_eval_model"][""] if language_of(os.environ) == "zh" else __doc__)
+        return 0
     if find_spec("lm_eval") is None:
         print("the package lm_eval is missing: type pip install -e '.[eval]'", file=sys.stderr)
         return 2
@@ -29,8 +37,6 @@ def main(words: list[str]) -> int:
     try:
         cli_evaluate()
     except ValueError as error:
-        from model.runtime.terminal import printable_lines
-
         print(printable_lines(str(error)), file=sys.stderr)
         return 2
     return 0

@@ -220,6 +220,14 @@ eos、pad、unk 词元名称会补上，其余不变。""",
 它自己的选项在这里也能用，见 docs/options.md。停下之后再输入同一条命令就接着训练。模型名如果不是目录，就在
 Hugging Face 和 ModelScope 已下载的模型里找；不会下载任何东西。""",
     },
+    "lm_eval_model": {
+        "": """用 lm-evaluation-harness 评测这里训练的模型（T5 也可以），它在其中的名字是 chat_trainer。
+
+    python scripts/lm_eval_model.py --model_args pretrained=MODEL_DIR --tasks TASK[,TASK…] [lm_eval 的选项]
+
+MODEL_DIR 是 Hugging Face 目录或训练目录。所有选项都是 lm_eval 自己的，见 lm_eval run --help。
+先 pip install -e '.[eval]'。""",
+    },
     "demo_data": {
         "": "写出演示用的 train.parquet、valid.parquet 和 test.parquet。",
         "output_dir": "写到哪个目录",

@@ -28,7 +28,7 @@ class AskedChoices:
 
 
 @dataclass(frozen=True)
-class Reader:
+class QuestionReader:
     """How a network reads a question."""
 
     tokenizer: ChatTokenizer
@@ -42,7 +42,7 @@ class Reader:
         return [[*ids, *end] for ids in self.tokenizer.encode_batch([self.prefix + text for text in texts])]
 
 
-def encode_choices(subjects: list[Subject], num_shots: int, reader: Reader) -> AskedChoices:
+def encode_choices(subjects: list[Subject], num_shots: int, reader: QuestionReader) -> AskedChoices:
     """The AskedChoices of all questions, in their order.
 
     A question that has more tokens than `reader.max_tokens` is asked with fewer examples, and at last loses its
@@ -73,7 +73,7 @@ def _contexts(subject, num_shots, reader, counts):
     return [np.array(found[place][-reader.max_tokens :], np.int64) for place in sorted(found)]
 
 
-def letter_ids(style: Style, reader: Reader) -> tuple[list[int], list[int]]:
+def letter_ids(style: Style, reader: QuestionReader) -> tuple[list[int], list[int]]:
     """(ids that the letters of all answers begin with, the id of each that tells it from the others).
 
     Of a decoder they are the ids behind the last line of a prompt, which go on with it.

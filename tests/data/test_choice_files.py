@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.data.choice_encoding import Reader, encode_choices, letter_ids
+from model.data.choice_encoding import QuestionReader, encode_choices, letter_ids
 from model.data.choice_files import CEVAL, CMMLU, MMLU, read_subjects
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
 
@@ -85,20 +85,20 @@ def test_too_few_examples_and_bytes_that_are_no_text_are_refused(tmp_path):
 def test_a_question_that_does_not_fit_is_asked_with_fewer_examples_and_at_last_cut(tmp_path):
     tokenizer = make_qwen_tokenizer(tmp_path / "tokenizer")
     subjects = read_subjects(write(tmp_path, CEVAL_FILES) / "val", num_shots=2)
-    whole = encode_choices(subjects, 2, Reader(tokenizer, True, 2048))
+    whole = encode_choices(subjects, 2, QuestionReader(tokenizer, True, 2048))
     assert not +whole.counts
     length = {shots: len(tokenizer.encode(subjects[0].prompt(subjects[0].questions[0], shots))) for shots in range(3)}
     for most, shots in ((length[2], 2), (length[2] - 1, 1), (length[0], 0)):
-        context = encode_choices(subjects, 2, Reader(tokenizer, True, most)).contexts[0]
+        context = encode_choices(subjects, 2, QuestionReader(tokenizer, True, most)).contexts[0]
         assert context.tolist() == tokenizer.encode(subjects[0].prompt(subjects[0].questions[0], shots))
-    cut = encode_choices(subjects, 2, Reader(tokenizer, True, 20))
+    cut = encode_choices(subjects, 2, QuestionReader(tokenizer, True, 20))
     assert cut.counts == dict(fewer=2, cut=2) and {len(context) for context in cut.contexts} == {20}
 
 
 @pytest.mark.parametrize("style", [CEVAL, CMMLU, MMLU])
 def test_a_letter_s_ids_are_those_behind_the_whole_prompt(tmp_path, style):
     tokenizer = make_qwen_tokenizer(tmp_path / "tokenizer")
-    prefix, ids = letter_ids(style, Reader(tokenizer, True, 99))
+    prefix, ids = letter_ids(style, QuestionReader(tokenizer, True, 99))
     text = f"今天？\nA. 1\nB. 2\nC. 3\nD. 4\n{style.after}"
     for letter, token_id in zip("ABCD", ids, strict=True):
         assert tokenizer.encode(text) + prefix + [token_id] == tokenizer.encode(text + style.space + letter)

@@ -64,7 +64,7 @@ def test_the_help_of_each_script_is_chinese_down_to_each_option(script):
     helps = text.partition("\n选项：\n")[2]
     names = set(re.findall(r"^  (?:-h, )?--(\w+)", helps, re.MULTILINE)) - {"help"}
     missing = names - SCRIPTS_ZH[script.stem].keys()
-    assert not missing and (names or script.stem in ("train_lora", "merge_lora", "convert_tokenizer"))
+    assert not missing and (names or script.stem in ("train_lora", "merge_lora", "convert_tokenizer", "lm_eval_model"))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

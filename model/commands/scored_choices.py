@@ -1,7 +1,7 @@
 """Tests a run's model on the questions with choices of C-Eval, CMMLU or MMLU."""
 
 from model.commands.setup import load_tested
-from model.data.choice_encoding import MAX_PROMPT_TOKENS, Reader, encode_choices
+from model.data.choice_encoding import MAX_PROMPT_TOKENS, QuestionReader, encode_choices
 from model.data.choice_files import read_subjects
 from model.display.choice_table import SubjectScore
 from model.generate.scoring import TOKENS_AT_ONCE
@@ -19,7 +19,7 @@ def score_choices(ranks, config):
     subjects = read_subjects(config.choices_file, config.num_shots)
     recipe, tokenizer, model = load_tested(ranks, config)
     most = min((model.config.max_tokens or MAX_PROMPT_TOKENS) - ANSWER_TOKENS, MAX_PROMPT_TOKENS)
-    reader = Reader(tokenizer, recipe.family.reads_one_stream, most, recipe.config.prompt_prefix)
+    reader = QuestionReader(tokenizer, recipe.family.reads_one_stream, most, recipe.config.prompt_prefix)
     asked = encode_choices(subjects, config.num_shots, reader)
     first_id = recipe.family.first_id(model.config, tokenizer)
     chosen = likeliest_choices(ranks, model, first_id, asked, TOKENS_AT_ONCE[ranks.device.type])
