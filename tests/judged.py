@@ -158,3 +158,34 @@ def differences(one, other):
     chosen = [value.argmax(1) for value in values]
     differ = (chosen[0] != chosen[1]) | np.array([a != b for a, b in zip(*greedy, strict=True)])
     return int(differ.sum()), float(abs(values[0] - values[1]).max())
+
+
+PUBLISHED = """
+task: published
+dataset_path: csv
+dataset_kwargs: {{data_files: {{test: {folder}/test/law.csv, dev: {folder}/dev/law.csv}}}}
+test_split: test
+fewshot_split: dev
+num_fewshot: 2
+fewshot_config: {{sampler: first_n}}
+output_type: multiple_choice
+description: "以下是关于法学的单项选择题，请直接给出正确答案的选项。\\n\\n"
+doc_to_text: "题目：{{{{Question}}}}\\nA. {{{{A}}}}\\nB. {{{{B}}}}\\nC. {{{{C}}}}\\nD. {{{{D}}}}\\n答案是："
+doc_to_choice: ["A", "B", "C", "D"]
+doc_to_target: "{{{{'ABCD'.index(Answer)}}}}"
+target_delimiter: ""
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def write_published(folder, count):
+    """Write test/ and dev/ of a made-up subject `law` as CMMLU publishes one, and the task `published` that asks it."""
+    draw = random.Random(1)
+    for part, number in (("test", count), ("dev", 2)):
+        (folder / part).mkdir(parents=True)
+        rows = [",".join(["", "Question", *LETTERS, "Answer"])]
+        for place in range(number):
+            choices = [text(draw, 1, 6) for _ in LETTERS]
+            rows.append(",".join([str(place), text(draw, 5, 30), *choices, draw.choice(LETTERS)]))
+        (folder / part / "law.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    Path(folder, "published.yaml").write_text(PUBLISHED.format(folder=folder), encoding="utf-8")

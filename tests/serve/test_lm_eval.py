@@ -11,8 +11,22 @@ import pytest
 
 lm_eval = pytest.importorskip("lm_eval")
 
+from model.data.choice_encoding import QuestionReader, encode_choices  # noqa: E402
+from model.data.choice_files import read_subjects  # noqa: E402
+from model.generate.scoring import score_next  # noqa: E402
+from model.runtime.distributed import Ranks  # noqa: E402
+from model.serve.answering import load_chat_model  # noqa: E402
 from model.serve.lm_eval_model import ChatTrainerLM  # noqa: E402
-from tests.judged import TASKS, differences, responses, served, write_reciting_decoder, write_tasks  # noqa: E402
+from model.train.choices import likeliest_choices  # noqa: E402
+from tests.judged import (  # noqa: E402
+    TASKS,
+    differences,
+    responses,
+    served,
+    write_published,
+    write_reciting_decoder,
+    write_tasks,
+)
 from tests.knowing import write_knowing_model  # noqa: E402
 
 COUNT, MOST = 20, 1e-3  # questions; difference of two log-likelihoods
@@ -72,3 +86,18 @@ def test_what_a_t5_cannot_say_and_settings_that_nobody_reads_are_refused(tasks, 
         ChatTrainerLM(t5, dtype="int8")
     with pytest.raises(ValueError, match="num_beams of the task.s gen"):
         ChatTrainerLM(t5)._generate(["你好"], dict(num_beams=4))
+
+
+def test_choices_as_published_are_answered_as_the_harness_answers_them(tmp_path, decoder, t5):
+    write_published(tmp_path, COUNT)
+    (subject,) = read_subjects(tmp_path / "test", num_shots=2)
+    for directory, backend in ((decoder, "causal"), (t5, "seq2seq")):
+        theirs, _ = responses("hf", tmp_path, ["published"], THEIRS | dict(pretrained=str(directory), backend=backend))
+        expected = [[given[0] for (given,) in question] for question in theirs["published"]]
+        chat = load_chat_model(directory, "cpu")
+        asked = encode_choices([subject], 2, QuestionReader(chat.tokenizer, backend == "causal", 2048))
+        alone, first_id = Ranks(0, 1, 0, chat.model.device, "none", None), chat.limits(1, 1, 1).first_id
+        chosen = likeliest_choices(alone, chat.model, first_id, asked, 2048)
+        assert chosen.tolist() == [values.index(max(values)) for values in expected]
+        values = score_next(chat.model, first_id, asked.contexts, asked.prefixes, asked.candidates)
+        assert abs(values - expected).max() < MOST and not any(asked.prefixes)
