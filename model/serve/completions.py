@@ -86,6 +86,7 @@ async def _likeliest(service, request, ids, deadline):
     scores = await _scores(service, request, ids, new, deadline)
     if not new:
         return Continued("", "length", 0, [], scores)
+    service.metrics.new_tokens.inc()
     token_id, tokenizer = int(scores.top_ids[-1, 0]), service.chat.tokenizer
     scores.log_probs[-1] = scores.top_log_probs[-1, 0]
     stop, is_end = StopFilter(request.asked.stops), token_id == tokenizer.eos_id

@@ -168,8 +168,7 @@ async def answer_chat(service, request):
     reply = Reply.to(service.name, is_chat=True)
     if asked.streams:
         return StreamingResponse(events(answer, reply, asked.wants_usage), media_type="text/event-stream")
-    with refusing():
-        parts = join_parts(await until_disconnected(request, collect(answer)))
+    parts = join_parts(await until_disconnected(request, collect(answer)))
     return JSONResponse(reply.whole([message_choice(parts, answer.reason)], answer.usage))
 
 
@@ -185,9 +184,9 @@ async def complete(service, request):
         if asked.asked.streams:
             answer = begin(service, asked.asked, as_text, prompts[0], deadline)
             return StreamingResponse(events(answer, reply, asked.asked.wants_usage), media_type="text/event-stream")
-        service.metrics.prompt_tokens.inc(sum(map(len, prompts)))
-        whole = reply.whole(*await until_disconnected(request, continue_all(service, asked, prompts, deadline)))
-        return await asyncio.to_thread(JSONResponse, whole)  # log-probabilities of many tokens take a while to write
+    service.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+    whole = reply.whole(*await until_disconnected(request, continue_all(service, asked, prompts, deadline)))
+    return await asyncio.to_thread(JSONResponse, whole)  # log-probabilities of many tokens take a while to write
 
 
 @contextlib.contextmanager
@@ -197,10 +196,15 @@ def refusing():
         yield
     except ValueError as error:
         raise Refused(400, str(error)) from None
-    except TooBusy as error:
-        raise Refused(429, str(error), "rate_limit_error", {"retry-after": "1"}) from None
     except RuntimeError as error:
-        raise Refused(503, str(error), "server_error") from None
+        raise not_now(error) from None
+
+
+def not_now(error):
+    """Refused, for a RuntimeError of the decoder."""
+    if isinstance(error, TooBusy):
+        return Refused(429, str(error), "rate_limit_error", {"retry-after": "1"})
+    return Refused(503, str(error), "server_error")
 
 
 def begin(service, asked, read, ids, deadline):
@@ -247,6 +251,8 @@ async def until_disconnected(request, work):
         return await task
     except asyncio.CancelledError:
         raise Refused(499, "the client has left") from None
+    except RuntimeError as error:
+        raise not_now(error) from None
 
 
 async def events(answer, reply, wants_usage):
