@@ -1,13 +1,14 @@
 """What people read, in each language: one catalogue, chosen by CHAT_LANG or the locale.
 
 The screen's texts stand here, those of scripts in tool_words.py, of doctor and plan
-in check_words.py, the others in words.py.
+in check_words.py, of the server's page in page_words.py, the others in words.py.
 """
 
 import os
 from collections.abc import Mapping
 
 from model.display.check_words import CHECKS
+from model.display.page_words import PAGE
 from model.display.tool_words import TOOLS
 from model.display.words import WORDS
 
@@ -226,7 +227,7 @@ SCREEN = {
         "earlier": "（更早的行在日志文件里）",
     },
 }
-CATALOGUE = {name: SCREEN[name] | WORDS[name] | TOOLS[name] | CHECKS[name] for name in SCREEN}
+CATALOGUE = {name: SCREEN[name] | WORDS[name] | TOOLS[name] | CHECKS[name] | PAGE[name] for name in SCREEN}
 
 
 class Texts:

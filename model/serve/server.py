@@ -1,7 +1,7 @@
-"""The HTTP server of a trained model: OpenAI's interface, a page to talk to it, the curves of its run.
+"""The HTTP server of trained models: OpenAI's interface, a page to talk to them, what their runs say.
 
-The requests of all connections are decoded together by one DecodingThread; this module runs on the event loop and
-waits for it.
+The requests of all connections to a model are decoded together by its DecodingThread; this module runs on the event
+loop and waits for it.
 """
 
 import asyncio
@@ -9,9 +9,8 @@ import contextlib
 import hmac
 import json
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import count
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -23,20 +22,16 @@ from starlette.routing import Route
 from model.commands.request_body import Refused, read_json
 from model.data.answer_parts import join_parts
 from model.display.catalogue import CATALOGUE
-from model.display.curves import curves_of
 from model.generate.engine import Request
 from model.serve.answer_stream import AnswerStream, as_text, collect, reader
-from model.serve.answering import ChatModel, prompt_ids, question_start
-from model.serve.decoding_thread import DecodingThread, TooBusy
+from model.serve.answering import prompt_ids, question_start
+from model.serve.decoding_thread import TooBusy
+from model.serve.document import document, headers
 from model.serve.openai_api import Reply, error_body, parse_chat, parse_completion
+from model.serve.run_panel import RunPanel
+from model.serve.served_model import ServedModel
 from model.serve.server_metrics import ServerMetrics
 
-PAGE = Path(__file__).with_name("page.html")
-PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-}
 DISCONNECT_SECONDS = 0.5  # between two looks whether a client that waits for a whole answer is still there
 
 
@@ -44,31 +39,42 @@ DISCONNECT_SECONDS = 0.5  # between two looks whether a client that waits for a 
 class Service:
     """What the server answers with, and its limits."""
 
-    chat: ChatModel
-    decoder: DecodingThread
-    name: str  # of the model
+    models: tuple[ServedModel, ...]
     input_tokens: int  # of a prompt, at most
     new_tokens: int  # of an answer, at most
     api_key: str = ""  # "": none is asked for
-    single_turn: bool = False  # each question is answered by itself
-    run_dir: Path | None = None  # whose curves the page shows
+    runs: RunPanel | None = None  # that the page shows
     hosts: tuple[str, ...] = ("*",)  # names under which the server may be called
     body_bytes: int = 4 * 2**20
     request_seconds: float = 300.0
-    language: str = "en"
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
+
+    @property
+    def entries(self):
+        """The models as /v1/models has them."""
+        return [served.entry(self.input_tokens, self.new_tokens) for served in self.models]
+
+    def model(self, name):
+        """The model that a request names: the only one whatever it is called, else the first where none is named."""
+        named = [served for served in self.models if served.name == name]
+        if not named and name and len(self.models) > 1:
+            names = ", ".join(served.name for served in self.models)
+            raise Refused(404, f"model={name!r:.80}: the models here are {names}", "not_found_error")
+        return (named or self.models)[0]
 
 
 def make_app(service):
     """The ASGI application."""
+    html = document(service.entries, bool(service.api_key), service.runs is not None)
+    page_headers = headers(html)
     routes = [
-        Route("/", partial(page, service)),
+        Route("/", lambda request: HTMLResponse(html, headers=page_headers)),
         Route("/health", partial(health, service)),
         Route("/v1/models", guarded(service, models)),
         Route("/v1/chat/completions", guarded(service, partial(complete, parse_chat)), methods=["POST"]),
         Route("/v1/completions", guarded(service, partial(complete, parse_completion)), methods=["POST"]),
         Route("/metrics", guarded(service, metrics)),
-        Route("/run.json", guarded(service, run_curves)),
+        Route("/run.json", guarded(service, look_at_run)),
     ]
     only_hosts = [Middleware(TrustedHostMiddleware, allowed_hosts=list(service.hosts))]
     return Starlette(routes=routes, middleware=only_hosts, lifespan=partial(running, service))
@@ -76,12 +82,14 @@ def make_app(service):
 
 @contextlib.asynccontextmanager
 async def running(service, app):
-    """Runs the decoder as long as the server runs."""
-    service.decoder.start()
+    """Runs the decoders as long as the server runs."""
+    for served in service.models:
+        served.decoder.start()
     try:
         yield
     finally:  # also where a second Ctrl+C cancels this
-        service.decoder.stop()
+        for served in service.models:
+            served.decoder.stop()
 
 
 def guarded(service, endpoint):
@@ -112,47 +120,30 @@ def check_key(service, request):
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "authentication_error")
 
 
-async def page(service, request):
-    return HTMLResponse(page_text(service), headers=PAGE_HEADERS)
-
-
-def page_text(service):
-    texts = CATALOGUE[service.language].items()
-    words = {key.removeprefix("page."): text for key, text in texts if key.startswith("page.")}
-    values = dict(
-        words=words, model=service.name, language=service.language, hasRun=service.run_dir is not None,
-        needsKey=bool(service.api_key), maxNewTokens=service.new_tokens, singleTurn=service.single_turn,
-    )  # fmt: skip
-    return PAGE.read_text(encoding="utf-8").replace("{{SETTINGS}}", json.dumps(values).replace("<", "\\u003c"))
-
-
 async def health(service, request):
-    is_alive = service.decoder.is_alive()
-    return JSONResponse(dict(status="ok" if is_alive else "the decoder has ended"), 200 if is_alive else 500)
+    is_alive = all(served.decoder.is_alive() for served in service.models)
+    return JSONResponse(dict(status="ok" if is_alive else "a decoder has ended"), 200 if is_alive else 500)
 
 
 async def models(service, request):
-    return JSONResponse(dict(object="list", data=[dict(id=service.name, object="model", created=0, owned_by="you")]))
+    return JSONResponse(dict(object="list", data=service.entries))
 
 
 async def metrics(service, request):
-    return Response(service.metrics.text(service.decoder.num_open), media_type="text/plain; version=0.0.4")
+    num_open = sum(served.decoder.num_open for served in service.models)
+    return Response(service.metrics.text(num_open), media_type="text/plain; version=0.0.4")
 
 
-async def run_curves(service, request):
-    if service.run_dir is None:
+async def look_at_run(service, request):
+    if service.runs is None:
         raise Refused(404, "no run is shown: start the server with --run RUN_DIR")
-    journal = service.run_dir / "metrics.jsonl"
+    name, language = (request.query_params.get(field, "") for field in ("run", "language"))
+    if language not in CATALOGUE:
+        language = "en"
     try:
-        stat = journal.stat()
-        return JSONResponse(await asyncio.to_thread(_curves, journal, stat.st_size, stat.st_mtime_ns))
+        return JSONResponse(await asyncio.to_thread(service.runs.look, name, language))
     except (OSError, ValueError) as error:
         raise Refused(404, f"the run cannot be read: {error}") from None
-
-
-@lru_cache(maxsize=1)
-def _curves(journal, size, changed):  # the last two say whether the file is still the same
-    return curves_of(journal)
 
 
 async def complete(parse, service, request):
@@ -160,20 +151,21 @@ async def complete(parse, service, request):
     body = await read_json(request, service.body_bytes)
     deadline = asyncio.get_running_loop().time() + service.request_seconds
     try:
-        asked = parse(body, service.chat, service.new_tokens)
-        ids = await until_disconnected(request, ids_of(service, asked, deadline))
+        served = service.model(body.get("model"))
+        asked = parse(body, served.chat, service.new_tokens)
+        ids = await until_disconnected(request, ids_of(service, served, asked, deadline))
     except ValueError as error:
         raise Refused(400, str(error)) from None
     try:
-        stream = service.decoder.submit(Request(ids, asked.max_new_tokens, asked.sampling, streams=True))
+        stream = served.decoder.submit(Request(ids, asked.max_new_tokens, asked.sampling, streams=True))
     except TooBusy as error:
         raise Refused(429, str(error), "rate_limit_error", {"retry-after": "1"}) from None
     except RuntimeError as error:
         raise Refused(503, str(error), "server_error") from None
     service.metrics.prompt_tokens.inc(len(ids))
-    reply = Reply.to(service.name, parse is parse_chat)
-    read = reader(service.chat, asked) if reply.is_chat else as_text
-    answer = AnswerStream(service, stream, asked, read, len(ids), deadline)
+    reply = Reply.to(served.name, parse is parse_chat)
+    read = reader(served.chat, asked) if reply.is_chat else as_text
+    answer = AnswerStream(served, service.metrics, stream, asked, read, len(ids), deadline)
     if asked.streams:
         return StreamingResponse(events(answer, reply, asked.wants_usage), media_type="text/event-stream")
     parts = join_parts(await until_disconnected(request, collect(answer)))
@@ -186,13 +178,13 @@ def alone(turns):
     return [*(turn for turn in turns[:start] if turn.role == "system"), *turns[start:]]
 
 
-async def ids_of(service, asked, deadline):
+async def ids_of(service, served, asked, deadline):
     """Ids of the prompt, read in a thread, so that the others need not wait for it. A `deadline` of the event loop."""
-    turns = alone(asked.turns) if service.single_turn else asked.turns
+    turns = alone(asked.turns) if served.single_turn else asked.turns
     said = turns, service.input_tokens, asked.tools, asked.thinking
     try:
         async with asyncio.timeout_at(deadline):
-            return await asyncio.to_thread(prompt_ids, service.chat, *said)
+            return await asyncio.to_thread(prompt_ids, served.chat, *said)
     except TimeoutError:
         raise Refused(503, f"the prompt was not read within {service.request_seconds:g} s", "server_error") from None
 

@@ -1,0 +1,119 @@
+"use strict";
+// The conversations, kept in this browser's storage, each under a name of its own.
+//
+// A talk is { id, title, changed, rounds }; a round a question with an answer of each model that was asked:
+// { question, answers: { model: { content, reasoning_content, tool_calls, state, … } } }.
+
+const SAVE_MILLISECONDS = 500; // between two saves of a talk that is being answered
+const talks = new Map();
+const toSave = new Map(); // talk to its timer
+
+function isTalk(value) {
+  const isRound = (round) => typeof round?.question === "string" && round.answers !== null && typeof round.answers === "object";
+  return typeof value?.id === "string" && Array.isArray(value.rounds) && value.rounds.every(isRound);
+}
+
+function loadTalk(key) {
+  const talk = read(localStorage, key, null);
+  if (isTalk(talk) && key === "talk:" + talk.id) talks.set(talk.id, talk);
+}
+
+function loadTalks() {
+  try {
+    Object.keys(localStorage).filter((key) => key.startsWith("talk:")).forEach(loadTalk);
+  } catch {
+    tell(words.full);
+  }
+}
+
+function newTalk() {
+  return { id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), title: "", changed: Date.now(), rounds: [] };
+}
+
+function titleOf(talk) {
+  return talk.title || talk.rounds[0]?.question.trim().split("\n")[0].slice(0, 80) || words.new_talk;
+}
+
+function saveTalk(talk) {
+  clearTimeout(toSave.get(talk));
+  toSave.delete(talk);
+  if (talks.get(talk.id) !== talk) return; // it was deleted
+  try {
+    localStorage.setItem("talk:" + talk.id, JSON.stringify(talk));
+  } catch {
+    tell(words.full);
+  }
+}
+
+function saveSoon(talk) {
+  if (!toSave.has(talk)) toSave.set(talk, setTimeout(saveTalk, SAVE_MILLISECONDS, talk));
+}
+
+/** Keep a talk with what was changed in it now. */
+function keepTalk(talk) {
+  talk.changed = Date.now();
+  talks.set(talk.id, talk);
+  saveTalk(talk);
+  showList();
+}
+
+function removeTalk(talk) {
+  stopAnswers(talk);
+  talks.delete(talk.id);
+  localStorage.removeItem("talk:" + talk.id);
+  if (talk === current) openTalk(newest() ?? newTalk());
+  showList();
+  tell(say(words.deleted, { title: titleOf(talk) }), words.undo, () => { keepTalk(talk); openTalk(talk); });
+}
+
+function newest() {
+  return [...talks.values()].sort((one, other) => other.changed - one.changed)[0];
+}
+
+function showList() {
+  const sorted = [...talks.values()].sort((one, other) => other.changed - one.changed);
+  byId("list").replaceChildren(...sorted.map(listItem));
+}
+
+function listItem(talk) {
+  const open = made("button", { type: "button", className: "title", onclick: () => { openTalk(talk); closeDrawers(); } }, titleOf(talk));
+  open.title = titleOf(talk);
+  open.ariaCurrent = String(talk === current);
+  const rename = made("button", { type: "button", className: "rename", title: words.rename, ariaLabel: words.rename }, "✎");
+  const remove = made("button", { type: "button", className: "remove", title: words.delete, ariaLabel: words.delete }, "✕");
+  const item = made("li", { className: isAnswering(talk) ? "busy" : "" }, open, rename, remove);
+  rename.onclick = () => askTitle(talk, item);
+  remove.onclick = () => removeTalk(talk);
+  return item;
+}
+
+function askTitle(talk, item) {
+  const input = made("input", { value: titleOf(talk), maxLength: 80, ariaLabel: words.rename });
+  let isOver = false;
+  const end = (isKept) => {
+    if (isOver) return;
+    isOver = true;
+    if (isKept) talk.title = input.value.trim();
+    if (isKept) saveTalk(talk);
+    showList();
+  };
+  input.onkeydown = (event) => {
+    if (event.key === "Enter" && !event.isComposing) end(true);
+    if (event.key === "Escape") end(false);
+    event.stopPropagation();
+  };
+  input.onblur = () => end(true);
+  item.replaceChildren(input);
+  input.select();
+}
+
+addEventListener("storage", ({ key }) => { // another tab has changed something
+  if (!key?.startsWith("talk:")) return;
+  const id = key.slice("talk:".length), old = talks.get(id);
+  if (old && isAnswering(old)) return;
+  talks.delete(id);
+  loadTalk(key);
+  showList();
+  if (old === current && old && !document.querySelector(".edit")) openTalk(talks.get(id) ?? newTalk());
+});
+addEventListener("pagehide", () => [...toSave.keys()].forEach(saveTalk));
