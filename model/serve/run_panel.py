@@ -39,9 +39,12 @@ class RunPanel:
             raise ValueError(f"run={name!r:.80}: the runs here are {', '.join(names)}")
         is_run = not (self._folder / name / JOURNAL).is_file()
         run_dir = self._folder if is_run else self._folder / name
-        with self._lock:
-            view = self._follower(run_dir).look()
-            return dict(runs=names, run=name) | told(view, Texts(language)) | _curves(run_dir / JOURNAL)
+        try:
+            with self._lock:
+                view = self._follower(run_dir).look()
+                return dict(runs=names, run=name) | told(view, Texts(language)) | _curves(run_dir / JOURNAL)
+        except (KeyError, TypeError, ArithmeticError) as error:
+            raise ValueError(f"{run_dir / JOURNAL} has a line that no run writes ({error!r})") from None
 
     def _follower(self, run_dir):
         if run_dir not in self._followers:

@@ -3,7 +3,7 @@
 
 const LOOK_MILLISECONDS = 2000; // between two looks whether the server is there again
 const running = new Map(); // answer to { talk, stop }
-let isWatching = false;
+let isWatching = false, isLeaving = false;
 
 class Refusal extends Error {
   constructor(status, reason) {
@@ -42,6 +42,7 @@ async function answer(talk, round, name, seed, earlier) {
     const isSame = earlier?.state === "done" && earlier.content === reply.content && !temperatureOf(name);
     Object.assign(reply, { state: "done", tokens: usage?.completion_tokens, seconds: (performance.now() - started) / 1000, isSame });
   } catch (error) {
+    if (isLeaving) return; // the page goes, and with it the connection: what is stored says that it is open
     reply.state = error.name === "AbortError" ? "stopped" : "failed";
     if (reply.state === "failed") Object.assign(reply, { status: error.status ?? 0, reason: error.message });
     if (!reply.content) reply.content = earlier?.content ?? ""; // what was there stays
@@ -107,6 +108,9 @@ function noteRunning() {
     sessionStorage.setItem("answering", JSON.stringify([...new Set([...running.values()].map(({ talk }) => talk.id))]));
   } catch { /* then they stay as they are */ }
 }
+
+addEventListener("pagehide", () => { isLeaving = true; });
+addEventListener("pageshow", () => { isLeaving = false; });
 
 function goOn() {
   for (const talk of read(sessionStorage, "answering", []).map((id) => talks.get(id)).filter(Boolean)) {

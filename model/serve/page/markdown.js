@@ -170,7 +170,7 @@ function emphasis(text, at, depth) {
   if (!mark || depth >= MAX_DEPTH || isSpace(text[from]) || mark.length === 1 && isWord(text[at - 1])) return null;
   const near = text.slice(0, from + MAX_SPAN);
   for (let end = near.indexOf(mark, from + 1); end >= 0; end = near.indexOf(mark, end + 1)) {
-    if (near[end + mark.length] === mark[0]) end++; // the outermost of three marks
+    if (text[from] === mark[0] && near[end + mark.length] === mark[0]) end++; // the outermost of three marks
     const isInside = mark.length === 1 && (near[end - 1] === mark || isWord(near[end + 1]));
     if (!isInside && !isSpace(near[end - 1])) return [made(TAGS[mark], {}, ...inline(near.slice(from, end), depth + 1)), end + mark.length];
   }

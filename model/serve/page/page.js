@@ -191,8 +191,10 @@ function openSettings(name) {
   if (name) byId("option_" + name)?.focus();
 }
 
+/** Open or close what lies over the conversation on a narrow window; on a wide one the run stands beside it. */
 function openDrawer(name) {
   document.body.dataset.drawer = document.body.dataset.drawer === name ? "" : name;
+  if (name === "run") document.body.classList.toggle("noRun");
 }
 
 function closeDrawers() {
