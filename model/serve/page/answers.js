@@ -2,8 +2,9 @@
 // Answers as they come: asked for, read from the stream, stopped, gone on with after a refresh.
 
 const LOOK_MILLISECONDS = 2000; // between two looks whether the server is there again
+const LEAVE_MILLISECONDS = 500; // in which a page that is left is gone: it loses its connections first
 const running = new Map(); // answer to { talk, stop }
-let isWatching = false, isLeaving = false;
+let isWatching = false;
 
 class Refusal extends Error {
   constructor(status, reason) {
@@ -42,7 +43,8 @@ async function answer(talk, round, name, seed, earlier) {
     const isSame = earlier?.state === "done" && earlier.content === reply.content && !temperatureOf(name);
     Object.assign(reply, { state: "done", tokens: usage?.completion_tokens, seconds: (performance.now() - started) / 1000, isSame });
   } catch (error) {
-    if (isLeaving) return; // the page goes, and with it the connection: what is stored says that it is open
+    const isLost = !(error instanceof Refusal) && error.name !== "AbortError";
+    if (isLost) await new Promise((resolve) => setTimeout(resolve, LEAVE_MILLISECONDS));
     reply.state = error.name === "AbortError" ? "stopped" : "failed";
     if (reply.state === "failed") Object.assign(reply, { status: error.status ?? 0, reason: error.message });
     if (!reply.content) reply.content = earlier?.content ?? ""; // what was there stays
@@ -93,12 +95,14 @@ function addPiece(reply, { delta, finish_reason }) {
 }
 
 /** What went wrong with an answer, in words with what to do, "" if nothing did. */
-function problemOf({ state, status, reason, finish, tokens, isSame }, isRunning) {
+function problemOf(reply, isRunning) {
+  const { state, status, reason, finish, tokens, isSame } = reply;
   if (isRunning) return "";
   if (state === "stopped") return words.stopped;
   if (state === "open") return words.cut;
   if (state === "failed") return status ? say(words["refused_" + status] || words.refused, { reason }) : words.lost;
   if (finish === "length") return say(words.length, { tokens });
+  if (!saysSomething(reply)) return words.nothing;
   return isSame ? words.same : "";
 }
 
@@ -108,9 +112,6 @@ function noteRunning() {
     sessionStorage.setItem("answering", JSON.stringify([...new Set([...running.values()].map(({ talk }) => talk.id))]));
   } catch { /* then they stay as they are */ }
 }
-
-addEventListener("pagehide", () => { isLeaving = true; });
-addEventListener("pageshow", () => { isLeaving = false; });
 
 function goOn() {
   for (const talk of read(sessionStorage, "answering", []).map((id) => talks.get(id)).filter(Boolean)) {
