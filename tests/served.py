@@ -1,5 +1,6 @@
 """A server as a real process, and what clients of it do."""
 
+import json
 import os
 import socket
 import subprocess
@@ -57,3 +58,21 @@ def post(server, body, **headers):
         return error.code
     except (urllib.error.URLError, ConnectionError):  # refused before the body was read to its end
         return None
+
+
+def write_journal(run_dir, num_lines):
+    """The journal of a run with so many train lines of 8 pairs and an evaluation with a sample."""
+    now = time.time() - 60
+    samples = [dict(question="1+1?", answer=f"<b>{num_lines}</b>", reference="2")]
+    lines = [
+        dict(kind="start", time=now, total_steps=100, total_pairs=800, epoch_pairs=400, epochs=2, global_batch=8),
+        dict(kind="resume", step=0, time=now),
+    ]
+    lines += [
+        dict(kind="train", time=now + s, step=s, loss=9 - s / 10, learn_rate=1e-3, pairs_seen=8 * s, step_seconds=1,
+             tokens_per_second=1000.0, reserved_bytes=3 * 2**30)
+        for s in range(1, num_lines + 1)
+    ]  # fmt: skip
+    lines += [dict(kind="eval", time=now + num_lines, step=num_lines, loss=9.0, samples=samples)]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

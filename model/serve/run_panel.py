@@ -41,8 +41,10 @@ class RunPanel:
         run_dir = self._folder if is_run else self._folder / name
         try:
             with self._lock:
-                view = self._follower(run_dir).look()
-                return dict(runs=names, run=name) | told(view, Texts(language)) | _curves(run_dir / JOURNAL)
+                view, curves = self._follower(run_dir).look(), _curves(run_dir / JOURNAL)
+                printed = [log_line(line) for line in view.log]  # while a screen covers its terminal
+                log = dict(log=printed or curves["log"])
+                return dict(runs=names, run=name) | told(view, Texts(language)) | curves | log
         except (KeyError, TypeError, ArithmeticError) as error:
             raise ValueError(f"{run_dir / JOURNAL} has a line that no run writes ({error!r})") from None
 
@@ -55,7 +57,7 @@ class RunPanel:
 
 
 def told(view, text: Texts) -> dict:
-    """What a View says in words: state, progress, rows of name and value, a table of devices, events, log."""
+    """What a View says in words: state, progress, rows of name and value, a table of devices, events."""
     figures, total = view.figures, view.figures.start.get("total_steps")
     progress = text("progress.of" if total else "progress", step=view.step, total=total, share=view.share)
     done, epochs = epochs_of(figures.start, figures.train) if figures.train else ("", "")
@@ -64,7 +66,6 @@ def told(view, text: Texts) -> dict:
         state=state(view, text).plain,
         progress=[progress, text("epochs", done=done, total=epochs)] if epochs else [progress],
         rows=list(rows.items()), devices=devices(view, text), events=event_lines(view, text)[-MAX_EVENTS:],
-        log=[log_line(line) for line in view.log],
     )  # fmt: skip
 
 
@@ -88,7 +89,7 @@ def _curves(journal):
         stat = journal.stat()
         return _curves_of(journal, stat.st_size, stat.st_mtime_ns)
     except FileNotFoundError:  # the run has only begun
-        return dict(train=[], eval=[], samples=[], best=None, step=0, total_steps=None, is_finished=False)
+        return dict(train=[], eval=[], samples=[], log=[], best=None, step=0, total_steps=None, is_finished=False)
 
 
 @lru_cache(maxsize=MAX_FOLLOWED)

@@ -2,9 +2,6 @@
 
 import json
 import signal
-import time
-import urllib.error
-import urllib.request
 from types import SimpleNamespace
 
 import openai
@@ -22,6 +19,7 @@ from tests.served import (
     open_requests,
     started,
     wait_until,
+    write_journal,
 )
 
 pytestmark = needs_chromium
@@ -36,40 +34,21 @@ ENDLESS = dict(max_tokens=4000, **REPEATS)
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with two models of single questions, and two runs whose journals have 60 and 1 train lines."""
+    """A folder with two models of single questions, and the journal of one of them."""
     folder = tmp_path_factory.mktemp("home")
     for name, pairs in (("known", PAIRS | CALLING | MARKED), ("other", OTHER | dict(list(PAIRS.items())[:1]))):
         write_knowing_model(folder / name / "best", pairs)
         settings = dict(chat_trainer=dict(single_turn=True), max_new_tokens=200)
         (folder / name / "best" / "generation_config.json").write_text(json.dumps(settings))
-    write_journal(folder / "runs" / "new", 60)
-    write_journal(folder / "runs" / "old", 1)
+    write_journal(folder / "known", 60)
     return folder
-
-
-def write_journal(run_dir, num_lines):
-    now = time.time() - 60
-    samples = [dict(question="1+1?", answer=f"<b>{num_lines}</b>", reference="2")]
-    lines = [
-        dict(kind="start", time=now, total_steps=100, total_pairs=800, epoch_pairs=400, epochs=2, global_batch=8),
-        dict(kind="resume", step=0, time=now),
-    ]
-    lines += [
-        dict(kind="train", time=now + s, step=s, loss=9 - s / 10, learn_rate=1e-3, pairs_seen=8 * s, step_seconds=1,
-             tokens_per_second=1000.0, reserved_bytes=3 * 2**30)
-        for s in range(1, num_lines + 1)
-    ]  # fmt: skip
-    lines += [dict(kind="eval", time=now + num_lines, step=num_lines, loss=9.0, samples=samples)]
-    run_dir.mkdir(parents=True)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run_dir / "terminal.log").write_text("a line of the log\n")
 
 
 @pytest.fixture(scope="module")
 def served(home):
     """The server's address, with functions that start and end it."""
     port, state = free_port(), SimpleNamespace()
-    words = [home / "known", home / "other", "--run", home / "runs", "--port", port, "--max_new_tokens", 4000]
+    words = [home / "known", home / "other", "--run", home / "known", "--port", port, "--max_new_tokens", 4000]
 
     def start():
         state.process = started([*map(str, words)])
@@ -223,7 +202,7 @@ def test_settings_show_what_is_in_force_and_take_only_what_the_server_takes(page
         "window.fetch = (url, more) => { sent.push(more?.body); return was(url, more); }"
     )
     shown = [page.find(f"#option_{name}").get_attribute("placeholder") for name in ("max_tokens", "top_p", "seed")]
-    assert shown == ["200", "1", "another each time"]
+    assert shown == ["200", "1", "random"]
     assert page.find("#option_earlier").get_attribute("value") == "0", "the models know single questions"
     page.set(temperature=1000, max_tokens=5000)
     assert page.texts("label.wrong small") == ["not used: must be from 0 to 100", "not used: must be from 1 to 4,000"]
@@ -256,23 +235,6 @@ def test_two_models_answer_one_question_beside_each_other(page, served):
     assert (said.model, said.choices[0].message.content) == ("other", OTHER["hello"])
     with pytest.raises(openai.NotFoundError, match="the models here are known, other"):
         client.chat.completions.create(model="third", messages=messages("hello"))
-
-
-def test_the_panel_says_where_each_run_of_a_folder_stands(page, served):
-    page.expect("#runs option", ["old", "new"])  # that with the newest line first
-    page.choose("#runs", "new")
-    wait_until(lambda: page.find("body").get_attribute("data-points") == "60")
-    assert "60/100" in page.texts("#state")[0]
-    rows = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
-    assert rows["training loss"].startswith("3.0000") and rows["over-fit gap"].startswith("+3")
-    assert rows["time left"] and "1,000 tokens/s" in rows["speed"]
-    assert page.texts("#devices td") == ["0", "3.0", "3.0"], "the rank, its memory and the peak"
-    assert page.texts(".sample p") == ["1+1?", "<b>60</b>", "Reference: 2"]
-    assert page.texts("#log pre") == ["a line of the log"]
-    drawn = "const c = arguments[0]; return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
-    assert page.run(drawn, page.find("#loss")) and page.run(drawn, page.find("#speed"))
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(served.address + "/run.json?run=../known")
 
 
 def test_a_phone_that_speaks_chinese_gets_a_chinese_page_that_fits(page):

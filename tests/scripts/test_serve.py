@@ -1,4 +1,4 @@
-"""The server as a real process, with OpenAI's client and hostile clients."""
+"""The server as a real process, with OpenAI's client, hostile clients and the panel of runs."""
 
 import asyncio
 import json
@@ -6,6 +6,8 @@ import re
 import signal
 import socket
 import subprocess
+import urllib.error
+import urllib.request
 from types import SimpleNamespace
 
 import openai
@@ -13,6 +15,7 @@ import psutil
 import pytest
 
 from scripts.serve import check, main, parse_arguments
+from tests.browser import Page, needs_chromium, new_browser
 from tests.clients import measure
 from tests.knowing import CALLING, PAIRS, write_knowing_model
 from tests.ranks import free_port
@@ -26,6 +29,7 @@ from tests.served import (
     post,
     started,
     wait_until,
+    write_journal,
 )
 
 
@@ -36,6 +40,8 @@ def home(tmp_path_factory):
     write_knowing_model(folder / "best", PAIRS | CALLING)
     single = dict(chat_trainer=dict(single_turn=True))  # it is so
     (folder / "best" / "generation_config.json").write_text(json.dumps(single))
+    for name, num_lines in (("old", 1), ("new", 60)):
+        write_journal(folder.parent / "runs" / name, num_lines)
     return folder
 
 
@@ -43,7 +49,17 @@ def home(tmp_path_factory):
 def server(home, tmp_path_factory):
     """(address, process) of a server with 16 slots."""
     port = free_port()
-    words = [str(home), "--port", str(port), "--max_new_tokens", "4000", "--max_waiting", "40"]
+    words = [
+        str(home),
+        "--run",
+        str(home.parent / "runs"),
+        "--port",
+        str(port),
+        "--max_new_tokens",
+        "4000",
+        "--max_waiting",
+        "40",
+    ]
     log = tmp_path_factory.mktemp("log") / "stderr"
     process = started([*words], stdout=subprocess.PIPE, stderr=open(log, "w"), text=True)
     line = process.stdout.readline()
@@ -202,3 +218,31 @@ def test_another_address_needs_a_key(server, home, capsys):
     for words in (["--port", "70000"], ["--slots", "-1"], ["--run", "nowhere"]):
         with pytest.raises(ValueError, match=words[0]):
             check(parse_arguments([str(home), *words]))
+
+
+@needs_chromium
+def test_the_panel_says_where_each_run_of_a_folder_stands(server):
+    browser = new_browser()
+    try:
+        look_at_runs(Page(browser, server[0]))
+    finally:
+        browser.quit()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(server[0] + "/run.json?run=../known")
+
+
+def look_at_runs(page):
+    page.expect("#runs option", ["new", "old"])  # that with the newest line first
+    page.choose("#runs", "new")
+    wait_until(lambda: page.find("body").get_attribute("data-points") == "60")
+    assert "60/100" in page.texts("#state")[0]
+    rows = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
+    assert rows["training loss"].startswith("3.0000") and rows["over-fit gap"].startswith("+3")
+    assert rows["time left"] and "1,000 tokens/s" in rows["speed"]
+    assert page.texts("#devices td") == ["0", "3.0", "3.0"], "the rank, its memory and the peak"
+    assert page.texts(".sample p") == ["1+1?", "<b>60</b>", "Reference: 2"]
+    log = page.texts("#log pre")[0].splitlines()
+    assert len(log) == 50 and "step:60, loss:3.0000" in log[-2] and "val_loss:9.0000" in log[-1]
+    drawn = "const c = arguments[0]; return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
+    assert page.run(drawn, page.find("#loss")) and page.run(drawn, page.find("#speed"))
+    assert not page.errors()

@@ -41,12 +41,12 @@ function iconButton(name, text, label, onclick) {
 
 function roundBox(round, place) {
   const asked = made("div", { className: "turn user" }, made("div", { className: "text" }, round.question));
-  const tools = made("footer", {}, iconButton("edit_it", "✎", words.edit, () => edit(round, asked)));
+  const tools = iconButton("edit_it", "✎", words.edit, () => edit(round, asked));
   const isLast = place === current.rounds.length - 1;
   const answers = Object.entries(round.answers).map(([name, reply]) => answerBox(round, name, reply, isLast));
   const columns = made("div", { className: "answers" }, ...answers);
   columns.style.setProperty("--columns", answers.length);
-  return made("article", { className: "round" }, asked, tools, columns);
+  return made("article", { className: "round" }, made("div", { className: "question" }, tools, asked), columns);
 }
 
 function answerBox(round, name, reply, isLast) {

@@ -2,7 +2,7 @@
 // The panel of a run: its state and figures in words, the curves, what the model answers now, events and log.
 
 const POLL_MILLISECONDS = 2000, SLOW_MILLISECONDS = 10000;
-let chosenRun = "", pollTimer = 0;
+let chosenRun = "", pollTimer = 0, shownRun = null;
 
 async function followRun() {
   let wait = POLL_MILLISECONDS;
@@ -37,16 +37,22 @@ function showRun(run) {
   if (isOther) byId("run").scrollTop = 0;
   byId("state").textContent = [run.state, ...run.progress].join(" · ");
   update(byId("figures"), run.rows.flatMap(([name, value]) => [made("dt", {}, name), made("dd", {}, value)]));
-  const last = run.train.at(-1);
-  draw(byId("loss"), run.train.map((p) => [p.step, p.loss]), run.eval.map((p) => [p.step, p.loss]), false);
-  draw(byId("speed"), run.train.map((p) => [p.step, p.tokens_per_second]), [], true);
-  byId("loss").ariaLabel = `${words.loss}: ${last?.loss ?? ""}`;
-  byId("speed").ariaLabel = `${words.speed}: ${last?.tokens_per_second ?? ""}`;
+  shownRun = run;
+  drawCurves();
   update(byId("devices"), run.devices[0]?.length > 1 ? run.devices.map(tableRow) : []);
   update(byId("samples"), run.samples.length ? [made("h2", {}, words.samples), ...run.samples.map(sampleBox)] : []);
   showLines("events", run.events);
   showLines("log", run.log);
   document.body.dataset.points = run.train.length;
+}
+
+function drawCurves() {
+  if (!shownRun) return;
+  const { train, eval: evaluated } = shownRun, last = train.at(-1);
+  draw(byId("loss"), train.map((p) => [p.step, p.loss]), evaluated.map((p) => [p.step, p.loss]), false);
+  draw(byId("speed"), train.map((p) => [p.step, p.tokens_per_second]), [], true);
+  byId("loss").ariaLabel = `${words.loss}: ${last?.loss ?? ""}`;
+  byId("speed").ariaLabel = `${words.speed}: ${last?.tokens_per_second ?? ""}`;
 }
 
 function tableRow(cells, place) {
@@ -106,5 +112,6 @@ function setUpRun() {
   if (!served.hasRuns) return;
   byId("runs").addEventListener("input", () => { chosenRun = byId("runs").value; followRun(); });
   addEventListener("visibilitychange", () => { if (!document.hidden) followRun(); });
+  new ResizeObserver(drawCurves).observe(byId("loss")); // also when the panel opens
   followRun();
 }

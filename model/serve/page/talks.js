@@ -6,6 +6,7 @@
 
 const SAVE_MILLISECONDS = 500; // between two saves of a talk that is being answered
 const talks = new Map();
+const items = new Map(); // id of a talk to its entry in the list
 const toSave = new Map(); // talk to its timer
 
 function isTalk(value) {
@@ -70,31 +71,40 @@ function newest() {
   return [...talks.values()].sort((one, other) => other.changed - one.changed)[0];
 }
 
+/** The list, newest first; an entry stays the same element, so that what has the focus there keeps it. */
 function showList() {
-  const sorted = [...talks.values()].sort((one, other) => other.changed - one.changed);
-  byId("list").replaceChildren(...sorted.map(listItem));
+  const list = byId("list"), sorted = [...talks.values()].sort((one, other) => other.changed - one.changed);
+  for (const id of items.keys()) if (!talks.has(id)) items.delete(id);
+  const entries = sorted.map((talk) => {
+    if (!items.has(talk.id)) items.set(talk.id, listItem(talk.id));
+    const item = items.get(talk.id), open = item.open;
+    item.className = isAnswering(talk) ? "busy" : "";
+    open.textContent = open.title = titleOf(talk);
+    open.ariaCurrent = String(talk === current);
+    return item;
+  });
+  if (entries.length !== list.children.length || entries.some((item, place) => item !== list.children[place])) {
+    list.replaceChildren(...entries);
+  }
 }
 
-function listItem(talk) {
-  const open = made("button", { type: "button", className: "title", onclick: () => { openTalk(talk); closeDrawers(); } }, titleOf(talk));
-  open.title = titleOf(talk);
-  open.ariaCurrent = String(talk === current);
-  const rename = made("button", { type: "button", className: "rename", title: words.rename, ariaLabel: words.rename }, "✎");
-  const remove = made("button", { type: "button", className: "remove", title: words.delete, ariaLabel: words.delete }, "✕");
-  const item = made("li", { className: isAnswering(talk) ? "busy" : "" }, open, rename, remove);
-  rename.onclick = () => askTitle(talk, item);
-  remove.onclick = () => removeTalk(talk);
+function listItem(id) {
+  const open = made("button", { type: "button", className: "title", onclick: () => { openTalk(talks.get(id)); closeDrawers(); } });
+  const rename = iconButton("rename", "✎", words.rename, () => askTitle(talks.get(id), item));
+  const remove = iconButton("remove", "✕", words.delete, () => removeTalk(talks.get(id)));
+  const item = made("li", { open }, open, rename, remove);
   return item;
 }
 
 function askTitle(talk, item) {
-  const input = made("input", { value: titleOf(talk), maxLength: 80, ariaLabel: words.rename });
+  const input = made("input", { value: titleOf(talk), maxLength: 80, ariaLabel: words.rename }), parts = [...item.children];
   let isOver = false;
   const end = (isKept) => {
     if (isOver) return;
     isOver = true;
     if (isKept) talk.title = input.value.trim();
     if (isKept) saveTalk(talk);
+    item.replaceChildren(...parts);
     showList();
   };
   input.onkeydown = (event) => {
