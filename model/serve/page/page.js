@@ -35,10 +35,6 @@ function showButtons() {
   byId("talk").ariaBusy = String(isBusy);
 }
 
-function iconButton(name, text, label, onclick) {
-  return made("button", { type: "button", className: name, title: label, ariaLabel: label, onclick }, text);
-}
-
 function roundBox(round, place) {
   const asked = made("div", { className: "turn user" }, made("div", { className: "text" }, round.question));
   const tools = iconButton("edit_it", "✎", words.edit, () => edit(round, asked));
@@ -246,7 +242,11 @@ function setUp() {
   goOn();
   openTalk(talks.get(read(sessionStorage, "open", "")) ?? newest() ?? newTalk());
   setDraft(read(sessionStorage, "draft", ""));
-  addEventListener("pagehide", () => sessionStorage.setItem("open", JSON.stringify(current.id)));
+  addEventListener("storage", takeOver);
+  addEventListener("pagehide", () => {
+    [...toSave.keys()].forEach(saveTalk);
+    sessionStorage.setItem("open", JSON.stringify(current.id));
+  });
   setUpRun();
 }
 

@@ -117,7 +117,8 @@ function askTitle(talk, item) {
   input.select();
 }
 
-addEventListener("storage", ({ key }) => { // another tab has changed something
+/** Take over what another tab has changed. */
+function takeOver({ key }) {
   if (!key?.startsWith("talk:")) return;
   const id = key.slice("talk:".length), old = talks.get(id);
   if (old && isAnswering(old)) return;
@@ -125,5 +126,4 @@ addEventListener("storage", ({ key }) => { // another tab has changed something
   loadTalk(key);
   showList();
   if (old === current && old && !document.querySelector(".edit")) openTalk(talks.get(id) ?? newTalk());
-});
-addEventListener("pagehide", () => [...toSave.keys()].forEach(saveTalk));
+}

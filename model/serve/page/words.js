@@ -31,6 +31,10 @@ function made(name, properties, ...children) {
   return element;
 }
 
+function iconButton(name, text, label, onclick) {
+  return made("button", { type: "button", className: name, title: label, ariaLabel: label, onclick }, text);
+}
+
 /** Make the children of `parent` these nodes; those that are so already stay, with what is selected or open in them. */
 function update(parent, nodes) {
   nodes.forEach((node, place) => {
