@@ -2,11 +2,11 @@
 
     python -m bench.pictures overview RUN_DIR [--output docs/images/overview.png]
     python -m bench.pictures screen RUN_DIR OUT.svg [--columns 120] [--lines 30]
-    python -m bench.pictures page ADDRESS OUT.png QUESTION… [--size 1440x900] [--language zh] [--dark] [--press SELECTOR]
+    python -m bench.pictures page ADDRESS OUT.png QUESTION… [--size 1440x900] [--language zh] [--dark] [--press CSS]
 
 overview: the losses of a run, from its journal, and the speed table of docs/benchmarks.md. screen: the screen as it
-stood when the run wrote its last status; CHAT_LANG chooses the language. page: the page of a server that runs at ADDRESS,
-after these questions; below 600 pixels a phone's.
+stood when the run wrote its last status; CHAT_LANG chooses the language. page: the page of a server that runs at
+ADDRESS, after these questions; below 600 pixels a phone's.
 """
 
 import io

@@ -8,6 +8,7 @@ import pytest
 
 from model.serve.document import FOLDER, document, headers
 from tests.browser import Page, needs_chromium, new_browser
+from tests.served import wait_until
 
 NUMBERS = re.findall(r'"(\w+)"', re.search(r"NUMBERS = \[(.*?)\]", (FOLDER / "settings.js").read_text())[1])
 MODEL = dict(id="</script><b>m", single_turn=False, defaults={}, limits={})
@@ -33,7 +34,7 @@ def test_the_document_holds_all_of_its_files_and_only_its_own_scripts_may_run():
 def page(tmp_path):
     """The document from a file, without a server."""
     limits = {name: (0, 1) for name in NUMBERS}
-    (tmp_path / "page.html").write_text(document([MODEL | dict(limits=limits)], False, False), encoding="utf-8")
+    (tmp_path / "page.html").write_text(document([MODEL | dict(limits=limits)], True, False), encoding="utf-8")
     browser = new_browser()
     yield Page(browser, f"file://{tmp_path}/page.html")
     browser.quit()
@@ -64,3 +65,22 @@ def test_markdown_of_every_kind_becomes_elements_and_no_text_takes_long(page):
     )
     for piece in ("*a ", "[", "`a", "> ", "- ", "![a](", "_*~", "|-", "    ", "\n\n", "1. a\n", "https://"):
         assert page.run(timed, piece) < 3000, piece
+
+
+@needs_chromium
+def test_each_refusal_says_what_to_do(page):
+    answer = "Response.json({ error: { message: 'why' } }, { status: window.answered })"
+    page.run(f"window.fetch = async () => {answer}")
+    for status, said in {
+        429: "The server is busy: ask again in a moment.",
+        413: "The conversation is too long: start a new one.",
+        404: "The server does not have this: why. Load the page anew.",
+        503: "The server cannot answer at present: why",
+        400: "Refused: why",
+        401: "The API key is missing or wrong: type it in the settings.Settings",
+    }.items():
+        page.run("window.answered = arguments[0]", status)
+        page.ask("hello")
+        wait_until(lambda said=said: page.texts(".problem")[-1:] == [said])
+    page.click(".round:last-child .problem button")
+    assert page.run("return document.activeElement.id") == "option_key"

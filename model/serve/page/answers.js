@@ -108,13 +108,11 @@ function problemOf(reply, isRunning) {
 
 // This tab's answers that are under way: after a refresh it asks for them again with their seeds, which gives the same.
 function noteRunning() {
-  try {
-    sessionStorage.setItem("answering", JSON.stringify([...new Set([...running.values()].map(({ talk }) => talk.id))]));
-  } catch { /* then they stay as they are */ }
+  write("sessionStorage", "answering", [...new Set([...running.values()].map(({ talk }) => talk.id))]);
 }
 
 function goOn() {
-  for (const talk of read(sessionStorage, "answering", []).map((id) => talks.get(id)).filter(Boolean)) {
+  for (const talk of read("sessionStorage", "answering", []).map((id) => talks.get(id)).filter(Boolean)) {
     const round = talk.rounds.at(-1);
     for (const [name, reply] of Object.entries(round?.answers ?? {})) {
       const isServed = served.models.some((model) => model.id === name);

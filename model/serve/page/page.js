@@ -148,7 +148,7 @@ function setDraft(text) {
 
 function keepDraft() {
   grow(byId("question"));
-  try { sessionStorage.setItem("draft", JSON.stringify(byId("question").value)); } catch { /* it is lost with a refresh */ }
+  write("sessionStorage", "draft", byId("question").value);
 }
 
 function grow(box) {
@@ -240,12 +240,12 @@ function setUp() {
   setUpSettings();
   loadTalks();
   goOn();
-  openTalk(talks.get(read(sessionStorage, "open", "")) ?? newest() ?? newTalk());
-  setDraft(read(sessionStorage, "draft", ""));
+  openTalk(talks.get(read("sessionStorage", "open", "")) ?? newest() ?? newTalk());
+  setDraft(read("sessionStorage", "draft", ""));
   addEventListener("storage", takeOver);
   addEventListener("pagehide", () => {
     [...toSave.keys()].forEach(saveTalk);
-    sessionStorage.setItem("open", JSON.stringify(current.id));
+    write("sessionStorage", "open", current.id);
   });
   setUpRun();
 }

@@ -3,7 +3,7 @@
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens", "seed"];
 const WHOLE = ["top_k", "no_repeat_ngram_size", "max_tokens", "seed", "earlier"];
-const stored = read(localStorage, "settings", {});
+const stored = read("localStorage", "settings", {});
 
 function setUpSettings() {
   const rows = [wideRow("system", made("textarea", { rows: 2 }))];
@@ -30,11 +30,7 @@ function inForce(name) {
 
 function remember(name, value) {
   stored[name] = value;
-  try {
-    localStorage.setItem("settings", JSON.stringify(stored));
-  } catch {
-    tell(words.full);
-  }
+  if (!write("localStorage", "settings", stored)) tell(words.full);
 }
 
 function wideRow(name, input) {

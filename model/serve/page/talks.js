@@ -15,7 +15,7 @@ function isTalk(value) {
 }
 
 function loadTalk(key) {
-  const talk = read(localStorage, key, null);
+  const talk = read("localStorage", key, null);
   if (isTalk(talk) && key === "talk:" + talk.id) talks.set(talk.id, talk);
 }
 
@@ -39,11 +39,7 @@ function saveTalk(talk) {
   clearTimeout(toSave.get(talk));
   toSave.delete(talk);
   if (talks.get(talk.id) !== talk) return; // it was deleted
-  try {
-    localStorage.setItem("talk:" + talk.id, JSON.stringify(talk));
-  } catch {
-    tell(words.full);
-  }
+  if (!write("localStorage", "talk:" + talk.id, talk)) tell(words.full);
 }
 
 function saveSoon(talk) {
@@ -61,7 +57,7 @@ function keepTalk(talk) {
 function removeTalk(talk) {
   stopAnswers(talk);
   talks.delete(talk.id);
-  localStorage.removeItem("talk:" + talk.id);
+  try { localStorage.removeItem("talk:" + talk.id); } catch { /* nothing was kept */ }
   if (talk === current) openTalk(newest() ?? newTalk());
   showList();
   tell(say(words.deleted, { title: titleOf(talk) }), words.undo, () => { keepTalk(talk); openTalk(talk); });

@@ -6,16 +6,27 @@ const byId = (id) => document.getElementById(id);
 const language = chosenLanguage();
 const words = served.words[language];
 
+/** What the browser keeps under a name in "localStorage" or "sessionStorage". */
 function read(storage, name, otherwise) {
   try {
-    return JSON.parse(storage.getItem(name)) ?? otherwise;
+    return JSON.parse(window[storage].getItem(name)) ?? otherwise;
   } catch {
-    return otherwise; // no storage, or damaged
+    return otherwise; // it is forbidden, or damaged
+  }
+}
+
+/** Whether the browser keeps `value` from now on. */
+function write(storage, name, value) {
+  try {
+    window[storage].setItem(name, JSON.stringify(value));
+    return true;
+  } catch {
+    return false; // it is full, or forbidden
   }
 }
 
 function chosenLanguage() {
-  const asked = [read(localStorage, "settings", {}).language, ...navigator.languages].filter(Boolean);
+  const asked = [read("localStorage", "settings", {}).language, ...navigator.languages].filter(Boolean);
   const known = asked.map((name) => name.toLowerCase().split("-")[0]).filter((name) => name in served.words);
   return known[0] ?? "en";
 }
