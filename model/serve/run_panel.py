@@ -1,7 +1,7 @@
 """What the page shows of runs: figures in words, curves, newest answers, events and log."""
 
 import threading
-from functools import lru_cache
+import time
 from pathlib import Path
 
 from model.display.catalogue import Texts
@@ -14,13 +14,16 @@ from model.display.watch import Follower
 JOURNAL = "metrics.jsonl"
 MAX_RUNS, MAX_EVENTS = 100, 20  # that are shown
 MAX_FOLLOWED = 16  # runs whose figures are kept between two looks
+REST = 20  # times as long as a journal took to read it is not read again, so that answers keep their pace
+NO_CURVES = dict(train=[], eval=[], samples=[], log=[], best=None, step=0, total_steps=None, is_finished=False)
 
 
 class RunPanel:
     """The runs of a folder, which is a run directory itself or has them; may be asked from any thread."""
 
     def __init__(self, folder: Path):
-        self._folder, self._lock, self._followers = folder, threading.Lock(), {}
+        self._folder, self._lock = folder, threading.Lock()
+        self._followers, self._curves = {}, {}  # by run directory; of the curves also what is known of their file
 
     def names(self) -> list[str]:
         """The runs, that with the newest journal line first; one alone if the folder is a run directory."""
@@ -41,7 +44,7 @@ class RunPanel:
         run_dir = self._folder if is_run else self._folder / name
         try:
             with self._lock:
-                view, curves = self._follower(run_dir).look(), _curves(run_dir / JOURNAL)
+                view, curves = self._follower(run_dir).look(), self._curves_of(run_dir)
                 printed = [log_line(line) for line in view.log]  # while a screen covers its terminal
                 log = dict(log=printed or curves["log"])
                 return dict(runs=names, run=name) | told(view, Texts(language)) | curves | log
@@ -52,8 +55,22 @@ class RunPanel:
         if run_dir not in self._followers:
             if len(self._followers) == MAX_FOLLOWED:
                 self._followers.clear()
+                self._curves.clear()
             self._followers[run_dir] = Follower(run_dir, "")
         return self._followers[run_dir]
+
+    def _curves_of(self, run_dir):
+        journal, now = run_dir / JOURNAL, time.monotonic()
+        if not journal.is_file():  # the run has only begun
+            return NO_CURVES
+        stat = journal.stat()
+        file = stat.st_size, stat.st_mtime_ns
+        curves, known, until = self._curves.get(run_dir, (None, None, 0))
+        if curves is None or file != known and now > until:
+            curves = curves_of(journal)
+            seconds = time.monotonic() - now
+            self._curves[run_dir] = curves, file, now + REST * seconds
+        return curves
 
 
 def told(view, text: Texts) -> dict:
@@ -82,16 +99,3 @@ def _changed(journal):
         return journal.stat().st_mtime_ns
     except OSError:  # it has gone
         return 0
-
-
-def _curves(journal):
-    try:
-        stat = journal.stat()
-        return _curves_of(journal, stat.st_size, stat.st_mtime_ns)
-    except FileNotFoundError:  # the run has only begun
-        return dict(train=[], eval=[], samples=[], log=[], best=None, step=0, total_steps=None, is_finished=False)
-
-
-@lru_cache(maxsize=MAX_FOLLOWED)
-def _curves_of(journal, size, changed):  # the last two say whether the file is still the same
-    return curves_of(journal)
