@@ -229,6 +229,7 @@ def page(address, out, *questions, size="1440x900", language="en", dark=False, p
         shown = Page(browser, address)
         screen_size = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen_size)
+        browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", dict(enabled=width < 600))
         browser.execute_cdp_cmd(
             "Emulation.setUserAgentOverride", dict(userAgent="picture", acceptLanguage=f"{language},en")
         )
@@ -236,7 +237,8 @@ def page(address, out, *questions, size="1440x900", language="en", dark=False, p
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=[scheme]))
         shown.reload()
         for count, question in enumerate(questions, start=1):
-            shown.ask(str(question))
+            shown.type(str(question))
+            shown.click("#send")
             wait_until(lambda count=count: len(shown.texts(".round")) == count and shown.run("return !running.size"))
         if press:
             shown.click(press)

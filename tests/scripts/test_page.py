@@ -88,7 +88,7 @@ def num_open(served):
 def test_an_answer_streams_is_stopped_and_answered_again(page, served):
     page.ask("hello")
     page.expect(".body", [PAIRS["hello"]])
-    wait_until(lambda: "tokens/s" in page.texts(".assistant .figures")[0])
+    wait_until(lambda: "tokens/s (" in page.texts(".assistant .figures")[0])
     page.click(".again")
     page.expect(".problem", ["The same again: at temperature 0 it is always the likeliest. Raise it in the settings."])
     page.set(**ENDLESS)

@@ -2,6 +2,7 @@
 // The panel of a run: its state and figures in words, the curves, what the model answers now, events and log.
 
 const POLL_MILLISECONDS = 2000, SLOW_MILLISECONDS = 10000;
+const MOST_TIMES = 20; // from the least to the greatest value so many times more: then the scale is logarithmic
 let chosenRun = "", pollTimer = 0, shownRun = null;
 
 async function followRun() {
@@ -35,7 +36,7 @@ function showRun(run) {
   select.value = run.run;
   select.hidden = run.runs.length < 2;
   if (isOther) byId("run").scrollTop = 0;
-  byId("state").textContent = [run.state, ...run.progress].join(" · ");
+  byId("state").textContent = [run.state, ...run.progress.slice(run.is_finished ? 1 : 0)].join(" · ");
   update(byId("figures"), run.rows.flatMap(([name, value]) => [made("dt", {}, name), made("dd", {}, value)]));
   shownRun = run;
   drawCurves();
@@ -72,7 +73,7 @@ function showLines(id, lines) {
   if (isAtEnd) pre.scrollTop = pre.scrollHeight;
 }
 
-/** Draw a line and dots, lists of [step, value], from zero or from the least value on. */
+/** Draw a line and dots, lists of [step, value], from zero or, on a logarithmic scale if need be, from the least on. */
 function draw(canvas, lines, dots, fromZero) {
   const scale = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   canvas.width = width * scale;
@@ -84,19 +85,20 @@ function draw(canvas, lines, dots, fromZero) {
   const [left, bottom, top] = [46, 20, 8], most = Math.max(...all.map(([x]) => x), 1);
   let low = fromZero ? 0 : Math.min(...all.map(([, y]) => y)), high = Math.max(...all.map(([, y]) => y));
   if (high === low) { high += 1; low -= 1; }
+  const isLog = low > 0 && high / low > MOST_TIMES, scaled = isLog ? Math.log : Number;
   const x = (value) => left + (width - left - 8) * value / most;
-  const y = (value) => height - bottom - (height - bottom - top) * (value - low) / (high - low);
+  const y = (value) => height - bottom - (height - bottom - top) * (scaled(value) - scaled(low)) / (scaled(high) - scaled(low));
   pen.font = "11px system-ui";
   pen.fillStyle = color("--soft");
   pen.strokeStyle = color("--line");
   for (const part of [0, 0.5, 1]) {
-    const value = low + (high - low) * part;
-    pen.fillText(value >= 1000 ? (value / 1000).toFixed(1) + "k" : value ? value.toPrecision(3) : "0", 2, y(value) + 4);
+    const value = isLog ? low * (high / low) ** part : low + (high - low) * part;
+    pen.fillText(shortNumber(value), 2, y(value) + 4);
     pen.beginPath(); pen.moveTo(left, y(value)); pen.lineTo(width, y(value)); pen.stroke();
   }
   pen.fillText("0", left, height - 5);
   pen.textAlign = "right";
-  pen.fillText(say(words.step, { step: most }), width - 4, height - 5);
+  pen.fillText((isLog ? words.log_scale + ", " : "") + say(words.step, { step: most }), width - 4, height - 5);
   pen.textAlign = "left";
   pen.strokeStyle = color("--accent");
   pen.lineWidth = 1.5;
@@ -105,6 +107,11 @@ function draw(canvas, lines, dots, fromZero) {
   pen.stroke();
   pen.fillStyle = color("--second");
   for (const [at, value] of dots) if (value !== null) { pen.beginPath(); pen.arc(x(at), y(value), 3.5, 0, 7); pen.fill(); }
+}
+
+function shortNumber(value) {
+  if (value >= 1000) return (value / 1000).toFixed(1) + "k";
+  return value ? value.toPrecision(value < 0.1 ? 2 : 3) : "0";
 }
 
 function setUpRun() {
