@@ -76,7 +76,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="of an answer, at most")
     parser.add_argument("--max_waiting", type=int, default=256, help="requests that may wait for a slot")
     parser.add_argument("--request_seconds", type=float, default=300, help="time limit of an answer")
-    return parser.parse_args(with_value(argv, "--single_turn"))
+    return parser.parse_intermixed_args(with_value(argv, "--single_turn"))  # models before and after options
 
 
 def check(options: argparse.Namespace) -> None:
