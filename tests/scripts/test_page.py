@@ -178,7 +178,7 @@ def test_a_question_is_edited_and_sent_again_by_keyboard(page):
     page.wait_for(".thought", 1)
     thought = page.find(".round:last-child .thought")
     assert thought.get_attribute("open") is None and page.texts(".thought .text")[1] == "你"
-    assert page.texts(".calls code") == ['calls f {"x": "天"}']
+    page.expect(".calls code", ['calls f {"x": "天"}'])
     page.type(UP)
     page.type(ESCAPE, at=".edit textarea")
     page.expect(".user .text", ["hello", "想"])
