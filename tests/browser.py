@@ -30,8 +30,8 @@ class Page:
 
     def __init__(self, browser, address):
         self.browser, self.address = browser, address
-        browser.get("about:blank")
-        browser.execute_cdp_cmd("Storage.clearDataForOrigin", dict(origin=address, storageTypes="all"))
+        browser.get(address)
+        self.run("saveTalk = noteRunning = () => {}; localStorage.clear(); sessionStorage.clear();")
         browser.get(address)
 
     def run(self, code, *values):
