@@ -141,7 +141,7 @@ def serve(options: argparse.Namespace) -> int:
     chats = [load_chat_model(directory) for directory in options.model_dirs]
     port = sockets[0].getsockname()[1]  # one that was free, if 0 was asked for
     address = f"http://{options.host}:{port}"
-    app = make_app(service_of(chats, options))
+    app = make_app(site_of(chats, options))
     for chat in chats:
         ready = dict(directory=chat.directory, device=chat.model.device, address=address)
         print(texts_here()("serve.ready", **ready), flush=True)
@@ -155,28 +155,30 @@ def serve(options: argparse.Namespace) -> int:
     return 0 if server.started else 1
 
 
-def service_of(chats, options: argparse.Namespace):
+def site_of(chats, options: argparse.Namespace):
     from model.serve.run_panel import RunPanel
-    from model.serve.served_model import names_of
-    from model.serve.server import Service
+    from model.serve.server import Site
+    from model.serve.server_metrics import ServerMetrics
+    from model.serve.service import names_of
 
-    names = names_of([chat.directory for chat in chats])
+    names, metrics = names_of([chat.directory for chat in chats]), ServerMetrics()
     hosts = ("*",) if options.host not in LOOPBACK else ("localhost", "127.0.0.1", "[::1]", "::1")
-    return Service(
-        tuple(served_model(name, chat, options) for name, chat in zip(names, chats, strict=True)),
-        input_tokens=options.max_prompt_tokens, new_tokens=options.max_new_tokens, api_key=options.api_key,
-        runs=RunPanel(options.run) if options.run else None, hosts=hosts, request_seconds=options.request_seconds,
-    )  # fmt: skip
+    services = tuple(service_of(chat, name, metrics, options) for chat, name in zip(chats, names, strict=True))
+    return Site(services, options.api_key, RunPanel(options.run) if options.run else None, hosts)
 
 
-def served_model(name: str, chat, options: argparse.Namespace):
+def service_of(chat, name, metrics, options: argparse.Namespace):
     from model.serve.decoding_thread import DecodingThread
-    from model.serve.served_model import ServedModel
+    from model.serve.service import Service
 
     slots = options.slots or (64 if chat.model.device.type == "cuda" else 16)
     limits = chat.limits(slots, options.max_prompt_tokens, options.max_new_tokens)
-    single_turn = chat.single_turn if options.single_turn is None else options.single_turn
-    return ServedModel(name, chat, DecodingThread(chat.model, limits, options.max_waiting), single_turn)
+    return Service(
+        chat, DecodingThread(chat.model, limits, options.max_waiting), name,
+        input_tokens=options.max_prompt_tokens, new_tokens=options.max_new_tokens,
+        request_seconds=options.request_seconds, metrics=metrics,
+        single_turn=chat.single_turn if options.single_turn is None else options.single_turn,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

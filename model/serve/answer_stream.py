@@ -24,9 +24,8 @@ class AnswerStream:
     `read` gives the Said of each piece of text. The stops count in the text alone, not in thoughts and calls.
     """
 
-    def __init__(self, served, metrics, stream, asked, read, prompt_tokens, deadline):
-        self.served, self.metrics, self.stream, self.asked = served, metrics, stream, asked
-        self.read, self.deadline = read, deadline
+    def __init__(self, service, stream, asked, read, prompt_tokens, deadline):
+        self.service, self.stream, self.asked, self.read, self.deadline = service, stream, asked, read, deadline
         self.prompt_tokens, self.new_tokens, self.reason = prompt_tokens, 0, "length"
         self.is_over = False  # the piece given now is the last one
         self._stop, self._has_calls = StopFilter(asked.stops), False
@@ -37,8 +36,8 @@ class AnswerStream:
 
     async def pieces(self):
         """Yield what can be shown, each a Said. Frees the slot when it ends, fails or is left."""
-        metrics, started = self.metrics, time.monotonic()
-        text = TextStream(self.served.chat.tokenizer)
+        metrics, started = self.service.metrics, time.monotonic()
+        text = TextStream(self.service.chat.tokenizer)
         try:
             async with asyncio.timeout_at(self.deadline):
                 async for progress in self.stream:
@@ -53,7 +52,7 @@ class AnswerStream:
             shown, self.reason = self._shown("", True), "length"
             yield shown
         finally:
-            self.served.decoder.cancel(self.stream)
+            self.service.decoder.cancel(self.stream)
             metrics.request_seconds.observe(time.monotonic() - started)
 
     def _shown(self, piece, is_last):

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hmac
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -29,77 +29,71 @@ from model.serve.decoding_thread import TooBusy
 from model.serve.document import document, headers
 from model.serve.openai_api import Reply, error_body, parse_chat, parse_completion
 from model.serve.run_panel import RunPanel
-from model.serve.served_model import ServedModel
-from model.serve.server_metrics import ServerMetrics
+from model.serve.service import Service
 
 DISCONNECT_SECONDS = 0.5  # between two looks whether a client that waits for a whole answer is still there
 
 
 @dataclass(frozen=True)
-class Service:
-    """What the server answers with, and its limits."""
+class Site:
+    """What the server offers, and who may call it."""
 
-    models: tuple[ServedModel, ...]
-    input_tokens: int  # of a prompt, at most
-    new_tokens: int  # of an answer, at most
+    services: tuple[Service, ...]  # with one ServerMetrics
     api_key: str = ""  # "": none is asked for
     runs: RunPanel | None = None  # that the page shows
     hosts: tuple[str, ...] = ("*",)  # names under which the server may be called
     body_bytes: int = 4 * 2**20
-    request_seconds: float = 300.0
-    metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
     @property
-    def entries(self):
-        """The models as /v1/models has them."""
-        return [served.entry(self.input_tokens, self.new_tokens) for served in self.models]
+    def metrics(self):
+        return self.services[0].metrics
 
-    def model(self, name):
-        """The model that a request names: the only one whatever it is called, else the first where none is named."""
-        named = [served for served in self.models if served.name == name]
-        if not named and name and len(self.models) > 1:
-            names = ", ".join(served.name for served in self.models)
+    def service(self, name):
+        """The Service of the model `name`: the only one whatever is asked, else the first where none is named."""
+        named = [service for service in self.services if service.name == name]
+        if not named and name and len(self.services) > 1:
+            names = ", ".join(service.name for service in self.services)
             raise Refused(404, f"model={name!r:.80}: the models here are {names}", "not_found_error")
-        return (named or self.models)[0]
+        return (named or self.services)[0]
 
 
-def make_app(service):
+def make_app(site):
     """The ASGI application."""
-    html = document(service.entries, bool(service.api_key), service.runs is not None)
+    html = document([service.entry() for service in site.services], bool(site.api_key), site.runs is not None)
     page_headers = headers(html)
     routes = [
         Route("/", lambda request: HTMLResponse(html, headers=page_headers)),
-        Route("/health", partial(health, service)),
-        Route("/v1/models", guarded(service, models)),
-        Route("/v1/chat/completions", guarded(service, partial(complete, parse_chat)), methods=["POST"]),
-        Route("/v1/completions", guarded(service, partial(complete, parse_completion)), methods=["POST"]),
-        Route("/metrics", guarded(service, metrics)),
-        Route("/run.json", guarded(service, look_at_run)),
+        Route("/health", partial(health, site)),
+        Route("/v1/models", guarded(site, models)),
+        Route("/v1/chat/completions", guarded(site, partial(complete, parse_chat)), methods=["POST"]),
+        Route("/v1/completions", guarded(site, partial(complete, parse_completion)), methods=["POST"]),
+        Route("/metrics", guarded(site, metrics)),
+        Route("/run.json", guarded(site, look_at_run)),
     ]
-    only_hosts = [Middleware(TrustedHostMiddleware, allowed_hosts=list(service.hosts))]
-    return Starlette(routes=routes, middleware=only_hosts, lifespan=partial(running, service))
+    only_hosts = [Middleware(TrustedHostMiddleware, allowed_hosts=list(site.hosts))]
+    return Starlette(routes=routes, middleware=only_hosts, lifespan=partial(running, site))
 
 
 @contextlib.asynccontextmanager
-async def running(service, app):
+async def running(site, app):
     """Runs the decoders as long as the server runs."""
-    for served in service.models:
-        served.decoder.start()
+    for service in site.services:
+        service.decoder.start()
     try:
         yield
     finally:  # also where a second Ctrl+C cancels this
-        for served in service.models:
-            served.decoder.stop()
+        for service in site.services:
+            service.decoder.stop()
 
 
-def guarded(service, endpoint):
+def guarded(site, endpoint):
     """`endpoint` for those who know the API key, with a JSON error for what it refuses."""
 
     async def guard(request):
         status = 500
         try:
-            check_key(service, request)
-            response = await endpoint(service, request)
+            check_key(site, request)
+            response = await endpoint(site, request)
             status = response.status_code
             return response
         except Refused as error:
@@ -109,63 +103,63 @@ def guarded(service, endpoint):
             status = 499
             return Response(status_code=status)
         finally:
-            service.metrics.requests.labels(request.url.path, status).inc()
+            site.metrics.requests.labels(request.url.path, status).inc()
 
     return guard
 
 
-def check_key(service, request):
+def check_key(site, request):
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if service.api_key and not hmac.compare_digest(given.encode("latin-1"), service.api_key.encode()):
+    if site.api_key and not hmac.compare_digest(given.encode("latin-1"), site.api_key.encode()):
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "authentication_error")
 
 
-async def health(service, request):
-    is_alive = all(served.decoder.is_alive() for served in service.models)
-    return JSONResponse(dict(status="ok" if is_alive else "a decoder has ended"), 200 if is_alive else 500)
+async def health(site, request):
+    is_alive = all(service.decoder.is_alive() for service in site.services)
+    return JSONResponse(dict(status="ok" if is_alive else "the decoder has ended"), 200 if is_alive else 500)
 
 
-async def models(service, request):
-    return JSONResponse(dict(object="list", data=service.entries))
+async def models(site, request):
+    return JSONResponse(dict(object="list", data=[service.entry() for service in site.services]))
 
 
-async def metrics(service, request):
-    num_open = sum(served.decoder.num_open for served in service.models)
-    return Response(service.metrics.text(num_open), media_type="text/plain; version=0.0.4")
+async def metrics(site, request):
+    num_open = sum(service.decoder.num_open for service in site.services)
+    return Response(site.metrics.text(num_open), media_type="text/plain; version=0.0.4")
 
 
-async def look_at_run(service, request):
-    if service.runs is None:
+async def look_at_run(site, request):
+    if site.runs is None:
         raise Refused(404, "no run is shown: start the server with --run RUN_DIR")
     name, language = (request.query_params.get(field, "") for field in ("run", "language"))
     if language not in CATALOGUE:
         language = "en"
     try:
-        return JSONResponse(await asyncio.to_thread(service.runs.look, name, language))
+        return JSONResponse(await asyncio.to_thread(site.runs.look, name, language))
     except (OSError, ValueError) as error:
         raise Refused(404, f"the run cannot be read: {error}") from None
 
 
-async def complete(parse, service, request):
+async def complete(parse, site, request):
     """Answer a chat or completion request, whole or as server-sent events."""
-    body = await read_json(request, service.body_bytes)
+    body = await read_json(request, site.body_bytes)
+    service = site.service(body.get("model"))
     deadline = asyncio.get_running_loop().time() + service.request_seconds
     try:
-        served = service.model(body.get("model"))
-        asked = parse(body, served.chat, service.new_tokens)
-        ids = await until_disconnected(request, ids_of(service, served, asked, deadline))
+        asked = parse(body, service.chat, service.new_tokens)
+        ids = await until_disconnected(request, ids_of(service, asked, deadline))
     except ValueError as error:
         raise Refused(400, str(error)) from None
     try:
-        stream = served.decoder.submit(Request(ids, asked.max_new_tokens, asked.sampling, streams=True))
+        stream = service.decoder.submit(Request(ids, asked.max_new_tokens, asked.sampling, streams=True))
     except TooBusy as error:
         raise Refused(429, str(error), "rate_limit_error", {"retry-after": "1"}) from None
     except RuntimeError as error:
         raise Refused(503, str(error), "server_error") from None
     service.metrics.prompt_tokens.inc(len(ids))
-    reply = Reply.to(served.name, parse is parse_chat)
-    read = reader(served.chat, asked) if reply.is_chat else as_text
-    answer = AnswerStream(served, service.metrics, stream, asked, read, len(ids), deadline)
+    reply = Reply.to(service.name, parse is parse_chat)
+    read = reader(service.chat, asked) if reply.is_chat else as_text
+    answer = AnswerStream(service, stream, asked, read, len(ids), deadline)
     if asked.streams:
         return StreamingResponse(events(answer, reply, asked.wants_usage), media_type="text/event-stream")
     parts = join_parts(await until_disconnected(request, collect(answer)))
@@ -178,13 +172,13 @@ def alone(turns):
     return [*(turn for turn in turns[:start] if turn.role == "system"), *turns[start:]]
 
 
-async def ids_of(service, served, asked, deadline):
+async def ids_of(service, asked, deadline):
     """Ids of the prompt, read in a thread, so that the others need not wait for it. A `deadline` of the event loop."""
-    turns = alone(asked.turns) if served.single_turn else asked.turns
+    turns = alone(asked.turns) if service.single_turn else asked.turns
     said = turns, service.input_tokens, asked.tools, asked.thinking
     try:
         async with asyncio.timeout_at(deadline):
-            return await asyncio.to_thread(prompt_ids, served.chat, *said)
+            return await asyncio.to_thread(prompt_ids, service.chat, *said)
     except TimeoutError:
         raise Refused(503, f"the prompt was not read within {service.request_seconds:g} s", "server_error") from None
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from model.generate.sampling import EXCLUDED, LIMITS, Sampling
-from model.serve.served_model import names_of
+from model.serve.service import names_of
 from scripts.serve import parse_arguments
 
 

@@ -1,28 +1,34 @@
-"""A model that the server answers with, and what it tells clients of itself."""
+"""A model that the server answers with, its limits, and what it tells clients of itself."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from model.generate.sampling import LIMITS
 from model.serve.answering import ChatModel
 from model.serve.decoding_thread import DecodingThread
+from model.serve.server_metrics import ServerMetrics
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """A model with its decoder."""
+class Service:
+    """What answers are made with, and their limits."""
 
-    name: str
     chat: ChatModel
     decoder: DecodingThread
+    name: str  # of the model
+    input_tokens: int  # of a prompt, at most
+    new_tokens: int  # of an answer, at most
     single_turn: bool = False  # each question is answered by itself
+    request_seconds: float = 300.0
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)  # one for all models of a server
 
-    def entry(self, input_tokens: int, new_tokens: int) -> dict:
+    def entry(self) -> dict:
         """Its object in /v1/models: beside OpenAI's fields the settings in force and the limits, least and most."""
-        defaults = asdict(self.chat.sampling) | dict(max_tokens=min(self.chat.max_new_tokens, new_tokens))
+        defaults = asdict(self.chat.sampling) | dict(max_tokens=min(self.chat.max_new_tokens, self.new_tokens))
         del defaults["seed"]  # another for each request
         return dict(
             id=self.name, object="model", created=0, owned_by="you", single_turn=self.single_turn,
-            max_prompt_tokens=input_tokens, defaults=defaults, limits=LIMITS | dict(max_tokens=(1, new_tokens)),
+            max_prompt_tokens=self.input_tokens, defaults=defaults,
+            limits=LIMITS | dict(max_tokens=(1, self.new_tokens)),
         )  # fmt: skip
 
 
