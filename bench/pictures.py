@@ -2,9 +2,11 @@
 
     python -m bench.pictures overview RUN_DIR [--output docs/images/overview.png]
     python -m bench.pictures screen RUN_DIR OUT.svg [--columns 120] [--lines 30]
+    python -m bench.pictures page ADDRESS OUT.png QUESTION… [--size 1440x900] [--language zh] [--dark] [--press CSS]
 
 overview: the losses of a run, from its journal, and the speed table of docs/benchmarks.md. screen: the screen as it
-stood when the run wrote its last status; CHAT_LANG chooses the language.
+stood when the run wrote its last status; CHAT_LANG chooses the language. page: the page of a server that runs at
+ADDRESS, after these questions; below 600 pixels a phone's.
 """
 
 import io
@@ -12,6 +14,7 @@ import os
 import platform
 import re
 import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +34,10 @@ from model.display.plots import draw_losses
 from model.display.screen import draw as draw_screen
 from model.display.watch import Follower
 from model.run.journal import read_journal
+from tests.browser import Page, new_browser
+from tests.served import wait_until
 
+SHOWN_SECONDS = 3  # until the panel of a run has been asked for again
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 COLOURS = {"this trainer": "tab:blue", "Seq2SeqTrainer": "tab:orange", "hand-tuned": "tab:green"}
@@ -215,10 +221,37 @@ def screen(run_dir, out, columns=120, lines=30):
     Path(out).write_text(console.export_svg(title=str(run_dir)), encoding="utf-8")
 
 
+def page(address, out, *questions, size="1440x900", language="en", dark=False, press=""):
+    """Ask the questions on the page of a running server and write what is seen; `press` is clicked last."""
+    width, height = map(int, size.split("x"))
+    browser = new_browser()
+    try:
+        shown = Page(browser, address)
+        screen_size = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen_size)
+        browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", dict(enabled=width < 600))
+        browser.execute_cdp_cmd(
+            "Emulation.setUserAgentOverride", dict(userAgent="picture", acceptLanguage=f"{language},en")
+        )
+        scheme = dict(name="prefers-color-scheme", value="dark" if dark else "light")
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=[scheme]))
+        shown.reload()
+        for count, question in enumerate(questions, start=1):
+            shown.type(str(question))
+            shown.click("#send")
+            wait_until(lambda count=count: len(shown.texts(".round")) == count and shown.run("return !running.size"))
+        if press:
+            shown.click(press)
+        time.sleep(SHOWN_SECONDS)
+        browser.save_screenshot(str(out))
+    finally:
+        browser.quit()
+
+
 def stretched(text):
     """`text` with a space of no width behind each wide character: rich's svg gives each character one column."""
     return "".join(character + "\u200b" * (cell_len(character) - 1) for character in text)
 
 
 if __name__ == "__main__":
-    fire.Fire(dict(overview=overview, screen=screen))
+    fire.Fire(dict(overview=overview, screen=screen, page=page))

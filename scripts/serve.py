@@ -1,11 +1,12 @@
-"""Serve a trained model: OpenAI's HTTP interface, and a page to talk to it.
+"""Serve trained models: OpenAI's HTTP interface, and a page to talk to them.
 
-    python scripts/serve.py MODEL_DIR [--run RUN_DIR] [--host 127.0.0.1] [--port 8000] [--api_key KEY]
+    python scripts/serve.py MODEL_DIR [MODEL_DIR…] [--run RUN_DIR] [--host 127.0.0.1] [--port 8000] [--api_key KEY]
         [--single_turn]
 
-MODEL_DIR is a Hugging Face directory or a run directory. The page shows the curves of the run RUN_DIR, live while it
-trains. With --single_turn each question is answered by itself, with the system text: the default for a model that was
-trained on single questions; --single_turn=False answers with what was said before. Needs the extra packages:
+MODEL_DIR is a Hugging Face directory or a run directory. Of several models a request's `model` chooses one; the page
+shows their answers beside each other. It shows the run RUN_DIR too, live while it trains, or those of a folder. With
+--single_turn each question is answered by itself, with the system text: the default for a model that was trained on
+single questions; --single_turn=False answers with what was said before. Needs the extra packages:
 pip install -e '.[serve]'
 """
 
@@ -35,7 +36,7 @@ from model.commands.option_names import (  # noqa: E402
     true_or_false,
     with_value,
 )
-from model.display.catalogue import language_of, texts_here  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_CONNECTIONS = 512
@@ -62,8 +63,8 @@ def main(argv: list[str]) -> int:
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--run", type=Path, help="run directory whose curves the page shows")
+    parser.add_argument("model_dirs", type=Path, nargs="+", metavar="MODEL_DIR")
+    parser.add_argument("--run", type=Path, help="run directory that the page shows, or a folder of them")
     parser.add_argument("--host", default="127.0.0.1", help="address; another than this machine's needs --api_key")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--api_key", default=os.environ.get("CHAT_API_KEY", ""), help="default: $CHAT_API_KEY")
@@ -75,7 +76,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="of an answer, at most")
     parser.add_argument("--max_waiting", type=int, default=256, help="requests that may wait for a slot")
     parser.add_argument("--request_seconds", type=float, default=300, help="time limit of an answer")
-    return parser.parse_args(with_value(argv, "--single_turn"))
+    return parser.parse_intermixed_args(with_value(argv, "--single_turn"))  # models before and after options
 
 
 def check(options: argparse.Namespace) -> None:
@@ -137,33 +138,45 @@ def serve(options: argparse.Namespace) -> int:
 
     connection = partial(WatchedConnection, answer_seconds=options.request_seconds + BEFORE_ANSWER_SECONDS)
     sockets = listeners(options.host, options.port)  # before the model is loaded, too
-    chat = load_chat_model(options.model_dir)
+    chats = [load_chat_model(directory) for directory in options.model_dirs]
     port = sockets[0].getsockname()[1]  # one that was free, if 0 was asked for
     address = f"http://{options.host}:{port}"
-    print(texts_here()("serve.ready", directory=chat.directory, device=chat.model.device, address=address), flush=True)
-    if chat.single_turn and options.single_turn is None:
-        print(texts_here()("serve.alone"), flush=True)
+    app = make_app(site_of(chats, options))
+    for chat in chats:
+        ready = dict(directory=chat.directory, device=chat.model.device, address=address)
+        print(texts_here()("serve.ready", **ready), flush=True)
+        if chat.single_turn and options.single_turn is None:
+            print(texts_here()("serve.alone"), flush=True)
     server = uvicorn.Server(uvicorn.Config(
-        make_app(service_of(chat, options)), log_level="warning", limit_concurrency=MAX_CONNECTIONS, http=connection,
+        app, log_level="warning", limit_concurrency=MAX_CONNECTIONS, http=connection,
         access_log=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=5,
     ))  # fmt: skip
     server.run(sockets)
     return 0 if server.started else 1
 
 
-def service_of(chat, options: argparse.Namespace):
+def site_of(chats, options: argparse.Namespace):
+    from model.serve.run_panel import RunPanel
+    from model.serve.server import Site
+    from model.serve.server_metrics import ServerMetrics
+    from model.serve.service import names_of
+
+    names, metrics = names_of([chat.directory for chat in chats]), ServerMetrics()
+    hosts = ("*",) if options.host not in LOOPBACK else ("localhost", "127.0.0.1", "[::1]", "::1")
+    services = tuple(service_of(chat, name, metrics, options) for chat, name in zip(chats, names, strict=True))
+    return Site(services, options.api_key, RunPanel(options.run) if options.run else None, hosts)
+
+
+def service_of(chat, name, metrics, options: argparse.Namespace):
     from model.serve.decoding_thread import DecodingThread
-    from model.serve.server import Service
+    from model.serve.service import Service
 
     slots = options.slots or (64 if chat.model.device.type == "cuda" else 16)
     limits = chat.limits(slots, options.max_prompt_tokens, options.max_new_tokens)
-    folder = chat.directory
-    hosts = ("*",) if options.host not in LOOPBACK else ("localhost", "127.0.0.1", "[::1]", "::1")
     return Service(
-        chat, DecodingThread(chat.model, limits, options.max_waiting),
-        name=folder.parent.name if folder.name in ("best", "last") else folder.name,
-        input_tokens=options.max_prompt_tokens, new_tokens=options.max_new_tokens, api_key=options.api_key,
-        run_dir=options.run, language=language_of(os.environ), hosts=hosts, request_seconds=options.request_seconds,
+        chat, DecodingThread(chat.model, limits, options.max_waiting), name,
+        input_tokens=options.max_prompt_tokens, new_tokens=options.max_new_tokens,
+        request_seconds=options.request_seconds, metrics=metrics,
         single_turn=chat.single_turn if options.single_turn is None else options.single_turn,
     )  # fmt: skip
 

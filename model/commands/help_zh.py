@@ -159,12 +159,13 @@ Ctrl+C 退出。思考过程显示为暗色，从管道读入时不输出；模�
     "serve": {
         "": """用训练好的模型提供服务：OpenAI 的 HTTP 接口，以及一个对话网页。
 
-    python scripts/serve.py MODEL_DIR [--run RUN_DIR] [--host 127.0.0.1] [--port 8000] [--api_key KEY]
+    python scripts/serve.py MODEL_DIR [MODEL_DIR…] [--run RUN_DIR] [--host 127.0.0.1] [--port 8000] [--api_key KEY]
 
-MODEL_DIR 是 Hugging Face 目录或训练目录。网页显示训练目录 RUN_DIR 的曲线，训练时实时更新。
+MODEL_DIR 是 Hugging Face 目录或训练目录。有几个模型时，请求里的 model 选其中一个，网页并排显示
+它们的回答。网页还显示训练目录 RUN_DIR（或一个文件夹里的各次训练），训练时实时更新。
 需要另外安装：pip install -e '.[serve]'""",
-        "model_dir": "模型目录",
-        "run": "网页显示哪个训练目录的曲线",
+        "model_dirs": "模型目录，可以有几个",
+        "run": "网页显示哪个训练目录，或装着几个训练目录的文件夹",
         "host": "监听的地址；不是本机地址时必须写 --api_key",
         "port": "端口",
         "api_key": "API 密钥；默认：$CHAT_API_KEY",

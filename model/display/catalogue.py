@@ -1,7 +1,7 @@
 """What people read, in each language: one catalogue, chosen by CHAT_LANG or the locale.
 
 The screen's texts stand here, those of scripts in tool_words.py, of doctor and plan in check_words.py, of how models
-answer in answer_words.py, the others in words.py.
+answer in answer_words.py, of the server's page in page_words.py, the others in words.py.
 """
 
 import os
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from model.display.answer_words import ANSWERS
 from model.display.check_words import CHECKS
+from model.display.page_words import PAGE
 from model.display.tool_words import TOOLS
 from model.display.words import WORDS
 
@@ -231,7 +232,8 @@ SCREEN = {
         "earlier": "（更早的行在日志文件里）",
     },
 }
-CATALOGUE = {name: SCREEN[name] | WORDS[name] | ANSWERS[name] | TOOLS[name] | CHECKS[name] for name in SCREEN}
+ROOMS = WORDS, ANSWERS, TOOLS, CHECKS, PAGE
+CATALOGUE = {name: SCREEN[name] | {key: text for room in ROOMS for key, text in room[name].items()} for name in SCREEN}
 
 
 class Texts:

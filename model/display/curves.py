@@ -1,8 +1,11 @@
-"""The curves of a run, from its journal, with few enough points to draw."""
+"""The curves of a run, from its journal, with few enough points to draw, and its newest lines in words."""
 
+import time
+
+from model.display.console import epoch_line, train_line
 from model.run.journal import read_journal
 
-MAX_POINTS = 400
+MAX_POINTS, LOG_LINES = 400, 50
 EVAL_FIELDS = (
     "step", "loss", "nats_per_char", "bleu", "chrf", "loops", "ended", "length_ratio", "distinct_2",
 )  # fmt: skip
@@ -10,7 +13,7 @@ TRAIN_FIELDS = ("step", "loss", "tokens_per_second", "learn_rate", "grad_norm", 
 
 
 def curves_of(journal, most=MAX_POINTS):
-    """Dict with `train` and `eval`, lists of points; `best`, that of lowest loss; the newest `samples`; steps."""
+    """Dict with `train` and `eval`, lists of points; `best`, that of lowest loss; the newest `samples`; log; steps."""
     lines = read_journal(journal)
     trained = [line for line in lines if line["kind"] == "train"]
     evaluations = [line for line in lines if line["kind"] == "eval"]
@@ -21,6 +24,7 @@ def curves_of(journal, most=MAX_POINTS):
         eval=thinned(evaluated, most),
         samples=evaluations[-1].get("samples", []) if evaluations else [],
         best=min((point for point in evaluated if point["loss"] is not None), key=lambda p: p["loss"], default=None),
+        log=[said for line in lines[-LOG_LINES:] if (said := _said(line))],
         step=trained[-1]["step"] if trained else 0,
         total_steps=starts[-1].get("total_steps") if starts else None,
         is_finished=bool(lines) and lines[-1]["kind"] == "stop",
@@ -36,3 +40,11 @@ def thinned(points, most):
 
 def _point(line, names):
     return {name: line.get(name) for name in names}
+
+
+def _said(line):
+    """A train or eval line of a journal as the log has it, after the time of day; "" for others."""
+    clock = time.strftime("%H:%M:%S", time.localtime(line.get("time") or 0))
+    if line["kind"] == "train":
+        return f"{clock}  {train_line(line)}"
+    return f"{clock}  {epoch_line(line | dict(val_loss=line.get('loss')))}" if line["kind"] == "eval" else ""

@@ -13,6 +13,12 @@ from model.formats.carried import GUARDS, ONLY_DRAWN, RECORD, record_of
 
 MAX_NGRAM = 16
 BLOCK_COLUMNS = 256  # of logits, whose maximum says whether the likeliest token is among them
+# the least and the most that a setting may be, and the one of the two that it may not
+LIMITS = dict(
+    temperature=(0, 100), top_k=(0, 2**31 - 1), top_p=(0, 1), min_p=(0, 1), repetition_penalty=(0.01, 100),
+    no_repeat_ngram_size=(0, MAX_NGRAM), seed=(0, 2**63 - 1),
+)  # fmt: skip
+EXCLUDED = dict(top_p=0, min_p=1)
 GOLDEN_GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
@@ -37,20 +43,16 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        ranges = dict(
-            temperature=0 <= self.temperature <= 100, top_k=0 <= self.top_k < 2**31, top_p=0 < self.top_p <= 1,
-            min_p=0 <= self.min_p < 1, repetition_penalty=0.01 <= self.repetition_penalty <= 100,
-            no_repeat_ngram_size=0 <= self.no_repeat_ngram_size <= MAX_NGRAM, seed=0 <= self.seed < 2**63,
-        )  # fmt: skip
         rules = dict(
             temperature="from 0, which is greedy, to 100", top_k="0, which is off, or above",
             top_p="above 0 and at most 1",
             min_p="from 0 to below 1", repetition_penalty="from 0.01 to 100; 1 is off",
             no_repeat_ngram_size=f"from 0, which is off, to {MAX_NGRAM}", seed="from 0 to 2**63 - 1",
         )  # fmt: skip
-        for name, is_in_range in ranges.items():
-            if not is_in_range:
-                raise ValueError(f"{name}={getattr(self, name)}: must be {rules[name]}")
+        for name, (least, most) in LIMITS.items():
+            value = getattr(self, name)
+            if not least <= value <= most or value == EXCLUDED.get(name):
+                raise ValueError(f"{name}={value}: must be {rules[name]}")
 
 
 GREEDY = Sampling()

@@ -1,6 +1,7 @@
 """Work of the device captured as CUDA graphs, which replay all of its kernels in one call."""
 
 import functools
+import threading
 
 import torch
 
@@ -15,7 +16,8 @@ class GraphCapture:
     def __init__(self):
         # cuBLAS keeps a workspace per stream: use the current stream unless it is the default, which cannot capture
         current = torch.cuda.current_stream()
-        self.stream = _other_stream(current.device) if current == torch.cuda.default_stream() else current
+        is_default = current == torch.cuda.default_stream()
+        self.stream = _other_stream(current.device, threading.get_ident()) if is_default else current
         self.pool = torch.cuda.MemPool()
 
     def run(self, work, *args):
@@ -49,6 +51,6 @@ class GraphCapture:
             graph.capture_end()
 
 
-@functools.cache
-def _other_stream(device):
+@functools.cache  # one a thread: what another thread launches on it would be captured too
+def _other_stream(device, thread):
     return torch.cuda.Stream(device)

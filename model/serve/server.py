@@ -1,17 +1,16 @@
-"""The HTTP server of a trained model: OpenAI's interface, a page to talk to it, the curves of its run.
+"""The HTTP server of trained models: OpenAI's interface, a page to talk to them, what their runs say.
 
-The requests of all connections are decoded together by one DecodingThread; this module runs on the event loop and
-waits for it.
+The requests of all connections to a model are decoded together by its DecodingThread; this module runs on the event
+loop and waits for it.
 """
 
 import asyncio
 import contextlib
 import hmac
 import json
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -23,77 +22,80 @@ from starlette.routing import Route
 from model.commands.request_body import Refused, read_json
 from model.data.answer_parts import join_parts
 from model.display.catalogue import CATALOGUE
-from model.display.curves import curves_of
 from model.generate.engine import Request
 from model.serve.answer_stream import AnswerStream, as_text, collect, reader
-from model.serve.answering import ChatModel, prompt_ids, question_start
+from model.serve.answering import prompt_ids, question_start
 from model.serve.completions import continue_all, ids_of_prompt
-from model.serve.decoding_thread import DecodingThread, TooBusy
+from model.serve.decoding_thread import TooBusy
+from model.serve.document import document, headers
 from model.serve.openai_api import Reply, error_body, message_choice, parse_chat
 from model.serve.openai_completions import parse_completion
-from model.serve.server_metrics import ServerMetrics
+from model.serve.run_panel import RunPanel
+from model.serve.service import Service
 
-PAGE = Path(__file__).with_name("page.html")
-PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-}
 DISCONNECT_SECONDS = 0.5  # between two looks whether a client that waits for a whole answer is still there
 
 
 @dataclass(frozen=True)
-class Service:
-    """What the server answers with, and its limits."""
+class Site:
+    """What the server offers, and who may call it."""
 
-    chat: ChatModel
-    decoder: DecodingThread
-    name: str  # of the model
-    input_tokens: int  # of a prompt, at most
-    new_tokens: int  # of an answer, at most
+    services: tuple[Service, ...]  # with one ServerMetrics
     api_key: str = ""  # "": none is asked for
-    single_turn: bool = False  # each question is answered by itself
-    run_dir: Path | None = None  # whose curves the page shows
+    runs: RunPanel | None = None  # that the page shows
     hosts: tuple[str, ...] = ("*",)  # names under which the server may be called
     body_bytes: int = 4 * 2**20
-    request_seconds: float = 300.0
-    language: str = "en"
-    metrics: ServerMetrics = field(default_factory=ServerMetrics)
+
+    @property
+    def metrics(self):
+        return self.services[0].metrics
+
+    def service(self, name):
+        """The Service of the model `name`: the only one whatever is asked, else the first where none is named."""
+        named = [service for service in self.services if service.name == name]
+        if not named and name and len(self.services) > 1:
+            names = ", ".join(service.name for service in self.services)
+            raise Refused(404, f"model={name!r:.80}: the models here are {names}", "not_found_error")
+        return (named or self.services)[0]
 
 
-def make_app(service):
+def make_app(site):
     """The ASGI application."""
+    html = document([service.entry() for service in site.services], bool(site.api_key), site.runs is not None)
+    page_headers = headers(html)
     routes = [
-        Route("/", partial(page, service)),
-        Route("/health", partial(health, service)),
-        Route("/v1/models", guarded(service, models)),
-        Route("/v1/chat/completions", guarded(service, answer_chat), methods=["POST"]),
-        Route("/v1/completions", guarded(service, complete), methods=["POST"]),
-        Route("/metrics", guarded(service, metrics)),
-        Route("/run.json", guarded(service, run_curves)),
+        Route("/", lambda request: HTMLResponse(html, headers=page_headers)),
+        Route("/health", partial(health, site)),
+        Route("/v1/models", guarded(site, models)),
+        Route("/v1/chat/completions", guarded(site, answer_chat), methods=["POST"]),
+        Route("/v1/completions", guarded(site, complete), methods=["POST"]),
+        Route("/metrics", guarded(site, metrics)),
+        Route("/run.json", guarded(site, look_at_run)),
     ]
-    only_hosts = [Middleware(TrustedHostMiddleware, allowed_hosts=list(service.hosts))]
-    return Starlette(routes=routes, middleware=only_hosts, lifespan=partial(running, service))
+    only_hosts = [Middleware(TrustedHostMiddleware, allowed_hosts=list(site.hosts))]
+    return Starlette(routes=routes, middleware=only_hosts, lifespan=partial(running, site))
 
 
 @contextlib.asynccontextmanager
-async def running(service, app):
-    """Runs the decoder as long as the server runs."""
-    service.decoder.start()
+async def running(site, app):
+    """Runs the decoders as long as the server runs."""
+    for service in site.services:
+        service.decoder.start()
     try:
         yield
     finally:  # also where a second Ctrl+C cancels this
-        service.decoder.stop()
+        for service in site.services:
+            service.decoder.stop()
 
 
-def guarded(service, endpoint):
+def guarded(site, endpoint):
     """`endpoint` for those who know the API key, with a JSON error for what it refuses."""
 
     async def guard(request):
         status = 500
         try:
-            check_key(service, request)
-            response = await endpoint(service, request)
+            check_key(site, request)
+            response = await endpoint(site, request)
             status = response.status_code
             return response
         except Refused as error:
@@ -103,63 +105,47 @@ def guarded(service, endpoint):
             status = 499
             return Response(status_code=status)
         finally:
-            service.metrics.requests.labels(request.url.path, status).inc()
+            site.metrics.requests.labels(request.url.path, status).inc()
 
     return guard
 
 
-def check_key(service, request):
+def check_key(site, request):
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if service.api_key and not hmac.compare_digest(given.encode("latin-1"), service.api_key.encode()):
+    if site.api_key and not hmac.compare_digest(given.encode("latin-1"), site.api_key.encode()):
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "authentication_error")
 
 
-async def page(service, request):
-    return HTMLResponse(page_text(service), headers=PAGE_HEADERS)
-
-
-def page_text(service):
-    texts = CATALOGUE[service.language].items()
-    words = {key.removeprefix("page."): text for key, text in texts if key.startswith("page.")}
-    values = dict(
-        words=words, model=service.name, language=service.language, hasRun=service.run_dir is not None,
-        needsKey=bool(service.api_key), maxNewTokens=service.new_tokens, singleTurn=service.single_turn,
-    )  # fmt: skip
-    return PAGE.read_text(encoding="utf-8").replace("{{SETTINGS}}", json.dumps(values).replace("<", "\\u003c"))
-
-
-async def health(service, request):
-    is_alive = service.decoder.is_alive()
+async def health(site, request):
+    is_alive = all(service.decoder.is_alive() for service in site.services)
     return JSONResponse(dict(status="ok" if is_alive else "the decoder has ended"), 200 if is_alive else 500)
 
 
-async def models(service, request):
-    return JSONResponse(dict(object="list", data=[dict(id=service.name, object="model", created=0, owned_by="you")]))
+async def models(site, request):
+    return JSONResponse(dict(object="list", data=[service.entry() for service in site.services]))
 
 
-async def metrics(service, request):
-    return Response(service.metrics.text(service.decoder.num_open), media_type="text/plain; version=0.0.4")
+async def metrics(site, request):
+    num_open = sum(service.decoder.num_open for service in site.services)
+    return Response(site.metrics.text(num_open), media_type="text/plain; version=0.0.4")
 
 
-async def run_curves(service, request):
-    if service.run_dir is None:
+async def look_at_run(site, request):
+    if site.runs is None:
         raise Refused(404, "no run is shown: start the server with --run RUN_DIR")
-    journal = service.run_dir / "metrics.jsonl"
+    name, language = (request.query_params.get(field, "") for field in ("run", "language"))
+    if language not in CATALOGUE:
+        language = "en"
     try:
-        stat = journal.stat()
-        return JSONResponse(await asyncio.to_thread(_curves, journal, stat.st_size, stat.st_mtime_ns))
+        return JSONResponse(await asyncio.to_thread(site.runs.look, name, language))
     except (OSError, ValueError) as error:
         raise Refused(404, f"the run cannot be read: {error}") from None
 
 
-@lru_cache(maxsize=1)
-def _curves(journal, size, changed):  # the last two say whether the file is still the same
-    return curves_of(journal)
-
-
-async def answer_chat(service, request):
+async def answer_chat(site, request):
     """Answer a chat request, whole or as server-sent events."""
-    body = await read_json(request, service.body_bytes)
+    body = await read_json(request, site.body_bytes)
+    service = site.service(body.get("model"))
     deadline = asyncio.get_running_loop().time() + service.request_seconds
     with refusing():
         asked = parse_chat(body, service.chat, service.new_tokens)
@@ -172,9 +158,10 @@ async def answer_chat(service, request):
     return JSONResponse(reply.whole([message_choice(parts, answer.reason)], answer.usage))
 
 
-async def complete(service, request):
+async def complete(site, request):
     """Continue the prompts of a completion request, whole or, if it is one, as server-sent events."""
-    body = await read_json(request, service.body_bytes)
+    body = await read_json(request, site.body_bytes)
+    service = site.service(body.get("model"))
     deadline = asyncio.get_running_loop().time() + service.request_seconds
     reply = Reply.to(service.name, is_chat=False)
     with refusing():

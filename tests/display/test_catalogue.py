@@ -14,6 +14,7 @@ from model.commands.summary import rate_text
 from model.display.answer_words import ANSWERS
 from model.display.catalogue import CATALOGUE, SCREEN, Texts, language_of
 from model.display.check_words import CHECKS
+from model.display.page_words import PAGE
 from model.display.tool_words import TOOLS
 from model.display.words import WORDS
 from model.train.loader import Schedule
@@ -46,12 +47,15 @@ def test_each_option_has_a_chinese_help():
 
 
 def test_the_page_asks_for_no_text_that_the_catalogue_lacks():
-    page = (ROOMS[-1] / "page.html").read_text(encoding="utf-8")
-    numbers = re.search(r"const numbers = (\[.*?\]);", page).group(1)
-    buttons = re.search(r"for \(const id of (\[.*?\])\)", page).group(1)
-    asked = {*re.findall(r"words\.(\w+)", page), *json.loads(numbers), *json.loads(buttons), "key", "system", "earlier"}
-    asked |= {"refused_401", "refused_429", "refused_503"}
-    assert {f"page.{name}" for name in asked} == {key for key in CATALOGUE["en"] if key.startswith("page.")}
+    page = "".join(path.read_text(encoding="utf-8") for path in (ROOMS[-1] / "page").iterdir())
+    numbers = re.search(r"const NUMBERS = (\[.*?\]);", page).group(1)
+    asked = {
+        *re.findall(r"words\.(\w+)", page),
+        *re.findall(r'data-(?:text|label)="(\w+)"', page),
+        *json.loads(numbers),
+    }
+    asked |= {*re.findall(r'Row\("(\w+)"', page), *(f"refused_{status}" for status in (401, 404, 413, 429, 503))}
+    assert {f"page.{name}" for name in asked - {"js"}} == {key for key in CATALOGUE["en"] if key.startswith("page.")}
 
 
 def test_each_key_is_used():
@@ -91,4 +95,4 @@ def test_a_warm_up_that_rounds_to_no_steps_is_not_told():
 
 
 def test_no_part_of_the_catalogue_hides_a_text_of_another():
-    assert len(CATALOGUE["en"]) == sum(len(part["en"]) for part in (SCREEN, WORDS, ANSWERS, TOOLS, CHECKS))
+    assert len(CATALOGUE["en"]) == sum(len(part["en"]) for part in (SCREEN, WORDS, ANSWERS, TOOLS, CHECKS, PAGE))

@@ -75,20 +75,25 @@ def test_the_usage_of_each_launcher_is_chinese(launcher):
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node: apt-get install nodejs")
 def test_the_page_says_figures_and_errors_in_chinese():
-    page = (ROOT / "model" / "serve" / "page.html").read_text(encoding="utf-8")
-    functions = "".join(re.findall(r"^function (?:say|refusal)\(.*?^}\n", page, re.MULTILINE | re.DOTALL))
+    page = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "model" / "serve" / "page").glob("*.js"))
+    names = "say|problemOf|saysSomething"
+    functions = "".join(re.findall(rf"^function (?:{names})\(.*?^}}\n", page, re.MULTILINE | re.DOTALL))
     words = {key.removeprefix("page."): text for key, text in CATALOGUE["zh"].items() if key.startswith("page.")}
+    failed = [dict(state="failed", status=status, reason="top_p=2") for status in (0, 400, 401, 429, 503, 500)]
+    others = [dict(state="stopped"), dict(state="open"), dict(state="done"), dict(finish="length", tokens=1200)]
     code = f"""const words = {json.dumps(words)};{functions}
-    console.log(JSON.stringify([say(words.progress, {{step: 145, total: 1453}}),
-      say(words.best, {{loss: "0.1003", step: 2952}}),
-      ...[400, 401, 429, 503, 500].map((code) => refusal(code, code === 500 ? undefined : "top_p=2").message)]))"""
+    console.log(JSON.stringify([say(words.figures, {{tokens: 1453, seconds: "2.0", speed: 700}}),
+      ...{json.dumps(failed + others)}.map((reply) => problemOf(reply, false))]))"""
     done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
-    progress, best, *errors = json.loads(done.stdout)
-    assert progress == "第 145 步，共 1,453 步" and best == "最低验证损失：0.1003（第 2,952 步）"
-    assert errors == [
+    figures, lost, *errors = json.loads(done.stdout)
+    assert figures == "每秒 700 个词元（2.0 秒 1,453 个）" and "scripts/serve.py 是否还在运行" in lost
+    assert errors[:5] == [
         "请求被拒绝：top_p=2", "API 密钥缺失或不对：请在设置里填写。", "服务器正忙，请稍后再问。",
-        "服务器暂时无法回答：top_p=2", "请求被拒绝：500",
+        "服务器暂时无法回答：top_p=2", "请求被拒绝：top_p=2",
     ]  # fmt: skip
+    assert [text[:4] for text in errors[5:]] == ["已停止。", "页面关闭", "模型的回", "回答到最"] and "1,200" in errors[
+        -1
+    ]
 
 
 @pytest.fixture

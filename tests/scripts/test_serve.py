@@ -1,18 +1,13 @@
-"""The server as a real process, with OpenAI's client, hostile clients and a real browser."""
+"""The server as a real process, with OpenAI's client, hostile clients and the panel of runs."""
 
 import asyncio
 import json
-import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 from types import SimpleNamespace
 
 import openai
@@ -20,33 +15,33 @@ import psutil
 import pytest
 
 from scripts.serve import check, main, parse_arguments
+from tests.browser import Page, needs_chromium, new_browser
 from tests.clients import measure
 from tests.knowing import CALLING, PAIRS, write_knowing_model
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "serve.py"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-START_SECONDS = 120
-REPEATS = dict(repetition_penalty=0.01, no_repeat_ngram_size=0)  # favours a token that was there, so never EOS
-ENDLESS = dict(max_tokens=4000, extra_body=REPEATS)
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+from tests.ranks import free_port
+from tests.served import (
+    ENDLESS,
+    START_SECONDS,
+    can_connect,
+    client_of,
+    messages,
+    open_requests,
+    post,
+    started,
+    wait_until,
+    write_journal,
+)
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A run directory with a model that knows PAIRS and CALLING, and a journal of 60 train lines."""
+    """A run directory with a model that knows PAIRS and CALLING."""
     folder = tmp_path_factory.mktemp("home") / "known"
     write_knowing_model(folder / "best", PAIRS | CALLING)
     single = dict(chat_trainer=dict(single_turn=True))  # it is so
     (folder / "best" / "generation_config.json").write_text(json.dumps(single))
-    lines = [dict(kind="start", time=0.0, total_steps=100), dict(kind="resume", step=0, time=0.0)]
-    lines += [dict(kind="train", step=s, loss=9 - s / 10, tokens_per_second=1000.0) for s in range(1, 61)]
-    lines += [dict(kind="eval", step=60, loss=3.5)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, num_lines in (("old", 1), ("new", 60)):
+        write_journal(folder.parent / "runs" / name, num_lines)
     return folder
 
 
@@ -54,7 +49,17 @@ def home(tmp_path_factory):
 def server(home, tmp_path_factory):
     """(address, process) of a server with 16 slots."""
     port = free_port()
-    words = [str(home), "--run", str(home), "--port", str(port), "--max_new_tokens", "4000", "--max_waiting", "40"]
+    words = [
+        str(home),
+        "--run",
+        str(home.parent / "runs"),
+        "--port",
+        str(port),
+        "--max_new_tokens",
+        "4000",
+        "--max_waiting",
+        "40",
+    ]
     log = tmp_path_factory.mktemp("log") / "stderr"
     process = started([*words], stdout=subprocess.PIPE, stderr=open(log, "w"), text=True)
     line = process.stdout.readline()
@@ -65,35 +70,6 @@ def server(home, tmp_path_factory):
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) in (0, -signal.SIGTERM)
     assert "Traceback" not in log.read_text()
-
-
-def started(words, **options):
-    return subprocess.Popen([sys.executable, SCRIPT, *words], env=ENVIRONMENT, **options)
-
-
-def can_connect(port):
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0
-
-
-def wait_until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def client_of(server, **options):
-    return openai.OpenAI(base_url=server[0] + "/v1", max_retries=0, **dict(api_key="none") | options)
-
-
-def messages(text):
-    return [dict(role="user", content=text)]
-
-
-def open_requests(server):
-    text = urllib.request.urlopen(server[0] + "/metrics").read().decode()
-    return float(text.split("\nchat_open_requests ")[1].split("\n")[0])
 
 
 def test_openai_s_client_gets_answers_whole_and_streamed(server):
@@ -186,18 +162,6 @@ def test_a_client_that_leaves_frees_its_slot(server):
     wait_until(lambda: open_requests(server) == 0)
 
 
-def post(server, body, **headers):
-    request = urllib.request.Request(
-        server[0] + "/v1/chat/completions", body, {"Content-Type": "application/json"} | headers
-    )
-    try:
-        return urllib.request.urlopen(request, timeout=60).status
-    except urllib.error.HTTPError as error:
-        return error.code
-    except (urllib.error.URLError, ConnectionError):  # refused before the body was read to its end
-        return None
-
-
 def test_hostile_clients_leave_the_server_alive_and_its_memory_flat(server):
     process = psutil.Process(server[1].pid)
     client_of(server).chat.completions.create(model="known", messages=messages("hello"))
@@ -256,68 +220,29 @@ def test_another_address_needs_a_key(server, home, capsys):
             check(parse_arguments([str(home), *words]))
 
 
-@pytest.mark.skipif(
-    shutil.which("chromium") is None and not os.environ.get("CI"), reason="no chromium: apt-get install chromium-driver"
-)
-def test_the_page_talks_streams_stops_and_draws_the_run_s_curves(server):
-    from selenium import webdriver
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.common.keys import Keys
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for word in "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --window-size=1300,850".split():
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-
-    def turns():
-        return browser.execute_script("return [...document.querySelectorAll('.turn')].map(box => box.textContent)")
-
-    def ask(text):
-        browser.find_element(By.ID, "question").send_keys(text, Keys.ENTER)
-
-    def change_settings(**values):
-        browser.find_element(By.ID, "settings").click()
-        for name, value in values.items():
-            browser.find_element(By.ID, f"option_{name}").send_keys(str(value))
-        browser.find_element(By.CSS_SELECTOR, "dialog button").click()
-
+@needs_chromium
+def test_the_panel_says_where_each_run_of_a_folder_stands(server):
+    browser = new_browser()
     try:
-        browser.get(server[0])
-        ask("hello")
-        wait_until(lambda: turns() == ["hello", PAIRS["hello"]])
-        wait_until(lambda: browser.find_element(By.TAG_NAME, "body").get_attribute("data-points") == "60")
-        assert "60 of 100" in browser.find_element(By.ID, "figures").text
-        drawn = (
-            "const c = document.getElementById('loss');"
-            "return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
-        )
-        assert browser.execute_script(drawn)
-        assert browser.find_element(By.ID, "option_earlier").get_attribute("value") == "0"
-        ask("请说一个字")  # the model knows the answer only without a context
-        wait_until(lambda: turns()[2:] == ["请说一个字", PAIRS["请说一个字"]])
-        browser.find_element(By.ID, "undo").click()  # it puts the question back
-        browser.find_element(By.ID, "question").clear()
-        ask("想")
-        wait_until(lambda: turns()[2:] == ["想", 'Thought你好calls f {"x": "天"}'])
-        thought = browser.find_element(By.CSS_SELECTOR, ".turn details")
-        assert thought.get_attribute("open") is None and browser.find_element(By.CSS_SELECTOR, ".turn code")
-        browser.find_element(By.ID, "undo").click()
-        browser.find_element(By.ID, "question").clear()
-        change_settings(max_tokens=4000, **REPEATS)
-        ask("hello")
-        seen = set()
-        wait_until(lambda: seen.add(len(turns()[-1])) or len(seen) > 3)  # the answer grows
-        browser.find_element(By.ID, "stop").click()
-        wait_until(lambda: open_requests(server) == 0)
-        browser.find_element(By.ID, "undo").click()
-        assert turns() == ["hello", PAIRS["hello"]]
-        assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-        hosts = {
-            json.loads(entry["message"])["message"]["params"].get("request", {}).get("url", server[0])
-            for entry in browser.get_log("performance")
-        }
-        assert all(url.startswith((server[0], "data:")) for url in hosts), "the page needs no other host"
+        look_at_runs(Page(browser, server[0]))
     finally:
         browser.quit()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(server[0] + "/run.json?run=../known")
+
+
+def look_at_runs(page):
+    page.expect("#runs option", ["new", "old"])  # that with the newest line first
+    page.choose("#runs", "new")
+    wait_until(lambda: page.find("body").get_attribute("data-points") == "60")
+    assert "60/100" in page.texts("#state")[0]
+    rows = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
+    assert rows["training loss"].startswith("3.0000") and rows["over-fit gap"].startswith("+3")
+    assert rows["time left"] and "1,000 tokens/s" in rows["speed"]
+    assert page.texts("#devices td") == ["0", "3.0", "3.0"], "the rank, its memory and the peak"
+    assert page.texts(".sample p") == ["1+1?", "<b>60</b>", "Reference: 2"]
+    log = page.texts("#log pre")[0].splitlines()
+    assert len(log) == 50 and "step:60, loss:3.0000" in log[-2] and "val_loss:9.0000" in log[-1]
+    drawn = "const c = arguments[0]; return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
+    assert page.run(drawn, page.find("#loss")) and page.run(drawn, page.find("#speed"))
+    assert not page.errors()

@@ -15,12 +15,12 @@ from model.formats.weights import export_model
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
-from tests.scripts.test_serve import (
+from tests.ranks import free_port
+from tests.served import (
     ENDLESS,
     START_SECONDS,
     can_connect,
     client_of,
-    free_port,
     messages,
     post,
     started,
