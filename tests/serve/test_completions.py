@@ -13,7 +13,8 @@ from model.nn.decoder.sizes import DecoderModelConfig
 from model.serve import scoring_queue
 from model.serve.answering import load_chat_model
 from model.serve.decoding_thread import DecodingThread
-from model.serve.server import Service, make_app
+from model.serve.server import Site, make_app
+from model.serve.service import Service
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
 from tests.knowing import PAIRS, write_knowing_model
 
@@ -49,7 +50,7 @@ def ask(directory, *bodies):
         decoder = DecodingThread(chat.model, chat.limits(4, 64, 16), max_waiting=20)
         decoder.start()
         try:
-            app = make_app(Service(chat, decoder, "m", 64, 16))
+            app = make_app(Site((Service(chat, decoder, "m", 64, 16),)))
             answers = await asyncio.gather(*(post(app, body) for body in bodies))
             assert decoder.num_open == 0
             return answers
