@@ -28,6 +28,7 @@ class FileRequest:
     on_malformed: OnMalformed = refuse
     ignored: Counter = field(default_factory=Counter)
     encoding: str = ""  # of a text file; found when not given
+    wants_rejected: bool = False  # rejected responses are read, too
     has_paths: bool = False  # a column is named as OBJECT.KEY
     has_rows: bool = False  # a row with the columns was found
     names: tuple[str, ...] = ()  # the columns of that row
