@@ -50,4 +50,5 @@ def described_objective(config):
     """The objectives of the training files with their options: what a resumed run must not change."""
     names = [file.objective for file in train_files(config)] if config.mix else [config.objective]
     noise = f" {config.span_density:g} {config.span_mean:g}"
-    return ", ".join(name + noise * (name == "span") for name in names)
+    more = dict(span=noise, dpo=" ipo" * (config.dpo_loss == "ipo"))
+    return ", ".join(name + more.get(name, "") for name in names)
