@@ -9,10 +9,11 @@ import torch
 from model.commands.adapter import without_adapter
 from model.commands.foresight import check_disk, warn_of_data
 from model.commands.machine import machine_of
-from model.commands.network import draft_model, fill_model, start_kernels
+from model.commands.network import draft_model, fill_model, refill_model, start_kernels
 from model.commands.no_model import check_tested
-from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
+from model.commands.origin import find_origin, newest_checkpoint, restore, with_validation
 from model.commands.recipe import resolve
+from model.commands.reference import read_derived, with_reference
 from model.commands.run import Run
 from model.commands.run_data import open_data, open_examples
 from model.commands.run_files import described_objective, files_of, train_option
@@ -163,16 +164,19 @@ def prepare_test(ranks, config):
     # the training's options for steps, memory and CUDA graphs do not apply to a test
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
-    options = without_adapter(config)  # an exported model is merged
+    options, started = without_adapter(config), config  # an exported model is merged
     config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **steps, **planned)
     origin, machine = find_origin(ranks, config, ()), machine_of(ranks)
     recipe = resolve(config, (), machine, origin)
     examples = open_examples(ranks, recipe, origin.tokenizer, files, evaluated=True)
     recipe = resolve(config, (), machine, origin, examples.epoch_pairs)
-    other_process, _ = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
-    model = fill_model(ranks, draft_model(recipe), recipe, origin)
+    other_process, usable = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
+    model, estimate = fill_model(ranks, draft_model(recipe), recipe, origin), recipe.estimate(examples.histogram)
+    if examples.objective.derived:
+        plan = choose_plan(recipe.plan, estimate, usable)
+        examples = with_reference(model, ranks, started, examples, plan)
+        refill_model(ranks, model, origin, tested)
     context = StepContext(ranks, model, None, Loader(ranks, examples, recipe.schedule), recipe.update)
     evaluation = _evaluation(recipe, context, examples, origin.tokenizer)
-    estimate = recipe.estimate(examples.histogram)
     plan, _ = plan_run(context, evaluation, estimate, recipe.plan, None, other_process)
     return Run(recipe, origin.tokenizer, context, evaluation), plan
