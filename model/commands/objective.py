@@ -62,7 +62,7 @@ def _preferences(config, family=None, tokenizer=None):
     gamma = config.gamma if kind == "simpo" else 0.0
     beta = config.beta or BETAS[config.objective]
     loss = PreferenceLoss(kind, beta, gamma, config.label_smoothing, is_mean)
-    form = PairForm(config.prompt_prefix)
+    form = PairForm(config.prompt_prefix, shares_source=not (family and family.reads_one_stream))
     if family and family.reads_dialogues:
         form = DialogueForm(_template_of(config, tokenizer), config.learn_empty_thoughts)
     return Preferences(form, loss, config.sft_weight)

@@ -40,7 +40,7 @@ def conversations_of(items: Iterable, place: Place, request: FileRequest, depth:
             names = tuple(item)
             if not request.has_rows:
                 request.names = names
-            layout = layout_of(names, request.prompt_column, request.response_column)
+            layout = layout_of(names, request.prompt_column, request.response_of(names))
             plain = _plain_pair(item, layout, request) if layout.is_plain and not request.wants_rejected else None
             if plain is None and is_turn(item) and not (layout.prompts and layout.response):
                 turns.add(item, request)

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from model.display.answers import figures_text, sample_text, told
+from model.display.answers import figures_text, preference_rows, sample_text, told
 from model.display.catalogue import texts_here
 from model.display.console import human_bytes
 from model.display.figures import Figures, epochs_of
@@ -144,6 +144,7 @@ def evaluation_rows(evaluated: list[dict]) -> dict[str, str]:
     if losses:
         answered = figures_text(losses[-1], ("loops", "ended", "length_ratio", "distinct_2"), TEXT)
         said = {TEXT("row.answers"): answered, TEXT("row.nats"): told(losses[-1], "nats_per_char")}
+        said |= {TEXT(f"row.{row}"): words for row, words in preference_rows(losses[-1], TEXT).items()}
         rows |= {name: words for name, words in said.items() if words} | sample_rows(losses[-1])
     return rows
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from model.data.encoded_dialogue import EncodedDialogue
-from model.data.sequences import Sequences
 from model.data.token_store import Encoded
 from model.data.turn_template import turn_template
-from model.train.objectives.preference_pairs import interleaved
+from model.train.objectives.preference_pairs import interleaved, repeated
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,8 @@ class DialogueForm:
         lengths = store.lengths[ids].astype(np.int64)
         turns = interleaved((chosen_turns, rejected_turns), lengths[:, 3:])
         is_target = np.repeat(_places(lengths[:, 3:].ravel()) % 2 == 0, turns)
-        asked = np.repeat(lengths[:, :1], 2, axis=1)
-        columns = interleaved((questions, questions), asked), interleaved(responses, lengths[:, 1:3])
-        return Sequences(columns, np.stack([asked.ravel(), lengths[:, 1:3].ravel()], axis=1), is_target)
+        targets = interleaved(responses, lengths[:, 1:3])
+        return repeated(questions, lengths[:, 0], targets, lengths[:, 1:3], is_target)
 
     def questions(self, store, ids):
         """(dialogues up to where the responses differ in form, the first answers of the chosen ones)."""

@@ -1,4 +1,4 @@
-"""How a network with an encoder reads a preference: a source, which it encodes once, and two targets."""
+"""How a network that reads pairs reads a preference: a source, which an encoder reads once, and two targets."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,10 +14,12 @@ from model.data.token_store import Encoded
 class PairForm:
     """The question with its context, in the format of model/data/t5_text.py, and the first answer of each response.
 
-    `prefix` stands before each question.
+    `prefix` stands before each question. Without `shares_source` the source stands before each target, as a network
+    that reads one stream needs it.
     """
 
     prefix: str = ""
+    shares_source: bool = True
 
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
 
@@ -43,22 +45,32 @@ class PairForm:
 
     def network_lengths(self, lengths):
         """Tokens of source and targets of rows with these lengths in the token store."""
-        return np.stack([lengths[:, 0], lengths[:, 1] + lengths[:, 2]], axis=1)
+        sources = lengths[:, 0] if self.shares_source else 2 * lengths[:, 0]
+        return np.stack([sources, lengths[:, 1] + lengths[:, 2]], axis=1)
 
     def target_tokens(self, store, ids):
         """int64 (rows, 2): learnt tokens of the chosen and of the rejected response."""
         return store.lengths[ids, 1:3].astype(np.int64)
 
     def sequences(self, store, ids):
-        """Sequences of two targets each."""
+        """Sequences of a source with two targets, or with one."""
         lengths, (prompts, *responses) = store.lengths[ids].astype(np.int64), store.tokens(ids)
         targets = interleaved(responses, lengths[:, 1:])
-        return Sequences((prompts, targets), self.network_lengths(lengths), target_lengths=lengths[:, 1:])
+        if self.shares_source:
+            return Sequences((prompts, targets), self.network_lengths(lengths), target_lengths=lengths[:, 1:])
+        return repeated(prompts, lengths[:, 0], targets, lengths[:, 1:])
 
     def questions(self, store, ids):
         """(questions, chosen answers)."""
         ends = np.cumsum(store.lengths[ids].astype(np.int64), axis=0)[:-1].T
         return tuple(np.split(flat, own) for flat, own in list(zip(store.tokens(ids), ends, strict=True))[:2])
+
+
+def repeated(sources, source_lengths, targets, target_lengths, is_target=None):
+    """Sequences of a target each, behind its row's source; `target_lengths` (rows, 2)."""
+    twice = np.repeat(source_lengths[:, None], 2, axis=1)
+    lengths = np.stack([twice.ravel(), target_lengths.ravel()], axis=1)
+    return Sequences((interleaved((sources, sources), twice), targets), lengths, is_target)
 
 
 def interleaved(columns, lengths):
