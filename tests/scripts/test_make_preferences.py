@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from model.data.preferences import read_preferences
+from model.data.preference_rows import read_preferences
 from model.serve import preference_making
 from model.serve.preference_making import Own
 from tests.parts import make_pairs

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from model.data.preferences import NEEDS, read_preferences
+from model.data.preference_rows import NEEDS, read_preferences
 from model.train.objectives.preference_dialogues import DialogueForm
 from model.train.objectives.preference_losses import PreferenceLoss
 from model.train.objectives.preference_pairs import PairForm
