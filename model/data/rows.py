@@ -253,7 +253,7 @@ def _whole(
         if isinstance(label, bool) or isinstance(label, str) and label.lower() in ("true", "false"):
             used += (name,)
             if is_false(label):
-                request.ignore("part", f"responses of {name}=false")
+                request.ignore("part", f"{name}=false: only good answers train")
                 turns = [turn._replace(learnt=False) for turn in turns]
     request.ignore_columns(row, used)
     return Conversation(turns, tools, rejected)

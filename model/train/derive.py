@@ -1,7 +1,7 @@
 """Columns of a token store that need a model: computed once from the weights that a run starts from, and kept.
 
-They are written part by part, so a stop or a kill loses a part. What is in a part does not change the numbers: rows are
-packed ROWS_TOGETHER at a time, wherever parts begin.
+They are written part by part, so a stop or a kill loses a part. Where parts begin does not change the numbers: always
+the same rows are packed together.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from model.runtime.atomic_io import whole_directory
 from model.runtime.distributed import local_main_first, sum_over_ranks, vote
 from model.train.evaluate import EPOCH, Parts, evaluating, values_of_share
 
-ROWS_TOGETHER = 256  # of a rank
+TOKENS_TOGETHER = 2**15  # of a rank that are packed together, about
 PART_SECONDS = 20  # that a part should take
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -63,7 +63,8 @@ def derive(ranks, model, examples, plan, reference, progress=lambda done: None):
     a stop was asked, NothingFits if the smallest plan does not fit, ValueError for a number that is not finite.
     """
     examples, folder = with_zeros(examples), derived_directory(examples, reference)
-    names, draft, together = examples.objective.derived, folder.with_suffix(".part"), ROWS_TOGETHER * ranks.world_size
+    names, draft, together = examples.objective.derived, folder.with_suffix(".part"), rows_together(examples)
+    together *= ranks.world_size
     local_main_first(ranks, partial(_begin, draft, names, len(examples)))
     columns = {name: open_column(draft / f"{name}.npy", len(examples), mode="r+") for name in names}
     done, count, number = _rows_done(ranks, columns) // together * together, together, 0
@@ -82,6 +83,11 @@ def derive(ranks, model, examples, plan, reference, progress=lambda done: None):
             done, count = end, _next_count(count, milliseconds / 1000, together)
             progress(done)
     local_main_first(ranks, partial(_finish, draft, folder, columns))
+
+
+def rows_together(examples):
+    """Rows of a rank that are packed together; a part is some of these."""
+    return max(TOKENS_TOGETHER * len(examples) // int(examples.bounds.sum(dtype=np.int64)), 1)
 
 
 def _begin(draft, names, num_rows):
@@ -121,7 +127,8 @@ def _values(ranks, model, examples, rows, plan, number):
         return ids, {name: column.float().cpu() for name, column in columns.items()}
 
     def cut_up(ids, plan):
-        blocks = np.split(ids, range(ROWS_TOGETHER, len(ids), ROWS_TOGETHER))
+        together = rows_together(examples)
+        blocks = np.split(ids, range(together, len(ids), together))
         parts = (cut(block, examples.lengths(block, EPOCH), plan.micro_batch_tokens) for block in blocks)
         return [ids for part in parts for ids in part]
 

@@ -256,7 +256,7 @@ RATES = dict(learn_rate=5e-3, any_learn_rate=True, optimizer="adamw")
 
 def main_in_small_parts(line):
     """`main`, whose derived columns are computed 8 rows at a time."""
-    deriving.ROWS_TOGETHER, deriving.PART_SECONDS = 8, 0
+    deriving.rows_together, deriving.PART_SECONDS = lambda examples: 8, 0
     return main(line)
 
 
@@ -310,8 +310,8 @@ def test_the_reference_is_the_weights_at_the_run_s_start_killed_stopped_or_out_o
     assert done.codes == [0], done.text
     assert weights_hash(home / f"{name}_killed") == weights_hash(home / name)
     forget()
-    done = run(home, f"{name}_oom", fault="derive:0:2:oom", **options)
-    assert done.codes == [0] and "CHAT_FAULT derive:0:2:oom fires" in done.text
+    done = run(home, f"{name}_oom", fault="derive:0:2:real", **options)
+    assert done.codes == [0] and "CHAT_FAULT derive:0:2:real fires" in done.text
     assert weights_hash(home / f"{name}_oom") == weights_hash(home / name)
 
 
