@@ -26,8 +26,9 @@ from bench.children import Job, gpu_slots, run_jobs
 from bench.memory_fit import TINY_QWEN
 from bench.one_step import Setting
 from bench.runs import schedule_of
-from config import MODELS, load_config
+from config import MODELS
 from model.commands.machine import launch_tokens_here
+from model.commands.option_values import load_config
 from model.commands.recipe import plan_options
 from model.commands.setup import set_memory_limit
 from model.memory.estimate import Estimate
