@@ -51,6 +51,7 @@ from model.train.objectives.preference_pairs import PairForm
 from model.train.objectives.preferences import Preferences
 from model.train.optim import make_optimizer
 from model.train.step import Position, StepContext, train_steps
+from tests.data.qwen_tokenizer import make_qwen_tokenizer
 from tests.parts import make_spec
 from tests.sizes import QWEN_VOCAB_SIZE, draw_lengths
 
@@ -304,14 +305,14 @@ def _trl_steps(batch, checkpointing, options):
                 self.started = _now(device)
             self.ended = _now(device)
 
-    clock = Clock()
+    clock, tokenizer = Clock(), _tokenizer(Path(options.output_dir) / "tokenizer")
     arguments = DPOConfig(
         output_dir=options.output_dir, per_device_train_batch_size=batch, gradient_accumulation_steps=step // batch,
         max_steps=warm + timed, gradient_checkpointing=checkpointing, bf16=not rehearse, use_cpu=rehearse, beta=0.1,
         loss_type=["sigmoid", "sft"], report_to=[], save_strategy="no", logging_steps=1000, max_length=None,
         remove_unused_columns=False, learning_rate=1e-4, warmup_steps=0, disable_tqdm=True,
     )  # fmt: skip
-    trainer = Encoded(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=_tokenizer(sizes),
+    trainer = Encoded(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
                       peft_config=lora, callbacks=[clock])  # fmt: skip
     reset_peak(device)
     trainer.train()
@@ -321,13 +322,14 @@ def _trl_steps(batch, checkpointing, options):
                 reserved_bytes=peak_memory(device)[1] or 0)  # fmt: skip
 
 
-def _tokenizer(sizes):
-    from tokenizers import Tokenizer, models
+def _tokenizer(folder):
+    """A tokenizer that TRL's trainer asks for, and that no row needs."""
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"<{number}>": number for number in range(8)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "<0>")), pad_token="<0>",
-                                   eos_token="<1>", unk_token="<2>")  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    make_qwen_tokenizer(folder)
+    names = dict(pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
 
 
 if __name__ == "__main__":
