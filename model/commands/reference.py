@@ -16,29 +16,30 @@ from model.train.derive import derive, is_derived, with_derived
 LOGGER = logging.getLogger("chat_trainer")
 
 
-def read_derived(model, ranks, config, found, parts, plan):
+def read_derived(model, ranks, source, found, parts, plan):
     """(what identifies the weights that the derived columns are of, `parts` (Examples or None) with these columns).
 
     `model` has the weights that the run starts from; that of a run resumed from the Checkpoint `found` reads them again
-    where the columns are lost. Raises ValueError if they are there no more.
+    where the columns are lost, from the path `source` ("": they are random). Raises ValueError if they are there no
+    more.
     """
     if not any(examples is not None and examples.objective.derived for examples in parts):
         return "", parts
     reference = found.state.reference if found else _identity(model)
     missing = [examples for examples in parts if examples is not None and not is_derived(ranks, examples, reference)]
     if missing and found:
-        _read_start(model, ranks, config, reference)
+        _read_start(model, ranks, source, reference)
     for examples in missing:
         _derive(model, ranks, examples, plan, reference)
     return reference, [examples if examples is None else with_derived(examples, reference) for examples in parts]
 
 
-def with_reference(model, ranks, config, examples, plan):
+def with_reference(model, ranks, source, seed, examples, plan):
     """Examples to test a run's model on, with the columns that they need of the weights that the run started from.
 
-    `model` gets these weights. Without them it says so, and the columns stay zeros.
+    `model` gets these weights, from the path `source` or, where that is "", drawn from the seed. Without them it says
+    so, and the columns stay zeros.
     """
-    source = config.finetune_from_ckp_file
     try:
         weights = read_weights(ranks, source)
     except ValueError as error:
@@ -46,7 +47,7 @@ def with_reference(model, ranks, config, examples, plan):
             LOGGER.warning("rewards and accuracy are without the reference: %s", error)
         return examples
     if not source:
-        model.initialise(config.seed)
+        model.initialise(seed)
     elif ranks.is_main:
         load_into(model, weights, source)
     broadcast(ranks, model.flat.weights)
@@ -69,9 +70,8 @@ def _derive(model, ranks, examples, plan, reference):
             derive(ranks, model, examples, plan, reference, progress.update)
 
 
-def _read_start(model, ranks, config, reference):
+def _read_start(model, ranks, source, reference):
     """Give a resumed run's model the weights that the run started from, if they are not random."""
-    source = config.finetune_from_ckp_file
     if source and not model.lora:
         weights = read_weights(ranks, source)
         if ranks.is_main:

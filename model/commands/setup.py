@@ -62,7 +62,8 @@ def prepare_run(ranks, config, typed, resumed):
     estimate = recipe.estimate(train.histogram)
     plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
     fill_model(ranks, model, recipe, origin)
-    reference, (train, validation) = read_derived(model, ranks, config, found, (train, validation), plan)
+    parts, source = (train, validation), config.finetune_from_ckp_file
+    reference, (train, validation) = read_derived(model, ranks, source, found, parts, plan)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, recipe.update, (ranks.rank, ranks.world_size))
     free["optimizer"] = free_bytes()
@@ -164,7 +165,7 @@ def prepare_test(ranks, config):
     # the training's options for steps, memory and CUDA graphs do not apply to a test
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
-    options, started = without_adapter(config), config  # an exported model is merged
+    options, source = without_adapter(config), config.finetune_from_ckp_file  # an exported model is merged
     config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **steps, **planned)
     origin, machine = find_origin(ranks, config, ()), machine_of(ranks)
     recipe = resolve(config, (), machine, origin)
@@ -174,7 +175,7 @@ def prepare_test(ranks, config):
     model, estimate = fill_model(ranks, draft_model(recipe), recipe, origin), recipe.estimate(examples.histogram)
     if examples.objective.derived:
         plan = choose_plan(recipe.plan, estimate, usable)
-        examples = with_reference(model, ranks, started, examples, plan)
+        examples = with_reference(model, ranks, source, config.seed, examples, plan)
         refill_model(ranks, model, origin, tested)
     context = StepContext(ranks, model, None, Loader(ranks, examples, recipe.schedule), recipe.update)
     evaluation = _evaluation(recipe, context, examples, origin.tokenizer)
