@@ -39,10 +39,16 @@ class TrainConfig:
     prompt_prefix: str = ""  # a task's words before each question, also in chat and server
     tokenizer_dir: str = ""  # empty: the checkpoint's when fine-tuning, else model_save/tokenizer
     max_seq_len: int = 256  # most tokens of a prompt and of a response, or of a whole dialogue for a Qwen, EOS included
-    objective: str = "pairs"  # what is learnt: pairs; of plain text: text (a decoder), span (a T5), prefix
+    objective: str = "pairs"  # what is learnt: pairs; of text: text (a decoder), span (a T5), prefix; dpo, orpo, simpo
     mix: str = ""  # in place of train_file and objective: files with an objective each, span:FILE*0.5,pairs:FILE
     span_density: float = 0.15  # span: share of a text's tokens that is taken out
     span_mean: float = 3.0  # span: tokens of a gap, on average
+    # Preferences
+    dpo_loss: str = "sigmoid"  # dpo: sigmoid, ipo
+    beta: float = 0.0  # dpo, orpo, simpo: a response's reward is its score times this; 0: the objective's default
+    gamma: float = 1.0  # simpo: the reward by which the chosen response should be ahead
+    normalize_length: bool = False  # dpo: scores are a mean over tokens, as they always are with ipo, orpo and simpo
+    sft_weight: float = 1.0  # dpo, orpo, simpo: weight of the cross-entropy of the chosen responses; 0: without it
     # Model
     model: str = "small"  # tiny, small, chatlm (T5), mini, mini_26m (decoders), or a JSON file of sizes
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch
@@ -94,7 +100,7 @@ class TrainConfig:
     output_dir: str = "model_save/pretrain"  # the run directory
     logging_steps: int = 20  # steps between two log lines
     eval_steps: int = 0  # steps between evaluations beside those at the end of each epoch; 0: only those
-    best_metric: str = "loss"  # what best/ is best in: loss, bleu, chrf
+    best_metric: str = "loss"  # what best/ is best in: loss, bleu, chrf; accuracy (dpo, orpo, simpo)
     patience: int = 3  # evaluations without a better one until a warning says so; 0: no warning
     early_stop: int = 0  # evaluations without a better one until the run ends, finished; 0: never
     save_steps: int = 500  # steps between two checkpoints
@@ -126,7 +132,7 @@ MINIMUM = dict(
     warmup_steps=-1, weight_decay=0, max_grad_norm=0, z_loss=0, micro_batch_tokens=0, gpu_memory_limit_gb=0,
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
     no_repeat_ngram_size=0, top_k=0, ddp_timeout_s=30, spike_guard=0, lora_rank=0, lora_alpha=0, max_steps=0,
-    patience=0, early_stop=0, loops_weight=0, loops_ngram=1, num_shots=0,
+    patience=0, early_stop=0, loops_weight=0, loops_ngram=1, num_shots=0, beta=0, gamma=0, sft_weight=0,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("auto", "muon", "adamw_rms", "adamw", "adafactor"),
@@ -141,7 +147,8 @@ CHOICES = dict(
     reduce_dtype=("float32", "bf16"),
     backend=("auto", "nccl", "gloo"),
     screen=("auto", "on", "off"),
-    best_metric=("loss", "bleu", "chrf"),
+    best_metric=("loss", "bleu", "chrf", "accuracy"),
+    dpo_loss=("sigmoid", "ipo"),
 )
 
 
@@ -158,6 +165,10 @@ FINE_TUNED_WIDTH = 512  # of a network that AdamW fine-tunes at that rate; it fa
 # its rate as it is. Ten times that of all weights (Schulman et al. 2025, LoRA Without Regret), whatever the rank.
 SCRATCH_OPTIMIZER, LORA_OPTIMIZER, LORA_LEARN_RATES = "muon", "adamw", (1e-3, 1e-3, 1e-5, 5e-2)
 OPTIONS_WITH = dict(teacher=("distill_weight", "distill_temperature"), against_loops=("loops_weight", "loops_ngram"))
+# Of preferences: the share of a fine-tuning rate that is the default (the papers and LLaMA-Factory take 1/50 to 1/5 of
+# theirs), and how far down and up its range moves.
+PREFERENCE_RATES, LOWER, UPPER = dict(dpo=0.05, orpo=0.2, simpo=0.05), 0.01, 0.2
+BETAS = dict(dpo=0.1, orpo=0.1, simpo=2.0)  # of TRL's DPO and ORPO; of SimPO's authors
 LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_dropout", "use_rslora", "lora_init")
 MAX_LORA_RANK = 4096
 MAX_DEFAULT_WARMUP_STEPS = 1000
@@ -279,4 +290,9 @@ def default_learn_rate(config):
 def rates_of(config):
     """Default peak from scratch and for fine-tuning, lowest and highest learning rate of config's optimizer."""
     is_adapter = config.lora_rank and config.optimizer == LORA_OPTIMIZER
-    return LORA_LEARN_RATES if is_adapter else LEARN_RATES[config.optimizer]
+    rates = LORA_LEARN_RATES if is_adapter else LEARN_RATES[config.optimizer]
+    if config.objective not in PREFERENCE_RATES:
+        return rates
+    _, finetuning, lowest, highest = rates
+    default = finetuning * PREFERENCE_RATES[config.objective]
+    return default, default, lowest * LOWER, highest * UPPER

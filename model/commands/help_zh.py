@@ -13,10 +13,15 @@ HELP_ZH = dict(
     prompt_prefix="任务前缀，放在每个问题之前，对话和服务时也一样",
     tokenizer_dir="分词器目录；空：微调时用检查点的，否则 model_save/tokenizer",
     max_seq_len="问题和回答各自最多的词元数，包括 EOS",
-    objective="学什么：pairs（根据问题预测回答）；纯文本：text（解码器）、span（T5）、prefix",
+    objective="学什么：pairs（根据问题预测回答）；纯文本：text（解码器）、span（T5）、prefix；偏好：dpo、orpo、simpo",
     mix="代替 train_file 和 objective：每个文件各有目标，例如 span:文件*0.5,pairs:文件",
     span_density="span：文本中被挖去的词元的比例",
     span_mean="span：每个空平均的词元数",
+    dpo_loss="dpo 的损失：sigmoid、ipo",
+    beta="dpo、orpo、simpo：奖励 = 得分 x 此值；0：该目标的默认值（dpo、orpo 0.1，simpo 2）",
+    gamma="simpo：好回答的奖励应当领先多少",
+    normalize_length="dpo：得分按词元取平均（ipo、orpo、simpo 总是如此）",
+    sft_weight="dpo、orpo、simpo：好回答的交叉熵的权重；0：不要",
     model="tiny、small、chatlm（T5），mini、mini_26m（解码器），或写明各尺寸的 JSON 文件",
     finetune_from_ckp_file="Hugging Face 目录、训练目录或 .bin 权重；空：从零开始",
     trainable="训练哪些权重：all、decoder",
@@ -63,7 +68,7 @@ HELP_ZH = dict(
     output_dir="训练目录",
     logging_steps="两行日志之间的步数",
     eval_steps="除每轮结束外，评估之间的步数；0：只在每轮结束时",
-    best_metric="best/ 按哪个指标选：loss、bleu、chrf",
+    best_metric="best/ 按哪个指标选：loss、bleu、chrf、accuracy（dpo、orpo、simpo）",
     patience="多少次评估没有变好就发出警告；0：不警告",
     early_stop="多少次评估没有变好就结束训练（算已完成）；0：从不",
     save_steps="两个检查点之间的步数",
@@ -224,6 +229,32 @@ DIR 是模型目录、适配器目录、scripts/export.py 写出的目录，或�
         "public": "所有人都能读",
         "dry_run": "只列出会发送什么，不发送",
         "yes": "不询问，直接发送",
+    },
+    "make_preferences": {
+        "": """用自己的模型生成偏好数据：文件里的回答是好回答，模型自己的回答是差回答。
+
+    python scripts/make_preferences.py MODEL_DIR FILE --output preferences.jsonl [--rows 5000] [--samples 4]
+
+MODEL_DIR 是 Hugging Face 目录、适配器目录或训练目录。FILE 是任何能训练问答对的文件；每个对话只比较最后一个回答。模型
+按贪心解码回答；写了 --samples 就回答这么多次，取最差的：有循环的，其次没有自行结束的，再其次长度相差最多的。模型的回答
+和原回答相同的行会略过。中断后再输入同样的命令就会继续。然后训练：
+
+    python train_low_mem.py train --objective=dpo --train_file=preferences.jsonl --finetune_from_ckp_file=MODEL_DIR …
+
+退出码：0 已写出，2 拒绝，1 其他。""",
+        "model_dir": "模型目录",
+        "file": FILES,
+        "output": "输出的 .jsonl 文件",
+        "rows": "只用文件的前多少个对话；0：全部",
+        "samples": "每个问题回答几次，取最差的一个；1：贪心解码",
+        "temperature": "大于 0：按概率抽取；默认 0，写了 --samples 时 0.8",
+        "seed": "抽取用的随机种子",
+        "max_new_tokens": "回答最多的词元数（%(default)s）",
+        "max_prompt_tokens": "问题更长的行会略过（%(default)s）",
+        "slots": "同时生成的回答数；0：GPU 上 256 个，CPU 上 64 个",
+        "prompt_column": f"问题所在的列；{BY_NAME}",
+        "response_column": f"回答所在的列；{BY_NAME}",
+        "overwrite": "覆盖输出文件，从头开始",
     },
     "convert_tokenizer": {
         "": """把模型的 SentencePiece 分词器转换成训练能读的 tokenizer.json，只需一次，不联网。

@@ -40,6 +40,13 @@ def fill_model(ranks, model, recipe, origin):
     return model
 
 
+def refill_model(ranks, model, origin, source):
+    """Give a model that has memory the weights of its Origin, read from the path `source`, once more."""
+    if ranks.is_main:
+        load_into(model, origin.weights, source)
+    broadcast(ranks, model.flat.weights)
+
+
 def start_kernels(ranks, model, recipe):
     """Futures of threads that compile the kernels of network and update, or load them where they were compiled before.
 

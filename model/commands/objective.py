@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from config import TrainConfig
-from model.commands.run_files import named_objectives
+from config import BETAS, PREFERENCE_RATES, TrainConfig
+from model.commands.run_files import MIXABLE, named_objectives
 from model.data.span_noise import Noise
 from model.data.tokenizer import SENTINEL
 from model.data.turn_template import turn_template
@@ -12,13 +12,20 @@ from model.nn.registry import family_of
 from model.train.objectives.dialogues import Dialogues
 from model.train.objectives.mixed import Mixed
 from model.train.objectives.pairs import Pairs
+from model.train.objectives.preference_dialogues import DialogueForm
+from model.train.objectives.preference_losses import PreferenceLoss
+from model.train.objectives.preference_pairs import PairForm
+from model.train.objectives.preferences import Preferences
 from model.train.objectives.prefix import Prefix
 from model.train.objectives.spans import Spans
 from model.train.objectives.text import Text
 
-OPTIONS_OF = dict(
-    pairs=("prompt_prefix", "single_turn", "learn_empty_thoughts"), span=("span_density", "span_mean")
-)  # no other uses them
+PREFERENCES = tuple(PREFERENCE_RATES)
+USERS = dict(  # of options that not every objective uses
+    prompt_prefix=("pairs", *PREFERENCES), learn_empty_thoughts=("pairs", *PREFERENCES), single_turn=("pairs",),
+    span_density=("span",), span_mean=("span",), z_loss=MIXABLE, teacher=MIXABLE, against_loops=MIXABLE,
+    beta=PREFERENCES, sft_weight=PREFERENCES, dpo_loss=("dpo",), normalize_length=("dpo",), gamma=("simpo",),
+)  # fmt: skip
 
 
 def loss_terms(config):
@@ -34,13 +41,37 @@ def _pairs(config, family=None, tokenizer=None):
     """Pairs or, where the family reads dialogues, Dialogues."""
     if not (family and family.reads_dialogues):
         return Pairs(loss_terms(config), config.single_turn, config.prompt_prefix)
+    return Dialogues(
+        _template_of(config, tokenizer), config.max_seq_len, loss_terms(config), config.single_turn,
+        config.learn_empty_thoughts,
+    )  # fmt: skip
+
+
+def _template_of(config, tokenizer):
+    """The text of the tokenizer's chat template; ValueError for a prompt_prefix, which has no place in it."""
     if config.prompt_prefix:
         raise ValueError(
             f"--prompt_prefix={config.prompt_prefix}: this network reads dialogues in its tokenizer's chat template: "
             "leave it out, and give the task as the system text of each dialogue"
         )
-    template = turn_template(tokenizer).text if tokenizer else ""
-    return Dialogues(template, config.max_seq_len, loss_terms(config), config.single_turn, config.learn_empty_thoughts)
+    return turn_template(tokenizer).text if tokenizer else ""
+
+
+def _preferences(config, family=None, tokenizer=None):
+    kind = config.dpo_loss if config.objective == "dpo" else config.objective
+    if config.label_smoothing and (kind in ("ipo", "orpo") or config.label_smoothing >= 0.5):
+        raise ValueError(
+            f"--label_smoothing={config.label_smoothing:g}: of preferences it is the share that is wrong: "
+            f"below 0.5, for --objective=simpo and --objective=dpo --dpo_loss=sigmoid, and here is {kind}"
+        )
+    is_mean = config.normalize_length or kind != "sigmoid"
+    gamma = config.gamma if kind == "simpo" else 0.0
+    beta = config.beta or BETAS[config.objective]
+    loss = PreferenceLoss(kind, beta, gamma, config.label_smoothing, is_mean)
+    form = PairForm(config.prompt_prefix, shares_source=not (family and family.reads_one_stream))
+    if family and family.reads_dialogues:
+        form = DialogueForm(_template_of(config, tokenizer), config.learn_empty_thoughts)
+    return Preferences(form, loss, config.sft_weight)
 
 
 def _text(config, family=None, tokenizer=None):
@@ -69,6 +100,7 @@ def _prefix(config, family=None, tokenizer=None):
 
 
 OBJECTIVES = {"pairs": _pairs, "text": _text, "span": _span, "prefix": _prefix}
+OBJECTIVES |= dict.fromkeys(PREFERENCES, _preferences)
 
 
 def _sentinels(tokenizer, spans):
@@ -93,13 +125,12 @@ def objectives_for(config, model_config=None, tokenizer=None):
     names, family = named_objectives(config), model_config and family_of(model_config)
     if unknown := [name for name in names if name not in OBJECTIVES]:
         raise ValueError(f"--objective={unknown[0]}: choose one of {', '.join(OBJECTIVES)}")
-    for owner, options in OPTIONS_OF.items():
-        for name in options:
-            if owner not in names and getattr(config, name) != getattr(TrainConfig, name):
-                raise ValueError(
-                    f"--{name}={getattr(config, name)}: the objective {owner} uses it, and here is only "
-                    f"{', '.join(names)}: leave it out"
-                )
+    for name, users in USERS.items():
+        if not {*users} & {*names} and getattr(config, name) != getattr(TrainConfig, name):
+            raise ValueError(
+                f"--{name}={getattr(config, name)}: the objective {' or '.join(users)} uses it, and here is only "
+                f"{', '.join(names)}: leave it out"
+            )
     return {name: OBJECTIVES[name](config, family, tokenizer) for name in names}
 
 

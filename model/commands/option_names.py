@@ -31,6 +31,10 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "max_grad_norm": "clip_grad clip_grad_norm grad_clip gradient_clipping gradient_clip_val",
     "weight_decay": "wd",
     "label_smoothing": "label_smoothing_factor",
+    "beta": "pref_beta dpo_beta",
+    "gamma": "simpo_gamma",
+    "sft_weight": "rpo_alpha pref_ftx dpo_ftx cpo_alpha",
+    "dpo_loss": "pref_loss loss_type",
     "teacher": "teacher_model teacher_model_name_or_path teacher_path",
     "distill_weight": "distillation_weight kd_alpha kd_weight",
     "distill_temperature": "kd_temperature distillation_temperature",
@@ -117,7 +121,7 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     r"min_(length|len|seq_len|chars)": "pairs of any length are used: drop short ones from the file",
     r"vocab_size": "the tokenizer sets it: type it for scripts/train_tokenizer.py or for `plan`",
     r"device|gpus?|gpu_ids?|no_cuda|use_cpu|use_cuda": "set CUDA_VISIBLE_DEVICES in the environment, empty for the CPU",
-    r"adam_(beta[12]|epsilon)|betas?|beta[12]|momentum": "the value is fixed in model/train: leave it out",
+    r"adam_(beta[12]|epsilon)|betas|beta[12]|momentum": "the value is fixed in model/train: leave it out",
     r"(push_to_)?hub\w*": "nothing is uploaded: best/ and last/ are ordinary Hugging Face directories",
 }
 

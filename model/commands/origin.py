@@ -23,11 +23,8 @@ from model.nn.lora import attach
 from model.nn.registry import config_from, config_values, family_of, load_model_config
 from model.run.checkpoint import Checkpoint, load_average, load_newest, load_optimizer, snapshot_of
 from model.run.run_dir import TOKENIZER_DIR
-from model.run.saver import checksum
 from model.run.train_state import state_of, state_values
 from model.runtime.distributed import agree, broadcast, from_main, from_main_before_joining
-from model.runtime.watchdog import untimed
-from model.train.derive import derive, is_derived, with_derived
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -269,24 +266,3 @@ def _check_prefix(config, tokenizer):
             f"--prompt_prefix has {count} tokens, more than half of max_seq_len={config.max_seq_len}: shorten it, or "
             "raise --max_seq_len"
         )
-
-
-def read_derived(model, ranks, config, found, parts, plan):
-    """(what identifies the weights that the derived columns are of, `parts` (Examples or None) with these columns).
-
-    `model` has the weights that the run starts from, if they are random; a resumed run reads others again where the
-    columns are lost.
-    """
-    if not parts[0].objective.derived:
-        return "", parts
-    reference = found.state.reference if found else str(checksum(model))
-    missing = [examples for examples in parts if examples is not None and not is_derived(ranks, examples, reference)]
-    if missing and found and config.finetune_from_ckp_file and not model.lora:
-        weights = read_weights(ranks, config.finetune_from_ckp_file)
-        if ranks.is_main:
-            load_into(model, weights, config.finetune_from_ckp_file)
-        broadcast(ranks, model.flat.weights)
-    with untimed("computing what the objective needs of the weights at the start"):
-        for examples in missing:
-            derive(ranks, model, examples, plan, reference)
-    return reference, [examples if examples is None else with_derived(examples, reference) for examples in parts]

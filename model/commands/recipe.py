@@ -191,13 +191,18 @@ def plan_options(config):
 
 
 def answers_asked(config, objectives):
-    """Answers that an evaluation generates; ValueError if best/ is to be chosen by them and there are none."""
+    """Answers that an evaluation generates; ValueError if best/ is to be chosen by what an evaluation does not tell."""
+    names = judged_objectives(config)
+    if config.best_metric == "accuracy" and not all("accuracy" in objectives[name].metrics for name in names):
+        raise ValueError(
+            f"--best_metric=accuracy: {', '.join(names)} prefers no response to another: leave it out, or train with "
+            "--objective=dpo, orpo or simpo"
+        )
     if not config.validation_file or not config.bleu_pairs:
         return 0
-    names = judged_objectives(config)
     if len(names) == 1 and objectives[names[0]].has_answers:
         return config.bleu_pairs
-    if config.best_metric != "loss":
+    if config.best_metric in ("bleu", "chrf"):
         raise ValueError(
             f"--best_metric={config.best_metric}: {', '.join(names)} of the validation file has no answers to compare: "
             "leave it out, or give a file of pairs, --validation_file=pairs:FILE"

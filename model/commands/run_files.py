@@ -54,4 +54,5 @@ def described_objective(config, teachers=()):
     names = [file.objective for file in train_files(config)] if config.mix else [config.objective]
     noise = f" {config.span_density:g} {config.span_mean:g}"
     taught = " taught by " + " and ".join(sha256[:16] for sha256 in teachers) if teachers else ""
-    return ", ".join(name + noise * (name == "span") for name in names) + taught
+    more = dict(span=noise, dpo=" ipo" * (config.dpo_loss == "ipo"))
+    return ", ".join(name + more.get(name, "") for name in names) + taught

@@ -10,10 +10,11 @@ from model.commands.adapter import without_adapter
 from model.commands.exporting import DECODING
 from model.commands.foresight import check_disk, warn_of_data
 from model.commands.machine import machine_of
-from model.commands.network import draft_model, fill_model, start_kernels
+from model.commands.network import draft_model, fill_model, refill_model, start_kernels
 from model.commands.no_model import check_tested
-from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
+from model.commands.origin import find_origin, newest_checkpoint, restore, with_validation
 from model.commands.recipe import resolve
+from model.commands.reference import read_derived, with_reference
 from model.commands.run import Run
 from model.commands.run_data import open_data, open_examples
 from model.commands.run_files import described_objective, files_of, train_option
@@ -67,7 +68,8 @@ def prepare_run(ranks, config, typed, resumed):
     model.teachers = place_teachers(ranks, origin.teachers, recipe.dtype)
     for teacher in model.teachers:
         check_lengths(train, teacher.config.max_tokens)
-    reference, (train, validation) = read_derived(model, ranks, config, found, (train, validation), plan)
+    parts, source = (train, validation), config.finetune_from_ckp_file
+    reference, (train, validation) = read_derived(model, ranks, source, found, parts, plan)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, recipe.update, (ranks.rank, ranks.world_size))
     free["optimizer"] = free_bytes()
@@ -166,18 +168,22 @@ def prepare_test(ranks, config, typed, directory=None):
     if not file:
         raise ValueError("test_file and validation_file are empty: type --test_file=FILE")
     files = files_of(config, "test_file" if config.test_file else "validation_file")
-    config = replace(options_of_test(config, directory or from_main(ranks, check_tested, config)), validation_file=file)
+    tested, source = directory or from_main(ranks, check_tested, config), config.finetune_from_ckp_file
+    config = replace(options_of_test(config, tested), validation_file=file)
     origin, machine = find_origin(ranks, config, ()), machine_of(ranks)
     recipe = resolve(config, (), machine, origin)
     examples = open_examples(ranks, recipe, origin.tokenizer, files, evaluated=True)
     recipe = resolve(config, (), machine, origin, examples.epoch_pairs)
     if typed & set(DECODING):
         recipe = replace(recipe, sampling=recipe.decoding)
-    other_process, _ = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
-    model = fill_model(ranks, draft_model(recipe), recipe, origin)
+    other_process, usable = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
+    model, estimate = fill_model(ranks, draft_model(recipe), recipe, origin), recipe.estimate(examples.histogram)
+    if examples.objective.derived:
+        plan = choose_plan(recipe.plan, estimate, usable)
+        examples = with_reference(model, ranks, source, config.seed, examples, plan)
+        refill_model(ranks, model, origin, tested)
     context = StepContext(ranks, model, None, Loader(ranks, examples, recipe.schedule), recipe.update)
     evaluation = _evaluation(recipe, context, examples, origin.tokenizer)
-    estimate = recipe.estimate(examples.histogram)
     plan, _ = plan_run(context, evaluation, estimate, recipe.plan, None, other_process)
     return Run(recipe, origin.tokenizer, context, evaluation), plan
 

@@ -18,6 +18,7 @@ ADDITIONS = {"instruction": ("input", "context"), "指令": ("输入",), "questi
 MESSAGE_COLUMNS = tuple("messages conversations conversation dialogue dialog turns data".split())
 SYSTEM_COLUMNS, HISTORY_COLUMN, TOOL_COLUMNS = ("system", "system_prompt"), "history", ("tools", "functions")
 LABEL_COLUMNS = ("label", "kto_tag")  # false: the response is one to avoid
+CHOSEN_COLUMN, REJECTED_COLUMN = "chosen", "rejected"  # the better and the worse one of two responses
 CHOICE_COLUMNS = ("choices", "options")  # of a question, whose answer may be the number of one
 SPECIAL_COLUMNS = {*CHOICE_COLUMNS, *MESSAGE_COLUMNS, *SYSTEM_COLUMNS, HISTORY_COLUMN, *TOOL_COLUMNS, *LABEL_COLUMNS}
 PLAIN_TEXT = (

@@ -23,10 +23,14 @@ class Turn(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Turns in their order, and the tools that may be called: the JSON text of a list, or ""."""
+    """Turns in their order, and the tools that may be called: the JSON text of a list, or "".
+
+    `rejected` holds the turns of a worse response in place of those from the first learnt answer on.
+    """
 
     turns: Sequence[Turn]
     tools: str = ""
+    rejected: Sequence[Turn] = ()
 
 
 class Document(NamedTuple):

@@ -30,6 +30,6 @@ class EncodedDialogue:
         room, lengths = max(max_tokens - len(self.question), 0), []
         for length in self.turn_lengths:
             lengths.append(min(length, room - sum(lengths)))
-        lengths = [length for length in lengths if length]
-        lengths = lengths if len(lengths) % 2 else lengths[:-1]
+        while lengths and (not lengths[-1] or not len(lengths) % 2):
+            lengths.pop()
         return EncodedDialogue(self.question, self.rest[: sum(lengths)], lengths)

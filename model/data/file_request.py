@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from model.data.columns import CHOSEN_COLUMN
 from model.runtime.json_stream import OnMalformed, refuse
 
 # Kinds of content that are read but not used.
@@ -28,6 +29,7 @@ class FileRequest:
     on_malformed: OnMalformed = refuse
     ignored: Counter = field(default_factory=Counter)
     encoding: str = ""  # of a text file; found when not given
+    wants_rejected: bool = False  # rejected responses are read, too
     has_paths: bool = False  # a column is named as OBJECT.KEY
     has_rows: bool = False  # a row with the columns was found
     names: tuple[str, ...] = ()  # the columns of that row
@@ -37,6 +39,10 @@ class FileRequest:
 
     def __post_init__(self):
         self.has_paths = "." in self.prompt_column + self.response_column
+
+    def response_of(self, names: tuple[str, ...]) -> str:
+        """The column of the response among these names, if the caller names it; "": found by name."""
+        return self.response_column or (CHOSEN_COLUMN if self.wants_rejected and CHOSEN_COLUMN in names else "")
 
     def ignore(self, kind: str, name: str, count: int = 1) -> str:
         """Add to the count of (kind, name), or of (kind, "") if MAX_NAMED names are counted; returns the name or ""."""

@@ -50,10 +50,11 @@ def read_conversations(
     `on_malformed` and left out if that returns.
     """
     request = FileRequest(prompt_column, response_column, on_malformed, Counter() if ignored is None else ignored)
-    return followed(_only_conversations(path, request))
+    return followed(only_conversations(path, request))
 
 
-def _only_conversations(path, request):
+def only_conversations(path: str | Path, request: FileRequest) -> Iterator[Conversation]:
+    """Yield the Conversation of each row; ValueError for a file of texts."""
     for item in read_items(path, request):
         if isinstance(item, Document):
             raise ValueError(f"{path}: it holds texts without a response: {PLAIN_TEXT}")

@@ -7,6 +7,7 @@ from model.data.columns import (
     CHOICE_COLUMNS,
     HISTORY_COLUMN,
     LABEL_COLUMNS,
+    REJECTED_COLUMN,
     SYSTEM_COLUMNS,
     TOOL_COLUMNS,
     Columns,
@@ -17,6 +18,7 @@ from model.data.columns import (
 from model.data.conversation import Conversation, Document, Turn
 from model.data.file_request import FileRequest
 from model.data.messages import exchange_turns, history_turns, is_false, is_turn, read_turn
+from model.data.responses import messages_in, pair_of, rejected_turns
 from model.data.tables import by_columns, rows_inside
 from model.data.values import as_json, as_text, written
 from model.runtime.json_stream import MAX_ITEM_CHARS, refuse
@@ -38,8 +40,8 @@ def conversations_of(items: Iterable, place: Place, request: FileRequest, depth:
             names = tuple(item)
             if not request.has_rows:
                 request.names = names
-            layout = layout_of(names, request.prompt_column, request.response_column)
-            plain = _plain_pair(item, layout, request) if layout.is_plain else None
+            layout = layout_of(names, request.prompt_column, request.response_of(names))
+            plain = _plain_pair(item, layout, request) if layout.is_plain and not request.wants_rejected else None
             if plain is None and is_turn(item) and not (layout.prompts and layout.response):
                 turns.add(item, request)
                 continue
@@ -132,8 +134,8 @@ def _of_row(row: dict, layout: Columns, place: Place, request: FileRequest, dept
         if type(row[layout.response]) is int:
             request.leave_out(place(), f"{layout.response!r} is {row[layout.response]}, {CHOSEN.format(name)}")
             return
-    has_pair = layout.response and (layout.prompts or _messages_in(row[layout.response]))
-    pair = _pair_of(row, layout) if has_pair and by_columns(row) is None else None
+    has_pair = layout.response and (layout.prompts or messages_in(row[layout.response]))
+    pair = pair_of(row, layout) if has_pair and by_columns(row) is None else None
     if pair and all(any(turn.text.strip() or turn.calls for turn in part) for part in pair[:2]):
         yield _from_pair(row, pair, layout, request)
         return
@@ -175,53 +177,11 @@ def _without_marks(text):
     return _MARKS.sub("\n", text).strip() if text.startswith("<|im_start|>") else text
 
 
-def _pair_of(row: dict, layout: Columns) -> tuple[list[Turn], list[Turn], tuple[str, ...]]:
-    """(turns of the prompt, turns of the response, columns that they were read from) of a row."""
-    prompt, used = [Turn("user", "")], ()
-    for pick in layout.prompts:
-        messages = _messages_in(row[pick[0]])
-        if messages or (text := join_columns(row, pick)):
-            prompt = [turn._replace(learnt=False) for turn in messages] or [Turn("user", text)]
-            used = pick[:1] if messages else pick
-            break
-    messages = _messages_in(row[layout.response])
-    response = messages or [Turn("assistant", _response_text(row[layout.response]))]
-    if response[0].role in ("user", "system"):  # the whole conversation
-        begin = _num_shared(response, _messages_in(row.get("rejected")))
-        prompt, response = [turn._replace(learnt=False) for turn in response[:begin]], response[begin:]
-    return prompt, response, (*used, layout.response)
-
-
-def _num_shared(chosen, rejected):
-    """How many turns of a conversation are its prompt: those of the rejected one too, or those before a response."""
-    shared = next((place for place, both in enumerate(zip(chosen, rejected, strict=False)) if both[0] != both[1]), 0)
-    return shared or next((place for place, turn in enumerate(chosen) if turn.role == "assistant"), len(chosen))
-
-
-def _response_text(value: object) -> str:
-    """The text of a response; SQuAD's answers give the first."""
-    if isinstance(value, dict) and isinstance(value.get("text"), list) and "answer_start" in value:
-        value = next(iter(value["text"]), "")
-    elif isinstance(value, list) and value and all(isinstance(each, dict) and "answer_start" in each for each in value):
-        value = value[0].get("text")
-    text = as_text(value)
-    return "" if text.isspace() else text
-
-
-def _messages_in(value: object) -> list[Turn]:
-    """The turns of a value that is a message or a list of messages, or the JSON text of it; else []."""
-    value = written(value)
-    items = [value] if isinstance(value, dict) else value
-    if not (isinstance(items, list) and items and all(map(is_turn, items))):
-        return []
-    return [turn for item in items if (turn := read_turn(item, lambda *counted: None))]
-
-
 def _from_pair(row, pair, layout, request):
     prompt, response, used = pair
     history = history_turns(written(row[HISTORY_COLUMN])) if row.get(HISTORY_COLUMN) else None
     used += (HISTORY_COLUMN,) if history is not None else ()
-    return _whole(row, [*(history or ()), *prompt, *response], used, request)
+    return _whole(row, [*(history or ()), *prompt], response, used, request)
 
 
 def _of_messages(row: dict, name: str, messages: list, place: Place, request: FileRequest) -> Iterator[Conversation]:
@@ -236,13 +196,14 @@ def _of_messages(row: dict, name: str, messages: list, place: Place, request: Fi
         request.ignore(*counted)
     if not turns:
         return
-    used, beside = (name,) if name else (), {}
+    used, begin = (name,) if name else (), len(turns)
     for column in ("chosen", "completion", "response"):
-        if turns[-1].role == "user" and (response := _messages_in(row.get(column))):
+        if turns[-1].role == "user" and (response := messages_in(row.get(column))):
             turns += response
             used += (column,)
+    begin = begin if begin < len(turns) else begin - 1
     beside = row if not tools else {**row, TOOL_COLUMNS[0]: tools}
-    yield _whole(beside, turns, used, request)
+    yield _whole(beside, turns[:begin], turns[begin:], used, request)
 
 
 def _turns_of(items, place, ignore):
@@ -264,8 +225,19 @@ def _turns_of(items, place, ignore):
     return turns, tools
 
 
-def _whole(row: dict, turns: list[Turn], used: tuple[str, ...], request: FileRequest) -> Conversation:
-    """The Conversation of a row's turns, with what other columns say of it."""
+def _whole(
+    row: dict, prompt: list[Turn], response: list[Turn], used: tuple[str, ...], request: FileRequest
+) -> Conversation:
+    """The Conversation of a row's turns, with what other columns say of it.
+
+    Where a rejected response is asked for and there, the prompt is context only.
+    """
+    rejected = ()
+    if request.wants_rejected and row.get(REJECTED_COLUMN):
+        used += (REJECTED_COLUMN,)
+        rejected = rejected_turns(row[REJECTED_COLUMN], prompt)
+        prompt = [turn._replace(learnt=False) for turn in prompt]
+    turns = [*prompt, *response]
     for name in SYSTEM_COLUMNS:
         if isinstance(row.get(name), str) and row[name]:
             used += (name,)
@@ -281,7 +253,7 @@ def _whole(row: dict, turns: list[Turn], used: tuple[str, ...], request: FileReq
         if isinstance(label, bool) or isinstance(label, str) and label.lower() in ("true", "false"):
             used += (name,)
             if is_false(label):
-                request.ignore("part", f"responses of {name}=false")
+                request.ignore("part", f"{name}=false: only good answers train")
                 turns = [turn._replace(learnt=False) for turn in turns]
     request.ignore_columns(row, used)
-    return Conversation(turns, tools)
+    return Conversation(turns, tools, rejected)

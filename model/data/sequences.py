@@ -11,15 +11,16 @@ class Sequences:
 
     The last column holds the targets. A network with an encoder reads the one before it, the source; a decoder-only
     network reads all columns as one stream. `token_values` and `values` reach the objective's `losses` as tensors of
-    the batch.
+    the batch. An encoder may read a source once for several targets, which lie end to end in the last column.
     """
 
     columns: tuple[np.ndarray, ...]  # int64 (tokens,) each: the ids of all sequences, one after the other
     lengths: np.ndarray  # int64 (sequences, columns) in tokens
     is_target: np.ndarray | None = None  # bool (tokens of the last column,); None: all of them are targets
     token_values: dict = field(default_factory=dict)  # {name: float32 or int32 (tokens of the last column,)}
-    values: dict = field(default_factory=dict)  # {name: float32 or int32 (sequences,)}
-    ids: np.ndarray | None = None  # int64 (sequences,): a number for each, by which dropout draws its masks
+    values: dict = field(default_factory=dict)  # {name: float32 or int32 (targets,)}
+    ids: np.ndarray | None = None  # int64 (targets,): a number for each, by which dropout draws its masks
+    target_lengths: np.ndarray | None = None  # int64 (sequences, targets of each) in tokens; None: one target each
 
 
 def with_places(sequences):

@@ -204,9 +204,9 @@ def read_store(directory):
         raise _damaged(directory, error) from None  # pyarrow's, for a file that is too short
 
 
-def open_column(path, num_rows):
+def open_column(path, num_rows, mode="r"):
     """The array in an .npy file, memory-mapped; raises ValueError unless the file is whole and has so many rows."""
-    array = np.lib.format.open_memmap(path, mode="r")
+    array = np.lib.format.open_memmap(path, mode=mode)
     if len(array) != num_rows:
         raise ValueError(f"{path.name} has {len(array):,} rows, and must have {num_rows:,}")
     return array

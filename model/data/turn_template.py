@@ -57,7 +57,8 @@ class TurnTemplate:
         self.frames.frame(("user", "assistant"))
         ignored = Counter() if ignored is None else ignored
         talks = [(self.said(one, ignored), one.tools if self.frames.can.tools else "") for one in conversations]
-        ignored[PART, "lists of tools"] += sum(bool(one.tools) for one in conversations if not self.frames.can.tools)
+        if not self.frames.can.tools and (num_lists := sum(bool(one.tools) for one in conversations)):
+            ignored[PART, "lists of tools"] += num_lists
         framed, rendered = [], []
         for place, (turns, tools) in enumerate(talks):
             if any(turn.role == "assistant" and turn.learnt for turn in turns):

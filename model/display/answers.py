@@ -9,8 +9,14 @@ from model.runtime.terminal import printable
 FORMATS = dict(
     loss="{:.4f}", nats_per_char="{:.4f}", loops="{:.1%}", loops_chars="{:.1%}", ended="{:.1%}",
     length_ratio="{:.2f}", distinct_2="{:.3f}", exact_match="{:.1%}", bleu="{:.2f}", chrf="{:.2f}", rouge_l="{:.3f}",
+    accuracy="{:.1%}", margin="{:+.3f}", chosen_reward="{:+.3f}", rejected_reward="{:+.3f}",
+    chosen_log_prob="{:.3f}", rejected_log_prob="{:.3f}",
 )  # fmt: skip
 ROWS = dict(answers=("loops", "ended", "length_ratio"), scores=("distinct_2", "bleu", "chrf"))
+PREFERENCES = dict(
+    preferences=("accuracy", "margin", "chosen_reward", "rejected_reward"),
+    log_probs=("chosen_log_prob", "rejected_log_prob"),
+)
 QUESTION_COLUMNS, ANSWER_CHARACTERS = 120, 200  # of a sample in one line; most Chinese characters take two columns
 QUESTION_SHARE = 3  # a question has at most a third of a line
 
@@ -19,6 +25,12 @@ def answer_rows(evaluation: dict, text: Texts) -> dict[str, str]:
     """The figures of the answers in an eval line of a journal, by row; rows of which it has none are left out."""
     rows = {row: figures_text(evaluation, names, text) for row, names in ROWS.items()}
     rows["nats"] = told(evaluation, "nats_per_char")
+    return {row: said for row, said in rows.items() if said}
+
+
+def preference_rows(line: dict, text: Texts) -> dict[str, str]:
+    """What a train or eval line of a journal says of two responses, of which one is preferred, by row."""
+    rows = {row: figures_text(line, names, text) for row, names in PREFERENCES.items()}
     return {row: said for row, said in rows.items() if said}
 
 

@@ -59,12 +59,19 @@ def memory_text(used_bytes: int, cap_bytes: int) -> str:
 
 
 COMPACT, LOSS = "{:.4g}".format, "{:.4f}".format
+PREFERENCE_FIELDS = {
+    name: (name, LOSS)
+    for name in (
+        "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob",
+    )
+}  # fmt: skip
 # label in the log line: (key in the record, format)
 TRAIN_FIELDS = {
     "epoch": ("epoch", COMPACT),
     "step": ("step", str),
     "loss": ("loss", LOSS),
     "z_loss": ("z_loss", LOSS),
+    **PREFERENCE_FIELDS,
     "lr": ("learn_rate", "{:.3e}".format),
     "grad_norm": ("grad_norm", COMPACT),
     "tokens/s": ("tokens_per_second", "{:.0f}".format),
@@ -84,6 +91,7 @@ EPOCH_FIELDS = {
     "cur_bleu4": ("cur_bleu4", LOSS),
     "cur_chrf": ("cur_chrf", LOSS),
     "nats_per_char": ("nats_per_char", LOSS),
+    **PREFERENCE_FIELDS,
     "loops": ("loops", LOSS),
     "ended": ("ended", LOSS),
     "length_ratio": ("length_ratio", LOSS),

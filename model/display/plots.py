@@ -20,6 +20,10 @@ SMOOTHED_PARTS = 40
 LOG_RATIO = 4  # highest to lowest loss of a run, above which the axis is logarithmic
 RAW = dict(linewidth=0.8, alpha=0.35)
 LEGEND = dict(loc="outside upper center", frameon=False)
+PREFERENCES = {
+    "accuracy": ("accuracy",), "reward": ("chosen_reward", "rejected_reward", "margin"),
+    "log-probability a token": ("chosen_log_prob", "rejected_log_prob"),
+}  # fmt: skip
 BEST = dict(marker="*", markersize=11, linestyle="", color="tab:red")
 
 
@@ -40,6 +44,8 @@ def plot_run(run_dir: str | Path) -> list[Path]:
         pictures["lengths"] = _figure_of(draw_lengths, plan["lengths"])
     if _points(records, "eval", "loops")[0]:
         pictures["answers"] = _figure_of(draw_answers, records)
+    if _points(records, "train", "accuracy")[0]:
+        pictures["preferences"] = _preference_figure(records)
     return [_save(figure, run_dir / "plots" / f"{name}.png", run_dir.name) for name, figure in pictures.items()]
 
 
@@ -79,7 +85,8 @@ def draw_losses(axes, records: list[dict]) -> None:
     _curve(axes, records, "eval", "loss", color="tab:orange", label="validation loss", marker="o", markersize=4)
     if best := _figures_of(records).best:
         axes.plot(best["step"], best["loss"], label=f"best {best['loss']:.4f} at step {best['step']:,}", **BEST)
-    axes.set(xlabel=STEPS, ylabel="loss [nats per target token]")
+    unit = "" if _points(records, "train", "accuracy")[0] else " [nats per target token]"
+    axes.set(xlabel=STEPS, ylabel=f"loss{unit}")
     if losses and min(losses) > 0 and max(losses) > LOG_RATIO * min(losses):
         _log_scale(axes)
 
@@ -222,6 +229,22 @@ def _loss_figure(records):
         upper.set_xlabel("")
     _finish([*lower, upper])
     figure.legend(ncols=3, **LEGEND)
+    return figure
+
+
+def _preference_figure(records):
+    """Training smoothed as lines, evaluations as points."""
+    figure = _new_figure(9, 9)
+    panels = figure.subplots(len(PREFERENCES), 1, sharex=True)
+    for axes, (ylabel, keys) in zip(panels, PREFERENCES.items(), strict=True):
+        for number, key in enumerate(keys):
+            steps, values = _points(records, "train", key)
+            axes.plot(steps, _smoothed(values), color=f"C{number}", label=key.partition("_")[0])
+            _curve(axes, records, "eval", key, color=f"C{number}", linestyle="", marker="o", markersize=4)
+        axes.set(ylabel=ylabel)
+    axes.set(xlabel=STEPS)
+    _finish(panels)
+    figure.legend(*panels[1].get_legend_handles_labels(), ncols=3, **LEGEND)
     return figure
 
 

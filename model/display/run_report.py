@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from model.display.answers import figures_text, sample_text, told
+from model.display.answers import figures_text, preference_rows, sample_text, told
 from model.display.catalogue import texts_here
 from model.display.console import human_bytes
 from model.display.figures import Figures, epochs_of
@@ -12,7 +12,6 @@ from model.run.journal import read_journal
 from model.run.status import read_statuses
 
 SILENT_SECONDS = 600
-TEXT = texts_here()
 
 
 def rows_of(run_dir: Path) -> dict[str, str]:
@@ -33,10 +32,10 @@ def rows_of(run_dir: Path) -> dict[str, str]:
 def before_the_journal(run_dir: Path) -> str:
     """What is known of a run that has not written its first line."""
     try:
-        since = duration(max(0, time.time() - (run_dir / "run.lock").stat().st_mtime), TEXT)
+        since = duration(max(0, time.time() - (run_dir / "run.lock").stat().st_mtime), texts_here())
     except FileNotFoundError:
-        return TEXT("journal.no_run")
-    return TEXT("journal.waiting", time=since)
+        return texts_here()("journal.no_run")
+    return texts_here()("journal.waiting", time=since)
 
 
 def describe(view: View, records: list[dict]) -> dict[str, str]:
@@ -57,9 +56,9 @@ def newest_rows(view: View, has_line: bool) -> dict[str, str]:
         rows["step"] = out_of(view.step, view.figures.start.get("total_steps"))
         if pace.loss and not has_line:
             rows["training loss"] = number(pace.loss)
-        rows["speed"] = TEXT("journal.tokens", count=pace.tokens_per_second)
+        rows["speed"] = texts_here()("journal.tokens", count=pace.tokens_per_second)
     if view.step_seconds and left is not None:
-        rows["time left"] = duration(view.step_seconds * left, TEXT)
+        rows["time left"] = duration(view.step_seconds * left, texts_here())
     return rows
 
 
@@ -69,14 +68,16 @@ def of_kind(records: list[dict], kind: str) -> list[dict]:
 
 def state(view: View, records: list[dict]) -> str:
     if last_stop := stop_of(records):
-        reason = TEXT.get(f"reason.{last_stop['reason']}", last_stop["reason"])
-        return TEXT("journal.stopped", reason=reason, step=last_stop["step"])
+        reason = texts_here().get(f"reason.{last_stop['reason']}", last_stop["reason"])
+        return texts_here()("journal.stopped", reason=reason, step=last_stop["step"])
     silent_seconds = max(0, view.now - records[-1]["time"])
     if view.status:
-        return TEXT("journal.doing", doing=doing(view.status, TEXT).plain, time=duration(silent_seconds, TEXT))
+        return texts_here()(
+            "journal.doing", doing=doing(view.status, texts_here()).plain, time=duration(silent_seconds, texts_here())
+        )
     if silent_seconds > max(SILENT_SECONDS, 2 * longest_pause(records)):
-        return TEXT("journal.silent", time=duration(silent_seconds, TEXT))
-    return TEXT("journal.training", time=duration(silent_seconds, TEXT))
+        return texts_here()("journal.silent", time=duration(silent_seconds, texts_here()))
+    return texts_here()("journal.training", time=duration(silent_seconds, texts_here()))
 
 
 def current_attempt(records: list[dict]) -> list[dict]:
@@ -102,20 +103,20 @@ def training_rows(start: dict, trained: list[dict]) -> dict[str, str]:
     done, epochs = epochs_of(start, last)
     rows = {
         "step": out_of(last["step"], start.get("total_steps")),
-        "epochs": TEXT("journal.epochs", done=done, total=epochs) if epochs else done,
+        "epochs": texts_here()("journal.epochs", done=done, total=epochs) if epochs else done,
         "pairs seen": out_of(last["pairs_seen"], start.get("total_pairs")),
         "training loss": loss_row(trained),
         "learning rate": f"{last['learn_rate']:.3e}",
-        "speed": TEXT("journal.tokens", count=last["tokens_per_second"]),
+        "speed": texts_here()("journal.tokens", count=last["tokens_per_second"]),
     }
     peak = max(trained, key=lambda record: record.get("peak_bytes") or 0)
     if peak.get("peak_bytes"):
-        rows["peak memory"] = TEXT("journal.by_step", size=human_bytes(peak["peak_bytes"]), step=peak["step"])
+        rows["peak memory"] = texts_here()("journal.by_step", size=human_bytes(peak["peak_bytes"]), step=peak["step"])
     return rows
 
 
 def out_of(done: int, total: int | None) -> str:
-    return TEXT("journal.of", done=done, total=total, share=done / total) if total else f"{done:,}"
+    return texts_here()("journal.of", done=done, total=total, share=done / total) if total else f"{done:,}"
 
 
 def loss_row(trained: list[dict]) -> str:
@@ -124,11 +125,11 @@ def loss_row(trained: list[dict]) -> str:
     if not earlier:
         return number(now["loss"])
     before = dict(step=earlier[-1]["step"], earlier=number(earlier[-1]["loss"]))
-    return TEXT("journal.earlier", loss=number(now["loss"]), **before)
+    return texts_here()("journal.earlier", loss=number(now["loss"]), **before)
 
 
 def number(value: float | None) -> str:
-    return TEXT("journal.not_finite") if value is None else f"{value:.4f}"
+    return texts_here()("journal.not_finite") if value is None else f"{value:.4f}"
 
 
 def evaluation_rows(evaluated: list[dict]) -> dict[str, str]:
@@ -136,14 +137,17 @@ def evaluation_rows(evaluated: list[dict]) -> dict[str, str]:
     losses = [record for record in evaluated if record.get("loss") is not None]
     if losses:
         best = min(losses, key=lambda record: record["loss"])
-        rows["validation loss"] = TEXT("journal.best", best=at_step(best, "loss"), last=at_step(losses[-1], "loss"))
+        rows["validation loss"] = texts_here()(
+            "journal.best", best=at_step(best, "loss"), last=at_step(losses[-1], "loss")
+        )
     for key, name in (("bleu", "BLEU"), ("chrf", "chrF")):
         scored = [record for record in evaluated if record.get(key) is not None]
         if scored:
             rows[name] = at_step(scored[-1], key)
     if losses:
-        answered = figures_text(losses[-1], ("loops", "ended", "length_ratio", "distinct_2"), TEXT)
-        said = {TEXT("row.answers"): answered, TEXT("row.nats"): told(losses[-1], "nats_per_char")}
+        answered = figures_text(losses[-1], ("loops", "ended", "length_ratio", "distinct_2"), texts_here())
+        said = {texts_here()("row.answers"): answered, texts_here()("row.nats"): told(losses[-1], "nats_per_char")}
+        said |= {texts_here()(f"row.{row}"): words for row, words in preference_rows(losses[-1], texts_here()).items()}
         rows |= {name: words for name, words in said.items() if words} | sample_rows(losses[-1])
     return rows
 
@@ -151,22 +155,24 @@ def evaluation_rows(evaluated: list[dict]) -> dict[str, str]:
 def sample_rows(evaluation: dict) -> dict[str, str]:
     """What the model answered to the fixed questions at its newest evaluation, a row for each."""
     samples = evaluation.get("samples") or []
-    return {TEXT("journal.sample", number=number): sample_text(each) for number, each in enumerate(samples, start=1)}
+    return {
+        texts_here()("journal.sample", number=number): sample_text(each) for number, each in enumerate(samples, start=1)
+    }
 
 
 def at_step(record: dict, key: str) -> str:
-    return TEXT("journal.at_step", value=record[key], step=record["step"])
+    return texts_here()("journal.at_step", value=record[key], step=record["step"])
 
 
 def events_row(events: list[dict]) -> str:
     if not events:
-        return TEXT("journal.events", count=0)
+        return texts_here()("journal.events", count=0)
     last = events[-1]
     key = "journal.events.last" if "step" in last else "journal.events"
-    said = TEXT(key, count=len(events), step=last.get("step"))
+    said = texts_here()(key, count=len(events), step=last.get("step"))
     if "where" not in last:
         return said
-    return said + TEXT("journal.events.where", where=TEXT.get(f"place.{last['where']}", last["where"]))
+    return said + texts_here()("journal.events.where", where=texts_here().get(f"place.{last['where']}", last["where"]))
 
 
 def event_rows(records: list[dict], now: float) -> dict[str, str]:
@@ -180,10 +186,10 @@ def event_rows(records: list[dict], now: float) -> dict[str, str]:
 
 def checkpoint_row(saves: list[dict], now: float) -> str:
     """The newest saved checkpoint, and the error of a later save that failed."""
-    row = TEXT("journal.none")
+    row = texts_here()("journal.none")
     if saved := [save for save in saves if "path" in save]:
-        ago = duration(max(0, now - saved[-1]["time"]), TEXT)
-        row = TEXT("journal.saved", path=saved[-1]["path"], step=saved[-1]["step"], time=ago)
+        ago = duration(max(0, now - saved[-1]["time"]), texts_here())
+        row = texts_here()("journal.saved", path=saved[-1]["path"], step=saved[-1]["step"], time=ago)
     if saves and "error" in saves[-1]:
-        row += TEXT("journal.failed", step=saves[-1]["step"], error=saves[-1]["error"])
+        row += texts_here()("journal.failed", step=saves[-1]["step"], error=saves[-1]["error"])
     return row

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from model.display.answers import answer_rows
+from model.display.answers import answer_rows, preference_rows
 from model.display.catalogue import COUNTS, Texts
 from model.display.console import EPOCH, SAMPLE, TRAIN, human_seconds, memory_text
 from model.display.figures import EVENT_KINDS, Figures
@@ -169,6 +169,7 @@ def rows_of(view: View, text: Texts) -> dict[str, str]:
         scores = dict(last=number(last["loss"], text) + of, best=number(best["loss"], text), step=best["step"])
         rows["validation"] = text("validation", **scores)
         rows |= gap(figures, text) | answer_rows(figures.evals[-1], text)
+    rows |= preference_rows(figures.evals[-1] if figures.evals else figures.train or {}, text)
     if not figures.stop:
         rows |= time_left(view, text)
     rows["save"] = last_save(figures, view.now, text)

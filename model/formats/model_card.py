@@ -140,7 +140,11 @@ _LABELS = {
     "loss": "loss, nats a target token", "nats_per_char": "loss, nats a character", "bleu": "BLEU, 0 to 100",
     "chrf": "chrF, 0 to 100", "loops": "greedy answers that repeat themselves, share",
     "ended": "greedy answers that end by themselves, share", "length_ratio": "length of answers to references'",
-    "distinct_2": "distinct-2",
+    "distinct_2": "distinct-2", "accuracy": "chosen response preferred, share of pairs",
+    "margin": "reward of the chosen response less that of the rejected one",
+    "chosen_reward": "reward of the chosen response", "rejected_reward": "reward of the rejected response",
+    "chosen_log_prob": "log-probability of the chosen response, nats a token",
+    "rejected_log_prob": "log-probability of the rejected response, nats a token",
 }  # fmt: skip
 _READ = {  # {is_encoder_decoder: (transformers' class, what is the answer)}
     True: ("AutoModelForSeq2SeqLM", "output[0]"),

@@ -27,6 +27,7 @@ from model.runtime.device_memory import within_memory
 from model.runtime.distributed import Ranks, gather_json, sum_over_ranks, vote
 from model.runtime.watchdog import stop_asked
 from model.train.examples import ROWS_AT_A_TIME, Examples
+from model.train.weighted_loss import means_by_name
 
 ROUNDS_A_PART = 8  # answers in a slot, one after the other, that an out of memory can lose
 NUM_SAMPLES = 3  # answers that are shown
@@ -131,7 +132,7 @@ def evaluate_loss(evaluation, plan, step=0, note=lambda kind, **values: None):
     total = torch.stack([torch.zeros(2, len(names), dtype=torch.float64), *values]).sum(0)
     characters = torch.full((2, 1), evaluation.share_characters, dtype=torch.float64)
     sums, weights = sum_over_ranks(ranks, torch.cat([total, characters], 1).to(ranks.device)).cpu()
-    means = dict(zip(names, (sums / weights).tolist(), strict=False))
+    means = means_by_name(names, (sums / weights).tolist()[: len(names)])
     return means | (dict(nats_per_char=(sums[0] / sums[-1]).item()) if sums[-1] else {})
 
 

@@ -23,6 +23,7 @@ from model.train.gradients import Attempt, Outcome, attempt_gradients
 from model.train.loader import Loader
 from model.train.optim import UpdateOptions
 from model.train.spike_guard import MAX_SKIPPED_STEPS, WINDOW, TooManySkipped, spike_limit, too_many_skipped
+from model.train.weighted_loss import means_by_name
 
 
 class TornUpdate(RuntimeError):
@@ -164,7 +165,7 @@ def _step_values(context, work, agreed, updated):
         epoch=work.epoch, learn_rate=work.learn_rate, weights=work.metric_weights, tokens=work.tokens,
         ids=work.ids.tolist(), micro_batches=agreed.attempt.micro_batches, events=agreed.events, stop=agreed.stop,
         clock_seconds=agreed.clock_seconds, skipped=bool(updated.skipped), torn=updated.torn,
-        metrics=dict(zip(context.objective.metrics, metrics.unbind(), strict=True)),
+        metrics=means_by_name(context.objective.metrics, metrics.unbind()),
         grad_norm=torch.full_like(sums[0], torch.nan) if updated.skipped else updated.grad_norm,
     )  # fmt: skip
 

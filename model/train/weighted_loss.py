@@ -10,3 +10,11 @@ def weighted_loss(model, objective, batch, chunk_tokens, scales):
     loss_scales, metric_scales = scales
     model.flat.sums[: len(metrics)].add_(metrics * metric_scales)
     return (sums * loss_scales).sum()
+
+
+def means_by_name(names, means):
+    """{name: mean} of an objective's metrics; means of one name, which have divisors of their own, are added."""
+    named = {}
+    for name, mean in zip(names, means, strict=True):
+        named[name] = named[name] + mean if name in named else mean
+    return named

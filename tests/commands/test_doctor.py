@@ -9,7 +9,6 @@ import torch
 from model.commands import doctor
 from model.commands.data_rows import FIRST_ROWS
 from model.commands.doctor import as_text, examine
-from model.commands.objective import OBJECTIVES
 from model.commands.option_values import load_config
 from model.data.tokenizer import load_tokenizer
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
@@ -19,7 +18,6 @@ from model.runtime.nccl_check import Verdict
 from tests.parts import open_pairs
 from tests.ranks import launch, launcher, run_ranks, wait_for_launch
 from tests.run.test_checkpoint import change_state
-from tests.tenants.preference import Preference
 from tests.tiny import OPTIONS, train, words
 from train_low_mem import main
 
@@ -114,13 +112,12 @@ def test_a_data_file_without_usable_rows_fails(rows, home, text):
     assert rows(train_file="bad.jsonl")["train_file"].fails
 
 
-def test_a_data_file_is_read_as_the_objective_reads_it(rows, home, monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "preference", lambda *_: Preference())
+def test_a_data_file_is_read_as_the_objective_reads_it(rows, home):
     line = dict(prompt="你好", chosen="今天", rejected="天气", response="")
     (home / "preferences.jsonl").write_text(json.dumps(line) + "\n")
     assert rows(train_file="preferences.jsonl")["train_file"].fails
     both = dict.fromkeys(("train_file", "validation_file"), "preferences.jsonl")
-    table = rows(objective="preference", **both)
+    table = rows(objective="dpo", **both)
     assert not any(table[what].fails for what in both) and " tokens" in table["train_file"].found
     assert "choose one of" in rows(objective="denoise")["train_file"].remedy
 

@@ -5,20 +5,17 @@ import os
 import shutil
 from dataclasses import replace
 from itertools import count
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from model.commands.objective import OBJECTIVES
 from model.data.sequences import Sequences
 from model.generate.engine import Limits, generate
 from model.nn.base import Packing
 from model.nn.registry import FAMILIES, family_named
 from tests.parts import gradients_of
 from tests.tenants.causal import CAUSAL, CausalConfig, CausalModel, collate
-from tests.tenants.preference import Preference
 from tests.tiny import journal, start, wait_for, weights_hash, words
 from train_low_mem import main
 
@@ -28,7 +25,6 @@ CONFIG = CausalConfig(vocab_size=60)
 def main_with_tenants(line):
     """`main`, in a process that knows the tenants."""
     FAMILIES[CAUSAL.name] = CAUSAL
-    OBJECTIVES["preference"] = lambda *_: Preference()
     return main(line)
 
 
@@ -44,15 +40,15 @@ def tenants_home(home):
     return home
 
 
+PREFERENCES = dict(
+    train_file="train_preferences.jsonl", validation_file="valid_preferences.jsonl", sft_weight=0, any_learn_rate=True,
+    best_metric="accuracy",
+)  # fmt: skip
 TENANTS = dict(
     qwen=dict(model="qwen.json"),
-    preference=dict(
-        objective="preference", train_file="train_preferences.jsonl", validation_file="valid_preferences.jsonl"
-    ),
-    both=dict(
-        model="causal.json", objective="preference", train_file="train_preferences.jsonl",
-        validation_file="valid_preferences.jsonl",
-    ),
+    dpo=dict(objective="dpo", **PREFERENCES),
+    simpo=dict(objective="simpo", model="qwen.json", **PREFERENCES),
+    both=dict(objective="dpo", model="causal.json", **PREFERENCES),
     text=dict(model="qwen.json", objective="text"),
     span=dict(objective="span"),
     mix=dict(mix="span:train.jsonl,prefix:train.jsonl*0.4,pairs:train.jsonl*0.8", train_file=None),
@@ -80,9 +76,11 @@ def test_a_tenant_trains_is_evaluated_and_answers(tenant):
     evals, lines = journal(home / name, "eval"), journal(home / name, "train")
     assert len(evals) == 2 and "loss" in evals[-1] and ({"bleu", "chrf"} <= evals[-1].keys()) == (name not in ON_TEXT)
     assert np.mean([line["loss"] for line in lines[-3:]]) < lines[0]["loss"]
-    if name in ("preference", "both"):
+    if "accuracy" in evals[-1]:
+        assert max(line["accuracy"] for line in evals) > 0.7
+    if name in ("dpo", "both"):
         assert lines[0]["loss"] == pytest.approx(np.log(2), abs=1e-4), "the policy starts as the reference"
-        assert evals[-1]["accuracy"] > 0.7
+        assert lines[0]["margin"] == pytest.approx(0, abs=1e-4)
     done = train(home, name, 1, command="test")
     assert done.codes == [0] and ("bleu" in done.text) == (name not in ON_TEXT), done.text
 
@@ -115,19 +113,17 @@ def test_a_tenant_is_planned(tenant, capsys, monkeypatch):
     home, name = tenant
     monkeypatch.chdir(home)
     options = OPTIONS | TENANTS[name] | dict(gpu_memory_limit_gb=1, json=True)
-    for known, mine in ((FAMILIES, {"causal": CAUSAL}), (OBJECTIVES, {"preference": lambda *_: Preference()})):
-        for key, value in mine.items():
-            monkeypatch.setitem(known, key, value)
+    monkeypatch.setitem(FAMILIES, "causal", CAUSAL)
     assert main(words("plan", **options)) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["fits"] and values["lengths"]["source"].startswith("counted")
 
 
 def test_a_run_of_another_objective_is_refused(tenants_home):
-    train(tenants_home, "preference_first", 1, epochs=1)
-    done = train(tenants_home, "preference_first", 1, objective="pairs", is_keep_training=True,
-                 train_file="train.jsonl", validation_file="valid.jsonl")  # fmt: skip
-    assert done.codes == [2] and "was written with objective preference, now pairs" in done.text, done.text
+    train(tenants_home, "dpo_first", 1, epochs=1)
+    others = dict(objective="orpo", is_keep_training=True)
+    done = train(tenants_home, "dpo_first", 1, **others)
+    assert done.codes == [2] and "was written with objective dpo, now orpo" in done.text, done.text
 
 
 @pytest.mark.parametrize("kind", ["text", "span"])
@@ -224,14 +220,6 @@ def test_a_tenant_with_dropout_trains_with_it_and_has_the_same_losses_on_two_ran
     without, one, two = first_losses
     assert two == pytest.approx(one, rel=1e-3)
     assert abs(one[0] - without[0]) > 1e-3
-
-
-def test_the_sequences_of_a_row_have_masks_of_their_own():
-    rows = SimpleNamespace(
-        lengths=np.ones((9, 3), np.int64), values=dict(reference_margin=np.zeros(9)),
-        tokens=lambda ids: [np.ones(len(ids), np.int64)] * 3,
-    )  # fmt: skip
-    assert Preference().sequences(rows, [4, 0, 7], 0, 1).ids.tolist() == [8, 9, 0, 1, 14, 15]
 
 
 def test_generation_in_one_stream_follows_the_packed_network():

@@ -145,7 +145,11 @@ def test_a_file_of_pairs_gives_its_texts_with_both_sides(tokenizer, tmp_path):
     [
         ("t5", dict(objective="text"), "objective text: this network has an encoder"),
         ("decoder", dict(objective="span"), "objective span: this network has no encoder"),
-        ("t5", dict(objective="text", prompt_prefix="译："), "--prompt_prefix=译：: the objective pairs uses it"),
+        (
+            "t5",
+            dict(objective="text", prompt_prefix="译："),
+            "--prompt_prefix=译：: the objective pairs or dpo",
+        ),
         ("t5", dict(span_density=0.3), "--span_density=0.3: the objective span uses it"),
         ("t5", dict(objective="span", span_density=1.5), "--span_density=1.5: must be above 0 and below 1"),
         (

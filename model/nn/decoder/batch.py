@@ -39,6 +39,7 @@ def collate(sequences, packing):
 
     With Sequences of one column, every token but the first of each sequence is a target.
     """
+    assert sequences.target_lengths is None, "a stream has one target: repeat its source for another"
     totals = sequences.lengths.sum(axis=1)
     positions = positions_of(totals)
     is_target = positions >= np.repeat(totals - sequences.lengths[:, -1], totals)

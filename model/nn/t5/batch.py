@@ -23,7 +23,7 @@ class MicroBatch:
     encoder_layout: Layout
     decoder_layout: Layout
     cross_layout: Layout
-    values: dict  # {name: tensor} of the Sequences' token_values (target tokens,) and values (sequences,)
+    values: dict  # {name: tensor} of the Sequences' token_values (target tokens,) and values (targets,)
     prompt_token_keys: torch.Tensor | None = None  # (encoder tokens, 3) int32 of model/nn/dropout.py; with dropout only
     decoder_token_keys: torch.Tensor | None = None  # (target tokens, 3)
     flat: Flat | None = None  # for the kernels: holds the tensors above
@@ -37,41 +37,51 @@ class MicroBatch:
 
 
 def collate(sequences, packing):
-    """MicroBatch of Sequences of two columns: the encoder reads the first, the decoder predicts the second."""
+    """MicroBatch of Sequences of two columns: the encoder reads the first, the decoder predicts the second.
+
+    The targets of one sequence each see only themselves, and all of its source: in cross-attention, which knows no
+    positions, they are one run of queries.
+    """
     prompt_ids, labels = sequences.columns
-    prompt_lengths, response_lengths = sequences.lengths.T
+    lengths = _lengths_of(sequences)
     decoder_ids = np.roll(labels, 1)
-    decoder_ids[np.cumsum(response_lengths) - response_lengths] = packing.first_id
+    decoder_ids[np.cumsum(lengths["decoder"][0]) - lengths["decoder"][0]] = packing.first_id
     if sequences.is_target is not None:
         labels = np.where(sequences.is_target, labels, -1)
     keys = {}
     if packing.dropout:
+        num_targets = 1 if sequences.target_lengths is None else sequences.target_lengths.shape[1]
+        ids = sequences.ids[::num_targets], sequences.ids  # a source has the number of its first target
         for column, name in enumerate(TOKEN_KEYS):
-            keys[name] = token_keys(sequences.ids, sequences.lengths[:, column], column)
+            keys[name] = token_keys(ids[column], lengths[("encoder", "decoder")[column]][0], column)
     if packing.kernels:
         return _for_kernels((prompt_ids, decoder_ids, labels), sequences, keys, packing)
     values = {name: torch.from_numpy(x) for name, x in (sequences.token_values | sequences.values).items()}
     return MicroBatch(
         *map(torch.from_numpy, (prompt_ids, decoder_ids, labels)),
-        encoder_layout=make_layout(prompt_lengths, prompt_lengths),
-        decoder_layout=make_layout(response_lengths, response_lengths),
-        cross_layout=make_layout(response_lengths, prompt_lengths),
+        **{f"{name}_layout": make_layout(*own) for name, own in lengths.items()},
         values=values,
         **{name: torch.from_numpy(x) for name, x in keys.items()},
     )
+
+
+def _lengths_of(sequences):
+    """{kind of attention: (lengths of its queries, lengths of its keys)}, in tokens, of each run that attends."""
+    prompts, responses = sequences.lengths.T
+    targets = responses if sequences.target_lengths is None else sequences.target_lengths.ravel()
+    return dict(encoder=(prompts, prompts), decoder=(targets, targets), cross=(responses, prompts))
 
 
 def _for_kernels(ids, sequences, dropout_keys, packing):
     """MicroBatch of (encoder ids, decoder ids, labels) in one flat tensor, padded to the bucket if there is one."""
     bucket, num_sequences = packing.bucket, packing.num_sequences
     prompts, responses = bucket.columns if bucket else (len(ids[0]), len(ids[1]))
-    columns = [(lengths, size) for lengths, size in zip(sequences.lengths.T, (prompts, responses), strict=True)]
     arrays = dict(
         prompt_ids=pad_to(ids[0], prompts), decoder_ids=pad_to(ids[1], responses), labels=pad_to(ids[2], responses, -1)
     )
-    for name, queries, keys in (("encoder", 0, 0), ("decoder", 1, 1), ("cross", 1, 0)):
-        (query_lengths, num_queries), (key_lengths, num_keys) = columns[queries], columns[keys]
-        tiles = packed_tiles(query_lengths, key_lengths, bucket and (num_queries, num_keys, num_sequences))
+    sizes = dict(encoder=(prompts, prompts), decoder=(responses, responses), cross=(responses, prompts))
+    for name, own in _lengths_of(sequences).items():
+        tiles = packed_tiles(*own, bucket and (*sizes[name], num_sequences))
         arrays |= {f"{name}_queries": tiles[0], f"{name}_keys": tiles[1]}
     arrays |= {name: pad_to(x, responses) for name, x in sequences.token_values.items()}
     arrays |= {name: pad_to(x, num_sequences if bucket else len(x)) for name, x in sequences.values.items()}

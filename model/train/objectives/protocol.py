@@ -16,8 +16,10 @@ class Objective(Protocol):
     columns: tuple[str, ...]  # names of token ids in the token store, at least one token in each row
     values: tuple[str, ...]  # columns of a float32 for each row; `encode` gives them
     derived: tuple[str, ...]  # columns of a float32 for each row; `derive` gives them, from the weights at the start
-    metrics: tuple[str, ...]  # names of the metric sums, at most NUM_SUMS; the first is the loss that best/ minimises
-    sequences_per_row: int
+    # names of the metric sums, at most NUM_SUMS; the first is the loss that best/ minimises. Sums of one figure that
+    # have divisors of their own have one name, and all but the first of them stand last.
+    metrics: tuple[str, ...]
+    sequences_per_row: int  # or, where a source has several targets, targets
     has_answers: bool  # False: `questions` is never called
     needs: str  # what a row must have, for the message about a file without such a row
 

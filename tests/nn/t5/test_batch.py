@@ -6,6 +6,9 @@ import torch
 
 from model.data.buckets import Bucket
 from model.data.packing import cut
+from model.data.sequences import Sequences
+from model.nn.base import Packing
+from model.nn.t5.batch import collate
 from tests.parts import batch_of, examples_of
 
 
@@ -56,3 +59,23 @@ def test_no_pad_token_is_computed(store, tokenizer):
         assert all((column != tokenizer.pad_id).all() for column in columns)
         assert (micro_batch.decoder_ids == tokenizer.pad_id).sum() == len(part)
         assert all(column.dtype == torch.int64 for column in columns)
+
+
+@pytest.mark.parametrize("bucket", [None, Bucket((128, 192), 2)])
+def test_the_kernels_tiles_of_two_targets_read_one_source_and_each_sees_itself_alone(bucket):
+    lengths, targets = np.array([[70, 75], [3, 5]]), np.array([[66, 9], [1, 4]])
+    columns = np.arange(73) % 50 + 3, np.arange(80) % 50 + 3
+    sequences = Sequences(columns, lengths, ids=np.arange(4), target_lengths=targets)
+    batch = collate(sequences, Packing(0, True, bucket, 4, dropout=True))
+
+    def used(tiles):
+        return [row[1:] for row in tiles.tolist() if row[0] == 0 and row[2] and row[4]]  # padding lacks one side
+
+    assert used(batch.encoder_layout.query_tiles) == [[0, 70, 0, 70], [70, 3, 70, 3]]
+    own = [[0, 66], [66, 9], [75, 1], [76, 4]]
+    assert used(batch.decoder_layout.query_tiles) == [[*part, *part] for part in own]
+    assert used(batch.cross_layout.query_tiles) == [[0, 75, 0, 70], [75, 5, 70, 3]]
+    assert used(batch.cross_layout.key_tiles) == [[0, 75, 0, 70], [75, 5, 70, 3]]
+    assert [batch.decoder_ids[start].item() for start, _ in own] == [0] * 4
+    assert batch.decoder_token_keys[:80, 1].tolist() == np.repeat(np.arange(4), targets.ravel()).tolist()
+    assert batch.prompt_token_keys[:73, 1].tolist() == [0] * 70 + [2] * 3

@@ -1,0 +1,106 @@
+"""The objectives `dpo`, `orpo` and `simpo`: prefer the chosen response to the rejected one."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from model.data.preference_rows import NEEDS, read_preferences
+from model.train.objectives.preference_dialogues import DialogueForm
+from model.train.objectives.preference_losses import PreferenceLoss
+from model.train.objectives.preference_pairs import PairForm
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """The PreferenceLoss, a mean over pairs, plus `sft_weight` times the cross-entropy of the chosen responses, a mean
+    over their tokens; as `loss` both are reported together.
+
+    `form` says how a network reads a pair. The reference is the network with the weights at the run's start.
+    """
+
+    form: PairForm | DialogueForm
+    loss: PreferenceLoss
+    sft_weight: float = 1.0
+
+    name = "preferences"
+    values = ()
+    metrics = (
+        "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob",
+        "loss",
+    )  # fmt: skip
+    sequences_per_row, has_answers = 2, True
+    needs = NEEDS
+
+    @property
+    def columns(self):
+        return self.form.columns
+
+    @property
+    def encoding(self):
+        return self.form.encoding
+
+    @property
+    def derived(self):
+        return ("reference_chosen", "reference_rejected") if self.loss.needs_reference else ()
+
+    def read(self, path, columns, ignored):
+        """Yield (chosen Conversation, rejected Conversation) of each row."""
+        return read_preferences(path, columns, ignored)
+
+    def encode(self, rows, tokenizer, max_seq_len):
+        return self.form.encode(rows, tokenizer, max_seq_len)
+
+    def derive(self, model, batch, chunk_tokens):
+        return dict(zip(self.derived, response_log_probs(model, batch, chunk_tokens).unbind(1), strict=True))
+
+    def row_tokens(self, max_seq_len):
+        return max_seq_len
+
+    def length_bounds(self, lengths):
+        return self.form.network_lengths(np.asarray(lengths).astype(np.int64))
+
+    def lengths(self, store, ids, seed, epoch):
+        return self.length_bounds(store.lengths[ids])
+
+    def sequences(self, store, ids, seed, epoch):
+        """Those of the chosen and of the rejected response of each row, one after the other."""
+        sequences, tokens = self.form.sequences(store, ids), self.form.target_tokens(store, ids)
+        targets = store.lengths[ids, 1:3].astype(np.int64).ravel()
+        references = np.zeros(tokens.shape, np.float32)
+        for place, name in enumerate(self.derived):
+            references[:, place] = store.values[name][ids]
+        return replace(
+            sequences,
+            token_values=dict(response=np.repeat(np.arange(len(targets), dtype=np.int32), targets)),
+            values=dict(
+                reference=references.ravel(), tokens=tokens.ravel().astype(np.float32),
+                is_real=np.ones(len(targets), np.float32),
+            ),
+            ids=2 * np.repeat(np.asarray(ids, np.int64), 2) + np.arange(len(targets)) % 2,
+        )  # fmt: skip
+
+    def weights(self, store, ids, seed, epoch):
+        pairs, (chosen, rejected) = len(ids), self.form.target_tokens(store, ids).sum(axis=0).tolist()
+        return (pairs, chosen), (pairs,) * 5 + (chosen, rejected, chosen)
+
+    def losses(self, model, batch, chunk_tokens):
+        log_probs = response_log_probs(model, batch, chunk_tokens)
+        tokens, references, is_real = (batch.values[name].view(-1, 2) for name in ("tokens", "reference", "is_real"))
+        chosen, rejected = self.loss.scores(log_probs, references, tokens).unbind(1)
+        preference = (self.loss.losses(chosen, rejected) * is_real[:, 0]).sum()
+        sums = torch.stack([preference, -self.sft_weight * log_probs[:, 0].sum()])
+        rewards = self.loss.beta * torch.stack([chosen - rejected, chosen, rejected]).detach().sum(1)
+        accuracy = ((chosen > rejected) * is_real[:, 0]).sum()
+        loss, sft = sums.detach()
+        return sums, torch.stack([loss, accuracy, *rewards, *log_probs.detach().sum(0), sft])
+
+    def questions(self, store, ids):
+        return self.form.questions(store, ids)
+
+
+def response_log_probs(model, batch, chunk_tokens):
+    """Log-probability (pairs, 2) of the chosen and the rejected responses of a batch; 0 where it is padded."""
+    tokens = model.token_log_probs(batch, chunk_tokens)
+    sums = torch.zeros(len(batch.values["tokens"]), device=tokens.device)
+    return sums.index_add(0, batch.values["response"], tokens).view(-1, 2)
