@@ -35,7 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 import fire
 from fire.decorators import SetParseFn
 
-from model.commands.comparison import compare, test_run
+from model.commands.comparison import tell_of
 from model.commands.decoding import choose_decoding
 from model.commands.evaluation import (
     TrainingLoss,
@@ -248,10 +248,7 @@ def test(*models, **options):
     agree_on(ranks, request)
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, request.config.output_dir)
-    if models:
-        compare(ranks, models, options, shown)
-    else:
-        test_run(ranks, request, shown)
+    tell_of(ranks, request, models, shown)
 
 
 @SetParseFn(str)

@@ -19,6 +19,14 @@ from model.train.evaluate import measure
 ALIKE = ("bleu_pairs", "max_new_tokens", "no_repeat_ngram_size")  # of all models the same: their figures depend on it
 
 
+def tell_of(ranks, request, models, shown):
+    """Tell of the `models`, names of directories, or without them of the model of a CommandLine's run; see below."""
+    if models:
+        compare(ranks, models, request.given, shown)
+    else:
+        test_run(ranks, request, shown)
+
+
 def test_run(ranks, request, shown):
     """Say the figures of the model of a CommandLine's run on its test_file, and print the first `shown` answers."""
     name, measured = measure_model(ranks, request.config, request.typed)

@@ -135,7 +135,8 @@ def test_a_model_that_cannot_fit_is_refused_with_its_bytes_before_anything_is_al
 
 def test_a_start_does_not_import_the_compiler_of_torch_which_takes_seconds(home):
     code = (
-        "import sys; from model.commands.option_values import load_config; from model.commands.setup import prepare_run; "
+        "import sys; from model.commands.option_values import load_config; "
+        "from model.commands.setup import prepare_run; "
         "from model.runtime.distributed import ALONE; "
         f"prepare_run(ALONE, load_config('pretrain', {OPTIONS | dict(output_dir='plain')}), (), False); "
         "sys.exit('torch._inductor' in sys.modules)"
