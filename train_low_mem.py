@@ -35,7 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run reads only local files
 import fire
 from fire.decorators import SetParseFn
 
-from model.commands.comparison import compare, test_run
+from model.commands.comparison import test_models
 from model.commands.decoding import choose_decoding
 from model.commands.evaluation import (
     TrainingLoss,
@@ -50,12 +50,10 @@ from model.commands.evaluation import (
 from model.commands.exporting import complete, export_last, is_early
 from model.commands.origin import agree_on, broadcast_request
 from model.commands.run_events import begin, log_steps, say, write_events
-from model.commands.scored_choices import score_choices
 from model.commands.setup import prepare_run
 from model.commands.summary import last_words
 from model.commands.tested_models import check_comparison, shown_answers
 from model.display.catalogue import texts_here
-from model.display.choice_table import choice_lines
 from model.display.console import Progress
 from model.display.drawing import finish_last, start_last
 from model.display.live import Pacing, live
@@ -253,13 +251,7 @@ def test(*models, **options):
     agree_on(ranks, request)
     if ranks.is_main:
         open_log(LOGS_DIR, request.preset, request.config.output_dir)
-    if models:
-        compare(ranks, models, options, shown)
-    elif request.config.choices_file:
-        for line in choice_lines(*score_choices(ranks, request.config)):
-            say(ranks, line)
-    else:
-        test_run(ranks, request, shown)
+    test_models(ranks, request, models, shown)
 
 
 @SetParseFn(str)

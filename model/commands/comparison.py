@@ -5,9 +5,11 @@ from dataclasses import asdict, replace
 from config import TrainConfig
 from model.commands.options import parse_options, read_request
 from model.commands.run_events import say
+from model.commands.scored_choices import score_choices
 from model.commands.setup import prepare_test
 from model.data.token_store import describe_store
 from model.display.catalogue import texts_here
+from model.display.choice_table import choice_lines
 from model.display.model_table import answer_lines, comparison_lines
 from model.formats.adapters import weights_directory
 from model.formats.carried import GENERATION_FILE, carried_values, record_of
@@ -17,6 +19,17 @@ from model.runtime.distributed import from_main
 from model.train.evaluate import measure
 
 ALIKE = ("bleu_pairs", "max_new_tokens", "no_repeat_ngram_size")  # of all models the same: their figures depend on it
+
+
+def test_models(ranks, request, models, shown):
+    """Test the `models`, names of directories, beside each other; without them that of a CommandLine's run."""
+    if models:
+        compare(ranks, models, request.given, shown)
+    elif request.config.choices_file:
+        for line in choice_lines(*score_choices(ranks, request.config)):
+            say(ranks, line)
+    else:
+        test_run(ranks, request, shown)
 
 
 def test_run(ranks, request, shown):
