@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from model.display.answers import preference_rows
+from model.display.catalogue import Texts
 from model.display.drawing import draw_soon, finish_last, start_last
 from model.display.plots import (
     _between,
     _draw_run,
     _loss_figure,
+    _preference_figure,
     _smoothed,
     draw_answers,
     draw_lengths,
@@ -145,3 +148,15 @@ def write(run_dir, records):
             values = {name: value for name, value in record.items() if name not in ("kind", "time")}
             journal.write(record["kind"], **values)
     assert len(read_journal(run_dir / "metrics.jsonl")) == len(records)
+
+
+def test_preferences_have_a_picture_and_rows_of_what_training_and_evaluations_say_of_them(records):
+    said = dict(accuracy=0.75, margin=0.5, chosen_reward=0.2, rejected_reward=-0.3, chosen_log_prob=-2.0,
+                rejected_log_prob=-3.0)  # fmt: skip
+    figure = _preference_figure([record | said if "loss" in record else record for record in records])
+    drawn = [[(line.get_label(), points(line)[-1]) for line in axes.lines] for axes in figure.axes]
+    assert [len(lines) for lines in drawn] == [2, 6, 4]
+    assert drawn[1][0][0] == "chosen" and drawn[1][0][1] == pytest.approx((3, 0.2)) and drawn[1][5][1] == (3, 0.5)
+    rows = preference_rows(said, Texts())
+    assert rows["preferences"].startswith("accuracy 75.0%, margin +0.500, chosen +0.200, rejected -0.300")
+    assert rows["log_probs"] == "chosen -2.000, rejected -3.000" and not preference_rows(records[2], Texts())
