@@ -80,7 +80,7 @@ class TrainConfig:
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
     reduce_dtype: str = "float32"  # in which ranks send gradients: float32, or bf16 (half of the bytes, for slow links)
-    share_update: bool = False  # each rank computes a part of Muon's update; pays with slow products and fast links
+    share_state: str = "auto"  # ranks share optimizer state and masters: auto (where a plan needs it), True, False
     deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
     # Run
     output_dir: str = "model_save/pretrain"  # the run directory
@@ -121,6 +121,7 @@ CHOICES = dict(
     mixed_precision=("auto", "bf16", "no"),
     gradient_checkpointing=("auto", "True", "False"),
     compile=("auto", "True", "False"),
+    share_state=("auto", "True", "False"),
     trainable=("all", "decoder"),
     base_precision=("auto", "nf4"),
     lora_init=("uniform", "gaussian"),
@@ -143,6 +144,7 @@ FINE_TUNED_WIDTH = 512  # of a network that AdamW fine-tunes at that rate; it fa
 # The same for adapters, whose B starts at zero, so that a rate relative to it would leave it there: torch's AdamW takes
 # its rate as it is. Ten times that of all weights (Schulman et al. 2025, LoRA Without Regret), whatever the rank.
 SCRATCH_OPTIMIZER, LORA_OPTIMIZER, LORA_LEARN_RATES = "muon", "adamw", (1e-3, 1e-3, 1e-5, 5e-2)
+UNSHAREABLE = ("adamw_rms", "adafactor")  # optimizers whose state ranks cannot share
 LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_dropout", "use_rslora", "lora_init")
 MAX_LORA_RANK = 4096
 MAX_DEFAULT_WARMUP_STEPS = 1000
@@ -183,8 +185,8 @@ def _problems(config):
         yield f"base_precision={config.base_precision}: only frozen weights can be held so: type --lora_rank=16 too"
     if config.lora_rank and config.trainable != "all":
         yield f"trainable={config.trainable}: with --lora_rank only the adapter is trained: leave --trainable out"
-    if config.share_update and config.optimizer not in ("auto", "muon"):
-        yield f"share_update=True: only Muon's update is shared, not that of {config.optimizer}: leave it out"
+    if config.share_state == "True":
+        yield from _unshareable(config)
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
     if config.no_repeat_ngram_size > 16:
@@ -198,6 +200,19 @@ def _problems(config):
     if not config.output_dir:
         yield "output_dir is empty: give a directory"
     yield from _contradictions(config)
+
+
+def _unshareable(config):
+    """Yield a message for each value that ranks cannot share the state of."""
+    if config.optimizer in UNSHAREABLE:
+        yield (
+            f"share_state=True: ranks share the state of adamw or muon, not that of {config.optimizer}: leave one of "
+            "the two out"
+        )
+    if config.lora_rank:
+        yield f"share_state=True: the state of an adapter (lora_rank={config.lora_rank}) is small: leave it out"
+    if config.average:
+        yield f"share_state=True: no rank has whole weights to average (average={config.average}): leave one out"
 
 
 def _contradictions(config):

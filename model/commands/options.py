@@ -235,6 +235,8 @@ def _read_stored(run_dir):
         stored = read_object(path)
         # the values that the run used, even if they were defaults: defaults may differ between versions
         kept = {name: stored["config"][name] for name in KEPT_VALUES if name in stored.get("config", {})}
+        if stored.get("config", {}).get("share_state") == "True":  # bits depend on it
+            kept["share_state"] = "True"
         if "single_turn" not in stored.get("config", {}):  # a run from before conversations had contexts
             kept["single_turn"] = True
         preset, given = stored["preset"], stored["given"] | kept
@@ -246,6 +248,8 @@ def _read_stored(run_dir):
                 f"--output_dir={run_dir} is an exported model: give the run's directory, which holds it"
             ) from None
         raise ValueError(f"{path} cannot be read ({error}): delete it and type the run's options again") from None
+    if str(given.pop("share_update", False)) == "True":  # of Muon: a part of what ranks share now
+        given["share_state"] = "True"
     if str(given.pop("exact", False)) == "True":
         raise ValueError(
             f"{run_dir} was started with --exact=True, which this version does not have: go on with the version that "

@@ -15,7 +15,7 @@ from model.commands.option_values import as_type
 from model.commands.options import read_request
 from model.commands.origin import find_origin
 from model.commands.plan_table import GIB, source_text, table
-from model.commands.recipe import resolve, with_optimizer
+from model.commands.recipe import fitted, may_share, resolve, with_config, with_optimizer
 from model.commands.run_length import run_pairs, steps_between
 from model.data.length_histogram import Lengths
 from model.display.catalogue import Texts, texts_here
@@ -99,8 +99,10 @@ def predict(recipe, sample, memory_bytes, gpu="", sheet=None):
     `sample` is a Sample of its examples. With the data sheet of a `gpu` the time is among them. Raises NothingFits if
     one example does not fit.
     """
-    config, spec, machine, lengths = recipe.config, recipe.spec, recipe.machine, sample.lengths
-    usable, estimate = usable_bytes(memory_bytes, machine.num_processes), recipe.estimate(lengths)
+    machine, lengths = recipe.machine, sample.lengths
+    usable = usable_bytes(memory_bytes, machine.num_processes)
+    recipe = fitted(recipe, lengths, usable)
+    config, spec, estimate = recipe.config, recipe.spec, recipe.estimate(lengths)
     asked = graphs_asked(recipe.plan, spec, _num_steps(recipe, lengths))
     plan = choose_plan(recipe.plan, estimate, usable, asked)
     tokens = min(plan.micro_batch_tokens, recipe.share_pairs * lengths.longest)
@@ -202,6 +204,9 @@ def _levers(recipe, chosen, usable, plan):
     rows += [("checkpointing", on, spec, (tokens, chunk, number)) for on, number in blocks.items()]
     for optimizer in () if spec.lora else ("muon", "adamw_rms", "adafactor"):
         rows.append(("optimizer", optimizer, with_optimizer(spec, optimizer), plan.batching))
+    for shares in ("False", "True") if may_share(recipe) else ():
+        other = with_config(recipe, replace(recipe.config, share_state=shares)).spec
+        rows.append(("share_state", shares, other, plan.batching))
     levers = []
     lengths = chosen.lengths
     for kind, value, changed, batching in rows:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from config import TrainConfig
+from config import UNSHAREABLE, TrainConfig
 from model.commands.machine import Machine, compute_dtype
 from model.commands.objective import objective_on, objectives_for
 from model.commands.run_files import judged_objectives
@@ -12,9 +12,9 @@ from model.commands.run_length import check_warmup, global_batch, run_pairs, war
 from model.commands.settled import settled
 from model.generate.sampling import Sampling
 from model.memory.estimate import Answers, Estimate
-from model.memory.plan import PlanOptions
+from model.memory.plan import NothingFits, PlanOptions, choose_plan
 from model.nn.attention import has_kernels
-from model.nn.memory_spec import MemorySpec
+from model.nn.memory_spec import MemorySpec, OwnPart, part_numbers
 from model.nn.registry import family_of
 from model.train.loader import Schedule
 from model.train.lr_schedule import LearnRate
@@ -124,17 +124,54 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
         family_of(model_config), model_config, dtype.itemsize, kernels, config.dropout > 0 or config.lora_dropout > 0,
         config.trainable, lora, num_ranks=machine.num_processes,
     )  # fmt: skip
-    spec = with_optimizer(replace(network, averages=config.average > 0), config.optimizer)
+    num_sharing = machine.num_processes if config.share_state == "True" else 1
+    spec = with_optimizer(replace(network, averages=config.average > 0), config.optimizer, num_sharing)
     if machine.launch_tokens:
         spec = replace(spec, launch_tokens=machine.launch_tokens)
     sends_bf16 = config.reduce_dtype == "bf16"  # counted on one rank, too, which has no sum
-    return replace(spec, sum_bytes=buffer_bytes(spec.trained)) if sends_bf16 else spec
+    number_bytes = 2 if sends_bf16 else 4 if spec.own_part else 0
+    return replace(spec, sum_bytes=buffer_bytes(spec.trained, number_bytes))
 
 
-def with_optimizer(spec, name):
-    """`spec` with the bytes of the optimizer of this name."""
-    state, update = OPTIMIZERS[name].needed_bytes(spec.trained, spec.trained_matrix_numbers)
-    return replace(spec, state_bytes=state, update_bytes=update)
+def with_optimizer(spec, name, num_sharing=1):
+    """`spec` with the bytes of the optimizer of this name, whose state so many ranks share."""
+    optimizer = OPTIMIZERS[name]
+    state, update = optimizer.needed_bytes(spec.trained, spec.trained_matrix_numbers)
+    spec = replace(spec, state_bytes=state, update_bytes=update, own_part=None)
+    if num_sharing == 1:
+        return spec
+    numbers = part_numbers(spec, optimizer.part_ends, num_sharing)
+    states, updates = zip(*(optimizer.needed_bytes(*part) for part in numbers), strict=True)
+    own = OwnPart(max(weights for weights, _ in numbers), max(states))
+    return replace(spec, update_bytes=max(updates), own_part=own)
+
+
+def fitted(recipe, lengths, usable_bytes):
+    """`recipe` with what it leaves to the plan: whether ranks share masters and state, where nothing fits otherwise.
+
+    `lengths` are those of its examples; `usable_bytes` are those of a rank's device, None for a CPU.
+    """
+    config = recipe.config
+    if config.share_state != "auto" or usable_bytes is None or not may_share(recipe):
+        return recipe
+    try:
+        choose_plan(recipe.plan, recipe.estimate(lengths), usable_bytes)
+        return recipe
+    except NothingFits:
+        return with_config(recipe, replace(config, share_state="True"))
+
+
+def may_share(recipe):
+    """Whether the ranks of a run can share masters and state."""
+    config = recipe.config
+    is_able = config.optimizer not in UNSHAREABLE and not recipe.spec.lora and not config.average
+    return is_able and recipe.machine.num_processes > 1
+
+
+def with_config(recipe, config):
+    """`recipe` with options `config` that differ in what the memory holds alone."""
+    spec = memory_spec(config, recipe.model_config, recipe.dtype, recipe.machine, recipe.spec.lora)
+    return replace(recipe, config=config, spec=spec, update=update_options(config))
 
 
 def _schedule(config, typed, epoch_pairs, batch, first_batch):
@@ -150,7 +187,7 @@ def update_options(config):
     """The UpdateOptions of a TrainConfig."""
     return UpdateOptions(
         config.optimizer, config.learn_rate, config.weight_decay, config.max_grad_norm, config.spike_guard,
-        config.reduce_dtype, config.share_update, config.average,
+        config.reduce_dtype, config.share_state == "True", config.average,
     )  # fmt: skip
 
 

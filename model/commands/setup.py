@@ -12,7 +12,7 @@ from model.commands.machine import machine_of
 from model.commands.network import draft_model, fill_model, start_kernels
 from model.commands.no_model import check_tested
 from model.commands.origin import find_origin, newest_checkpoint, read_derived, restore, with_validation
-from model.commands.recipe import resolve
+from model.commands.recipe import fitted, resolve
 from model.commands.run import Run
 from model.commands.run_data import open_data, open_examples
 from model.commands.run_files import described_objective, files_of, train_option
@@ -22,7 +22,7 @@ from model.nn.lora import lora_values
 from model.nn.registry import config_values
 from model.run.train_state import TrainState, kept_recovery, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
-from model.runtime.distributed import agree, from_main
+from model.runtime.distributed import agree, from_main, vote
 from model.runtime.laps import lap
 from model.runtime.watchdog import untimed
 from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
@@ -43,6 +43,7 @@ def prepare_run(ranks, config, typed, resumed):
     if config.deterministic:  # False, too, would import torch._inductor, which takes 4 s
         torch.use_deterministic_algorithms(True)
     other_process, usable = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
+    usable = None if usable is None else -vote(ranks, -usable)[0]  # the least of all ranks
     free = dict(start=free_bytes())
     # errors in tokenizer, weights and model are found before tokenising, which may take hours
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
@@ -58,6 +59,7 @@ def prepare_run(ranks, config, typed, resumed):
     if ranks.is_main:
         warn_of_data(train, tokenizer, config.finetune_from_ckp_file, recipe.global_batch)
     lap("data")
+    recipe = fitted(recipe, train.histogram, usable)
     estimate = recipe.estimate(train.histogram)
     plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
     fill_model(ranks, model, recipe, origin)
@@ -162,8 +164,8 @@ def prepare_test(ranks, config):
     files = files_of(config, "test_file" if config.test_file else "validation_file")
     # the training's options for steps, memory and CUDA graphs do not apply to a test
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
-    planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
-    options = without_adapter(config)  # an exported model is merged
+    planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", share_state="auto")
+    options = replace(without_adapter(config), tokenizer_dir="")  # an exported model is merged
     config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **steps, **planned)
     origin, machine = find_origin(ranks, config, ()), machine_of(ranks)
     recipe = resolve(config, (), machine, origin)

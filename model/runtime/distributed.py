@@ -198,6 +198,19 @@ def collect_parts(part, out):
     return functools.partial(_wait_for, collecting)
 
 
+def exchange_parts(ranks, parts):
+    """Send parts[rank] to all ranks, into its place in their `parts`, which lie one after the other in one tensor."""
+    if len({len(part) for part in parts}) == 1:
+        whole = parts[0].as_strided((len(parts) * len(parts[0]),), (1,))
+        collect_parts(parts[ranks.rank], whole)()
+    elif ranks.backend == "nccl":  # its gather takes parts of several lengths
+        with collective("an exchange of parts"):
+            dist.all_gather(list(parts), parts[ranks.rank])
+    else:
+        for rank, part in enumerate(parts):
+            broadcast(ranks, [part] * bool(len(part)), rank)
+
+
 def _wait_for(work):
     """Wait for a collective; on a GPU its stream waits, and the host does not."""
     with collective("parts of a sum"):

@@ -3,6 +3,7 @@
 import torch
 
 from model.nn.flat_params import runs_kernels
+from model.nn.weight_parts import equal_ends
 from model.train.flat_optimizer import FlatOptimizer
 
 
@@ -15,15 +16,20 @@ class AdamW(FlatOptimizer):
     """
 
     fields = frozenset(("step", "exp_avg", "exp_avg_sq"))
+    count_field = "step"
+    part_ends = staticmethod(equal_ends)
 
     def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
         super().__init__(flat.trained, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.weights, self.gradients, self.num_others = flat.masters, flat.gradients, flat.num_others
-        self.counts = torch.zeros(len(flat.trained), device=lr.device)
-        averages, squares = (torch.zeros_like(self.gradients).split(flat.trained_sizes) for _ in range(2))
-        for p, count, average, square in zip(flat.trained, self.counts.unbind(), averages, squares, strict=True):
-            average, square = (x[: p.numel()].view(p.shape) for x in (average, square))
-            self.state[p] = dict(step=count, exp_avg=average, exp_avg_sq=square)
+        self.weights, self.gradients, pieces = flat.masters, flat.own_gradients, flat.own.pieces
+        self.num_others = flat.own.num_others
+        self.counts = torch.zeros(len(pieces), device=lr.device)
+        flats = self.weights, self.gradients, *(torch.zeros_like(self.gradients) for _ in range(2))
+        self.tensors = []  # (weights, gradients, averages, squares, count) of each piece
+        for piece, count in zip(pieces, self.counts.unbind(), strict=True):
+            *own, average, square = [piece.of(flat) for flat in flats]
+            self.state[piece.tensor] = dict(step=count, exp_avg=average, exp_avg_sq=square)
+            self.tensors.append((*own, average, square, count))
 
     @staticmethod
     def needed_bytes(trained, matrix_numbers):
@@ -33,7 +39,7 @@ class AdamW(FlatOptimizer):
     @torch.no_grad()
     def apply(self, scale):
         """The update; in kernels a scale that is not above 0 changes nothing, the gradients included."""
-        params, weight_decay, scales = *(self.param_groups[0][name] for name in ("params", "weight_decay")), {}
+        weight_decay, scales = self.param_groups[0]["weight_decay"], {}
         if runs_kernels(self.weights):
             scales = dict(grad_scale=scale.reciprocal(), found_inf=(~(scale > 0)).float())
             self.counts += scale > 0
@@ -41,18 +47,16 @@ class AdamW(FlatOptimizer):
             self.gradients.mul_(scale)
             self.counts += 1
         first_decayed = self.num_others if weight_decay else 0
-        for part, decay in ((params[:first_decayed], 0.0), (params[first_decayed:], weight_decay)):
+        for part, decay in ((self.tensors[:first_decayed], 0.0), (self.tensors[first_decayed:], weight_decay)):
             if part:
                 self.update_part(part, decay, scales)
 
-    def update_part(self, params, weight_decay, scales):
-        """The update of some tensors; `scales` are those of torch's kernel."""
+    def update_part(self, tensors, weight_decay, scales):
+        """The update of some of `self.tensors`; `scales` are those of torch's kernel."""
         group = self.param_groups[0]
-        averages, squares, counts = (
-            [self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")
-        )
+        weights, gradients, averages, squares, counts = map(list, zip(*tensors, strict=True))
         torch._fused_adamw_(
-            params, [p.grad for p in params], averages, squares, [], counts, lr=group["lr"], beta1=group["betas"][0],
+            weights, gradients, averages, squares, [], counts, lr=group["lr"], beta1=group["betas"][0],
             beta2=group["betas"][1], weight_decay=weight_decay, eps=group["eps"], amsgrad=False, maximize=False,
             **scales,
         )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from model.nn.flat_params import FlatParams, runs_kernels
+from model.nn.weight_parts import share
 from model.train.adafactor import Adafactor
 from model.train.adamw import AdamW
 from model.train.adamw_rms import RMSScaledAdamW
@@ -27,7 +28,7 @@ class UpdateOptions:
     max_grad_norm: float
     spike_guard: float
     reduce_dtype: str
-    share_update: bool
+    share_state: bool
     average: float
 
 
@@ -35,11 +36,13 @@ def make_optimizer(model, options, place=(0, 1)):
     """The optimizer of these UpdateOptions, over the trainable weights, of the process `place` (rank, ranks).
 
     Their average, if one is wanted, is a state of it. Its learning rate is a tensor on the weights' device, which
-    `update` writes.
+    `update` writes. With `share_state` the weights become those of which this rank has its part of the masters.
     """
+    (rank, num_ranks), optimizer_class = place, OPTIMIZERS[options.optimizer]
     rate = torch.tensor(options.learn_rate, device=model.device)
-    shared = dict(place=place) if options.share_update else {}
-    optimizer = OPTIMIZERS[options.optimizer](model.flat, rate, weight_decay=options.weight_decay, **shared)
+    if options.share_state and num_ranks > 1:
+        share(model.flat, optimizer_class.part_ends(model.flat.trained_sizes, num_ranks), rank)
+    optimizer = optimizer_class(model.flat, rate, weight_decay=options.weight_decay)
     optimizer.average = WeightAverage(model.flat, options.average) if options.average else None
     return optimizer
 
