@@ -1,0 +1,58 @@
+"""Runs whose ranks share masters and optimizer state keep the promises of docs/architecture.md."""
+
+import pytest
+
+from tests.faulty_runs import SITES, calm_run, faulty_run
+from tests.tiny import furnish, journal, train, weights_hash
+
+SHARED = dict(share_state="True", dropout=0.1)
+EQUAL = ("step", "pairs_seen", "learn_rate", "target_tokens", "tokens")
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Folders of machines without a shared disk."""
+    return tuple(furnish(tmp_path_factory.mktemp(f"machine{number}")) for number in range(3))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_promises_2_and_3_a_run_that_goes_on_with_1_2_and_3_ranks_has_the_steps_of_one_that_shares_nothing(
+    places, optimizer
+):
+    home, name = places[0], f"elastic_{optimizer}"
+    alone = train(home, 1, output_dir=f"alone_{optimizer}", optimizer=optimizer, dropout=0.1)
+    assert alone.codes == [0], alone.text
+    for folder, world, step in ((home, 1, 3), (home, 2, 6), (places, 3, 9), (home, 2, None)):
+        fault = f"forward:all:{step}:term" if step else ""
+        options = dict(output_dir=name, optimizer=optimizer, is_keep_training="auto") | SHARED
+        done = train(folder, world, fault, **options)
+        assert done.codes == [0] * world, done.text
+    moved, own = journal(home / name, "train"), journal(home / f"alone_{optimizer}", "train")
+    assert [line["world"] for line in journal(home / name, "start")] == [1, 2, 3, 2]
+    for ours, theirs in zip(moved, own, strict=True):
+        assert [ours[field] for field in EQUAL] == [theirs[field] for field in EQUAL]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("machine, optimizer", [(1, "adamw"), (2, "muon")])
+def test_promise_4_out_of_memory_at_every_site_on_the_last_rank_changes_no_bit(places, machine, optimizer):
+    home, options = places[machine], SHARED | dict(optimizer=optimizer)
+    record = faulty_run(home, (2, "last", "oom"), *calm_run(home, 2, options), options)
+    assert not record["wrong"], record
+    assert len(record["sites"]) == len(SITES) - 1, record
+
+
+def test_a_save_without_host_memory_loses_a_checkpoint_on_no_rank_and_a_rank_that_dies_ends_all(places):
+    home = places[0]
+    for name, world, fault in (("calm", 2, ""), ("scarce", 2, "save:0:4:oom,save:0:7:enospc")):
+        done = train(home, world, fault, output_dir=name, **SHARED)
+        assert done.codes == [0, 0], done.text
+    assert weights_hash(home / "scarce") == weights_hash(home / "calm")
+    (failed,) = [line for line in journal(home / "scarce", "save") if "error" in line]
+    assert failed["step"] == 7
+    done = train(home, 2, "optimizer:last:5:kill", output_dir="dead", **SHARED)
+    assert -9 in done.codes and 0 not in done.codes, done.text
+    done = train(home, 2, output_dir="dead", is_keep_training=True)  # the run remembers that it shares
+    assert done.codes == [0, 0], done.text
+    assert weights_hash(home / "dead") == weights_hash(home / "calm")
