@@ -281,7 +281,8 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (ids,) = ctx.saved_tensors
-        ctx.weight.grad += torch.ops.aten.embedding_dense_backward(grad.float(), ids, len(ctx.weight), -1, False)
+        gradient = torch.ops.aten.embedding_dense_backward(grad.float(), ids, len(ctx.weight), -1, False)
+        ctx.weight.grad.add_(gradient)  # not +=, which assigns: autograd refuses another dtype than the weight's
         return None, None
 
 

@@ -13,7 +13,7 @@ from model.nn import gradient_parts
 from model.nn.weight_parts import write_own
 from model.runtime.distributed import collect_parts, exchange_parts, send_parts, sum_over_ranks
 
-PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16, or to the ranks whose parts they are
+PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16; half as many in float32
 PIECES_AT_ONCE = 3  # while one is rounded, the second is exchanged and the sum of the third comes back
 _DTYPES = dict(float32=torch.float32, bf16=torch.bfloat16)
 
@@ -145,7 +145,12 @@ def _sum_in_bf16(ranks, piece, sent, received):
 
 def buffer_bytes(numbers, number_bytes=2):
     """Bytes that a sum of so many gradients holds where they are sent in pieces: two of each number in `_buffers`."""
-    return _buffer_pairs(numbers) * min(numbers, PIECE_NUMBERS) * 2 * number_bytes
+    return _buffer_pairs(numbers) * min(numbers, _piece_numbers(number_bytes)) * 2 * number_bytes
+
+
+def _piece_numbers(number_bytes):
+    """Numbers of so many bytes that are sent at a time."""
+    return PIECE_NUMBERS * 2 // max(number_bytes, 2)
 
 
 def _buffer_pairs(numbers):
@@ -159,6 +164,6 @@ def _buffers(world_size, numbers, device, dtype):
 
     The dry run makes them: after a vote nothing may fail, or one rank would leave the others in an exchange.
     """
-    length = world_size * -(-min(numbers, PIECE_NUMBERS) // world_size)
+    length = world_size * -(-min(numbers, _piece_numbers(dtype.itemsize)) // world_size)
     shape = dict(size=(length,), dtype=dtype, device=device)
     return [[torch.zeros(**shape) for _ in range(2)] for _ in range(_buffer_pairs(numbers))]

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from model.nn import gradient_parts
-from model.nn.weight_parts import equal_ends, whole_ends
+from model.nn.base import Packing
+from model.nn.decoder.batch import collate
+from model.nn.decoder.network import DecoderModel
+from model.nn.decoder.sizes import DecoderModelConfig
+from model.nn.weight_parts import equal_ends, share, whole_ends
 from model.run import snapshot
 from model.run.saver import checksum
 from model.run.snapshot import Snapshot, deal, gather, make_buffer, snapshot_of
@@ -17,7 +21,8 @@ from model.train import reduction
 from model.train.commit import reduce_and_update
 from model.train.gradients import Attempt, Outcome
 from model.train.optim import make_optimizer
-from tests.parts import make_config, make_model
+from tests.nn.decoder.test_network import LENGTHS, SIZES, sequences_of
+from tests.parts import batch_of, make_config, make_model
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -107,6 +112,23 @@ def test_ranks_that_share_state_update_gather_and_deal_it_as_one_rank_and_none_w
 ):
     done = run_ranks(world, share_an_update, *SETTINGS, folder=tmp_path)
     assert done.codes == [0] * world, done.text
+
+
+@pytest.mark.parametrize("family", ["t5", "qwen3"])
+def test_weights_in_bf16_get_the_bits_of_the_gradients_that_float32_masters_get(store, tokenizer, family):
+    model, batch = make_model(tokenizer.vocab_size, compute_dtype=torch.bfloat16), batch_of(store, range(8))
+    if family == "qwen3":
+        model = DecoderModel(DecoderModelConfig(**SIZES), compute_dtype=torch.bfloat16).initialise(1)
+        batch = collate(sequences_of(LENGTHS, 0), Packing(0))
+    found = []
+    for is_shared in (False, True):
+        if is_shared:
+            share(model.flat, equal_ends(model.flat.trained_sizes, 2), 0)
+        for loss in (model.cross_entropy(batch)[0], model.token_log_probs(batch).sum()):
+            model.zero_grad()
+            loss.backward()
+            found.append(model.flat.gradients.clone())
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3]) and found[0].any()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 40])
