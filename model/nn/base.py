@@ -12,11 +12,12 @@ from torch import nn
 
 from model.nn.attention import has_kernels
 from model.nn.dropout import NO_DROPOUT, Masks, step_key
-from model.nn.flat_params import FlatParams, product, with_padding
+from model.nn.flat_params import FlatParams, with_padding
 from model.nn.gradient_parts import gradient_parts
 from model.nn.layers import Linear, ResidualNorm
 from model.nn.lora import FACTORS, factor_kind, is_factor
 from model.nn.loss import linear_cross_entropy, token_log_probs
+from model.nn.products import product
 
 
 class LanguageModel(nn.Module):

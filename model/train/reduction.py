@@ -11,7 +11,8 @@ import torch
 
 from model.nn import gradient_parts
 from model.nn.weight_parts import write_own
-from model.runtime.distributed import collect_parts, exchange_parts, send_parts, sum_over_ranks
+from model.runtime.distributed import sum_over_ranks
+from model.runtime.exchange import collect_parts, exchange_parts, send_parts
 
 PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16; half as many in float32
 PIECES_AT_ONCE = 3  # while one is rounded, the second is exchanged and the sum of the third comes back
