@@ -32,8 +32,8 @@ QWEN = dict(
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
 TINY = QWEN | SIZES | dict(vocab_size=512, head_dim=32)
 CASES = {  # name: (cards, texts of a card and step, options, GiB that a card may reserve)
-    "shared": (2, 1, ["--optimizer=adamw", "--share_state=True", "--gpu_memory_limit_gb=22"], 21),
-    "shared_muon": (2, 1, ["--optimizer=muon", "--share_state=True", "--gpu_memory_limit_gb=22"], 21),
+    "shared": (2, 1, ["--optimizer=adamw", "--share_state=True", "--gpu_memory_limit_gb=23.5"], 21),
+    "shared_muon": (2, 1, ["--optimizer=muon", "--share_state=True", "--gpu_memory_limit_gb=23.5"], 21),
     "one": (1, 4, ["--optimizer=adamw"], 80),
     "two": (2, 4, ["--optimizer=adamw", "--share_state=True"], 80),
     "two_whole": (2, 4, ["--optimizer=adamw", "--share_state=False"], 80),

@@ -1,8 +1,11 @@
 """Runs whose ranks share masters and optimizer state keep the promises of docs/architecture.md."""
 
-import pytest
+import random
 
-from tests.faulty_runs import SITES, calm_run, faulty_run
+import pytest
+import torch
+
+from tests.faulty_runs import SITES, calm_run, faulty_run, killed_run
 from tests.tiny import furnish, journal, train, weights_hash
 
 SHARED = dict(share_state="True", dropout=0.1)
@@ -56,3 +59,15 @@ def test_a_save_without_host_memory_loses_a_checkpoint_on_no_rank_and_a_rank_tha
     done = train(home, 2, output_dir="dead", is_keep_training=True)  # the run remembers that it shares
     assert done.codes == [0, 0], done.text
     assert weights_hash(home / "dead") == weights_hash(home / "calm")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("machine, optimizer", [(1, "adamw"), (2, "muon")])
+def test_promises_3_and_4_on_two_gpus_faults_at_every_site_and_kills_change_no_bit(places, machine, optimizer):
+    home, options = places[machine], dict(share_state="True", optimizer=optimizer)
+    record = faulty_run(home, (2, "last", "oom"), *calm_run(home, 2, options), options)
+    assert not record["wrong"], record
+    options |= dict(model="tiny", deterministic=True, epochs=10, save_steps=1)
+    record = killed_run(home, f"cut_{optimizer}", 2, random.Random(2), kills=3, **options)
+    assert record["wrong"] == "" and record["kills"] >= 2, record
