@@ -81,6 +81,7 @@ class TrainConfig:
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
     reduce_dtype: str = "float32"  # in which ranks send gradients: float32, or bf16 (half of the bytes, for slow links)
     share_state: str = "auto"  # ranks share optimizer state and masters: auto (where a plan needs it), True, False
+    master_dtype: str = "float32"  # of the weights that AdamW updates: float32, or bf16 (no others; rounds at random)
     deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
     # Run
     output_dir: str = "model_save/pretrain"  # the run directory
@@ -122,6 +123,7 @@ CHOICES = dict(
     gradient_checkpointing=("auto", "True", "False"),
     compile=("auto", "True", "False"),
     share_state=("auto", "True", "False"),
+    master_dtype=("float32", "bf16"),
     trainable=("all", "decoder"),
     base_precision=("auto", "nf4"),
     lora_init=("uniform", "gaussian"),
@@ -187,6 +189,8 @@ def _problems(config):
         yield f"trainable={config.trainable}: with --lora_rank only the adapter is trained: leave --trainable out"
     if config.share_state == "True":
         yield from _unshareable(config)
+    if config.master_dtype == "bf16":
+        yield from _not_rounded(config)
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
     if config.no_repeat_ngram_size > 16:
@@ -213,6 +217,18 @@ def _unshareable(config):
         yield f"share_state=True: the state of an adapter (lora_rank={config.lora_rank}) is small: leave it out"
     if config.average:
         yield f"share_state=True: no rank has whole weights to average (average={config.average}): leave one out"
+
+
+def _not_rounded(config):
+    """Yield a message for each value with which weights cannot be updated in bf16 alone."""
+    if config.optimizer not in ("auto", "adamw"):
+        yield f"master_dtype=bf16: only adamw rounds its updates to bf16, not {config.optimizer}: leave one of them out"
+    if config.mixed_precision == "no":
+        yield "master_dtype=bf16 contradicts mixed_precision=no: leave one of them out"
+    if config.lora_rank:
+        yield f"master_dtype=bf16: an adapter (lora_rank={config.lora_rank}) has few weights: leave it out"
+    if config.average:
+        yield f"master_dtype=bf16: bf16 is too coarse for an average of the weights: leave average={config.average} out"
 
 
 def _contradictions(config):

@@ -61,6 +61,26 @@ def test_a_save_without_host_memory_loses_a_checkpoint_on_no_rank_and_a_rank_tha
     assert weights_hash(home / "dead") == weights_hash(home / "calm")
 
 
+def test_promise_3_weights_in_bf16_go_on_with_the_same_bits_and_share_their_state(places):
+    home, bf16 = places[1], dict(master_dtype="bf16", mixed_precision="bf16", optimizer="adamw", dropout=0.1)
+    done = train(home, 1, output_dir="whole", **bf16)
+    assert done.codes == [0], done.text
+    for fault in ("reduce:0:4:kill", "loss:0:5:nan,save:0:7:kill", "forward:0:9:oom"):
+        done = train(home, 1, fault, output_dir="rounded", is_keep_training="auto", **bf16)
+        assert done.codes == [-9 if "kill" in fault else 0], done.text
+    assert weights_hash(home / "rounded") == weights_hash(home / "whole")
+    for world, fault in ((2, "forward:all:5:term"), (1, "forward:all:9:term"), (2, "")):
+        options = bf16 | dict(output_dir="halves", share_state="True", is_keep_training="auto")
+        done = train(home, world, fault, **options)
+        assert done.codes == [0] * world, done.text
+    float32 = train(home, 1, output_dir="float32", **bf16 | dict(master_dtype="float32"))
+    assert float32.codes == [0], float32.text
+    losses = [journal(home / name, "train")[-1]["loss"] for name in ("whole", "halves", "float32")]
+    assert losses == pytest.approx([losses[0]] * 3, rel=0.01)
+    done = train(home, 1, output_dir="float32", is_keep_training=True, **bf16)
+    assert done.codes == [2] and "this run was started with master_dtype=float32" in done.text
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("machine, optimizer", [(1, "adamw"), (2, "muon")])

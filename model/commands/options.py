@@ -145,7 +145,9 @@ def _merge_options(preset, stored, typed):
         )
     before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
     kept = dict.fromkeys(("optimizer", "trainable"), "has the optimizer state of")
-    kept |= dict(prompt_prefix="has trained with") | dict.fromkeys(ADAPTER_SHAPE, "was started with")
+    kept |= dict(prompt_prefix="has trained with", master_dtype="was started with") | dict.fromkeys(
+        ADAPTER_SHAPE, "was started with"
+    )
     for name, what in kept.items():
         if before[name] != now[name]:
             option, instead = _who_set(name, now[name])

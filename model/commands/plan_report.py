@@ -207,6 +207,10 @@ def _levers(recipe, chosen, usable, plan):
     for shares in ("False", "True") if may_share(recipe) else ():
         other = with_config(recipe, replace(recipe.config, share_state=shares)).spec
         rows.append(("share_state", shares, other, plan.batching))
+    if recipe.config.optimizer == "adamw" and recipe.dtype == torch.bfloat16 and not spec.lora and not spec.averages:
+        for dtype in ("float32", "bf16"):
+            other = with_config(recipe, replace(recipe.config, master_dtype=dtype)).spec
+            rows.append(("master_dtype", dtype, other, plan.batching))
     levers = []
     lengths = chosen.lengths
     for kind, value, changed, batching in rows:

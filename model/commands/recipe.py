@@ -16,6 +16,7 @@ from model.memory.plan import NothingFits, PlanOptions, choose_plan
 from model.nn.attention import has_kernels
 from model.nn.memory_spec import MemorySpec, OwnPart, part_numbers
 from model.nn.registry import family_of
+from model.train.adamw import ROUNDED_TOGETHER
 from model.train.loader import Schedule
 from model.train.lr_schedule import LearnRate
 from model.train.objectives.protocol import Objective
@@ -125,6 +126,10 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
         config.trainable, lora, num_ranks=machine.num_processes,
     )  # fmt: skip
     num_sharing = machine.num_processes if config.share_state == "True" else 1
+    if config.master_dtype == "bf16":
+        if dtype == torch.float32:
+            raise ValueError("--master_dtype=bf16: this run computes in float32: type --mixed_precision=bf16 too")
+        network = replace(network, has_masters=False)
     spec = with_optimizer(replace(network, averages=config.average > 0), config.optimizer, num_sharing)
     if machine.launch_tokens:
         spec = replace(spec, launch_tokens=machine.launch_tokens)
@@ -137,13 +142,14 @@ def with_optimizer(spec, name, num_sharing=1):
     """`spec` with the bytes of the optimizer of this name, whose state so many ranks share."""
     optimizer = OPTIMIZERS[name]
     state, update = optimizer.needed_bytes(spec.trained, spec.trained_matrix_numbers)
+    update += 0 if spec.has_masters else 4 * min(spec.trained, ROUNDED_TOGETHER)
     spec = replace(spec, state_bytes=state, update_bytes=update, own_part=None)
     if num_sharing == 1:
         return spec
     numbers = part_numbers(spec, optimizer.part_ends, num_sharing)
     states, updates = zip(*(optimizer.needed_bytes(*part) for part in numbers), strict=True)
     own = OwnPart(max(weights for weights, _ in numbers), max(states))
-    return replace(spec, update_bytes=max(updates), own_part=own)
+    return replace(spec, update_bytes=max(update, *updates), own_part=own)
 
 
 def fitted(recipe, lengths, usable_bytes):
@@ -187,7 +193,7 @@ def update_options(config):
     """The UpdateOptions of a TrainConfig."""
     return UpdateOptions(
         config.optimizer, config.learn_rate, config.weight_decay, config.max_grad_norm, config.spike_guard,
-        config.reduce_dtype, config.share_state == "True", config.average,
+        config.reduce_dtype, config.share_state == "True", config.master_dtype, config.seed, config.average,
     )  # fmt: skip
 
 

@@ -164,7 +164,9 @@ def prepare_test(ranks, config):
     files = files_of(config, "test_file" if config.test_file else "validation_file")
     # the training's options for steps, memory and CUDA graphs do not apply to a test
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
-    planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", share_state="auto")
+    planned = dict(
+        micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", share_state="auto", master_dtype="float32"
+    )
     options = replace(without_adapter(config), tokenizer_dir="")  # an exported model is merged
     config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **steps, **planned)
     origin, machine = find_origin(ranks, config, ()), machine_of(ranks)

@@ -76,14 +76,14 @@ class FlatParams:
     def weights(self):
         """The flat tensors that hold the model's weights: the masters, and the frozen weights of each dtype.
 
-        Where ranks share the masters, the copies in their place, and the weights that are read in float32.
+        Where no rank has all masters in float32, the copies in their place, and the weights that are read in float32.
         """
-        trained = (self.copies, self.whole) if self.is_shared else (self.masters,)
+        trained = (self.masters,) if self.whole is None and not self.is_shared else (self.copies, self.whole)
         return [flat for flat in (*trained, *self.frozen) if flat is not None and len(flat)]
 
     def refresh(self):
         """Copy the masters to the copies in the compute dtype; where ranks share them, the update has done it."""
-        if self.copies is not self.masters and not self.is_shared:
+        if self.masters.dtype != self.copies.dtype and not self.is_shared:
             self.copies.copy_(self.masters)
 
 

@@ -88,6 +88,7 @@ class MemorySpec:
     lora: LoraConfig | None = None  # an adapter that is trained instead
     state_bytes: int = 0  # the optimizer's state, as a checkpoint holds it
     update_bytes: int = 0  # temporaries of its update
+    has_masters: bool = True  # in float32, of the weights that are trained
     own_part: OwnPart | None = None  # of masters and state that ranks share; None: each rank holds all
     averages: bool = False  # whether an average of the trained weights is held beside them
     sum_bytes: int = 0  # buffers of the sum of gradients over ranks

@@ -72,10 +72,11 @@ def whole_ends(sizes, num_ranks):
 
 
 @torch.no_grad()
-def share(flat, ends, rank):
+def share(flat, ends, rank, keeps_masters=True):
     """Keep in a FlatParams the masters of this rank's part alone, of parts that end at `ends`.
 
-    Its parameters become views of the copies; those that are read in float32, of the tensor `whole`.
+    Its parameters become views of the copies; those that are read in float32, of the tensor `whole`. These are the
+    masters too, unless it `keeps_masters`: then `masters` are the copies of the part.
     """
     flat.refresh()
     flat.parts, flat.rank = weight_parts(flat, ends), rank
@@ -84,7 +85,7 @@ def share(flat, ends, rank):
         flat.masters = flat.copies[start:stop]
         return
     flat.whole = torch.cat([p.data.flatten() for p in flat.read_whole] or [flat.masters[:0]])
-    flat.masters = flat.masters[start:stop].clone()
+    flat.masters = flat.masters[start:stop].clone() if keeps_masters else flat.copies[start:stop]
     flat.gradients.zero_()  # the masters may have lain there
     for p in flat.trained:
         p.data = p.copy
@@ -97,9 +98,21 @@ def write_own(flat):
     """Write the masters of this rank's part to the copies, and to `whole`, where all others' become zero."""
     if flat.whole is None:
         return  # the masters lie in the copies
-    flat.copies[flat.own.start : flat.own.stop].copy_(flat.masters)
-    flat.whole.zero_()
+    has_masters = flat.masters.dtype != flat.copies.dtype
+    if has_masters:
+        flat.copies[flat.own.start : flat.own.stop].copy_(flat.masters)
     own = {id(piece.tensor): piece for piece in flat.own.pieces}
     for p in flat.read_whole:
-        if piece := own.get(id(p)):
-            p.data.view(-1)[piece.start : piece.stop].copy_(piece.of(flat.masters).view(-1))
+        numbers, piece = p.data.view(-1), own.get(id(p))
+        start, stop = (piece.start, piece.stop) if piece else (0, 0)
+        numbers[:start].zero_()
+        numbers[stop:].zero_()
+        if has_masters and piece:
+            numbers[start:stop].copy_(piece.of(flat.masters).view(-1))
+
+
+def masters_of(flat, piece):
+    """The masters of a Piece of this rank's part."""
+    if flat.masters.dtype == torch.float32 or piece.tensor.dtype != torch.float32:
+        return piece.of(flat.masters)
+    return piece.tensor.data.view(-1)[piece.start : piece.stop]

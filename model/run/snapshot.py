@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from model.nn.weight_parts import masters_of
 from model.runtime.distributed import broadcast
 
 PIECE_NUMBERS = 2**22  # that a rank sends at a time
@@ -74,7 +75,8 @@ def _names(model):
 def _shared_snapshot(model, optimizer):
     flat, names, weights, moments = model.flat, _names(model), model.saved_tensors(), {}
     for number, p in enumerate(flat.trained):
-        weights[names[p]] = torch.empty(p.shape, device="meta")
+        dtype = torch.float32 if flat.masters.dtype == torch.float32 else p.dtype
+        weights[names[p]] = torch.empty(p.shape, dtype=dtype, device="meta")
         for name in sorted(optimizer.fields_of(number >= flat.num_others)):
             shape = () if name == optimizer.count_field else p.shape
             moments[f"{names[p]}/{name}"] = torch.empty(shape, device="meta")
@@ -91,7 +93,7 @@ def _stretches(model, optimizer):
                 start, stop = (0, 1) if name == optimizer.count_field else (piece.start, piece.stop)
                 own = None
                 if rank == flat.rank:
-                    own = optimizer.state[piece.tensor][name] if name else piece.of(flat.masters)
+                    own = optimizer.state[piece.tensor][name] if name else masters_of(flat, piece)
                 for first in range(start, stop, PIECE_NUMBERS):
                     last = min(first + PIECE_NUMBERS, stop)
                     numbers = None if own is None else own.view(-1)[first - start : last - start]

@@ -2,9 +2,13 @@
 
 import torch
 
+from model.nn.dropout import step_key
 from model.nn.flat_params import runs_kernels
-from model.nn.weight_parts import equal_ends
+from model.nn.rounding import round_to
+from model.nn.weight_parts import equal_ends, masters_of
 from model.train.flat_optimizer import FlatOptimizer
+
+ROUNDED_TOGETHER = 2**24  # weights in bf16 that are updated at a time: so many are in float32 meanwhile
 
 
 class AdamW(FlatOptimizer):
@@ -19,22 +23,42 @@ class AdamW(FlatOptimizer):
     count_field = "step"
     part_ends = staticmethod(equal_ends)
 
-    def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+    def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, seed=0):
         super().__init__(flat.trained, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.weights, self.gradients, pieces = flat.masters, flat.own_gradients, flat.own.pieces
         self.num_others = flat.own.num_others
         self.counts = torch.zeros(len(pieces), device=lr.device)
-        flats = self.weights, self.gradients, *(torch.zeros_like(self.gradients) for _ in range(2))
+        self.seed, self.num_steps, self.key = seed, 0, torch.zeros(2, dtype=torch.int32, device=lr.device)
+        averages, squares = (torch.zeros_like(self.gradients) for _ in range(2))
         self.tensors = []  # (weights, gradients, averages, squares, count) of each piece
+        self.positions = []  # of the first number of each piece among all weights
         for piece, count in zip(pieces, self.counts.unbind(), strict=True):
-            *own, average, square = [piece.of(flat) for flat in flats]
+            average, square = piece.of(averages), piece.of(squares)
             self.state[piece.tensor] = dict(step=count, exp_avg=average, exp_avg_sq=square)
-            self.tensors.append((*own, average, square, count))
+            self.tensors.append((masters_of(flat, piece), piece.of(self.gradients), average, square, count))
+            self.positions.append(flat.own.start + piece.at)
 
     @staticmethod
     def needed_bytes(trained, matrix_numbers):
         """Two averages in float32, and no temporaries."""
         return 8 * trained, 0
+
+    @property
+    def rounds(self):
+        """Whether weights are in bf16, to which updates are rounded stochastically."""
+        return self.weights.dtype != torch.float32
+
+    def count_steps(self):
+        """Set the host's number of steps, which the key of the rounding is drawn from, to that of the state."""
+        if self.rounds:
+            self.num_steps = int(self.counts[0]) if len(self.counts) else 0
+
+    def next_step(self):
+        """Count a step on the host, and write the key of its rounding to the device."""
+        if self.rounds:
+            self.num_steps += 1
+            for word, value in zip(self.key.unbind(), step_key(("rounding", self.seed), self.num_steps), strict=True):
+                word.fill_(value)
 
     @torch.no_grad()
     def apply(self, scale):
@@ -46,10 +70,27 @@ class AdamW(FlatOptimizer):
         else:
             self.gradients.mul_(scale)
             self.counts += 1
+        if self.rounds:
+            self.update_rounded(weight_decay, scales)
+            return
         first_decayed = self.num_others if weight_decay else 0
         for part, decay in ((self.tensors[:first_decayed], 0.0), (self.tensors[first_decayed:], weight_decay)):
             if part:
                 self.update_part(part, decay, scales)
+
+    def update_rounded(self, weight_decay, scales):
+        """The update of weights in bf16, of few numbers at a time, which are in float32 meanwhile."""
+        for number, (tensors, position) in enumerate(zip(self.tensors, self.positions, strict=True)):
+            *flats, count = tensors
+            decay = weight_decay if number >= self.num_others else 0.0
+            parts = zip(*(x.view(-1).split(ROUNDED_TOGETHER) for x in flats), strict=True)
+            for place, (weights, *others) in enumerate(parts):
+                updated = weights.float()
+                self.update_part([(updated, *others, count)], decay, scales)
+                if weights.dtype == torch.float32:
+                    weights.copy_(updated)
+                else:
+                    round_to(weights, updated, position + place * ROUNDED_TOGETHER, self.key)
 
     def update_part(self, tensors, weight_decay, scales):
         """The update of some of `self.tensors`; `scales` are those of torch's kernel."""

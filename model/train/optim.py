@@ -29,6 +29,8 @@ class UpdateOptions:
     spike_guard: float
     reduce_dtype: str
     share_state: bool
+    master_dtype: str
+    seed: int
     average: float
 
 
@@ -36,13 +38,17 @@ def make_optimizer(model, options, place=(0, 1)):
     """The optimizer of these UpdateOptions, over the trainable weights, of the process `place` (rank, ranks).
 
     Their average, if one is wanted, is a state of it. Its learning rate is a tensor on the weights' device, which
-    `update` writes. With `share_state` the weights become those of which this rank has its part of the masters.
+    `update` writes. With `share_state` this rank keeps its part of the masters alone, and with `master_dtype` bf16 none
+    but the weights in bf16.
     """
     (rank, num_ranks), optimizer_class = place, OPTIMIZERS[options.optimizer]
     rate = torch.tensor(options.learn_rate, device=model.device)
-    if options.share_state and num_ranks > 1:
-        share(model.flat, optimizer_class.part_ends(model.flat.trained_sizes, num_ranks), rank)
-    optimizer = optimizer_class(model.flat, rate, weight_decay=options.weight_decay)
+    num_ranks, rounds = num_ranks if options.share_state else 1, options.master_dtype == "bf16"
+    if num_ranks > 1 or rounds:
+        ends = optimizer_class.part_ends(model.flat.trained_sizes, num_ranks)
+        share(model.flat, ends, rank if num_ranks > 1 else 0, keeps_masters=not rounds)
+    seed = dict(seed=options.seed) if rounds else {}
+    optimizer = optimizer_class(model.flat, rate, weight_decay=options.weight_decay, **seed)
     optimizer.average = WeightAverage(model.flat, options.average) if options.average else None
     return optimizer
 
