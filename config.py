@@ -82,6 +82,7 @@ class TrainConfig:
     reduce_dtype: str = "float32"  # in which ranks send gradients: float32, or bf16 (half of the bytes, for slow links)
     share_state: str = "auto"  # ranks share optimizer state and masters: auto (where a plan needs it), True, False
     master_dtype: str = "float32"  # of the weights that AdamW updates: float32, or bf16 (no others; rounds at random)
+    offload: str = "none"  # to host memory: none, optimizer (masters and state of AdamW, which the CPU updates)
     deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
     # Run
     output_dir: str = "model_save/pretrain"  # the run directory
@@ -124,6 +125,7 @@ CHOICES = dict(
     compile=("auto", "True", "False"),
     share_state=("auto", "True", "False"),
     master_dtype=("float32", "bf16"),
+    offload=("none", "optimizer"),
     trainable=("all", "decoder"),
     base_precision=("auto", "nf4"),
     lora_init=("uniform", "gaussian"),
@@ -191,6 +193,8 @@ def _problems(config):
         yield from _unshareable(config)
     if config.master_dtype == "bf16":
         yield from _not_rounded(config)
+    if config.offload == "optimizer":
+        yield from _not_offloaded(config)
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
     if config.no_repeat_ngram_size > 16:
@@ -229,6 +233,18 @@ def _not_rounded(config):
         yield f"master_dtype=bf16: an adapter (lora_rank={config.lora_rank}) has few weights: leave it out"
     if config.average:
         yield f"master_dtype=bf16: bf16 is too coarse for an average of the weights: leave average={config.average} out"
+
+
+def _not_offloaded(config):
+    """Yield a message for each value with which the CPU cannot update the weights."""
+    if config.optimizer not in ("auto", "adamw"):
+        yield f"offload=optimizer: the CPU computes the update of adamw, not of {config.optimizer}: leave one out"
+    if config.share_state == "False":
+        yield "offload=optimizer: ranks share what they offload: leave share_state=False out"
+    if config.lora_rank:
+        yield f"offload=optimizer: the state of an adapter (lora_rank={config.lora_rank}) is small: leave it out"
+    if config.average:
+        yield f"offload=optimizer: the device holds no weights to average (average={config.average}): leave one out"
 
 
 def _contradictions(config):

@@ -31,9 +31,14 @@ QWEN = dict(
 )  # fmt: skip
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
 TINY = QWEN | SIZES | dict(vocab_size=512, head_dim=32)
+ROUNDED = ["--optimizer=adamw", "--mixed_precision=bf16", "--master_dtype=bf16"]
 CASES = {  # name: (cards, texts of a card and step, options, GiB that a card may reserve)
     "shared": (2, 1, ["--optimizer=adamw", "--share_state=True", "--gpu_memory_limit_gb=23.5"], 21),
     "shared_muon": (2, 1, ["--optimizer=muon", "--share_state=True", "--gpu_memory_limit_gb=23.5"], 21),
+    "shared_rounded": (2, 1, [*ROUNDED, "--share_state=True", "--gpu_memory_limit_gb=20"], 18),
+    "host": (1, 1, ["--optimizer=adamw", "--offload=optimizer", "--gpu_memory_limit_gb=16"], 16),
+    "host_rounded": (1, 1, [*ROUNDED, "--offload=optimizer", "--gpu_memory_limit_gb=13.2"], 12),
+    "shared_host": (2, 1, ["--optimizer=adamw", "--offload=optimizer", "--gpu_memory_limit_gb=16"], 16),
     "one": (1, 4, ["--optimizer=adamw"], 80),
     "two": (2, 4, ["--optimizer=adamw", "--share_state=True"], 80),
     "two_whole": (2, 4, ["--optimizer=adamw", "--share_state=False"], 80),

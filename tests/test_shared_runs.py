@@ -81,6 +81,31 @@ def test_promise_3_weights_in_bf16_go_on_with_the_same_bits_and_share_their_stat
     assert done.codes == [2] and "this run was started with master_dtype=float32" in done.text
 
 
+@pytest.mark.parametrize("precision, masters", [("no", "float32"), ("bf16", "bf16")])
+def test_promises_3_and_4_a_run_whose_state_is_in_host_memory_is_the_run_that_it_would_be_without(
+    places, precision, masters
+):
+    home, common = places[2], dict(optimizer="adamw", dropout=0.1, mixed_precision=precision, master_dtype=masters)
+    names = [f"{kind}_{precision}_{masters}" for kind in ("device", "host", "killed", "moved")]
+    for name, offload in zip(names, ("none", "optimizer"), strict=False):
+        done = train(home, 1, output_dir=name, offload=offload, **common)
+        assert done.codes == [0], done.text
+    device, host, killed, moved = (home / name for name in names)
+    for fault in ("optimizer:0:3:oom,save:0:5:oom,update:0:6:oom,save:0:8:kill", ""):
+        done = train(home, 1, fault, output_dir=killed.name, offload="optimizer", is_keep_training="auto", **common)
+        assert done.codes == [-9 if fault else 0], done.text
+    assert weights_hash(killed) == weights_hash(host)
+    for world, offload, fault in ((1, "optimizer", "forward:all:4:term"), (1, "none", "forward:all:7:term"),
+                                  (2, "optimizer", "")):  # fmt: skip
+        options = common | dict(output_dir=moved.name, offload=offload, is_keep_training="auto")
+        done = train(home, world, fault, **options)
+        assert done.codes == [0] * world, done.text
+    ends = [journal(path, "train")[-1] for path in (device, host, moved)]
+    assert [end["loss"] for end in ends] == pytest.approx(
+        [ends[0]["loss"]] * 3, rel=1e-6 if precision == "no" else 0.01
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("machine, optimizer", [(1, "adamw"), (2, "muon")])

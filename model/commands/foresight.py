@@ -4,12 +4,14 @@ train and doctor ask the same functions: what they say is the same.
 """
 
 import logging
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from model.commands.space import disk_row
 from model.data.file_list import names_of
 from model.display.catalogue import texts_here
+from model.runtime.cgroup import host_memory
 from model.runtime.distributed import from_main
 from model.runtime.json_stream import read_object
 
@@ -39,6 +41,27 @@ def _check_disk(*run):
     row = disk_row(*run)
     if row.fails:
         raise RuntimeError(f"{row.found}: {row.remedy}")
+
+
+def check_host(ranks, spec):
+    """Raise RuntimeError on every rank if the first machine's memory cannot hold what its ranks offload."""
+    if spec.offloads:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        from_main(ranks, _check_host, host_bytes(spec, local_ranks), host_memory()[0])
+
+
+def host_bytes(spec, local_ranks):
+    """Bytes of host memory that a machine's ranks take for masters and state, with a save's copy of shared ones."""
+    copied = 4 * spec.saved + spec.state_bytes if spec.own_part else 0
+    return local_ranks * spec.offloaded_bytes + copied
+
+
+def _check_host(needed, available):
+    if needed > available:
+        raise RuntimeError(
+            f"--offload=optimizer: masters and optimizer state take {needed / 2**30:.1f} GiB of host memory, and "
+            f"{available / 2**30:.1f} GiB are there: add --master_dtype=bf16, or leave --offload out"
+        )
 
 
 def warn_of_data(train, tokenizer, source, batch):

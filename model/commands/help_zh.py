@@ -50,6 +50,7 @@ HELP_ZH = dict(
     micro_batch_tokens="一次前向的词元数；0：由方案决定",
     gpu_memory_limit_gb="显存上限，GiB；0：全部空闲显存",
     master_dtype="AdamW 更新的权重格式：float32，或 bf16（不再另存 float32 权重，更新随机舍入）",
+    offload="卸载到主机内存的内容：none（无），optimizer（AdamW 的主权重和状态，由 CPU 更新）",
     deterministic="同样的硬件和进程数得到逐位相同的结果",
     reduce_dtype="进程间发送梯度用的数值格式：float32，或 bf16（字节减半，适合慢的连接）",
     share_state="优化器状态和 float32 主权重由各进程分担：auto（方案需要时），True，False",

@@ -232,7 +232,7 @@ def restore(ranks, model, optimizer, found):
     fit.
     """
     from_main(ranks, _load, model, optimizer, found)
-    if model.flat.is_shared:
+    if model.flat.is_shared or model.flat.is_offloaded:
         deal(ranks, model, optimizer, Snapshot(found.tensors, found.optimizer))
         broadcast(ranks, model.flat.frozen)
         publish(ranks, model.flat)

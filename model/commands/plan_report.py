@@ -204,7 +204,7 @@ def _levers(recipe, chosen, usable, plan):
     rows += [("checkpointing", on, spec, (tokens, chunk, number)) for on, number in blocks.items()]
     for optimizer in () if spec.lora else ("muon", "adamw_rms", "adafactor"):
         rows.append(("optimizer", optimizer, with_optimizer(spec, optimizer), plan.batching))
-    for shares in ("False", "True") if may_share(recipe) else ():
+    for shares in ("False", "True") if may_share(recipe) and not spec.offloads else ():
         other = with_config(recipe, replace(recipe.config, share_state=shares)).spec
         rows.append(("share_state", shares, other, plan.batching))
     if recipe.config.optimizer == "adamw" and recipe.dtype == torch.bfloat16 and not spec.lora and not spec.averages:
@@ -234,9 +234,12 @@ def _host(recipe, estimate, plan):
     optimizer_state, device = estimate.spec.state_bytes, recipe.machine.device_type
     world = recipe.machine.num_processes
     compute = weights if device == "cuda" else max(estimate.peaks(*plan.batching, plan.answers).values())
-    rank_bytes = HOST_BYTES[device] + compute
+    rank_bytes = HOST_BYTES[device] + compute + estimate.spec.offloaded_bytes
+    copied = saved + optimizer_state + estimate.spec.average_bytes
+    if estimate.spec.offloads and not estimate.spec.own_part:
+        copied = 0  # a save writes what lies in host memory
     return dict(
-        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + saved + optimizer_state + estimate.spec.average_bytes,
+        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + copied,
         shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
     )  # fmt: skip

@@ -94,6 +94,8 @@ def resolve(config, typed, machine, origin, epoch_pairs=None):
     then there is no schedule. Raises ValueError for options that contradict each other or the facts.
     """
     config, why = settled(config, typed, origin)
+    if config.offload == "optimizer" and machine.num_processes > 1:
+        config = replace(config, share_state="True")  # the host holds each part once
     dtype = compute_dtype(config.mixed_precision, machine.native_bf16)
     lora = origin.adapter and origin.adapter.lora
     objectives = objectives_for(config, origin.model_config, origin.tokenizer)
@@ -130,6 +132,7 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
         if dtype == torch.float32:
             raise ValueError("--master_dtype=bf16: this run computes in float32: type --mixed_precision=bf16 too")
         network = replace(network, has_masters=False)
+    network = replace(network, offloads=config.offload == "optimizer")
     spec = with_optimizer(replace(network, averages=config.average > 0), config.optimizer, num_sharing)
     if machine.launch_tokens:
         spec = replace(spec, launch_tokens=machine.launch_tokens)
@@ -142,7 +145,7 @@ def with_optimizer(spec, name, num_sharing=1):
     """`spec` with the bytes of the optimizer of this name, whose state so many ranks share."""
     optimizer = OPTIMIZERS[name]
     state, update = optimizer.needed_bytes(spec.trained, spec.trained_matrix_numbers)
-    update += 0 if spec.has_masters else 4 * min(spec.trained, ROUNDED_TOGETHER)
+    update += 0 if spec.has_masters or spec.offloads else 4 * min(spec.trained, ROUNDED_TOGETHER)
     spec = replace(spec, state_bytes=state, update_bytes=update, own_part=None)
     if num_sharing == 1:
         return spec
@@ -193,7 +196,8 @@ def update_options(config):
     """The UpdateOptions of a TrainConfig."""
     return UpdateOptions(
         config.optimizer, config.learn_rate, config.weight_decay, config.max_grad_norm, config.spike_guard,
-        config.reduce_dtype, config.share_state == "True", config.master_dtype, config.seed, config.average,
+        config.reduce_dtype, config.share_state == "True", config.master_dtype, config.offload, config.seed,
+        config.average,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import torch
 
 from model.commands.adapter import without_adapter
-from model.commands.foresight import check_disk, warn_of_data
+from model.commands.foresight import check_disk, check_host, warn_of_data
 from model.commands.machine import machine_of
 from model.commands.network import draft_model, fill_model, start_kernels
 from model.commands.no_model import check_tested
@@ -52,6 +52,7 @@ def prepare_run(ranks, config, typed, resumed):
     agree(ranks, "the compute dtype (--mixed_precision=no works on every GPU)", str(recipe.dtype))
     lap("weights")
     model = draft_model(recipe)
+    check_host(ranks, recipe.spec)
     check_disk(ranks, config.output_dir, config.keep_latest_n_ckp, recipe.spec, resumed)
     kernels = start_kernels(ranks, model, recipe)
     train, validation = open_data(ranks, recipe, tokenizer)
@@ -164,11 +165,10 @@ def prepare_test(ranks, config):
     files = files_of(config, "test_file" if config.test_file else "validation_file")
     # the training's options for steps, memory and CUDA graphs do not apply to a test
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
-    planned = dict(
-        micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", share_state="auto", master_dtype="float32"
-    )
+    planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False")
+    held = dict(share_state="auto", master_dtype="float32", offload="none")
     options = replace(without_adapter(config), tokenizer_dir="")  # an exported model is merged
-    config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **steps, **planned)
+    config = replace(options, finetune_from_ckp_file=tested, validation_file=file, **steps, **planned, **held)
     origin, machine = find_origin(ranks, config, ()), machine_of(ranks)
     recipe = resolve(config, (), machine, origin)
     examples = open_examples(ranks, recipe, origin.tokenizer, files, evaluated=True)

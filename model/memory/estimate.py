@@ -30,11 +30,12 @@ def fixed_bytes(spec):
     average = dict(average=spec.average_bytes) if spec.averages else {}
     own, has_copies = spec.own_part, spec.number_bytes == 2
     masters = own.numbers if own and has_copies else spec.trained  # without copies, all compute with the masters
+    keeps = not spec.offloads or not has_copies
     return dict(
-        weights=4 * masters * spec.has_masters + spec.frozen_bytes,
+        weights=(4 * masters * spec.has_masters if keeps else 0) + spec.frozen_bytes,
         bf16_weights=2 * spec.trained if has_copies else 0,
         gradients=4 * spec.trained,
-        optimizer=own.state_bytes if own else spec.state_bytes,
+        optimizer=0 if spec.offloads else own.state_bytes if own else spec.state_bytes,
         **average,
         workspaces=int(spec.constants.workspace_bytes) + spec.sum_bytes,
     )
@@ -146,7 +147,8 @@ class Estimate:
     @property
     def _after_loading(self):
         """Bytes that take the place of others after loading: gradients, where not the masters lie there first."""
-        return 0 if self.spec.own_part or not self.spec.has_masters else self.fixed["gradients"]
+        spec = self.spec
+        return 0 if spec.own_part or spec.offloads or not spec.has_masters else self.fixed["gradients"]
 
     def _chunk_bytes(self, targets, chunk_tokens):
         return min(chunk_tokens, targets) * self.spec.model_config.vocab_size * self.spec.number_bytes

@@ -53,6 +53,7 @@ class FlatParams:
         in_compute_dtype = tables | {id(p) for p in (*matrices, *biases)}
         self.read_whole = [p for p in self.trained if id(p) not in in_compute_dtype]  # by the network, in float32
         self.parts, self.rank, self.whole = weight_parts(self, [total]), 0, None
+        self.is_apart = self.is_offloaded = False  # weight_parts.share makes them so
         self.frozen = [
             _hold([p for p in frozen if id(p) in in_compute_dtype - packed], tables, compute_dtype, device),
             _hold([p for p in frozen if id(p) not in in_compute_dtype], tables, torch.float32, device),
@@ -76,14 +77,14 @@ class FlatParams:
     def weights(self):
         """The flat tensors that hold the model's weights: the masters, and the frozen weights of each dtype.
 
-        Where no rank has all masters in float32, the copies in their place, and the weights that are read in float32.
+        Where the masters are apart, the copies in their place, and the weights that are read in float32.
         """
-        trained = (self.masters,) if self.whole is None and not self.is_shared else (self.copies, self.whole)
+        trained = (self.copies, self.whole) if self.is_apart else (self.masters,)
         return [flat for flat in (*trained, *self.frozen) if flat is not None and len(flat)]
 
     def refresh(self):
-        """Copy the masters to the copies in the compute dtype; where ranks share them, the update has done it."""
-        if self.masters.dtype != self.copies.dtype and not self.is_shared:
+        """Copy the masters to the copies in the compute dtype; where they are apart, the update has done it."""
+        if self.masters.dtype != self.copies.dtype and not self.is_apart:
             self.copies.copy_(self.masters)
 
 

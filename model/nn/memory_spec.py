@@ -89,6 +89,7 @@ class MemorySpec:
     state_bytes: int = 0  # the optimizer's state, as a checkpoint holds it
     update_bytes: int = 0  # temporaries of its update
     has_masters: bool = True  # in float32, of the weights that are trained
+    offloads: bool = False  # masters and state are in host memory
     own_part: OwnPart | None = None  # of masters and state that ranks share; None: each rank holds all
     averages: bool = False  # whether an average of the trained weights is held beside them
     sum_bytes: int = 0  # buffers of the sum of gradients over ranks
@@ -116,6 +117,12 @@ class MemorySpec:
         if self.lora:
             return count_adapter_numbers(self.family, self.model_config, self.lora)
         return count_numbers(self.family, self.model_config, self.part).weights
+
+    @property
+    def offloaded_bytes(self):
+        """Bytes of masters and state that a rank has in host memory."""
+        own = self.own_part or OwnPart(self.trained, self.state_bytes)
+        return (4 * own.numbers * self.has_masters + own.state_bytes) * self.offloads
 
     @property
     def average_bytes(self):

@@ -72,20 +72,26 @@ def whole_ends(sizes, num_ranks):
 
 
 @torch.no_grad()
-def share(flat, ends, rank, keeps_masters=True):
+def share(flat, ends, rank, keeps_masters=True, offloads=False):
     """Keep in a FlatParams the masters of this rank's part alone, of parts that end at `ends`.
 
     Its parameters become views of the copies; those that are read in float32, of the tensor `whole`. These are the
-    masters too, unless it `keeps_masters`: then `masters` are the copies of the part.
+    masters too, unless it `keeps_masters`: then `masters` are the copies of the part. With `offloads` masters are in
+    host memory, page-locked on a machine with a GPU, and whoever updates them writes the copies.
     """
     flat.refresh()
     flat.parts, flat.rank = weight_parts(flat, ends), rank
+    flat.is_apart, flat.is_offloaded = True, offloads
     start, stop = flat.own.start, flat.own.stop
     if flat.copies is flat.masters:
-        flat.masters = flat.copies[start:stop]
+        flat.masters = _on_host(flat.copies[start:stop]) if offloads else flat.copies[start:stop]
         return
     flat.whole = torch.cat([p.data.flatten() for p in flat.read_whole] or [flat.masters[:0]])
-    flat.masters = flat.masters[start:stop].clone() if keeps_masters else flat.copies[start:stop]
+    if keeps_masters:
+        own = flat.masters[start:stop]
+        flat.masters = _on_host(own) if offloads else own.clone()
+    else:
+        flat.masters = flat.copies[start:stop]
     flat.gradients.zero_()  # the masters may have lain there
     for p in flat.trained:
         p.data = p.copy
@@ -93,13 +99,21 @@ def share(flat, ends, rank, keeps_masters=True):
         p.data = part.view(p.shape)
 
 
+def _on_host(flat):
+    """A copy in host memory, page-locked if it comes from a GPU."""
+    return torch.empty(flat.shape, pin_memory=flat.is_cuda).copy_(flat)
+
+
 @torch.no_grad()
 def write_own(flat):
-    """Write the masters of this rank's part to the copies, and to `whole`, where all others' become zero."""
+    """Write the masters of this rank's part to the copies, and to `whole`, where all others' become zero.
+
+    An update of masters in host memory has written the copies.
+    """
     if flat.whole is None:
         return  # the masters lie in the copies
     has_masters = flat.masters.dtype != flat.copies.dtype
-    if has_masters:
+    if has_masters and not flat.is_offloaded:
         flat.copies[flat.own.start : flat.own.stop].copy_(flat.masters)
     own = {id(piece.tensor): piece for piece in flat.own.pieces}
     for p in flat.read_whole:

@@ -73,13 +73,15 @@ class Saver:
             return
         if has_tensors:
             self._start_thread(self._write_again, state, self._newest, self._thread)
-            return
-        with saving():
-            self.join()
-        with ExitStack() as saving_scope:
-            saving_scope.enter_context(saving())
-            if taken := self._take(state, model, optimizer):
-                self._start_thread(self._write, state, taken, saving_scope.pop_all())
+        else:
+            with saving():
+                self.join()
+            with ExitStack() as saving_scope:
+                saving_scope.enter_context(saving())
+                if taken := self._take(state, model, optimizer):
+                    self._start_thread(self._write, state, taken, saving_scope.pop_all())
+        if _lies_in_host_memory(model):
+            self.join()  # the next update changes it
 
     def _start_thread(self, write, *args):
         self._thread = threading.Thread(target=write, args=args)  # not a daemon: exit waits for the checkpoint
@@ -142,6 +144,9 @@ class Saver:
     def _snapshot(self, model, optimizer):
         """Snapshot in host memory; what ranks share is not in it yet."""
         source = snapshot_of(model, optimizer)
+        if _lies_in_host_memory(model):
+            on_device = {name: t for name, t in source.weights.items() if t.device != torch.device("cpu")}
+            return Snapshot(source.weights | self._copy("weights", on_device), source.optimizer)
         weights = self._copy("weights", source.weights)
         trained = {name: t for name, t in source.average.items() if t is not source.weights[name]}
         average = weights | self._copy("average", trained) if trained else {}
@@ -210,6 +215,11 @@ class Saver:
             "no checkpoint of step %d: %s; earlier ones are intact, the next save tries again", state.step, error
         )
         self._journal.write("save", step=state.step, error=str(error))
+
+
+def _lies_in_host_memory(model):
+    """Whether what a checkpoint holds of the optimizer is in host memory already, and no part of it on other ranks."""
+    return model.flat.is_offloaded and not model.flat.is_shared
 
 
 def _copied():

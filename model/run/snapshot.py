@@ -57,6 +57,8 @@ def snapshot_of(model, optimizer):
         if value is not None
     }
     weights, average = model.saved_tensors(), {}
+    if model.flat.is_offloaded and model.flat.masters.dtype == torch.float32:
+        weights |= {names[piece.tensor]: piece.of(model.flat.masters) for piece in model.flat.own.pieces}
     if optimizer.average:
         average = weights | named_average(optimizer.average, model)
     return Snapshot(weights, moments, average)
@@ -127,6 +129,9 @@ def deal(ranks, model, optimizer, snapshot):
         broadcast(ranks, [sent])
         if stretch.numbers is not None:
             stretch.numbers.copy_(sent)
+    flat = model.flat
+    if flat.is_offloaded and flat.masters.dtype == torch.float32:
+        flat.copies[flat.own.start : flat.own.stop].copy_(flat.masters)
 
 
 def make_buffer(model):

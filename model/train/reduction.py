@@ -92,6 +92,8 @@ def gradient_norm(ranks, flat):
 def publish(ranks, flat):
     """Send the weights of this rank's part to the other ranks, and receive those of theirs, where ranks share them."""
     if not flat.is_shared:
+        if flat.is_offloaded:
+            write_own(flat)
         return
     write_own(flat)
     exchange_parts(ranks, [flat.copies[part.start : part.stop] for part in flat.parts])

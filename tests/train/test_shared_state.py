@@ -58,14 +58,17 @@ def distance(one, other):
     return max(float((a - b).norm() / a.norm().clamp(min=1e-6)) for a, b in pairs)
 
 
-def problems(ranks, name, dtype, reduce_dtype, master_dtype="float32"):
+def problems(ranks, name, dtype, reduce_dtype, master_dtype="float32", offload="none"):
     """Yield what differs between ranks that share an optimizer's state and one rank alone, update by update."""
-    options = dict(optimizer=name, reduce_dtype=reduce_dtype, master_dtype=master_dtype)
-    config = make_config(share_state="True", weight_decay=0.1, **options)
+    options = dict(optimizer=name, reduce_dtype=reduce_dtype, master_dtype=master_dtype, weight_decay=0.1)
+    config, whole_config = make_config(share_state="True", offload=offload, **options), make_config(**options)
     place, near = (ranks.rank, ranks.world_size), 1e-5 if reduce_dtype == "float32" else 2e-2
     near = 0.05 if name == "muon" and ranks.device.type == "cuda" else near  # its kernels multiply in bf16
     one, many, again = (make_model(100, compute_dtype=dtype).to(ranks.device) for _ in range(3))
-    alone, shared, resumed = make_optimizer(one, config), *(make_optimizer(m, config, place) for m in (many, again))
+    alone, shared, resumed = (
+        make_optimizer(one, whole_config),
+        *(make_optimizer(m, config, place) for m in (many, again)),
+    )
     for step in range(1, STEPS + 1):
         norms = [
             float(updated(*args, config, step).grad_norm)
@@ -111,11 +114,9 @@ def share_an_update(backend, *settings):
 
 
 SETTINGS = [(name, dtype, "float32") for name in ("adamw", "muon") for dtype in (torch.float32, torch.bfloat16)]
-SETTINGS += [
-    ("adamw", torch.bfloat16, "float32", "bf16"),
-    ("muon", torch.float32, "bf16"),
-    ("muon", torch.bfloat16, "float32"),
-]
+SETTINGS += [("adamw", torch.bfloat16, "float32", "bf16"), ("adamw", torch.float32, "float32", "float32", "optimizer")]
+SETTINGS += [("adamw", torch.bfloat16, "float32", masters, "optimizer") for masters in ("float32", "bf16")]
+SETTINGS += [("muon", torch.float32, "bf16"), ("muon", torch.bfloat16, "float32")]
 
 
 @pytest.mark.parametrize("world", [2, 3])
