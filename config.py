@@ -81,8 +81,8 @@ class TrainConfig:
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
     reduce_dtype: str = "float32"  # in which ranks send gradients: float32, or bf16 (half of the bytes, for slow links)
     share_state: str = "auto"  # ranks share optimizer state and masters: auto (where a plan needs it), True, False
-    master_dtype: str = "float32"  # of the weights that AdamW updates: float32, or bf16 (no others; rounds at random)
-    offload: str = "none"  # to host memory: none, optimizer (masters and state of AdamW, which the CPU updates)
+    master_dtype: str = "float32"  # of weights that AdamW updates: float32, bf16 (rounds at random), auto (as needed)
+    offload: str = "none"  # to host memory: none, optimizer (AdamW's masters and state), auto (as needed)
     deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
     # Run
     output_dir: str = "model_save/pretrain"  # the run directory
@@ -124,8 +124,8 @@ CHOICES = dict(
     gradient_checkpointing=("auto", "True", "False"),
     compile=("auto", "True", "False"),
     share_state=("auto", "True", "False"),
-    master_dtype=("float32", "bf16"),
-    offload=("none", "optimizer"),
+    master_dtype=("float32", "bf16", "auto"),
+    offload=("none", "optimizer", "auto"),
     trainable=("all", "decoder"),
     base_precision=("auto", "nf4"),
     lora_init=("uniform", "gaussian"),

@@ -16,6 +16,7 @@ from model.runtime.distributed import from_main
 from model.runtime.json_stream import read_object
 
 LOGGER = logging.getLogger("chat_trainer")
+MOVED = ("True", "optimizer", "bf16")
 MANY_CUT = 0.1  # share of the responses from which on a model learns to stop in the middle
 
 
@@ -48,6 +49,16 @@ def check_host(ranks, spec):
     if spec.offloads:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         from_main(ranks, _check_host, host_bytes(spec, local_ranks), host_memory()[0])
+
+
+def tell_what_moved(asked, used):
+    """Log what became of the options that leave it to the plan where masters and state are held."""
+    names = [name for name in ("share_state", "offload", "master_dtype") if getattr(asked, name) == "auto"]
+    moved = [f"{name}={value}" for name in names if (value := getattr(used, name)) in MOVED]
+    if moved:
+        LOGGER.info(texts_here()("moved.some", options=", ".join(moved)))
+    elif names != ["share_state"]:  # more than the default was asked for
+        LOGGER.info(texts_here()("moved.none"))
 
 
 def host_bytes(spec, local_ranks):

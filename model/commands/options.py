@@ -143,6 +143,8 @@ def _merge_options(preset, stored, typed):
             f"--finetune_from_ckp_file={typed_source}: this run was started from {source or 'random weights'!r}: "
             f"leave it out, {ANOTHER_RUN}"
         )
+    if typed.get("master_dtype") == "auto":  # a run keeps what it was started with
+        typed = {name: value for name, value in typed.items() if name != "master_dtype"}
     before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
     kept = dict.fromkeys(("optimizer", "trainable"), "has the optimizer state of")
     kept |= dict(prompt_prefix="has trained with", master_dtype="was started with") | dict.fromkeys(
@@ -237,8 +239,9 @@ def _read_stored(run_dir):
         stored = read_object(path)
         # the values that the run used, even if they were defaults: defaults may differ between versions
         kept = {name: stored["config"][name] for name in KEPT_VALUES if name in stored.get("config", {})}
-        if stored.get("config", {}).get("share_state") == "True":  # bits depend on it
-            kept["share_state"] = "True"
+        for name, value in dict(share_state="True", master_dtype="bf16").items():  # what auto became: bits depend on it
+            if stored.get("config", {}).get(name) == value:
+                kept[name] = value
         if "single_turn" not in stored.get("config", {}):  # a run from before conversations had contexts
             kept["single_turn"] = True
         preset, given = stored["preset"], stored["given"] | kept

@@ -23,6 +23,7 @@ from model.train.objectives.protocol import Objective
 from model.train.optim import OPTIMIZERS, UpdateOptions
 from model.train.reduction import buffer_bytes
 
+UNMOVED = dict(offload="none", master_dtype="float32")  # what auto becomes where nothing is needed
 CPU_ANSWERS = 128  # at a time on a CPU: 1.2 times as fast as 64, in twice the memory
 
 
@@ -156,25 +157,49 @@ def with_optimizer(spec, name, num_sharing=1):
 
 
 def fitted(recipe, lengths, usable_bytes):
-    """`recipe` with what it leaves to the plan: whether ranks share masters and state, where nothing fits otherwise.
+    """`recipe` with what it leaves to the plan: the first of `_ways` to hold masters and state with which a step fits.
 
-    `lengths` are those of its examples; `usable_bytes` are those of a rank's device, None for a CPU.
+    `lengths` are those of its examples; `usable_bytes` are those of a rank's device, None for a CPU. Where no way fits,
+    it has the last.
     """
-    config = recipe.config
-    if config.share_state != "auto" or usable_bytes is None or not may_share(recipe):
-        return recipe
+    ways = [with_config(recipe, config) for config in _ways(recipe)]
+    return next((way for way in ways if usable_bytes is None or _fits(way, lengths, usable_bytes)), ways[-1])
+
+
+def _fits(recipe, lengths, usable_bytes):
     try:
         choose_plan(recipe.plan, recipe.estimate(lengths), usable_bytes)
-        return recipe
+        return True
     except NothingFits:
-        return with_config(recipe, replace(config, share_state="True"))
+        return False
+
+
+def _ways(recipe):
+    """The options that `recipe` may have, those that cost least time first; fewer bits come last."""
+    config = recipe.config
+    many, lone = recipe.machine.num_processes > 1, config.optimizer == "adamw" and may_move(recipe)
+    may = dict(
+        share_state=config.share_state == "auto" and may_share(recipe),
+        offload=config.offload == "auto" and lone and (not many or config.share_state != "False"),
+        master_dtype=config.master_dtype == "auto" and lone and recipe.dtype == torch.bfloat16,
+    )
+    least = {name: value for name, value in UNMOVED.items() if getattr(config, name) == "auto"}
+    moved = dict(share_state="True", offload="optimizer", master_dtype="bf16")
+    yield replace(config, **least)
+    for names in (["share_state"], ["offload"], ["master_dtype"], ["offload", "master_dtype"]):
+        if all(may[name] for name in names):
+            also = ["share_state"] if may["share_state"] or many and "offload" in names else []
+            yield replace(config, **least | {name: moved[name] for name in (*names, *also)})
 
 
 def may_share(recipe):
     """Whether the ranks of a run can share masters and state."""
-    config = recipe.config
-    is_able = config.optimizer not in UNSHAREABLE and not recipe.spec.lora and not config.average
-    return is_able and recipe.machine.num_processes > 1
+    return recipe.config.optimizer not in UNSHAREABLE and may_move(recipe) and recipe.machine.num_processes > 1
+
+
+def may_move(recipe):
+    """Whether masters and state may lie elsewhere than whole on each device."""
+    return not recipe.spec.lora and not recipe.config.average
 
 
 def with_config(recipe, config):

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import torch
 
 from model.commands.adapter import without_adapter
-from model.commands.foresight import check_disk, check_host, warn_of_data
+from model.commands.foresight import check_disk, check_host, tell_what_moved, warn_of_data
 from model.commands.machine import machine_of
 from model.commands.network import draft_model, fill_model, start_kernels
 from model.commands.no_model import check_tested
@@ -52,7 +52,6 @@ def prepare_run(ranks, config, typed, resumed):
     agree(ranks, "the compute dtype (--mixed_precision=no works on every GPU)", str(recipe.dtype))
     lap("weights")
     model = draft_model(recipe)
-    check_host(ranks, recipe.spec)
     check_disk(ranks, config.output_dir, config.keep_latest_n_ckp, recipe.spec, resumed)
     kernels = start_kernels(ranks, model, recipe)
     train, validation = open_data(ranks, recipe, tokenizer)
@@ -61,6 +60,9 @@ def prepare_run(ranks, config, typed, resumed):
         warn_of_data(train, tokenizer, config.finetune_from_ckp_file, recipe.global_batch)
     lap("data")
     recipe = fitted(recipe, train.histogram, usable)
+    if ranks.is_main:
+        tell_what_moved(config, recipe.config)
+    check_host(ranks, recipe.spec)
     estimate = recipe.estimate(train.histogram)
     plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
     fill_model(ranks, model, recipe, origin)
