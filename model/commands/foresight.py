@@ -51,13 +51,16 @@ def check_host(ranks, spec):
         from_main(ranks, _check_host, host_bytes(spec, local_ranks), host_memory()[0])
 
 
-def tell_what_moved(asked, used):
-    """Log what became of the options that leave it to the plan where masters and state are held."""
-    names = [name for name in ("share_state", "offload", "master_dtype") if getattr(asked, name) == "auto"]
-    moved = [f"{name}={value}" for name in names if (value := getattr(used, name)) in MOVED]
+def tell_what_moved(before, after):
+    """Log what became of the options that left it to the plan where masters and state are held.
+
+    `before` and `after` are values of these options by name, of `held` of a Recipe.
+    """
+    names = [name for name, value in before.items() if value == "auto"]
+    moved = [f"{name}={after[name]}" for name in names if after[name] in MOVED]
     if moved:
         LOGGER.info(texts_here()("moved.some", options=", ".join(moved)))
-    elif names != ["share_state"]:  # more than the default was asked for
+    elif names not in ([], ["share_state"]):  # more than the default was asked for
         LOGGER.info(texts_here()("moved.none"))
 
 

@@ -76,6 +76,11 @@ class Recipe:
         return self.schedule.total_pairs / self.global_batch
 
     @property
+    def held(self):
+        """The options, by name, of where masters and state are held."""
+        return {name: getattr(self.config, name) for name in ("share_state", *UNMOVED)}
+
+    @property
     def warmup_steps(self):
         return self.schedule.learn_rate.warmup_pairs / self.global_batch
 

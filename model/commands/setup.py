@@ -59,9 +59,9 @@ def prepare_run(ranks, config, typed, resumed):
     if ranks.is_main:
         warn_of_data(train, tokenizer, config.finetune_from_ckp_file, recipe.global_batch)
     lap("data")
-    recipe = fitted(recipe, train.histogram, usable)
+    asked, recipe = recipe.held, fitted(recipe, train.histogram, usable)
     if ranks.is_main:
-        tell_what_moved(config, recipe.config)
+        tell_what_moved(asked, recipe.held)
     check_host(ranks, recipe.spec)
     estimate = recipe.estimate(train.histogram)
     plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
