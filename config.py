@@ -94,7 +94,9 @@ class TrainConfig:
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
     reduce_dtype: str = "float32"  # in which ranks send gradients: float32, or bf16 (half of the bytes, for slow links)
-    share_update: bool = False  # each rank computes a part of Muon's update; pays with slow products and fast links
+    share_state: str = "auto"  # ranks share optimizer state and masters: auto (where a plan needs it), True, False
+    master_dtype: str = "float32"  # of weights that AdamW updates: float32, bf16 (rounds at random), auto (as needed)
+    offload: str = "none"  # to host memory: none, optimizer (AdamW's masters and state), auto (as needed)
     deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
     # Run
     output_dir: str = "model_save/pretrain"  # the run directory
@@ -141,6 +143,9 @@ CHOICES = dict(
     mixed_precision=("auto", "bf16", "no"),
     gradient_checkpointing=("auto", "True", "False"),
     compile=("auto", "True", "False"),
+    share_state=("auto", "True", "False"),
+    master_dtype=("float32", "bf16", "auto"),
+    offload=("none", "optimizer", "auto"),
     trainable=("all", "decoder"),
     base_precision=("auto", "nf4"),
     lora_init=("uniform", "gaussian"),
@@ -164,6 +169,7 @@ FINE_TUNED_WIDTH = 512  # of a network that AdamW fine-tunes at that rate; it fa
 # The same for adapters, whose B starts at zero, so that a rate relative to it would leave it there: torch's AdamW takes
 # its rate as it is. Ten times that of all weights (Schulman et al. 2025, LoRA Without Regret), whatever the rank.
 SCRATCH_OPTIMIZER, LORA_OPTIMIZER, LORA_LEARN_RATES = "muon", "adamw", (1e-3, 1e-3, 1e-5, 5e-2)
+UNSHAREABLE = ("adamw_rms", "adafactor")  # optimizers whose state ranks cannot share
 OPTIONS_WITH = dict(teacher=("distill_weight", "distill_temperature"), against_loops=("loops_weight", "loops_ngram"))
 # Of preferences: the share of a fine-tuning rate that is the default (the papers and LLaMA-Factory take 1/50 to 1/5 of
 # theirs), and how far down and up its range moves.
@@ -209,8 +215,12 @@ def _problems(config):
         yield f"base_precision={config.base_precision}: only frozen weights can be held so: type --lora_rank=16 too"
     if config.lora_rank and config.trainable != "all":
         yield f"trainable={config.trainable}: with --lora_rank only the adapter is trained: leave --trainable out"
-    if config.share_update and config.optimizer not in ("auto", "muon"):
-        yield f"share_update=True: only Muon's update is shared, not that of {config.optimizer}: leave it out"
+    if config.share_state == "True":
+        yield from _unshareable(config)
+    if config.master_dtype == "bf16":
+        yield from _not_rounded(config)
+    if config.offload == "optimizer":
+        yield from _not_offloaded(config)
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
     if config.no_repeat_ngram_size > 16:
@@ -232,6 +242,43 @@ def _problems(config):
     if not config.output_dir:
         yield "output_dir is empty: give a directory"
     yield from _contradictions(config)
+
+
+def _unshareable(config):
+    """Yield a message for each value that ranks cannot share the state of."""
+    if config.optimizer in UNSHAREABLE:
+        yield (
+            f"share_state=True: ranks share the state of adamw or muon, not that of {config.optimizer}: leave one of "
+            "the two out"
+        )
+    if config.lora_rank:
+        yield f"share_state=True: the state of an adapter (lora_rank={config.lora_rank}) is small: leave it out"
+    if config.average:
+        yield f"share_state=True: no rank has whole weights to average (average={config.average}): leave one out"
+
+
+def _not_rounded(config):
+    """Yield a message for each value with which weights cannot be updated in bf16 alone."""
+    if config.optimizer not in ("auto", "adamw"):
+        yield f"master_dtype=bf16: only adamw rounds its updates to bf16, not {config.optimizer}: leave one of them out"
+    if config.mixed_precision == "no":
+        yield "master_dtype=bf16 contradicts mixed_precision=no: leave one of them out"
+    if config.lora_rank:
+        yield f"master_dtype=bf16: an adapter (lora_rank={config.lora_rank}) has few weights: leave it out"
+    if config.average:
+        yield f"master_dtype=bf16: bf16 is too coarse for an average of the weights: leave average={config.average} out"
+
+
+def _not_offloaded(config):
+    """Yield a message for each value with which the CPU cannot update the weights."""
+    if config.optimizer not in ("auto", "adamw"):
+        yield f"offload=optimizer: the CPU computes the update of adamw, not of {config.optimizer}: leave one out"
+    if config.share_state == "False":
+        yield "offload=optimizer: ranks share what they offload: leave share_state=False out"
+    if config.lora_rank:
+        yield f"offload=optimizer: the state of an adapter (lora_rank={config.lora_rank}) is small: leave it out"
+    if config.average:
+        yield f"offload=optimizer: the device holds no weights to average (average={config.average}): leave one out"
 
 
 def _contradictions(config):

@@ -16,7 +16,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from model.run.checkpoint import Snapshot, checkpoint_paths, read_checkpoint, save_checkpoint
+from model.run.checkpoint import checkpoint_paths, read_checkpoint, save_checkpoint
+from model.run.snapshot import Snapshot
 from tests.ranks import send, wait_for
 from tests.tiny import NUM_PAIRS, furnish, journal, start, train
 from tests.trials import tell, write_section

@@ -73,7 +73,7 @@ def test_promise_3_a_resume_with_another_plan_or_number_of_processes_says_that_b
 
 @pytest.mark.parametrize("world", (1, 2))
 def test_promise_3_a_run_killed_at_any_moment_ends_with_the_weights_of_a_run_that_was_not(home, world):
-    shared = dict(reduce_dtype="bf16", optimizer="muon", share_update=True)
+    shared = dict(reduce_dtype="bf16", optimizer="muon", share_state="True")
     options = dict(epochs=10, save_steps=1) | (shared if world > 1 else {})
     record = killed_run(home, f"cut{world}", world, random.Random(world), kills=5, **options)
     assert record["wrong"] == ""

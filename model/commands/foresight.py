@@ -4,16 +4,19 @@ train and doctor ask the same functions: what they say is the same.
 """
 
 import logging
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from model.commands.space import disk_row
 from model.data.file_list import names_of
 from model.display.catalogue import texts_here
+from model.runtime.cgroup import host_memory
 from model.runtime.distributed import from_main
 from model.runtime.json_stream import read_object
 
 LOGGER = logging.getLogger("chat_trainer")
+MOVED = ("True", "optimizer", "bf16")
 MANY_CUT = 0.1  # share of the responses from which on a model learns to stop in the middle
 
 
@@ -39,6 +42,40 @@ def _check_disk(*run):
     row = disk_row(*run)
     if row.fails:
         raise RuntimeError(f"{row.found}: {row.remedy}")
+
+
+def check_host(ranks, spec):
+    """Raise RuntimeError on every rank if the first machine's memory cannot hold what its ranks offload."""
+    if spec.offloads:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        from_main(ranks, _check_host, host_bytes(spec, local_ranks), host_memory()[0])
+
+
+def tell_what_moved(before, after):
+    """Log what became of the options that left it to the plan where masters and state are held.
+
+    `before` and `after` are values of these options by name, of `held` of a Recipe.
+    """
+    names = [name for name, value in before.items() if value == "auto"]
+    moved = [f"{name}={after[name]}" for name in names if after[name] in MOVED]
+    if moved:
+        LOGGER.info(texts_here()("moved.some", options=", ".join(moved)))
+    elif names not in ([], ["share_state"]):  # more than the default was asked for
+        LOGGER.info(texts_here()("moved.none"))
+
+
+def host_bytes(spec, local_ranks):
+    """Bytes of host memory that a machine's ranks take for masters and state, with a save's copy of shared ones."""
+    copied = 4 * spec.saved + spec.state_bytes if spec.own_part else 0
+    return local_ranks * spec.offloaded_bytes + copied
+
+
+def _check_host(needed, available):
+    if needed > available:
+        raise RuntimeError(
+            f"--offload=optimizer: masters and optimizer state take {needed / 2**30:.1f} GiB of host memory, and "
+            f"{available / 2**30:.1f} GiB are there: add --master_dtype=bf16, or leave --offload out"
+        )
 
 
 def warn_of_data(train, tokenizer, source, batch):

@@ -27,7 +27,8 @@ def fill_model(ranks, model, recipe, origin):
     They are equal on all ranks.
     """
     seed, source = recipe.config.seed, recipe.config.finetune_from_ckp_file
-    model.place(ranks.device)
+    is_shared = recipe.update.share_state and ranks.world_size > 1
+    model.place(ranks.device, is_shared or recipe.spec.offloads or not recipe.spec.has_masters)
     if not origin.weights:
         model.initialise(seed)
     elif ranks.is_main:  # only rank 0 has the tensors

@@ -48,6 +48,7 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "mixed_precision": "fp16 precision dtype torch_dtype amp",
     "mixed_precision=bf16": "bf16 pure_bf16 use_bf16",
     "compile": "torch_compile use_compile",
+    "share_state=True": "share_update",
     "deterministic": "full_determinism",
     "gradient_checkpointing": "activation_checkpointing use_gradient_checkpointing grad_checkpoint",
     "gpu_memory_limit_gb": "max_memory gpu_memory gpu_memory_gb",
@@ -103,8 +104,9 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     r"exact": "--deterministic=True gives equal bits on equal hardware and an equal number of processes",
     r"num_processes|nproc_per_node|num_gpus|n_gpus|world_size": "a launcher starts the processes, as README.md "
     "shows: torchrun or accelerate",
-    r"(cpu_)?(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "each GPU holds the whole model: for less memory type "
-    "--gpu_memory_limit_gb=G, --optimizer=adafactor or --gradient_checkpointing=True; `plan` shows what each saves",
+    r"(cpu_)?(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "GPUs share optimizer state and masters with "
+    "--share_state=True; for less memory type --gpu_memory_limit_gb=G, --optimizer=adafactor or "
+    "--gradient_checkpointing=True; `plan` shows what each saves",
     r"(use_)?(dora|pissa|olora|loftq|adalora|loraplus)(_\w+)?": "only LoRA and rsLoRA are supported: leave it out for "
     "LoRA, or type --use_rslora=True",
     r"use_(lora|peft)|(use_)?(qlora|peft|adapter)(_\w+)?|finetuning_type|quantization_bit|load_in_[48]bit": "an "

@@ -144,9 +144,13 @@ def _merge_options(preset, stored, typed):
             f"--finetune_from_ckp_file={typed_source}: this run was started from {source or 'random weights'!r}: "
             f"leave it out, {ANOTHER_RUN}"
         )
+    if typed.get("master_dtype") == "auto":  # a run keeps what it was started with
+        typed = {name: value for name, value in typed.items() if name != "master_dtype"}
     before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
     kept = dict.fromkeys(("optimizer", "trainable"), "has the optimizer state of")
-    kept |= dict(prompt_prefix="has trained with") | dict.fromkeys(ADAPTER_SHAPE, "was started with")
+    kept |= dict(prompt_prefix="has trained with", master_dtype="was started with") | dict.fromkeys(
+        ADAPTER_SHAPE, "was started with"
+    )
     for name, what in kept.items():
         if before[name] != now[name]:
             option, instead = _who_set(name, now[name])
@@ -236,6 +240,9 @@ def _read_stored(run_dir):
         stored = read_object(path)
         # the values that the run used, even if they were defaults: defaults may differ between versions
         kept = {name: stored["config"][name] for name in KEPT_VALUES if name in stored.get("config", {})}
+        for name, value in dict(share_state="True", master_dtype="bf16").items():  # what auto became: bits depend on it
+            if stored.get("config", {}).get(name) == value:
+                kept[name] = value
         if "single_turn" not in stored.get("config", {}):  # a run from before conversations had contexts
             kept["single_turn"] = True
         preset, given = stored["preset"], stored["given"] | kept
@@ -247,6 +254,8 @@ def _read_stored(run_dir):
                 f"--output_dir={run_dir} is an exported model: give the run's directory, which holds it"
             ) from None
         raise ValueError(f"{path} cannot be read ({error}): delete it and type the run's options again") from None
+    if str(given.pop("share_update", False)) == "True":  # of Muon: a part of what ranks share now
+        given["share_state"] = "True"
     if str(given.pop("exact", False)) == "True":
         raise ValueError(
             f"{run_dir} was started with --exact=True, which this version does not have: go on with the version that "

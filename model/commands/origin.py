@@ -21,10 +21,12 @@ from model.formats.adapters import adapter_directory, load_merged, tokenizer_dir
 from model.formats.weights import LoadedWeights, check_fits, load_into
 from model.nn.lora import attach
 from model.nn.registry import config_from, config_values, family_of, load_model_config
-from model.run.checkpoint import Checkpoint, load_average, load_newest, load_optimizer, snapshot_of
+from model.run.checkpoint import Checkpoint, load_average, load_newest, load_optimizer
 from model.run.run_dir import TOKENIZER_DIR
+from model.run.snapshot import Snapshot, deal, snapshot_of
 from model.run.train_state import state_of, state_values
 from model.runtime.distributed import agree, broadcast, from_main, from_main_before_joining
+from model.train.reduction import publish
 
 LOGGER = logging.getLogger("chat_trainer")
 
@@ -231,8 +233,13 @@ def restore(ranks, model, optimizer, found):
     fit.
     """
     from_main(ranks, _load, model, optimizer, found)
-    averages = [optimizer.average.values] if optimizer.average else []
-    broadcast(ranks, [*model.flat.weights, *averages, *snapshot_of(model, optimizer).optimizer.values()])
+    if model.flat.is_shared or model.flat.is_offloaded:
+        deal(ranks, model, optimizer, Snapshot(found.tensors, found.optimizer))
+        broadcast(ranks, model.flat.frozen)
+        publish(ranks, model.flat)
+    else:
+        averages = [optimizer.average.values] if optimizer.average else []
+        broadcast(ranks, [*model.flat.weights, *averages, *snapshot_of(model, optimizer).optimizer.values()])
     optimizer.count_steps()
     if ranks.is_main:
         LOGGER.info("resuming from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)

@@ -15,7 +15,7 @@ from model.commands.option_values import as_type
 from model.commands.options import read_request
 from model.commands.origin import find_origin
 from model.commands.plan_table import GIB, source_text, table
-from model.commands.recipe import resolve, with_optimizer
+from model.commands.recipe import fitted, may_share, resolve, with_config, with_optimizer
 from model.commands.run_length import run_pairs, steps_between
 from model.data.length_histogram import Lengths
 from model.display.catalogue import Texts, texts_here
@@ -99,8 +99,10 @@ def predict(recipe, sample, memory_bytes, gpu="", sheet=None):
     `sample` is a Sample of its examples. With the data sheet of a `gpu` the time is among them. Raises NothingFits if
     one example does not fit.
     """
-    config, spec, machine, lengths = recipe.config, recipe.spec, recipe.machine, sample.lengths
-    usable, estimate = usable_bytes(memory_bytes, machine.num_processes), recipe.estimate(lengths)
+    machine, lengths = recipe.machine, sample.lengths
+    usable = usable_bytes(memory_bytes, machine.num_processes)
+    recipe = fitted(recipe, lengths, usable)
+    config, spec, estimate = recipe.config, recipe.spec, recipe.estimate(lengths)
     asked = graphs_asked(recipe.plan, spec, _num_steps(recipe, lengths))
     plan = choose_plan(recipe.plan, estimate, usable, asked)
     tokens = min(plan.micro_batch_tokens, recipe.share_pairs * lengths.longest)
@@ -202,6 +204,13 @@ def _levers(recipe, chosen, usable, plan):
     rows += [("checkpointing", on, spec, (tokens, chunk, number)) for on, number in blocks.items()]
     for optimizer in () if spec.lora else ("muon", "adamw_rms", "adafactor"):
         rows.append(("optimizer", optimizer, with_optimizer(spec, optimizer), plan.batching))
+    for shares in ("False", "True") if may_share(recipe) and not spec.offloads else ():
+        other = with_config(recipe, replace(recipe.config, share_state=shares)).spec
+        rows.append(("share_state", shares, other, plan.batching))
+    if recipe.config.optimizer == "adamw" and recipe.dtype == torch.bfloat16 and not spec.lora and not spec.averages:
+        for dtype in ("float32", "bf16"):
+            other = with_config(recipe, replace(recipe.config, master_dtype=dtype)).spec
+            rows.append(("master_dtype", dtype, other, plan.batching))
     levers = []
     lengths = chosen.lengths
     for kind, value, changed, batching in rows:
@@ -225,9 +234,12 @@ def _host(recipe, estimate, plan):
     optimizer_state, device = estimate.spec.state_bytes, recipe.machine.device_type
     world = recipe.machine.num_processes
     compute = weights if device == "cuda" else max(estimate.peaks(*plan.batching, plan.answers).values())
-    rank_bytes = HOST_BYTES[device] + compute
+    rank_bytes = HOST_BYTES[device] + compute + estimate.spec.offloaded_bytes
+    copied = saved + optimizer_state + estimate.spec.average_bytes
+    if estimate.spec.offloads and not estimate.spec.own_part:
+        copied = 0  # a save writes what lies in host memory
     return dict(
-        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + saved + optimizer_state + estimate.spec.average_bytes,
+        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + copied,
         shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
     )  # fmt: skip

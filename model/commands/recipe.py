@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from config import TrainConfig
+from config import UNSHAREABLE, TrainConfig
 from model.commands.machine import Machine, compute_dtype
 from model.commands.objective import objective_on, objectives_for
 from model.commands.run_files import judged_objectives
@@ -12,16 +12,18 @@ from model.commands.run_length import check_warmup, global_batch, run_pairs, war
 from model.commands.settled import settled
 from model.generate.sampling import Sampling
 from model.memory.estimate import Answers, Estimate
-from model.memory.plan import PlanOptions
+from model.memory.plan import NothingFits, PlanOptions, choose_plan
 from model.nn.attention import has_kernels
-from model.nn.memory_spec import MemorySpec
+from model.nn.memory_spec import MemorySpec, OwnPart, part_numbers
 from model.nn.registry import family_of
+from model.train.adamw import ROUNDED_TOGETHER
 from model.train.loader import Schedule
 from model.train.lr_schedule import LearnRate
 from model.train.objectives.protocol import Objective
 from model.train.optim import OPTIMIZERS, UpdateOptions
 from model.train.reduction import buffer_bytes
 
+UNMOVED = dict(offload="none", master_dtype="float32")  # what auto becomes where nothing is needed
 CPU_ANSWERS = 128  # at a time on a CPU: 1.2 times as fast as 64, in twice the memory
 
 
@@ -76,6 +78,11 @@ class Recipe:
         return self.schedule.total_pairs / self.global_batch
 
     @property
+    def held(self):
+        """The options, by name, of where masters and state are held."""
+        return {name: getattr(self.config, name) for name in ("share_state", *UNMOVED)}
+
+    @property
     def warmup_steps(self):
         return self.schedule.learn_rate.warmup_pairs / self.global_batch
 
@@ -95,6 +102,8 @@ def resolve(config, typed, machine, origin, epoch_pairs=None):
     then there is no schedule. Raises ValueError for options that contradict each other or the facts.
     """
     config, why = settled(config, typed, origin)
+    if config.offload == "optimizer" and machine.num_processes > 1:
+        config = replace(config, share_state="True")  # the host holds each part once
     dtype = compute_dtype(config.mixed_precision, machine.native_bf16)
     lora = origin.adapter and origin.adapter.lora
     objectives = objectives_for(config, origin.model_config, origin.tokenizer)
@@ -136,11 +145,18 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
         family_of(model_config), model_config, dtype.itemsize, kernels, config.dropout > 0 or config.lora_dropout > 0,
         config.trainable, lora, num_ranks=machine.num_processes,
     )  # fmt: skip
-    spec = with_optimizer(replace(network, averages=config.average > 0), config.optimizer)
+    num_sharing = machine.num_processes if config.share_state == "True" else 1
+    if config.master_dtype == "bf16":
+        if dtype == torch.float32:
+            raise ValueError("--master_dtype=bf16: this run computes in float32: type --mixed_precision=bf16 too")
+        network = replace(network, has_masters=False)
+    network = replace(network, offloads=config.offload == "optimizer")
+    spec = with_optimizer(replace(network, averages=config.average > 0), config.optimizer, num_sharing)
     if machine.launch_tokens:
         spec = replace(spec, launch_tokens=machine.launch_tokens)
     sends_bf16 = config.reduce_dtype == "bf16"  # counted on one rank, too, which has no sum
-    return replace(spec, sum_bytes=buffer_bytes(spec.trained)) if sends_bf16 else spec
+    number_bytes = 2 if sends_bf16 else 4 if spec.own_part else 0
+    return replace(spec, sum_bytes=buffer_bytes(spec.trained, number_bytes))
 
 
 def taught(spec, teachers, machine, dtype):
@@ -159,10 +175,71 @@ def taught(spec, teachers, machine, dtype):
     return replace(spec, teachers=tuple(specs))
 
 
-def with_optimizer(spec, name):
-    """`spec` with the bytes of the optimizer of this name."""
-    state, update = OPTIMIZERS[name].needed_bytes(spec.trained, spec.trained_matrix_numbers)
-    return replace(spec, state_bytes=state, update_bytes=update)
+def with_optimizer(spec, name, num_sharing=1):
+    """`spec` with the bytes of the optimizer of this name, whose state so many ranks share."""
+    optimizer = OPTIMIZERS[name]
+    state, update = optimizer.needed_bytes(spec.trained, spec.trained_matrix_numbers)
+    update += 0 if spec.has_masters or spec.offloads else 4 * min(spec.trained, ROUNDED_TOGETHER)
+    spec = replace(spec, state_bytes=state, update_bytes=update, own_part=None)
+    if num_sharing == 1:
+        return spec
+    numbers = part_numbers(spec, optimizer.part_ends, num_sharing)
+    states, updates = zip(*(optimizer.needed_bytes(*part) for part in numbers), strict=True)
+    own = OwnPart(max(weights for weights, _ in numbers), max(states))
+    return replace(spec, update_bytes=max(update, *updates), own_part=own)
+
+
+def fitted(recipe, lengths, usable_bytes):
+    """`recipe` with what it leaves to the plan: the first of `_ways` to hold masters and state with which a step fits.
+
+    `lengths` are those of its examples; `usable_bytes` are those of a rank's device, None for a CPU. Where no way fits,
+    it has the last.
+    """
+    ways = [with_config(recipe, config) for config in _ways(recipe)]
+    return next((way for way in ways if usable_bytes is None or _fits(way, lengths, usable_bytes)), ways[-1])
+
+
+def _fits(recipe, lengths, usable_bytes):
+    try:
+        choose_plan(recipe.plan, recipe.estimate(lengths), usable_bytes)
+        return True
+    except NothingFits:
+        return False
+
+
+def _ways(recipe):
+    """The options that `recipe` may have, those that cost least time first; fewer bits come last."""
+    config = recipe.config
+    many, lone = recipe.machine.num_processes > 1, config.optimizer == "adamw" and may_move(recipe)
+    may = dict(
+        share_state=config.share_state == "auto" and may_share(recipe),
+        offload=config.offload == "auto" and lone and (not many or config.share_state != "False"),
+        master_dtype=config.master_dtype == "auto" and lone and recipe.dtype == torch.bfloat16,
+    )
+    least = {name: value for name, value in UNMOVED.items() if getattr(config, name) == "auto"}
+    moved = dict(share_state="True", offload="optimizer", master_dtype="bf16")
+    yield replace(config, **least)
+    for names in (["share_state"], ["offload"], ["master_dtype"], ["offload", "master_dtype"]):
+        if all(may[name] for name in names):
+            also = ["share_state"] if may["share_state"] or many and "offload" in names else []
+            yield replace(config, **least | {name: moved[name] for name in (*names, *also)})
+
+
+def may_share(recipe):
+    """Whether the ranks of a run can share masters and state."""
+    return recipe.config.optimizer not in UNSHAREABLE and may_move(recipe) and recipe.machine.num_processes > 1
+
+
+def may_move(recipe):
+    """Whether masters and state may lie elsewhere than whole on each device."""
+    return not recipe.spec.lora and not recipe.config.average
+
+
+def with_config(recipe, config):
+    """`recipe` with options `config` that differ in what the memory holds alone."""
+    spec = memory_spec(config, recipe.model_config, recipe.dtype, recipe.machine, recipe.spec.lora)
+    spec = replace(spec, teachers=recipe.spec.teachers)
+    return replace(recipe, config=config, spec=spec, update=update_options(config))
 
 
 def _schedule(config, typed, epoch_pairs, batch, first_batch):
@@ -178,7 +255,8 @@ def update_options(config):
     """The UpdateOptions of a TrainConfig."""
     return UpdateOptions(
         config.optimizer, config.learn_rate, config.weight_decay, config.max_grad_norm, config.spike_guard,
-        config.reduce_dtype, config.share_update, config.average,
+        config.reduce_dtype, config.share_state == "True", config.master_dtype, config.offload, config.seed,
+        config.average,
     )  # fmt: skip
 
 

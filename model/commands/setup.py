@@ -8,12 +8,12 @@ import torch
 
 from model.commands.adapter import without_adapter
 from model.commands.exporting import DECODING
-from model.commands.foresight import check_disk, warn_of_data
+from model.commands.foresight import check_disk, check_host, tell_what_moved, warn_of_data
 from model.commands.machine import machine_of
 from model.commands.network import draft_model, fill_model, refill_model, start_kernels
 from model.commands.no_model import check_tested
 from model.commands.origin import find_origin, newest_checkpoint, restore, with_validation
-from model.commands.recipe import resolve
+from model.commands.recipe import fitted, resolve
 from model.commands.reference import read_derived, with_reference
 from model.commands.run import Run
 from model.commands.run_data import open_data, open_examples
@@ -25,7 +25,7 @@ from model.nn.lora import lora_values
 from model.nn.registry import config_values
 from model.run.train_state import TrainState, kept_recovery, state_values
 from model.runtime.device_memory import check_gates, free_bytes, limit_memory, non_torch_bytes, other_process_bytes
-from model.runtime.distributed import agree, from_main
+from model.runtime.distributed import agree, from_main, vote
 from model.runtime.laps import lap
 from model.runtime.watchdog import untimed
 from model.train.dry_run import dry_run_update, gradient_seconds, plan_run
@@ -47,6 +47,7 @@ def prepare_run(ranks, config, typed, resumed):
     if config.deterministic:  # False, too, would import torch._inductor, which takes 4 s
         torch.use_deterministic_algorithms(True)
     other_process, usable = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
+    usable = None if usable is None else -vote(ranks, -usable)[0]  # the least of all ranks
     free = dict(start=free_bytes())
     # errors in tokenizer, weights and model are found before tokenising, which may take hours
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
@@ -62,6 +63,10 @@ def prepare_run(ranks, config, typed, resumed):
     if ranks.is_main:
         warn_of_data(train, tokenizer, config.finetune_from_ckp_file, recipe.global_batch)
     lap("data")
+    asked, recipe = recipe.held, fitted(recipe, train.histogram, usable)
+    if ranks.is_main:
+        tell_what_moved(asked, recipe.held)
+    check_host(ranks, recipe.spec)
     estimate = recipe.estimate(train.histogram)
     plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
     fill_model(ranks, model, recipe, origin)
@@ -192,8 +197,9 @@ def options_of_test(config, tested):
     """The options of a test of the model in `tested`, in place of the training's for steps, memory and CUDA graphs."""
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
+    held = dict(share_state="auto", master_dtype="float32", offload="none")
     own = without_teacher(without_adapter(config))  # an exported model is merged
-    return replace(own, finetune_from_ckp_file=tested, **steps, **planned)
+    return replace(own, finetune_from_ckp_file=tested, **steps, **planned, **held)
 
 
 def load_tested(ranks, config):

@@ -29,11 +29,14 @@ def fixed_bytes(spec):
     """{part: bytes} held from the first step to the last."""
     average = dict(average=spec.average_bytes) if spec.averages else {}
     teachers = dict(teachers=spec.teacher_bytes) if spec.teachers else {}
+    own, has_copies = spec.own_part, spec.number_bytes == 2
+    masters = own.numbers if own and has_copies else spec.trained  # without copies, all compute with the masters
+    keeps = not spec.offloads or not has_copies
     return dict(
-        weights=4 * spec.trained + spec.frozen_bytes,
-        bf16_weights=2 * spec.trained if spec.number_bytes == 2 else 0,
+        weights=(4 * masters * spec.has_masters if keeps else 0) + spec.frozen_bytes,
+        bf16_weights=2 * spec.trained if has_copies else 0,
         gradients=4 * spec.trained,
-        optimizer=spec.state_bytes,
+        optimizer=0 if spec.offloads else own.state_bytes if own else spec.state_bytes,
         **average,
         **teachers,
         workspaces=int(spec.constants.workspace_bytes) + spec.sum_bytes,
@@ -141,7 +144,7 @@ class Estimate:
         step = max(self.step_parts(micro_batch_tokens, chunk_tokens, checkpointing).values())
         inputs, matrix = int(self.lengths.tokens[:, 0].max()), self.spec.product_bytes
         extra_bytes = dict(
-            load=-self.fixed["gradients"] - self.fixed["optimizer"] - self.fixed.get("average", 0),
+            load=-self.fixed["optimizer"] - self.fixed.get("average", 0) - self._after_loading,
             first_step=step,
             step=step,
             evaluation=matrix
@@ -153,6 +156,12 @@ class Estimate:
         held, constants = sum(self.fixed.values()), self.spec.constants
         holes = constants.holes if checkpointing and not self.spec.kernels else 1.0
         return {name: int((held + max(more, more * holes)) * constants.reserved) for name, more in extra_bytes.items()}
+
+    @property
+    def _after_loading(self):
+        """Bytes that take the place of others after loading: gradients, where not the masters lie there first."""
+        spec = self.spec
+        return 0 if spec.own_part or spec.offloads or not spec.has_masters else self.fixed["gradients"]
 
     def _chunk_bytes(self, targets, chunk_tokens):
         return min(chunk_tokens, targets) * self.spec.model_config.vocab_size * self.spec.number_bytes

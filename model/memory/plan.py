@@ -273,5 +273,6 @@ def _refusal(wanted, estimate, usable_bytes, usable_share):
     return (
         f"a forward of {tokens} tokens (the longest example has {longest}) needs {needed / 2**30:.2f} GiB and "
         f"{max(usable_bytes, 0) / 2**30:.2f} GiB are there; held all the time, in GiB: {parts}. Lower --max_seq_len "
-        f"(now {wanted.max_seq_len}), type --optimizer=adafactor, choose a smaller --model, or {remedy}"
+        f"(now {wanted.max_seq_len}), type --offload=optimizer with AdamW, or --optimizer=adafactor, choose a smaller "
+        f"--model, or {remedy}"
     )

@@ -12,13 +12,14 @@ from torch import nn
 
 from model.nn.attention import has_kernels
 from model.nn.dropout import NO_DROPOUT, Masks, step_key
-from model.nn.flat_params import FlatParams, product, with_padding
+from model.nn.flat_params import FlatParams, with_padding
 from model.nn.gradient_parts import gradient_parts
 from model.nn.guides import Guides, TeacherOutput
 from model.nn.layers import Linear, ResidualNorm
 from model.nn.lora import FACTORS, factor_kind, is_factor
 from model.nn.loss import linear_cross_entropy, token_log_probs
 from model.nn.loss_terms import PLAIN
+from model.nn.products import product
 
 
 class LanguageModel(nn.Module):
@@ -102,8 +103,8 @@ class LanguageModel(nn.Module):
         assert part == "all", f"this network has no part {part!r}"
         return self
 
-    def make_flat(self):
-        """Make the flat tensors, again whenever parameters were replaced, frozen or thawed."""
+    def make_flat(self, will_share=False):
+        """Make the flat tensors, again whenever parameters were replaced, frozen or thawed; `will_share` as there."""
         layers = [(factor_kind(name), layer) for name, layer in self.named_modules() if isinstance(layer, Linear)]
         # the factors of one kind side by side, whatever their shapes
         matrices = [layer.weight for wanted in ("", *FACTORS) for kind, layer in layers if kind == wanted]
@@ -111,21 +112,21 @@ class LanguageModel(nn.Module):
         others = [p for p in self.parameters() if id(p) not in known]
         packs = self.lora is not None and self.lora.base_precision == "nf4"
         biases = [layer.bias for _, layer in layers if layer.bias is not None]
-        self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype, packs, biases)
+        self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype, packs, biases, will_share)
         self.gradient_parts = gradient_parts(self.flat, self.all_blocks)
         self.step_key = torch.zeros(2, dtype=torch.int32, device=self.device)
 
     @torch.no_grad()
-    def place(self, device):
+    def place(self, device, will_share=False):
         """Give a network built on the meta device memory on `device`, once: trained weights as masters, others as held.
 
-        Norms get ones, all other weights zeros; returns the model.
+        Norms get ones, all other weights zeros; returns the model. `will_share` as of FlatParams.
         """
         for p in self.parameters():
             placed = nn.Parameter(torch.zeros(1, device=device).expand(p.shape), p.requires_grad)  # takes no memory
             placed.__dict__.update(p.__dict__)
             torch.utils.swap_tensors(p, placed)  # so that what refers to the parameter still does
-        self.make_flat()
+        self.make_flat(will_share)
         for module in self.modules():
             if isinstance(module, ResidualNorm):
                 module.weight.fill_(1)

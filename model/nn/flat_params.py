@@ -2,7 +2,7 @@
 
 The cast, the all-reduce and the optimizer each work on one tensor. Adjacent weights (q, k and v) act as one matrix in
 a matmul. Backward adds gradients to the flat tensor in float32, so they accumulate over micro-batches. A frozen weight
-has neither master nor gradient: it is held once.
+has neither master nor gradient: it is held once. Ranks may share the masters: each then holds those of its part.
 """
 
 import functools
@@ -11,11 +11,11 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
+from model.nn.products import product
 from model.nn.quantized import make_packed, merge_packed
+from model.nn.weight_parts import weight_parts
 
 NUM_SUMS = 8  # metrics of an objective, at most
-BLOCK_ROWS = 64  # of a matrix that a CPU multiplies in blocks, which may take a third of the time
-MOST_ROWS, LEAST_NUMBERS = 128, 2**16  # rows of x, at most, and numbers of the matrix, at least, for which that pays
 VOCABULARY_MULTIPLE = 64  # rows of a padded table: a GPU's matmul with an odd number is several times slower
 
 
@@ -27,27 +27,33 @@ class FlatParams:
     order: `others` before the layers' `matrices`, which are sorted by shape. Frozen tables, matrices and `biases` (also
     among `others`) are held in the compute dtype, other frozen weights in float32. With `packs` a frozen matrix is a
     shape without memory, and has NF4's codes in `.packed` instead of a `.copy`. `sums`, an objective's metrics, follow
-    the gradients, so that a sum over ranks covers both.
+    the gradients, so that a sum over ranks covers both. `parts` are WeightParts, more than one where ranks share the
+    masters; `own` is this rank's, which `masters` and `own_gradients` are of. With `will_share` the masters lie where
+    the gradients will, until weight_parts.share.
     """
 
-    def __init__(self, others, matrices, tables, compute_dtype, packs=False, biases=()):
+    def __init__(self, others, matrices, tables, compute_dtype, packs=False, biases=(), will_share=False):
         tables = {id(p) for p in tables}
         params = [*others, *sorted(matrices, key=lambda p: p.shape)]
         self.trained = [p for p in params if p.requires_grad]
         self.trained_sizes = [_padded_size(p, tables) for p in self.trained]
         self.num_others = sum(p.requires_grad for p in others)  # the first of `trained`
         device, total = params[0].device, sum(self.trained_sizes)
-        self.masters = self.copies = torch.zeros(total, device=device)
-        if compute_dtype != torch.float32:
-            self.copies = torch.zeros(total, device=device, dtype=compute_dtype)
         self.gradients_and_sums = torch.zeros(total + NUM_SUMS, device=device)
         self.gradients, self.sums = self.gradients_and_sums.split((total, NUM_SUMS))
+        is_cast = compute_dtype != torch.float32
+        self.masters = self.copies = self.gradients if will_share and is_cast else torch.zeros(total, device=device)
+        if is_cast:
+            self.copies = torch.zeros(total, device=device, dtype=compute_dtype)
         flats = (x.split(self.trained_sizes) for x in (self.masters, self.copies, self.gradients))
         for p, master, copy, gradient in zip(self.trained, *flats, strict=True):
             p.data, p.copy, p.grad = _view_as(p, master).copy_(p.data), _view_as(p, copy), _view_as(p, gradient)
         frozen = [p for p in params if not p.requires_grad]
         packed = {id(p) for p in frozen if packs} & {id(p) for p in matrices}
         in_compute_dtype = tables | {id(p) for p in (*matrices, *biases)}
+        self.read_whole = [p for p in self.trained if id(p) not in in_compute_dtype]  # by the network, in float32
+        self.parts, self.rank, self.whole = weight_parts(self, [total]), 0, None
+        self.is_apart = self.is_offloaded = False  # weight_parts.share makes them so
         self.frozen = [
             _hold([p for p in frozen if id(p) in in_compute_dtype - packed], tables, compute_dtype, device),
             _hold([p for p in frozen if id(p) not in in_compute_dtype], tables, torch.float32, device),
@@ -55,13 +61,30 @@ class FlatParams:
         ]
 
     @property
+    def is_shared(self):
+        return len(self.parts) > 1
+
+    @property
+    def own(self):
+        """The WeightPart that this rank updates."""
+        return self.parts[self.rank]
+
+    @property
+    def own_gradients(self):
+        return self.gradients[self.own.start : self.own.stop]
+
+    @property
     def weights(self):
-        """The flat tensors that hold the model's weights: the masters, and the frozen weights of each dtype."""
-        return [flat for flat in (self.masters, *self.frozen) if len(flat)]
+        """The flat tensors that hold the model's weights: the masters, and the frozen weights of each dtype.
+
+        Where the masters are apart, the copies in their place, and the weights that are read in float32.
+        """
+        trained = (self.copies, self.whole) if self.is_apart else (self.masters,)
+        return [flat for flat in (*trained, *self.frozen) if flat is not None and len(flat)]
 
     def refresh(self):
-        """Copy the masters to the copies in the compute dtype."""
-        if self.copies is not self.masters:
+        """Copy the masters to the copies in the compute dtype; where they are apart, the update has done it."""
+        if self.masters.dtype != self.copies.dtype and not self.is_apart:
             self.copies.copy_(self.masters)
 
 
@@ -125,33 +148,6 @@ def linear(x, *weights, biases=(), masks=None):
     if not torch.is_grad_enabled():  # a Function costs a tenth of a token's time on a CPU
         return product(x, matrix_of(weights), bias_of(biases))
     return _Linear.apply(x, len(weights), *weights, *biases)
-
-
-def product(x, matrix, bias=None):
-    """x @ matrix.T + bias, (N, width) to (N, rows of the matrix)."""
-    if not _is_faster_in_blocks(x, matrix):
-        return F.linear(x, matrix, bias)
-    out = product_in_blocks(x, matrix)
-    return out if bias is None else out.add_(bias)
-
-
-def _is_faster_in_blocks(x, matrix):
-    if x.is_cuda or x.dtype != torch.float32 or not torch.backends.mkl.is_available():
-        return False
-    has_few_rows = len(x) <= (MOST_ROWS if torch.get_num_threads() > 1 else 1)
-    fits = matrix.numel() >= LEAST_NUMBERS and len(matrix) % BLOCK_ROWS == 0 and matrix.is_contiguous()
-    return has_few_rows and fits
-
-
-def product_in_blocks(x, matrix):
-    """x @ matrix.T as a batch of products with BLOCK_ROWS rows of the matrix each.
-
-    MKL computes each product of a batch in one of its threads. A single product with few rows keeps few of them busy.
-    """
-    blocks = matrix.view(-1, BLOCK_ROWS, matrix.shape[1])
-    if len(x) == 1:  # matrix times column is faster here, and slower with several columns
-        return torch.bmm(blocks, x.T.expand(len(blocks), -1, -1)).view(1, -1)
-    return torch.bmm(x.expand(len(blocks), -1, -1), blocks.mT).transpose(0, 1).reshape(len(x), -1)
 
 
 def matrix_of(weights):
@@ -258,7 +254,8 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (ids,) = ctx.saved_tensors
-        ctx.weight.grad += torch.ops.aten.embedding_dense_backward(grad.float(), ids, len(ctx.weight), -1, False)
+        gradient = torch.ops.aten.embedding_dense_backward(grad.float(), ids, len(ctx.weight), -1, False)
+        ctx.weight.grad.add_(gradient)  # not +=, which assigns: autograd refuses another dtype than the weight's
         return None, None
 
 

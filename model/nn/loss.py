@@ -60,9 +60,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled_gradient(weight, gradient_WD, factor):
-    """The gradient of `weight` times `factor`; on a GPU it is added to weight.grad in one pass, and None returned."""
+    """The gradient of `weight` times `factor`; on a GPU it is added to weight.grad in one pass, and None returned.
+
+    So it is where the gradients are more precise than the weight, to whose dtype autograd would round them.
+    """
     gradient = gradient_WD[: len(weight)]
-    if not (weight.is_cuda and weight.is_leaf and weight.grad is not None):
+    adds = weight.is_cuda or weight.dtype != gradient.dtype
+    if not (adds and weight.is_leaf and weight.grad is not None):
         return gradient.mul_(factor)
     weight.grad.addcmul_(gradient, factor)
     return None
@@ -82,7 +86,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD):
         copy_WD = weight_VD.to(hidden_ND.dtype) if copy_WD is None else copy_WD
         ctx.save_for_backward(hidden_ND, labels_N)
-        ctx.copy, ctx.chunk_tokens, ctx.vocabulary = copy_WD, chunk_tokens, len(weight_VD)
+        ctx.copy, ctx.chunk_tokens, ctx.vocabulary, ctx.weight = copy_WD, chunk_tokens, len(weight_VD), weight_VD
         chunks = _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, ctx.vocabulary)
         return torch.cat([-losses_3C[0] for _, _, losses_3C in chunks])
 
@@ -98,7 +102,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 torch.mm(grad_CW, ctx.copy, out=grad_hidden[chunk])
             if needs_weight_grad:
                 add_matmul(grad_weight, grad_CW.T, hidden_ND[chunk])
-        return grad_hidden, None if grad_weight is None else grad_weight[: ctx.vocabulary], None, None, None
+        if needs_weight_grad:
+            grad_weight = _scaled_gradient(ctx.weight, grad_weight, grad_N.new_ones(()))
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, vocabulary, terms=PLAIN, guides=NO_GUIDES):

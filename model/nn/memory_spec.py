@@ -10,6 +10,7 @@ from model.nn.base import Family
 from model.nn.layers import Linear
 from model.nn.lora import LoraConfig, count_adapter_numbers, largest_product
 from model.nn.quantized import NUMBER_BYTES
+from model.nn.weight_parts import weight_parts
 
 LAUNCH_BLOCK_NUMBERS = 8_400_000  # weights of a block of chatlm, for whose launches MemorySpec.launch_tokens stands
 ADAPTER_LAUNCHES = 2  # launches of a network with adapters / without
@@ -41,6 +42,24 @@ def count_numbers(family, model_config, part="all"):
     return Numbers(*(sum(p.numel() for p in ps if p.requires_grad) for ps in (model.parameters(), matrices)))
 
 
+@dataclass(frozen=True)
+class OwnPart:
+    """The largest part of masters and state that a rank holds where ranks share them."""
+
+    numbers: int  # trained weights
+    state_bytes: int
+
+
+@lru_cache(maxsize=64)
+def part_numbers(spec, part_ends, num_ranks):
+    """[(weights, those of them in the layers' matrices)] of each rank's part; `part_ends` is an optimizer's."""
+    with torch.device("meta"):  # takes no memory
+        flat = spec.family.build(spec.model_config).freeze_all_but(spec.part).flat
+    parts = weight_parts(flat, part_ends(flat.trained_sizes, num_ranks))
+    numbers = [[piece.stop - piece.start for piece in part.pieces] for part in parts]
+    return [(sum(own), sum(own[part.num_others :])) for own, part in zip(numbers, parts, strict=True)]
+
+
 def blocks_bytes(layers, num_blocks, stream, num_recomputed):
     """(bytes kept by equal blocks, peak bytes during the backward of the last one), of kinds of examples each.
 
@@ -67,8 +86,11 @@ class MemorySpec:
     dropout: bool = False
     part: str = "all"  # the part of the network that is trained, one of the family's parts
     lora: LoraConfig | None = None  # an adapter that is trained instead
-    state_bytes: int = 0  # the optimizer's state
+    state_bytes: int = 0  # the optimizer's state, as a checkpoint holds it
     update_bytes: int = 0  # temporaries of its update
+    has_masters: bool = True  # in float32, of the weights that are trained
+    offloads: bool = False  # masters and state are in host memory
+    own_part: OwnPart | None = None  # of masters and state that ranks share; None: each rank holds all
     averages: bool = False  # whether an average of the trained weights is held beside them
     sum_bytes: int = 0  # buffers of the sum of gradients over ranks
     num_ranks: int = 1  # that share a step
@@ -96,6 +118,12 @@ class MemorySpec:
         if self.lora:
             return count_adapter_numbers(self.family, self.model_config, self.lora)
         return count_numbers(self.family, self.model_config, self.part).weights
+
+    @property
+    def offloaded_bytes(self):
+        """Bytes of masters and state that a rank has in host memory."""
+        own = self.own_part or OwnPart(self.trained, self.state_bytes)
+        return (4 * own.numbers * self.has_masters + own.state_bytes) * self.offloads
 
     @property
     def average_bytes(self):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from model.formats.weights import check_fits, write_tensors
 from model.nn.lora import attach, lora_from
 from model.nn.registry import config_from, family_of
+from model.run.snapshot import named_average, snapshot_of
 from model.run.train_state import LaterFormat, TrainState, state_of, state_values
 from model.runtime import fault_injection
 from model.runtime.atomic_io import fsync, make_directory, remove_drafts, try_delete, whole_directory, write_file
@@ -29,27 +30,6 @@ CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 AVERAGE_FILE = "average.safetensors"  # the weights again, with the average of those that are trained; not in every run
 SPARE_BYTES = 2**20  # for the JSON files and the file headers
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The tensors of a checkpoint: weights by parameter name (an adapter's alone, if there is one), optimizer state by
-    <parameter name>/<field>, the weights' average by parameter name, if there is one.
-    """
-
-    weights: dict
-    optimizer: dict
-    average: dict = field(default_factory=dict)
-
-    @property
-    def files(self):
-        """{name of a file: its tensors by name}."""
-        files = dict(zip(TENSOR_FILES, (self.weights, self.optimizer), strict=True))
-        return files | ({AVERAGE_FILE: self.average} if self.average else {})
-
-    @property
-    def bytes(self):
-        return sum(t.nbytes for tensors in self.files.values() for t in tensors.values())
 
 
 @dataclass(frozen=True)
@@ -63,24 +43,10 @@ class Checkpoint:
     average: dict = field(default_factory=dict)  # of the weights, by parameter name; empty: there is none
 
 
-def snapshot_of(model, optimizer):
-    """A Snapshot that shares the memory of `model` and `optimizer`: the next update changes it."""
-    names = {p: name for name, p in model.named_parameters()}
-    moments = {
-        f"{names[p]}/{field}": torch.as_tensor(value)
-        for p, fields in optimizer.state.items()
-        for field, value in fields.items()
-        if value is not None
-    }
-    weights, average = model.saved_tensors(), {}
-    if optimizer.average:
-        average = weights | _named_average(optimizer.average, names)
-    return Snapshot(weights, moments, average)
-
-
-def _named_average(average, names):
-    """{parameter name: its average} of a WeightAverage; `names` are those of the parameters."""
-    return {names[p]: tensor for p, tensor in zip(average.flat.trained, average.tensors(), strict=True)}
+def files_of(snapshot):
+    """{name of a file: its tensors by name} of a Snapshot."""
+    files = dict(zip(TENSOR_FILES, (snapshot.weights, snapshot.optimizer), strict=True))
+    return files | ({AVERAGE_FILE: snapshot.average} if snapshot.average else {})
 
 
 def save_checkpoint(run_dir, state, snapshot, keep, drafts=None):
@@ -154,7 +120,7 @@ def _check_space(folder, needed_bytes):
 
 def _write_tensors(draft, snapshot, drafts):
     """Write the files of tensors at the same time, and fsync them; returns their identities by name."""
-    files, identities = snapshot.files, {}
+    files, identities = files_of(snapshot), {}
     with ThreadPoolExecutor(len(files)) as threads:
         writes = {threads.submit(_write_file, tensors, draft / name): name for name, tensors in files.items()}
         for write in as_completed(writes):
@@ -241,8 +207,8 @@ def read_checkpoint(path):
 def load_optimizer(optimizer, model, tensors):
     """Copy `tensors`, the optimizer state of a Checkpoint, into the state of `optimizer`.
 
-    Copied in place because a second state might not fit on the device. Raises ValueError if the tensors belong to
-    another optimizer or to other weights.
+    Copied in place because a second state might not fit on the device; what ranks share is left to `deal`. Raises
+    ValueError if the tensors belong to another optimizer or to other weights.
     """
     names = {p: name for name, p in model.named_parameters()}
     names = [names[p] for p in optimizer.param_groups[0]["params"]]
@@ -265,7 +231,8 @@ def load_optimizer(optimizer, model, tensors):
         raise ValueError(f"the checkpoint's optimizer state does not fit the weights: {', '.join(wrong[:3])}")
     with torch.no_grad():
         for key, tensor in current.items():
-            tensor.copy_(tensors[key])
+            if not tensor.is_meta:
+                tensor.copy_(tensors[key])
     optimizer.count_steps()
 
 
@@ -274,9 +241,8 @@ def load_average(average, model, tensors):
     if not tensors:
         average.restart()
         return
-    names = {p: name for name, p in model.named_parameters()}
     with torch.no_grad():
-        for name, tensor in _named_average(average, names).items():
+        for name, tensor in named_average(average, model).items():
             tensor.copy_(tensors[name])
 
 

@@ -20,12 +20,12 @@ from model.formats.weights import export_model
 from model.run.checkpoint import (
     AVERAGE_FILE,
     TENSOR_FILES,
-    Snapshot,
     checkpoint_path,
+    files_of,
     save_checkpoint,
     save_state,
-    snapshot_of,
 )
+from model.run.snapshot import Snapshot, gather, make_buffer, snapshot_of
 from model.runtime.device_memory import release_memory, within_memory
 from model.runtime.distributed import gather_json, vote
 from model.runtime.watchdog import saving
@@ -44,7 +44,7 @@ class Taken:
     drafts: dict = field(init=False)  # {name of a file of tensors: Future of its path, before the rest is written}
 
     def __post_init__(self):
-        object.__setattr__(self, "drafts", {name: Future() for name in self.snapshot.files})
+        object.__setattr__(self, "drafts", {name: Future() for name in files_of(self.snapshot)})
 
 
 class Saver:
@@ -64,17 +64,24 @@ class Saver:
         waits for the previous save. Raises RuntimeError on all ranks if the weights differ between ranks.
         """
         check_equal_weights(self._ranks, model, state.step)  # its vote also waits until all ranks wrote their ids
+        is_shared, has_tensors = model.flat.is_shared, self._newest is not None and self._newest.step == state.step
+        if is_shared:
+            (has_tensors,) = vote(self._ranks, has_tensors)
         if not self._ranks.is_main:
+            if is_shared and not has_tensors:
+                self._gather(None, model, optimizer)
             return
-        if self._newest is not None and self._newest.step == state.step:
+        if has_tensors:
             self._start_thread(self._write_again, state, self._newest, self._thread)
-            return
-        with saving():
-            self.join()
-        with ExitStack() as saving_scope:
-            saving_scope.enter_context(saving())
-            if taken := self._take(state, model, optimizer):
-                self._start_thread(self._write, state, taken, saving_scope.pop_all())
+        else:
+            with saving():
+                self.join()
+            with ExitStack() as saving_scope:
+                saving_scope.enter_context(saving())
+                if taken := self._take(state, model, optimizer):
+                    self._start_thread(self._write, state, taken, saving_scope.pop_all())
+        if _lies_in_host_memory(model):
+            self.join()  # the next update changes it
 
     def _start_thread(self, write, *args):
         self._thread = threading.Thread(target=write, args=args)  # not a daemon: exit waits for the checkpoint
@@ -83,16 +90,30 @@ class Saver:
     def _take(self, state, model, optimizer):
         """The Taken of this step; None if memory does not allow it, which is journalled."""
         started, self._newest = time.monotonic(), None
+        snapshot, failure = None, "another rank has no memory to send its part"
         try:
-            snapshot, copied = retry_after_oom(
-                lambda: self._snapshot(model, optimizer), lambda: self._free_memory(state)
-            )
+            snapshot = retry_after_oom(lambda: self._snapshot(model, optimizer), lambda: self._free_memory(state))
         except (RuntimeError, MemoryError) as error:
             self._host_tensors.clear()
-            self._report_failure(state, error)
+            failure = error
+        if model.flat.is_shared and not self._gather(snapshot, model, optimizer):
+            snapshot = None
+        if snapshot is None:
+            self._report_failure(state, failure)
             return None
-        self._newest = Taken(state.step, snapshot, copied, time.monotonic() - started)
+        self._newest = Taken(state.step, snapshot, _copied(), time.monotonic() - started)
         return self._newest
+
+    def _gather(self, snapshot, model, optimizer):
+        """Whether what ranks share was copied to the tensors of `snapshot`, which rank 0 has; all ranks call it.
+
+        Nothing is sent unless all ranks have the memory, so that none waits for another in vain.
+        """
+        fits, buffer = within_memory(make_buffer, model)
+        (failed,) = vote(self._ranks, not fits or self._ranks.is_main and snapshot is None)
+        if not failed:
+            gather(self._ranks, model, optimizer, snapshot, buffer)
+        return not failed
 
     def weights_files(self, state, averaged=False):
         """Two paths of the file with the float32 weights at `state`, or with their average; empty if there is none.
@@ -105,7 +126,7 @@ class Saver:
             return ()
         name = AVERAGE_FILE if averaged else TENSOR_FILES[0]
         draft = taken.drafts[name].result()
-        if draft is None or any(tensor.dtype != torch.float32 for tensor in taken.snapshot.files[name].values()):
+        if draft is None or any(tensor.dtype != torch.float32 for tensor in files_of(taken.snapshot)[name].values()):
             return ()
         return draft, checkpoint_path(self._run_dir, state.step) / draft.name
 
@@ -121,16 +142,15 @@ class Saver:
         self.join()
 
     def _snapshot(self, model, optimizer):
-        """(Snapshot in host memory, CUDA event that marks the copies as done, or None on a CPU)."""
+        """Snapshot in host memory; what ranks share is not in it yet."""
         source = snapshot_of(model, optimizer)
+        if _lies_in_host_memory(model):
+            on_device = {name: t for name, t in source.weights.items() if t.device != torch.device("cpu")}
+            return Snapshot(source.weights | self._copy("weights", on_device), source.optimizer)
         weights = self._copy("weights", source.weights)
         trained = {name: t for name, t in source.average.items() if t is not source.weights[name]}
         average = weights | self._copy("average", trained) if trained else {}
-        snapshot = Snapshot(weights, self._copy("optimizer", source.optimizer), average)
-        copied = torch.cuda.Event() if torch.cuda.is_initialized() else None
-        if copied is not None:
-            copied.record()  # the next update runs on this stream, so after the copies; only the thread waits
-        return snapshot, copied
+        return Snapshot(weights, self._copy("optimizer", source.optimizer), average)
 
     def _free_memory(self, state):
         """Journal that a save ran out of memory, and free the host tensors that snapshots reuse."""
@@ -143,9 +163,11 @@ class Saver:
         for name, tensor in tensors.items():
             host = self._host_tensors.get((part, name))
             if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                is_from_gpu = tensor.is_cuda or tensor.is_meta and torch.cuda.is_initialized()
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_from_gpu)
                 self._host_tensors[part, name] = host
-            host.copy_(tensor.detach(), non_blocking=True)
+            if not tensor.is_meta:
+                host.copy_(tensor.detach(), non_blocking=True)
         return {name: self._host_tensors[part, name] for name in tensors}
 
     def _write(self, state, taken, saving_scope):
@@ -193,6 +215,20 @@ class Saver:
             "no checkpoint of step %d: %s; earlier ones are intact, the next save tries again", state.step, error
         )
         self._journal.write("save", step=state.step, error=str(error))
+
+
+def _lies_in_host_memory(model):
+    """Whether what a checkpoint holds of the optimizer is in host memory already, and no part of it on other ranks."""
+    return model.flat.is_offloaded and not model.flat.is_shared
+
+
+def _copied():
+    """CUDA event that marks the copies as done, or None on a CPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    copied = torch.cuda.Event()
+    copied.record()  # the next update runs on this stream, so after the copies; only the thread waits
+    return copied
 
 
 def retry_after_oom(attempt, free_memory):

@@ -1,4 +1,4 @@
-"""The only user of accelerate and torch.distributed: start, agree, sum over ranks, and votes on a CPU group."""
+"""The only user of accelerate, with exchange.py of torch.distributed: start, agree, sums, and votes on a CPU group."""
 
 import functools
 import gc
@@ -175,33 +175,6 @@ def sum_over_ranks(ranks, tensor):
         with collective("a sum over ranks"):
             dist.all_reduce(tensor)
     return tensor
-
-
-def send_parts(tensor, out):
-    """Send equal part r of `tensor` (numbers,) to rank r; returns a function that waits for the other ranks' parts.
-
-    They are then in `out` (numbers,), in rank order.
-    """
-    with collective("an exchange of parts"):  # as bytes: Gloo has no bf16
-        sending = dist.all_to_all_single(out.view(torch.uint8), tensor.view(torch.uint8), async_op=True)
-    return functools.partial(_wait_for, sending)
-
-
-def collect_parts(part, out):
-    """Send `part` (numbers,) to all ranks; returns a function that waits for those of the other ranks.
-
-    They are then in `out` (ranks * numbers,), in rank order; `part` may be this rank's place there.
-    """
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    with collective("a gather of parts"):
-        collecting = all_gather(out.view(torch.uint8), part.view(torch.uint8), async_op=True)
-    return functools.partial(_wait_for, collecting)
-
-
-def _wait_for(work):
-    """Wait for a collective; on a GPU its stream waits, and the host does not."""
-    with collective("parts of a sum"):
-        work.wait()
 
 
 def broadcast(ranks, tensors, source=0):

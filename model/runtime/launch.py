@@ -25,8 +25,8 @@ def check_launch():
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise ValueError(
                 f"ACCELERATE_USE_{name} is set, by --use_{name.lower()}, accelerate's configuration file or the "
-                "environment: this trainer keeps whole weights on each GPU, since models of this size fit; launch with "
-                "--multi_gpu"
+                "environment: launch with --multi_gpu, and this trainer's own --share_state=True divides masters and "
+                "optimizer state among the processes, as ZeRO 2 does; a run takes it by itself where it needs it"
             )
 
 

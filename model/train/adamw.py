@@ -2,8 +2,13 @@
 
 import torch
 
+from model.nn.dropout import step_key
 from model.nn.flat_params import runs_kernels
+from model.nn.rounding import round_to
+from model.nn.weight_parts import equal_ends, masters_of
 from model.train.flat_optimizer import FlatOptimizer
+
+ROUNDED_TOGETHER = 2**24  # weights in bf16 that are updated at a time: so many are in float32 meanwhile
 
 
 class AdamW(FlatOptimizer):
@@ -15,44 +20,88 @@ class AdamW(FlatOptimizer):
     """
 
     fields = frozenset(("step", "exp_avg", "exp_avg_sq"))
+    count_field = "step"
+    part_ends = staticmethod(equal_ends)
 
-    def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+    def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, seed=0):
         super().__init__(flat.trained, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.weights, self.gradients, self.num_others = flat.masters, flat.gradients, flat.num_others
-        self.counts = torch.zeros(len(flat.trained), device=lr.device)
-        averages, squares = (torch.zeros_like(self.gradients).split(flat.trained_sizes) for _ in range(2))
-        for p, count, average, square in zip(flat.trained, self.counts.unbind(), averages, squares, strict=True):
-            average, square = (x[: p.numel()].view(p.shape) for x in (average, square))
-            self.state[p] = dict(step=count, exp_avg=average, exp_avg_sq=square)
+        self.weights, self.gradients, pieces = flat.masters, flat.own_gradients, flat.own.pieces
+        self.num_others = flat.own.num_others
+        self.counts = torch.zeros(len(pieces), device=lr.device)
+        self.seed, self.num_steps, self.key = seed, 0, torch.zeros(2, dtype=torch.int32, device=lr.device)
+        self.first, averages, squares = flat.own.start, self.new_state(), self.new_state()
+        self.tensors = []  # (weights, gradients, averages, squares, count) of each piece
+        self.positions = []  # of the first number of each piece among all weights
+        for piece, count in zip(pieces, self.counts.unbind(), strict=True):
+            average, square = piece.of(averages), piece.of(squares)
+            self.state[piece.tensor] = dict(step=count, exp_avg=average, exp_avg_sq=square)
+            self.tensors.append((masters_of(flat, piece), piece.of(self.gradients), average, square, count))
+            self.positions.append(self.first + piece.at)
+
+    def new_state(self):
+        """Zeros of the layout of the gradients."""
+        return torch.zeros_like(self.gradients)
 
     @staticmethod
     def needed_bytes(trained, matrix_numbers):
         """Two averages in float32, and no temporaries."""
         return 8 * trained, 0
 
+    @property
+    def rounds(self):
+        """Whether weights are in bf16, to which updates are rounded stochastically."""
+        return self.weights.dtype != torch.float32
+
+    def count_steps(self):
+        """Set the host's number of steps, which the key of the rounding is drawn from, to that of the state."""
+        if self.rounds:
+            self.num_steps = int(self.counts[0]) if len(self.counts) else 0
+
+    def next_step(self):
+        """Count a step on the host, and write the key of its rounding to the device."""
+        if self.rounds:
+            self.num_steps += 1
+            for word, value in zip(self.key.unbind(), step_key(("rounding", self.seed), self.num_steps), strict=True):
+                word.fill_(value)
+
     @torch.no_grad()
     def apply(self, scale):
         """The update; in kernels a scale that is not above 0 changes nothing, the gradients included."""
-        params, weight_decay, scales = *(self.param_groups[0][name] for name in ("params", "weight_decay")), {}
+        weight_decay, scales = self.param_groups[0]["weight_decay"], {}
         if runs_kernels(self.weights):
             scales = dict(grad_scale=scale.reciprocal(), found_inf=(~(scale > 0)).float())
             self.counts += scale > 0
         else:
             self.gradients.mul_(scale)
             self.counts += 1
+        if self.rounds:
+            self.update_rounded(weight_decay, scales)
+            return
         first_decayed = self.num_others if weight_decay else 0
-        for part, decay in ((params[:first_decayed], 0.0), (params[first_decayed:], weight_decay)):
+        for part, decay in ((self.tensors[:first_decayed], 0.0), (self.tensors[first_decayed:], weight_decay)):
             if part:
                 self.update_part(part, decay, scales)
 
-    def update_part(self, params, weight_decay, scales):
-        """The update of some tensors; `scales` are those of torch's kernel."""
+    def update_rounded(self, weight_decay, scales):
+        """The update of weights in bf16, of few numbers at a time, which are in float32 meanwhile."""
+        for number, (tensors, position) in enumerate(zip(self.tensors, self.positions, strict=True)):
+            *flats, count = tensors
+            decay = weight_decay if number >= self.num_others else 0.0
+            parts = zip(*(x.view(-1).split(ROUNDED_TOGETHER) for x in flats), strict=True)
+            for place, (weights, *others) in enumerate(parts):
+                updated = weights.float()
+                self.update_part([(updated, *others, count)], decay, scales)
+                if weights.dtype == torch.float32:
+                    weights.copy_(updated)
+                else:
+                    round_to(weights, updated, position + place * ROUNDED_TOGETHER, self.key)
+
+    def update_part(self, tensors, weight_decay, scales):
+        """The update of some of `self.tensors`; `scales` are those of torch's kernel."""
         group = self.param_groups[0]
-        averages, squares, counts = (
-            [self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")
-        )
+        weights, gradients, averages, squares, counts = map(list, zip(*tensors, strict=True))
         torch._fused_adamw_(
-            params, [p.grad for p in params], averages, squares, [], counts, lr=group["lr"], beta1=group["betas"][0],
+            weights, gradients, averages, squares, [], counts, lr=group["lr"], beta1=group["betas"][0],
             beta2=group["betas"][1], weight_decay=weight_decay, eps=group["eps"], amsgrad=False, maximize=False,
             **scales,
         )  # fmt: skip

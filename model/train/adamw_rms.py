@@ -23,18 +23,20 @@ class RMSScaledAdamW(FlatOptimizer):
     fields = frozenset(("count", "exp_avg", "exp_avg_sq"))
 
     def __init__(self, flat, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, num_params=None):
-        """`num_params`: update only the first `num_params` trained tensors; None: all."""
-        params, self.sizes = flat.trained[:num_params], flat.trained_sizes[:num_params]
-        self.num_others = flat.num_others  # the first, which do not decay
+        """`num_params`: update only the first `num_params` tensors of this rank's part, which are whole; None: all."""
+        own = flat.own
+        pieces, self.sizes = own.pieces[:num_params], own.sizes[:num_params]
+        self.num_others = own.num_others  # the first, which do not decay
+        params, total = [piece.tensor for piece in pieces], sum(self.sizes)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.weights, self.gradients = flat.masters[: sum(self.sizes)], flat.gradients[: sum(self.sizes)]
+        self.weights, self.gradients = flat.masters[:total], flat.own_gradients[:total]
+        self.tensors = [piece.of(self.weights) for piece in pieces]
         self.averages, self.squares = torch.zeros_like(self.gradients), torch.zeros_like(self.gradients)
         self.counts = torch.zeros(len(params), device=lr.device)
         self.root_sizes = torch.tensor([p.numel() ** 0.5 for p in params], device=lr.device)
-        fields = (self.counts.unbind(), self.averages.split(self.sizes), self.squares.split(self.sizes))
-        for p, count, average, square in zip(params, *fields, strict=True):
-            average, square = (x[: p.numel()].view(p.shape) for x in (average, square))
-            self.state[p] = dict(count=count, exp_avg=average, exp_avg_sq=square)
+        for piece, count in zip(pieces, self.counts.unbind(), strict=True):
+            average, square = piece.of(self.averages), piece.of(self.squares)
+            self.state[piece.tensor] = dict(count=count, exp_avg=average, exp_avg_sq=square)
         self.num_steps = 0  # host copy of `counts`, which checkpoints hold
         self.corrections = torch.ones(2, device=lr.device)  # copy for the kernels of what `next_step` returns
 
@@ -50,7 +52,7 @@ class RMSScaledAdamW(FlatOptimizer):
 
     def count_steps(self):
         """Set the host's number of steps to that of the state."""
-        self.num_steps = int(self.counts[0])
+        self.num_steps = int(self.counts[0]) if len(self.counts) else 0
 
     @torch.no_grad()
     def next_step(self):
@@ -67,6 +69,8 @@ class RMSScaledAdamW(FlatOptimizer):
     @torch.no_grad()
     def apply(self, scale):
         """The update, after `next_step`; in kernels it reads nothing of the host, so that it can be captured."""
+        if not self.tensors:
+            return
         self.counts += scale > 0
         update = self.update_in_one_pass if runs_kernels(self.weights) else self.update_in_passes
         update(self.param_groups[0], scale)
@@ -77,7 +81,7 @@ class RMSScaledAdamW(FlatOptimizer):
         self.averages.lerp_(gradients, 1 - beta1)
         self.squares.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
         updates = self.averages / (self.squares.sqrt().div_(math.sqrt(correction2)).add_(group["eps"]))
-        rms = (torch.stack(torch._foreach_norm(group["params"])) / self.root_sizes).clamp(min=RMS_FLOOR)
+        rms = (torch.stack(torch._foreach_norm(self.tensors)) / self.root_sizes).clamp(min=RMS_FLOOR)
         torch._foreach_mul_(updates.split(self.sizes), list((rms * (-rate / correction1)).unbind()))
         decayed = self.weights.split(self.sizes)[self.num_others :]
         if decayed and group["weight_decay"]:

@@ -11,8 +11,8 @@ import torch
 
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
-from model.runtime.distributed import broadcast, vote
-from model.train.reduction import sum_gradients
+from model.runtime.distributed import vote
+from model.train.reduction import gradient_norm, publish, sum_gradients
 
 FINITE_TRIES = 2  # attempts at a step whose numbers are not finite, before it is skipped
 NOT_FINITE = f"numbers that were not finite {FINITE_TRIES} times"
@@ -57,7 +57,7 @@ def reduce_and_update(context, attempt, work, norm_limit):
     """
     ranks, flat, options = context.ranks, context.model.flat, context.options
     sum_gradients(ranks, context.model, options.reduce_dtype, attempt.ready)
-    norm, metrics = flat.gradients.norm(), flat.sums.sum()
+    norm, metrics = gradient_norm(ranks, flat), flat.sums.sum()
     is_finite = (norm + metrics).isfinite()
     finite = OnHost(is_finite)  # the same on all ranks, as the sums are
     obeys = context.optimizer.obeys_scale
@@ -69,9 +69,8 @@ def reduce_and_update(context, attempt, work, norm_limit):
     scale = (options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if options.max_grad_norm else torch.ones_like(norm)
     scale, apply = (scale * is_finite, context.graphs and context.graphs.update) if obeys else (scale, None)
     done, _ = within_memory(_update, context, work, scale, apply)
-    for rank, part in enumerate(context.optimizer.parts):  # whatever became of a rank's own: none waits for another
-        broadcast(ranks, [part], rank)
-    if context.optimizer.average:  # after the weights that other ranks have updated are here
+    publish(ranks, flat)  # whatever became of a rank's own part: none waits for another
+    if context.optimizer.average:
         context.optimizer.average.update(work.step, scale)
     if reads_later and not finite.read():  # the step's only wait for the device; a rank whose update failed votes too
         context.optimizer.count_steps()

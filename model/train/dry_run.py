@@ -30,7 +30,7 @@ from model.runtime.watchdog import untimed
 from model.train.evaluate import Evaluation, evaluating, generate_answers, metric_sums
 from model.train.gradients import Outcome, attempt_gradients
 from model.train.loader import Work
-from model.train.reduction import sum_gradients
+from model.train.reduction import publish, sum_gradients
 from model.train.step import StepContext
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -53,6 +53,7 @@ def dry_run_update(ranks, model, optimizer, reduce_dtype="float32"):
     def reduce_and_update():
         sum_gradients(ranks, model, reduce_dtype)
         optimizer.update(0.0, torch.zeros((), device=ranks.device))
+        publish(ranks, model.flat)
 
     seconds = _without_time_limit(ranks, timed, ranks.device, reduce_and_update)
     optimizer.reset()

@@ -14,13 +14,16 @@ class FlatOptimizer:
     a rare token has nothing but decay between two updates (OLMo 2, arXiv 2501.00656, leaves it out too).
 
     An optimizer defines `fields`, `needed_bytes` and `apply`, and what else differs from here. It has `weights` and
-    `gradients`, flat tensors. `param_groups` and `state` are as those of torch.optim.Optimizer, whose constructor
-    imports 870 modules in two seconds.
+    `gradients`, flat tensors: of the rank's own part of the FlatParams, where ranks share them. `param_groups` and
+    `state` are as those of torch.optim.Optimizer, whose constructor imports 870 modules in two seconds.
     """
 
     fields = frozenset()  # names of the state of a weight
+    count_field = "count"  # that of them which is one number
+    # (numbers of each tensor, ranks) -> where the parts of the ranks end that can share masters and state; None: they
+    # cannot
+    part_ends = None
     average = None  # WeightAverage of the weights, where one is wanted; a step's commit updates it
-    parts = ()  # flat weights that one rank each updates, rank by rank, and sends to the others; (): all update all
 
     def __init__(self, params, options):
         self.param_groups, self.state = [options | dict(params=list(params))], {}
@@ -29,6 +32,11 @@ class FlatOptimizer:
     def needed_bytes(trained, matrix_numbers):
         """(bytes of state, bytes of an update's temporaries) for so many weights, of which some are in matrices."""
         raise NotImplementedError
+
+    @classmethod
+    def fields_of(cls, is_matrix):
+        """Names of the state of a layer's matrix, or of another weight."""
+        return cls.fields
 
     @staticmethod
     def kernel_shapes(shapes):

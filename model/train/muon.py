@@ -1,11 +1,12 @@
 """The optimizer Muon: orthogonalised momentum for the layers' matrices."""
 
 import math
-from itertools import accumulate, groupby, islice
+from itertools import groupby, islice
 
 import torch
 
 from model.nn.flat_params import runs_kernels
+from model.nn.weight_parts import whole_ends
 from model.train.adamw_rms import RMS_FLOOR, RMSScaledAdamW
 from model.train.flat_optimizer import FlatOptimizer
 from model.train.orthogonal import is_long, orthogonal, orthogonalise_
@@ -21,33 +22,30 @@ class Muon(FlatOptimizer):
     The update of a matrix is its orthogonalised momentum, with all singular values near 1 (Jordan et al. 2024,
     github.com/KellerJordan/Muon), times 0.2 sqrt(longer side), which matches the RMS of Adam's update (Liu et al. 2025,
     arXiv 2502.16982), times max(1e-3, RMS of the matrix) as in RMSScaledAdamW; with weight decay it is theirs at the
-    learning rate `lr` times that RMS. Matrices of the same shape are updated
-    as one batch. With `place` (rank, ranks) each rank updates only its own part of the matrices, and all momenta: the
-    ranks then exchange `parts`, the weights of each rank's matrices.
+    learning rate `lr` times that RMS. Matrices of the same shape are updated as one batch.
     """
 
     fields = RMSScaledAdamW.fields | {"momentum"}
+    part_ends = staticmethod(whole_ends)
 
-    def __init__(self, flat, lr, momentum=0.95, weight_decay=0.0, place=(0, 1)):
+    def __init__(self, flat, lr, momentum=0.95, weight_decay=0.0):
         super().__init__(flat.trained, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.rest = RMSScaledAdamW(flat, lr, num_params=flat.num_others)
-        start, sizes = len(self.rest.gradients), flat.trained_sizes[flat.num_others :]
-        self.gradients = flat.gradients[start:]
-        self.weights = flat.masters[start : start + len(self.gradients)]
-        self.momenta = torch.zeros_like(self.gradients)
-        matrices = flat.trained[flat.num_others :]
-        for p, momentum_view in zip(matrices, self.momenta.split(sizes), strict=True):
-            self.state[p] = dict(momentum=momentum_view.view(p.shape))
+        own = flat.own
+        self.rest = RMSScaledAdamW(flat, lr, num_params=own.num_others)
+        start = len(self.rest.gradients)
+        self.gradients, self.weights = flat.own_gradients[start:], flat.masters[start:]
+        momenta = torch.zeros_like(flat.own_gradients[start:])
+        for piece, view in zip(own.pieces[own.num_others :], momenta.split(own.sizes[own.num_others :]), strict=True):
+            self.state[piece.tensor] = dict(momentum=view.view(piece.tensor.shape))
         self.state |= self.rest.state
-        self.rank, num_ranks = place
-        shapes = [(owner, p.shape) for owner, p in zip(_owners(sizes, num_ranks), matrices, strict=True)]
-        owned = [
-            (owner, batch) for (owner, shape), same in groupby(shapes) for batch in _batches(len(list(same)), *shape)
-        ]
-        self.owners, self.batches = map(list, zip(*owned, strict=True)) if owned else ([], [])
-        self.groups = _groups(owned)
-        numbers = [sum(math.prod(batch) for other, batch in owned if other == owner) for owner in range(num_ranks)]
-        self.parts = self.weights.split(numbers) if num_ranks > 1 else ()
+        self.momenta, shapes = momenta, [piece.tensor.shape for piece in own.pieces[own.num_others :]]
+        self.batches = [batch for shape, same in groupby(shapes) for batch in _batches(len(list(same)), *shape)]
+        self.groups = _groups(self.batches)
+
+    @classmethod
+    def fields_of(cls, is_matrix):
+        """As FlatOptimizer.fields_of."""
+        return frozenset({"momentum"}) if is_matrix else RMSScaledAdamW.fields
 
     @staticmethod
     def needed_bytes(trained, matrix_numbers):
@@ -85,9 +83,8 @@ class Muon(FlatOptimizer):
         gradients = self.gradients.mul_(scale)
         self.momenta.mul_(momentum).add_(gradients)
         nesterov = gradients.add_(self.momenta, alpha=momentum)
-        for owner, (weights, momenta) in zip(self.owners, self.in_batches(self.weights, nesterov), strict=True):
-            if owner == self.rank:
-                self.update_matrices(weights, momenta, rate, weight_decay)
+        for weights, momenta in self.in_batches(self.weights, nesterov):
+            self.update_matrices(weights, momenta, rate, weight_decay)
 
     def update_matrices(self, weights_BMN, momenta_BMN, rate, weight_decay):
         """Update B matrices of shape (M, N) along their orthogonalised momenta."""
@@ -102,15 +99,14 @@ class Muon(FlatOptimizer):
         from model.nn.kernels.muon import Subtraction, nesterov_directions
 
         views = self.in_batches(self.weights, self.gradients, self.momenta)
-        for owner, num_batches in self.groups:
+        for num_batches in self.groups:
             parts = []
             for weights, *gradients_and_momenta in islice(views, num_batches):
                 step_rms = 0.2 * max(weights.shape[1:]) ** 0.5
                 numbers = momentum, step_rms, RMS_FLOOR
                 *directions, factors = nesterov_directions(weights, *gradients_and_momenta, rate, scale, numbers)
                 parts.append((*directions, Subtraction(weights, factors, scale, weight_decay / step_rms)))
-            if owner == self.rank:
-                orthogonalise_(parts)
+            orthogonalise_(parts)
 
 
 def _batches(num_matrices, m, n):
@@ -119,22 +115,13 @@ def _batches(num_matrices, m, n):
     return [((num_matrices + place) // num_batches, m, n) for place in range(num_batches)]
 
 
-def _groups(owned):
-    """[(owner, number of batches)]: batches, one after the other, that the kernels iterate on together.
-
-    `owned` are (owner, batch); only long batches of one owner and one shorter side go together.
-    """
+def _groups(batches):
+    """Numbers of batches, one after the other, that the kernels iterate on together: long ones of one shorter side."""
     groups, last = [], None
-    for owner, batch in owned:
-        numbers, kind = math.prod(batch), (owner, min(batch[1:])) if is_long(*batch[1:]) else None
+    for batch in batches:
+        numbers, kind = math.prod(batch), min(batch[1:]) if is_long(*batch[1:]) else None
         if kind and last and last[0] == kind and last[1] + numbers <= BATCH_NUMBERS:
-            groups[-1], last = (owner, groups[-1][1] + 1), (kind, last[1] + numbers)
+            groups[-1], last = groups[-1] + 1, (kind, last[1] + numbers)
         else:
-            groups, last = [*groups, (owner, 1)], (kind, numbers)
+            groups, last = [*groups, 1], (kind, numbers)
     return groups
-
-
-def _owners(sizes, num_ranks):
-    """The rank that updates each matrix, ascending, so that all have about the same number of elements."""
-    ends, total = list(accumulate(sizes)), sum(sizes)
-    return [int((end - size / 2) * num_ranks / total) for end, size in zip(ends, sizes, strict=True)]

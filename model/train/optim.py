@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from model.nn.flat_params import FlatParams, runs_kernels
+from model.nn.weight_parts import share
 from model.train.adafactor import Adafactor
 from model.train.adamw import AdamW
 from model.train.adamw_rms import RMSScaledAdamW
 from model.train.average import WeightAverage
+from model.train.host_adamw import HostAdamW
 from model.train.muon import Muon
 
 OPTIMIZERS = dict(muon=Muon, adamw_rms=RMSScaledAdamW, adamw=AdamW, adafactor=Adafactor)
@@ -27,7 +29,10 @@ class UpdateOptions:
     max_grad_norm: float
     spike_guard: float
     reduce_dtype: str
-    share_update: bool
+    share_state: bool
+    master_dtype: str
+    offload: str
+    seed: int
     average: float
 
 
@@ -35,11 +40,19 @@ def make_optimizer(model, options, place=(0, 1)):
     """The optimizer of these UpdateOptions, over the trainable weights, of the process `place` (rank, ranks).
 
     Their average, if one is wanted, is a state of it. Its learning rate is a tensor on the weights' device, which
-    `update` writes.
+    `update` writes. With `share_state` this rank keeps its part of the masters alone, and with `master_dtype` bf16 none
+    but the weights in bf16. With `offload` its masters and state are in host memory.
     """
+    (rank, num_ranks), optimizer_class = place, OPTIMIZERS[options.optimizer]
+    offloads = options.offload == "optimizer"
+    optimizer_class = HostAdamW if offloads else optimizer_class
     rate = torch.tensor(options.learn_rate, device=model.device)
-    shared = dict(place=place) if options.share_update else {}
-    optimizer = OPTIMIZERS[options.optimizer](model.flat, rate, weight_decay=options.weight_decay, **shared)
+    num_ranks, rounds = num_ranks if options.share_state else 1, options.master_dtype == "bf16"
+    if num_ranks > 1 or rounds or offloads:
+        ends = optimizer_class.part_ends(model.flat.trained_sizes, num_ranks)
+        share(model.flat, ends, rank if num_ranks > 1 else 0, not rounds, offloads)
+    seed = dict(seed=options.seed) if rounds else {}
+    optimizer = optimizer_class(model.flat, rate, weight_decay=options.weight_decay, **seed)
     optimizer.average = WeightAverage(model.flat, options.average) if options.average else None
     return optimizer
 

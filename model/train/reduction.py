@@ -1,4 +1,7 @@
-"""The sum of a step's gradients over ranks: sent in float32, or in bf16 and added in float32 (`reduce_dtype`)."""
+"""The sum of a step's gradients over ranks: sent in float32, or in bf16 and added in float32 (`reduce_dtype`).
+
+Where ranks share masters and state, each gets the sum of its part alone, and sends its weights once they are updated.
+"""
 
 import functools
 from contextlib import contextmanager
@@ -7,10 +10,13 @@ from itertools import islice
 import torch
 
 from model.nn import gradient_parts
-from model.runtime.distributed import collect_parts, send_parts, sum_over_ranks
+from model.nn.weight_parts import write_own
+from model.runtime.distributed import sum_over_ranks
+from model.runtime.exchange import collect_parts, exchange_parts, send_parts
 
-PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16
+PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16; half as many in float32
 PIECES_AT_ONCE = 3  # while one is rounded, the second is exchanged and the sum of the third comes back
+_DTYPES = dict(float32=torch.float32, bf16=torch.bfloat16)
 
 
 def sum_gradients(ranks, model, reduce_dtype="float32", ready=None):
@@ -18,9 +24,15 @@ def sum_gradients(ranks, model, reduce_dtype="float32", ready=None):
 
     `ready` has an event of the device for each of model.gradient_parts: a part is sent once its event is reached, while
     the device still computes the next parts. Without events all are sent after the work that the device has. With bf16
-    each rank rounds its gradients once, adds a part of them in float32 and rounds the sum once.
+    each rank rounds its gradients once, adds a part of them in float32 and rounds the sum once. Where ranks share
+    masters and state, the sums are those of the rank's own part, in float32; all other gradients are then unknown.
     """
     if ranks.world_size == 1:
+        return
+    if model.flat.is_shared:
+        with _beside(ranks.device, waits=True):
+            _sum_own_part(ranks, model.flat, reduce_dtype)
+            sum_over_ranks(ranks, model.flat.sums)
         return
     with _beside(ranks.device, waits=not ready):
         for number, part in enumerate(model.gradient_parts):
@@ -37,9 +49,56 @@ def _sum_part(ranks, flat, part, reduce_dtype):
         for start, stop in part.ranges:
             sum_over_ranks(ranks, flat.gradients_and_sums[start:stop])
         return
-    buffers = _buffers(ranks.world_size, len(flat.gradients), flat.gradients.device)
+    buffers = _buffers(ranks.world_size, len(flat.gradients), flat.gradients.device, torch.bfloat16)
     pieces = [piece for start, stop in part.ranges for piece in flat.gradients[start:stop].split(PIECE_NUMBERS)]
     _take_turns(_sum_in_bf16(ranks, piece, *buffers[n % len(buffers)]) for n, piece in enumerate(pieces))
+
+
+def _sum_own_part(ranks, flat, reduce_dtype):
+    """Sum over ranks, in this rank's part, the gradients; each rank sends every other one its part, in pieces."""
+    buffers = _buffers(ranks.world_size, len(flat.gradients), flat.gradients.device, _DTYPES[reduce_dtype])
+    length = len(buffers[0][0]) // ranks.world_size
+    longest = max(part.stop - part.start for part in flat.parts)
+    turns = enumerate(range(0, longest, length))
+    works = (_sum_piece(ranks, flat, start, *buffers[n % len(buffers)]) for n, start in turns)
+    if len(buffers) == PIECES_AT_ONCE:
+        _take_turns(works)
+    else:
+        for work in works:
+            _take_turns(iter([work]))
+
+
+def _sum_piece(ranks, flat, start, sent, received):
+    """Sum what is at `start` of each part: a generator of two pauses, the first while its numbers travel."""
+    length = len(sent) // ranks.world_size
+    pieces = [flat.gradients[part.start : part.stop][start : start + length] for part in flat.parts]
+    for piece, place in zip(pieces, sent.split(length), strict=True):
+        place[: len(piece)].copy_(piece)
+    wait = send_parts(sent, received)
+    yield
+    wait()
+    own = pieces[ranks.rank]
+    torch.sum(received.view(-1, length)[:, : len(own)], dim=0, dtype=torch.float32, out=own)
+    yield
+
+
+def gradient_norm(ranks, flat):
+    """The norm of the gradients, which are summed over ranks; the same bits on all of them."""
+    if not flat.is_shared:
+        return flat.gradients.norm()
+    return sum_over_ranks(ranks, flat.own_gradients.norm().square()).sqrt()
+
+
+def publish(ranks, flat):
+    """Send the weights of this rank's part to the other ranks, and receive those of theirs, where ranks share them."""
+    if not flat.is_shared:
+        if flat.is_offloaded:
+            write_own(flat)
+        return
+    write_own(flat)
+    exchange_parts(ranks, [flat.copies[part.start : part.stop] for part in flat.parts])
+    if flat.whole is not None:
+        sum_over_ranks(ranks, flat.whole)  # each number is zero on all ranks but one
 
 
 @contextmanager
@@ -87,9 +146,14 @@ def _sum_in_bf16(ranks, piece, sent, received):
     piece.copy_(sent[: len(piece)])
 
 
-def buffer_bytes(numbers):
-    """Bytes that a sum of so many gradients in bf16 holds: two of each number in `_buffers`."""
-    return _buffer_pairs(numbers) * min(numbers, PIECE_NUMBERS) * (2 + 2)
+def buffer_bytes(numbers, number_bytes=2):
+    """Bytes that a sum of so many gradients holds where they are sent in pieces: two of each number in `_buffers`."""
+    return _buffer_pairs(numbers) * min(numbers, _piece_numbers(number_bytes)) * 2 * number_bytes
+
+
+def _piece_numbers(number_bytes):
+    """Numbers of so many bytes that are sent at a time."""
+    return PIECE_NUMBERS * 2 // max(number_bytes, 2)
 
 
 def _buffer_pairs(numbers):
@@ -98,11 +162,11 @@ def _buffer_pairs(numbers):
 
 
 @functools.cache
-def _buffers(world_size, numbers, device):
-    """A pair of tensors in bf16, each as long as a piece of so many gradients, for each piece that is under way.
+def _buffers(world_size, numbers, device, dtype):
+    """A pair of tensors, each as long as a piece of so many gradients, for each piece that is under way.
 
     The dry run makes them: after a vote nothing may fail, or one rank would leave the others in an exchange.
     """
-    length = world_size * -(-min(numbers, PIECE_NUMBERS) // world_size)
-    shape = dict(size=(length,), dtype=torch.bfloat16, device=device)
+    length = world_size * -(-min(numbers, _piece_numbers(dtype.itemsize)) // world_size)
+    shape = dict(size=(length,), dtype=dtype, device=device)
     return [[torch.zeros(**shape) for _ in range(2)] for _ in range(_buffer_pairs(numbers))]

@@ -40,7 +40,11 @@ def test_the_message_for_a_name_of_another_trainer_gives_the_name_here(typed, su
 
 @pytest.mark.parametrize(
     "typed, instead",
-    [("deepspeed", "--gpu_memory_limit_gb=G"), ("fsdp_config", "--optimizer=adafactor"), ("zero_stage", "`plan`")]
+    [
+        ("deepspeed", "--gpu_memory_limit_gb=G"),
+        ("fsdp_config", "--optimizer=adafactor"),
+        ("zero_stage", "--share_state=True"),
+    ]
     + [("load_in_4bit", "--lora_rank=16"), ("eval_strategy", "--validation_file= for no evaluation")]
     + [("per_device_eval_batch_size", "leave it out"), ("report_to", "metrics.jsonl"), ("num_gpus", "launcher")],
 )

@@ -111,6 +111,20 @@ def test_a_damaged_config_json_is_refused_with_its_path_and_what_to_do(tmp_path,
         read_request((), dict(output_dir=str(tmp_path), is_keep_training="True"))
 
 
+def test_a_run_goes_on_with_the_ways_to_hold_state_that_it_was_started_with(tmp_path):
+    keeps = dict(output_dir=str(tmp_path), is_keep_training="True")
+    write_run(tmp_path, dict(preset="pretrain", given=dict(share_update="True")))
+    assert read_request((), keeps).config.share_state == "True", "of an earlier version"
+    became = dict(share_state="True", master_dtype="bf16", optimizer="adamw", learn_rate=1e-3)
+    stored = dict(preset="pretrain", given=dict(master_dtype="auto", optimizer="adamw"), config=became)
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    for typed in ({}, dict(master_dtype="auto")):
+        config = read_request((), keeps | typed).config
+        assert (config.share_state, config.master_dtype) == ("True", "bf16")
+    with pytest.raises(ValueError, match="--master_dtype=float32: this run was started with master_dtype=bf16"):
+        read_request((), keeps | dict(master_dtype="float32"))
+
+
 def test_a_run_stored_with_exact_is_refused_by_name_and_one_without_it_goes_on(tmp_path):
     write_run(tmp_path, dict(preset="pretrain", given=dict(exact="True")))
     with pytest.raises(ValueError, match="was started with --exact=True, which this version does not have"):

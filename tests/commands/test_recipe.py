@@ -46,7 +46,7 @@ def test_a_sum_in_bf16_holds_no_more_than_what_is_trained_takes():
     assert (adapter.sum_bytes, whole.sum_bytes) == (4 * adapter.trained, 4 * most)
     assert make_spec(make_config(), CHATLM, torch.bfloat16).sum_bytes == 0
     for numbers in (LEAST_NUMBERS - 2, LEAST_NUMBERS, PIECE_NUMBERS + 2):
-        buffers = _buffers(2, numbers, torch.device("meta"))
+        buffers = _buffers(2, numbers, torch.device("meta"), torch.bfloat16)
         assert buffer_bytes(numbers) == sum(buffer.nbytes for pair in buffers for buffer in pair)
 
 

@@ -76,8 +76,6 @@ def test_weights_keep_the_optimizer_that_made_them_and_all_others_get_adamw(made
     assert choice(downloaded, ["learn_rate"], learn_rate="3e-5") == ("adamw", 3e-5, "others")
     with pytest.raises(ValueError, match="^--learn_rate=3e-05: muon takes 0.001 to 0.1"):
         choice(made / "muon_run", ["learn_rate"], learn_rate="3e-5")
-    with pytest.raises(ValueError, match="share_update=True: only Muon's update is shared, not that of adamw"):
-        choice(downloaded, share_update=True)
 
 
 def test_exports_from_before_the_record_say_it_in_their_card_or_in_their_run(made, tmp_path):

@@ -2,10 +2,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from config import MODELS
 from model.commands.option_values import load_config
-from model.commands.recipe import with_optimizer
+from model.commands.recipe import update_options, with_optimizer
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.memory.estimate import Estimate, ForwardCostBound, fixed_bytes
@@ -98,3 +99,20 @@ def test_every_phase_has_a_peak_and_loading_has_the_smallest():
     peaks = Estimate(BF16, histogram(draw_lengths(300)), 64).peaks(8192, 1024, False)
     assert set(peaks) == {"load", "first_step", "step", "evaluation", "generation", "save"}
     assert min(peaks, key=peaks.get) == "load" and max(peaks, key=peaks.get) in ("step", "first_step")
+
+
+@pytest.mark.parametrize("num_ranks", (2, 3))
+@pytest.mark.parametrize("name", ("adamw", "muon"))
+def test_the_predicted_bytes_of_a_rank_that_shares_state_are_those_that_the_largest_part_holds(name, num_ranks):
+    shape = T5ModelConfig(d_model=64, d_ff=128, num_heads=4, d_kv=16, num_layers=2, num_decoder_layers=3, vocab_size=64)
+    config, held = load_config("pretrain", dict(optimizer=name, share_state="True")), []
+    for rank in range(num_ranks):
+        model = TextToTextModel(shape, compute_dtype=torch.bfloat16)
+        state = make_optimizer(model, update_options(config), (rank, num_ranks)).state.values()
+        tensors = [t for fields in state for t in fields.values() if t.numel() > 1]
+        held.append((4 * model.flat.masters.numel(), sum(t.nbytes for t in tensors)))
+        assert model.flat.masters.untyped_storage().nbytes() == 4 * model.flat.masters.numel()
+    spec = with_optimizer(MemorySpec(T5, shape, 2, False), name, num_ranks)
+    predicted = fixed_bytes(spec)
+    assert (predicted["weights"], predicted["optimizer"]) == tuple(max(column) for column in zip(*held, strict=True))
+    assert predicted["bf16_weights"] == 2 * spec.trained and predicted["gradients"] == 4 * spec.trained

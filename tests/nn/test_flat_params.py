@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.nn import flat_params
-from model.nn.flat_params import FlatParams, linear, product, relu_backward
+from model.nn import products
+from model.nn.flat_params import FlatParams, linear, relu_backward
+from model.nn.products import product
 from tests.parts import SHAPE, batch_of, make_model
 
 
@@ -39,8 +40,8 @@ def test_adjacent_layers_with_biases_act_as_one_layer():
 def test_few_rows_are_multiplied_by_blocks_of_the_matrix_with_the_same_result(rows, threads, monkeypatch):
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    in_blocks, calls = flat_params.product_in_blocks, []
-    monkeypatch.setattr(flat_params, "product_in_blocks", lambda *x: calls.append(len(x[0])) or in_blocks(*x))
+    in_blocks, calls = products.product_in_blocks, []
+    monkeypatch.setattr(products, "product_in_blocks", lambda *x: calls.append(len(x[0])) or in_blocks(*x))
     x, matrix, bias = (torch.randn(*size) for size in ((rows, 512), (192, 512), (192,)))
     expected = (x.double() @ matrix.double().T + bias).float()
     torch.testing.assert_close(product(x, matrix, bias), expected, rtol=1e-4, atol=1e-4)

@@ -191,13 +191,16 @@ def test_each_visible_gpu_gets_one_process(copy, tmp_path, visible, processes):
     assert processes == 1 or words[words.index("--nproc_per_node") + 1] == str(processes)
 
 
+MINIMAL = dict(gpu_memory_limit_gb="4", gradient_checkpointing="True", optimizer="adafactor", offload="none")
+
+
 @pytest.mark.parametrize(
     "profile, levers",
     (
-        ("deepspeed", dict(gpu_memory_limit_gb="0", gradient_checkpointing="auto")),
-        ("stage2_offload", dict(gpu_memory_limit_gb="12", gradient_checkpointing="auto")),
-        ("stage3", dict(gpu_memory_limit_gb="6", gradient_checkpointing="auto", optimizer="adafactor")),
-        ("minimal", dict(gpu_memory_limit_gb="4", gradient_checkpointing="True", optimizer="adafactor")),
+        ("deepspeed", dict(gpu_memory_limit_gb="0", gradient_checkpointing="auto", offload="none")),
+        ("stage2_offload", dict(gpu_memory_limit_gb="12", gradient_checkpointing="auto", offload="auto")),
+        ("stage3", dict(gpu_memory_limit_gb="6", gradient_checkpointing="auto", offload="auto", master_dtype="auto")),
+        ("minimal", MINIMAL),
         ("lora", ADAPTER),
         ("qlora", ADAPTER | dict(base_precision="nf4")),
     ),

@@ -1,4 +1,4 @@
-"""The end of a step between real ranks: sums that overflow or are sent in bf16, and an update whose work is shared."""
+"""The end of a step between real ranks: sums that overflow or are sent in bf16."""
 
 import math
 from types import SimpleNamespace
@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from model.nn import gradient_parts
-from model.runtime import fault_injection
-from model.runtime.distributed import agree, start_ranks, stop_ranks
+from model.runtime.distributed import start_ranks, stop_ranks
 from model.train import reduction
 from model.train.commit import NOT_FINITE, reduce_and_update
 from model.train.gradients import Attempt, Outcome
@@ -61,29 +60,3 @@ def test_parts_are_summed_in_float32_with_equal_bits_on_all_ranks_also_where_the
 ):
     done = run_ranks(world, sum_in_parts, reduce_dtype, folder=tmp_path)
     assert done.codes == [0] * world, done.text
-
-
-def shared_update():
-    """Two ranks that share Muon's update, the second time out of memory on rank 1; 0 if all is as it should be."""
-    ranks, work = start_ranks("gloo", 60), SimpleNamespace(step=1, learn_rate=0.1)
-    config, outcomes = make_config(optimizer="muon", share_update=True, average=0.25), []
-    for place in ((0, 1), (ranks.rank, 2)):
-        model = make_model(100)
-        optimizer = make_optimizer(model, config, place)
-        context = SimpleNamespace(ranks=ranks, model=model, optimizer=optimizer, options=config, graphs=None)
-        for work.step, seed in ((1, 0), (2, 1)):
-            model.flat.gradients.copy_(torch.randn(model.flat.gradients.shape, generator=torch.manual_seed(seed)))
-            reduce_and_update(context, Attempt(Outcome.OK), work, math.inf)
-        outcomes.append(torch.stack([model.flat.masters, optimizer.average.values]))
-    expected, ours = outcomes
-    agree(ranks, "weights", ours.tolist())
-    fault_injection._faults = fault_injection.parse_faults("update:1:2:oom")
-    torn = reduce_and_update(context, Attempt(Outcome.OK), work, math.inf).torn
-    stop_ranks()
-    is_close = (expected - ours).abs().max() < 1e-5 * expected.abs().max()
-    return 0 if is_close and torn == (ranks.rank == 1) and len(optimizer.parts) == 2 else 3
-
-
-def test_ranks_that_share_muons_update_have_equal_weights_and_none_waits_for_one_out_of_memory(tmp_path):
-    done = run_ranks(2, shared_update, folder=tmp_path)
-    assert done.codes == [0, 0], done.text

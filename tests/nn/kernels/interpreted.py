@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[3]
 CODE = """
 import json, os, torch
 from tests.nn.kernels import test_adamw, test_cross_entropy, test_decode_attention, test_dropout, test_muon, test_nf4
-from tests.nn.kernels import test_gate, test_guided_cross_entropy, test_lora, test_norm, test_rotary
+from tests.nn.kernels import test_gate, test_guided_cross_entropy, test_lora, test_norm, test_rotary, test_rounding
 modules = test_norm, test_cross_entropy, test_adamw, test_dropout, test_rotary, test_muon, test_nf4
-modules += test_decode_attention, test_gate, test_lora, test_guided_cross_entropy
+modules += test_decode_attention, test_gate, test_lora, test_guided_cross_entropy, test_rounding
 torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
 print(json.dumps({module.__name__: module.interpreted() for module in modules}))
 """
