@@ -322,6 +322,13 @@ PRESETS = {
 }
 
 
+def with_known_optimizer(config):
+    """`config` with the optimizer that its options alone determine; auto where the model must be read first."""
+    if config.optimizer == "auto" and (config.lora_rank or not config.finetune_from_ckp_file):
+        return with_optimizer(config, LORA_OPTIMIZER if config.lora_rank else SCRATCH_OPTIMIZER)
+    return config if config.optimizer == "auto" else with_optimizer(config, config.optimizer)
+
+
 def with_optimizer(config, name):
     """`config` with this optimizer, and with its default learning rate if none is given."""
     config = replace(config, optimizer=name)

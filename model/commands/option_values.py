@@ -3,7 +3,7 @@
 import math
 from dataclasses import fields
 
-from config import CHOICES, LORA_OPTIMIZER, PRESETS, SCRATCH_OPTIMIZER, TrainConfig, with_optimizer
+from config import CHOICES, PRESETS, TrainConfig, with_known_optimizer
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -60,6 +60,4 @@ def load_config(preset, overrides):
         problems += str(error).splitlines()[1:]
     if problems:
         raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
-    if config.optimizer == "auto" and (config.lora_rank or not config.finetune_from_ckp_file):
-        return with_optimizer(config, LORA_OPTIMIZER if config.lora_rank else SCRATCH_OPTIMIZER)
-    return config if config.optimizer == "auto" else with_optimizer(config, config.optimizer)
+    return with_known_optimizer(config)
