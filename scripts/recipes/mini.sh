@@ -9,6 +9,7 @@ usage() {
 usage: mini.sh --pairs=FILE[,FILE] --sft=FILE[,FILE] [--text=FILE[,FILE]] [--out=DIR] [--any_field=value ...]
   --pairs   pairs or conversations to pre-train on      --text  plain text, learnt with them
   --sft     conversations to fine-tune on               --out   directory of the result (model_save/mini)
+  --preferences=N    then let it answer N of these conversations, and prefer their own responses (DPO)
   --any_field=value  options of train_low_mem.py train for every training
 NUM_PROCESSES=2 before the command starts that many processes instead of one for each visible GPU.
 Run it again to go on where it stopped.
@@ -24,10 +25,12 @@ make_tokenizer
 start=(--model=mini --tokenizer_dir="$out/tokenizer" --max_seq_len=512)
 runs=()
 if [[ -n $text ]]; then
-    train_stage 1_text text "${start[@]}" --objective=text --epochs=2
+    train_stage 1_text text.parquet "${start[@]}" --objective=text --epochs=2
     runs+=("$out/1_text")
     start=(--finetune_from_ckp_file="$out/1_text/best" --max_seq_len=512)
 fi
-train_stage 2_pairs pairs "${start[@]}" --epochs=3
-train_stage 3_sft sft --finetune_from_ckp_file="$out/2_pairs/best" --epochs=3 --max_seq_len=512
-show_results "${runs[@]}" "$out/2_pairs" "$out/3_sft"
+train_stage 2_pairs pairs.parquet "${start[@]}" --epochs=3
+train_stage 3_sft sft.parquet --finetune_from_ckp_file="$out/2_pairs/best" --epochs=3 --max_seq_len=512
+runs+=("$out/2_pairs" "$out/3_sft")
+prefer_stage 3_sft 4_preferences
+show_results "${runs[@]}"

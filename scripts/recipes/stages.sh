@@ -4,18 +4,20 @@
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../launch.sh"
 trap 'exit 130' INT # a training that Ctrl+C stops exits with 0
 
-# Reads --text, --pairs, --sft and --out; what else is typed goes to every training.
+# Reads --text, --pairs, --sft, --preferences and --out; what else is typed goes to every training.
 read_words() {
     local word rest=()
-    text='' pairs='' sft='' out=model_save/$recipe
+    text='' pairs='' sft='' preferences=0 out=model_save/$recipe
     for word in "$@"; do
         case $word in
-        --text=* | --pairs=* | --sft=* | --out=*) printf -v "$(cut -c3- <<<"${word%%=*}")" %s "${word#*=}" ;;
+        --text=* | --pairs=* | --sft=* | --preferences=* | --out=*) printf -v "$(cut -c3- <<<"${word%%=*}")" %s "${word#*=}" ;;
         *) rest+=("$word") ;;
         esac
     done
     [[ -n $pairs ]] || refuse "--pairs=FILE is missing: the pairs or conversations to pre-train on"
     [[ -n $sft ]] || refuse "--sft=FILE is missing: the conversations to fine-tune on"
+    [[ $preferences == 0 ]] || is_positive "$preferences" ||
+        refuse "--preferences=$preferences: how many conversations the model answers, a whole number; 0: none"
     read_options "${rest[@]}"
     text=$(absolute "$text") pairs=$(absolute "$pairs") sft=$(absolute "$sft") out=$(absolute "$out")
     cd -- "$root"
@@ -58,13 +60,13 @@ make_tokenizer() {
         --kind="$kind" --vocab_size "$vocab_size" --overwrite
 }
 
-# A run in $out/$1 on $out/data/$2.parquet, with these further options; ends the recipe if it was stopped.
+# A run in $out/$1 on the file $2 of $out/data, with these further options; ends the recipe if it was stopped.
 train_stage() {
     local run=$out/$1 data=$out/data/$2
     shift 2
     ! is_finished "$run" || return 0
     say "trains $run"
-    (start_training --train_file="$data.parquet" --validation_file="${data}_valid.parquet" --output_dir="$run" "$@")
+    (start_training --train_file="$data" --validation_file="${data%.*}_valid.${data##*.}" --output_dir="$run" "$@")
     is_finished "$run" || {
         say "stopped in $run: type the same command to go on"
         exit 1
@@ -75,9 +77,26 @@ is_finished() {
     [[ -e $1/metrics.jsonl ]] && grep '"kind": *"stop"' "$1/metrics.jsonl" | tail -n 1 | grep -q '"finished"'
 }
 
-# What the runs came to, and twenty answers of the last one.
+# The run $1 learns to prefer the responses of its data to its own, in $out/$2.
+prefer_stage() {
+    local name
+    [[ $preferences != 0 ]] || return 0
+    for name in '' _valid; do
+        [[ ! -e $out/data/preferences$name.jsonl ]] || continue
+        "$python" scripts/make_preferences.py "$out/$1" "$out/data/sft$name.parquet" --rows "$preferences" \
+            --output "$out/data/preferences$name.jsonl"
+    done
+    train_stage "$2" preferences.jsonl --objective=dpo --finetune_from_ckp_file="$out/$1/best" --epochs=1
+    runs+=("$out/$2")
+}
+
+# What the runs came to, and twenty answers of those that learnt to answer.
 show_results() {
+    local run models=()
     "$python" scripts/check_training_progress.py "$@"
-    "$python" train_low_mem.py test "${!#}" --test_file="$out/data/sft_valid.parquet" --show=20
-    say "talk to it: $python scripts/chat.py ${!#}/best"
+    for run in "$@"; do
+        [[ $run == */1_text ]] || models+=("$run/best")
+    done
+    "$python" train_low_mem.py test "${models[@]}" --test_file="$out/data/sft_valid.parquet" --show=20
+    say "talk to it: $python scripts/chat.py ${models[-1]}"
 }
