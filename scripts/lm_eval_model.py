@@ -17,6 +17,8 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 
 explain_missing_packages()
 
+import torch  # noqa: E402, F401 (where it is missing all is, and the answer is another)
+
 from model.commands.help_zh import SCRIPTS_ZH  # noqa: E402
 from model.display.catalogue import language_of  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402

@@ -47,7 +47,7 @@ def commands_of(page):
 def links_of(page):
     """Targets of the page's links, with the other language's pages as this one's."""
     targets = re.findall(r"\]\(([^)]+)\)", prose_of(text_of(page)))
-    return [re.sub(r"/(en|zh)/", "/LANGUAGE/", target).replace(".zh.md", ".md") for target in targets]
+    return [re.sub(r"/(en|zh)/", "/LANGUAGE/", re.sub(r"[._]zh\.", ".", target)) for target in targets]
 
 
 def shape_of(page):

@@ -60,7 +60,7 @@ def raised_in(monkeypatch):
         ("commands", "plan", dict(warmup_steps=1000), "--warmup_steps="),
         ("run", "train", dict(is_keep_training=True), "there is no checkpoint in"),
         ("commands", "plan", dict(learn_rte=1), "did you mean --learn_rate?"),
-        ("config.py", "plan", dict(num_processes="two"), "--num_processes=two"),
+        ("commands", "plan", dict(num_processes="two"), "--num_processes=two"),
     ],
 )
 def test_a_user_error_raised_in_any_package_exits_2_without_a_traceback(
@@ -71,7 +71,7 @@ def test_a_user_error_raised_in_any_package_exits_2_without_a_traceback(
     (folder / "broken" / "tokenizer.json").write_text("{")
     (folder / "table.xls").write_bytes(b"\xd0\xcf\x11\xe0")
     assert train_low_mem.main(words(command, **options)) == 2
-    file, place = raised_in[0], ROOT / package if package == "config.py" else ROOT / "model" / package
+    file, place = raised_in[0], ROOT / "model" / package
     assert place in (file, *file.parents), raised_in
     shown = capsys.readouterr().err
     assert part in shown and "Traceback" not in shown and file.name not in shown, shown

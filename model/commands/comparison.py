@@ -3,6 +3,7 @@
 from dataclasses import asdict, replace
 
 from config import TrainConfig
+from model.commands.objective import not_of_pairs
 from model.commands.options import parse_options, read_request
 from model.commands.run_events import say
 from model.commands.scored_choices import score_choices
@@ -49,7 +50,7 @@ def compare(ranks, models, options, shown):
     """
     scores, answers = {}, {}
     for name in models:
-        values, directory = from_main(ranks, options_of, name, options)
+        values, directory = from_main(ranks, options_of, name, options, len(models) > 1)
         _, measured = measure_model(ranks, TrainConfig(**values), options.keys(), directory)
         if measured is None:
             return
@@ -71,11 +72,12 @@ def measure_model(ranks, config, typed, directory=None):
     return run.config.finetune_from_ckp_file, measured
 
 
-def options_of(name, options):
+def options_of(name, options, is_compared=False):
     """(values of the TrainConfig that the model `name` is tested with, its directory).
 
     Those of its run if it is of one, else the defaults and what its generation_config.json says of questions; what was
-    typed replaces both. Raises ValueError if there is no model.
+    typed replaces both. A model that `is_compared` with others answers pairs, whatever it has learnt, unless an
+    objective was typed. Raises ValueError if there is no model.
     """
     directory = weights_directory(name)
     if directory is None:
@@ -87,7 +89,8 @@ def options_of(name, options):
         config = read_request((), options | dict(output_dir=str(run_dir)), True).config
     else:
         config = _config_of_model(directory, options)
-    fresh = {field: getattr(TrainConfig, field) for field in ALIKE if field not in options}
+    alike = ALIKE if not is_compared or "objective" in options else (*ALIKE, "objective", "mix", *not_of_pairs())
+    fresh = {field: getattr(TrainConfig, field) for field in alike if field not in options}
     return asdict(replace(config, output_dir=str(run_dir or directory), **fresh)), str(directory)
 
 

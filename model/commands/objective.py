@@ -28,6 +28,11 @@ USERS = dict(  # of options that not every objective uses
 )  # fmt: skip
 
 
+def not_of_pairs():
+    """Names of the options that the objective `pairs` does not use."""
+    return tuple(name for name, users in USERS.items() if "pairs" not in users)
+
+
 def loss_terms(config):
     """The LossTerms of a TrainConfig."""
     against_loops = "" if config.against_loops == "none" else config.against_loops

@@ -104,7 +104,7 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     r"exact": "--deterministic=True gives equal bits on equal hardware and an equal number of processes",
     r"num_processes|nproc_per_node|num_gpus|n_gpus|world_size": "a launcher starts the processes, as README.md "
     "shows: torchrun or accelerate",
-    r"(cpu_)?(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "GPUs share optimizer state and masters with "
+    r"(?!offload$)(cpu_)?(deepspeed|zero|fsdp|megatron|offload)(_\w+)?": "GPUs share optimizer state and masters with "
     "--share_state=True; for less memory type --gpu_memory_limit_gb=G, --optimizer=adafactor or "
     "--gradient_checkpointing=True; `plan` shows what each saves",
     r"(use_)?(dora|pissa|olora|loftq|adalora|loraplus)(_\w+)?": "only LoRA and rsLoRA are supported: leave it out for "

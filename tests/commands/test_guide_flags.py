@@ -81,7 +81,7 @@ def test_all_problems_are_named_at_once_with_what_to_type(folder):
         "--lora_rnk 3 --fp16 --zero_stage 3 --lora_alpha x --torch_dtype bfloat16 --bf16 False --epochs 2 3 -v"
     )
     for part in (
-        "unknown option --lora_rnk: did you mean --lora_rank?", "--fp16: type --bf16", "--zero_stage: each GPU holds",
+        "unknown option --lora_rnk: did you mean --lora_rank?", "--fp16: type --bf16", "--zero_stage: GPUs share",
         "--lora_alpha=x: this option takes a number", "--bf16 False is --mixed_precision=no, and another flag",
         "--epochs 2 3: give it one value", "cannot read '-v'",
     ):  # fmt: skip

@@ -147,5 +147,5 @@ CAUSAL = Family(
     config_with=lambda model_config, tensors: model_config,
     config_of=lambda values, path: CausalConfig(**{f.name: values[f.name] for f in fields(CausalConfig)}),
     from_hf=lambda tensors, path: tensors,
-    adapter_targets=lambda c: ("q", "k", "v", "o", "up", "down"),
+    adapter_targets=lambda c: ("q", "k", "v", "o", "up", "down"), reads_one_stream=True,
 )  # fmt: skip

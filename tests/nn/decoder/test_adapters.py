@@ -66,8 +66,8 @@ def test_an_adapter_is_merged_in_float32_and_written_in_the_precision_of_its_bas
         assert torch.equal(written[name], merged(name, x, factors, model.lora).bfloat16()), name
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert theirs.dtype == torch.bfloat16 and theirs.generation_config.max_new_tokens == 7
-    in_memory = _frozen(weights, base, torch.device("cpu")).state_dict()
-    on_disk = _frozen(load_merged(folder / "merged"), base, torch.device("cpu")).state_dict()
+    in_memory = _frozen(weights, base, torch.device("cpu"), torch.float32).state_dict()
+    on_disk = _frozen(load_merged(folder / "merged"), base, torch.device("cpu"), torch.float32).state_dict()
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(in_memory[name], merged(name, weights.tensors[name], factors, model.lora))
     assert torch.equal(on_disk[name], in_memory[name].bfloat16().float())

@@ -37,7 +37,7 @@ def test_a_directory_of_one_file_or_several_is_read_as_it_was_written(tmp_path, 
     assert len(list(folder.glob("*.safetensors"))) > 2 or shard == "1GB"
     read = load_weights(folder)
     assert read.model_config == model.config
-    again = _frozen(read, folder, torch.device("cpu"))
+    again = _frozen(read, folder, torch.device("cpu"), torch.float32)
     assert all(torch.equal(again.state_dict()[name], x) for name, x in model.state_dict().items())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert theirs.config.tie_word_embeddings == model.config.tie_word_embeddings
