@@ -35,11 +35,7 @@ explain_missing_packages()
 limit_threads()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 
-from model.commands.option_names import (  # noqa: E402
-    ScriptParser,  # noqa: E402
-    true_or_false,
-    with_value,
-)
+from model.commands.option_names import ScriptParser, true_or_false, with_value  # noqa: E402
 from model.data.answer_parts import Said, join_parts  # noqa: E402
 from model.data.cleaning import clean_text  # noqa: E402
 from model.data.conversation import Turn  # noqa: E402
