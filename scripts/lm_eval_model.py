@@ -19,7 +19,7 @@ explain_missing_packages()
 
 import torch  # noqa: E402, F401 (where it is missing all is, and the answer is another)
 
-from model.commands.help_zh import SCRIPTS_ZH  # noqa: E402
+from model.commands.scripts_zh import SCRIPTS_ZH  # noqa: E402
 from model.display.catalogue import language_of  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 

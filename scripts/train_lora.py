@@ -25,7 +25,7 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 explain_missing_packages()
 
 from model.commands.guide_flags import read_guide  # noqa: E402
-from model.commands.help_zh import SCRIPTS_ZH  # noqa: E402
+from model.commands.scripts_zh import SCRIPTS_ZH  # noqa: E402
 from model.display.catalogue import language_of  # noqa: E402
 from model.runtime.launcher import typed_command  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402

@@ -10,7 +10,7 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 
-from model.commands.help_zh import PARSER_ZH, SCRIPTS_ZH
+from model.commands.scripts_zh import PARSER_ZH, SCRIPTS_ZH
 from model.display.catalogue import language_of
 from model.runtime.terminal import printable
 

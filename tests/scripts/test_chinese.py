@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from model.commands.help_zh import SCRIPTS_ZH
+from model.commands.scripts_zh import SCRIPTS_ZH
 from model.display.catalogue import CATALOGUE
 from model.formats.weights import export_model
 from model.run.run_dir import TOKENIZER_DIR
