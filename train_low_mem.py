@@ -16,7 +16,8 @@ from model.runtime.environment import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from model.commands.options import ANOTHER_RUN, KEEP_TRAINING, command_line, exit_early, read_request
+from model.commands.options import KEEP_TRAINING, command_line, exit_early, read_request
+from model.commands.stored_options import ANOTHER_RUN
 from model.runtime.cgroup import limit_threads, num_cpus
 from model.runtime.cuda_start import start_cuda
 from model.runtime.watchdog import go_on_hint, stop_asked, training_begins, watch_signals

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from model.commands.no_model import check_source
-from model.commands.options import ANOTHER_RUN
+from model.commands.stored_options import ANOTHER_RUN
 from model.formats.adapters import adapter_directory, check_base, identity_of, read_adapter
 from model.formats.weights import model_directory
 from model.nn.lora import LoraConfig, lora_from, lora_values

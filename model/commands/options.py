@@ -4,32 +4,23 @@ import os
 import re
 import sys
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 
-from config import PRESETS, TrainConfig, default_learn_rate, rates_of
+from config import TrainConfig, default_learn_rate, rates_of
 from model.commands.launcher_options import taken_over
 from model.commands.option_names import unknown_option
 from model.commands.option_values import as_bool, load_config
 from model.commands.run_files import FILE_OPTIONS
+from model.commands.stored_options import ANOTHER_RUN, EXCLUSIVE, merge_options, stored_options
 from model.commands.tested_models import without_models
 from model.commands.usage import FLAGS, HELP, commands_text, usage, with_command
 from model.display.catalogue import texts_here
-from model.runtime.json_stream import read_object
 
 RMS_FACTOR = 100  # learning rate of optimizers that scale updates by a tensor's RMS, over AdamW's, about
 KEEP_TRAINING = dict(test=True, doctor="auto")  # test reads the run's options; doctor reads those that train would
-ANOTHER_RUN = (
-    "or start another run, without --is_keep_training=True: --output_dir=DIR keeps both, --overwrite=True moves this "
-    "one aside"
-)
-EXCLUSIVE = (("max_steps", "epochs"), ("mix", "train_file"), ("mix", "objective"), ("choices_file", "test_file"))
-ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "lora_init", "base_precision")
 PRESET_FLAGS = (
     "--is_finetune=True", "--use_small_config=True (fine-tuning)", "--use_fast_config=True (fine-tuning)",
     "--use_large_config=True (pre-training)",
 )  # fmt: skip
-# a resumed run takes these from config.json, even if they were defaults
-KEPT_VALUES = ("optimizer", "learn_rate", "warmup_steps")
 
 
 @dataclass(frozen=True)
@@ -92,16 +83,6 @@ def _file_problems(given):
     return problems
 
 
-def stored_options(run_dir, keep, keep_training=False):
-    """(preset, options given on the command line) stored in `run_dir` if it is resumed, else None.
-
-    `keep` is a CommandLine's keep_training, `keep_training` the command's default.
-    """
-    # stored options of a run without checkpoints are ignored
-    is_resumed = keep and (keep_training is True or _has_checkpoint(Path(run_dir, "checkpoints")))
-    return _read_stored(run_dir) if is_resumed else None
-
-
 def with_stored_options(request, stored):
     """`request` with its typed options applied to the `stored_options` of the resumed run, or unchanged without one.
 
@@ -117,59 +98,13 @@ def with_stored_options(request, stored):
             f"{run_dir} is a run of the preset {preset}, not {request.preset}: to resume it, type "
             f"--output_dir={run_dir} in place of the preset's flag, {ANOTHER_RUN}"
         )
-    given = _merge_options(*stored, request.given)
+    given = merge_options(*stored, request.given)
     config = load_config(preset, given)
     before, now = asdict(load_config(*stored)), asdict(config)
     if "learn_rate" in request.typed and before["learn_rate"] != config.learn_rate:
         check_learn_rate(config)
     changed = tuple(f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name])
     return replace(request, preset=preset, config=config, given=given, changed=changed)
-
-
-def _has_checkpoint(folder):
-    # a checkpoint that a killed process left aside is put back at the start
-    return any(any(folder.glob(pattern)) for pattern in ("step_*", ".step_*.aside"))
-
-
-def _merge_options(preset, stored, typed):
-    """Dict of the `stored` options overridden by the `typed` ones.
-
-    Raises ValueError if they need other initial weights or another optimizer state than the run has.
-    """
-    config, typed_source = load_config(preset, stored), typed.get("finetune_from_ckp_file")
-    source = config.finetune_from_ckp_file
-    # an adapter's base may have been moved: its files are compared later
-    if typed_source is not None and not config.lora_rank and Path(typed_source).resolve() != Path(source).resolve():
-        raise ValueError(
-            f"--finetune_from_ckp_file={typed_source}: this run was started from {source or 'random weights'!r}: "
-            f"leave it out, {ANOTHER_RUN}"
-        )
-    if typed.get("master_dtype") == "auto":  # a run keeps what it was started with
-        typed = {name: value for name, value in typed.items() if name != "master_dtype"}
-    before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
-    kept = dict.fromkeys(("optimizer", "trainable"), "has the optimizer state of")
-    kept |= dict(prompt_prefix="has trained with", master_dtype="was started with") | dict.fromkeys(
-        ADAPTER_SHAPE, "was started with"
-    )
-    for name, what in kept.items():
-        if before[name] != now[name]:
-            option, instead = _who_set(name, now[name])
-            raise ValueError(f"{option}: this run {what} {name}={before[name]}: {instead}, {ANOTHER_RUN}")
-    for names in EXCLUSIVE:  # the one typed last counts
-        if set(names) & typed.keys():
-            stored = {name: value for name, value in stored.items() if name not in names}
-    if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
-        # the product replaces the stored global batch
-        stored = {name: value for name, value in stored.items() if name != "global_batch_size"}
-    return stored | typed
-
-
-def _who_set(name, value):
-    """(the option as the user knows it, what to do about it); a launcher's profile sets options that nobody typed."""
-    command = os.environ.get("CHAT_COMMAND", "").strip()
-    if not command or f"--{name}" in command.replace("-", "_").replace("__", "--"):
-        return f"--{name}={value}", "leave it out"
-    return f"{command} means --{name}={value}", "go on with the command that started it"
 
 
 def check_learn_rate(config):
@@ -225,43 +160,6 @@ def _read_flags(stray, texts):
     except ValueError as error:
         problems.append(str(error))
     return flags, preset, problems
-
-
-def _read_stored(run_dir):
-    """(preset, options given on the command line) in `run_dir`/config.json, or None if there is none.
-
-    output_dir is `run_dir`, since the directory may have been moved. Raises ValueError if the file is damaged.
-    """
-    path = Path(run_dir) / "config.json"
-    if not path.exists():
-        return None
-    stored = {}
-    try:
-        stored = read_object(path)
-        # the values that the run used, even if they were defaults: defaults may differ between versions
-        kept = {name: stored["config"][name] for name in KEPT_VALUES if name in stored.get("config", {})}
-        for name, value in dict(share_state="True", master_dtype="bf16").items():  # what auto became: bits depend on it
-            if stored.get("config", {}).get(name) == value:
-                kept[name] = value
-        if "single_turn" not in stored.get("config", {}):  # a run from before conversations had contexts
-            kept["single_turn"] = True
-        preset, given = stored["preset"], stored["given"] | kept
-        if preset not in PRESETS or not all(isinstance(value, str | int | float) for value in given.values()):
-            raise ValueError(f"preset {preset!r} with {given!r}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if "architectures" in stored:
-            raise ValueError(
-                f"--output_dir={run_dir} is an exported model: give the run's directory, which holds it"
-            ) from None
-        raise ValueError(f"{path} cannot be read ({error}): delete it and type the run's options again") from None
-    if str(given.pop("share_update", False)) == "True":  # of Muon: a part of what ranks share now
-        given["share_state"] = "True"
-    if str(given.pop("exact", False)) == "True":
-        raise ValueError(
-            f"{run_dir} was started with --exact=True, which this version does not have: go on with the version that "
-            f"wrote it, {ANOTHER_RUN}"
-        )
-    return preset, given | dict(output_dir=run_dir)
 
 
 def command_line(argv):

@@ -13,7 +13,8 @@ import torch
 from model.commands.adapter import AdapterStart, check_adapter_of, find_base, start_of
 from model.commands.no_model import check_source
 from model.commands.objective import objectives_for
-from model.commands.options import ANOTHER_RUN, parse_options, stored_options, with_stored_options
+from model.commands.options import parse_options, with_stored_options
+from model.commands.stored_options import ANOTHER_RUN, stored_options
 from model.commands.teachers import read_teachers
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import with_turn_end

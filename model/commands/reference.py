@@ -2,8 +2,8 @@
 
 import logging
 
-from model.commands.options import ANOTHER_RUN
 from model.commands.origin import read_weights
+from model.commands.stored_options import ANOTHER_RUN
 from model.data.file_list import names_of
 from model.display.console import Progress
 from model.formats.adapters import adapter_directory, read_adapter

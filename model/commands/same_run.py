@@ -1,6 +1,6 @@
 """Whether a checkpoint belongs to a run with these options and data."""
 
-from model.commands.options import ANOTHER_RUN
+from model.commands.stored_options import ANOTHER_RUN
 
 CHECKED = (("objective", "objective"), ("tokenizer", "tokenizer_fingerprint"), ("seed", "seed"))
 CHECKED += (("training pairs", "num_pairs"), ("weights of the training files (pairs an epoch/pairs)", "mixture"))
