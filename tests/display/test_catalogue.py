@@ -14,6 +14,7 @@ from model.commands.summary import rate_text
 from model.display.answer_words import ANSWERS
 from model.display.catalogue import CATALOGUE, SCREEN, Texts, language_of
 from model.display.check_words import CHECKS
+from model.display.data_words import DATA
 from model.display.page_words import PAGE
 from model.display.tool_words import TOOLS
 from model.display.words import WORDS
@@ -95,4 +96,4 @@ def test_a_warm_up_that_rounds_to_no_steps_is_not_told():
 
 
 def test_no_part_of_the_catalogue_hides_a_text_of_another():
-    assert len(CATALOGUE["en"]) == sum(len(part["en"]) for part in (SCREEN, WORDS, ANSWERS, TOOLS, CHECKS, PAGE))
+    assert len(CATALOGUE["en"]) == sum(len(part["en"]) for part in (SCREEN, WORDS, ANSWERS, TOOLS, DATA, CHECKS, PAGE))
