@@ -3,20 +3,17 @@
 import io
 import logging
 import os
-from bisect import bisect_left
-from itertools import accumulate
 from pathlib import Path
 
 import ujson
 
-from model.display.figures import Figures
+from model.display.journal_points import between, figures_of, gaps_of, hours_of, points_of, smoothed
 from model.run.journal import read_journal
 from model.runtime.atomic_io import write_file
 
 GIB = 2**30
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei", "SimHei")
 STEPS, PAIRS = "optimizer step", "pairs seen"
-SMOOTHED_PARTS = 40
 LOG_RATIO = 4  # highest to lowest loss of a run, above which the axis is logarithmic
 RAW = dict(linewidth=0.8, alpha=0.35)
 LEGEND = dict(loc="outside upper center", frameon=False)
@@ -42,9 +39,9 @@ def plot_run(run_dir: str | Path) -> list[Path]:
     )
     if plan.get("lengths"):
         pictures["lengths"] = _figure_of(draw_lengths, plan["lengths"])
-    if _points(records, "eval", "loops")[0]:
+    if points_of(records, "eval", "loops")[0]:
         pictures["answers"] = _figure_of(draw_answers, records)
-    if _points(records, "train", "accuracy")[0]:
+    if points_of(records, "train", "accuracy")[0]:
         pictures["preferences"] = _preference_figure(records)
     return [_save(figure, run_dir / "plots" / f"{name}.png", run_dir.name) for name, figure in pictures.items()]
 
@@ -79,13 +76,13 @@ def plot_runs(run_dirs: list[Path], out: Path) -> None:
 
 def draw_losses(axes, records: list[dict]) -> None:
     """Draw training loss, each line's and smoothed, and validation loss by step on matplotlib `axes`."""
-    steps, losses = _points(records, "train", "loss")
+    steps, losses = points_of(records, "train", "loss")
     axes.plot(steps, losses, color="tab:blue", **RAW)
-    axes.plot(steps, _smoothed(losses), color="tab:blue", label="training loss, smoothed")
+    axes.plot(steps, smoothed(losses), color="tab:blue", label="training loss, smoothed")
     _curve(axes, records, "eval", "loss", color="tab:orange", label="validation loss", marker="o", markersize=4)
-    if best := _figures_of(records).best:
+    if best := figures_of(records).best:
         axes.plot(best["step"], best["loss"], label=f"best {best['loss']:.4f} at step {best['step']:,}", **BEST)
-    unit = "" if _points(records, "train", "accuracy")[0] else " [nats per target token]"
+    unit = "" if points_of(records, "train", "accuracy")[0] else " [nats per target token]"
     axes.set(xlabel=STEPS, ylabel=f"loss{unit}")
     if losses and min(losses) > 0 and max(losses) > LOG_RATIO * min(losses):
         _log_scale(axes)
@@ -113,7 +110,7 @@ def draw_answers(axes, records: list[dict]) -> None:
 
 def draw_gap(axes, records: list[dict]) -> None:
     """Draw the over-fit gap: validation loss less mean training loss since the evaluation before."""
-    points = _gaps(records)
+    points = gaps_of(records)
     axes.axhline(0, color="tab:gray", linewidth=0.8)
     axes.plot([step for step, _ in points], [gap for _, gap in points], color="tab:red", marker="o", markersize=3)
     axes.set(xlabel=STEPS, ylabel="over-fit gap\n[nats per token]")
@@ -121,9 +118,9 @@ def draw_gap(axes, records: list[dict]) -> None:
 
 def draw_speed(axes, records: list[dict]) -> None:
     """Draw real tokens a second of all ranks by step, each line's and smoothed."""
-    steps, speeds = _points(records, "train", "tokens_per_second")
+    steps, speeds = points_of(records, "train", "tokens_per_second")
     axes.plot(steps, speeds, color="tab:green", **RAW)
-    axes.plot(steps, _smoothed(speeds), color="tab:green", label="real tokens a second, all ranks")
+    axes.plot(steps, smoothed(speeds), color="tab:green", label="real tokens a second, all ranks")
     axes.set(xlabel=STEPS, ylabel="tokens per second", ylim=(0, None))
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
@@ -157,43 +154,14 @@ def draw_lengths(axes, lengths: dict) -> None:
 
 def _draw_run(axes, records, name):
     """One run in the four panels of `plot_runs`."""
-    hours, pairs = _hours(records), _points(records, "train", "pairs_seen")
+    hours, pairs = hours_of(records), points_of(records, "train", "pairs_seen")
     for row, kind, style in ((0, "train", {}), (1, "eval", dict(marker="o", markersize=4))):
         lines = [record for record in records if record["kind"] == kind and record.get("loss") is not None]
         losses = [record["loss"] for record in lines]
-        losses = losses if row else _smoothed(losses)
-        by_pairs = [_between(*pairs, record["step"]) for record in lines]
+        losses = losses if row else smoothed(losses)
+        by_pairs = [between(*pairs, record["step"]) for record in lines]
         (drawn,) = axes[row][0].plot(by_pairs, losses, label=name, **style)
         axes[row][1].plot([hours[id(record)] for record in lines], losses, color=drawn.get_color(), **style)
-
-
-def _between(steps, values, step):
-    """The value at `step`, on a straight line between those of the steps around it."""
-    place = min(bisect_left(steps, step), len(steps) - 1)
-    if place <= 0 or steps[place] <= step:
-        return values[place] if steps else 0
-    low, high = steps[place - 1], steps[place]
-    return values[place - 1] + (values[place] - values[place - 1]) * (step - low) / (high - low)
-
-
-def _smoothed(values):
-    """The mean of each value and its neighbours, a fortieth of all, as many before it as behind it."""
-    sums, reach = [0.0, *accumulate(values)], len(values) // 2 // SMOOTHED_PARTS
-    last, means = len(values) - 1, []
-    for place in range(len(values)):
-        side = min(reach, place, last - place)
-        means.append((sums[place + side + 1] - sums[place - side]) / (2 * side + 1))
-    return means
-
-
-def _hours(records):
-    """{id of a record: hours of the run until then}, without the pauses before each start."""
-    hours, total, before = {}, 0.0, None
-    for record in records:
-        if before is not None and record["kind"] != "start":
-            total += max(0.0, record["time"] - before) / 3600
-        hours[id(record)], before = total, record["time"]
-    return hours
 
 
 def _short_names(run_dirs):
@@ -206,20 +174,8 @@ def _short_names(run_dirs):
     return [str(run_dir) for run_dir in run_dirs]
 
 
-def _figures_of(records):
-    figures = Figures()
-    for record in records:
-        figures.add(record)
-    return figures
-
-
-def _gaps(records):
-    evals = _figures_of(records).evals
-    return [(record["step"], record["overfit_gap"]) for record in evals if record["overfit_gap"] is not None]
-
-
 def _loss_figure(records):
-    figure, has_gap = _new_figure(9, 5.5), bool(_gaps(records))
+    figure, has_gap = _new_figure(9, 5.5), bool(gaps_of(records))
     upper, *lower = figure.subplots(1 + has_gap, 1, sharex=True, squeeze=False, height_ratios=[3, 1][: 1 + has_gap])[
         :, 0
     ]
@@ -238,8 +194,8 @@ def _preference_figure(records):
     panels = figure.subplots(len(PREFERENCES), 1, sharex=True)
     for axes, (ylabel, keys) in zip(panels, PREFERENCES.items(), strict=True):
         for number, key in enumerate(keys):
-            steps, values = _points(records, "train", key)
-            axes.plot(steps, _smoothed(values), color=f"C{number}", label=key.partition("_")[0])
+            steps, values = points_of(records, "train", key)
+            axes.plot(steps, smoothed(values), color=f"C{number}", label=key.partition("_")[0])
             _curve(axes, records, "eval", key, color=f"C{number}", linestyle="", marker="o", markersize=4)
         axes.set(ylabel=ylabel)
     axes.set(xlabel=STEPS)
@@ -283,15 +239,8 @@ def _save(figure, path, title=""):
     return path
 
 
-def _points(records, kind, key):
-    """(steps, values) of the lines of a kind that have a value."""
-    found = [(record["step"], record[key]) for record in records if record["kind"] == kind and key in record]
-    found = [(step, value) for step, value in found if value is not None]
-    return [step for step, _ in found], [value for _, value in found]
-
-
 def _curve(axes, records, kind, key, **style):
-    axes.plot(*_points(records, kind, key), **style)
+    axes.plot(*points_of(records, kind, key), **style)
 
 
 def _read_plan(path):

@@ -12,12 +12,11 @@ from matplotlib.figure import Figure
 from model.display.answers import preference_rows
 from model.display.catalogue import Texts
 from model.display.drawing import draw_soon, finish_last, start_last
+from model.display.journal_points import between, smoothed
 from model.display.plots import (
-    _between,
     _draw_run,
     _loss_figure,
     _preference_figure,
-    _smoothed,
     draw_answers,
     draw_lengths,
     draw_losses,
@@ -84,11 +83,11 @@ def test_runs_are_compared_by_pairs_and_by_hours_without_the_pauses(records):
 
 
 def test_smoothing_takes_as_many_values_before_as_behind_and_an_evaluation_lies_between_its_lines():
-    assert _smoothed(list(range(400))) == list(range(400)), "no lag"
-    assert _smoothed([0.0] * 200 + [1.0] * 200)[195:206] == pytest.approx(
+    assert smoothed(list(range(400))) == list(range(400)), "no lag"
+    assert smoothed([0.0] * 200 + [1.0] * 200)[195:206] == pytest.approx(
         [k / 11 for k in range(1, 6)] + [k / 11 for k in range(6, 12)]
     )
-    assert [_between([10, 20], [100, 300], step) for step in (5, 10, 15, 20, 25)] == [100, 100, 200, 300, 300]
+    assert [between([10, 20], [100, 300], step) for step in (5, 10, 15, 20, 25)] == [100, 100, 200, 300, 300]
 
 
 def test_lengths_are_drawn_for_each_column():
