@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from model.nn.flat_params import split_qkv
+from model.nn.kernels.head_rows import _load_rows, _store_rows
 from model.nn.kernels.sums import add_to_gradient
 from model.nn.packed_layout import TILE
 
@@ -24,32 +25,6 @@ def _load_tile(TILES, tile):
     """(first row of the tile in its example, first query, number of queries, first key, number of keys)."""
     TILES += 5 * tile
     return tl.load(TILES), tl.load(TILES + 1), tl.load(TILES + 2), tl.load(TILES + 3), tl.load(TILES + 4)
-
-
-@triton.jit
-def _is_real(row_is_real, D: tl.constexpr, W: tl.constexpr):
-    """Which numbers (rows, W) of rows of a head exist; (rows, 1) if all columns do, so that these need no mask."""
-    if W == D:
-        is_real = row_is_real[:, None]
-    else:
-        is_real = row_is_real[:, None] & (tl.arange(0, W) < D)[None, :]
-    return is_real
-
-
-@triton.jit
-def _load_rows(X, rows, row_is_real, stride, head, D: tl.constexpr, W: tl.constexpr):
-    """`rows` (rows, W) of one head of X; zeros where `row_is_real` is false and beyond D."""
-    columns = head * D + tl.arange(0, W)
-    pointers = X + rows[:, None].to(tl.int64) * stride + columns[None, :]
-    return tl.load(pointers, mask=_is_real(row_is_real, D, W), other=0.0)
-
-
-@triton.jit
-def _store_rows(X, rows, row_is_real, stride, head, values, D: tl.constexpr, W: tl.constexpr):
-    """Store `values` (rows, W), but for those beyond D, as the rows of one head of X where `row_is_real`."""
-    columns = head * D + tl.arange(0, W)
-    pointers = X + rows[:, None].to(tl.int64) * stride + columns[None, :]
-    tl.store(pointers, values.to(X.dtype.element_ty), mask=_is_real(row_is_real, D, W))
 
 
 @triton.jit

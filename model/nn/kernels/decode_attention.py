@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.nn.kernels.attention import _is_real
+from model.nn.kernels.head_rows import _is_real
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); exp2 is a hardware instruction
 KEYS_AT_ONCE = 64
