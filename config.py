@@ -206,15 +206,7 @@ def _problems(config):
             yield f"{name}={getattr(config, name)}: must be in [0, 1)"
     if not 0 <= config.average <= 0.5:
         yield f"average={config.average}: must be at most 0.5 (the mean of all steps), or 0 for no average"
-    if config.lora_rank > MAX_LORA_RANK:
-        yield f"lora_rank={config.lora_rank}: must be at most {MAX_LORA_RANK}"
-    for name in LORA_OPTIONS:
-        if getattr(config, name) != getattr(TrainConfig, name) and not config.lora_rank:
-            yield f"{name}={getattr(config, name)}: belongs to an adapter, so type its rank too, --lora_rank=16"
-    if config.base_precision != "auto" and not config.lora_rank:
-        yield f"base_precision={config.base_precision}: only frozen weights can be held so: type --lora_rank=16 too"
-    if config.lora_rank and config.trainable != "all":
-        yield f"trainable={config.trainable}: with --lora_rank only the adapter is trained: leave --trainable out"
+    yield from _adapter_problems(config)
     if config.share_state == "True":
         yield from _unshareable(config)
     if config.master_dtype == "bf16":
@@ -279,6 +271,19 @@ def _not_offloaded(config):
         yield f"offload=optimizer: the state of an adapter (lora_rank={config.lora_rank}) is small: leave it out"
     if config.average:
         yield f"offload=optimizer: the device holds no weights to average (average={config.average}): leave one out"
+
+
+def _adapter_problems(config):
+    """Yield a message for each value that an adapter cannot have, or that needs one."""
+    if config.lora_rank > MAX_LORA_RANK:
+        yield f"lora_rank={config.lora_rank}: must be at most {MAX_LORA_RANK}"
+    for name in LORA_OPTIONS:
+        if getattr(config, name) != getattr(TrainConfig, name) and not config.lora_rank:
+            yield f"{name}={getattr(config, name)}: belongs to an adapter, so type its rank too, --lora_rank=16"
+    if config.base_precision != "auto" and not config.lora_rank:
+        yield f"base_precision={config.base_precision}: only frozen weights can be held so: type --lora_rank=16 too"
+    if config.lora_rank and config.trainable != "all":
+        yield f"trainable={config.trainable}: with --lora_rank only the adapter is trained: leave --trainable out"
 
 
 def _contradictions(config):
