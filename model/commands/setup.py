@@ -46,47 +46,30 @@ def prepare_run(ranks, config, typed, resumed):
     """
     if config.deterministic:  # False, too, would import torch._inductor, which takes 4 s
         torch.use_deterministic_algorithms(True)
-    other_process, usable = set_memory_limit(ranks.device, config.gpu_memory_limit_gb)
-    usable = None if usable is None else -vote(ranks, -usable)[0]  # the least of all ranks
+    other_process, usable = _agreed_limit(ranks, config.gpu_memory_limit_gb)
     free = dict(start=free_bytes())
     # errors in tokenizer, weights and model are found before tokenising, which may take hours
     found = newest_checkpoint(ranks, config.output_dir) if resumed else None
-    origin, machine = find_origin(ranks, config, typed, found), machine_of(ranks)
-    tokenizer, recipe = origin.tokenizer, resolve(config, typed, machine, origin)
+    origin, source = find_origin(ranks, config, typed, found), config.finetune_from_ckp_file
+    tokenizer, recipe = origin.tokenizer, resolve(config, typed, machine_of(ranks), origin)
     agree(ranks, "the compute dtype (--mixed_precision=no works on every GPU)", str(recipe.dtype))
     lap("weights")
     model = draft_model(recipe)
     check_disk(ranks, config.output_dir, config.keep_latest_n_ckp, recipe.spec, resumed)
     kernels = start_kernels(ranks, model, recipe)
-    train, validation = open_data(ranks, recipe, tokenizer)
-    recipe = resolve(config, typed, machine, origin, train.epoch_pairs)
-    if ranks.is_main:
-        warn_of_data(train, tokenizer, config.finetune_from_ckp_file, recipe.global_batch)
-    lap("data")
-    asked, recipe = recipe.held, fitted(recipe, train.histogram, usable)
-    if ranks.is_main:
-        tell_what_moved(asked, recipe.held)
-    check_host(ranks, recipe.spec)
+    recipe, train, validation = _read_data(ranks, config, typed, recipe, origin)
+    recipe = _fitted_here(ranks, recipe, train.histogram, usable)
     estimate = recipe.estimate(train.histogram)
     plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
-    fill_model(ranks, model, recipe, origin)
-    model.teachers = place_teachers(ranks, origin.teachers, recipe.dtype)
-    for teacher in model.teachers:
-        check_lengths(train, teacher.config.max_tokens)
-    parts, source = (train, validation), config.finetune_from_ckp_file
-    reference, (train, validation) = read_derived(model, ranks, source, found, parts, plan)
+    _fill_with_teachers(ranks, model, recipe, origin, train)
+    reference, (train, validation) = read_derived(model, ranks, source, found, (train, validation), plan)
     free["model"] = free_bytes()
     optimizer = make_optimizer(model, recipe.update, (ranks.rank, ranks.world_size))
     free["optimizer"] = free_bytes()
     lap("model")
-    update_seconds = dry_run_update(ranks, model, optimizer, config.reduce_dtype)
-    lap("update")
-    with untimed("compiling the network's kernels"):
-        wait(kernels)
-    lap("kernels")
+    update_seconds = _try_update(ranks, model, optimizer, config.reduce_dtype, kernels)
     context = StepContext(ranks, model, optimizer, Loader(ranks, train, recipe.schedule), recipe.update)
-    evaluation = _evaluation(recipe, context, validation, tokenizer)
-    run = Run(recipe, tokenizer, context, evaluation)
+    run = Run(recipe, tokenizer, context, _evaluation(recipe, context, validation, tokenizer))
     state = replace(_initial_state(run, found), reference=reference)
     run, state, plan = _planned(run, estimate, state, found, other_process)
     run.memory["step_seconds"] = update_seconds + gradient_seconds(context, plan)
@@ -100,6 +83,49 @@ def set_memory_limit(device, limit_gb):
     """Limit this process's memory on `device`; returns (bytes that other processes use there, bytes usable here)."""
     other_process = other_process_bytes(device)
     return other_process, limit_memory(device, limit_gb, non_torch_bytes(device, other_process))
+
+
+def _agreed_limit(ranks, limit_gb):
+    """As `set_memory_limit`, with the least of all ranks as the bytes usable."""
+    other_process, usable = set_memory_limit(ranks.device, limit_gb)
+    return other_process, None if usable is None else -vote(ranks, -usable)[0]
+
+
+def _read_data(ranks, config, typed, recipe, origin):
+    """(Recipe that knows the number of pairs, Examples to train on, those to evaluate on or None)."""
+    train, validation = open_data(ranks, recipe, origin.tokenizer)
+    recipe = resolve(config, typed, recipe.machine, origin, train.epoch_pairs)
+    if ranks.is_main:
+        warn_of_data(train, origin.tokenizer, config.finetune_from_ckp_file, recipe.global_batch)
+    lap("data")
+    return recipe, train, validation
+
+
+def _fitted_here(ranks, recipe, lengths, usable):
+    """`fitted`, told to the user; raises RuntimeError if host memory cannot hold what is offloaded."""
+    fitting = fitted(recipe, lengths, usable)
+    if ranks.is_main:
+        tell_what_moved(recipe.held, fitting.held)
+    check_host(ranks, fitting.spec)
+    return fitting
+
+
+def _fill_with_teachers(ranks, model, recipe, origin, train):
+    """`fill_model`, and the teachers that the model learns from; raises ValueError if `train` is too long for one."""
+    fill_model(ranks, model, recipe, origin)
+    model.teachers = place_teachers(ranks, origin.teachers, recipe.dtype)
+    for teacher in model.teachers:
+        check_lengths(train, teacher.config.max_tokens)
+
+
+def _try_update(ranks, model, optimizer, reduce_dtype, kernels):
+    """Seconds that an update takes, which changes nothing; the Futures `kernels` of start_kernels are done then."""
+    update_seconds = dry_run_update(ranks, model, optimizer, reduce_dtype)
+    lap("update")
+    with untimed("compiling the network's kernels"):
+        wait(kernels)
+    lap("kernels")
+    return update_seconds
 
 
 def _evaluation(recipe, context, validation, tokenizer):
