@@ -45,6 +45,7 @@ from model.commands.evaluation import (
     evaluation_due,
     is_finished,
     lacks_evaluation,
+    make_up_evaluation,
     why_finished,
     without_lost_best,
 )
@@ -195,16 +196,6 @@ def make_ready_to_evaluate(run, context, saver, state, result):
         context.graphs.clear()
     if not result.in_doubt:
         saver.save(state, run.model, run.optimizer)
-
-
-def make_up_evaluation(run, journal, saver, state, plan):
-    """Evaluate if the run stopped before an evaluation that was due; returns the state and whether to stop."""
-    if not evaluation_due(run, state):
-        return state, False
-    evaluated, stop = evaluate(run, journal, saver, state, plan, None)
-    if evaluated != state:  # the next start must not repeat it
-        saver.save(evaluated, run.model, run.optimizer)
-    return evaluated, stop
 
 
 def give_up(run, journal, saver, state, error, last):

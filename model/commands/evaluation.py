@@ -121,6 +121,16 @@ def evaluate(run, journal, saver, state, plan, training_loss):
     return state, bool(stop)
 
 
+def make_up_evaluation(run, journal, saver, state, plan):
+    """Evaluate if the run stopped before an evaluation that was due; returns the state and whether to stop."""
+    if not evaluation_due(run, state):
+        return state, False
+    evaluated, stop = evaluate(run, journal, saver, state, plan, None)
+    if evaluated != state:  # the next start must not repeat it
+        saver.save(evaluated, run.model, run.optimizer)
+    return evaluated, stop
+
+
 def measure_better(evaluation, average, plan, step, note):
     """(`measure` of the weights or of their average, whichever has the lower loss, a dict of what tells them apart).
 
