@@ -49,6 +49,39 @@ def _against_loops(seen, ids, label, label_logit, log_z, weight, least_room, KIN
 
 
 @triton.jit
+def _sums_of_row(LOGITS, length, vocabulary, stride, temperature, DISTILLS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(largest logit, sum of exp(logits - it), sum of the logits, the second at the temperature if DISTILLS) of a row.
+
+    `length` is `vocabulary`, or 0 for padding.
+    """
+    row_max, row_sum, logits_sum, warm_sum = float("-inf"), 0.0, 0.0, 0.0
+    for first in range(0, length, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        logits = _load_logits(LOGITS, columns, vocabulary, stride)
+        new_row_max = tl.maximum(row_max, tl.max(logits, 0))
+        row_sum = row_sum * tl.exp(row_max - new_row_max) + tl.sum(tl.exp(logits - new_row_max), 0)
+        if DISTILLS:
+            warm_sum = warm_sum * tl.exp((row_max - new_row_max) / temperature)
+            warm_sum += tl.sum(tl.exp((logits - new_row_max) / temperature), 0)
+        row_max = new_row_max
+        logits_sum += tl.sum(tl.where(columns < vocabulary, logits, 0.0), 0)
+    return row_max, row_sum, logits_sum, warm_sum
+
+
+@triton.jit
+def _mean_of_teachers(
+    TEACHERS, NORMS, row, rows, columns, shared, teacher_stride, num_teachers, temperature, COLUMNS: tl.constexpr
+):
+    """Probabilities (COLUMNS,) of the tokens `columns` at the temperature, the mean of all teachers."""
+    p = tl.zeros((COLUMNS,), tl.float32)
+    for number in range(0, num_teachers):
+        place = number * rows + row
+        teacher = _load_logits(TEACHERS + place * teacher_stride, columns, shared, teacher_stride)
+        p += tl.exp(teacher / temperature - tl.load(NORMS + place))
+    return p / num_teachers
+
+
+@triton.jit
 def guided_cross_entropy(
     LOGITS, LABELS, TEACHERS, NORMS, SEEN, LOSSES, vocabulary, stride, shared, teacher_stride, num_teachers, z_loss,
     label_smoothing, distill_weight, temperature, loops_weight, least_room,
@@ -65,17 +98,9 @@ def guided_cross_entropy(
     label = tl.load(LABELS + row)
     is_real = label >= 0
     length = tl.where(is_real, vocabulary, 0)
-    row_max, row_sum, logits_sum, warm_sum = float("-inf"), 0.0, 0.0, 0.0
-    for first in range(0, length, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        logits = _load_logits(LOGITS, columns, vocabulary, stride)
-        new_row_max = tl.maximum(row_max, tl.max(logits, 0))
-        row_sum = row_sum * tl.exp(row_max - new_row_max) + tl.sum(tl.exp(logits - new_row_max), 0)
-        if DISTILLS:
-            warm_sum = warm_sum * tl.exp((row_max - new_row_max) / temperature)
-            warm_sum += tl.sum(tl.exp((logits - new_row_max) / temperature), 0)
-        row_max = new_row_max
-        logits_sum += tl.sum(tl.where(columns < vocabulary, logits, 0.0), 0)
+    row_max, row_sum, logits_sum, warm_sum = _sums_of_row(
+        LOGITS, length, vocabulary, stride, temperature, DISTILLS, COLUMNS
+    )
     log_z = row_max + tl.log(row_sum)
     label_logit = tl.load(LOGITS + label, mask=is_real, other=0.0).to(tl.float32)
     hard = 1 - distill_weight
@@ -97,12 +122,9 @@ def guided_cross_entropy(
         grad -= tl.where(columns < vocabulary, hard * label_smoothing / vocabulary, 0.0)
         if DISTILLS:
             log_q = logits / temperature - warm_z
-            p = tl.zeros((COLUMNS,), tl.float32)
-            for number in range(0, num_teachers):
-                place = number * rows + row
-                teacher = _load_logits(TEACHERS + place * teacher_stride, columns, shared, teacher_stride)
-                p += tl.exp(teacher / temperature - tl.load(NORMS + place))
-            p = p / num_teachers
+            p = _mean_of_teachers(
+                TEACHERS, NORMS, row, rows, columns, shared, teacher_stride, num_teachers, temperature, COLUMNS
+            )
             divergence += tl.sum(tl.where(p > 0, p * (tl.log(p) - log_q), 0.0), 0)
             grad += distill_weight * temperature * (tl.exp(log_q) - p)
         grad = tl.where(is_real & (columns < vocabulary), grad, 0.0)
