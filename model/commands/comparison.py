@@ -8,7 +8,7 @@ from model.commands.options import parse_options, read_request
 from model.commands.run_events import say
 from model.commands.scored_choices import score_choices
 from model.commands.setup import prepare_test
-from model.data.token_store import describe_store
+from model.commands.summary import data_text
 from model.display.catalogue import texts_here
 from model.display.choice_table import choice_lines
 from model.display.model_table import answer_lines, comparison_lines
@@ -39,7 +39,7 @@ def test_run(ranks, request, shown):
     if measured:
         scores, answers = measured
         figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
-        say(ranks, f"test {name}: {figures}")
+        say(ranks, texts_here()("test.figures", model=name, figures=figures))
         _print(ranks, answer_lines({name: answers}, shown, texts_here()) if shown else [])
 
 
@@ -68,7 +68,8 @@ def measure_model(ranks, config, typed, directory=None):
     run, plan = prepare_test(ranks, config, typed, directory)
     measured = measure(run.evaluation, plan)
     if measured:
-        say(ranks, f"test {describe_store(run.evaluation.examples.store)}")
+        text = texts_here()
+        say(ranks, text("test.data", data=data_text(run.evaluation.examples, text)))
     return run.config.finetune_from_ckp_file, measured
 
 

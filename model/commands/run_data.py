@@ -8,9 +8,10 @@ from model.commands.objective import on_rows
 from model.commands.run_files import files_of, train_files
 from model.commands.tokenising import write_beside
 from model.data.file_list import names_of
-from model.data.row_hashes import describe_shared
+from model.data.row_hashes import shared_rows
 from model.data.sampler import mixture_of
 from model.data.token_store import Source, open_store
+from model.display.catalogue import texts_here
 from model.display.console import Progress
 from model.run.run_dir import TOKENS_DIR
 from model.runtime.distributed import agree, local_main_first
@@ -37,9 +38,16 @@ def open_data(ranks, recipe, tokenizer):
         return train, None
     files = files_of(recipe.config, "validation_file")
     validation = open_examples(ranks, recipe, tokenizer, files, evaluated=True)
-    if ranks.is_main and (shared := describe_shared(validation.store, train.store)):
+    if ranks.is_main and (shared := shared_text(validation.store, train.store, texts_here())):
         LOGGER.warning(shared)
     return train, validation
+
+
+def shared_text(validation, train, text):
+    """One line about the rows that both TokenStores have; "" if there are none."""
+    rows, firsts = shared_rows(validation, train)
+    kind = "chunks" if validation.meta.get("chunks") else "pairs"
+    return text(f"shared.{kind}", rows=rows, count=len(validation), firsts=firsts) if rows or firsts else ""
 
 
 def open_examples(ranks, recipe, tokenizer, files, evaluated=False):

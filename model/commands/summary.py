@@ -116,6 +116,7 @@ def data_text(examples, text):
         mean = sum(tokens for _, tokens, _ in columns) / rows
         said = text("data.texts", names=names, counted=counted, mean=mean)
     said += text("data.turns", count=meta["turns_left_out"]) if meta["turns_left_out"] else ""
+    said += text("data.moved", count=meta["systems_moved"]) if meta.get("systems_moved") else ""
     said += text("data.blank" if chunks == rows else "data.empty", count=meta["empty"]) if meta["empty"] else ""
     return said + (f"; {meta['ignored']}" if meta["ignored"] else "")
 
@@ -126,8 +127,8 @@ def names_text(examples, text):
     if isinstance(examples.objective, Mixed):
         names = [f"{part.name}:{name}" for part, name in zip(examples.objective.parts, names, strict=True)]
     if mixture := examples.mixture:
-        weights = (f"*{taken / max(rows, 1):.3g}" for taken, rows in zip(mixture.taken, mixture.rows, strict=True))
-        names = [f"{name}{'' if weight == '*1' else weight}" for name, weight in zip(names, weights, strict=True)]
+        weights = [mixture.weight_of(file) for file in range(len(names))]
+        names = [name if weight == 1 else f"{name}*{weight:g}" for name, weight in zip(names, weights, strict=True)]
     return (
         text("comma").join(names)
         if len(names) <= MAX_NAMES

@@ -64,16 +64,3 @@ def _is_member(mine, theirs):
 
 def _chunks(hashes):
     return (hashes[start : start + ROWS_PER_CHUNK] for start in range(0, len(hashes), ROWS_PER_CHUNK))
-
-
-def describe_shared(validation, train):
-    """One line about the rows that both TokenStores have; "" if there are none."""
-    pairs, firsts = shared_rows(validation, train)
-    if not pairs and not firsts:
-        return ""
-    what = "chunks of text" if validation.meta.get("chunks") else "pairs"
-    also = f", {firsts:,} more share a prompt with it" if what == "pairs" else ""
-    return (
-        f"{pairs:,} of {len(validation):,} validation {what} are also in the training file{also}: the validation loss "
-        f"is lower than on unseen {what}"
-    )

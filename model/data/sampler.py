@@ -41,6 +41,12 @@ class Mixture:
         """Equal for mixtures that take the same rows."""
         return " ".join(f"{taken}/{rows}" for rows, taken in zip(self.rows, self.taken, strict=True))
 
+    def weight_of(self, file):
+        """The shortest number that, as the weight of file number `file`, takes what is taken of it."""
+        rows, taken = self.rows[file], self.taken[file]
+        weights = (float(f"{taken / max(rows, 1):.{digits}g}") for digits in range(1, 17))
+        return next((weight for weight in weights if _taken(rows, weight) == taken), taken / max(rows, 1))
+
     def rows_at(self, places, epoch, seed):
         """int64: rows of the token store at these places, each below `epoch_pairs`, of an epoch, from 0.
 
@@ -63,8 +69,12 @@ def mixture_of(rows_of_files, weights):
 
     None where it takes each row once.
     """
-    taken = [max(1, round(rows * weight)) if rows else 0 for rows, weight in zip(rows_of_files, weights, strict=True)]
+    taken = [_taken(rows, weight) for rows, weight in zip(rows_of_files, weights, strict=True)]
     return Mixture(tuple(rows_of_files), tuple(taken)) if taken != list(rows_of_files) else None
+
+
+def _taken(rows, weight):
+    return max(1, round(rows * weight)) if rows else 0
 
 
 def _in_passes(numbers, rows, key):

@@ -255,24 +255,3 @@ def _without_times(key):
     """The key of a store without the times at which its files were changed; None for one of another format."""
     files = key.get("files", ()) if key.get("format") == FORMAT else ()
     return {**key, "files": [{**file, "mtime_ns": 0} for file in files]} if files else None
-
-
-def describe_store(store):
-    """One line: number of examples, their mean lengths, and the share that was truncated."""
-    meta, rows = store.meta, store.meta["rows"]
-    counts = zip(store.rows.column_names, meta["tokens"], meta["cut"], strict=True)
-    columns = [(name.removesuffix("_ids"), tokens, num) for name, tokens, num in counts if name.endswith("_ids")]
-    means = " + ".join(f"{tokens / rows:.1f}" for _, tokens, _ in columns)
-    cut = ", ".join(f"{num_cut / rows:.2%} of {name}s" for name, _, num_cut in columns)
-    pairs, chunks = rows - meta.get("chunks", 0), meta.get("chunks", 0)
-    counted = [f"{pairs:,} pairs"] if pairs else []
-    counted += [f"{chunks:,} chunks of {meta['texts']:,} texts"] if chunks else []
-    line = f"{names_of([file['path'] for file in meta['source']['files']])}: {', '.join(counted)}"
-    line += f", {means} tokens on average" if not (pairs and chunks) else ""
-    line += f"; cut to {meta['source']['max_seq_len']} tokens: {cut}" if not chunks else ""
-    line += f"; {meta['turns_left_out']:,} earlier turns did not fit" if meta["turns_left_out"] else ""
-    line += f"; {moved:,} dialogues have a system text put first" if (moved := meta.get("systems_moved", 0)) else ""
-    if meta["empty"]:
-        what = "pairs with an empty prompt or response" if pairs else "texts of less than two tokens"
-        line += f"; {meta['empty']:,} {what} left out"
-    return line + (f"; {meta['ignored']}" if meta["ignored"] else "")

@@ -12,9 +12,14 @@ def comparison_lines(scores: dict[str, dict], text: Texts) -> list[str]:
     """A table with a column for each model of `scores` (figures by name) and a row for each figure that one has."""
     names = [name for name in FORMATS if any(name in figures for figures in scores.values())]
     rows = [["", *map(printable, scores)]]
-    rows += [[text(f"measure.{name}"), *(told(figures, name) or "-" for figures in scores.values())] for name in names]
+    rows += [[_name_of(name, text), *(told(figures, name) or "-" for figures in scores.values())] for name in names]
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_cells(row, widths)).rstrip() for row in rows]
+
+
+def _name_of(figure, text):
+    """The whole name of a figure, where no row says what it is of."""
+    return text.get(f"test.{figure}", text(f"measure.{figure}"))
 
 
 def _cells(row, widths):

@@ -105,6 +105,7 @@ def test_an_epoch_takes_each_file_by_its_weight_and_no_row_twice_before_all_once
     """Weights 1, 2 and 0.5: two epochs take each row twice, four times and once."""
     rows, mixture = (10, 7, 6), mixture_of([10, 7, 6], [1, 2, 0.5])
     assert (mixture.taken, mixture.epoch_pairs) == ((10, 14, 3), 27)
+    assert mixture_of([257, 7], [0.5, 1.25]).weight_of(0) == 0.5, "said as it was typed, though 128 rows are 0.498"
     epochs = []
     for epoch in range(2):
         steps = [step_at(27 * epoch + seen, 27, 4, 5, mixture) for seen in range(0, 27, 4)]

@@ -12,14 +12,20 @@ from config import TrainConfig
 from model.commands.help_zh import HELP_ZH
 from model.commands.summary import rate_text
 from model.display.answer_words import ANSWERS
+from model.display.answers import FORMATS
 from model.display.catalogue import CATALOGUE, SCREEN, Texts, language_of
 from model.display.check_words import CHECKS
 from model.display.data_words import DATA
+from model.display.model_table import comparison_lines
 from model.display.page_words import PAGE
 from model.display.tool_words import TOOLS
 from model.display.words import WORDS
 from model.train.loader import Schedule
 from model.train.lr_schedule import LearnRate
+from model.train.objectives.dialogues import Dialogues
+from model.train.objectives.pairs import Pairs
+from model.train.objectives.preference_dialogues import DialogueForm
+from model.train.objectives.preference_pairs import PairForm
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [ROOT / "model" / room for room in ("run", "display", "commands", "serve")]
@@ -40,6 +46,16 @@ def test_chinese_is_not_english():
     same = {key for key, text in CATALOGUE["zh"].items() if text == CATALOGUE["en"][key]}
     names = {f"measure.{name}" for name in ("bleu", "chrf", "rouge_l", "distinct_2")}
     assert same == names | {"cpu", "left.run", "page.top_p", "page.top_k", "page.min_p"}
+
+
+@pytest.mark.parametrize("language", CATALOGUE)
+def test_figures_of_models_beside_each_other_and_columns_of_data_each_have_a_name_of_their_own(language):
+    text = Texts(language)
+    names = [line.split("  ")[0] for line in comparison_lines({"model": dict.fromkeys(FORMATS, 0.5)}, text)[1:]]
+    assert len({*names}) == len(FORMATS)
+    kinds = Pairs, Dialogues, PairForm, DialogueForm
+    columns = {name.removesuffix("_ids") for kind in kinds for name in kind.columns if name.endswith("_ids")}
+    assert len({text(f"column.{name}") for name in columns}) == len(columns)
 
 
 def test_each_option_has_a_chinese_help():

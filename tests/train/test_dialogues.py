@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.data.conversation import Conversation, Turn
-from model.data.token_store import Source, describe_store, open_store
+from model.data.token_store import Source, open_store
 from model.data.turn_template import TurnTemplate, turn_template
 from model.formats.weights import export_model
 from model.generate.sampling import GREEDY
@@ -66,7 +66,7 @@ def test_a_dialogue_is_one_example_whose_answers_are_learnt(tokenizer, tmp_path)
     assert len(learnt) == 3 and "读书听音乐".startswith(learnt[2][0][:3]), "the last one is cut"
     lengths = examples.lengths(np.arange(3), 1)
     assert lengths[2].sum() == 100 and (lengths.sum(axis=1) <= 100).all()
-    assert "2 pairs with an empty prompt or response left out" in describe_store(examples.store)
+    assert examples.store.meta["empty"] == 2
     weights = examples.weights(np.arange(3), 1)[0][0]
     assert weights == sum(examples.sequences([row], 1).is_target.sum() for row in range(3))
 
@@ -89,7 +89,7 @@ def test_each_answer_is_learnt_once_and_what_must_not_be_learnt_is_context(token
     assert learnt == [["下雨"], ["很好", "下雨", "很好"], ["下雨"], ["很好"], ["很好", "很好"]]
     first, rest = (tokenizer.backend.decode(ids.tolist()) for ids in store.tokens(np.array([4]))[:2])
     assert "医生" not in first and rest.index("很好") < rest.index("医生"), "a system text stands where it was said"
-    assert "calls of tools (1 time)" in describe_store(store)
+    assert "calls of tools (1 time)" in store.meta["ignored"]
 
 
 def test_a_template_that_shows_system_texts_only_first_has_them_there_and_it_is_counted(tokenizer, tmp_path):

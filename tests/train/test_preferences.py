@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from model.commands.objective import objectives_for
-from model.data.token_store import Source, describe_store, open_store
+from model.data.token_store import Source, open_store
 from model.memory.plan import MemoryPlan
 from model.nn.base import Packing
 from model.nn.decoder.family import DECODER
@@ -184,7 +184,7 @@ def test_responses_as_texts_and_as_messages_give_the_same_ids(parts, messages, t
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows + unusable))
     store = open_store(Source((path,), objective, tokenizer, 64), tmp_path / "tokens")
-    assert "rows without a rejected response (1 row), rows with two equal responses (1 row)" in describe_store(store)
+    assert "rows without a rejected response (1 row), rows with two equal responses (1 row)" in store.meta["ignored"]
     texts = {tuple(map(tokenizer.backend.decode, (column.tolist() for column in store.tokens(np.array([row]))[:3])))
              for row in range(len(store))}  # fmt: skip
     assert len(store) == len(rows) and len(texts) == 1

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from model.commands.objective import objective_on, objectives_for, on_rows
+from model.commands.summary import data_text
 from model.data.file_list import DataFile
-from model.data.token_store import Source, describe_store, open_store
+from model.data.token_store import Source, open_store
+from model.display.catalogue import Texts
 from model.memory.plan import MemoryPlan
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
@@ -103,7 +105,7 @@ def test_the_gradient_of_a_step_is_the_same_however_it_is_cut(case, tokenizer):
 def test_what_a_text_gives_is_counted_in_chunks_and_the_file_in_texts(case, tokenizer):
     name, examples, _ = case
     kind, names = CASES[name]
-    store, said = examples.store, describe_store(examples.store)
+    store, said = examples.store, data_text(examples, Texts("en"))
     is_whole = [
         len(tokenizer.encode(text)) + (objective != "span") > 1
         for objective in names
