@@ -169,7 +169,10 @@ def refuse_result(inputs: list[Input], counts: list[int], share: float) -> None:
             reasons.append("no row is left, so nothing was written:\n" + count_table(inputs))
         raise ValueError("\n".join(reasons))
     if not all(counts):
-        raise ValueError(f"--validation_share={share}: none of {counts[0]:,} rows; give more, nothing was written")
+        raise ValueError(
+            f"--validation_share={share}: of {counts[0]:,} rows none came into it, so nothing was written; type a "
+            f"larger share, such as --validation_share={min(10 / counts[0], 0.5):.2g}"
+        )
 
 
 def check_outputs(options: argparse.Namespace) -> list[Path]:

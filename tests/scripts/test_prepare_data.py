@@ -154,7 +154,12 @@ def test_a_share_of_the_pairs_goes_to_validation_and_stays_there_when_data_is_ad
     assert validation_prompts[0] == {prompt for prompt in validation_prompts[1] if int(prompt[1:]) < 300}
     words = ["few.jsonl", "--output", "a.parquet", "--validation_output", "b.parquet"]
     code, _, err = prepare(*words, "--validation_share", "1e-9")
-    assert code == 2 and "none of 300 rows" in err and not list(tmp_path.glob("[ab].parquet"))
+    assert (
+        code == 2
+        and "of 300 rows none" in err
+        and "--validation_share=0.033" in err
+        and not list(tmp_path.glob("[ab].parquet"))
+    )
 
 
 def test_named_columns_are_used_and_wrong_options_are_refused(tmp_path, prepare):
