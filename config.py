@@ -252,7 +252,7 @@ def _unshareable(config):
 def _not_rounded(config):
     """Yield a message for each value with which weights cannot be updated in bf16 alone."""
     if config.optimizer not in ("auto", "adamw"):
-        yield f"master_dtype=bf16: only adamw rounds its updates to bf16, not {config.optimizer}: leave one of them out"
+        yield f"master_dtype=bf16: adamw rounds to bf16, {config.optimizer} does not: type --optimizer=adamw too"
     if config.mixed_precision == "no":
         yield "master_dtype=bf16 contradicts mixed_precision=no: leave one of them out"
     if config.lora_rank:
@@ -264,7 +264,7 @@ def _not_rounded(config):
 def _not_offloaded(config):
     """Yield a message for each value with which the CPU cannot update the weights."""
     if config.optimizer not in ("auto", "adamw"):
-        yield f"offload=optimizer: the CPU computes the update of adamw, not of {config.optimizer}: leave one out"
+        yield f"offload=optimizer: the CPU updates by adamw, not by {config.optimizer}: type --optimizer=adamw too"
     if config.share_state == "False":
         yield "offload=optimizer: ranks share what they offload: leave share_state=False out"
     if config.lora_rank:

@@ -77,9 +77,11 @@ def find_origin(ranks, config, typed, found=None, vocab_size=None):
 def broadcast_request(stray, options, keep_training=False):
     """The CommandLine of these words, on every rank; rank 0 reads the stored options of a resumed run for all."""
     typed = parse_options(stray, options, keep_training)
-    objectives_for(typed.config)
     arguments = typed.config.output_dir, typed.keep_training, keep_training
-    return with_stored_options(typed, from_main_before_joining(typed.config.ddp_timeout_s, stored_options, *arguments))
+    stored = from_main_before_joining(typed.config.ddp_timeout_s, stored_options, *arguments)
+    request = with_stored_options(typed, stored)
+    objectives_for(request.config)  # a run that goes on has its stored one
+    return request
 
 
 def agree_on(ranks, request):

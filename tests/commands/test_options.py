@@ -9,6 +9,7 @@ import pytest
 from config import TrainConfig
 from model.commands.option_values import load_config
 from model.commands.options import KEEP_TRAINING, exit_early, read_request
+from model.commands.origin import broadcast_request
 from model.commands.run_length import global_batch
 from model.commands.usage import COMMANDS
 from tests.ranks import ROOT
@@ -160,6 +161,14 @@ def test_stored_options_of_a_run_without_checkpoints_are_ignored(tmp_path):
     assert tested.config.learn_rate == 0.5, "test needs no checkpoint"
     write_run(tmp_path, dict(preset="sft", given=dict(learn_rate=0.5)))
     assert request(tmp_path, is_keep_training="auto").config.learn_rate == 0.5
+
+
+def test_an_option_of_an_objective_is_taken_by_a_run_that_was_started_with_it(tmp_path):
+    write_run(tmp_path, dict(preset="pretrain", given=dict(objective="dpo"), config=dict(single_turn=False)))
+    again = broadcast_request((), dict(output_dir=str(tmp_path), is_keep_training="True", beta="0.3"))
+    assert (again.config.objective, again.config.beta) == ("dpo", 0.3)
+    with pytest.raises(ValueError, match="beta=0.3: the objective dpo or orpo or simpo uses it"):
+        broadcast_request((), dict(output_dir=str(tmp_path), beta="0.3"))
 
 
 @pytest.mark.parametrize("given", [dict(epochs=9), dict(epochs=9, output_dir="exp1")])
