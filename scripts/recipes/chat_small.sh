@@ -4,19 +4,6 @@ set -euo pipefail
 recipe=chat_small model=small kind=character vocab_size=8000
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/stages.sh"
 
-usage() {
-    cat >&2 <<'END'
-usage: chat_small.sh --pairs=FILE[,FILE] --sft=FILE[,FILE] [--text=FILE[,FILE]] [--out=DIR] [--any_field=value ...]
-  --pairs   pairs or conversations to pre-train on      --text  plain text, learnt before them
-  --sft     conversations to fine-tune on               --out   directory of the result (model_save/chat_small)
-  --preferences=N    then let it answer N of these conversations, and prefer their own responses (DPO)
-  --any_field=value  options of train_low_mem.py train for every training
-NUM_PROCESSES=2 before the command starts that many processes instead of one for each visible GPU.
-Run it again to go on where it stopped.
-END
-    exit 2
-}
-
 read_words "$@"
 prepare text "$text" --max_chars=1000000 # a document becomes many chunks
 prepare pairs "$pairs"

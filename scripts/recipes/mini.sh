@@ -4,19 +4,6 @@ set -euo pipefail
 recipe=mini model=mini kind=byte_level vocab_size=6400
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/stages.sh"
 
-usage() {
-    cat >&2 <<'END'
-usage: mini.sh --pairs=FILE[,FILE] --sft=FILE[,FILE] [--text=FILE[,FILE]] [--out=DIR] [--any_field=value ...]
-  --pairs   pairs or conversations to pre-train on      --text  plain text, learnt with them
-  --sft     conversations to fine-tune on               --out   directory of the result (model_save/mini)
-  --preferences=N    then let it answer N of these conversations, and prefer their own responses (DPO)
-  --any_field=value  options of train_low_mem.py train for every training
-NUM_PROCESSES=2 before the command starts that many processes instead of one for each visible GPU.
-Run it again to go on where it stopped.
-END
-    exit 2
-}
-
 read_words "$@"
 prepare text "$text" --max_chars=1000000 # a document becomes many chunks
 prepare pairs "$pairs"

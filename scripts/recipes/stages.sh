@@ -1,16 +1,48 @@
-# Sourced by the recipes, which set `model`, `kind`, `vocab_size` and define `usage`: the stages from files to a model.
+# Sourced by the recipes, which set `recipe`, `model`, `kind` and `vocab_size`: the stages from files to a model.
 # A stage that is done is skipped, and one that was stopped goes on, when a recipe is run again.
 
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../launch.sh"
 trap 'exit 130' INT # a training that Ctrl+C stops exits with 0
 
-# Reads --text, --pairs, --sft, --preferences and --out; what else is typed goes to every training.
+usage() {
+    ! in_chinese || usage_zh
+    cat >&2 <<END
+usage: $recipe.sh --pairs=FILE[,FILE] --sft=FILE[,FILE] [--text=FILE[,FILE]] [--out=DIR] [--any_field=value ...]
+  --pairs   pairs or conversations to pre-train on      --text  plain text, learnt before them
+  --sft     conversations to fine-tune on               --out   directory of the result (model_save/$recipe)
+  --preferences=N    then let it answer N of these conversations, and prefer their own responses (DPO)
+  --validation_share=0.01    of each kind of file is kept to validate; little data needs a larger share
+  --any_field=value  options of train_low_mem.py train for every training
+NUM_PROCESSES=2 before the command starts that many processes instead of one for each visible GPU.
+Run it again to go on where it stopped.
+END
+    exit 2
+}
+
+usage_zh() {
+    cat >&2 <<END
+用法：$recipe.sh --pairs=文件[,文件] --sft=文件[,文件] [--text=文件[,文件]] [--out=目录] [--any_field=value ...]
+  --pairs   预训练用的问答对或对话      --text  纯文本，在它们之前学
+  --sft     微调用的对话                --out   结果的目录（model_save/$recipe）
+  --preferences=N    然后让模型回答其中 N 个对话，学习偏好原来的回答（DPO）
+  --validation_share=0.01    每种文件留作验证的比例；数据少时要大一些
+  --any_field=value  train_low_mem.py train 的选项，用于每次训练
+前面写 NUM_PROCESSES=2 就启动两个进程；不写时每块可见的 GPU 一个。
+再运行一次，就从停下的地方继续。
+END
+    exit 2
+}
+
+# Reads --text, --pairs, --sft, --preferences, --validation_share, --out; what else is typed goes to every training.
 read_words() {
     local word rest=()
-    text='' pairs='' sft='' preferences=0 out=model_save/$recipe
+    text='' pairs='' sft='' preferences=0 validation_share=0.01 out=model_save/$recipe
     for word in "$@"; do
         case $word in
-        --text=* | --pairs=* | --sft=* | --preferences=* | --out=*) printf -v "$(cut -c3- <<<"${word%%=*}")" %s "${word#*=}" ;;
+        --text=* | --pairs=* | --sft=* | --preferences=* | --validation_share=* | --out=*)
+            printf -v "$(cut -c3- <<<"${word%%=*}")" %s "${word#*=}"
+            ;;
+        --help) usage ;;
         *) rest+=("$word") ;;
         esac
     done
@@ -37,7 +69,9 @@ absolute() {
     done
 }
 
+# Says $1, or $2 to people who read Chinese.
 say() {
+    ! in_chinese || set -- "$2"
     printf '%s: %s\n' "$recipe" "$1"
 }
 
@@ -45,17 +79,17 @@ say() {
 prepare() {
     local name=$1 files=()
     [[ -n $2 && ! -e $out/data/$1.parquet ]] || return 0
-    say "prepares $1"
+    say "prepares $1" "整理 $1"
     mkdir -p "$out/data"
     IFS=, read -ra files <<<"$2"
     shift 2
     "$python" scripts/prepare_data.py "${files[@]}" --output "$out/data/$name.parquet" \
-        --validation_output "$out/data/${name}_valid.parquet" --overwrite "$@"
+        --validation_output "$out/data/${name}_valid.parquet" --validation_share="$validation_share" --overwrite "$@"
 }
 
 make_tokenizer() {
     [[ ! -e $out/tokenizer/tokenizer.json ]] || return 0
-    say "trains a tokenizer"
+    say "trains a tokenizer" "训练分词器"
     "$python" scripts/train_tokenizer.py "$out"/data/*.parquet --output_dir "$out/tokenizer" \
         --kind="$kind" --vocab_size "$vocab_size" --overwrite
 }
@@ -65,10 +99,10 @@ train_stage() {
     local run=$out/$1 data=$out/data/$2
     shift 2
     ! is_finished "$run" || return 0
-    say "trains $run"
+    say "trains $run" "训练 $run"
     (start_training --train_file="$data" --validation_file="${data%.*}_valid.${data##*.}" --output_dir="$run" "$@")
     is_finished "$run" || {
-        say "stopped in $run: type the same command to go on"
+        say "stopped in $run: type the same command to go on" "停在 $run：再输入同一条命令就继续"
         exit 1
     }
 }
@@ -98,5 +132,5 @@ show_results() {
         [[ $run == */1_text ]] || models+=("$run/best")
     done
     "$python" train_low_mem.py test "${models[@]}" --test_file="$out/data/sft_valid.parquet" --show=20
-    say "talk to it: $python scripts/chat.py ${models[-1]}"
+    say "talk to it: $python scripts/chat.py ${models[-1]}" "和它对话：$python scripts/chat.py ${models[-1]}"
 }

@@ -21,7 +21,7 @@ from train_low_mem import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
-LAUNCHERS = ("run_train.sh", "train_sft_custom.sh", "quick_start_sft_fast.sh")
+LAUNCHERS = "run_train.sh", "train_sft_custom.sh", "quick_start_sft_fast.sh", "recipes/chat_small.sh", "recipes/mini.sh"
 # commands, code, options with their values, paths and names of files; what is left is words
 CODE = re.compile(
     r"^\s+(python|accelerate|torchrun|--|\[-).*$|`.*?`|\[.*?\]|'.*?'|-{1,2}\w\S*( [A-Z_.]+)?|\S*[/_=.]\w\S*", re.M
