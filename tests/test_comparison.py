@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -61,6 +62,18 @@ def test_a_directory_that_no_run_is_known_of_is_tested_and_a_decoder_beside_a_t5
     assert table(drawn.text, ["one"])["chrF"] != table(done.text, ["decoder", "one"])["chrF"][1:]
     alone = command(home, "test", "--output_dir=one", "--show=1", *ANSWERED)
     assert alone.codes == [0] and "test one/best: loss" in alone.text and "  right answer  " in alone.text
+
+
+def test_a_model_of_preferences_is_asked_pairs_beside_others_whatever_its_best_was_chosen_by(home):
+    shutil.copytree(home / "one", home / "preferring")
+    path = home / "preferring" / "config.json"
+    stored = json.loads(path.read_text())
+    stored["given"] |= dict(objective="dpo", best_metric="accuracy", beta=0.3)
+    path.write_text(json.dumps(stored))
+    done = command(home, "test", "preferring", "one", *ANSWERED)
+    assert done.codes == [0], done.text
+    one, other = table(done.text, ["preferring", "one"])["loss"]
+    assert one == other
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def options_of(name, options, is_compared=False):
     else:
         config = _config_of_model(directory, options)
     alike = ALIKE if not is_compared or "objective" in options else (*ALIKE, "objective", "mix", *not_of_pairs())
-    fresh = {field: getattr(TrainConfig, field) for field in alike if field not in options}
+    fresh = {field: getattr(TrainConfig, field) for field in (*alike, "best_metric") if field not in options}
     return asdict(replace(config, output_dir=str(run_dir or directory), **fresh)), str(directory)
 
 
