@@ -138,11 +138,12 @@ def print_written(written: dict[Path, array]) -> None:
     distinct = np.unique(prompts)
     text = texts_here()
     with open(output, "rb") as file:  # pyarrow itself opens only names in UTF-8
-        unit = text(f"unit.{UNITS[pq.read_schema(file).names[0]]}")
-    print(text("prepare.written", path=output, unit=unit, count=len(prompts), distinct=len(distinct)))
+        what = UNITS[pq.read_schema(file).names[0]]
+    unit, key = text(f"unit.{what}"), "texts" if what == "texts" else "written"
+    print(text(f"prepare.{key}", path=output, unit=unit, count=len(prompts), distinct=len(distinct)))
     for path, hashes in others:
         shared = int(np.isin(hashes, distinct).sum())
-        print(text("prepare.written_too", path=path, unit=unit, count=len(hashes), shared=shared, other=output))
+        print(text(f"prepare.{key}_too", path=path, unit=unit, count=len(hashes), shared=shared, other=output))
 
 
 def print_report(paths: list[Path], tokenizer_dir: Path, max_seq_len: int) -> None:

@@ -23,6 +23,8 @@ DATA = {
         "prepare.whole_file": "left out: the whole file: {problem}",
         "prepare.same_file": "{path}: the same file as {other}, read once",
         "prepare.written": "{path}: {count:,} {unit} written, {distinct:,} different prompts",
+        "prepare.texts": "{path}: {count:,} texts written, {distinct:,} of them different",
+        "prepare.texts_too": "{path}: {count:,} texts written, {shared:,} of them also in {other}",
         "prepare.written_too": "{path}: {count:,} {unit} written, {shared:,} with a prompt that is also in {other}",
         # its --report
         "unit.pairs": "pairs",
@@ -92,6 +94,8 @@ DATA = {
         "prepare.whole_file": "未使用：整个文件：{problem}",
         "prepare.same_file": "{path}：和 {other} 是同一个文件，只读一次",
         "prepare.written": "{path}：写入 {count:,} {unit}，其中不同的问题 {distinct:,} 个",
+        "prepare.texts": "{path}：写入 {count:,} 篇文本，其中不同的 {distinct:,} 篇",
+        "prepare.texts_too": "{path}：写入 {count:,} 篇文本，其中 {shared:,} 篇在 {other} 里也有",
         "prepare.written_too": "{path}：写入 {count:,} {unit}，其中 {shared:,} 个的问题在 {other} 里也有",
         "unit.pairs": "对",
         "unit.conversations": "个对话",
