@@ -202,7 +202,8 @@ def _levers(recipe, chosen, usable, plan):
     rows += [("micro_batch", size, spec, (size, chunk, checkpointing)) for size in sizes]
     blocks = {False: 0, True: chosen.num_blocks}
     rows += [("checkpointing", on, spec, (tokens, chunk, number)) for on, number in blocks.items()]
-    for optimizer in () if spec.lora else ("muon", "adamw_rms", "adafactor"):
+    others = [name for name in ("muon", "adamw_rms", "adafactor") if _is_taken(recipe.config, optimizer=name)]
+    for optimizer in () if spec.lora else others:
         rows.append(("optimizer", optimizer, with_optimizer(spec, optimizer), plan.batching))
     for shares in ("False", "True") if may_share(recipe) and not spec.offloads else ():
         other = with_config(recipe, replace(recipe.config, share_state=shares)).spec
@@ -226,6 +227,15 @@ def _levers(recipe, chosen, usable, plan):
                  largest_micro_batch_tokens=largest.micro_batch_tokens if largest else 0)
         )  # fmt: skip
     return levers
+
+
+def _is_taken(config, **options):
+    """Whether a run takes these options in place of those of the TrainConfig."""
+    try:
+        replace(config, **options)
+    except ValueError:
+        return False
+    return True
 
 
 def _host(recipe, estimate, plan):

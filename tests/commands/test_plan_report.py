@@ -95,6 +95,9 @@ def test_no_lever_is_shown_that_train_refuses():
     )
     levers = [lever["lever"] for lever in values["levers"] if lever["lever"].startswith("micro-batch")]
     assert levers == [f"micro-batch of {2 * longest}"]
+    for adamw_only in (dict(offload="optimizer"), dict(master_dtype="bf16")):
+        values = plan(model="small", gpu_memory_limit_gb=8, optimizer="adamw", **adamw_only)
+        assert values["levers"] and "optimizer" not in {lever["kind"] for lever in values["levers"]}
 
 
 def test_the_predicted_evaluation_peak_covers_every_forward_pass():
