@@ -111,7 +111,7 @@ is_finished() {
     [[ -e $1/metrics.jsonl ]] && grep '"kind": *"stop"' "$1/metrics.jsonl" | tail -n 1 | grep -q '"finished"'
 }
 
-# The run $1 learns to prefer the responses of its data to its own, in $out/$2.
+# The run $1 learns to prefer the responses of its data to its own, in $out/$2, with these further options.
 prefer_stage() {
     local name
     [[ $preferences != 0 ]] || return 0
@@ -120,7 +120,7 @@ prefer_stage() {
         "$python" scripts/make_preferences.py "$out/$1" "$out/data/sft$name.parquet" --rows "$preferences" \
             --output "$out/data/preferences$name.jsonl"
     done
-    train_stage "$2" preferences.jsonl --objective=dpo --finetune_from_ckp_file="$out/$1/best" --epochs=1
+    train_stage "$2" preferences.jsonl --objective=dpo --finetune_from_ckp_file="$out/$1/best" --epochs=1 "${@:3}"
     runs+=("$out/$2")
 }
 
