@@ -96,8 +96,9 @@ def to_gguf(source: str | Path, target: str | Path, kind: str = "f16") -> None:
 def _ends_of_answers(template, settings):
     """Ids that end an answer: the chat template's, then those of a generation_config.json that the tokenizer has."""
     listed = settings.get(EOS)
-    others = listed if isinstance(listed, list) else [listed]
-    known = [number for number in others if type(number) is int and template.tokenizer.backend.id_to_token(number)]
+    others, token_of = listed if isinstance(listed, list) else [listed], template.tokenizer.backend.id_to_token
+    ids = range(template.tokenizer.vocab_size)
+    known = [number for number in others if type(number) is int and number in ids and token_of(number)]
     return list(dict.fromkeys([template.end_id, *known]))
 
 
