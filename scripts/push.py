@@ -20,7 +20,7 @@ explain_missing_packages()
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.commands.publishing import Parcel, check_name, parcel_of, send  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
-from model.runtime.terminal import printable_lines  # noqa: E402
+from model.runtime.terminal import printable, printable_lines  # noqa: E402
 
 
 def parse_options(words: list[str]) -> argparse.Namespace:
@@ -41,7 +41,7 @@ def list_files(parcel: Parcel, options: argparse.Namespace) -> None:
         print(f"  {path.stat().st_size / 2**20:10.2f} MiB  {path.name}")
     print(text("push.total", count=len(parcel.files), size=parcel.size / 2**20))
     if parcel.left:
-        print(text("push.left", names=", ".join(parcel.left)))
+        print(text("push.left", names=printable(", ".join(parcel.left))))
 
 
 def is_wanted(options: argparse.Namespace) -> bool:

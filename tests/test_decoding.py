@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from model.commands import decoding, evaluation
 from model.data.tokenizer import PROBE, load_tokenizer
+from model.display.catalogue import Texts
 from model.formats.weights import export_model
 from model.generate.decoding_choice import PENALTY, ways_to_try
 from model.generate.sampling import Sampling
@@ -95,6 +96,13 @@ def test_what_stands_against_a_choice_is_said_and_what_was_typed_is_used(home):
         train(home, **ANSWERED | dict(top_p=0.9)), "belongs to a temperature above 0: type --temperature=0.7"
     )
     assert refused(train(home, **ANSWERED | dict(temperature=-2)), "must be from 0 to 100")
+
+
+@pytest.mark.parametrize("value", ["hot", [1], {}, 10**400, float("nan")])
+def test_strange_settings_of_a_base_are_said_as_they_stand(value):
+    strange = dict(do_sample=True, temperature=value, chat_trainer=dict(repetition_penalty=value))
+    said = decoding.how_text(strange, Texts("en"))
+    assert said.startswith("drawn, temperature ") and "repetition_penalty" in said and len(said) < 150
 
 
 def test_a_decoder_s_penalty_is_for_this_trainer_alone_as_transformers_would_count_the_prompt(home):

@@ -124,5 +124,10 @@ def how_text(values, text):
     names = ("temperature", "top_k", "top_p", "min_p") if values.get("do_sample") else ()
     names += "repetition_penalty", "no_repeat_ngram_size"
     off = dict(top_k=0, top_p=1, min_p=0, repetition_penalty=1, no_repeat_ngram_size=0)
-    said = [f"{name} {values[name]:g}" for name in names if values.get(name) not in (None, off.get(name))]
+    said = [f"{name} {_shown(values[name])}" for name in names if values.get(name) not in (None, off.get(name))]
     return text("comma").join([text("decoding.drawn" if values.get("do_sample") else "decoding.greedy"), *said])
+
+
+def _shown(value):
+    """A setting as text; a base's file may hold anything."""
+    return f"{value:g}" if isinstance(value, float) else f"{value!r:.40}"

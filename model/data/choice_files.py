@@ -81,7 +81,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"--choices_file={path}: no such file or folder; name a csv file, or a folder of them")
-    files = sorted(path.glob("*.csv"))
+    files = sorted(file for file in path.glob("*.csv") if file.is_file())
     asked = [file for file in files if not file.stem.endswith("_dev")] or files  # some have all in one folder
     if not asked:
         inside = ", ".join(sorted({str(file.parent) for file in path.glob("*/*.csv")}))
@@ -95,7 +95,8 @@ def _subject(file: Path, num_shots: int) -> Subject:
     style, questions = _read(file)
     if not num_shots:
         return Subject(name, style, questions)
-    places = file.with_name(f"{name}_dev.csv"), *(file.parents[1] / "dev" / f"{name}{end}.csv" for end in ("_dev", ""))
+    folder = file.absolute().parent.parent
+    places = file.with_name(f"{name}_dev.csv"), *(folder / "dev" / f"{name}{end}.csv" for end in ("_dev", ""))
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise ValueError(

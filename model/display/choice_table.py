@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from model.display.catalogue import texts_here
+from model.runtime.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ def choice_lines(model, scores, shortened):
         return []
     text, right, questions = texts_here(), sum(s.right for s in scores), sum(s.questions for s in scores)
     lines = [
-        text("choices.subject", name=score.name, percent=100 * score.share, questions=score.questions)
+        text("choices.subject", name=printable(score.name), percent=100 * score.share, questions=score.questions)
         for score in scores
     ]
     share, mean = right / questions, sum(score.share for score in scores) / len(scores)

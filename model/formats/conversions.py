@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model.data.tokenizer import copy_tokenizer, load_tokenizer
@@ -96,8 +97,9 @@ def to_gguf(source: str | Path, target: str | Path, kind: str = "f16") -> None:
 def _ends_of_answers(template, settings):
     """Ids that end an answer: the chat template's, then those of a generation_config.json that the tokenizer has."""
     listed = settings.get(EOS)
-    others = listed if isinstance(listed, list) else [listed]
-    known = [number for number in others if type(number) is int and template.tokenizer.backend.id_to_token(number)]
+    others, token_of = listed if isinstance(listed, list) else [listed], template.tokenizer.backend.id_to_token
+    ids = range(template.tokenizer.vocab_size)
+    known = [number for number in others if type(number) is int and number in ids and token_of(number)]
     return list(dict.fromkeys([template.end_id, *known]))
 
 
@@ -105,12 +107,23 @@ def _halve_weights(source, target):
     """Write the weights in `source` to `target` in bf16, one file at a time."""
     files = sorted(source.glob("model*.safetensors"))
     for file in files or [weights_file(source)]:
-        tensors = load_file(file) if files else read_tensors(file)
+        tensors = _loaded(file) if files else read_tensors(file)
         halved = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-        save_file(halved, target / (file.name if files else WEIGHTS), metadata={"format": "pt"})
+        try:
+            save_file(halved, target / (file.name if files else WEIGHTS), metadata={"format": "pt"})
+        except SafetensorError as error:  # safetensors raises it for a full or failing disk
+            raise OSError(f"{target} cannot be written: {error}") from None
     if (source / INDEX).is_file():
         total = sum((target / file.name).stat().st_size for file in files)
         write_json(target / INDEX, read_object(source / INDEX) | dict(metadata=dict(total_size=total)))
+
+
+def _loaded(file):
+    """The tensors of a safetensors file under their own names; raises ValueError for a damaged one."""
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read as weights: {error}: copy it again") from None
 
 
 def _model_in(path):

@@ -47,7 +47,8 @@ def _parameters(settings):
 
 
 def _is_number(value):
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a stranger's value can be a setting: NaN, infinity and negative numbers cannot."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def _as_chatml(frames):

@@ -1,6 +1,7 @@
 """Prompts of /v1/completions continued as they stand, and the log-probabilities of their tokens."""
 
 import asyncio
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +13,8 @@ from model.serve.answer_stream import AnswerStream, as_text, collect
 from model.serve.answering import MAX_TOKEN_CHARACTERS, TextStream, prompt_ids
 from model.serve.openai_api import StopFilter, usage_of
 from model.serve.openai_completions import logprobs_of
+
+MAX_NAMED = 2**19  # log-probabilities in one answer, each of which takes some 250 bytes of memory
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,18 @@ def ids_of_prompt(service, prompt):
             "shorten it, or start the server with --max_prompt_tokens=N"
         )
     return ids
+
+
+def check_size(request, prompts):
+    """Raise ValueError if a CompletionRequest whose prompts have the ids `prompts` asks for too many numbers."""
+    if request.logprobs is None:
+        return
+    tokens = len(prompts) * request.asked.max_new_tokens + request.echo * sum(map(len, prompts))
+    if tokens * max(request.logprobs, 1) > MAX_NAMED:
+        raise ValueError(
+            f"logprobs={request.logprobs} of up to {tokens:,} tokens in {len(prompts)} prompts: an answer has at most "
+            f"{MAX_NAMED:,} log-probabilities: send fewer prompts at a time, or lower logprobs or max_tokens"
+        )
 
 
 async def continue_all(service, request, prompts, deadline):
@@ -110,9 +125,8 @@ async def _scores(service, request, ids, new_ids, deadline):
 
 
 def _ids_of_text(tokenizer, ids, text):
-    """The first of `ids` that together give `text`, where a stop ended it."""
-    count = next(n for n in range(len(ids) + 1) if len(tokenizer.decode(ids[:n])) >= len(text))
-    return ids[:count]
+    """The first of `ids` that together give `text`, where a stop ended it; few are decoded, however many there are."""
+    return ids[: bisect_left(range(len(ids)), True, key=lambda n: tokenizer.decode(ids[:n]).startswith(text))]
 
 
 def _choices(tokenizer, request, prompts, done):

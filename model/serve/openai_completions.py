@@ -1,5 +1,6 @@
 """The requests and answers of /v1/completions: several prompts, as text or token ids, with log-probabilities."""
 
+import re
 from dataclasses import dataclass
 
 from model.nn.registry import family_of
@@ -7,6 +8,7 @@ from model.serve.openai_api import ApiRequest, flag_of, given_fields, request_of
 
 MAX_PROMPTS, MAX_LOGPROBS = 128, 20
 OWN = {"echo", "logprobs"}
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # a surrogate, which JSON can spell and no tokenizer reads
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ def _prompts(prompt, vocab_size):
     for one in prompt:
         if not one or not (isinstance(one, str) or _is_ids(one)):
             raise ValueError("prompt must be text that is not empty, or a list of token ids")
+        if isinstance(one, str) and (half := HALF_CHARACTER.search(one)):
+            raise ValueError(f"prompt has {half[0]!r}, half of a character, at place {half.start()}: leave it out")
         if not isinstance(one, str) and not 0 <= min(one) <= max(one) < vocab_size:
             raise ValueError(
                 f"prompt has the token ids {min(one)} to {max(one)}: this model's are 0 to {vocab_size - 1}"

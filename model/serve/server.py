@@ -25,7 +25,7 @@ from model.display.catalogue import CATALOGUE
 from model.generate.engine import Request
 from model.serve.answer_stream import AnswerStream, as_text, collect, reader
 from model.serve.answering import prompt_ids, question_start
-from model.serve.completions import continue_all, ids_of_prompt
+from model.serve.completions import check_size, continue_all, ids_of_prompt
 from model.serve.decoding_thread import TooBusy
 from model.serve.document import document, headers
 from model.serve.openai_api import Reply, error_body, message_choice, parse_chat
@@ -168,6 +168,7 @@ async def complete(site, request):
         asked = parse_completion(body, service.chat, service.new_tokens)
         reading = in_thread(service, deadline, lambda: [ids_of_prompt(service, prompt) for prompt in asked.prompts])
         prompts = await until_disconnected(request, reading)
+        check_size(asked, prompts)
         if asked.asked.streams:
             answer = begin(service, asked.asked, as_text, prompts[0], deadline)
             return StreamingResponse(events(answer, reply, asked.asked.wants_usage), media_type="text/event-stream")

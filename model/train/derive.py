@@ -7,6 +7,7 @@ the same rows are packed together.
 import hashlib
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -18,8 +19,9 @@ from model.data.token_store import open_column
 from model.memory.oom_policy import shrink_plan
 from model.memory.plan import MemoryPlan
 from model.runtime import fault_injection
-from model.runtime.atomic_io import whole_directory
+from model.runtime.atomic_io import held_lock, whole_directory
 from model.runtime.distributed import local_main_first, sum_over_ranks, vote
+from model.runtime.watchdog import stop_asked
 from model.train.evaluate import EPOCH, Parts, evaluating, values_of_share
 
 TOKENS_TOGETHER = 2**15  # of a rank that are packed together, about
@@ -59,10 +61,23 @@ def with_derived(examples, reference):
 def derive(ranks, model, examples, plan, reference, progress=lambda done: None):
     """Compute the derived columns with the weights of `model` and write them on each machine.
 
-    It begins where an earlier call was stopped. `progress(rows)` is called after each part. Raises KeyboardInterrupt if
-    a stop was asked, NothingFits if the smallest plan does not fit, ValueError for a number that is not finite.
+    It begins where an earlier call was stopped, and waits for another run that computes the same. `progress(rows)` is
+    called after each part. Raises KeyboardInterrupt if a stop was asked, NothingFits if the smallest plan does not fit,
+    ValueError for a number that is not finite.
     """
-    examples, folder = with_zeros(examples), derived_directory(examples, reference)
+    with ExitStack() as held:
+        local_main_first(ranks, partial(_hold_lock, ranks, derived_directory(examples, reference), held))
+        if not is_derived(ranks, examples, reference):
+            _derive(ranks, model, with_zeros(examples), plan, derived_directory(examples, reference), progress)
+
+
+def _hold_lock(ranks, folder, held):
+    """Make the ExitStack `held` release a lock, which the main rank holds, as no two runs may write one draft."""
+    if ranks.is_main:
+        held.enter_context(held_lock(folder.with_name(f".{folder.name}.lock"), stop_asked))
+
+
+def _derive(ranks, model, examples, plan, folder, progress):
     names, draft, together = examples.objective.derived, folder.with_suffix(".part"), rows_together(examples)
     together *= ranks.world_size
     local_main_first(ranks, partial(_begin, draft, names, len(examples)))

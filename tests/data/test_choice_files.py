@@ -1,5 +1,8 @@
 """C-Eval's, CMMLU's and MMLU's files are read as published, and asked as their publications ask."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from model.data.choice_encoding import QuestionReader, encode_choices, letter_ids
@@ -70,6 +73,15 @@ def test_files_of_all_parts_may_lie_in_one_folder(tmp_path):
 def test_what_holds_no_questions_with_an_answer_is_refused(tmp_path, name, text, shots, words):
     with pytest.raises(ValueError, match=words):
         read_subjects(write(tmp_path, {name: text}), shots)
+
+
+def test_a_file_is_named_from_its_own_folder_and_what_is_no_file_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(write(tmp_path, CEVAL_FILES) / "val")
+    assert len(read_subjects("accountant_val.csv", 2)[0].shots) == 2
+    Path("folder.csv").mkdir()
+    Path("gone.csv").symlink_to("nowhere")
+    os.mkfifo("pipe.csv")
+    assert [subject.name for subject in read_subjects(".")] == ["accountant"]
 
 
 def test_too_few_examples_and_bytes_that_are_no_text_are_refused(tmp_path):

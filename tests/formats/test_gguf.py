@@ -1,6 +1,7 @@
 """A decoder in a GGUF file has its tensors, sizes and tokenizer; llama.cpp gives its ids and its greedy answers."""
 
 import json
+import math
 import shutil
 import unicodedata
 
@@ -214,6 +215,11 @@ def test_the_modelfile_says_chatml_its_system_text_and_the_settings_or_passes_pr
         assert text.startswith(f'FROM ./{name}-f32.gguf\nTEMPLATE """{chatml}"""\n') and 'stop "<|im_end|>"\n' in text
     assert 'SYSTEM """You are a helpful assistant"""\nPARAMETER temperature 0\nPARAMETER repeat_penalty 1.0\n' in plain
     assert "SYSTEM" not in drawn and "PARAMETER top_p 0.9\nPARAMETER repeat_penalty 1.1\n" in drawn
+    strange = dict(do_sample=True, temperature=math.nan, top_k=math.inf, top_p=-1, eos_token_id=[-1, 2**40, True, "x"])
+    shutil.copytree(home / "qwen3", tmp_path / "strange")
+    add_values(tmp_path / "strange" / "generation_config.json", strange | dict(repetition_penalty=10**400))
+    text = (written(tmp_path / "strange").parent / "Modelfile").read_text()
+    assert "temperature 1.0\nPARAMETER top_k 50\nPARAMETER top_p 1.0\nPARAMETER repeat_penalty 1.0\n" in text
     shutil.copytree(home / "qwen3", tmp_path / "minimind")
     add_values(tmp_path / "minimind" / "tokenizer_config.json", dict(chat_template=MINIMIND))
     text = (written(tmp_path / "minimind").parent / "Modelfile").read_text()

@@ -36,3 +36,8 @@ def test_a_run_is_written_beside_itself_and_not_over_what_is_there(run_dir):
     over = export(run_dir / "best", "--to", "bf16", "--output_dir", run_dir / "best", "--overwrite")
     assert over.returncode == 2 and "the model itself lies there" in over.stderr
     assert not list(run_dir.parent.glob(".*"))
+    weights = run_dir / "best" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    damaged = export(run_dir, "--to", "bf16")
+    assert damaged.returncode == 2 and "model.safetensors cannot be read as weights" in damaged.stderr
+    assert not list(run_dir.parent.glob(".*")) and not run_dir.with_name("run-bf16").exists()

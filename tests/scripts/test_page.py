@@ -169,6 +169,24 @@ def test_a_hostile_answer_stays_text(page):
     page.click(".edit_it")
     page.type(" <i>x</i>\ue007", at=".edit textarea")
     page.expect(".user .text", ["evil <i>x</i>"])
+    slow = "const began = performance.now(); markdown(arguments[0]); return performance.now() - began;"
+    for text in ("- " + " " * 50_000 + "a\u2028b", "# " + " " * 50_000 + "a\u2028b", "**a " * 50_000):
+        assert page.run(slow, text) < 1500, "no pattern goes back over a line for each of its characters"
+
+
+def test_what_another_page_of_this_address_has_kept_leaves_the_page_usable(page):
+    kept = "localStorage.setItem(arguments[0], arguments[1])"
+    for number, reply in enumerate(
+        [None, "x", {}, dict(content=1), dict(content="", tool_calls=[{}]), dict(content="", tokens=1, seconds="x")]
+    ):
+        rounds = [dict(question="hello", answers=dict(known=reply))]
+        page.run(kept, f"talk:{number}", json.dumps(dict(id=str(number), rounds=rounds)))
+    page.run(kept, "talk:whole", json.dumps(dict(id="whole", rounds=[dict(question="kept", answers={})])))
+    for settings in ('"dark"', '{"language": 7}', '{"language": "constructor"}'):
+        page.run(kept + "; sessionStorage.setItem('answering', '5')", "settings", settings)
+        page.reload()
+        page.expect("#list .title", ["kept"])
+    page.set(max_tokens=3)
 
 
 def test_a_question_is_edited_and_sent_again_by_keyboard(page):

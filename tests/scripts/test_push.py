@@ -114,7 +114,9 @@ def test_a_parcel_has_a_model_s_files_and_nothing_of_a_run(run_dir, tmp_path):
 
 
 def test_a_dry_run_lists_what_would_be_sent_and_needs_no_network(run_dir, push):
+    (run_dir / "best" / "a\x1b[2J\udcff").write_text("a name that clears the screen, and is no text")
     code, out, _ = push(run_dir, "ada/chat", "--dry_run")
+    assert "a\\x1b[2J\\udcff" in out
     assert code == 0 and all(f" MiB  {name}\n" in out for name in SENT) and "ada/chat, private:" in out
     assert "not sent: " in out and "train.log" in out and out.endswith("nothing was sent\n")
     code, out, error = push(run_dir, "ada/chat")

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from model.formats.weights import export_model
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
-from model.serve import scoring_queue
+from model.serve import completions, scoring_queue
 from model.serve.answering import load_chat_model
 from model.serve.decoding_thread import DecodingThread
 from model.serve.server import Site, make_app
@@ -142,6 +142,19 @@ def test_a_stop_ends_text_and_tokens_alike(t5):
     assert whole["choices"][0]["logprobs"]["tokens"][: len(tokens)] == tokens and "are" not in "".join(tokens)
 
 
+def test_the_tokens_before_a_stop_are_found_with_few_looks(decoder):
+    tokenizer, looks = load_chat_model(decoder).tokenizer, []
+    ids = tokenizer.encode("今天天气很好。" * 60)
+
+    class Counted:
+        def decode(self, ids):
+            looks.append(len(ids))
+            return tokenizer.decode(ids)
+
+    found = completions._ids_of_text(Counted(), ids, tokenizer.decode(ids)[:-3])
+    assert tokenizer.decode(found) == tokenizer.decode(ids)[:-3] and len(looks) < 12
+
+
 def test_a_t5_has_log_probabilities_of_its_answer_alone(t5):
     tokenizer = load_chat_model(t5).tokenizer
     ids = [*tokenizer.encode("请说一个字"), tokenizer.eos_id]
@@ -190,10 +203,12 @@ def test_texts_are_scored_in_smaller_passes_when_memory_runs_out(decoder, monkey
         (dict(prompt="天" * 2000), "2,000 characters"), (dict(logprobs=21), "logprobs=21"),
         (dict(logprobs=True), "logprobs=True"), (dict(echo=1), "echo=1"), (dict(max_tokens=0), "from 1 to 16"),
         (dict(stream=True, echo=True), "stream=true"), (dict(stream=True, prompt=["a", "b"]), "stream=true"),
-        (dict(n=2), "n=2"),
+        (dict(n=2), "n=2"), (dict(prompt=["a", "\ud83da"], echo=True), "half of a character, at place 0"),
+        (dict(prompt=[[5] * 64] * 128, echo=True, logprobs=16, max_tokens=1), "at most 100,000 log-probabilities"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_continued_is_refused_with_the_reason(service_of_decoder, fields, reason):
+def test_what_cannot_be_continued_is_refused_with_the_reason(service_of_decoder, monkeypatch, fields, reason):
+    monkeypatch.setattr(completions, "MAX_NAMED", 100_000)
     (answer,) = service_of_decoder(dict(prompt="a") | fields)
     assert reason in answer["error"]["message"]
 

@@ -1,6 +1,8 @@
 """Preferences: losses and gradients against the formulas of TRL, and reading."""
 
 import json
+import threading
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -17,13 +19,14 @@ from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.registry import family_of
 from model.runtime.distributed import ALONE
+from model.train import derive as deriving
 from model.train.examples import Examples
 from model.train.gradients import attempt_gradients
 from model.train.loader import Loader
 from model.train.objectives.preference_pairs import PairForm, repeated
 from model.train.step import StepContext
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
-from tests.parts import farthest, gradients_of, make_config, make_model, make_pairs, schedule_of
+from tests.parts import PLAN, farthest, gradients_of, make_config, make_model, make_pairs, schedule_of
 from tests.tiny import refused, train
 
 NUM_PAIRS = 12
@@ -241,3 +244,22 @@ def test_the_default_rate_is_the_objective_s():
     rates = [make_config(objective=name, finetune_from_ckp_file="base", lora_rank=4).learn_rate
              for name in ("pairs", "orpo", "dpo", "simpo")]  # fmt: skip
     assert rates == pytest.approx([1e-3, 2e-4, 5e-5, 5e-5])
+
+
+def test_of_two_runs_that_need_one_reference_the_second_waits_and_computes_nothing(parts):
+    make, tokenizer, path = parts
+    model, done = make(), []
+    examples = open_examples(model, tokenizer, path, make_config(objective="dpo"))
+    folder = deriving.derived_directory(examples, "weights")
+    arguments = ALONE, model, examples, PLAN, "weights"
+    second = threading.Thread(target=deriving.derive, args=(*arguments, done.append))
+    with ExitStack() as held:
+        deriving._hold_lock(ALONE, folder, held)
+        second.start()
+        second.join(0.5)
+        assert second.is_alive() and not folder.with_suffix(".part").exists()
+        deriving._derive(ALONE, model, deriving.with_zeros(examples), PLAN, folder, lambda rows: None)
+    second.join(30)
+    assert not done and not folder.with_suffix(".part").exists()
+    values = deriving.with_derived(examples, "weights").store.values["reference_chosen"]
+    assert np.isfinite(values).all()

@@ -12,6 +12,7 @@ ROPE_SCALINGS = dict(
     yarn=(("factor",), ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
                         "mscale_all_dim")),
 )  # fmt: skip
+MAX_SCALING = 2**31
 MOST = dict(vocab_size=MAX_VOCAB_SIZE, num_hidden_layers=MAX_LAYERS)
 
 
@@ -120,10 +121,10 @@ def _rope_scaling(given):
         raise ValueError(f"rope_type={kind!r:.80}: only {', '.join(ROPE_SCALINGS)} can be used")
     needed, optional = ROPE_SCALINGS[kind]
     truncate = values.pop("truncate", True)
-    bad = [name for name, x in values.items() if isinstance(x, bool) or not isinstance(x, int | float) or not x > 0]
+    bad = [name for name, x in values.items() if type(x) not in (int, float) or not 0 < x < MAX_SCALING]
     if bad or set(needed) - values.keys() or values.keys() - {*needed, *optional} or truncate is not True:
         raise ValueError(
             f"rope_type={kind} has {values!r:.200}: it needs {', '.join(needed)}, and may have "
-            f"{', '.join(optional) or 'nothing else'}, numbers above 0"
+            f"{', '.join(optional) or 'nothing else'}, numbers above 0 and below {MAX_SCALING:,}"
         )
     return tuple(sorted(values.items())) + (("rope_type", kind),)

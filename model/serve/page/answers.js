@@ -112,7 +112,7 @@ function noteRunning() {
 }
 
 function goOn() {
-  for (const talk of read("sessionStorage", "answering", []).map((id) => talks.get(id)).filter(Boolean)) {
+  for (const talk of [read("sessionStorage", "answering", [])].flat().map((id) => talks.get(id)).filter(Boolean)) {
     const round = talk.rounds.at(-1);
     for (const [name, reply] of Object.entries(round?.answers ?? {})) {
       const isServed = served.models.some((model) => model.id === name);

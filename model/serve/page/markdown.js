@@ -4,13 +4,15 @@
 
 const MAX_DEPTH = 8; // of quotes, lists and emphasis in each other
 const MAX_SPAN = 2000; // characters from one mark to the mark that ends it
+const MAX_ENDS = 50; // marks that are looked at as the end of a span
+const LINE_END = /\r?\n|[\u2028\u2029]/; // what a dot in a pattern does not match
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*))?$/;
 const QUOTE = /^\s{0,3}>\s?/;
 const TAGS = { "**": "strong", "__": "strong", "~~": "del", "*": "em", _: "em" };
 const PARTS = { "`": codeSpan, "*": emphasis, _: emphasis, "~": emphasis, "[": link, "!": link, h: address, "\\": escaped };
 
 function markdown(text) {
-  return blocks(text.split(/\r?\n/), 0);
+  return blocks(text.split(LINE_END), 0);
 }
 
 function blocks(lines, depth) {
@@ -169,7 +171,7 @@ function emphasis(text, at, depth) {
   const from = mark && at + mark.length;
   if (!mark || depth >= MAX_DEPTH || isSpace(text[from]) || mark.length === 1 && isWord(text[at - 1])) return null;
   const near = text.slice(0, from + MAX_SPAN);
-  for (let end = near.indexOf(mark, from + 1); end >= 0; end = near.indexOf(mark, end + 1)) {
+  for (let end = near.indexOf(mark, from + 1), left = MAX_ENDS; end >= 0 && left; end = near.indexOf(mark, end + 1), left--) {
     if (text[from] === mark[0] && near[end + mark.length] === mark[0]) end++; // the outermost of three marks
     const isInside = mark.length === 1 && (near[end - 1] === mark || isWord(near[end + 1]));
     if (!isInside && !isSpace(near[end - 1])) return [made(TAGS[mark], {}, ...inline(near.slice(from, end), depth + 1)), end + mark.length];

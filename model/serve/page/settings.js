@@ -3,7 +3,7 @@
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens", "seed"];
 const WHOLE = ["top_k", "no_repeat_ngram_size", "max_tokens", "seed", "earlier"];
-const stored = read("localStorage", "settings", {});
+const stored = { ...read("localStorage", "settings", {}) }; // another page of this address may have kept anything there
 
 function setUpSettings() {
   const rows = [wideRow("system", made("textarea", { rows: 2 }))];

@@ -9,8 +9,17 @@ const talks = new Map();
 const items = new Map(); // id of a talk to its entry in the list
 const toSave = new Map(); // talk to its timer
 
+/** Whether a kept value is an answer as it is shown: what another page of this address has kept may be anything. */
+function isReply(value) {
+  const { content, reasoning_content: thought = "", tool_calls: calls = [], tokens = 0, seconds = 0 } = value ?? {};
+  const isCall = (call) => typeof call?.function === "object" && call.function !== null;
+  const isText = [content, thought].every((text) => typeof text === "string");
+  return isText && Array.isArray(calls) && calls.every(isCall) && [tokens, seconds].every(Number.isFinite);
+}
+
 function isTalk(value) {
-  const isRound = (round) => typeof round?.question === "string" && round.answers !== null && typeof round.answers === "object";
+  const isRound = (round) => typeof round?.question === "string" && typeof round.answers === "object"
+    && round.answers !== null && Object.values(round.answers).every(isReply);
   return typeof value?.id === "string" && Array.isArray(value.rounds) && value.rounds.every(isRound);
 }
 

@@ -26,8 +26,8 @@ function write(storage, name, value) {
 }
 
 function chosenLanguage() {
-  const asked = [read("localStorage", "settings", {}).language, ...navigator.languages].filter(Boolean);
-  const known = asked.map((name) => name.toLowerCase().split("-")[0]).filter((name) => name in served.words);
+  const asked = [read("localStorage", "settings", {}).language, ...navigator.languages];
+  const known = asked.map((name) => String(name).toLowerCase().split("-")[0]).filter((name) => Object.hasOwn(served.words, name));
   return known[0] ?? "en";
 }
 

@@ -131,6 +131,7 @@ def test_what_is_not_computed_is_refused_by_its_field(changes, field):
      dict(num_attention_heads=7), dict(rope_theta=-1.0), dict(num_hidden_layers=10**6), dict(rope_theta="x"),
      dict(rope_scaling=dict(type="dynamic", factor=2.0)),
      dict(rope_scaling=dict(type="yarn", factor=-4.0)), dict(rope_parameters=dict(rope_type="linear")),
+     dict(rope_scaling=dict(type="linear", factor=1e300)), dict(rope_scaling=dict(type=["yarn"], factor=4.0)),
      dict(rope_scaling=dict(rope_type="longrope", factor=2.0, short_factor=[1]))],
 )  # fmt: skip
 def test_sizes_that_no_model_can_have_are_refused(changes):
