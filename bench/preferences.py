@@ -87,9 +87,9 @@ def ratios(results):
     """Time and memory of dpo over those of sft, for each part, and our tokens a second over TRL's best."""
     known = {}
     for values in results:
-        if speed := values.get("tokens_per_second"):
+        if values.get("tokens_per_second"):
             key = values["part"], values["name"]
-            known[key] = max(known.get(key, values), values, key=lambda v: v["tokens_per_second"]) if speed else values
+            known[key] = max(known.get(key, values), values, key=lambda each: each["tokens_per_second"])
     found = []
     for (part, name), own in known.items():
         if name != "sft" and part != "trl" and (base := known.get((part, "sft"))):

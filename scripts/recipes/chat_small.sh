@@ -5,12 +5,9 @@ recipe=chat_small model=small kind=character vocab_size=8000
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/stages.sh"
 
 read_words "$@"
-prepare text "$text" --max_chars=1000000 # a document becomes many chunks
-prepare pairs "$pairs"
-prepare sft "$sft"
-make_tokenizer
+prepare_all
 runs=()
-start=(--model=small --tokenizer_dir="$out/tokenizer")
+start=(--model="$model" --tokenizer_dir="$out/tokenizer")
 if [[ -n $text ]]; then
     train_stage 1_text text.parquet "${start[@]}" --objective=span --epochs=3
     runs+=("$out/1_text")

@@ -5,11 +5,8 @@ recipe=mini model=mini kind=byte_level vocab_size=6400
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/stages.sh"
 
 read_words "$@"
-prepare text "$text" --max_chars=1000000 # a document becomes many chunks
-prepare pairs "$pairs"
-prepare sft "$sft"
-make_tokenizer
-start=(--model=mini --tokenizer_dir="$out/tokenizer" --max_seq_len=512)
+prepare_all
+start=(--model="$model" --tokenizer_dir="$out/tokenizer" --max_seq_len=512)
 runs=()
 if [[ -n $text ]]; then
     train_stage 1_text text.parquet "${start[@]}" --objective=text --epochs=2

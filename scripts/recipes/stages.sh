@@ -87,6 +87,14 @@ prepare() {
         --validation_output "$out/data/${name}_valid.parquet" --validation_share="$validation_share" --overwrite "$@"
 }
 
+# What all stages need: the files that were named, cleaned, and a tokenizer of their texts.
+prepare_all() {
+    prepare text "$text" --max_chars=1000000 # a document becomes many chunks
+    prepare pairs "$pairs"
+    prepare sft "$sft"
+    make_tokenizer
+}
+
 make_tokenizer() {
     [[ ! -e $out/tokenizer/tokenizer.json ]] || return 0
     say "trains a tokenizer" "训练分词器"
