@@ -99,6 +99,8 @@ def job_of(arm, seed, folder, data):
     values |= {name: data / file for name, file in FILES.items()}
     own = [word.replace("{runs}", str(folder / "runs")).replace("{seed}", seed) for word in arm.options]
     typed = {word.partition("=")[0].lstrip("-") for word in own}
+    typed |= {"train_file"} if "mix" in typed else set()
+    typed |= {"model"} if "finetune_from_ckp_file" in typed else set()  # its weights set the sizes
     words = [f"--{name}={value}" for name, value in values.items() if name not in typed]
     command = [sys.executable, ROOT / "train_low_mem.py", "train", *words, *own]
     return Job(f"{arm.name}-{seed}", command, math.inf, folder=folder)
