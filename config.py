@@ -53,7 +53,7 @@ class TrainConfig:
     model: str = "small"  # tiny, small, chatlm (T5), mini, mini_26m (decoders), or a JSON file of sizes
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch
     trainable: str = "all"  # weights that are trained: all, decoder
-    dropout: float = 0.0  # probability
+    dropout: float = -1.0  # probability; -1: by the number of pairs and epochs, of a T5 from scratch
     # Adapters
     lora_rank: int = 0  # train a LoRA adapter of this rank and freeze all other weights; 0: train the weights
     lora_alpha: float = 0.0  # what the adapter gives is scaled by alpha / rank; 0: twice the rank
@@ -202,8 +202,9 @@ def _problems(config):
     if not 0 <= config.learn_rate <= 1:
         yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1, or 0 for the optimizer's default"
     for name in ("dropout", "lora_dropout", "label_smoothing"):
-        if not 0 <= getattr(config, name) < 1:
-            yield f"{name}={getattr(config, name)}: must be in [0, 1)"
+        by_data = name == "dropout" and config.dropout == -1
+        if not (by_data or 0 <= getattr(config, name) < 1):
+            yield f"{name}={getattr(config, name)}: must be in [0, 1){', or -1' if name == 'dropout' else ''}"
     if not 0 <= config.average <= 0.5:
         yield f"average={config.average}: must be at most 0.5 (the mean of all steps), or 0 for no average"
     yield from _adapter_problems(config)

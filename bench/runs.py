@@ -30,7 +30,7 @@ def prepare(ranks, options):
     """(Run, plan) of a training on the corpus (bench.corpus) in the working directory, as train_low_mem.py makes it."""
     own = dict(
         gradient_accumulation_steps=1, tokenizer_dir="tokenizer", train_file="train.parquet",
-        validation_file="valid.parquet", epochs=1000,
+        validation_file="valid.parquet", epochs=1000, dropout=0,
     ) | options  # fmt: skip
     if "finetune_from_ckp_file" in own:  # which has both
         own = {name: value for name, value in own.items() if name not in ("model", "tokenizer_dir")}

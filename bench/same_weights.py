@@ -29,7 +29,7 @@ T5_SHAPE = dict(d_model=32, d_ff=64, num_heads=2, d_kv=16, num_layers=2, num_dec
 QWEN_SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 OPTIONS = dict(train_file="train.jsonl", validation_file="train.jsonl", max_seq_len=48, max_steps=24, save_steps=10,
                global_batch_size=8, warmup_steps=3, micro_batch_tokens=160, bleu_pairs=0, plots=False, screen="off",
-               deterministic=True, model="t5.json")  # fmt: skip
+               deterministic=True, dropout=0.0, model="t5.json")  # fmt: skip
 RUNS = {
     "muon": (PYTHON, {}),
     "muon_2_ranks": (TORCHRUN, dict(dropout=0.1)),

@@ -69,8 +69,8 @@ def make_model(vocab_size, seed=1, shape=SHAPE, **options):
 
 
 def make_config(**options):
-    """A TrainConfig without gradient clipping and warm-up."""
-    return load_config("pretrain", dict(max_grad_norm=0, warmup_steps=0) | options)
+    """A TrainConfig without gradient clipping, warm-up and dropout."""
+    return load_config("pretrain", dict(max_grad_norm=0, warmup_steps=0, dropout=0) | options)
 
 
 def open_pairs(path, tokenizer, max_seq_len, root, columns=("", ""), **options):

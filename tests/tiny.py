@@ -15,7 +15,7 @@ NUM_PAIRS = 44
 SHAPE = dict(d_model=16, d_ff=32, num_heads=2, d_kv=8, num_layers=1, num_decoder_layers=1)
 OPTIONS = dict(
     model="shape.json", train_file="train.jsonl", validation_file="valid.jsonl", max_seq_len=32, epochs=2,
-    global_batch_size=8, warmup_steps=3, logging_steps=1,
+    global_batch_size=8, warmup_steps=3, logging_steps=1, dropout=0.0,
     save_steps=1, bleu_pairs=0, log_sample_ids=True, plots=False,
 )  # fmt: skip
 SHORT = dict(epochs=1, save_steps=1000)

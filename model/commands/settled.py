@@ -1,11 +1,17 @@
-"""What a run's options become once it is known what the run starts from: its adapter's, its optimizer, its rate."""
+"""What a run's options become by what it starts from and learns: its adapter's, its optimizer, rate and dropout."""
 
 from dataclasses import replace
 
 from config import FINE_TUNED_WIDTH, LORA_OPTIMIZER, default_learn_rate, with_optimizer
 from model.commands.adapter import with_adapter
 from model.commands.options import check_learn_rate
+from model.nn.memory_spec import count_numbers
+from model.nn.registry import family_of
+from model.nn.t5.family import T5
 
+# Dropout of a T5 from scratch, measured by bench.study (bench/results/study_small_data.md).
+PAIR_WEIGHTS = 100  # weights for each pair, and more: then the pairs are few
+MANY_PASSES, DROPOUT_A_PASS, MOST_DROPOUT = 3, 0.025, 0.2
 OPEN = ("absent", "muon", "others")  # reasons of a choice that waits for the weights
 
 
@@ -51,3 +57,21 @@ def choose_optimizer(config, typed, is_resumed, trained_by):
     if config.lora_rank:
         return config, "adapter"
     return config, "typed" if config.finetune_from_ckp_file else "scratch"
+
+
+def with_dropout(config, origin, num_pairs, passes):
+    """(`config` with its dropout, why: a key of the catalogue of texts after `dropout.`, "" where nothing was chosen).
+
+    A T5 from scratch that reads few pairs many times learns them by heart: it gets dropout in proportion to the passes
+    over the `num_pairs` pairs. All other networks get none unless it was typed.
+    """
+    if config.dropout != -1:
+        return config, ""
+    family = family_of(origin.model_config)
+    if config.finetune_from_ckp_file or config.lora_rank or family is not T5:
+        return replace(config, dropout=0.0), ""
+    if passes < MANY_PASSES:
+        return replace(config, dropout=0.0), "seldom"
+    if num_pairs * PAIR_WEIGHTS > count_numbers(family, origin.model_config).weights:
+        return replace(config, dropout=0.0), "many"
+    return replace(config, dropout=round(min(passes * DROPOUT_A_PASS, MOST_DROPOUT), 3)), "few"

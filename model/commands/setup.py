@@ -54,11 +54,11 @@ def prepare_run(ranks, config, typed, resumed):
     tokenizer, recipe = origin.tokenizer, resolve(config, typed, machine_of(ranks), origin)
     agree(ranks, "the compute dtype (--mixed_precision=no works on every GPU)", str(recipe.dtype))
     lap("weights")
-    model = draft_model(recipe)
     check_disk(ranks, config.output_dir, config.keep_latest_n_ckp, recipe.spec, resumed)
-    kernels = start_kernels(ranks, model, recipe)
+    kernels = start_kernels(ranks, draft_model(recipe), recipe)
     recipe, train, validation = _read_data(ranks, config, typed, recipe, origin)
     recipe = _fitted_here(ranks, recipe, train.histogram, usable)
+    model = draft_model(recipe)
     estimate = recipe.estimate(train.histogram)
     plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
     _fill_with_teachers(ranks, model, recipe, origin, train)

@@ -32,6 +32,7 @@ def first_words(run, state, plan, options):
             rate=rate_text(schedule, text),
             schedule=text(f"schedule.{options['lr_schedule']}"),
         ),
+        *dropout_lines(run, options, text),
         plan_line(run, plan, options, text),
         text(
             "first.run", run_dir=run.dir, save_steps=options['save_steps'],
@@ -97,6 +98,16 @@ def taught_lines(options, text):
         return []
     share, temperature = options["distill_weight"], options["distill_temperature"]
     return [text("first.taught", names=options["teacher"], share=share, temperature=temperature)]
+
+
+def dropout_lines(run, options, text):
+    """The line about a dropout that was chosen by the data; none where it was not."""
+    if not run.recipe.why_dropout:
+        return []
+    pairs, weights = run.train.epoch_pairs, sum(p.numel() for p in run.model.parameters())
+    passes = run.schedule.total_pairs / pairs
+    why = text(f"dropout.{run.recipe.why_dropout}", pairs=pairs, passes=passes, weights=count_of(weights, text))
+    return [text("first.dropout", dropout=options["dropout"], why=why)]
 
 
 def data_text(examples, text):

@@ -67,7 +67,8 @@ def recipes(home, **options):
 
 def test_equal_facts_give_train_plan_and_doctor_an_equal_recipe(home, monkeypatch):
     monkeypatch.chdir(home)
-    for options in ({}, dict(lora_rank=2, finetune_from_ckp_file="base", optimizer="adamw"), dict(max_steps=3)):
+    adapter = dict(lora_rank=2, finetune_from_ckp_file="base", optimizer="adamw")
+    for options in ({}, dict(dropout=-1.0, epochs=3), adapter, dict(max_steps=3)):
         if "finetune_from_ckp_file" in options:
             assert train(home, output_dir="base", **SHORT).codes == [0]
         ours, planned, examined = recipes(home, **options)

@@ -1,4 +1,4 @@
-"""Which optimizer a run gets when none is typed: by what trained its weights, the same in train, plan and doctor."""
+"""Which optimizer and which dropout a run gets when none is typed, the same in train, plan and doctor."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from model.commands.doctor import model_rows
 from model.commands.option_values import load_config
 from model.commands.origin import find_origin
 from model.commands.plan_report import preview
-from model.commands.settled import settled
+from model.commands.settled import settled, with_dropout
 from model.formats.adapters import export_adapter, export_merged, load_merged
 from model.formats.model_card import CARD_FILE, CardFacts
 from model.formats.weights import export_model, load_weights
@@ -124,3 +124,27 @@ def test_train_plan_and_doctor_choose_and_say_the_same_and_a_resume_keeps_it(mad
     assert [line["optimizer"] for line in journal(made / "ours", "start")] == ["adamw", "adamw"]
     absent = preview(load_config("sft", dict(train_file="train.jsonl")), ())["optimizer"]
     assert (absent["name"], absent["learn_rate"]) == ("muon", 5e-3)
+
+
+def test_a_t5_from_scratch_that_reads_few_pairs_often_gets_dropout_and_nothing_else_does(home, made, monkeypatch):
+    monkeypatch.chdir(home)
+
+    def chosen(num_pairs, passes, **options):
+        config = load_config("pretrain", dict(model="small", tokenizer_dir="model_save/tokenizer") | options)
+        config, why = with_dropout(config, find_origin(ALONE, config, ()), num_pairs, passes)
+        return config.dropout, why
+
+    assert [chosen(90_000, passes) for passes in (3, 6, 8, 40)] == [(0.075, "few"), (0.15, "few"), *[(0.2, "few")] * 2]
+    assert chosen(90_000, 2.9) == (0, "seldom") and chosen(900_000, 6) == (0, "many")
+    assert chosen(90_000, 6, dropout=0) == (0, "") and chosen(900_000, 6, dropout=0.3) == (0.3, "")
+    source = dict(model="tiny", finetune_from_ckp_file=str(made / "muon_run" / "best"), tokenizer_dir="")
+    assert chosen(90, 6, **source) == (0, "") and chosen(90, 6, model="mini") == (0, "")
+
+
+def test_a_run_says_which_dropout_it_chose_and_keeps_it(home):
+    done = train(home, output_dir="dropped", dropout=None, epochs=None, max_steps=2, warmup_steps=0)
+    assert done.codes == [0] and "dropout: 0, because each pair is read only" in done.text, done.text
+    done = train(home, output_dir="dropped_more", dropout=None, epochs=4, save_steps=1000)
+    assert done.codes == [0] and "dropout: 0.1, because 44 pairs, each read 4 times" in done.text, done.text
+    stored = json.loads((home / "dropped_more" / "config.json").read_text())["config"]
+    assert stored["dropout"] == 0.1
