@@ -2,9 +2,9 @@
 
     python -m bench.same_weights [--resume RUN_DIR] [--folder DIR]
 
-A restructuring must not change one byte. `--folder` keeps the runs, and takes data, tokenizer and sizes that are there (a
-copy of those of another commit, whose tokenizer may differ); `--resume` goes on from a copy of a kept `muon` of any
-commit, which ends within an epoch. Only the command line and files are used; one thread a process.
+A restructuring must not change one byte. `--folder` keeps the runs, and takes data, tokenizer and sizes that are there:
+a copy of another commit's, whose tokenizer may differ. `--resume` goes on from a copy of a kept `muon` of any commit,
+which ends within an epoch. Only the command line and files are used; one thread a process.
 """
 
 import argparse

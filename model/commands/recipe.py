@@ -8,7 +8,7 @@ from config import UNSHAREABLE, TrainConfig
 from model.commands.machine import Machine, compute_dtype
 from model.commands.objective import objective_on, objectives_for
 from model.commands.run_files import judged_objectives
-from model.commands.run_length import check_warmup, global_batch, run_pairs, warmup_pairs
+from model.commands.run_length import check_warmup, global_batch, run_pairs, run_passes, warmup_pairs
 from model.commands.settled import settled, with_dropout
 from model.generate.sampling import Sampling
 from model.memory.estimate import Answers, Estimate
@@ -111,7 +111,7 @@ def resolve(config, typed, machine, origin, epoch_pairs=None):
     num_answers = answers_asked(config, objectives)
     batch = global_batch(config, machine.num_processes, typed)
     first_batch = origin.found.state.first_batch if origin.found else batch
-    config, why_dropout = with_dropout(config, origin, epoch_pairs or 0, _passes(config, epoch_pairs, first_batch))
+    config, why_dropout = with_dropout(config, origin, epoch_pairs or 0, run_passes(config, epoch_pairs, first_batch))
     return Recipe(
         config=config,
         why_optimizer=why,
@@ -252,13 +252,6 @@ def _schedule(config, typed, epoch_pairs, batch, first_batch):
     check_warmup(config, typed, warmup / batch, total_pairs / batch)
     rate = LearnRate(config.learn_rate, config.lr_schedule, warmup, total_pairs)
     return Schedule(total_pairs, batch, config.seed, rate)
-
-
-def _passes(config, epoch_pairs, first_batch):
-    """How often a run sees each pair; as its options say while the number of pairs is unknown."""
-    if epoch_pairs:
-        return run_pairs(config, epoch_pairs, first_batch) / epoch_pairs
-    return 0 if config.max_steps else config.epochs
 
 
 def update_options(config):

@@ -32,6 +32,13 @@ def run_pairs(config, epoch_pairs, first_batch):
     return epochs * epoch_pairs + steps * first_batch
 
 
+def run_passes(config, epoch_pairs, first_batch):
+    """How often a run sees each pair; as its options say while the number of pairs is unknown."""
+    if epoch_pairs:
+        return run_pairs(config, epoch_pairs, first_batch) / epoch_pairs
+    return 0 if config.max_steps else config.epochs
+
+
 def steps_between(pairs_seen, total_pairs, epoch_pairs, batch):
     """Steps of `batch` pairs from `pairs_seen` to `total_pairs`; the last of each epoch may be smaller."""
     in_epoch = min(-pairs_seen % epoch_pairs, total_pairs - pairs_seen)
