@@ -13,8 +13,9 @@ if [[ -n $text ]]; then
     runs+=("$out/1_text")
     start=(--finetune_from_ckp_file="$out/1_text/best" --max_seq_len=512)
 fi
-train_stage 2_pairs pairs.parquet "${start[@]}" --epochs=3
-train_stage 3_sft sft.parquet --finetune_from_ckp_file="$out/2_pairs/best" --epochs=3 --max_seq_len=512
-runs+=("$out/2_pairs" "$out/3_sft")
+pairs_stage 2_pairs "${start[@]}" --epochs=3
+train_stage 3_sft sft.parquet --finetune_from_ckp_file="$out/2_pairs/best" --epochs=3 --max_seq_len=512 \
+    --against_loops=unlikelihood
+runs+=("$out/3_sft")
 prefer_stage 3_sft 4_preferences --max_seq_len=512
 show_results "${runs[@]}"

@@ -10,6 +10,7 @@ usage() {
 usage: $recipe.sh --pairs=FILE[,FILE] --sft=FILE[,FILE] [--text=FILE[,FILE]] [--out=DIR] [--any_field=value ...]
   --pairs   pairs or conversations to pre-train on      --text  plain text, learnt before them
   --sft     conversations to fine-tune on               --out   directory of the result (model_save/$recipe)
+  --members=N        train N models on the pairs, and from their predictions the one that is kept (1: only that one)
   --preferences=N    then let it answer N of these conversations, and prefer their own responses (DPO)
   --validation_share=0.01    of each kind of file is kept to validate; little data needs a larger share
   --any_field=value  options of train_low_mem.py train for every training
@@ -24,6 +25,7 @@ usage_zh() {
 用法：$recipe.sh --pairs=文件[,文件] --sft=文件[,文件] [--text=文件[,文件]] [--out=目录] [--any_field=value ...]
   --pairs   预训练用的问答对或对话      --text  纯文本，在它们之前学
   --sft     微调用的对话                --out   结果的目录（model_save/$recipe）
+  --members=N        先用问答对训练 N 个模型，保留的模型再学它们的预测（1：只训练这一个）
   --preferences=N    然后让模型回答其中 N 个对话，学习偏好原来的回答（DPO）
   --validation_share=0.01    每种文件留作验证的比例；数据少时要大一些
   --any_field=value  train_low_mem.py train 的选项，用于每次训练
@@ -33,13 +35,13 @@ END
     exit 2
 }
 
-# Reads --text, --pairs, --sft, --preferences, --validation_share, --out; what else is typed goes to every training.
+# Reads --text, --pairs, --sft, --members, --preferences, --validation_share, --out; what else is typed goes to every training.
 read_words() {
     local word rest=()
-    text='' pairs='' sft='' preferences=0 validation_share=0.01 out=model_save/$recipe
+    text='' pairs='' sft='' members=1 preferences=0 validation_share=0.01 out=model_save/$recipe
     for word in "$@"; do
         case $word in
-        --text=* | --pairs=* | --sft=* | --preferences=* | --validation_share=* | --out=*)
+        --text=* | --pairs=* | --sft=* | --members=* | --preferences=* | --validation_share=* | --out=*)
             printf -v "$(cut -c3- <<<"${word%%=*}")" %s "${word#*=}"
             ;;
         --help) usage ;;
@@ -48,6 +50,7 @@ read_words() {
     done
     [[ -n $pairs ]] || refuse "--pairs=FILE is missing: the pairs or conversations to pre-train on"
     [[ -n $sft ]] || refuse "--sft=FILE is missing: the conversations to fine-tune on"
+    is_positive "$members" || refuse "--members=$members: how many models are trained on the pairs, a whole number, from 1"
     [[ $preferences == 0 ]] || is_positive "$preferences" ||
         refuse "--preferences=$preferences: how many conversations the model answers, a whole number; 0: none"
     read_options "${rest[@]}"
@@ -117,6 +120,19 @@ train_stage() {
 
 is_finished() {
     [[ -e $1/metrics.jsonl ]] && grep '"kind": *"stop"' "$1/metrics.jsonl" | tail -n 1 | grep -q '"finished"'
+}
+
+# The run $1 on the pairs, with these further options; with members it also learns from so many runs of other seeds.
+pairs_stage() {
+    local run=$1 member teachers=()
+    shift
+    for ((member = 1; members > 1 && member <= members; member++)); do
+        train_stage "${run}_member_$member" pairs.parquet "$@" --seed="$member"
+        teachers+=("$out/${run}_member_$member/best")
+    done
+    ((members == 1)) || set -- "$@" --teacher="$(IFS=,; echo "${teachers[*]}")" --distill_weight=0.7
+    train_stage "$run" pairs.parquet "$@"
+    runs+=("$out/$run")
 }
 
 # The run $1 learns to prefer the responses of its data to its own, in $out/$2, with these further options.

@@ -13,7 +13,7 @@ TINY = "--validation_share=0.1", "--model=tiny", "--epochs=1", "--max_seq_len=32
 
 def test_a_recipe_goes_from_files_to_answers_and_typed_again_trains_nothing_twice(tmp_path):
     write_parquet(tmp_path / "pairs.parquet", make_pairs(150))
-    given = "--pairs=pairs.parquet", "--sft=pairs.parquet", "--out=made", *TINY
+    given = "--pairs=pairs.parquet", "--sft=pairs.parquet", "--out=made", "--members=2", *TINY
     environment = os.environ | dict(CUDA_VISIBLE_DEVICES="", CHAT_LANG="en")
     command = ["bash", ROOT / "scripts" / "recipes" / "chat_small.sh", *given]
     first, again = (
@@ -24,4 +24,5 @@ def test_a_recipe_goes_from_files_to_answers_and_typed_again_trains_nothing_twic
     for done in (first, again):
         assert re.search("made/3_sft +finished at step", done.stdout), done.stdout + done.stderr
         assert "right answer" in done.stdout and "made/2_pairs/best" in done.stdout
+    assert re.search(r"teachers: \S*made/2_pairs_member_1/best,\S*made/2_pairs_member_2/best;", first.stderr)
     assert again.returncode == 0 and "chat_small: trains" not in again.stdout and "prepares" not in again.stdout
