@@ -35,7 +35,7 @@ def fixed_bytes(spec):
     return dict(
         weights=(4 * masters * spec.has_masters if keeps else 0) + spec.frozen_bytes,
         bf16_weights=2 * spec.trained if has_copies else 0,
-        gradients=4 * spec.trained,
+        gradients=spec.gradient_bytes * spec.trained,
         optimizer=0 if spec.offloads else own.state_bytes if own else spec.state_bytes,
         **average,
         **teachers,
@@ -161,7 +161,8 @@ class Estimate:
     def _after_loading(self):
         """Bytes that take the place of others after loading: gradients, where not the masters lie there first."""
         spec = self.spec
-        return 0 if spec.own_part or spec.offloads or not spec.has_masters else self.fixed["gradients"]
+        lie_there = 4 * spec.trained if spec.own_part or spec.offloads or not spec.has_masters else 0
+        return self.fixed["gradients"] - lie_there
 
     def _chunk_bytes(self, targets, chunk_tokens):
         return min(chunk_tokens, targets) * self.spec.model_config.vocab_size * self.spec.number_bytes

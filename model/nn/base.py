@@ -140,7 +140,7 @@ class LanguageModel(nn.Module):
 
     def zero_grad(self, set_to_none=False):
         """Zero the gradients and the metrics' sums in place."""
-        self.flat.gradients_and_sums.zero_()
+        self.flat.zero_gradients()
 
     @property
     def device(self):

@@ -5,7 +5,7 @@ Letters: N target tokens, C tokens per chunk, D width, V vocabulary size, W voca
 
 import torch
 
-from model.nn.flat_params import add_matmul, runs_kernels
+from model.nn.flat_params import add_matmul, add_values, runs_kernels
 from model.nn.guided_loss import guided_cross_entropy_
 from model.nn.guides import NO_GUIDES, seen_ids, teacher_logits
 from model.nn.loss_terms import PLAIN
@@ -68,7 +68,10 @@ def _scaled_gradient(weight, gradient_WD, factor):
     adds = weight.is_cuda or weight.dtype != gradient.dtype
     if not (adds and weight.is_leaf and weight.grad is not None):
         return gradient.mul_(factor)
-    weight.grad.addcmul_(gradient, factor)
+    if getattr(weight, "rounding", None):
+        add_values([weight], gradient.mul_(factor))
+    else:
+        weight.grad.addcmul_(gradient, factor)
     return None
 
 
