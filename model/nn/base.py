@@ -17,7 +17,7 @@ from model.nn.gradient_parts import gradient_parts
 from model.nn.guides import Guides, TeacherOutput
 from model.nn.layers import Linear, ResidualNorm
 from model.nn.lora import FACTORS, factor_kind, is_factor
-from model.nn.loss import linear_cross_entropy, token_log_probs
+from model.nn.loss import computes_logits_again, cross_entropy_again, linear_cross_entropy, token_log_probs
 from model.nn.loss_terms import PLAIN
 from model.nn.products import product
 
@@ -175,7 +175,10 @@ class LanguageModel(nn.Module):
         """(loss, parts (3,)) as in linear_cross_entropy, summed over target tokens; the first is the cross-entropy."""
         guides = self._guides(batch, terms)  # before `hidden`: the teachers' temporaries are free when it begins
         hidden, labels = self.hidden(batch)
-        weight = self.output_weight
+        weight, checkpointing = self.output_weight, self.gradient_checkpointing
+        trains = torch.is_grad_enabled() and weight.requires_grad
+        if trains and computes_logits_again(checkpointing, self.config.num_blocks, weight.numel()):
+            return cross_entropy_again(hidden, weight, labels, chunk_tokens, terms, guides)
         return linear_cross_entropy(hidden, weight, labels, chunk_tokens, terms, with_padding(weight.copy), guides)
 
     def _guides(self, batch, terms):

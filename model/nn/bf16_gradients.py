@@ -25,21 +25,32 @@ class GradientRounding:
         for word, value in zip(self.key.unbind(), words, strict=True):
             word.fill_(value)  # unlike a copy from the host, it does not wait for the device
 
-    def add(self, total, values):
-        """total += values, float32, which may change; `total` is a contiguous view of the flat gradients."""
-        if self.is_first:
+    def add(self, total, values, use=0):
+        """total += values, float32, which may change; `total` is a contiguous view of the flat gradients.
+
+        `use` counts what the micro-batch has added there before, as far as it has the same random bits.
+        """
+        if self.is_first and not use:
             total.add_(values)
         else:
-            round_to(total.view(-1), values.add_(total).view(-1), total.storage_offset(), self.key)
+            round_to(total.view(-1), values.add_(total).view(-1), total.storage_offset(), self.key + use)
 
-    def add_product(self, total, a, b):
+    def add_product(self, total, a, b, use=0):
         """total += a @ b, of matrices in bf16 whose products are added in float32; few rows of it exist in float32."""
-        if self.is_first:
+        if self.is_first and not use:
             total.addmm_(a, b)
             return
         rows = max(NUMBERS_AT_ONCE // total.shape[1], 1)
         for part, factor in zip(total.split(rows), a.split(rows), strict=True):
-            self.add(part, _product(factor, b))
+            self.add(part, _product(factor, b), use)
+
+    def add_rows(self, total, rows, sums):
+        """total[rows] += sums (rows, width), float32, which may change; a row that comes twice gets zeros."""
+        values = sums.add_(total[rows])
+        rounded = values.to(total.dtype)
+        if not self.is_first:  # with other bits than `add`
+            round_to(rounded.view(-1), values.view(-1), 0, self.key - 1)
+        total.index_copy_(0, rows, rounded)
 
 
 def _product(a, b):

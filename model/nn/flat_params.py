@@ -257,26 +257,6 @@ def split_qkv(qkv, num_heads=1, num_kv_heads=1):
     return parts
 
 
-def embed(ids, weight):
-    """Embedding lookup in the compute dtype, (N,) to (N, width)."""
-    return _Embed.apply(ids, weight)
-
-
-class _Embed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, ids, weight):
-        ctx.save_for_backward(ids)
-        ctx.weight = weight
-        return F.embedding(ids, weight.copy)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (ids,) = ctx.saved_tensors
-        gradient = torch.ops.aten.embedding_dense_backward(grad.float(), ids, len(ctx.weight), -1, False)
-        add_values([ctx.weight], gradient)
-        return None, None
-
-
 def add_product(weights, a, b):
     """Add a @ b to the gradients of adjacent matrices."""
     total, rounding = merge_adjacent([weight.grad for weight in weights]), weights[0].rounding
