@@ -175,9 +175,8 @@ class LanguageModel(nn.Module):
         """(loss, parts (3,)) as in linear_cross_entropy, summed over target tokens; the first is the cross-entropy."""
         guides = self._guides(batch, terms)  # before `hidden`: the teachers' temporaries are free when it begins
         hidden, labels = self.hidden(batch)
-        weight, checkpointing = self.output_weight, self.gradient_checkpointing
-        trains = torch.is_grad_enabled() and weight.requires_grad
-        if trains and computes_logits_again(checkpointing, self.config.num_blocks, weight.numel()):
+        weight = self.output_weight
+        if self._adds_by_chunk:
             return cross_entropy_again(hidden, weight, labels, chunk_tokens, terms, guides)
         return linear_cross_entropy(hidden, weight, labels, chunk_tokens, terms, with_padding(weight.copy), guides)
 
@@ -196,7 +195,14 @@ class LanguageModel(nn.Module):
         """Log-probability of each target token in nats, (targets,) float32; 0 for padding."""
         hidden, labels = self.hidden(batch)
         weight = self.output_weight
-        return token_log_probs(hidden, weight, labels, chunk_tokens, with_padding(weight.copy))
+        return token_log_probs(hidden, weight, labels, chunk_tokens, with_padding(weight.copy), self._adds_by_chunk)
+
+    @property
+    def _adds_by_chunk(self):
+        """Whether backward adds each chunk of the logits to the gradient of the output weight."""
+        weight, checkpointing = self.output_weight, self.gradient_checkpointing
+        trains = torch.is_grad_enabled() and weight.requires_grad
+        return trains and computes_logits_again(checkpointing, self.config.num_blocks, weight.numel())
 
     def forward(self, batch, chunk_tokens=2048):
         """Cross-entropy in nats, summed over target tokens; a float32 scalar."""

@@ -3,6 +3,9 @@
 Letters: N target tokens, C tokens per chunk, D width, V vocabulary size, W vocabulary size with padding.
 """
 
+from functools import partial
+from itertools import count
+
 import torch
 
 from model.nn.embedding import is_large
@@ -102,20 +105,16 @@ class _CrossEntropyAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, _):
-        uses = iter(range(len(ctx.saved_tensors[1])))
-
-        def add(grad_CW, hidden_CD):
-            _add_chunk(ctx.weight, grad_CW, hidden_CD, next(uses))
-
         factors_N1 = grad_loss.expand(len(ctx.saved_tensors[1]), 1)
+        add = partial(_add_chunk, ctx.weight, count())
         return _gradient_again(ctx, factors_N1, add, *ctx.terms_and_guides), None, None, None, None
 
 
-def _add_chunk(weight, grad_CW, hidden_CD, use):
-    """Add the gradient of a chunk to that of an output weight; `use` counts the chunks before."""
+def _add_chunk(weight, uses, grad_CW, hidden_CD):
+    """Add the gradient of a chunk to that of an output weight; the next of `uses` counts the chunks before."""
     total = with_padding(weight.grad)
     if weight.rounding:
-        weight.rounding.add_product(total, grad_CW.T, hidden_CD, use)
+        weight.rounding.add_product(total, grad_CW.T, hidden_CD, next(uses))
     else:
         add_matmul(total, grad_CW.T, hidden_CD)
 
@@ -137,28 +136,30 @@ def _gradient_again(ctx, factors_N1, add, *terms_and_guides):
     return grad_hidden
 
 
-def token_log_probs(hidden_ND, weight_VD, labels_N, chunk_tokens=2048, copy_WD=None):
+def token_log_probs(hidden_ND, weight_VD, labels_N, chunk_tokens=2048, copy_WD=None, by_chunk=False):
     """Log-probability of each label in nats, (N,) float32; 0 where the label is below 0.
 
     Arguments are those of linear_cross_entropy. A loss may use the values before it knows the gradient: backward
-    computes each chunk's logits again, so no more than `chunk_tokens` * V of them exist at a time.
+    computes each chunk's logits again, so no more than `chunk_tokens` * V of them exist at a time. `by_chunk`: it adds
+    the product of each chunk to the weight's flat gradient.
     """
-    return _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD)
+    return _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD, by_chunk)
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD, by_chunk):
         copy_WD = weight_VD.to(hidden_ND.dtype) if copy_WD is None else copy_WD
         ctx.save_for_backward(hidden_ND, labels_N)
-        ctx.copy, ctx.chunk_tokens, ctx.weight = copy_WD, chunk_tokens, weight_VD
+        ctx.copy, ctx.chunk_tokens, ctx.weight, ctx.by_chunk = copy_WD, chunk_tokens, weight_VD, by_chunk
         chunks = _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, len(weight_VD))
         return torch.cat([-losses_3C[0] for _, _, losses_3C in chunks])
 
     @staticmethod
     def backward(ctx, grad_N):
-        if not ctx.needs_input_grad[1]:
-            return _gradient_again(ctx, -grad_N[:, None], None), None, None, None, None
+        if ctx.by_chunk or not ctx.needs_input_grad[1]:
+            add = partial(_add_chunk, ctx.weight, count()) if ctx.needs_input_grad[1] else None
+            return _gradient_again(ctx, -grad_N[:, None], add), None, None, None, None, None
         grad_weight = torch.zeros(ctx.copy.shape, device=ctx.copy.device)
 
         def add(grad_CW, hidden_CD):
@@ -166,7 +167,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
         grad_hidden = _gradient_again(ctx, -grad_N[:, None], add)
         grad_weight = _scaled_gradient(ctx.weight, grad_weight, grad_N.new_ones(()))
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, vocabulary, terms=PLAIN, guides=NO_GUIDES):

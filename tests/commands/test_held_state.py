@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from model.commands import plan_report
 from model.commands.machine import Machine
 from model.commands.option_values import load_config
 from model.commands.plan_report import planned_recipe, preview
@@ -75,7 +76,7 @@ def test_all_weights_of_a_qwen_of_1_7b_fit_two_three_or_one_small_cards(tmp_path
         assert values["fixed_bytes"]["gradients"] == gradients * values["parameters"]
 
 
-def test_each_lever_says_its_memory_and_its_time_with_what_is_sent_over_links_that_are_said(tmp_path):
+def test_each_lever_says_its_memory_and_its_time_with_what_is_sent_over_links_that_are_said(tmp_path, monkeypatch):
     (tmp_path / "qwen.json").write_text(json.dumps(QWEN))
     options = dict(model=str(tmp_path / "qwen.json"), max_seq_len=2048, batch_size_per_gpu=1, optimizer="adamw")
     config = load_config("pretrain", options | dict(gpu_memory_limit_gb=24, mixed_precision="bf16"))
@@ -89,8 +90,10 @@ def test_each_lever_says_its_memory_and_its_time_with_what_is_sent_over_links_th
     assert shared["sent_seconds"] == pytest.approx(3 * values["trained"] / 10e9)
     assert "20 GB/s to host memory (assumed), 10 GB/s between GPUs (assumed)" in table(values)
     assert f"{1000 * host['sent_seconds']:,.0f} ms of a step are transfers" in table(values)
-    unknown = preview(config, options, 2, 151_936)["levers"]
-    assert {lever["time_factor"] for lever in unknown if lever["kind"] == "offload"} == {1}
+    monkeypatch.setattr(plan_report, "measured_links", lambda: dict(host=50e9))
+    unknown = preview(config, options, 2, 151_936)
+    assert {lever["time_factor"] for lever in unknown["levers"] if lever["kind"] == "offload"} == {1}
+    assert "50 GB/s to host memory (measured), 10 GB/s between GPUs (assumed)" in table(unknown)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
