@@ -95,7 +95,7 @@ class TrainConfig:
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
     reduce_dtype: str = "float32"  # in which ranks send gradients: float32, or bf16 (half of the bytes, for slow links)
     share_state: str = "auto"  # ranks share optimizer state and masters: auto (where a plan needs it), True, False
-    master_dtype: str = "float32"  # of weights that AdamW updates: float32, bf16 (rounds at random), auto (as needed)
+    master_dtype: str = "float32"  # of AdamW's weights and gradients: float32, bf16 (random rounding), auto (as needed)
     offload: str = "none"  # to host memory: none, optimizer (AdamW's masters and state), auto (as needed)
     deterministic: bool = False  # bit-equal results on the same hardware and number of ranks
     # Run

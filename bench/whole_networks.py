@@ -35,9 +35,9 @@ ROUNDED = ["--optimizer=adamw", "--mixed_precision=bf16", "--master_dtype=bf16"]
 CASES = {  # name: (cards, texts of a card and step, options, GiB that a card may reserve)
     "shared": (2, 1, ["--optimizer=adamw", "--share_state=True", "--gpu_memory_limit_gb=23.5"], 21),
     "shared_muon": (2, 1, ["--optimizer=muon", "--share_state=True", "--gpu_memory_limit_gb=23.5"], 21),
-    "shared_rounded": (2, 1, [*ROUNDED, "--share_state=True", "--gpu_memory_limit_gb=20"], 18),
+    "shared_rounded": (2, 1, [*ROUNDED, "--share_state=True", "--gpu_memory_limit_gb=18.5"], 18),
     "host": (1, 1, ["--optimizer=adamw", "--offload=optimizer", "--gpu_memory_limit_gb=16"], 16),
-    "host_rounded": (1, 1, [*ROUNDED, "--offload=optimizer", "--gpu_memory_limit_gb=13.2"], 12),
+    "host_rounded": (1, 1, [*ROUNDED, "--offload=optimizer", "--gpu_memory_limit_gb=12.4"], 12),
     "shared_host": (2, 1, ["--optimizer=adamw", "--offload=optimizer", "--gpu_memory_limit_gb=16"], 16),
     "one": (1, 4, ["--optimizer=adamw"], 80),
     "two": (2, 4, ["--optimizer=adamw", "--share_state=True"], 80),

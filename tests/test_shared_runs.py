@@ -63,6 +63,7 @@ def test_a_save_without_host_memory_loses_a_checkpoint_on_no_rank_and_a_rank_tha
 
 def test_promise_3_weights_in_bf16_go_on_with_the_same_bits_and_share_their_state(places):
     home, bf16 = places[1], dict(master_dtype="bf16", mixed_precision="bf16", optimizer="adamw", dropout=0.1)
+    bf16["micro_batch_tokens"] = 64  # several in a step: their gradients are added in bf16 too
     done = train(home, 1, output_dir="whole", **bf16)
     assert done.codes == [0], done.text
     for fault in ("reduce:0:4:kill", "loss:0:5:nan,save:0:7:kill", "forward:0:9:oom"):

@@ -10,31 +10,27 @@ import ujson
 
 from model.commands.expected_time import card
 from model.commands.length_sample import sample_of
+from model.commands.levers import Times, levers, phases
 from model.commands.machine import machine_here
 from model.commands.option_values import as_type
 from model.commands.options import read_request
 from model.commands.origin import find_origin
 from model.commands.plan_table import GIB, source_text, table
-from model.commands.recipe import fitted, may_share, resolve, with_config, with_optimizer
+from model.commands.recipe import fitted, resolve
 from model.commands.run_length import run_pairs, steps_between
 from model.data.length_histogram import Lengths
 from model.display.catalogue import Texts, texts_here
-from model.memory.duration import step_seconds
 from model.memory.estimate import Estimate, disk_bytes
 from model.memory.plan import (
-    CHUNKS,
-    USABLE,
     NothingFits,
-    Room,
     choose_plan,
-    fitting_plan,
     graphs_asked,
     phase_problem,
-    predicted_peaks,
 )
-from model.memory.step_time import time_factor
+from model.memory.transfers import ASSUMED
 from model.runtime.device_memory import CONTEXT_BYTES
 from model.runtime.distributed import ALONE
+from model.runtime.links import measured_links
 from model.train.lr_schedule import warmup_problem
 
 OWN_OPTIONS = dict(num_processes=int, vocab_size=int, json=bool, gpu=str)
@@ -82,7 +78,9 @@ def preview(config, typed, num_processes=0, vocab_size=0, gpu=""):
     memory_bytes = int((config.gpu_memory_limit_gb or (sheet.gib if gpu else 0)) * GIB) or memory_here()
     machine = machine_here(num_processes or max(torch.cuda.device_count(), 1), "cuda" if memory_bytes else "cpu")
     recipe, sample = planned_recipe(config, typed, machine, vocab_size)
-    return dict(ignored_weights=_ignored_weights(config)) | predict(recipe, sample, memory_bytes, name, sheet)
+    measured = {} if gpu else measured_links()
+    links = replace(ASSUMED, **measured, measured=tuple(measured))
+    return dict(ignored_weights=_ignored_weights(config)) | predict(recipe, sample, memory_bytes, name, sheet, links)
 
 
 def planned_recipe(config, typed, machine, vocab_size=0):
@@ -93,11 +91,11 @@ def planned_recipe(config, typed, machine, vocab_size=0):
     return resolve(config, typed, machine, origin, sample.num_pairs), sample
 
 
-def predict(recipe, sample, memory_bytes, gpu="", sheet=None):
+def predict(recipe, sample, memory_bytes, gpu="", sheet=None, links=ASSUMED):
     """What a run of this Recipe would take on GPUs of `memory_bytes` each (None: a CPU), as plain values.
 
-    `sample` is a Sample of its examples. With the data sheet of a `gpu` the time is among them. Raises NothingFits if
-    one example does not fit.
+    `sample` is a Sample of its examples. With the data sheet of a `gpu` the time is among them, with what is sent over
+    Links. Raises NothingFits if one example does not fit.
     """
     machine, lengths = recipe.machine, sample.lengths
     usable = usable_bytes(memory_bytes, machine.num_processes)
@@ -105,10 +103,11 @@ def predict(recipe, sample, memory_bytes, gpu="", sheet=None):
     config, spec, estimate = recipe.config, recipe.spec, recipe.estimate(lengths)
     asked = graphs_asked(recipe.plan, spec, _num_steps(recipe, lengths))
     plan = choose_plan(recipe.plan, estimate, usable, asked)
+    times = Times(sheet, links, config.reduce_dtype == "bf16")
     tokens = min(plan.micro_batch_tokens, recipe.share_pairs * lengths.longest)
     steps = _steps(recipe, sample.num_pairs)
     return dict(
-        expected=dict(gpu=gpu, step_seconds=sheet and step_seconds(plan, estimate, sheet), steps=steps["count"]),
+        expected=dict(gpu=gpu, step_seconds=times.of_step(plan, estimate), steps=steps["count"]),
         machine=dict(num_processes=machine.num_processes, memory_bytes=memory_bytes, usable_bytes=usable),
         model=config.model, parameters=spec.parameters, trained=spec.trained,
         dtype=str(recipe.dtype).removeprefix("torch."),
@@ -122,8 +121,8 @@ def predict(recipe, sample, memory_bytes, gpu="", sheet=None):
         ),
         share_pairs=recipe.share_pairs, fixed_bytes=estimate.fixed,
         bytes_per_token=_bytes_per_token(spec, lengths, plan, tokens), plan=asdict(plan),
-        forwards=round(estimate.forwards(tokens), 2), phases=_phases(recipe, estimate, plan, usable),
-        levers=_levers(recipe, estimate, usable, plan),
+        forwards=round(estimate.forwards(tokens), 2), phases=phases(recipe, estimate, plan, usable),
+        links=asdict(links), levers=levers(recipe, estimate, usable, plan, times),
         largest_block=_padded_logits(config, recipe.model_config.vocab_size),
         host=_host(recipe, estimate, plan) | _disk(config, spec, sample.store_bytes),
     )  # fmt: skip
@@ -180,62 +179,6 @@ def _steps(recipe, num_pairs):
     problem = warmup_problem(config.learn_rate, recipe.warmup_steps, recipe.num_steps)
     count = steps_between(0, schedule.total_pairs, num_pairs, batch)
     return dict(pairs=batch, count=count, warmup=recipe.warmup_steps, problem=problem)
-
-
-def _phases(recipe, estimate, plan, usable):
-    """Peak bytes by phase, without those that the run has not."""
-    evaluates, generates = bool(recipe.config.validation_file), bool(recipe.num_answers)
-    has = dict(evaluation=evaluates, generation=evaluates and generates)
-    return {name: peak for name, peak in predicted_peaks(estimate, plan, usable).items() if has.get(name, True)}
-
-
-def _levers(recipe, chosen, usable, plan):
-    """For each change of an option: peak bytes, largest micro-batch that fits, time relative to the chosen plan."""
-    if usable is None:
-        return []
-    tokens, chunk, checkpointing = plan.batching
-    spec = chosen.spec
-    rows = [("chunk", size, spec, (tokens, size, checkpointing)) for size in CHUNKS]
-    longest, all_tokens = chosen.lengths.longest, chosen.share_pairs * chosen.lengths.longest
-    # train refuses smaller ones, and no step has more tokens
-    sizes = [size for size in (tokens // 2, 2 * tokens) if longest <= size <= all_tokens]
-    rows += [("micro_batch", size, spec, (size, chunk, checkpointing)) for size in sizes]
-    blocks = {False: 0, True: chosen.num_blocks}
-    rows += [("checkpointing", on, spec, (tokens, chunk, number)) for on, number in blocks.items()]
-    others = [name for name in ("muon", "adamw_rms", "adafactor") if _is_taken(recipe.config, optimizer=name)]
-    for optimizer in () if spec.lora else others:
-        rows.append(("optimizer", optimizer, with_optimizer(spec, optimizer), plan.batching))
-    for shares in ("False", "True") if may_share(recipe) and not spec.offloads else ():
-        other = with_config(recipe, replace(recipe.config, share_state=shares)).spec
-        rows.append(("share_state", shares, other, plan.batching))
-    if recipe.config.optimizer == "adamw" and recipe.dtype == torch.bfloat16 and not spec.lora and not spec.averages:
-        for dtype in ("float32", "bf16"):
-            other = with_config(recipe, replace(recipe.config, master_dtype=dtype)).spec
-            rows.append(("master_dtype", dtype, other, plan.batching))
-    levers = []
-    lengths = chosen.lengths
-    for kind, value, changed, batching in rows:
-        estimate = Estimate(changed, lengths, chosen.share_pairs, chosen.answers)
-        room = Room(estimate, usable * USABLE)
-        largest, changed_plan = fitting_plan(room, all_tokens, *batching[1:]), room.plan(*batching, graphs=plan.graphs)
-        phases = _phases(recipe, estimate, changed_plan, usable)
-        fits = room.holds(*batching) and not phase_problem(phases, usable)
-        factor = time_factor(plan.batched_as(batching), chosen) / time_factor(plan, chosen)
-        levers.append(
-            dict(lever=Texts("en")(f"lever.{kind}", value=value), kind=kind, value=value,
-                 peak_bytes=estimate.step_peak(*batching), fits=fits, time_factor=round(factor, 3),
-                 largest_micro_batch_tokens=largest.micro_batch_tokens if largest else 0)
-        )  # fmt: skip
-    return levers
-
-
-def _is_taken(config, **options):
-    """Whether a run takes these options in place of those of the TrainConfig."""
-    try:
-        replace(config, **options)
-    except ValueError:
-        return False
-    return True
 
 
 def _host(recipe, estimate, plan):

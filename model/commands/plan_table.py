@@ -38,6 +38,7 @@ def table(values):
           for name, count in values["phases"].items()),
         *[(text("plan.levers"), text("plan.levers.found"))] * bool(values["levers"]),
         *(_lever_line(text, lever) for lever in values["levers"]),
+        *[_links_line(text, **values["links"])] * any(lever["sent_seconds"] is not None for lever in values["levers"]),
         (text("plan.ordinary"), text("plan.ordinary.found", gib=block["bytes"] / GIB, **block)),
         (text("plan.host"), text("plan.host.found", rank=gib(host["rank_bytes"]), main=gib(host["main_rank_bytes"]))),
         ("/dev/shm", text("plan.free", size=gib(host["shm_bytes"]), free=gib(host["shm_free_bytes"]))),
@@ -70,7 +71,16 @@ def _lever_line(text, lever):
         "plan.lever.fits" if lever["fits"] else "plan.lever.too_large",
         tokens=lever["largest_micro_batch_tokens"], **figures,
     )  # fmt: skip
+    if lever["sent_seconds"] is not None:
+        said += text("plan.lever.sent", ms=1000 * lever["sent_seconds"])
     return text("plan.with", lever=text(f"lever.{lever['kind']}", value=lever["value"])), said
+
+
+def _links_line(text, measured, **speeds):
+    """The line of the links' speeds, and of how each is known."""
+    how = {name: text("link.measured" if name in measured else "link.assumed") for name in speeds}
+    found = [text(f"link.{name}", gigabytes=speed / 1e9, how=how[name]) for name, speed in speeds.items()]
+    return text("plan.links"), text("comma").join(found)
 
 
 def gib(count):

@@ -157,7 +157,8 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
     spec = with_optimizer(replace(network, averages=config.average > 0), config.optimizer, num_sharing)
     if machine.launch_tokens:
         spec = replace(spec, launch_tokens=machine.launch_tokens)
-    sends_bf16 = config.reduce_dtype == "bf16"  # counted on one rank, too, which has no sum
+    # counted on one rank, too, which has no sum
+    sends_bf16 = config.reduce_dtype == "bf16" or not spec.has_masters and machine.num_processes > 1
     number_bytes = 2 if sends_bf16 else 4 if spec.own_part else 0
     return replace(spec, sum_bytes=buffer_bytes(spec.trained, number_bytes))
 
@@ -182,7 +183,7 @@ def with_optimizer(spec, name, num_sharing=1):
     """`spec` with the bytes of the optimizer of this name, whose state so many ranks share."""
     optimizer = OPTIMIZERS[name]
     state, update = optimizer.needed_bytes(spec.trained, spec.trained_matrix_numbers)
-    update += 0 if spec.has_masters or spec.offloads else 4 * min(spec.trained, ROUNDED_TOGETHER)
+    update += 0 if spec.has_masters or spec.offloads else 8 * min(spec.trained, ROUNDED_TOGETHER)  # with gradients
     spec = replace(spec, state_bytes=state, update_bytes=update, own_part=None)
     if num_sharing == 1:
         return spec

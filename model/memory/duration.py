@@ -56,7 +56,8 @@ def step_seconds(plan, estimate, gpu):
     flops = _token_flops(spec, estimate.lengths, 4 if spec.lora else 6)
     flops += sum(_token_flops(teacher, estimate.lengths, 2) for teacher in spec.teachers)
     products = step_tokens(plan, estimate) * flops
-    update_bytes = spec.trained * UPDATE_BYTES
+    updated = spec.own_part.numbers if spec.own_part else spec.trained
+    update_bytes = 0 if spec.offloads else updated * UPDATE_BYTES
     return BASE_SECONDS + update_bytes / (gpu.terabytes * 1e12) + products / (EFFICIENCY * gpu.tflops * 1e12)
 
 

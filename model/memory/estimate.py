@@ -12,7 +12,9 @@ from functools import cached_property
 import numpy as np
 
 from model.data.length_histogram import Lengths
+from model.nn.embedding import adds_rows
 from model.nn.flat_params import VOCABULARY_MULTIPLE
+from model.nn.loss import computes_logits_again
 
 WITHOUT_MATRICES = {"loss", "embedding"}  # moments of a step in which no product of a layer makes a matrix
 
@@ -35,7 +37,7 @@ def fixed_bytes(spec):
     return dict(
         weights=(4 * masters * spec.has_masters if keeps else 0) + spec.frozen_bytes,
         bf16_weights=2 * spec.trained if has_copies else 0,
-        gradients=4 * spec.trained,
+        gradients=spec.gradient_bytes * spec.trained,
         optimizer=0 if spec.offloads else own.state_bytes if own else spec.state_bytes,
         **average,
         **teachers,
@@ -113,13 +115,29 @@ class Estimate:
             moments[name] += self.spec.product_bytes
         vocabulary = VOCABULARY_MULTIPLE * -(-model_config.vocab_size // VOCABULARY_MULTIPLE)
         # the second gradient of the embedding, which is also the output projection
-        is_trained = self.spec.part == "all" and self.spec.lora is None
-        table = 4 * vocabulary * model_config.width if is_trained else 0
+        table = 4 * vocabulary * model_config.width if self.trains_tables else 0
         networks = 1 + len(self.spec.teachers)
-        moments["loss"] += networks * self._chunk_bytes(self._targets(tokens), chunk_tokens) + table
+        moments["loss"] += networks * self._chunk_bytes(self._targets(tokens), chunk_tokens)
+        if not self.computes_logits_again(checkpointing):
+            moments["loss"] += table
+        elif self.spec.family.reads_one_stream:  # the gradient of the targets' rows comes after the last norm's output
+            moments["loss"] -= model_config.width * self.spec.number_bytes * self._targets(tokens)
+        if table and adds_rows(tokens, model_config.vocab_size, model_config.width):
+            table = (4 if self.spec.has_masters else 8) * tokens * model_config.width  # sums, and rows that they change
         moments["embedding"] += table
         moments["update"] = self.spec.update_bytes
         return moments
+
+    @property
+    def trains_tables(self):
+        """Whether the embedding and the output weight are trained."""
+        return self.spec.part == "all" and self.spec.lora is None
+
+    def computes_logits_again(self, checkpointing):
+        """As model.nn.loss.computes_logits_again, of a step in which backward computes so many blocks again."""
+        config = self.spec.model_config
+        numbers = config.vocab_size * config.width * self.trains_tables
+        return computes_logits_again(checkpointing, self.num_blocks, numbers)
 
     def _bounds(self, checkpointing):
         """{moment: ForwardCostBound} of a step in which backward computes so many blocks again."""
@@ -161,7 +179,8 @@ class Estimate:
     def _after_loading(self):
         """Bytes that take the place of others after loading: gradients, where not the masters lie there first."""
         spec = self.spec
-        return 0 if spec.own_part or spec.offloads or not spec.has_masters else self.fixed["gradients"]
+        lie_there = 4 * spec.trained if spec.own_part or spec.offloads or not spec.has_masters else 0
+        return self.fixed["gradients"] - lie_there
 
     def _chunk_bytes(self, targets, chunk_tokens):
         return min(chunk_tokens, targets) * self.spec.model_config.vocab_size * self.spec.number_bytes

@@ -40,6 +40,9 @@ def _step_time(plan, estimate, launch_tokens):
     tokens = estimate.share_pairs * estimate.lengths.mean / forwards
     again = plan.gradient_checkpointing / estimate.num_blocks
     compute, launches = (1 + CHECKPOINTING_WORK * again) * tokens, (1 + CHECKPOINTING_LAUNCHES * again) * launch_tokens
+    if estimate.computes_logits_again(plan.gradient_checkpointing):  # one product of the three of an output weight
+        config = estimate.spec.model_config
+        compute += tokens * config.vocab_size * config.width / (3 * estimate.spec.parameters)
     compute += UNPACKING_TOKENS * (1 + again / 2) * estimate.spec.is_packed
     return forwards * (max(compute, launches) + tokens / plan.chunk_tokens * CHUNK_LAUNCHES * launch_tokens)
 

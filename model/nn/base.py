@@ -17,7 +17,7 @@ from model.nn.gradient_parts import gradient_parts
 from model.nn.guides import Guides, TeacherOutput
 from model.nn.layers import Linear, ResidualNorm
 from model.nn.lora import FACTORS, factor_kind, is_factor
-from model.nn.loss import linear_cross_entropy, token_log_probs
+from model.nn.loss import computes_logits_again, cross_entropy_again, linear_cross_entropy, token_log_probs
 from model.nn.loss_terms import PLAIN
 from model.nn.products import product
 
@@ -140,7 +140,7 @@ class LanguageModel(nn.Module):
 
     def zero_grad(self, set_to_none=False):
         """Zero the gradients and the metrics' sums in place."""
-        self.flat.gradients_and_sums.zero_()
+        self.flat.zero_gradients()
 
     @property
     def device(self):
@@ -176,6 +176,8 @@ class LanguageModel(nn.Module):
         guides = self._guides(batch, terms)  # before `hidden`: the teachers' temporaries are free when it begins
         hidden, labels = self.hidden(batch)
         weight = self.output_weight
+        if self._adds_by_chunk:
+            return cross_entropy_again(hidden, weight, labels, chunk_tokens, terms, guides)
         return linear_cross_entropy(hidden, weight, labels, chunk_tokens, terms, with_padding(weight.copy), guides)
 
     def _guides(self, batch, terms):
@@ -193,7 +195,14 @@ class LanguageModel(nn.Module):
         """Log-probability of each target token in nats, (targets,) float32; 0 for padding."""
         hidden, labels = self.hidden(batch)
         weight = self.output_weight
-        return token_log_probs(hidden, weight, labels, chunk_tokens, with_padding(weight.copy))
+        return token_log_probs(hidden, weight, labels, chunk_tokens, with_padding(weight.copy), self._adds_by_chunk)
+
+    @property
+    def _adds_by_chunk(self):
+        """Whether backward adds each chunk of the logits to the gradient of the output weight."""
+        weight, checkpointing = self.output_weight, self.gradient_checkpointing
+        trains = torch.is_grad_enabled() and weight.requires_grad
+        return trains and computes_logits_again(checkpointing, self.config.num_blocks, weight.numel())
 
     def forward(self, batch, chunk_tokens=2048):
         """Cross-entropy in nats, summed over target tokens; a float32 scalar."""

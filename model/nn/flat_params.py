@@ -27,7 +27,8 @@ class FlatParams:
     order: `others` before the layers' `matrices`, which are sorted by shape. Frozen tables, matrices and `biases` (also
     among `others`) are held in the compute dtype, other frozen weights in float32. With `packs` a frozen matrix is a
     shape without memory, and has NF4's codes in `.packed` instead of a `.copy`. `sums`, an objective's metrics, follow
-    the gradients, so that a sum over ranks covers both. `parts` are WeightParts, more than one where ranks share the
+    the gradients, so that a sum over ranks covers both; `beside` are those that are in float32 where `gradients` are in
+    bf16, with a GradientRounding as `rounding`. `parts` are WeightParts, more than one where ranks share the
     masters; `own` is this rank's, which `masters` and `own_gradients` are of. With `will_share` the masters lie where
     the gradients will, until weight_parts.share.
     """
@@ -41,6 +42,7 @@ class FlatParams:
         device, total = params[0].device, sum(self.trained_sizes)
         self.gradients_and_sums = torch.zeros(total + NUM_SUMS, device=device)
         self.gradients, self.sums = self.gradients_and_sums.split((total, NUM_SUMS))
+        self.beside, self.rounding = self.sums, None  # bf16_gradients.hold_in_bf16 makes others
         is_cast = compute_dtype != torch.float32
         self.masters = self.copies = self.gradients if will_share and is_cast else torch.zeros(total, device=device)
         if is_cast:
@@ -48,6 +50,7 @@ class FlatParams:
         flats = (x.split(self.trained_sizes) for x in (self.masters, self.copies, self.gradients))
         for p, master, copy, gradient in zip(self.trained, *flats, strict=True):
             p.data, p.copy, p.grad = _view_as(p, master).copy_(p.data), _view_as(p, copy), _view_as(p, gradient)
+            p.rounding = None
         frozen = [p for p in params if not p.requires_grad]
         packed = {id(p) for p in frozen if packs} & {id(p) for p in matrices}
         in_compute_dtype = tables | {id(p) for p in (*matrices, *biases)}
@@ -82,10 +85,25 @@ class FlatParams:
         trained = (self.copies, self.whole) if self.is_apart else (self.masters,)
         return [flat for flat in (*trained, *self.frozen) if flat is not None and len(flat)]
 
+    def zero_gradients(self):
+        """Zero the gradients and the metrics' sums."""
+        self.gradients.zero_()
+        self.beside.zero_()
+
+    def gradient_norms(self, ranges):
+        """Norms of these ranges (start, stop) of the gradients, and of what is `beside` them."""
+        flats = [*(self.gradients[start:stop] for start, stop in ranges), self.beside]
+        return torch.stack([norm(flat) for flat in flats])
+
     def refresh(self):
         """Copy the masters to the copies in the compute dtype; where they are apart, the update has done it."""
         if self.masters.dtype != self.copies.dtype and not self.is_apart:
             self.copies.copy_(self.masters)
+
+
+def norm(flat):
+    """The norm of a tensor, in float32."""
+    return torch.linalg.vector_norm(flat, dtype=torch.float32)
 
 
 def _hold(params, tables, dtype, device):
@@ -175,9 +193,9 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad_x = grad @ matrix_of(ctx.weights) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[2]:
-            add_matmul(merge_adjacent([w.grad for w in ctx.weights]), grad.T, x)
+            add_product(ctx.weights, grad.T, x)
         if ctx.biases and ctx.needs_input_grad[-1]:
-            merge_adjacent([b.grad for b in ctx.biases]).add_(grad.sum(0, dtype=torch.float32))
+            add_values(ctx.biases, grad.sum(0, dtype=torch.float32))
         # backward has already added the gradients to w.grad and b.grad
         return grad_x, None, *(None for _ in ctx.weights + ctx.biases)
 
@@ -202,7 +220,7 @@ class _ReluLinear(torch.autograd.Function):
         x, out = ctx.saved_tensors
         grad = relu_backward(grad, out)
         if ctx.needs_input_grad[1]:
-            add_matmul(ctx.weight.grad, grad.T, x)
+            add_product([ctx.weight], grad.T, x)
         return grad @ ctx.weight.copy if ctx.needs_input_grad[0] else None, None
 
 
@@ -239,24 +257,16 @@ def split_qkv(qkv, num_heads=1, num_kv_heads=1):
     return parts
 
 
-def embed(ids, weight):
-    """Embedding lookup in the compute dtype, (N,) to (N, width)."""
-    return _Embed.apply(ids, weight)
+def add_product(weights, a, b):
+    """Add a @ b to the gradients of adjacent matrices."""
+    total, rounding = merge_adjacent([weight.grad for weight in weights]), weights[0].rounding
+    (rounding.add_product if rounding else add_matmul)(total, a, b)
 
 
-class _Embed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, ids, weight):
-        ctx.save_for_backward(ids)
-        ctx.weight = weight
-        return F.embedding(ids, weight.copy)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (ids,) = ctx.saved_tensors
-        gradient = torch.ops.aten.embedding_dense_backward(grad.float(), ids, len(ctx.weight), -1, False)
-        ctx.weight.grad.add_(gradient)  # not +=, which assigns: autograd refuses another dtype than the weight's
-        return None, None
+def add_values(weights, values):
+    """Add `values`, float32, which may change, to the gradients of adjacent weights."""
+    total, rounding = merge_adjacent([weight.grad for weight in weights]), weights[0].rounding
+    (rounding.add if rounding else torch.Tensor.add_)(total, values)
 
 
 def add_matmul(total, a, b):

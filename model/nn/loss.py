@@ -3,9 +3,13 @@
 Letters: N target tokens, C tokens per chunk, D width, V vocabulary size, W vocabulary size with padding.
 """
 
+from functools import partial
+from itertools import count
+
 import torch
 
-from model.nn.flat_params import add_matmul, runs_kernels
+from model.nn.embedding import is_large
+from model.nn.flat_params import add_matmul, add_values, runs_kernels, with_padding
 from model.nn.guided_loss import guided_cross_entropy_
 from model.nn.guides import NO_GUIDES, seen_ids, teacher_logits
 from model.nn.loss_terms import PLAIN
@@ -27,6 +31,14 @@ def linear_cross_entropy(
     weight in hidden's dtype, cast here if None; it may end with padding rows of zeros.
     """
     return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD, (terms, guides))
+
+
+def computes_logits_again(checkpointing, num_blocks, table_numbers):
+    """Whether backward, which computes so many blocks again, computes the logits again too.
+
+    So the gradient of a large output weight is added to its place chunk by chunk. It costs one product more.
+    """
+    return checkpointing >= num_blocks and is_large(table_numbers)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -68,43 +80,94 @@ def _scaled_gradient(weight, gradient_WD, factor):
     adds = weight.is_cuda or weight.dtype != gradient.dtype
     if not (adds and weight.is_leaf and weight.grad is not None):
         return gradient.mul_(factor)
-    weight.grad.addcmul_(gradient, factor)
+    if getattr(weight, "rounding", None):
+        add_values([weight], gradient.mul_(factor))
+    else:
+        weight.grad.addcmul_(gradient, factor)
     return None
 
 
-def token_log_probs(hidden_ND, weight_VD, labels_N, chunk_tokens=2048, copy_WD=None):
+def cross_entropy_again(hidden_ND, weight_VD, labels_N, chunk_tokens, terms, guides=NO_GUIDES):
+    """As linear_cross_entropy of a weight with a flat gradient, to which backward adds the product of each chunk."""
+    return _CrossEntropyAgain.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, (terms, guides))
+
+
+class _CrossEntropyAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, terms_and_guides):
+        ctx.save_for_backward(hidden_ND, labels_N)
+        ctx.copy, ctx.chunk_tokens, ctx.weight = with_padding(weight_VD.copy), chunk_tokens, weight_VD
+        ctx.terms_and_guides = terms_and_guides
+        chunks = _chunks_of(hidden_ND, labels_N, ctx.copy, chunk_tokens, len(weight_VD), *terms_and_guides)
+        parts_3 = torch.stack([losses_3C.sum(1) for _, _, losses_3C in chunks]).sum(0)
+        ctx.mark_non_differentiable(parts_3)
+        return parts_3.sum(), parts_3
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        factors_N1 = grad_loss.expand(len(ctx.saved_tensors[1]), 1)
+        add = partial(_add_chunk, ctx.weight, count())
+        return _gradient_again(ctx, factors_N1, add, *ctx.terms_and_guides), None, None, None, None
+
+
+def _add_chunk(weight, uses, grad_CW, hidden_CD):
+    """Add the gradient of a chunk to that of an output weight; the next of `uses` counts the chunks before."""
+    total = with_padding(weight.grad)
+    if weight.rounding:
+        weight.rounding.add_product(total, grad_CW.T, hidden_CD, next(uses))
+    else:
+        add_matmul(total, grad_CW.T, hidden_CD)
+
+
+def _gradient_again(ctx, factors_N1, add, *terms_and_guides):
+    """The gradient of hidden_ND by the first loss and the terms, times factors, with the logits computed again.
+
+    `add` takes that of each chunk's logits, and its hidden states; None if the weight needs no gradient.
+    """
+    hidden_ND, labels_N = ctx.saved_tensors
+    grad_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+    chunks = _chunks_of(hidden_ND, labels_N, ctx.copy, ctx.chunk_tokens, len(ctx.weight), *terms_and_guides)
+    for chunk, grad_CW, _ in chunks:
+        grad_CW.mul_(factors_N1[chunk])
+        if grad_hidden is not None:
+            torch.mm(grad_CW, ctx.copy, out=grad_hidden[chunk])
+        if add:
+            add(grad_CW, hidden_ND[chunk])
+    return grad_hidden
+
+
+def token_log_probs(hidden_ND, weight_VD, labels_N, chunk_tokens=2048, copy_WD=None, by_chunk=False):
     """Log-probability of each label in nats, (N,) float32; 0 where the label is below 0.
 
     Arguments are those of linear_cross_entropy. A loss may use the values before it knows the gradient: backward
-    computes each chunk's logits again, so no more than `chunk_tokens` * V of them exist at a time.
+    computes each chunk's logits again, so no more than `chunk_tokens` * V of them exist at a time. `by_chunk`: it adds
+    the product of each chunk to the weight's flat gradient.
     """
-    return _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD)
+    return _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD, by_chunk)
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, copy_WD, by_chunk):
         copy_WD = weight_VD.to(hidden_ND.dtype) if copy_WD is None else copy_WD
         ctx.save_for_backward(hidden_ND, labels_N)
-        ctx.copy, ctx.chunk_tokens, ctx.vocabulary, ctx.weight = copy_WD, chunk_tokens, len(weight_VD), weight_VD
-        chunks = _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, ctx.vocabulary)
+        ctx.copy, ctx.chunk_tokens, ctx.weight, ctx.by_chunk = copy_WD, chunk_tokens, weight_VD, by_chunk
+        chunks = _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, len(weight_VD))
         return torch.cat([-losses_3C[0] for _, _, losses_3C in chunks])
 
     @staticmethod
     def backward(ctx, grad_N):
-        hidden_ND, labels_N = ctx.saved_tensors
-        needs_hidden_grad, needs_weight_grad = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden_grad else None
-        grad_weight = torch.zeros(ctx.copy.shape, device=ctx.copy.device) if needs_weight_grad else None
-        for chunk, grad_CW, _ in _chunks_of(hidden_ND, labels_N, ctx.copy, ctx.chunk_tokens, ctx.vocabulary):
-            grad_CW.mul_(-grad_N[chunk, None])
-            if needs_hidden_grad:
-                torch.mm(grad_CW, ctx.copy, out=grad_hidden[chunk])
-            if needs_weight_grad:
-                add_matmul(grad_weight, grad_CW.T, hidden_ND[chunk])
-        if needs_weight_grad:
-            grad_weight = _scaled_gradient(ctx.weight, grad_weight, grad_N.new_ones(()))
-        return grad_hidden, grad_weight, None, None, None
+        if ctx.by_chunk or not ctx.needs_input_grad[1]:
+            add = partial(_add_chunk, ctx.weight, count()) if ctx.needs_input_grad[1] else None
+            return _gradient_again(ctx, -grad_N[:, None], add), None, None, None, None, None
+        grad_weight = torch.zeros(ctx.copy.shape, device=ctx.copy.device)
+
+        def add(grad_CW, hidden_CD):
+            add_matmul(grad_weight, grad_CW.T, hidden_CD)
+
+        grad_hidden = _gradient_again(ctx, -grad_N[:, None], add)
+        grad_weight = _scaled_gradient(ctx.weight, grad_weight, grad_N.new_ones(()))
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunks_of(hidden_ND, labels_N, copy_WD, chunk_tokens, vocabulary, terms=PLAIN, guides=NO_GUIDES):

@@ -120,6 +120,11 @@ class MemorySpec:
         return count_numbers(self.family, self.model_config, self.part).weights
 
     @property
+    def gradient_bytes(self):
+        """Bytes of the gradient of a weight, which without masters is in bf16."""
+        return 4 if self.has_masters else self.number_bytes
+
+    @property
     def offloaded_bytes(self):
         """Bytes of masters and state that a rank has in host memory."""
         own = self.own_part or OwnPart(self.trained, self.state_bytes)

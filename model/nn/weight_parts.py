@@ -24,6 +24,10 @@ class Piece:
         view = flat[self.at : self.at + self.stop - self.start]
         return view.view(self.tensor.shape) if len(view) == self.tensor.numel() else view
 
+    def whole(self, tensor):
+        """View of the piece's numbers in a tensor of the shape of its own."""
+        return tensor.view(-1)[self.start : self.stop]
+
 
 @dataclass(frozen=True)
 class WeightPart:
@@ -125,8 +129,15 @@ def write_own(flat):
             numbers[start:stop].copy_(piece.of(flat.masters).view(-1))
 
 
+def gradients_of(flat, piece):
+    """The gradients of a Piece of this rank's part."""
+    if flat.rounding and not piece.tensor.rounding:  # in float32, whole on every rank
+        return piece.whole(piece.tensor.grad)
+    return piece.of(flat.own_gradients)
+
+
 def masters_of(flat, piece):
     """The masters of a Piece of this rank's part."""
     if flat.masters.dtype == torch.float32 or piece.tensor.dtype != torch.float32:
         return piece.of(flat.masters)
-    return piece.tensor.data.view(-1)[piece.start : piece.stop]
+    return piece.whole(piece.tensor.data)

@@ -5,7 +5,7 @@ import torch
 from model.nn.dropout import step_key
 from model.nn.flat_params import runs_kernels
 from model.nn.rounding import round_to
-from model.nn.weight_parts import equal_ends, masters_of
+from model.nn.weight_parts import equal_ends, gradients_of, masters_of
 from model.train.flat_optimizer import FlatOptimizer
 
 ROUNDED_TOGETHER = 2**24  # weights in bf16 that are updated at a time: so many are in float32 meanwhile
@@ -35,12 +35,12 @@ class AdamW(FlatOptimizer):
         for piece, count in zip(pieces, self.counts.unbind(), strict=True):
             average, square = piece.of(averages), piece.of(squares)
             self.state[piece.tensor] = dict(step=count, exp_avg=average, exp_avg_sq=square)
-            self.tensors.append((masters_of(flat, piece), piece.of(self.gradients), average, square, count))
+            self.tensors.append((masters_of(flat, piece), gradients_of(flat, piece), average, square, count))
             self.positions.append(self.first + piece.at)
 
     def new_state(self):
-        """Zeros of the layout of the gradients."""
-        return torch.zeros_like(self.gradients)
+        """Zeros of the layout of the gradients, in float32."""
+        return torch.zeros_like(self.gradients, dtype=torch.float32)
 
     @staticmethod
     def needed_bytes(trained, matrix_numbers):
@@ -72,25 +72,27 @@ class AdamW(FlatOptimizer):
             scales = dict(grad_scale=scale.reciprocal(), found_inf=(~(scale > 0)).float())
             self.counts += scale > 0
         else:
-            self.gradients.mul_(scale)
             self.counts += 1
         if self.rounds:
-            self.update_rounded(weight_decay, scales)
+            self.update_rounded(weight_decay, scale, scales)
             return
+        if not scales:
+            self.gradients.mul_(scale)
         first_decayed = self.num_others if weight_decay else 0
         for part, decay in ((self.tensors[:first_decayed], 0.0), (self.tensors[first_decayed:], weight_decay)):
             if part:
                 self.update_part(part, decay, scales)
 
-    def update_rounded(self, weight_decay, scales):
-        """The update of weights in bf16, of few numbers at a time, which are in float32 meanwhile."""
+    def update_rounded(self, weight_decay, scale, scales):
+        """The update of weights in bf16, of few numbers at a time: they and their gradients are then in float32."""
         for number, (tensors, position) in enumerate(zip(self.tensors, self.positions, strict=True)):
             *flats, count = tensors
             decay = weight_decay if number >= self.num_others else 0.0
             parts = zip(*(x.view(-1).split(ROUNDED_TOGETHER) for x in flats), strict=True)
-            for place, (weights, *others) in enumerate(parts):
-                updated = weights.float()
-                self.update_part([(updated, *others, count)], decay, scales)
+            for place, (weights, gradients, *averages) in enumerate(parts):
+                updated, gradients = weights.float(), gradients.float()
+                gradients = gradients if scales else gradients * scale
+                self.update_part([(updated, gradients, *averages, count)], decay, scales)
                 if weights.dtype == torch.float32:
                     weights.copy_(updated)
                 else:

@@ -94,7 +94,7 @@ class StepGraphs:
 
     def _run(self, captured, chunk_tokens):
         """Forward and backward, which record the events of the CapturedStep anew."""
-        flat = self.model.flat.gradients_and_sums
+        flat = self.model.flat
         captured.ready.clear()
         captured.events.clear()
 
@@ -106,10 +106,9 @@ class StepGraphs:
         with reporting(self.parts, report):
             loss = weighted_loss(self.model, self.objective, captured.batch, chunk_tokens, self.scales)
         if self.parts:
-            captured.norms[0] = self.model.flat.sums.norm()  # before they are sent, with another part
+            captured.norms[0] = flat.sums.norm()  # before they are sent, with another part
         loss.backward()
         if self.parts:  # a number of backward that is not finite reaches the first blocks
-            last = [flat[start:stop].norm() for start, stop in self.parts[-1].ranges]
-            captured.norms[1] = torch.stack(last).norm()
+            captured.norms[1] = flat.gradient_norms(self.parts[-1].ranges).norm()
         for number in set(range(len(self.parts))) - set(captured.ready):
             report(number)

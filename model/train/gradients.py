@@ -61,14 +61,15 @@ def _replay(context, plan, work, packed):
     """Write the gradients of a step of one micro-batch by a replay; returns its CapturedStep."""
     (micro_batch,) = packed.micro_batches
     context.model.zero_grad()
+    _begin(context, work, 0)
     for site in ("forward", "backward_first"):
         fault_injection.fire(site, work.step)
     return context.graphs.gradients(micro_batch, packed.bucket, plan.chunk_tokens, _scales(work))
 
 
 def _norms(context):
-    """Norm (1,) of this rank's gradient; None for a rank alone, whose gradient is the sum."""
-    return None if context.ranks.world_size == 1 else context.model.flat.gradients_and_sums.norm()[None]
+    """Norms (2,) of this rank's gradient and of its metrics; None for a rank alone, whose gradient is the sum."""
+    return None if context.ranks.world_size == 1 else context.model.flat.gradient_norms([(0, None)])
 
 
 def _compute_gradients(context, plan, work, packed):
@@ -77,12 +78,19 @@ def _compute_gradients(context, plan, work, packed):
     context.model.zero_grad()
     for index, micro_batch in enumerate(packed.micro_batches):
         fault_injection.fire("forward", work.step)
+        _begin(context, work, index)
         arguments = context, micro_batch, plan.chunk_tokens, _scales(work)
         arguments += (("backward" if index else "backward_first", work.step),)
         if graphs:
             graphs.run(_add_gradients, *arguments)
         else:
             _add_gradients(*arguments)
+
+
+def _begin(context, work, number):
+    """Key the rounding of gradients in bf16 to this rank's micro-batch `number` of the step."""
+    if rounding := context.model.flat.rounding:
+        rounding.begin(context.loader.schedule.seed, work.step, context.ranks.rank, number)
 
 
 def _add_gradients(context, micro_batch, chunk_tokens, scales, fault):

@@ -15,10 +15,10 @@ SLOTS = 2  # while one is updated, the gradients of the next arrive and the weig
 class Slot:
     """Page-locked buffers of one piece on its way, and events of a GPU that mark its arrival and its return."""
 
-    def __init__(self, numbers, dtype, on_gpu):
-        options = dict(pin_memory=on_gpu)
-        self.gradients = torch.empty(numbers, **options)
-        self.weights = torch.empty(numbers, dtype=dtype, **options)  # in the compute dtype
+    def __init__(self, numbers, gradients, copies, on_gpu):
+        """As long as `numbers`, of the dtypes of these flat `gradients` and `copies`."""
+        self.gradients = torch.empty(numbers, dtype=gradients.dtype, pin_memory=on_gpu)
+        self.weights = torch.empty(numbers, dtype=copies.dtype, pin_memory=on_gpu)
         self.arrived, self.returned = (torch.cuda.Event() if on_gpu else None for _ in range(2))
 
 
@@ -38,7 +38,7 @@ class HostAdamW(AdamW):
         if on_gpu:  # torchrun gives each of several processes one thread
             torch.set_num_threads(max(num_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1))
         longest = min(max((tensors[0].numel() for tensors in self.tensors), default=0), AT_ONCE)
-        self.slots = [Slot(longest, self.copies.dtype, on_gpu) for _ in range(SLOTS)]
+        self.slots = [Slot(longest, self.gradients, self.copies, on_gpu) for _ in range(SLOTS)]
         self.pieces = [
             (number, start, min(start + AT_ONCE, tensors[0].numel()))
             for number, tensors in enumerate(self.tensors)
@@ -66,7 +66,8 @@ class HostAdamW(AdamW):
         weights, gradients, *_ = self.tensors[number]
         if slot.returned:
             slot.returned.synchronize()
-        slot.gradients[: stop - start].copy_(gradients.view(-1)[start:stop], non_blocking=True)
+        if gradients.dtype == slot.gradients.dtype:
+            slot.gradients[: stop - start].copy_(gradients.view(-1)[start:stop], non_blocking=True)
         if weights.dtype != torch.float32:
             slot.weights[: stop - start].copy_(weights.view(-1)[start:stop], non_blocking=True)
         if slot.arrived:
@@ -77,9 +78,11 @@ class HostAdamW(AdamW):
         slot, (number, start, stop) = self.slots[place % SLOTS], self.pieces[place]
         if slot.arrived:
             slot.arrived.synchronize()
-        weights, _, averages, squares, count = self.tensors[number]
-        gradients, returned = slot.gradients[: stop - start].mul_(factor), slot.weights[: stop - start]
-        weights, averages, squares = (x.view(-1)[start:stop] for x in (weights, averages, squares))
+        *tensors, count = self.tensors[number]
+        weights, gradients, averages, squares = (x.view(-1)[start:stop] for x in tensors)
+        arrived, returned = slot.gradients[: stop - start], slot.weights[: stop - start]
+        # those that are in float32 where the others are in bf16 are few
+        gradients = (arrived if gradients.dtype == arrived.dtype else gradients.cpu()).float().mul_(factor)
         updated = weights.cpu() if weights.dtype == torch.float32 else returned.float()  # itself, if it is on the host
         decay = self.param_groups[0]["weight_decay"] if number >= self.num_others else 0.0
         self.update_part([(updated, gradients, averages, squares, count)], decay, {})

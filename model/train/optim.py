@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from model.nn.bf16_gradients import hold_in_bf16
 from model.nn.flat_params import FlatParams, runs_kernels
 from model.nn.weight_parts import share
 from model.train.adafactor import Adafactor
@@ -41,7 +42,7 @@ def make_optimizer(model, options, place=(0, 1)):
 
     Their average, if one is wanted, is a state of it. Its learning rate is a tensor on the weights' device, which
     `update` writes. With `share_state` this rank keeps its part of the masters alone, and with `master_dtype` bf16 none
-    but the weights in bf16. With `offload` its masters and state are in host memory.
+    but the weights in bf16, and its gradients are in bf16 too. With `offload` its masters and state are in host memory.
     """
     (rank, num_ranks), optimizer_class = place, OPTIMIZERS[options.optimizer]
     offloads = options.offload == "optimizer"
@@ -51,6 +52,8 @@ def make_optimizer(model, options, place=(0, 1)):
     if num_ranks > 1 or rounds or offloads:
         ends = optimizer_class.part_ends(model.flat.trained_sizes, num_ranks)
         share(model.flat, ends, rank if num_ranks > 1 else 0, not rounds, offloads)
+    if rounds:
+        hold_in_bf16(model.flat)
     seed = dict(seed=options.seed) if rounds else {}
     optimizer = optimizer_class(model.flat, rate, weight_decay=options.weight_decay, **seed)
     optimizer.average = WeightAverage(model.flat, options.average) if options.average else None

@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 
 from model.nn import gradient_parts
+from model.nn.flat_params import norm
 from model.nn.weight_parts import write_own
 from model.runtime.distributed import sum_over_ranks
 from model.runtime.exchange import collect_parts, exchange_parts, send_parts
@@ -22,6 +23,8 @@ _DTYPES = dict(float32=torch.float32, bf16=torch.bfloat16)
 def sum_gradients(ranks, model, reduce_dtype="float32", ready=None):
     """Sum a model's gradients and metrics over all ranks in place; all ranks get the same bits.
 
+    Gradients that are held in bf16 are sent in it.
+
     `ready` has an event of the device for each of model.gradient_parts: a part is sent once its event is reached, while
     the device still computes the next parts. Without events all are sent after the work that the device has. With bf16
     each rank rounds its gradients once, adds a part of them in float32 and rounds the sum once. Where ranks share
@@ -29,18 +32,20 @@ def sum_gradients(ranks, model, reduce_dtype="float32", ready=None):
     """
     if ranks.world_size == 1:
         return
-    if model.flat.is_shared:
+    flat = model.flat
+    reduce_dtype = "bf16" if flat.rounding else reduce_dtype
+    if flat.is_shared:
         with _beside(ranks.device, waits=True):
-            _sum_own_part(ranks, model.flat, reduce_dtype)
-            sum_over_ranks(ranks, model.flat.sums)
+            _sum_own_part(ranks, flat, reduce_dtype)
+            sum_over_ranks(ranks, flat.beside)
         return
     with _beside(ranks.device, waits=not ready):
         for number, part in enumerate(model.gradient_parts):
             if ready:
                 ready[number].wait()
-            _sum_part(ranks, model.flat, part, reduce_dtype)
+            _sum_part(ranks, flat, part, reduce_dtype)
         if reduce_dtype == "bf16":
-            sum_over_ranks(ranks, model.flat.sums)
+            sum_over_ranks(ranks, flat.beside)
 
 
 def _sum_part(ranks, flat, part, reduce_dtype):
@@ -78,15 +83,16 @@ def _sum_piece(ranks, flat, start, sent, received):
     yield
     wait()
     own = pieces[ranks.rank]
-    torch.sum(received.view(-1, length)[:, : len(own)], dim=0, dtype=torch.float32, out=own)
+    torch.sum(received.view(-1, length)[:, : len(own)], dim=0, dtype=own.dtype, out=own)  # added in float32
     yield
 
 
 def gradient_norm(ranks, flat):
     """The norm of the gradients, which are summed over ranks; the same bits on all of them."""
-    if not flat.is_shared:
-        return flat.gradients.norm()
-    return sum_over_ranks(ranks, flat.own_gradients.norm().square()).sqrt()
+    whole = flat.beside[: len(flat.beside) - len(flat.sums)]  # gradients that all ranks have
+    own = norm(flat.own_gradients)
+    own = sum_over_ranks(ranks, own.square()).sqrt() if flat.is_shared else own
+    return torch.hypot(own, norm(whole))
 
 
 def publish(ranks, flat):

@@ -4,9 +4,14 @@ import json
 
 import pytest
 
+from model.commands import plan_report
+from model.commands.machine import Machine
 from model.commands.option_values import load_config
-from model.commands.plan_report import preview
+from model.commands.plan_report import planned_recipe, preview
+from model.commands.plan_table import table
+from model.commands.recipe import _ways, with_config
 from model.memory.plan import NothingFits
+from model.memory.transfers import ASSUMED, transfer_seconds
 
 GIB = 2**30
 QWEN = dict(
@@ -48,9 +53,61 @@ def test_the_plan_takes_the_way_to_hold_state_that_costs_least_of_those_that_it_
 
     auto = dict(offload="auto", master_dtype="auto")
     assert held(1, 40, **auto) == [6.4, 12.8]
-    assert held(1, 24, **auto) == [0, 0], "in host memory, where bf16 alone would not do"
-    assert held(1, 27, master_dtype="auto") == [0, 12.8]
+    assert held(1, 24, **auto) == [0, 0], "in host memory: fewer bits come last"
+    assert held(1, 24, master_dtype="auto") == [0, 12.8]
     assert held(2, 24, **auto) == [3.2, 6.4], "shared"
     assert held(2, 16, **auto) == [0, 0]
     small = plan(2, 40_960, model="small", gpu_memory_limit_gb=6, **auto)
     assert small["fixed_bytes"]["weights"] == 4 * small["parameters"]
+
+
+def test_all_weights_of_a_qwen_of_1_7b_fit_two_three_or_one_small_cards(tmp_path):
+    (tmp_path / "qwen.json").write_text(json.dumps(QWEN))
+    options = dict(model=str(tmp_path / "qwen.json"), max_seq_len=2048, batch_size_per_gpu=1, optimizer="adamw")
+    bf16, host = dict(master_dtype="bf16"), dict(offload="optimizer")
+    for num_processes, limit, most, more in (
+        (2, 23.5, 21, {}), (2, 18, 18, bf16), (3, 15, 15, bf16), (1, 16, 16, host), (1, 12, 12, host | bf16),
+        (1, 9, 8, host | bf16),
+    ):  # fmt: skip
+        held = more | options | dict(gpu_memory_limit_gb=limit, mixed_precision="bf16")
+        values = plan(num_processes, 151_936, **held)
+        assert values["phases"]["step"] <= most * GIB, more
+        gradients = 2 if "master_dtype" in more else 4
+        assert values["fixed_bytes"]["gradients"] == gradients * values["parameters"]
+
+
+def test_each_lever_says_its_memory_and_its_time_with_what_is_sent_over_links_that_are_said(tmp_path, monkeypatch):
+    (tmp_path / "qwen.json").write_text(json.dumps(QWEN))
+    options = dict(model=str(tmp_path / "qwen.json"), max_seq_len=2048, batch_size_per_gpu=1, optimizer="adamw")
+    config = load_config("pretrain", options | dict(gpu_memory_limit_gb=24, mixed_precision="bf16"))
+    values = preview(config, options, 2, 151_936, "RTX 4090")
+    rows = {(lever["kind"], lever["value"]): lever for lever in values["levers"]}
+    shared, host, rounded = rows["share_state", "True"], rows["offload", "optimizer"], rows["master_dtype", "bf16"]
+    assert shared["time_factor"] == 1 and shared["peak_bytes"] < rows["share_state", "False"]["peak_bytes"]
+    assert host["time_factor"] > 1.3 > 1 > rounded["time_factor"] > 0.5
+    assert host["peak_bytes"] < rounded["peak_bytes"] < shared["peak_bytes"]
+    # half of 4 bytes a gradient and of 2 a weight over 10 GB/s
+    assert shared["sent_seconds"] == pytest.approx(3 * values["trained"] / 10e9)
+    assert "20 GB/s to host memory (assumed), 10 GB/s between GPUs (assumed)" in table(values)
+    assert f"{1000 * host['sent_seconds']:,.0f} ms of a step are transfers" in table(values)
+    monkeypatch.setattr(plan_report, "measured_links", lambda: dict(host=50e9))
+    unknown = preview(config, options, 2, 151_936)
+    assert {lever["time_factor"] for lever in unknown["levers"] if lever["kind"] == "offload"} == {1}
+    assert "50 GB/s to host memory (measured), 10 GB/s between GPUs (assumed)" in table(unknown)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_ways_to_hold_state_are_tried_by_what_they_send_and_fewer_bits_last(tmp_path, num_processes):
+    (tmp_path / "qwen.json").write_text(json.dumps(QWEN))
+    options = dict(model=str(tmp_path / "qwen.json"), optimizer="adamw", offload="auto", master_dtype="auto")
+    config, machine = load_config("pretrain", options), Machine(num_processes, "cuda", True)
+    recipe, _ = planned_recipe(config, options, machine, 151_936)
+    ways = [with_config(recipe, config).spec for config in _ways(recipe)]
+    assert [(spec.own_part is not None, spec.offloads, spec.has_masters) for spec in ways] == [
+        (False, False, True), *[(True, False, True)] * (num_processes > 1), (num_processes > 1, True, True),
+        (num_processes > 1, False, False), (num_processes > 1, True, False),
+    ]  # fmt: skip
+    for masters in (True, False):
+        moved = [spec for spec in ways if spec.has_masters == masters and (spec.own_part or num_processes == 1)]
+        seconds = [transfer_seconds(spec, ASSUMED, False) for spec in moved]
+        assert seconds == sorted(seconds) and seconds[0] < 0.6 < seconds[-1]

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from model.nn.attention import attend, make_layout, score_mask
 from model.nn.base import Family, LanguageModel
 from model.nn.dropout import add_dropout, dropout, token_keys
-from model.nn.flat_params import embed, linear
+from model.nn.embedding import embed
+from model.nn.flat_params import linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 
 

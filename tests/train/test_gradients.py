@@ -56,3 +56,13 @@ def test_promise_2_is_tested_on_steps_that_are_really_split_and_whose_gradients_
     gradients(home, 1, micro_batch_tokens=64)
     assert (parts("gradient1.0"), parts("gradient164.0") > 3) == (1, True)
     assert (other["shared.weight"] - alone["shared.weight"]).norm() > 1e-2 * alone["shared.weight"].norm()
+
+
+def test_promise_2_gradients_in_bf16_are_those_in_float32_to_their_rounding_on_1_to_3_ranks_split_or_merged(home):
+    (alone,) = gradients(home, 1, mixed_precision="bf16", optimizer="adamw")
+    for world, changes in ((1, {}), (1, SPLIT), (2, SPLIT), (3, {})):
+        options = dict(mixed_precision="bf16", optimizer="adamw", master_dtype="bf16") | changes
+        for gradient in gradients(home, world, share_state="False", **options):
+            for name, expected in alone.items():
+                error = (gradient[name].float() - expected).norm() / expected.norm()
+                assert error <= 2e-2, f"{name} is off by {error:.1e} on {world} ranks with {changes}"

@@ -16,7 +16,8 @@ from model.nn.attention import attend, score_mask
 from model.nn.base import LanguageModel
 from model.nn.decoder import decode
 from model.nn.decoder.rotary import apply_rotary, rotary_at
-from model.nn.flat_params import embed, linear
+from model.nn.embedding import embed
+from model.nn.flat_params import linear
 from model.nn.key_values import new_key_values
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from model.nn.attention import make_layout
 from model.nn.dropout import NO_DROPOUT
-from model.nn.flat_params import embed
+from model.nn.embedding import embed
 from model.nn.key_values import KeyValues, new_key_values, rounded
 from model.nn.t5.position_bias import position_buckets
 

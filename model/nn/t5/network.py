@@ -15,7 +15,8 @@ from model.nn.activations import activate, gate
 from model.nn.attention import attend, score_mask
 from model.nn.base import LanguageModel
 from model.nn.dropout import NO_DROPOUT, add_dropout, dropout, relu_dropout
-from model.nn.flat_params import embed, linear, relu_linear
+from model.nn.embedding import embed
+from model.nn.flat_params import linear, relu_linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.t5 import decode
 from model.nn.t5.position_bias import score_bias

@@ -21,7 +21,8 @@ CASES = [  # size, layers (0: all), sequences of 2,048 tokens, recomputed blocks
     ("qwen1.5-7b", 0, 2, 30, LAYERS, "nf4"), ("qwen3-4b", 0, 2, 33, LAYERS, "nf4"),
     ("qwen1.5-1.8b", 4, 1, 3, LAYERS, "nf4"), ("qwen1.5-1.8b", 4, 1, 4, LAYERS, "nf4"),
     ("qwen1.5-7b", 4, 2, 0, LAYERS, "auto"), ("qwen3-4b", 4, 2, 3, LAYERS, "auto"),
-    ("qwen3-4b", 4, 2, 1, LAYERS[:3], "nf4"), ("qwen1.5-1.8b", 4, 2, 4, (), ""), ("qwen1.5-7b", 4, 1, 1, (), ""),
+    ("qwen3-4b", 4, 2, 1, LAYERS[:3], "nf4"), ("qwen1.5-1.8b", 4, 2, 4, (), ""),
+    ("qwen1.5-1.8b", 4, 2, 3, (), ""), ("qwen1.5-7b", 4, 1, 1, (), ""),
 ]  # fmt: skip
 
 
@@ -43,7 +44,10 @@ def test_the_predicted_peak_is_that_of_the_live_tensors(
     estimate = Estimate(spec, Lengths(sides[:1], np.array([sequences])), sequences)
     predicted = max(estimate.step_parts(2048 * sequences, 512, recomputed).values())
     # of NF4 the largest matrix is counted, whichever there is at the peak
-    assert 0.995 * measured <= predicted <= 1.005 * measured + spec.product_bytes
+    more = spec.product_bytes
+    if not lora and recomputed == config.num_blocks:  # the logits are computed again: the peak is a block's
+        more = 2 * config.hidden_size * sides.sum()  # a stream that the last of all recomputed blocks does not hold
+    assert 0.995 * measured <= predicted <= 1.005 * measured + more
     if not layers:
         held = sum(estimate.fixed.values())
         assert 0 <= (held + predicted) / (held + measured) - 1 <= 0.02
