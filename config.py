@@ -90,6 +90,9 @@ class TrainConfig:
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
     gradient_checkpointing: str = "auto"  # auto (as many blocks as memory needs), True (all), False
+    activation_offload: str = (
+        "auto"  # inputs of recomputed blocks to host memory: auto (where a plan needs it), True, False
+    )
     compile: str = "auto"  # replay steps as CUDA graphs: auto (on GPUs, in runs long enough to gain), True, False
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
@@ -142,6 +145,7 @@ CHOICES = dict(
     lr_schedule=("cosine", "wsd"),
     mixed_precision=("auto", "bf16", "no"),
     gradient_checkpointing=("auto", "True", "False"),
+    activation_offload=("auto", "True", "False"),
     compile=("auto", "True", "False"),
     share_state=("auto", "True", "False"),
     master_dtype=("float32", "bf16", "auto"),
@@ -301,6 +305,10 @@ def _contradictions(config):
         yield f"distill_weight={config.distill_weight}: must be above 0 and at most 1"
     if not 0.1 <= config.distill_temperature <= 100:
         yield f"distill_temperature={config.distill_temperature}: must be from 0.1 to 100"
+    if config.activation_offload == "True":
+        for name, value in dict(gradient_checkpointing="False", compile="True").items():
+            if getattr(config, name) == value:
+                yield f"activation_offload=True moves what steps without {name}={value} hold: leave one of them out"
     if config.loops_ngram > 8:
         yield f"loops_ngram={config.loops_ngram}: must be at most 8"
     if config.best_metric in ("bleu", "chrf") and not config.bleu_pairs:

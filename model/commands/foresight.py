@@ -60,7 +60,7 @@ def tell_what_moved(before, after):
     moved = [f"{name}={after[name]}" for name in names if after[name] in MOVED]
     if moved:
         LOGGER.info(texts_here()("moved.some", options=", ".join(moved)))
-    elif names not in ([], ["share_state"]):  # more than the default was asked for
+    elif set(names) - {"share_state", "activation_offload"}:  # more than the default was asked for
         LOGGER.info(texts_here()("moved.none"))
 
 

@@ -9,13 +9,14 @@ import torch
 import ujson
 
 from model.commands.expected_time import card
+from model.commands.held_state import fitted, may_offload_inputs, may_share
 from model.commands.length_sample import sample_of
 from model.commands.machine import machine_here
 from model.commands.option_values import as_type
 from model.commands.options import read_request
 from model.commands.origin import find_origin
 from model.commands.plan_table import GIB, source_text, table
-from model.commands.recipe import fitted, may_share, resolve, with_config, with_optimizer
+from model.commands.recipe import resolve, with_config, with_optimizer
 from model.commands.run_length import run_pairs, steps_between
 from model.data.length_histogram import Lengths
 from model.display.catalogue import Texts, texts_here
@@ -202,6 +203,9 @@ def _levers(recipe, chosen, usable, plan):
     rows += [("micro_batch", size, spec, (size, chunk, checkpointing)) for size in sizes]
     blocks = {False: 0, True: chosen.num_blocks}
     rows += [("checkpointing", on, spec, (tokens, chunk, number)) for on, number in blocks.items()]
+    if may_offload_inputs(recipe):
+        for on in (False, True):
+            rows.append(("activation_offload", on, replace(spec, offloads_inputs=on), (tokens, chunk, blocks[True])))
     others = [name for name in ("muon", "adamw_rms", "adafactor") if _is_taken(recipe.config, optimizer=name)]
     for optimizer in () if spec.lora else others:
         rows.append(("optimizer", optimizer, with_optimizer(spec, optimizer), plan.batching))
@@ -220,7 +224,8 @@ def _levers(recipe, chosen, usable, plan):
         largest, changed_plan = fitting_plan(room, all_tokens, *batching[1:]), room.plan(*batching, graphs=plan.graphs)
         phases = _phases(recipe, estimate, changed_plan, usable)
         fits = room.holds(*batching) and not phase_problem(phases, usable)
-        factor = time_factor(plan.batched_as(batching), chosen) / time_factor(plan, chosen)
+        timed = estimate if kind == "activation_offload" else chosen
+        factor = time_factor(plan.batched_as(batching), timed) / time_factor(plan, chosen)
         levers.append(
             dict(lever=Texts("en")(f"lever.{kind}", value=value), kind=kind, value=value,
                  peak_bytes=estimate.step_peak(*batching), fits=fits, time_factor=round(factor, 3),
@@ -244,12 +249,13 @@ def _host(recipe, estimate, plan):
     optimizer_state, device = estimate.spec.state_bytes, recipe.machine.device_type
     world = recipe.machine.num_processes
     compute = weights if device == "cuda" else max(estimate.peaks(*plan.batching, plan.answers).values())
-    rank_bytes = HOST_BYTES[device] + compute + estimate.spec.offloaded_bytes
+    inputs = estimate.host_bytes(*plan.batching)
+    rank_bytes = HOST_BYTES[device] + compute + estimate.spec.offloaded_bytes + inputs
     copied = saved + optimizer_state + estimate.spec.average_bytes
     if estimate.spec.offloads and not estimate.spec.own_part:
         copied = 0  # a save writes what lies in host memory
     return dict(
-        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + copied,
+        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + copied, input_bytes=inputs,
         shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from config import UNSHAREABLE, TrainConfig
+from config import TrainConfig
 from model.commands.machine import Machine, compute_dtype
 from model.commands.objective import objective_on, objectives_for
 from model.commands.run_files import judged_objectives
@@ -12,7 +12,7 @@ from model.commands.run_length import check_warmup, global_batch, run_pairs, war
 from model.commands.settled import settled
 from model.generate.sampling import Sampling
 from model.memory.estimate import Answers, Estimate
-from model.memory.plan import NothingFits, PlanOptions, choose_plan
+from model.memory.plan import PlanOptions
 from model.nn.attention import has_kernels
 from model.nn.memory_spec import MemorySpec, OwnPart, part_numbers
 from model.nn.registry import family_of
@@ -23,7 +23,9 @@ from model.train.objectives.protocol import Objective
 from model.train.optim import OPTIMIZERS, UpdateOptions
 from model.train.reduction import buffer_bytes
 
-UNMOVED = dict(offload="none", master_dtype="float32")  # what auto becomes where nothing is needed
+UNMOVED = dict(
+    activation_offload="False", offload="none", master_dtype="float32"
+)  # what auto becomes where nothing is needed
 CPU_ANSWERS = 128  # at a time on a CPU: 1.2 times as fast as 64, in twice the memory
 
 
@@ -150,7 +152,9 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
         if dtype == torch.float32:
             raise ValueError("--master_dtype=bf16: this run computes in float32: type --mixed_precision=bf16 too")
         network = replace(network, has_masters=False)
-    network = replace(network, offloads=config.offload == "optimizer")
+    network = replace(
+        network, offloads=config.offload == "optimizer", offloads_inputs=config.activation_offload == "True"
+    )
     spec = with_optimizer(replace(network, averages=config.average > 0), config.optimizer, num_sharing)
     if machine.launch_tokens:
         spec = replace(spec, launch_tokens=machine.launch_tokens)
@@ -187,52 +191,6 @@ def with_optimizer(spec, name, num_sharing=1):
     states, updates = zip(*(optimizer.needed_bytes(*part) for part in numbers), strict=True)
     own = OwnPart(max(weights for weights, _ in numbers), max(states))
     return replace(spec, update_bytes=max(update, *updates), own_part=own)
-
-
-def fitted(recipe, lengths, usable_bytes):
-    """`recipe` with what it leaves to the plan: the first of `_ways` to hold masters and state with which a step fits.
-
-    `lengths` are those of its examples; `usable_bytes` are those of a rank's device, None for a CPU. Where no way fits,
-    it has the last.
-    """
-    ways = [with_config(recipe, config) for config in _ways(recipe)]
-    return next((way for way in ways if usable_bytes is None or _fits(way, lengths, usable_bytes)), ways[-1])
-
-
-def _fits(recipe, lengths, usable_bytes):
-    try:
-        choose_plan(recipe.plan, recipe.estimate(lengths), usable_bytes)
-        return True
-    except NothingFits:
-        return False
-
-
-def _ways(recipe):
-    """The options that `recipe` may have, those that cost least time first; fewer bits come last."""
-    config = recipe.config
-    many, lone = recipe.machine.num_processes > 1, config.optimizer == "adamw" and may_move(recipe)
-    may = dict(
-        share_state=config.share_state == "auto" and may_share(recipe),
-        offload=config.offload == "auto" and lone and (not many or config.share_state != "False"),
-        master_dtype=config.master_dtype == "auto" and lone and recipe.dtype == torch.bfloat16,
-    )
-    least = {name: value for name, value in UNMOVED.items() if getattr(config, name) == "auto"}
-    moved = dict(share_state="True", offload="optimizer", master_dtype="bf16")
-    yield replace(config, **least)
-    for names in (["share_state"], ["offload"], ["master_dtype"], ["offload", "master_dtype"]):
-        if all(may[name] for name in names):
-            also = ["share_state"] if may["share_state"] or many and "offload" in names else []
-            yield replace(config, **least | {name: moved[name] for name in (*names, *also)})
-
-
-def may_share(recipe):
-    """Whether the ranks of a run can share masters and state."""
-    return recipe.config.optimizer not in UNSHAREABLE and may_move(recipe) and recipe.machine.num_processes > 1
-
-
-def may_move(recipe):
-    """Whether masters and state may lie elsewhere than whole on each device."""
-    return not recipe.spec.lora and not recipe.config.average
 
 
 def with_config(recipe, config):

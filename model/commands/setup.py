@@ -9,11 +9,12 @@ import torch
 from model.commands.adapter import without_adapter
 from model.commands.exporting import DECODING
 from model.commands.foresight import check_disk, check_host, tell_what_moved, warn_of_data
+from model.commands.held_state import fitted
 from model.commands.machine import machine_of
 from model.commands.network import draft_model, fill_model, refill_model, start_kernels
 from model.commands.no_model import check_tested
 from model.commands.origin import find_origin, newest_checkpoint, restore, with_validation
-from model.commands.recipe import fitted, resolve
+from model.commands.recipe import resolve
 from model.commands.reference import read_derived, with_reference
 from model.commands.run import Run
 from model.commands.run_data import open_data, open_examples
@@ -143,7 +144,7 @@ def _planned(run, estimate, state, found, other_process):
     device_type = run.recipe.machine.device_type
     stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == device_type else None
     plan, memory = plan_run(run.context, run.evaluation, estimate, run.recipe.plan, stored_plan, other_process)
-    may_capture = run.recipe.plan.compile != "False" and run.model.uses_kernels
+    may_capture = run.recipe.plan.compile != "False" and run.recipe.spec.can_capture
     recovery = kept_recovery(state, plan, may_capture)
     differs = found.state.differs(plan, state.world_size) if found else ()
     state = replace(state, plan=asdict(plan), growth=recovery, device=device_type)
@@ -223,6 +224,7 @@ def options_of_test(config, tested):
     """The options of a test of the model in `tested`, in place of the training's for steps, memory and CUDA graphs."""
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
+    planned["activation_offload"] = "auto"
     held = dict(share_state="auto", master_dtype="float32", offload="none")
     own = without_teacher(without_adapter(config))  # an exported model is merged
     return replace(own, finetune_from_ckp_file=tested, **steps, **planned, **held)

@@ -124,6 +124,11 @@ class MemorySpec:
         return count_numbers(self.family, self.model_config, self.part).weights
 
     @property
+    def can_capture(self):
+        """Whether steps can be captured as CUDA graphs, which hold all that they use on the device."""
+        return self.kernels and not self.offloads_inputs
+
+    @property
     def offloaded_bytes(self):
         """Bytes of masters and state that a rank has in host memory."""
         own = self.own_part or OwnPart(self.trained, self.state_bytes)

@@ -6,7 +6,9 @@ import pytest
 
 from model.commands.option_values import load_config
 from model.commands.plan_report import preview
-from model.memory.plan import NothingFits
+from model.commands.plan_table import table
+from model.memory.plan import USABLE, NothingFits
+from model.runtime.device_memory import CONTEXT_BYTES
 
 GIB = 2**30
 QWEN = dict(
@@ -54,3 +56,27 @@ def test_the_plan_takes_the_way_to_hold_state_that_costs_least_of_those_that_it_
     assert held(2, 16, **auto) == [0, 0]
     small = plan(2, 40_960, model="small", gpu_memory_limit_gb=6, **auto)
     assert small["fixed_bytes"]["weights"] == 4 * small["parameters"]
+
+
+def test_inputs_of_recomputed_blocks_are_offloaded_by_themselves_where_recomputing_all_is_not_enough(tmp_path):
+    (tmp_path / "qwen.json").write_text(json.dumps(QWEN))
+    options = dict(model=str(tmp_path / "qwen.json"), max_seq_len=8000, batch_size_per_gpu=1, lora_rank=16)
+    options |= dict(base_precision="nf4", mixed_precision="bf16", bleu_pairs=0, gradient_accumulation_steps=1)
+
+    def planned(limit, **more):
+        return plan(1, 151_936, gpu_memory_limit_gb=limit, **options | more)
+
+    levers = {lever["value"]: lever for lever in planned(40)["levers"] if lever["kind"] == "activation_offload"}
+    inputs = 28 * 2048 * 2 * 8001
+    assert levers[False]["peak_bytes"] - levers[True]["peak_bytes"] == pytest.approx(1.02 * inputs * 26 / 28, rel=1e-3)
+    assert levers[False]["time_factor"] <= levers[True]["time_factor"] <= 1.35
+    between = 1.02 * levers[True]["peak_bytes"] / GIB / USABLE + CONTEXT_BYTES / GIB
+    values = planned(between)
+    assert values["plan"]["gradient_checkpointing"] and values["host"]["input_bytes"] and not values["plan"]["graphs"]
+    assert "wait in" in table(values)
+    assert not planned(40)["host"]["input_bytes"]
+    forced = planned(40, activation_offload="True", gradient_checkpointing="True")["host"]["input_bytes"]
+    assert forced == 28 * 2**25, "of 32 MiB each"
+    for refused in (dict(activation_offload="False"), dict(gradient_checkpointing="False"), dict(compile="True")):
+        with pytest.raises(NothingFits):
+            planned(between, **refused)
