@@ -247,8 +247,6 @@ def _unshareable(config):
             f"share_state=True: ranks share the state of adamw or muon, not that of {config.optimizer}: leave one of "
             "the two out"
         )
-    if config.lora_rank:
-        yield f"share_state=True: the state of an adapter (lora_rank={config.lora_rank}) is small: leave it out"
     if config.average:
         yield f"share_state=True: no rank has whole weights to average (average={config.average}): leave one out"
 
@@ -271,8 +269,6 @@ def _not_offloaded(config):
         yield f"offload=optimizer: the CPU updates by adamw, not by {config.optimizer}: type --optimizer=adamw too"
     if config.share_state == "False":
         yield "offload=optimizer: ranks share what they offload: leave share_state=False out"
-    if config.lora_rank:
-        yield f"offload=optimizer: the state of an adapter (lora_rank={config.lora_rank}) is small: leave it out"
     if config.average:
         yield f"offload=optimizer: the device holds no weights to average (average={config.average}): leave one out"
 

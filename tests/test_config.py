@@ -221,7 +221,6 @@ def test_a_model_size_out_of_range_is_refused(change):
     [
         (dict(share_state=True, optimizer="adafactor"), "share_state=True: .*not that of adafactor"),
         (dict(share_state=True, optimizer="adamw_rms"), "share_state=True: .*not that of adamw_rms"),
-        (dict(share_state=True, lora_rank=4), "an adapter \\(lora_rank=4\\)"),
         (dict(share_state=True, average=0.1), "average=0.1"),
         (dict(master_dtype="bf16", optimizer="muon"), "muon does not: type --optimizer=adamw too"),
         (dict(master_dtype="bf16", optimizer="adamw", mixed_precision="no"), "contradicts mixed_precision=no"),

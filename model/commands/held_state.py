@@ -35,7 +35,7 @@ def _ways(recipe):
         activation_offload=config.activation_offload == "auto" and may_offload_inputs(recipe),
         share_state=config.share_state == "auto" and may_share(recipe),
         offload=config.offload == "auto" and lone and (not many or config.share_state != "False"),
-        master_dtype=config.master_dtype == "auto" and lone and recipe.dtype == torch.bfloat16,
+        master_dtype=config.master_dtype == "auto" and lone and recipe.dtype == torch.bfloat16 and not recipe.spec.lora,
     )
     least = {name: value for name, value in UNMOVED.items() if getattr(config, name) == "auto"}
     moved = dict(activation_offload="True", share_state="True", offload="optimizer", master_dtype="bf16")
@@ -63,4 +63,4 @@ def may_share(recipe):
 
 def may_move(recipe):
     """Whether masters and state may lie elsewhere than whole on each device."""
-    return not recipe.spec.lora and not recipe.config.average
+    return not recipe.config.average

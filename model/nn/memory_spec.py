@@ -8,7 +8,7 @@ import torch
 
 from model.nn.base import Family
 from model.nn.layers import Linear
-from model.nn.lora import LoraConfig, count_adapter_numbers, largest_product
+from model.nn.lora import LoraConfig, attach, count_adapter_numbers, largest_product
 from model.nn.quantized import NUMBER_BYTES
 from model.nn.weight_parts import weight_parts
 
@@ -55,7 +55,8 @@ class OwnPart:
 def part_numbers(spec, part_ends, num_ranks):
     """[(weights, those of them in the layers' matrices)] of each rank's part; `part_ends` is an optimizer's."""
     with torch.device("meta"):  # takes no memory
-        flat = spec.family.build(spec.model_config).freeze_all_but(spec.part).flat
+        model = spec.family.build(spec.model_config).freeze_all_but(spec.part)
+        flat = (attach(model, spec.lora) if spec.lora else model).flat
     parts = weight_parts(flat, part_ends(flat.trained_sizes, num_ranks))
     numbers = [[piece.stop - piece.start for piece in part.pieces] for part in parts]
     return [(sum(own), sum(own[part.num_others :])) for own, part in zip(numbers, parts, strict=True)]

@@ -77,6 +77,10 @@ def test_inputs_of_recomputed_blocks_are_offloaded_by_themselves_where_recomputi
     assert not planned(40)["host"]["input_bytes"]
     forced = planned(40, activation_offload="True", gradient_checkpointing="True")["host"]["input_bytes"]
     assert forced == 28 * 2**25, "of 32 MiB each"
+    least = sum(planned(between)["fixed_bytes"].values())
+    moved = planned(between - 0.2, offload="auto")
+    assert moved["host"]["input_bytes"] and moved["fixed_bytes"]["optimizer"] == 0, "both, where one is not enough"
+    assert least - sum(moved["fixed_bytes"].values()) == 12 * moved["trained"], "masters, and two averages"
     for refused in (dict(activation_offload="False"), dict(gradient_checkpointing="False"), dict(compile="True")):
         with pytest.raises(NothingFits):
             planned(between, **refused)
