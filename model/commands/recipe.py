@@ -23,9 +23,7 @@ from model.train.objectives.protocol import Objective
 from model.train.optim import OPTIMIZERS, UpdateOptions
 from model.train.reduction import buffer_bytes
 
-UNMOVED = dict(
-    activation_offload="False", offload="none", master_dtype="float32"
-)  # what auto becomes where nothing is needed
+UNMOVED = dict(offload="none", master_dtype="float32")  # what auto becomes where nothing is needed
 CPU_ANSWERS = 128  # at a time on a CPU: 1.2 times as fast as 64, in twice the memory
 
 
@@ -81,8 +79,8 @@ class Recipe:
 
     @property
     def held(self):
-        """The options, by name, of where masters and state are held."""
-        return {name: getattr(self.config, name) for name in ("share_state", *UNMOVED)}
+        """The options, by name, of where masters, state and inputs of recomputed blocks are held."""
+        return {name: getattr(self.config, name) for name in ("share_state", "activation_offload", *UNMOVED)}
 
     @property
     def warmup_steps(self):
