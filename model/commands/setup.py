@@ -62,6 +62,7 @@ def prepare_run(ranks, config, typed, resumed):
     recipe = _fitted_here(ranks, recipe, train.histogram, usable)
     estimate = recipe.estimate(train.histogram)
     plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
+    check_host(ranks, recipe.spec, estimate.host_bytes(*plan.batching))
     _fill_with_teachers(ranks, model, recipe, origin, train)
     reference, (train, validation) = read_derived(model, ranks, source, found, (train, validation), plan)
     free["model"] = free_bytes()
@@ -103,11 +104,10 @@ def _read_data(ranks, config, typed, recipe, origin):
 
 
 def _fitted_here(ranks, recipe, lengths, usable):
-    """`fitted`, told to the user; raises RuntimeError if host memory cannot hold what is offloaded."""
+    """`fitted`, told to the user."""
     fitting = fitted(recipe, lengths, usable)
     if ranks.is_main:
         tell_what_moved(recipe.held, fitting.held)
-    check_host(ranks, fitting.spec)
     return fitting
 
 
