@@ -90,9 +90,7 @@ class TrainConfig:
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
     gradient_checkpointing: str = "auto"  # auto (as many blocks as memory needs), True (all), False
-    activation_offload: str = (
-        "auto"  # inputs of recomputed blocks to host memory: auto (where a plan needs it), True, False
-    )
+    activation_offload: str = "auto"  # inputs of recomputed blocks to host memory: auto (as needed), True, False
     compile: str = "auto"  # replay steps as CUDA graphs: auto (on GPUs, in runs long enough to gain), True, False
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
@@ -302,9 +300,10 @@ def _contradictions(config):
     if not 0.1 <= config.distill_temperature <= 100:
         yield f"distill_temperature={config.distill_temperature}: must be from 0.1 to 100"
     if config.activation_offload == "True":
-        for name, value in dict(gradient_checkpointing="False", compile="True").items():
-            if getattr(config, name) == value:
-                yield f"activation_offload=True moves what steps without {name}={value} hold: leave one of them out"
+        if config.gradient_checkpointing == "False":
+            yield "activation_offload=True moves inputs of recomputed blocks: leave gradient_checkpointing=False out"
+        if config.compile == "True":
+            yield "activation_offload=True: steps that move inputs are not captured: leave compile=True out"
     if config.loops_ngram > 8:
         yield f"loops_ngram={config.loops_ngram}: must be at most 8"
     if config.best_metric in ("bleu", "chrf") and not config.bleu_pairs:
