@@ -9,14 +9,13 @@ import torch
 import ujson
 
 from model.commands.expected_time import card
-from model.commands.held_state import fitted, may_offload_inputs, may_share
 from model.commands.length_sample import sample_of
 from model.commands.machine import machine_here
 from model.commands.option_values import as_type
 from model.commands.options import read_request
 from model.commands.origin import find_origin
 from model.commands.plan_table import GIB, source_text, table
-from model.commands.recipe import resolve, with_config, with_optimizer
+from model.commands.recipe import fitted, may_offload_inputs, may_share, resolve, with_config, with_optimizer
 from model.commands.run_length import run_pairs, steps_between
 from model.data.length_histogram import Lengths
 from model.display.catalogue import Texts, texts_here

@@ -4,15 +4,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from config import TrainConfig
+from config import UNSHAREABLE, TrainConfig
 from model.commands.machine import Machine, compute_dtype
 from model.commands.objective import objective_on, objectives_for
 from model.commands.run_files import judged_objectives
 from model.commands.run_length import check_warmup, global_batch, run_pairs, warmup_pairs
 from model.commands.settled import settled
+from model.commands.teachers import taught
 from model.generate.sampling import Sampling
 from model.memory.estimate import Answers, Estimate
-from model.memory.plan import PlanOptions
+from model.memory.plan import NothingFits, PlanOptions, choose_plan
 from model.nn.attention import has_kernels
 from model.nn.memory_spec import MemorySpec, OwnPart, part_numbers
 from model.nn.registry import family_of
@@ -161,22 +162,6 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
     return replace(spec, sum_bytes=buffer_bytes(spec.trained, number_bytes))
 
 
-def taught(spec, teachers, machine, dtype):
-    """`spec` with the MemorySpecs of these TeacherStarts; ValueError for one that cannot read its batches."""
-    specs = []
-    for teacher in teachers:
-        config = teacher.model_config
-        kernels = has_kernels(torch.device(machine.device_type), dtype, *config.kernel_sizes)
-        if kernels != spec.kernels:
-            without = f"--teacher={teacher.source}" if spec.kernels else "the network that is trained"
-            raise ValueError(
-                f"the attention kernels do not support the heads of {without} ({config.kernel_sizes}, and "
-                f"{spec.model_config.kernel_sizes}), so the two read different batches: type --mixed_precision=no"
-            )
-        specs.append(MemorySpec(spec.family, config, spec.number_bytes, kernels))
-    return replace(spec, teachers=tuple(specs))
-
-
 def with_optimizer(spec, name, num_sharing=1):
     """`spec` with the bytes of the optimizer of this name, whose state so many ranks share."""
     optimizer = OPTIMIZERS[name]
@@ -189,6 +174,63 @@ def with_optimizer(spec, name, num_sharing=1):
     states, updates = zip(*(optimizer.needed_bytes(*part) for part in numbers), strict=True)
     own = OwnPart(max(weights for weights, _ in numbers), max(states))
     return replace(spec, update_bytes=max(update, *updates), own_part=own)
+
+
+def fitted(recipe, lengths, usable_bytes):
+    """`recipe` with what it leaves to the plan: the first of `_ways` to hold masters and state with which a step fits.
+
+    `lengths` are those of its examples; `usable_bytes` are those of a rank's device, None for a CPU. Where no way fits,
+    it has the last.
+    """
+    ways = [with_config(recipe, config) for config in _ways(recipe)]
+    return next((way for way in ways if usable_bytes is None or _fits(way, lengths, usable_bytes)), ways[-1])
+
+
+def _fits(recipe, lengths, usable_bytes):
+    try:
+        choose_plan(recipe.plan, recipe.estimate(lengths), usable_bytes)
+        return True
+    except NothingFits:
+        return False
+
+
+def _ways(recipe):
+    """The options that `recipe` may have, those that cost least time first; fewer bits come last."""
+    config = recipe.config
+    many, lone = recipe.machine.num_processes > 1, config.optimizer == "adamw" and may_move(recipe)
+    may = dict(
+        activation_offload=config.activation_offload == "auto" and may_offload_inputs(recipe),
+        share_state=config.share_state == "auto" and may_share(recipe),
+        offload=config.offload == "auto" and lone and (not many or config.share_state != "False"),
+        master_dtype=config.master_dtype == "auto" and lone and recipe.dtype == torch.bfloat16 and not recipe.spec.lora,
+    )
+    least = {name: value for name, value in UNMOVED.items() if getattr(config, name) == "auto"}
+    moved = dict(activation_offload="True", share_state="True", offload="optimizer", master_dtype="bf16")
+    yield replace(config, **least)
+    inputs, state = (
+        ["activation_offload"],
+        (["share_state"], ["offload"], ["master_dtype"], ["offload", "master_dtype"]),
+    )
+    for names in (inputs, *state, *(inputs + names for names in state)):
+        if all(may[name] for name in names):
+            also = ["share_state"] if names != inputs and may["share_state"] or many and "offload" in names else []
+            yield replace(config, **least | {name: moved[name] for name in (*names, *also)})
+
+
+def may_offload_inputs(recipe):
+    """Whether recomputed blocks' inputs can leave the device, which holds what is not computed again or is captured."""
+    config = recipe.config
+    return recipe.spec.kernels and config.gradient_checkpointing != "False" and config.compile != "True"
+
+
+def may_share(recipe):
+    """Whether the ranks of a run can share masters and state."""
+    return recipe.config.optimizer not in UNSHAREABLE and may_move(recipe) and recipe.machine.num_processes > 1
+
+
+def may_move(recipe):
+    """Whether masters and state may lie elsewhere than whole on each device."""
+    return not recipe.config.average
 
 
 def with_config(recipe, config):

@@ -9,12 +9,11 @@ import torch
 from model.commands.adapter import without_adapter
 from model.commands.exporting import DECODING
 from model.commands.foresight import check_disk, check_host, tell_what_moved, warn_of_data
-from model.commands.held_state import fitted
 from model.commands.machine import machine_of
 from model.commands.network import draft_model, fill_model, refill_model, start_kernels
 from model.commands.no_model import check_tested
 from model.commands.origin import find_origin, newest_checkpoint, restore, with_validation
-from model.commands.recipe import resolve
+from model.commands.recipe import fitted, resolve
 from model.commands.reference import read_derived, with_reference
 from model.commands.run import Run
 from model.commands.run_data import open_data, open_examples
