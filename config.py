@@ -90,6 +90,7 @@ class TrainConfig:
     # Memory and speed
     mixed_precision: str = "auto"  # auto (bf16 where the GPU has it), bf16, no
     gradient_checkpointing: str = "auto"  # auto (as many blocks as memory needs), True (all), False
+    activation_offload: str = "auto"  # inputs of recomputed blocks to host memory: auto (as needed), True, False
     compile: str = "auto"  # replay steps as CUDA graphs: auto (on GPUs, in runs long enough to gain), True, False
     micro_batch_tokens: int = 0  # tokens of prompts and responses in one forward pass; 0: planned
     gpu_memory_limit_gb: float = 0.0  # GiB; 0: all that is free
@@ -142,6 +143,7 @@ CHOICES = dict(
     lr_schedule=("cosine", "wsd"),
     mixed_precision=("auto", "bf16", "no"),
     gradient_checkpointing=("auto", "True", "False"),
+    activation_offload=("auto", "True", "False"),
     compile=("auto", "True", "False"),
     share_state=("auto", "True", "False"),
     master_dtype=("float32", "bf16", "auto"),
@@ -244,8 +246,6 @@ def _unshareable(config):
             f"share_state=True: ranks share the state of adamw or muon, not that of {config.optimizer}: leave one of "
             "the two out"
         )
-    if config.lora_rank:
-        yield f"share_state=True: the state of an adapter (lora_rank={config.lora_rank}) is small: leave it out"
     if config.average:
         yield f"share_state=True: no rank has whole weights to average (average={config.average}): leave one out"
 
@@ -268,8 +268,6 @@ def _not_offloaded(config):
         yield f"offload=optimizer: the CPU updates by adamw, not by {config.optimizer}: type --optimizer=adamw too"
     if config.share_state == "False":
         yield "offload=optimizer: ranks share what they offload: leave share_state=False out"
-    if config.lora_rank:
-        yield f"offload=optimizer: the state of an adapter (lora_rank={config.lora_rank}) is small: leave it out"
     if config.average:
         yield f"offload=optimizer: the device holds no weights to average (average={config.average}): leave one out"
 
@@ -302,6 +300,11 @@ def _contradictions(config):
         yield f"distill_weight={config.distill_weight}: must be above 0 and at most 1"
     if not 0.1 <= config.distill_temperature <= 100:
         yield f"distill_temperature={config.distill_temperature}: must be from 0.1 to 100"
+    if config.activation_offload == "True":
+        if config.gradient_checkpointing == "False":
+            yield "activation_offload=True moves inputs of recomputed blocks: leave gradient_checkpointing=False out"
+        if config.compile == "True":
+            yield "activation_offload=True: steps that move inputs are not captured: leave compile=True out"
     if config.loops_ngram > 8:
         yield f"loops_ngram={config.loops_ngram}: must be at most 8"
     if config.best_metric in ("bleu", "chrf") and not config.bleu_pairs:

@@ -4,15 +4,18 @@
     python -m bench.memory_fit --refit fit.jsonl          fit to earlier measurements
     python -m bench.memory_fit --part adapters            T5's variants and adapters: 24 steps in one forward
     python -m bench.memory_fit --part nf4 [--models qwen1.5-7b,qwen3-4b,qwen1.5-1.8b]     Qwens in four bits
+    python -m bench.memory_fit --part floor [--models qwen3-4b,qwen1.5-7b]     the least memory of an adapter
     python -m bench.memory_fit --part caps [--guide] [--epochs_only] [--shard 0/1]        small cards (small_cards.py)
     … --rehearse                                          without a GPU: made-up measurements, tiny networks
 
 fit: a case is one training step (forward, backward, update) of `pairs` pairs with `tokens` tokens per side in one
 forward. Cases run from small to large, so no earlier one has a higher peak. The constants are fitted to at most 12
 cases; the errors are those of the other cases. Exit code 1 if they exceed LIMITS. nf4: 100 steps of 2 x 2,048 tokens,
-rank 32 on all layers, under a limit of 11, 8 and 4 GiB, the first two in one forward. caps: --guide takes the case of
-the second guide alone (19.58 GiB, 32 pairs, 256 tokens), --epochs_only the planned epoch of each case, --shard n/k one
-in k cases; exit code 1 if memory ran out after planning or the plan reached less than 95 % of the best speed.
+rank 32 on all layers, under a limit of 11, 8 and 4 GiB, the first two in one forward. floor: the same with all blocks
+computed again, their inputs and the optimizer's state in host memory; exit code 1 if that takes more GiB or gives fewer
+tokens a second than FLOORS, Unsloth's least on an H100, or the plan errs by more than 5 %. caps: --guide takes the case
+of the second guide alone (19.58 GiB, 32 pairs, 256 tokens), --epochs_only the planned epoch of each case, --shard n/k
+one in k cases; exit code 1 if memory ran out after planning or the plan reached less than 95 % of the best speed.
 """
 
 import argparse
@@ -32,16 +35,12 @@ import torch
 
 from bench.lora import RANK, shape_of
 from bench.one_step import Setting, errors
+from bench.packed import FLOORS, QWEN_LIMITS, measure_floor, measure_packed
 from bench.small_cards import measure_small_cards
 from config import MODELS
 from model.commands.option_values import load_config
-from model.commands.recipe import plan_options
-from model.commands.setup import set_memory_limit
-from model.memory.plan import choose_plan
-from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.memory_spec import Constants
 from model.nn.t5.sizes import T5ModelConfig
-from tests.sizes import QWEN_RANK, QWEN_VOCAB_SIZE, QWENS
 from tests.trials import tell
 
 VOCAB_SIZE = 40_960
@@ -64,10 +63,6 @@ ADAPTERS = [  # (shape, rank, checkpointing, pairs, tokens)
     for checkpointing in (False, True)
     for pairs, tokens in ((32, 128), (128, 64), (128, 192), (256, 192))
 ]
-TINY_QWEN = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=32,
-                 num_key_value_heads=2)  # fmt: skip
-QWEN_LIMITS = {"qwen1.5-7b": (11, 4096), "qwen3-4b": (8, 4096), "qwen1.5-1.8b": (4, 0)}  # GiB, tokens of a forward
-QWEN_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -230,25 +225,6 @@ def measure_adapter(case, rehearse):
     return values | errors(setting.estimate.peaks(*plan.batching)["step"], setting.run(plan)[0])
 
 
-def measure_packed(name, rehearse):
-    """The same for a Qwen in four bits, cut as the plan cuts it."""
-    sizes, tokens = (TINY_QWEN, 16) if rehearse else (QWENS[name], 1024)
-    vocab_size, (limit, forward) = 1000 if rehearse else QWEN_VOCAB_SIZE, QWEN_LIMITS[name]
-    options = dict(
-        lora_rank=QWEN_RANK, base_precision="nf4", micro_batch_tokens=forward, compile="False", bleu_pairs=0,
-        warmup_steps=0, gpu_memory_limit_gb=limit,
-    )  # fmt: skip
-    config = load_config("pretrain", options)
-    setting = Setting(config, DecoderModelConfig(**sizes, vocab_size=vocab_size), rehearse, 2, tokens)
-    _, usable = set_memory_limit(setting.device, config.gpu_memory_limit_gb)
-    plan = choose_plan(plan_options(config), setting.estimate, usable)
-    measured, seconds = setting.run(plan, 2 if rehearse else QWEN_STEPS)
-    values = dict(shape=name, rank=QWEN_RANK, recomputed_blocks=int(plan.gradient_checkpointing))
-    values |= dict(limit_gib=limit, forward_tokens=plan.micro_batch_tokens, chunk_tokens=plan.chunk_tokens)
-    values["tokens_per_second"] = round(4 * tokens / seconds)
-    return values | errors(setting.estimate.peaks(*plan.batching)["step"], measured)
-
-
 def measure_adapters(rehearse):
     """Yield the records of ADAPTERS, then a summary of their errors."""
     found = []
@@ -261,14 +237,19 @@ def measure_adapters(rehearse):
         yield dict(cases=len(sizes), median=median, percentile_95=high)
 
 
+def named(options, known):
+    """The models that --models names, or all that are known."""
+    return options.models.split(",") if options.models else list(known)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", default="fit", choices=("fit", "adapters", "nf4", "caps"))
+    parser.add_argument("--part", default="fit", choices=("fit", "adapters", "nf4", "floor", "caps"))
     parser.add_argument("--out", help="file for the JSON lines")
     parser.add_argument("--refit", help="file of earlier measurements to fit to")
     parser.add_argument("--rehearse", action="store_true", help="use made-up measurements, tiny networks")
     parser.add_argument("--shard", default="", help="n/k: every k-th case, from the n-th")
-    parser.add_argument("--models", default=",".join(QWENS), help="of nf4")
+    parser.add_argument("--models", default="", help="of nf4 and floor")
     parser.add_argument("--guide", action="store_true", help="of caps: only the case of the second guide")
     parser.add_argument("--epochs_only", action="store_true", help="of caps: do not time other plans")
     parser.add_argument("--seconds", type=float, default=560, help="of caps: no case starts after this time")
@@ -276,7 +257,8 @@ def main():
     if options.part != "fit":
         records = dict(
             adapters=lambda: measure_adapters(options.rehearse),
-            nf4=lambda: (measure_packed(name, options.rehearse) for name in options.models.split(",")),
+            nf4=lambda: (measure_packed(name, options.rehearse) for name in named(options, QWEN_LIMITS)),
+            floor=lambda: (measure_floor(name, options.rehearse) for name in named(options, FLOORS)),
             caps=lambda: measure_small_cards(options),
         )[options.part]()
         held = [tell(options.out, **record) or record.get("held", True) for record in records]

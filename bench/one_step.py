@@ -23,7 +23,7 @@ from model.train.optim import make_optimizer
 from model.train.step import Position, train_steps
 from tests.parts import make_spec
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS, WARM_STEPS = 2048, 8
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,18 @@ class Setting:
             model = family_of(self.model_config).build(self.model_config, 0.0, self.dtype)
             if lora := lora_of(self.config, self.model_config):
                 attach(model, lora)
-        model.place(self.device)
+        spec = self.estimate.spec
+        model.place(self.device, spec.offloads)
+        model.offloads_inputs = spec.offloads_inputs
         for flat in model.flat.weights:
             flat.normal_(std=0.02) if flat.is_floating_point() else flat.random_(0, 256)
         return model
 
     def run(self, plan, steps=1):
-        """(peak reserved bytes, seconds of a step); the bytes are 0 on a CPU, None if a step did not fit."""
+        """(peak reserved bytes, seconds of a step); the bytes are 0 on a CPU, None if a step did not fit.
+
+        Of many steps the first WARM_STEPS, which compile the kernels, are not timed.
+        """
         release_memory()
         gc.collect()
         model, pairs = self.model(), self.pairs
@@ -104,12 +109,17 @@ class Setting:
         release_memory()
         reset_peak(self.device)
         context, fits, started = context_of(ranks, model, optimizer, store, self.config, schedule), True, time.time()
+        warm = min(WARM_STEPS, steps - 1)
         for result in train_steps(context, Position(plan)):
             forwards = -(-2 * pairs * self.tokens // plan.micro_batch_tokens)
             fits = fits and not result.events and result.micro_batches == forwards
+            started = self._clock() if result.step == warm else started
+        return peak_memory(self.device)[1] if fits else None, (self._clock() - started) / (steps - warm)
+
+    def _clock(self):
         if not self.rehearse:
             torch.cuda.synchronize(self.device)
-        return peak_memory(self.device)[1] if fits else None, (time.time() - started) / steps
+        return time.time()
 
 
 def errors(predicted, measured):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bench.memory_fit import TINY_QWEN
+from bench.packed import TINY_QWEN
 from config import MODELS
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.t5.sizes import T5ModelConfig

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from bench.children import Job, gpu_slots, run_jobs
-from bench.memory_fit import TINY_QWEN
 from bench.one_step import Setting
+from bench.packed import TINY_QWEN
 from bench.runs import context_of, schedule_of
 from model.commands.machine import launch_tokens_here
 from model.commands.option_values import load_config

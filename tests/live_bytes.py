@@ -16,7 +16,7 @@ GROWN = ("loss", "flat_params", "adapted_product")  # those that add products to
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make while it is entered: `peak` is the most bytes at one time."""
+    """Counts the storages that operations make on the meta device while it is entered: `peak` is the most bytes."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class LiveBytes(TorchDispatchMode):
         out = operation(*args, **kwargs or {})
         given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in given:
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta and id(tensor.untyped_storage()) not in given:
                 self._count(tensor.untyped_storage())
         return out
 

@@ -221,10 +221,11 @@ def test_a_model_size_out_of_range_is_refused(change):
     [
         (dict(share_state=True, optimizer="adafactor"), "share_state=True: .*not that of adafactor"),
         (dict(share_state=True, optimizer="adamw_rms"), "share_state=True: .*not that of adamw_rms"),
-        (dict(share_state=True, lora_rank=4), "an adapter \\(lora_rank=4\\)"),
         (dict(share_state=True, average=0.1), "average=0.1"),
         (dict(master_dtype="bf16", optimizer="muon"), "muon does not: type --optimizer=adamw too"),
         (dict(master_dtype="bf16", optimizer="adamw", mixed_precision="no"), "contradicts mixed_precision=no"),
+        (dict(activation_offload=True, gradient_checkpointing=False), "leave gradient_checkpointing=False out"),
+        (dict(activation_offload=True, compile=True), "leave compile=True out"),
         (dict(offload="optimizer", optimizer="muon"), "not by muon: type --optimizer=adamw too"),
         (dict(offload="optimizer", optimizer="adamw", share_state=False), "leave share_state=False out"),
     ],

@@ -107,6 +107,26 @@ def test_promises_3_and_4_a_run_whose_state_is_in_host_memory_is_the_run_that_it
     )
 
 
+def test_promise_3_an_adapter_with_state_and_inputs_in_host_memory_has_the_bits_of_one_without_and_goes_on_with_two(
+    places,
+):
+    home = places[0]
+    base = train(home, 1, output_dir="base", max_steps=1, epochs=None, warmup_steps=0)
+    assert base.codes == [0], base.text
+    adapter = dict(finetune_from_ckp_file="base/last", lora_rank=4, base_precision="nf4", is_keep_training="auto")
+    host = dict(offload="optimizer", activation_offload=True, gradient_checkpointing=True)
+    faults = "backward_first:0:4:oom,update:0:6:oom,save:0:8:kill"
+    for name, offloads, fault in (("lora", {}, ""), ("lora_host", host, faults), ("lora_host", host, "")):
+        done = train(home, 1, fault, output_dir=name, **adapter | offloads)
+        assert done.codes == [-9 if fault else 0], done.text
+    assert weights_hash(home / "lora_host") == weights_hash(home / "lora")
+    for world, fault in ((1, "forward:all:5:term"), (2, "")):
+        done = train(home, world, fault, output_dir="lora_moved", offload="optimizer", **adapter)
+        assert done.codes == [0] * world, done.text
+    ends = [journal(home / name, "train")[-1] for name in ("lora", "lora_moved")]
+    assert ends[1]["step"] == ends[0]["step"] and ends[1]["loss"] == pytest.approx(ends[0]["loss"], rel=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("machine, optimizer", [(1, "adamw"), (2, "muon")])

@@ -44,11 +44,15 @@ def _check_disk(*run):
         raise RuntimeError(f"{row.found}: {row.remedy}")
 
 
-def check_host(ranks, spec):
-    """Raise RuntimeError on every rank if the first machine's memory cannot hold what its ranks offload."""
-    if spec.offloads:
+def check_host(ranks, spec, input_bytes):
+    """Raise RuntimeError on every rank if the first machine's memory cannot hold what its ranks offload.
+
+    `input_bytes` are those of a rank's recomputed blocks.
+    """
+    if spec.offloads or input_bytes:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        from_main(ranks, _check_host, host_bytes(spec, local_ranks), host_memory()[0])
+        needed = host_bytes(spec, local_ranks) + local_ranks * input_bytes
+        from_main(ranks, _check_host, needed, host_memory()[0])
 
 
 def tell_what_moved(before, after):
@@ -60,21 +64,22 @@ def tell_what_moved(before, after):
     moved = [f"{name}={after[name]}" for name in names if after[name] in MOVED]
     if moved:
         LOGGER.info(texts_here()("moved.some", options=", ".join(moved)))
-    elif names not in ([], ["share_state"]):  # more than the default was asked for
+    elif set(names) - {"share_state", "activation_offload"}:  # more than the default was asked for
         LOGGER.info(texts_here()("moved.none"))
 
 
 def host_bytes(spec, local_ranks):
     """Bytes of host memory that a machine's ranks take for masters and state, with a save's copy of shared ones."""
-    copied = 4 * spec.saved + spec.state_bytes if spec.own_part else 0
+    copied = 4 * spec.saved + spec.state_bytes if spec.own_part and spec.offloads else 0
     return local_ranks * spec.offloaded_bytes + copied
 
 
 def _check_host(needed, available):
     if needed > available:
         raise RuntimeError(
-            f"--offload=optimizer: masters and optimizer state take {needed / 2**30:.1f} GiB of host memory, and "
-            f"{available / 2**30:.1f} GiB are there: add --master_dtype=bf16, or leave --offload out"
+            "what the GPUs offload (masters and optimizer state by --offload=optimizer, inputs of recomputed blocks by "
+            f"--activation_offload) takes {needed / 2**30:.1f} GiB of host memory, and {available / 2**30:.1f} GiB are "
+            "there: type --offload=none or --activation_offload=False"
         )
 
 

@@ -59,6 +59,7 @@ HELP_ZH = dict(
     seed="初始权重、数据顺序和 dropout 的随机种子",
     mixed_precision="auto（GPU 支持时用 bf16）、bf16、no",
     gradient_checkpointing="重算激活值：auto（方案需要时）、True、False",
+    activation_offload="重算的块的输入卸载到主机内存：auto（方案需要时）、True、False",
     compile="把步骤录制为 CUDA 图：auto（在 GPU 上，训练够长时）、True、False",
     micro_batch_tokens="一次前向的词元数；0：由方案决定",
     gpu_memory_limit_gb="显存上限，GiB；0：全部空闲显存",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model.commands.recipe import may_move, may_share, with_config, with_optimizer
+from model.commands.recipe import may_move, may_offload_inputs, may_share, with_config, with_optimizer
 from model.display.catalogue import Texts
 from model.memory.duration import Gpu, step_seconds
 from model.memory.estimate import Estimate
@@ -52,11 +52,11 @@ def levers(recipe, chosen, usable, plan, times):
     """
     if usable is None:
         return []
-    rows = [*_cuts(chosen, plan), *_optimizers(recipe, chosen, plan), *_held(recipe, plan)]
+    rows = [*_cuts(recipe, chosen, plan), *_optimizers(recipe, chosen, plan), *_held(recipe, plan)]
     return [_values(row, recipe, chosen, usable, plan, times) for row in rows]
 
 
-def _cuts(chosen, plan):
+def _cuts(recipe, chosen, plan):
     spec, (tokens, chunk, checkpointing) = chosen.spec, plan.batching
     for size in CHUNKS:
         yield Lever("chunk", size, spec, (tokens, size, checkpointing))
@@ -66,6 +66,9 @@ def _cuts(chosen, plan):
             yield Lever("micro_batch", size, spec, (size, chunk, checkpointing))
     for on, number in {False: 0, True: chosen.num_blocks}.items():
         yield Lever("checkpointing", on, spec, (tokens, chunk, number))
+    for on in (False, True) if may_offload_inputs(recipe) else ():
+        batching = tokens, chunk, chosen.num_blocks
+        yield Lever("activation_offload", on, replace(spec, offloads_inputs=on), batching)
 
 
 def _optimizers(recipe, chosen, plan):
@@ -81,7 +84,7 @@ def _held(recipe, plan):
     may = dict(
         share_state=may_share(recipe) and config.offload != "optimizer",
         offload=lone and (not many or config.share_state == "True"),
-        master_dtype=lone and recipe.dtype == torch.bfloat16,
+        master_dtype=lone and recipe.dtype == torch.bfloat16 and not recipe.spec.lora,
     )
     values = dict(share_state=("False", "True"), offload=("none", "optimizer"), master_dtype=("float32", "bf16"))
     for name in HELD:
@@ -96,7 +99,8 @@ def _values(row, recipe, chosen, usable, plan, times):
     largest = fitting_plan(room, all_tokens, *row.batching[1:])
     changed = room.plan(*row.batching, graphs=plan.graphs)
     fits = room.holds(*row.batching) and not phase_problem(phases(recipe, estimate, changed, usable), usable)
-    factor = time_factor(plan.batched_as(row.batching), chosen) / time_factor(plan, chosen)
+    timed = estimate if row.kind == "activation_offload" else chosen
+    factor = time_factor(plan.batched_as(row.batching), timed) / time_factor(plan, chosen)
     sent = None
     if row.kind in HELD:
         sent, before = times.of_transfers(row.spec), times.of_step(plan, chosen)

@@ -51,6 +51,7 @@ OTHER_NAMES = {  # what to type here: names that other trainers use
     "share_state=True": "share_update",
     "deterministic": "full_determinism",
     "gradient_checkpointing": "activation_checkpointing use_gradient_checkpointing grad_checkpoint",
+    "activation_offload": "activation_offloading activations_offload enable_activation_offload offload_activations",
     "gpu_memory_limit_gb": "max_memory gpu_memory gpu_memory_gb",
     "train_file": "data_path data data_file train_data train_path train_dataset dataset dataset_path dataset_name",
     "validation_file": "validation_data valid_file valid_data val_file eval_file eval_data eval_dataset dev_file",

@@ -187,12 +187,13 @@ def _host(recipe, estimate, plan):
     optimizer_state, device = estimate.spec.state_bytes, recipe.machine.device_type
     world = recipe.machine.num_processes
     compute = weights if device == "cuda" else max(estimate.peaks(*plan.batching, plan.answers).values())
-    rank_bytes = HOST_BYTES[device] + compute + estimate.spec.offloaded_bytes
+    inputs = estimate.host_bytes(*plan.batching)
+    rank_bytes = HOST_BYTES[device] + compute + estimate.spec.offloaded_bytes + inputs
     copied = saved + optimizer_state + estimate.spec.average_bytes
     if estimate.spec.offloads and not estimate.spec.own_part:
         copied = 0  # a save writes what lies in host memory
     return dict(
-        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + copied,
+        rank_bytes=rank_bytes, main_rank_bytes=rank_bytes + copied, input_bytes=inputs,
         shm_bytes=SHM_BYTES * world if device == "cuda" and world > 1 else 0,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
     )  # fmt: skip

@@ -16,7 +16,7 @@ def table(values):
     """Text of the table that `plan` prints for the values of `preview`."""
     plan, block, host, text = values["plan"], values["largest_block"], values["host"], texts_here()
     limit, lengths = values["machine"]["usable_bytes"], values["lengths"]
-    weights, comma = values["ignored_weights"], text("comma")
+    weights, comma, inputs = values["ignored_weights"], text("comma"), host["input_bytes"]
     parts = comma.join(f"{text(f'part.{name}')} {gib(count)}" for name, count in values["fixed_bytes"].items())
     source = source_text(lengths["origin"], text)
     lines = [
@@ -31,6 +31,7 @@ def table(values):
         (text("plan.card"),
          text("plan.card.none") if limit is None else text("plan.card.found", size=gib(limit), share=USABLE)),
         (text("plan.plan"), text("plan.plan.found", **plan)),
+        *[(text("plan.offload"), text("plan.offload.found", size=gib(inputs)))] * bool(inputs),
         (text("plan.graphs"), text("plan.graphs.yes" if plan["graphs"] else "plan.graphs.no")),
         (text("plan.forwards"), text("plan.forwards.found", count=values["forwards"], pairs=values["share_pairs"])),
         *((text("plan.peak", phase=text(f"phase.{name}")),

@@ -10,6 +10,7 @@ from model.commands.objective import objective_on, objectives_for
 from model.commands.run_files import judged_objectives
 from model.commands.run_length import check_warmup, global_batch, run_pairs, run_passes, warmup_pairs
 from model.commands.settled import settled, with_dropout
+from model.commands.teachers import taught
 from model.generate.sampling import Sampling
 from model.memory.estimate import Answers, Estimate
 from model.memory.plan import NothingFits, PlanOptions, choose_plan
@@ -80,8 +81,8 @@ class Recipe:
 
     @property
     def held(self):
-        """The options, by name, of where masters and state are held."""
-        return {name: getattr(self.config, name) for name in ("share_state", *UNMOVED)}
+        """The options, by name, of where masters, state and inputs of recomputed blocks are held."""
+        return {name: getattr(self.config, name) for name in ("share_state", "activation_offload", *UNMOVED)}
 
     @property
     def warmup_steps(self):
@@ -153,7 +154,9 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
         if dtype == torch.float32:
             raise ValueError("--master_dtype=bf16: this run computes in float32: type --mixed_precision=bf16 too")
         network = replace(network, has_masters=False)
-    network = replace(network, offloads=config.offload == "optimizer")
+    network = replace(
+        network, offloads=config.offload == "optimizer", offloads_inputs=config.activation_offload == "True"
+    )
     spec = with_optimizer(replace(network, averages=config.average > 0), config.optimizer, num_sharing)
     if machine.launch_tokens:
         spec = replace(spec, launch_tokens=machine.launch_tokens)
@@ -161,22 +164,6 @@ def memory_spec(config, model_config, dtype, machine, lora=None):
     sends_bf16 = config.reduce_dtype == "bf16" or not spec.has_masters and machine.num_processes > 1
     number_bytes = 2 if sends_bf16 else 4 if spec.own_part else 0
     return replace(spec, sum_bytes=buffer_bytes(spec.trained, number_bytes))
-
-
-def taught(spec, teachers, machine, dtype):
-    """`spec` with the MemorySpecs of these TeacherStarts; ValueError for one that cannot read its batches."""
-    specs = []
-    for teacher in teachers:
-        config = teacher.model_config
-        kernels = has_kernels(torch.device(machine.device_type), dtype, *config.kernel_sizes)
-        if kernels != spec.kernels:
-            without = f"--teacher={teacher.source}" if spec.kernels else "the network that is trained"
-            raise ValueError(
-                f"the attention kernels do not support the heads of {without} ({config.kernel_sizes}, and "
-                f"{spec.model_config.kernel_sizes}), so the two read different batches: type --mixed_precision=no"
-            )
-        specs.append(MemorySpec(spec.family, config, spec.number_bytes, kernels))
-    return replace(spec, teachers=tuple(specs))
 
 
 def with_optimizer(spec, name, num_sharing=1):
@@ -216,17 +203,26 @@ def _ways(recipe):
     config = recipe.config
     many, lone = recipe.machine.num_processes > 1, config.optimizer == "adamw" and may_move(recipe)
     may = dict(
+        activation_offload=config.activation_offload == "auto" and may_offload_inputs(recipe),
         share_state=config.share_state == "auto" and may_share(recipe),
         offload=config.offload == "auto" and lone and (not many or config.share_state != "False"),
-        master_dtype=config.master_dtype == "auto" and lone and recipe.dtype == torch.bfloat16,
+        master_dtype=config.master_dtype == "auto" and lone and recipe.dtype == torch.bfloat16 and not recipe.spec.lora,
     )
     least = {name: value for name, value in UNMOVED.items() if getattr(config, name) == "auto"}
-    moved = dict(share_state="True", offload="optimizer", master_dtype="bf16")
+    moved = dict(activation_offload="True", share_state="True", offload="optimizer", master_dtype="bf16")
     yield replace(config, **least)
-    for names in (["share_state"], ["offload"], ["master_dtype"], ["offload", "master_dtype"]):
+    inputs = ["activation_offload"]
+    state = ["share_state"], ["offload"], ["master_dtype"], ["offload", "master_dtype"]
+    for names in (inputs, *state, *(inputs + names for names in state)):
         if all(may[name] for name in names):
-            also = ["share_state"] if may["share_state"] or many and "offload" in names else []
+            also = ["share_state"] if names != inputs and may["share_state"] or many and "offload" in names else []
             yield replace(config, **least | {name: moved[name] for name in (*names, *also)})
+
+
+def may_offload_inputs(recipe):
+    """Whether recomputed blocks' inputs can leave the device, which holds what is not computed again or is captured."""
+    config = recipe.config
+    return recipe.spec.kernels and config.gradient_checkpointing != "False" and config.compile != "True"
 
 
 def may_share(recipe):
@@ -236,7 +232,7 @@ def may_share(recipe):
 
 def may_move(recipe):
     """Whether masters and state may lie elsewhere than whole on each device."""
-    return not recipe.spec.lora and not recipe.config.average
+    return not recipe.config.average
 
 
 def with_config(recipe, config):

@@ -61,6 +61,7 @@ def prepare_run(ranks, config, typed, resumed):
     model = draft_model(recipe)
     estimate = recipe.estimate(train.histogram)
     plan = choose_plan(recipe.plan, estimate, usable)  # refuses what cannot fit before anything is allocated
+    check_host(ranks, recipe.spec, estimate.host_bytes(*plan.batching))
     _fill_with_teachers(ranks, model, recipe, origin, train)
     reference, (train, validation) = read_derived(model, ranks, source, found, (train, validation), plan)
     free["model"] = free_bytes()
@@ -102,11 +103,10 @@ def _read_data(ranks, config, typed, recipe, origin):
 
 
 def _fitted_here(ranks, recipe, lengths, usable):
-    """`fitted`, told to the user; raises RuntimeError if host memory cannot hold what is offloaded."""
+    """`fitted`, told to the user."""
     fitting = fitted(recipe, lengths, usable)
     if ranks.is_main:
         tell_what_moved(recipe.held, fitting.held)
-    check_host(ranks, fitting.spec)
     return fitting
 
 
@@ -143,7 +143,7 @@ def _planned(run, estimate, state, found, other_process):
     device_type = run.recipe.machine.device_type
     stored_plan = MemoryPlan(**state.plan) if state.plan and state.device == device_type else None
     plan, memory = plan_run(run.context, run.evaluation, estimate, run.recipe.plan, stored_plan, other_process)
-    may_capture = run.recipe.plan.compile != "False" and run.model.uses_kernels
+    may_capture = run.recipe.plan.compile != "False" and run.recipe.spec.can_capture
     recovery = kept_recovery(state, plan, may_capture)
     differs = found.state.differs(plan, state.world_size) if found else ()
     state = replace(state, plan=asdict(plan), growth=recovery, device=device_type)
@@ -223,6 +223,7 @@ def options_of_test(config, tested):
     """The options of a test of the model in `tested`, in place of the training's for steps, memory and CUDA graphs."""
     steps = dict(epochs=1, max_steps=0, gradient_accumulation_steps=1, global_batch_size=0)
     planned = dict(micro_batch_tokens=0, gradient_checkpointing="auto", compile="False", tokenizer_dir="")
+    planned["activation_offload"] = "auto"
     held = dict(share_state="auto", master_dtype="float32", offload="none")
     own = without_teacher(without_adapter(config))  # an exported model is merged
     return replace(own, finetune_from_ckp_file=tested, **steps, **planned, **held)

@@ -11,6 +11,8 @@ from model.commands.model_cache import how_to_get
 from model.data.tokenizer import load_tokenizer
 from model.formats.adapters import TENSORS, adapter_directory, identity_of, load_merged, tokenizer_directory
 from model.formats.weights import LoadedWeights, load_into
+from model.nn.attention import has_kernels
+from model.nn.memory_spec import MemorySpec
 from model.nn.registry import config_from, config_values, family_of
 from model.runtime.distributed import broadcast, from_main
 
@@ -102,3 +104,19 @@ def _place(ranks, teacher, dtype):
 def without_teacher(config):
     """`config` of a run that learns from no teacher."""
     return replace(config, **{name: getattr(TrainConfig, name) for name in ("teacher", *OPTIONS_WITH["teacher"])})
+
+
+def taught(spec, teachers, machine, dtype):
+    """`spec` with the MemorySpecs of these TeacherStarts; ValueError for one that cannot read its batches."""
+    specs = []
+    for teacher in teachers:
+        config = teacher.model_config
+        kernels = has_kernels(torch.device(machine.device_type), dtype, *config.kernel_sizes)
+        if kernels != spec.kernels:
+            without = f"--teacher={teacher.source}" if spec.kernels else "the network that is trained"
+            raise ValueError(
+                f"the attention kernels do not support the heads of {without} ({config.kernel_sizes}, and "
+                f"{spec.model_config.kernel_sizes}), so the two read different batches: type --mixed_precision=no"
+            )
+        specs.append(MemorySpec(spec.family, config, spec.number_bytes, kernels))
+    return replace(spec, teachers=tuple(specs))

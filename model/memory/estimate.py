@@ -185,6 +185,12 @@ class Estimate:
     def _chunk_bytes(self, targets, chunk_tokens):
         return min(chunk_tokens, targets) * self.spec.model_config.vocab_size * self.spec.number_bytes
 
+    def host_bytes(self, micro_batch_tokens, chunk_tokens, checkpointing):
+        """Bytes of page-locked host memory, which comes in powers of two, for the inputs of recomputed blocks."""
+        tokens = min(max(micro_batch_tokens, self.lengths.longest), self.share_pairs * self.lengths.longest)
+        stream = self.spec.number_bytes * self.spec.model_config.width * tokens
+        return checkpointing * 2 ** math.ceil(math.log2(stream)) * self.spec.offloads_inputs
+
     def forwards(self, micro_batch_tokens):
         """Mean number of forwards per step, if the tokens per share are normally distributed."""
         mean = self.share_pairs * self.lengths.mean

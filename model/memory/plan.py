@@ -61,13 +61,13 @@ class NothingFits(RuntimeError):
 def graphs_asked(wanted, spec, num_steps):
     """Whether to capture steps as CUDA graphs: True, False, or None to let choose_plan take the faster plan.
 
-    Raises ValueError if compile=True is impossible.
+    None is captured whose blocks' inputs leave the device. Raises ValueError if compile=True is impossible.
     """
     if wanted.compile == "True" and not spec.kernels:
         raise ValueError("compile=True captures CUDA graphs, which need a GPU and bf16: leave it out")
     if wanted.compile == "True":
         return True
-    repaid = spec.kernels and num_steps >= STEPS_THAT_REPAY_GRAPHS
+    repaid = spec.can_capture and num_steps >= STEPS_THAT_REPAY_GRAPHS
     return None if repaid and wanted.compile == "auto" else False
 
 

@@ -7,12 +7,16 @@ import numpy as np
 
 from model.data.buckets import buckets_for
 from model.data.sampler import shares_of
+from model.nn.memory_spec import count_numbers
 
 CHUNK_LAUNCHES = 0.006  # launch time of a chunk / launch time of a forward and backward
 CHECKPOINTING_WORK, CHECKPOINTING_LAUNCHES = 0.3, 1.2  # of all blocks: more compute and launch time / those without
 # Tokens computed in the time in which a forward and backward take all matrices out of NF4, twice; to compute the blocks
 # again takes them out a third time. Measured on an H200; by their data sheets 100 to 200 on smaller cards.
 UNPACKING_TOKENS = 200
+# Operations that a GPU computes in the time in which a byte crosses the link to the host: an H100, 20 GB/s. The more,
+# the slower a link is for its GPU; smaller cards have fewer.
+LINK_OPERATIONS = 20_000
 GRAPH_LAUNCHES = 0.1  # time of replaying a graph of few tokens / time of launching it
 MAX_DRAWN_STEPS, MAX_DRAWN_PAIRS = 256, 2**18  # sample from which the share of captured steps is estimated
 
@@ -44,7 +48,17 @@ def _step_time(plan, estimate, launch_tokens):
         config = estimate.spec.model_config
         compute += tokens * config.vocab_size * config.width / (3 * estimate.spec.parameters)
     compute += UNPACKING_TOKENS * (1 + again / 2) * estimate.spec.is_packed
-    return forwards * (max(compute, launches) + tokens / plan.chunk_tokens * CHUNK_LAUNCHES * launch_tokens)
+    transfers = _transfer_work(plan, estimate.spec) * tokens
+    return forwards * (max(compute, launches, transfers) + tokens / plan.chunk_tokens * CHUNK_LAUNCHES * launch_tokens)
+
+
+def _transfer_work(plan, spec):
+    """Time in which what a token leaves to recomputed blocks goes to the host and back / time of computing a token."""
+    if not spec.offloads_inputs:
+        return 0.0
+    sent = 2 * spec.number_bytes * spec.model_config.width * plan.gradient_checkpointing
+    operations = (4 if spec.lora else 6) * count_numbers(spec.family, spec.model_config).matrices
+    return LINK_OPERATIONS * sent / operations
 
 
 @lru_cache(maxsize=1)

@@ -20,6 +20,7 @@ from model.nn.lora import FACTORS, factor_kind, is_factor
 from model.nn.loss import computes_logits_again, cross_entropy_again, linear_cross_entropy, token_log_probs
 from model.nn.loss_terms import PLAIN
 from model.nn.products import product
+from model.nn.recomputation import HostInputs
 
 
 class LanguageModel(nn.Module):
@@ -35,6 +36,7 @@ class LanguageModel(nn.Module):
         # The plan decides, before each step, how many blocks backward computes again: the first ones of the forward
         # pass, because backward begins at the last ones. So at most one of them is held beside all that is kept.
         self.gradient_checkpointing = 0
+        self.offloads_inputs = False  # whether these blocks' inputs wait for that in host memory
         self.lora = None  # LoraConfig of its adapters, which model.nn.lora.attach adds
         self.teachers = ()  # LanguageModels in evaluation mode that read the same batches; they are no part of it
 
@@ -60,6 +62,10 @@ class LanguageModel(nn.Module):
     def uses_kernels(self):
         """True if attention runs in Triton kernels, which need batches made for them."""
         return has_kernels(self.output_weight.device, self.compute_dtype, *self.config.kernel_sizes)
+
+    def new_host_inputs(self):
+        """Where the recomputed blocks of one forward keep their inputs; None: on the device."""
+        return HostInputs(self.device) if self.offloads_inputs and torch.is_grad_enabled() else None
 
     def hidden(self, batch):
         """(hidden states (targets, width) in the compute dtype, labels (targets,)); a label below 0 is padding."""

@@ -8,12 +8,13 @@ import torch
 
 from model.nn.base import Family
 from model.nn.layers import Linear
-from model.nn.lora import LoraConfig, count_adapter_numbers, largest_product
+from model.nn.lora import LoraConfig, attach, count_adapter_numbers, largest_product
 from model.nn.quantized import NUMBER_BYTES
 from model.nn.weight_parts import weight_parts
 
 LAUNCH_BLOCK_NUMBERS = 8_400_000  # weights of a block of chatlm, for whose launches MemorySpec.launch_tokens stands
 ADAPTER_LAUNCHES = 2  # launches of a network with adapters / without
+INPUTS_AT_ONCE = 2  # of recomputed blocks on the device, where model/nn/recomputation.py offloads them
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,24 @@ class OwnPart:
 def part_numbers(spec, part_ends, num_ranks):
     """[(weights, those of them in the layers' matrices)] of each rank's part; `part_ends` is an optimizer's."""
     with torch.device("meta"):  # takes no memory
-        flat = spec.family.build(spec.model_config).freeze_all_but(spec.part).flat
+        model = spec.family.build(spec.model_config).freeze_all_but(spec.part)
+        flat = (attach(model, spec.lora) if spec.lora else model).flat
     parts = weight_parts(flat, part_ends(flat.trained_sizes, num_ranks))
     numbers = [[piece.stop - piece.start for piece in part.pieces] for part in parts]
     return [(sum(own), sum(own[part.num_others :])) for own, part in zip(numbers, parts, strict=True)]
 
 
-def blocks_bytes(layers, num_blocks, stream, num_recomputed):
+def blocks_bytes(layers, num_blocks, stream, num_recomputed, offloads=False):
     """(bytes kept by equal blocks, peak bytes during the backward of the last one), of kinds of examples each.
 
     `layers` holds (kept, temporaries) of each layer of a block. Of the first `num_recomputed` blocks only the input
     (`stream` bytes) is kept, and their backward computes the rest again. The last block is the peak unless it is one of
-    them: then it is held beside all inputs, and else beside what other blocks keep too.
+    them: then it is held beside all inputs, and else beside what other blocks keep too. With `offloads` at most
+    INPUTS_AT_ONCE of the inputs are on the device.
     """
     num_recomputed, kept_by_layer = min(max(num_recomputed, 0), num_blocks), [kept for kept, _ in layers]
-    kept, moments = num_recomputed * stream + (num_blocks - num_recomputed) * sum(kept_by_layer), []
+    inputs = min(num_recomputed, INPUTS_AT_ONCE) if offloads else num_recomputed
+    kept, moments = inputs * stream + (num_blocks - num_recomputed) * sum(kept_by_layer), []
     for i, (_, temporaries) in enumerate(layers):
         recomputed = sum(kept_by_layer) if num_recomputed == num_blocks else 0
         moments.append(kept + recomputed - sum(kept_by_layer[i + 1 :]) + temporaries)
@@ -90,6 +94,7 @@ class MemorySpec:
     update_bytes: int = 0  # temporaries of its update
     has_masters: bool = True  # in float32, of the weights that are trained
     offloads: bool = False  # masters and state are in host memory
+    offloads_inputs: bool = False  # of recomputed blocks
     own_part: OwnPart | None = None  # of masters and state that ranks share; None: each rank holds all
     averages: bool = False  # whether an average of the trained weights is held beside them
     sum_bytes: int = 0  # buffers of the sum of gradients over ranks
@@ -123,6 +128,11 @@ class MemorySpec:
     def gradient_bytes(self):
         """Bytes of the gradient of a weight, which without masters is in bf16."""
         return 4 if self.has_masters else self.number_bytes
+
+    @property
+    def can_capture(self):
+        """Whether steps can be captured as CUDA graphs, which hold all that they use on the device."""
+        return self.kernels and not self.offloads_inputs
 
     @property
     def offloaded_bytes(self):

@@ -29,11 +29,11 @@ class AdamW(FlatOptimizer):
         self.num_others = flat.own.num_others
         self.counts = torch.zeros(len(pieces), device=lr.device)
         self.seed, self.num_steps, self.key = seed, 0, torch.zeros(2, dtype=torch.int32, device=lr.device)
-        self.first, averages, squares = flat.own.start, self.new_state(), self.new_state()
+        self.first, self.averages, self.squares = flat.own.start, self.new_state(), self.new_state()
         self.tensors = []  # (weights, gradients, averages, squares, count) of each piece
         self.positions = []  # of the first number of each piece among all weights
         for piece, count in zip(pieces, self.counts.unbind(), strict=True):
-            average, square = piece.of(averages), piece.of(squares)
+            average, square = piece.of(self.averages), piece.of(self.squares)
             self.state[piece.tensor] = dict(step=count, exp_avg=average, exp_avg_sq=square)
             self.tensors.append((masters_of(flat, piece), gradients_of(flat, piece), average, square, count))
             self.positions.append(self.first + piece.at)

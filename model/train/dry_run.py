@@ -176,7 +176,7 @@ def plan_before_probes(trial, kept, usable_bytes):
     wanted, estimate, schedule = trial.wanted, trial.estimate, trial.context.loader.schedule
     asked = graphs_asked(wanted, estimate.spec, schedule.total_pairs / schedule.global_batch)
     if kept and wanted.compile == "auto":
-        asked = kept.graphs and estimate.spec.kernels
+        asked = kept.graphs and estimate.spec.can_capture
     if _can_keep(kept, wanted, estimate, usable_bytes):
         return replace(kept, graphs=bool(asked)), None
     choose = partial(choose_plan, wanted, estimate, usable_bytes, asked)

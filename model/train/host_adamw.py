@@ -34,6 +34,8 @@ class HostAdamW(AdamW):
     def __init__(self, flat, lr, **options):
         self.copies = flat.copies[flat.own.start : flat.own.stop]
         super().__init__(flat, lr.cpu(), **options)
+        if not self.rounds:
+            self._join(flat.own.pieces)
         on_gpu = self.copies.is_cuda
         if on_gpu:  # torchrun gives each of several processes one thread
             torch.set_num_threads(max(num_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1))
@@ -44,6 +46,19 @@ class HostAdamW(AdamW):
             for number, tensors in enumerate(self.tensors)
             for start in range(0, tensors[0].numel(), AT_ONCE)
         ]
+
+    def _join(self, pieces):
+        """Make one tensor of those that do not decay and one of the others: small ones travel and are updated together.
+
+        They are adjacent, and zeros between them stay zeros.
+        """
+        start = pieces[self.num_others].at if self.num_others < len(pieces) else len(self.weights)
+        flats, parts = (self.weights, self.gradients, self.averages, self.squares), []
+        for part in (slice(0, start), slice(start, None)):
+            if len(self.weights[part]):
+                parts.append((part.start, (*(flat[part] for flat in flats), self.counts[len(pieces) - 1])))
+        self.num_others = sum(at < start for at, _ in parts)
+        self.tensors, self.positions = [tensors for _, tensors in parts], [self.first + at for at, _ in parts]
 
     def new_state(self):
         """As AdamW.new_state, in host memory."""

@@ -1,11 +1,15 @@
 """What would lose a run's result is refused before the first step, and train and doctor say the same of poor data."""
 
 import os
+from types import SimpleNamespace
+
+import pytest
 
 from model.commands.doctor import examine
-from model.commands.foresight import seen_tokens
+from model.commands.foresight import check_host, seen_tokens
 from model.commands.option_values import load_config
 from model.commands.space import disk_row
+from model.runtime.distributed import ALONE
 from tests.tiny import OPTIONS, train
 
 
@@ -22,6 +26,13 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_by_both(home, monkey
     assert done.codes == [1] and row.fails
     assert row.found.split("GiB")[1] in done.text and row.remedy in done.text
     assert "keep_latest_n_ckp" in row.remedy and not (home / "too_much").exists()
+
+
+def test_inputs_that_host_memory_cannot_hold_are_refused_before_the_first_step():
+    spec = SimpleNamespace(offloads=False, own_part=None, offloaded_bytes=0)
+    check_host(ALONE, spec, 2**20)
+    with pytest.raises(RuntimeError, match="takes 1048576.0 GiB of host memory.*--activation_offload=False"):
+        check_host(ALONE, spec, 2**50)
 
 
 def test_what_a_resumed_run_has_written_counts_as_free_once(tmp_path):

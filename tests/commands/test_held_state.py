@@ -10,8 +10,9 @@ from model.commands.option_values import load_config
 from model.commands.plan_report import planned_recipe, preview
 from model.commands.plan_table import table
 from model.commands.recipe import _ways, with_config
-from model.memory.plan import NothingFits
+from model.memory.plan import USABLE, NothingFits
 from model.memory.transfers import ASSUMED, transfer_seconds
+from model.runtime.device_memory import CONTEXT_BYTES
 
 GIB = 2**30
 QWEN = dict(
@@ -102,7 +103,7 @@ def test_the_ways_to_hold_state_are_tried_by_what_they_send_and_fewer_bits_last(
     options = dict(model=str(tmp_path / "qwen.json"), optimizer="adamw", offload="auto", master_dtype="auto")
     config, machine = load_config("pretrain", options), Machine(num_processes, "cuda", True)
     recipe, _ = planned_recipe(config, options, machine, 151_936)
-    ways = [with_config(recipe, config).spec for config in _ways(recipe)]
+    ways = [with_config(recipe, config).spec for config in _ways(recipe) if config.activation_offload == "auto"]
     assert [(spec.own_part is not None, spec.offloads, spec.has_masters) for spec in ways] == [
         (False, False, True), *[(True, False, True)] * (num_processes > 1), (num_processes > 1, True, True),
         (num_processes > 1, False, False), (num_processes > 1, True, False),
@@ -111,3 +112,31 @@ def test_the_ways_to_hold_state_are_tried_by_what_they_send_and_fewer_bits_last(
         moved = [spec for spec in ways if spec.has_masters == masters and (spec.own_part or num_processes == 1)]
         seconds = [transfer_seconds(spec, ASSUMED, False) for spec in moved]
         assert seconds == sorted(seconds) and seconds[0] < 0.6 < seconds[-1]
+
+
+def test_inputs_of_recomputed_blocks_are_offloaded_by_themselves_where_recomputing_all_is_not_enough(tmp_path):
+    (tmp_path / "qwen.json").write_text(json.dumps(QWEN))
+    options = dict(model=str(tmp_path / "qwen.json"), max_seq_len=8000, batch_size_per_gpu=1, lora_rank=16)
+    options |= dict(base_precision="nf4", mixed_precision="bf16", bleu_pairs=0, gradient_accumulation_steps=1)
+
+    def planned(limit, **more):
+        return plan(1, 151_936, gpu_memory_limit_gb=limit, **options | more)
+
+    levers = {lever["value"]: lever for lever in planned(40)["levers"] if lever["kind"] == "activation_offload"}
+    inputs = 28 * 2048 * 2 * 8001
+    assert levers[False]["peak_bytes"] - levers[True]["peak_bytes"] == pytest.approx(1.02 * inputs * 26 / 28, rel=1e-3)
+    assert levers[False]["time_factor"] <= levers[True]["time_factor"] <= 1.35
+    between = 1.02 * levers[True]["peak_bytes"] / GIB / USABLE + CONTEXT_BYTES / GIB
+    values = planned(between)
+    assert values["plan"]["gradient_checkpointing"] and values["host"]["input_bytes"] and not values["plan"]["graphs"]
+    assert "wait in" in table(values)
+    assert not planned(40)["host"]["input_bytes"]
+    forced = planned(40, activation_offload="True", gradient_checkpointing="True")["host"]["input_bytes"]
+    assert forced == 28 * 2**25, "of 32 MiB each"
+    least = sum(planned(between)["fixed_bytes"].values())
+    moved = planned(between - 0.2, offload="auto")
+    assert moved["host"]["input_bytes"] and moved["fixed_bytes"]["optimizer"] == 0, "both, where one is not enough"
+    assert least - sum(moved["fixed_bytes"].values()) == 12 * moved["trained"], "masters, and two averages"
+    for refused in (dict(activation_offload="False"), dict(gradient_checkpointing="False"), dict(compile="True")):
+        with pytest.raises(NothingFits):
+            planned(between, **refused)

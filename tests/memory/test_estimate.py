@@ -10,6 +10,7 @@ from model.commands.recipe import update_options, with_optimizer
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.memory.estimate import Estimate, ForwardCostBound, fixed_bytes
+from model.nn.lora import LoraConfig, attach
 from model.nn.memory_spec import MemorySpec, count_numbers
 from model.nn.t5.family import T5
 from model.nn.t5.network import TextToTextModel
@@ -21,6 +22,9 @@ TINY = T5ModelConfig(**MODELS["tiny"], vocab_size=500)
 SMALL = T5ModelConfig(**MODELS["small"], vocab_size=40_960)
 
 BF16 = with_optimizer(MemorySpec(T5, SMALL, 2, kernels=True), "adamw_rms")
+
+
+ADAPTER = LoraConfig(rank=4, alpha=8, targets=("q", "wo"))
 
 
 def draw_lengths(num_examples, seed=0, longest=512):
@@ -102,17 +106,20 @@ def test_every_phase_has_a_peak_and_loading_has_the_smallest():
 
 
 @pytest.mark.parametrize("num_ranks", (2, 3))
-@pytest.mark.parametrize("name", ("adamw", "muon"))
-def test_the_predicted_bytes_of_a_rank_that_shares_state_are_those_that_the_largest_part_holds(name, num_ranks):
+@pytest.mark.parametrize("name, lora", (("adamw", None), ("muon", None), ("adamw", ADAPTER)))
+def test_the_predicted_bytes_of_a_rank_that_shares_state_are_those_that_the_largest_part_holds(name, lora, num_ranks):
     shape = T5ModelConfig(d_model=64, d_ff=128, num_heads=4, d_kv=16, num_layers=2, num_decoder_layers=3, vocab_size=64)
     config, held = load_config("pretrain", dict(optimizer=name, share_state="True")), []
     for rank in range(num_ranks):
         model = TextToTextModel(shape, compute_dtype=torch.bfloat16)
+        model = attach(model, lora) if lora else model
         state = make_optimizer(model, update_options(config), (rank, num_ranks)).state.values()
         tensors = [t for fields in state for t in fields.values() if t.numel() > 1]
         held.append((4 * model.flat.masters.numel(), sum(t.nbytes for t in tensors)))
         assert model.flat.masters.untyped_storage().nbytes() == 4 * model.flat.masters.numel()
-    spec = with_optimizer(MemorySpec(T5, shape, 2, False), name, num_ranks)
+    spec = with_optimizer(MemorySpec(T5, shape, 2, False, lora=lora), name, num_ranks)
     predicted = fixed_bytes(spec)
-    assert (predicted["weights"], predicted["optimizer"]) == tuple(max(column) for column in zip(*held, strict=True))
+    assert (predicted["weights"] - spec.frozen_bytes, predicted["optimizer"]) == tuple(
+        max(column) for column in zip(*held, strict=True)
+    )
     assert predicted["bf16_weights"] == 2 * spec.trained and predicted["gradients"] == 4 * spec.trained

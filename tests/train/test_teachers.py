@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from model.commands.machine import Machine
-from model.commands.recipe import taught as taught_spec
 from model.commands.teachers import TeacherStart
+from model.commands.teachers import taught as taught_spec
 from model.data.sequences import Sequences, with_places
 from model.data.tokenizer import load_tokenizer
 from model.data.tokenizer_training import train_tokenizer

@@ -48,7 +48,7 @@ def step_moments(spec, tokens, checkpointing):
     stream_tokens, targets = tokens.sum(axis=1).astype(np.float64), tokens[:, -1].astype(np.float64)
     stream = c.hidden_size * s * stream_tokens
     layers = [_attention(spec, stream_tokens), _feed_forward(spec, stream_tokens)]
-    kept, backward = blocks_bytes(layers, c.num_hidden_layers, stream, checkpointing)
+    kept, backward = blocks_bytes(layers, c.num_hidden_layers, stream, checkpointing, spec.offloads_inputs)
     # ids, positions, rows and labels; cosines and sines; keys of dropout's masks
     ends = (24 + 4 * c.head_dim + 12 * spec.dropout) * stream_tokens
     mask = 0 if spec.kernels else s * round_up(stream_tokens) ** 2

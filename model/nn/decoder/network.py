@@ -9,7 +9,6 @@ from itertools import repeat
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from model.nn.activations import gate
 from model.nn.attention import attend, score_mask
@@ -20,6 +19,7 @@ from model.nn.embedding import embed
 from model.nn.flat_params import linear
 from model.nn.key_values import new_key_values
 from model.nn.layers import Linear, ResidualNorm, make_embedding
+from model.nn.recomputation import recomputed
 
 
 class Attention(nn.Module):
@@ -147,11 +147,11 @@ class DecoderModel(LanguageModel):
     def states(self, ids, positions, masks, attentions):
         """Output of the last norm (N, hidden_size) at each token; `attentions` has one for each block."""
         rotary = rotary_at(positions, self.config)
-        x, added = embed(ids, self.model.embed_tokens.weight), None
+        x, added, host = embed(ids, self.model.embed_tokens.weight), None, self.new_host_inputs()
         for number, (block, attention) in enumerate(zip(self.model.layers, attentions)):  # noqa: B905 (may be endless)
             shared = masks, rotary, attention
             if number < self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(_block_output, block, x, *shared, use_reentrant=False, preserve_rng_state=False)
+                x = recomputed(_block_output, block, x, *shared, host=host)
             else:
                 x, added = block(x, added, *shared)
         return self.model.norm(x, added)[1]

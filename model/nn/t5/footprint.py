@@ -58,10 +58,11 @@ def step_moments(spec, tokens, checkpointing):
         _feed_forward(spec, response),
     ]
     stream, layers = model_config.d_model * spec.number_bytes, model_config.num_layers
-    encoder, encoder_backward = blocks_bytes(encoder_layers, layers, stream * prompt, checkpointing)
+    offloads = spec.offloads_inputs
+    encoder, encoder_backward = blocks_bytes(encoder_layers, layers, stream * prompt, checkpointing, offloads)
     in_decoder = checkpointing - layers
     decoder, decoder_backward = blocks_bytes(
-        decoder_layers, model_config.num_decoder_layers, stream * response, in_decoder
+        decoder_layers, model_config.num_decoder_layers, stream * response, in_decoder, offloads
     )
     if spec.part == "decoder":
         encoder, encoder_backward = 0, 0  # the frozen encoder keeps nothing for a backward

@@ -9,7 +9,6 @@ from itertools import repeat
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from model.nn.activations import activate, gate
 from model.nn.attention import attend, score_mask
@@ -18,6 +17,7 @@ from model.nn.dropout import NO_DROPOUT, add_dropout, dropout, relu_dropout
 from model.nn.embedding import embed
 from model.nn.flat_params import linear, relu_linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
+from model.nn.recomputation import recomputed
 from model.nn.t5 import decode
 from model.nn.t5.position_bias import score_bias
 
@@ -158,15 +158,15 @@ class Stack(nn.Module):
         self.is_decoder = is_decoder
         self.max_distance = model_config.relative_attention_max_distance
 
-    def forward(self, x, masks, attentions, cross, num_recomputed):
-        """Output of the last norm; backward computes the first `num_recomputed` blocks again.
+    def forward(self, x, masks, attentions, cross, num_recomputed, host=None):
+        """Output of the last norm; backward computes the first `num_recomputed` blocks again (`recomputed`).
 
         `attentions` has the self-attention of each block, `cross` the cross-attention of each, None in an encoder.
         """
         x, added = dropout(x, masks), None
         for number, (block, *own) in enumerate(zip(self.block, attentions, cross)):  # noqa: B905 (cross may be endless)
             if number < num_recomputed and torch.is_grad_enabled():
-                x = checkpoint(_block_output, block, x, masks, *own, use_reentrant=False, preserve_rng_state=False)
+                x = recomputed(_block_output, block, x, masks, *own, host=host)
             else:
                 x, added = block(x, added, masks, *own)
             masks = masks.at(BLOCK_SITES)
@@ -215,19 +215,20 @@ class TextToTextModel(LanguageModel):
         ids = (batch.prompt_ids, batch.decoder_ids)
         prompts, responses = embed(torch.cat(ids), self.shared.weight).split([len(column) for column in ids])
         prompt_masks, response_masks = map(self.masks, (batch.prompt_token_keys, batch.decoder_token_keys))
-        encoded = self.encode(prompts, prompt_masks, batch.encoder_layout)
+        host = self.new_host_inputs()
+        encoded = self.encode(prompts, prompt_masks, batch.encoder_layout, host)
         mask = score_mask(batch.cross_layout, dtype=self.compute_dtype)
         cross = partial(attend, layout=batch.cross_layout, bias=mask, num_heads=self.config.num_heads)
         attentions = self.decoder.packed_attentions(batch.decoder_layout, self.compute_dtype)
         again = self.gradient_checkpointing - len(self.encoder.block)
         memory = encoded, prompt_masks
-        decoded = self.decoder(responses, response_masks, attentions, repeat((cross, memory)), again)
+        decoded = self.decoder(responses, response_masks, attentions, repeat((cross, memory)), again, host)
         return decoded * self.output_scale, batch.labels
 
-    def encode(self, embedded, masks, layout):
+    def encode(self, embedded, masks, layout, host=None):
         """Encoder output (N, d_model) of embedded packed tokens (N, d_model)."""
         attentions = self.encoder.packed_attentions(layout, self.compute_dtype)
-        return self.encoder(embedded, masks, attentions, repeat(None), self.gradient_checkpointing)
+        return self.encoder(embedded, masks, attentions, repeat(None), self.gradient_checkpointing, host)
 
     def init_std(self, module):
         """As transformers initialises T5; an output projection of its own starts small."""

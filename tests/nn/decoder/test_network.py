@@ -1,5 +1,7 @@
 """The network of Qwen against transformers', packed against one by one."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -98,11 +100,11 @@ def test_promise_1_logits_loss_and_every_gradient_are_those_of_transformers_one_
     assert farthest(gradients_after(model, sequences), gradients_of(theirs)) <= 1e-5
 
 
-def test_gradients_are_the_same_bits_for_any_number_of_recomputed_blocks(model):
+def test_gradients_are_the_same_bits_for_any_number_of_recomputed_blocks_and_with_inputs_in_host_memory(model):
     sequences = sequences_of(LENGTHS)
     plain = gradients_after(model, sequences)
     assert plain.keys() == model.state_dict().keys() and all(gradient.any() for gradient in plain.values())
-    for number in range(1, 5):
+    for number, model.offloads_inputs in product(range(1, 5), (False, True)):
         again = gradients_after(model, sequences, number)
         assert all(torch.equal(again[name], gradient) for name, gradient in plain.items()), number
 

@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,12 +55,14 @@ def test_loss_and_every_gradient_are_those_of_transformers(model, store, tokeniz
 
 @pytest.mark.parametrize("trainable", ["all", "decoder"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_gradient_checkpointing_leaves_gradients_as_they_are(tokenizer, micro_batch, trainable, dropout):
+def test_gradient_checkpointing_and_its_offloaded_inputs_leave_gradients_as_they_are(
+    tokenizer, micro_batch, trainable, dropout
+):
     model = make_model(tokenizer.vocab_size, dropout=dropout)
     if trainable == "decoder":
         model.freeze_all_but("decoder")
     plain = gradients_after(model, micro_batch)
-    for model.gradient_checkpointing in range(1, 6):
+    for model.gradient_checkpointing, model.offloads_inputs in product(range(1, 6), (False, True)):
         again = gradients_after(model, micro_batch)
         for name, gradient in plain.items():
             assert torch.equal(again[name], gradient), (name, model.gradient_checkpointing)

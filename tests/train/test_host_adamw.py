@@ -1,0 +1,26 @@
+"""AdamW whose masters and state are in host memory."""
+
+import pytest
+import torch
+
+from model.nn.lora import LoraConfig, attach, draw
+from model.train.optim import make_optimizer
+from tests.parts import make_config, make_model
+
+
+@pytest.mark.parametrize("lora, pieces", [(LoraConfig(rank=3, alpha=6, targets=("q", "wo")), 1), (None, 2)])
+def test_the_host_updates_small_tensors_together_and_as_the_device_updates_each(lora, pieces):
+    found = []
+    for offload in ("none", "optimizer"):
+        model = make_model(90, compute_dtype=torch.bfloat16)
+        model = draw(attach(model, lora), 1) if lora else model
+        optimizer = make_optimizer(model, make_config(optimizer="adamw", weight_decay=0.1, offload=offload))
+        for step in range(3):
+            model.flat.gradients.copy_(torch.randn(len(model.flat.gradients), generator=torch.manual_seed(step)))
+            optimizer.update(1e-2, torch.tensor(0.5))
+        model.flat.refresh()
+        state = [fields[name] for fields in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq", "step")]
+        found.append([p.copy.float() for p in model.flat.trained] + state)
+    assert len(optimizer.pieces) == pieces < len(optimizer.state)
+    for device, host in zip(*found, strict=True):
+        torch.testing.assert_close(host, device, rtol=1e-6, atol=1e-7)
