@@ -224,6 +224,9 @@ def problems_of_values(config):
         yield f"model={config.model!r}: choose one of {', '.join(MODELS)}, or give a .json file"
     if bad := [name for name in config.tracker.split(",") if config.tracker and name not in TRACKERS]:
         yield f"tracker={config.tracker!r}: {bad[0]!r} is none of {', '.join(TRACKERS)}; both are tensorboard,wandb"
+    for name in ("teacher", "lora_targets"):
+        if (text := getattr(config, name)) and not text.strip(", "):
+            yield f"{name}={text!r}: names nothing: leave it out, or type names with commas between them"
     if not config.output_dir:
         yield "output_dir is empty: give a directory"
     yield from _answer_problems(config)
