@@ -125,7 +125,7 @@ class TrainConfig:
     ddp_timeout_s: int = 600  # seconds that one rank may keep the others waiting before the run ends
 
     def __post_init__(self):
-        problems = list(_problems(self))
+        problems = [*problems_of_values(self), *_contradictions(self)]
         if problems:
             raise ValueError("cannot run with this configuration:\n  " + "\n  ".join(problems))
 
@@ -188,7 +188,7 @@ def _outside_tables(config):
     for name, least in MINIMUM.items():
         if getattr(config, name) < least:
             yield f"{name}={getattr(config, name)}: must be at least {least}"
-    for f in fields(config):
+    for f in fields(TrainConfig):
         most = MAX_SEED if f.name == "seed" else MAX_INT
         if f.type is int and getattr(config, f.name) > most:
             yield f"{f.name}={getattr(config, f.name)}: must be at most {most}"
@@ -198,8 +198,8 @@ def _outside_tables(config):
             yield f"{name}={getattr(config, name)!r}: choose one of {', '.join(choices)}{why}"
 
 
-def _problems(config):
-    """Yield a message for each value that a run cannot have."""
+def problems_of_values(config):
+    """Yield a message for each value that a run cannot have, whatever the others are."""
     yield from _outside_tables(config)
     if not 0 <= config.learn_rate <= 1:
         yield f"learn_rate={config.learn_rate}: must be above 0 and at most 1, or 0 for the optimizer's default"
@@ -209,15 +209,34 @@ def _problems(config):
             yield f"{name}={getattr(config, name)}: must be in [0, 1){', or -1' if name == 'dropout' else ''}"
     if not 0 <= config.average <= 0.5:
         yield f"average={config.average}: must be at most 0.5 (the mean of all steps), or 0 for no average"
-    yield from _adapter_problems(config)
-    if config.share_state == "True":
-        yield from _unshareable(config)
-    if config.master_dtype == "bf16":
-        yield from _not_rounded(config)
-    if config.offload == "optimizer":
-        yield from _not_offloaded(config)
+    if config.lora_rank > MAX_LORA_RANK:
+        yield f"lora_rank={config.lora_rank}: must be at most {MAX_LORA_RANK}"
+    if config.warmup_ratio != -1 and not 0 <= config.warmup_ratio < 1:
+        yield f"warmup_ratio={config.warmup_ratio}: must be in [0, 1), or -1 for warmup_steps"
+    if not 0 < config.distill_weight <= 1:
+        yield f"distill_weight={config.distill_weight}: must be above 0 and at most 1"
+    if not 0.1 <= config.distill_temperature <= 100:
+        yield f"distill_temperature={config.distill_temperature}: must be from 0.1 to 100"
+    if config.loops_ngram > 8:
+        yield f"loops_ngram={config.loops_ngram}: must be at most 8"
     if 0 < config.spike_guard <= 1:
         yield f"spike_guard={config.spike_guard}: must be above 1 (half of all norms exceed the median), or 0"
+    if config.max_seq_len > 65_535:
+        yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
+    if config.model not in MODELS and not config.model.endswith(".json"):
+        yield f"model={config.model!r}: choose one of {', '.join(MODELS)}, or give a .json file"
+    if bad := [name for name in config.tracker.split(",") if config.tracker and name not in TRACKERS]:
+        yield f"tracker={config.tracker!r}: {bad[0]!r} is none of {', '.join(TRACKERS)}; both are tensorboard,wandb"
+    for name in ("teacher", "lora_targets"):
+        if (text := getattr(config, name)) and not text.strip(", "):
+            yield f"{name}={text!r}: names nothing: leave it out, or type names with commas between them"
+    if not config.output_dir:
+        yield "output_dir is empty: give a directory"
+    yield from _answer_problems(config)
+
+
+def _answer_problems(config):
+    """Yield a message for each value that says nothing of how to answer."""
     if config.no_repeat_ngram_size > 16:
         yield f"no_repeat_ngram_size={config.no_repeat_ngram_size}: must be at most 16"
     if not 0 <= config.temperature <= 100 and config.temperature != -1:
@@ -228,15 +247,6 @@ def _problems(config):
         yield f"min_p={config.min_p}: must be from 0 to below 1"
     if config.repetition_penalty and not 0.01 <= config.repetition_penalty <= 100:
         yield f"repetition_penalty={config.repetition_penalty}: must be from 0.01 to 100, or 0 to have it chosen"
-    if config.max_seq_len > 65_535:
-        yield f"max_seq_len={config.max_seq_len}: must be at most 65535"
-    if config.model not in MODELS and not config.model.endswith(".json"):
-        yield f"model={config.model!r}: choose one of {', '.join(MODELS)}, or give a .json file"
-    if bad := [name for name in config.tracker.split(",") if config.tracker and name not in TRACKERS]:
-        yield f"tracker={config.tracker!r}: {bad[0]!r} is none of {', '.join(TRACKERS)}; both are tensorboard,wandb"
-    if not config.output_dir:
-        yield "output_dir is empty: give a directory"
-    yield from _contradictions(config)
 
 
 def _unshareable(config):
@@ -273,9 +283,7 @@ def _not_offloaded(config):
 
 
 def _adapter_problems(config):
-    """Yield a message for each value that an adapter cannot have, or that needs one."""
-    if config.lora_rank > MAX_LORA_RANK:
-        yield f"lora_rank={config.lora_rank}: must be at most {MAX_LORA_RANK}"
+    """Yield a message for each value that needs an adapter, or contradicts one."""
     for name in LORA_OPTIONS:
         if getattr(config, name) != getattr(TrainConfig, name) and not config.lora_rank:
             yield f"{name}={getattr(config, name)}: belongs to an adapter, so type its rank too, --lora_rank=16"
@@ -287,26 +295,25 @@ def _adapter_problems(config):
 
 def _contradictions(config):
     """Yield a message for each pair of values that cannot both hold."""
-    if config.warmup_ratio != -1 and not 0 <= config.warmup_ratio < 1:
-        yield f"warmup_ratio={config.warmup_ratio}: must be in [0, 1), or -1 for warmup_steps"
-    elif config.warmup_ratio >= 0 and config.warmup_steps >= 0:
+    yield from _adapter_problems(config)
+    if config.share_state == "True":
+        yield from _unshareable(config)
+    if config.master_dtype == "bf16":
+        yield from _not_rounded(config)
+    if config.offload == "optimizer":
+        yield from _not_offloaded(config)
+    if config.warmup_ratio >= 0 and config.warmup_steps >= 0:
         yield f"warmup_ratio={config.warmup_ratio} contradicts warmup_steps={config.warmup_steps}: -1 turns one off"
     for owner, options in OPTIONS_WITH.items():
         for name in options:
             is_off = getattr(config, owner) == getattr(TrainConfig, owner)
             if is_off and getattr(config, name) != getattr(TrainConfig, name):
                 yield f"{name}={getattr(config, name)}: only {owner} uses it: type --{owner} too, or leave it out"
-    if not 0 < config.distill_weight <= 1:
-        yield f"distill_weight={config.distill_weight}: must be above 0 and at most 1"
-    if not 0.1 <= config.distill_temperature <= 100:
-        yield f"distill_temperature={config.distill_temperature}: must be from 0.1 to 100"
     if config.activation_offload == "True":
         if config.gradient_checkpointing == "False":
             yield "activation_offload=True moves inputs of recomputed blocks: leave gradient_checkpointing=False out"
         if config.compile == "True":
             yield "activation_offload=True: steps that move inputs are not captured: leave compile=True out"
-    if config.loops_ngram > 8:
-        yield f"loops_ngram={config.loops_ngram}: must be at most 8"
     if config.best_metric in ("bleu", "chrf") and not config.bleu_pairs:
         yield f"best_metric={config.best_metric} needs generated answers, and bleu_pairs=0: give bleu_pairs=100"
     for name in ("top_k", "top_p", "min_p"):

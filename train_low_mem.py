@@ -38,6 +38,7 @@ from fire.decorators import SetParseFn
 
 from model.commands.comparison import test_models
 from model.commands.decoding import choose_decoding
+from model.commands.ending import complete
 from model.commands.evaluation import (
     TrainingLoss,
     ends_early,
@@ -49,7 +50,7 @@ from model.commands.evaluation import (
     why_finished,
     without_lost_best,
 )
-from model.commands.exporting import complete, export_last, is_early
+from model.commands.exporting import export_last, is_early
 from model.commands.origin import agree_on, broadcast_request
 from model.commands.run_events import begin, log_steps, say, write_events
 from model.commands.setup import prepare_run

@@ -77,8 +77,10 @@ def parse(words: list[str]) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> None:
     """Write the preferences and print what was written; ValueError for what does not go together."""
     output, text = options.output, texts_here()
-    if output.suffix != ".jsonl":
+    if output.suffix != ".jsonl" or output.is_dir():
         raise ValueError(f"--output={output}: name a .jsonl file")
+    if not options.file.exists():
+        raise ValueError(f"{options.file}: no such file")
     draft = output.with_name(f"{output.name}.part")
     if options.overwrite:
         draft.unlink(missing_ok=True)

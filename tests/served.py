@@ -28,7 +28,8 @@ def can_connect(port):
         return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
-def wait_until(condition, seconds=30):
+def wait_until(condition, seconds=120):
+    """Wait for a condition; so long that a busy machine does not count as a failure."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

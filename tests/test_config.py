@@ -228,8 +228,10 @@ def test_a_model_size_out_of_range_is_refused(change):
         (dict(activation_offload=True, compile=True), "leave compile=True out"),
         (dict(offload="optimizer", optimizer="muon"), "not by muon: type --optimizer=adamw too"),
         (dict(offload="optimizer", optimizer="adamw", share_state=False), "leave share_state=False out"),
+        (dict(teacher=","), "teacher=',': names nothing"),
+        (dict(lora_rank=4, lora_targets=" ,"), "lora_targets=' ,': names nothing"),
     ],
 )
-def test_a_way_to_hold_state_that_cannot_be_is_refused_by_name(given, said):
+def test_options_that_say_nothing_or_contradict_how_state_is_held_are_refused_by_name(given, said):
     with pytest.raises(ValueError, match=said):
         load_config("pretrain", given)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from model.generate.sampling import Sampling
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.nn.registry import family_of
+from model.run.journal import Journal
 from model.serve.answering import load_chat_model
 from model.train import decoding_trial
 from model.train.decoding_trial import try_ways
+from scripts.merge_lora import merge
 from tests.tiny import journal, refused, start, train, wait_for, write_pairs
 from tests.trials import QWEN_SIZES
 from train_low_mem import main
@@ -37,15 +40,16 @@ def home(home):
 
 def with_time(words):
     """`main` of a run whose first evaluation is its best, and which may take all the time it needs for the choice."""
+    (folder,) = (word.partition("=")[2] for word in words if word.startswith("--output_dir="))
     evaluation.is_better = lambda run, state, scores: state.best_loss is None
     decoding.SHARE = 1000.0
-    decoding.try_ways = tried_with_best
+    decoding.try_ways = partial(tried_with_best, folder)
     return main(words)
 
 
-def tried_with_best(evaluation, *args):
+def tried_with_best(folder, evaluation, *args):
     """`try_ways` with a model that has the weights of best/."""
-    (path,) = Path(ANSWERED["output_dir"], "best").glob("*model.safetensors")
+    (path,) = Path(folder, "best").glob("*model.safetensors")
     best, model = load_file(path), evaluation.model
     prefix = family_of(model.config).adapter_prefix if model.lora else ""
     assert all(torch.equal(tensor, best[prefix + name]) for name, tensor in model.saved_tensors().items())
@@ -63,8 +67,8 @@ def settings(folder):
 
 
 def test_a_run_chooses_on_its_validation_questions_and_a_longer_one_keeps_that_until_it_chooses_again(home):
-    done = wait_for(start(home, 2, function=with_time, **ANSWERED), home, 90)
-    assert done.codes == [0, 0], done.text
+    done = wait_for(start(home, 2, "decoding:0:12:real", function=with_time, **ANSWERED), home, 90)
+    assert done.codes == [0, 0] and "decoding:0:12:real fires" in done.text, done.text
     (stop,) = journal(home / "run", "stop")
     told = stop["decoding"]
     assert told["questions"] == decoding_trial.ROUND and len(told["tried"]) == 9
@@ -105,14 +109,32 @@ def test_strange_settings_of_a_base_are_said_as_they_stand(value):
     assert said.startswith("drawn, temperature ") and "repetition_penalty" in said and len(said) < 150
 
 
+@pytest.mark.parametrize("fault", ["term", "oom:9"])
+def test_a_stop_or_want_of_memory_in_the_trial_leaves_a_finished_run_that_says_so(home, fault):
+    options = ANSWERED | dict(epochs=1, output_dir="cut", overwrite=True)
+    done = wait_for(start(home, 1, f"decoding:0:6:{fault}", function=with_time, **options), home, 90)
+    assert done.codes == [0] and "time, memory or a stop ended the trial" in done.text, done.text
+    (stop,) = journal(home / "cut", "stop")
+    assert (stop["reason"], stop["decoding"]["why"]) == ("finished", "cut")
+    assert load_chat_model(home / "cut" / "last", "cpu").sampling == Sampling()
+
+
 def test_a_decoder_s_penalty_is_for_this_trainer_alone_as_transformers_would_count_the_prompt(home):
     (home / "base").mkdir()
     tokenizer = load_tokenizer(home / "model_save" / "tokenizer")
     model = DecoderModel(DecoderModelConfig(**QWEN_SIZES, vocab_size=tokenizer.vocab_size)).initialise(1)
     export_model(model, tokenizer, home / "base")
-    adapter = dict(lora_rank=2, finetune_from_ckp_file="base", model=None, max_seq_len=96, overwrite=True)
-    done = wait_for(start(home, function=with_a_penalty, **ANSWERED | adapter), home, 90)
-    assert done.codes == [0], done.text
-    said = settings(home / "run" / "best")
+    adapter = dict(lora_rank=2, finetune_from_ckp_file="base", model=None, max_seq_len=96)
+    options = ANSWERED | adapter | dict(output_dir="adapted")
+    killed = wait_for(start(home, 1, "decoding:0:12:kill", function=with_a_penalty, **options), home, 90)
+    assert killed.codes == [-9] and (home / "adapted" / "last").exists() and not journal(home / "adapted", "stop")
+    with Journal(home / "adapted" / "metrics.jsonl") as after_a_full_disk:
+        after_a_full_disk.write("stop", step=12, reason="finished", decoding=None)
+    done = wait_for(start(home, function=with_a_penalty, is_keep_training=True, **options), home, 90)
+    assert done.codes == [0] and "answers: drawn, temperature 1, " in done.text, done.text
+    assert "answers: " not in train(home, is_keep_training=True, **options).text, "it is chosen once"
+    merge(home / "adapted", home / "merged")
+    assert settings(home / "merged") == settings(home / "adapted" / "best")
+    said = settings(home / "adapted" / "best")
     assert said["repetition_penalty"] == 1.0 and said["chat_trainer"]["repetition_penalty"] == PENALTY
-    assert load_chat_model(home / "run" / "last", "cpu").sampling == ways_to_try()[1][-1]
+    assert load_chat_model(home / "adapted" / "last", "cpu").sampling == ways_to_try()[1][-1]

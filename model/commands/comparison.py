@@ -3,9 +3,9 @@
 from dataclasses import asdict, replace
 
 from config import TrainConfig
-from model.commands.objective import not_of_pairs
 from model.commands.options import parse_options, read_request
 from model.commands.run_events import say
+from model.commands.run_files import not_of_pairs
 from model.commands.scored_choices import score_choices
 from model.commands.setup import prepare_test
 from model.commands.summary import data_text

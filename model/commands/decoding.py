@@ -65,7 +65,7 @@ def _choose(run, state):
     if seconds_of_round(run, lines, plan, len(ways[0])) > seconds:
         return "brief", {}
     _take_best(run, state)
-    result = try_ways(run.evaluation, ways, GPU_SLOTS if on_gpu else plan.answers, seconds)
+    result = try_ways(run.evaluation, ways, GPU_SLOTS if on_gpu else plan.answers, seconds, state.step)
     if result is None:
         return "cut", {}
     tried, references, asked = result

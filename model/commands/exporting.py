@@ -20,10 +20,8 @@ from model.formats.carried import (
 from model.formats.model_card import CardFacts, model_name
 from model.generate.sampling import sampling_from
 from model.nn.registry import config_values, family_of
-from model.run.journal import Journal, last_reason, read_journal
-from model.run.run_dir import has_last
+from model.run.journal import read_journal
 from model.run.saver import try_export
-from model.runtime.laps import laps
 from model.runtime.versions import device_name, versions
 from model.runtime.watchdog import saving
 
@@ -92,15 +90,6 @@ def export_last(run, state, failure="", weights_files=()):
             failure = failure or export(run, state, "last", weights_files=weights_files)
     if failure:
         raise RuntimeError(f"the run's end is not on disk ({failure}): solve that, then add --is_keep_training=True")
-
-
-def complete(run, state):
-    """Write what the end of a run without further steps may lack: its export, or the journal's line that says so."""
-    if not has_last(run.dir):  # its export may have failed
-        export_last(run, state)
-    if run.ranks.is_main and last_reason(run.dir) != "finished":  # a stop may have come after its last step
-        with Journal(run.dir / "metrics.jsonl") as journal:
-            journal.write("stop", step=state.step, reason="finished", early=is_early(run, state), startup=laps())
 
 
 def is_early(run, state):

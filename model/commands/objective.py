@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from config import BETAS, PREFERENCE_RATES, TrainConfig
-from model.commands.run_files import MIXABLE, named_objectives
+from config import BETAS, TrainConfig
+from model.commands.run_files import PREFERENCES, USERS, named_objectives, unused_options
 from model.data.span_noise import Noise
 from model.data.tokenizer import SENTINEL
 from model.data.turn_template import turn_template
@@ -19,18 +19,6 @@ from model.train.objectives.preferences import Preferences
 from model.train.objectives.prefix import Prefix
 from model.train.objectives.spans import Spans
 from model.train.objectives.text import Text
-
-PREFERENCES = tuple(PREFERENCE_RATES)
-USERS = dict(  # of options that not every objective uses
-    prompt_prefix=("pairs", *PREFERENCES), learn_empty_thoughts=("pairs", *PREFERENCES), single_turn=("pairs",),
-    span_density=("span",), span_mean=("span",), z_loss=MIXABLE, teacher=MIXABLE, against_loops=MIXABLE,
-    beta=PREFERENCES, sft_weight=PREFERENCES, dpo_loss=("dpo",), normalize_length=("dpo",), gamma=("simpo",),
-)  # fmt: skip
-
-
-def not_of_pairs():
-    """Names of the options that the objective `pairs` does not use."""
-    return tuple(name for name, users in USERS.items() if "pairs" not in users)
 
 
 def loss_terms(config):
@@ -130,10 +118,10 @@ def objectives_for(config, model_config=None, tokenizer=None):
     names, family = named_objectives(config), model_config and family_of(model_config)
     if unknown := [name for name in names if name not in OBJECTIVES]:
         raise ValueError(f"--objective={unknown[0]}: choose one of {', '.join(OBJECTIVES)}")
-    for name, users in USERS.items():
-        if not {*users} & {*names} and getattr(config, name) != getattr(TrainConfig, name):
+    for name in unused_options(config):
+        if name in USERS and getattr(config, name) != getattr(TrainConfig, name):
             raise ValueError(
-                f"--{name}={getattr(config, name)}: the objective {' or '.join(users)} uses it, and here is only "
+                f"--{name}={getattr(config, name)}: the objective {' or '.join(USERS[name])} uses it, and here is only "
                 f"{', '.join(names)}: leave it out"
             )
     return {name: OBJECTIVES[name](config, family, tokenizer) for name in names}

@@ -1,10 +1,12 @@
 """From the texts of a command line to a TrainConfig."""
 
 import math
-from dataclasses import fields
+from dataclasses import asdict, fields
+from types import SimpleNamespace
 
-from config import CHOICES, PRESETS, TrainConfig, with_known_optimizer
+from config import CHOICES, PRESETS, TrainConfig, problems_of_values, with_known_optimizer
 
+PLACE = ("output_dir", "ddp_timeout_s")  # needed before the options that a run stores can be read on every rank
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -47,6 +49,33 @@ def load_config(preset, overrides):
     until the model is read (model/commands/settled.py). Raises one ValueError that lists every problem: unknown
     options, values of the wrong type or out of range.
     """
+    values, problems = _typed_values(preset, overrides)
+    try:
+        config = TrainConfig(**values)
+    except ValueError as error:
+        problems += str(error).splitlines()[1:]
+    raise_if(problems)
+    return with_known_optimizer(config)
+
+
+def config_of_place(preset, overrides):
+    """As `load_config` gives it of those overrides alone that say where a run lies; the others are read one by one.
+
+    What contradicts another option is not refused: that is told once the options that the run stores are known.
+    """
+    values, problems = _typed_values(preset, overrides)
+    raise_if(problems + list(problems_of_values(SimpleNamespace(**asdict(TrainConfig()) | values))))
+    return load_config(preset, {name: overrides[name] for name in PLACE if name in overrides})
+
+
+def raise_if(problems):
+    """Raise a ValueError that lists the `problems` of options, if there are any."""
+    if problems:
+        raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
+
+
+def _typed_values(preset, overrides):
+    """(dict of the values of `preset` with these overrides, messages about what has another type or no such name)."""
     kinds = {f.name: f.type for f in fields(TrainConfig)}
     values, problems = dict(PRESETS[preset]), []
     for name, value in overrides.items():
@@ -54,10 +83,4 @@ def load_config(preset, overrides):
             values[name] = as_type(name, value, kinds)
         except ValueError as error:
             problems.append(str(error))
-    try:
-        config = TrainConfig(**{name: value for name, value in values.items() if name in kinds})
-    except ValueError as error:
-        problems += str(error).splitlines()[1:]
-    if problems:
-        raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
-    return with_known_optimizer(config)
+    return values, problems

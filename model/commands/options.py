@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from config import TrainConfig, default_learn_rate, rates_of
 from model.commands.launcher_options import taken_over
 from model.commands.option_names import unknown_option
-from model.commands.option_values import as_bool, load_config
+from model.commands.option_values import as_bool, config_of_place, load_config, raise_if
 from model.commands.run_files import FILE_OPTIONS
 from model.commands.stored_options import ANOTHER_RUN, EXCLUSIVE, merge_options, stored_options
 from model.commands.tested_models import without_models
@@ -46,14 +46,20 @@ def read_request(stray, options, keep_training=False):
 
 
 def parse_options(stray, options, keep_training=False):
-    """The CommandLine without what a resumed run stored; reads no file and raises as `read_request`."""
+    """The CommandLine without what a resumed run stored; reads no file and raises as `read_request`.
+
+    If a run may go on, its config says only where the run lies: what is typed may need an option that is stored there.
+    """
     given = {name: value for name, value in options.items() if name not in FLAGS}
     given = {name: value for name, value in given.items() if (name, value) != ("optimizer", "auto")}  # the default
     flags, preset, problems = _read_flags(stray, {name: options[name] for name in FLAGS if name in options})
+    overwrite = flags.pop("overwrite", False)
+    keep = False if overwrite else flags.get("is_keep_training", keep_training)
     names = {field.name for field in fields(TrainConfig)}
     problems += [unknown_option(name, [*names, *FLAGS]) for name in given if name not in names]
     try:
-        config = load_config(preset, {name: value for name, value in given.items() if name in names})
+        read = config_of_place if keep else load_config
+        config = read(preset, {name: value for name, value in given.items() if name in names})
     except ValueError as error:
         problems += str(error).splitlines()[1:]
     problems += _file_problems({name: given[name] for name in FILE_OPTIONS if name in given})
@@ -62,12 +68,10 @@ def parse_options(stray, options, keep_training=False):
         for one, other in EXCLUSIVE
         if given.get(one) and given.get(other)
     ]
-    if problems:
-        raise ValueError("cannot run with these options:" + "".join(f"\n  {problem.strip()}" for problem in problems))
-    keep, overwrite = flags.pop("is_keep_training", keep_training), flags.pop("overwrite", False)
-    if overwrite and keep is True:
+    raise_if(problems)
+    if overwrite and flags.get("is_keep_training", keep_training) is True:
         raise ValueError("--is_keep_training=True resumes a run, --overwrite=True starts a new one: give only one")
-    return CommandLine(preset, config, given, frozenset(given), False if overwrite else keep, overwrite)
+    return CommandLine(preset, config, given, frozenset(given), keep, overwrite)
 
 
 def _file_problems(given):
@@ -84,11 +88,12 @@ def _file_problems(given):
 
 
 def with_stored_options(request, stored):
-    """`request` with its typed options applied to the `stored_options` of the resumed run, or unchanged without one.
+    """`request` with its typed options applied to the `stored_options` of the resumed run, or to none.
 
     Raises ValueError if they contradict each other, or if a typed learning rate is outside the optimizer's range.
     """
     if not stored:
+        request = replace(request, config=load_config(request.preset, request.given))
         if "learn_rate" in request.typed:
             check_learn_rate(request.config)
         return request
@@ -98,8 +103,7 @@ def with_stored_options(request, stored):
             f"{run_dir} is a run of the preset {preset}, not {request.preset}: to resume it, type "
             f"--output_dir={run_dir} in place of the preset's flag, {ANOTHER_RUN}"
         )
-    given = merge_options(*stored, request.given)
-    config = load_config(preset, given)
+    given, config = merge_options(*stored, request.given)
     before, now = asdict(load_config(*stored)), asdict(config)
     if "learn_rate" in request.typed and before["learn_rate"] != config.learn_rate:
         check_learn_rate(config)

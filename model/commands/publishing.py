@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from model.data.hub_names import HUB_NAME
 from model.data.tokenizer import TOKENIZER_FILES
 from model.formats.adapters import weights_directory
@@ -37,7 +39,7 @@ class Parcel:
 def parcel_of(path: str | Path) -> Parcel:
     """What of a model, adapter, export or run directory (its best/, else its last/) is sent.
 
-    Raises ValueError if there is no model.
+    Raises ValueError if there is no model, or a damaged one.
     """
     path = Path(path)
     directory = weights_directory(path) or path
@@ -48,7 +50,19 @@ def parcel_of(path: str | Path) -> Parcel:
             f"no model in {path}: name a model's directory, an adapter's, what scripts/export.py wrote, or a run "
             "directory with best/ or last/, for example model_save/sft_fast"
         )
+    for one in files:
+        if one.suffix == ".safetensors":
+            _check_whole(one)
     return Parcel(directory, files, [one.name for one in names if one not in files])
+
+
+def _check_whole(path):
+    """Raise ValueError for a safetensors file whose header does not say what the file holds; reads no more of it."""
+    try:
+        with safe_open(path, "pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as weights: {error}: copy it again, and nothing was sent") from None
 
 
 def _is_sent(path):

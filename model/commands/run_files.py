@@ -3,9 +3,16 @@
 from dataclasses import replace
 from functools import partial
 
+from config import OPTIONS_WITH, PREFERENCE_RATES
 from model.data.file_list import data_files, unweighted_files
 
 MIXABLE = ("pairs", "text", "span", "prefix")  # the objectives that may stand before a file's name
+PREFERENCES = tuple(PREFERENCE_RATES)
+USERS = dict(  # of options that not every objective uses
+    prompt_prefix=("pairs", *PREFERENCES), learn_empty_thoughts=("pairs", *PREFERENCES), single_turn=("pairs",),
+    span_density=("span",), span_mean=("span",), z_loss=MIXABLE, teacher=MIXABLE, against_loops=MIXABLE,
+    beta=PREFERENCES, sft_weight=PREFERENCES, dpo_loss=("dpo",), normalize_length=("dpo",), gamma=("simpo",),
+)  # fmt: skip
 FILE_OPTIONS = dict(
     train_file=data_files, mix=partial(data_files, objectives=MIXABLE),
     validation_file=partial(unweighted_files, split="validation", objectives=MIXABLE),
@@ -39,6 +46,18 @@ def named_objectives(config):
     texts = (config.mix, config.validation_file, config.test_file)
     before = {name.partition(":")[0].strip() for text in texts for name in text.split(",") if ":" in name}
     return tuple(dict.fromkeys((default_objective(config), *(name for name in MIXABLE if name in before))))
+
+
+def not_of_pairs():
+    """Names of the options that the objective `pairs` does not use."""
+    return tuple(name for name, users in USERS.items() if "pairs" not in users)
+
+
+def unused_options(config):
+    """Names of the options that none of the objectives that the options name uses."""
+    named = {*named_objectives(config)}
+    unused = [name for name, users in USERS.items() if not named & {*users}]
+    return (*unused, *(name for owner in unused for name in OPTIONS_WITH.get(owner, ())))
 
 
 def judged_objectives(config):

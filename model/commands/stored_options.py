@@ -1,11 +1,14 @@
 """What a resumed run takes from its config.json, and which options typed now may differ from it."""
 
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
-from config import PRESETS
+from config import PRESETS, TrainConfig
 from model.commands.option_values import load_config
+from model.commands.run_files import unused_options
 from model.runtime.json_stream import read_object
 
 ANOTHER_RUN = (
@@ -14,6 +17,11 @@ ANOTHER_RUN = (
 )
 EXCLUSIVE = (("max_steps", "epochs"), ("mix", "train_file"), ("mix", "objective"), ("choices_file", "test_file"))
 ADAPTER_SHAPE = ("lora_rank", "lora_alpha", "lora_targets", "use_rslora", "lora_init", "base_precision")
+KEPT_OPTIONS = (
+    dict.fromkeys(("optimizer", "trainable"), "has the optimizer state of")
+    | dict(prompt_prefix="has trained with", master_dtype="was started with")
+    | dict.fromkeys(ADAPTER_SHAPE, "was started with")
+)  # those that a run cannot change, with what it has of them
 # a resumed run takes these from config.json, even if they were defaults
 KEPT_VALUES = ("optimizer", "learn_rate", "warmup_steps")
 
@@ -34,9 +42,10 @@ def _has_checkpoint(folder):
 
 
 def merge_options(preset, stored, typed):
-    """Dict of the `stored` options overridden by the `typed` ones.
+    """(dict of the `stored` options overridden by the `typed` ones, their TrainConfig).
 
-    Raises ValueError if they need other initial weights or another optimizer state than the run has.
+    What is stored for another objective than they name is left out. Raises ValueError if they need other initial
+    weights or another optimizer state than the run has, or contradict each other.
     """
     config, typed_source = load_config(preset, stored), typed.get("finetune_from_ckp_file")
     source = config.finetune_from_ckp_file
@@ -48,22 +57,34 @@ def merge_options(preset, stored, typed):
         )
     if typed.get("master_dtype") == "auto":  # a run keeps what it was started with
         typed = {name: value for name, value in typed.items() if name != "master_dtype"}
-    before, now = (asdict(load_config(preset, given)) for given in (stored, stored | typed))
-    kept = dict.fromkeys(("optimizer", "trainable"), "has the optimizer state of")
-    kept |= dict(prompt_prefix="has trained with", master_dtype="was started with") | dict.fromkeys(
-        ADAPTER_SHAPE, "was started with"
-    )
-    for name, what in kept.items():
-        if before[name] != now[name]:
-            option, instead = _who_set(name, now[name])
-            raise ValueError(f"{option}: this run {what} {name}={before[name]}: {instead}, {ANOTHER_RUN}")
     for names in EXCLUSIVE:  # the one typed last counts
         if set(names) & typed.keys():
             stored = {name: value for name, value in stored.items() if name not in names}
-    if any(before[name] != now[name] for name in ("batch_size_per_gpu", "gradient_accumulation_steps")):
-        # the product replaces the stored global batch
+    left_out = unused_options(SimpleNamespace(**asdict(load_config(preset, stored)) | typed))
+    stored = {name: value for name, value in stored.items() if name not in left_out}
+    now = _load_merged(preset, stored, typed)
+    for name, what in KEPT_OPTIONS.items():
+        if name not in left_out and (before := getattr(config, name)) != getattr(now, name):
+            option, instead = _who_set(name, getattr(now, name))
+            raise ValueError(f"{option}: this run {what} {name}={before}: {instead}, {ANOTHER_RUN}")
+    sizes = ("batch_size_per_gpu", "gradient_accumulation_steps")
+    if any(getattr(config, name) != getattr(now, name) for name in sizes):  # the product replaces the global batch
         stored = {name: value for name, value in stored.items() if name != "global_batch_size"}
-    return stored | typed
+    return stored | typed, load_config(preset, stored | typed)
+
+
+def _load_merged(preset, stored, typed):
+    """The TrainConfig of the `stored` options overridden by the `typed` ones; ValueError says how to leave one out."""
+    try:
+        return load_config(preset, stored | typed)
+    except ValueError as error:
+        named = set(re.findall(r"\b(\w+)=", str(error))) & stored.keys() - typed.keys() - KEPT_OPTIONS.keys()
+        ways = (
+            f"\n  {name}={stored[name]} is stored with this run: to leave it out, type its default, "
+            f"--{name}={PRESETS[preset].get(name, getattr(TrainConfig, name))}"
+            for name in sorted(named)
+        )
+        raise ValueError(str(error) + "".join(ways)) from None
 
 
 def _who_set(name, value):

@@ -76,10 +76,10 @@ def read_journal(path: str | Path) -> list[dict]:
     return records
 
 
-def last_reason(run_dir: str | Path) -> str:
-    """Why the run's last process ended, as its newest stop line says; "" without one."""
+def last_stop(run_dir: str | Path) -> dict:
+    """The newest stop line, which says why the run's last process ended; {} without one."""
     stops = [line for line in read_journal(Path(run_dir, "metrics.jsonl")) if line["kind"] == "stop"]
-    return stops[-1].get("reason", "") if stops else ""
+    return stops[-1] if stops else {}
 
 
 class JournalTail:

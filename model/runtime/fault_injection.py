@@ -2,8 +2,8 @@
 
 CHAT_FAULT=site:rank:step:kind[:count], several separated by commas. `site` is one of SITES (optimizer: before the first
 weight is written, update: after the last), `rank` a number, last or all, `step` the optimizer step being attempted
-(from 1; at the site preflight the attempt, at derive the part), `kind` one of KINDS. A fault fires `count` times
-(default 1).
+(from 1; at the site preflight the attempt, at derive the part, at decoding the run's last), `kind` one of KINDS. A
+fault fires `count` times (default 1).
 """
 
 import errno
@@ -17,7 +17,7 @@ import torch
 
 SITES = (
     "preflight", "forward", "loss", "backward_first", "backward", "reduce", "optimizer", "update", "evaluate",
-    "generate", "save", "derive",
+    "generate", "save", "derive", "decoding",
 )  # fmt: skip
 ERRORS = {  # real: an allocation larger than any machine's memory
     "oom": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.23 GiB (injected)"),

@@ -62,10 +62,7 @@ def make_preferences(
     while rows := list(islice(conversations, count)):
         started = time.monotonic()
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in answered(chat, rows, asking)]
-        with open(draft, "a", encoding="utf-8") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
+        _append(draft, lines)
         done += len(rows)
         progress(done)
         count = max(int(count * min(PART_SECONDS / max(time.monotonic() - started, 1e-3), 2)), 1)
@@ -74,17 +71,31 @@ def make_preferences(
 def _begin(draft, header):
     """Rows that are in the draft already; begins one where there is none."""
     first = json.dumps(header, ensure_ascii=False, sort_keys=True) + "\n"
-    if not draft.exists():
-        draft.write_text(first, encoding="utf-8")
+    if draft.exists() and not draft.is_file():
+        raise ValueError(f"{draft} is no file, and the answers are kept there until all are made: move it away")
+    if draft.exists():
+        with open(draft, "r+b") as file:
+            file.truncate(end_of_last_line(file))
+    if not draft.exists() or not draft.stat().st_size:  # the disk may have been full
+        _append(draft, [first])
         return 0
-    with open(draft, "r+b") as file:
-        file.truncate(end_of_last_line(file))
-    with open(draft, encoding="utf-8") as file:
+    with open(draft, encoding="utf-8", errors="replace") as file:
         if next(file, "") != first:
             raise ValueError(
                 f"{draft} was begun with another model, file or option: delete it, or type the same command as then"
             )
         return sum(1 for _ in file)
+
+
+def _append(draft, lines):
+    """Write lines to the end of the draft, to the disk; OSError says how to go on."""
+    try:
+        with open(draft, "a", encoding="utf-8") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(f"{draft} cannot be written ({error.strerror}): solve that, and type the command again") from None
 
 
 def answered(chat: ChatModel, conversations: list[Conversation], asking: Asking) -> list[dict]:

@@ -2,12 +2,14 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from model.generate.answer_quality import LOOP_CHARACTERS, LOOP_TOKENS, Answer, measures, repeats
 from model.generate.decoding_choice import References, Tried
 from model.generate.engine import Limits, Request, answer_requests
+from model.runtime import fault_injection
 from model.runtime.activity import advance, now_doing
 from model.runtime.device_memory import release_memory, within_memory
 from model.runtime.watchdog import stop_asked
@@ -16,12 +18,13 @@ from model.train.evaluate import fields_of, question_rows
 ROUND, ROUNDS = 64, 2  # questions that are asked together; how often that is done, if the time allows
 
 
-def try_ways(evaluation, groups, slots, seconds):
+def try_ways(evaluation, groups, slots, seconds, step=0):
     """(a Tried for each way that was tried, the References, the number of questions); None if none could be tried.
 
     Each of the `groups`, lists of Samplings, is asked a round of questions, then all are asked more, as far as so many
     `seconds` allow. At most `slots` answers are generated together, fewer if the memory does not allow so
-    many. It needs no other rank. None if memory or time ran out in the first round, or a stop was asked.
+    many. It needs no other rank. None if memory or time ran out in the first round, or a stop was asked. `step` is the
+    weights', for injected faults.
     """
     rows, until = question_rows(evaluation.examples, ROUND * ROUNDS), time.monotonic() + seconds
     every = [way for group in groups for way in group]
@@ -32,7 +35,7 @@ def try_ways(evaluation, groups, slots, seconds):
         started = time.monotonic()
         if started + pace * len(ways) * len(part) > until:
             break
-        more, slots = _answer_in_memory(evaluation, ways, part, slots, until)
+        more, slots = _answer_in_memory(partial(_answer, evaluation, ways, part, step), slots, until)
         if more is None:
             break
         pace = (time.monotonic() - started) / (len(ways) * len(part))
@@ -44,10 +47,10 @@ def try_ways(evaluation, groups, slots, seconds):
     return [_measured(*each) for each in answers.items()], _references(evaluation, asked), len(asked)
 
 
-def _answer_in_memory(evaluation, ways, rows, slots, until):
-    """(for each of `ways`, the Answers to `rows`, or None if they could not be had, slots that memory allows)."""
+def _answer_in_memory(answer, slots, until):
+    """(what `answer(slots, until)` gives, or None if it could not be had, slots that memory allows)."""
     while slots:
-        fits, answers = within_memory(_answer, evaluation, ways, rows, slots, until)
+        fits, answers = within_memory(answer, slots, until)
         if fits:
             return answers, slots
         release_memory()
@@ -55,7 +58,9 @@ def _answer_in_memory(evaluation, ways, rows, slots, until):
     return None, slots
 
 
-def _answer(evaluation, ways, rows, slots, until):
+def _answer(evaluation, ways, rows, step, slots, until):
+    """For each of `ways` the Answers to `rows`; None if a stop was asked or it is later than `until`."""
+    fault_injection.fire("decoding", step)
     examples, most = evaluation.examples, evaluation.max_new_tokens
 
     def is_over():

@@ -163,12 +163,58 @@ def test_stored_options_of_a_run_without_checkpoints_are_ignored(tmp_path):
     assert request(tmp_path, is_keep_training="auto").config.learn_rate == 0.5
 
 
-def test_an_option_of_an_objective_is_taken_by_a_run_that_was_started_with_it(tmp_path):
-    write_run(tmp_path, dict(preset="pretrain", given=dict(objective="dpo"), config=dict(single_turn=False)))
-    again = broadcast_request((), dict(output_dir=str(tmp_path), is_keep_training="True", beta="0.3"))
-    assert (again.config.objective, again.config.beta) == ("dpo", 0.3)
-    with pytest.raises(ValueError, match="beta=0.3: the objective dpo or orpo or simpo uses it"):
-        broadcast_request((), dict(output_dir=str(tmp_path), beta="0.3"))
+@pytest.mark.parametrize(
+    ("stored", "typed", "refusal"),
+    [
+        (dict(teacher="big"), dict(distill_weight="0.3"), "only teacher uses it: type --teacher too"),
+        (dict(against_loops="scalegrad"), dict(loops_ngram="2"), "only against_loops uses it"),
+        (dict(lora_rank="4"), dict(lora_dropout="0.1"), "belongs to an adapter, so type its rank too"),
+        (dict(temperature="0.7"), dict(top_p="0.9"), "belongs to a temperature above 0"),
+        (dict(optimizer="adamw"), dict(offload="optimizer"), None),
+        (dict(objective="dpo"), dict(beta="0.3"), "the objective dpo or orpo or simpo uses it"),
+    ],
+)
+def test_an_option_is_taken_by_a_run_that_stores_what_it_needs(tmp_path, stored, typed, refusal):
+    write_run(tmp_path, dict(preset="pretrain", given=stored, config=dict(single_turn=False)))
+    ((name, value),) = typed.items()
+    for keep in ("True", "auto"):
+        again = broadcast_request((), dict(output_dir=str(tmp_path), is_keep_training=keep) | typed)
+        assert str(getattr(again.config, name)) == value and stored.items() | typed.items() <= again.given.items()
+    for afresh in (dict(output_dir=str(tmp_path)), dict(output_dir=str(tmp_path / "new"), is_keep_training="auto")):
+        if refusal:
+            with pytest.raises(ValueError, match=refusal):
+                broadcast_request((), afresh | typed)
+
+
+def test_a_stored_option_that_a_typed_one_contradicts_is_named_with_what_to_type(tmp_path):
+    write_run(tmp_path, dict(preset="pretrain", given=dict(temperature="0.7", top_p="0.9", lora_rank="4")))
+    with pytest.raises(ValueError, match="top_p=0.9 is stored with this run: .* type its default, --top_p=1.0$"):
+        request(tmp_path, "is_keep_training", temperature="0")
+    assert request(tmp_path, "is_keep_training", temperature="0", top_p="1.0").config.temperature == 0
+    with pytest.raises(ValueError, match="average=0.1") as refusal:
+        request(tmp_path, "is_keep_training", share_state="True", average="0.1")
+    assert "stored" not in str(refusal.value), "neither a typed option nor one that the run must keep"
+    with pytest.raises(ValueError) as refusal:
+        request(tmp_path, "is_keep_training", epoch="3", top_p="2", save_steps="often")
+    assert all(f"{name}=" in str(refusal.value) for name in ("top_p", "save_steps")) and "--epoch" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("stored", "typed"),
+    [
+        (dict(objective="dpo", beta="0.3", dpo_loss="ipo"), "pairs"),
+        (dict(objective="span", span_mean="4"), "text"),
+        (dict(teacher="big", distill_weight="0.3", prompt_prefix="sum: "), "dpo"),
+        (dict(mix="span:a.txt,pairs:b.jsonl", span_density="0.2"), "pairs"),
+    ],
+)
+def test_what_a_run_stores_for_its_objective_is_left_out_where_another_is_typed(tmp_path, stored, typed):
+    write_run(tmp_path, dict(preset="pretrain", given=stored))
+    again = broadcast_request((), dict(output_dir=str(tmp_path), objective=typed), KEEP_TRAINING["test"])
+    assert again.config.objective == typed and not again.config.mix
+    assert stored.keys() & again.given.keys() <= {"objective", "prompt_prefix"}
+    with pytest.raises(ValueError, match="beta=0.1: the objective dpo"):
+        broadcast_request((), dict(output_dir=str(tmp_path), objective="text", beta="0.1"), KEEP_TRAINING["test"])
 
 
 @pytest.mark.parametrize("given", [dict(epochs=9), dict(epochs=9, output_dir="exp1")])

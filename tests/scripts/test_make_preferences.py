@@ -1,5 +1,6 @@
 """scripts/make_preferences.py: what it writes, that it goes on after a stop, and what it refuses."""
 
+import errno
 import importlib.util
 import json
 import re
@@ -112,6 +113,8 @@ def test_what_the_model_says_itself_and_what_does_not_fit_are_left_out_or_refuse
     ):
         assert make(exported, questions, tmp_path / "other.jsonl", *words) == 2
         assert part in capsys.readouterr().err
+    assert make(exported, tmp_path / "nothing.jsonl", tmp_path / "other.jsonl") == 2
+    assert "nothing.jsonl: no such file" in capsys.readouterr().err
     assert make(tmp_path / "nothing", questions, tmp_path / "other.jsonl") == 2
     assert "no model in" in capsys.readouterr().err
 
@@ -130,3 +133,26 @@ def test_half_as_many_answers_are_generated_together_after_an_out_of_memory(expo
     monkeypatch.setattr(preference_making, "generate", fails_at_first)
     assert make(exported, questions, tmp_path / "out.jsonl", "--slots", "20") == 0
     assert slots == [20, 10, 5] and (tmp_path / "out.jsonl").stat().st_size
+
+
+def test_a_draft_that_cannot_be_gone_on_with_says_what_to_do(exported, questions, tmp_path, monkeypatch, capsys):
+    draft = tmp_path / "out.jsonl.part"
+    for hostile, part in (
+        (draft.mkdir, "is no file"),
+        (lambda: draft.write_bytes(b"\xb3\n"), "was begun with another"),
+    ):
+        hostile()
+        assert make(exported, questions, tmp_path / "out.jsonl") == 2
+        assert f"{draft} {part}" in capsys.readouterr().err
+        draft.rmdir() if draft.is_dir() else draft.write_bytes(b"")  # as a full disk leaves it
+
+    def full(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preference_making.os, "fsync", full)
+        assert make(exported, questions, tmp_path / "out.jsonl") == 1
+    assert "cannot be written (No space left on device): solve that, and type the command" in capsys.readouterr().err
+    assert make(exported, questions, tmp_path / "out.jsonl") == 0
+    (tmp_path / "folder.jsonl").mkdir()
+    assert make(exported, questions, tmp_path / "folder.jsonl", "--overwrite") == 2

