@@ -105,7 +105,7 @@ CHECKS = {
         "source.sampled": "{count:,} sampled and one of the greatest length",
         "plan.card.none": "no GPU",
         "plan.card.found": "{size} for the allocator; the plan uses {share:.0%}",
-        "plan.plan.found": "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, gradient "
+        "plan.plan.found": "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, activation "
         "checkpointing of {gradient_checkpointing} blocks, {answers} answers at a time",
         "plan.graphs.yes": "yes: replayed as CUDA graphs",
         "plan.graphs.no": "no",
