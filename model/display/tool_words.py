@@ -36,6 +36,14 @@ TOOLS = {
         "preferences.empty": "left out: {count:,} rows whose question the model answers with nothing",
         "preferences.equal": "left out: {count:,} rows whose answer the model gives itself",
         "preferences.stopped": "stopped: the same command goes on",
+        # train_lora: what each flag of a guide is
+        "guide.anyway": "{flag}: it is so anyway",
+        "guide.needless": "{flag}: nothing to set here: {why}",
+        "guide.found": "{source} is in {found}",
+        "guide.unvalidated": "no --validation_file: validation_file= (nothing is evaluated, last/ is the model; "
+        "scripts/prepare_data.py splits a file)",
+        "guide.held": "{names}, not trained on",
+        "guide.added": "not given: {values}",
         "average.written": "{output}: the mean of {models} models; {count:,} weights",
         "push.from": "{directory} to {repo}, {access}:",
         "push.private": "private",
@@ -122,6 +130,13 @@ TOOLS = {
         "preferences.empty": "略过：{count:,} 行，模型没有回答任何内容",
         "preferences.equal": "略过：{count:,} 行，模型的回答和原回答相同",
         "preferences.stopped": "已停止：再输入同样的命令就会继续",
+        "guide.anyway": "{flag}：本来就是这样",
+        "guide.needless": "{flag}：不用设置：{why}",
+        "guide.found": "{source} 在 {found}",
+        "guide.unvalidated": "没有 --validation_file：validation_file=（不评估，结果在 last/；"
+        "scripts/prepare_data.py 可以分出一份）",
+        "guide.held": "{names}，不参加训练",
+        "guide.added": "没有给出：{values}",
         "average.written": "{output}：{models} 个模型的平均；{count:,} 个权重",
         "push.from": "{directory} 到 {repo}，{access}：",
         "push.private": "私有",
