@@ -17,7 +17,6 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 from model.commands.options import KEEP_TRAINING, command_line, exit_early, read_request
-from model.commands.stored_options import ANOTHER_RUN
 from model.runtime.cgroup import limit_threads, num_cpus
 from model.runtime.cuda_start import start_cuda
 from model.runtime.watchdog import go_on_hint, stop_asked, training_begins, watch_signals
@@ -102,7 +101,7 @@ def train(*stray, **options):
         state = without_lost_best(run, state)
         if is_finished(run, state):
             complete(run, state)
-            say(ranks, f"{run.dir} is finished: {why_finished(run, state)} to train longer, {ANOTHER_RUN}")
+            say(ranks, texts_here()("finished", run_dir=run.dir, why=why_finished(run, state)))
             return
         if vote(ranks, stop_asked())[0]:
             raise KeyboardInterrupt

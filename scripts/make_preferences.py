@@ -31,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only local files are read
 from model.commands.option_names import ScriptParser  # noqa: E402
 from model.data.file_request import describe_ignored  # noqa: E402
 from model.display.catalogue import texts_here  # noqa: E402
-from model.display.console import Progress, human_seconds  # noqa: E402
+from model.display.console import Progress, duration  # noqa: E402
 from model.generate.sampling import Sampling  # noqa: E402
 from model.runtime.terminal import printable_lines  # noqa: E402
 from model.serve.answering import load_chat_model  # noqa: E402
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
 def report(output: Path, counts: Counter, seconds: float, text) -> list[str]:
     """What was written, in words."""
     kept = counts[KEPT]
-    lines = [text("preferences.written", output=output, count=kept, time=human_seconds(seconds))]
+    lines = [text("preferences.written", output=output, count=kept, time=duration(seconds, text))]
     if kept:
         shares = {name: counts[name] / kept for name in ("loops", "ended", "right_loops")}
         length = counts["rejected"] / max(counts["chosen"], 1)

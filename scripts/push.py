@@ -1,10 +1,11 @@
 """Send a model to the Hugging Face Hub, into a private repository unless --public is given.
 
-    python scripts/push.py DIR USER/NAME [--public] [--dry_run] [--yes]
+    python scripts/push.py DIR USER/NAME [--public] [--base ORGANISATION/NAME] [--dry_run] [--yes]
 
 DIR is a model's directory, an adapter's, what scripts/export.py wrote, or a run directory (its best/, else its last/).
-What will be sent is listed first, then asked for. Checkpoints, token stores and logs are never sent. It needs a token:
-hf auth login. Exit codes: 0 sent or listed, 2 refused, 1 the Hub or the network.
+What will be sent is listed first, then asked for. Checkpoints, token stores and logs are never sent. An adapter is sent
+with its base's name on the Hub in place of a directory. It needs a token: hf auth login. Exit codes: 0 sent or listed,
+2 refused, 1 the Hub or the network.
 """
 
 import argparse
@@ -28,6 +29,7 @@ def parse_options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("directory", metavar="DIR")
     parser.add_argument("repo", metavar="USER/NAME")
     parser.add_argument("--public", action="store_true", help="everybody may read it")
+    parser.add_argument("--base", default="", help="name of an adapter's base on the Hub, unless its cache tells")
     parser.add_argument("--dry_run", action="store_true", help="list what would be sent, and send nothing")
     parser.add_argument("--yes", action="store_true", help="send without asking")
     return parser.parse_args(words)
@@ -37,11 +39,13 @@ def list_files(parcel: Parcel, options: argparse.Namespace) -> None:
     text = texts_here()
     access = text("push.public" if options.public else "push.private")
     print(text("push.from", directory=parcel.directory, repo=options.repo, access=access))
-    for path in parcel.files:
-        print(f"  {path.stat().st_size / 2**20:10.2f} MiB  {path.name}")
-    print(text("push.total", count=len(parcel.files), size=parcel.size / 2**20))
+    for name, size in parcel.sizes.items():
+        print(f"  {size / 2**20:10.2f} MiB  {name}")
+    print(text("push.total", count=len(parcel.files), size=sum(parcel.sizes.values()) / 2**20))
     if parcel.left:
         print(text("push.left", names=printable(", ".join(parcel.left))))
+    if parcel.base:
+        print(text("push.base", base=parcel.base))
 
 
 def is_wanted(options: argparse.Namespace) -> bool:
@@ -57,7 +61,7 @@ def main(words: list[str]) -> int:
     options = parse_options(words)
     try:
         check_name(options.repo)
-        parcel = parcel_of(options.directory)
+        parcel = parcel_of(options.directory, options.base)
         list_files(parcel, options)
         if not is_wanted(options):
             print(texts_here()("push.nothing"))

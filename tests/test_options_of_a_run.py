@@ -16,6 +16,7 @@ from model.generate.sampling import Sampling
 from model.run.train_state import state_of
 from model.serve.answering import load_chat_model, prompt_ids
 from tests.data.files import read_pairs
+from tests.english import english_of
 from tests.tiny import NUM_PAIRS, journal, refused, train, weights_hash
 
 LONG = dict(save_steps=1000, logging_steps=2)
@@ -119,8 +120,8 @@ def test_early_stop_warns_then_ends_the_run_also_across_a_resume(home):
     assert train(home, 1, fault, output_dir="early2", **options).codes == [0]
     assert train(home, output_dir="early2", is_keep_training=True, **options).codes == [0]
     assert journal(home / "early2", "stop")[-1]["step"] == stop["step"]
-    again = train(home, output_dir="early", is_keep_training=True, **options)
-    assert "is finished: 3 evaluations brought no better model" in again.text
+    again = train(home, output_dir="early", is_keep_training=True, env=dict(CHAT_LANG="zh"), **options)
+    assert "early 已经完成：连续 3 次评估没有更好的模型；" in again.text and not english_of(again.text)
 
 
 PREFIX = "的一 是："

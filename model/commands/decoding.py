@@ -41,7 +41,7 @@ def choose_decoding(run, state):
         if not why:
             why, values = _choose(run, state)
     except (OSError, RuntimeError, ValueError, MemoryError) as error:  # the run is whole without it
-        LOGGER.warning("how the model answers was not chosen: %s", error)
+        LOGGER.warning(texts_here()("no_decoding", error=error))
         why, values = "failed", {}
     return dict(why=why, seconds=time.monotonic() - started) | values
 

@@ -55,7 +55,7 @@ def without_lost_best(run, state):
     """`state`, but without evaluation and best loss if best/ is missing: the next evaluation then writes best/."""
     if not state.evaluated_step or from_main(run.ranks, is_exported, run.dir / "best"):
         return state
-    say(run.ranks, f"{run.dir / 'best'} is missing: the next evaluation writes it, whatever its loss")
+    say(run.ranks, texts_here()("begins.no_best", best=run.dir / "best"))
     return state.without_best()
 
 
@@ -66,13 +66,14 @@ def ends_early(run, state):
 
 def why_finished(run, state):
     """Why there are no more steps after `state`, and what to change for more; "" if there are."""
+    text = texts_here()
     if ends_early(run, state):
-        return f"{state.evaluations_since_best} evaluations brought no better model; raise --early_stop, or type 0,"
+        return text("finished.early", count=state.evaluations_since_best)
     if state.pairs_seen < run.schedule.total_pairs:
         return ""
     if run.config.max_steps:
-        return f"{state.step} steps done, {run.config.max_steps} asked for; raise --max_steps"
-    return f"{state.pairs_seen / run.train.epoch_pairs:g} epochs done, {run.config.epochs} asked for; raise --epochs"
+        return text("finished.steps", done=state.step, asked=run.config.max_steps)
+    return text("finished.epochs", done=state.pairs_seen / run.train.epoch_pairs, asked=run.config.epochs)
 
 
 def is_finished(run, state):

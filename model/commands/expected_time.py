@@ -3,7 +3,7 @@
 import torch
 
 from model.display.catalogue import texts_here
-from model.display.view import duration
+from model.display.console import duration
 from model.memory.duration import GPUS, gpu_named
 
 

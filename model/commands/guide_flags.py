@@ -8,7 +8,9 @@ from config import TrainConfig
 from model.commands.model_cache import find_model
 from model.commands.option_names import OWN_NAMES, unknown_option, why_needless
 from model.commands.options import FLAGS, parse_options
+from model.commands.scripts_zh import NEEDLESS_ZH
 from model.data.file_list import data_files
+from model.display.catalogue import texts_here
 
 # what the guides recommend for 16 GB, for what is not on the command line
 DEFAULTS = dict(
@@ -146,7 +148,7 @@ def _translate(reading, name, values):
     known, instead = VALUES.get(name, ({}, ""))
     if value.lower() in known:
         option = known[value.lower()]
-        reading.set(flag, option) if option else reading.told.append(f"{flag}: it is so anyway")
+        reading.set(flag, option) if option else reading.told.append(texts_here()("guide.anyway", flag=flag))
     elif instead:
         reading.problems.append(f"{flag}: {instead}")
     elif "=" not in own and own in OWN:
@@ -154,7 +156,8 @@ def _translate(reading, name, values):
     elif name in OWN_NAMES and value.lower() == "true":
         reading.set(flag, own)
     elif why := why_needless(name):
-        reading.told.append(f"{flag}: nothing to set here: {why}")
+        why = NEEDLESS_ZH.get(why, why) if texts_here().language == "zh" else why
+        reading.told.append(texts_here()("guide.needless", flag=flag, why=why))
     else:
         reading.problems.append(_unknown(name))
 
@@ -178,7 +181,7 @@ def _find_base(reading, typed_as):
         return
     if found != source:
         reading.options["finetune_from_ckp_file"] = found
-        reading.told.append(f"{source} is in {found}")
+        reading.told.append(texts_here()("guide.found", source=source, found=found))
 
 
 def _find_data(reading, typed_as):
@@ -197,8 +200,8 @@ def _find_data(reading, typed_as):
     if Path(source).is_dir():
         _hold_out(reading, paths)
     if "validation_file" not in options:
-        reading.set("no --validation_file", "validation_file=")
-        reading.told[-1] += " (nothing is evaluated, last/ is the model; scripts/prepare_data.py splits a file)"
+        options["validation_file"] = ""
+        reading.told.append(texts_here()("guide.unvalidated"))
 
 
 def _hold_out(reading, paths):
@@ -209,7 +212,7 @@ def _hold_out(reading, paths):
         if held and len(held) < len(left):
             left = [path for path in left if path not in held]
             if name not in reading.options:
-                reading.set(f"{', '.join(held)}, not trained on", f"{name}={','.join(held)}")
+                reading.set(texts_here()("guide.held", names=", ".join(held)), f"{name}={','.join(held)}")
     if left != paths:
         reading.options["train_file"] = ",".join(left)
 
@@ -231,4 +234,5 @@ def _add_defaults(reading):
         added = {name: value for name, value in added.items() if name == "output_dir"}
     options |= added
     if added:
-        reading.told.append("not given: " + ", ".join(f"{name}={value}" for name, value in added.items()))
+        values = ", ".join(f"{name}={value}" for name, value in added.items())
+        reading.told.append(texts_here()("guide.added", values=values))

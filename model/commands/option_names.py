@@ -125,7 +125,7 @@ MISSING_OPTIONS = {  # pattern of option names: what to do instead
     r"vocab_size": "the tokenizer sets it: type it for scripts/train_tokenizer.py or for `plan`",
     r"device|gpus?|gpu_ids?|no_cuda|use_cpu|use_cuda": "set CUDA_VISIBLE_DEVICES in the environment, empty for the CPU",
     r"adam_(beta[12]|epsilon)|betas|beta[12]|momentum": "the value is fixed in model/train: leave it out",
-    r"(push_to_)?hub\w*": "nothing is uploaded: best/ and last/ are ordinary Hugging Face directories",
+    r"(push_to_)?hub\w*": "a run uploads nothing: scripts/push.py DIR USER/NAME sends its model",
 }
 
 

@@ -18,6 +18,7 @@ from model.commands.stored_options import ANOTHER_RUN, stored_options
 from model.commands.teachers import read_teachers
 from model.data.tokenizer import ChatTokenizer, load_tokenizer
 from model.data.turn_template import with_turn_end
+from model.display.catalogue import texts_here
 from model.formats.adapters import adapter_directory, load_merged, tokenizer_directory
 from model.formats.weights import LoadedWeights, check_fits, load_into
 from model.nn.lora import attach
@@ -122,8 +123,8 @@ def _read_weights(source, loaded):
     """
     check_source(source)
     loaded.append(load_merged(source))
-    merged = ", an adapter merged into its base (to train it further, type its --lora_rank)"
-    LOGGER.info("starting from the weights in %s%s", source, merged if adapter_directory(source) else "")
+    text, begins = texts_here(), texts_here()("begins.weights", source=source)
+    LOGGER.info(text("begins.merged", text=begins) if adapter_directory(source) else begins)
     return loaded[0].model_config and config_values(loaded[0].model_config), loaded[0].optimizer
 
 
@@ -245,7 +246,8 @@ def restore(ranks, model, optimizer, found):
         broadcast(ranks, [*model.flat.weights, *averages, *snapshot_of(model, optimizer).optimizer.values()])
     optimizer.count_steps()
     if ranks.is_main:
-        LOGGER.info("resuming from %s: step %d, %d pairs seen", found.path, found.state.step, found.state.pairs_seen)
+        values = dict(path=found.path, step=found.state.step, pairs=found.state.pairs_seen)
+        LOGGER.info(texts_here()("begins.checkpoint", **values))
     return replace(found.state, world_size=ranks.world_size)
 
 
@@ -255,7 +257,7 @@ def _load(model, optimizer, found):
     if optimizer.average:
         load_average(optimizer.average, model, found.average)
         if not found.average:
-            LOGGER.info("%s holds no average of the weights: it begins with them", found.path)
+            LOGGER.info(texts_here()("begins.no_average", path=found.path))
 
 
 def with_validation(validation, ranks, state):
@@ -265,7 +267,7 @@ def with_validation(validation, ranks, state):
     if is_same:
         return replace(state, validation=validation.identity)
     if ranks.is_main:
-        LOGGER.info("the validation pairs or max_seq_len have changed: best/ is chosen anew")
+        LOGGER.info(texts_here()("begins.validation"))
     return replace(state.without_best(), validation=validation.identity, evaluated_step=state.evaluated_step)
 
 

@@ -11,7 +11,9 @@ from safetensors import SafetensorError, safe_open
 
 from model.data.hub_names import HUB_NAME
 from model.data.tokenizer import TOKENIZER_FILES
-from model.formats.adapters import weights_directory
+from model.formats.adapters import adapter_directory, weights_directory
+from model.formats.model_card import model_name
+from model.formats.published_adapter import base_named, published_adapter
 
 # besides TOKENIZER_FILES, which vocabulary.json and shared_vocabulary.json of CTranslate2 are as well
 SENT = re.compile(
@@ -24,22 +26,28 @@ WEIGHTS = re.compile(r".*\.safetensors|.*\.gguf|model\.bin")
 
 @dataclass(frozen=True)
 class Parcel:
-    """The files of a directory that are sent, and the names of what stays behind."""
+    """The files of a directory that are sent, and the names of what stays behind.
+
+    `changed` has what is sent in place of a file, by its name; `base` is the name of an adapter's base on the Hub.
+    """
 
     directory: Path
     files: list[Path]
     left: list[str]
+    changed: dict[str, bytes]
+    base: str = ""
 
     @property
-    def size(self) -> int:
-        """Bytes of the files."""
-        return sum(path.stat().st_size for path in self.files)
+    def sizes(self) -> dict[str, int]:
+        """Bytes of what is sent, by the names of the files."""
+        return {path.name: len(self.changed.get(path.name, b"")) or path.stat().st_size for path in self.files}
 
 
-def parcel_of(path: str | Path) -> Parcel:
+def parcel_of(path: str | Path, base: str = "") -> Parcel:
     """What of a model, adapter, export or run directory (its best/, else its last/) is sent.
 
-    Raises ValueError if there is no model, or a damaged one.
+    `base` is the name of an adapter's base on the Hub, needed where Hugging Face's cache does not tell it. Raises
+    ValueError if there is no model, a damaged one, or an adapter whose base has no name there.
     """
     path = Path(path)
     directory = weights_directory(path) or path
@@ -53,7 +61,28 @@ def parcel_of(path: str | Path) -> Parcel:
     for one in files:
         if one.suffix == ".safetensors":
             _check_whole(one)
-    return Parcel(directory, files, [one.name for one in names if one not in files])
+    left = [one.name for one in names if one not in files]
+    if adapter_directory(directory) is None:
+        if base:
+            raise ValueError(f"--base={base}: there is no adapter in {directory}, whose base it would name")
+        return Parcel(directory, files, left, {})
+    base = _base_on_hub(directory, base)
+    return Parcel(directory, files, left, published_adapter(directory, base), base)
+
+
+def _base_on_hub(directory, typed):
+    """The name of an adapter's base on the Hub, as typed or as Hugging Face's cache tells. Raises ValueError."""
+    named = base_named(directory)
+    known = typed or (named if not Path(named).is_absolute() and not Path(named).exists() else model_name(named))
+    if HUB_NAME.fullmatch(known) and "/" in known:
+        return known
+    if typed:
+        raise ValueError(f"--base={typed!r}: it must be ORGANISATION/NAME, for example Qwen/Qwen3-0.6B")
+    raise ValueError(
+        f"the adapter in {directory} was trained on {named}, a directory that nobody else has: add "
+        f"--base=ORGANISATION/NAME, the base's name on the Hub (where it is not there, send it first), or send a whole "
+        f"model: python scripts/merge_lora.py {directory} MERGED, then python scripts/push.py MERGED USER/NAME"
+    )
 
 
 def _check_whole(path):
@@ -94,7 +123,7 @@ def send(parcel: Parcel, name: str, is_public: bool) -> str:
             raise ValueError(
                 f"{address} is public: add --public to send this for everybody, or name another repository"
             )
-        files = [CommitOperationAdd(path.name, str(path)) for path in parcel.files]
+        files = [CommitOperationAdd(path.name, parcel.changed.get(path.name, str(path))) for path in parcel.files]
         api.create_commit(name, files, commit_message="Model files")
     except LocalTokenNotFoundError:
         raise ValueError("nobody is logged in: hf auth login, with a token that may write") from None

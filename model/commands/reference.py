@@ -5,6 +5,7 @@ import logging
 from model.commands.origin import read_weights
 from model.commands.stored_options import ANOTHER_RUN
 from model.data.file_list import names_of
+from model.display.catalogue import texts_here
 from model.display.console import Progress
 from model.formats.adapters import adapter_directory, read_adapter
 from model.formats.weights import LoadedWeights, load_into
@@ -44,7 +45,7 @@ def with_reference(model, ranks, source, seed, examples, plan):
         weights = read_weights(ranks, source)
     except ValueError as error:
         if ranks.is_main:
-            LOGGER.warning("rewards and accuracy are without the reference: %s", error)
+            LOGGER.warning(texts_here()("no_reference", error=error))
         return examples
     if not source:
         model.initialise(seed)

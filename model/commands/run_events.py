@@ -5,6 +5,7 @@ import logging
 from dataclasses import asdict
 
 from model.commands.summary import first_words, unused_lines
+from model.display.catalogue import texts_here
 from model.display.console import event_line, train_line
 from model.run.checkpoint import discard_after
 from model.run.run_dir import cut_sample_ids_everywhere
@@ -45,10 +46,10 @@ def begin(run, journal, request, state, plan):
         bits_may_differ=run.differs,
     )  # fmt: skip
     if run.differs:
-        differs = " and ".join(run.differs)
-        say(ranks, f"changed since the checkpoint: {differs}; bits may differ from step {state.step} on")
+        text = texts_here()
+        say(ranks, text("begins.differs", what=text("comma").join(run.differs), step=state.step))
     if request.changed:
-        say(ranks, f"options changed since the previous start: {', '.join(request.changed)}")
+        say(ranks, texts_here()("begins.options", names=", ".join(request.changed)))
     if ranks.is_main:
         lines = first_words(run, state, plan, options) + unused_lines(run, request.typed, options)
         for line in lines:

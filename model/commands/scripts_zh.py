@@ -129,14 +129,15 @@ MODEL 是训练的检查点（RUN_DIR/checkpoints/step_…）、Hugging Face 目
     "push": {
         "": """把模型发送到 Hugging Face Hub；仓库是私有的，除非给出 --public。
 
-    python scripts/push.py DIR USER/NAME [--public] [--dry_run] [--yes]
+    python scripts/push.py DIR USER/NAME [--public] [--base 组织/名字] [--dry_run] [--yes]
 
 DIR 是模型目录、适配器目录、scripts/export.py 写出的目录，或训练目录（用 best/，没有就用 last/）。先列出要发送的
-文件，再询问。检查点、词元库和日志从不发送。先登录：`hf auth login`。
+文件，再询问。检查点、词元库和日志从不发送。适配器的文件里写底座在 Hub 上的名字，不写目录。先登录：`hf auth login`。
 退出码：0 已发送或已列出，2 拒绝，1 Hub 或网络错误。""",
         "directory": "模型目录",
         "repo": "Hub 上的仓库",
         "public": "所有人都能读",
+        "base": "适配器的底座在 Hub 上的名字；在 Hugging Face 缓存里的不用写",
         "dry_run": "只列出会发送什么，不发送",
         "yes": "不询问，直接发送",
     },
@@ -208,4 +209,23 @@ MODEL_DIR 是 Hugging Face 目录或训练目录。所有选项都是 lm_eval �
         "test_file": "测试文件",
         "minimum": "正确率低于此值（0 到 1）时退出码为 1",
     },
+}
+
+# why a guide's option has nothing to set here, by its words in option_names.NEEDLESS
+NEEDLESS_ZH = {
+    "it is chosen to fit the memory": "会按显存自动选择",
+    "every step is split to fit the memory": "每一步都会切到放得下",
+    "the last step of an epoch may be smaller, and no example is dropped": "一轮的最后一步可以小一些，不丢弃样本",
+    "a thread always prepares the next step": "总有一个线程在准备下一步",
+    "examples are always packed, without padding": "样本总是打包，没有填充",
+    "the fastest kernels of the device are used": "总是使用这台设备上最快的算子",
+    "best/ always has the best model of the run": "best/ 里总是这次训练最好的模型",
+    "weights are read from the mapped file straight to the device": "权重从映射的文件直接读到设备上",
+    "no code of a model is ever run": "从不运行模型自带的代码",
+    "an evaluation computes as the training does, in bf16 where the GPU has it, and keeps no second copy of the "
+    "weights": "评估和训练的计算方式相同，GPU 支持时用 bf16，不另存一份权重",
+    "training keeps no cache of keys and values": "训练时不保存键和值的缓存",
+    "it is not needed": "不需要",
+    "four bits are kept in bytes, and computed without bitsandbytes": "4 位的权重存成字节，计算不用 bitsandbytes",
+    "examples are packed without padding, and tokenised once for all runs": "样本打包、没有填充，分词只做一次",
 }

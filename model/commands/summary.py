@@ -6,8 +6,9 @@ from pathlib import Path
 
 from model.commands.decoding import decoding_line
 from model.display.catalogue import texts_here
+from model.display.console import duration
 from model.display.durations import durations
-from model.display.view import GIB, count_of, devices_of, duration
+from model.display.view import GIB, count_of, devices_of
 from model.nn.registry import config_values
 from model.run.journal import read_journal
 from model.runtime.launcher import command_to_go_on

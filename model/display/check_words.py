@@ -107,7 +107,7 @@ CHECKS = {
         "source.sampled": "{count:,} sampled and one of the greatest length",
         "plan.card.none": "no GPU",
         "plan.card.found": "{size} for the allocator; the plan uses {share:.0%}",
-        "plan.plan.found": "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, gradient "
+        "plan.plan.found": "micro-batch {micro_batch_tokens} tokens, chunk {chunk_tokens} targets, activation "
         "checkpointing of {gradient_checkpointing} blocks, {answers} answers at a time",
         "plan.offload.found": "inputs of these blocks wait in {size} of host memory",
         "plan.graphs.yes": "yes: replayed as CUDA graphs",
@@ -247,7 +247,7 @@ CHECKS = {
         "plan.levers.found": "只改一项，其余不变：每步的显存峰值、放不放得下、用时（方案本身为 x 1.00），以及那时每次"
         "前向最多的词元数。chunk 是同时存在 logits 的目标词元数",
         "time.unknown": "这台设备未知；--gpu=名称（{names}）可以给出该显卡在 bf16 下的时间",
-        "time.total": "{steps:,.0f} 步约需{time}，",
+        "time.total": "{steps:,.0f} 步约需 {time}，",
         "time.expected": "{total}每步 {each:,.1f} 毫秒（按 {gpu} 的规格估算，一张或多张）；不含启动、评估和保存",
         "source.assumed": "没有数据或分词器，假设每一对都达到 max_seq_len",
         "source.counted": "在 {place} 里数出",

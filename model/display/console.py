@@ -14,7 +14,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from model.display.answers import sample_text
-from model.display.catalogue import texts_here
+from model.display.catalogue import Texts, texts_here
 from model.runtime.activity import Pace, now_doing
 
 LOGGER = logging.getLogger("chat_trainer")
@@ -49,6 +49,12 @@ def human_seconds(seconds: float) -> str:
     if hours:
         return f"{hours}h {minutes:02d}m"
     return f"{minutes}m {seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def duration(seconds: float, text: Texts) -> str:
+    """`human_seconds` with the units of the language."""
+    units = dict(d="day", h="hour", m="minute", s="second")
+    return human_seconds(seconds).translate({ord(unit): text(name) for unit, name in units.items()})
 
 
 def memory_text(used_bytes: int, cap_bytes: int) -> str:
@@ -148,7 +154,9 @@ class Progress:
     """
 
     def __init__(self, title: str, total: int | None, unit: str = "steps", done: int = 0, shown: bool = True):
-        self._title, self._total, self._unit, self._drawn_at, self._bar = title, total, unit, 0.0, None
+        self._title, self._total, self._drawn_at, self._bar = title, total, 0.0, None
+        self._text = texts_here()
+        self._unit = self._text.get(f"progress.{unit}", unit)
         self._logs, self._first_update, self._logged_at = shown and not sys.stderr.isatty(), None, time.monotonic()
         now_doing(title, done, total)
         if not shown or self._logs:
@@ -191,8 +199,10 @@ class Progress:
         self._logged_at = now
         time_left = f", {speed}" if (speed := self._speed(done, now)) else ""
         if self._total is not None and done > first_done:
-            time_left = f", {human_seconds((self._total - done) * (now - first_at) / (done - first_done))} left"
-        LOGGER.info("%s: %s%s%s", self._title, self._count(done), note and f", {note}", time_left)
+            left = (self._total - done) * (now - first_at) / (done - first_done)
+            time_left = ", " + self._text("progress.left", time=duration(left, self._text))
+        title = self._text.get(f"state.{self._title}", self._title)
+        LOGGER.info("%s: %s%s%s", title, self._count(done), note and f", {note}", time_left)
 
     def _speed(self, done: int, now: float) -> str:
         """The speed so far of work whose end is unknown; "" for other work, and before the second update."""

@@ -132,7 +132,7 @@ DATA = {
         "report.near": "近似重复：{share}，五字片段至少有 {similarity:.0%} 和前面的某一对相同",
         "report.rows": "行号：{rows}",
         "report.two": "{first:,} 和 {second:,}",
-        "report.shared": "{path}：{share} 的问题在 {other} 里也有",
+        "report.shared": "{path}：{share}的问题在 {other} 里也有",
         "report.share": "{part:,}/{whole:,}（{share:.2%}）",
         "report.bytes": "被拆成字节的字符：{share}，不同的字符 {count:,} 个",
         "report.often": "；最常见的：{characters}",

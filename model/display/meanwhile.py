@@ -9,8 +9,7 @@ from threading import Event, Thread
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from model.display.catalogue import texts_here
-from model.display.console import CONSOLE
-from model.display.view import duration
+from model.display.console import CONSOLE, duration
 from model.runtime.activity import current_activity
 
 DRAW_SECONDS, LINE_SECONDS = 0.2, 10

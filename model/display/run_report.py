@@ -5,9 +5,9 @@ from pathlib import Path
 
 from model.display.answers import figures_text, preference_rows, sample_text, told
 from model.display.catalogue import texts_here
-from model.display.console import human_bytes
+from model.display.console import duration, human_bytes
 from model.display.figures import Figures, epochs_of
-from model.display.view import View, doing, duration
+from model.display.view import View, doing
 from model.run.journal import read_journal
 from model.run.status import read_statuses
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from model.display.answers import answer_rows, preference_rows
 from model.display.catalogue import COUNTS, Texts
-from model.display.console import EPOCH, SAMPLE, TRAIN, human_seconds, memory_text
+from model.display.console import EPOCH, SAMPLE, TRAIN, duration, memory_text
 from model.display.figures import EVENT_KINDS, Figures
 from model.display.sensors import Sensors
 from model.run.status import Status
@@ -151,12 +151,6 @@ def gib(count: int) -> str:
 
 def told(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
-
-
-def duration(seconds: float, text: Texts) -> str:
-    """`human_seconds` with the units of the language."""
-    units = dict(d="day", h="hour", m="minute", s="second")
-    return human_seconds(seconds).translate({ord(unit): text(name) for unit, name in units.items()})
 
 
 def rows_of(view: View, text: Texts) -> dict[str, str]:

@@ -2,6 +2,26 @@
 
 WORDS = {
     "en": {
+        # where a run begins
+        "begins.weights": "starting from the weights in {source}",
+        "begins.merged": "{text}, an adapter merged into its base (to train it further, type its --lora_rank)",
+        "begins.checkpoint": "resuming from {path}: step {step}, {pairs} pairs seen",
+        "begins.no_average": "{path} holds no average of the weights: it begins with them",
+        "begins.no_best": "{best} is missing: the next evaluation writes it, whatever its loss",
+        "begins.validation": "the validation pairs or max_seq_len have changed: best/ is chosen anew",
+        "begins.differs": "changed since the checkpoint: {what}; bits may differ from step {step} on",
+        "begins.options": "options changed since the previous start: {names}",
+        "finished": "{run_dir} is finished: {why} to train longer, or start another run, without "
+        "--is_keep_training=True: --output_dir=DIR keeps both, --overwrite=True moves this one aside",
+        "finished.early": "{count} evaluations brought no better model; raise --early_stop, or type 0,",
+        "finished.steps": "{done} steps done, {asked} asked for; raise --max_steps",
+        "finished.epochs": "{done:g} epochs done, {asked} asked for; raise --epochs",
+        "no_reference": "rewards and accuracy are without the reference: {error}",
+        "no_decoding": "how the model answers was not chosen: {error}",
+        "progress.left": "{time} left",
+        "progress.steps": "steps",
+        "progress.pairs": "pairs",
+        "progress.rows": "rows",
         # first words
         "first.new": "a new run",
         "first.resumed": "resuming, the newest checkpoint is {checkpoint}",
@@ -135,6 +155,25 @@ WORDS = {
         "launcher.taken": "taken over from accelerate launch: {options}",
     },
     "zh": {
+        "begins.weights": "从 {source} 的权重开始",
+        "begins.merged": "{text}，其中的适配器已并入底座（要接着训练适配器，请写它的 --lora_rank）",
+        "begins.checkpoint": "从 {path} 继续：第 {step} 步，已训练 {pairs} 对",
+        "begins.no_average": "{path} 里没有权重的平均：平均从这些权重开始",
+        "begins.no_best": "没有 {best}：下一次评估会写出它，不论损失多少",
+        "begins.validation": "验证数据或 max_seq_len 变了：best/ 重新选",
+        "begins.differs": "与检查点时不同：{what}；从第 {step} 步起，结果可能不再逐位相同",
+        "begins.options": "与上次启动时不同的选项：{names}",
+        "finished": "{run_dir} 已经完成：{why}就能训练更久；或者不写 --is_keep_training=True，另外开始一次训练："
+        "--output_dir=DIR 两次都保留，--overwrite=True 把这一次改名移开",
+        "finished.early": "连续 {count} 次评估没有更好的模型；调大 --early_stop 或写 0，",
+        "finished.steps": "完成了 {done} 步，要求 {asked} 步；调大 --max_steps ",
+        "finished.epochs": "完成了 {done:g} 轮，要求 {asked} 轮；调大 --epochs ",
+        "no_reference": "奖励和准确率没有减去参考模型的：{error}",
+        "no_decoding": "没有选出回答方式：{error}",
+        "progress.left": "剩余 {time}",
+        "progress.steps": "步",
+        "progress.pairs": "对",
+        "progress.rows": "行",
         "first.new": "新的训练",
         "first.resumed": "继续训练，最新的检查点是 {checkpoint}",
         "first.model": "模型：{name}，{parameters}参数，{origin}",

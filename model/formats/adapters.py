@@ -168,7 +168,7 @@ def read_adapter(directory):
     values = read_object(directory / CONFIG)
     check_known(values, directory / CONFIG)
     path = next(directory / name for name in TENSORS if (directory / name).is_file())
-    metadata = _metadata(path)
+    metadata = metadata_of(path)
     base = _base_of(directory, values.get("base_model_name_or_path"), metadata)
     family, model_config, _ = read_config(base / "config.json")
     tensors = _without_prefix(read_tensors(path), family.adapter_prefix, path)
@@ -185,7 +185,7 @@ def read_adapter(directory):
     return LoadedAdapter(lora, tensors, directory)
 
 
-def _metadata(path):
+def metadata_of(path):
     """The dict that `export_adapter` adds to a file; empty if it lacks it."""
     if path.suffix != ".safetensors":
         return {}

@@ -38,6 +38,12 @@ def merged_card(card: str, is_encoder_decoder: bool) -> str:
     return _with_use(card, "transformers", _USE.format(**_calls(is_encoder_decoder)), _LIMITS)
 
 
+def with_named_base(card: str, directory: str, name: str) -> str:
+    """An adapter's card with the base's name on a hub in place of the directory that it was trained on."""
+    card = re.sub("^base_model: .*", lambda _: f"base_model: {_quoted(name)}", card, count=1, flags=re.MULTILINE)
+    return card.replace(_quoted(directory), _quoted(name))
+
+
 def read_card(directory) -> str:
     """Text of its model card; empty without one. A link is not followed: it may lead to what is not to be published."""
     card = Path(directory, CARD_FILE)

@@ -15,6 +15,7 @@ import torch
 
 from model.data.packing import cut
 from model.data.sampler import permute
+from model.data.shown_questions import shown_questions
 from model.data.tokenizer import ChatTokenizer
 from model.generate.answer_quality import LOOP_TOKENS, Answer, measures, repeats
 from model.generate.engine import Limits, generate
@@ -186,7 +187,8 @@ def question_rows(examples, count):
 
 def fields_of(evaluation, rows, inputs, references, answers):
     """For each of `rows`, the values of its Answer; the others are the ids of question, right answer and answer."""
-    texts = (evaluation.tokenizer.decode_batch(ids) for ids in (inputs, answers, references))
+    tokenizer = evaluation.tokenizer
+    texts = shown_questions(tokenizer, inputs), tokenizer.decode_batch(answers), tokenizer.decode_batch(references)
     looped, reference_loops = ([repeats(ids, LOOP_TOKENS) for ids in batch] for batch in (answers, references))
     ended = [len(ids) < evaluation.max_new_tokens for ids in answers]
     return list(zip(map(int, rows), *texts, looped, ended, reference_loops, strict=True))

@@ -5,8 +5,10 @@ import shlex
 import pytest
 
 from model.commands.guide_flags import VALUES, read_guide
-from model.commands.option_names import OWN_NAMES
+from model.commands.option_names import NEEDLESS, OWN_NAMES
 from model.commands.option_values import load_config
+from model.commands.scripts_zh import NEEDLESS_ZH
+from tests.english import english_of
 
 SCHEMES = """\
 --model_name_or_path MODEL --data_path DATA --output_dir ./output --use_4bit --bf16 --num_train_epochs 3
@@ -38,8 +40,11 @@ def problems(words, **given):
 
 
 @pytest.mark.parametrize("scheme", [CAREFUL, SMALLEST])
-def test_each_flag_of_a_scheme_is_used_and_told_in_one_line(folder, scheme):
+def test_each_flag_of_a_scheme_is_used_and_told_in_one_line(folder, scheme, monkeypatch):
     options, told = read(SCHEMES.format(**scheme), given="")
+    monkeypatch.setenv("CHAT_LANG", "zh")
+    assert not english_of("\n".join(read(SCHEMES.format(**scheme), given="")[1]))
+    assert NEEDLESS_ZH.keys() == set(NEEDLESS.values())
     assert options == dict(
         finetune_from_ckp_file="MODEL", train_file="DATA", output_dir="./output", base_precision="nf4",
         mixed_precision="bf16", epochs="3", batch_size_per_gpu="1",

@@ -23,6 +23,7 @@ from model.memory.plan import NothingFits, choose_plan
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.checkpoint import TrainState
 from model.run.train_state import kept_recovery
+from tests.english import english_of
 from tests.parts import PLAN, make_estimate
 from tests.ranks import ROOT
 from tests.tiny import OPTIONS, SHAPE, SHORT, command, journal, refused, train
@@ -46,11 +47,13 @@ def first_loss(home, name):
 def test_fine_tuning_starts_from_the_given_weights(home, done_run, source):
     torch.save(load_file(home / done_run / "best" / "model.safetensors"), home / "weights.bin")
     name = "tuned_" + Path(source).name
-    done = train(home, output_dir=name, finetune_from_ckp_file=source, use_fast_config=True, **SHORT)
+    options = dict(output_dir=name, finetune_from_ckp_file=source, use_fast_config=True)
+    done = train(home, env=dict(CHAT_LANG="zh"), **options, **SHORT)
     assert done.codes == [0], done.text
     assert json.loads((home / name / "config.json").read_text())["preset"] == "sft_fast"
     assert first_loss(home, name) < first_loss(home, done_run) - 0.1
-    assert f"starting from the weights in {source}" in done.text
+    said = [line for line in done.text.splitlines() if "training loss: " not in line]  # as the journal names it
+    assert f"从 {source} 的权重开始" in done.text and not english_of("\n".join(said))
 
 
 def test_fine_tuning_with_another_tokenizer_is_refused(home, done_run):

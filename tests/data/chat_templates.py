@@ -86,3 +86,5 @@ MARKED = (
     "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TEMPLATES = dict(qwen1_5=CHATML, qwen2_5=QWEN2_5, qwen3=QWEN3, minimind=MINIMIND, llama3=LLAMA3, marked=MARKED)
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+LLAMA_MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")

@@ -15,11 +15,9 @@ from model.data.conversation import Conversation, Turn
 from model.data.rendered_text import messages_of
 from model.data.template_process import render_all
 from model.data.turn_template import turn_template
-from tests.data.chat_templates import QWEN3, TEMPLATES
+from tests.data.chat_templates import LLAMA_MARKS, MARKS, QWEN3, TEMPLATES
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
 
-MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-LLAMA_MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 COUNT = int(os.environ.get("NUM_CONVERSATIONS", 40))  # of each template; 10,000 in bench/results
 TOOLS = [dict(type="function", function=dict(name="天气", description="d <x>", parameters=dict(type="object")))]
 TEXTS_FILE = os.environ.get("CONVERSATION_TEXTS")  # a parquet file whose texts are drawn too

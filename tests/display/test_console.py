@@ -91,12 +91,13 @@ def test_no_progress_bar_is_drawn_if_stderr_is_not_a_terminal(tmp_path):
 
 def test_without_a_terminal_progress_is_one_log_line_per_minute_with_the_time_left(monkeypatch, caplog):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setenv("CHAT_LANG", "zh")
     now = iter([0, 30, 40, 70, 100, 131])
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(now)))
     with caplog.at_level("INFO", "chat_trainer"), Progress("training", 90) as progress:
         for done in (1, 2, 5, 8, 11):  # a slow first step, then ten seconds each
             progress.update(done)
-    assert caplog.messages == ["training: 5/90 steps, 14m 10s left", "training: 11/90 steps, 13m 18s left"]
+    assert caplog.messages == ["训练中: 5/90 步, 剩余 14 分 10 秒", "训练中: 11/90 步, 剩余 13 分 18 秒"]
 
 
 def test_a_terminal_shows_a_live_progress_bar_and_intact_log_lines(tmp_path):

@@ -16,28 +16,19 @@ from model.commands.scripts_zh import SCRIPTS_ZH
 from model.display.catalogue import CATALOGUE
 from model.formats.weights import export_model
 from model.run.run_dir import TOKENIZER_DIR
+from tests.english import english_of
 from tests.tiny import furnish
 from train_low_mem import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 LAUNCHERS = "run_train.sh", "train_sft_custom.sh", "quick_start_sft_fast.sh", "recipes/chat_small.sh", "recipes/mini.sh"
-# commands, code, options with their values, paths and names of files; what is left is words
-CODE = re.compile(
-    r"^\s+(python|accelerate|torchrun|--|\[-).*$|`.*?`|\[.*?\]|'.*?'|-{1,2}\w\S*( [A-Z_.]+)?|\S*[/_=.]\w\S*", re.M
-)
 TRAINED = dict(step=145, pairs_seen=580, loss=0.5, learn_rate=1e-3, tokens_per_second=5, step_seconds=1.0, epoch=0)
-SENTENCE = re.compile(r"\b[A-Za-z][a-z]+,?( [a-z]{2,},?){2}")
 
 
 @pytest.fixture(autouse=True)
 def in_chinese(monkeypatch):
     monkeypatch.setenv("CHAT_LANG", "zh")
-
-
-def english_of(text):
-    """The lines of `text` with three English words in a row."""
-    return [line for line in CODE.sub(" ", text).splitlines() if SENTENCE.search(line)]
 
 
 def printed(run, *words):

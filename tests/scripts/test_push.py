@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from safetensors import safe_open
 
 from model.commands.publishing import parcel_of
+from model.formats.adapters import export_adapter, read_adapter
 from model.formats.weights import export_model
+from model.nn.lora import LoraConfig, attach, draw
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push.py"
 SPEC = importlib.util.spec_from_file_location("push_script", SCRIPT)
@@ -152,3 +155,36 @@ def test_a_public_repository_is_refused_unless_it_is_asked_for_and_a_dead_hub_is
     assert code == 1 and "the Hub did not take it" in error
     code, _, error = push(run_dir, "ada/chat", "--yes", token="")
     assert code == 2 and "hf auth login" in error
+
+
+def test_an_adapter_is_sent_with_its_base_s_name_on_the_hub_and_no_directory(tmp_path, model, tokenizer, push):
+    cached, plain = tmp_path / "models--ada--base" / "snapshots" / "1", tmp_path / "base"
+    for base in (cached, plain):
+        export_model(model, tokenizer, base)
+    draw(attach(model, LoraConfig(rank=2, alpha=4, targets=("q",), base=str(plain))), 1)
+    export_adapter(model, tokenizer, tmp_path / "run" / "best")
+    code, _, error = push(tmp_path / "run", "ada/chat", "--dry_run")
+    assert code == 2 and f"was trained on {plain}" in error and "--base=ORGANISATION/NAME" in error
+    assert "must be ORGANISATION/NAME" in push(tmp_path / "run", "ada/chat", "--base=base", "--dry_run")[2]
+    assert "no adapter" in push(plain, "ada/chat", "--base=ada/base", "--dry_run")[2]
+    with hub() as server:
+        code, out, error = push(tmp_path / "run", "ada/chat", "--base=ada/base", "--yes", server=server)
+    assert code == 0 and "an adapter on ada/base" in out, error
+    assert not [name for name, content in server.files.items() if str(tmp_path).encode() in content]
+    assert b'base = "ada/base"' in server.files["README.md"] and b'base_model: "ada/base"' in server.files["README.md"]
+
+    sent = tmp_path / "sent"
+    sent.mkdir()
+    for name, content in server.files.items():
+        (sent / name).write_bytes(content)
+    with safe_open(sent / "adapter_model.safetensors", "pt") as file:
+        assert "seen_from_here" not in file.metadata()["base"]
+    config = json.loads((sent / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "ada/base"
+    (sent / "adapter_config.json").write_text(json.dumps(config | dict(base_model_name_or_path=str(plain))))
+    ours, theirs = read_adapter(tmp_path / "run" / "best"), read_adapter(sent)
+    assert theirs.lora == ours.lora and all(theirs.tensors[name].equal(ours.tensors[name]) for name in ours.tensors)
+
+    model.lora = LoraConfig(rank=2, alpha=4, targets=("q",), base=str(cached))
+    export_adapter(model, tokenizer, tmp_path / "of_cached")
+    assert parcel_of(tmp_path / "of_cached").base == "ada/base"

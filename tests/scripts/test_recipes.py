@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.parts import make_pairs, write_parquet
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = "--validation_share=0.1", "--model=tiny", "--epochs=1", "--max_seq_len=32", "--bleu_pairs=0", "--screen=off"
+TINY = "--validation_share=0.1", "--model=tiny", "--max_steps=6", "--max_seq_len=32", "--bleu_pairs=0", "--screen=off"
 
 
 def test_a_recipe_goes_from_files_to_answers_and_typed_again_trains_nothing_twice(tmp_path):
