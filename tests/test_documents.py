@@ -45,8 +45,8 @@ def commands_of(page):
 
 
 def links_of(page):
-    """Targets of the page's links, with the other language's pages as this one's."""
-    targets = re.findall(r"\]\(([^)]+)\)", prose_of(text_of(page)))
+    """Targets of the page's links, with the other language's pages as this one's, whatever the headings are called."""
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", prose_of(text_of(page)))]
     return [re.sub(r"/(en|zh)/", "/LANGUAGE/", re.sub(r"[._]zh\.", ".", target)) for target in targets]
 
 
@@ -64,9 +64,9 @@ def shape_of(page):
 
 
 def codes_of(page):
-    """What is set as code in each row of the tables, sorted; what is in Chinese in either language is left out."""
+    """What is set as code in each row of the tables, sorted; lines of output and what is in Chinese are left out."""
     rows = [line for line in prose_of(text_of(page)).splitlines() if line.startswith("|")]
-    return [sorted(code for code in re.findall(r"`[^`]+`", row) if code.isascii()) for row in rows]
+    return [sorted(code for code in re.findall(r"`[^`]+`", row) if code.isascii() and "  " not in code) for row in rows]
 
 
 def figures_of(page):
