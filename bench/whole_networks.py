@@ -65,6 +65,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", default="shared,one,two", help=f"of {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--first_card", type=int, default=0, help="two runs of one card go side by side")
     parser.add_argument("--folder", default="", help="$OUT if that is set, else a temporary one")
     parser.add_argument("--rehearse", action="store_true", help="on CPU processes, with a tiny network")
     return parser.parse_args()
@@ -90,7 +91,8 @@ def measured(folder, name, given):
     words += ["--validation_file=", f"--max_seq_len={64 if given.rehearse else 2048}", "--logging_steps=5"]
     words += [f"--global_batch_size={cards * texts}", f"--max_steps={given.steps}", "--plots=False", *options]
     words += ["--save_steps=1000000", "--save_seconds=1000000", "--screen=off"]
-    env = dict(CUDA_VISIBLE_DEVICES="" if given.rehearse else ",".join(map(str, range(cards))), OMP_NUM_THREADS="1")
+    places = range(given.first_card, given.first_card + cards)
+    env = dict(CUDA_VISIBLE_DEVICES="" if given.rehearse else ",".join(map(str, places)), OMP_NUM_THREADS="1")
     done = run_job(Job(name, words, 560), folder / f"{name}.log", env)
     if done.problem:
         return dict(case=name, wrong=f"{done.problem}: {done.text[:1500]} ... {done.text[-500:]}")
