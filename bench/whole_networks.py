@@ -66,6 +66,7 @@ def arguments():
     parser.add_argument("--cases", default="shared,one,two", help=f"of {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--first_card", type=int, default=0, help="two runs of one card go side by side")
+    parser.add_argument("--unsaved", action="store_true", help="kill a run before its last checkpoint, to save time")
     parser.add_argument("--folder", default="", help="$OUT if that is set, else a temporary one")
     parser.add_argument("--rehearse", action="store_true", help="on CPU processes, with a tiny network")
     return parser.parse_args()
@@ -89,12 +90,13 @@ def measured(folder, name, given):
     words += ["train_low_mem.py", "train", f"--output_dir={run_dir}", f"--tokenizer_dir={folder / 'tokenizer'}"]
     words += [f"--model={folder / 'sizes.json'}", f"--train_file={folder / 'texts.jsonl'}", "--objective=text"]
     words += ["--validation_file=", f"--max_seq_len={64 if given.rehearse else 2048}", "--logging_steps=5"]
-    words += [f"--global_batch_size={cards * texts}", f"--max_steps={given.steps}", "--plots=False", *options]
-    words += ["--save_steps=1000000", "--save_seconds=1000000", "--screen=off"]
+    words += [f"--global_batch_size={cards * texts}", f"--max_steps={given.steps + given.unsaved}", *options]
+    words += ["--plots=False", "--save_steps=1000000", "--save_seconds=1000000", "--screen=off"]
     places = range(given.first_card, given.first_card + cards)
-    env = dict(CUDA_VISIBLE_DEVICES="" if given.rehearse else ",".join(map(str, places)), OMP_NUM_THREADS="1")
+    env = dict(CHAT_FAULT=f"forward:0:{given.steps + 1}:kill") if given.unsaved else {}
+    env |= dict(CUDA_VISIBLE_DEVICES="" if given.rehearse else ",".join(map(str, places)), OMP_NUM_THREADS="1")
     done = run_job(Job(name, words, 560), folder / f"{name}.log", env)
-    if done.problem:
+    if done.problem and not (given.unsaved and "SIGKILL" in done.text):
         return dict(case=name, wrong=f"{done.problem}: {done.text[:1500]} ... {done.text[-500:]}")
     values = figures(run_dir, name, most_gib, given.rehearse)
     shutil.rmtree(run_dir)

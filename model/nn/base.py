@@ -150,7 +150,7 @@ class LanguageModel(nn.Module):
 
     @property
     def device(self):
-        return self.flat.masters.device
+        return self.flat.copies.device  # masters may be in host memory
 
     @property
     def has_dropout(self):

@@ -28,13 +28,17 @@ class HostInputs:
         self.arriving = {}  # {number of an input: (itself on the device, event after which it is complete)}
 
     def put(self, x):
-        """The number of an input, by which `get` gives it back."""
+        """The number of an input, by which `get` gives it back; an empty tensor, which PyTorch 2.11 adds, stays."""
+        if not x.numel():
+            return x
         self._let_go()
         self.kept.append(self._to_host(x.detach()))
         return len(self.kept) - 1
 
     def get(self, number):
         """The input of this number on the device; once. The one before it begins to come back."""
+        if isinstance(number, torch.Tensor):
+            return number
         self._let_go()
         if number not in self.arriving:
             self._fetch(number)

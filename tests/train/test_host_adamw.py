@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from model.nn.lora import LoraConfig, attach, draw
+from model.runtime.distributed import ALONE
 from model.train.optim import make_optimizer
-from tests.parts import make_config, make_model
+from model.train.reduction import publish
+from tests.parts import batch_of, make_config, make_model
 
 
 @pytest.mark.parametrize("lora, pieces", [(LoraConfig(rank=3, alpha=6, targets=("q", "wo")), 1), (None, 2)])
@@ -24,3 +26,19 @@ def test_the_host_updates_small_tensors_together_and_as_the_device_updates_each(
     assert len(optimizer.pieces) == pieces < len(optimizer.state)
     for device, host in zip(*found, strict=True):
         torch.testing.assert_close(host, device, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_steps_whose_masters_are_in_host_memory_end_with_the_weights_of_those_whose_are_not(store, tokenizer):
+    found = []
+    for offload in ("none", "optimizer"):
+        model = make_model(tokenizer.vocab_size).to("cuda")
+        optimizer = make_optimizer(model, make_config(optimizer="adamw", offload=offload))
+        for _ in range(3):
+            model.zero_grad()
+            model.cross_entropy(batch_of(store, range(8)).to(model.device))[0].backward()
+            optimizer.update(1e-2, torch.tensor(0.5, device="cuda"))
+            publish(ALONE, model.flat)
+        found.append(model.flat.copies)
+    assert model.flat.masters.is_pinned()
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

@@ -45,6 +45,12 @@ def test_promise_4_a_step_that_runs_out_of_memory_while_inputs_leave_or_return_i
     assert all(torch.equal(weights[key], tensor) for key, tensor in expected.items())
 
 
+def test_the_empty_tensor_that_an_older_checkpoint_saves_beside_an_input_stays_where_it_is():
+    host, empty = HostInputs(torch.device("cpu")), torch.empty(0)
+    kept = [host.put(x) for x in (empty, torch.ones(2), empty, torch.ones(3))]
+    assert kept[0] is empty and [len(host.get(number)) for number in reversed(kept)] == [3, 0, 2, 0]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_offloaded_inputs_leave_the_bits_of_gradients_and_take_little_of_its_memory():
     from model.nn.base import Packing
