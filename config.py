@@ -273,9 +273,9 @@ def _not_rounded(config):
 
 
 def _not_offloaded(config):
-    """Yield a message for each value with which the CPU cannot update the weights."""
+    """Yield a message for each value with which masters and state cannot be in host memory."""
     if config.optimizer not in ("auto", "adamw"):
-        yield f"offload=optimizer: the CPU updates by adamw, not by {config.optimizer}: type --optimizer=adamw too"
+        yield f"offload=optimizer: it holds the state of adamw, not of {config.optimizer}: type --optimizer=adamw too"
     if config.share_state == "False":
         yield "offload=optimizer: ranks share what they offload: leave share_state=False out"
     if config.average:

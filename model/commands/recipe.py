@@ -18,6 +18,7 @@ from model.nn.attention import has_kernels
 from model.nn.memory_spec import MemorySpec, OwnPart, part_numbers
 from model.nn.registry import family_of
 from model.train.adamw import ROUNDED_TOGETHER
+from model.train.host_adamw import HostAdamW
 from model.train.loader import Schedule
 from model.train.lr_schedule import LearnRate
 from model.train.objectives.protocol import Objective
@@ -170,7 +171,10 @@ def with_optimizer(spec, name, num_sharing=1):
     """`spec` with the bytes of the optimizer of this name, whose state so many ranks share."""
     optimizer = OPTIMIZERS[name]
     state, update = optimizer.needed_bytes(spec.trained, spec.trained_matrix_numbers)
-    update += 0 if spec.has_masters or spec.offloads else 8 * min(spec.trained, ROUNDED_TOGETHER)  # with gradients
+    if spec.offloads:
+        update += HostAdamW.update_bytes(spec.trained)
+    elif not spec.has_masters:
+        update += 8 * min(spec.trained, ROUNDED_TOGETHER)  # with gradients
     spec = replace(spec, state_bytes=state, update_bytes=update, own_part=None)
     if num_sharing == 1:
         return spec

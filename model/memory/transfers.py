@@ -1,9 +1,8 @@
-"""Predicts what a step takes beside its computation: what ranks send each other, and an update in host memory."""
+"""Predicts what a step takes beside its computation: what ranks send each other, and state that passes the device."""
 
 from dataclasses import dataclass
 
-# Bytes of host memory that AdamW's update of a weight reads and writes: averages, gradient and weight, then masters.
-AVERAGES_BYTES, SENT_BYTES, MASTER_BYTES = 16, 12, 8
+AVERAGES_BYTES, MASTER_BYTES = 8, 4  # of a weight in host memory: what AdamW's update takes to the device and back
 
 
 @dataclass(frozen=True)
@@ -12,7 +11,7 @@ class Links:
 
     host: float  # to page-locked host memory, either way
     peer: float  # to other GPUs
-    memory: float  # of the host's memory to its CPU
+    memory: float  # of the host's memory
     measured: tuple = ()  # names of those that were measured; the others are assumed
 
 
@@ -25,9 +24,8 @@ def transfer_seconds(spec, links, sends_bf16):
     moved = spec.num_ranks > 1 and _peer_bytes(spec, 2 if sends_bf16 or not spec.has_masters else 4) / links.peer
     if spec.offloads:
         numbers = spec.own_part.numbers if spec.own_part else spec.trained
-        weights = spec.number_bytes * (1 if spec.has_masters else 2)  # they return; without masters they come, too
-        updated = AVERAGES_BYTES + SENT_BYTES + MASTER_BYTES * spec.has_masters
-        moved += numbers * ((spec.gradient_bytes + weights) / links.host + updated / links.memory)
+        passing = AVERAGES_BYTES + MASTER_BYTES * spec.has_masters  # while others return, which the memory bears too
+        moved += numbers * passing / min(links.host, links.memory / 2)
     return float(moved)
 
 

@@ -145,8 +145,10 @@ class Saver:
         """Snapshot in host memory; what ranks share is not in it yet."""
         source = snapshot_of(model, optimizer)
         if _lies_in_host_memory(model):
-            on_device = {name: t for name, t in source.weights.items() if t.device != torch.device("cpu")}
-            return Snapshot(source.weights | self._copy("weights", on_device), source.optimizer)
+            return Snapshot(*(
+                tensors | self._copy(part, {name: t for name, t in tensors.items() if t.device.type != "cpu"})
+                for part, tensors in (("weights", source.weights), ("optimizer", source.optimizer))
+            ))  # fmt: skip
         weights = self._copy("weights", source.weights)
         trained = {name: t for name, t in source.average.items() if t is not source.weights[name]}
         average = weights | self._copy("average", trained) if trained else {}

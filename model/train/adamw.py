@@ -67,12 +67,8 @@ class AdamW(FlatOptimizer):
     @torch.no_grad()
     def apply(self, scale):
         """The update; in kernels a scale that is not above 0 changes nothing, the gradients included."""
-        weight_decay, scales = self.param_groups[0]["weight_decay"], {}
-        if runs_kernels(self.weights):
-            scales = dict(grad_scale=scale.reciprocal(), found_inf=(~(scale > 0)).float())
-            self.counts += scale > 0
-        else:
-            self.counts += 1
+        weight_decay, scales = self.param_groups[0]["weight_decay"], self.kernel_scales(scale)
+        self.counts += scale > 0 if scales else 1
         if self.rounds:
             self.update_rounded(weight_decay, scale, scales)
             return
@@ -82,6 +78,11 @@ class AdamW(FlatOptimizer):
         for part, decay in ((self.tensors[:first_decayed], 0.0), (self.tensors[first_decayed:], weight_decay)):
             if part:
                 self.update_part(part, decay, scales)
+
+    def kernel_scales(self, scale):
+        """What torch's kernel on a GPU takes of the gradients' scale; a CPU multiplies them by it."""
+        is_on_gpu = runs_kernels(self.gradients)
+        return dict(grad_scale=scale.reciprocal(), found_inf=(~(scale > 0)).float()) if is_on_gpu else {}
 
     def update_rounded(self, weight_decay, scale, scales):
         """The update of weights in bf16, of few numbers at a time: they and their gradients are then in float32."""

@@ -1,46 +1,39 @@
-"""AdamW whose masters and state lie in host memory: the CPU updates them, piece by piece, while others travel."""
-
-import os
+"""AdamW whose masters and state lie in host memory: they pass through the device in pieces, which it updates."""
 
 import torch
 
 from model.nn.rounding import round_to
-from model.runtime.cgroup import num_cpus
 from model.train.adamw import AdamW
 
-AT_ONCE = 2**23  # numbers of a piece
-SLOTS = 2  # while one is updated, the gradients of the next arrive and the weights of the last return
+AT_ONCE = 2**22  # numbers of a piece
+SLOTS = 3  # while one is updated, the next arrives and the last returns
 
 
 class Slot:
-    """Page-locked buffers of one piece on its way, and events of a GPU that mark its arrival and its return."""
+    """Float32 buffers on the device for a piece on its way, and events of a GPU that mark how far it is."""
 
-    def __init__(self, numbers, gradients, copies, on_gpu):
-        """As long as `numbers`, of the dtypes of these flat `gradients` and `copies`."""
-        self.gradients = torch.empty(numbers, dtype=gradients.dtype, pin_memory=on_gpu)
-        self.weights = torch.empty(numbers, dtype=copies.dtype, pin_memory=on_gpu)
-        self.arrived, self.returned = (torch.cuda.Event() if on_gpu else None for _ in range(2))
+    def __init__(self, numbers, device):
+        self.weights, self.gradients, self.averages, self.squares = torch.empty(4, numbers, device=device)
+        self.arrived, self.updated, self.returned = (
+            torch.cuda.Event() if device.type == "cuda" else None for _ in range(3)
+        )
 
 
 class HostAdamW(AdamW):
-    """AdamW with masters (unless these are bf16 weights) and averages in host memory.
+    """AdamW with masters (unless these are bf16 weights) and averages in page-locked host memory.
 
-    An update waits until its gradients are known to be finite, and is complete when it returns, but for the weights
-    that still travel before whatever the device does next.
+    An update waits until its gradients are known to be finite, and is complete when it returns. Its results are those
+    of AdamW on the device.
     """
 
-    obeys_scale = False  # the host updates, so no CUDA graph holds it
+    obeys_scale = False  # the host gives the device each piece, so no CUDA graph holds an update
 
     def __init__(self, flat, lr, **options):
         self.copies = flat.copies[flat.own.start : flat.own.stop]
-        super().__init__(flat, lr.cpu(), **options)
+        super().__init__(flat, lr, **options)
         if not self.rounds:
             self._join(flat.own.pieces)
-        on_gpu = self.copies.is_cuda
-        if on_gpu:  # torchrun gives each of several processes one thread
-            torch.set_num_threads(max(num_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1))
-        longest = min(max((tensors[0].numel() for tensors in self.tensors), default=0), AT_ONCE)
-        self.slots = [Slot(longest, self.gradients, self.copies, on_gpu) for _ in range(SLOTS)]
+        self.arriving, self.returning = (torch.cuda.Stream(lr.device) if lr.is_cuda else None for _ in range(2))
         self.pieces = [
             (number, start, min(start + AT_ONCE, tensors[0].numel()))
             for number, tensors in enumerate(self.tensors)
@@ -64,49 +57,76 @@ class HostAdamW(AdamW):
         """As AdamW.new_state, in host memory."""
         return torch.zeros(len(self.gradients), pin_memory=self.gradients.is_cuda)
 
+    @staticmethod
+    def update_bytes(numbers):
+        """Bytes on the device that an update of so many weights takes: its slots."""
+        return SLOTS * 4 * 4 * min(numbers, AT_ONCE)
+
     @torch.no_grad()
     def apply(self, scale):
-        """The update, after `next_step`; the device has its weights by the work that it is given next."""
-        factor = float(scale)
-        self.counts += 1
+        """The update, after `next_step`."""
+        scales = self.kernel_scales(scale)
+        self.counts += scale > 0 if scales else 1
+        longest = max((stop - start for _, start, stop in self.pieces), default=0)
+        slots = [Slot(longest, self.counts.device) for _ in range(SLOTS)]
         for place in range(len(self.pieces) + 1):
             if place < len(self.pieces):
-                self.fetch(place)
+                self.fetch(place, slots[place % SLOTS])
             if place:
-                self.update_piece(place - 1, factor)
+                self.update_piece(place - 1, slots[(place - 1) % SLOTS], scale, scales)
+        if self.returning:
+            self.returning.synchronize()  # whoever reads the state or gets the slots' memory need not wait
 
-    def fetch(self, place):
-        """Begin to copy the gradients of a piece, and weights that have no masters, to the host."""
-        slot, (number, start, stop) = self.slots[place % SLOTS], self.pieces[place]
-        weights, gradients, *_ = self.tensors[number]
-        if slot.returned:
-            slot.returned.synchronize()
-        if gradients.dtype == slot.gradients.dtype:
-            slot.gradients[: stop - start].copy_(gradients.view(-1)[start:stop], non_blocking=True)
-        if weights.dtype != torch.float32:
-            slot.weights[: stop - start].copy_(weights.view(-1)[start:stop], non_blocking=True)
-        if slot.arrived:
-            slot.arrived.record()
+    def on_host(self, number):
+        """Which of a tensor's weights and averages travel, as (name in a Slot, flat tensor)."""
+        weights, _, averages, squares, _ = self.tensors[number]
+        masters = [] if self.rounds else [("weights", weights)]
+        return [*masters, ("averages", averages), ("squares", squares)]
 
-    def update_piece(self, place, factor):
-        """Update a piece whose gradients have arrived, and begin to return its weights."""
-        slot, (number, start, stop) = self.slots[place % SLOTS], self.pieces[place]
+    def fetch(self, place, slot):
+        """Begin to copy a piece to the device."""
+        number, start, stop = self.pieces[place]
+        with torch.cuda.stream(self.arriving):
+            if slot.returned:
+                slot.returned.wait()
+            for name, flat in self.on_host(number):
+                getattr(slot, name)[: stop - start].copy_(flat.view(-1)[start:stop], non_blocking=True)
+            if slot.arrived:
+                slot.arrived.record()
+
+    def update_piece(self, place, slot, scale, scales):
+        """Update a piece once it has arrived, and begin to return it."""
+        number, start, stop = self.pieces[place]
         if slot.arrived:
-            slot.arrived.synchronize()
-        *tensors, count = self.tensors[number]
-        weights, gradients, averages, squares = (x.view(-1)[start:stop] for x in tensors)
-        arrived, returned = slot.gradients[: stop - start], slot.weights[: stop - start]
-        # those that are in float32 where the others are in bf16 are few
-        gradients = (arrived if gradients.dtype == arrived.dtype else gradients.cpu()).float().mul_(factor)
-        updated = weights.cpu() if weights.dtype == torch.float32 else returned.float()  # itself, if it is on the host
+            slot.arrived.wait()
+        weights, gradients = (x.view(-1)[start:stop] for x in self.tensors[number][:2])
+        updated, in_float32, averages, squares = (
+            x[: stop - start] for x in (slot.weights, slot.gradients, slot.averages, slot.squares)
+        )
+        in_float32.copy_(gradients)
+        if not scales:
+            in_float32.mul_(scale)
+        if self.rounds:
+            updated.copy_(weights)
         decay = self.param_groups[0]["weight_decay"] if number >= self.num_others else 0.0
-        self.update_part([(updated, gradients, averages, squares, count)], decay, {})
+        self.update_part([(updated, in_float32, averages, squares, self.tensors[number][-1])], decay, scales)
         position = self.positions[number] + start
-        if weights.dtype == torch.float32:
+        if not self.rounds:
+            self.copies[position - self.first :][: stop - start].copy_(updated)
+        elif weights.dtype == torch.float32:
             weights.copy_(updated)
-            returned.copy_(updated)
         else:
-            round_to(returned, updated, position, self.key)
-        self.copies[position - self.first :][: stop - start].copy_(returned, non_blocking=True)
-        if slot.returned:
-            slot.returned.record()
+            round_to(weights, updated, position, self.key)
+        self._give_back(slot, number, start, stop)
+
+    def _give_back(self, slot, number, start, stop):
+        """Begin to copy a piece that the device has updated to the host."""
+        if slot.updated:
+            slot.updated.record()
+        with torch.cuda.stream(self.returning):
+            if slot.updated:
+                slot.updated.wait()
+            for name, flat in self.on_host(number):
+                flat.view(-1)[start:stop].copy_(getattr(slot, name)[: stop - start], non_blocking=True)
+            if slot.returned:
+                slot.returned.record()

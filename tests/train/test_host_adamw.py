@@ -5,13 +5,19 @@ import torch
 
 from model.nn.lora import LoraConfig, attach, draw
 from model.runtime.distributed import ALONE
+from model.train import host_adamw
 from model.train.optim import make_optimizer
 from model.train.reduction import publish
 from tests.parts import batch_of, make_config, make_model
 
+LORA = LoraConfig(rank=3, alpha=6, targets=("q", "wo"))
 
-@pytest.mark.parametrize("lora, pieces", [(LoraConfig(rank=3, alpha=6, targets=("q", "wo")), 1), (None, 2)])
-def test_the_host_updates_small_tensors_together_and_as_the_device_updates_each(lora, pieces):
+
+@pytest.mark.parametrize("lora, at_once, pieces", [(LORA, 2**22, 1), (None, 2**22, 2), (None, 4099, 12)])
+def test_small_tensors_in_host_memory_are_updated_together_and_large_ones_in_pieces_as_on_the_device(
+    monkeypatch, lora, at_once, pieces
+):
+    monkeypatch.setattr(host_adamw, "AT_ONCE", at_once)
     found = []
     for offload in ("none", "optimizer"):
         model = make_model(90, compute_dtype=torch.bfloat16)
@@ -29,7 +35,7 @@ def test_the_host_updates_small_tensors_together_and_as_the_device_updates_each(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_steps_whose_masters_are_in_host_memory_end_with_the_weights_of_those_whose_are_not(store, tokenizer):
+def test_on_a_gpu_steps_whose_masters_are_in_host_memory_end_with_the_bits_of_those_whose_are_not(store, tokenizer):
     found = []
     for offload in ("none", "optimizer"):
         model = make_model(tokenizer.vocab_size).to("cuda")
@@ -41,4 +47,4 @@ def test_on_a_gpu_steps_whose_masters_are_in_host_memory_end_with_the_weights_of
             publish(ALONE, model.flat)
         found.append(model.flat.copies)
     assert model.flat.masters.is_pinned()
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert torch.equal(*found)
