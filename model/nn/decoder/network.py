@@ -16,7 +16,7 @@ from model.nn.attention import attend, score_mask
 from model.nn.base import LanguageModel
 from model.nn.decoder import decode
 from model.nn.decoder.rotary import rotary_at, rotate_heads
-from model.nn.flat_params import embed, linear
+from model.nn.flat_params import embed, linears
 from model.nn.key_values import new_key_values
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 
@@ -42,17 +42,18 @@ class Attention(nn.Module):
         """Tensors whose concatenated columns are q, scaled and rotated, k, rotated, and v; `masks` are for adapters."""
         num_heads, num_kv_heads = self.heads
         if num_heads == num_kv_heads and self.q_norm is None:  # of one shape, so the three weights are adjacent
-            qkv = _apply(x, masks, self.q_proj, self.k_proj, self.v_proj)
+            (qkv,) = _products(x, masks, (self.q_proj, self.k_proj, self.v_proj))
             return (rotate_heads(qkv, rotary, 2 * num_heads, num_heads),)
-        q, kv = self.q_proj(x, masks), _apply(x, masks, self.k_proj, self.v_proj)
+        q, kv = _products(x, masks, (self.q_proj,), (self.k_proj, self.v_proj))
         q = rotate_heads(q, rotary, num_heads, num_heads, self.q_norm)
         return q, rotate_heads(kv, rotary, num_kv_heads, norm=self.k_norm)
 
 
-def _apply(x, masks, *layers):
-    """The outputs of adjacent linear layers of one shape, beside each other, in one product."""
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    return linear(x, *(layer.weight for layer in layers), biases=biases, masks=masks)
+def _products(x, masks, *groups):
+    """The outputs of each group of adjacent linear layers of one shape, beside each other: a product for each group."""
+    weights = [[layer.weight for layer in layers] for layers in groups]
+    biases = [[layer.bias for layer in layers if layer.bias is not None] for layers in groups]
+    return linears(x, list(zip(weights, biases, strict=True)), masks)
 
 
 class FeedForward(nn.Module):
@@ -65,7 +66,8 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, std)
 
     def forward(self, x, masks=None):
-        return self.down_proj(gate(_apply(x, masks, self.gate_proj, self.up_proj), "silu"), masks)
+        (both,) = _products(x, masks, (self.gate_proj, self.up_proj))
+        return self.down_proj(gate(both, "silu"), masks)
 
 
 class Block(nn.Module):
