@@ -1,6 +1,6 @@
 """Milliseconds of the kernels of a step by tile sizes, warps, stages and registers, on the lengths of bench.corpus.
 
-    python -m bench.tiles [--pairs 256] [--parts attention,norm,cross_entropy]
+    python -m bench.tiles [--pairs 256] [--parts attention,norm,rotary,cross_entropy]
 
 Prints one JSON line per part and choice: the milliseconds of each kernel of the part in one forward and backward. On a
 CPU, with TRITON_INTERPRET=1, it shows only that the choices run.
@@ -18,7 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.corpus import VOCAB_SIZE, draw_lengths
 from model.nn.attention import make_layout, score_mask
-from model.nn.kernels import attention, cross_entropy, norm
+from model.nn.decoder.rotary import rotary_at
+from model.nn.kernels import attention, cross_entropy, norm, rotary
+from model.nn.layers import ResidualNorm
+from model.nn.registry import load_model_config
 from model.nn.t5.position_bias import score_bias
 
 HEADS, HEAD_WIDTH, CALLS = 8, 64, 20
@@ -30,10 +33,12 @@ DEVICE, DTYPE, CHUNK_TOKENS = ("cuda", torch.bfloat16, 2048) if torch.cuda.is_av
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=256)
-    parser.add_argument("--parts", default="attention,norm,cross_entropy")
+    parser.add_argument("--parts", default="attention,norm,rotary,cross_entropy")
     given = parser.parse_args()
     lengths = draw_lengths(given.pairs, np.random.default_rng(0)).astype(np.int64)
-    parts = dict(attention=attention_choices, norm=norm_choices, cross_entropy=cross_entropy_choices)
+    parts = dict(
+        attention=attention_choices, norm=norm_choices, rotary=rotary_choices, cross_entropy=cross_entropy_choices
+    )
     for part in given.parts.split(","):
         for choice, call, patches in parts[part](lengths):
             line = dict(bench="tiles", part=part, pairs=given.pairs, choice=choice)
@@ -102,6 +107,24 @@ def norm_choices(lengths):
     for programs, at_once in (now, (264, 4), (1024, 4), (512, 2), (1024, 2), (512, 8)):
         choice = dict(NORM_PROGRAMS=programs, ROWS_AT_ONCE=at_once)
         yield str(choice), call, dict(module=norm) | choice
+
+
+def rotary_choices(lengths):
+    """8 heads of q and 4 of k, of 96 numbers, with the heads of v behind them, normed and rotated as in model=mini."""
+    rows, model_config = int(lengths.sum()), load_model_config("mini")
+    q, kv = random_rows((rows, 768), (rows, 768))
+    angles = rotary_at(torch.arange(rows, device=DEVICE) % 512, model_config)
+    head_norm = ResidualNorm(96, 1e-6).to(DEVICE)
+
+    def call():
+        for x, heads, scaled in ((q, 8, 8), (kv, 4, 0)):
+            out = rotary.rotate_heads(x.clone(), angles, heads, scaled, head_norm)
+            out.backward(out.detach().clone())
+
+    now = rotary.PAIRS_AT_ONCE, rotary.BACKWARD_PROGRAMS
+    for pairs, programs in (now, (512, 512), (2048, 512), (1024, 264), (1024, 1056), (512, 1056)):
+        choice = dict(PAIRS_AT_ONCE=pairs, BACKWARD_PROGRAMS=programs)
+        yield str(choice), call, dict(module=rotary) | choice
 
 
 def cross_entropy_choices(lengths):

@@ -160,12 +160,23 @@ def linear(x, *weights, biases=(), masks=None):
     `weights` are adjacent in the flat tensor, and so are `biases`, if there are any. A weight may have an adapter
     (model/nn/lora.py) as an attribute; its dropout needs the `masks` of x's tokens.
     """
+    return linears(x, [(weights, biases)], masks)[0]
+
+
+def linears(x, layers, masks=None):
+    """[linear of each of `layers`, a list of (weights, biases)]; the products of backward sum their gradients of x."""
+    if any(hasattr(weight, "adapter") for weights, _ in layers for weight in weights):
+        return [_adapted_linear(x, weights, biases, masks) for weights, biases in layers]
+    if not torch.is_grad_enabled():  # a Function costs a tenth of a token's time on a CPU
+        return [product(x, matrix_of(weights), bias_of(biases)) for weights, biases in layers]
+    return _Linears.apply(x, layers, *(p for weights_and_biases in layers for some in weights_and_biases for p in some))
+
+
+def _adapted_linear(x, weights, biases, masks):
     for weight in weights:
         if hasattr(weight, "adapter"):
             return weight.adapter.linear(x, weights, biases, masks)
-    if not torch.is_grad_enabled():  # a Function costs a tenth of a token's time on a CPU
-        return product(x, matrix_of(weights), bias_of(biases))
-    return _Linear.apply(x, len(weights), *weights, *biases)
+    return linears(x, [(weights, biases)])[0]
 
 
 def matrix_of(weights):
@@ -181,23 +192,27 @@ def bias_of(biases):
     return merge_adjacent([bias.copy for bias in biases]) if biases else None
 
 
-class _Linear(torch.autograd.Function):
+class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, num_weights, *weights_and_biases):
-        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None)  # a frozen weight needs no x
-        ctx.weights, ctx.biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
-        return F.linear(x, matrix_of(ctx.weights), bias_of(ctx.biases))
+    def forward(ctx, x, layers, *weights_and_biases):
+        is_trained = any(weights[0].requires_grad for weights, _ in layers)
+        ctx.save_for_backward(x if is_trained else None)  # a frozen weight needs no x
+        ctx.layers, ctx.num_parameters = layers, len(weights_and_biases)
+        return tuple(F.linear(x, matrix_of(weights), bias_of(biases)) for weights, biases in layers)
 
     @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        grad_x = grad @ matrix_of(ctx.weights) if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[2]:
-            add_product(ctx.weights, grad.T, x)
-        if ctx.biases and ctx.needs_input_grad[-1]:
-            add_values(ctx.biases, grad.sum(0, dtype=torch.float32))
+    def backward(ctx, *grads):
+        (x,), grad_x = ctx.saved_tensors, None
+        for grad, (weights, biases) in zip(grads, ctx.layers, strict=True):
+            if ctx.needs_input_grad[0]:
+                matrix = matrix_of(weights)
+                grad_x = grad @ matrix if grad_x is None else grad_x.addmm_(grad, matrix)
+            if weights[0].requires_grad:
+                add_product(weights, grad.T, x)
+            if biases and biases[0].requires_grad:
+                add_values(biases, grad.sum(0, dtype=torch.float32))
         # backward has already added the gradients to w.grad and b.grad
-        return grad_x, None, *(None for _ in ctx.weights + ctx.biases)
+        return grad_x, None, *(None for _ in range(ctx.num_parameters))
 
 
 def relu_linear(x, weight, masks=None):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from model.nn import products
-from model.nn.flat_params import FlatParams, linear, relu_backward
+from model.nn.flat_params import FlatParams, linear, linears, relu_backward
 from model.nn.products import product
 from tests.parts import SHAPE, batch_of, make_model
 
@@ -33,6 +33,22 @@ def test_adjacent_layers_with_biases_act_as_one_layer():
     torch.testing.assert_close(torch.cat([w.grad for w in weights]), grad.T @ x.detach())
     torch.testing.assert_close(torch.cat([b.grad for b in biases]), grad.sum(0))
     torch.testing.assert_close(x.grad, grad @ torch.cat([w.detach() for w in weights]))
+
+
+def test_layers_with_one_input_give_what_each_gives_and_sum_its_gradient_without_an_addition():
+    weights, biases, flat = make_layers()
+    flat.refresh()
+    x, grads = torch.randn(7, 5, requires_grad=True), torch.randn(2, 7, 6)
+    outs = linears(x, [((weights[0],), (biases[0],)), ((weights[1],), ())])
+    with torch.profiler.profile() as profile:
+        torch.autograd.backward(outs, list(grads))
+    assert not any(event.name == "aten::add" for event in profile.events())
+    for out, weight, bias, grad in zip(outs, weights, (biases[0], 0), grads, strict=True):
+        torch.testing.assert_close(out, F.linear(x, weight) + bias)
+        torch.testing.assert_close(weight.grad, grad.T @ x.detach())
+    torch.testing.assert_close(biases[0].grad, grads[0].sum(0))
+    assert not biases[1].grad.any()
+    torch.testing.assert_close(x.grad, grads[0] @ weights[0].detach() + grads[1] @ weights[1].detach())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 128, 129])

@@ -13,8 +13,8 @@ def _attention(spec, tokens):
     """(bytes kept for backward, bytes of backward's temporaries) of a self-attention layer over these tokens."""
     c, s = spec.model_config, spec.number_bytes
     d, q, k = c.hidden_size, c.query_width, c.key_width
-    # outputs of the norm and of attention; q, k and v, of which the normed q and k and v's unsplit product stay too
-    kept = (d + 2 * q + 2 * k + (q + 2 * k) * c.has_head_norms) * s * tokens + 4 * tokens
+    # outputs of the norm and of attention; q, k and v; q and k as they were before a norm
+    kept = (d + 2 * q + 2 * k + (q + k) * c.has_head_norms) * s * tokens + 4 * tokens
     temporaries = (d + 2 * q + 2 * k) * s * tokens  # gradients of the stream, of attention's output, of q, k and v
     heads = c.num_attention_heads
     if spec.kernels:  # the log-sum-exp of each query and head; in backward one float32 more

@@ -14,9 +14,9 @@ from model.nn.activations import gate
 from model.nn.attention import attend, score_mask
 from model.nn.base import LanguageModel
 from model.nn.decoder import decode
-from model.nn.decoder.rotary import apply_rotary, rotary_at
+from model.nn.decoder.rotary import rotary_at, rotate_heads
 from model.nn.embedding import embed
-from model.nn.flat_params import linear
+from model.nn.flat_params import linears
 from model.nn.key_values import new_key_values
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.recomputation import recomputed
@@ -30,9 +30,10 @@ class Attention(nn.Module):
         self.k_proj = Linear(c.hidden_size, c.key_width, std, c.has_biases)
         self.v_proj = Linear(c.hidden_size, c.key_width, std, c.has_biases)
         self.o_proj = Linear(c.query_width, c.hidden_size, std)
-        if c.has_head_norms:
-            self.q_norm, self.k_norm = (ResidualNorm(c.head_dim, c.rms_norm_eps) for _ in range(2))
-        self.heads, self.has_head_norms = (c.num_attention_heads, c.num_key_value_heads), c.has_head_norms
+        self.q_norm, self.k_norm = (
+            ResidualNorm(c.head_dim, c.rms_norm_eps) if c.has_head_norms else None for _ in range(2)
+        )
+        self.heads = c.num_attention_heads, c.num_key_value_heads
 
     def forward(self, x, masks, rotary, attention):
         """Attention output (N, hidden_size); `attention` is a function of what `qkv` gives, (N, query_width)."""
@@ -41,26 +42,19 @@ class Attention(nn.Module):
     def qkv(self, x, masks, rotary):
         """Tensors whose concatenated columns are q, scaled and rotated, k, rotated, and v; `masks` are for adapters."""
         num_heads, num_kv_heads = self.heads
-        if self.has_head_norms:
-            q, (k, v) = self.q_proj(x, masks), _apply(x, masks, self.k_proj, self.v_proj).chunk(2, dim=1)
-            q, k = _normed(q, self.q_norm), _normed(k, self.k_norm)
-            return apply_rotary(q, rotary, num_heads, num_heads), apply_rotary(k, rotary, num_kv_heads), v
-        if num_heads == num_kv_heads:  # of one shape, so the three weights are adjacent
-            qkv = _apply(x, masks, self.q_proj, self.k_proj, self.v_proj)
-            return (apply_rotary(qkv, rotary, 2 * num_heads, num_heads),)
-        q, kv = self.q_proj(x, masks), _apply(x, masks, self.k_proj, self.v_proj)
-        return apply_rotary(q, rotary, num_heads, num_heads), apply_rotary(kv, rotary, num_kv_heads)
+        if num_heads == num_kv_heads and self.q_norm is None:  # of one shape, so the three weights are adjacent
+            (qkv,) = _products(x, masks, (self.q_proj, self.k_proj, self.v_proj))
+            return (rotate_heads(qkv, rotary, 2 * num_heads, num_heads),)
+        q, kv = _products(x, masks, (self.q_proj,), (self.k_proj, self.v_proj))
+        q = rotate_heads(q, rotary, num_heads, num_heads, self.q_norm)
+        return q, rotate_heads(kv, rotary, num_kv_heads, norm=self.k_norm)
 
 
-def _apply(x, masks, *layers):
-    """The outputs of adjacent linear layers of one shape, beside each other, in one product."""
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    return linear(x, *(layer.weight for layer in layers), biases=biases, masks=masks)
-
-
-def _normed(x, norm):
-    """`x` (N, heads * K) with each head normed."""
-    return norm(x.reshape(-1, len(norm.weight)), None)[1].view(x.shape)
+def _products(x, masks, *groups):
+    """The outputs of each group of adjacent linear layers of one shape, beside each other: a product for each group."""
+    weights = [[layer.weight for layer in layers] for layers in groups]
+    biases = [[layer.bias for layer in layers if layer.bias is not None] for layers in groups]
+    return linears(x, list(zip(weights, biases, strict=True)), masks)
 
 
 class FeedForward(nn.Module):
@@ -73,7 +67,8 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, std)
 
     def forward(self, x, masks=None):
-        return self.down_proj(gate(_apply(x, masks, self.gate_proj, self.up_proj), "silu"), masks)
+        (both,) = _products(x, masks, (self.gate_proj, self.up_proj))
+        return self.down_proj(gate(both, "silu"), masks)
 
 
 class Block(nn.Module):

@@ -48,15 +48,25 @@ def scaled_frequencies(model_config, device):
         return frequencies.to(device), factor
 
 
-def apply_rotary(x, rotary, num_rotated, num_scaled=0):
-    """The heads of x, (N, heads * K), of which the first `num_rotated` are rotated.
+def rotate_heads(x, rotary, num_rotated, num_scaled=0, norm=None):
+    """The heads of x, (N, heads * K), of which the first `num_rotated` are normed, if there is a `norm`, and rotated.
 
-    The first `num_scaled` are also multiplied by K ** -0.5, by which attention scores are scaled.
+    The first `num_scaled` are also multiplied by K ** -0.5, by which attention scores are scaled. Backward may write
+    over the gradient.
     """
-    return _ApplyRotary.apply(x, rotary, num_rotated, num_scaled)
+    if runs_kernels(x):
+        from model.nn.kernels import rotary as kernels  # a CPU build of torch comes without Triton
+
+        return kernels.rotate_heads(x, rotary, num_rotated, num_scaled, norm)
+    if norm is not None:
+        width = len(norm.weight)
+        first, others = x.split((num_rotated * width, x.shape[1] - num_rotated * width), dim=1)
+        normed = norm(first.reshape(-1, width), None)[1].view(first.shape)
+        x = torch.cat((normed, others), dim=1) if others.shape[1] else normed
+    return _Rotate.apply(x, rotary, num_rotated, num_scaled)
 
 
-class _ApplyRotary(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, rotary, num_rotated, num_scaled):
         ctx.rotary, ctx.numbers = rotary, (num_rotated, num_scaled)
@@ -69,10 +79,6 @@ class _ApplyRotary(torch.autograd.Function):
 
 
 def _rotated(x, rotary, num_rotated, num_scaled):
-    if runs_kernels(x):
-        from model.nn.kernels.rotary import rotated  # a CPU build of torch comes without Triton
-
-        return rotated(x, rotary.cos, rotary.sin, num_rotated, num_scaled)
     half = rotary.cos.shape[1]
     heads = x.contiguous().view(len(x), -1, 2, half)
     first, second = heads[:, :num_rotated].float().unbind(2)

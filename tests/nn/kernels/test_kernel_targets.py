@@ -105,6 +105,9 @@ def test_every_kernel_compiles_for_the_gpu_and_fits_its_shared_memory(capability
         for width in (512, 768):
             test_norm.norm_errors("cpu", torch.bfloat16, width=width)
             test_dropout.outcomes("cpu", torch.bfloat16, [40, 23], width, kernels=True)
+        for head_width in (16, 96, 128):
+            for num_rotated in (3, 5):
+                test_rotary.rotary_errors("cpu", torch.bfloat16, head_width, num_rotated=num_rotated, has_norm=True)
         test_rotary.rotary_errors("cpu", torch.bfloat16, 128)
         launch_cross_entropy()
         launch_guided_cross_entropy()
