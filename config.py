@@ -49,6 +49,7 @@ class TrainConfig:
     gamma: float = 1.0  # simpo: the reward by which the chosen response should be ahead
     normalize_length: bool = False  # dpo: scores are a mean over tokens, as they always are with ipo, orpo and simpo
     sft_weight: float = 1.0  # dpo, orpo, simpo: weight of the cross-entropy of the chosen responses; 0: without it
+    rejected_loops_weight: float = 0.0  # of the unlikelihood of what rejected responses repeat; 0: without it
     # Model
     model: str = "small"  # tiny, small, chatlm (T5), mini, mini_26m (decoders), or a JSON file of sizes
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch
@@ -136,6 +137,7 @@ MINIMUM = dict(
     logging_steps=1, eval_steps=0, save_steps=1, save_seconds=1, keep_latest_n_ckp=2, bleu_pairs=0, max_new_tokens=1,
     no_repeat_ngram_size=0, top_k=0, ddp_timeout_s=30, spike_guard=0, lora_rank=0, lora_alpha=0, max_steps=0,
     patience=0, early_stop=0, loops_weight=0, loops_ngram=1, num_shots=0, beta=0, gamma=0, sft_weight=0,
+    rejected_loops_weight=0,
 )  # fmt: skip
 CHOICES = dict(
     optimizer=("auto", "muon", "adamw_rms", "adamw", "adafactor"),

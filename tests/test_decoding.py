@@ -47,6 +47,12 @@ def with_time(words):
     return main(words)
 
 
+def without_time(words):
+    """`main` of a run that has no time for the choice."""
+    decoding.LEAST_SECONDS = decoding.SHARE = 0
+    return main(words)
+
+
 def tried_with_best(folder, evaluation, *args):
     """`try_ways` with a model that has the weights of best/."""
     (path,) = Path(folder, "best").glob("*model.safetensors")
@@ -80,7 +86,8 @@ def test_a_run_chooses_on_its_validation_questions_and_a_longer_one_keeps_that_u
         assert GenerationConfig.from_pretrained(home / "run" / name).do_sample is bool(chosen.temperature)
     kept = settings(home / "run" / "best") | dict(do_sample=True, temperature=0.3)
     (home / "run" / "best" / "generation_config.json").write_text(json.dumps(kept))
-    again = train(home, is_keep_training=True, **ANSWERED | dict(epochs=3))
+    options = ANSWERED | dict(is_keep_training=True, epochs=3)
+    again = wait_for(start(home, 1, function=without_time, **options), home, 90)
     assert again.codes == [0] and "too short a run" in again.text
     assert load_chat_model(home / "run" / "last", "cpu").sampling.temperature == 0.3
 

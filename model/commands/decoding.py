@@ -20,7 +20,8 @@ from model.runtime.json_stream import read_object
 from model.train.decoding_trial import ROUND, try_ways
 
 LOGGER = logging.getLogger("chat_trainer")
-SHARE, MOST_SECONDS = 0.03, 120  # of the run's time that the choice may take, while other ranks have ended
+SHARE = 0.03  # of the run's time that the choice may take, but at least and at most so long: other ranks have ended
+LEAST_SECONDS, MOST_SECONDS = 5, 120
 DRAWING = 1.5  # time of answers that are drawn on a CPU, to that of the likeliest tokens
 GPU_SLOTS = 512  # answers that a GPU generates about as fast as a tenth of them
 
@@ -60,7 +61,7 @@ def _choose(run, state):
     """(why, what else the journal says) of a choice."""
     ways = ways_to_try(run.config.no_repeat_ngram_size)
     lines = read_journal(run.dir / "metrics.jsonl")
-    seconds = min(SHARE * sum(spent_by(lines).values()), MOST_SECONDS)
+    seconds = min(max(SHARE * sum(spent_by(lines).values()), LEAST_SECONDS), MOST_SECONDS)
     plan, on_gpu = MemoryPlan(**state.plan), run.ranks.device.type == "cuda"
     if seconds_of_round(run, lines, plan, len(ways[0])) > seconds:
         return "brief", {}

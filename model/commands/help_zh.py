@@ -22,6 +22,7 @@ HELP_ZH = dict(
     gamma="simpo：好回答的奖励应当领先多少",
     normalize_length="dpo：得分按词元取平均（ipo、orpo、simpo 总是如此）",
     sft_weight="dpo、orpo、simpo：好回答的交叉熵的权重；0：不要",
+    rejected_loops_weight="dpo、orpo、simpo：压低差回答里重复部分的概率（unlikelihood）的权重；0：不要",
     model="tiny、small、chatlm（T5），mini、mini_26m（解码器），或写明各尺寸的 JSON 文件",
     finetune_from_ckp_file="Hugging Face 目录、训练目录或 .bin 权重；空：从零开始",
     trainable="训练哪些权重：all、decoder",

@@ -64,7 +64,7 @@ def _preferences(config, family=None, tokenizer=None):
     form = PairForm(config.prompt_prefix, shares_source=not (family and family.reads_one_stream))
     if family and family.reads_dialogues:
         form = DialogueForm(_template_of(config, tokenizer), config.learn_empty_thoughts)
-    return Preferences(form, loss, config.sft_weight)
+    return Preferences(form, loss, config.sft_weight, config.rejected_loops_weight)
 
 
 def _text(config, family=None, tokenizer=None):

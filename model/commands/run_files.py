@@ -11,7 +11,8 @@ PREFERENCES = tuple(PREFERENCE_RATES)
 USERS = dict(  # of options that not every objective uses
     prompt_prefix=("pairs", *PREFERENCES), learn_empty_thoughts=("pairs", *PREFERENCES), single_turn=("pairs",),
     span_density=("span",), span_mean=("span",), z_loss=MIXABLE, teacher=MIXABLE, against_loops=MIXABLE,
-    beta=PREFERENCES, sft_weight=PREFERENCES, dpo_loss=("dpo",), normalize_length=("dpo",), gamma=("simpo",),
+    beta=PREFERENCES, sft_weight=PREFERENCES, rejected_loops_weight=PREFERENCES, dpo_loss=("dpo",),
+    normalize_length=("dpo",), gamma=("simpo",),
 )  # fmt: skip
 FILE_OPTIONS = dict(
     train_file=data_files, mix=partial(data_files, objectives=MIXABLE),

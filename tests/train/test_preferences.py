@@ -33,6 +33,7 @@ NUM_PAIRS = 12
 KINDS = {
     "dpo": dict(objective="dpo"),
     "dpo, cautious": dict(objective="dpo", label_smoothing=0.2, sft_weight=0, beta=0.5),
+    "dpo, loops": dict(objective="dpo", rejected_loops_weight=2.0),
     "dpo, mean": dict(objective="dpo", normalize_length=True, beta=1.5),
     "ipo": dict(objective="dpo", dpo_loss="ipo"),
     "orpo": dict(objective="orpo"),
@@ -53,7 +54,9 @@ def parts(request, tokenizer, tmp_path_factory):
     """(function that makes a model, its tokenizer, file of preferences)."""
     folder = tmp_path_factory.mktemp(request.param)
     path, texts = folder / "rows.jsonl", [text for pair in make_pairs(2 * NUM_PAIRS) for text in pair]
-    rows = [dict(prompt=p, chosen=c, rejected=r) for p, c, r in zip(*[iter(texts)] * 3, strict=False)][:NUM_PAIRS]
+    rows = [dict(prompt=p, chosen=2 * c, rejected=3 * r) for p, c, r in zip(*[iter(texts)] * 3, strict=False)][
+        :NUM_PAIRS
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if request.param == "t5":
         return lambda **options: make_model(tokenizer.vocab_size, **options), tokenizer, path
@@ -118,15 +121,31 @@ def one_by_one(model, examples, config):
             )  # fmt: skip
             hidden, labels = model.hidden(examples.family.collate(alone, Packing(0)))
             log_probs = (hidden @ model.output_weight.T).log_softmax(1)
-            sums.append(log_probs[torch.arange(len(labels)), labels.clamp(min=0).long()][labels >= 0].sum())
+            log_probs = log_probs[torch.arange(len(labels)), labels.clamp(min=0).long()][labels >= 0]
+            sums.append(log_probs.sum())
+        repeated_ones = repeats_in(both.columns[1][c:d].tolist(), learnt)
+        unlikely = -(1 - log_probs[repeated_ones].exp()).log().sum() / len(log_probs)
         names = examples.objective.derived
         references = torch.tensor([float(store.values[name][row]) for name in names] or [0.0, 0.0])
         kind = config.objective
         loss = trl_loss(kind, torch.stack(sums), references, torch.tensor(tokens[row]), config) / pairs
+        loss = loss + config.rejected_loops_weight * unlikely / pairs
         loss = loss - config.sft_weight * sums[0] / tokens[:, 0].sum()
         loss.backward()
         total += loss.item()
     return total, gradients_of(model)
+
+
+def repeats_in(ids, learnt):
+    """Numbers, among the learnt ids, of those that end four ids which stand earlier in the list."""
+    is_learnt = [True] * len(ids) if learnt is None else learnt.tolist()
+    known, places = set(), np.cumsum(is_learnt) - 1
+    found = []
+    for stop in range(4, len(ids) + 1):
+        run = tuple(ids[stop - 4 : stop])
+        found += [int(places[stop - 1])] * (run in known and is_learnt[stop - 1])
+        known.add(run)
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
