@@ -26,7 +26,7 @@ from model.runtime.terminal import printable, printable_lines  # noqa: E402
 
 def parse_options(words: list[str]) -> argparse.Namespace:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", metavar="DIR")
+    parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("repo", metavar="USER/NAME")
     parser.add_argument("--public", action="store_true", help="everybody may read it")
     parser.add_argument("--base", default="", help="name of an adapter's base on the Hub, unless its cache tells")

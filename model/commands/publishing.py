@@ -3,6 +3,7 @@
 Only files that a model is made of are named here: no checkpoint, token store, log or other file of a run is sent.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def parcel_of(path: str | Path, base: str = "") -> Parcel:
 def _base_on_hub(directory, typed):
     """The name of an adapter's base on the Hub, as typed or as Hugging Face's cache tells. Raises ValueError."""
     named = base_named(directory)
-    known = typed or (named if not Path(named).is_absolute() and not Path(named).exists() else model_name(named))
+    known = typed or (named if not Path(named).is_absolute() and not os.path.exists(named) else model_name(named))
     if HUB_NAME.fullmatch(known) and "/" in known:
         return known
     if typed:

@@ -38,6 +38,7 @@ from model.nn.lora import LoraConfig, check_factors, is_factor
 from model.nn.registry import family_of
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
+from model.runtime.paths import check_path, is_path
 
 CONFIG, TENSORS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 SHARD_BYTES = 2 * 2**30  # of tensors in one file of a merged model
@@ -54,7 +55,11 @@ class LoadedAdapter:
 
 
 def weights_directory(path):
-    """The first of `path`, its best/ and its last/ that holds a model or an adapter, or None."""
+    """The first of `path`, its best/ and its last/ that holds a model or an adapter, or None.
+
+    Raises ValueError for what can be no path.
+    """
+    check_path(path)
     path = Path(path)
     return next((d for d in (path, path / "best", path / "last") if _holds_adapter(d) or model_directory(d) == d), None)
 
@@ -200,7 +205,7 @@ def metadata_of(path):
 
 def _base_of(directory, named, metadata):
     """The directory of an adapter's base: as its configuration names it, else as seen from the adapter."""
-    if not isinstance(named, str):
+    if not isinstance(named, str) or not is_path(named):
         raise ValueError(f"{directory / CONFIG} says base_model_name_or_path={named!r:.80}: write the base's directory")
     seen_from_here = metadata.get("seen_from_here")
     places = [Path(named), directory / named, *([directory / seen_from_here] if seen_from_here else [])]

@@ -7,9 +7,10 @@ from dataclasses import fields
 import pytest
 
 from config import TrainConfig
-from model.commands.option_values import load_config
+from model.commands.option_values import PATHS, load_config
 from model.commands.options import KEEP_TRAINING, exit_early, read_request
 from model.commands.origin import broadcast_request
+from model.commands.run_files import FILE_OPTIONS
 from model.commands.run_length import global_batch
 from model.commands.usage import COMMANDS
 from tests.ranks import ROOT
@@ -24,6 +25,14 @@ def test_a_wrong_command_line_exits_early_with_code_2_and_the_reason(words, caps
         exit_early(words)
     assert end.value.code == 2
     assert words[1].lstrip("-").split("=")[0].replace("-", "_") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "文" * 86, "long/" * 1000])
+@pytest.mark.parametrize("name", [*PATHS, *FILE_OPTIONS])
+def test_a_path_that_no_file_can_have_is_refused_in_words(name, path):
+    with pytest.raises(ValueError, match=f"--{name}[=:].*characters. is too long for a path.*type that of a") as told:
+        read_request((), {name: path})
+    assert len(str(told.value)) < 300
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,10 @@ def test_an_adapter_is_sent_with_its_base_s_name_on_the_hub_and_no_directory(tmp
     ours, theirs = read_adapter(tmp_path / "run" / "best"), read_adapter(sent)
     assert theirs.lora == ours.lora and all(theirs.tensors[name].equal(ours.tensors[name]) for name in ours.tensors)
 
+    (sent / "adapter_config.json").write_text(json.dumps(config | dict(base_model_name_or_path="a" * 5000)))
+    with pytest.raises(ValueError, match="says base_model_name_or_path='a{50,80}: write the base's directory"):
+        read_adapter(sent)
+
     model.lora = LoraConfig(rank=2, alpha=4, targets=("q",), base=str(cached))
     export_adapter(model, tokenizer, tmp_path / "of_cached")
     assert parcel_of(tmp_path / "of_cached").base == "ada/base"
