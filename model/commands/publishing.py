@@ -15,6 +15,8 @@ from model.data.tokenizer import TOKENIZER_FILES
 from model.formats.adapters import adapter_directory, weights_directory
 from model.formats.model_card import model_name
 from model.formats.published_adapter import base_named, published_adapter
+from model.formats.weights import INDEX
+from model.runtime.json_stream import read_object
 
 # besides TOKENIZER_FILES, which vocabulary.json and shared_vocabulary.json of CTranslate2 are as well
 SENT = re.compile(
@@ -23,6 +25,10 @@ SENT = re.compile(
 )
 # what holds the weights: of Hugging Face's directories, adapters, GGUF, CTranslate2
 WEIGHTS = re.compile(r".*\.safetensors|.*\.gguf|model\.bin")
+
+# what holds a JSON object in all of these
+OBJECTS = re.compile(r"(generation_|adapter_|tokenizer_)?config\.json|model\.safetensors\.index\.json")
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,7 @@ def parcel_of(path: str | Path, base: str = "") -> Parcel:
             f"no model in {path}: name a model's directory, an adapter's, what scripts/export.py wrote, or a run "
             "directory with best/ or last/, for example model_save/sft_fast"
         )
-    for one in files:
-        if one.suffix == ".safetensors":
-            _check_whole(one)
+    _check_whole(directory, [one.name for one in files])
     left = [one.name for one in names if one not in files]
     if adapter_directory(directory) is None:
         if base:
@@ -86,7 +90,25 @@ def _base_on_hub(directory, typed):
     )
 
 
-def _check_whole(path):
+def _check_whole(directory, names):
+    """Raise ValueError unless those of these files that others read a model by can be read, and name no other."""
+    objects = {name: read_object(directory / name) for name in names if OBJECTS.fullmatch(name)}
+    if any(name.startswith("model") and name.endswith(".safetensors") for name in names):
+        model_type = objects.get(CONFIG, {}).get("model_type")
+        if not isinstance(model_type, str) or not model_type:
+            raise ValueError(
+                f"{directory / CONFIG} says model_type={model_type!r:.80}: it must name the network's kind, as the "
+                "config.json that the model was written with does: copy it again, and nothing was sent"
+            )
+    for name in names:
+        if name.endswith(".safetensors"):
+            _check_header(directory / name)
+    shards = objects.get(INDEX, {}).get("weight_map", {})
+    if missing := [name for name in (shards.values() if isinstance(shards, dict) else [shards]) if name not in names]:
+        raise ValueError(f"{directory / INDEX} names {missing[0]!r:.80}, and it is not there: copy it too")
+
+
+def _check_header(path):
     """Raise ValueError for a safetensors file whose header does not say what the file holds; reads no more of it."""
     try:
         with safe_open(path, "pt"):

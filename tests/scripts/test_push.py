@@ -124,6 +124,22 @@ def test_damaged_weights_are_not_sent(run_dir, push, tmp_path):
     assert code == 2 and "model.safetensors cannot be read as weights" in error and "copy it again" in error
 
 
+@pytest.mark.parametrize(
+    "name, text, words",
+    [("config.json", "{", "is not JSON"), ("config.json", '{"d_model": 8}', "says model_type=None: it must name")]
+    + [("config.json", None, "says model_type=None"), ("generation_config.json", "[1]", "holds a JSON list")]
+    + [
+        ("model.safetensors.index.json", '{"weight_map": {"x": "model-1-of-2.safetensors"}}', "-2.safetensors', and it")
+    ],
+)
+def test_a_model_that_nobody_could_read_is_not_sent(run_dir, push, name, text, words):
+    (run_dir / "best" / name).unlink(missing_ok=True)
+    if text is not None:
+        (run_dir / "best" / name).write_text(text)
+    code, _, error = push(run_dir / "best", "me/x", "--dry_run")
+    assert code == 2 and f"best/{name}" in error and words in error
+
+
 def test_a_dry_run_lists_what_would_be_sent_and_needs_no_network(run_dir, push):
     (run_dir / "best" / "a\x1b[2J\udcff").write_text("a name that clears the screen, and is no text")
     code, out, _ = push(run_dir, "ada/chat", "--dry_run")
