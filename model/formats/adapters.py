@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from model.formats.adapter_fields import PLAIN, check_known
 from model.formats.carried import generation_values, write_carried, write_json
-from model.formats.model_card import CARD_FILE, CardFacts, adapter_card, merged_card, model_name
+from model.formats.model_card import CARD_FILE, CardFacts, adapter_card, hub_name, merged_card, model_name
 from model.formats.tensor_files import read_tensors
 from model.formats.weights import (
     INDEX,
@@ -150,7 +150,9 @@ def _facts_of_merge(lora):
     """CardFacts of a merged model whose adapter has no card."""
     name = model_name(lora.base)
     training = dict(trained=f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {name}, merged")
-    return CardFacts(summary=f"{name} with an adapter merged into it.", tables=dict(Training=training), base=name)
+    return CardFacts(
+        summary=f"{name} with an adapter merged into it.", tables=dict(Training=training), base=hub_name(lora.base)
+    )
 
 
 def _shards(tensors):
@@ -276,7 +278,7 @@ def export_adapter(model, tokenizer, directory, generation=None, facts=None, bas
             save_file(tensors, draft / TENSORS[0], {BASE: json.dumps(origin)})  # one key: several have no order
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        facts = replace(facts or CardFacts(), base=model_name(lora.base))
+        facts = replace(facts or CardFacts(), base=hub_name(lora.base))
         model_type = getattr(model.config, "model_type", family.name)
         card = adapter_card(facts, model_type, family.task_type == "SEQ_2_SEQ_LM", lora.base)
         (draft / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")

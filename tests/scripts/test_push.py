@@ -158,8 +158,14 @@ def test_the_files_arrive_in_a_private_repository(run_dir, push):
         created = server.said["create"]  # huggingface_hub 2 says visibility, 1 private
         assert created["name"] == "chat" and (created.get("private") or created.get("visibility") == "private")
         assert set(SENT) <= set(server.files) and "train.log" not in server.files
+        card = server.files["README.md"]
+        assert card == (run_dir / "best" / "README.md").read_bytes() and b"base_model" not in card
+        assert push(run_dir, "ada/chat", "--yes", "--base=ada/base", server=server)[0] == 0
+        assert b'\nbase_model: "ada/base"\n---\n' in server.files["README.md"]
         assert server.files["model.safetensors"] == (run_dir / "best" / "model.safetensors").read_bytes()
     assert "/ada/chat" in out.splitlines()[-1]
+    (run_dir / "best" / "README.md").unlink()
+    assert "has no README.md" in push(run_dir, "ada/chat", "--yes", "--base=ada/base")[2]
 
 
 def test_a_public_repository_is_refused_unless_it_is_asked_for_and_a_dead_hub_is_said(run_dir, push):
@@ -182,10 +188,9 @@ def test_an_adapter_is_sent_with_its_base_s_name_on_the_hub_and_no_directory(tmp
     code, _, error = push(tmp_path / "run", "ada/chat", "--dry_run")
     assert code == 2 and f"was trained on {plain}" in error and "--base=ORGANISATION/NAME" in error
     assert "must be ORGANISATION/NAME" in push(tmp_path / "run", "ada/chat", "--base=base", "--dry_run")[2]
-    assert "no adapter" in push(plain, "ada/chat", "--base=ada/base", "--dry_run")[2]
     with hub() as server:
         code, out, error = push(tmp_path / "run", "ada/chat", "--base=ada/base", "--yes", server=server)
-    assert code == 0 and "an adapter on ada/base" in out, error
+    assert code == 0 and "trained on top of ada/base" in out, error
     assert not [name for name, content in server.files.items() if str(tmp_path).encode() in content]
     assert b'base = "ada/base"' in server.files["README.md"] and b'base_model: "ada/base"' in server.files["README.md"]
 
